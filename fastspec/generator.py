@@ -33,6 +33,7 @@ from fastspec.session import calls
 from fastspec.session.following import Reader
 from fastspec.session.format_trial import trial_of
 from fastspec.session.handle import Handle
+from fastspec.session.one_process import OfOneProcess
 from fastspec.session.options import PlanOptions, Source, checked
 from fastspec.session.session import Session
 from fastspec.shapes import GREEDY, SAMPLERS
@@ -44,7 +45,7 @@ if TYPE_CHECKING:  # transformers' models are heavy to import, and a directory n
     from typing_extensions import Unpack
 
 
-class FastSpecGenerator:
+class FastSpecGenerator(OfOneProcess):
     """Generates text of a target model, faster with a draft model's help, and with the target's exact distribution.
 
     Args:

@@ -17,7 +17,7 @@ class RowStats:
         drafted: tokens proposed.
         accepted: drafts accepted, also those that a stop or the cap then cut off.
         emitted: tokens returned.
-        dropped: tokens behind a stop id or the limit, accepted or sampled but not returned.
+        dropped: tokens after a stop id or the limit, accepted or sampled but not returned.
         histogram: how many steps accepted 0, 1, .. k drafts; sums to steps.
         steps_at: how many steps were made with k = 0, 1, ..; sums to steps.
         cached_tokens: tokens of the prompt whose K/V were there from an earlier one, see `prefix_cache`.
@@ -86,7 +86,7 @@ class Stats:
         same_text_on: tuple[int, ...] | None = None,
         draft_format: str | None = None,
     ) -> Stats:
-        """Sums the rows."""
+        """The counts of all rows, summed."""
 
         def total(name: str) -> int:
             return sum(getattr(row, name) for row in rows)
@@ -124,7 +124,7 @@ class Stats:
         return self.emitted / self.steps if self.steps else None
 
     def __str__(self) -> str:
-        """One line."""
+        """The counts in one line."""
         rate = "-" if self.acceptance_rate is None else f"{self.acceptance_rate:.1%}"
         per_step = "-" if self.tokens_per_step is None else f"{self.tokens_per_step:.2f}"
         alone = (

@@ -226,7 +226,7 @@ def chunks_of(
     """Sizes of the passes over the prompt tokens at positions start..stop-1.
 
     Passes lie on an absolute grid of positions. From position 0 on, each range as long as the largest size is one pass,
-    whatever the length of the prompt. The rest behind the last whole range is cut by its length alone: one pass with
+    whatever the length of the prompt. The rest after the last whole range is cut by its length alone: one pass with
     room for all of it, or the largest size that it fills followed by passes over what remains, whichever costs less.
     Passes of sizes in `same_bits` leave the same bits in the caches, so such a pass may be split, or start in its
     middle. The smallest of them is the grid's unit: prompts with a common prefix have the same bits in all whole units
@@ -234,7 +234,7 @@ def chunks_of(
 
     Args:
         sizes: allowed sizes of passes, ascending.
-        stop: the position behind the last token.
+        stop: the position after the last token.
         start: the first position, a multiple of the unit.
         same_bits: those of `sizes` whose passes leave the same bits, ascending; (): the largest alone.
         grid_unit: positions between two places where a pass may start; None: the smallest of `same_bits`.

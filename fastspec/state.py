@@ -227,7 +227,7 @@ class DecodeState:
 
     @property
     def batch(self) -> int:
-        """Rows."""
+        """Number of rows."""
         return self.lengths.shape[0]
 
     @property
@@ -261,7 +261,7 @@ class DecodeState:
 
     @contextmanager
     def all_idle(self) -> Iterator[None]:
-        """For a while no row runs: a step then changes nothing that counts."""
+        """A context in which no row runs, so that a step changes nothing that counts."""
         finish, emitted = self.finish.clone(), self.emitted.clone()
         self.finish.fill_(IDLE)
         try:

@@ -42,7 +42,7 @@ class PromptEnd:
 
     @classmethod
     def zeros(cls, rows: int, width: int, layers: int, dtype: torch.dtype, device: torch.device) -> PromptEnd:
-        """Of so many rows, `width` elements a hidden state."""
+        """Zeros for `rows` rows, with hidden states of `width` elements."""
         hidden = torch.zeros(rows, width, dtype=dtype, device=device)
         return cls(hidden, hidden.new_zeros(rows, layers, width) if layers else None)
 

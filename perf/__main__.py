@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from perf import commands, gate, records, report, serving, startup
+from perf import commands, gate, records, report, serving, startup, streams
 from perf.cases import ACCEPTED, SETS
 from perf.records import Row
 from perf.workloads import WORKLOADS
@@ -79,6 +79,7 @@ def parser() -> argparse.ArgumentParser:
     one.add_argument("--pair", type=Path, help="directory with target/ and draft/; written first where it has none")
     one.add_argument("--tensor-parallel", type=int, default=1, help="ranks that share the target, a GPU each")
     serving.add_options(command("serving", serving.command_serving))
+    streams.add_options(command("servers", streams.command_servers))
     command("ceiling", commands.command_ceiling)
     gate.add_options(command("gate", gate.command_gate))
     report.add_options(command("report", report.command_report))

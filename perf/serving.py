@@ -12,37 +12,28 @@ from __future__ import annotations
 import argparse
 import asyncio
 import gc
-import http.client
-import json
-import socket
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import Tokenizer
-from tokenizers.decoders import WordPiece
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import WhitespaceSplit
-from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, GenerationConfig
 
 from fastspec import FastSpecGenerator, GenerateOutput
 from perf.opened import opened
 from perf.peers import FAILURES
 from perf.records import Row, private
+from perf.servers import Line, asked, ours, running, theirs, written
 from perf.workloads import WORKLOADS
 
 ROUNDS = 3  # after one that pays for captures
-READY_SECONDS = 150.0  # for a server to answer its first request
 ANSWER_SECONDS = 120.0
 ENGINES = ("handles", "fastspec serve", "transformers", "transformers serve")
 
@@ -87,14 +78,13 @@ def command_serving(given: argparse.Namespace) -> Iterator[list[Row]]:
     """Many requests at once: generate, handles, our server and transformers'."""
     options = {"acceptance": given.acceptance, "seed": given.seed, "device": given.device}
     about = f"{given.workload}, {given.requests} prompts of {given.prompt}, {given.new} new, k = {given.drafts}"
-    with tempfile.TemporaryDirectory() as scratch, opened(given.workload, save=True, **options) as models:
+    with tempfile.TemporaryDirectory() as scratch, opened(given.workload, **options) as models:
         prompts = models.prompts(given.requests, given.prompt)
-        directories = models.directories or _written(models.target, models.draft, Path(scratch))
-        for place, config in zip(directories, models.configs, strict=True):
-            words(config.vocab_size).save_pretrained(place)
+        places = Path(scratch) / "target", Path(scratch) / "draft"
+        target, draft = written(models.target, places[0]), written(models.draft, places[1])
         texts = [" ".join(f"t{token}" for token in prompt) for prompt in prompts]
-        load = Load(texts, prompts, given.new, given.drafts, *directories, given.device)
-        _let_go(models)
+        load = Load(texts, prompts, given.new, given.drafts, target, draft, given.device)
+        let_go(models)
         base: float | None = None
         for name, seconds, status in timed(load, given.engines):
             tokens = given.requests * given.new
@@ -107,14 +97,7 @@ def command_serving(given: argparse.Namespace) -> Iterator[list[Row]]:
             yield [row]
 
 
-def _written(target: Any, draft: Any, scratch: Path) -> tuple[Path, Path]:
-    places = scratch / "target", scratch / "draft"
-    for model, place in zip((target, draft), places, strict=True):
-        model.save_pretrained(place)
-    return places
-
-
-def _let_go(models: Any) -> None:
+def let_go(models: Any) -> None:
     """The live models give back their memory: everybody reads from disk."""
     for model in (models.target, models.draft):
         model.to("meta")
@@ -128,31 +111,18 @@ def _freed() -> None:
         torch.cuda.empty_cache()
 
 
-def words(vocab_size: int) -> PreTrainedTokenizerFast:
-    """A tokenizer whose token i is the word "t<i>", so that any engine can be asked by text."""
-    model = WordLevel({f"t{token}": token for token in range(vocab_size)}, unk_token="t0")
-    made = Tokenizer(model)
-    made.pre_tokenizer = WhitespaceSplit()
-    made.decoder = WordPiece(prefix="##", cleanup=False)
-    return PreTrainedTokenizerFast(tokenizer_object=made, unk_token="t0")
-
-
 def timed(load: Load, engines: tuple[str, ...]) -> Iterator[tuple[str, list[float], str]]:
     """Name, seconds of each round, and what went wrong, "ok" where nothing did."""
     yield from _in_process(load, handles="handles" in engines)
     _freed()
-    ours = ["-m", "fastspec.cli", "serve", str(load.target), "--draft", str(load.draft), "--device", load.device]
-    ours += ["--num-speculative-tokens", str(load.k), "--max-batch-size", str(len(load.texts))]
-    ours += ["--max-length", str(load.max_length), "--name", "model"]
-    theirs = ["-m", "perf.peer_server", "serve", str(load.target), "--continuous-batching"]
-    theirs += ["--device", load.device]
-    for name, line, model in (
-        ("fastspec serve", ours, "model"),
-        ("transformers serve", theirs, str(load.target)),
+    shape: dict[str, Any] = {"rows": len(load.texts), "length": load.max_length, "device": load.device}
+    for name, line in (
+        ("fastspec serve", ours(load.target, load.draft, k=load.k, **shape)),
+        ("transformers serve", theirs(load.target, **shape)),
     ):
         if name in engines:
             try:
-                yield name, _served(line, load, model), "ok"
+                yield name, _served(line, load), "ok"
             except (OSError, RuntimeError, ValueError, KeyError) as error:
                 yield name, [], _failed(name, error)
     if "transformers" in engines:
@@ -234,69 +204,13 @@ def _rounds(once: Callable[[], object]) -> list[float]:
     return taken[1:]
 
 
-def _served(line: list[str], load: Load, model: str) -> list[float]:
-    with _server(line, load, model) as port, ThreadPoolExecutor(len(load.texts)) as pool:
+def _served(line: Line, load: Load) -> list[float]:
+    with running(line) as server, ThreadPoolExecutor(len(load.texts)) as pool:
+        server.wait(load.texts[0])
 
         def once() -> None:
-            counts = list(pool.map(lambda text: _asked(port, model, text, load.new, ANSWER_SECONDS), load.texts))
-            if counts != [load.new] * len(counts):
+            answers = pool.map(lambda text: asked(server.port, line.model, text, load.new, ANSWER_SECONDS), load.texts)
+            if (counts := list(answers)) != [load.new] * len(counts):
                 raise RuntimeError(f"answers of {sorted(set(counts))} tokens, wanted {load.new}")
 
         return _rounds(once)
-
-
-@contextmanager
-def _server(line: list[str], load: Load, model: str) -> Iterator[int]:
-    """A server on a free port, which has answered a request; its end when the context is left."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    with tempfile.TemporaryFile() as told:
-        command = [sys.executable, *line, "--port", str(port)]
-        with subprocess.Popen(command, stdout=told, stderr=subprocess.STDOUT) as process:
-            try:
-                _wait(process, port, model, load.texts[0])
-                yield port
-            except (OSError, RuntimeError) as error:
-                told.seek(0)
-                raise RuntimeError(f"{error}\nit said: {told.read().decode(errors='replace')[-3000:]}") from error
-            finally:
-                process.terminate()
-                try:
-                    process.wait(20)
-                except subprocess.TimeoutExpired:
-                    process.kill()
-
-
-def _wait(process: subprocess.Popen[bytes], port: int, model: str, text: str) -> None:
-    end, error = time.monotonic() + READY_SECONDS, "no answer"
-    while time.monotonic() < end:
-        if process.poll() is not None:
-            raise RuntimeError(f"it ended with {process.returncode}")
-        try:
-            _asked(port, model, text, 2, end - time.monotonic())
-        except (OSError, http.client.HTTPException) as found:
-            error = repr(found)
-            time.sleep(0.2)
-        else:
-            return
-    raise RuntimeError(f"not ready within {READY_SECONDS:.0f} s: {error}")
-
-
-def _asked(port: int, model: str, text: str, new: int, seconds: float) -> int:
-    """Tokens of an answer.
-
-    Raises:
-        RuntimeError: the server refuses.
-    """
-    body = {"model": model, "prompt": text, "max_tokens": new, "temperature": 0.0}
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=seconds)
-    try:
-        connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
-        answer = connection.getresponse()
-        told = answer.read()
-    finally:
-        connection.close()
-    if answer.status != 200:
-        raise RuntimeError(f"{answer.status}: {told[:300]!r}")
-    return int(json.loads(told)["usage"]["completion_tokens"])

@@ -107,6 +107,12 @@ _ALL = (
         _qwen("qwen3", 151936, 1024, 3072, 28, (16, 8), True),
         "Qwen3-8B with Qwen3-0.6B: norms on query and key heads",
     ),
+    Workload(
+        "1b+slice",
+        _1B,
+        _llama(1024, 4096, 4, 16, rope=32.0, tied=True),
+        "the 1B of the first pair with a draft of 4 layers: seconds to write and to load",
+    ),
     Workload("shipped", {}, {}, "the demo pair that fastspec ships"),
     Workload(
         "tiny",

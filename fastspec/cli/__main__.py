@@ -1,5 +1,18 @@
-"""`python -m fastspec.cli`: the `fastspec` command without an installed script."""
+"""The `fastspec` command, and `python -m fastspec.cli`, the same without an installed script."""
 
-from fastspec.cli.app import app
+from __future__ import annotations
 
-app(prog_name="fastspec")
+import sys
+
+
+def main() -> None:
+    """Runs the command line; Ctrl-C while torch is imported ends it as it does later."""
+    try:
+        from fastspec.cli.app import app
+    except KeyboardInterrupt:
+        sys.exit(130)
+    app(prog_name="fastspec")
+
+
+if __name__ == "__main__":
+    main()

@@ -151,6 +151,7 @@ def demo(
     Speculative decoding is compared with the faster kind of plain decoding: exact, or exact=False, which does not keep
     bits independent of the number of rows.
     """
+    flags.check_values(context.params)
     start_ranks(tensor_parallel, device)
     target, draft = map(str, demo_pair())
     options: dict[str, Any] = {"device": device, "progress": False}
@@ -228,7 +229,7 @@ class _Runs:
         self._generate(write=lambda _: None, max_new_tokens=min(8, max_new_tokens))
 
     def run(self) -> None:
-        """Runs once more."""
+        """Makes one timed run."""
         pieces: list[str] = []
         output = self._generate(write=pieces.append)
         self.results.append(("".join(pieces), tuple(output.new_tokens[0])))
@@ -236,11 +237,11 @@ class _Runs:
 
     @property
     def seconds(self) -> float:
-        """The median."""
+        """Median seconds of a run."""
         return statistics.median(stats.seconds for stats in self._stats)
 
     def __str__(self) -> str:
-        """One line."""
+        """The runs in one line, to be printed."""
         return str(replace(self._stats[0], seconds=self.seconds))
 
 

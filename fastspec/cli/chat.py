@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 import typer
+from jinja2.exceptions import TemplateError
 
 from fastspec.cli import flags
 from fastspec.cli.errors import errors_in_one_line
@@ -46,8 +47,9 @@ def chat(
     options |= flags.given(draft_quantization=draft_quantization, kv_dtype=kv_dtype)
     if proposer is not None:
         options["proposer"] = flags.proposer_of(proposer)
-    asked: dict[str, Any] = {"temperature": temperature, "do_sample": True} if temperature else {"do_sample": False}
-    asked |= {name: value for name, value in {"top_p": top_p, "seed": seed}.items() if value is not None}
+    flags.check_values(context.params)
+    asked: dict[str, Any] = {name: value for name, value in {"top_p": top_p, "seed": seed}.items() if value is not None}
+    asked |= flags.drawing(asked, temperature)
     open_generator: Callable[..., FastSpecGenerator] = context.obj
     with errors_in_one_line(), Progress() as progress:
         progress.stage(_LOADING)
@@ -109,7 +111,20 @@ class Conversation:
         self.said = []
 
     def answer(self, text: str, write: Callable[[str], object]) -> None:
-        """Writes an answer while it comes. Ctrl-C ends it; what was written of it counts as said."""
+        """Writes an answer while it comes. Ctrl-C ends it; what was written until then stays in the conversation.
+
+        Raises:
+            ValueError, InvalidLogits: there is no answer; the question is taken out of the conversation again.
+        """
+        before = list(self.said)
+        try:
+            flags.check_text(text)
+            self._answer(text, write)
+        except (ValueError, InvalidLogits):
+            self.said = before
+            raise
+
+    def _answer(self, text: str, write: Callable[[str], object]) -> None:
         self.said.append(("user", text))
         prompt = self._fitting()
         pieces: list[str] = []
@@ -149,7 +164,6 @@ class Conversation:
                     )
                 return prompt
             if len(self.said) < 2:
-                self.said.clear()
                 raise ValueError(
                     f"what was said has {len(prompt)} tokens, and max_length={self.generator.max_length}; say less, or "
                     "raise --max-length"
@@ -164,12 +178,17 @@ class Conversation:
             )
         head = [{"role": "system", "content": self.system}] if self.system else []
         messages = [*head, *({"role": role, "content": text} for role, text in self.said)]
-        made: Any = self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
+        try:
+            made: Any = self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
+        except TemplateError as error:
+            raise ValueError(f"the chat template refuses this: {error}; leave out --system, or /clear") from None
         return list(made["input_ids"])
 
 
 def _lines() -> Iterator[str]:
     """What the user says, until the end of input."""
+    if sys.stdin is None:  # it was closed before the command began
+        return
     shown = sys.stdin.isatty()
     if shown:
         with contextlib.suppress(ImportError):

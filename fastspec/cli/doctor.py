@@ -345,7 +345,8 @@ def _not_working(checks: Mapping[str, tuple[Line, ...]], gpus: tuple[Gpu, ...], 
         yield will_not("run on Apple's GPU (MPS)", "use device='cpu', the default there")
     yield will_not("run Triton kernels on the CPU", "none needed: torch does their work there")
     yield will_not(
-        "cut a hosted model over several GPUs (tensor_parallel)", "one process per GPU, each with its own prompts"
+        "cut a hosted model without a plan of transformers' (base_model_tp_plan) over several GPUs (tensor_parallel)",
+        "one process per GPU, each with its own prompts",
     )
     yield will_not(
         "load weights quantised by bitsandbytes, GGUF, HQQ, EXL3 or torchao",

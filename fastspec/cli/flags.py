@@ -105,7 +105,7 @@ def options_of(flags: Mapping[str, Any]) -> dict[str, Any]:
         typer.BadParameter: a flag that cannot be read, or that would have no effect.
     """
     options: dict[str, Any] = {name: flags[name] for name in _SHAPING if flags.get(name) is not None}
-    _check_numbers(flags)
+    check_values(flags)
     for name in ("allowed_token_ids", "suppress_tokens"):
         if flags[name] is not None:
             options[name] = _ids(flags[name], _flag(name))
@@ -115,14 +115,30 @@ def options_of(flags: Mapping[str, Any]) -> dict[str, Any]:
         options["stop_strings"] = list(flags["stop_strings"])
     for name in ("json_schema", "grammar"):
         if flags[name] is not None:
-            options[name] = Path(flags[name]).read_text(encoding="utf-8")  # some versions of typer give the text
+            options[name] = _text_of(Path(flags[name]), _flag(name))  # some versions of typer give the text
     if flags["num_return_sequences"] != 1:
         options["num_return_sequences"] = flags["num_return_sequences"]
-    if flags["temperature"]:
-        return {**options, "do_sample": True, "temperature": flags["temperature"]}
+    return options | drawing(options, flags["temperature"])
+
+
+def drawing(options: Mapping[str, Any], temperature: float) -> dict[str, Any]:
+    """`do_sample` and `temperature` that `FastSpecGenerator` takes for `--temperature`.
+
+    Raises:
+        typer.BadParameter: an option for sampling with a temperature of 0, where nothing is sampled.
+    """
+    if temperature:
+        return {"do_sample": True, "temperature": temperature}
     if idle := [_flag(name) for name in _DRAWING if name in options]:
         raise typer.BadParameter("has no effect at temperature 0; give --temperature too", param_hint=", ".join(idle))
-    return {**options, "do_sample": False}
+    return {"do_sample": False}
+
+
+def _text_of(path: Path, flag: str) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise typer.BadParameter(f"cannot read {path} as UTF-8 text: {error}", param_hint=flag) from None
 
 
 def proposer_of(flag: str | None) -> NGram | None:
@@ -137,8 +153,8 @@ def proposer_of(flag: str | None) -> NGram | None:
         raise typer.BadParameter(str(error), param_hint="--proposer") from None
 
 
-def _check_numbers(flags: Mapping[str, Any]) -> None:
-    """Refuses numbers out of their range before models are loaded, which takes long."""
+def check_values(flags: Mapping[str, Any]) -> None:
+    """Refuses numbers out of range and texts that are not UTF-8, before models are loaded."""
     least = {"max_new_tokens": 1, "num_return_sequences": 1, "min_new_tokens": 0}
     checks: dict[str, Callable[[Any], object]] = {each.name: each.read for each in NUMBERS}
     checks |= {name: partial(whole, name, low=low) for name, low in least.items()}
@@ -148,6 +164,24 @@ def _check_numbers(flags: Mapping[str, Any]) -> None:
                 check(flags[name])
         except ValueError as error:
             raise typer.BadParameter(str(error), param_hint=_flag(name)) from None
+    for name in ("prompt", "system", "regex", "stop_strings"):
+        given = flags.get(name) or ()
+        for text in [given] if isinstance(given, str) else given:
+            try:
+                check_text(text)
+            except ValueError as error:
+                raise typer.BadParameter(str(error), param_hint=_flag(name).removesuffix("s")) from None
+
+
+def check_text(text: str) -> None:
+    """Raises ValueError where bytes of the command line, or of what was typed, were not UTF-8 text."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:  # Python keeps such bytes as lone surrogates, which no tokenizer takes
+        raise ValueError(
+            f"character {error.start} is {text[error.start]!r}, which is no text; write it in UTF-8, and set a "
+            "locale of UTF-8 (LC_ALL=C.UTF-8)"
+        ) from None
 
 
 def _flag(name: str) -> str:

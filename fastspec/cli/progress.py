@@ -12,9 +12,10 @@ FIRST, LATER = 1.5, 10.0  # seconds of silence before the first line about a sta
 
 
 def to_stderr(line: str) -> None:
-    """Writes a line."""
-    sys.stderr.write(f"{line}\n")
-    sys.stderr.flush()
+    """Writes a line, where there is a stderr to write to."""
+    if sys.stderr is not None:
+        sys.stderr.write(f"{line}\n")
+        sys.stderr.flush()
 
 
 class Progress:

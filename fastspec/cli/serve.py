@@ -92,6 +92,9 @@ def serve(
                         typer.echo("fastspec: others can reach this address, and there is no --api-key", err=True)
 
                 Server(service, api_key=key, drain=min(_DRAIN, limited.seconds), started=started).serve_on(on)
+        if service.cut_off:
+            typer.echo(f"fastspec: {service.cut_off} requests were cut off", err=True)
+            raise typer.Exit(1)
         typer.echo("fastspec: the last answers are given", err=True)
 
 

@@ -97,6 +97,11 @@ def _vocabulary(spec: GrammarSpec, tokenizer: Any, vocab_size: int) -> LLTokeniz
 def _compiled(spec: GrammarSpec, vocabulary: LLTokenizer) -> LLMatcher:
     from llguidance import LLMatcher
 
+    try:
+        spec.text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        told = f"character {error.start} is {spec.text[error.start]!r}, which is no text"
+        raise ValueError(f"{spec.kind} cannot be used: {told}; write it in UTF-8") from None
     if spec.kind == JSON_SCHEMA:
         source = LLMatcher.grammar_from_json_schema(spec.text)
     elif spec.kind == REGEX:

@@ -142,7 +142,7 @@ class RowGrammar:
         return Turn(drafts, np.stack(masks))
 
     def _ended(self, drafts: list[int], masks: list[NDArray[np.int32]], consumed: int) -> Turn:
-        """The last draft token is a stop id, so the mask behind it is never used: any will do."""
+        """The last draft token is a stop id, so the mask after it is never used: any will do."""
         if consumed:
             self._matcher.rollback(consumed)
         return Turn(drafts, np.stack([*masks, np.full(self._words, ALL, dtype=np.int32)]))
@@ -194,7 +194,7 @@ class _Lookup:
 
     def __init__(self, prompt: Sequence[int]) -> None:
         self._tokens: list[int] = []
-        self._behind: dict[tuple[int, ...], int] = {}  # n-gram -> index behind its last occurrence
+        self._behind: dict[tuple[int, ...], int] = {}  # n-gram -> index after its last occurrence
         for token in prompt:
             self.push(token)
 

@@ -100,7 +100,7 @@ class ResultRing:
             self.resync()
 
     def resync(self) -> None:
-        """Waits for the device and takes over its count, after steps ran that nobody counted."""
+        """Waits for the device and takes over its count, after steps that were not counted here."""
         self.launched = int(self.outbox.counter)
         self._unsettled = False
 

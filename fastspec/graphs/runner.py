@@ -96,11 +96,11 @@ class EagerRunner:
         self._stream = _StreamLease(device, self) if device.type == "cuda" else None
 
     def run(self, key: Hashable, body: Callable[[], None]) -> None:
-        """Calls body."""
+        """Calls `body`."""
         body()
 
     def ready(self, key: Hashable) -> bool:
-        """Always."""
+        """True: nothing has to be captured."""
         return True
 
     def capture(
@@ -120,16 +120,16 @@ class EagerRunner:
         """Does nothing."""
 
     def on(self) -> AbstractContextManager[object]:
-        """The runner's stream on CUDA."""
+        """A context of the runner's stream; off CUDA of nothing."""
         return self._stream.on() if self._stream else nullcontext()
 
     def join(self) -> None:
-        """Waits on the device, on CUDA."""
+        """On CUDA, lets the runner's stream wait for the caller's."""
         if self._stream:
             self._stream.join()
 
     def describe(self) -> str:
-        """One line."""
+        """The runner in one line."""
         return "none captured: every step runs eagerly"
 
 
@@ -237,11 +237,11 @@ class GraphRunner:
         return self._stream.on()
 
     def join(self) -> None:
-        """Waits on the device."""
+        """Lets the runner's stream wait for the caller's."""
         self._stream.join()
 
     def describe(self) -> str:
-        """A line a graph."""
+        """A line for each graph."""
         lines = [
             f"{describe(key)}: {captured.nodes} nodes, {captured.seconds * 1e3:.0f} ms to capture, "
             f"{captured.bytes / 2**20:.1f} MiB"

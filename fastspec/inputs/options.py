@@ -75,6 +75,7 @@ _NO_EFFECT = frozenset(
         "assistant_lookbehind",
         "target_lookbehind",
         "max_matching_ngram_size",
+        "use_cache",  # without one transformers computes the same text more slowly; many checkpoints say false
         "compile_config",
         "disable_compile",
         "cache_config",
@@ -89,7 +90,6 @@ _NO_EFFECT = frozenset(
 _OFF: Mapping[str, tuple[Any, ...]] = {
     "num_beams": (None, 1),
     "num_beam_groups": (None, 1),
-    "use_cache": (None, True),
     "cache_implementation": (None, "dynamic", "static", "hybrid", "hybrid_chunked", "sliding_window"),
     "typical_p": (None, 1.0),
     "top_h": (None, 1.0),

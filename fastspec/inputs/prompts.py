@@ -43,7 +43,7 @@ class Given:
         """The rows without their padding.
 
         Without a mask, leading ids of `padding` in an array are padding, as transformers infers it: unless it ends a
-        row too, or nobody names it. Lists hold text alone. Rows that look padded all the same bring a warning.
+        row too, or no `pad_token_id` is known. Lists hold text alone. A warning is raised for rows that look padded.
 
         Args:
             vocab_size: ids lie below it.
@@ -57,7 +57,7 @@ class Given:
         """
         if self.masks is not None:
             rows = _unpad(self.rows, self.masks)
-        elif len(set(map(len, self.rows))) != 1:  # nobody pads rows of different lengths
+        elif len(set(map(len, self.rows))) != 1:  # padded rows would have one length
             rows = self.rows
         elif padding is None or padding in stop_ids or not self.arrays:
             rows = self.rows
@@ -143,7 +143,7 @@ def _array_rows(array: Any) -> list[list[int]]:
 
 
 def _tensor_rows(tensor: Tensor, name: str) -> list[list[int]]:
-    if tensor.dtype not in (torch.int64, torch.int32, torch.int16, torch.uint8, torch.int8):
+    if tensor.is_floating_point() or tensor.is_complex() or tensor.is_quantized or tensor.dtype == torch.bool:
         raise ValueError(f"{name} must hold integers, got dtype {tensor.dtype}")
     if tensor.dim() not in (1, 2):
         raise ValueError(f"{name} must have shape [B, T] or [T], got {list(tensor.shape)}")

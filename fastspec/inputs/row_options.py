@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -137,7 +138,7 @@ def rows_of(
     """
     columns = {name: values.column(name, given[name], num_rows) for name in (*_COLUMNS, *KINDS)}
     ids = _Ids.of(given, num_rows, vocab_size, stop_ids)
-    seeds = _seeds(given["seed"], num_rows, copies)
+    seeds = _seeds(given["seed"], num_rows, copies, do_sample)
     rows = []
     for index in range(num_rows):
         row = {name: column[index] for name, column in columns.items()}
@@ -221,15 +222,16 @@ def _temperature(value: Any) -> float:
     return number
 
 
-def _seeds(seed: Any, num_rows: int, copies: int) -> list[int]:
+def _seeds(seed: Any, num_rows: int, copies: int, drawn: bool) -> list[int]:
     """The caller's seeds, one per row, or as many derived from (seed, prompt index, return index)."""
     if values.is_list(seed):
         of = "prompts" if copies == 1 else f"rows ({num_rows} prompts times num_return_sequences)"
         rows = values.per_row("seed", values.listed(seed), num_rows * copies, of)
         return [values.whole("seed", one, low=-(2**63), high=2**63 - 1) for one in rows]
     if seed is None:
-        # torch's generator of the CPU, wherever tensors are made by default: torch.manual_seed repeats a call
-        seed = int(torch.randint(2**63 - 1, (), device="cpu").item())
+        # torch's CPU generator, whatever the default device is: torch.manual_seed repeats a call. Greedy rows draw
+        # nothing, and leave the caller's random numbers alone
+        seed = int(torch.randint(2**63 - 1, (), device="cpu").item()) if drawn else secrets.randbits(63)
     base = values.whole("seed", seed, low=-(2**63), high=2**63 - 1)
     return [derive_seed(base, prompt, copy) for prompt in range(num_rows) for copy in range(copies)]
 

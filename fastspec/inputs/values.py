@@ -90,7 +90,7 @@ def token_ids(name: str, value: Any, vocab_size: int) -> tuple[int, ...]:
         return ()
     if not is_list(value) and not isinstance(value, set | frozenset):
         raise ValueError(f"{name} must be a list of token ids, got {value!r}")
-    return tuple(sorted({whole(name, one, low=0, high=vocab_size - 1) for one in listed(value)}))
+    return tuple(sorted({whole(f"{name}: an id", one, low=0, high=vocab_size - 1) for one in listed(value)}))
 
 
 def id_columns(name: str, value: Any, num_rows: int, vocab_size: int) -> list[tuple[int, ...] | None]:
@@ -144,7 +144,7 @@ def _bias(name: str, value: Any, vocab_size: int) -> dict[int, float]:
         return {}
     if not isinstance(value, Mapping):
         raise ValueError(f"{name} must be a dict from token id to bias, or one per prompt, got {value!r}")
-    return {whole(name, key, low=0, high=vocab_size - 1): _shift(name, bias) for key, bias in value.items()}
+    return {whole(f"{name}: an id", key, low=0, high=vocab_size - 1): _shift(name, bias) for key, bias in value.items()}
 
 
 def _shift(name: str, value: Any) -> float:

@@ -115,7 +115,7 @@ class _Answer(Response):
         self._app, self._header = app, (REPLICA_HEADER.lower().encode(), replica.encode())
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Lets them answer."""
+        """Runs the application, and adds the header to its answer."""
 
         async def signed(message: Message) -> None:
             if message["type"] == "http.response.start":

@@ -2,8 +2,8 @@
 
 Norms, activations, products and the largest logit are the torch definitions of `reference`: the compiler fuses what
 stands around a product, and leaves the product to cuBLAS. A layer's attention, from its fused product on, stays the
-kernel it is: it is registered as `fastspec::attend`, with the cache it writes declared, so that no graph breaks at it
-and no cache is copied. What stands outside of a model's passes is not compiled.
+same kernel: it is registered as `fastspec::attend`, with the cache that it writes declared, so that no graph breaks at
+it and no cache is copied. What stands outside of a model's passes is not compiled.
 
 The compiler chooses by shape, and keeps in fp32 what it fuses: a row's bits depend on what runs beside it.
 """
@@ -110,7 +110,7 @@ def attend(
     tiling: Tiling = UNTILED,
     kv_scales: None = None,
 ) -> Tensor:
-    """As `reference.attend`, which defines it; what it says of blocks, `product` and `tiling` have no say here.
+    """As `reference.attend`, which defines it; bounds on blocks, `product` and `tiling` are ignored.
 
     Caches in 8 bits are not for these ops: settings refuse them.
     """

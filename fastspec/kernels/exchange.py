@@ -13,12 +13,13 @@
 
 Ranks are added as one binary tree, neighbours first, by every rank for itself: all get the same bits. A block of BLOCK
 elements has a flag for each rank and a number that counts its exchanges, its epoch. It pushes its elements, then its
-epoch, and waits for the epochs of the others: nobody waits for a whole tensor. Two halves of the room take turns: a
-rank that is one exchange ahead cannot overwrite what another still reads, for it has waited for that one's next push.
+epoch, and waits for the epochs of the others: no program waits for a whole tensor. Exchanges use the two halves of
+the room in turn: a rank that is one exchange ahead cannot overwrite what another still reads, because it has waited
+for that one's next push.
 
 Few elements go as words: each travels with its epoch in 8 bytes, which memory writes at once (the LL protocol of NCCL;
 Hu et al. 2025, arXiv 2507.04786). That is twice the bytes, but nothing has to arrive before a flag is set,
-and nothing is loaded behind a flag. Words have blocks, epochs and memory of their own, so that no element is ever read
+and nothing is loaded after a flag. Words have blocks, epochs and memory of their own, so that no element is ever read
 as an epoch.
 
 Many elements are added two-shot: each block has one rank that adds it and sends the others the sum, in 16 bits. Fewer

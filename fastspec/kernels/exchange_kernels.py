@@ -15,7 +15,7 @@ def _push(
 ):  # fmt: skip
     """Sends a block to all other ranks and, unless it goes as words, waits for theirs.
 
-    Returns where theirs lie in this rank's room, one rank's behind another's, and the epoch.
+    Returns where theirs lie in this rank's room, one rank's after another's, and the epoch.
     """
     buffers_ptr, flags_ptr, epochs_ptr = room
     pid = tl.program_id(0)

@@ -46,7 +46,7 @@ def fed(
     running = tl.load(finish_ptr + row) == 0
     position = length + first + query
     known = first + query < 0
-    # in range for every length there is; clamped all the same, for lengths are data
+    # in range for every valid length; clamped all the same, because lengths are data
     at = tl.minimum(tl.maximum(position, 0), tokens_width - 1)
     token = tl.load(tokens_ptr + row * tokens_stride + at, mask=known & in_range, other=0)
     draft = tl.load(drafts_ptr + row * drafts_stride + first + query, mask=(first + query >= 0) & in_range, other=0)

@@ -1,4 +1,4 @@
-"""How a program of one GPU tells one of another that what it has stored is there: by flags, or by words of both."""
+"""How a program signals one on another GPU that data is stored: by flags, or by words that hold data and epoch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import triton.language as tl
 
 @triton.jit
 def _store_release(address, value):
-    """Stores, by one thread, behind all that the program has stored before a barrier, for every device to see."""
+    """A release store by one thread, at system scope: orders it after all that the program stored before a barrier."""
     return tl.inline_asm_elementwise(
         "{ .reg .u32 t; .reg .pred one; mov.u32 t, %tid.x; setp.eq.u32 one, t, 0;"
         " @one st.release.sys.global.u32 [$1], $2; mov.u32 $0, 0; }",
@@ -22,7 +22,7 @@ def _store_release(address, value):
 
 @triton.jit
 def _load_acquire(address):
-    """Loads, by one thread: behind the next barrier what all load is at least as new. Other threads get 2^31 - 1."""
+    """An acquire load by one thread, at system scope: loads after the next barrier are as new. Others get 2^31 - 1."""
     return tl.inline_asm_elementwise(
         "{ .reg .u32 t; .reg .pred one; mov.u32 t, %tid.x; setp.eq.u32 one, t, 0;"
         " mov.u32 $0, 0x7fffffff; @one ld.acquire.sys.global.u32 $0, [$1]; }",
@@ -36,7 +36,7 @@ def _load_acquire(address):
 
 @triton.jit
 def _now(zero):
-    """Nanoseconds."""
+    """The device's clock in nanoseconds."""
     return tl.inline_asm_elementwise("{ mov.u64 $0, %globaltimer; }", "=l,r", [zero], tl.int64, False, 1)
 
 
@@ -56,7 +56,7 @@ def _stop_after(start, limit):
 
 @triton.jit
 def signalled(flags_ptr, peer, epoch, blocks, RANK: tl.constexpr):
-    """Tells a peer that all this program has stored so far is there."""
+    """Signals a peer that everything this program has stored so far is visible."""
     flag = tl.load(flags_ptr + peer) + (RANK * blocks + tl.program_id(0)).to(tl.int64) * 4
     _store_release(flag, epoch)
 

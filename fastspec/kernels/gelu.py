@@ -20,7 +20,7 @@ ROOT = tl.constexpr((2 / 3.141592653589793) ** 0.5)
 
 @triton.jit
 def _gelu_kernel(
-    gate_up_ptr, out_ptr, WIDTH: tl.constexpr, IN_TURN: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+    gate_up_ptr, out_ptr, WIDTH: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):
     """BLOCK columns of a row."""
     if PDL:
@@ -29,8 +29,8 @@ def _gelu_kernel(
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < WIDTH
-    place = at + at // 8 * 8 if IN_TURN else at
-    behind = 8 if IN_TURN else WIDTH
+    place = at + at // 8 * 8 if INTERLEAVED else at
+    behind = 8 if INTERLEAVED else WIDTH
     gate = tl.load(gate_up_ptr + row * (2 * WIDTH) + place, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up_ptr + row * (2 * WIDTH) + behind + place, mask=inside, other=0.0).to(tl.float32)
     inner = ROOT * (gate + 0.044715 * gate * gate * gate)
@@ -39,12 +39,12 @@ def _gelu_kernel(
     tl.store(out_ptr + row * WIDTH + at, (activated * up).to(out_ptr.dtype.element_ty), mask=inside)
 
 
-def gelu_tanh_mul(gate_up: Tensor, *, in_turn: bool = False, pdl: bool = False) -> Tensor:
+def gelu_tanh_mul(gate_up: Tensor, *, interleaved: bool = False, pdl: bool = False) -> Tensor:
     """As `reference.gelu_tanh_mul`, which defines it; the formula itself is computed in fp32.
 
     Args:
         gate_up: [..., 2 I].
-        in_turn: columns are 8 of the gate, then the 8 of up that go with them, as rows of a packed gated weight.
+        interleaved: columns are 8 of the gate, then the 8 of up that go with them, as rows of a packed gated weight.
         pdl: launch programmatically dependent (sm_90 on).
     """
     width = gate_up.shape[-1] // 2
@@ -53,6 +53,14 @@ def gelu_tanh_mul(gate_up: Tensor, *, in_turn: bool = False, pdl: bool = False) 
     if len(rows) > 0:
         grid = (len(rows), triton.cdiv(width, BLOCK))
         launch(
-            _gelu_kernel, grid, rows, out, WIDTH=width, IN_TURN=in_turn, BLOCK=BLOCK, num_warps=4, **pdl_options(pdl)
+            _gelu_kernel,
+            grid,
+            rows,
+            out,
+            WIDTH=width,
+            INTERLEAVED=interleaved,
+            BLOCK=BLOCK,
+            num_warps=4,
+            **pdl_options(pdl),
         )
     return out

@@ -46,7 +46,7 @@ def _norm_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One row."""
+    """One program: one row."""
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -76,7 +76,7 @@ def _add_norm_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One row."""
+    """One program: one row."""
     if PDL:
         gdc_launch_dependents()
         gdc_wait()

@@ -28,7 +28,7 @@ class Ops:
             quantised weight of that kind as it is; else it has to be dequantised when it is loaded.
         rounded: (matrix [N, K], kind) -> its codes, as `common.rounding.rounded` defines them.
         workspace: (device, batch, max_queries, max_positions, (heads, kv_heads, head_dim)) -> what a model's passes
-            work in, given back to `attend` and `pick` as `work`.
+            work in, given back to `attend` and `argmax` as `work`.
         workspace_bytes: (batch, max_queries, max_positions, heads) -> bytes of that.
         keeps_experts: ((N, K), dtype of activations, device) -> whether `experts` reads a stack of such matrices as
             mxfp4; else it has to be dequantised when it is loaded.

@@ -17,9 +17,9 @@ ALL = 2**62
 TWO_SHOT = {2: 256 * 4096, 4: ALL, 8: ALL}
 # elements, by the number of ranks, up to which they go as words: as many bytes leave a rank of four and eight as of two
 WORDS = {2: 48 * 4096, 4: 16 * 4096, 8: 6 * 4096}
-MAX_ELEMENTS = 2**24  # elements of 4 bytes that the kernel exchanges at once; more go to NCCL
+MAX_ELEMENTS = 2**24  # 4-byte elements that the kernel exchanges at once; more go to NCCL
 _PIECE = 2 * 2**20  # bytes: the device gives shared memory in whole pieces
-_PAD = 9216  # bytes of torch's own behind each, at most
+_PAD = 9216  # bytes of torch's own after each, at most
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Rotation of heads that are already apart, as hosted models turn theirs, in one launch for queries and keys.
+"""Rotary embedding of separate query and key tensors, as hosted models have them, in one launch.
 
 | argument | shape, dtype                            | notes                                  |
 |----------|-----------------------------------------|----------------------------------------|
@@ -23,7 +23,7 @@ def _rotate_kernel(
     strides,  # of q by row, head and token, and of k
     angles,  # (cos, sin)
     steps,  # strides of cos by row and token, and of sin
-    turned,  # (q, k) [B, Q, H, D], contiguous
+    rotated,  # (q, k) [B, Q, H, D], contiguous
     tokens,
     H: tl.constexpr,
     KV_HEADS: tl.constexpr,
@@ -42,16 +42,16 @@ def _rotate_kernel(
     sin = angles[1] + row.to(tl.int64) * steps[2] + token * steps[3]
     if head < H:
         at = given[0] + row.to(tl.int64) * strides[0] + head * strides[1] + token * strides[2]
-        to = turned[0] + (tl.program_id(0).to(tl.int64) * H + head) * DIM
-        _turn(at, cos, sin, to, half, inside, DIM)
+        to = rotated[0] + (tl.program_id(0).to(tl.int64) * H + head) * DIM
+        _rotate_head(at, cos, sin, to, half, inside, DIM)
     else:
         at = given[1] + row.to(tl.int64) * strides[3] + (head - H) * strides[4] + token * strides[5]
-        to = turned[1] + (tl.program_id(0).to(tl.int64) * KV_HEADS + head - H) * DIM
-        _turn(at, cos, sin, to, half, inside, DIM)
+        to = rotated[1] + (tl.program_id(0).to(tl.int64) * KV_HEADS + head - H) * DIM
+        _rotate_head(at, cos, sin, to, half, inside, DIM)
 
 
 @triton.jit
-def _turn(at, cos, sin, to, half, inside, DIM: tl.constexpr):
+def _rotate_head(at, cos, sin, to, half, inside, DIM: tl.constexpr):
     """Every product and the sum are rounded to the heads' dtype."""
     HALF: tl.constexpr = DIM // 2
     kind: tl.constexpr = to.dtype.element_ty

@@ -61,7 +61,7 @@ class Workspace:
 
     Attributes:
         attend: of `attend`.
-        pick: int64 zeros, of the pick: one for each row and one more.
+        argmax: int64 zeros, of `argmax`: one for each row and one more.
     """
 
     attend: AttendWork
@@ -102,7 +102,7 @@ def attend(
 ) -> Tensor:
     """As `reference.attend`, which defines it; for a `product` of many rows as that reads them, where kernels can.
 
-    `tiling` has no say here: kernels have tiles of their own.
+    `tiling` is ignored: kernels have tiles of their own.
     """
     positions: Tensor = tensors[6]
     regroup = product is not None and runs_on_tma([product], positions.numel())
@@ -114,9 +114,10 @@ def linear(x: Tensor, weight: Weight, bias: Tensor | None = None, tiling: Tiling
 
     A packed or quantised weight has kernels for the passes of steps, and one for prompts: a prompt's passes of any
     number of tokens leave the same bits. With quantised weights passes of up to MAX_ROWS tokens take the steps'
-    kernels, which read fewer bytes. For other weights a library's product is as good for a prompt's many rows. In fp32
-    it is better there, and for the few rows of a step slower by far, for it would have to be padded to as many as a
-    step may have.
+    kernels, which read fewer bytes. For other weights a library's product is as good for a prompt's many rows, but its
+    bits may depend on how many there are: so those of fewer than `packing.PACKED_ROWS` rows, which stand beside packed
+    ones, are multiplied by tiles in 16 bits. In fp32 a library is better there, and for the few rows of a step slower
+    by far, for it would have to be padded to as many as a step may have.
 
     Raises:
         RuntimeError: a library would multiply fp32 in tf32 where bits are promised.
@@ -129,11 +130,12 @@ def linear(x: Tensor, weight: Weight, bias: Tensor | None = None, tiling: Tiling
         if prompt and (bias is None or not options.get("gated")):
             product = prefill_quantised if quantised else prefill_linear
             if options.pop("gelu", False) and options.pop("gated", False):
-                return gelu.gelu_tanh_mul(product(x, weight, **options), in_turn=True, pdl=has_pdl(x.device))
+                return gelu.gelu_tanh_mul(product(x, weight, **options), interleaved=True, pdl=has_pdl(x.device))
             return product(x, weight, bias, **options)
         return packed_linear(x, weight, bias, pdl=has_pdl(x.device), **options)
     wide = x.dtype == torch.float32
-    if tiling.rows is None or tiling.rows > DECODE_ROWS or (wide and prompt):
+    by_library = tiling.rows is None or tiling.rows > DECODE_ROWS or (wide and prompt)
+    if by_library and (wide or tiling.rows is None or weight.shape[0] >= packing.PACKED_ROWS):
         if wide and tiling.rows is not None:
             check_ieee()
         return reference.linear(x, weight, bias, tiling, **options)
@@ -222,10 +224,10 @@ def argmax(
     work: Workspace,
     out: Tensor,
 ) -> None:
-    """As `reference.pick`, which defines it."""
+    """As `reference.argmax`, which defines it."""
     if weight.format != "rows":
         packed_argmax(x, weight, limit, work.argmax, norm=norm, pdl=has_pdl(x.device), out=out)
-    elif out.dtype == torch.uint64:  # keys, which the other kernel of a pick does not give
+    elif out.dtype == torch.uint64:  # keys, which the other kernel of an argmax does not give
         logits = linear(x, weight, None, tiling, norm=norm, out_dtype=torch.float32)
         out.view(torch.int64).copy_(reference.keys_of(logits, limit))
     elif tiling.rows is None:

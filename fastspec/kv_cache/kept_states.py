@@ -1,9 +1,9 @@
 """Which recurrent states are kept for prompts to come, beside the pages of the prefix cache.
 
 K/V of a prefix can be cut anywhere. A recurrent state cannot: it belongs to one position. So the states of a prompt
-are kept at two positions: behind its last node that may be shared, where its chat will go on, and behind the last node
+are kept at two positions: after its last node that may be shared, where its chat will go on, and after the last node
 that it shares with earlier prompts, where later ones will branch off. A prompt is computed from the last position with
-a kept state on. It shares the pages behind that position all the same: its passes write the same bits there again.
+a kept state on. It shares the pages after that position all the same: its passes write the same bits there again.
 
 A state is copied when it is kept and when a row begins from it, so a kept one is never in use. Where there is no room,
 the least recently used one is dropped; and it is dropped with the pages of its node.
@@ -22,7 +22,7 @@ from fastspec.kv_cache.states import StateCache
 
 @dataclass(slots=True)
 class Kept:
-    """States behind one prefix.
+    """States after one prefix.
 
     Attributes:
         row: of the pools of both models.
@@ -68,7 +68,7 @@ class KeptStates:
         return self._kept[key].of if key in self._kept else set()
 
     def load(self, nodes: Sequence[Hashable], length: int, row: Tensor, *, draft: bool) -> None:
-        """Gives a row, int64 [1], that model's state behind the first `length` positions, which are `known`."""
+        """Gives a row, int64 [1], that model's state after the first `length` positions, which are `known`."""
         if not length or not self.recurrent(draft=draft):
             return
         key = nodes[length // self.unit - 1]
@@ -76,7 +76,7 @@ class KeptStates:
         self._pools[draft].load(self._kept[key].row, self._caches[draft], row, length)
 
     def watch(self, length: int, *, draft: bool) -> None:
-        """That model's passes leave the state behind `length` positions for `save`, from now on; 0: none."""
+        """That model's passes leave the state after `length` positions for `save`, from now on; 0: none."""
         if self.recurrent(draft=draft):
             self._pools[draft].at.fill_(length)
 
@@ -104,6 +104,6 @@ class KeptStates:
             self._free.append(self._kept.pop(key).row)
 
     def clear(self) -> None:
-        """Forgets all."""
+        """Drops all kept states."""
         for key in list(self._kept):
             self.forget(key)

@@ -5,7 +5,7 @@ table (the draft and the target hold the same positions, so one table serves bot
 
 | pages                 | owner                                                        |
 |-----------------------|--------------------------------------------------------------|
-| 0                     | nobody: the trash page takes writes of padding and idle rows |
+| 0                     | no row: the trash page takes writes of padding and idle rows |
 | in `_owned[row]`      | that row, in the order of its positions; rows that begin     |
 |                       | with the same tokens may share their first pages             |
 | in `_kept`            | the prefix cache, besides the rows that have it              |
@@ -51,7 +51,7 @@ class PageTable:
 
     @property
     def num_free(self) -> int:
-        """Pages that nobody owns or keeps."""
+        """Pages that no row owns and the prefix cache does not keep."""
         return len(self._free)
 
     @property
@@ -93,7 +93,8 @@ class PageTable:
             The pages, in the order of the positions they hold.
 
         Raises:
-            ValueError: the row already owns pages, `num_positions` < 1, or a page to share belongs to nobody.
+            ValueError: the row already owns pages, `num_positions` < 1, or a page to share is neither owned by a row
+                nor kept in the prefix cache.
             OutOfPages: too few pages are free; nothing was taken.
         """
         if row in self._owned:

@@ -193,4 +193,4 @@ class PrefixCache:
 
 
 def _nothing(node: Node) -> None:
-    """Nobody is told."""
+    """Does nothing."""

@@ -28,7 +28,7 @@ class StateCache:
         states: fp32 [layers, rows, slots, value_heads, value_dim, key_dim], slots being max_drafts + 1.
         inputs: [layers, rows, max_drafts + width, channels], inputs of the convolution: as many as are read and
             written in one step, so no place is written that other programs still read.
-        kept: states behind prefixes of prompts; None: none are kept.
+        kept: states after prefixes of prompts; None: none are kept.
     """
 
     states: Tensor
@@ -48,7 +48,7 @@ class StateCache:
     ) -> StateCache:
         """Allocates zeroed states for layers of these rules, all equal, and steps with up to `max_drafts` drafts.
 
-        With `kept` there is room for the states behind so many prefixes, one of them for passes to write to.
+        With `kept` there is room for the states after so many prefixes, one of them for passes to write to.
         """
         pool = StatePool.allocate(rules, kept, dtype=dtype, device=device) if kept else None
         states, inputs = _shapes(rules[0], max_drafts)
@@ -58,10 +58,10 @@ class StateCache:
 
 @dataclass(frozen=True, slots=True)
 class StatePool:
-    """States behind prefixes of prompts, see `KeptStates`.
+    """States after prefixes of prompts, see `KeptStates`.
 
     Attributes:
-        at: int64 [1], the number of positions behind which passes over prompts leave the state in row 0; 0: nowhere.
+        at: int64 [1], the number of positions after which passes over prompts leave the state in row 0; 0: nowhere.
         rows: each as the state of a row that never drafts.
     """
 
@@ -78,7 +78,7 @@ class StatePool:
 
     @property
     def count(self) -> int:
-        """Rows."""
+        """Number of rows."""
         return self.rows.states.shape[1]
 
     def of_layer(self, layer: int) -> KeptState:
@@ -91,7 +91,7 @@ class StatePool:
             each[:, row].copy_(each[:, 0])
 
     def load(self, row: int, cache: StateCache, place: Tensor, length: int) -> None:
-        """Gives a row of the cache, int64 [1], the state behind its first `length` positions."""
+        """Gives a row of the cache, int64 [1], the state after its first `length` positions."""
         slots, places, width = cache.states.shape[2], cache.inputs.shape[2], self.rows.inputs.shape[2]
         state = cache.states.select(2, (length - 1) % slots)
         state.index_copy_(1, place, self.rows.states[:, row, 0][:, None])

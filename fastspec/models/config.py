@@ -81,7 +81,7 @@ class ModelSpec:
 
     @property
     def num_layers(self) -> int:
-        """Layers."""
+        """Number of layers."""
         return len(self.plans)
 
     @property
@@ -172,7 +172,7 @@ class ModelSpec:
 
     @property
     def routed_elements(self) -> int:
-        """Elements that the experts of one token need between their two products and behind them; 0 without experts."""
+        """Elements that the experts of one token need between their two products and after them; 0 without experts."""
         plans = [plan.experts for plan in self.plans if plan.experts]
         each = [plan.routing.chosen * (plan.width + self.hidden_size) + 3 * plan.shared for plan in plans]
         return max(each, default=0)
@@ -192,7 +192,7 @@ class ModelSpec:
         )
 
     def norm_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """The dtype of norm weights beside matrices in `dtype`: fp32 where norms are rounded behind their weight."""
+        """The dtype of norm weights beside matrices in `dtype`: fp32 where norms are rounded after their weight."""
         return dtype if self.plans[0].norm == "rms" else torch.float32
 
     def _norm_elements(self) -> int:

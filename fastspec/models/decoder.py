@@ -74,9 +74,9 @@ class Decoder:
         return self._hidden(rows, {})
 
     def hidden_with_features(self, rows: ForwardBatch, layers: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-        """As `hidden`, and the residual stream behind each of `layers`, [B, Q, len(layers), hidden].
+        """As `hidden`, and the residual stream after each of `layers`, [B, Q, len(layers), hidden].
 
-        Behind layer -1 it is the embedding; behind one layer more than there are, the last one's final norm.
+        After layer -1 it is the embedding; after one layer more than there are, the last one's final norm.
         """
         features: dict[int, Tensor | None] = dict.fromkeys(layers)
         last = self._hidden(rows, features)
@@ -84,7 +84,7 @@ class Decoder:
         return last, found[0][:, :, None] if len(found) == 1 else torch.stack(found, dim=2)
 
     def _hidden(self, rows: ForwardBatch, features: dict[int, Tensor | None]) -> Tensor:
-        """As `hidden`; puts the residual stream behind each layer that is a key of `features` there."""
+        """As `hidden`; puts the residual stream after each layer that is a key of `features` there."""
         x, layers = self.ops.embed(self.weights.embed, rows.ids), self.weights.layers
         if self._embed_scale != 1.0:
             x = x * self._embed_scale
@@ -101,7 +101,7 @@ class Decoder:
         return x
 
     def _layer(self, index: int, x: Tensor, qkv: Tensor, rows: ForwardBatch) -> tuple[Tensor, Tensor | None]:
-        """The residual stream behind a layer, and q, k and v of the next; None behind the last."""
+        """The residual stream after a layer, and q, k and v of the next; None after the last."""
         layer = self.weights.layers[index]
         mix = self._attend if layer.delta is None else self._recur
         return self._behind(index, mix(index, layer, qkv, rows), x, rows.tiling)
@@ -164,7 +164,7 @@ class Decoder:
         return self.ops.norm(x, weight, self.spec.rms_eps, bias=bias, centred=plan.norm == "layer")
 
     def _tail(self, plan: LayerPlan, attended: Tensor, x: Tensor, layer: LayerWeights, tiling: Tiling) -> Tensor:
-        """The residual stream behind a layer, product by product; see `LayerPlan`."""
+        """The residual stream after a layer, product by product; see `LayerPlan`."""
         before = x
         x = self._joined(plan, attended, layer.o, layer.o_bias, x, layer.attended_norm, tiling)
         if plan.parallel:

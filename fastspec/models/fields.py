@@ -11,6 +11,7 @@ from fastspec.errors import CheckpointError, UnsupportedModel
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
+FLOAT: Final = "__float__"
 MAX_NUMBER: Final = 2.0**62  # of a setting that is no size; torch takes whole numbers of 64 bits only
 
 SIZE_LIMITS: Final[Mapping[str, int]] = {
@@ -18,6 +19,7 @@ SIZE_LIMITS: Final[Mapping[str, int]] = {
     "hidden_size": 2**20,
     "intermediate_size": 2**22,
     "shared_expert_intermediate_size": 2**22,
+    "shared_intermediate_size": 2**22,
     "num_hidden_layers": 2**12,
     "num_attention_heads": 2**14,
     "num_key_value_heads": 2**14,
@@ -53,8 +55,24 @@ def check_sizes(raw: Mapping[str, Any], path: str, *, native: bool) -> None:
             continue
         if field == "sliding_window" and value == 0 and raw.get("use_sliding_window") is False:
             continue  # as transformers saves Qwen2-MoE
+        if field.startswith("shared_") and type(value) is int and value == 0:
+            continue  # "none", as Qwen3-Coder and MiniMax-M2 have it; a family with a shared expert refuses it
         if type(value) is not int or not 1 <= value <= limit:
             raise CheckpointError(f"{path}: {field}={value!r}, wanted a whole number from 1 to {limit}")
+
+
+def with_floats(value: Any) -> Any:
+    """A value of a JSON file with numbers that JSON lacks: transformers stores infinity as {"__float__": "Infinity"}.
+
+    Anything else is returned as it is.
+    """
+    if isinstance(value, list):
+        return [with_floats(each) for each in value]
+    if not isinstance(value, dict):
+        return value
+    if value.keys() == {FLOAT} and value[FLOAT] in ("Infinity", "-Infinity", "NaN"):
+        return float(value[FLOAT])
+    return {name: with_floats(each) for name, each in value.items()}
 
 
 @dataclass(frozen=True, slots=True)

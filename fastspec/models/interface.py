@@ -47,7 +47,7 @@ class ModelInfo(Protocol):
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        """Of each layer, how many of the newest keys a query sees; None: all."""
+        """For each layer, how many of the newest keys a query sees; None: all."""
 
     @property
     def num_heads(self) -> int:
@@ -88,7 +88,7 @@ class ModelSource(Protocol):
 
     @property
     def name(self) -> str:
-        """For people."""
+        """A short description, for messages and `explain()`."""
 
     @property
     def spec(self) -> ModelInfo:
@@ -125,9 +125,9 @@ class CausalModel(Protocol):
         """Feeds rows, writes their K/V; returns hidden states [B, Q, hidden] for `logits` and `argmax`."""
 
     def hidden_with_features(self, rows: ForwardBatch, layers: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-        """As `hidden`, and the residual stream behind each of `layers`, [B, Q, len(layers), hidden].
+        """As `hidden`, and the residual stream after each of `layers`, [B, Q, len(layers), hidden].
 
-        Layer -1 is the embedding; one layer more than there are is the last one's stream behind the final norm.
+        Layer -1 is the embedding; one layer more than there are is the last one's stream after the final norm.
         Called only where a proposer has `features`.
         """
 

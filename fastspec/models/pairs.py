@@ -58,7 +58,7 @@ _PREFIX: Final = {
 def _group(
     name: str, tokenizer: str, types: str, sizes: tuple[int, ...], marker: tuple[int, str] | None, models: str
 ) -> TokenizerGroup:
-    """A row of the table: `models` are names, each with its billions behind a blank."""
+    """A row of the table: `models` are names, each followed by a blank and its billions of parameters."""
     words = models.split()
     named = [(f"{_PREFIX.get(name, '')}{one}", float(size)) for one, size in zip(words[::2], words[1::2], strict=True)]
     return TokenizerGroup(name, tokenizer, tuple(types.split()), sizes, marker, tuple(named))
@@ -84,7 +84,7 @@ GROUPS: Final[tuple[TokenizerGroup, ...]] = (
     _group(
         "Qwen3",
         "qwen2",
-        "qwen3 qwen3_moe",
+        "qwen3 qwen3_moe qwen3_vl qwen3_vl_moe",
         (151936,),
         (151644, "<|im_start|>"),
         "0.6B 0.6 1.7B 1.7 4B 4 8B 8.2 14B 14.8 30B-A3B 30.5 32B 32.8 235B-A22B 235",
@@ -92,7 +92,7 @@ GROUPS: Final[tuple[TokenizerGroup, ...]] = (
     _group(
         "Qwen2.5",
         "qwen2",
-        "qwen2",
+        "qwen2 qwen2_vl qwen2_5_vl",
         (151936, 152064),
         (151644, "<|im_start|>"),
         "0.5B-Instruct 0.5 1.5B-Instruct 1.5 3B-Instruct 3.1 7B-Instruct 7.6 Coder-7B-Instruct 7.6 "

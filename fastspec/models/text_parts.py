@@ -88,7 +88,9 @@ def text_name(stored: str) -> str | None:
     name = stored.removeprefix("model.")
     for part in _PARTS:
         if name.startswith(part):
-            inner = name.removeprefix(part).removeprefix("model.")
+            inner = name.removeprefix(part)
+            while inner.startswith("model."):  # transformers 5.17 saves some with the prefix twice
+                inner = inner.removeprefix("model.")
             return inner if inner.startswith(_HEAD) else f"model.{inner}"
     return stored if stored.startswith(_HEAD) else None
 

@@ -13,7 +13,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch li
 BEAT = 0.25  # seconds between two signs of life
 LOST = 10.0  # seconds without one after which a rank counts as dead: a busy host may keep a live one for some
 _ABORT = "abort"
-_ANSWERS = 2.0  # seconds in which the store answers; that of a process that is stopped never does
+_ANSWERS = 2.0  # seconds to wait for the store, which never answers when its process is stopped
 
 
 class Status(NamedTuple):
@@ -75,7 +75,7 @@ class Monitor:
         """Why the group cannot go on; None while all is well."""
         if self._cause is None:
             now = time.monotonic()
-            # rank 0 first: while that is stopped, its store tells nothing of the others either
+            # rank 0 first: while it is stopped, its store says nothing about the others either
             seen = sorted(self._seen.items())
             lost = next(((rank, said) for rank, (said, since) in seen if now - since > LOST), None)
             if lost is not None:  # which the others may not have seen, and wait for this rank then
@@ -90,14 +90,14 @@ class Monitor:
         return self.cause
 
     def slowest(self) -> str:
-        """Of the other ranks that have begun the fewest exchanges, in words."""
+        """The ranks that have begun the fewest exchanges, this one left out, in words."""
         if not self._seen:
             return "another rank"
         rank, (status, _) = min(self._seen.items(), key=lambda item: (item[1][0].exchanges, item[0]))
         return f"rank {rank}, which is {status.doing}, at exchange {status.exchanges}"
 
     def close(self) -> None:
-        """Ends the thread."""
+        """Ends the thread that exchanges signs of life."""
         self._closed.set()
         self._thread.join(LOST)
 

@@ -48,7 +48,7 @@ class Ranks:
 
     @classmethod
     def alone(cls) -> Ranks:
-        """One process, and nobody asked for more."""
+        """One process, without `tensor_parallel`."""
         return cls(World.alone())
 
     @classmethod
@@ -77,7 +77,7 @@ class Ranks:
 
     @property
     def size(self) -> int:
-        """How many."""
+        """Number of ranks."""
         return self.world.size
 
     @property
@@ -175,7 +175,7 @@ class Ranks:
 
     @contextmanager
     def stepping(self) -> Iterator[None]:
-        """As `guarded`, for steps that others wait for: an error of this rank is raised as what has ended them all."""
+        """As `guarded`, for steps that others wait for; raises what ended all ranks in place of its own error."""
         try:
             with self.guarded("stepping"):
                 yield
@@ -186,8 +186,12 @@ class Ranks:
         """Ends this rank's signs of life."""
         self.world.close()
 
-    def describe(self, share: Share | None, splits_vocab: bool) -> str:
-        """How many ranks there are and what each has, for people; empty without any."""
+    def describe(self, share: Share | None, whole_head: str) -> str:
+        """How many ranks there are and what each has, for people; empty without any.
+
+        Args:
+            whole_head: why the head is not cut; empty: it is.
+        """
         if not self.asked:
             return ""
         draft = "cut, too" if self.split_draft else "whole on every rank"
@@ -198,7 +202,7 @@ class Ranks:
             if self.same_text_on is not None and len(self.same_text_on) > 1
             else "text may differ from that of another number of ranks, by the last bits of sums"
         )
-        head = "" if splits_vocab else "; the head is whole on every rank, for its rows do not divide"
+        head = f"; the head is whole on every rank, for {whole_head}" if whole_head else ""
         return f"{self.size}, this is {self.world.rank}; {same}; draft {draft}{head}"
 
 

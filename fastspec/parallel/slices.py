@@ -28,7 +28,7 @@ class Sizes(Protocol):
 
     @property
     def num_heads(self) -> int:
-        """Query heads of a layer."""
+        """Query heads of a layer; 0: attention is not cut."""
 
     @property
     def num_kv_heads(self) -> int:
@@ -105,11 +105,10 @@ def check_divides(sizes: Sizes, ranks: int, name: str) -> None:
     if ranks in SIZES and divides(sizes, ranks):
         return
     fine = ", ".join(str(each) for each in SIZES if divides(sizes, each))
-    divided = "".join(f", {what} {size}" for what, size in sizes.divided.items())
-    raise UnsupportedOption(
-        f"tensor_parallel={ranks} does not divide {name}: {sizes.num_heads} heads, {sizes.num_kv_heads} key heads"
-        f"{divided}; use one of {fine}"
-    )
+    heads = {"heads": sizes.num_heads, "key heads": sizes.num_kv_heads} if sizes.num_heads else {}
+    found = [f"{size} {what}" for what, size in heads.items()]
+    found += [f"{what} {size}" for what, size in sizes.divided.items()]
+    raise UnsupportedOption(f"tensor_parallel={ranks} does not divide {name}: {', '.join(found)}; use one of {fine}")
 
 
 def share_of(sizes: Sizes, rank: int, ranks: int, *, one_tree: bool) -> Share:

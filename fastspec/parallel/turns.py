@@ -92,7 +92,7 @@ class Turns:
         return self._store.get(key).decode()
 
     def close(self) -> None:
-        """Ends the reading."""
+        """Ends the thread that reads."""
         self._over = True
         self._wanted.put(None)
 

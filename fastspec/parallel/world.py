@@ -47,7 +47,7 @@ class World:
 
     @classmethod
     def alone(cls) -> World:
-        """One process."""
+        """A world of one process."""
         return cls(0, 1)
 
     @classmethod
@@ -211,7 +211,7 @@ class World:
 
     @property
     def port(self) -> int:
-        """Of the store of the ranks' signs of life, on this host."""
+        """Port of the store of the ranks' signs of life, on this host."""
         assert self._monitor is not None, "one rank has nobody to tell of itself"
         return self._monitor.port
 

@@ -88,14 +88,14 @@ class ChainDrafts(LearnedDrafts[ChainHead]):
         self.readings = (reading,)
 
     def first_drafts(self, features: Tensor, rows: ForwardBatch) -> Tensor:
-        """The first draft behind every place of rows [B, Q]: int64 [B, Q], in the target's ids; see `HasReadings`."""
+        """The first draft after every place of rows [B, Q]: int64 [B, Q], in the target's ids; see `HasReadings`."""
         x = self.model.drafted(self.model.condense(features, rows.tiling), rows)
         flat = x.view(-1, 1, x.shape[-1])
         ids = self.model.logits(flat, rows.tiling).argmax(-1).view(rows.ids.shape)
         return self._target_ids(ids)
 
     def take_features(self, state: DecodeState, shape: StepShape, features: Tensor, rows: ForwardBatch) -> Tensor:
-        """As `FeatureReader.take_features`; what the first draft behind a position goes on from is returned."""
+        """As `FeatureReader.take_features`; what the first draft after a position goes on from is returned."""
         return self.model.absorb(self.model.condense(features, rows.tiling), rows)
 
     def propose(
@@ -107,13 +107,13 @@ class ChainDrafts(LearnedDrafts[ChainHead]):
         *,
         features: Tensor,
     ) -> None:
-        """Drafts k tokens per running row that has one position at least behind it; see `Proposer.propose`.
+        """Drafts k tokens per running row that holds at least one position; see `Proposer.propose`.
 
         Args:
             state, shape, draws: as there.
             given: as `DraftModel.propose` has it.
             features: [B, *kept], what `take_features` left of each row's newest position: there the first draft needs
-                no more than attention and what is behind it.
+                no more than attention and what follows it.
         """
         k, model = shape.num_drafts, self.model
         known = state.lengths > 1

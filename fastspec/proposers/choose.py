@@ -86,5 +86,5 @@ class Guarded:
         drafts.clamp_(0, self._vocab_size - 1)
 
     def catch_up(self, state: DecodeState, shape: StepShape, chunk: int) -> None:
-        """As the proposer."""
+        """As the guarded proposer's."""
         self.proposer.catch_up(state, shape, chunk)

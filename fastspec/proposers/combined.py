@@ -47,7 +47,7 @@ class LookupThenModel:
         return features_of(self.model)
 
     def __str__(self) -> str:
-        """For people."""
+        """A short description, for messages and `explain()`."""
         return f"{self.lookup}, then {self.model} where it finds nothing"
 
     def propose(self, state: DecodeState, shape: StepShape, draws: Draws, **features: Tensor) -> None:

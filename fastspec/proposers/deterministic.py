@@ -52,6 +52,6 @@ class DeterministicProposer(ABC):
 
 
 def _newest(state: DecodeState, buffer: Tensor) -> Tensor:
-    """Of a buffer as `Proposer` describes it, each row's newest entry [B, layers, hidden]."""
+    """Each row's newest entry [B, layers, hidden] of a buffer as `Proposer` describes it."""
     last = (state.emitted - 1).clamp_min(0)
     return buffer[torch.arange(state.batch, device=last.device), last]

@@ -25,7 +25,7 @@ class DFlashDrafts(LearnedDrafts[DFlash]):
     are computed from the target's hidden states. So the head's cache is never behind, and drafting may pause and go on.
 
     A block has the last token and as many masks as the step wants drafts, as vLLM runs it. The publishers' own code
-    runs the whole block: there rows see masks behind those, too, so with fewer drafts they may be others.
+    runs the whole block: there rows see masks after those, too, so with fewer drafts they may be others.
 
     No draft is fed to the head before all are drawn: a draft's distribution depends only on the text before the block,
     and, where the row has penalties, on the drafts before it.
@@ -80,7 +80,7 @@ class DFlashDrafts(LearnedDrafts[DFlash]):
                 take(state, shape, given[0][:, j], j < given[1], j)
 
     def _block(self, state: DecodeState, shape: StepShape) -> ForwardBatch:
-        """The last token of each row and masks behind it."""
+        """The last token of each row and masks after it."""
         state.draft_tokens[:, : shape.num_drafts] = self.model.head.mask_id
         ids, positions, write_mask = self.ops.feed_rows(
             state.tokens,

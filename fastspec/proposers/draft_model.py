@@ -59,7 +59,7 @@ class DraftModel:
         self._map = None if vocab_map is None else VocabMap.of(vocab_map, shared_vocab)
 
     def __str__(self) -> str:
-        """For people."""
+        """A short description, for messages and `explain()`."""
         return "the draft model"
 
     def propose(

@@ -1,4 +1,4 @@
-"""Hidden states of the target on their way to the proposer that reads them: at the end of a step, and of a prompt."""
+"""Hands the target's hidden states to the proposer that reads them, at the end of a step and over a prompt."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def _tell(
 
 
 def _keep_newest(found: Tensor, count: Tensor, buffer: Tensor) -> None:
-    """Of rows with `count` [B] entries in found [B, Q, ..], from the first on, the last one replaces buffer's."""
+    """Copies each row's last valid entry, number `count` [B] of found [B, Q, ..], to the buffer, where it has any."""
     wide = [1] * (found.dim() - 2)
     if found.shape[1] > 1:
         newest = (count - 1).clamp_min(0).view(-1, 1, *wide)

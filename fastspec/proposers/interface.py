@@ -23,7 +23,7 @@ class Proposer(Protocol):
 
     Optional, read by `features_of`:
         features: tuple of target layers, counted from 0, whose residual stream the proposer reads. -1 is the
-            embedding, and the number of layers is the stream behind the final norm.
+            embedding, and the number of layers is the stream after the final norm.
 
     A proposer with features and without `take_features` is called as propose(..., features=buffer), a buffer
     [B, K+1, layers, hidden] in the target's dtype. Of a row whose last step emitted n = state.emitted tokens, entry

@@ -22,7 +22,7 @@ class HeadModel(Protocol):
 
     @property
     def head(self) -> HeadSpec:
-        """What distinguishes it."""
+        """Sizes and arithmetic of the head."""
 
     @property
     def vocab_size(self) -> int:
@@ -73,7 +73,7 @@ class LearnedDrafts(Generic[Model]):
         return as_layers(reading, self._target.layers)
 
     def __str__(self) -> str:
-        """For people."""
+        """A short description, for messages and `explain()`."""
         ids = f", drafts {self.model.vocab_size} of {self._target.vocab_size} ids" if self._map else ""
         boundaries = f"boundaries {described(self.reading)} of the target"
         return f"{self.article} {self.model.head.found} that reads {boundaries}{ids}"

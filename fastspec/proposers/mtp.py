@@ -9,6 +9,6 @@ class MtpDrafts(ChainDrafts):
     """Drafts with the MTP layer of the target's own checkpoint; see `ChainDrafts`."""
 
     def __str__(self) -> str:
-        """For people."""
+        """A short description, for messages and `explain()`."""
         ids = f", which drafts {self.model.vocab_size} of {self._target.vocab_size} ids" if self._map else ""
         return f"the checkpoint's own {self.model.head.found}{ids}"

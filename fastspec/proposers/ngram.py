@@ -33,7 +33,7 @@ class NGram(DeterministicProposer):
         self.min_n, self.max_n = min_n, max_n
 
     def __str__(self) -> str:
-        """For people."""
+        """A short description, for messages and `explain()`."""
         return f"lookup of the last {self.min_n} to {self.max_n} tokens in the row itself"
 
     def guess(self, tokens: Tensor, lengths: Tensor, k: int) -> tuple[Tensor, Tensor]:

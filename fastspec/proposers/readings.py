@@ -33,7 +33,7 @@ class HasReadings(Protocol):
         """A reading as the target's layers, see `Proposer.features`."""
 
     def first_drafts(self, features: Tensor, rows: ForwardBatch) -> Tensor:
-        """The first draft behind every place of rows [B, Q]: int64 [B, Q], in the target's ids.
+        """The first draft after every place of rows [B, Q]: int64 [B, Q], in the target's ids.
 
         Args:
             features: [B, Q, layers, hidden] of the positions.
@@ -72,7 +72,7 @@ def choose_reading(target: CausalModel, proposer: object, shape: StepShape, tili
 
 
 def _accepted(target: CausalModel, head: HasReadings, shape: StepShape, tiling: Tiling, pages: Tensor) -> list[float]:
-    """By reading, the share of places of the text where the first draft is what the target picks there."""
+    """For each reading, the share of places of the text where the first draft is the target's argmax."""
     chunk = shape.tiling.queries
     assert chunk is not None, "passes over prompts have a size"
     text = head.sample[:chunk]

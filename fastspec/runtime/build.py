@@ -12,7 +12,9 @@ import torch
 
 from fastspec.graphs.results import ResultRing
 from fastspec.graphs.runner import WARM_UPS, EagerRunner, GraphRunner, Runner
+from fastspec.inputs.values import flag
 from fastspec.kernels.common.kv_scales import FP8
+from fastspec.kernels.common.packing import PACKED_ROWS
 from fastspec.kernels.common.weights import Weight
 from fastspec.kernels.compiled_ops import compiled
 from fastspec.kv_cache.cache import PagedKVCache
@@ -90,9 +92,11 @@ def build(
         prefix_cache, prefill_budget: of the generator.
 
     Raises:
-        ValueError: a budget out of range.
+        ValueError: a budget out of range, or a flag that is no bool.
         CheckpointError, UnsupportedModel: from loading; nothing is kept.
     """
+    flag("release_source", release_source)
+    flag("nvtx", nvtx)
     if prefill_budget is not None:
         prefill_budget = check_range("prefill_budget", prefill_budget, 1, _MAX_BUDGET)
     layout, device, length = settings.layout, settings.device, settings.max_length
@@ -119,8 +123,11 @@ def build(
         if not isinstance(checkpoint.spec, HostedInfo):
             return decoder(checkpoint, dtype)
         pages = {"num_pages": layout.num_pages(length), "page_size": layout.page_size}
-        model = HostedModel(checkpoint.spec, ops, dtype=dtype, device=device, **pages, **sizes)
-        load_hosted(checkpoint, model, dtype=dtype, device=device, release=release_source)
+        between = None if checkpoint.spec.cut is None else exchange
+        model = HostedModel(checkpoint.spec, ops, dtype=dtype, device=device, exchange=between, **pages, **sizes)
+        load_hosted(checkpoint, model, dtype=dtype, device=device, release=release_source, progress=progress)
+        if between is not None:
+            ranks.world.wait_for_all()
         admit(model, checkpoint.name, settings.decode_tiling, sizes["max_queries"])
         return model
 
@@ -282,8 +289,10 @@ def _matrices(weights: DecoderWeights | HeadWeights) -> Iterator[Weight]:
     """The matrices that passes over prompts multiply with: those of the layers, and what a head has besides."""
     decoder = weights.decoder if isinstance(weights, HeadWeights) else weights
     others = weights.others.values() if isinstance(weights, HeadWeights) else ()
-    held = [getattr(layer, each.name) for layer in decoder.layers for each in fields(layer)]
-    yield from (each for each in (*held, *others) if isinstance(each, Weight))
+    parts = [part for layer in decoder.layers for part in (layer, layer.delta, layer.experts) if part is not None]
+    held = [getattr(part, each.name) for part in parts for each in fields(part)]
+    # of fewer rows a product is by tiles, whatever the number of tokens
+    yield from (each for each in (*held, *others) if isinstance(each, Weight) and each.shape[0] >= PACKED_ROWS)
 
 
 def _mean_weight(settings: Settings, target: Checkpoint) -> float | None:

@@ -65,7 +65,7 @@ class Trial:
 
     @property
     def rest_seconds(self) -> float:
-        """Of a step, what is neither drafting nor scoring: verification, commit, and waiting for the host."""
+        """Seconds of a step that are neither drafting nor scoring: verification, commit, and waiting for the host."""
         return max(self.step_seconds - self.draft_seconds - self.score_seconds, 0.0)
 
 
@@ -175,21 +175,21 @@ class Fixed:
     few: int | None = None
 
     def choose(self, outlook: StepContext) -> int:
-        """k."""
+        """Drafts of every step: k."""
         return self.k
 
     def observe(self, step: Observation) -> None:
-        """Writes it down."""
+        """Records the step."""
         self.steps.append(step)
 
     def seconds(self, bucket: int) -> list[float]:
-        """Of the undisturbed steps over that many rows."""
+        """Seconds of the undisturbed steps over that many rows."""
         timed = [step for step in self.steps if step.bucket == bucket and step.caught_up is None]
         return [step.seconds for step in timed if step.seconds is not None]
 
     @property
     def accepted(self) -> list[int]:
-        """Of every row in every step."""
+        """Accepted drafts of every row in every step."""
         return [count for step in self.steps for count in step.accepted]
 
 
@@ -270,7 +270,7 @@ def _part_seconds(engine: Engine, rows: int, shape: StepShape) -> tuple[float, f
 
 
 def _forget(part: Callable[[], object]) -> None:
-    """Runs a part whose result nobody needs."""
+    """Runs a part, and ignores its result."""
     part()
 
 

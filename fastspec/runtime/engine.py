@@ -60,7 +60,7 @@ class Engine:
         same_bits: sizes of prefill passes that leave the same bits, ascending; None: the largest of `chunks` alone.
         draft_chunks: sizes of a draft model's passes, which all leave the same bits; None: as the target's.
         prefix: the prefix cache; None: every prompt is prefilled whole.
-        kept: recurrent states behind prefixes; None: there are none, or no prefix cache.
+        kept: recurrent states after prefixes; None: there are none, or no prefix cache.
         prefill_budget: prompt tokens for which rows of other calls wait in each step; None: whole prompts.
         mean_weight: elements of one of the target's matrices, in the mean; None: threads stay as torch has them.
         share_seconds: replaces a time that a rank measured by rank 0's, so that all ranks decide alike.
@@ -125,7 +125,7 @@ class Engine:
         """Positions a row that a captured step has room for where it needs `positions`.
 
         A step with room for the longest row there may be would launch thousands of programs, most of them idle, and
-        attention takes more launches a layer once there are positions behind EARLY_BLOCKS.
+        attention takes more launches a layer once there are positions after EARLY_BLOCKS.
         """
         room = _ROOM
         while room < positions:

@@ -8,6 +8,7 @@ from fastspec.adaptive.controller import AUTO
 from fastspec.kernels.attention.plan import Gpu, described
 from fastspec.kernels.common.kv_scales import FP8
 from fastspec.kernels.linear.plan import tested
+from fastspec.models.hosted.model import HostedModel
 from fastspec.models.interface import ModelSource
 from fastspec.models.pairs import suggestion
 from fastspec.models.parallel import ParallelDecoder
@@ -92,7 +93,7 @@ def launch_plans(settings: Settings) -> str:
 
 
 def _kv(layout: Layout) -> str:
-    """Of K and V in 8 bits, what that means."""
+    """What K and V in 8 bits mean, where they are."""
     if layout.kv_dtypes is None or FP8 not in layout.kv_dtypes:
         return ""
     of_target, of_draft = layout.kv_dtypes[0] == FP8, layout.draft is not None and layout.kv_dtypes[1] == FP8
@@ -197,7 +198,7 @@ def _attention(settings: Settings, engine: Engine) -> str:
 
 
 def attention_kernels(settings: Settings) -> dict[str, str]:
-    """By which kernels the target and the draft decode on a GPU, and why."""
+    """Which kernels decode the target and the draft on a GPU, and why."""
     layout, gpu = settings.layout, Gpu(torch.cuda.get_device_capability(settings.device), 1)
     capacity = layout.pages_per_row(settings.max_length) * layout.page_size
     of_target, of_draft = layout.cache_dtypes
@@ -229,5 +230,5 @@ def _ranks(settings: Settings, engine: Engine) -> list[str]:
     if not settings.ranks:
         return []
     target = engine.parts.target
-    between = target.exchange.describe() if isinstance(target, ParallelDecoder) else "none"
+    between = target.exchange.describe() if isinstance(target, ParallelDecoder | HostedModel) else "none"
     return [f"ranks      {settings.ranks}", f"exchange   {between}"]

@@ -117,7 +117,7 @@ class Intake:
     def crowd(self, running: int) -> int:
         """How many budgets the running rows wait for in this step: several where more short prompts wait than rows run.
 
-        Requests that come at once then run side by side after a few steps, not one behind the other.
+        Requests that come at once then run side by side after a few steps, not one after the other.
         """
         short = sum(2 * len(request.prompt) <= self.engine.prefill_batch_tokens for request in self.waiting)
         return max(1, min(_CROWD, short // max(1, running)))
@@ -300,7 +300,7 @@ class Intake:
             mark_drafted(prefix, request)
 
     def _fed(self, request: Request, row: int, start: int, chunks: list[int], *, draft: bool, running: bool) -> None:
-        """Queues passes, and keeps the recurrent states behind them that later prompts may begin with."""
+        """Queues passes, and keeps the recurrent states after them that later prompts may begin with."""
         kept, left, first = self.engine.kept, deque(chunks), start == request.cached
         for length, key in [*self._points(request, start, draft=draft), (None, None)]:
             part: list[int] = []
@@ -334,7 +334,7 @@ class Intake:
         return Passes(start, deque(chain.from_iterable(passes)))
 
     def _resume(self, request: Request, row: int, length: int, *, draft: bool) -> None:
-        """Loads the recurrent states behind the positions that a row shares."""
+        """Loads the recurrent states after the positions that a row shares."""
         if self.engine.kept is not None:
             place = self.engine.state.state_rows[row : row + 1]
             self.engine.kept.load(request.nodes, length, place, draft=draft)

@@ -15,7 +15,7 @@ from fastspec.state import StateSizes
 
 _GIB = 2**30
 _LIBRARY_WORKSPACE = 32 * 2**20  # what cuBLAS takes on a Hopper GPU; a CPU takes less
-_KEPT_STATES = 4  # states are kept behind at least this many prefixes
+_KEPT_STATES = 4  # states are kept after at least this many prefixes
 FREE_SHARE = 0.9  # of the free memory that a default max_length may take; the rest is for passes and others
 
 
@@ -45,12 +45,12 @@ class MemoryPlan:
 
     @property
     def total(self) -> int:
-        """All uses together."""
+        """Bytes of all uses together."""
         return sum(getattr(self, field.name) for field in fields(self) if field.name != "free")
 
     @property
     def headroom(self) -> int:
-        """What stays free."""
+        """Bytes that stay free."""
         return self.free - self.total
 
     def __str__(self) -> str:
@@ -78,7 +78,7 @@ class Layout:
         feature_layers: layers of the target whose hidden states the proposer reads.
         feature_elements: of a row, what is kept for the proposer between steps.
         weights: bytes of the weights of target and draft where they are quantised; None: as their specs have it.
-        keeps_prefixes: states behind prefixes of prompts are kept, if there are recurrent layers.
+        keeps_prefixes: states after prefixes of prompts are kept, if there are recurrent layers.
         kv_dtypes: of the K/V pages of target and draft; None: as the models.
         ranks: processes that share the target.
     """
@@ -146,11 +146,11 @@ class Layout:
 
     @property
     def kept_states(self) -> int:
-        """Prefixes behind which states are kept, and one for passes to write to; 0: none are kept."""
+        """Prefixes after which states are kept, and one for passes to write to; 0: none are kept."""
         return 1 + max(_KEPT_STATES, 2 * self.batch) if self.keeps_prefixes else 0
 
     def _state_bytes(self, spec: ModelInfo, dtype: torch.dtype) -> int:
-        """Recurrent states of the rows, and those behind prefixes of prompts."""
+        """Recurrent states of the rows, and those after prefixes of prompts."""
         return self.batch * spec.state_bytes(self.max_drafts, dtype) + self.kept_states * spec.state_bytes(0, dtype)
 
     @property

@@ -1,4 +1,4 @@
-"""One prompt on its way through the scheduler, and what the requests of one call have in common.
+"""One prompt while the scheduler has it, and what the requests of one call have in common.
 
 The mask of a row that follows a grammar depends on its last token, which the host must read first. So such a row is in
 one step at a time: it is paused until that step was read, and runs again in a later one. Other rows step meanwhile.
@@ -52,7 +52,7 @@ class Call:
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """One prompt on its way through the scheduler.
+    """One prompt while the scheduler has it.
 
     Attributes:
         prompt: token ids, at least one.
@@ -108,7 +108,7 @@ class Request:
 
     @property
     def limit(self) -> int:
-        """Largest length."""
+        """Largest length of the row, in tokens."""
         return len(self.prompt) + self.max_new_tokens
 
     def begin(self, max_drafts: int) -> None:

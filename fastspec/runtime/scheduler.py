@@ -301,7 +301,7 @@ class Scheduler:
         while (request := intake.request or (began := self._begin())) is not None:
             patience = self._patience(self._calls[request])
             fed += intake.feed(None if patience is None else patience * crowd - fed, some=not fed)
-            if request is began:  # behind its first passes: the device works meanwhile
+            if request is began:  # after its first passes: the device works meanwhile
                 self._fill_options(intake.row, request)
             self._disturbed = True
             if intake.request is not None:

@@ -23,7 +23,7 @@ class DraftLengthPolicy(Protocol):
 
     @property
     def few(self) -> int | None:
-        """As above."""
+        """See the class."""
 
     def choose(self, outlook: StepContext) -> int:
         """Drafts for the next step; may be asked again before it is launched."""
@@ -58,7 +58,7 @@ class StepTimer:
     def arrived(self, waited: bool) -> float | None:
         """A result was read: seconds since the one before it, the reader's own time left out.
 
-        None where there is none before it, or where the reader was away so long that nobody knows when it came.
+        None where there is none before it, or where the reader was away so long that the time of arrival is not known.
 
         Args:
             waited: it was not there yet when the scheduler came to read it.

@@ -80,7 +80,7 @@ class Threads:
             self.now, self._rest, self._slow, self._before, self._alone = 1, _REST, 0, seconds, []
 
     def _take_alone(self, kind: Hashable, seconds: float) -> None:
-        """Of a step that one thread made after several had become slow."""
+        """Takes in a step that one thread made after steps of several had become slow."""
         self._rest -= 1
         if len(self._alone) < _IN_A_ROW:
             self._alone.append(seconds)
@@ -90,7 +90,7 @@ class Threads:
             self.now = self.chosen
 
     def __str__(self) -> str:
-        """For people."""
+        """A short description, for messages and `explain()`."""
         resting = f"; {self.now} for now: steps had become many times slower" if self.now != self.chosen else ""
         return f"{self.chosen} of torch's {self.limit} on the CPU ({self.why}){resting}"
 

@@ -39,7 +39,7 @@ class SyntheticAcceptance:
             object.__setattr__(self, "pattern", counts)  # hashable, and the caller's list stays the caller's
 
     def __str__(self) -> str:
-        """What is accepted."""
+        """The rule in words."""
         if self.pattern is None:
             return f"synthetic acceptance at a rate of {self.rate:g}"
         return f"synthetic acceptance of {', '.join(map(str, self.pattern))} drafts in turn"

@@ -13,9 +13,10 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from starlette.exceptions import HTTPException
 
 import fastspec
-from fastspec.server.errors import Refusal
+from fastspec.server.errors import Refusal, no_such
 from fastspec.server.fields import Body, Chat, Completion, read
 from fastspec.server.service import Job, Service
 from fastspec.server.texts import Answer, Piece
@@ -33,6 +34,7 @@ class Envelope:
 
     def __init__(self, body: Body, service: Service) -> None:
         self.chat = isinstance(body, Chat)
+        self.with_usage = body.stream_options is not None and body.stream_options.include_usage
         self._id = f"{'chatcmpl' if self.chat else 'cmpl'}-{uuid.uuid4().hex}"
         self._name, self._created = service.name, int(time.time())
         self._lengths: dict[int, int] = {}  # characters of each answer so far
@@ -75,9 +77,9 @@ class Envelope:
             choices = []
         if piece.reason is not None:
             choices.append({**shared, **end, "finish_reason": piece.reason})
-        return [
-            self._whole("chat.completion.chunk" if self.chat else "text_completion", [one], None) for one in choices
-        ]
+        kind = "chat.completion.chunk" if self.chat else "text_completion"
+        told = {"usage": None} if self.with_usage else {}  # what is to come at the end
+        return [self._whole(kind, [one], None) | told for one in choices]
 
     def last(self, usage: dict[str, Any]) -> dict[str, Any]:
         """What is sent at the end where usage is asked for."""
@@ -115,7 +117,8 @@ def app_of(service: Service, api_key: str | None = None) -> FastAPI:
         return Response(generate_latest(meters.registry), media_type=CONTENT_TYPE_LATEST)
 
     def described() -> dict[str, Any]:
-        return {"id": service.name, "object": "model", "created": service.created, "owned_by": "fastspec"}
+        shared = {"id": service.name, "object": "model", "created": service.created, "owned_by": "fastspec"}
+        return shared | {"max_model_len": service.generator.max_length}
 
     async def models(request: Request) -> Response:
         return JSONResponse({"object": "list", "data": [described()]})
@@ -130,6 +133,13 @@ def app_of(service: Service, api_key: str | None = None) -> FastAPI:
     async def chat(request: Request) -> Response:
         return await _answer(service, request, Chat)
 
+    async def elsewhere(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException), "it is called for nothing else"
+        refusal = no_such(error.status_code, request.method, request.url.path)
+        meters.requests.labels(str(refusal.status)).inc()
+        return JSONResponse(refusal.body, refusal.status, headers=error.headers)
+
+    app.add_exception_handler(HTTPException, elsewhere)
     route("/health", "GET", health, open_to_all=True)
     route("/metrics", "GET", metrics)
     route("/v1/models", "GET", models)
@@ -159,7 +169,9 @@ async def _data(request: Request, limit: int) -> bytes:
     async for part in request.stream():
         size += len(part)
         if size > limit:
-            raise Refusal(f"the body has more than {limit} bytes; shorten it, or raise --max-body", status=413)
+            raise Refusal(
+                f"the body has more than {limit} bytes; shorten it, or serve with --limit body=BYTES", status=413
+            )
         parts.append(part)
     return b"".join(parts)
 
@@ -176,8 +188,7 @@ async def _answer(service: Service, request: Request, kind: type[Body]) -> Respo
     job = await service.start(body)
     envelope = Envelope(body, service)
     if body.stream:
-        told = body.stream_options is not None and body.stream_options.include_usage
-        return _Events(job, _events(job, envelope, told))
+        return _Events(job, _events(job, envelope))
     try:
         return await _whole(job, envelope, request)
     finally:
@@ -222,19 +233,19 @@ class _Events(StreamingResponse):
         self._job = job
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        """Sends them."""
+        """Sends the events."""
         try:
             await super().__call__(scope, receive, send)
         finally:
             self._job.close()
 
 
-async def _events(job: Job, envelope: Envelope, with_usage: bool) -> AsyncIterator[bytes]:
+async def _events(job: Job, envelope: Envelope) -> AsyncIterator[bytes]:
     try:
         async for answer, piece in job.merged():
             for one in envelope.piece(answer, piece):
                 yield _event(one)
-        if with_usage:
+        if envelope.with_usage:
             yield _event(envelope.last(job.usage()))
         yield b"data: [DONE]\n\n"
     except Refusal as error:  # the status has been sent

@@ -10,6 +10,7 @@ _FIELDS = {
     "stop_strings": "stop",
     "num_speculative_tokens": "speculative_tokens",
     "max_new_tokens": "max_tokens",
+    "min_new_tokens": "min_tokens",
     "num_return_sequences": "n",
     "json_schema": "response_format",
 }
@@ -48,12 +49,29 @@ def of_option(error: Exception, fields: set[str]) -> Refusal:
     return Refusal(message, name if name in fields else None)
 
 
+def no_such(status: int, method: str, path: str) -> Refusal:
+    """What a request for an unknown path, or with the wrong method, gets."""
+    said = f"{method} is not allowed on {path}" if status == 405 else f"there is no {path} here"
+    message = (
+        f"{said}; this server has GET /v1/models, POST /v1/completions, POST /v1/chat/completions, /health and /metrics"
+    )
+    return Refusal(message, status=status)
+
+
 def failed(error: Exception) -> Refusal:
     """An error of the model or the device; later requests may be answered."""
     return Refusal(str(error), status=500, kind="server_error", code="generation_failed")
 
 
+def going_down() -> Refusal:
+    """The server ends before the answer does."""
+    return Refusal("the server ends; ask again when it is back", status=503, kind="server_error", code="shutting_down")
+
+
 def too_late(seconds: float) -> Refusal:
     """The time of a request is over."""
-    message = f"the answer took more than {seconds:g} s and was stopped; ask for fewer tokens, or raise --timeout"
+    message = (
+        f"the answer took more than {seconds:g} s and was stopped; ask for fewer tokens, or serve with "
+        "--limit seconds=TIME"
+    )
     return Refusal(message, status=504, kind="timeout", code="timeout")

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from transformers import PreTrainedTokenizerBase
 
 from fastspec.server.errors import Refusal
 from fastspec.state import MAX_TOP_LOGPROBS
 
 Stop = Annotated[str, Field(min_length=1, max_length=256)]
 Ids = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
+_TEMPLATED = frozenset(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters)
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
@@ -20,6 +23,7 @@ class StreamOptions(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     include_usage: bool = False
+    include_obfuscation: Literal[False] | None = None
 
 
 class Schema(BaseModel):
@@ -54,8 +58,8 @@ class ResponseFormat(BaseModel):
 class Body(BaseModel):
     """What both kinds of completion have in common.
 
-    Fields of other servers that this one shares: `top_k`, `min_p`, `repetition_penalty`. Its own: `speculative_tokens`,
-    drafts per step, or "auto".
+    A field that is null counts as left out. Fields of other servers that this one has, too: `top_k` (-1 is 0),
+    `min_p`, `repetition_penalty`, `min_tokens`, `ignore_eos`. Its own: `speculative_tokens`, drafts a step, or "auto".
     """
 
     model_config = ConfigDict(extra="forbid", strict=True)
@@ -67,7 +71,7 @@ class Body(BaseModel):
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=0)] | None = None
+    top_k: Annotated[int, Field(ge=-1)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
@@ -75,15 +79,22 @@ class Body(BaseModel):
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
     stop: Stop | Annotated[list[Stop], Field(max_length=16)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    min_tokens: Annotated[int, Field(ge=0)] | None = None
+    ignore_eos: bool = False
     response_format: ResponseFormat | None = None
     speculative_tokens: Annotated[int, Field(ge=0)] | Literal["auto"] | None = None
-    # these say who asks, or what for, and change no answer
+    # these name the client or the purpose, and change no answer
     user: str | None = None
     metadata: dict[str, str] | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     service_tier: Literal["auto", "default"] | None = None
     store: Literal[False] | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _given(cls, body: Any) -> Any:
+        return {name: value for name, value in body.items() if value is not None} if isinstance(body, dict) else body
 
     @property
     def stops(self) -> list[str]:
@@ -104,12 +115,18 @@ class Body(BaseModel):
         """Keywords of `submit` for what was given: all others keep the checkpoint's defaults."""
         same = ("top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
         options: dict[str, Any] = {name: getattr(self, name) for name in same if getattr(self, name) is not None}
+        if self.top_k == -1:
+            options["top_k"] = 0
         if self.temperature is not None:
             options |= (
                 {"do_sample": True, "temperature": self.temperature} if self.temperature else {"do_sample": False}
             )
         elif {"top_p", "top_k", "min_p"} & options.keys():
             options["do_sample"] = True
+        if self.min_tokens is not None:
+            options["min_new_tokens"] = self.min_tokens
+        if self.ignore_eos:
+            options["eos_token_id"] = []
         if self.logit_bias:
             options["logit_bias"] = {_id(key): value for key, value in self.logit_bias.items()}
         if self.stops:
@@ -119,16 +136,29 @@ class Body(BaseModel):
         if self.recorded is not None:
             options["logprobs"] = self.recorded or True
         if self.response_format is not None and (schema := self.response_format.schema_of_text) is not None:
+            if self.min_tokens:
+                raise Refusal(
+                    "min_tokens: an answer that follows a schema may end before; leave one of them out", "min_tokens"
+                )
             options["json_schema"] = schema
         return options
 
 
 class Completion(Body):
-    """Of POST /v1/completions."""
+    """The body of POST /v1/completions."""
 
     prompt: str | Ids | Annotated[list[str], Field(min_length=1)] | Annotated[list[Ids], Field(min_length=1)]
     logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     echo: Literal[False] | None = None
+    best_of: int | None = None
+
+    @model_validator(mode="after")
+    def _all_of_them(self) -> Completion:
+        if self.best_of not in (None, self.n):
+            raise Refusal(
+                f"best_of must be n, which is {self.n}: no answers are left out; got {self.best_of}", "best_of"
+            )
+        return self
 
     @property
     def recorded(self) -> int | None:
@@ -145,7 +175,7 @@ class Completion(Body):
 
 
 class Chat(Body):
-    """Of POST /v1/chat/completions."""
+    """The body of POST /v1/chat/completions."""
 
     messages: Annotated[list[dict[str, Any]], Field(min_length=1)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
@@ -155,6 +185,7 @@ class Chat(Body):
     tool_choice: Literal["auto", "none"] | None = None
     parallel_tool_calls: Literal[True] | None = None
     modalities: list[Literal["text"]] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
 
     @model_validator(mode="after")
     def _together(self) -> Chat:
@@ -162,6 +193,11 @@ class Chat(Body):
             raise Refusal("top_logprobs needs logprobs=true", "top_logprobs")
         if self.max_tokens is not None and self.max_completion_tokens is not None:
             raise Refusal("max_tokens and max_completion_tokens are the same; give one", "max_completion_tokens")
+        if taken := sorted(_TEMPLATED & set(self.chat_template_kwargs or {})):
+            raise Refusal(
+                f"chat_template_kwargs are variables of the template, and {', '.join(taken)} is none; leave it out",
+                "chat_template_kwargs",
+            )
         return self
 
     @property
@@ -207,6 +243,11 @@ def _id(key: str) -> int:
     return int(key)
 
 
+def _of_union(place: str) -> bool:
+    """Whether it names a member of a union, which pydantic puts between the names of fields."""
+    return place in ("str", "int") or place.startswith(("constrained-", "list[", "literal["))
+
+
 def read(kind: type[Body], data: bytes) -> Any:
     """The checked body of a request.
 
@@ -217,10 +258,10 @@ def read(kind: type[Body], data: bytes) -> Any:
         return kind.model_validate_json(data)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        names = [str(part) for part in first["loc"] if not str(part).startswith(("constrained-", "list[", "literal["))]
+        names = [str(part) for part in first["loc"] if not _of_union(str(part))]
         field = names[0] if names else None
         if first["type"] == "extra_forbidden":
             served = ", ".join(kind.model_fields)
             raise Refusal(f"{'.'.join(names)} is not supported; leave it out. Supported: {served}", field) from None
         given = "" if first["type"] in ("missing", "json_invalid") else f", got {str(first['input'])[:80]!r}"
-        raise Refusal(f"{field or 'the body'}: {first['msg']}{given}", field) from None
+        raise Refusal(f"{'.'.join(names) or 'the body'}: {first['msg']}{given}", field) from None

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
 import socket
 import threading
 from collections.abc import Callable
+from types import FrameType
 
 import uvicorn
 
@@ -26,8 +28,13 @@ def listening(host: str, port: int) -> socket.socket:
         raise ValueError(f"cannot listen on {host}, port {port}: {error}; take another --host or --port") from error
 
 
+_AFTER = 10  # seconds for clients to take in that their answers were stopped
+
+
 class Server(uvicorn.Server):
     """Answers requests until SIGTERM, Ctrl-C or `should_exit`: then it takes no more, and finishes those it has.
+
+    A second signal, or the end of the time for that, stops them; whoever waits for one is told so.
 
     Args:
         service: what is served.
@@ -46,18 +53,35 @@ class Server(uvicorn.Server):
     ) -> None:
         app = app_of(service, api_key)
         quiet = {"log_level": "warning", "access_log": False, "server_header": False}
-        super().__init__(uvicorn.Config(app, timeout_graceful_shutdown=max(1, round(drain)), **quiet))  # type: ignore[arg-type]
-        self._told = started
+        super().__init__(uvicorn.Config(app, timeout_graceful_shutdown=round(drain) + _AFTER, **quiet))  # type: ignore[arg-type]
+        self._service, self._drain, self._told = service, drain, started
+        self._loop: asyncio.AbstractEventLoop | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """As uvicorn's; then tells that it is done."""
+        self._loop = asyncio.get_running_loop()
         await super().startup(sockets)
         self._told()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """As uvicorn's; answers that take too long are stopped."""
+        timer = asyncio.get_running_loop().call_later(self._drain, self._service.end)
+        try:
+            await super().shutdown(sockets)
+        finally:
+            timer.cancel()
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """As uvicorn's for the first signal; the second one stops the answers."""
+        if self.should_exit and not self._service.cut_off and self._loop is not None:
+            self._loop.call_soon_threadsafe(self._service.end)
+        else:
+            super().handle_exit(sig, frame)
 
     def serve_on(self, *sockets: socket.socket) -> None:
         """Serves until the end."""
         if threading.current_thread() is threading.main_thread():
-            # once all is drained uvicorn raises a signal again for whoever was there before it: that is this server
+            # after draining, uvicorn raises the signal again for the handler that was there before: this server's
             for one in (signal.SIGINT, signal.SIGTERM):
                 signal.signal(one, self.handle_exit)
         self.run(sockets=list(sockets))

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from fastspec.errors import InvalidLogits, OutOfPages
 from fastspec.generator import FastSpecGenerator
 from fastspec.inputs.row_options import derive_seed
-from fastspec.server.errors import Refusal, failed, of_option, too_late
+from fastspec.server.errors import Refusal, failed, going_down, of_option, too_late
 from fastspec.server.fields import Body, Chat, Completion
 from fastspec.server.texts import Answer, Piece
 
@@ -81,9 +81,10 @@ class Job:
     def __init__(
         self, answers: list[Answer], prompt_tokens: int, seconds: float, meters: Meters, release: Callable[[], None]
     ) -> None:
-        self.answers, self._seconds, self._meters, self._release = answers, seconds, meters, release
-        self._prompt_tokens, self._start, self._late = prompt_tokens, time.perf_counter(), False
-        self._timer = asyncio.get_running_loop().call_later(seconds, self._stop)
+        self.answers, self._meters, self._release = answers, meters, release
+        self._prompt_tokens, self._start = prompt_tokens, time.perf_counter()
+        self._why: Refusal | None = None
+        self._timer = asyncio.get_running_loop().call_later(seconds, lambda: self.stop(too_late(seconds)))
         self._closed = False
 
     def close(self) -> None:
@@ -95,8 +96,9 @@ class Job:
             self._meters.count(self.usage())
             self._release()
 
-    def _stop(self) -> None:
-        self._late = True
+    def stop(self, why: Refusal) -> None:
+        """Ends all answers; whoever waits for them is told why."""
+        self._why = why
         self.cancel()
 
     def cancel(self) -> None:
@@ -114,7 +116,7 @@ class Job:
         try:
             async for piece in answer.pieces():
                 if piece.reason == "cancelled":
-                    raise too_late(self._seconds) if self._late else Refusal("the request was stopped", status=499)
+                    raise self._why or Refusal("the request was stopped", status=499)
                 if first:
                     self._meters.first.observe(time.perf_counter() - self._start)
                     first = False
@@ -124,7 +126,7 @@ class Job:
         self._meters.whole.observe(time.perf_counter() - self._start)
 
     async def merged(self) -> AsyncIterator[tuple[Answer, Piece]]:
-        """Of all answers, as they come. A slow reader holds up none of them: what comes meanwhile is one piece."""
+        """Pieces of all answers, as they come. A slow reader delays none of them: what comes meanwhile is one piece."""
         queue: asyncio.Queue[tuple[Answer, Piece | Exception]] = asyncio.Queue(maxsize=len(self.answers))
 
         async def feed(answer: Answer) -> None:
@@ -171,6 +173,10 @@ class Service:
         name: of the model, in requests and answers.
         limits: of requests.
 
+    Attributes:
+        cut_off: requests that `end` has stopped.
+        meters, created: what /metrics tells, and the time in seconds since the epoch.
+
     Raises:
         ValueError: the checkpoint brings no tokenizer.
     """
@@ -182,7 +188,9 @@ class Service:
         self.tokenizer: PreTrainedTokenizerBase = generator.tokenizer
         self.meters = Meters()
         self.created = int(time.time())
+        self.cut_off, self._ended = 0, False
         self._running = 0
+        self._jobs: set[Job] = set()
 
     @property
     def running(self) -> int:
@@ -204,6 +212,16 @@ class Service:
         self._running -= count
         self.meters.running.set(self._running)
 
+    def end(self) -> None:
+        """Stops all answers, in the event loop: the server ends."""
+        self._ended = True
+        for job in self._jobs:
+            self._cut(job)
+
+    def _cut(self, job: Job) -> None:
+        self.cut_off += 1
+        job.stop(going_down())
+
     def check_model(self, name: str) -> None:
         """Raises Refusal where another model is asked for."""
         if name != self.name:
@@ -220,14 +238,30 @@ class Service:
         Raises:
             Refusal: something in it is not served, or there is no room for it.
         """
-        count = body.n * (len(body.prompts) if isinstance(body, Completion) else 1)
+        prompts = len(body.prompts) if isinstance(body, Completion) else 1
+        count = body.n * prompts
+        if count > self.limits.requests:  # at no time would there be room
+            raise Refusal(
+                f"{count} answers at once are asked for, and {self.limits.requests} may be; ask for fewer, or raise "
+                "--limit requests=",
+                "n" if body.n > 1 else "prompt",
+            )
         self._admit(count)
         try:  # a long text takes a while to tokenize: other requests go on meanwhile
             answers, tokens = await asyncio.to_thread(self._submit, body)
-            return Job(answers, tokens, self.limits.seconds, self.meters, lambda: self._release(count))
         except BaseException:
             self._release(count)
             raise
+
+        def release() -> None:
+            self._jobs.discard(job)
+            self._release(count)
+
+        job = Job(answers, tokens, self.limits.seconds, self.meters, release)
+        self._jobs.add(job)
+        if self._ended:  # meanwhile
+            self._cut(job)
+        return job
 
     def _submit(self, body: Body) -> tuple[list[Answer], int]:
         """Answers of a request that are being written, and the tokens of its prompts."""
@@ -255,7 +289,12 @@ class Service:
         tools: Any = None if body.tool_choice == "none" else body.tools
         try:
             made: Any = self.tokenizer.apply_chat_template(
-                messages, tools=tools, add_generation_prompt=True, tokenize=True, return_dict=True
+                messages,
+                tools=tools,
+                add_generation_prompt=True,
+                tokenize=True,
+                return_dict=True,
+                **body.chat_template_kwargs or {},
             )
         except (TemplateError, ValueError, TypeError) as error:
             raise Refusal(f"the chat template refuses these messages: {error}", "messages") from None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -10,6 +11,11 @@ from contextlib import suppress
 
 from fastspec.errors import RankFailed
 from fastspec.runtime.request import Request
+
+FORKED = (
+    "the thread that makes this generator's steps is in another process, which this one was forked from; make a "
+    "generator in each process"
+)
 
 
 class Delivery:
@@ -38,6 +44,7 @@ class Delivery:
         self._places = {request: index for index, request in enumerate(requests)}
         self._left = len(requests)
         self._version = 0
+        self._process = os.getpid()
         self._changed = threading.Condition()
         self._wakers: list[Callable[[], None]] = []
 
@@ -90,7 +97,10 @@ class Delivery:
 
         Raises:
             TimeoutError: nothing came for so many seconds.
+            RuntimeError: nothing can come, for this process was forked from the one that steps.
         """
+        if not self.done and os.getpid() != self._process:  # before any lock, which a thread may have held then
+            raise RuntimeError(FORKED)
         with self._changed:
             if not self._changed.wait_for(lambda: self.done or self._version != version, timeout):
                 raise TimeoutError(f"no token came for {timeout} s; the request goes on, cancel() ends it")
@@ -125,7 +135,7 @@ class Delivery:
         woken = asyncio.Event()
 
         def wake() -> None:
-            with suppress(RuntimeError):  # the loop has been closed: nobody waits any more
+            with suppress(RuntimeError):  # the loop has been closed: no one waits in it any more
                 loop.call_soon_threadsafe(woken.set)
 
         with self._changed:

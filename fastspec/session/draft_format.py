@@ -104,4 +104,4 @@ def best_of(sizes: Mapping[CodeFormat | None, int], rows: int) -> CodeFormat | N
 
 def share(form: CodeFormat | None, rows: int) -> float:
     """The share of the memory bandwidth that products of `rows` rows reach in a format."""
-    return next((value for most, value in SHARES[form] if rows <= most), SHARES[form][-1][1])
+    return next((value for up_to, value in SHARES[form] if rows <= up_to), SHARES[form][-1][1])

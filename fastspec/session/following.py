@@ -36,7 +36,7 @@ class Numbers:
         self._requests: dict[int, Request] = {}
 
     def add(self, request: Request) -> None:
-        """A request joins."""
+        """Numbers a request that joins."""
         self._of[request], self._requests[self._next] = self._next, request
         self._next += 1
 

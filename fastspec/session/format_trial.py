@@ -1,8 +1,8 @@
 """Measures whether the format that "auto" chose for a draft pays: a trial on prompts of one of the first calls.
 
 A draft in fewer bits has shorter passes, but fewer of its drafts are accepted; how many fewer depends on the prompts.
-So once enough tokens were asked for, the prompts of the next call are continued twice, by the same steps: with the
-draft in the chosen format, and with the draft as it is stored, which is loaded once more. The draft that gave more
+So once enough tokens were asked for, the prompts of the next call are continued by the same steps, twice with the draft
+in the chosen format and twice with the draft as it is stored, which is loaded once more. The draft that gave more
 tokens a second is kept, the other is freed. The text of the trial is thrown away; the text of calls is the same with
 either draft.
 """
@@ -33,9 +33,9 @@ from fastspec.runtime.request import Call, Request, lengths_of
 from fastspec.runtime.scheduler import Scheduler
 
 ENOUGH: Final = 512  # new tokens asked for: for fewer, a trial would take longer than the better draft could save
-NEW: Final = 256  # tokens that each draft makes, in all rows together
+NEW: Final = 256  # tokens that a draft makes in a turn, in all rows together
 _LEAST: Final = 32  # in a row
-_TURNS: Final = 2  # of each draft, by turns: a machine that slows down slows both
+_TURNS: Final = 2  # of each draft, alternating: a machine that slows down slows both
 _ATTEMPTS: Final = 3  # where texts end before a step could be timed
 _DRAFTS: Final = 4  # of a step, where k is chosen while decoding
 
@@ -226,7 +226,7 @@ def trial_of(draft: object, dtype: torch.dtype, *, released: bool, ranks: int = 
 
 
 def _drafter(engine: Engine) -> Decoder | None:
-    """The model that drafts, alone or behind a lookup."""
+    """The model that drafts, alone or after a lookup."""
     proposer = engine.parts.proposer
     proposer = proposer.model if isinstance(proposer, LookupThenModel) else proposer
     model = proposer.model if isinstance(proposer, DraftModel) else None

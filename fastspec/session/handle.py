@@ -9,9 +9,10 @@ from fastspec.errors import InvalidLogits
 from fastspec.output import GenerateOutput, Stats
 from fastspec.session.calls import Prepared, check_whole, output_of
 from fastspec.session.delivery import Delivery
+from fastspec.session.one_process import OfOneProcess
 
 
-class Handle:
+class Handle(OfOneProcess):
     """One prompt that is being continued; made by `FastSpecGenerator.submit`.
 
     Iterate over it for the tokens (`for`, or `async for`), ask for the `result()`, or `await` it. All of these start
@@ -27,6 +28,8 @@ class Handle:
     Attributes:
         call, delivery: as above, to be read.
     """
+
+    instead = "hand on what its result() gives"
 
     def __init__(
         self, call: Prepared, delivery: Delivery, cancel: Callable[[], None], stats: Callable[[], Stats]
@@ -61,8 +64,11 @@ class Handle:
         """
         limit = None if timeout is None else time.monotonic() + timeout
         version = 0
-        while not self.delivery.done:
-            version = self.delivery.wait(version, None if limit is None else max(0.0, limit - time.monotonic()))
+        try:
+            while not self.delivery.done:
+                version = self.delivery.wait(version, None if limit is None else max(0.0, limit - time.monotonic()))
+        except TimeoutError:
+            raise TimeoutError(f"the request has not ended within {timeout} s; it goes on, cancel() ends it") from None
         return self._output()
 
     def __iter__(self) -> Iterator[int]:
@@ -116,17 +122,17 @@ class Handle:
         self._check()
 
     def _output(self) -> GenerateOutput:
-        try:
-            self._check()
-        except InvalidLogits as error:
-            error.output = output_of(self.call, self._stats())
-            raise
+        self._check()
         return output_of(self.call, self._stats())
 
     def _check(self) -> None:
         """Raises what ended the request, where that was an error."""
         self.delivery.check()
-        check_whole(self.call.requests, self.call.chosen.copies)
+        try:
+            check_whole(self.call.requests, self.call.chosen.copies)
+        except InvalidLogits as error:
+            error.output = output_of(self.call, self._stats())
+            raise
 
     def __del__(self) -> None:
         if hasattr(self, "delivery"):

@@ -12,12 +12,12 @@ from typing import Any
 
 from fastspec.runtime.request import Call, Request
 from fastspec.runtime.scheduler import Scheduler
-from fastspec.session.delivery import Delivery
+from fastspec.session.delivery import FORKED, Delivery
 from fastspec.session.messages import Joining, Leaving, Message
 
 
 class _Caught:
-    """A context that keeps the error that ends it: whoever waits for the work gets it, in another thread."""
+    """A context that keeps the error that ends it, for the threads that wait for the work."""
 
     def __init__(self) -> None:
         self.error: BaseException | None = None
@@ -70,6 +70,11 @@ class Loop:
         """Whether the thread makes the steps."""
         return self._thread is not None
 
+    def check_here(self) -> None:
+        """Raises RuntimeError in a forked child: it has its parent's objects, but not its threads."""
+        if self._thread is not None and not self._thread.is_alive():
+            raise RuntimeError(FORKED)
+
     @property
     def idle(self) -> bool:
         """Whether no request is there."""
@@ -113,7 +118,7 @@ class Loop:
         with self.turn:
             self._take_over()
         while True:
-            while not self._messages.empty():  # nobody else takes from it
+            while not self._messages.empty():  # only this thread takes from it
                 messages.append(self._messages.get_nowait())
             with _Caught() as caught:
                 self.before_turn(messages)

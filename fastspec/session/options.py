@@ -11,6 +11,7 @@ import torch
 
 from fastspec.adaptive.controller import AUTO
 from fastspec.errors import UnsupportedOption
+from fastspec.inputs.values import flag
 from fastspec.models.heads.checkpoint import HeadCheckpoint
 from fastspec.models.weights.pair import resolve_pair
 from fastspec.models.weights.sources import Checkpoint
@@ -23,6 +24,8 @@ from fastspec.session.ranks import agreed_settings
 
 if TYPE_CHECKING:  # transformers' models are heavy to import, and a directory needs none of them
     from transformers import PreTrainedModel
+
+_FLAGS = frozenset(["prefix_cache", "exact", "graphs", "compile"])  # a text such as "no" would be true
 
 Source: TypeAlias = "str | os.PathLike[str] | PreTrainedModel"
 
@@ -61,6 +64,9 @@ def checked(
     Raises:
         As the constructor.
     """
+    for name, value in {**options, **how}.items():
+        if name in _FLAGS:
+            flag(name, value)
     sizes: dict[str, Any] = {**options}
     revisions = sizes.pop("target_revision", None), sizes.pop("draft_revision", None)
     quantization = sizes.pop("target_quantization", None), sizes.pop("draft_quantization", AUTO)

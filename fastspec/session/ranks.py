@@ -8,14 +8,17 @@ from typing import Any
 
 import torch
 
-from fastspec.errors import UnsupportedOption
+from fastspec.errors import UnsupportedModel, UnsupportedOption
 from fastspec.models.config import ModelSpec
 from fastspec.models.heads.checkpoint import HeadCheckpoint
+from fastspec.models.hosted.info import HostedInfo
+from fastspec.models.hosted.share import share_info, sizes_to_cut
 from fastspec.models.weights.sliced import fingerprint, same_text_on, sliced
 from fastspec.models.weights.sources import Checkpoint
 from fastspec.parallel.agreement import sources
 from fastspec.parallel.draft import memory_rate, splitting_pays
 from fastspec.parallel.ranks import Ranks, check_places, place_of
+from fastspec.parallel.slices import SIZES
 from fastspec.runtime.settings import Settings, device_of, dtype_of, settings_of
 
 
@@ -59,11 +62,17 @@ def agreed_settings(
     if (shortest := min(lengths)) < made.max_length:
         shorter = settings_of(target, draft, **{**asked, "max_length": shortest})
         made = replace(shorter, length_reason="what all ranks have room for")
+    cut = target.spec.cut if isinstance(target.spec, HostedInfo) else None
+    if cut is not None:
+        # every product has a shape of its own on any number of ranks, where sums are one tree
+        fine = tuple(size for size in SIZES if size <= cut.share.parts)
+        ranks.same_text_on = fine if cut.share.one_tree and target.rounded is None else (ranks.size,)
+        return target, draft, replace(made, ranks=ranks.describe(cut.share, "it is hosted"))
     share = None if target.sliced is None else target.sliced.share
     if target.sliced is not None:
         ranks.same_text_on = same_text_on(target, made.layout.target_dtype, made.device)
     splits = share is None or share.splits_vocab(target.spec.vocab_size)
-    return target, draft, replace(made, ranks=ranks.describe(share, splits))
+    return target, draft, replace(made, ranks=ranks.describe(share, "" if splits else "its rows do not divide"))
 
 
 def _decide_draft(draft: Checkpoint | HeadCheckpoint | None, ranks: Ranks, device: torch.device, dtype: Any) -> None:
@@ -81,7 +90,7 @@ def _decide_draft(draft: Checkpoint | HeadCheckpoint | None, ranks: Ranks, devic
 
 
 def _splits_draft(draft: Checkpoint, ranks: Ranks, device: torch.device, dtype: Any) -> bool:
-    """Whether the draft is cut where nobody has said so: on GPUs, where that makes its passes shorter."""
+    """Whether the draft is split where `draft_tensor_parallel` is not given: on GPUs, if that shortens its passes."""
     if device.type != "cuda" or not _plain(draft) or not isinstance(draft.spec, ModelSpec):
         return False
     if draft.spec.plans[0].qk_norm == "projection":  # which takes one exchange more a layer
@@ -93,20 +102,34 @@ def _own(checkpoint: Checkpoint, ranks: Ranks, *, on_cpu: bool) -> Checkpoint:
     """What this rank has of a checkpoint.
 
     Raises:
-        UnsupportedOption: a hosted model, or one that does not divide.
+        UnsupportedOption: a hosted model without a plan that is known here, or a model that does not divide.
     """
     draft, spec = checkpoint.role == "draft", checkpoint.spec
-    if not isinstance(spec, ModelSpec):
-        if ranks.size == 1 or (draft and not ranks.split_draft):
-            return checkpoint
-        raise UnsupportedOption(
-            f"{checkpoint.role}: {checkpoint.name} is hosted, and tensor_parallel cuts native families alone; leave "
-            f"{'draft_' if draft else ''}tensor_parallel out"
-        )
+    if isinstance(spec, HostedInfo):
+        return _own_hosted(checkpoint, spec, ranks, on_cpu=on_cpu)
     share = ranks.share(spec, checkpoint.name, draft=draft, on_cpu=on_cpu)
     if share is None or (share.parts == 1 and not _plain(checkpoint)):
         return checkpoint
     return sliced(checkpoint, share)
+
+
+def _own_hosted(checkpoint: Checkpoint, info: HostedInfo, ranks: Ranks, *, on_cpu: bool) -> Checkpoint:
+    """What this rank has of a hosted model: by transformers' plan, or all of it where it is alone."""
+    draft = checkpoint.role == "draft"
+    if not ranks.asked or (draft and not ranks.split_draft):
+        return checkpoint
+    try:
+        share = ranks.share(sizes_to_cut(info), checkpoint.name, draft=draft, on_cpu=on_cpu)
+        if share is None or share.parts == 1:
+            return checkpoint
+        return replace(checkpoint, spec=share_info(info, share))
+    except UnsupportedModel as error:
+        if ranks.size == 1:
+            return checkpoint
+        raise UnsupportedOption(
+            f"{checkpoint.role}: {checkpoint.name} is hosted, and tensor_parallel cannot cut it: {error}; leave "
+            f"{'draft_' if draft else ''}tensor_parallel out, or run one process per GPU, each with its own prompts"
+        ) from error
 
 
 def _plain(checkpoint: Checkpoint) -> bool:

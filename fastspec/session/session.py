@@ -98,9 +98,10 @@ class Session:
         return self.running
 
     def check_open(self) -> None:
-        """Raises RuntimeError where the session is closed."""
+        """Raises RuntimeError where the session is closed, or its thread is in another process."""
         if self.running is None:
             raise RuntimeError("this generator is closed; make a new one")
+        self.loop.check_here()
 
     @property
     def engine(self) -> Engine:
@@ -330,7 +331,7 @@ class Session:
 
     @property
     def rows(self) -> int:
-        """At once."""
+        """Rows that decode at once."""
         return self.settings.layout.batch
 
     def stats(self, call: Prepared, start: float, end: float) -> Stats:

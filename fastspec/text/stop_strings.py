@@ -1,8 +1,8 @@
 """Stop strings: ends of rows that show in the text, found on the host after each step.
 
-Where a row ends is a matter of its tokens alone, not of how steps fell: behind the first token with which the text of
+Where a row ends is a matter of its tokens alone, not of how steps fell: after the first token with which the text of
 the row holds a stop string, as in transformers' `StopStringCriteria`. The string may begin in the prompt but must end
-behind it. The ids then end with that whole token; the text ends with the stop string, without what the token holds
+after it. The ids then end with that whole token; the text ends with the stop string, without what the token holds
 beyond it. Text is what `TextStream` makes of all ids, special tokens written out: what the tokenizer's `decode` does.
 """
 
@@ -35,7 +35,7 @@ class StopWatch:
         prompt: token ids before the row's own.
 
     Attributes:
-        beyond: characters that the row's last token holds behind the stop string; None while it goes on.
+        beyond: characters that the row's last token holds after the stop string; None while it goes on.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, stop_strings: Sequence[str], prompt: Sequence[int]) -> None:
@@ -64,7 +64,7 @@ class StopWatch:
 
     @property
     def text(self) -> str:
-        """Of the tokens so far, ending with the stop string if there was one."""
+        """The text of the tokens so far; it ends with the stop string if there was one."""
         return "".join(self._pieces) + self._pending
 
     def _end_in(self, new: str) -> int:
@@ -94,7 +94,7 @@ class StoppedWriter(StreamWriter):
         self._begun, self._held, self._cut = False, "", 0
 
     def put(self, value: Tensor) -> None:
-        """As StreamWriter's; nothing is written of what comes behind the end of a row."""
+        """As StreamWriter's; nothing is written of what comes after the end of a row."""
         ids = value.reshape(-1).tolist()
         if not self._begun:
             super().put(value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -16,7 +17,10 @@ import torch
 from typer.testing import CliRunner
 
 import fastspec
+from fastspec.cli import __main__ as entry
 from fastspec.cli.app import app
+from fastspec.cli.output import write_text
+from fastspec.cli.progress import to_stderr
 from fastspec.demo import demo_pair
 from fastspec.errors import CheckpointError, OutOfPages
 from fastspec.output import GenerateOutput, RowStats, Stats
@@ -160,6 +164,42 @@ def test_our_errors_end_in_one_line(error: type[Exception], command: list[str]) 
 
     result = invoke(fails, *command)
     assert (result.exit_code, result.stdout, result.stderr) == (2, "", "fastspec: got this, wanted that\n")
+
+
+def test_files_and_disks_end_in_one_line_and_a_reader_that_went_in_none() -> None:
+    """click ends quietly where a pipe was closed."""
+    for error, code, says in (
+        (PermissionError(errno.EACCES, "Permission denied", "/x"), 2, "fastspec: [Errno 13] Permission denied: '/x'\n"),
+        (OSError(errno.ENOSPC, "No space left on device"), 2, "fastspec: [Errno 28] No space left on device\n"),
+        (BrokenPipeError(errno.EPIPE, "Broken pipe"), 1, ""),
+    ):
+
+        def fails(*sources: object, error: Exception = error, **options: object) -> None:
+            raise error
+
+        result = invoke(fails, "generate", "--prompt", "x")
+        assert (result.exit_code, result.stderr) == (code, says)
+
+
+def test_streams_that_were_closed_are_written_to_in_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a service manager starts a command: `fastspec generate >&- 2>&-`."""
+    monkeypatch.setattr("sys.stdout", None)
+    monkeypatch.setattr("sys.stderr", None)
+    write_text("text")
+    to_stderr("a line")
+
+
+def test_ctrl_c_while_torch_is_imported_ends_quietly(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Interrupting:
+        def find_spec(self, name: str, *given: object) -> None:
+            if name == "fastspec.cli.app":
+                raise KeyboardInterrupt
+
+    monkeypatch.delitem(sys.modules, "fastspec.cli.app")
+    monkeypatch.setattr(sys, "meta_path", [Interrupting(), *sys.meta_path])
+    with pytest.raises(SystemExit) as caught:
+        entry.main()
+    assert caught.value.code == 130
 
 
 def test_other_errors_keep_their_traceback() -> None:

@@ -11,7 +11,8 @@ from typer.testing import CliRunner
 
 from fastspec import FastSpecGenerator
 from fastspec.cli.app import app
-from fastspec.cli.chat import Conversation
+from fastspec.cli.chat import Conversation, _lines
+from fastspec.errors import InvalidLogits
 from fastspec.session.handle import Handle
 from tests.helpers.services import opened, small_pair
 
@@ -82,6 +83,33 @@ def test_a_long_conversation_loses_its_first_turns(gen: FastSpecGenerator, capsy
     talk.answer("x", lambda piece: None)
 
 
+def test_what_could_not_be_answered_was_not_said(gen: FastSpecGenerator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would stand in every later prompt, and templates refuse two turns of one side."""
+    talk = Conversation(gen, None, 5, {})
+    talk.answer("one", lambda piece: None)
+    before = list(talk.said)
+
+    def failing(*given: Any, **options: Any) -> Any:
+        raise InvalidLogits("no token could be chosen")
+
+    with monkeypatch.context() as plant:
+        plant.setattr(gen, "submit", failing)
+        with pytest.raises(InvalidLogits):
+            talk.answer("two", lambda piece: None)
+    for text in ("x" * 300, "a\udcff"):  # too long, and no text
+        with pytest.raises(ValueError, match=r"say less|which is no text"):
+            talk.answer(text, lambda piece: None)
+    assert talk.said == before
+
+
+def test_a_template_that_refuses_is_no_end(gen: FastSpecGenerator, monkeypatch: pytest.MonkeyPatch) -> None:
+    template = "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}<assistant>"
+    monkeypatch.setattr(gen.tokenizer, "chat_template", template)
+    with pytest.raises(ValueError, match="the chat template refuses this: no system role; leave out --system"):
+        Conversation(gen, "be brief", 5, {}).answer("one", lambda piece: None)
+    Conversation(gen, None, 5, {}).answer("one", lambda piece: None)
+
+
 def chatted(pair: tuple[Path, Path], text: str, *flags: str) -> Any:
     options = ["--draft", str(pair[1]), "--device", "cpu", "--max-length", "200", "--max-new-tokens", "8", *flags]
     return CliRunner().invoke(app, ["chat", str(pair[0]), *options], input=text)
@@ -108,6 +136,11 @@ def test_without_a_template_it_continues_and_says_so(
     first = continued(gen, "one\n", 8)
     assert result.stdout == f"{first}\n{continued(gen, f'one{chr(10)}{first}{chr(10)}two{chr(10)}', 8)}\n"
     assert "has no chat template: what you write is continued, not answered" in result.stderr
+
+
+def test_a_closed_stdin_is_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", None)
+    assert list(_lines()) == []
 
 
 def test_an_answer_that_is_not_stopped_goes_on(gen: FastSpecGenerator, monkeypatch: pytest.MonkeyPatch) -> None:

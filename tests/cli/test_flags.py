@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import random
+import re
 from pathlib import Path
 from typing import Any
 
 import click
 import pytest
 import torch
+from typer.main import get_command
 from typer.testing import CliRunner
 
+import fastspec
 from fastspec import FastSpecGenerator, NGram, demo_pair
 from fastspec.cli import app as cli
 from fastspec.cli.app import app
@@ -117,11 +121,78 @@ def test_wrong_flags_are_refused_before_anything_is_loaded(arguments: str, messa
     assert stub.opened == []
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["generate", "--prompt", "a\udcff"],
+        ["generate", "--prompt", "x", "--stop-string", "y", "--stop-string", "\udcff"],
+        ["generate", "--prompt", "x", "--regex", "\udcff"],
+        ["demo", "--prompt", "\udcff"],
+        ["chat", "--system", "\udcff"],
+    ],
+    ids=" ".join,
+)
+def test_bytes_that_are_no_text_are_refused_before_anything_is_loaded(arguments: list[str]) -> None:
+    """Python keeps them in arguments as lone surrogates, and tokenizers end by a TypeError there."""
+    stub = Stub()
+    result = invoke(stub, *arguments)
+    said = " ".join(click.unstyle(result.stderr).split())
+    assert (result.exit_code, stub.opened) == (2, [])
+    assert re.search(rf"{arguments[-2]}: character \d is '.udcff', which is no text; write it in UTF-8", said), said
+
+
+@pytest.mark.parametrize("flag", ["--json-schema", "--grammar"])
+def test_files_that_are_no_text_are_refused_before_anything_is_loaded(flag: str, tmp_path: Path) -> None:
+    stub, file = Stub(), tmp_path / "latin"
+    file.write_bytes(b"\xe9")
+    result = invoke(stub, "generate", "--prompt", "x", flag, str(file))
+    assert (result.exit_code, stub.opened) == (2, [])
+    assert "as UTF-8 text" in " ".join(click.unstyle(result.stderr).split())
+
+
+@pytest.mark.parametrize("command", ["demo", "chat"])
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--max-new-tokens 0", "--max-new-tokens: max_new_tokens must be a whole number at least 1"),
+        ("--top-p 2 --temperature 1", "--top-p: top_p must be a number between 0"),
+        ("--top-p 0.9", "--top-p: has no effect at temperature 0"),
+    ],
+)
+def test_other_commands_refuse_the_same(command: str, arguments: str, message: str) -> None:
+    if command == "demo" and "top-p" in arguments:
+        return  # it has no such flag
+    stub = Stub()
+    result = invoke(stub, command, *arguments.split())
+    assert (result.exit_code, stub.opened) == (2, [])
+    assert message in " ".join(click.unstyle(result.stderr).split())
+
+
+def test_flags_that_messages_name_exist() -> None:
+    """A next step that is no step would be worse than none."""
+    commands = vars(get_command(app))["commands"].values()
+    known = {flag for one in commands for each in one.params for flag in (*each.opts, *each.secondary_opts)}
+    foreign = {
+        "--nproc-per-node",
+        "--query-gpu",
+        "--format",
+        "--index-url",
+        "--version",
+    }  # of torchrun, nvidia-smi, pip
+    named: dict[str, str] = {}
+    for file in Path(fastspec.__file__).parent.rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                named |= dict.fromkeys(re.findall(r"(?<![\w-])--[a-z][a-z-]+", node.value), file.name)
+    assert "--limit" in named, "the search finds some"
+    assert {flag: file for flag, file in named.items() if flag not in known | foreign} == {}
+
+
 def test_what_the_generator_refuses_is_one_line() -> None:
     for arguments, message in (
         ("--verification typical", "verification must be one of 'rejection', 'coupled', 'block'"),
         ("--num-return-sequences 2", "num_return_sequences=2 greedy rows would all be the same"),
-        ("--logit-bias 99999999=1", "logit_bias must be a whole number between 0"),
+        ("--logit-bias 99999999=1", "logit_bias: an id must be a whole number between 0"),
     ):
         result = CliRunner().invoke(app, ["generate", "--prompt", "x", "--device", "cpu", *arguments.split()])
         assert (result.exit_code, result.stdout) == (2, "")

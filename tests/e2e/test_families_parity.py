@@ -30,6 +30,7 @@ SEEDS = {
     **{"gemma3": 1, "gemma2": 1, "phi3": 0, "phi3-long": 1, "olmo2": 1, "olmo3": 0},
     **{"glm4": 4, "glm": 12, "granite": 1, "smollm3": 4, "exaone4": 1, "ministral": 1},
     **{"ministral3": 28, "seed_oss": 5, "hunyuan": 1, "starcoder2": 1, "cohere": 1, "cohere2": 0},
+    **{"granite4": 1, "ernie4_5": 0, "helium": 17},
     **{"qwen3_moe": 0, "qwen2_moe": 6, "olmoe": 0, "mixtral": 1, "glm4_moe": 0, "gpt_oss": 3},
 }
 LENGTHS = (1, 2, 5, 9, 17, 26, 40)

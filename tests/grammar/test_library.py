@@ -51,6 +51,7 @@ def test_values_that_are_none(given: dict[str, Any], says: str) -> None:
     ("spec", "says"),
     [
         (GrammarSpec("regex", "a("), "regex cannot be used: .*unclosed group"),
+        (GrammarSpec("regex", "a\udcff"), "regex cannot be used: character 1 is '.udcff', which is no text"),
         (GrammarSpec("json_schema", '{"type": "nonsense"}'), "json_schema cannot be used: Invalid type: nonsense"),
         (GrammarSpec("json_schema", '{"enum": []}'), "json_schema "),
         (GrammarSpec("grammar", "start: FOO"), "grammar cannot be used: .*unknown name"),

@@ -74,6 +74,19 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
             **{"logits_scaling": 0.5, "mlp_bias": True},
         },
     ),
+    "granite4": (
+        "GraniteMoeHybrid",
+        {
+            **{"attention_multiplier": 0.2, "embedding_multiplier": 3.0, "residual_multiplier": 0.4},
+            **{
+                "logits_scaling": 0.5,
+                "num_local_experts": 0,
+                "num_experts_per_tok": 0,
+                "layer_types": ["attention"] * 2,
+            },
+            **{"shared_intermediate_size": 96, "mamba_n_heads": 4, "position_embedding_type": "rope"},
+        },
+    ),
     "smollm3": ("SmolLM3", {"no_rope_layer_interval": 2, "use_sliding_window": True, "sliding_window": 8}),
     "exaone4": ("Exaone4", MIXED),
     "ministral": ("Ministral", {**MIXED, "head_dim": 24}),
@@ -91,6 +104,8 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "seed_oss": ("SeedOss", {"head_dim": 24, "attention_out_bias": True}),
+    "ernie4_5": ("Ernie4_5", {"head_dim": 24, "use_bias": True}),
+    "helium": ("Helium", {"head_dim": 16, "attention_bias": True, "mlp_bias": True}),
     "hunyuan": (
         "HunYuanDenseV1",
         {

@@ -40,6 +40,20 @@ def let_conditions_be_booleans() -> None:
     interpreter.InterpreterBuilder.create_splat = create_splat
 
 
+def let_bf16_be_widened_exactly() -> None:
+    """bf16 becomes fp32 by sixteen zeros behind its bits; the interpreter gets subnormal numbers wrong."""
+    from triton.runtime import interpreter
+
+    convert, language = interpreter._convert_float, interpreter.tl
+
+    def converted(data: Any, kind: Any, other: Any, rounding: Any) -> Any:
+        if (kind, other) != (language.bfloat16, language.float32):
+            return convert(data, kind, other, rounding)
+        return (data.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+
+    interpreter._convert_float = converted
+
+
 def look_up_once() -> None:
     """The interpreter asks for the same things at every call of a device function, and at every value: they are kept.
 

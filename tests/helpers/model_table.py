@@ -72,6 +72,10 @@ OWN: dict[str, dict[str, Any]] = {
         "max_seq_len": 256,
     },
     "falcon": {"head_dim": None},
+    "granitemoehybrid": {
+        **{"layer_types": ["attention"] * 2, "num_local_experts": 0, "num_experts_per_tok": 0, "mamba_n_heads": 4},
+        "mamba_d_head": 16,
+    },
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     "lfm2": {"layer_types": ["conv", "full_attention"]},
 }

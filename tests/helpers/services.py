@@ -13,6 +13,7 @@ END = 258
 TEMPLATE = (
     "{% for message in messages %}<{{ message.role }}>{{ message.content }}\n{% endfor %}"
     "{% if tools %}tools: {{ tools | length }}\n{% endif %}{% if add_generation_prompt %}<assistant>{% endif %}"
+    "{% if how %}({{ how }}){% endif %}"
 )
 
 

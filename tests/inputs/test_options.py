@@ -360,6 +360,12 @@ def test_seeds() -> None:
     assert len(seeds) == 2500
 
 
+def test_a_cache_that_is_turned_off_changes_no_text() -> None:
+    """Many checkpoints say use_cache=false, as it was in training."""
+    wanted = resolve(seed=1)
+    assert resolve(GenerationConfig(use_cache=False), seed=1) == resolve(use_cache=False, seed=1) == wanted
+
+
 def test_unknown_options_are_named() -> None:
     for name in (
         "logits_processor",
@@ -379,7 +385,6 @@ CHANGES: dict[str, Any] = {
     "max_time": 1.0,
     "num_beams": 2,
     "use_mtp": True,
-    "use_cache": False,
     "cache_implementation": "quantized",
     "top_h": 0.4,
     "typical_p": 0.5,

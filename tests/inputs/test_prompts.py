@@ -21,6 +21,9 @@ VOCAB = 50
         (torch.tensor([[1, 2], [3, 4]]), None, [[1, 2], [3, 4]]),
         (torch.tensor([1, 2, 3]), None, [[1, 2, 3]]),
         (torch.tensor([[1, 2]], dtype=torch.int32), None, [[1, 2]]),
+        (torch.tensor([[1, 2]], dtype=torch.uint16), None, [[1, 2]]),  # how corpora of ids are stored
+        ([torch.tensor([1, 2], dtype=torch.uint32)], None, [[1, 2]]),
+        (torch.tensor([[1, 2]], dtype=torch.uint64), None, [[1, 2]]),
         ([1, 2], None, [[1, 2]]),
         ([[1], [2, 3]], None, [[1], [2, 3]]),
         ([torch.tensor([4, 5]), [6]], None, [[4, 5], [6]]),
@@ -55,6 +58,7 @@ def test_accepted_forms(given: Any, mask: Any, expected: list[list[int]]) -> Non
         ([[2**70]], None, "prompt 0, position 0"),
         (torch.tensor([[1.0]]), None, "dtype torch.float32"),
         (torch.tensor([[True]]), None, "dtype torch.bool"),
+        (torch.tensor([[1j]]), None, "dtype torch.complex64"),
         ([[1, 2.0]], None, "prompt 0, position 1: 2.0 is not an integer"),
         ([[1, True]], None, "prompt 0, position 1: True is not an integer"),
         ([[1], 2], None, "mixes ids and lists"),

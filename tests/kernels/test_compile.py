@@ -49,10 +49,10 @@ RAGGED_SPILLS = {
     ("tile_kernel", "gated+norm", 8, 16): 16,
     ("tile_kernel", "gated+norm", 8, 32): 96,
     ("tile_kernel", "gated+norm", 16, 32): 288,
-    ("tile_pick_kernel", "", 8, 32): 136,
+    ("tile_argmax_kernel", "", 8, 32): 136,
 }
 ATTENTION = {"_decode_kernel", "_flash_kernel", "fragment_kernel", "batch_kernel", "shares_kernel"}
-PRODUCTS = {"tile_kernel", "tile_pick_kernel", "_prefill_kernel"}  # that read by 16 bytes where K lets them
+PRODUCTS = {"tile_kernel", "tile_argmax_kernel", "_prefill_kernel"}  # that read by 16 bytes where K lets them
 OF_EXPERTS = {"expert_kernel"}  # as these
 
 

@@ -26,6 +26,6 @@ def test_it_is_its_definition(dtype: torch.dtype, device: str) -> None:
     eps = 4 * torch.finfo(dtype).eps  # two roundings; the definition's 1 + tanh cancels, of values up to 12 times 12
     torch.testing.assert_close(found, expected, rtol=eps, atol=max(eps, 2e-5), equal_nan=True)
     assert torch.equal(gelu_tanh_mul(given[:, 1:2])[:, 0], found[:, 1])
-    in_turn = given.unflatten(-1, (2, -1, 8)).transpose(-3, -2).flatten(-3)  # 8 of the gate, 8 of up
-    assert torch.equal(gelu_tanh_mul(in_turn, in_turn=True).nan_to_num(), found.nan_to_num())
+    interleaved = given.unflatten(-1, (2, -1, 8)).transpose(-3, -2).flatten(-3)  # 8 of the gate, 8 of up
+    assert torch.equal(gelu_tanh_mul(interleaved, interleaved=True).nan_to_num(), found.nan_to_num())
     assert gelu_tanh_mul(given[:0]).shape == (0, 3, 1200)

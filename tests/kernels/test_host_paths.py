@@ -88,7 +88,7 @@ def test_wrappers_take_what_the_engine_gives(
     assert "_publish_kernel" not in launched  # what ends a step publishes, log-probabilities too
     products = {"small_m_kernel", *(("tma_kernel", "sum_kernel") if capability == (9, 0) else ("large_m_kernel",))}
     assert (products <= set(launched)) == (dtype.itemsize == 2)
-    assert ({"fp32_kernel", "fp32_pick_kernel"} <= set(launched)) == (dtype.itemsize == 4)
+    assert ({"fp32_kernel", "fp32_argmax_kernel"} <= set(launched)) == (dtype.itemsize == 4)
     assert ("fragment_kernel" in launched) == (dtype.itemsize == 2 and capability == (9, 0))
 
 

@@ -91,6 +91,8 @@ def published(directory: Path, config: dict[str, Any], *, prefix: bool = True) -
     (directory / "config.json").write_text(json.dumps({**SMALL, **config}))
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(directory)).to(torch.bfloat16)
+    if model.generation_config.pad_token_id == -1:  # "none" in oldest files; older transformers do not save it
+        model.generation_config.pad_token_id = None
     model.save_pretrained(directory / "saved")
     tensors = load_file(directory / "saved" / "model.safetensors")
     if not prefix:

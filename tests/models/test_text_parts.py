@@ -62,6 +62,55 @@ def test_text_is_that_of_the_whole_model(model_type: str, kind: type, tmp_path: 
         assert texts(tmp_path, prompt, 16) == own_text(model, prompt, 16)
 
 
+VISION = {
+    **{"depth": 1, "hidden_size": 64, "embed_dim": 32, "intermediate_size": 48, "num_heads": 2, "out_hidden_size": 64},
+    **{"deepstack_visual_indexes": [0], "fullatt_block_indexes": [0]},
+}
+
+
+def with_vision(model_type: str, directory: Path) -> Any:
+    """A tiny saved model whose rope has three positions for each token."""
+    partial = {"partial_rotary_factor": 0.5} if "glm" in model_type else {}
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2] if partial else [2, 3, 3], **partial}
+    sizes = {"vocab_size": 101, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "head_dim": 16}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "num_experts": 8, "n_routed_experts": 8}
+    sizes |= {"num_experts_per_tok": 3, "moe_intermediate_size": 24, "max_position_embeddings": 256}
+    config: Any = transformers.CONFIG_MAPPING[model_type](text_config={**sizes, "rope_parameters": rope})
+    for name, value in VISION.items():
+        if hasattr(config.vision_config, name):
+            setattr(config.vision_config, name, value)
+    config.dtype = config.text_config.dtype = torch.float32
+    model = fill(getattr(transformers, FAMILIES[model_type].architecture)(config).eval())
+    model.save_pretrained(directory)
+    return model
+
+
+@NAMED
+@pytest.mark.parametrize("model_type", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v", "glm4v_moe"])
+def test_three_positions_for_each_token_are_one_where_all_is_text(model_type: str, tmp_path: Path) -> None:
+    model = with_vision(model_type, tmp_path)
+    spec = resolve(tmp_path, role="target").native
+    assert spec.rope.kind == "default"
+    prompt = [3, 5, 7, 9, 11] * 3
+    wanted = own_text(model, prompt, 24)
+    assert len(set(wanted)) > 5
+    assert texts(tmp_path, prompt, 24) == wanted
+
+
+@NAMED
+def test_experts_that_a_publisher_stores_transposed_are_turned_back(tmp_path: Path) -> None:
+    model = with_vision("qwen3_vl_moe", tmp_path)
+    path, prompt = tmp_path / "model.safetensors", [3, 5, 7, 9, 11] * 3
+    tensors = load_file(path)
+    experts = [name for name in tensors if ".mlp.experts." in name]
+    assert len(experts) == 4
+    turned = {name: tensors[name].transpose(1, 2).contiguous() for name in experts}
+    save_file({**tensors, **turned}, path, {"format": "pt"})
+    assert texts(tmp_path, prompt, 24) == own_text(model, prompt, 24)
+    save_file({**tensors, experts[0]: tensors[experts[0]][:, 1:].contiguous()}, path, {"format": "pt"})
+    assert "8 experts of width 24, hidden_size=64" in checkpoints.refusal(tmp_path, CheckpointError)
+
+
 @NAMED
 def test_ministral_3_is_read_under_old_names_out_of_a_mistral3(tmp_path: Path) -> None:
     """As it is published: a text model with yarn and growing queries under the names of the whole."""
@@ -113,6 +162,7 @@ def test_a_live_whole_model_is_refused_with_what_to_do() -> None:
         ("model.language_model.layers.0.mlp.up_proj.weight", "model.layers.0.mlp.up_proj.weight"),
         ("language_model.model.norm.weight", "model.norm.weight"),
         ("model.text_model.norm.weight", "model.norm.weight"),
+        ("language_model.model.model.norm.weight", "model.norm.weight"),
         ("language_model.lm_head.weight", "lm_head.weight"),
         ("lm_head.weight", "lm_head.weight"),
         ("model.vision_tower.layers.0.mlp.up_proj.weight", None),

@@ -21,9 +21,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
-from transformers import PreTrainedModel
+from transformers import CONFIG_MAPPING, PreTrainedModel
 
 from fastspec import FastSpecGenerator, NGram, demo_pair
+from fastspec.models.hosted.info import hosted_info
 from tests.helpers import dflash, heads, hybrid, mtp, mxfp4
 from tests.helpers.checkpoints import make_model
 from tests.helpers.families import make_family
@@ -39,6 +40,8 @@ DENSE: dict[str, Any] = {
         "std": 0.06,
     },
 }
+# a layer as wide as those of models with 7 B parameters
+WIDE = {"hidden_size": 4096, "intermediate_size": 16384, "num_attention_heads": 32, "head_dim": 128}
 REQUESTS = "requests"
 CALLS: list[dict[str, Any]] = [{}, {"do_sample": True, "temperature": 0.9, "top_p": 0.95, "seed": 7}]
 Made = tuple[str, str | None, dict[str, Any]]  # target, draft, options
@@ -108,6 +111,24 @@ def over_all_heads(path: Path) -> Made:
     return saved(model, path / "olmo2"), None, {"proposer": NGram()}
 
 
+def hosted(name: str, dtype: str = "bfloat16", **more: Any) -> Callable[[Path], Made]:
+    """A model of a family that transformers runs, cut by its plan; it is its own draft, and cut there as well."""
+
+    def make(path: Path) -> Made:
+        sizes = {key: value for key, value in DENSE.items() if key != "std"} | {"intermediate_size": 1024} | more
+        config = CONFIG_MAPPING[name](**sizes)
+        torch.manual_seed(1)
+        with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+            model = hosted_info(config).kind(config)
+        for label, parameter in model.named_parameters():
+            parameter.data.normal_(1.0 if "norm" in label and label.endswith("weight") else 0.0, 0.06)
+        model.cpu().to(getattr(torch, dtype)).save_pretrained(path / name)
+        target = str(path / name)
+        return target, target, {"draft_tensor_parallel": "split", "dtype": dtype, "draft_quantization": None}
+
+    return make
+
+
 def quantised(form: str) -> Callable[[Path], Made]:
     return lambda path: (dense(path), str(path / "dense"), {"target_quantization": form})
 
@@ -120,6 +141,10 @@ KINDS: dict[str, Callable[[Path], Made]] = {
     "DFlash": of_dflash,
     "MTP layer in 8 bits": mtp_layer,
     "norms over all heads": over_all_heads,
+    "hosted": hosted("gpt_neox"),
+    "hosted in fp32": hosted("gpt_neox", "float32"),
+    "hosted experts": hosted("ernie4_5_moe", moe_intermediate_size=256, moe_num_experts=16, moe_k=4),
+    "hosted, of real width": hosted("gpt_neox", vocab_size=50432, **WIDE),
     **{f"target in {form}": quantised(form) for form in ("fp8", "int4")},
 }
 

@@ -49,16 +49,16 @@ def sums() -> None:
         assert torch.equal(over.sum(x), tree_sum(everyone(x))), (rows, width)
         assert torch.equal(over.gather(x), torch.cat(everyone(x), -1)), (rows, width)
 
-    turns = exchange.TWO_SHOT
-    for least in (1, room.ALL):  # all sums in two turns, and none
-        exchange.TWO_SHOT = dict.fromkeys(turns, least)
+    thresholds = exchange.TWO_SHOT
+    for least in (1, room.ALL):  # all sums two-shot, and none
+        exchange.TWO_SHOT = dict.fromkeys(thresholds, least)
         for rows, ways in ((1, 1), (5, 2), (40, 4), (77, 2)):  # many blocks, each in its own place
             x = torch.randn(ways, rows, 4096, device=device, generator=own)
             residual = torch.randn(rows, 4096, device=device, generator=common).bfloat16()
             want = add_rounded(tree_sum(everyone(tree_sum(x.unbind()))), None, residual)
             for _ in range(4):
                 assert torch.equal(over.added(x, None, residual), want), (least, rows, ways)
-    exchange.TWO_SHOT = dict.fromkeys(turns, 64 * 4096)  # below, some sums as words, some in one turn, some in two
+    exchange.TWO_SHOT = dict.fromkeys(thresholds, 64 * 4096)  # below: some sums as words, some one-shot, some two-shot
 
     for rows, limit in ((1, 400), (5, 250), (600, 400), (LARGEST, 400)):  # the last goes by NCCL
         logits = torch.randint(-9, 9, (rows, 100 * world.size), device=device, generator=common).float()

@@ -56,6 +56,14 @@ def test_models_of_many_kinds() -> None:
         assert row["text"] == rows[row["kind"]]["text"], row["kind"]
 
 
+def test_hosted_models() -> None:
+    """Plain and with drafts; in fp32, where the order of sums changes no token, the text is that of one GPU."""
+    rows = rows_of(["hosted", "hosted experts", "hosted in fp32"], 2)
+    assert [row["kind"] for row in rows] == ["hosted", "hosted experts", "hosted in fp32"]
+    (alone,) = rows_of(["hosted in fp32"], 1)
+    assert alone["text"] == rows[2]["text"]
+
+
 def rows_of(kinds: list[str], ranks: int) -> list[dict[str, Any]]:
     """What is said of each kind of model on so many ranks."""
     said = run(kinds, ranks, "models_on_devices.py").splitlines()

@@ -1,4 +1,4 @@
-"""Learned heads, and targets whose layers are not Llama's, on two processes over gloo: the text of one rank."""
+"""Learned heads, targets whose layers are not Llama's, and hosted ones, on two processes: the text of one."""
 
 from __future__ import annotations
 
@@ -8,9 +8,12 @@ from typing import Any
 
 import pytest
 
+from fastspec.models.hosted.info import hosted_info
 from tests.helpers import dflash, heads, hybrid, mtp
 from tests.helpers.checkpoints import make_checkpoint
 from tests.helpers.families import make_family
+from tests.helpers.hosted import fill
+from tests.helpers.model_table import tiny_config
 from tests.helpers.rank_processes import Processes
 from tests.parallel import tasks
 from tests.parallel.conftest import SIZES
@@ -72,6 +75,16 @@ def hybrid_experts(path: Path, target: str) -> Options:
     return {"pair": (str(path), None), "lookup": True}
 
 
+def hosted(path: Path, target: str, name: str = "gpt_neox") -> Options:
+    config = tiny_config(name)
+    fill(hosted_info(config).kind(config)).save_pretrained(path)
+    return {"pair": (str(path), str(path)), "draft_tensor_parallel": "split"}
+
+
+def hosted_experts(path: Path, target: str) -> Options:
+    return hosted(path, target, "ernie4_5_moe")
+
+
 WAYS: dict[str, Callable[..., Options]] = {
     "EAGLE-3": eagle3,
     "EAGLE-3 with the target's matrices": eagle3_shared,
@@ -81,10 +94,13 @@ WAYS: dict[str, Callable[..., Options]] = {
     "experts, and an MTP layer of experts": mixture_with_mtp,
     "experts with biases": mixture,
     "recurrent layers and experts": hybrid_experts,
+    "hosted, and its own draft": hosted,
+    "hosted experts": hosted_experts,
 }
 
 
-QUICK = [way for way in WAYS if way not in ("EAGLE-3", "MTP layer", "experts with biases")]
+SLOW = ("EAGLE-3", "MTP layer", "experts with biases", "hosted experts")
+QUICK = [way for way in WAYS if way not in SLOW]
 
 
 @pytest.mark.parametrize("way", [way if way in QUICK else pytest.param(way, marks=pytest.mark.slow) for way in WAYS])

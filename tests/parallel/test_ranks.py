@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from fastspec.errors import UnsupportedOption
-from fastspec.parallel.ranks import check_places, place_of
+from fastspec.models.weights.sliced import Sliced, same_text_on
+from fastspec.models.weights.sources import resolve
+from fastspec.parallel.ranks import Ranks, check_places, place_of
+from fastspec.parallel.slices import SIZES, Share
+from fastspec.parallel.world import World
 
 
 @pytest.fixture
@@ -40,3 +45,30 @@ def test_kinds_of_devices_do_not_differ(gpus: list[str]) -> None:
     places = [place_of(torch.device("cuda", 0)), place_of(torch.device("cpu"))]
     with pytest.raises(UnsupportedOption, match="rank 1 computes on cpu and rank 0 on cuda:0 GPU-a; give all ranks"):
         check_places(places)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "same"),
+    [
+        ((4096, 32, 8, 14336), (1, 2, 4)),  # of an 8B; of eight ranks each would have half of one of o's four sums
+        ((8192, 64, 8, 28672), (1, 2, 4)),  # of a 70B
+        ((2048, 32, 8, 8192), (1, 2, 4)),
+    ],
+)
+def test_which_numbers_of_gpus_give_one_text(
+    sizes: tuple[int, int, int, int], same: tuple[int, ...], pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And what `explain()` says on each of them."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    hidden, heads, kv_heads, inner = sizes
+    whole = resolve(pair[0], role="target")
+    changed = {"hidden_size": hidden, "num_heads": heads, "num_kv_heads": kv_heads, "intermediate_size": inner}
+    spec = replace(whole.native, head_dim=hidden // heads, **changed)
+    for size in SIZES:
+        part = replace(whole, sliced=Sliced(Share(0, size, size), spec))
+        found = same_text_on(part, torch.bfloat16, torch.device("cuda", 0))
+        assert found == (same if size in same else (size,))
+        said = Ranks(World.alone(), True, False, found).describe(Share(0, size, size), splits_vocab=True)
+        assert ("the same text on 1, 2 and 4 ranks" in said) == (size in same)
+        assert ("text may differ from that of another number of ranks" in said) == (size not in same)
+        assert same_text_on(part, torch.float32, torch.device("cuda", 0)) == (size,), "fp32 is not packed"

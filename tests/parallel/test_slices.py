@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
 from fastspec import FastSpecGenerator
 from fastspec.errors import UnsupportedOption
@@ -149,16 +148,6 @@ def test_experts_in_mxfp4_are_cut_where_kernels_can_read_them() -> None:
     cuts = [share.cut(2880, 64) for share in shares]
     assert [cut.stop - cut.start for cut in cuts] == [768, 704, 704, 704]
     assert [place for cut in cuts for place in range(*cut)] == list(range(2880))
-
-
-def test_a_hosted_target_is_refused_by_name(tmp_path: Path) -> None:
-    config = GPTNeoXConfig(hidden_size=32, num_attention_heads=4, num_hidden_layers=1, intermediate_size=64)
-    GPTNeoXForCausalLM(config).save_pretrained(tmp_path)
-    target, two = resolve(tmp_path, role="target"), Ranks(SimpleNamespace(size=2), True, False)  # type: ignore[arg-type]
-    with pytest.raises(UnsupportedOption, match="is hosted, and tensor_parallel cuts native families alone"):
-        session_ranks._own(target, two, on_cpu=True)
-    draft = replace(target, role="draft")
-    assert session_ranks._own(draft, two, on_cpu=True) is draft, "every rank has all of it"
 
 
 def test_arguments_that_cannot_be_are_refused_before_anything_is_read() -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from perf import __main__ as cli
 from perf import serving
+from perf.servers import Line, words
 
 pytestmark = pytest.mark.filterwarnings("ignore:the tokenizers:UserWarning")
 
@@ -27,10 +28,10 @@ def test_handles_are_measured_against_generate(tmp_path: Path) -> None:
 def test_a_server_that_ends_is_told(code: str, says: str, tmp_path: Path) -> None:
     load = serving.Load(["t1"], [[1]], 4, 2, tmp_path, tmp_path, "cpu")
     with pytest.raises(RuntimeError, match=says):
-        serving._served(["-c", code], load, "model")
+        serving._served(Line("x", ["-c", code], "model"), load)
 
 
 def test_words_are_ids() -> None:
-    tokenizer = serving.words(32)
+    tokenizer = words(32)
     assert tokenizer("t3 t31 t0")["input_ids"] == [3, 31, 0]
     assert tokenizer.decode([3, 31, 0]) == "t3 t31 t0"

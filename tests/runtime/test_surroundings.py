@@ -150,6 +150,18 @@ def test_lookup_calibration_and_auto_work_anywhere(pair: tuple[Path, Path], name
         assert generator.calibrate(PROMPTS[:1], max_new_tokens=24, eos_token_id=None).trials
 
 
+def test_the_callers_random_numbers_are_left_alone(usual: tuple[FastSpecGenerator, str, Any], pair: Any) -> None:
+    """As by transformers, whose greedy decoding draws nothing; a generator that is made draws nothing either."""
+    gen = usual[0]
+    before = torch.get_rng_state()
+    gen.generate([[3, 1, 4]], max_new_tokens=4, do_sample=False)
+    gen.generate([[3, 1, 4]], max_new_tokens=4, do_sample=True, seed=3)
+    FastSpecGenerator(*pair, device="cpu", max_length=64, progress=False).close()
+    assert torch.equal(torch.get_rng_state(), before)
+    gen.generate([[3, 1, 4]], max_new_tokens=4, do_sample=True)
+    assert not torch.equal(torch.get_rng_state(), before)
+
+
 def test_seeds_are_drawn_from_the_cpu_anywhere(usual: tuple[FastSpecGenerator, str, Any]) -> None:
     generator, _, _ = usual
     drawn = []

@@ -43,10 +43,15 @@ class Running:
 
 @contextmanager
 def running(
-    generator: FastSpecGenerator, *, name: str = "small", limits: Limits | None = None, api_key: str | None = None
+    generator: FastSpecGenerator,
+    *,
+    name: str = "small",
+    limits: Limits | None = None,
+    api_key: str | None = None,
+    drain: float = 60.0,
 ) -> Iterator[Running]:
     up, service = threading.Event(), Service(generator, name, limits)
-    server = Server(service, api_key=api_key, started=up.set)
+    server = Server(service, api_key=api_key, drain=drain, started=up.set)
     with listening("127.0.0.1", 0) as on:
         thread = threading.Thread(target=server.serve_on, args=(on,))
         thread.start()

@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,30 @@ def test_a_client_that_reads_nothing_holds_up_nobody(server: Running) -> None:
         for _ in range(3):
             assert post(server, TEXT)[0] == 200
     settled(server)
+
+
+@pytest.mark.parametrize("by", ["a second signal", "time"])
+def test_answers_that_a_server_cuts_off_are_told_why(gen: FastSpecGenerator, by: str) -> None:
+    with running(gen, drain=1e-3 if by == "time" else 60.0) as server, ThreadPoolExecutor(1) as pool:
+        endless = {**LONG, "logit_bias": {"258": -100}}
+        whole = pool.submit(post, server, endless)
+        while server.service.running < 1:
+            get(server, "/health")
+        with socket.create_connection(("127.0.0.1", server.port)) as streamed:
+            streamed.sendall(request_of({**endless, "stream": True}))
+            data = streamed.recv(200)
+            for _ in range(1 if by == "time" else 2):
+                server.server.handle_exit(signal.SIGTERM, None)
+            while more := streamed.recv(65536):
+                data += more
+        status, answer = whole.result()
+        assert (status, answer["error"]["code"]) == (503, "shutting_down")
+        events = [json.loads(line[6:]) for line in data.splitlines() if line.startswith(b"data: {")]
+        assert events[-1]["error"]["code"] == "shutting_down"
+        assert all("error" not in event for event in events[:-1])
+        assert server.service.cut_off == 2
+    with running(gen) as again:
+        settled(again)
 
 
 def test_a_server_that_ends_lets_answers_come_to_their_ends(gen: FastSpecGenerator) -> None:

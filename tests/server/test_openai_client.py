@@ -10,6 +10,7 @@ import pytest
 
 from fastspec import FastSpecGenerator, GenerateOutput
 from tests.helpers.services import END
+from tests.server.test_refusals import post, raw
 
 PROMPT = "the head of the list"
 MESSAGES: list[dict[str, Any]] = [
@@ -47,6 +48,7 @@ def test_models(client: Any) -> None:
     (model,) = client.models.list().data
     assert model.id == "small"
     assert client.models.retrieve("small").id == "small"
+    assert model.max_model_len == 400
     with pytest.raises(openai.NotFoundError, match="the model 'large' is not here"):
         client.models.retrieve("large")
 
@@ -109,6 +111,42 @@ def test_chat_goes_through_the_template(client: Any, gen: FastSpecGenerator) -> 
     assert answer.choices[0].message.content == told
 
 
+def test_variables_of_a_template_are_those_of_the_request(client: Any, gen: FastSpecGenerator) -> None:
+    asked = {"model": "small", "messages": MESSAGES, "max_tokens": 8}
+    (text,), _ = generated(gen, TEMPLATED.replace("<assistant>", "<assistant>(briefly)"), max_new_tokens=8)
+    answer = client.chat.completions.create(**asked, extra_body={"chat_template_kwargs": {"how": "briefly"}})
+    assert answer.choices[0].message.content == text
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        dict.fromkeys(
+            ("n", "stream", "stream_options", "temperature", "stop", "logprobs", "suffix", "best_of", "user")
+        ),
+        {"n": 1, "best_of": 1, "echo": False, "top_k": -1, "service_tier": "auto", "user": "me"},
+    ],
+    ids=["null", "neutral"],
+)
+def test_fields_that_ask_for_nothing_change_nothing(server: Any, fields: dict[str, Any]) -> None:
+    asked = {"model": "small", "prompt": PROMPT, "max_tokens": 8, "temperature": 0}
+    plain, given = post(server, asked), post(server, {**fields, **asked})
+    assert (plain[0], given[0]) == (200, 200), given
+    assert plain[1]["choices"] == given[1]["choices"]
+
+
+def test_pieces_before_the_usage_say_that_it_is_to_come(server: Any) -> None:
+    asked = {"model": "small", "prompt": PROMPT, "max_tokens": 8, "stream": True}
+    for options in ({}, {"stream_options": {"include_usage": True, "include_obfuscation": False}}):
+        events = [
+            json.loads(line[6:]) for line in raw(server, {**asked, **options}).splitlines() if line[:7] == "data: {"
+        ]
+        usages = [event.get("usage", "none") for event in events]
+        wanted: list[Any] = ["none"] * len(usages) if not options else [None] * (len(usages) - 1) + [usages[-1]]
+        assert usages == wanted
+        assert not options or usages[-1]["completion_tokens"] == 8
+
+
 def test_an_answer_has_the_room_that_is_left(client: Any, gen: FastSpecGenerator) -> None:
     answer = client.chat.completions.create(model="small", messages=[{"role": "user", "content": "x" * 350}])
     assert answer.usage.total_tokens == gen.max_length
@@ -147,6 +185,13 @@ def test_stop_strings_end_an_answer_and_are_no_part_of_it(client: Any, gen: Fast
         assert joined(client.completions.create(**asked, stream=True))[:2] == ({0: whole.choices[0].text}, {0: "stop"})
     biased = client.completions.create(model="small", prompt=PROMPT, max_tokens=9, logit_bias={END: 100})
     assert (biased.choices[0].text, biased.choices[0].finish_reason) == ("", "stop")
+    for fields, length in (
+        ({"ignore_eos": True}, 9),
+        ({"min_tokens": 4}, 5),
+        ({"min_tokens": 0, "ignore_eos": False}, 1),
+    ):
+        asked = {"model": "small", "prompt": PROMPT, "max_tokens": 9, "logit_bias": {END: 100}, "extra_body": fields}
+        assert client.completions.create(**asked).usage.completion_tokens == length
     assert tokenizer.eos_token_id == END
     assert output.finish_reasons == ["length"]
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from fastspec import FastSpecGenerator
+from fastspec.server.errors import too_late
 from fastspec.server.service import Limits
 from tests.helpers.limits import HANGS
 from tests.helpers.services import opened, small_pair
@@ -32,6 +33,15 @@ def post(
     return found
 
 
+def raw(server: Running, body: dict[str, Any]) -> str:
+    """A streamed completion as it comes over the wire, without the chunks of HTTP."""
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=HANGS)
+    connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+    told = connection.getresponse().read().decode()
+    connection.close()
+    return told
+
+
 def get(server: Running, path: str, headers: dict[str, str] | None = None) -> tuple[int, str]:
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=HANGS)
     connection.request("GET", path, headers=headers or {})
@@ -45,7 +55,7 @@ def get(server: Running, path: str, headers: dict[str, str] | None = None) -> tu
     ("field", "value", "says"),
     [
         ("suffix", "x", "suffix is not supported"),
-        ("best_of", 2, "best_of is not supported"),
+        ("best_of", 2, "best_of must be n, which is 1"),
         ("echo", True, "echo"),
         ("n", 0, "n: .*greater than or equal to 1, got '0'"),
         ("n", 65, "n"),
@@ -53,10 +63,13 @@ def get(server: Running, path: str, headers: dict[str, str] | None = None) -> tu
         ("max_tokens", 10_000, "max_tokens must be at most"),
         ("max_tokens", "4", "max_tokens: .*integer"),
         ("temperature", 3, "temperature"),
+        ("top_k", -2, "top_k"),
+        ("stop_token_ids", [3], "stop_token_ids is not supported"),
+        ("min_tokens", 5, "min_new_tokens=5 is more than"),
         ("top_p", 1.1, "top_p"),
         ("logprobs", 21, "logprobs"),
         ("logit_bias", {"x": 1}, "logit_bias"),
-        ("logit_bias", {"100000": 1}, "logit_bias must be"),
+        ("logit_bias", {"100000": 1}, "logit_bias: an id must be"),
         ("stop", "", "stop"),
         ("stop", ["x"] * 17, "stop"),
         ("seed", 2**63, "seed"),
@@ -64,8 +77,10 @@ def get(server: Running, path: str, headers: dict[str, str] | None = None) -> tu
         ("prompt", "", "prompt has no tokens"),
         ("prompt", [], "prompt"),
         ("prompt", [100_000], "prompt"),
+        ("prompt", ["x", [1]], "^prompt"),
         ("prompt", "x" * 500, "the prompt has 500 tokens"),
         ("stream_options", {"include_usage": True}, "stream_options needs stream=true"),
+        ("stream_options", {"include_obfuscation": True}, "^stream_options.include_obfuscation: "),
         ("store", True, "store"),
     ],
 )
@@ -80,16 +95,22 @@ def test_a_field_of_a_completion_is_named(server: Running, field: str, value: An
     [
         ("audio", {}, "audio is not supported"),
         ("functions", [], "functions is not supported"),
-        ("response_format", {"type": "xml"}, "response_format: .*'json_object'"),
+        ("response_format", {"type": "xml"}, "^response_format.type: .*'json_object'"),
         ("response_format", {"type": "json_schema"}, "of type json_schema, and no other, has a json_schema"),
         ("response_format", {"type": "text", "json_schema": {"name": "x", "schema": {}}}, "and no other"),
-        ("response_format", {"type": "json_schema", "json_schema": {"name": "x"}}, "response_format: Field required"),
+        (
+            "response_format",
+            {"type": "json_schema", "json_schema": {"name": "x"}},
+            "^response_format.json_schema.schema: Fie",
+        ),
         (
             "response_format",
             {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "y"}}},
             "json_schema cannot be used: Invalid type: y",
         ),
         ("tool_choice", "required", "tool_choice"),
+        ("chat_template_kwargs", {"chat_template": "{{ 1 }}"}, "variables of the template, and chat_template is none"),
+        ("chat_template_kwargs", {"tokenize": False}, "tokenize is none"),
         ("top_logprobs", 2, "top_logprobs needs logprobs=true"),
         ("max_completion_tokens", 4, "are the same"),
         ("messages", [], "messages"),
@@ -105,6 +126,12 @@ def test_a_field_of_a_chat_is_named(server: Running, field: str, value: Any, say
     assert re.search(says, answer["error"]["message"]), answer["error"]["message"]
 
 
+def test_a_schema_may_end_before_the_least_tokens(server: Running) -> None:
+    status, answer = post(server, {**TEXT, "min_tokens": 3, "response_format": {"type": "json_object"}})
+    assert (status, answer["error"]["param"]) == (400, "min_tokens")
+    assert post(server, {**TEXT, "min_tokens": 3, "response_format": {"type": "text"}})[0] == 200
+
+
 def test_bodies_that_are_none(server: Running) -> None:
     assert post(server, b"{")[0] == 400
     assert post(server, b"[]")[0] == 400
@@ -113,7 +140,13 @@ def test_bodies_that_are_none(server: Running) -> None:
     other = post(server, {**TEXT, "model": "gpt"})
     assert (other[0], other[1]["error"]["code"]) == (404, "model_not_found")
     assert post(server, TEXT, headers={"Content-Type": "text/plain"})[0] == 415
-    assert get(server, "/v1/nothing")[0] == 404
+    for (status, told), says in (
+        (get(server, "/v1/nothing"), "there is no /v1/nothing here"),
+        (get(server, "/v1/completions"), "GET is not allowed on /v1/completions"),
+    ):
+        error = json.loads(told)["error"]
+        assert (status, error["type"]) == (405 if "GET" in says else 404, "invalid_request_error")
+        assert says in error["message"]
     assert post(server, TEXT)[0] == 200
 
 
@@ -121,11 +154,18 @@ def test_limits(gen: FastSpecGenerator) -> None:
     with running(gen, limits=Limits(body=2000, tokens=20, requests=3, seconds=60)) as server:
         status, answer = post(server, {**TEXT, "user": "x" * 2000})
         assert (status, "more than 2000 bytes" in answer["error"]["message"]) == (413, True)
+        assert "--limit body=BYTES" in answer["error"]["message"]
         assert post(server, {**TEXT, "max_tokens": 21})[1]["error"]["param"] == "max_tokens"
         chat = post(server, {name: CHAT[name] for name in ("model", "messages")}, "chat/completions")
         assert chat[1]["usage"]["completion_tokens"] == 20
-        status, answer = post(server, {**TEXT, "n": 4})
+        for field, value in (("n", 4), ("prompt", ["x"] * 4)):  # later would be no better
+            status, answer = post(server, {**TEXT, field: value})
+            assert (status, answer["error"]["param"]) == (400, field)
+            assert "4 answers at once are asked for, and 3 may be" in answer["error"]["message"]
+        server.service._running = 1
+        status, answer = post(server, {**TEXT, "n": 3})
         assert (status, answer["error"]["type"]) == (429, "rate_limit_error")
+        server.service._running = 0
         assert post(server, {**TEXT, "n": 3})[0] == 200, "there is room again, and always was"
 
 
@@ -138,12 +178,13 @@ def test_time_is_limited(gen: FastSpecGenerator) -> None:
 
         async def hurried(body: Any) -> Any:
             job = await start(body)
-            job._stop()
+            job.stop(too_late(1))
             return job
 
         server.service.start = hurried  # type: ignore[method-assign]
         status, answer = post(server, {**TEXT, "max_tokens": 300})
         assert (status, answer["error"]["type"]) == (504, "timeout")
+        assert "--limit seconds=TIME" in answer["error"]["message"]
         assert server.service._running == 0
 
 
@@ -170,6 +211,9 @@ def test_metrics(server: Running) -> None:
     assert after[0] - before[0] == answer["usage"]["completion_tokens"]
     assert after[1] - before[1] == 3, "this one, and those for metrics before and after it"
     assert value("fastspec_answers_running") == 0
+    unknown = value('fastspec_requests_total{status="404"}')
+    get(server, "/v1/nothing")
+    assert value('fastspec_requests_total{status="404"}') == unknown + 1
     assert value("fastspec_first_token_seconds_count") > 0
 
 

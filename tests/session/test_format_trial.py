@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,11 @@ import torch
 
 from fastspec import FastSpecGenerator, NGram
 from fastspec.kv_cache.prefix import PrefixCache
+from fastspec.models.weights.pair import resolve_pair
+from fastspec.models.weights.sources import Checkpoint
 from fastspec.runtime.calibrate import Fixed
 from fastspec.session import draft_format, format_trial
+from fastspec.session.format_trial import FormatTrial, Worked, trial_of
 from tests.helpers.checkpoints import make_checkpoint
 from tests.helpers.devices import devices
 from tests.session.test_draft_format import LARGE, keeping
@@ -99,6 +103,82 @@ def test_the_faster_draft_stays(
         assert said in made.explain()
         assert third.stats.draft_format.startswith(form if form == "int4" else "as it is stored")
         assert third.stats.accepted == (second if form == "int4" else third).stats.accepted
+
+
+@pytest.fixture
+def chosen(pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> Checkpoint:
+    """The draft in int4, as "auto" chooses it where weights stay in codes."""
+    keeping(monkeypatch)
+    monkeypatch.setattr(draft_format, "LEAST", 0)
+    found = draft_format.with_format(
+        *resolve_pair(*pair, (None, None), (None, None)), device="cpu", dtype=torch.bfloat16, max_batch_size=1
+    )
+    assert isinstance(found, Checkpoint)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("tokens", "milliseconds", "ratio", "form"),
+    [
+        ((2.0, 3.0), (1.0, 1.2), "0.80", None),  # steps are shorter, but too few drafts are accepted
+        ((2.9, 3.0), (1.0, 1.2), "1.16", "int4"),
+        ((3.0, 3.0), (1.3, 1.2), "0.92", None),  # as many are, but steps are not shorter
+        ((3.1, 3.0), (1.2, 1.2), "1.03", "int4"),
+        ((3.0, 3.0), (1.2, 1.2), "1.00", "int4"),  # takes less memory
+    ],
+)
+def test_what_costs_more_than_it_brings_is_undone(
+    chosen: Checkpoint,
+    tokens: tuple[float, float],
+    milliseconds: tuple[float, float],
+    ratio: str,
+    form: str | None,
+) -> None:
+    """By tokens a second, which are tokens of a step over its time; both are said."""
+    trial = FormatTrial(chosen, torch.bfloat16)
+    assert str(trial) == "int4: not tried yet"
+    one, other = (Worked(count, took / 1e3) for count, took in zip(tokens, milliseconds, strict=True))
+    assert trial._judge(one, other) == trial.draft.rounded == form
+    facts = (
+        f"{tokens[0]:.2f} tokens a step in int4 and {tokens[1]:.2f} as stored, steps of "
+        f"{milliseconds[0]:.2f} and {milliseconds[1]:.2f} ms"
+    )
+    said = f"int4 {'undone' if form is None else 'kept'}, {ratio}x the tokens a second: {facts}"
+    assert trial.found == said
+    assert str(trial) == f"{form or 'as it is stored'}: {said}"
+    assert trial.draft.stored.endswith(f"; {said}")
+    assert trial.draft.stored.startswith(chosen.stored if form else 'as it is stored: "auto" took int4 back')
+
+
+def test_what_is_not_tried(chosen: Checkpoint) -> None:
+    """A draft that was named, one beside a target that ranks share, and one whose module gave its memory away."""
+    one = {"released": False}
+    assert trial_of(chosen, torch.bfloat16, **one) is not None
+    assert trial_of(replace(chosen, chosen=False), torch.bfloat16, **one) is None
+    assert trial_of(chosen, torch.bfloat16, **one, ranks=2) is None
+    assert trial_of(None, torch.bfloat16, **one) is None
+    live = replace(chosen, module=torch.nn.Module())
+    gone = FormatTrial(live, torch.bfloat16, released=True)
+    assert gone.found == "not tried: release_source gave the draft as it was stored away"
+    assert gone.draft.stored.endswith(gone.found)
+    assert not FormatTrial(live, torch.bfloat16).found
+
+
+def test_texts_that_end_before_steps_are_timed_are_tried_anew_and_then_no_more(
+    pair: tuple[Path, Path], trying: Callable[[float], list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    used = trying(100.0)
+    monkeypatch.setattr(format_trial, "_worked", lambda run, bucket: None)
+    with FastSpecGenerator(*pair, num_speculative_tokens=3, **OPTIONS) as made:
+        found = []
+        for _ in range(9):
+            output = made.generate(IDS, max_new_tokens=NEW, return_dict_in_generate=True)
+            found.append((used.count("stored"), output.stats.draft_format))
+        assert [count for count, _ in found] == [0, 2, 2, 4, 4, 6, 6, 6, 6], "after every two calls, three times"
+        assert used[-1] == "int4"
+        assert {said for _, said in found[:7]} == {"int4: not tried yet"}
+        assert found[-1][1] == "int4: not tried: texts end before steps could be timed, or steps failed"
+        assert "not tried: texts end" in made.explain()
 
 
 def test_calls_that_join_and_a_lookup_before_the_draft(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import gc
+import pickle
 import threading
 import weakref
 from collections.abc import Callable
@@ -169,7 +171,7 @@ def cancelled(gen: FastSpecGenerator) -> None:
 def timed_out(gen: FastSpecGenerator) -> None:
     with gen._session.loop.turn:  # no step is made meanwhile
         handle = gen.submit(PROMPTS[0], max_new_tokens=90)
-        with pytest.raises(TimeoutError, match="the request goes on"):
+        with pytest.raises(TimeoutError, match="has not ended within 0 s; it goes on"):
             handle.result(timeout=0)
         assert not handle.done
 
@@ -280,11 +282,21 @@ def test_invalid_logits_are_the_requests_own(pair: tuple[Path, Path]) -> None:
             broken.result()
         assert isinstance(caught.value.output, GenerateOutput)
         assert caught.value.output.finish_reasons == ["error"]
-        with pytest.raises(InvalidLogits, match="prompt 0, position 4"):
+        with pytest.raises(InvalidLogits, match="prompt 0, position 4") as caught:
             list(broken)
+        assert isinstance(caught.value.output, GenerateOutput), "who iterates gets what was made, too"
         norms.copy_(before)
         same(gen.submit(PROMPTS[1], max_new_tokens=20).result(), expected)
         settled(gen)
+
+
+def test_what_belongs_to_a_process_says_so_where_it_is_copied(gen: FastSpecGenerator) -> None:
+    handle = gen.submit(PROMPTS[0], max_new_tokens=2)
+    for one, says in ((gen, "make one in each process"), (handle, "hand on what its result")):
+        for copied in (pickle.dumps, copy.copy, copy.deepcopy):
+            with pytest.raises(TypeError, match=f"a {type(one).__name__} cannot be copied or pickled; {says}"):
+                copied(one)
+    same(pickle.loads(pickle.dumps(handle.result())), handle.result())
 
 
 def test_what_is_refused_is_refused_at_once(gen: FastSpecGenerator) -> None:

@@ -26,6 +26,13 @@ def test_a_plan_has_the_defaults_of_a_generator() -> None:
     assert others == {"draft_quantization": "auto"}
 
 
+@pytest.mark.parametrize("name", ["prefix_cache", "exact", "graphs", "compile", "release_source", "nvtx"])
+def test_flags_are_bools(name: str) -> None:
+    """A text such as "no", of an environment or a YAML file, would be true."""
+    with pytest.raises(ValueError, match=f"{name} must be True or False, got 'no'"):
+        FastSpecGenerator(*demo_pair(), device="cpu", progress=False, **{name: "no"})
+
+
 def test_a_plan_refuses_what_it_does_not_know() -> None:
     with pytest.raises(TypeError, match="unexpected keyword argument 'page_sise'"):
         FastSpecGenerator.plan(*demo_pair(), page_sise=3)  # type: ignore[call-arg]

@@ -49,7 +49,7 @@ class PagedCache(NamedTuple):
 
     Attributes:
         k, v: [num_pages, page_size, Hkv, D].
-        block_table: int64 [B, table_width], rows at `table_stride`; behind `cache_of_row` in a kernel, one row of it.
+        block_table: int64 [B, table_width], rows at `table_stride`; after `cache_of_row` in a kernel, one row of it.
         table_stride: elements from one row of the table to the next.
         table_width: pages that a row has room for.
         num_pages: of the cache.

@@ -33,8 +33,8 @@ product is fused with a sum (enable_fp_fusion=False): every product is rounded w
 bits whichever kernel writes it, and the torch twin's.
 
 Programmatic launch (PDL): the next kernel may start at once. Before its wait none of these kernels reads what the
-product before it writes. `_decode_kernel` peeks at positions and table there, past L1, to bring keys into L2 while that
-product ends; a stale peek prefetches the wrong lines and changes nothing. The other kernels read positions, table,
+product before it writes. `_decode_kernel` reads positions and table early, bypassing L1, to prefetch keys into L2 while
+that product ends; stale values prefetch the wrong lines and change nothing. The other kernels read positions, table,
 and K and V of earlier passes before their wait, and rely on them: see what `attend` asks of its caller.
 """
 

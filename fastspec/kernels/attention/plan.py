@@ -87,7 +87,7 @@ def padded_dim(dim: int) -> int:
 # --- which kernel ---
 
 MMA_DIMS = (64, 128)  # head_dim that decode/mma.py and decode/tma_sm90.py are used for
-# position: rows at this one and later ones are decoded by decode/tma_sm90.py. A block behind 4096, so that with
+# position: rows at this one and later ones are decoded by decode/tma_sm90.py. A block after 4096, so that with
 # max_length 4096 the drafts of a last step are early, too
 LATE_FROM = EARLY_BLOCKS * KEY_BLOCK
 
@@ -354,7 +354,7 @@ def late_plan(gpu: Gpu, sizes: Pass, splits: int, narrow: bool = False) -> Launc
 
 
 def gather_plan(sizes: Pass) -> LaunchPlan:
-    """The launch of `gather_kernel` behind `late_plan`."""
+    """The launch of `gather_kernel` after `late_plan`."""
     constants = {"SPLIT_SIZES": split_sizes(), "LATE_FROM": LATE_FROM, "D": sizes.dim, "TILE": TMA_TILE_ROWS}
     options = {"num_warps": GATHER_WARPS, "maxnreg": GATHER_REGISTERS}
     return LaunchPlan("gather_kernel", (sizes.pairs * sizes.num_rows,), constants, options)

@@ -76,7 +76,7 @@ def pages_of(cache, first, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
     at = first
     if PAGE_SIZE % BLOCK_N != 0:
         at = first + tl.arange(0, BLOCK_N)
-    # in range for every table and position there is; clamped all the same, for both are data
+    # in range for every valid table and position; clamped all the same, because both are data
     entry = cache.block_table + tl.minimum(at // PAGE_SIZE, cache.table_width - 1)
     half = entry.to(tl.pointer_type(tl.int16), bitcast=True)
     page = (tl.load(half).to(tl.int32) & 0xFFFF) | (tl.load(half + 1).to(tl.int32) << 16)
@@ -271,7 +271,7 @@ def paged_attention(
     out: Tensor | None = None,
     kv_scales: KVScales | None = None,
 ) -> Tensor:
-    """As `reference.paged_attention`, which defines it; `tiling` has no say here, rows are invariant anyway.
+    """As `reference.paged_attention`, which defines it; `tiling` is ignored, because rows are invariant anyway.
 
     Args:
         out: where the result goes, like query and contiguous; query itself may be given.

@@ -11,7 +11,7 @@ launch.
 |              | or e4m3                                  | then `kv_scales` are given                |
 | block_table  | [B, P] int64                             | rows may be views of a longer table       |
 | positions    | [B, Q] int64                             | >= 0; beyond the table: its last row      |
-| writes       | [B, Q] bool                              | K/V of other rows are not stored          |
+| write_mask   | [B, Q] bool                              | K/V of other rows are not stored          |
 
 One function stores K, in tiles of NEW_ROWS rows and four warps, for decoding and prompts alike: the norm's sum runs
 in the same order in both. Callers launch with enable_fp_fusion=False, so that every product is rounded where it

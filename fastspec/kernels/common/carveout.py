@@ -1,9 +1,9 @@
 """How a multiprocessor's memory is divided while a kernel runs: shared memory as its programs need it, the rest L1.
 
-Values on their way from memory lie in L1, so a kernel with little of it reads slowly. A division lasts until a kernel
-that prefers another finds the multiprocessor idle, which with early launches no kernel without a preference does; and
-Triton prefers all shared memory as soon as a kernel needs more than 48 KiB. So one such kernel in a layer slows down
-all others: measured in perf/LOG.md, and why each kernel gets a preference here.
+L1 holds values in flight from memory, so a kernel with little L1 reads slowly. A division stays until a kernel that
+prefers another one starts on an idle multiprocessor. With programmatic dependent launch hardly one is ever idle, and
+Triton prefers all shared memory as soon as a kernel needs more than 48 KiB. So one such kernel in a layer would slow
+down all others (measured in perf/LOG.md); that is why each kernel gets a preference here.
 
 CUDA Driver API: cuFuncSetAttribute, CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT.
 """

@@ -1,7 +1,7 @@
 """What wrappers of kernels refuse: by shape, dtype and strides, never by a value, for that would wait for the device.
 
-A kernel is given addresses and a few strides. What it is not told it takes for granted, and a tensor that is laid out
-otherwise is misread, or written beyond, without a word.
+A kernel gets addresses and a few strides. It assumes everything else, so a tensor with another layout would be misread,
+or written out of bounds, without an error.
 """
 
 from __future__ import annotations

@@ -9,8 +9,8 @@ holds codes number i = 0, 1 (8 bits) or i = 0 .. 3 (4 bits), those of
     k = 32 i + 8 t + 2 c + h                                 within the chunk, or
     k = 32 i + 16 (c // 2) + 4 t + 2 (c % 2) + h             where groups have 32 values and each has a sum of its own
 
-`FIELDS` says which bits of a code come where in a half: such that masks and shifts leave a bf16 there, for no
-conversion is computed. A bf16 whose bits 15..8 are zero is the integer in its bits 7..0 times 2^-133; one with a code's
+`FIELDS` says which bits of a code come where in a half: such that masks and shifts leave a bf16 there, without
+any conversion. A bf16 whose bits 15..8 are zero is the integer in its bits 7..0 times 2^-133; one with a code's
 bits of e4m3 at 10..4 is the code's value times 2^-120; one with the bits of e2m1 at 8..6 is it times 2^-126.
 
 | form | of                      | a code                                                  |
@@ -126,7 +126,7 @@ class PackedCodes:
         self._fill_scales(codes)
 
     def fill_in_runs(self, runs: Iterable[Codes]) -> None:
-        """As `fill`, of codes that come a run of whole tiles at a time and lie nowhere together.
+        """As `fill`, of codes that come in runs of whole tiles, one after the other.
 
         Args:
             runs: in ascending order, of a gated matrix the gate's rows of each first; in int8 no code is -128.

@@ -1,7 +1,7 @@
 """What one kernel is compiled from, as text that another process reads; and what such a process does.
 
 A job is JSON: a kernel by module and name, the types and constants of its arguments, the target and Triton's options.
-Only names in `fastspec` and `triton` are looked up, whoever wrote the text.
+Only names in `fastspec` and `triton` are looked up, wherever the text comes from.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def _work(asked: Connection) -> None:
                 compiled = triton.compile(source, target=target, options=options, _env_vars=settings)
                 _make_launcher(source, compiled)
             finally:
-                asked.send_bytes(b"done")  # if it failed, who asked compiles it again and sees why
+                asked.send_bytes(b"done")  # if it failed, the process that asked compiles it again and sees why
     except (EOFError, OSError):
         return
 
@@ -112,7 +112,7 @@ def _make_launcher(source: Any, compiled: Any) -> None:
     from triton.backends.nvidia.driver import CudaLauncher
 
     with suppress(AssertionError, AttributeError, ImportError, OSError, RuntimeError, subprocess.CalledProcessError):
-        CudaLauncher(source, compiled.metadata)  # if it cannot be made here, who launches makes it
+        CudaLauncher(source, compiled.metadata)  # if it cannot be made here, the launching process makes it
 
 
 def _told(value: Any) -> Any:

@@ -89,7 +89,7 @@ class Compilers(Executor):
             ends = [theirs.fileno() for _, theirs in pipes]
             quiet: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
             command = [sys.executable, "-c", _BEGIN, repr(sys.path), _cache(), *map(str, ends)]
-            # of a session of its own: so that all of them end together, and an interrupt is this process's alone
+            # in a session of its own: so that they end together, and an interrupt reaches only this process
             try:
                 self._process = subprocess.Popen(command, pass_fds=ends, start_new_session=True, **quiet)
             except OSError:  # no memory, or no right to
@@ -125,7 +125,7 @@ class Compilers(Executor):
             self._places.put(None)
 
     def _welcome(self, asked: list[Connection]) -> None:
-        """Gives out each process when it says that it is ready; in place of one that ends before, this one compiles."""
+        """Makes each process available once it says that it is ready; in place of one that ends, this one compiles."""
         while asked:
             for one in first_of(asked):
                 assert isinstance(one, Connection), "nothing else was given"

@@ -123,7 +123,7 @@ class ExpertStack:
         return rows[..., self._places(torch.arange(rows.shape[-2], device=rows.device)), :]
 
     def _places(self, rows: Tensor) -> Tensor:
-        """Where rows of the checkpoint's order lie."""
+        """Where rows lie here, given in the checkpoint's order."""
         if not self.gated:
             return rows
         half = self.shape[1] // 2

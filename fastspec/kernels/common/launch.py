@@ -118,7 +118,7 @@ def compiling(executor: Executor | None = None) -> Iterator[None]:
         with own as pool, triton.AsyncCompileMode(pool):
             try:
                 yield
-            finally:  # also behind an error, for all that was begun is waited for
+            finally:  # also after an error, for all that was begun is waited for
                 if isinstance(pool, Compilers):
                     pool.all_told()
     finally:

@@ -22,6 +22,7 @@ from torch import Tensor
 
 DTYPES = (torch.bfloat16, torch.float16)
 BLOCK = 64  # values that are regrouped together
+PACKED_ROWS = 16  # of a tile: weights of fewer rows have no packed form (small routers, the gate of a shared expert)
 
 
 def can_pack(weight_shape: Sequence[int], dtype: torch.dtype) -> bool:

@@ -130,12 +130,12 @@ class Weight:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the values, as `unpack` has them."""
+        """Dtype of the values, as `unpack` returns them."""
         return self.data.dtype if self.activations is None else self.activations
 
     @property
     def device(self) -> torch.device:
-        """Where the values are."""
+        """Device of the values."""
         return self.data.device
 
     @property

@@ -49,7 +49,7 @@ class CodesTile:
 
 
 # by element size of values: the first tile that holds what an expert is likely to have, else the last. A row's bits do
-# not depend on the tile; fp32 has one alone, for there they would
+# not depend on the tile; fp32 has only one, because there they would
 LAUNCH = {
     2: (Tile(8, 16, 1, 6), Tile(16, 16, 1, 5), Tile(32, 32, 2, 4), Tile(64, 32, 4, 3)),
     4: (Tile(8, 16, 4, 3),),

@@ -58,7 +58,7 @@ def list_kernel(
     starts = tl.cumsum(counts, axis=0) - counts
     each = (counts + EACH - 1) // EACH
     ends = tl.cumsum(each, axis=0)
-    for i in range(0, tl.cdiv(pairs, EACH)):  # rows that are no numbers name one expert for all their pairs
+    for i in range(0, tl.cdiv(pairs, EACH)):  # rows of NaN have the same expert in all their pairs
         at = tiles_ptr + (ends - each + i) * 3
         here = i < each
         tl.store(at, e, mask=here)

@@ -4,8 +4,8 @@ A program has R weight rows of one expert, and up to 8 BLOCKS of the pairs (row,
 every S-th chunk of 128 values of K; a lane's 16 bytes are 32 codes of a row. Masks and shifts make bf16 of them, which
 are multiplied with the scale's power of two: exactly, for both have few bits.
 
-How bits come about: S sums, each in ascending order, then added in order. Neither how many pairs an expert has nor
-which place one has among them has a say.
+Row invariance: S sums, each in ascending order, then added in order. A pair's bits depend neither on how many pairs its
+expert has nor on its place among them.
 """
 
 # mypy: disable-error-code="assignment,misc,var-annotated"
@@ -51,7 +51,7 @@ class Given(NamedTuple):
 
 
 class Ends(NamedTuple):
-    """What comes behind the product.
+    """What comes after the product.
 
     Attributes:
         bias: [E, N] or None. out: [R * CHOSEN, N], or N / 2 where gated.

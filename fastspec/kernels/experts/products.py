@@ -74,7 +74,7 @@ def _values_product(x_at, weight_at, here, out, K: tl.constexpr, BLOCK_K: tl.con
 
 @triton.jit
 def _gated_values_product(x_at, weight_at, here, up_of, gate, up, K: tl.constexpr, BLOCK_K: tl.constexpr):
-    """As `_values_product`, of gate rows and of up rows, which lie `up_of` elements behind the gate rows."""
+    """As `_values_product`, of gate rows and of up rows, which lie `up_of` elements after the gate rows."""
     k = tl.arange(0, BLOCK_K)
     for at in range(0, K, BLOCK_K):
         if K % BLOCK_K == 0:

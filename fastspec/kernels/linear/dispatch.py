@@ -15,8 +15,8 @@ Products accumulate in fp32. With a norm the operands are x * gamma, each rounde
 summed in fp32, and the sum of products is scaled at the end. In fp16 x * gamma must be in fp16's range.
 
 Row invariance: a sum over K is S sums, of every S-th K tile of KT values, each in ascending order, then added in order.
-S and KT belong to the weight's shape. How many rows run together, which kernel runs them and how they are cut into
-tiles has no say, so a row's bits depend on that row alone.
+S and KT belong to the weight's shape. A row's bits do not depend on how many rows run together, on the kernel
+or on its tiles: they depend on that row alone.
 """
 
 from __future__ import annotations

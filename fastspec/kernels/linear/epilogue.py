@@ -14,8 +14,8 @@ from triton.experimental.gluon import language as gl
 from fastspec.kernels.common.gluon_compat import thread_barrier
 from fastspec.kernels.linear.k_steps import in_order
 
-# of what the next kernel reads: it stays in the L2 cache, though weights stream through, until it is written anew, so
-# that device memory need not take it
+# for results that the next kernel reads: they stay in L2 though weights stream through it, and are not written to
+# device memory
 STAYS = gl.constexpr("evict_last")
 GELU = gl.constexpr((2 / 3.141592653589793) ** 0.5)
 
@@ -226,7 +226,7 @@ def _owned(tile, OWN):
 
 @gluon.jit
 def _columns(like, tile_id, GATED: gl.constexpr, OWN: gl.constexpr):
-    """Column of the output that a weight row's sums go to, for a tile behind tile_id others."""
+    """Column of the output that a weight row's sums go to, for a tile after tile_id others."""
     if GATED:
         return weight_numbers(like, tile_id * (_owned(like, OWN) // 2), 8, 0)
     else:
@@ -276,7 +276,7 @@ def addends(
 
 @gluon.constexpr_function
 def _rows_layout(runs, each, BM, warps):
-    """Of [runs, each, BM]: a thread holds the values of a run, and lanes go along the runs of a row first."""
+    """Layout of [runs, each, BM]: a thread holds the values of a run, and lanes go along the runs of a row first."""
     held = [[0, 1 << bit, 0] for bit in range(each.bit_length() - 1)]
     spread = [[1 << bit, 0, 0] for bit in range(runs.bit_length() - 1)]
     spread += [[0, 0, 1 << bit] for bit in range(BM.bit_length() - 1)]
@@ -318,7 +318,7 @@ def write_tile(
     total, loaded, tile_id, first_row, out_ptr, M, N, GATED: gl.constexpr, BIAS: gl.constexpr, RESIDUAL: gl.constexpr,
     REGROUP: gl.constexpr = False, OWN: gl.constexpr = 0, WARPS: gl.constexpr = 0,
 ):  # fmt: skip
-    """Bias, silu(gate) * up, residual, one rounding, store: in order, or as `regrouped` has it.
+    """Bias, silu(gate) * up, residual, one rounding, store: in order, or as `regrouped` orders it.
 
     GATED: 2 for gelu (by its tanh formula, arXiv 1606.08415) in the place of silu.
     OWN: weight rows, a multiple of 16, that are the tile's own, of those that it has room for; 0 for all.
@@ -366,7 +366,7 @@ def enter_keys(total, tile_id, first_row, keys_ptr, M, N, limit, OWN: gl.constex
 
 
 @gluon.jit
-def settle_keys(keys_ptr, out_ptr, out_stride, M, warps: gl.constexpr):
+def write_argmax(keys_ptr, out_ptr, out_stride, M, warps: gl.constexpr):
     """In the last program of a launch: keys become tokens, and all is zero again for the next launch.
 
     keys_ptr: int64 [M + 1], of which the last counts programs.

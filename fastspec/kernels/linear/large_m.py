@@ -21,8 +21,8 @@ from fastspec.kernels.linear.epilogue import (
     enter_keys,
     loaded_factor,
     row_operand,
-    settle_keys,
     weight_operand,
+    write_argmax,
     write_tile,
 )
 from fastspec.kernels.linear.k_steps import WORDS, place_of, steps_of
@@ -30,13 +30,13 @@ from fastspec.kernels.linear.k_steps import WORDS, place_of, steps_of
 
 @gluon.constexpr_function
 def _mma_layout(warps):
-    """Of sums [1, R, BM]: warps divide the rows of the weight."""
+    """Layout of sums [1, R, BM]: warps divide the rows of the weight."""
     return gl.NVMMADistributedLayout([2, 0], [1, warps, 1], [1, 16, 8])
 
 
 @gluon.constexpr_function
 def _stage_layout(BM, W, warps):
-    """Of x [1, BM, W] on its way: a lane holds the 2 x 4 words of a row that a lane of the product multiplies."""
+    """Layout of x [1, BM, W] as loaded: a lane holds the 2 x 4 words of a row that a lane of the product multiplies."""
     rows = [1 << bit for bit in range(BM.bit_length() - 1)]
     runs = [[0, 0, 1 << bit] for bit in range(5, W.bit_length() - 1)]
     lanes = [[0, 0, 4], [0, 0, 8]] + [[0, row, 0] for row in rows[:3]]
@@ -57,7 +57,7 @@ def _shared_layout(BM, W):
 
 @gluon.constexpr_function
 def _copy_layout(R, W, warps):
-    """Of weights [1, R, W] on their way: a warp copies 512 bytes in one piece."""
+    """Layout of weights [1, R, W] when they are copied: a warp copies 512 bytes in one piece."""
     steps = [[0, 0, 4], [0, 0, 8]] + [[0, 1 << bit, 0] for bit in range(4)]
     steps += [[0, 0, 1 << bit] for bit in range(4, W.bit_length() - 1)]
     steps += [[0, 1 << bit, 0] for bit in range(4, R.bit_length() - 1)]
@@ -86,13 +86,13 @@ def _buffers(GROUP: gl.constexpr, GROUPS: gl.constexpr):
 
 @gluon.constexpr_function
 def _turns(depth):
-    """Buffers of x that take turns: they come round within `depth` K tiles."""
+    """How many buffers of x take turns: a divisor of `depth`."""
     return min(count for count in range(2, depth + 1) if depth % count == 0)
 
 
 @gluon.jit
 def _copied(to, at, of, zero, step, K: gl.constexpr, STEPS: gl.constexpr, K_TILE: gl.constexpr, S: gl.constexpr):
-    """Sends for the weights of a step; zeros come where there is none, of the pass or of K.
+    """Issues the copies of a step's weights; zeros where the pass or K has no such step.
 
     Args:
         zero: of shape [1, 1, 1], for a mask must be a tensor.
@@ -158,7 +158,7 @@ def _passed(
             here = shared[i % len(shared)]
             for j in gl.static_range(len(here)):
                 here[j].store(rows[j])
-            # this waits for all warps: behind it x and everyone's copies are there, and what is filled next is read
+            # this waits for all warps: after it x and everyone's copies are there, and what is filled next is read
             async_copy.wait_group(D - 2)
             _copied(ring[(i + D - 1) % D], w_at, w_of, zero, first + (i + D - 1), K, STEPS, K_TILE, S)
             async_copy.commit_group()
@@ -169,7 +169,7 @@ def _passed(
 
 @gluon.jit
 def _stashes(like):
-    """Shared memory for sums that are complete, while a thread's registers hold those of the pass at hand."""
+    """Shared memory for sums that are complete, while a thread's registers hold those of the current pass."""
     swizzled: gl.constexpr = gl.SwizzledSharedLayout(2, 1, 8, [2, 1, 0])
     stashes = ()
     for i in gl.static_range(len(like)):
@@ -276,7 +276,7 @@ def large_m_kernel(
             _stashed(stashes, _unstashed(some, zeros))
             _emptied(some, zeros)
     totals = _unstashed(stashes, zeros)
-    # zeros sent for steps that there are not would else land in what shared memory serves for next
+    # else zeros for steps that do not exist could be written to shared memory after its next use has begun
     async_copy.wait_group(0)
 
     for i in gl.static_range(GROUPS):
@@ -293,4 +293,4 @@ def large_m_kernel(
                 *(bias_ptr is not None, residual_ptr is not None),
             )
     if keys_ptr is not None:
-        settle_keys(keys_ptr, out_ptr, out_stride, M, WARPS)
+        write_argmax(keys_ptr, out_ptr, out_stride, M, WARPS)

@@ -63,7 +63,7 @@ class Rows(NamedTuple):
 
 
 class Ends(NamedTuple):
-    """What becomes of complete sums.
+    """What is done with complete sums.
 
     Attributes:
         bias_ptr: [N]; None: none.
@@ -196,7 +196,7 @@ def reads_raised(weight: Weight) -> bool:
 
 
 def launch_tma_and_sum(tile: Tma, call: Call, squares: Tensor | None, pdl: bool) -> None:
-    """`launch_tma`, and behind it what adds up splits that were left apart."""
+    """`launch_tma`, and then the sum of splits, where they are left apart."""
     parts = launch_tma(tile, call, squares, pdl)
     if parts is not None:
         add_up(parts, squares, call.norm, call.bias, call.residual, call.out, pdl)

@@ -2,9 +2,9 @@
 
     x' = x + attended o^T;  x'' = x' + act(norm(x') gate_up^T) down^T;  qkv = norm'(x'') qkv^T
 
-To the bits of `reference.layer_tail` out of packed products. What one product gives is stored in the order in which
-the next one reads it: sums, residual and norm are one kernel, gated products are written regrouped, and what attention
-left may be. In two halves, `attention_out` and `mlp`, each with a place for a sum over devices behind its last product.
+To the bits of `reference.layer_tail` out of packed products. A product's result is stored in the order in which the
+next one reads it: sums, residual and norm are one kernel, gated products are written regrouped, and attention's output
+may be. In two halves, `attention_out` and `mlp`, each with a place for a sum over devices after its last product.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from fastspec.kernels.reference.layer import Layer, Reduce
 
 
 def runs_on_tma(weights: list[Weight], rows: int) -> bool:
-    """Whether all these are packed or of codes, and rows so many that a TMA kernel multiplies them."""
+    """Whether all these are packed or quantised, and there are enough rows for the TMA kernel."""
     return all(
         (weight.codes is not None or is_packed([weight])) and isinstance(_tile(weight, rows), Tma | Wide)
         for weight in weights
@@ -33,7 +33,7 @@ def runs_on_tma(weights: list[Weight], rows: int) -> bool:
 
 
 class NextInput(NamedTuple):
-    """The residual stream x [M, hidden], and what the product behind it reads.
+    """The residual stream x [M, hidden], and what the product after it reads.
 
     Attributes:
         permuted: x times the norm's weight, as `permuted_rows` orders it.

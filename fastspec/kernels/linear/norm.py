@@ -1,6 +1,6 @@
 """What a norm is to a packed product of many rows: x * gamma, rounded once, and a factor for each row's sums.
 
-The products of up to 8 rows do this on the way. Here it is done once and not in every program, to the same bits: the
+The products of up to 8 rows do this themselves. Here it is done once and not in every program, to the same bits: the
 squares are summed in the order that belongs to the weight's split of K.
 """
 

@@ -121,7 +121,7 @@ class Tma:
 
     @property
     def boxes(self) -> list[int]:
-        """`boxes` of the weight rows, three with zeros behind."""
+        """`boxes` of the weight rows, three with zeros after."""
         sizes = boxes(self.weight_rows)
         return sizes + [0] * (3 - len(sizes))
 
@@ -137,8 +137,8 @@ SPLITS = {
     (4096, 14336): Split(8, 128, 2),
     (2048, 8192): Split(8, 64),
 }
-# sums of a weight whose K ranks may share: as many as the most ranks of which none changes a bit, or, where a split of
-# few weight rows has more, all of these
+# sums of a weight whose K ranks may share: as many as the largest number of ranks that changes no bit; where the split
+# of few weight rows has more sums, as many as that
 TREE, TREE_PAIRWISE = 4, 2
 TREES_ON = (9, 0)  # the compute capability whose product for prompts adds them so, too
 TREE_ROWS = 4096  # of a weight of more rows they are no more than that, for a CTA of many rows of x makes them all
@@ -180,7 +180,7 @@ SMALL_OWN = {
 # weight rows, by (N, K), of CTAs that own their SM and make a part of the split: from ONE_CTA_PER_SM_ROWS of x on
 ONE_CTA_PER_SM = {(4096, 4096): 64, (4096, 14336): 128}
 
-# weights, by (N, K), that the small-M kernel reads faster with all the L1 there is than without dividing it anew
+# weights, by (N, K), that the small-M kernel reads faster with as much L1 as possible, though L1 is divided anew then
 L1_FIRST = {(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)}
 
 

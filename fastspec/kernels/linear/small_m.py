@@ -2,7 +2,7 @@
 
 One program owns R weight rows. S warps take K tiles of KT values of K in turn, a K tile's 16 contiguous bytes of a lane
 are that lane's operands of the tensor core, and no byte of weights or of x passes through shared memory. D K tiles of
-weights are on their way before the kernel waits for the one before it. With a norm the squares of x are summed beside
+weights are in flight before the kernel waits for the one before it. With a norm the squares of x are summed beside
 the products, or AHEAD of them, while the first weights are still to arrive.
 """
 
@@ -27,9 +27,9 @@ from fastspec.kernels.linear.epilogue import (
     root_scale,
     row_factor,
     row_operand,
-    settle_keys,
     times_gamma,
     weight_operand,
+    write_argmax,
     write_tile,
 )
 from fastspec.kernels.linear.k_steps import by_groups
@@ -243,6 +243,6 @@ def small_m_kernel(
         total = total * factor
     if keys_ptr is not None:
         enter_keys(total, tile, first_row, keys_ptr, M, N, limit)
-        settle_keys(keys_ptr, out_ptr, out_stride, M, S)
+        write_argmax(keys_ptr, out_ptr, out_stride, M, S)
     else:
         write_tile(total, loaded, tile, first_row, out_ptr, M, N, GATED, bias_ptr is not None, residual_ptr is not None)

@@ -1,7 +1,7 @@
 """What stands between packed products of many rows: splits added up, bias, residual, one rounding, the next one's norm.
 
-Where a norm and a product come next, rows go on times gamma and regrouped, as the TMA kernel reads them; the factors
-of rows are made of the sums of squares of each split of that product, to the bits of `norm`. So a program has
+Where a norm and a product come next, rows are multiplied with gamma and regrouped, as the TMA kernel reads them; the
+factors of rows come from the sums of squares of each split of that product, to the bits of `norm`. So a program has
 the part of a row that one split will multiply, and few rows still make many programs.
 """
 
@@ -37,8 +37,8 @@ from fastspec.kernels.linear.quantised.conversion import raised_rows
 COLUMNS = 512  # of one program that only adds up
 WARPS = 4
 FEW_PROGRAMS = 264  # two for each multiprocessor of an H200
-# words of shared memory of a program, of few and of more of them: three and six share a multiprocessor. Begun early, as
-# many as fit would wait on the multiprocessors that are free first, and others would have none of them
+# words of shared memory of a program, where there are few or more of them: three or six share a multiprocessor. They
+# start early, and without this limit as many as fit would start on the multiprocessors that are free first
 SPREAD = (16384, 8192)
 
 
@@ -142,12 +142,12 @@ def given_kernel(
     out_ptr,  # [M, K], the sums, or None
     gamma_ptr,  # int32 words [K / 2], or None
     given_ptr,  # int32 words [M, K / 2]: the sums, times gamma, regrouped, and raised
-    squares_ptr,  # fp32 [S, M]: of the sums, by splits of the product behind; None as gamma_ptr
+    squares_ptr,  # fp32 [S, M]: of the sums, by splits of the product after; None as gamma_ptr
     M,
     SPLITS: gl.constexpr,  # of the product before
     PAIRWISE: gl.constexpr,  # of its parts that are added up first
     K: gl.constexpr,
-    S: gl.constexpr,  # of the product behind
+    S: gl.constexpr,  # of the product after
     KT: gl.constexpr,
     ROOM: gl.constexpr,  # words, a power of two
     SHARED: gl.constexpr,  # words of shared memory, ROOM at least; more than that for fewer programs to share it

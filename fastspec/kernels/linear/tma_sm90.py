@@ -3,13 +3,13 @@
 Sums are made of the same terms in the same order as in the small-M kernel, so a row's bits are the same: where there S
 warps take every S-th K tile of K, here a program makes S passes over K, one after the other, and adds up what they give
 in the same order. Where weight rows are too few to keep a device busy so, a program makes one of the passes, or those
-whose sums belong together; what each gives is left in `parts`, and `split_k` adds it up. Where they are many and x
-has many rows, programs stay for several tiles, and what comes next is fetched while a tile's sums are written.
+whose sums are added pairwise; the sums are left in `parts`, and `split_k` adds them up. Where they are many and x
+has many rows, programs are persistent: they take several tiles, and load the next one while a tile's sums are written.
 
 One warp asks the copy engine for weights and rows of x, 64 values of each a step, STAGES steps ahead; the others
 multiply. Of what is fetched only the weights pass through registers: a lane's 16 bytes are its operands of four
 products. What these four take of a row of x lies apart; it comes side by side, from attention, from `split_k` or
-from here, as warp groups read it out of shared memory. Another warp makes the factors of rows whose norm goes before.
+from here, as warp groups read it out of shared memory. Where a norm comes before, another warp computes rows' factors.
 """
 
 # mypy: disable-error-code="assignment"
@@ -35,8 +35,8 @@ from fastspec.kernels.linear.epilogue import (
     enter_keys,
     plus,
     row_factor,
-    settle_keys,
     splits_scale,
+    write_argmax,
     write_tile,
 )
 from fastspec.kernels.linear.k_steps import WORDS, place_of, steps_of
@@ -47,13 +47,13 @@ _boxes = gluon.constexpr_function(boxes)  # what device code can call
 
 @gluon.constexpr_function
 def group_sums(GROUP, warps):
-    """Of sums [R, GROUP] of warp groups."""
+    """Layout of sums [R, GROUP] of warp groups."""
     return gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, GROUP, 16])
 
 
 @gluon.constexpr_function
 def pieces_layout(R, warps, pieces=2):
-    """Of a step's weights [R / 16, 8 pieces, 32]: a lane's 16 bytes are its operands of four products."""
+    """Layout of a step's weights [R / 16, 8 pieces, 32]: a lane's 16 bytes are its operands of four products."""
     held = [[0, 0, 1], [0, 0, 2], [0, 4, 0], *([[0, 8, 0]] if pieces == 2 else [])]
     held += [[1 << bit, 0, 0] for bit in range(warps.bit_length() - 1, R.bit_length() - 5)]
     lanes = [[0, 0, 4], [0, 0, 8], [0, 0, 16], [0, 1, 0], [0, 2, 0]]
@@ -77,7 +77,7 @@ def _steps_in_all(STEPS, S, pairwise, apart):
 
 @gluon.constexpr_function
 def _box_first(OWN, index):
-    """In groups of 16 rows, as `_box_size`."""
+    """Where box `index` of a tile begins, in groups of 16 weight rows."""
     return sum(_boxes(OWN)[:index]) // 16
 
 
@@ -91,7 +91,7 @@ def _ask_for_weights(
     weight_descs, ws, full, step, tile, place, split,
     STEPS: gl.constexpr, K_TILE: gl.constexpr, S: gl.constexpr, BYTES: gl.constexpr, OWN: gl.constexpr,
 ):  # fmt: skip
-    """Announces the BYTES of a step to its slot's barrier, and sends for its weights."""
+    """Announces the BYTES of a step to its slot's barrier, and issues the copies of its weights."""
     slot = step % ws.shape[0]
     at = (split * K_TILE + place_of(place, STEPS, K_TILE, S)) // 2
     mbarrier.expect(full.index(slot), BYTES)
@@ -107,7 +107,7 @@ def _ask_for_weights(
 def _ask_for_rows(
     x_descs, xs, full, step, place, split, first_row, STEPS: gl.constexpr, K_TILE: gl.constexpr, S: gl.constexpr
 ):  # fmt: skip
-    """Sends for the rows of x of a step."""
+    """Issues the copies of the rows of x of a step."""
     slot = step % xs[0].shape[0]
     at = 2 * (split * K_TILE + place_of(place, STEPS, K_TILE, S))
     for i in gl.static_range(len(xs)):
@@ -130,10 +130,10 @@ def _fetch(
     PDL: gl.constexpr, EACH: gl.constexpr, STEPS: gl.constexpr, K_TILE: gl.constexpr, S: gl.constexpr,
     BYTES: gl.constexpr, OWN: gl.constexpr, APART: gl.constexpr, STAY: gl.constexpr,
 ):  # fmt: skip
-    """What the warp does that fetches: weights need not wait for the kernel before this one, x does.
+    """The loading warp: weights need not wait for the kernel before this one, x must.
 
-    Where splits are left apart the next kernel only adds them up. It has little to do before they are there, and begun
-    early most of its programs would wait on the few multiprocessors that are free first.
+    Where splits are left apart the next kernel only adds them up. It has little to do before they are stored, and if it
+    started early, most of its programs would wait on the few multiprocessors that are free first.
     """
     STAGES: gl.constexpr = ws.shape[0]
     AHEAD: gl.constexpr = min(EACH, STAGES)
@@ -160,7 +160,7 @@ def _fetch(
 
 @gluon.jit
 def _weights_of(step, ws, full, WARPS: gl.constexpr):
-    """Words [R, 32] of a step out of its slot, where the two halves of a K tile of 32 rows lie one behind the other."""
+    """Words [R, 32] of a step out of its slot, where the two halves of a K tile of 32 rows lie one after the other."""
     groups: gl.constexpr = ws.shape[1]
     slot = step % ws.shape[0]
     mbarrier.wait(full.index(slot), step // ws.shape[0] & 1)
@@ -172,7 +172,7 @@ def _weights_of(step, ws, full, WARPS: gl.constexpr):
 def _passed(
     step, words, xs, ws, full, free, nil, last, STEPS: gl.constexpr, WARPS: gl.constexpr
 ):  # fmt: skip
-    """One pass over K: the step behind it, its weights, and the pass's sums [R, GROUP] of each group of rows of x.
+    """One pass over K: the step after it, its weights, and the pass's sums [R, GROUP] of each group of rows of x.
 
     Weights of a step are loaded while the one before it is multiplied; the last step's are loaded again.
     """
@@ -202,7 +202,7 @@ def _passed(
 def _pairwise_sums(
     step, words, xs, ws, full, free, nil, last, STEPS: gl.constexpr, PAIRWISE: gl.constexpr, WARPS: gl.constexpr
 ):  # fmt: skip
-    """As many passes as belong together, and their sums added up."""
+    """PAIRWISE passes, and their sums added up."""
     step, words, totals = _passed(step, words, xs, ws, full, free, nil, last, STEPS, WARPS)
     for _ in gl.static_range(1, PAIRWISE):
         step, words, accs = _passed(step, words, xs, ws, full, free, nil, last, STEPS, WARPS)
@@ -255,7 +255,7 @@ def _end(
     totals, tile, first_row, factors, bias_ptr, residual_ptr, out_ptr, keys_ptr, M, N, limit,
     GATED: gl.constexpr, REGROUP: gl.constexpr, OWN: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
-    """What becomes of complete sums."""
+    """The epilogue of complete sums."""
     FIRST: gl.constexpr = (0, totals[0].shape[1])
     for i in gl.static_range(len(totals)):
         total = gl.reshape(totals[i], [totals[i].shape[0] // 16, 2, 8, totals[i].shape[1]])
@@ -279,7 +279,7 @@ def _multiply(
     EACH: gl.constexpr, STEPS: gl.constexpr, PAIRWISE: gl.constexpr,
     WARPS: gl.constexpr, GATED: gl.constexpr, REGROUP: gl.constexpr, OWN: gl.constexpr, STAY: gl.constexpr,
 ):  # fmt: skip
-    """What the warps do that multiply."""
+    """The multiplying warps."""
     bias_ptr, residual_ptr, out_ptr, keys_ptr, parts_ptr = ends
     nil = M >> 31
     step = 0
@@ -296,7 +296,7 @@ def _multiply(
                 totals = plus(totals, accs)
             if factors is not None:
                 mbarrier.wait(known.index(0), 0)
-            zero = nil & turn  # places of what is written are worked out here, and hold no registers meanwhile
+            zero = nil & turn  # so that addresses are computed here, and hold no registers before
             width = (N + zero) // 16 * 16  # that is N, and now the compiler knows where 16 bytes begin
             _end(
                 *(totals, gl.program_id(0) + turn * gl.num_programs(0), first_row + zero),
@@ -386,4 +386,4 @@ def tma_kernel(
     )
     # fmt: on
     if ends.keys_ptr is not None:
-        settle_keys(ends.keys_ptr, ends.out_ptr, out_stride, M, WARPS)
+        write_argmax(ends.keys_ptr, ends.out_ptr, out_stride, M, WARPS)

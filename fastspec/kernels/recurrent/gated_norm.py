@@ -1,4 +1,4 @@
-"""The gated norm behind a recurrent layer, in one launch.
+"""The gated norm after a recurrent layer, in one launch.
 
 | argument | shape, dtype                         | notes                                             |
 |----------|--------------------------------------|---------------------------------------------------|

@@ -109,7 +109,7 @@ def paged_attention(
         total = total * scale + weights.sum(-1, keepdim=True)
         out = out * scale + torch.matmul(weights, v[:, None])
         top = new_top
-    if sinks is not None:  # once, behind the last block: where it is added does not depend on the number of blocks
+    if sinks is not None:  # once, after the last block: where it is added does not depend on the number of blocks
         sink = sinks.float().view(kv_heads, group, 1).expand(-1, -1, tile).reshape(kv_heads, group * tile, 1)
         total = total + torch.exp(sink - top)
     out = out / total if scales.v == 1.0 else out / total * scales.v
@@ -211,7 +211,7 @@ def attend(
             dtype, or in 8 bits: see kv_scales.py.
         block_table: int64 [B, P].
         positions: int64 [B, Q], >= 0.
-        writes: bool [B, Q]; the K/V of other rows is not kept.
+        write_mask: bool [B, Q]; the K/V of other rows is not kept.
         num_heads: H.
         norms: weights [D] of an RMSNorm of every query head and of every key head, of qkv's dtype or fp32 as `norm` has
             them, and their epsilon; None: no norms.
@@ -245,7 +245,7 @@ def attend(
 
 
 def _slots(block_table: Tensor, positions: Tensor, page_size: int, write_mask: Tensor) -> Tensor:
-    """Flat cache slots [B, Q] of positions [B, Q]; where `write_mask` is False one of page 0, which belongs to nobody.
+    """Flat cache slots [B, Q] of positions [B, Q]; where `write_mask` is False one of page 0, the trash page.
 
     Positions beyond the block table are clamped to its last page: they are only ever given for rows that do not
     write, and an index derived from data must stay in range all the same.

@@ -40,7 +40,7 @@ def attention_out(
     tiling: Tiling,
     reduce: Reduce | None = None,
 ) -> Tensor:
-    """The residual stream behind a layer's attention: x + attended o^T [+ bias].
+    """The residual stream after a layer's attention: x + attended o^T [+ bias].
 
     Args:
         linear: the op of that name.
@@ -61,18 +61,18 @@ def mlp(
     tiling: Tiling,
     reduce: Reduce | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """The residual stream behind a layer's MLP, and the product that goes into the next layer's attention.
+    """The residual stream after a layer's MLP, and the product that goes into the next layer's attention.
 
     Args:
         linear: the op of that name.
         x: [B, Q, hidden], what `attention_out` returned.
         layer: with `reduce`, `gate_up` has this device's rows of each half, and `down` the same columns.
-        next_layer: None behind the last layer.
+        next_layer: None after the last layer.
         eps: of the norms.
         reduce: as in `attention_out`.
 
     Returns:
-        x [B, Q, hidden], and q, k and v of the next layer [B, Q, N]; None behind the last.
+        x [B, Q, hidden], and q, k and v of the next layer [B, Q, N]; None after the last.
     """
     gated = linear(x, layer.gate_up, layer.gate_up_bias, tiling, norm=(layer.post_norm, eps), gated=True)
     x = _added(linear, gated, layer.down, layer.down_bias, x, tiling, reduce)

@@ -51,7 +51,7 @@ def norm(x: Tensor, weight: Tensor, eps: float, *, bias: Tensor | None = None, c
 def add_norm(
     added: Tensor, x: Tensor, weight: Tensor, next_weight: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor | None]:
-    """(x + norm(added), the next norm of that sum): what a layer with a norm behind attention or MLP does there.
+    """(x + norm(added), the next norm of that sum): what a layer with a norm after attention or MLP does there.
 
     Args:
         added, x: [..., K].

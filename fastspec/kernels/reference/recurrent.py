@@ -28,7 +28,7 @@ class DeltaParts(Protocol):
 
 
 class KeptState(NamedTuple):
-    """Where a pass over a prompt leaves the state behind one of its tokens, for prompts that begin with the same ones.
+    """Where a pass over a prompt leaves the state after one of its tokens, for prompts that begin with the same ones.
 
     Attributes:
         at: int64 [1], positions before that state; a multiple of DELTA_CHUNK. 0, or one that the pass does not come to:
@@ -75,7 +75,7 @@ def delta_rule(
         positions: int64 [B, Q].
         write_mask: bool [B, Q], False for masked tokens.
         rule: sizes.
-        kept: with B = 1 and Q > slots, the state behind one of the tokens is written there as well.
+        kept: with B = 1 and Q > slots, the state after one of the tokens is written there as well.
 
     Returns:
         [B, Q, rule.values] in product's dtype; states and sums are in fp32.
@@ -144,7 +144,7 @@ def causal_conv(
         inputs, state_rows, positions, write_mask: as in `delta_rule`. x is written to `inputs`.
 
     Returns:
-        [B, Q, channels] in x's dtype. The sum is in fp32, rounded before silu as well as behind it.
+        [B, Q, channels] in x's dtype. The sum is in fp32, rounded before silu as well as after it.
     """
     places, width, count = inputs.shape[1], weight.shape[-1], x.shape[1]
     taps, at = weight[:, 0].float(), torch.arange(count, device=x.device)

@@ -225,7 +225,7 @@ def sample_dense(
 
 @triton.jit
 def listed_from(start, end, found_ptr, MAX_FOUND: tl.constexpr, SIZE: tl.constexpr):
-    """(keys, ids) int32 [SIZE] listed from `start` on, before `end`: beyond the last they are anything."""
+    """(keys, ids) int32 [SIZE] listed from `start` on, before `end`: beyond the last they are undefined."""
     slot = start + tl.arange(0, SIZE)
     there = slot < end
     return tl.load(found_ptr + slot, mask=there, other=0), tl.load(found_ptr + MAX_FOUND + slot, mask=there, other=0)
@@ -244,7 +244,7 @@ def sample_listed(
         there = start + tl.arange(0, SIZE) < number
         p = share(dist, value_of(tl.where(there, key, KEY_LOWEST)), index, min_p)
         q = _drafted(tl.where(beyond, p, 0.0), index, q_ptr, draft)
-        # while these are on their way
+        # while these are in flight
         time = times_of(seed, position, TARGET, index)
         excess = tl.where(beyond, _excess(p, q, c), 0.0)
         rank = _entry(p, excess, time)

@@ -125,7 +125,7 @@ def commit_row(
     counts = tl.load(state.draft_counts + row)
     stop_ids = tl.load(state.stop_ids + row * stop_stride + stop, mask=stop < NUM_STOPS, other=-1)
     if entries_ptr is not None:
-        # nobody counts the step before every row has been committed
+        # the step is counted only after every row has been committed
         sequence = tl.load(counter_ptr) + 1
         beyond = (place > num_drafts) & (place < places)
         old_block = tl.load(state.block + row * block_stride + place, mask=beyond, other=0)
@@ -142,7 +142,7 @@ def commit_row(
 
     # every warp has read the row before any of them writes to it
     tl.debug_barrier()
-    # in range for every length there is; clamped all the same, for lengths are data
+    # in range for every valid length; clamped all the same, because lengths are data
     at = tl.minimum(tl.maximum(length + place, 0), tokens_width - 1)
     tl.store(state.tokens + row * state.tokens_stride + at, block, mask=place < count)
     tl.store(state.draft_lengths + row, fed, mask=running & (counts > 0) & (num_drafts > 0))

@@ -67,7 +67,7 @@ from fastspec.kernels.sampling.logits import (
 )
 from fastspec.kernels.sampling.threshold import PIECE, RANKED, fixed, normaliser_of, rank_candidates, search
 
-# what a program runs it runs once, so it waits for instructions: many threads, each with few of them
+# a program runs its code once, so it waits for instructions: many threads, each with few of them
 LAUNCH = {"num_warps": 16}
 CROWDED = {"maxnreg": 64}  # where there are more lines than PROGRAMS: two programs share a multiprocessor
 PROGRAMS = 132  # of a launch, about: more do not find a line's distribution any sooner
@@ -138,7 +138,7 @@ def probabilities(dist, view, index, min_p, STOPS: tl.constexpr):
 
 
 @triton.jit
-def _settled(
+def _find_threshold(
     source,
     found_ptr,
     largest,
@@ -169,7 +169,7 @@ def _settled(
             *(guessed, top_k, top_p, min_p, vocab, MAX_FOUND, RANKED),
         )
     if sound == 0:
-        # if candidates that have been ranked did not tell, nor would they now
+        # if ranking the candidates did not decide, searching them would not either
         key, cut, mass = search(
             *(source, found_ptr, (count > MAX_FOUND) | (count <= RANKED), largest, normaliser, count, count_above),
             *(mass_above, kept_above, lower, upper, guessed, top_k, top_p, min_p, MAX_FOUND, PIECE, STOPS),
@@ -239,7 +239,7 @@ def _distribution_kernel(
     line = tl.program_id(1)
     vocab, groups = source.vocab, source.groups
     row, place = (line // places).to(tl.int64), first + line % places
-    # all at once, of lines that are not wanted too: none waits for another
+    # loaded together, also for lines that are not wanted: no load waits for another
     wanted = tl.load(source.finish + row) == RUNNING
     if source.counts is not None:
         wanted = wanted & (place <= tl.load(source.counts + row))
@@ -255,7 +255,7 @@ def _distribution_kernel(
         at = source, line, row, place
         mine = tl.program_id(0) == 0
         weighs = (place < drafts) & (temperature > 0)  # a greedy row is judged by match
-        # read now, used in the end: it waits for nothing that comes
+        # loaded now and used at the end, so that nothing waits for it
         drafted = tl.where(weighs & (drafted >= 0) & (drafted < vocab), drafted, -1)
         draft = drafted.to(tl.int32) + tl.zeros([16], tl.int32)
         line_ptr = source.logits + line * tl.cast(source.logits_stride, tl.int64)
@@ -297,7 +297,7 @@ def _distribution_kernel(
                 tl.debug_barrier()  # candidates are read by other threads, counters have been read by all
                 for word in tl.static_range(KEPT_ABOVE + 1):
                     tl.store(line_counters + word, 0)
-                key, cut, normaliser = _settled(
+                key, cut, normaliser = _find_threshold(
                     *(at, line_found, largest, normaliser, count, count_above, mass_above, kept_above),
                     *(lower, upper, guessed, top_k, top_p, min_p, MAX_FOUND, RANKED, PIECE, STOPS),
                 )

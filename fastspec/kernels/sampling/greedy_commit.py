@@ -159,7 +159,7 @@ def _verify_kernel(
             TOP,
             BLOCKS,
         )
-        tl.store(best_ptr, tl.zeros([PLACES], tl.int64), mask=in_block)  # behind the barrier in commit_row
+        tl.store(best_ptr, tl.zeros([PLACES], tl.int64), mask=in_block)  # after the barrier in commit_row
         tl.store(row_arrivals_ptr, 0)
 
 

@@ -16,8 +16,8 @@ from fastspec.kernels.sampling.logits import GROUP, INTS, RUNNING, level_of, pen
 from fastspec.kernels.sampling.logprobs import record_line
 
 CHUNK = 2048  # ids per program
-STAGES = 3  # places that are summed up or on their way, where a program has several
-LAUNCH = {"num_warps": 4, "maxnreg": 80}  # six programs a multiprocessor: 96 KiB on their way
+STAGES = 3  # places that are summed up or in flight, where a program has several
+LAUNCH = {"num_warps": 4, "maxnreg": 80}  # six programs a multiprocessor: 96 KiB in flight
 _GROUP = tl.constexpr(GROUP)
 
 
@@ -41,7 +41,7 @@ def _sum_up(x, tops_ptr, chunk, groups, weighs, CHUNK: tl.constexpr):
 
 @triton.jit
 def _in_pieces(view, tops_ptr, groups, weighs, CHUNK: tl.constexpr, PIECE: tl.constexpr, STOPS: tl.constexpr):
-    """A chunk of a penalised row, for penalties take registers."""
+    """A chunk of a penalised row in pieces, because penalties take registers."""
     for piece in range(0, CHUNK // PIECE):
         which = tl.program_id(0) * (CHUNK // PIECE) + piece
         x = scaled(view, which * PIECE + tl.arange(0, PIECE), STOPS)
@@ -70,7 +70,7 @@ def _groups_kernel(
         gdc_launch_dependents()
         gdc_wait()
     row, part = tl.program_id(1) // parts, tl.program_id(1) % parts
-    # all at once, of rows that do not run too: none waits for another
+    # loaded together, also for rows that do not run: no load waits for another
     running = tl.load(source.finish + row) == RUNNING
     end = places
     if source.counts is not None:

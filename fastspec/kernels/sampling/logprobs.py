@@ -1,9 +1,9 @@
 """Log-probabilities of what a step emits and of the likeliest ids, by the kernels that end it: no launch of their own.
 
 The definition is `reference.step.record_logprobs`. The kernel that reads the logits first (greedy_commit.py, or
-groups.py) stores the largest of every 64 of them, and what they weigh relative to it. The last program to
-arrive at a line adds that up, and ranks: the n largest logits lie in the n groups whose largest come first, the lowest
-group and then the lowest id among equals. When a row's block is known, whoever commits it reads its tokens' logits.
+groups.py) stores the largest of every 64 of them, and what they weigh relative to it. The last program to arrive at a
+line adds that up, and ranks: the n largest logits lie in the n groups whose largest come first, the lowest group and
+then the lowest id among equals. When a row's block is known, the program that commits it reads its tokens' logits.
 
 Sums are of fixed point, so neither chunks nor arrival order nor the way a compiler lays out a sum can matter: a line
 has the same bits in a greedy step and in one that samples.

@@ -69,7 +69,7 @@ from fastspec.sampling.rules import COUPLED, REJECTION
 LAUNCH = {"num_warps": 8, "maxnreg": 128}
 PROGRAMS = 264  # of a launch, about: two a multiprocessor
 MAX_LISTED = 1024  # listed ids that one program samples among
-LISTED = 128  # of them at a time: mostly there are fewer, and what is less code runs sooner
+LISTED = 128  # of them at a time: mostly there are fewer, and less code starts sooner
 _GROUP = tl.constexpr(GROUP)
 _RECORD = tl.constexpr(RECORD)
 _COUNTERS = tl.constexpr(COUNTERS)
@@ -144,7 +144,7 @@ def _end_kernel(
     row, part = (tl.program_id(1) // parts).to(tl.int64), tl.program_id(1) % parts
     place = tl.arange(0, PLACES)
     row_records = records_ptr + row * num_places * _RECORD
-    # all at once, whatever of it is wanted: none waits for another
+    # loaded together, wanted or not: no load waits for another
     running = tl.load(source.finish + row) == RUNNING
     counts = tl.minimum(tl.load(source.counts + row).to(tl.int32), num_places - 1)
     seed, length = tl.load(source.seeds + row), tl.load(source.lengths + row)
@@ -232,7 +232,7 @@ def _end_kernel(
             BLOCKS,
         )
         tl.atomic_add(source.output_counts + row * source.output_stride + block, 1, mask=place < emitted, sem="relaxed")
-        # behind the barrier in commit_row: all have read
+        # after the barrier in commit_row: all have read
         used = place <= num_drafts
         zeros = tl.zeros([PLACES], tl.int64)
         tl.store(row_counters + place * _COUNTERS + WINNER, zeros, mask=used)

@@ -1,4 +1,4 @@
-"""The threshold of a line: among the candidates near it, or by reading all of the line when they do not tell.
+"""The threshold of a line: among the candidates near it, or by reading the whole line when they do not decide.
 
 Few candidates are ranked against each other all at once. More of them, and whole lines, are searched by one loop with
 one read in it, some pivots to a read: what runs once is fetched once, and a kernel of few instructions that loops is
@@ -70,7 +70,7 @@ def _ranks(found_ptr, keys, largest, count, SIZE: tl.constexpr):
     others = tl.load(found_ptr + column, mask=column < count, other=KEY_LOWEST, cache_modifier=".cg")
     for start in range(0, count, OTHERS):
         column = start + OTHERS + tl.arange(0, OTHERS)
-        # loaded one turn ahead
+        # loaded one iteration ahead
         later = tl.load(found_ptr + column, mask=column < count, other=KEY_LOWEST, cache_modifier=".cg")
         # their number and their mass in one word: two sums for one
         weights = mass_of(others, largest) + (tl.full([], 1, tl.int64) << COUNTED)
@@ -217,7 +217,7 @@ def search(
     SIZE: tl.constexpr,
     STOPS: tl.constexpr,
 ):
-    """(key, cut, fixed-point normaliser), always right: where candidates do not tell, the line is read.
+    """(key, cut, fixed-point normaliser), always right: where candidates do not decide, the whole line is read.
 
     What is asked for in turn: how many there are; the k-th; what weighs as much as it or more; the threshold of top-p;
     what is above it; how many equal it; up to which id these are kept; the normaliser. A threshold is the largest key

@@ -7,22 +7,22 @@ from typing import Final
 from fastspec.models.families.cohere import COHERE, COHERE2
 from fastspec.models.families.exaone4 import EXAONE4
 from fastspec.models.families.gemma import GEMMA2, GEMMA3, GEMMA3_TEXT
-from fastspec.models.families.glm4 import GLM, GLM4
-from fastspec.models.families.granite import GRANITE
+from fastspec.models.families.glm4 import GLM, GLM4, GLM4V
+from fastspec.models.families.granite import GRANITE, GRANITE4
 from fastspec.models.families.hunyuan import HUNYUAN
-from fastspec.models.families.llama import LLAMA, SEED_OSS
+from fastspec.models.families.llama import ERNIE4_5, HELIUM, LLAMA, SEED_OSS
 from fastspec.models.families.mistral import MINISTRAL, MINISTRAL3, MISTRAL
-from fastspec.models.families.mixtures.glm4_moe import GLM4_MOE
+from fastspec.models.families.mixtures.glm4_moe import GLM4_MOE, GLM4V_MOE
 from fastspec.models.families.mixtures.gpt_oss import GPT_OSS
 from fastspec.models.families.mixtures.mixtral import MIXTRAL
 from fastspec.models.families.mixtures.olmoe import OLMOE
 from fastspec.models.families.mixtures.qwen_hybrid import QWEN3_5_MOE, QWEN3_5_MOE_TEXT, QWEN3_NEXT
-from fastspec.models.families.mixtures.qwen_moe import QWEN2_MOE, QWEN3_MOE
+from fastspec.models.families.mixtures.qwen_moe import QWEN2_MOE, QWEN3_MOE, QWEN3_VL_MOE
 from fastspec.models.families.olmo2 import OLMO2, OLMO3
 from fastspec.models.families.phi3 import PHI3
 from fastspec.models.families.plan import ModelFamily
-from fastspec.models.families.qwen2 import MIMO, QWEN2
-from fastspec.models.families.qwen3 import QWEN3, QWEN3_5, QWEN3_5_TEXT
+from fastspec.models.families.qwen2 import MIMO, QWEN2, QWEN2_5_VL, QWEN2_VL
+from fastspec.models.families.qwen3 import QWEN3, QWEN3_5, QWEN3_5_TEXT, QWEN3_VL
 from fastspec.models.families.smollm3 import SMOLLM3
 from fastspec.models.families.starcoder2 import STARCODER2
 
@@ -31,7 +31,10 @@ FAMILIES: Final[dict[str, ModelFamily]] = {
     "mistral": MISTRAL,
     "qwen2": QWEN2,
     "mimo": MIMO,
+    "qwen2_vl": QWEN2_VL,
+    "qwen2_5_vl": QWEN2_5_VL,
     "qwen3": QWEN3,
+    "qwen3_vl": QWEN3_VL,
     "qwen3_next": QWEN3_NEXT,
     "qwen3_5_text": QWEN3_5_TEXT,
     "qwen3_5": QWEN3_5,
@@ -45,12 +48,16 @@ FAMILIES: Final[dict[str, ModelFamily]] = {
     "olmo3": OLMO3,
     "glm": GLM,
     "glm4": GLM4,
+    "glm4v": GLM4V,
     "granite": GRANITE,
+    "granitemoehybrid": GRANITE4,
     "smollm3": SMOLLM3,
     "exaone4": EXAONE4,
     "ministral": MINISTRAL,
     "ministral3": MINISTRAL3,
     "seed_oss": SEED_OSS,
+    "ernie4_5": ERNIE4_5,
+    "helium": HELIUM,
     "hunyuan_v1_dense": HUNYUAN,
     "starcoder2": STARCODER2,
     "cohere": COHERE,
@@ -58,8 +65,10 @@ FAMILIES: Final[dict[str, ModelFamily]] = {
     "mixtral": MIXTRAL,
     "qwen2_moe": QWEN2_MOE,
     "qwen3_moe": QWEN3_MOE,
+    "qwen3_vl_moe": QWEN3_VL_MOE,
     "olmoe": OLMOE,
     "glm4_moe": GLM4_MOE,
+    "glm4v_moe": GLM4V_MOE,
     "gpt_oss": GPT_OSS,
 }
 """By the config's `model_type`."""

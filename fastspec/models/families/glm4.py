@@ -1,4 +1,8 @@
-"""GLM-4: rope of neighbours in a part of each head; gate and up in one matrix; in `glm4` norms behind, too."""
+"""GLM-4: rope of neighbours in a part of each head; gate and up in one matrix; `glm4` has norms after each part, too.
+
+The text model of GLM-4.1V is that of `glm4` with biases: the three positions of its rope are equal where all tokens
+are text.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +21,13 @@ def _plans4(fields: ConfigFields, layers: int) -> tuple[LayerPlan, ...]:
     return tuple(replace(plan, post_norm=True) for plan in _plans(fields, layers))
 
 
+def _plans4v(fields: ConfigFields, layers: int) -> tuple[LayerPlan, ...]:
+    return tuple(replace(plan, qkv_bias=True) for plan in _plans4(fields, layers))
+
+
 _NAMES = LayerNames(
     gate_up=("mlp.gate_up_proj",), attended_norm="post_self_attn_layernorm", mlp_norm="post_mlp_layernorm"
 )
-GLM = ModelFamily("GlmForCausalLM", _plans, _NAMES, rope_kinds=("default",), interleaved=True, partial_rope=True)
-GLM4 = ModelFamily("Glm4ForCausalLM", _plans4, _NAMES, rope_kinds=("default",), interleaved=True, partial_rope=True)
+GLM = ModelFamily("GlmForCausalLM", _plans, _NAMES, interleaved=True, partial_rope=True)
+GLM4 = ModelFamily("Glm4ForCausalLM", _plans4, _NAMES, interleaved=True, partial_rope=True)
+GLM4V = replace(GLM4, architecture="Glm4vForConditionalGeneration", plans=_plans4v, text_part=True)

@@ -1,4 +1,4 @@
-"""OLMo 2 and 3: norms behind attention and MLP, not before; queries and keys normalised over all heads at once."""
+"""OLMo 2 and 3: norms after attention and MLP, not before; queries and keys normalised over all heads at once."""
 
 from __future__ import annotations
 

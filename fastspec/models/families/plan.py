@@ -54,7 +54,7 @@ class LayerPlan:
         q, k = norm of q and of k [where qk_norm says how]
         q, k = rope(q, k) [where rope names a table], q = query_scale(position) q
         a = attention(q, k, v)                      over all keys, or over the `window` newest
-        a = sigmoid(gate) a [with output_gate, whose rows lie behind those of v in Wqkv]
+        a = sigmoid(gate) a [with output_gate, whose rows lie after those of v in Wqkv]
         [with delta: a = gated delta rule of h Wqkv, which is then q, k, v, z, b and a: see `reference.delta_rule`]
         a = a Wo [+ bias], a = norm(a) [with post_norm]
         x = x + residual_scale * a
@@ -75,7 +75,7 @@ class LayerPlan:
             rope; None: they are not.
         rope: index of the rotary table in `ModelSpec.ropes`; None: no rotation.
         norm: what all norms of the layer are; of the last layer, the norm before the head, too.
-            "rms": RMSNorm, rounded before its weight is multiplied. "rms_fp32": rounded behind it.
+            "rms": RMSNorm, rounded before its weight is multiplied. "rms_fp32": rounded after it.
             "rms_plus_one": as "rms_fp32", the factor is 1 + weight. "layer": LayerNorm, rounded at its end.
         norm_bias: the norms have a bias; "layer" only.
         pre_norm: norms before attention and MLP.
@@ -131,7 +131,7 @@ class LayerPlan:
 
     @property
     def sandwiched(self) -> bool:
-        """Whether `Ops.add_norm` computes what stands between products: norms, before and behind attention and MLP."""
+        """Whether `Ops.add_norm` computes what stands between products: norms, before and after attention and MLP."""
         norms = self.post_norm and self.pre_norm and self.norm == "rms_plus_one" and self.gated
         return norms and self.residual_scale == 1.0 and self.delta is None
 
@@ -146,7 +146,7 @@ class LayerPlan:
 
     @property
     def gating(self) -> dict[str, bool]:
-        """Options of `Ops.linear` for the gate behind the MLP's first product."""
+        """Options of `Ops.linear` for the gate after the MLP's first product."""
         return {"gated": True, "gelu": self.activation == "gelu_tanh"} if self.gated else {}
 
     @property
@@ -237,6 +237,7 @@ class ModelFamily:
         rope_layers: kinds of layers, each with rotary settings of its own, by index; empty: one for all.
         text_part: a checkpoint has other parts, which are left out; its config has the text model as `text_config`.
         partial_rope: a config may ask that only the first part of a head is rotated.
+        transposed_experts: a tensor with all experts of a layer may be stored transposed.
         read_as: the `model_type` whose config class reads this family's configs, where transformers has no class for
             it; code that its checkpoints name is not run. Empty: the family's own.
         interleaved: rope rotates neighbours 2i and 2i + 1 of a head. Else halves: i and i + half of what it rotates.
@@ -255,6 +256,7 @@ class ModelFamily:
     interleaved: bool = False
     partial_rope: bool = False
     text_part: bool = False
+    transposed_experts: bool = False
 
 
 def without_windows(fields: ConfigFields, layers: int) -> None:

@@ -1,4 +1,8 @@
-"""Qwen2: biases on q, k and v; a window in the layers that layer_types names. MiMo has the same layers."""
+"""Qwen2: biases on q, k and v; a window in the layers that layer_types names. MiMo has the same layers.
+
+So has the text model of Qwen2-VL and 2.5-VL: its rope has three positions for each token, which are equal where all
+tokens are text.
+"""
 
 from __future__ import annotations
 
@@ -14,3 +18,5 @@ def _plans(fields: ConfigFields, layers: int) -> tuple[LayerPlan, ...]:
 
 QWEN2 = ModelFamily("Qwen2ForCausalLM", _plans)
 MIMO = replace(QWEN2, architecture="MiMoForCausalLM", read_as="qwen2")
+QWEN2_VL = replace(QWEN2, architecture="Qwen2VLForConditionalGeneration", text_part=True)
+QWEN2_5_VL = replace(QWEN2, architecture="Qwen2_5_VLForConditionalGeneration", text_part=True)

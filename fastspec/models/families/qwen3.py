@@ -1,4 +1,5 @@
 """Qwen3: norms on queries and keys; biases where the config asks for them; a window in the layers of layer_types.
+The text model of Qwen3-VL is the same: the three positions of its rope are equal where all tokens are text.
 
 Qwen3.5 and 3.6, dense: gated delta-rule layers, and full attention in every fourth layer, with an output gate and a
 rope of a part of each head; norms 1 + w.
@@ -42,5 +43,6 @@ def hybrid_plans(fields: ConfigFields, layers: int) -> tuple[LayerPlan, ...]:
 
 
 QWEN3 = ModelFamily("Qwen3ForCausalLM", _plans)
+QWEN3_VL = replace(QWEN3, architecture="Qwen3VLForConditionalGeneration", text_part=True)
 QWEN3_5_TEXT = ModelFamily("Qwen3_5ForCausalLM", hybrid_plans, rope_kinds=("default",), partial_rope=True)
 QWEN3_5 = replace(QWEN3_5_TEXT, architecture="Qwen3_5ForConditionalGeneration", text_part=True)

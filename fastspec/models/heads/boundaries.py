@@ -1,6 +1,6 @@
 """Which hidden states of the target a head reads.
 
-A boundary b is the residual stream behind b layers, `hidden_states[b]` of transformers: 0 is the embedding, and the
+A boundary b is the residual stream after b layers, `hidden_states[b]` of transformers: 0 is the embedding, and the
 number of layers is the last one, before the final norm. Configs name layers in two ways, and the numbers
 do not say which: as boundaries (vLLM, speculators), or as the layers whose output is read, one less (SGLang,
 SpecForge). So a config may have more than one reading.
@@ -14,7 +14,7 @@ from typing import Final
 from fastspec.errors import CheckpointError
 
 NORMED: Final = -1
-"""In place of a boundary: the stream behind all layers and the final norm."""
+"""In place of a boundary: the hidden state after all layers and the final norm."""
 
 Reading = tuple[int, ...]
 
@@ -40,7 +40,7 @@ def asked_boundaries(asked: Sequence[int], layers: int, count: int | None) -> Re
         if isinstance(boundary, bool) or not isinstance(boundary, int) or not 0 <= boundary <= layers:
             raise ValueError(
                 f"feature_layers={reading}: {boundary!r} is none of the target's boundaries 0 to {layers}; boundary b "
-                "is the hidden state behind b layers"
+                "is the hidden state after b layers"
             )
     if count is not None and len(reading) != count:
         raise ValueError(f"feature_layers={reading} has {len(reading)} entries, and the head reads {count}")
@@ -74,5 +74,5 @@ def as_layers(reading: Reading, layers: int) -> tuple[int, ...]:
 
 
 def described(reading: Reading) -> str:
-    """For people."""
+    """A short description, for messages and `explain()`."""
     return ", ".join("final norm" if boundary == NORMED else str(boundary) for boundary in reading)

@@ -37,7 +37,7 @@ class HeadDecoder(Decoder):
             super().head_argmax(x, limit, tiling, out, **options)
 
     def _resumed(self, made: Tensor, rows: ForwardBatch) -> Tensor:
-        """The residual stream behind the last layer, from that layer's input and its q, k and v, side by side."""
+        """The residual stream after the last layer, from that layer's input and its q, k and v, side by side."""
         hidden = self.spec.hidden_size
         x, qkv = made[..., :hidden].contiguous(), made[..., hidden:].contiguous()
         return self._layer(self.spec.num_layers - 1, x, qkv, rows)[0]

@@ -2,12 +2,12 @@
 
     c = norm([f_1 .. f_n] Wfc)                        f: the target's hidden states at one position
     context: k, v of every layer = c Wk, c Wv         at the positions of accepted tokens, kept in the cache
-    block:   x = embeddings of [last token, mask ..]  at the positions behind them
+    block:   x = embeddings of [last token, mask ..]  at the positions after them
              x = x + attention(norm(x)), over the keys of the context and of the block;  x = x + mlp(norm(x))
     logits = norm(x) Whead
 
 All rows of a block see each other, but `Ops.attend` only reads keys at or before a row's position. So the block's keys
-are stored first, in the pages behind the context, and then all its rows attend as if they were at the last position;
+are stored first, in the pages after the context, and then all its rows attend as if they were at the last position;
 each was rotated by its own position before. These keys are used in one pass only: a pass stores its block before it
 reads there, and all keys before its block were stored by `store_context`, over keys of earlier blocks.
 """
@@ -82,9 +82,9 @@ class DFlash(HeadDecoder):
             self._store(index, kv, rows, num_heads=0)
 
     def block(self, rows: ForwardBatch) -> Tensor:
-        """The residual stream behind the last layer, [B, Q, hidden], of a block: the last token of each row and masks.
+        """The residual stream after the last layer, [B, Q, hidden], of a block: the last token of each row and masks.
 
-        Its keys are in the cache until the next pass, at the positions behind the context.
+        Its keys are in the cache until the next pass, at the positions after the context.
         """
         x = self._embedded(rows)
         last = rows.positions[:, -1:].expand_as(rows.positions).contiguous()
@@ -117,7 +117,7 @@ class DFlash(HeadDecoder):
         num_heads, rule = self.spec.num_heads, self.spec.plans[index].rule
         query = self._store(index, qkv, rows, num_heads=num_heads)
         # keys and values of these rows are passed again, but not written. The kernel that copies them starts once the
-        # keys are stored, and attention, which reads keys before it waits, starts behind that kernel
+        # keys are stored, and attention, which reads keys before it waits, starts after that kernel
         qkv = torch.cat([query.flatten(2), qkv[..., num_heads * self.spec.head_dim :]], dim=-1)
         if rule.window is not None:  # of the first row, for all
             rule = rule._replace(window=rule.window + rows.positions.shape[1] - 1)

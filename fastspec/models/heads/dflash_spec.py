@@ -48,7 +48,7 @@ class DFlashSpec(HeadSpec):
         mask_id: the token that masks are embedded as.
         causal: of each layer, whether a row of the block sees only the rows before it and itself. In the others every
             row sees every row.
-        sample_from_anchor: every row predicts the token behind it, the last token's as well; else every mask predicts
+        sample_from_anchor: every row predicts the token after it, the last token's as well; else every mask predicts
             the token in its own place.
         sinks: every query head has one more key, of value zero.
         value_scale: factor on values.

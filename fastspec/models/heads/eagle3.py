@@ -54,7 +54,7 @@ class Eagle3(HeadDecoder):
         return self.ops.linear(wide, fc, self._own.vector("fc.bias"), tiling, **options)
 
     def drafted(self, g: Tensor, rows: ForwardBatch) -> Tensor:
-        """The residual stream behind the last layer, [B, Q, hidden]; writes K and V of all layers.
+        """The residual stream after the last layer, [B, Q, hidden]; writes K and V of all layers.
 
         Args:
             g: [B, Q, hidden], from `condense` or `feature`.

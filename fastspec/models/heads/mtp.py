@@ -46,7 +46,7 @@ class Mtp(HeadDecoder):
         return features[:, :, 0]
 
     def drafted(self, g: Tensor, rows: ForwardBatch) -> Tensor:
-        """The hidden state behind the layer and its final norm, [B, Q, hidden], which the head reads; writes K and V.
+        """The hidden state after the layer and its final norm, [B, Q, hidden], which the head reads; writes K and V.
 
         Args:
             g: [B, Q, hidden], from `condense` or `feature`.

@@ -42,7 +42,7 @@ MTP: Final = "mtp"
 class MtpSpec(HeadSpec):
     """Sizes and arithmetic of an MTP layer (DeepSeek-V3, arXiv 2412.19437, section 2.2).
 
-        e = norm(embedding of the next token), h = norm(the target's hidden state behind its final norm)
+        e = norm(embedding of the next token), h = norm(the target's hidden state after its final norm)
         x = [e h] Wfc^T                    [h e] with hidden_first
         x = norm(layer(x))                 the layer has the plan of the target's last layer with attention
         logits = x Whead^T                 for later drafts x takes the place of the target's hidden state
@@ -153,7 +153,7 @@ class WithSomeRows:
 
     @contextmanager
     def open(self) -> Iterator[None]:
-        """As of both."""
+        """Opens both sources."""
         opened: list[AbstractContextManager[None]] = [self._layer.open(), self._model.open()]
         with ExitStack() as stack:
             for each in opened:

@@ -41,7 +41,7 @@ _RELATIVES_BY_TENSOR: Final = {
     "medusa_head.": "Medusa",
     "mtp.": "MTP",
     "mtp_layers.": "MTP",
-    ".eh_proj.": "MTP",  # behind the number of a layer, in the layout of DeepSeek and GLM
+    ".eh_proj.": "MTP",  # after the number of a layer, in the layout of DeepSeek and GLM
 }
 _PREFIXES: Final = (("model.", ""), ("midlayer.", "layers.0."))
 _OLD_NAMES: Final = {
@@ -57,7 +57,7 @@ class Recognised:
     layout: Layout
 
     def __str__(self) -> str:
-        """For people."""
+        """A short description, for messages and `explain()`."""
         return f"{NAMES[self.kind]} head ({LAYOUTS[self.layout]})"
 
 
@@ -118,7 +118,7 @@ def _refuse_relatives(raw: Mapping[str, Any], stored: Collection[str], names: Co
     if "dflash2" in _architectures(raw).lower():
         _refuse("DFlash2")
     embeds = any(name.endswith("embed_tokens.weight") and name.startswith("model.") for name in stored)
-    whole = embeds and not says_head(raw)  # an ordinary model may have MTP layers behind its own
+    whole = embeds and not says_head(raw)  # an ordinary model may have MTP layers after its own
     for mark, relative in _RELATIVES_BY_TENSOR.items():
         found = next((name for name in names if name.startswith(mark) or (mark[0] == "." and mark in name)), None)
         if found is not None and not whole:

@@ -44,8 +44,8 @@ class HeadSpec:
         found: what it is.
         decoder: its layers, as those of a model; vocab_size is that of its own logits.
         target: the model that it drafts for.
-        readings: which hidden states of the target it reads, as boundaries: b is the residual stream behind b layers,
-            0 the embedding, and `NORMED` the stream behind all layers and the final norm. One entry for each way of
+        readings: which hidden states of the target it reads, as boundaries: b is the residual stream after b layers,
+            0 the embedding, and `NORMED` the stream after all layers and the final norm. One entry for each way of
             understanding its config, the one of the engine that wrote the layout first.
         tensors: every tensor that is loaded, by its name here (`plain_name`), with its shape.
         own_embed, own_head: whether it has an embedding and a head of its own; else they are the target's.
@@ -91,12 +91,12 @@ class HeadSpec:
 
     @property
     def family(self) -> str:
-        """For people."""
+        """A short description, for messages and `explain()`."""
         return str(self.found)
 
     @property
     def dtype(self) -> torch.dtype:
-        """That of the target."""
+        """The target's dtype."""
         return self.target.dtype
 
     @property
@@ -111,7 +111,7 @@ class HeadSpec:
 
     @property
     def num_layers(self) -> int:
-        """Layers."""
+        """Number of layers."""
         return self.decoder.num_layers
 
     @property

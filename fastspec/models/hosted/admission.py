@@ -11,14 +11,15 @@ from torch import Tensor, nn
 
 from fastspec.errors import UnsupportedModel
 from fastspec.models.hosted.hooks import ATTENTION
-from fastspec.models.hosted.layerwise import Layers
-from fastspec.models.hosted.model import TRIAL_PROMPT, HostedModel
+from fastspec.models.hosted.layerwise import Layers, errors
+from fastspec.models.hosted.model import TRIAL_PROMPT, HostedModel, trial_ids
 from fastspec.models.hosted.probe import base_name
 from fastspec.shapes import ForwardBatch, Tiling
 
 # What rounding explains without a look at single layers, as a share of the norm of the hidden states: sums are taken in
 # another order, and in 16 bits a router may choose another expert of nearly the same weight.
 _TOLERANCE: Final = {torch.float32: 1e-3, torch.bfloat16: 0.2, torch.float16: 0.1}
+_ROUNDED: Final = 0.5  # where matrices were rounded while they were loaded, against the module before
 
 
 def admit(model: HostedModel, name: str, tiling: Tiling, max_queries: int) -> None:
@@ -51,12 +52,13 @@ class _Trial:
         pages, self._page_size = model.keys[0].shape[:2]
         count = min(TRIAL_PROMPT + max_queries, (pages - 1) * self._page_size, model.info.max_length)
         self._device = model.keys[0].device
-        self._ids = ((torch.arange(count, device=self._device) * 7 + 1) % model.vocab_size)[None]
+        self._ids = trial_ids(count, model.info, self._device)
         self._pages = -(-count // self._page_size)
 
     def run(self) -> None:
         count = self._ids.shape[1]
         own = self._own()
+        self._check_cut(own)
         tiling = Tiling(count, count) if self._tiling.rows else self._tiling
         self._compare("a whole pass", own, tiling, (count,))
         single = self._compare("passes of one token each", own, self._tiling, (1,) * count)
@@ -99,6 +101,20 @@ class _Trial:
             base.set_attn_implementation(ATTENTION)
         return hidden
 
+    def _check_cut(self, own: Tensor) -> None:
+        """Compares what ranks give together with what the whole module gave before it was cut."""
+        cut, wanted = self._model.info.cut, self._model.wanted
+        if cut is None or wanted is None:
+            return
+        count = min(wanted.shape[1], own.shape[1])
+        error = float(errors([own[:, :count].to(wanted.device)], wanted[:, :count]).median())
+        limit = max(_TOLERANCE[own.dtype], _TOLERANCE[wanted.dtype])
+        if not error <= (_ROUNDED if self._model.rounded else limit):
+            raise UnsupportedModel(
+                f"cut by transformers' plan, {cut.share.size} ranks together compute something else than the whole "
+                f"module: hidden states differ by {error:.2g} of their norm; leave tensor_parallel out"
+            )
+
     def _compare(self, what: str, own: Tensor, tiling: Tiling, counts: Sequence[int]) -> Tensor:
         """Hidden states of passes over so many tokens each; where they are not `own`, each layer's have to be."""
         passes = [partial(self._feed, sum(counts[:index]), count, tiling) for index, count in enumerate(counts)]
@@ -123,7 +139,7 @@ class _Trial:
         )  # the comparison has written K/V of other inputs to the pages
 
     def _first_difference(self, first: int, count: int) -> str:
-        """The first submodule whose output for token `first` depends on the tokens fed behind it."""
+        """The first submodule whose output for token `first` depends on the tokens fed after it."""
         alone = self._outputs(lambda: self._feed(first, 1, self._tiling))
         among = self._outputs(lambda: self._feed(first, count - first, self._tiling))
         for (name, one), (_, many) in zip(alone, among, strict=True):

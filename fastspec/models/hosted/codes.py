@@ -17,12 +17,16 @@ from fastspec.kernels.common.codes import CodesKind
 from fastspec.kernels.common.rounding import kind_for, rounded
 from fastspec.kernels.common.weights import Weight
 from fastspec.kernels.ops import Ops
+from fastspec.models.hosted.cuts import HostedCut
 from fastspec.models.hosted.info import HostedInfo, shell_of
+from fastspec.models.hosted.share import part_shell
 from fastspec.models.hosted.swaps import is_product
 from fastspec.models.weights.names import Stored, parameter
 from fastspec.models.weights.quantised.configs import Quantisation
 from fastspec.models.weights.quantised.tensors import QuantisedShards
 from fastspec.models.weights.shards import ShardTensors
+from fastspec.models.weights.sliced import Slice, SlicedTensors
+from fastspec.parallel.slices import Cut
 
 if TYPE_CHECKING:
     from fastspec.models.weights.sources import Checkpoint
@@ -63,11 +67,26 @@ class ProductCodes:
     def __init__(self, checkpoint: Checkpoint, info: HostedInfo) -> None:
         if checkpoint.directory is None or checkpoint.quantisation is None:
             raise CheckpointError(f"{checkpoint.name}: is not a directory that is stored quantised")
-        self.tensors = quantised_products(ShardTensors(checkpoint.directory), checkpoint.quantisation, info)
+        self._whole = quantised_products(ShardTensors(checkpoint.directory), checkpoint.quantisation, info)
         shell = shell_of(info.kind, copy.deepcopy(info.config))
         known = [name for name, _ in shell.named_parameters()]
-        quantised = [name for name in self.tensors.infos() if self.tensors.kind(name) is not None]
+        quantised = [name for name in self._whole.infos() if self._whole.kind(name) is not None]
         self._stored = {parameter(name, known): name for name in quantised}
+        self.tensors: QuantisedShards | SlicedTensors = self._whole
+        if info.cut is not None:
+            slices = self._slices(info.cut)
+            self.tensors = SlicedTensors(self._whole, slices)  # type: ignore[arg-type]  # of which none is released
+
+    def _slices(self, cut: HostedCut) -> dict[str, Slice]:
+        """What one rank reads of the quantised products that are cut, by their stored names."""
+        found = {}
+        for name, stored in self._stored.items():
+            kind, (rows, columns) = cut.kinds.get(name.removesuffix(_WEIGHT)), self._whole.infos()[stored].shape
+            if kind == "rows":
+                found[stored] = Slice((cut.share.cut(rows),))
+            elif kind == "columns":
+                found[stored] = Slice((Cut(0, rows),), cut.share.cut(columns))
+        return found
 
     def kinds(self) -> dict[str, tuple[tuple[int, int], CodesKind]]:
         """Shape and kind of every quantised product."""
@@ -97,10 +116,10 @@ class ProductCodes:
 
     def values(self, dtype: torch.dtype) -> dict[str, Tensor]:
         """All tensors by their stored names, dequantised to `dtype`: what transformers makes its module of."""
-        with self.tensors.open():
+        with self._whole.open():
             return {
-                name: self.tensors.read(name).to(dtype) if self.tensors.kind(name) else self.tensors.read(name)
-                for name in self.tensors.infos()
+                name: self._whole.read(name).to(dtype) if self._whole.kind(name) else self._whole.read(name)
+                for name in self._whole.infos()
             }
 
 
@@ -141,7 +160,7 @@ def hosted_bytes(checkpoint: Checkpoint, info: HostedInfo, dtype: torch.dtype, d
     if checkpoint.quantisation is not None:
         kinds = ProductCodes(checkpoint, info).kinds()
     elif checkpoint.rounded is not None:
-        kinds = rounding_of(checkpoint, shell_of(info.kind, copy.deepcopy(info.config)))
+        kinds = rounding_of(checkpoint, part_shell(info))
     else:
         return total
     for shape, kind in kinds.values():

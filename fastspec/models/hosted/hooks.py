@@ -28,7 +28,7 @@ class Pass(Protocol):
 
 
 def attach(module: nn.Module, owner: Pass) -> None:
-    """Makes `owner`, which is kept by who calls this, handle the calls of all submodules of `module`."""
+    """Makes `owner` handle the calls of all submodules of `module`; the caller keeps it alive."""
     for part in module.modules():
         part.__dict__[_PASS] = proxy(owner)
 
@@ -79,7 +79,7 @@ class NoCache:
         return 0
 
     def get_mask_sizes(self, queries: int, layer_idx: int = 0) -> tuple[int, int]:
-        """Of the fed tokens alone, for masks of a probe."""
+        """Sizes of the fed tokens only, for masks of a probe."""
         return queries, 0
 
     def __getattr__(self, name: str) -> NoReturn:

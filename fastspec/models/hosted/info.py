@@ -11,6 +11,7 @@ from torch import nn
 
 from fastspec.errors import UnsupportedModel
 from fastspec.models.config import DTYPES
+from fastspec.models.hosted.cuts import HostedCut
 from fastspec.models.hosted.hooks import register
 from fastspec.models.hosted.norms import KnownNorm, known_norm
 from fastspec.models.hosted.probe import FOREIGN, Probed, probe
@@ -39,6 +40,7 @@ class HostedInfo:
         whole: name of the class whose text model it is; empty: it is no part of another.
         probed: what a traced pass showed.
         parameters, kept_bytes: elements of its parameters, shared ones once; bytes of its buffers.
+        cut: what one rank of several has of it, which sizes and calls then describe; None: all of it.
     """
 
     family: str
@@ -58,6 +60,7 @@ class HostedInfo:
     wide_norms: int
     rotations: int = 0
     whole: str = ""
+    cut: HostedCut | None = None
 
     @property
     def slots(self) -> tuple[tuple[int, int, int], ...]:
@@ -92,7 +95,7 @@ class HostedInfo:
 
     @property
     def head_dim(self) -> int:
-        """The widest head."""
+        """head_dim of the widest head."""
         return max(call.head_dim for call in self.probed.calls)
 
     @property
@@ -107,10 +110,11 @@ class HostedInfo:
         latent = (
             f"; K/V lie in pages at width {narrow[0].head_dim}, values of {narrow[0].value_dim} too" if narrow else ""
         )
+        shared = "" if self.cut is None else f"; {self.cut.said}"
         return (
             f"hosted: transformers' {self.kind.__name__}{part} runs as it is, but for attention, K/V, {self.linears} "
             f"matrix products{norms}{experts}; {left}activations and what else it has are torch operations of their "
-            f"own, so a pass takes longer than that of a native family{latent}"
+            f"own, so a pass takes longer than that of a native family{latent}{shared}"
         )
 
     def rotary_bytes(self, positions: int) -> int:

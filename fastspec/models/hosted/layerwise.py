@@ -27,7 +27,7 @@ class Seen:
     """What a pass left behind, by layer in the order in which they ran; each [1, tokens, width].
 
     Attributes:
-        inputs: of each layer, as they came, and the last hidden states behind them.
+        inputs: of each layer, as they came, and the last hidden states after them.
         attended: what its attention module returned.
     """
 
@@ -72,10 +72,10 @@ class Layers:
             UnsupportedModel: a layer differs by more than rounding; names it.
         """
         for index, theirs in enumerate(own.attended):
-            error = _errors([seen.attended[index] for seen in passes], theirs).max()
+            error = errors([seen.attended[index] for seen in passes], theirs).max()
             self._check(error, theirs.dtype, f"layer {self._name(index)!r}: its attention in {what} over K/V in pages")
         for index, theirs in enumerate(own.inputs):
-            error = _errors([seen.inputs[index] for seen in passes], theirs).median()
+            error = errors([seen.inputs[index] for seen in passes], theirs).median()
             before = f"what layer {self._name(index)!r} is fed" if index < len(own.attended) else "the last layer"
             self._check(error, theirs.dtype, f"{before} in {what} over K/V in pages")
 
@@ -122,8 +122,8 @@ class Layers:
         raise UnsupportedModel(f"layer {name!r} is in no list of layers")
 
 
-def _errors(ours: Sequence[Tensor], own: Tensor) -> Tensor:
-    """Of each token, the norm of the difference as a share of the mean norm."""
+def errors(ours: Sequence[Tensor], own: Tensor) -> Tensor:
+    """For each token, the norm of the difference as a share of the mean norm."""
     differences = (torch.cat(list(ours), dim=1).float() - own.float()).flatten(2).norm(dim=-1)
     errors: Tensor = differences / own.float().flatten(2).norm(dim=-1).mean()
     return errors

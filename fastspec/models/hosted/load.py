@@ -4,23 +4,30 @@ from __future__ import annotations
 
 import copy
 import warnings
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from transformers.utils import logging
 
 from fastspec.errors import CheckpointError, UnsupportedModel
 from fastspec.kernels.common.codes import CodesKind
+from fastspec.kernels.common.rounding import rounded
 from fastspec.kernels.common.weights import Weight
 from fastspec.models.hosted.codes import ProductCodes, rounded_weight, rounding_of
-from fastspec.models.hosted.info import HostedInfo, shell_of
-from fastspec.models.hosted.model import HostedModel
+from fastspec.models.hosted.cuts import Kind, own_part
+from fastspec.models.hosted.info import HostedInfo
+from fastspec.models.hosted.model import TRIAL_PROMPT, HostedModel, trial_ids
 from fastspec.models.hosted.norms import Norm, known_norm
+from fastspec.models.hosted.parts import PartProduct
+from fastspec.models.hosted.probe import base_of
 from fastspec.models.hosted.rotations import rotates, use_our_rotation
-from fastspec.models.hosted.swaps import Embedding, Product, is_product
+from fastspec.models.hosted.share import part_shell
+from fastspec.models.hosted.swaps import STACKS, Embedding, Product, expert_layers, is_product
 from fastspec.models.text_parts import text_values
 
 if TYPE_CHECKING:
@@ -28,12 +35,18 @@ if TYPE_CHECKING:
 
 
 def load_hosted(
-    checkpoint: Checkpoint, model: HostedModel, *, dtype: torch.dtype, device: torch.device, release: bool
+    checkpoint: Checkpoint,
+    model: HostedModel,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    release: bool,
+    progress: bool = True,
 ) -> None:
     """Fills `model` with the weights of its checkpoint, in `dtype` on `device`.
 
     A live module is copied, or with `release` emptied meanwhile; a directory is read by transformers into host memory
-    first.
+    first, with its progress bar or without. A rank of several does so, too, and keeps its part.
 
     Raises:
         CheckpointError: the stored tensors are not what the config says.
@@ -44,12 +57,28 @@ def load_hosted(
             raise CheckpointError(f"{checkpoint.name}: has neither a directory nor a module; make it with resolve()")
         if checkpoint.quantisation is not None:
             codes = ProductCodes(checkpoint, info)
-        source, release = _read(checkpoint.directory, info, dtype, checkpoint.name, codes), True
-    shell = shell_of(info.kind, copy.deepcopy(info.config))
+        with _bars(progress):
+            source, release = _read(checkpoint.directory, info, dtype, checkpoint.name, codes), True
+    shell = part_shell(info)
+    if info.cut is not None:
+        model.wanted, model.rounded = _whole_pass(source, info), checkpoint.rounded is not None
     with torch.no_grad(), nullcontext() if codes is None else codes.tensors.open():
         rounding = {name: kind for name, (_, kind) in rounding_of(checkpoint, shell).items()}
         _Filler(model, shell, source, dtype, device, release, codes, rounding).fill()
     model.host(shell)
+
+
+@contextmanager
+def _bars(shown: bool) -> Iterator[None]:
+    """Whether transformers shows progress bars; the caller's setting comes back."""
+    before = logging.is_progress_bar_enabled()
+    if not shown:
+        logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if before:
+            logging.enable_progress_bar()
 
 
 def _read(directory: Path, info: HostedInfo, dtype: torch.dtype, name: str, codes: ProductCodes | None) -> nn.Module:
@@ -75,8 +104,22 @@ def _read(directory: Path, info: HostedInfo, dtype: torch.dtype, name: str, code
     if others := sorted(told.get("unexpected_keys") or ()):
         warnings.warn(f"{name}: {len(others)} tensor(s) not used ({', '.join(others[:3])})", stacklevel=2)
     module.eval()
+    if expert_layers(module):
+        module.set_experts_implementation("eager")
     result: nn.Module = module
     return result
+
+
+def _whole_pass(source: Any, info: HostedInfo) -> Tensor:
+    """Hidden states of the whole model, as transformers computes them, for the first tokens of admission."""
+    base: Any = base_of(source)
+    device = source.get_input_embeddings().weight.device
+    ids = trial_ids(TRIAL_PROMPT, info, device)
+    positions = torch.arange(TRIAL_PROMPT, device=device)[None]
+    with torch.no_grad():
+        out = base(input_ids=ids, position_ids=positions, use_cache=False, **info.probed.whole)
+    hidden: Tensor = out.last_hidden_state
+    return hidden
 
 
 @dataclass
@@ -94,6 +137,10 @@ class _Filler:
     weights: dict[int, Weight] = field(default_factory=dict)
     held: dict[int, nn.Parameter] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        cut = self.model.info.cut
+        self._kinds: Mapping[str, Kind] = {} if cut is None else cut.kinds
+
     def fill(self) -> None:
         """Swaps products and the embedding, then copies what is left."""
         embedding, head = self.shell.get_input_embeddings(), self.shell.get_output_embeddings()
@@ -108,6 +155,8 @@ class _Filler:
             like = self.source.get_submodule(name)
             if part is embedding and type(part) is nn.Embedding:
                 swapped[name] = Embedding(self.model, self._weight(like.weight))
+            elif self._kinds.get(name) in ("rows", "columns"):
+                swapped[name] = self._part(name, like)
             elif is_product(part) or part is head:
                 rows = like.weight if isinstance(part, nn.Linear) else like.weight.t()
                 wide = torch.float32 if part is head else None
@@ -122,8 +171,8 @@ class _Filler:
             owner, _, attribute = name.rpartition(".")
             setattr(self.shell.get_submodule(owner), attribute, part)
         for name, part in self.shell.named_modules():
-            if not isinstance(part, Embedding | Norm | Product):
-                self._copy(part, self.source.get_submodule(name))
+            if not isinstance(part, Embedding | Norm | PartProduct | Product):
+                self._copy(name, part, self.source.get_submodule(name))
         if left := [name for name, tensor in self.shell.named_parameters() if tensor.is_meta]:
             raise UnsupportedModel(f"its parameter {left[0]} was not filled")
         if self.release:
@@ -161,10 +210,40 @@ class _Filler:
         kept = tensor.dtype != self._stored
         return tensor.detach().to(self.device, tensor.dtype if kept else self.dtype, copy=True)
 
-    def _copy(self, part: nn.Module, like: nn.Module) -> None:
+    def _part(self, name: str, like: Any) -> PartProduct:
+        """A rank's part of a product, in its pieces."""
+        cut, by_columns = self.model.info.cut, self._kinds[name] == "columns"
+        assert cut is not None, "only what is cut has parts"
+        bias = None
+        if like.bias is not None:
+            bias = self._moved(own_part(like, "bias", like.bias, self._kinds[name], cut.share))
+        kept = self._kept(f"{name}.weight", like.weight) if cut.share.own_parts == 1 else None
+        if kept is not None:
+            return PartProduct(self.model, [kept], bias, columns=by_columns)
+        rows = self._moved(own_part(like, "weight", like.weight, self._kinds[name], cut.share)).contiguous()
+        self._released(like.weight)
+        kind, ops, count = self.rounding.get(name), self.model.ops, cut.share.own_parts
+        if kind is not None and count > 1:
+            rows, kind = rounded(rows, kind).dequantise(rows.dtype), None
+        pieces = [piece.contiguous() for piece in rows.chunk(count, dim=int(by_columns))]
+        weights = [ops.store(piece, False) if kind is None else rounded_weight(piece, kind, ops) for piece in pieces]
+        return PartProduct(self.model, weights, bias, columns=by_columns)
+
+    def _copy(self, path: str, part: nn.Module, like: nn.Module) -> None:
+        cut, experts = self.model.info.cut, self._kinds.get(path) == "experts"
+        made = []
         for name, parameter in like._parameters.items():
-            if parameter is not None:
+            if parameter is None:
+                continue
+            kind: Kind | None = "experts" if experts and name in STACKS else self._kinds.get(f"{path}.{name}")
+            if kind is None or cut is None:
                 part._parameters[name] = self._parameter(parameter)
+            else:
+                own = self._moved(own_part(like, name, parameter, kind, cut.share)).contiguous()
+                part._parameters[name] = nn.Parameter(own, requires_grad=False)
+                made.append(parameter)
+        for parameter in made:  # sizes of one tell how others are cut
+            self._released(parameter)
         for name, buffer in like._buffers.items():
             part._buffers[name] = None if buffer is None else buffer.detach().to(self.device, copy=True)
         for name, value in vars(like).items():

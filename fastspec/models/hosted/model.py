@@ -16,9 +16,15 @@ from fastspec.models.hosted.hooks import NoCache, attach
 from fastspec.models.hosted.info import HostedInfo
 from fastspec.models.hosted.probe import base_name, base_of
 from fastspec.models.hosted.swaps import FixedShapes
+from fastspec.parallel.exchange import Alone, Exchange
 from fastspec.shapes import UNTILED, ForwardBatch, Tiling
 
 TRIAL_PROMPT = 4  # tokens that admission feeds before those of a step
+
+
+def trial_ids(count: int, info: HostedInfo, device: torch.device) -> Tensor:
+    """The first tokens [1, count] that admission feeds."""
+    return ((torch.arange(count, device=device) * 7 + 1) % info.vocab_size)[None]
 
 
 class HostedModel:
@@ -31,6 +37,11 @@ class HostedModel:
         num_pages, page_size: of its K/V cache.
         max_positions: positions of the longest row.
         batch, max_queries: of a decoding pass at most.
+        exchange: between the ranks, where each has a part of the model; None: this one has all of it.
+
+    Attributes:
+        wanted: where it is cut, hidden states of the whole model for `trial_ids` [1, n], set while it is loaded.
+        rounded: products were rounded while it was loaded, and the whole model's were not.
     """
 
     def __init__(
@@ -45,8 +56,9 @@ class HostedModel:
         max_queries: int,
         dtype: torch.dtype,
         device: torch.device,
+        exchange: Exchange | None = None,
     ) -> None:
-        self.info, self.ops = info, ops
+        self.info, self.ops, self.exchange = info, ops, exchange or Alone()
         self.tiling, self.queries, self.inside = UNTILED, 1, False
         shapes = [(num_pages, page_size, kv_heads, dim) for _, kv_heads, dim in info.slots]
         self.keys = [torch.zeros(shape, dtype=dtype, device=device) for shape in shapes]
@@ -57,6 +69,8 @@ class HostedModel:
             shape: ops.workspace(device, batch, queries, max_positions, shape)
             for shape in dict.fromkeys(call.shape for call in calls)
         }
+        self.wanted: Tensor | None = None
+        self.rounded = False
         self._rows: ForwardBatch | None = None
         self._at = 0
 
@@ -65,7 +79,7 @@ class HostedModel:
         self.module: Any = module
         self.base: Any = base_of(module)
         attach(module, self)
-        # the module's head is run with hidden states in place of embeddings, behind a base model that passes them on
+        # the module's head is run with hidden states in place of embeddings, after a base model that passes them on
         setattr(module, base_name(module), _PassOn(self.info.probed.output, hasattr(self.base, "decoder")))
 
     @property
@@ -76,7 +90,7 @@ class HostedModel:
     def hidden(self, rows: ForwardBatch) -> Tensor:
         """Feeds rows and writes their K/V to the cache; returns the last hidden states [B, Q, hidden]."""
         self._rows, self._at = rows, 0
-        # rows that do not count may lie behind the model's own tables of positions
+        # rows that do not count may lie after the model's own tables of positions
         positions = rows.positions.clamp(max=self.info.max_length - 1)
         with self.running(rows.tiling, rows.ids.shape[1]):
             given = {**self.info.probed.whole, self.info.probed.cache_name: NoCache()}
@@ -90,7 +104,7 @@ class HostedModel:
         raise UnsupportedOption("a proposer that reads the target's hidden states needs a native model family")
 
     def logits(self, hidden: Tensor, tiling: Tiling) -> Tensor:
-        """fp32 logits [..., V] of hidden states [..., hidden], by the module's own path behind its base model."""
+        """fp32 logits [..., V] of hidden states [..., hidden], by the module's own path after its base model."""
         given = hidden.reshape(1, -1, hidden.shape[-1])
         with self.running(tiling, 1):
             logits: Tensor = self.module(inputs_embeds=given, use_cache=False).logits
@@ -108,7 +122,7 @@ class HostedModel:
         assert rows is not None
         self._at += 1
         # a layer that shares the keys of another writes them once more, the same bits to the same place
-        # of latent attention values are narrower than keys: zeros stand behind them, and change no sum
+        # of latent attention values are narrower than keys: zeros stand after them, and change no sum
         wide = [_padded(part, call.head_dim).transpose(1, 2).flatten(2) for part in (query, key, value)]
         qkv = torch.cat(wide, dim=-1)
         sinks = options.get("s_aux")
@@ -145,7 +159,7 @@ class HostedModel:
 
 
 def _padded(x: Tensor, width: int) -> Tensor:
-    """x [..., D] with zeros behind it up to `width`; the same x where it is as wide."""
+    """x [..., D] with zeros after it up to `width`; the same x where it is as wide."""
     return x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1]))
 
 

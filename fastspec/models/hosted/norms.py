@@ -20,7 +20,7 @@ class KnownNorm(NamedTuple):
     """What an RMSNorm does with its weight w.
 
     Attributes:
-        form: "rounded": rounded before w is multiplied, as Llama's. "wide": rounded behind it, as Helium's.
+        form: "rounded": rounded before w is multiplied, as Llama's. "wide": rounded after it, as Helium's.
             "plus_one": likewise, the factor is 1 + w, as Gemma's.
         eps: epsilon.
     """

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from fastspec.errors import UnsupportedModel
 from fastspec.kernels.common.checks import MAX_HEAD_DIM
 from fastspec.models.hosted.hooks import ATTENTION, PROBED, NoCache, attach
+from fastspec.parallel.exchange import Alone
 from fastspec.shapes import AttentionRule
 
 # Tensors that attention may be given beside q, k, v and mask.
@@ -120,7 +121,7 @@ def base_name(module: nn.Module) -> str:
 
 
 def base_of(module: nn.Module) -> nn.Module:
-    """That submodule, or the module itself."""
+    """The submodule of `base_name`, or the module itself."""
     return module.get_submodule(base_name(module))
 
 
@@ -153,6 +154,7 @@ class _Prober:
     """Records attention calls."""
 
     queries = _QUERIES  # of the pass, which experts ask for
+    exchange, inside = Alone(), False  # likewise
 
     def __init__(self, names: dict[int, str]) -> None:
         self._names = names

@@ -14,10 +14,16 @@ from fastspec.kernels import reference
 from fastspec.kernels.common.weights import Weight
 from fastspec.kernels.ops import Ops
 from fastspec.models.hosted.hooks import pass_of
+from fastspec.parallel.exchange import Exchange, tree_sum
 from fastspec.shapes import Tiling
 
 EXPERTS: Final = "fastspec_fixed"
 _EXPERTS_HAVE: Final = ("has_gate", "has_bias", "is_transposed", "is_concatenated")  # set by every transformers 5
+UP: Final = ("gate_up_proj", "up_proj")
+# parameters of a module of experts, with an axis of experts in front
+STACKS: Final = (*UP, "down_proj", *(f"{name}_bias" for name in UP), "down_proj_bias")
+# of such a module on one of several ranks: the number of its parts, a first axis of all STACKS
+PARTS: Final = "fastspec_parts"
 STEP_QUERIES: Final = 17  # more query tokens are a prompt's
 _PAIRS: Final = 8  # (token, expert) pairs of one batched product of a step
 _ROWS: Final = 64  # rows that a reduction on CUDA gets at least: fewer change how torch cuts it
@@ -27,6 +33,7 @@ class Running(Protocol):
     """What a swapped part needs of the pass that runs."""
 
     ops: Ops
+    exchange: Exchange
     tiling: Tiling
     queries: int
     inside: bool
@@ -101,7 +108,7 @@ _NUMBERS: Final = (torch.tensor, Tensor.to)
 
 
 def number_on_device(given: Any, *args: Any, **kwargs: Any) -> Tensor | None:
-    """What torch.tensor or Tensor.to make of one number, if it goes from host memory to a device; else None."""
+    """The result of torch.tensor or Tensor.to for one number that goes from host memory to a device; else None."""
     inside = isinstance(given, Tensor)
     if given.dim() or given.device.type != "cpu" if inside else not isinstance(given, bool | int | float):
         return None
@@ -189,15 +196,39 @@ def fixed_experts(self: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> 
         hidden: [T, hidden]. index, weights: [T, k], experts of each token and their factors.
     """
     running = pass_of(self)
-    if running.queries > STEP_QUERIES:
-        return _every_expert(self, hidden, index, weights)
+    chosen = _every_expert if running.queries > STEP_QUERIES else _chosen_experts
+    parts = self.__dict__.get(PARTS)
+    if parts is None:
+        return chosen(self, hidden, index, weights).to(hidden.dtype)
+    partial = [chosen(_Part(self, part), hidden, index, weights) for part in range(parts)]
+    running.inside = True
+    try:
+        summed: Tensor = running.exchange.sum(tree_sum(partial).contiguous())
+    finally:
+        running.inside = False
+    return summed.to(hidden.dtype)
+
+
+class _Part:
+    """One part of the experts of which a rank has some columns: takes that part's entry of every stack."""
+
+    def __init__(self, experts: Any, part: int) -> None:
+        self._experts, self._index = experts, part
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._experts, name)
+        return value[self._index] if name in STACKS else value
+
+
+def _chosen_experts(self: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+    """fp32 sums over each token's own experts, a fixed number of pairs at a time."""
     pairs = hidden.repeat_interleave(index.shape[1], dim=0)
     rows = F.pad(pairs, (0, 0, 0, -len(pairs) % _PAIRS)).split(_PAIRS)
     chosen = F.pad(index.reshape(-1), (0, -len(pairs) % _PAIRS)).split(_PAIRS)
     parts = [_pairs(self, x, expert) for x, expert in zip(rows, chosen, strict=True)]
     out = torch.cat(parts)[: len(pairs)] * weights.reshape(-1, 1)
     summed = out.view(*index.shape, -1).cumsum(1, dtype=torch.float32)  # in the order of k, whatever the shape
-    return summed[:, -1].to(hidden.dtype)
+    return summed[:, -1]
 
 
 def _pairs(self: Any, x: Tensor, expert: Tensor) -> Tensor:
@@ -212,6 +243,7 @@ def _pairs(self: Any, x: Tensor, expert: Tensor) -> Tensor:
 
 
 def _every_expert(self: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+    """The same sums, for the tokens of a prompt."""
     out = torch.zeros_like(hidden, dtype=torch.float32)
     for expert in range(self.down_proj.shape[0]):
 
@@ -223,7 +255,7 @@ def _every_expert(self: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> 
         factor = torch.where(chosen, weights, 0.0).sum(-1, keepdim=True)
         y = _expert(self, hidden, product) * factor
         out = out + torch.where(chosen.any(-1, keepdim=True), y, 0.0)
-    return out.to(hidden.dtype)
+    return out
 
 
 def _expert(self: Any, x: Tensor, product: Any) -> Tensor:

@@ -5,6 +5,7 @@
 | `mlp.experts.3.gate_proj.weight` and so on               | publishers; the names that are used here |
 | `block_sparse_moe.experts.3.w1.weight`, w3 and w2        | publishers of Mixtral                    |
 | `mlp.experts.gate_up_proj` [N, 2 I, hidden], `down_proj` | transformers 5 in memory                 |
+| the same transposed                                      | publishers of Qwen3-VL                   |
 | the same transposed, gate and up interleaved, biases     | gpt-oss in 16 bits                       |
 | `gate_up_proj_blocks` and `_scales`, `down_proj_...`     | gpt-oss in mxfp4                         |
 """
@@ -22,6 +23,7 @@ import torch
 from fastspec.errors import CheckpointError
 from fastspec.kernels.common.codes import Codes, CodesKind
 from fastspec.kernels.common.experts import MXFP4, ExpertWeights, power_of_two
+from fastspec.models.families import FAMILIES
 from fastspec.models.weights.shapes import CORRECTION, DOWN, GATE_UP
 from fastspec.models.weights.shards import TensorInfo
 
@@ -112,6 +114,7 @@ class ExpertTensors:
         self.directory = getattr(source, "directory", None)  # type: ignore[assignment]
         plan = next(plan.experts for plan in spec.plans if plan.experts is not None)
         self._plan, self._hidden, self._interleaved = plan, spec.hidden_size, plan.clamp is not None
+        self._may_be_transposed = FAMILIES[spec.family].transposed_experts
         self._names: dict[str, str] = {}
         self._parts: dict[str, Part] = {}
         self._infos: dict[str, TensorInfo] = {}
@@ -160,7 +163,9 @@ class ExpertTensors:
             return
         plan, up = self._plan, kind == "gate_up_proj"
         rows, width = (2 * plan.width, self._hidden) if up else (self._hidden, plan.width)
-        transposed = self._interleaved and not blocks and not bias
+        plain = not blocks and not bias
+        straight, other = (plan.count, rows, width), (plan.count, width, rows)
+        transposed = plain and (self._interleaved or (self._may_be_transposed and info.shape == other != straight))
         self._check(stored, info, self._shape(plan, rows, width, blocks, bias, transposed))
         step = 2 if self._interleaved else 1
         halves = {

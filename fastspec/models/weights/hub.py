@@ -94,8 +94,8 @@ def _way_out(repo: str, error: Exception) -> str:
 def _cached(fetch: Callable[..., str], check: Callable[[Path], object]) -> Path | None:
     """A commit's files in the cache, or None where they are not all there.
 
-    Some versions of the Hub client ask what a commit holds though its files are in the cache, and give up where nobody
-    answers. A commit never changes, so what is there is what was asked for.
+    Some versions of the Hub client ask what a commit holds though its files are in the cache, and fail without a
+    network. A commit never changes, so what is there is what was asked for.
     """
     try:
         found = Path(fetch(local_files_only=True))

@@ -18,7 +18,7 @@ def rotary_order(spec: ModelSpec, heads: int) -> list[int] | None:
 
 
 def qkv_order(spec: ModelSpec, plan: LayerPlan) -> list[int] | None:
-    """The order of the rows of q, k and v, which are stored one behind the other; None: as they are stored.
+    """The order of the rows of q, k and v, which are stored one after the other; None: as they are stored.
 
     With an output gate the stored q rows are, head by head, query and gate; the fused matrix has all gates last.
     """

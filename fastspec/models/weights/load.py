@@ -82,7 +82,7 @@ class LayerWeights:
         input_norm, post_norm: [hidden] norm weights before attention and before the MLP.
         attended_norm, mlp_norm: [hidden] norm weights of what attention and MLP add to the residual stream.
         input_norm_bias, post_norm_bias: [hidden].
-        qkv: [(H + 2 * Hkv) * D, hidden], query rows first, then key, then value; behind them the rows of an output
+        qkv: [(H + 2 * Hkv) * D, hidden], query rows first, then key, then value; after them the rows of an output
             gate. qkv_bias: its bias. Of a recurrent layer [DeltaRule.rows, hidden]: q, k, v, z, b and a.
         q_norm, k_norm: [D], or [H * D] and [Hkv * D] of a norm over all heads.
         o: [hidden, H * D]. o_bias: [hidden].

@@ -35,7 +35,7 @@ Rounding = Callable[[str, tuple[int, int]], "CodesKind | None"]
 
 
 def _as_it_is(name: str, shape: tuple[int, int]) -> None:
-    """Rounds no matrix."""
+    """A `Rounding` that rounds no matrix."""
 
 
 class TensorSource(Protocol):

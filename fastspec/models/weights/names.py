@@ -145,10 +145,12 @@ class NamedTensors(RenamedTensors):
 
 
 def parameter(stored: str, wanted: Collection[str]) -> str:
-    """The parameter among those wanted that a stored name means, which may lack `model.` or have one too many."""
+    """The parameter among those wanted that a stored name means, which may lack `model.` or have it twice."""
     text = stored.removeprefix(PREFIX)
     for part in TEXT:  # of a model that has other parts beside its text model
         text = text.removeprefix(part)
+    while text.startswith(PREFIX + PREFIX):  # transformers 5.17 saves some with the prefix twice
+        text = text.removeprefix(PREFIX)
     for name in (stored.removeprefix(PREFIX), PREFIX + stored, text, PREFIX + text):
         if name in wanted:
             return name

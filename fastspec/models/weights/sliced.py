@@ -79,8 +79,8 @@ def _experts_divide(spec: ModelSpec, unit: int) -> bool:
 
 def fingerprint(checkpoint: Checkpoint | HeadCheckpoint) -> str:
     """A short hash of a checkpoint: config, headers, sizes, and samples of the stored bytes of every file."""
-    cut = getattr(checkpoint, "sliced", None)
-    whole = checkpoint.spec if cut is None else cut.spec
+    cut, of_hosted = getattr(checkpoint, "sliced", None), getattr(checkpoint.spec, "cut", None)
+    whole = (checkpoint.spec if of_hosted is None else of_hosted.whole) if cut is None else cut.spec
     found = hashlib.sha256(repr((whole, checkpoint.stored, checkpoint.rounded)).encode())
     if checkpoint.directory is not None:
         for file in sorted(checkpoint.directory.glob("*.safetensors")):
@@ -254,7 +254,7 @@ class SlicedTensors:
         self._infos = {name: self._cut(name, info) for name, info in source.infos().items()}
 
     def infos(self) -> Mapping[str, TensorInfo]:
-        """Of every tensor, with the shape of its slice."""
+        """Every tensor, with the shape of its slice."""
         return self._infos
 
     @contextmanager

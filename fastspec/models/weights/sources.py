@@ -27,10 +27,11 @@ from fastspec.models.config import (
     supported_models,
 )
 from fastspec.models.families import FAMILIES
-from fastspec.models.fields import check_sizes
+from fastspec.models.fields import check_sizes, with_floats
 from fastspec.models.hosted.codes import hosted_bytes, quantised_products
 from fastspec.models.hosted.info import HostedInfo, hosted_info
 from fastspec.models.hosted.live import check_hosted_module, is_hostable, known_type
+from fastspec.models.remote_code import AUTO_MAP, names_causal_model, refuse_remote_code
 from fastspec.models.text_parts import native_text_part
 from fastspec.models.weights.expert_tensors import by_expert, check_mxfp4
 from fastspec.models.weights.generation import CONFIG, settings_of_directory, settings_of_module
@@ -106,7 +107,8 @@ class Checkpoint:
     @property
     def ranks(self) -> int:
         """Processes that share it."""
-        return 1 if self.sliced is None else self.sliced.share.size
+        held = self.spec.cut if isinstance(self.spec, HostedInfo) else self.sliced
+        return 1 if held is None else held.share.size
 
     @property
     def native(self) -> ModelSpec:
@@ -182,7 +184,7 @@ def load_tokenizer(checkpoint: Checkpoint) -> PreTrainedTokenizerBase | None:
         return None
     for file in (TOKENIZER_CONFIG, "tokenizer.json"):
         if (directory / file).is_file():
-            _refuse_remote_code(directory / file, read_json(directory / file))
+            refuse_remote_code(directory / file, read_json(directory / file))
     from transformers import AutoTokenizer
 
     # Given, or transformers would read the file again, without our checks.
@@ -293,7 +295,8 @@ def _hosted_info(directory: Path, raw: dict[str, Any], config: PretrainedConfig)
                 "load the original weights"
             )
         named = raw.get("architectures")
-        if named and not info.whole and named != [info.kind.__name__]:
+        one = isinstance(named, list) and len(named) == 1 and isinstance(named[0], str)
+        if named and not info.whole and not (one and names_causal_model(named[0], raw["model_type"])):
             raise UnsupportedModel(f"architectures={named!r} is not supported, wanted [{info.kind.__name__!r}]")
     return info
 
@@ -359,7 +362,7 @@ def check_config_file(directory: Path) -> dict[str, Any]:
             f"{directory}: has no {CONFIG}; wanted a checkpoint directory as save_pretrained writes it"
         )
     raw = read_json(path)
-    _refuse_remote_code(path, raw)
+    refuse_remote_code(path, raw)
     family = raw.get("model_type")
     if not isinstance(family, str) or not (family in FAMILIES or known_type(family)):
         raise UnsupportedModel(f"{path}: model_type={family!r} is not supported; {supported_models()}")
@@ -374,14 +377,6 @@ def check_config_file(directory: Path) -> dict[str, Any]:
     return raw
 
 
-def _refuse_remote_code(path: Path, raw: Mapping[str, Any]) -> None:
-    family = FAMILIES.get(str(raw.get("model_type")))
-    if raw.get("auto_map") and not (family and family.read_as):
-        raise UnsupportedModel(
-            f"{path}: auto_map asks for code from the checkpoint, which is never run; {supported_models()}"
-        )
-
-
 def _build_config(directory: Path, raw: Mapping[str, Any]) -> PretrainedConfig:
     from huggingface_hub.errors import StrictDataclassError
 
@@ -390,8 +385,8 @@ def _build_config(directory: Path, raw: Mapping[str, Any]) -> PretrainedConfig:
     # Not from_pretrained: it would follow `configuration_files` in the checked JSON to another file.
     family = FAMILIES.get(raw["model_type"])
     kind = config_class((family and family.read_as) or raw["model_type"])
-    unread = (*UNREAD_FIELDS, *QUANTISED_FIELDS)
-    read = {field: copy.deepcopy(value) for field, value in raw.items() if field not in unread}
+    unread = (*UNREAD_FIELDS, *QUANTISED_FIELDS, AUTO_MAP)
+    read = {field: with_floats(copy.deepcopy(value)) for field, value in raw.items() if field not in unread}
     try:
         config: PretrainedConfig = kind.from_dict(read)
     except (StrictDataclassError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:

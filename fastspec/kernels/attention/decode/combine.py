@@ -29,7 +29,7 @@ def _left(
     number = begin + _along(WARPS, 0, layout) * SPLITS_PER_WARP + _along(SPLITS_PER_WARP, 1, layout)
     there = (number >= first) & (number <= last)
     at = number * rows + row
-    # past L1, where an older content of the same memory may lie
+    # bypasses L1, which may hold older contents of the same memory
     weights = gl.load(weight_ptr + at, mask=there, other=-float("inf"), cache_modifier=".cg")
     places = mean_ptr + (at * D + _along(D, 2, layout))
     return gl.load(places, mask=there, other=0.0, cache_modifier=".cg"), weights

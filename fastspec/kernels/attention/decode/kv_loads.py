@@ -108,7 +108,7 @@ def page_of(cache, first, s, key, PAGE_SIZE: gl.constexpr):
     at = first + s * KEYS
     if PAGE_SIZE % KEYS != 0:
         at = at + key
-    # past L1, as all that is read before the kernel's wait: an older content of the same memory may lie there
+    # bypasses L1, as do all loads before the kernel's wait: L1 may hold older contents of the same memory
     page = gl.load(cache.block_table + gl.minimum(at // PAGE_SIZE, cache.table_width - 1), cache_modifier=".cg")
     return gl.minimum(gl.maximum(page, 0), cache.num_pages - 1).to(gl.int32)
 

@@ -105,7 +105,7 @@ def fragment_kernel(
         return
     stop = gl.minimum(start + SPLIT, newest + 1)
 
-    # what earlier passes stored is on its way now, the rest once this pass has stored it
+    # K and V of earlier passes are loaded now, the others once this pass has stored them
     where = places_of(row_cache, start, kv_head, KV_HEADS, D, PAGE_SIZE, S)
     keys = keys_at(where, 0, gl.minimum(first_new, stop), None, HALF)
     values = values_at(where, 0, gl.minimum(first_new, stop), None)
@@ -125,7 +125,7 @@ def fragment_kernel(
     append(tokens, row_cache, slots, kv_head, KV_HEADS, GROUP, D, head_of)
     q1, q2 = apply_rope(q1, q2, cos_sin, tokens.q_norm, tokens.eps, HALF)
     queries = stage_q(q1, q2)
-    for first_row in range(NEW_ROWS, num_queries, NEW_ROWS):  # apart: what precedes is free of branches
+    for first_row in range(NEW_ROWS, num_queries, NEW_ROWS):  # the first rows are handled above, without branches
         slots = slots_of(
             tokens, row_cache, batch, kv_head, first_row, start, stop, num_queries, KV_HEADS, D, PAGE_SIZE, head_of
         )  # fmt: skip

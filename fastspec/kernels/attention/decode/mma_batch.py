@@ -108,7 +108,7 @@ def batch_kernel(
         idle(newest, PDL)
         return
     begin, stop = mine_first * BLOCK, gl.minimum(mine_last * BLOCK + BLOCK, newest + 1)
-    # what earlier passes stored is on its way now, the rest once this pass has stored it
+    # K and V of earlier passes are loaded now, the others once this pass has stored them
     key_words_ptr, value_words_ptr = words_of(cache.k), words_of(cache.v)
     k_page = key_pages(row_cache, begin, WORDS, PAGE_SIZE, ALL, D)
     v_page = value_pages(row_cache, begin, WORDS, PAGE_SIZE, ALL, D)
@@ -137,7 +137,7 @@ def batch_kernel(
     append(tokens, row_cache, slots, kv_head, KV_HEADS, GROUP, D, head_of)
     q1, q2 = apply_rope(q1, q2, cos_sin, tokens.q_norm, tokens.eps, HALF)
     queries = stage_q(q1, q2)
-    for first_row in range(NEW_ROWS, num_queries, NEW_ROWS):  # apart: what precedes is free of branches
+    for first_row in range(NEW_ROWS, num_queries, NEW_ROWS):  # the first rows are handled above, without branches
         slots = slots_of(
             tokens, row_cache, batch, kv_head, first_row, begin, stop, num_queries, KV_HEADS, D, PAGE_SIZE, head_of
         )  # fmt: skip

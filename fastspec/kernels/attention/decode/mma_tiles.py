@@ -49,7 +49,7 @@ def _slots(cache, first, s, key, kv_head, KV_HEADS: gl.constexpr, D: gl.constexp
     at = first + s * KEYS
     if PAGE_SIZE % KEYS != 0:  # else one page holds all keys of a warp
         at = at + key
-    # past L1, as all that is read before the kernel's wait: an older content of the same memory may lie there
+    # bypasses L1, as do all loads before the kernel's wait: L1 may hold older contents of the same memory
     page = gl.load(cache.block_table + gl.minimum(at // PAGE_SIZE, cache.table_width - 1), cache_modifier=".cg")
     page = gl.minimum(gl.maximum(page, 0), cache.num_pages - 1)
     slot = ((page * PAGE_SIZE + at % PAGE_SIZE) * KV_HEADS + kv_head) * D
@@ -154,13 +154,13 @@ def _in_order_of_heads(out):
 
 @gluon.constexpr_function
 def staged_rows(G):
-    """Rows of queries that are held for G groups of EIGHT: of whole products, and a power of two."""
+    """Rows of queries that are staged for G groups of EIGHT: of whole products, and a power of two."""
     return 16 if G <= 2 else 32
 
 
 @gluon.constexpr_function
 def rows_of(G, P):
-    """Of product P, those that G groups have: ROWS, or EIGHT where there is no other half."""
+    """How many rows of product P are used by G groups: ROWS, or EIGHT if G is odd and it is the last."""
     return 16 if G > 2 * P + 1 else 8
 
 
@@ -174,7 +174,7 @@ def stage_q(q1, q2):
 
 @gluon.jit
 def _queries_of(staged, P: gl.constexpr, S: gl.constexpr, HALF: gl.constexpr):
-    """Halves of ROWS queries, from number P * ROWS of those held on, as left operands [S, ROWS, HALF]."""
+    """Halves of ROWS queries, from number P * ROWS of the staged ones on, as left operands [S, ROWS, HALF]."""
     left: gl.constexpr = gl.DotOperandLayout(0, operands(gl.num_warps(), S), 2)
     found = ()
     for i in gl.static_range(2):
@@ -199,7 +199,7 @@ def positions_of(position_ptr, first_row, rows, STAGED: gl.constexpr, GROUP: gl.
 
 @gluon.jit
 def scores_of(staged, keys, first, positions, scoring, WINDOW: gl.constexpr, S: gl.constexpr, HALF: gl.constexpr):
-    """`_scored` of every product, of queries that are held and `positions_of` them."""
+    """`_scored` of every product, of staged queries and their `positions_of`."""
     found = ()
     for p in gl.static_range(len(positions)):
         found += (_scored(_queries_of(staged, p, S, HALF), keys, first, positions[p], scoring, WINDOW, S),)

@@ -295,7 +295,7 @@ def _decode_kernel(
     append(
         tokens, row_cache, batch, kv_head, 0, start, stop, num_queries, KV_HEADS, GROUP, HEAD_DIM, BLOCK_D, PAGE_SIZE
     )
-    for first_row in range(NEW_ROWS, num_queries, NEW_ROWS):  # apart: what precedes is free of branches
+    for first_row in range(NEW_ROWS, num_queries, NEW_ROWS):  # the first rows are handled above, without branches
         append(
             tokens, row_cache, batch, kv_head, first_row, start, stop, num_queries,
             KV_HEADS, GROUP, HEAD_DIM, BLOCK_D, PAGE_SIZE,

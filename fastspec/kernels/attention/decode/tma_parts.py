@@ -16,14 +16,14 @@ from fastspec.kernels.attention.decode.mma_tiles import shift_of
 from fastspec.kernels.common.gluon_compat import REINTERPRETS, load_block, thread_barrier
 
 WIDTH = gl.constexpr(64)  # values of a head that lie in 128 bytes, as TMA writes them for wgmma
-WIDENING_WARPS = gl.constexpr(4)  # that make tiles of 8 bits tiles of 16, one to each scheduler of an SM
+WIDENING_WARPS = gl.constexpr(4)  # that widen tiles of 8 bits to 16, one to each scheduler of an SM
 
 
 class Pipeline(NamedTuple):
     """Shared memory that the loading warp fills and the multiplying warps read.
 
     Attributes:
-        tiles: [STAGES, KEYS, D] of K or V, by turns; uint8 as TMA brings those of a cache in 8 bits.
+        tiles: [STAGES, KEYS, D] of K and V, alternating; uint8 where TMA brings those of a cache in 8 bits.
         full, free: barriers [STAGES]: a stage's tile has come; it has been read.
         stored: one barrier: new K and V are in the cache.
     """
@@ -137,7 +137,7 @@ def masked(scores, here, position, WINDOW: gl.constexpr):
 
 @gluon.jit
 def rescaled(top, scores, scale):
-    """The online softmax's maximum with another tile of scores: (maximum, what to shift by, what fades sums before)."""
+    """The online softmax's maximum with another tile of scores: (maximum, shift of scores, factor on sums so far)."""
     new_top = gl.maximum(top, gl.max(scores, axis=1) * scale)
     shift = shift_of(new_top)
     return new_top, shift, power(top - shift)
@@ -149,7 +149,7 @@ def _slots_at(cache, here, PIECES: gl.constexpr, PIECE: gl.constexpr, PAGE_SIZE:
     slots = ()
     for i in gl.static_range(PIECES):
         at = here + i * PIECE
-        # past L1, as all that is read before the kernel's wait: an older content of the same memory may lie there
+        # bypasses L1, as do all loads before the kernel's wait: L1 may hold older contents of the same memory
         page = gl.load(cache.block_table + gl.minimum(at // PAGE_SIZE, cache.table_width - 1), cache_modifier=".cg")
         page = gl.minimum(gl.maximum(page, 0), cache.num_pages - 1).to(gl.int32)
         slots = slots + (page * PAGE_SIZE + at % PAGE_SIZE,)
@@ -177,7 +177,7 @@ def _load_tile(
 def load_tiles(
     key_desc, value_desc, pipeline, cache, column, share, SPLIT_SIZES: gl.constexpr, PAGE_SIZE: gl.constexpr,
 ):  # fmt: skip
-    """What the loading warp does, tile by tile: keys, then their values.
+    """The loading warp: loads tile by tile, keys and then their values.
 
     It need not wait for the previous kernel. Where a tile holds keys of this pass, from `first_new` on, it waits for
     the barrier `stored`.
@@ -265,7 +265,7 @@ def _widen(narrow, wide, step):
 
 @gluon.jit
 def _next_tile(i, here, end, share, KEYS: gl.constexpr, SPLIT_SIZES: gl.constexpr):
-    """(number among the CTA's splits, first key, end of the split) of the tile behind the one that these say."""
+    """(number among the CTA's splits, first key, end of the split) of the tile after the one that these say."""
     then = split_number(gl.minimum(i + 1, share.mine - 1), share)
     first, last = keys_of(then, share.begin, share.stop, SPLIT_SIZES)
     inside = here + KEYS < end
@@ -273,12 +273,35 @@ def _next_tile(i, here, end, share, KEYS: gl.constexpr, SPLIT_SIZES: gl.constexp
 
 
 @gluon.jit
+def _load_next(
+    key_desc, value_desc, pieces, narrow, cache, column, share, issued, i, here, end, slots,
+    KEYS: gl.constexpr, BYTES: gl.constexpr, SPLIT_SIZES: gl.constexpr, PAGE_SIZE: gl.constexpr,
+):  # fmt: skip
+    """Issues the copies of a tile of keys and of its values, if one is left.
+
+    Tile, split and end are as `_next_tile` has them, `slots` as `_slots_at`; `issued` counts tiles. Returns these five
+    of the next tile.
+    """
+    STAGES: gl.constexpr = narrow.tiles.shape[0]
+    PIECE: gl.constexpr = piece_of(PAGE_SIZE, KEYS)
+    if i < share.mine:
+        if here + KEYS > share.first_new:
+            mbarrier.wait(narrow.stored.index(0), 0)
+        _load_tile(key_desc, pieces, narrow, issued, slots, column, 1, STAGES, BYTES)
+        _load_tile(value_desc, pieces, narrow, issued + 1, slots, column, 1, STAGES, BYTES)
+        issued += 2
+        i, here, end = _next_tile(i, here, end, share, KEYS, SPLIT_SIZES)
+        slots = _slots_at(cache, here, KEYS // PIECE, PIECE, PAGE_SIZE)
+    return issued, i, here, end, slots
+
+
+@gluon.jit
 def load_and_widen(
     key_desc, value_desc, narrow, wide, cache, column, share, SPLIT_SIZES: gl.constexpr, PAGE_SIZE: gl.constexpr
 ):  # fmt: skip
-    """What the warps do that bring tiles of 8 bits, and make tiles of 16 bits of them for those that multiply.
+    """The loading warps of a cache in 8 bits: they widen its tiles to 16 bits for the multiplying warps.
 
-    Tiles are asked for STAGES ahead, a tile of keys and then its values, as `load_tiles` does.
+    Copies are issued STAGES tiles ahead, a tile of keys and then its values, as `load_tiles` does.
 
     Args:
         narrow, wide: Pipelines of uint8 and of 16 bits.
@@ -291,29 +314,22 @@ def load_and_widen(
     BYTES: gl.constexpr = KEYS * D
     pieces = in_pieces(narrow.tiles, PIECE, True)
     first, end = keys_of(split_number(0, share), share.begin, share.stop, SPLIT_SIZES)
-    i, here, last = 0, first, end  # the tile that is asked for next, and its pages
+    i, here, last = 0, first, end  # the tile that is loaded next, and its pages
     slots = _slots_at(cache, here, PIECES, PIECE, PAGE_SIZE)
-    asked, step = 0, 0
+    issued, step = 0, 0
     for _ahead in range(STAGES // 2 - 1):
-        if i < share.mine:
-            if here + KEYS > share.first_new:
-                mbarrier.wait(narrow.stored.index(0), 0)
-            _load_tile(key_desc, pieces, narrow, asked, slots, column, 1, STAGES, BYTES)
-            _load_tile(value_desc, pieces, narrow, asked + 1, slots, column, 1, STAGES, BYTES)
-            asked += 2
-            i, here, last = _next_tile(i, here, last, share, KEYS, SPLIT_SIZES)
-            slots = _slots_at(cache, here, PIECES, PIECE, PAGE_SIZE)
+        issued, i, here, last, slots = _load_next(
+            key_desc, value_desc, pieces, narrow, cache, column, share, issued, i, here, last, slots,
+            KEYS, BYTES, SPLIT_SIZES, PAGE_SIZE,
+        )  # fmt: skip
     for split in range(share.mine):
         begin, stop = keys_of(split_number(split, share), share.begin, share.stop, SPLIT_SIZES)
         for _key in range(begin, stop, KEYS):
-            if i < share.mine:  # the places of the two tiles before these are free
-                if here + KEYS > share.first_new:
-                    mbarrier.wait(narrow.stored.index(0), 0)
-                _load_tile(key_desc, pieces, narrow, asked, slots, column, 1, STAGES, BYTES)
-                _load_tile(value_desc, pieces, narrow, asked + 1, slots, column, 1, STAGES, BYTES)
-                asked += 2
-                i, here, last = _next_tile(i, here, last, share, KEYS, SPLIT_SIZES)
-                slots = _slots_at(cache, here, PIECES, PIECE, PAGE_SIZE)
+            # the stages of the two tiles before these are free
+            issued, i, here, last, slots = _load_next(
+                key_desc, value_desc, pieces, narrow, cache, column, share, issued, i, here, last, slots,
+                KEYS, BYTES, SPLIT_SIZES, PAGE_SIZE,
+            )  # fmt: skip
             _widen(narrow, wide, step)
             _widen(narrow, wide, step + 1)
             step += 2

@@ -75,19 +75,19 @@ WARPS = gl.constexpr(4)  # that multiply
 
 @gluon.constexpr_function
 def _sums_layout(columns):
-    """Of products [ROWS, columns]."""
+    """Layout of products [ROWS, columns]."""
     return gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, columns, 16])
 
 
 @gluon.jit
 def _fence_stored():
-    """Makes this thread's stores visible to TMA copies that start behind a barrier (proxy fence)."""
+    """Makes this thread's stores visible to TMA copies that start after a barrier (proxy fence)."""
     gl.inline_asm_elementwise("fence.proxy.async; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
 def _clear_tail(tile, count):
-    """Zeros in the rows of a tile from `count` on: memory behind the newest key may be NaN, and NaN * 0 is NaN."""
+    """Zeros in the rows of a tile from `count` on: memory after the newest key may be NaN, and NaN * 0 is NaN."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
     row = gl.expand_dims(gl.arange(0, tile.shape[0], layout=gl.SliceLayout(1, layout)), 1)
     tile.store(gl.where(row < count, tile.load(layout), 0.0))
@@ -149,7 +149,7 @@ def _attend_splits(
         first, end = keys_of(split, share.begin, share.stop, SPLIT_SIZES)
         top, total, out = _empty_softmax(KEYS, D)
         for here in range(first, end, KEYS):
-            # the next keys are multiplied while this tile's weights are found; behind the last tile, the same again
+            # the next keys are multiplied while this tile's weights are found; after the last tile, the same again
             following = gl.where((here + KEYS < end) | (i + 1 < share.mine), step + 2, step)
             k_place, v_place = following % STAGES, (step + 1) % STAGES
             mbarrier.wait(full.index(k_place), following // STAGES & 1)
@@ -215,7 +215,7 @@ def _consumer(
     SPLIT_SIZES: gl.constexpr, LATE_FROM: gl.constexpr, WINDOW: gl.constexpr, KV_HEADS: gl.constexpr,
     GROUP: gl.constexpr, PAGE_SIZE: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """What the warps do that multiply: append K and V to their splits, stage q, then take tile after tile."""
+    """The multiplying warps: append K and V to their splits, stage q, then multiply tile after tile."""
     KEYS: gl.constexpr = pipeline.tiles.shape[1]
     D: gl.constexpr = pipeline.tiles.shape[2]
     HALF: gl.constexpr = D // 2
@@ -325,7 +325,7 @@ def shares_kernel(
     fence_async_shared()
 
     share = Share(batch, kv_head, tile, mine, cta, ctas, last, first == last, begin, stop, first_new)
-    # behind the parts: how many more warps they have, and how many registers their threads need
+    # after the parts: how many more warps they have, and how many registers their threads need
     # fmt: off
     if NARROW:
         gl.warp_specialize(

@@ -1,8 +1,8 @@
 """The kernels of `tile_linear` for fp32: multiplications on CUDA cores, weights read once for up to 8 rows of x.
 
 A thread holds four neighbouring numbers of every row of the weight and of x, and adds their four products to its sum of
-that pair of rows, in order; at the end a pair's sums are added over threads. So an element takes the same way however
-many rows x has, and weights arrive 16 bytes a request without a detour through the layout of a matrix product.
+that pair of rows, in order; at the end a pair's sums are added over threads. So an element's sum has the same
+order however many rows x has, and weights are loaded 16 bytes at a time straight into registers.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from fastspec.kernels.linear.portable.parts import finish, offer, settle
+from fastspec.kernels.linear.portable.parts import finish, offer, write_ids
 
 
 @triton.jit
@@ -104,7 +104,7 @@ def fp32_kernel(
 
 
 @triton.jit(do_not_specialize=["num_rows", "limit"])
-def fp32_pick_kernel(
+def fp32_argmax_kernel(
     x_ptr,
     weight_ptr,
     scale_ptr,
@@ -120,7 +120,7 @@ def fp32_pick_kernel(
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """As `tile_pick_kernel`."""
+    """As `tile_argmax_kernel`."""
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -131,4 +131,4 @@ def fp32_pick_kernel(
     outs = _product(x_ptr, weight_ptr, scale_ptr, last_n, first_m, num_rows, K, ROWS, BLOCK_N, BLOCK_K, STAGES)
     for row in tl.static_range(ROWS):
         offer(outs[row], first_m + row + tl.arange(0, 1), n, scratch_ptr, num_rows, limit)
-    settle(scratch_ptr, out_ptr, num_rows, ROWS)
+    write_ids(scratch_ptr, out_ptr, num_rows, ROWS)

@@ -1,4 +1,4 @@
-"""What the portable products share: the norm in front, the end of a tile, and the pick of the largest logit."""
+"""What the portable products share: the norm in front, the end of a tile, and the argmax of logits."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def offer(logits, m, n, scratch_ptr, num_rows, limit):
 
 
 @triton.jit
-def settle(scratch_ptr, out_ptr, num_rows, BLOCK: tl.constexpr):
+def write_ids(scratch_ptr, out_ptr, num_rows, BLOCK: tl.constexpr):
     """The last program to come here writes every row's id and leaves the scratch zero."""
     tl.debug_barrier()  # the count is one thread's: the maxima of all threads come before it
     done = tl.atomic_add(scratch_ptr + num_rows, 1, sem="acq_rel")

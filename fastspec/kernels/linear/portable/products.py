@@ -32,13 +32,13 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from fastspec.kernels.common.checks import check, check_room
 from fastspec.kernels.common.launch import launch, new_ids, pdl_options
-from fastspec.kernels.linear.portable.fp32 import fp32_kernel, fp32_pick_kernel
-from fastspec.kernels.linear.portable.parts import finish, norm_kernel, offer, rms_scale, settle, weighted
+from fastspec.kernels.linear.portable.fp32 import fp32_argmax_kernel, fp32_kernel
+from fastspec.kernels.linear.portable.parts import finish, norm_kernel, offer, rms_scale, weighted, write_ids
 
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """Of one program: rows of x, rows of the weight, warps, pipeline stages."""
+    """The tile of one program: rows of x, rows of the weight, warps, pipeline stages."""
 
     rows: int
     block_n: int
@@ -153,7 +153,7 @@ def tile_kernel(
 
 
 @triton.jit(do_not_specialize=["num_rows", "limit"])
-def tile_pick_kernel(
+def tile_argmax_kernel(
     x_ptr,
     weight_ptr,
     gamma_ptr,
@@ -184,7 +184,7 @@ def tile_pick_kernel(
         WIDTH, K, ROWS, BLOCK_N, BLOCK_K, STEPS, SHRINK, False,
     )  # fmt: skip
     offer(logits, m, n, scratch_ptr, num_rows, limit)
-    settle(scratch_ptr, out_ptr, num_rows, ROWS)
+    write_ids(scratch_ptr, out_ptr, num_rows, ROWS)
 
 
 def tile_of(itemsize: int, width: int, rows: int) -> Tile:
@@ -286,9 +286,9 @@ def tile_argmax(
     shape = {"WIDTH": width, "K": k, **_constants(x.dtype, tile, pdl)}
     best = scratch.view(torch.uint64)
     if x.dtype == torch.float32:
-        launch(fp32_pick_kernel, grid, rows, weight, scale, best, out, num_rows, limit, **shape)
+        launch(fp32_argmax_kernel, grid, rows, weight, scale, best, out, num_rows, limit, **shape)
     else:
-        launch(tile_pick_kernel, grid, rows, weight, gamma, scale, best, out, num_rows, limit, eps, **shape)
+        launch(tile_argmax_kernel, grid, rows, weight, gamma, scale, best, out, num_rows, limit, eps, **shape)
     return out
 
 

@@ -33,7 +33,7 @@ def offset_of(FORM):
 
 @gluon.constexpr_function
 def words_layout(S, R):
-    """Of [S, R, 16] words: a lane has four in a row, of rows g and g + 8, as the left operand has them."""
+    """Layout of [S, R, 16] words: a lane has four in a row, of rows g and g + 8, as the left operand has them."""
     held = [[0, 0, 1], [0, 0, 2]] + [[0, 8 << bit, 0] for bit in range((R // 8).bit_length() - 1)]
     lanes = [[0, 0, 4], [0, 0, 8], [0, 1, 0], [0, 2, 0], [0, 4, 0]]
     warps = [[1 << bit, 0, 0] for bit in range(S.bit_length() - 1)]
@@ -42,7 +42,7 @@ def words_layout(S, R):
 
 @gluon.constexpr_function
 def scale_layout(S, R):
-    """Of [S, R, 8] words: two in a row for each lane that holds four of `words_layout`."""
+    """Layout of [S, R, 8] words: two in a row for each lane that holds four of `words_layout`."""
     held = [[0, 0, 1]] + [[0, 8 << bit, 0] for bit in range((R // 8).bit_length() - 1)]
     lanes = [[0, 0, 2], [0, 0, 4], [0, 1, 0], [0, 2, 0], [0, 4, 0]]
     warps = [[1 << bit, 0, 0] for bit in range(S.bit_length() - 1)]
@@ -51,7 +51,7 @@ def scale_layout(S, R):
 
 @gluon.constexpr_function
 def pairs_layout(S, P):
-    """Of [S, P] pairs of rows g and g + 8: lane 4 g + t has pair g of every tile."""
+    """Layout of [S, P] pairs of rows g and g + 8: lane 4 g + t has pair g of every tile."""
     held = [[0, 8 << bit] for bit in range((P // 8).bit_length() - 1)]
     lanes = [[0, 0], [0, 0], [0, 1], [0, 2], [0, 4]]
     warps = [[1 << bit, 0] for bit in range(S.bit_length() - 1)]

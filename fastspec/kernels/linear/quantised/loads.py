@@ -26,7 +26,7 @@ def groups_of(KT, FORM, GROUP):
 @gluon.jit
 def k_tile_of(at, of, i: gl.constexpr, inside, RAGGED: gl.constexpr, S: gl.constexpr, KT: gl.constexpr,
             FORM: gl.constexpr, GROUP: gl.constexpr, PER: gl.constexpr):  # fmt: skip
-    """Words of a K tile: its codes, then scales and zero points of its groups, of those that there are."""
+    """Words of a K tile: its codes, then scales and zero points of its groups, where there are any."""
     PIECES: gl.constexpr = pieces_of(KT, FORM)
     GROUPS: gl.constexpr = groups_of(KT, FORM, GROUP)
     k_tile = ()
@@ -64,7 +64,7 @@ def all_rows_in(at, of, first: gl.constexpr, inside, RAGGED: gl.constexpr, KT: g
 def starts_of(
     given, tile, K: gl.constexpr, R: gl.constexpr, FORM: gl.constexpr, GROUP: gl.constexpr, PER: gl.constexpr
 ):
-    """Where a tile's codes, scales and zero points begin, of those that there are."""
+    """Addresses at which a tile's codes, scales and zero points begin, of those that exist."""
     at = (given.words + tile * (R * K * bits_of(FORM) // 32),)
     GROUPS: gl.constexpr = K // 128 if FORM == "fp4" else K // GROUP if GROUP > 0 else 0
     if GROUP > 0:

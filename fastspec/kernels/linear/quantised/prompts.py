@@ -3,9 +3,9 @@
 The values that are multiplied are those of `Weight.unpack`, rounded to bf16, where the product for few rows applies
 scales to its sums in fp32. A slice of the weight, packed, has at most SLICE_BYTES.
 
-On sm_90 a slice is dequantised while the kernel before it still runs, in what its programs leave of the
-multiprocessors (programmatic dependent launch). That kernel may be the product with the slice before, so slices take
-turns over two buffers, which stay: memory that torch lends anew could still be read by the kernel that runs.
+On sm_90 a slice is dequantised while the kernel before it still runs, on what that one leaves free of the
+multiprocessors (programmatic dependent launch). That kernel may be the product with the slice before, so slices use two
+buffers in turn, which are never given back: memory that torch hands out again could still be read by it.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from fastspec.kernels.linear.prefill_sm90 import tile_of, time_of
 EARLY = True  # on GPUs that can: where it is False slices and products wait for each other
 SLICE_BYTES = 64 * 2**20
 COLUMNS = 256  # rows of a weight that a slice has a multiple of
-BETWEEN = 8.0  # microseconds that the end of one product and the beginning of the next are reckoned at
-BESIDE = 2  # programs on a multiprocessor that find room beside a product
+BETWEEN = 8.0  # microseconds that the gap between two products is estimated at
+BESIDE = 2  # programs of a multiprocessor that fit beside a product
 RUN = 8  # halves of a word's row that a thread takes, 16 bytes
 RUNS, NUM_WARPS = 256, 4
 
@@ -92,7 +92,7 @@ def _dequantise_kernel(
     for turn in range(tl.program_id(0).to(tl.int64), turns, tl.num_programs(0)):
         _dequantise_runs(turn, source, out_ptr, first, count, K, FORM, GROUP, PAIRS, LOWER, RUNS, RUN)
     if PDL:
-        gdc_wait()  # who is launched next may rely on all before this kernel being done
+        gdc_wait()  # the next kernel may rely on everything before this one being done
 
 
 def dequantise(weight: Weight, first: int, count: int, scratch: Tensor, early: bool = False) -> Weight:
@@ -110,13 +110,15 @@ def dequantise(weight: Weight, first: int, count: int, scratch: Tensor, early: b
     programs = min(turns, BESIDE * multiprocessors(weight.device)) if early else turns
     options: dict[str, Any] = {**constants, "RUNS": RUNS, "RUN": RUN, "num_warps": NUM_WARPS, **pdl_options(early)}
     if early:
-        options["least_shared"] = 100  # as the product has it: else a multiprocessor takes this kernel when it is idle
+        options["least_shared"] = (
+            100  # as the product has it: with another division this kernel would wait for idle multiprocessors
+        )
     launch(_dequantise_kernel, (programs,), source, data, first, count, K=k, **options)
     return Weight(data, "packed", weight.gated)
 
 
 class _Buffers:
-    """Two buffers of a stream, by turns."""
+    """Two buffers of a stream, used alternately."""
 
     def __init__(self) -> None:
         self._held: list[Tensor] = []

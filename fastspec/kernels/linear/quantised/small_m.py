@@ -4,8 +4,8 @@ It differs from `linear.small_m` in three points. What a lane loads are codes, a
 operands of one product after the other with 8 rows of x each. Where groups of K have scales, a group is a sum of its
 own, and acc = fma(scale, sum, acc). And a norm is a kernel of its own, in front.
 
-How bits come about: S sums of every S-th K tile of KT values, each in ascending order, then added in order. Neither the
-number of rows nor the place of one among them has a say.
+Row invariance: S sums of every S-th K tile of KT values, each in ascending order, then added in order. A row's bits
+depend neither on the number of rows nor on its place among them.
 """
 
 # ruff: noqa: RUF005  (Triton adds tuples, and knows no starred ones)
@@ -24,9 +24,9 @@ from fastspec.kernels.linear.epilogue import (
     enter_keys,
     loaded_factor,
     row_operand,
-    settle_keys,
     weight_numbers,
     weight_operand,
+    write_argmax,
     write_tile,
 )
 from fastspec.kernels.linear.quantised.conversion import (
@@ -72,7 +72,7 @@ class Given(NamedTuple):
 
 
 class Ends(NamedTuple):
-    """What comes behind the product; None is absent.
+    """What comes after the product; None is absent.
 
     Attributes:
         row_factors: fp32 [M], of a norm whose weight is in x already.
@@ -313,4 +313,4 @@ def quantised_kernel(
                 total, loaded, tile, first, ends.out, M, N, GATED, ends.bias is not None, ends.residual is not None
             )
     if ends.keys is not None:
-        settle_keys(ends.keys, ends.out, out_stride, M, S)
+        write_argmax(ends.keys, ends.out, out_stride, M, S)

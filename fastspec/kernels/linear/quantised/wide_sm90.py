@@ -1,8 +1,8 @@
 """The product with quantised weights for many rows of x on sm_90: codes and x come through a ring in shared memory.
 
-Bits are those of `small_m`: the same terms in the same order, the same scales at the same places. Where there S warps
-take every S-th K tile of K, here a program makes passes over K one after the other, or some of them, and what it leaves
-of those is added up in the same order by `split_k.sum_kernel`.
+Bits are those of `small_m`: the same terms in the same order, the same scales at the same places. Where S warps there
+take every S-th K tile of K, here a program makes S passes over K one after the other, or some of them; then
+`split_k.sum_kernel` adds up their sums in the same order.
 
 One warp asks the copy engine for K tiles of codes and of x. The others load codes out of shared memory, convert them in
 registers, once for all rows, and multiply as warp groups, whose other operand is x out of shared memory, regrouped as
@@ -34,9 +34,9 @@ from fastspec.kernels.linear.epilogue import (
     addends,
     enter_keys,
     row_factor,
-    settle_keys,
     splits_scale,
     times_gamma,
+    write_argmax,
     write_tile,
 )
 from fastspec.kernels.linear.quantised.conversion import (
@@ -85,11 +85,11 @@ UNIT = gl.constexpr(64)  # values of K of one product
 
 
 @gluon.jit
-def _ask(
+def _issue_copies(
     x_desc, weight_desc, xs, ws, full, step, tile, first_row, split,
     T: gl.constexpr, S: gl.constexpr, CODES: gl.constexpr, ROWS: gl.constexpr, BYTES: gl.constexpr,
 ):  # fmt: skip
-    """Sends for a K tile: CODES, its codes, and ROWS, its rows of x, or one of the two."""
+    """Issues the copies of a K tile: with CODES of its codes, with ROWS of its rows of x."""
     slot = step % ws.shape[0]
     k_tile = step % T * S + split + step // T
     if CODES:
@@ -105,19 +105,19 @@ def _fetch(
     x_desc, weight_desc, xs, ws, full, free, tile, first_row, split,
     T: gl.constexpr, S: gl.constexpr, SPLITS: gl.constexpr, BYTES: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """What the warp does that fetches: codes need not wait for the kernel before this one, x does."""
+    """The loading warp: codes need not wait for the kernel before this one, x must."""
     STAGES: gl.constexpr = ws.shape[0]
     AHEAD: gl.constexpr = min(STAGES, T * SPLITS)
     for step in range(AHEAD):
-        _ask(x_desc, weight_desc, xs, ws, full, step, tile, first_row, split, T, S, True, False, BYTES)
+        _issue_copies(x_desc, weight_desc, xs, ws, full, step, tile, first_row, split, T, S, True, False, BYTES)
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
     for step in range(AHEAD):
-        _ask(x_desc, weight_desc, xs, ws, full, step, tile, first_row, split, T, S, False, True, BYTES)
+        _issue_copies(x_desc, weight_desc, xs, ws, full, step, tile, first_row, split, T, S, False, True, BYTES)
     for step in range(AHEAD, T * SPLITS):
         mbarrier.wait(free.index(step % STAGES), (step // STAGES - 1) & 1)
-        _ask(x_desc, weight_desc, xs, ws, full, step, tile, first_row, split, T, S, True, True, BYTES)
+        _issue_copies(x_desc, weight_desc, xs, ws, full, step, tile, first_row, split, T, S, True, True, BYTES)
 
 
 @gluon.jit
@@ -172,7 +172,7 @@ def _pair_of(row, step, g: gl.constexpr, tile, split, N, K: gl.constexpr, S: gl.
 @gluon.jit
 def _scales_of(ptr, step, tile, split, like: gl.constexpr, N, K: gl.constexpr, S: gl.constexpr, T: gl.constexpr,
                GROUP: gl.constexpr, PAIRS: gl.constexpr, R: gl.constexpr):  # fmt: skip
-    """fp32 [R, 1] of each group of a K tile, for sums in layout `like`; nothing of nothing."""
+    """fp32 [R, 1] of each group of a K tile, for sums in layout `like`; () without a pointer."""
     found = ()
     if ptr is not None:
         row = gl.arange(0, R, layout=gl.SliceLayout(1, like))
@@ -185,7 +185,7 @@ def _scales_of(ptr, step, tile, split, like: gl.constexpr, N, K: gl.constexpr, S
 @gluon.jit
 def _zeros_of(ptr, step, tile, split, like: gl.constexpr, N, K: gl.constexpr, S: gl.constexpr, T: gl.constexpr,
               GROUP: gl.constexpr, PAIRS: gl.constexpr, R: gl.constexpr):  # fmt: skip
-    """As `zeros_of` of conversion.py of each group of a K tile, for codes in layout `like`; nothing of nothing."""
+    """As `zeros_of` of conversion.py of each group of a K tile, for codes in layout `like`; () without a pointer."""
     found = ()
     if ptr is not None:
         row = gl.arange(0, R, layout=gl.SliceLayout(0, gl.SliceLayout(2, like)))
@@ -209,9 +209,9 @@ def _pass(
     K: gl.constexpr, S: gl.constexpr, T: gl.constexpr, FORM: gl.constexpr, GROUP: gl.constexpr, PAIRS: gl.constexpr,
     WARPS: gl.constexpr,
 ):  # fmt: skip
-    """One pass over K: the step behind it with what was loaded of that, and the pass's sums [R, BM].
+    """One pass over K: the next step, what is loaded for it already, and the pass's sums [R, BM].
 
-    What the next K tile needs is loaded while this one is multiplied; of the last one, the same again.
+    The next K tile is loaded while this one is multiplied; after the last one, the last one again.
     loaded: codes, scales and zero points of a K tile.
     """
     pieces, scales, zeros = loaded
@@ -269,7 +269,7 @@ def _multiply(
     K: gl.constexpr, S: gl.constexpr, T: gl.constexpr, SPLITS: gl.constexpr, FORM: gl.constexpr, GROUP: gl.constexpr,
     PAIRS: gl.constexpr, WARPS: gl.constexpr, GATED: gl.constexpr, REGROUP: gl.constexpr,
 ):  # fmt: skip
-    """What the warps do that multiply."""
+    """The multiplying warps."""
     R: gl.constexpr = ring.ws.shape[1] * 16
     BM: gl.constexpr = ring.xs[0].shape[1]
     like: gl.constexpr = group_sums(BM, WARPS)
@@ -366,4 +366,4 @@ def codes_tma_kernel(
     )
     # fmt: on
     if ends.keys is not None:
-        settle_keys(ends.keys, ends.out, out_stride, M, WARPS)
+        write_argmax(ends.keys, ends.out, out_stride, M, WARPS)

@@ -1,4 +1,7 @@
-"""GLM-4.5, 4.6 and 4.7: sigmoid router with correction and expert groups, a shared expert; first layers dense."""
+"""GLM-4.5, 4.6 and 4.7: sigmoid router with correction and expert groups, a shared expert; first layers dense.
+
+So is the text model of GLM-4.5V and 4.6V: the three positions of its rope are equal where all tokens are text.
+"""
 
 from __future__ import annotations
 
@@ -43,3 +46,4 @@ GLM4_MOE = ModelFamily(
     ),
     partial_rope=True,
 )
+GLM4V_MOE = replace(GLM4_MOE, architecture="Glm4vMoeForConditionalGeneration", text_part=True)

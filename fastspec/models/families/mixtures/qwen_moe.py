@@ -1,4 +1,7 @@
-"""Qwen2-MoE and Qwen3-MoE: softmax over all experts, then the largest; in Qwen2-MoE a gated shared expert, too."""
+"""Qwen2-MoE and Qwen3-MoE: softmax over all experts, then the largest; in Qwen2-MoE a gated shared expert, too.
+
+The text model of Qwen3-VL with experts is Qwen3-MoE; its publisher stores the experts' matrices transposed.
+"""
 
 from __future__ import annotations
 
@@ -35,6 +38,13 @@ def _plans3(fields: ConfigFields, layers: int) -> tuple[LayerPlan, ...]:
     return tuple(replace(plan, experts=experts if sparse else None) for sparse in sparse_layers(fields, layers))
 
 
+def _vl_plans(fields: ConfigFields, layers: int) -> tuple[LayerPlan, ...]:
+    experts = experts_of(fields, normed=True)  # whatever norm_topk_prob says
+    bias = fields.flag("attention_bias")
+    plan = LayerPlan(qkv_bias=bias, o_bias=bias, qk_norm="head")
+    return tuple(replace(plan, experts=experts if sparse else None) for sparse in sparse_layers(fields, layers))
+
+
 def _plans2(fields: ConfigFields, layers: int) -> tuple[LayerPlan, ...]:
     experts = with_shared_expert(fields, normed=fields.flag("norm_topk_prob"))
     windows: tuple[int | None, ...] = (None,) * layers
@@ -51,3 +61,10 @@ def _plans2(fields: ConfigFields, layers: int) -> tuple[LayerPlan, ...]:
 
 QWEN2_MOE = ModelFamily("Qwen2MoeForCausalLM", _plans2)
 QWEN3_MOE = ModelFamily("Qwen3MoeForCausalLM", _plans3)
+QWEN3_VL_MOE = replace(
+    QWEN3_MOE,
+    architecture="Qwen3VLMoeForConditionalGeneration",
+    plans=_vl_plans,
+    text_part=True,
+    transposed_experts=True,
+)

@@ -119,7 +119,7 @@ class _Fields:
         return value[0], value[1]
 
     def names(self, *fields: str) -> tuple[str, ...]:
-        """The lists of names in these fields, one behind the other; None is an empty one."""
+        """The lists of names in these fields, one after the other; None is an empty one."""
         found: list[str] = []
         for field in fields:
             value = self.values.get(field) or []

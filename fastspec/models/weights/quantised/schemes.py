@@ -53,7 +53,7 @@ class Scheme(Protocol):
     """One way to store a matrix."""
 
     def parts(self, shape: tuple[int, int]) -> dict[str, Part]:
-        """Its tensors, by what stands behind the module's name and a dot."""
+        """Its tensors, by what stands after the module's name and a dot."""
 
     def kind(self, shape: tuple[int, int]) -> CodesKind:
         """What its `Codes` are."""
@@ -66,7 +66,7 @@ class Scheme(Protocol):
         """
 
     def describe(self) -> str:
-        """In words."""
+        """The scheme in words."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -167,15 +167,15 @@ class QuantisedShards:
         return codes.part(here[:1], here[1])
 
     def _whole(self, matrix: Matrix, parts: Mapping[str, Over], axis: str, meant: range) -> range:
-        """The rows or columns around those that are meant which stored elements stand for whole."""
+        """The smallest range of rows or columns around `meant` that whole stored elements make up."""
         shapes = {part: self._stored.infos()[f"{matrix.module}.{part}"].shape for part in parts}
         over = [pair for part, each in parts.items() for pair in zip(shapes[part], each, strict=False)]
         unit = math.lcm(*(by for size, (of, by) in over if of == axis and size > 1))
-        most = matrix.shape["NK".index(axis)]
-        return range(meant.start // unit * unit, min(-(-meant.stop // unit) * unit, most))
+        stop = matrix.shape["NK".index(axis)]
+        return range(meant.start // unit * unit, min(-(-meant.stop // unit) * unit, stop))
 
     def _along(self, matrix: Matrix, part: str, over: Over, read: Mapping[str, range]) -> Tensor:
-        """Of a stored part what stands for these rows and columns."""
+        """The elements of a stored part that belong to these rows and columns."""
         name = f"{matrix.module}.{part}"
         places = [
             slice(None) if size == 1 else slice(read[axis].start // by, -(-read[axis].stop // by))

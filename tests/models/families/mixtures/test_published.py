@@ -34,6 +34,11 @@ SHAPES: dict[str, dict[str, Any]] = {
         **{**QWEN, "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "head_dim": 16},
         **{"attention_bias": False, "norm_topk_prob": True, "sliding_window": None, "max_position_embeddings": 40960},
     },
+    "qwen3-coder-30b-a3b": {
+        **{**QWEN, "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "head_dim": 16},
+        **{"attention_bias": False, "norm_topk_prob": True, "sliding_window": None, "max_position_embeddings": 262144},
+        **{"qkv_bias": False, "shared_expert_intermediate_size": 0, "use_qk_norm": True, "router_aux_loss_coef": 0.0},
+    },
     "qwen1.5-moe": {
         **{**QWEN, "architectures": ["Qwen2MoeForCausalLM"], "model_type": "qwen2_moe", "norm_topk_prob": False},
         **{"shared_expert_intermediate_size": 40, "sliding_window": 32768, "max_position_embeddings": 8192},

@@ -12,6 +12,7 @@ from fastspec.models.weights.load import load_weights
 from fastspec.models.weights.quantised.write import write_quantised
 from fastspec.models.weights.sources import resolve
 from tests.helpers.checkpoints import make_checkpoint
+from tests.helpers.versions import OLDER
 from tests.models.weights.quantised.test_checkpoints import SMALL, made
 
 pytest.importorskip("compressed_tensors", reason="transformers reads its layouts by it")
@@ -27,7 +28,10 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def read_alike(path: Path, config: object, dtype: torch.dtype = torch.float32) -> None:
     from transformers import AutoModelForCausalLM
 
-    theirs = AutoModelForCausalLM.from_pretrained(path, quantization_config=config, dtype=dtype)
+    how = {"quantization_config": config, "dtype": dtype, "output_loading_info": True}
+    theirs, found = AutoModelForCausalLM.from_pretrained(path, **how)
+    if found["missing_keys"] and OLDER:
+        pytest.skip("an older transformers looks for 8 bits by the names of 4")
     checkpoint = resolve(path, role="target")
     ours = load_weights(checkpoint, dtype=dtype, device=torch.device("cpu"), progress=False)
     assert checkpoint.quantisation is not None

@@ -1,0 +1,73 @@
+"""Code beside a checkpoint is never run: a config that names it is refused, unless transformers has the class.
+
+Publishers put `auto_map` into the config where transformers did not have the type yet, as for Phi-4-mini or
+DeepSeek-V3. Now that it has them, it reads such checkpoints with its own classes by default, and so does fastspec.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Final
+
+from fastspec.errors import UnsupportedModel
+from fastspec.models.config import supported_models
+from fastspec.models.families import FAMILIES
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+AUTO_MAP: Final = "auto_map"
+
+
+def refuse_remote_code(path: Path, raw: Mapping[str, Any]) -> None:
+    """Refuses a config that names code beside the checkpoint, unless transformers has classes of these names.
+
+    Raises:
+        UnsupportedModel: names the file.
+    """
+    asked = raw.get(AUTO_MAP)
+    family = FAMILIES.get(str(raw.get("model_type")))
+    if not asked or (family and family.read_as) or _is_own(asked, raw):
+        return
+    raise UnsupportedModel(
+        f"{path}: auto_map asks for code from the checkpoint, which is never run; wanted the names of transformers' "
+        f"own classes in it and in architectures; {supported_models()}"
+    )
+
+
+def names_causal_model(named: str, model_type: str) -> bool:
+    """Whether an entry of `architectures` is the causal model that transformers has for a type.
+
+    A publisher's own name counts where only the case of letters differs, as "PhiMoEForCausalLM", or where transformers
+    reads the type with a class of another type, as EXAONE 3.5 with Llama's.
+    """
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    classes = [each for value in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() for each in _names(value)]
+    own = _names(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type))
+    if named in own or named.lower() in [each.lower() for each in own]:
+        return True
+    lent = any(classes.count(each) > 1 for each in own)
+    return lent and named.endswith("ForCausalLM") and named not in classes
+
+
+def _names(value: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    return () if value is None else (value,) if isinstance(value, str) else tuple(value)
+
+
+def _is_own(asked: Any, raw: Mapping[str, Any]) -> bool:
+    """Whether `auto_map` names the config and the causal model that transformers has for this type."""
+    from transformers import CONFIG_MAPPING
+
+    kind, named = raw.get("model_type"), raw.get("architectures")
+    if not isinstance(asked, dict) or not isinstance(kind, str) or kind not in CONFIG_MAPPING:
+        return False
+    if not isinstance(named, list) or len(named) != 1 or not isinstance(named[0], str):
+        return False
+    config, model = (_last(asked.get(name)) for name in ("AutoConfig", "AutoModelForCausalLM"))
+    return config in (None, CONFIG_MAPPING[kind].__name__) and model == named[0] and names_causal_model(model, kind)
+
+
+def _last(name: object) -> str | None:
+    """The class of "file.Class"."""
+    return None if name is None else str(name).rpartition(".")[2]
