@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import http.client
 import json
 import os
@@ -24,6 +25,8 @@ from tokenizers.decoders import WordPiece
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerFast
+
+from perf.workloads import WORKLOADS
 
 READY_SECONDS = 300.0  # for a server to answer its first request
 PAGE = 256  # tokens of a page of the peer's cache
@@ -172,6 +175,22 @@ def words(vocab_size: int) -> PreTrainedTokenizerFast:
     made.pre_tokenizer = WhitespaceSplit()
     made.decoder = WordPiece(prefix="##", cleanup=False)
     return PreTrainedTokenizerFast(tokenizer_object=made, unk_token="t0")
+
+
+def as_words(prompts: Sequence[list[int]]) -> list[str]:
+    """Prompts as texts that such a tokenizer takes apart into the same ids."""
+    return [" ".join(f"t{token}" for token in prompt) for prompt in prompts]
+
+
+def add_load(made: argparse.ArgumentParser, *, workload: str, new: int, drafts: int) -> None:
+    """Options of a command that asks for many answers at once, with the defaults that differ."""
+    made.add_argument("--workload", choices=sorted(WORKLOADS), default=workload)
+    made.add_argument("--acceptance", type=float, default=0.78, help="of a planted pair")
+    made.add_argument("--seed", type=int, default=0, help="of a planted pair")
+    made.add_argument("--requests", type=int, default=32, help="at once")
+    made.add_argument("--prompt", type=int, default=64, help="tokens of a prompt")
+    made.add_argument("--new", type=int, default=new, help="tokens of an answer")
+    made.add_argument("--drafts", type=int, default=drafts, help="per step; 0 leaves drafting out")
 
 
 def copied(checkpoint: Path, place: Path) -> Path:

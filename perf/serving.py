@@ -30,8 +30,7 @@ from fastspec import FastSpecGenerator, GenerateOutput
 from perf.opened import opened
 from perf.peers import FAILURES
 from perf.records import Row, private
-from perf.servers import Line, asked, ours, running, theirs, written
-from perf.workloads import WORKLOADS
+from perf.servers import Line, add_load, as_words, asked, ours, running, theirs, written
 
 ROUNDS = 3  # after one that pays for captures
 ANSWER_SECONDS = 120.0
@@ -64,13 +63,7 @@ class Load:
 
 def add_options(made: argparse.ArgumentParser) -> None:
     """Options of the command."""
-    made.add_argument("--workload", choices=sorted(WORKLOADS), default="8b+1b")
-    made.add_argument("--acceptance", type=float, default=0.78, help="of a planted pair")
-    made.add_argument("--seed", type=int, default=0, help="of a planted pair")
-    made.add_argument("--requests", type=int, default=32, help="at once")
-    made.add_argument("--prompt", type=int, default=64, help="tokens of a prompt")
-    made.add_argument("--new", type=int, default=128, help="tokens of an answer")
-    made.add_argument("--drafts", type=int, default=2, help="per step")
+    add_load(made, workload="8b+1b", new=128, drafts=2)
     made.add_argument("--engines", type=lambda text: tuple(text.split(",")), default=ENGINES, help=", ".join(ENGINES))
 
 
@@ -82,7 +75,7 @@ def command_serving(given: argparse.Namespace) -> Iterator[list[Row]]:
         prompts = models.prompts(given.requests, given.prompt)
         places = Path(scratch) / "target", Path(scratch) / "draft"
         target, draft = written(models.target, places[0]), written(models.draft, places[1])
-        texts = [" ".join(f"t{token}" for token in prompt) for prompt in prompts]
+        texts = as_words(prompts)
         load = Load(texts, prompts, given.new, given.drafts, target, draft, given.device)
         let_go(models)
         base: float | None = None

@@ -26,9 +26,8 @@ from typing import Any
 
 from perf.opened import SHIPPED, Models, opened
 from perf.records import Row, private
-from perf.servers import Line, Running, copied, ours, running, theirs, written
+from perf.servers import Line, Running, add_load, as_words, copied, ours, running, theirs, written
 from perf.serving import let_go
-from perf.workloads import WORKLOADS
 
 ANSWER_SECONDS = 300.0
 LONGEST_LINE = 2**20  # bytes of an event
@@ -80,13 +79,7 @@ class Turn:
 
 def add_options(made: argparse.ArgumentParser) -> None:
     """Options of the command."""
-    made.add_argument("--workload", choices=sorted(WORKLOADS), default=SHIPPED)
-    made.add_argument("--acceptance", type=float, default=0.78, help="of a planted pair")
-    made.add_argument("--seed", type=int, default=0, help="of a planted pair")
-    made.add_argument("--requests", type=int, default=32, help="at once")
-    made.add_argument("--prompt", type=int, default=64, help="tokens of a prompt")
-    made.add_argument("--new", type=int, default=64, help="tokens of an answer")
-    made.add_argument("--drafts", type=int, default=4, help="per step; 0 leaves drafting out")
+    add_load(made, workload=SHIPPED, new=64, drafts=4)
     made.add_argument("--rounds", type=int, default=4, help="that are measured")
     made.add_argument("--cpus", type=_cpus, default=(), help="that each server is bound to, such as 0,1")
     made.add_argument("--peer-python", default=sys.executable, help="interpreter that has transformers[serving]")
@@ -129,7 +122,7 @@ def checkpoints(models: Models, scratch: Path) -> tuple[Path, Path]:
 def texts_of(models: Models, prompts: Sequence[list[int]], target: Path) -> list[str]:
     """What the prompts are as texts."""
     if models.workload != SHIPPED:
-        return [" ".join(f"t{token}" for token in prompt) for prompt in prompts]
+        return as_words(prompts)
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(str(target))
@@ -278,7 +271,8 @@ def summary(turns: Sequence[Turn], base: Sequence[Turn] | None) -> Row:
             for mine, other in zip(turns, base, strict=True)
             for pair in zip(mine.answers, other.answers, strict=True)
         ]
-        row["texts_as_peer"] = f"{sum(mine.text == other.text for mine, other in pairs)} of {len(pairs)}"
+        same = sum(mine.text.strip() == other.text.strip() for mine, other in pairs)
+        row["texts_as_peer"] = f"{same} of {len(pairs)}"
     return row
 
 

@@ -102,6 +102,21 @@ _OFF: Mapping[str, tuple[Any, ...]] = {
     "guidance_scale": (None, 1.0),
     "penalty_alpha": (None, 0.0),
 }
+# arguments of transformers' `generate` that are no fields of its config, and what there is in their place
+_ARGUMENTS: Mapping[str, str] = {
+    "logits_processor": "use logit_bias, allowed_token_ids, penalties, or a regex or grammar",
+    "stopping_criteria": "use stop_strings or eos_token_id, or leave the iteration over stream()",
+    "prefix_allowed_tokens_fn": "use allowed_token_ids, or a regex or grammar",
+    "assistant_model": "the draft is the generator's: FastSpecGenerator(target, draft)",
+    "synced_gpus": "leave it out",
+    "negative_prompt_ids": "leave it out",
+    "negative_prompt_attention_mask": "leave it out",
+    "custom_generate": "leave it out",
+    "use_model_defaults": "give the options that are to hold",
+    "position_ids": "positions follow from attention_mask",
+    "inputs_embeds": "give token ids",
+    "past_key_values": "prompts that begin alike are read once, see prefix_cache",
+}
 _ADVICE: Mapping[str, str] = {
     "max_time": "stop the iteration over stream() when the time is up",
     "prompt_lookup_num_tokens": "pass a draft model",
@@ -177,6 +192,10 @@ def resolve(
             f"generation_config must be a transformers GenerationConfig, got {type(given).__name__}"
         )
     keywords = dict(keywords)
+    for name, advice in _ARGUMENTS.items():
+        value = keywords.pop(name, None)
+        if value is not None and value is not False and not (isinstance(value, list) and not value):
+            raise UnsupportedOption(f"{name} is not supported; {advice}")
     own = {name: keywords.pop(name, None) for name in OWN}
     per_row = {name: keywords.pop(name) for name in PER_ROW if is_list(keywords.get(name))}
     merged = _merge(checkpoint, given, keywords)

@@ -7,6 +7,7 @@ arithmetic.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 NO_SCALES: Final = ModelScales()
 DTYPES: Final = (torch.bfloat16, torch.float16, torch.float32)
 MAX_HEAD_DIM: Final = 512
+# transformers changes its own classes while it makes or reads a model, for all threads: so we do one at a time
+MAKING: Final = threading.RLock()
 
 
 @dataclass(frozen=True, slots=True)

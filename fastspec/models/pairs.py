@@ -6,12 +6,15 @@ A name in the table is a hint. What is loaded is compared token by token all the
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 LARGEST_SHARE: Final = 0.35
-"""A draft with more than this share of the target's parameters is not suggested: it rarely makes decoding faster."""
+"""A draft with more than this share of the parameters that a token of the target reads is not suggested: it rarely
+makes decoding faster."""
+_ACTIVE: Final = {"openai/gpt-oss-20b": 3.6, "openai/gpt-oss-120b": 5.1}  # billions; other names say it: "-A3B"
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +45,7 @@ class TokenizerGroup:
         return [name for name, size in self.models if size <= LARGEST_SHARE * billions]
 
 
+_EXPERTS: Final = ("num_experts", "num_local_experts", "n_routed_experts")
 _PREFIX: Final = {
     "Llama 3": "meta-llama/Llama-",
     "Qwen3": "Qwen/Qwen3-",
@@ -249,7 +253,7 @@ def _by_name(model: str, *, exact: bool = False) -> tuple[TokenizerGroup, float 
     for group in GROUPS:
         for name, billions in group.models:
             if asked == name.lower():
-                return group, billions
+                return group, _read(name, billions)
     if exact:
         return None
     # names of quantised copies extend the known name; names of base models lack its "-Instruct" or "-it"
@@ -260,8 +264,14 @@ def _by_name(model: str, *, exact: bool = False) -> tuple[TokenizerGroup, float 
             core = name.rpartition("/")[2].lower().removesuffix("-instruct").removesuffix("-it")
             goes_on = bare.startswith(core) and not bare[len(core) :][:1].isalnum()
             if goes_on and (best is None or len(core) > best[0]):
-                best = len(core), group, billions
+                best = len(core), group, _read(name, billions)
     return None if best is None else (best[1], best[2])
+
+
+def _read(name: str, billions: float) -> float:
+    """Billions of parameters that a token reads: of a mixture those of its chosen experts and what all share."""
+    said = re.search(r"-a([\d.]+)b", name.lower())
+    return float(said[1]) if said else _ACTIVE.get(name, billions)
 
 
 def _by_files(directory: Path) -> TokenizerGroup | None:
@@ -280,9 +290,18 @@ def _by_files(directory: Path) -> TokenizerGroup | None:
 
 
 def _billions(directory: Path) -> float | None:
-    """About how many parameters lie in a directory, as if each took two bytes; None: no weights are there."""
+    """About how many parameters of a directory a token reads, as if each took two bytes; None: no weights are there."""
     stored = sum(path.stat().st_size for path in directory.glob("*.safetensors"))
-    return stored / 2e9 if stored else None
+    config = _json(directory / "config.json")
+    text = config.get("text_config", config)
+    chosen, of = (_number(text, *names) for names in (("num_experts_per_tok",), _EXPERTS))
+    return stored / 2e9 * (chosen / of if chosen and of else 1) if stored else None
+
+
+def _number(config: Any, *names: str) -> int | None:
+    """The first of these fields that is a whole number."""
+    found = [config.get(name) for name in names] if isinstance(config, dict) else []
+    return next((each for each in found if type(each) is int), None)
 
 
 def _json(path: Path) -> dict[str, Any]:

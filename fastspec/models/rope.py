@@ -171,7 +171,8 @@ def _transformers_rope(
             inv_freq, scaling = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"), layer_type=layer, **more)
         except (ArithmeticError, LookupError, TypeError, ValueError) as error:
             fields.refuse("rope_parameters", dict(parameters), f"settings that transformers can compute ({error})")
-        if inv_freq.numel() != rotated or not math.isfinite(scaling) or scaling <= 0:
+        number = isinstance(scaling, int | float) and math.isfinite(scaling) and scaling > 0
+        if inv_freq.numel() != rotated or not number:
             fields.refuse("rope_parameters", dict(parameters), f"{rotated} frequencies and a positive scaling")
         return _finite(fields, inv_freq, parameters), float(scaling)
 

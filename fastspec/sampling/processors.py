@@ -95,15 +95,22 @@ def invalid(logits: Tensor) -> Tensor:
 
 
 def flag_invalid(accepted: Tensor, places: Tensor) -> Tensor:
-    """Accepted drafts int64 [B], or -1 - place in rows that would emit something chosen at an invalid place.
+    """Accepted drafts int64 [B], so that nothing chosen at an invalid place is emitted; -1 where that leaves nothing.
+
+    Drafts before that place are emitted: a row may end with one of them, and else the next step begins at that place.
 
     Args:
         accepted: int64 [B]; a row's tokens are chosen at places 0..accepted.
         places: bool [B, k+1], which are invalid.
     """
+    first = first_invalid(places)
+    return torch.where(first <= accepted, first - 1, accepted)
+
+
+def first_invalid(places: Tensor) -> Tensor:
+    """int64 [B]: the first invalid one of places bool [B, k+1]; k + 1 where there is none."""
     index = torch.arange(places.shape[1], device=places.device)
-    first = torch.where(places, index, places.shape[1]).amin(dim=1)
-    return torch.where(first <= accepted, -1 - first, accepted)
+    return torch.where(places, index, places.shape[1]).amin(dim=1)
 
 
 def drawable(probs: Tensor) -> Tensor:

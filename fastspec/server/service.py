@@ -276,6 +276,8 @@ class Service:
                     handle = self.generator.submit(prompt, **options)
                 except (ValueError, OutOfPages) as error:
                     raise of_option(error, set(type(body).model_fields)) from None
+                except RuntimeError as error:
+                    raise failed(error) from error
                 answers.append(Answer(len(answers), handle, self.tokenizer, body.stops))
         return answers, sum(map(len, prompts))
 

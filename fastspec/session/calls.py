@@ -167,7 +167,8 @@ def check_whole(requests: list[Request], copies: int) -> None:
     raise InvalidLogits(
         f"no token could be chosen for {'; '.join(named)}{more}: the target's logits there are NaN or infinite, or "
         "leave no token that the options allow. The other rows are whole (this error's `output`). Check the weights, "
-        "take a wider dtype (float16 overflows early), or loosen allowed_token_ids, biases and the grammar"
+        "take a wider dtype (float16 overflows early), or loosen allowed_token_ids, biases, min_new_tokens and the "
+        "grammar"
     )
 
 

@@ -84,9 +84,10 @@ class Loop:
         """Adds a call; the first one starts the thread. One caller at a time."""
         if self._thread is None:
             inbox, reference = self._messages, weakref.ref(self)
-            self._thread = threading.Thread(target=_work, args=(inbox, reference), name="fastspec-steps", daemon=True)
-            weakref.finalize(self, _end, inbox, self._thread)
-            self._thread.start()
+            thread = threading.Thread(target=_work, args=(inbox, reference), name="fastspec-steps", daemon=True)
+            weakref.finalize(self, _end, inbox, thread)
+            thread.start()
+            self._thread = thread  # last: whoever submits meanwhile sees none, or one that is alive
         self._messages.put(joining)
 
     def leave(self, requests: list[Request]) -> None:

@@ -99,7 +99,7 @@ BAD_CALLS: dict[str, tuple[Any, dict[str, Any], str]] = {
     "penalty": (PROMPT, {"repetition_penalty": -1.1}, "repetition_penalty"),
     "penalties": (PROMPT, {"repetition_penalty": torch.tensor([1.0, 2.0])}, "repetition_penalty"),
     "stop strings": (PROMPT, {"stop_strings": ["x"]}, "stop_strings"),
-    "processors": (PROMPT, {"logits_processor": []}, "logits_processor"),
+    "processors": (PROMPT, {"logits_processor": [len]}, "logits_processor"),
     "config of another type": (PROMPT, {"generation_config": {}}, "must be a transformers GenerationConfig"),
 }
 

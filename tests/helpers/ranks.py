@@ -58,7 +58,7 @@ class BetweenThreads:
 
 
 def on_each(size: int, work: Callable[[int, BetweenThreads], T]) -> list[T]:
-    """What `work` gives on every rank."""
+    """What `work` gives on every rank; raises the error of the first rank that failed by itself."""
     table = Table(size)
 
     def one(rank: int) -> T:
@@ -69,4 +69,9 @@ def on_each(size: int, work: Callable[[int, BetweenThreads], T]) -> list[T]:
             raise
 
     with ThreadPoolExecutor(size) as pool:
-        return list(pool.map(one, range(size)))
+        made = [pool.submit(one, rank) for rank in range(size)]
+    errors = [error for each in made if (error := each.exception()) is not None]
+    # a broken barrier is what the others see of a rank that has failed, even of one that is past the barrier
+    if errors:
+        raise next((each for each in errors if not isinstance(each, threading.BrokenBarrierError)), errors[0])
+    return [each.result() for each in made]

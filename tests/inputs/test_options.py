@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from inspect import signature
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from transformers import GenerationConfig, LogitNormalization
+from transformers import GenerationConfig, GenerationMixin, LogitNormalization, LogitsProcessorList
 
 from fastspec.errors import UnsupportedOption
 from fastspec.grammar.spec import KINDS, GrammarSpec
@@ -316,6 +317,18 @@ def test_what_no_distribution_shows_is_taken(name: str) -> None:
     assert torch.allclose(processed.softmax(-1), scores.softmax(-1), atol=1e-6)
     for value in (True, False, None):
         assert resolve(seed=1, **{name: value}) == resolve(seed=1)
+
+
+def test_arguments_of_theirs_that_ask_for_nothing_are_taken() -> None:
+    """Wrappers around `generate` hand them on whether they are set or not."""
+    for name in set(signature(GenerationMixin.generate).parameters) - {
+        *("self", "inputs", "generation_config", "streamer", "kwargs"),
+    }:
+        assert resolve(seed=1, **{name: None}) == resolve(seed=1), name
+    assert resolve(seed=1, logits_processor=LogitsProcessorList(), synced_gpus=False) == resolve(seed=1)
+    for name, says in {"logits_processor": "use logit_bias", "stopping_criteria": "use stop_strings"}.items():
+        with pytest.raises(UnsupportedOption, match=f"{name} is not supported; {says}"):
+            resolve(**{name: [len]})
 
 
 def test_sampler_kinds() -> None:

@@ -41,7 +41,7 @@ def test_the_table_is_in_order() -> None:
         ("deepseek-ai/DeepSeek-R1-Distill-Llama-70B", "deepseek-ai/DeepSeek-R1-Distill-Llama-8B"),
         ("google/gemma-3-27b-it", "google/gemma-3-270m-it"),
         ("google/gemma-2-27b-it", "google/gemma-2-2b-it"),
-        ("openai/gpt-oss-120b", "openai/gpt-oss-20b"),
+        ("Qwen/Qwen3-30B-A3B-Instruct-2507", "Qwen/Qwen3-0.6B"),
     ],
 )
 def test_a_name_has_its_pairs(model: str, first: str) -> None:
@@ -55,6 +55,14 @@ def test_a_name_has_its_pairs(model: str, first: str) -> None:
 def test_what_the_table_does_not_have_is_unknown(model: str) -> None:
     assert natural_pairs(model) is None
     assert suggestion(model) == ""
+
+
+def test_of_a_mixture_what_a_token_reads_counts() -> None:
+    """A draft of 8 billions is slower than experts of which a token reads 3."""
+    for name, wanted in (("Qwen/Qwen3-30B-A3B", ("Qwen/Qwen3-0.6B",)), ("openai/gpt-oss-120b", ())):
+        found = natural_pairs(name)
+        assert found is not None
+        assert found.drafts == wanted
 
 
 def test_the_smallest_has_no_draft() -> None:

@@ -68,13 +68,13 @@ VISION = {
 }
 
 
-def with_vision(model_type: str, directory: Path) -> Any:
+def with_vision(model_type: str, directory: Path, expert_width: int = 24) -> Any:
     """A tiny saved model whose rope has three positions for each token."""
     partial = {"partial_rotary_factor": 0.5} if "glm" in model_type else {}
     rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2] if partial else [2, 3, 3], **partial}
     sizes = {"vocab_size": 101, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "head_dim": 16}
     sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "num_experts": 8, "n_routed_experts": 8}
-    sizes |= {"num_experts_per_tok": 3, "moe_intermediate_size": 24, "max_position_embeddings": 256}
+    sizes |= {"num_experts_per_tok": 3, "moe_intermediate_size": expert_width, "max_position_embeddings": 256}
     config: Any = transformers.CONFIG_MAPPING[model_type](text_config={**sizes, "rope_parameters": rope})
     for name, value in VISION.items():
         if hasattr(config.vision_config, name):
@@ -97,9 +97,19 @@ def test_three_positions_for_each_token_are_one_where_all_is_text(model_type: st
     assert texts(tmp_path, prompt, 24) == wanted
 
 
+@pytest.mark.parametrize("model_type", ["gemma3", "qwen2_5_vl", "mistral3", "gemma4"])
+def test_sizes_of_the_text_model_are_checked_before_transformers_sees_them(model_type: str, tmp_path: Path) -> None:
+    """It makes a list of as many layers as a config asks for."""
+    raw = {"model_type": model_type, "text_config": {"num_hidden_layers": 5000}}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    refused = checkpoints.refusal(tmp_path, CheckpointError)
+    assert "text_config: num_hidden_layers=5000, wanted a whole number from 1 to 4096" in refused
+
+
 @NAMED
-def test_experts_that_a_publisher_stores_transposed_are_turned_back(tmp_path: Path) -> None:
-    model = with_vision("qwen3_vl_moe", tmp_path)
+@pytest.mark.parametrize("width", [24, 32, 64])  # of 32 and 64 the one stack and the other are square
+def test_experts_that_a_publisher_stores_transposed_are_turned_back(width: int, tmp_path: Path) -> None:
+    model = with_vision("qwen3_vl_moe", tmp_path, width)
     path, prompt = tmp_path / "model.safetensors", [3, 5, 7, 9, 11] * 3
     tensors = load_file(path)
     experts = [name for name in tensors if ".mlp.experts." in name]
@@ -108,7 +118,7 @@ def test_experts_that_a_publisher_stores_transposed_are_turned_back(tmp_path: Pa
     save_file({**tensors, **turned}, path, {"format": "pt"})
     assert texts(tmp_path, prompt, 24) == own_text(model, prompt, 24)
     save_file({**tensors, experts[0]: tensors[experts[0]][:, 1:].contiguous()}, path, {"format": "pt"})
-    assert "8 experts of width 24, hidden_size=64" in checkpoints.refusal(tmp_path, CheckpointError)
+    assert f"8 experts of width {width}, hidden_size=64" in checkpoints.refusal(tmp_path, CheckpointError)
 
 
 @NAMED

@@ -68,7 +68,7 @@ def test_which_numbers_of_gpus_give_one_text(
         part = replace(whole, sliced=Sliced(Share(0, size, size), spec))
         found = same_text_on(part, torch.bfloat16, torch.device("cuda", 0))
         assert found == (same if size in same else (size,))
-        said = Ranks(World.alone(), True, False, found).describe(Share(0, size, size), splits_vocab=True)
+        said = Ranks(World.alone(), True, False, found).describe(Share(0, size, size), whole_head="")
         assert ("the same text on 1, 2 and 4 ranks" in said) == (size in same)
         assert ("text may differ from that of another number of ranks" in said) == (size not in same)
         assert same_text_on(part, torch.float32, torch.device("cuda", 0)) == (size,), "fp32 is not packed"

@@ -219,7 +219,7 @@ def test_options_that_leave_nothing_of_a_grammar(gen: FastSpecGenerator, plain: 
         output(gen, PROMPTS[:2], regex=["aab", None], suppress_tokens=[[b], None], do_sample=False)
     made = caught.value.output
     assert isinstance(made, GenerateOutput)
-    assert text_of(gen, made.new_tokens[0]) in ("", "a", "aa")  # what its last step had accepted goes with it
+    assert text_of(gen, made.new_tokens[0]) == "aa", "as without drafts"
     assert made.new_tokens[1] == output(plain, PROMPTS[1:2], do_sample=False).new_tokens[0]
 
 

@@ -201,8 +201,7 @@ def test_broken_logits_end_their_row_alone(value: float, sampler: str, depth: in
         bad = poisoned(engine, 51, position, value)
         got = run(bad, rows, given, sampler=sampler)
         assert (got[1].finish_reason, got[1].invalid_at) == ("error", position)
-        assert len(got[1].new_tokens) <= place
-        assert got[1].new_tokens == expected[1].new_tokens[: len(got[1].new_tokens)]
+        assert got[1].new_tokens == expected[1].new_tokens[:place], "whatever was drafted"
         for index in (0, 2, 3, 4):
             assert got[index].new_tokens == expected[index].new_tokens
             assert (got[index].finish_reason, got[index].invalid_at) == ("length", None)
@@ -216,6 +215,22 @@ def test_broken_logits_that_nobody_needs_do_not_matter() -> None:
     (expected,) = run(engine, [options()], given, sampler=GREEDY)
     bad = poisoned(engine, 50, len(given[0]) + NEW + 1, float("nan"))  # beyond the last token: only ever drafted
     assert texts(run(bad, [options()], given, sampler=GREEDY)) == [expected.new_tokens]
+
+
+@pytest.mark.parametrize("sampler", [GREEDY, FULL])
+@pytest.mark.parametrize("stops", [False, True])
+def test_broken_logits_behind_the_end_of_a_row_do_not_matter(stops: bool, sampler: str) -> None:
+    """All drafts are accepted, and one of them ends the row before the place where nothing can be chosen."""
+    given = [[51, *prompts(1, seed=8)[0]]]
+    engine = tiny_engine(batch=1, same=True)
+    (whole,) = run(engine, [options()], given, sampler=sampler)
+    stop_ids = (whole.new_tokens[11],) if stops else ()
+    (expected,) = run(engine, [options()], given, sampler=sampler, stop_ids=stop_ids)
+    end = len(given[0]) + len(expected.new_tokens)
+    for position in range(end, end + 4):
+        bad = poisoned(engine, 51, position, float("nan"))
+        (got,) = run(bad, [options()], given, sampler=sampler, stop_ids=stop_ids)
+        assert (got.new_tokens, got.finish_reason) == (expected.new_tokens, "stop" if stops else "length")
 
 
 def test_an_unmarked_step_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:

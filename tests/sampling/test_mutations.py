@@ -223,7 +223,8 @@ TABLE: dict[str, list[tuple[str, str, Check]]] = {
         ("places < emitted", "places <= emitted", counted),
         ("~logits.amax(dim=-1).isfinite()", "logits.amax(dim=-1).isnan()", marks),
         ("first <= accepted", "first < accepted", marks),
-        ("-1 - first", "-first", marks),
+        ("first - 1, accepted", "first, accepted", marks),
+        ("places.shape[1]).amin", "places.shape[1]).amax", marks),
         (".isnan().any(", ".isnan().all(", no_draft_law),
     ],
     "sampling.distribution": [

@@ -251,7 +251,7 @@ def test_broken_places_are_marked_where_they_are_needed() -> None:
     logits[3, :, 1:] = -math.inf  # one token is left: fine
     places = processors.invalid(logits)
     assert places.nonzero().tolist() == [[0, 1], [1, 2], [2, 0]]
-    assert processors.flag_invalid(torch.tensor([2, 2, 2, 2, 2]), places).tolist() == [-2, -3, -1, 2, 2]
+    assert processors.flag_invalid(torch.tensor([2, 2, 2, 2, 2]), places).tolist() == [0, 1, -1, 2, 2]
     assert processors.flag_invalid(torch.tensor([0, 1, 0, 0, 1]), places).tolist() == [0, 1, -1, 0, 1]
 
 

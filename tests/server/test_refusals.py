@@ -233,4 +233,8 @@ def test_an_error_of_the_device_is_the_servers(server: Running, monkeypatch: pyt
         status, answer = post(server, TEXT)
         assert (status, answer["error"]["type"]) == (500, "server_error")
         assert "fell off" in answer["error"]["message"]
+    with monkeypatch.context() as plant:
+        plant.setattr(server.service.generator, "submit", lambda *prompt, **options: failing())
+        status, answer = post(server, TEXT)
+        assert (status, answer["error"]["type"]) == (500, "server_error")
     assert post(server, TEXT)[0] == 200

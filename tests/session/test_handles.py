@@ -111,6 +111,22 @@ def test_all_kinds_from_all_threads_go_together(gen: FastSpecGenerator) -> None:
     settled(gen)
 
 
+def test_whoever_submits_while_the_thread_starts_sees_no_dead_one(
+    pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = threading.Thread.start
+    with opened(pair) as gen:
+        loop = gen._session.loop
+
+        def slowly(thread: threading.Thread) -> None:
+            loop.check_here()
+            start(thread)
+            loop.check_here()
+
+        monkeypatch.setattr(threading.Thread, "start", slowly)
+        assert len(gen.submit(PROMPTS[0], max_new_tokens=4).result().new_tokens[0]) == 4
+
+
 def test_a_stream_that_is_under_way_goes_on_beside_handles(pair: tuple[Path, Path]) -> None:
     """Its first steps are its caller's, the others the thread's; it is suspended while handles come to their ends."""
     with opened(pair, max_batch_size=3) as gen:

@@ -197,10 +197,8 @@ def _alone(job: bytes) -> Iterator[None]:
 
     By a lock on a file, which ends with the process. Where files take no locks, several may compile it.
     """
-    path, until = (
-        os.path.join(_cache(), f"{hashlib.sha256(job).hexdigest()[:32]}.compiling"),
-        time.monotonic() + LONGEST,
-    )
+    path = os.path.join(_cache(), f"{hashlib.sha256(job).hexdigest()[:32]}.compiling")
+    until = time.monotonic() + LONGEST
     try:
         os.makedirs(_cache(), exist_ok=True)
         file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)

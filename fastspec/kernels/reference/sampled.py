@@ -65,6 +65,8 @@ def sampled_commit(
     places = rows.lengths[:, None] + torch.arange(k + 1, device=logits.device)
     judged = processors.process(logits, rows.processors, rows.lengths, drafts)
     invalid = processors.invalid(judged)
+    # a draft that comes behind a place without a distribution cannot be judged, and does not count
+    counts = torch.minimum(counts, processors.first_invalid(invalid))
     # by a place without a distribution nothing is accepted; a greedy row's pick stays what it is
     undefined = invalid & (rows.sampler.temperature > 0)[:, None]
     p = distribution.compute_probs(judged, rows.sampler).masked_fill(undefined[:, :, None], torch.nan)

@@ -258,7 +258,10 @@ def sample_listed(
 
 @triton.jit
 def judged(ends, record_ptr, counters_ptr, drafts_ptr, place, counts, num_drafts, vocab, seed, length, RULE, PLACES):
-    """(accepted, block [PLACES]) of a running row whose places have all been sampled; `ends` by `span`."""
+    """(accepted, block [PLACES]) of a running row whose places have all been sampled; `ends` by `span`.
+
+    `counts` are its drafts up to the first place without a distribution.
+    """
     valid = place <= counts
     kinds = tl.load(record_ptr + place * _RECORD + KIND, mask=valid, other=0)
     bests = tl.load(record_ptr + place * _RECORD + BEST, mask=valid, other=0)
@@ -287,4 +290,4 @@ def judged(ends, record_ptr, counters_ptr, drafts_ptr, place, counts, num_drafts
     first_invalid = tl.min(tl.where(invalid, place, PLACES), axis=0)
     block = tl.where(valid, picks, drafts)
     block = tl.minimum(tl.maximum(block, 0), vocab - 1)
-    return tl.where(first_invalid <= accepted, -1 - first_invalid, accepted), tl.where(place <= num_drafts, block, -1)
+    return tl.where(first_invalid <= accepted, first_invalid - 1, accepted), tl.where(place <= num_drafts, block, -1)

@@ -143,7 +143,7 @@ def _verify_kernel(
         lowest = -0x7F800001 if given.keys is not None else -0x7F800000  # of negative infinity
         invalid = in_block & ((level >= 0x7F800000) | (level <= lowest))
         first_invalid = tl.min(tl.where(invalid, place, PLACES), axis=0).to(tl.int64)
-        accepted = tl.where(first_invalid <= accepted, -1 - first_invalid, accepted)
+        accepted = tl.where(first_invalid <= accepted, first_invalid - 1, accepted)
         commit_row(
             row,
             accepted,

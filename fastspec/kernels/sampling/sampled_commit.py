@@ -52,6 +52,7 @@ from fastspec.kernels.sampling.logits import (
     COUNTERS,
     GREEDY,
     GROUP,
+    INVALID,
     NUM_LISTED,
     RECORD,
     RESIDUAL,
@@ -150,6 +151,8 @@ def _end_kernel(
     seed, length = tl.load(source.seeds + row), tl.load(source.lengths + row)
     temperature = tl.load(source.temperature + row)
     p, q, num_listed, kinds = reported(row_records, place, num_places)
+    # drafts behind a place without a distribution do not count; places behind the drafts are not among these
+    counts = tl.minimum(counts, tl.min(tl.where(kinds == INVALID, place, PLACES), axis=0))
     handled = ((tl.program_id(0) == 0) & (part == 0)).to(tl.int32)
     workers = tl.full([], 1, tl.int32)  # a row that samples nothing is judged by its first program alone
     low, high, carried = counts * 0, counts, tl.full([PLACES], 1.0, tl.float32)

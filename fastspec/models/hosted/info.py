@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from fastspec.errors import UnsupportedModel
-from fastspec.models.config import DTYPES
+from fastspec.models.config import DTYPES, MAKING
 from fastspec.models.hosted.cuts import HostedCut
 from fastspec.models.hosted.hooks import register
 from fastspec.models.hosted.norms import KnownNorm, known_norm
@@ -185,7 +185,7 @@ def shell_of(kind: Any, config: PretrainedConfig) -> nn.Module:
     register()
     config._attn_implementation = "eager"  # neither chosen by the file nor fetched
     try:
-        with torch.device("meta"):
+        with MAKING, torch.device("meta"):
             shell: nn.Module = kind(config)
     except FOREIGN as error:
         raise UnsupportedModel(f"its class {kind.__name__} cannot be made of this config: {error}") from error

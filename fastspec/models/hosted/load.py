@@ -18,6 +18,7 @@ from fastspec.errors import CheckpointError, UnsupportedModel
 from fastspec.kernels.common.codes import CodesKind
 from fastspec.kernels.common.rounding import rounded
 from fastspec.kernels.common.weights import Weight
+from fastspec.models.config import MAKING
 from fastspec.models.hosted.codes import ProductCodes, rounded_weight, rounding_of
 from fastspec.models.hosted.cuts import Kind, own_part
 from fastspec.models.hosted.info import HostedInfo
@@ -85,17 +86,18 @@ def _read(directory: Path, info: HostedInfo, dtype: torch.dtype, name: str, code
     """The model as transformers loads it, on the CPU; no code of the checkpoint runs, and no pickle is read."""
     values = codes.values(dtype) if codes is not None else text_values(directory) if info.whole else None
     try:
-        module, told = info.kind.from_pretrained(
-            str(directory) if values is None else None,
-            state_dict=values,
-            config=copy.deepcopy(info.config),
-            dtype=dtype,
-            local_files_only=True,
-            use_safetensors=True,
-            trust_remote_code=False,
-            attn_implementation="eager",
-            output_loading_info=True,
-        )
+        with MAKING:
+            module, told = info.kind.from_pretrained(
+                str(directory) if values is None else None,
+                state_dict=values,
+                config=copy.deepcopy(info.config),
+                dtype=dtype,
+                local_files_only=True,
+                use_safetensors=True,
+                trust_remote_code=False,
+                attn_implementation="eager",
+                output_loading_info=True,
+            )
     except (OSError, RuntimeError, ValueError, TypeError, LookupError) as error:
         raise CheckpointError(f"{name}: transformers cannot load it: {error}; download it again") from error
     for kind in ("missing_keys", "mismatched_keys", "error_msgs"):

@@ -15,7 +15,7 @@ from fastspec.kernels.ops import Ops
 from fastspec.models.hosted.hooks import NoCache, attach
 from fastspec.models.hosted.info import HostedInfo
 from fastspec.models.hosted.probe import base_name, base_of
-from fastspec.models.hosted.swaps import FixedShapes
+from fastspec.models.hosted.swaps import FixedShapes, our_op
 from fastspec.parallel.exchange import Alone, Exchange
 from fastspec.shapes import UNTILED, ForwardBatch, Tiling
 
@@ -126,8 +126,7 @@ class HostedModel:
         wide = [_padded(part, call.head_dim).transpose(1, 2).flatten(2) for part in (query, key, value)]
         qkv = torch.cat(wide, dim=-1)
         sinks = options.get("s_aux")
-        self.inside = True
-        try:
+        with our_op(self):
             out: Tensor = self.ops.attend(
                 qkv.to(self.keys[call.slot].dtype),
                 None,
@@ -145,8 +144,6 @@ class HostedModel:
                 work=self._work[call.shape],
                 tiling=rows.tiling,
             )
-        finally:
-            self.inside = False
         heads: Tensor = out.unflatten(-1, (call.heads, -1))[..., : call.value_dim].to(query.dtype)
         return heads
 

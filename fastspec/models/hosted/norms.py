@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fastspec.kernels import reference
-from fastspec.models.hosted.swaps import Running
+from fastspec.models.hosted.swaps import Running, our_op
 
 Form = Literal["rounded", "wide", "plus_one"]
 FORMS: Final[tuple[Form, ...]] = ("rounded", "wide", "plus_one")
@@ -49,13 +49,9 @@ class Norm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., K], and the same shape."""
-        running = self._running
-        running.inside = True
-        try:
-            out: Tensor = running.ops.norm(x, self.weight, self.eps)
-            return out
-        finally:
-            running.inside = False
+        with our_op(self._running):
+            out: Tensor = self._running.ops.norm(x, self.weight, self.eps)
+        return out
 
 
 def known_norm(part: nn.Module) -> KnownNorm | None:

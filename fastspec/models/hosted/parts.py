@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fastspec.kernels.common.weights import Weight
-from fastspec.models.hosted.swaps import Running
+from fastspec.models.hosted.swaps import Running, our_op
 from fastspec.parallel.exchange import tree_sum
 
 
@@ -37,12 +37,8 @@ class PartProduct(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., K] to [..., N], each of them this rank's part or all of it."""
-        running = self._running
-        running.inside = True
-        try:
+        with our_op(self._running):
             return self._summed(x) if self._columns else self._rows(x)
-        finally:
-            running.inside = False
 
     def _rows(self, x: Tensor) -> Tensor:
         running, x = self._running, x.contiguous()

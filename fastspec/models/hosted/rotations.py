@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from fastspec.kernels import reference
-from fastspec.models.hosted.swaps import Running
+from fastspec.models.hosted.swaps import Running, our_op
 
 NAME: Final = "apply_rotary_pos_emb"
 DEPRECATION: Final = "transformers.utils.deprecation"
@@ -61,12 +61,9 @@ def use_our_rotation(part: nn.Module, running: Running) -> None:
         if more or options or not _fits(q, k, cos, sin):
             found: tuple[Tensor, Tensor] = theirs(q, k, cos, sin, *more, **options)
             return found
-        own.inside = True
-        try:
+        with our_op(own):
             rotated_heads: tuple[Tensor, Tensor] = own.ops.rotate(q, k, cos, sin)
-            return rotated_heads
-        finally:
-            own.inside = False
+        return rotated_heads
 
     names = {**forward.__globals__, NAME: rotated}
     ours = FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Final, Protocol
 from weakref import proxy
 
@@ -39,6 +41,16 @@ class Running(Protocol):
     inside: bool
 
 
+@contextmanager
+def our_op(running: Running) -> Iterator[None]:
+    """While it lasts an op of ours runs, whose torch functions `FixedShapes` leaves as they are."""
+    running.inside = True
+    try:
+        yield
+    finally:
+        running.inside = False
+
+
 class Product(nn.Module):
     """y = x W^T + b by our op, in the place of an nn.Linear or a Conv1D."""
 
@@ -54,13 +66,10 @@ class Product(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """x [..., K] to [..., N]."""
         running = self._running
-        running.inside = True
-        try:
+        with our_op(running):
             bias, tiling = self.bias, running.tiling
             out: Tensor = running.ops.linear(x.contiguous(), self.weight, bias, tiling, out_dtype=self.out_dtype)
-            return out
-        finally:
-            running.inside = False
+        return out
 
 
 class Embedding(nn.Module):
@@ -201,11 +210,8 @@ def fixed_experts(self: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> 
     if parts is None:
         return chosen(self, hidden, index, weights).to(hidden.dtype)
     partial = [chosen(_Part(self, part), hidden, index, weights) for part in range(parts)]
-    running.inside = True
-    try:
+    with our_op(running):
         summed: Tensor = running.exchange.sum(tree_sum(partial).contiguous())
-    finally:
-        running.inside = False
     return summed.to(hidden.dtype)
 
 

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.modules import module as torch_module
 
 from fastspec.errors import UnsupportedModel
-from fastspec.models.config import spec_from_config
+from fastspec.models.config import MAKING, spec_from_config
 from fastspec.models.families import FAMILIES
 
 if TYPE_CHECKING:
@@ -162,7 +162,7 @@ def check_as_built(module: nn.Module, spec: ModelSpec) -> None:
     """
     config: Any = copy.deepcopy(module.config)
     config._attn_implementation = "eager"  # which every machine has, and which is compared elsewhere
-    with torch.device("meta"):
+    with MAKING, torch.device("meta"):
         built = dict(type(module)(config).named_modules())
     for path, part in module.named_modules():
         refuse = partial(_refuse, module, path)

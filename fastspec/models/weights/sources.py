@@ -60,6 +60,7 @@ if TYPE_CHECKING:
 MODELOPT: Final = "hf_quant_config.json"
 QUANTISED_FIELDS: Final = ("quantization_config", "compression_config")
 TOKENIZER_CONFIG: Final = "tokenizer_config.json"
+TEXT_CONFIG: Final = "text_config"
 ADAPTER: Final = "adapter_config.json"
 # Of a classifier, which is never built: transformers would make a table of as many labels as the file asks for.
 UNREAD_FIELDS: Final = ("num_labels", "id2label", "label2id")
@@ -374,6 +375,8 @@ def check_config_file(directory: Path) -> dict[str, Any]:
     if raw.get("per_layer_config") and family in FAMILIES:
         raise UnsupportedModel(f"{path}: per_layer_config is not supported; {supported_models()}")
     check_sizes(raw, str(path), native=family in FAMILIES)
+    if isinstance(raw.get(TEXT_CONFIG), dict):
+        check_sizes(raw[TEXT_CONFIG], f"{path}: {TEXT_CONFIG}", native=False)
     return raw
 
 

@@ -69,7 +69,7 @@ def choose(kind: str, monkeypatch: pytest.MonkeyPatch) -> str:
         simulate_tma(monkeypatch)
     set_ctas(0 if kind == "fragments" else 1, monkeypatch)
     monkeypatch.setattr(plan, "reads_concurrently", lambda *args: kind == "concurrent")
-    as_many = partial(plan.even_groups, most=plan.MAX_ROW_GROUPS)  # rows to a tile as there are
+    as_many = partial(plan.even_groups, max_groups=plan.MAX_ROW_GROUPS)  # rows to a tile as there are
     monkeypatch.setattr(plan, "tile_groups", lambda gpu, sizes: as_many(sizes.num_rows))
     monkeypatch.setattr(attention, "uses_mma", lambda *args: kind != "tiles")
     monkeypatch.setattr(plan, "LATE_FROM", 0 if kind == "tma" else 2**30)

@@ -26,7 +26,7 @@ from fastspec.models.weights.load import LayerWeights, load_weights
 from fastspec.models.weights.sources import resolve
 from fastspec.shapes import RoutingRule, Tiling
 from tests.helpers import hybrid
-from tests.helpers.families import FAMILIES, MIXTURES, VOCAB, config_of, decoder, logits_of, make_family
+from tests.helpers.families import FAMILIES, MIXTURES, VOCAB, YARN, config_of, decoder, logits_of, make_family
 from tests.helpers.parts import Case, Changed, case_of, none_is_idle, turned, with_layer
 
 TOKENS = 40  # beyond every window
@@ -290,6 +290,11 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("exaone4", {"hidden_act": "gelu"}, "hidden_act='gelu'"),
     ("ministral", {"layer_types": ["chunked_attention"] * 2}, "layer_types='chunked_attention'"),
     ("ministral3", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}, "rope_type='default'"),
+    (
+        "ministral3",
+        {"rope_parameters": {**YARN, "attention_factor": "8"}},
+        "wanted 12 frequencies and a positive scaling",
+    ),
     (
         "seed_oss",
         {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},

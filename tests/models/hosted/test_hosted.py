@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from transformers.utils import logging
 from fastspec.errors import CheckpointError, UnsupportedModel, UnsupportedOption
 from fastspec.generator import FastSpecGenerator
 from fastspec.kernels.common.rounding import FORMATS
+from fastspec.models.config import MAKING
 from fastspec.models.families import FAMILIES
 from fastspec.models.hosted import swaps
 from fastspec.models.hosted.info import HostedInfo, hosted_info
@@ -103,6 +105,28 @@ def test_a_native_family_has_the_same_text_when_it_is_hosted(monkeypatch: pytest
     with generator(model, model) as hosted:
         assert texts_of(hosted).new_tokens == wanted
         assert "hosted" in hosted.explain()
+
+
+def test_models_are_made_one_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers ties no weights of any model while it reads one, and a second reading would make that last."""
+    model = make_model("gpt_neox")
+    model.save_pretrained(tmp_path)
+    read, elsewhere = PreTrainedModel.from_pretrained.__func__, list[str]()
+
+    def look() -> None:
+        if free := MAKING.acquire(blocking=False):
+            MAKING.release()
+        elsewhere.append("free" if free else "held")
+
+    def reading(kind: Any, *given: Any, **options: Any) -> Any:
+        thread = threading.Thread(target=look)
+        thread.start()
+        thread.join()
+        return read(kind, *given, **options)
+
+    monkeypatch.setattr(PreTrainedModel, "from_pretrained", classmethod(reading))
+    FastSpecGenerator(tmp_path, device="cpu", max_length=32, progress=False).close()
+    assert elsewhere == ["held"]
 
 
 def test_progress_is_shown_where_it_is_asked_for(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
