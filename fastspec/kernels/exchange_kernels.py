@@ -10,6 +10,12 @@ from fastspec.kernels.flags import arrived, awaited, signalled, word_of
 
 
 @triton.jit
+def _lying(buffers_ptr, rank, dtype: tl.constexpr):
+    """Where a rank's buffers lie: a multiple of 16 bytes, and the compiler then moves as many at once."""
+    return tl.multiple_of(tl.load(buffers_ptr + rank).to(tl.pointer_type(dtype)), 16)
+
+
+@triton.jit
 def _push(
     value, at, there, room, elements, limit, blocks, RANK: tl.constexpr, SIZE: tl.constexpr, WORDS: tl.constexpr
 ):  # fmt: skip
@@ -24,7 +30,7 @@ def _push(
     given = word_of(value, epoch) if WORDS else value
     for peer in tl.static_range(SIZE):
         if peer != RANK:
-            theirs = tl.load(buffers_ptr + peer).to(tl.pointer_type(given.dtype))
+            theirs = _lying(buffers_ptr, peer, given.dtype)
             tl.store(theirs + (half + RANK * elements.to(tl.int64)) + at, given, mask=there)
     tl.debug_barrier()
     if not WORDS:
@@ -36,7 +42,7 @@ def _push(
                 awaited(flags_ptr, peer, epoch, blocks, limit, RANK)
         tl.debug_barrier()
     tl.store(epochs_ptr + pid, epoch)
-    return tl.load(buffers_ptr + RANK).to(tl.pointer_type(given.dtype)) + half, epoch
+    return _lying(buffers_ptr, RANK, given.dtype) + half, epoch
 
 
 @triton.jit
@@ -134,7 +140,7 @@ def _reduce_block(
         if peer != RANK:
             awaited(flags_ptr, peer, epoch, blocks, limit, RANK)
     tl.debug_barrier()
-    mine = tl.load(buffers_ptr + RANK).to(tl.pointer_type(tl.float32)) + half
+    mine = _lying(buffers_ptr, RANK, tl.float32) + half
     total = _sum_ranks(own, mine, at, there, elements, epoch, limit, 0, SIZE, RANK, False)
     if bias_ptr is not None:
         total += tl.load(bias_ptr + at % width, mask=there, other=0.0).to(tl.float32)
@@ -142,7 +148,7 @@ def _reduce_block(
     rounded = total.to(out_ptr.dtype.element_ty)
     for peer in tl.static_range(SIZE):
         if peer != RANK:
-            theirs = tl.load(buffers_ptr + peer).to(tl.pointer_type(tl.float32)) + (half + RANK * elements.to(tl.int64))
+            theirs = _lying(buffers_ptr, peer, tl.float32) + (half + RANK * elements.to(tl.int64))
             tl.store(_narrow(theirs, out_ptr, at, BLOCK), rounded, mask=there)
     tl.store(out_ptr + at, rounded, mask=there)
     tl.debug_barrier()
@@ -158,13 +164,13 @@ def _send_block(
 ):  # fmt: skip
     """Another rank owns the block: this one sends it its part, and gets the sum."""
     buffers_ptr, flags_ptr, _epochs_ptr = room
-    theirs = tl.load(buffers_ptr + owner).to(tl.pointer_type(tl.float32)) + (half + RANK * elements.to(tl.int64))
+    theirs = _lying(buffers_ptr, owner, tl.float32) + (half + RANK * elements.to(tl.int64))
     tl.store(theirs + at, own, mask=there)
     tl.debug_barrier()
     signalled(flags_ptr, owner, epoch, blocks, RANK)
     awaited(flags_ptr, owner, epoch, blocks, limit, RANK)
     tl.debug_barrier()
-    mine = tl.load(buffers_ptr + RANK).to(tl.pointer_type(tl.float32)) + (half + owner * elements.to(tl.int64))
+    mine = _lying(buffers_ptr, RANK, tl.float32) + (half + owner * elements.to(tl.int64))
     narrow = _narrow(mine, out_ptr, at, BLOCK)
     tl.store(out_ptr + at, tl.load(narrow, mask=there, other=0.0, volatile=True), mask=there)
 

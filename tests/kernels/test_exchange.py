@@ -21,6 +21,8 @@ def test_kernels_compile_for_a_hopper_gpu() -> None:
     for report in reports:
         assert report["spills"] == 0, report
         assert report["waits_first"], report  # what comes behind may start early, and waits for the sums itself
+        # 16 bytes at a time: elements alone take several times the transactions of what peers have pushed
+        assert report["kernel"] == "_largest_kernel" or report["narrow_waits"] == 0, report
 
 
 def runs(size: int, halves: int, seed: int) -> bool:
