@@ -19,7 +19,7 @@ from fastspec.models.decoder import Decoder
 from fastspec.models.families.plan import LayerPlan
 from fastspec.models.weights.load import DecoderWeights, LayerWeights
 from fastspec.models.weights.sliced import Sliced
-from fastspec.parallel.exchange import Exchange, tree_sum
+from fastspec.parallel.exchange import Exchange, Sums, tree_sum
 from fastspec.parallel.slices import Cut, Share
 from fastspec.shapes import Tiling
 
@@ -62,7 +62,7 @@ class ParallelDecoder(Decoder):
     ) -> None:
         super().__init__(spec, weights, cache, ops, **sizes)
         self._share, self.exchange = sliced.share, exchange
-        self._reduce = exchange.added
+        self._reduce = Sums(exchange)
         shared_codes = weights.head is weights.embed and weights.head.codes is not None  # which are not taken apart
         self._splits_vocab = sliced.share.splits_vocab(spec.vocab_size) and not shared_codes
         self._head = _head(weights, spec, sliced.share) if self._splits_vocab else weights.head

@@ -37,11 +37,11 @@ class OverDevices:
         dist.all_reduce(warm, group=self._group)  # makes the communicator, which no capture may
         torch.cuda.synchronize(device)
         self._prompts = takes_prompts(world.size, prompts)
-        self._room, self._why = _room_of(world, device, self._group, elements_of(world.size, elements, prompts))
+        self.room, self._why = _room_of(world, device, self._group, elements_of(world.size, elements, prompts))
 
     def describe(self) -> str:
         """As in `Exchange`."""
-        if self._room is None:
+        if self.room is None:
             return f"NCCL in the graph, for {self._why}"
         prompts = "" if self._prompts else "; prompts by NCCL"
         return f"pushed into the peers' memory by a kernel of the step, added as one tree in fp32{prompts}"
@@ -84,8 +84,8 @@ class OverDevices:
 
     def _room_for(self, tensor: Tensor) -> Room | None:
         """The room for a tensor; None where it goes by NCCL."""
-        fits = self._room is not None and tensor.numel() <= self._room.elements and tensor.is_contiguous()
-        return self._room if fits else None
+        fits = self.room is not None and tensor.numel() <= self.room.elements and tensor.is_contiguous()
+        return self.room if fits else None
 
     def _gathered(self, tensor: Tensor) -> list[Tensor]:
         out = torch.empty(self._world.size, *tensor.shape, dtype=tensor.dtype, device=tensor.device)
