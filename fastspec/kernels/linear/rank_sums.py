@@ -11,6 +11,8 @@ memory and waits for theirs, as `exchange` describes it.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 from torch import Tensor
@@ -23,6 +25,35 @@ from fastspec.kernels.exchange_kernels import push, sum_ranks
 from fastspec.kernels.linear.epilogue import STAYS
 from fastspec.kernels.linear.split_k import FEW_PROGRAMS, SPREAD, Parts, leave_given, sums_of
 from fastspec.kernels.room import BLOCK, LIMIT, WORD_BLOCK, Room
+
+
+class Sums(NamedTuple):
+    """What a program adds and leaves, as parameters of `split_k.given_kernel` say it."""
+
+    SPLITS: int
+    PAIRWISE: int
+    K: int
+    S: int
+    KT: int
+    ROOM: int
+    SHARED: int
+
+
+class Peers(NamedTuple):
+    """How a program exchanges its part.
+
+    Attributes:
+        RANK, SIZE: as in `Room`.
+        BLOCK: elements of a block of the room.
+        COUNT: blocks of a program.
+        WORDS: elements travel as words.
+    """
+
+    RANK: int
+    SIZE: int
+    BLOCK: int
+    COUNT: int
+    WORDS: bool
 
 
 @gluon.jit(do_not_specialize=["M"])
@@ -40,25 +71,24 @@ def ranks_kernel(
     elements,
     blocks,
     limit,
-    SPLITS: gl.constexpr,  # of the product before
-    PAIRWISE: gl.constexpr,  # of its parts that are added up first
-    K: gl.constexpr,
-    S: gl.constexpr,  # of the product after
-    KT: gl.constexpr,
-    ROOM: gl.constexpr,  # words, a power of two
-    SHARED: gl.constexpr,  # words of shared memory
+    SUMS: gl.constexpr,  # Sums
     WARPS: gl.constexpr,
     PDL: gl.constexpr,
     DTYPE: gl.constexpr,
     RAISE: gl.constexpr,
-    RANK: gl.constexpr,
-    SIZE: gl.constexpr,
-    BLOCK: gl.constexpr,
-    COUNT: gl.constexpr,  # blocks of a program
-    WORDS: gl.constexpr,
+    PEERS: gl.constexpr,  # Peers
 ):
     """The part of a row that one split of the next product multiplies."""
+    K: gl.constexpr = SUMS.K
+    S: gl.constexpr = SUMS.S
+    KT: gl.constexpr = SUMS.KT
+    ROOM: gl.constexpr = SUMS.ROOM
     K_TILE: gl.constexpr = KT // 2  # words
+    RANK: gl.constexpr = PEERS.RANK
+    SIZE: gl.constexpr = PEERS.SIZE
+    BLOCK: gl.constexpr = PEERS.BLOCK
+    COUNT: gl.constexpr = PEERS.COUNT
+    WORDS: gl.constexpr = PEERS.WORDS
     split, row = gl.program_id(0), gl.program_id(1)
     word = gl.arange(0, ROOM, layout=gl.BlockedLayout([4], [32], [WARPS], [0]))
     place = word // K_TILE * (S * K_TILE) + split * K_TILE + word % K_TILE
@@ -73,7 +103,7 @@ def ranks_kernel(
         gdc_launch_dependents()
         gdc_wait()
     residual = gl.load(residual_ptr + (row.to(gl.int64) * K + n), mask=n < K, other=0.0).to(gl.float32)
-    own = sums_of(parts_ptr, factors_ptr, None, None, None, row, mine, mine < K, M, K, SPLITS, PAIRWISE)
+    own = sums_of(parts_ptr, factors_ptr, None, None, None, row, mine, mine < K, M, K, SUMS.SPLITS, SUMS.PAIRWISE)
     at = first * BLOCK + j
     theirs, epoch = push(own, at, mine < K, room, first, elements, limit, blocks, RANK, SIZE, WORDS, BLOCK, COUNT)
     total = sum_ranks(own, theirs, at, mine < K, elements, epoch, limit, 0, SIZE, RANK, WORDS)
@@ -84,7 +114,7 @@ def ranks_kernel(
     gl.store(out_ptr + (row.to(gl.int64) * K + n), total, mask=n < K, eviction_policy=STAYS)
     leave_given(
         total, word, place, row, split, gamma, gamma_ptr, given_ptr, squares_ptr, M,
-        K, S, KT, ROOM, SHARED, WARPS, DTYPE, RAISE,
+        K, S, KT, ROOM, SUMS.SHARED, WARPS, DTYPE, RAISE,
     )  # fmt: skip
 
 
@@ -127,17 +157,16 @@ def sum_ranks_permuted(
     words = rows * splits * max(2 * held, WORD_BLOCK) <= room.max_words
     block = WORD_BLOCK if words else BLOCK
     memory = (room.words, room.flags, room.word_epochs) if words else (room.buffers, room.flags, room.epochs)
-    warps = min(8, max(1, held // 128))
+    warps, shared = min(8, max(1, held // 128)), max(held, SPREAD[splits * rows > FEW_PROGRAMS])
     launch(
         ranks_kernel,
         (splits, rows),
         *(parts.sums, parts.factors, bias, residual, out, norm[0].view(torch.int32), given.view(torch.int32), squares),
         memory,
         *(rows, room.max_words if words else room.elements, len(room.epochs), LIMIT),
-        **{"SPLITS": len(parts.sums), "PAIRWISE": parts.pairwise, "K": k, "S": splits, "KT": k_tile, "ROOM": held},
-        **{"SHARED": max(held, SPREAD[splits * rows > FEW_PROGRAMS]), "WARPS": warps, "PDL": pdl, "DTYPE": dtype},
-        **{"RAISE": raise_rows, "RANK": room.rank, "SIZE": room.size, "BLOCK": block, "WORDS": words},
-        COUNT=max(1, 2 * held // block),
+        SUMS=Sums(len(parts.sums), parts.pairwise, k, splits, k_tile, held, shared),
+        PEERS=Peers(room.rank, room.size, block, max(1, 2 * held // block), words),
+        **{"WARPS": warps, "PDL": pdl, "DTYPE": dtype, "RAISE": raise_rows},
         num_warps=warps,
         launch_pdl=pdl,
         enable_fp_fusion=False,
