@@ -20,7 +20,7 @@ TWO_SHOT = {2: 256 * 4096, 4: ALL, 8: ALL}
 WORDS = {2: 48 * 4096, 4: 16 * 4096, 8: 6 * 4096}
 # elements of the room, by the number of ranks, up to which a sum in a chain of products of many rows is one kernel with
 # the norm behind it; 0: not timed on so many
-WITH_NORM = {2: 0, 4: 0, 8: 0}
+WITH_NORM = {2: ALL, 4: 0, 8: 0}
 MAX_ELEMENTS = 2**24  # 4-byte elements that the kernel exchanges at once; more go to NCCL
 LIMIT = 120_000_000_000  # nanoseconds that a program waits for a peer at most
 _PIECE = 2 * 2**20  # bytes: the device gives shared memory in whole pieces

@@ -14,6 +14,7 @@ from fastspec.kernels.ops import TORCH_OPS
 from fastspec.kernels.room import BLOCK, MAX_ELEMENTS, elements_of, room_bytes, takes_prompts
 from fastspec.models.weights.sources import resolve
 from fastspec.parallel import devices
+from fastspec.parallel.exchange import Alone, Sums
 from fastspec.parallel.world import World
 from fastspec.runtime.settings import settings_of
 
@@ -66,6 +67,18 @@ def test_what_is_allocated_is_what_is_planned(given: tuple[int, int, int], monke
     room = devices._symmetric(world, torch.device("cpu"), None, elements)
     assert room.elements == elements >= min(step, MAX_ELEMENTS)
     assert sum(taken) == room_bytes(ranks, step, prompts)
+
+
+def test_sums_have_room_for_what_fits_between_two() -> None:
+    def asked(ranks: int, room: bool = True) -> Sums:
+        shared = SimpleNamespace(size=ranks, elements=4096) if room else None
+        return Sums(SimpleNamespace(room=shared))  # type: ignore[arg-type]
+
+    assert asked(2).room_for(4096) is not None
+    assert asked(2).room_for(4097) is None
+    assert asked(4).room_for(4096) is None, "not timed on so many"
+    assert asked(2, room=False).room_for(1) is None
+    assert Sums(Alone()).room_for(1) is None
 
 
 def test_the_plan_of_a_rank_has_it_on_gpus_and_shortens_rows_by_it(pair: tuple[str, str]) -> None:
