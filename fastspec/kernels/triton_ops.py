@@ -74,13 +74,13 @@ def workspace(
     device: torch.device, batch: int, max_queries: int, max_positions: int, heads: tuple[int, int, int]
 ) -> Workspace:
     """Allocates the work area of a model; arguments as in `Ops.workspace`."""
-    argmax = torch.zeros(batch + 1, dtype=torch.int64, device=device)
+    argmax = torch.zeros(batch * max_queries + 1, dtype=torch.int64, device=device)
     return Workspace(attend_work(device, batch * max_queries, max_positions, heads), argmax)
 
 
 def workspace_bytes(batch: int, max_queries: int, max_positions: int, heads: tuple[int, int, int]) -> int:
     """Bytes of `workspace`."""
-    return 8 * (batch + 1) + attend_work_bytes(batch * max_queries, max_positions, heads)
+    return 8 * (batch * max_queries + 1) + attend_work_bytes(batch * max_queries, max_positions, heads)
 
 
 def weight_format(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Format:
