@@ -2,6 +2,7 @@
 
 Publishers put `auto_map` into the config where transformers did not have the type yet, as for Phi-4-mini or
 DeepSeek-V3. Now that it has them, it reads such checkpoints with its own classes by default, and so does fastspec.
+Some, as Kimi-K2, have a `model_type` of their own for classes that have these names: they are read as the type of those.
 """
 
 from __future__ import annotations
@@ -30,8 +31,42 @@ def refuse_remote_code(path: Path, raw: Mapping[str, Any]) -> None:
     if not asked or (family and family.read_as) or _is_own(asked, raw):
         return
     raise UnsupportedModel(
-        f"{path}: auto_map asks for code from the checkpoint, which is never run; wanted the names of transformers' "
-        f"own classes in it and in architectures; {supported_models()}"
+        f"{path}: auto_map asks for code from the checkpoint ({_asked_for(asked)}), which is never run; "
+        f"{_own_names(raw)}; {supported_models()}"
+    )
+
+
+def type_of_names(raw: Mapping[str, Any]) -> str | None:
+    """The type of transformers whose config and causal model a config names, where its own type is unknown there."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+    kind, asked = raw.get("model_type"), raw.get(AUTO_MAP)
+    if not isinstance(kind, str) or kind in CONFIG_MAPPING_NAMES or kind in FAMILIES or not isinstance(asked, dict):
+        return None
+    config = _last(asked.get("AutoConfig"))
+    types = [each for each, name in CONFIG_MAPPING_NAMES.items() if name == config]
+    found = [each for each in types if _is_own(asked, {**raw, "model_type": each})]
+    return found[0] if len(found) == 1 else None
+
+
+def _asked_for(asked: Any) -> str:
+    """What `auto_map` names as the causal model, or all of it."""
+    named = asked.get("AutoModelForCausalLM") if isinstance(asked, dict) else None
+    return str(named or asked)
+
+
+def _own_names(raw: Mapping[str, Any]) -> str:
+    """What was wanted in place of such names."""
+    import transformers
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    kind = raw.get("model_type")
+    own = " or ".join(_names(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(str(kind))))
+    if own:
+        return f"wanted the names of transformers' own classes in it and in architectures, {own} for {kind!r}"
+    return (
+        f"transformers {transformers.__version__} has no causal model of model_type {kind!r}; wanted a checkpoint in a "
+        "format that it has, or a newer transformers if that has it"
     )
 
 

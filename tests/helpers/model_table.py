@@ -149,7 +149,7 @@ def entry(model_type: str) -> Entry:
     except UnsupportedModel as error:
         if "cannot be made of this config" in str(error):
             return Entry(model_type, "not tried", "no tiny model")
-        return Entry(model_type, "refused", str(error).split("cannot be hosted: ", 1)[-1].split("\n")[0])
+        return Entry(model_type, "refused", str(error).split("cannot be hosted: ", 1)[-1].split("\n")[0].partition(" (by the module of")[0])
     except Exception as error:  # noqa: BLE001
         return Entry(model_type, "not tried", f"no tiny model: {type(error).__name__}")
 

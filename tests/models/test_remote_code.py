@@ -48,6 +48,23 @@ def test_any_other_name_is_refused(tmp_path: Path, fields: dict[str, Any]) -> No
     assert "auto_map asks for code from the checkpoint" in refusal(tmp_path, UnsupportedModel)
 
 
+def test_a_type_of_a_publishers_own_is_read_by_the_classes_that_it_names(tmp_path: Path) -> None:
+    make_model("deepseek_v3").save_pretrained(tmp_path)
+    plain = resolve(tmp_path, role="target").spec
+    names = {name: f"modeling_x.DeepseekV3{what}" for name, what in zip(PHI, ("Config", "ForCausalLM"), strict=True)}
+    edit(tmp_path / "config.json", model_type="kimi_k2", auto_map=names)
+    with pytest.warns(UserWarning, match="model_type 'kimi_k2' is read as 'deepseek_v3'"):
+        spec = resolve(tmp_path, role="target").spec
+    assert isinstance(plain, HostedInfo)
+    assert isinstance(spec, HostedInfo)
+    assert (spec.kind, spec.probed.calls) == (plain.kind, plain.probed.calls)
+    for other in ({"AutoConfig": "configuration_x.KimiConfig"}, {"AutoModelForCausalLM": "modeling_x.KimiForCausalLM"}):
+        edit(tmp_path / "config.json", auto_map={**names, **other})
+        said = refusal(tmp_path, UnsupportedModel)
+        assert "auto_map asks for code from the checkpoint (modeling_x." in said
+        assert "has no causal model of model_type 'kimi_k2'; wanted" in said
+
+
 def test_a_tokenizers_code_is_refused_and_what_names_none_is_not() -> None:
     for raw in ({}, {"auto_map": {}}, {"auto_map": {"AutoConfig": "x.Y"}, "model_type": "mimo"}):
         refuse_remote_code(Path("config.json"), raw)

@@ -97,6 +97,18 @@ def test_a_directory_is_hosted_as_the_live_module_and_drafts_for_native_models(t
         assert texts_of(gen).new_tokens == texts_of(plain).new_tokens
 
 
+def test_frequencies_that_change_beyond_the_context_alone_are_those_within_it(tmp_path: Path) -> None:
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0, "partial_rotary_factor": 0.5}
+    model = make_model("stablelm", rope_parameters=rope, max_position_embeddings=48)
+    model.save_pretrained(tmp_path)
+    wanted = oracle(model)
+    for source in (model, tmp_path):
+        with generator(source, max_length=48) as gen:
+            assert texts_of(gen).new_tokens == wanted
+        with pytest.raises(ValueError, match="max_length"):
+            generator(source, max_length=49)
+
+
 def test_a_native_family_has_the_same_text_when_it_is_hosted(monkeypatch: pytest.MonkeyPatch) -> None:
     model = checkpoints.make_model("llama3")
     with generator(model) as native:
