@@ -2,11 +2,12 @@
 
 Publishers put `auto_map` into the config where transformers did not have the type yet, as for Phi-4-mini or
 DeepSeek-V3. Now that it has them, it reads such checkpoints with its own classes by default, and so does fastspec.
-Some, as Kimi-K2, have a `model_type` of their own for classes that have these names: they are read as the type of those.
+Some, as Kimi-K2, have a `model_type` of their own for classes of these names: they are read as the type of those.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
@@ -36,15 +37,31 @@ def refuse_remote_code(path: Path, raw: Mapping[str, Any]) -> None:
     )
 
 
-def type_of_names(raw: Mapping[str, Any]) -> str | None:
+def with_known_type(path: Path, raw: dict[str, Any]) -> dict[str, Any]:
+    """A config that has a type of its own for classes of transformers, with the type of these; any other as it is."""
+    kind = _type_of_names(raw)
+    if kind is None:
+        return raw
+    warnings.warn(
+        f"{path}: model_type {raw['model_type']!r} is read as {kind!r}, whose classes of transformers auto_map names; "
+        "code beside the checkpoint is not run, so what only that code does is missing",
+        stacklevel=2,
+    )
+    return {**raw, "model_type": kind}
+
+
+def _type_of_names(raw: Mapping[str, Any]) -> str | None:
     """The type of transformers whose config and causal model a config names, where its own type is unknown there."""
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+    from transformers import CONFIG_MAPPING
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     kind, asked = raw.get("model_type"), raw.get(AUTO_MAP)
-    if not isinstance(kind, str) or kind in CONFIG_MAPPING_NAMES or kind in FAMILIES or not isinstance(asked, dict):
+    if not isinstance(kind, str) or kind in CONFIG_MAPPING or kind in FAMILIES or not isinstance(asked, dict):
         return None
-    config = _last(asked.get("AutoConfig"))
-    types = [each for each, name in CONFIG_MAPPING_NAMES.items() if name == config]
+    if not {"AutoConfig", "AutoModelForCausalLM"} <= asked.keys():
+        return None
+    model = _last(asked["AutoModelForCausalLM"])
+    types = [each for each, names in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items() if model in _names(names)]
     found = [each for each in types if _is_own(asked, {**raw, "model_type": each})]
     return found[0] if len(found) == 1 else None
 

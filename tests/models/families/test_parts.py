@@ -307,7 +307,11 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         {"rope_parameters": {"rope_type": "proportional", "factor": 2.0, "rope_theta": 1e4}},
         "rope_type='proportional'",
     ),
-    ("hunyuan", {"rope_parameters": {"rope_type": "dynamic", "factor": 0.0, "rope_theta": 1e4}}, "parameters.factor=0.0"),
+    (
+        "hunyuan",
+        {"rope_parameters": {"rope_type": "dynamic", "factor": 0.0, "rope_theta": 1e4}},
+        "parameters.factor=0.0",
+    ),
     ("starcoder2", {"norm_epsilon": -1.0}, "norm_epsilon=-1.0"),
     ("cohere", {"use_qk_norm": True}, "use_qk_norm=True"),
     ("cohere2", {"logit_scale": 0.0}, "logit_scale=0.0"),
