@@ -57,14 +57,17 @@ class PromptEnd:
             self.features[row].copy_(source.features[place])
 
     def keep(self, index: Tensor, hidden: Tensor, features: Tensor | None) -> None:
-        """Keeps place `index` [B] of hidden [B, Q, hidden] and of features [B, Q, layers, hidden], where it is one."""
-        there = (index >= 0) & (index < hidden.shape[1])
+        """Keeps place `index` [B] of hidden [B, Q, hidden] and of features [B, Q, layers, hidden].
+
+        Rows whose index is not in 0..Q-1 stay as they are.
+        """
+        inside = (index >= 0) & (index < hidden.shape[1])
         index = index.clamp(0, hidden.shape[1] - 1)[:, None, None]
         found = hidden.gather(1, index.expand(-1, 1, hidden.shape[2]))[:, 0]
-        self.hidden.copy_(torch.where(there[:, None], found, self.hidden))
+        self.hidden.copy_(torch.where(inside[:, None], found, self.hidden))
         if features is not None and self.features is not None:
             found = features.gather(1, index[..., None].expand(-1, 1, *features.shape[2:]))[:, 0]
-            self.features.copy_(torch.where(there[:, None, None], found, self.features))
+            self.features.copy_(torch.where(inside[:, None, None], found, self.features))
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,8 +257,8 @@ def take_given(parts: StepModules, state: DecodeState, shape: StepShape) -> None
     others = torch.zeros_like(state.draft_counts) if shape.grammars == ALONE else state.draft_counts
     state.draft_counts.copy_(torch.where(rows, state.given_counts, others))
     if _drawn(parts, shape) and keep_draft_probs(shape):
-        certain = torch.zeros_like(state.draft_probs[:, :k]).scatter_(2, drafts[:, :, None], 1.0)
-        state.draft_probs[:, :k].copy_(torch.where(rows[:, None, None], certain, state.draft_probs[:, :k]))
+        one_hot = torch.zeros_like(state.draft_probs[:, :k]).scatter_(2, drafts[:, :, None], 1.0)
+        state.draft_probs[:, :k].copy_(torch.where(rows[:, None, None], one_hot, state.draft_probs[:, :k]))
 
 
 def pause(state: DecodeState) -> None:

@@ -213,8 +213,8 @@ def supported_models() -> str:
     return (
         f"supported: {families}, and others by transformers' own modules (docs/models.md lists them); rope types "
         f"{kinds}, by family; full or sliding-window attention; hidden_act silu, or what the family's models have; "
-        f"even head_dim up to {MAX_HEAD_DIM}; weights in bfloat16, float16 or float32, or quantised by compressed-tensors, fp8, AWQ, "
-        "GPTQ or ModelOpt"
+        f"even head_dim up to {MAX_HEAD_DIM}; weights in bfloat16, float16 or float32, or quantised by "
+        "compressed-tensors, fp8, AWQ, GPTQ or ModelOpt"
     )
 
 

@@ -95,7 +95,7 @@ What runs how, by `model_type` of `config.json`, with transformers {version}. Th
 - **refused**: with the reason.
 - **not tried**: no tiny model could be made of its config here. A real one is tried when it is loaded.
 
-| `model_type` | | |
+| `model_type` | how | what was seen |
 |---|---|---|
 """
 
