@@ -115,7 +115,10 @@ def make_model(name: str, *, seed: int = 0, dtype: torch.dtype = torch.float32, 
     return model.eval()
 
 
-LONG = {"short_factor": [1.0], "long_factor": [2.0], "original_max_position_embeddings": 64}
+LONG: dict[str, Any] = {
+    **{"short_factor": [1.0, 1.5], "long_factor": [2.0, 3.0]},
+    "original_max_position_embeddings": 64,
+}
 # what cannot be hosted: config class, fields besides COMMON, and why
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "interface": ("BloomConfig", {}, "does not go through transformers' AttentionInterface"),

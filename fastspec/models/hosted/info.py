@@ -24,9 +24,9 @@ from fastspec.models.text_parts import check_whole_class, text_class, text_part_
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-# Rotary frequencies that depend on the longest row of a pass, so on a row's neighbours. Those of "dynamic" do so beyond
-# max_position_embeddings alone, and no row is longer here.
-_ROPES_OF_LENGTH: Final = ("longrope",)
+# Rotary frequencies that depend on the longest row of a pass, so on a row's neighbours: those of "dynamic" where it is
+# beyond max_position_embeddings, and no row is longer here; those of "longrope" beyond a length that is checked.
+_ROPES_OF_LENGTH: Final = ("dynamic", "longrope")
 
 _WARNS: Final = "warn_if_padding_and_no_attention_mask"
 _TRIED: Final = f" (by the module of transformers {transformers.__version__})"
@@ -205,10 +205,10 @@ def keep_frequencies(shell: nn.Module) -> None:
     """Rotary frequencies that a module would recompute for rows beyond its context stay those within it."""
     for part in shell.modules():
         kind = part.__dict__.get("rope_type")
-        if kind == "dynamic":
+        if isinstance(kind, str) and kind in _ROPES_OF_LENGTH:
             part.rope_type = "default"  # type: ignore[assignment]
         elif isinstance(kind, dict):
-            fixed = {layer: "default" if each == "dynamic" else each for layer, each in kind.items()}
+            fixed = {layer: "default" if each in _ROPES_OF_LENGTH else each for layer, each in kind.items()}
             part.rope_type = fixed  # type: ignore[assignment]
 
 
@@ -227,10 +227,15 @@ def _refuse_config(config: Any) -> None:
     parameters = getattr(text, "rope_parameters", None) or {}
     each = [parameters, *(value for value in parameters.values() if isinstance(value, dict))]
     for one in each:
-        kind = one.get("rope_type", one.get("type"))
-        if kind in _ROPES_OF_LENGTH:
+        short = one.get("original_max_position_embeddings", getattr(text, "original_max_position_embeddings", None))
+        long = getattr(text, "max_position_embeddings", None)
+        if one.get("rope_type", one.get("type")) != "longrope" or one.get("short_factor") == one.get("long_factor"):
+            continue
+        if type(short) is not int or type(long) is not int or short < long:
             raise UnsupportedModel(
-                f"rope_type={kind!r} rotates by the longest row of a pass, so a row would depend on its neighbours"
+                f"rope_type='longrope' rotates all rows otherwise where one is longer than {short} tokens, so a row "
+                f"would depend on its neighbours; wanted max_position_embeddings={long} to be at most that, as it may be made in "
+                "config.json for shorter texts"
             )
 
 

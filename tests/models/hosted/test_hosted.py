@@ -24,7 +24,7 @@ from fastspec.models.weights.pair import resolve_pair
 from fastspec.models.weights.sources import resolve
 from fastspec.output import GenerateOutput
 from tests.helpers import checkpoints, model_table
-from tests.helpers.hosted import REFUSED, config_of, make_model, refused_config
+from tests.helpers.hosted import LONG, REFUSED, config_of, make_model, refused_config
 from tests.helpers.versions import OLDER
 
 # GPT-2's Conv1D and learned positions; parallel residuals; shared K/V and two head sizes; experts; sinks and biases;
@@ -97,8 +97,19 @@ def test_a_directory_is_hosted_as_the_live_module_and_drafts_for_native_models(t
         assert texts_of(gen).new_tokens == texts_of(plain).new_tokens
 
 
-def test_frequencies_that_change_beyond_the_context_alone_are_those_within_it(tmp_path: Path) -> None:
-    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0, "partial_rotary_factor": 0.5}
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_type": "dynamic"},
+        {"rope_type": "longrope", **LONG, "original_max_position_embeddings": 48},
+        {"rope_type": "longrope", **LONG, "long_factor": LONG["short_factor"], "original_max_position_embeddings": 8},
+    ],
+    ids=["dynamic", "short factors alone", "both the same"],
+)
+def test_frequencies_that_change_beyond_the_context_alone_are_those_within_it(
+    rope: dict[str, Any], tmp_path: Path
+) -> None:
+    rope = {"rope_theta": 1e4, "factor": 4.0, "partial_rotary_factor": 0.5, **rope}
     model = make_model("stablelm", rope_parameters=rope, max_position_embeddings=48)
     model.save_pretrained(tmp_path)
     wanted = oracle(model)
