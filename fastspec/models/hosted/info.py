@@ -234,8 +234,8 @@ def _refuse_config(config: Any) -> None:
         if type(short) is not int or type(long) is not int or short < long:
             raise UnsupportedModel(
                 f"rope_type='longrope' rotates all rows otherwise where one is longer than {short} tokens, so a row "
-                f"would depend on its neighbours; wanted max_position_embeddings={long} to be at most that, as it may be made in "
-                "config.json for shorter texts"
+                f"would depend on its neighbours; wanted max_position_embeddings={long} to be at most that: for shorter "
+                "texts it may be made so in config.json"
             )
 
 
