@@ -234,7 +234,7 @@ def _refuse_config(config: Any) -> None:
         if type(short) is not int or type(long) is not int or short < long:
             raise UnsupportedModel(
                 f"rope_type='longrope' rotates all rows otherwise where one is longer than {short} tokens, so a row "
-                f"would depend on its neighbours; wanted max_position_embeddings={long} to be at most that: for shorter "
+                f"would depend on its neighbours; wanted max_position_embeddings={long} to be at most that: for short "
                 "texts it may be made so in config.json"
             )
 
