@@ -250,7 +250,8 @@ def _advice_on(config: Any) -> str:
             hosted_info(text)
         except UnsupportedModel as error:
             reason = str(error).partition("cannot be hosted: ")[2].removesuffix(_TRIED)
-            return f", and its language model ({kind}) cannot be hosted by itself either: {reason}"
+            if not reason.startswith("its class"):  # which cannot be made of what this config says of it
+                return f", and its language model ({kind}) cannot be hosted by itself either: {reason}"
     return f": wanted a text model; save its language model ({kind}) by itself"
 
 
