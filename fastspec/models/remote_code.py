@@ -62,6 +62,7 @@ def _type_of_names(raw: Mapping[str, Any]) -> str | None:
         return None
     model = _last(asked["AutoModelForCausalLM"])
     types = [each for each, names in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items() if model in _names(names)]
+    types = [each for each in types if CONFIG_MAPPING[each].__name__ == _last(asked["AutoConfig"])]
     found = [each for each in types if _is_own(asked, {**raw, "model_type": each})]
     return found[0] if len(found) == 1 else None
 
@@ -108,7 +109,10 @@ def _names(value: str | tuple[str, ...] | None) -> tuple[str, ...]:
 
 
 def _is_own(asked: Any, raw: Mapping[str, Any]) -> bool:
-    """Whether `auto_map` names the config and the causal model that transformers has for this type."""
+    """Whether `auto_map` and `architectures` name the causal model that transformers has for this type.
+
+    The config's class may have another name, as Hunyuan-A13B's: it holds fields, and transformers' own reads them.
+    """
     from transformers import CONFIG_MAPPING
 
     kind, named = raw.get("model_type"), raw.get("architectures")
@@ -116,8 +120,13 @@ def _is_own(asked: Any, raw: Mapping[str, Any]) -> bool:
         return False
     if not isinstance(named, list) or len(named) != 1 or not isinstance(named[0], str):
         return False
-    config, model = (_last(asked.get(name)) for name in ("AutoConfig", "AutoModelForCausalLM"))
-    return config in (None, CONFIG_MAPPING[kind].__name__) and model == named[0] and names_causal_model(model, kind)
+    model = _last(asked.get("AutoModelForCausalLM"))
+    return model is not None and _letters(model) == _letters(named[0]) and names_causal_model(named[0], kind)
+
+
+def _letters(name: str) -> str:
+    """A name without what publishers write otherwise: Ernie4_5_ForCausalLM, PhiMoEForCausalLM."""
+    return name.replace("_", "").lower()
 
 
 def _last(name: object) -> str | None:

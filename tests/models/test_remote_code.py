@@ -28,13 +28,18 @@ def test_names_of_transformers_own_classes_are_read_as_those(tmp_path: Path) -> 
     named = {name: f"other/repo--x.DeepseekV3{what}" for name, what in zip(PHI, ("Config", "ForCausalLM"), strict=True)}
     edit(tmp_path / "hosted" / "config.json", auto_map=named)
     assert isinstance(resolve(tmp_path / "hosted", role="target").spec, HostedInfo)
+    for name, other in (
+        ("AutoConfig", "configuration_x.PhiConfig"),
+        ("AutoModelForCausalLM", "modeling_x.Phi3_ForCausalLM"),
+    ):
+        edit(tmp_path / "native" / "config.json", auto_map={**PHI, name: other})
+        assert resolve(tmp_path / "native", role="target").spec == plain
 
 
 @pytest.mark.parametrize(
     "fields",
     [
         {"auto_map": {**PHI, "AutoModelForCausalLM": "modeling_phi3.Phi3SmallForCausalLM"}},
-        {"auto_map": {**PHI, "AutoConfig": "configuration_phi3.Phi3SmallConfig"}},
         {"auto_map": {"AutoConfig": PHI["AutoConfig"]}},
         {"auto_map": {**PHI, "AutoModelForCausalLM": ["modeling_phi3.Phi3ForCausalLM"]}},
         {"auto_map": [*PHI.values()]},
@@ -89,6 +94,6 @@ def test_a_native_family_has_the_name_of_its_table_alone(tmp_path: Path) -> None
     edit(directory / "config.json", auto_map=named)
     resolve(directory, role="target")
     edit(directory / "config.json", architectures=["llamaForCausalLM"])
-    assert "auto_map" in refusal(directory, UnsupportedModel)
+    assert "architectures=['llamaForCausalLM'] is not supported" in refusal(directory, UnsupportedModel)
     edit(directory / "config.json", auto_map=None)
     assert "architectures=['llamaForCausalLM'] is not supported" in refusal(directory, UnsupportedModel)
