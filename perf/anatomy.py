@@ -19,7 +19,7 @@ from perf.trace import analyse, faults, steps_of
 KINDS = (
     ("norm", ("norm", "given_kernel")),
     ("feed", ("_feed", "_embed", "_joined")),
-    ("exchange", ("_one_shot_kernel", "_two_shot_kernel", "_gather_kernel", "_largest_kernel")),
+    ("exchange", ("_one_shot_kernel", "_two_shot_kernel", "ranks_kernel", "_gather_kernel", "_largest_kernel")),
     ("attention", ("fragment", "batch_kernel", "_decode_kernel", "gather_kernel", "rotate")),
     ("attention", ("flash", "attend", "fmha", "shares_kernel")),
     ("recurrent", ("_delta_kernel", "_prepare_kernel", "solve_kernel", "_scan_kernel", "_keep_kernel")),

@@ -29,6 +29,7 @@ from fastspec.kernels.feed_rows import feed_rows
 from fastspec.kernels.joined import joined_norms as join_rows
 from fastspec.kernels.linear.argmax import packed_argmax
 from fastspec.kernels.linear.dispatch import packed_linear
+from fastspec.kernels.linear.launches import reads_raised
 from fastspec.kernels.linear.layer_tail import layer_tail as packed_layer_tail
 from fastspec.kernels.linear.layer_tail import runs_on_tma
 from fastspec.kernels.linear.plan import supported
@@ -73,13 +74,13 @@ def workspace(
     device: torch.device, batch: int, max_queries: int, max_positions: int, heads: tuple[int, int, int]
 ) -> Workspace:
     """Allocates the work area of a model; arguments as in `Ops.workspace`."""
-    argmax = torch.zeros(batch + 1, dtype=torch.int64, device=device)
+    argmax = torch.zeros(batch * max_queries + 1, dtype=torch.int64, device=device)
     return Workspace(attend_work(device, batch * max_queries, max_positions, heads), argmax)
 
 
 def workspace_bytes(batch: int, max_queries: int, max_positions: int, heads: tuple[int, int, int]) -> int:
     """Bytes of `workspace`."""
-    return 8 * (batch + 1) + attend_work_bytes(batch * max_queries, max_positions, heads)
+    return 8 * (batch * max_queries + 1) + attend_work_bytes(batch * max_queries, max_positions, heads)
 
 
 def weight_format(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Format:
@@ -106,7 +107,8 @@ def attend(
     `tiling` is ignored: kernels have tiles of their own.
     """
     positions: Tensor = tensors[6]
-    regroup = product is not None and runs_on_tma([product], positions.numel())
+    # codes of 8 bits want rows raised as well, which what regroups them does at no cost
+    regroup = product is not None and not reads_raised(product) and runs_on_tma([product], positions.numel())
     return attend_paged(*tensors, work=work.attend, regroup=regroup, **options)
 
 

@@ -212,12 +212,13 @@ class ModelSpec:
 
 def supported_models() -> str:
     """One line that lists every supported family and setting, for error messages."""
-    families = ", ".join(f"{name} ({family.architecture})" for name, family in FAMILIES.items())
+    families = ", ".join(FAMILIES)
     kinds = ", ".join(dict.fromkeys(kind for family in FAMILIES.values() for kind in family.rope_kinds))
     return (
-        f"supported: {families}; rope types {kinds}, by family; full or sliding-window attention; hidden_act silu, or "
-        f"what the family's models have; even head_dim up to {MAX_HEAD_DIM}; weights in bfloat16, float16 or float32, "
-        "or quantised by compressed-tensors, fp8, AWQ, GPTQ or ModelOpt"
+        f"supported: {families}, and others by transformers' own modules (docs/models.md lists them); rope types "
+        f"{kinds}, by family; full or sliding-window attention; hidden_act silu, or what the family's models have; "
+        f"even head_dim up to {MAX_HEAD_DIM}; weights in bfloat16, float16 or float32, or quantised by "
+        "compressed-tensors, fp8, AWQ, GPTQ or ModelOpt"
     )
 
 

@@ -65,7 +65,12 @@ def greedy(logits: Tensor, drafts: Tensor, counts: Tensor) -> tuple[Tensor, Tens
         (accepted int64 [B], block int64 [B, k+1]): block[:, :accepted+1] are the tokens to emit.
     """
     picks = logits.argmax(dim=-1)
-    return _leading(picks[:, :-1] == drafts, counts), picks
+    return agreeing(picks, drafts, counts), picks
+
+
+def agreeing(picks: Tensor, drafts: Tensor, counts: Tensor) -> Tensor:
+    """int64 [B], how many leading drafts are the target's picks int64 [B, k+1]; others as for `greedy`."""
+    return _leading(picks[:, :-1] == drafts, counts)
 
 
 def rejection(

@@ -47,6 +47,7 @@ def report(launch: Launch, arch: int) -> dict[str, Any]:
         "last": out is not None and out.dtype.itemsize > 2,
         "norm": arguments.get("gamma_ptr") is not None,
         "factors": arguments.get("squares_ptr") is not None,
+        "narrow_waits": len(re.findall(r"ld\.volatile\.global\.b", ptx)),
         "bf16": out is not None and out.dtype == torch.bfloat16,
     }
 

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from triton.experimental.gluon import language as gl
 
 from fastspec.kernels.common.code_packing import PackedCodes
 from fastspec.kernels.common.codes import CodesKind
@@ -17,9 +18,12 @@ from fastspec.kernels.exchange import exchange_added, exchange_gather, exchange_
 from fastspec.kernels.feed_rows import feed_rows
 from fastspec.kernels.gelu import gelu_tanh_mul
 from fastspec.kernels.joined import joined_norms
+from fastspec.kernels.linear.rank_sums import sum_ranks_permuted
+from fastspec.kernels.linear.split_k import Parts
 from fastspec.kernels.norm import add_norm, norm
 from fastspec.kernels.recurrent.dispatch import delta_rule
 from fastspec.kernels.recurrent.gated_norm import gated, gated_norm
+from fastspec.kernels.reference.linear import PartKeys
 from fastspec.kernels.reference.recurrent import KeptState
 from fastspec.kernels.reference.step import Record
 from fastspec.kernels.room import BLOCK, Room
@@ -42,6 +46,8 @@ EPS = 1e-5
 VOCABS = (32000, 128256, 256000)
 BATCH, DRAFTS = 4, 4
 OF_GROUPS, OF_ROWS = [CodesKind("int4", (1, size)) for size in (32, 64, 128)], CodesKind("fp8", (1, 4096))
+# sums over ranks with the norm behind them: splits before, rows, their width, splits after
+WITH_NORM = ((1, 9, 2048, 4), (2, 32, 4096, 4), (4, 160, 4096, 4), (1, 40, 2880, 1), (8, 40, 8192, 8))
 CROWD = 160  # rows: more than a GPU has SMs
 
 
@@ -101,6 +107,8 @@ def steps(arch: int) -> Calls:
             yield f"greedy {vocab} {batch}", partial(_greedy, vocab, batch, False, published)
         for published in (True, False):
             yield f"greedy, recorded {vocab}", partial(_greedy, vocab, BATCH, True, published)
+    for parts in (2, 8):
+        yield f"greedy by keys {parts}", partial(_greedy_by_keys, parts)
     yield "publish", partial(publish, *ring, state, drafting=True)
     yield "publish details", partial(publish, *ring, state, drafting=True, details=details)
 
@@ -109,13 +117,23 @@ def exchanges(arch: int) -> Calls:
     """Exchanges between two, four and eight ranks of a host."""
     for size in (2, 4, 8):
         pointers, epochs = on_meta((size,), I64), on_meta((1024,), torch.int32)
-        room = Room(1, size, 1024 * BLOCK, pointers, pointers, epochs, 64 * BLOCK, pointers, epochs)
+        room = Room(1, size, 1024 * BLOCK, pointers, pointers, epochs, 128 * BLOCK, pointers, epochs)
         x, residual, bias = on_meta((5, 4096), F32), on_meta((5, 4096)), on_meta((4096,))
         for given in ((bias, residual), (None, residual), (None, None)):
             yield f"exchange {size}", partial(exchange_added, x, *given, room)
         for ways, rows in ((2, 5), (4, 5), (1, 20), (1, 200), (2, 200)):  # as words, in one turn, in two
             parts, given = on_meta((ways, rows, 4096), F32), on_meta((rows, 4096))
-            yield f"exchange {size}", partial(exchange_added, parts, bias, given, room, 40 * 4096)
+            yield f"exchange {size}", partial(exchange_added, parts, bias, given, room, 128 * BLOCK)
+        for ways, rows, k, split in (
+            (1, 9, 2048, 4),
+            (2, 32, 4096, 4),
+            (4, 160, 4096, 4),
+            (1, 40, 2880, 1),
+            (8, 40, 8192, 8),
+        ):
+            sums, norm = Parts(on_meta((ways, rows, k), F32), 0), (on_meta((k,)), 1e-5)
+            rest = None if ways == 1 else on_meta((k,)), on_meta((rows, k)), norm, (split, 64), gl.bfloat16
+            yield f"exchange {size}", partial(sum_ranks_permuted, sums, *rest, True, room)
         yield f"exchange {size}", partial(exchange_gather, x, room)
         keys, ids = on_meta((5,), torch.uint64), on_meta((5,), I64)
         yield f"exchange {size}", partial(exchange_largest, keys, 4096, room, ids)
@@ -134,6 +152,12 @@ def _greedy(vocab: int, batch: int, recorded: bool, published: bool) -> None:
     record = _records(state, vocab, details if published else None) if recorded else None
     scratch = scratch_of(batch, DRAFTS, META)
     verify_commit(on_meta((batch, DRAFTS + 1, vocab), F32), state, scratch, ring if published else None, record)
+
+
+def _greedy_by_keys(parts: int) -> None:
+    state = _state(64)
+    keys = PartKeys(on_meta((BATCH, DRAFTS + 1, parts), I64), 64 // parts)
+    verify_commit(keys, state, scratch_of(BATCH, DRAFTS, META), _outbox(state)[0])
 
 
 def sampled(vocab: int, arch: int) -> Calls:
