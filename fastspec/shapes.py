@@ -218,6 +218,11 @@ class ForwardBatch:
     state_rows: Tensor | None = None
 
 
+def blocks(positions: int) -> int:
+    """Blocks of keys that hold so many positions."""
+    return -(-positions // KEY_BLOCK)
+
+
 def keep_draft_probs(shape: StepShape) -> bool:
     """Whether a proposer that draws must leave the distributions it drew from in draft_probs."""
     return shape.sampler != GREEDY and needs_draft_probs(shape.verification)

@@ -104,22 +104,22 @@ class Decoder:
         """The residual stream after a layer, and q, k and v of the next; None after the last."""
         layer = self.weights.layers[index]
         mix = self._attend if layer.delta is None else self._recur
-        return self._behind(index, mix(index, layer, qkv, rows), x, rows.tiling)
+        return self._after_attention(index, mix(index, layer, qkv, rows), x, rows.tiling)
 
-    def _behind(self, index: int, attended: Tensor, x: Tensor, tiling: Tiling) -> tuple[Tensor, Tensor | None]:
+    def _after_attention(self, index: int, attended: Tensor, x: Tensor, tiling: Tiling) -> tuple[Tensor, Tensor | None]:
         """As `_layer`, from the output of its attention on."""
         layers, plan = self.weights.layers, self.spec.plans[index]
-        layer, following = layers[index], layers[index + 1] if index + 1 < len(layers) else None
+        layer, next_layer = layers[index], layers[index + 1] if index + 1 < len(layers) else None
         if self._fuses(plan):
             eps = self.spec.rms_eps
-            return self.ops.layer_tail(self.ops.linear, attended, x, layer, following, eps, tiling, self._reduce)
+            return self.ops.layer_tail(self.ops.linear, attended, x, layer, next_layer, eps, tiling, self._reduce)
         if plan.sandwiched and self._reduce is None:
             return self._sandwich(index, attended, x, tiling)
         if plan.experts is None:
             x, h = self._tail(plan, attended, x, layer, tiling), None
         else:
             x, h = self._mixture(index, attended, x, tiling)
-        return x, None if following is None else self._qkv(index + 1, x, tiling, h)
+        return x, None if next_layer is None else self._qkv(index + 1, x, tiling, h)
 
     def _norm_of(self, index: int) -> tuple[Tensor, float] | None:
         """The norm before attention in a layer where no product has it; None: there is none, or a product has it."""
@@ -134,18 +134,18 @@ class Decoder:
         return plan.fused_tail
 
     def _sandwich(self, index: int, attended: Tensor, x: Tensor, tiling: Tiling) -> tuple[Tensor, Tensor | None]:
-        """As `_behind`, of a layer with norms before and behind attention and MLP: two of them and a sum are one op."""
+        """`_after_attention` where norms are before and after attention and MLP: two of them and a sum are one op."""
         layers, plan, linear = self.weights.layers, self.spec.plans[index], self.ops.linear
-        layer, following = layers[index], layers[index + 1] if index + 1 < len(layers) else None
+        layer, next_layer = layers[index], layers[index + 1] if index + 1 < len(layers) else None
 
         def joined(added: Tensor, norm: Tensor | None, next_norm: Tensor | None) -> tuple[Tensor, Any]:
             return self.ops.add_norm(added, x, norm, next_norm, self.spec.rms_eps)
 
         x, h = joined(linear(attended, layer.o, layer.o_bias, tiling), layer.attended_norm, layer.post_norm)
         inner = linear(h, layer.mlp[0], layer.gate_up_bias, tiling, **plan.gating)
-        next_norm = None if following is None else following.input_norm
+        next_norm = None if next_layer is None else next_layer.input_norm
         x, h = joined(linear(inner, layer.mlp[1], layer.down_bias, tiling), layer.mlp_norm, next_norm)
-        return x, None if following is None else linear(h, following.qkv, following.qkv_bias, tiling)
+        return x, None if next_layer is None else linear(h, next_layer.qkv, next_layer.qkv_bias, tiling)
 
     def _qkv(self, index: int, x: Tensor, tiling: Tiling, normed: Tensor | None = None) -> Tensor:
         """q, k and v of a layer, [B, Q, (H + 2 Hkv) * D]; `normed`: the norm of x, where it is there."""

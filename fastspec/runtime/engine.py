@@ -21,7 +21,7 @@ from fastspec.runtime.prefill_slot import PrefillSlot
 from fastspec.runtime.threads import Threads
 from fastspec.sampling.distribution import PhiloxDraws
 from fastspec.sampling.rules import REJECTION, Verification
-from fastspec.shapes import ALONE, BESIDE, EARLY_BLOCKS, GREEDY, KEY_BLOCK, StepShape, Tiling, chunks_of
+from fastspec.shapes import ALONE, BESIDE, EARLY_BLOCKS, GREEDY, KEY_BLOCK, StepShape, Tiling, blocks, chunks_of
 from fastspec.state import DecodeState
 from fastspec.step import StepModules, prefill, step
 from fastspec.surroundings import shielded, using_threads
@@ -395,8 +395,3 @@ class Engine:
                 yield
         finally:
             self.ring.resync()
-
-
-def blocks(positions: int) -> int:
-    """Blocks of keys that hold so many positions."""
-    return -(-positions // KEY_BLOCK)
