@@ -123,6 +123,14 @@ def test_one_layer_of_each_kind_launches_what_all_launch(
     assert counts[0] < counts[1]
 
 
+def test_passes_are_brief_within_their_context_alone() -> None:
+    from fastspec.kernels.common.launch import brief, is_brief
+
+    with brief():
+        assert is_brief()
+    assert not is_brief()
+
+
 @pytest.mark.parametrize("capability", [(9, 0), (10, 0), (8, 0)])
 def test_so_over_a_long_cache(capability: tuple[int, int], launched: Launched, tmp_path: Path) -> None:
     directory = make_checkpoint(tmp_path, "llama3", **SIZES, max_position_embeddings=20_000)
