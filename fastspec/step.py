@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from fastspec.kernels.ops import TORCH_OPS, Ops
+from fastspec.kernels.reference.linear import PartKeys
 from fastspec.kernels.reference.step import Record, record_logprobs
-from fastspec.models.interface import CausalModel
+from fastspec.models.interface import CausalModel, InParts
 from fastspec.proposers.features import hand_over_prompt, hand_over_step
 from fastspec.proposers.interface import Proposer, features_of
 from fastspec.sampling import distribution, masks, processors, verify
@@ -157,17 +158,27 @@ def propose(proposer: Proposer, parts: StepModules, state: DecodeState, shape: S
 
 def score(parts: StepModules, state: DecodeState, shape: StepShape) -> Tensor:
     """Feeds the last token and the drafts to the target; logits [B, k+1, V] of what follows each."""
-    return _scored(parts, state, shape)[0]
+    return parts.target.logits(_fed(parts, _last_tokens(parts, state, shape))[0], shape.tiling)
 
 
-def _scored(parts: StepModules, state: DecodeState, shape: StepShape) -> tuple[Tensor, Tensor | None, ForwardBatch]:
+def _scored(
+    parts: StepModules, state: DecodeState, shape: StepShape
+) -> tuple[Tensor | PartKeys, Tensor | None, ForwardBatch]:
     """As `score`; also the hidden states that the proposer reads, [B, k+1, layers, hidden], and the rows that were fed.
 
-    None in place of hidden states where it reads none.
+    Keys in place of logits where they do; None in place of hidden states where it reads none.
     """
     rows = _last_tokens(parts, state, shape)
     hidden, features = _fed(parts, rows)
-    return parts.target.logits(hidden, shape.tiling), features, rows
+    target = parts.target
+    keys = target.best_keys(hidden, shape.tiling) if isinstance(target, InParts) and _picks_alone(shape) else None
+    return target.logits(hidden, shape.tiling) if keys is None else keys, features, rows
+
+
+def _picks_alone(shape: StepShape) -> bool:
+    """Whether nothing but the largest logit of each place is asked for."""
+    plain = shape.sampler != FULL and shape.top_logprobs is None and shape.grammars is None
+    return plain and not isinstance(shape.verification, SyntheticAcceptance)
 
 
 def _last_tokens(parts: StepModules, state: DecodeState, shape: StepShape) -> ForwardBatch:
@@ -194,13 +205,16 @@ def _fed(parts: StepModules, rows: ForwardBatch) -> tuple[Tensor, Tensor | None]
 
 
 def verify_and_commit(
-    parts: StepModules, state: DecodeState, shape: StepShape, draws: verify.Draws, logits: Tensor
+    parts: StepModules, state: DecodeState, shape: StepShape, draws: verify.Draws, logits: Tensor | PartKeys
 ) -> None:
     """Decides what is emitted, commits it to the state and publishes it."""
     entry = (parts.outbox.entries, parts.outbox.counter) if parts.outbox else None
     record = None
     if shape.top_logprobs is not None:
         record = Record(shape.top_logprobs, parts.record_work, parts.outbox.details if parts.outbox else None)
+    if isinstance(logits, PartKeys):
+        parts.ops.verify_commit(logits, state, parts.scratch, entry)
+        return
     if shape.grammars is None:
         _judge(parts, state, shape, draws, logits, entry, record)
         return

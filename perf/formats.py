@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from fastspec import FastSpecGenerator, GenerateOutput, demo_pair
@@ -70,11 +71,17 @@ def rows_of(kv: str | None, k: int, prompts: list[list[int]]) -> list[Row]:
     return found
 
 
+def newest_of_pairs(rows: Sequence[Row]) -> list[Row]:
+    """Rows of a pair by format, of the run that is recorded last: figures of two runs do not compare."""
+    pairs = [row for row in rows if row["bench"] == "quantised pair"]
+    return [row for row in pairs if row["commit"] == pairs[-1]["commit"]]
+
+
 def picture(folder: Path) -> Path | None:
     """Draws the newest rows of a pair's tokens per second by format, as folder / formats.png."""
     from perf import plots  # matplotlib is needed here alone
 
-    rows = [row for row in records.read("quantised") if row["bench"] == "quantised pair"]
+    rows = newest_of_pairs(records.read("quantised"))
     for row in rows:
         row["target_weights"], row["draft_weights"] = row["case"].split("+")
     return plots.save("formats", folder, plots.by_format(rows))

@@ -5,8 +5,6 @@
 | x            | [..., K] bf16, fp16 or fp32           | any strides, K up to MAX_WIDTH                     |
 | weight, bias | [K], x's dtype or fp32, both the same | contiguous; see `reference.norm` for what it means |
 
-From sm_90 on weights are read before the wait for the kernel that makes x: in a step they come from memory.
-
 One program has one row, and sums it in an order that depends on K alone: a row's bits do not depend on other rows.
 """
 
@@ -23,27 +21,21 @@ from fastspec.kernels.common.launch import launch, pdl_options
 
 MAX_WIDTH = 65536
 ELEMENTS = 512  # of a row to a warp, until there are 16
-EARLY_WIDTH = 8192  # up to this weights are loaded before the kernel waits for x; wider ones leave no registers for it
 
 
 @triton.jit
-def normed_row(x, weight_ptr, at, inside, width, eps, ROUND_FIRST: tl.constexpr, DTYPE: tl.constexpr):
-    """RMSNorm of a row in fp32, before its last rounding."""
-    return _scaled_row(x, width, eps, ROUND_FIRST, DTYPE) * _weight(weight_ptr, at, inside)
-
-
-@triton.jit
-def _scaled_row(x, width, eps, ROUND_FIRST: tl.constexpr, DTYPE: tl.constexpr):
-    """The same without the weight."""
-    scaled = x * (1.0 / tl.sqrt_rn(tl.sum(x * x, axis=0) / width + eps))
-    if ROUND_FIRST:
-        scaled = scaled.to(DTYPE).to(tl.float32)
-    return scaled
-
-
-@triton.jit
-def _weight(weight_ptr, at, inside):
+def weight_of(weight_ptr, at, inside):
+    """A norm's weight in fp32: what no kernel writes, so it is loaded before a kernel waits for others."""
     return tl.load(weight_ptr + at, mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def normed_row(x, weight, width, eps, ROUND_FIRST: tl.constexpr, DTYPE: tl.constexpr):
+    """RMSNorm of a row in fp32, before its last rounding; `weight` is what `weight_of` gives."""
+    normed = x * (1.0 / tl.sqrt_rn(tl.sum(x * x, axis=0) / width + eps))
+    if ROUND_FIRST:
+        normed = normed.to(DTYPE).to(tl.float32)
+    return normed * weight
 
 
 @triton.jit
@@ -58,26 +50,21 @@ def _norm_kernel(
     BIAS: tl.constexpr,
     ROUND_FIRST: tl.constexpr,
     BLOCK: tl.constexpr,
-    EARLY: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One program: one row."""
+    if PDL:
+        gdc_launch_dependents()
     start = tl.program_id(0).to(tl.int64) * width
     at = tl.arange(0, BLOCK)
     inside = at < width
-    if PDL:
-        gdc_launch_dependents()
-    if EARLY:
-        weight = _weight(weight_ptr, at, inside)
+    weight = weight_of(weight_ptr, at, inside)
     if PDL:
         gdc_wait()
     x = tl.load(x_ptr + start + at, mask=inside, other=0.0).to(tl.float32)
     if CENTRED:
         x = tl.where(inside, x - tl.sum(x, axis=0) / width, 0.0)
-    normed = _scaled_row(x, width, eps, ROUND_FIRST, out_ptr.dtype.element_ty)
-    if not EARLY:
-        weight = _weight(weight_ptr, at, inside)
-    normed = normed * weight
+    normed = normed_row(x, weight, width, eps, ROUND_FIRST, out_ptr.dtype.element_ty)
     if BIAS:
         normed = normed + tl.load(bias_ptr + at, mask=inside, other=0.0).to(tl.float32)
     tl.store(out_ptr + start + at, normed.to(out_ptr.dtype.element_ty), mask=inside)
@@ -95,34 +82,27 @@ def _add_norm_kernel(
     width,
     ROUND_FIRST: tl.constexpr,
     BLOCK: tl.constexpr,
-    EARLY: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One program: one row."""
+    if PDL:
+        gdc_launch_dependents()
     start = tl.program_id(0).to(tl.int64) * width
     at = tl.arange(0, BLOCK)
     inside = at < width
-    if PDL:
-        gdc_launch_dependents()
-    if EARLY:
-        weight = _weight(weight_ptr, at, inside)
-        if next_ptr is not None:
-            next_weight = _weight(next_ptr, at, inside)
+    weight = weight_of(weight_ptr, at, inside)
+    if next_ptr is not None:
+        next_weight = weight_of(next_ptr, at, inside)
     if PDL:
         gdc_wait()
     kind: tl.constexpr = sum_ptr.dtype.element_ty
     added = tl.load(added_ptr + start + at, mask=inside, other=0.0).to(tl.float32)
     x = tl.load(x_ptr + start + at, mask=inside, other=0.0).to(tl.float32)
-    scaled = _scaled_row(added, width, eps, ROUND_FIRST, kind)
-    if not EARLY:
-        weight = _weight(weight_ptr, at, inside)
-    x += (scaled * weight).to(kind).to(tl.float32)
+    x += normed_row(added, weight, width, eps, ROUND_FIRST, kind).to(kind).to(tl.float32)
     tl.store(sum_ptr + start + at, x.to(kind), mask=inside)
     if next_ptr is not None:
-        scaled = _scaled_row(x.to(kind).to(tl.float32), width, eps, ROUND_FIRST, kind)
-        if not EARLY:
-            next_weight = _weight(next_ptr, at, inside)
-        tl.store(out_ptr + start + at, (scaled * next_weight).to(kind), mask=inside)
+        normed = normed_row(x.to(kind).to(tl.float32), next_weight, width, eps, ROUND_FIRST, kind)
+        tl.store(out_ptr + start + at, normed.to(kind), mask=inside)
 
 
 def _warps(block: int) -> int:
@@ -163,7 +143,6 @@ def norm(
         BIAS=bias is not None,
         ROUND_FIRST=weight.dtype == x.dtype,
         BLOCK=block,
-        EARLY=block <= EARLY_WIDTH,
         num_warps=_warps(block),
         enable_fp_fusion=False,
         **pdl_options(pdl),
@@ -200,7 +179,6 @@ def add_norm(
         *(eps, width),
         ROUND_FIRST=weight.dtype == x.dtype,
         BLOCK=block,
-        EARLY=block <= EARLY_WIDTH,
         num_warps=_warps(block),
         enable_fp_fusion=False,
         **pdl_options(pdl),

@@ -52,13 +52,15 @@ def with_known_type(path: Path, raw: dict[str, Any]) -> dict[str, Any]:
 
 def _type_of_names(raw: Mapping[str, Any]) -> str | None:
     """The type of transformers whose config and causal model a config names, where its own type is unknown there."""
-    from transformers import CONFIG_MAPPING
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
     kind, asked = raw.get("model_type"), raw.get(AUTO_MAP)
-    if not isinstance(kind, str) or kind in CONFIG_MAPPING or kind in FAMILIES or not isinstance(asked, dict):
+    if not isinstance(kind, str) or kind in FAMILIES or not isinstance(asked, dict):
         return None
     if not {"AutoConfig", "AutoModelForCausalLM"} <= asked.keys():
+        return None
+    from transformers import CONFIG_MAPPING  # which looks through the folders of all models
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    if kind in CONFIG_MAPPING:
         return None
     model = _last(asked["AutoModelForCausalLM"])
     types = [each for each, names in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items() if model in _names(names)]

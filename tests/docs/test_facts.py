@@ -53,6 +53,15 @@ def test_the_map_has_every_room() -> None:
     assert [name for name in wanted if name not in kernels] == []
 
 
+def test_the_guide_has_every_line_of_explain() -> None:
+    source = (ROOT / "fastspec/runtime/explain.py").read_text(encoding="utf-8")
+    titles = set(re.findall(r'"([a-z]+) {2,}', source))
+    table = (ROOT / "docs/guides/explain.md").read_text(encoding="utf-8").split("In `stats`")[0]
+    rows = {name for row in re.findall(r"^\| (`.*?) \|", table, re.MULTILINE) for name in re.findall(r"`(\w+)`", row)}
+    assert {"device", "memory", "threads"} < titles
+    assert titles - rows == set()
+
+
 def names(folder: Path) -> list[str]:
     """What lies in a folder; names of folders end with a slash."""
     found = (path for path in sorted(folder.iterdir()) if path.name != "__pycache__")

@@ -14,8 +14,10 @@ from fastspec.kernels.embed import embed
 from fastspec.kernels.linear import plan
 from fastspec.kernels.linear.argmax import packed_argmax
 from fastspec.kernels.linear.dispatch import packed_linear
+from fastspec.kernels.linear.launches import Call
 from fastspec.kernels.linear.layer_tail import layer_tail
 from fastspec.kernels.linear.prefill import prefill_linear
+from fastspec.kernels.linear.quantised.launches import launch_wide, tile_for
 from fastspec.kernels.linear.quantised.prompts import dequantise
 from tests.helpers.packed_codes import KINDS, unfilled
 from tests.helpers.recorder import BF16, F32, I64, Calls, on_meta
@@ -142,9 +144,18 @@ def quantised_wide(arch: int) -> Calls:
             ("int4 64", 3072, 2048, "pick", 32),
             ("fp8 blocks", 6144, 4096, "norm", 64),
         ),
-        *(("int8 with -128", 4096, 4096, "fp32", 64), ("int8", 28672, 4096, "gated", 32)),
+        ("int8 with -128", 4096, 4096, "fp32", 64),
     ):
         yield f"{name} {n} {k} {rows}", partial(_quantised, name, n, k, fused, rows, True)
+    yield "int8 28672 4096 32, regrouped and raised", partial(_raised, unfilled("int8", 28672, 4096, True), 32)
+
+
+def _raised(weight: Weight, rows: int) -> object:
+    """A gated product of many rows whose result is for one with codes of 8 bits."""
+    n, k = weight.shape
+    call = Call(on_meta((rows, k)), weight, on_meta((rows, n // 2)), gated=True)
+    tile: Any = tile_for(weight, rows, whole=True)
+    return launch_wide(tile, call, None, True, regroup_out=True, raise_out=True)
 
 
 def _quantised(name: str, n: int, k: int, fused: str, rows: int, pdl: bool) -> object:

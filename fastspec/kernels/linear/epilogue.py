@@ -17,6 +17,7 @@ from fastspec.kernels.linear.k_steps import in_order
 # for results that the next kernel reads: they stay in L2 though weights stream through it, and are not written to
 # device memory
 STAYS = gl.constexpr("evict_last")
+LIFTED = gl.constexpr(2.0**64)
 GELU = gl.constexpr((2 / 3.141592653589793) ** 0.5)
 
 
@@ -316,13 +317,14 @@ def _store_rows(
 @gluon.jit
 def write_tile(
     total, loaded, tile_id, first_row, out_ptr, M, N, GATED: gl.constexpr, BIAS: gl.constexpr, RESIDUAL: gl.constexpr,
-    REGROUP: gl.constexpr = False, OWN: gl.constexpr = 0, WARPS: gl.constexpr = 0,
+    REGROUP: gl.constexpr = False, OWN: gl.constexpr = 0, WARPS: gl.constexpr = 0, RAISE: gl.constexpr = False,
 ):  # fmt: skip
     """Bias, silu(gate) * up, residual, one rounding, store: in order, or as `regrouped` orders it.
 
     GATED: 2 for gelu (by its tanh formula, arXiv 1606.08415) in the place of silu.
     OWN: weight rows, a multiple of 16, that are the tile's own, of those that it has room for; 0 for all.
     WARPS: that multiplied as warp groups, which alone can regroup; 0 where values are as well stored where they lie.
+    RAISE: what is stored is 2^64 times as large, exactly, as the next product's codes of 8 bits want it.
     """
     at, valid = _offsets(total, tile_id, first_row, M, N, GATED, OWN)
     if BIAS:
@@ -337,6 +339,8 @@ def write_tile(
     if RESIDUAL:
         total += loaded[len(loaded) - 1].to(gl.float32)
     kind: gl.constexpr = out_ptr.dtype.element_ty
+    if RAISE:
+        total = total.to(kind).to(gl.float32) * LIFTED
     base = out_ptr + first_row.to(gl.int64) * _width(N, GATED)
     if gl.float32 == kind:  # logits, which are too many to stay
         gl.store(base + at, total, mask=valid)

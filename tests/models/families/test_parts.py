@@ -93,7 +93,8 @@ def changes(case: Case) -> Iterator[Changed]:
         for name, other in rope_changes(rope):
             yield f"rope {at} {name}", replace(spec, ropes=(*spec.ropes[:at], other, *spec.ropes[at + 1 :])), weights
     experts = weights.layers[1].experts
-    for field in dataclasses.fields(ExpertWeights) if experts is not None else ():
+    tensors = [field for field in dataclasses.fields(ExpertWeights) if field.name != "joined"]
+    for field in tensors if experts is not None else ():
         if getattr(experts, field.name) is not None:
             other = replace(experts, **{field.name: flipped(getattr(experts, field.name))})
             yield field.name, spec, with_layer(weights, 1, experts=other)

@@ -72,8 +72,14 @@ def tile_for(weight: Weight, rows: int, *, whole: bool = False) -> Tile | Wide:
     return plan.launch_of(codes.form, codes.group, *codes.shape, rows, gpu_of(weight.device), whole)
 
 
-def launch_wide(tile: Wide, call: Call, squares: Tensor | None, pdl: bool, regroup_out: bool = False) -> Parts | None:
-    """As `launches.launch_tma`, whose arguments and result it has, with a weight of codes."""
+def launch_wide(
+    tile: Wide, call: Call, squares: Tensor | None, pdl: bool, regroup_out: bool = False, raise_out: bool = False
+) -> Parts | None:
+    """As `launches.launch_tma`, whose arguments and result it has, with a weight of codes.
+
+    Args:
+        raise_out: what is regrouped is 2^64 times as large, exactly, as a product with codes of 8 bits reads it.
+    """
     codes = call.weight.codes
     assert codes is not None
     rows = len(call.x)
@@ -101,7 +107,7 @@ def launch_wide(tile: Wide, call: Call, squares: Tensor | None, pdl: bool, regro
         sums,
         *(rows, n, call.limit, 0 if call.argmax_keys is None else call.out.stride(0)),
         **shape,
-        GATED=(call.gate, regroup_out),
+        GATED=(call.gate, 2 if regroup_out and raise_out else int(regroup_out)),
         PDL=pdl,
         num_warps=tile.warps,
         maxnreg=tile.registers,

@@ -310,7 +310,7 @@ def _multiply(
             added = addends(total, tile, first_row, ends.bias, ends.residual, M, N, GATED)
             write_tile(
                 *(total, added, tile, first_row, ends.out, M, N, GATED),
-                *(ends.bias is not None, ends.residual is not None, REGROUP, R, WARPS),
+                *(ends.bias is not None, ends.residual is not None, REGROUP > 0, R, WARPS, REGROUP == 2),
             )
 
 
@@ -334,7 +334,7 @@ def codes_tma_kernel(
     BM: gl.constexpr,
     STAGES: gl.constexpr,
     WARPS: gl.constexpr,
-    GATED: gl.constexpr,  # and whether the result is regrouped as x is
+    GATED: gl.constexpr,  # and how the result is stored: 0 in order, 1 regrouped as x is, 2 raised as well
     PDL: gl.constexpr,
 ):
     """One program: R weight rows by BM rows of x."""
