@@ -35,8 +35,8 @@ bits whichever kernel writes it, and the torch twin's.
 Programmatic launch (PDL): the next kernel may start at once. Before its wait none of these kernels reads what the
 product before it writes. `_decode_kernel` reads positions and table early, bypassing L1, to prefetch keys into L2 while
 that product ends; stale values prefetch the wrong lines and change nothing. Where `plan.EARLY` says so, it relies on
-what it has read of them. The other kernels read positions, table, and K and V of earlier passes before their wait, and rely
-on them: see what `attend` asks of its caller.
+what it has read of them. The other kernels read positions, table, and K and V of earlier passes before their wait, and
+rely on them: see what `attend` asks of its caller.
 """
 
 from __future__ import annotations
