@@ -34,8 +34,9 @@ bits whichever kernel writes it, and the torch twin's.
 
 Programmatic launch (PDL): the next kernel may start at once. Before its wait none of these kernels reads what the
 product before it writes. `_decode_kernel` reads positions and table early, bypassing L1, to prefetch keys into L2 while
-that product ends; stale values prefetch the wrong lines and change nothing. The other kernels read positions, table,
-and K and V of earlier passes before their wait, and rely on them: see what `attend` asks of its caller.
+that product ends; stale values prefetch the wrong lines and change nothing. Where `plan.EARLY` says so, it relies on
+what it has read of them. The other kernels read positions, table, and K and V of earlier passes before their wait, and
+rely on them: see what `attend` asks of its caller.
 """
 
 from __future__ import annotations
@@ -86,7 +87,7 @@ def attend_work(device: torch.device, max_rows: int, max_positions: int, heads: 
     """
     counters, partials = plan.work_sizes(max_rows, max_positions, heads)
     return AttendWork(
-        plan.split_keys_for(max_positions),
+        plan.split_keys_for(max_positions, heads[2]),
         torch.zeros(counters, dtype=torch.int32, device=device),
         torch.empty(partials, dtype=torch.float32, device=device),
     )

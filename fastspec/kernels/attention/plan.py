@@ -174,10 +174,10 @@ def partial_sums(*splits: int) -> int:
     return max(each if each > 1 else 0 for each in splits)
 
 
-def split_keys_for(max_positions: int) -> int:
+def split_keys_for(max_positions: int, dim: int) -> int:
     """Keys of a split of `_decode_kernel` in a cache of rows of `max_positions`: never by how many are in use."""
     if max_positions <= 4096:
-        return 128
+        return 64 if padded_dim(dim) == 256 else 128
     return 256 if max_positions <= 8192 else 512
 
 
@@ -191,7 +191,7 @@ def work_sizes(max_rows: int, max_positions: int, heads: tuple[int, int, int]) -
     """
     num_heads, kv_heads, dim = heads
     room = cdiv(max_positions, KEY_BLOCK) * KEY_BLOCK
-    splits = cdiv(room, split_keys_for(max_positions))
+    splits = cdiv(room, split_keys_for(max_positions, dim))
     groups = cdiv(splits, FAN)
     tiles = max_rows * kv_heads * cdiv(num_heads // kv_heads, ROW_GROUP)  # no tile has fewer rows
     sums = splits + groups if splits > 1 else 0
@@ -207,7 +207,7 @@ TILES = {
     (2, 32): Tiles(32, 64, 4, 3),
     (2, 64): Tiles(32, 64, 4, 3),
     (2, 128): Tiles(32, 64, 4, 3),
-    (2, 256): Tiles(16, 32, 4, 2),
+    (2, 256): Tiles(16, 64, 8, 1),
     (2, 512): Tiles(16, 32, 8, 2),
     (4, 16): Tiles(32, 16, 4, 1),
     (4, 32): Tiles(32, 16, 4, 1),
@@ -216,8 +216,7 @@ TILES = {
     (4, 256): Tiles(16, 16, 8, 1),
     (4, 512): Tiles(16, 16, 8, 1),
 }
-# those whose first block of keys is loaded before the kernel waits for queries
-EAGER = {(2, 256): 1}
+EARLY = {(2, 256)}  # tiles of kernels that read positions, writes and the table before their wait
 
 
 def tiles_plan(sizes: Pass, itemsize: int, splits: int) -> LaunchPlan:
@@ -226,7 +225,7 @@ def tiles_plan(sizes: Pass, itemsize: int, splits: int) -> LaunchPlan:
     tile = TILES[itemsize, block_d]
     constants = {"HEAD_DIM": sizes.dim, "BLOCK_D": block_d}
     constants |= {"ROWS": tile.rows, "BLOCK_N": tile.block_n, "STAGES": tile.num_stages}
-    constants["EAGER"] = EAGER.get((itemsize, block_d), 0)
+    constants["EARLY"] = (itemsize, block_d) in EARLY
     options = {"num_warps": tile.num_warps, "maxnreg": MAX_REGISTERS}
     return LaunchPlan("_decode_kernel", (sizes.pairs * cdiv(sizes.num_rows, tile.rows), splits), constants, options)
 

@@ -397,11 +397,11 @@ def test_work_that_is_too_small_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize("positions", [256, 4352, 4353, 8192, 8193, 131072])
-@pytest.mark.parametrize("heads", [(32, 8, 128), (32, 8, 64), (3, 3, 40), (64, 1, 16)])
+@pytest.mark.parametrize("heads", [(32, 8, 128), (32, 8, 64), (3, 3, 40), (64, 1, 16), (16, 8, 256)])
 def test_work_has_room_for_every_pass(positions: int, heads: tuple[int, int, int]) -> None:
     num_heads, kv_heads, dim = heads
     long = plan.late_splits(-(-positions // KEY_BLOCK) * KEY_BLOCK) if positions > plan.LATE_FROM else 0
-    splits = -(-positions // plan.split_keys_for(positions))
+    splits = -(-positions // plan.split_keys_for(positions, dim))
     groups = -(-splits // plan.FAN)
     near = plan.early_splits(min(positions, plan.LATE_FROM))
     for batch, queries in ((1, 17), (1, 1), (5, 6), (64, 2)):

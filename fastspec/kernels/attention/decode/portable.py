@@ -11,7 +11,6 @@ from fastspec.kernels.attention.prefill import pages_of, sink_of, slots_of, tanh
 from fastspec.kernels.attention.rope import NEW_ROWS, append, apply_rope, cache_of_row, columns, new_places
 
 FAN = tl.constexpr(16)  # partial sums that a CTA combines at a time
-MOST_QUERIES = tl.constexpr(32)  # of a decoding pass there are no more [MAX_SPLIT_QUERIES]
 
 
 @triton.jit
@@ -124,27 +123,6 @@ def combine(
 
 
 @triton.jit
-def block_of(
-    pages,  # keys or values of the cache
-    cache,  # PagedCache of one row
-    first,
-    kv_head,
-    wanted,  # [BLOCK_N]
-    KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-):
-    """[BLOCK_N, BLOCK_D] of the positions first .. first + BLOCK_N - 1, zero where not `wanted`; past L1."""
-    BLOCK_N: tl.constexpr = wanted.shape[0]
-    dim, inside = columns(HEAD_DIM, BLOCK_D)
-    page = pages_of(cache, first, PAGE_SIZE, BLOCK_N)
-    place, row_slot = slots_of(page, first, kv_head, KV_HEADS, HEAD_DIM, PAGE_SIZE, BLOCK_N)
-    mask = wanted[:, None] & inside[None, :]
-    return tl.load(pages + place + (row_slot + dim[None, :]), mask=mask, other=0.0, cache_modifier=".cg")
-
-
-@triton.jit
 def weighed(scores, v, at, position, top, totals, out, scoring, WINDOW: tl.constexpr):
     """The running (top, totals, out) of a softmax after one more block of keys `at` [BLOCK_N]."""
     if scoring.cap is not None:
@@ -170,7 +148,6 @@ def attend_split(
     kv_head,
     begin,
     stop,
-    old,  # (K of the first block as they were before this pass, position from which on keys are new); or None
     scoring,  # Scoring
     WINDOW: tl.constexpr,
     KV_HEADS: tl.constexpr,
@@ -194,15 +171,6 @@ def attend_split(
     )  # a product without tensor cores holds rows
     if not HALVES:
         q = tl.reshape(tl.permute(tl.join(q1, q2), (0, 2, 1)), ROWS, BLOCK_D)
-    if old is not None:
-        at = begin + tl.arange(0, BLOCK_N)
-        is_new, inner = at >= old[1], at < stop
-        k = block_of(cache.k, cache, begin, kv_head, is_new & inner, KV_HEADS, HEAD_DIM, BLOCK_D, PAGE_SIZE)
-        v = block_of(cache.v, cache, begin, kv_head, inner, KV_HEADS, HEAD_DIM, BLOCK_D, PAGE_SIZE).to(q.dtype)
-        k = tl.where(is_new[:, None], k, old[0]).to(q.dtype)
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scoring.factor
-        top, totals, out = weighed(scores, v, at, position, top, totals, out, scoring, WINDOW)
-        begin += BLOCK_N
     for first in tl.range(begin, stop, BLOCK_N, num_stages=STAGES):
         page = pages_of(cache, first, PAGE_SIZE, BLOCK_N)
         place, row_slot = slots_of(page, first, kv_head, KV_HEADS, HEAD_DIM, PAGE_SIZE, BLOCK_N)
@@ -244,7 +212,7 @@ def _decode_kernel(
     ROWS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
-    EAGER: tl.constexpr,  # what no product writes is read before the wait
+    EARLY: tl.constexpr,  # positions, writes and the table are read before the wait
     PDL: tl.constexpr,
 ):
     split = tl.program_id(1)
@@ -260,7 +228,7 @@ def _decode_kernel(
             cache, tokens.positions, batch, kv_head, start, num_queries, split_keys,
             WINDOW, KV_HEADS, HEAD_DIM, PAGE_SIZE,
         )  # fmt: skip
-        if not EAGER:
+        if not EARLY:
             gdc_wait()
 
     row = tile * ROWS + tl.arange(0, ROWS)
@@ -279,18 +247,7 @@ def _decode_kernel(
         return  # other CTAs of the tile wait
     begin, stop = tl.maximum(start, oldest // BLOCK_N * BLOCK_N), tl.minimum(start + split_keys, newest + 1)
     places = new_places(tokens, row_cache, batch, kv_head, 0, start, stop, num_queries, KV_HEADS, HEAD_DIM, PAGE_SIZE)
-    if EAGER == 2:
-        each = tl.arange(0, MOST_QUERIES)
-        there = each < num_queries
-        new = tl.load(tokens.positions + batch * num_queries + each, mask=there, other=0, cache_modifier=".cg")
-        first_new = tl.min(tl.where(there, new, newest), axis=0)
-        key = begin + tl.arange(0, BLOCK_N)
-        wanted = (key < first_new) & (key < stop)
-        k = block_of(row_cache.k, row_cache, begin, kv_head, wanted, KV_HEADS, HEAD_DIM, BLOCK_D, PAGE_SIZE)
-        old = (k, first_new)
-    else:
-        old = None
-    if EAGER and PDL:
+    if EARLY and PDL:
         warm(tokens, position, valid, HEAD_DIM, BLOCK_D)
         gdc_wait()
     column = tl.arange(0, BLOCK_D // 2)
@@ -308,7 +265,7 @@ def _decode_kernel(
         append(tokens, row_cache, kv_head, first_row, num_queries, places, KV_HEADS, GROUP, HEAD_DIM, BLOCK_D)
     tl.debug_barrier()  # what other threads stored is read below
     mean, weight = attend_split(
-        q1, q2, row_cache, position, kv_head, begin, stop, old, scoring,
+        q1, q2, row_cache, position, kv_head, begin, stop, scoring,
         WINDOW, KV_HEADS, HEAD_DIM, BLOCK_D, PAGE_SIZE, ROWS, BLOCK_N, STAGES,
     )  # fmt: skip
 
