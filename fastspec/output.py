@@ -41,7 +41,10 @@ class Stats:
     Attributes:
         steps: target passes summed over rows.
         plain_steps: those of them that drafted nothing: k = 0, or a row beyond the draft's context.
-        drafted, accepted, emitted, dropped: as in RowStats, summed.
+        drafted: as in RowStats, summed.
+        accepted: likewise.
+        emitted: likewise.
+        dropped: likewise.
         k: drafts per step asked for; with "auto" the most that a step may have had.
         seconds: wall time of the call.
         rows: one RowStats per prompt.
@@ -156,7 +159,8 @@ class GenerateOutput:
         sequences: LongTensor [B, T + new], prompts (left-padded) and new tokens, padded after a row's end. With
             num_return_sequences a prompt's rows follow each other, here and in all lists.
         new_tokens: the new tokens of each row, stop id included, unpadded.
-        finish_reasons: "stop" or "length" per row; "error" where no token could be chosen (see `InvalidLogits`).
+        finish_reasons: "stop" or "length" per row; "error" where no token could be chosen (see `InvalidLogits`);
+            "cancelled" where a handle's request was.
         stats: what happened.
         logprobs: of the new tokens, under the raw target (no temperature, no filters), in fp32; None unless asked for.
         top_logprobs: at each new token the most probable (id, log-probability) pairs, largest first; as above.

@@ -15,7 +15,7 @@ KEY_BLOCK = 256  # positions; attention visits keys in blocks of this size
 EARLY_BLOCKS = 17
 DELTA_CHUNK = 64  # positions of a chunk of the gated delta rule over a prompt, on a grid from position 0 on
 LONG_PROMPT = 1024  # tokens: the first token of a longer prompt comes from its last pass, and the draft reads it later
-PASS = 128  # cost of a pass besides its tokens, in prompt tokens: about the time of reading the weights
+_PASS_COST = 128  # of a pass besides its tokens, in prompt tokens: about the time of reading the weights
 SAMPLERS = GREEDY, FULL = "greedy", "full"  # sampler kinds of a step
 # kinds of steps with rows that follow a grammar: other rows draft beside them, or grammars alone give drafts
 GRAMMARS = BESIDE, ALONE = "beside", "alone"
@@ -107,6 +107,7 @@ class RoutingRule(NamedTuple):
             (DeepSeek-V3, arXiv 2412.19437, section 2.1.2)
         factor = s of a chosen expert; for "logits" softmax over the chosen experts; divided by the sum of the factors
             with `normed`; times `scale`
+        with `shared` behind them expert E, whose factor is 1 ("whole"), or sigmoid(logits[E]) ("gated")
 
     Attributes:
         chosen: experts of a token.
@@ -115,6 +116,7 @@ class RoutingRule(NamedTuple):
         scale: factor on all of them.
         groups: number of groups of experts, all of one size; 1: no groups.
         kept_groups: number of groups from which experts are chosen.
+        shared: an expert that every token has behind the chosen ones; None: there is none.
     """
 
     chosen: int
@@ -123,6 +125,17 @@ class RoutingRule(NamedTuple):
     scale: float = 1.0
     groups: int = 1
     kept_groups: int = 1
+    shared: Literal["whole", "gated"] | None = None
+
+    @property
+    def held(self) -> int:
+        """Experts of a token, with the shared one."""
+        return self.chosen + (self.shared is not None)
+
+    @property
+    def gates(self) -> int:
+        """Logits behind those of the experts."""
+        return int(self.shared == "gated")
 
 
 class ClampedGate(NamedTuple):
@@ -203,6 +216,11 @@ class ForwardBatch:
     tiling: Tiling
     first_block: int = 0
     state_rows: Tensor | None = None
+
+
+def blocks(positions: int) -> int:
+    """Blocks of keys that hold so many positions."""
+    return -(-positions // KEY_BLOCK)
 
 
 def keep_draft_probs(shape: StepShape) -> bool:
@@ -289,4 +307,4 @@ def _tail(sizes: tuple[int, ...], tokens: int) -> list[int]:
 
 def _cost(chunks: list[int]) -> int:
     """The estimated cost of passes, in prompt tokens."""
-    return sum(chunks) + PASS * len(chunks)
+    return sum(chunks) + _PASS_COST * len(chunks)

@@ -20,7 +20,7 @@ from fastspec.sampling import verify
 from fastspec.sampling.distribution import SamplerRows
 from fastspec.sampling.processors import ProcessorRows
 
-# values of DecodeState.finish: what a commit leaves there, and one more
+# values of DecodeState.finish: what a commit leaves there, and those of rows that do not run
 RUNNING, STOPPED, AT_LIMIT, IDLE = verify.RUNNING, verify.STOPPED, verify.AT_LIMIT, 3
 PAUSED = 4  # a row with a grammar, until the host has sent the masks of its next step
 PASSED = 5  # a row whose first token comes from the last pass over its prompt: until `first_step`

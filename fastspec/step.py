@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from fastspec.kernels.ops import TORCH_OPS, Ops
+from fastspec.kernels.reference.linear import PartKeys
 from fastspec.kernels.reference.step import Record, record_logprobs
-from fastspec.models.interface import CausalModel
+from fastspec.models.interface import CausalModel, InParts
 from fastspec.proposers.features import hand_over_prompt, hand_over_step
 from fastspec.proposers.interface import Proposer, features_of
 from fastspec.sampling import distribution, masks, processors, verify
@@ -57,14 +58,17 @@ class PromptEnd:
             self.features[row].copy_(source.features[place])
 
     def keep(self, index: Tensor, hidden: Tensor, features: Tensor | None) -> None:
-        """Keeps place `index` [B] of hidden [B, Q, hidden] and of features [B, Q, layers, hidden], where it is one."""
-        there = (index >= 0) & (index < hidden.shape[1])
+        """Keeps place `index` [B] of hidden [B, Q, hidden] and of features [B, Q, layers, hidden].
+
+        Rows whose index is not in 0..Q-1 stay as they are.
+        """
+        inside = (index >= 0) & (index < hidden.shape[1])
         index = index.clamp(0, hidden.shape[1] - 1)[:, None, None]
         found = hidden.gather(1, index.expand(-1, 1, hidden.shape[2]))[:, 0]
-        self.hidden.copy_(torch.where(there[:, None], found, self.hidden))
+        self.hidden.copy_(torch.where(inside[:, None], found, self.hidden))
         if features is not None and self.features is not None:
             found = features.gather(1, index[..., None].expand(-1, 1, *features.shape[2:]))[:, 0]
-            self.features.copy_(torch.where(there[:, None, None], found, self.features))
+            self.features.copy_(torch.where(inside[:, None, None], found, self.features))
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,17 +158,27 @@ def propose(proposer: Proposer, parts: StepModules, state: DecodeState, shape: S
 
 def score(parts: StepModules, state: DecodeState, shape: StepShape) -> Tensor:
     """Feeds the last token and the drafts to the target; logits [B, k+1, V] of what follows each."""
-    return _scored(parts, state, shape)[0]
+    return parts.target.logits(_fed(parts, _last_tokens(parts, state, shape))[0], shape.tiling)
 
 
-def _scored(parts: StepModules, state: DecodeState, shape: StepShape) -> tuple[Tensor, Tensor | None, ForwardBatch]:
+def _scored(
+    parts: StepModules, state: DecodeState, shape: StepShape
+) -> tuple[Tensor | PartKeys, Tensor | None, ForwardBatch]:
     """As `score`; also the hidden states that the proposer reads, [B, k+1, layers, hidden], and the rows that were fed.
 
-    None in place of hidden states where it reads none.
+    Keys in place of logits where they do; None in place of hidden states where it reads none.
     """
     rows = _last_tokens(parts, state, shape)
     hidden, features = _fed(parts, rows)
-    return parts.target.logits(hidden, shape.tiling), features, rows
+    target = parts.target
+    keys = target.best_keys(hidden, shape.tiling) if isinstance(target, InParts) and _picks_alone(shape) else None
+    return target.logits(hidden, shape.tiling) if keys is None else keys, features, rows
+
+
+def _picks_alone(shape: StepShape) -> bool:
+    """Whether nothing but the largest logit of each place is asked for."""
+    plain = shape.sampler != FULL and shape.top_logprobs is None and shape.grammars is None
+    return plain and not isinstance(shape.verification, SyntheticAcceptance)
 
 
 def _last_tokens(parts: StepModules, state: DecodeState, shape: StepShape) -> ForwardBatch:
@@ -191,13 +205,16 @@ def _fed(parts: StepModules, rows: ForwardBatch) -> tuple[Tensor, Tensor | None]
 
 
 def verify_and_commit(
-    parts: StepModules, state: DecodeState, shape: StepShape, draws: verify.Draws, logits: Tensor
+    parts: StepModules, state: DecodeState, shape: StepShape, draws: verify.Draws, logits: Tensor | PartKeys
 ) -> None:
     """Decides what is emitted, commits it to the state and publishes it."""
     entry = (parts.outbox.entries, parts.outbox.counter) if parts.outbox else None
     record = None
     if shape.top_logprobs is not None:
         record = Record(shape.top_logprobs, parts.record_work, parts.outbox.details if parts.outbox else None)
+    if isinstance(logits, PartKeys):
+        parts.ops.verify_commit(logits, state, parts.scratch, entry)
+        return
     if shape.grammars is None:
         _judge(parts, state, shape, draws, logits, entry, record)
         return
@@ -254,8 +271,8 @@ def take_given(parts: StepModules, state: DecodeState, shape: StepShape) -> None
     others = torch.zeros_like(state.draft_counts) if shape.grammars == ALONE else state.draft_counts
     state.draft_counts.copy_(torch.where(rows, state.given_counts, others))
     if _drawn(parts, shape) and keep_draft_probs(shape):
-        certain = torch.zeros_like(state.draft_probs[:, :k]).scatter_(2, drafts[:, :, None], 1.0)
-        state.draft_probs[:, :k].copy_(torch.where(rows[:, None, None], certain, state.draft_probs[:, :k]))
+        one_hot = torch.zeros_like(state.draft_probs[:, :k]).scatter_(2, drafts[:, :, None], 1.0)
+        state.draft_probs[:, :k].copy_(torch.where(rows[:, None, None], one_hot, state.draft_probs[:, :k]))
 
 
 def pause(state: DecodeState) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from difflib import get_close_matches
 from typing import Annotated
 
 import typer
@@ -21,9 +22,11 @@ def pairs(
     found = natural_pairs(model)
     if found is None:
         known = ", ".join(group.name for group in GROUPS)
+        near = get_close_matches(model, [name for group in GROUPS for name, _ in group.models], 1, 0.8)
+        meant = f"; did you mean {near[0]}?" if near else ";"
         typer.echo(
-            f"fastspec: no pair is known for {model}; the table has {known}. Any smaller model with the same tokenizer "
-            "fits, and so does --proposer ngram, which needs none",
+            f"fastspec: no pair is known for {model}{meant} the table has {known}. Any smaller model with the same "
+            "tokenizer fits, and so does --proposer ngram, which needs none",
             err=True,
         )
         raise typer.Exit(2)

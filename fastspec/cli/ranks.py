@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 import signal
+import subprocess
 import sys
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -52,12 +54,21 @@ def start_ranks(
     if count is None or count == 1 or dist.is_torchelastic_launched():
         return
     _check(count, device)
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # below is said what they would say
+    for name in ("torch.distributed.elastic", "torch.multiprocessing"):  # below is said what they would say
+        logging.getLogger(name).setLevel(logging.CRITICAL)
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    config = LaunchConfig(
+    class Config(LaunchConfig):
+        """Without what torch would ask the GPUs' driver for, on which ranks' processors to bind."""
+
+        def __post_init__(self) -> None:
+            self.numa_options: Any = False
+            super().__post_init__()  # type: ignore[no-untyped-call]
+            self.numa_options = None
+
+    config = Config(
         min_nodes=1,
         max_nodes=1,
         nproc_per_node=count,
@@ -66,10 +77,14 @@ def start_ranks(
         rdzv_endpoint="localhost:0",
         max_restarts=0,
         logs_specs=DefaultLogsSpecs(local_ranks_filter={0}),
+        start_method="fork",
     )
     given = sys.argv[1:] if arguments is None else arguments
     try:
-        elastic_launch(config, sys.executable)("-m", "fastspec.cli", *given)
+        if _may_copy_this_process():
+            elastic_launch(config, run_rank)(*given)
+        else:
+            elastic_launch(config, sys.executable)("-m", "fastspec.cli", *given)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         typer.echo(f"fastspec: rank {rank} ended with exit code {failure.exitcode}, and so did the others", err=True)
@@ -77,6 +92,33 @@ def start_ranks(
     except SignalException:
         raise typer.Exit(0 if ends_by_signal else 1) from None
     raise typer.Exit(0)
+
+
+def run_rank(*arguments: str) -> None:
+    """The command line in a rank that was copied from the launcher's process, with all that it has imported."""
+    from fastspec.cli.app import app  # which imports this module
+
+    if torch.cuda._is_in_bad_fork():  # this version of torch has asked the driver in spite of all
+        with subprocess.Popen([sys.executable, "-m", "fastspec.cli", *arguments]) as anew:
+            for each in (signal.SIGTERM, signal.SIGINT):
+                signal.signal(each, lambda number, frame: anew.send_signal(number))
+            if anew.wait():
+                sys.exit(anew.returncode)
+        return
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the launcher's handlers are the launcher's
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    app(list(arguments), prog_name="fastspec")
+
+
+def _may_copy_this_process() -> bool:
+    """Whether a copy of this process may use GPUs: where they were counted without the driver, which copies cannot use.
+
+    Importing torch and this package takes as long as a start with compiled kernels takes for all else.
+    """
+    if sys.platform != "linux" or torch.cuda.is_initialized():
+        return False
+    counted: Callable[[], int] | None = getattr(torch.cuda, "_device_count_nvml", None)
+    return not torch.cuda._is_compiled() or (counted is not None and counted() >= 0)
 
 
 def _check(count: int, device: str | None) -> None:

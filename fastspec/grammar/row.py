@@ -194,7 +194,7 @@ class _Lookup:
 
     def __init__(self, prompt: Sequence[int]) -> None:
         self._tokens: list[int] = []
-        self._behind: dict[tuple[int, ...], int] = {}  # n-gram -> index after its last occurrence
+        self._places: dict[tuple[int, ...], int] = {}  # n-gram -> index after its last occurrence
         for token in prompt:
             self.push(token)
 
@@ -203,12 +203,12 @@ class _Lookup:
         self._tokens.append(token)
         end = len(self._tokens) - 1  # n-grams that end before the newest token, which follows them
         for size in range(_SHORTEST, min(_LONGEST, end) + 1):
-            self._behind[tuple(self._tokens[end - size : end])] = end
+            self._places[tuple(self._tokens[end - size : end])] = end
 
     def after(self, more: list[int], room: int) -> list[int]:
         """At most `room` tokens that followed the same n-gram as the row and `more` end with; empty: there is none."""
         last = (self._tokens[-_LONGEST:] + more)[-_LONGEST:]
         for size in range(len(last), _SHORTEST - 1, -1):
-            if (at := self._behind.get(tuple(last[-size:]))) is not None:
+            if (at := self._places.get(tuple(last[-size:]))) is not None:
                 return self._tokens[at : at + room]
         return []

@@ -160,13 +160,22 @@ class GraphRunner:
         depth: as in Runner.
         nvtx: mark captures and replays as NVTX ranges.
         warm_ups: runs of a step before it is captured; one is enough for kernels of this package.
+        warming: a context for these runs, in which a step may leave out what loads nothing.
     """
 
     static = True
 
-    def __init__(self, device: torch.device, *, depth: int = 2, nvtx: bool = False, warm_ups: int = WARM_UPS) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        *,
+        depth: int = 2,
+        nvtx: bool = False,
+        warm_ups: int = WARM_UPS,
+        warming: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
         self._device = device
-        self._warm_ups = warm_ups
+        self._warm_ups, self._warming = warm_ups, warming
         self.depth = depth
         self._nvtx = nvtx
         self._graphs: dict[Hashable, Captured] = {}
@@ -258,8 +267,9 @@ class GraphRunner:
         before = torch.cuda.memory_reserved(self._device)
         graph = torch.cuda.CUDAGraph(keep_graph=True)
         with idle(), self.on():
-            for _ in range(warm_ups):
-                body()
+            with self._warming():
+                for _ in range(warm_ups):
+                    body()
             torch.cuda.current_stream(self._device).synchronize()
             collecting = gc.isenabled()
             gc.disable()  # what others left to the collector may, as it goes, call what a capture forbids

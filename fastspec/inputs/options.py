@@ -56,7 +56,9 @@ OWN = (
 PER_ROW = (*_SHARED_NUMBERS, "min_new_tokens")
 _IDS = ("sequence_bias", "bad_words_ids", "suppress_tokens")
 MAX_RETURN_SEQUENCES = 2**16
-_UNSAVED = ("_commit_hash", "_original_object_hash", "_mask_length")  # of a config, as in its `to_dict`
+# entries of a config that are not read: those that its `to_dict` leaves out, and whether a checkpoint's own drafter is
+# used, which changes no text, and which the generator's arguments say here
+_UNSAVED = ("_commit_hash", "_original_object_hash", "_mask_length", "use_mtp")
 
 # fields without any effect on what plain decoding returns
 _NO_EFFECT = frozenset(

@@ -142,9 +142,12 @@ def compiled(ops: Ops) -> Ops:
         linear=reference.linear,
         layer_tail=reference.layer_tail,
         keeps_experts=TORCH_OPS.keeps_experts,
+        joins_shared=TORCH_OPS.joins_shared,
+        normed_logits=reference.normed_logits,
         route=reference.route,
         route_normed=reference.route_normed,
         experts=reference.experts,
+        experts_normed=reference.experts_normed,
         attend=attend,
         argmax=reference.argmax,
     )

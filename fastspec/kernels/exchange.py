@@ -36,10 +36,9 @@ from torch import Tensor
 
 from fastspec.kernels.common.launch import has_pdl, launch
 from fastspec.kernels.exchange_kernels import _gather_kernel, _largest_kernel, _one_shot_kernel, _two_shot_kernel
-from fastspec.kernels.room import BLOCK, TWO_SHOT, WORD_BLOCK, Room
+from fastspec.kernels.room import BLOCK, LIMIT, TWO_SHOT, WORD_BLOCK, Room
 
 NUM_WARPS = 4
-LIMIT = 120_000_000_000  # nanoseconds
 
 
 def exchange_added(

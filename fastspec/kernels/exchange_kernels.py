@@ -1,5 +1,8 @@
 """Kernels of the exchange between GPUs; see `exchange` for what they do and how they keep out of each other's way."""
 
+# mypy: disable-error-code="assignment, misc"
+# ruff: noqa: RUF005  (Triton adds tuples, and knows no starred ones)
+
 from __future__ import annotations
 
 import triton
@@ -10,33 +13,48 @@ from fastspec.kernels.flags import arrived, awaited, signalled, word_of
 
 
 @triton.jit
-def _push(
-    value, at, there, room, elements, limit, blocks, RANK: tl.constexpr, SIZE: tl.constexpr, WORDS: tl.constexpr
-):  # fmt: skip
-    """Sends a block to all other ranks and, unless it goes as words, waits for theirs.
+def _lying(buffers_ptr, rank, dtype: tl.constexpr):
+    """Where a rank's buffers lie: a multiple of 16 bytes, and the compiler then moves as many at once."""
+    return tl.multiple_of(tl.load(buffers_ptr + rank).to(tl.pointer_type(dtype)), 16)
 
-    Returns where theirs lie in this rank's room, one rank's after another's, and the epoch.
+
+@triton.jit
+def push(
+    value, at, there, room, first, elements, limit, blocks,
+    RANK: tl.constexpr, SIZE: tl.constexpr, WORDS: tl.constexpr, BLOCK: tl.constexpr, COUNT: tl.constexpr,
+):  # fmt: skip
+    """Sends COUNT blocks from `first` on to all other ranks and, unless they go as words, waits for theirs.
+
+    `at` are places in the room, of those blocks. Returns where the others' lie in this rank's room, one rank's after
+    another's, and the epoch, of each element where there are several blocks.
     """
     buffers_ptr, flags_ptr, epochs_ptr = room
-    pid = tl.program_id(0)
-    epoch = tl.load(epochs_ptr + pid) + 1
+    epochs = ()
+    for i in tl.static_range(COUNT):
+        epochs = epochs + (tl.load(epochs_ptr + first + i) + 1,)
+    epoch = epochs[0]
+    for i in tl.static_range(1, COUNT):
+        epoch = tl.where(at >= (first + i) * BLOCK, epochs[i], epoch)
     half = (epoch % 2).to(tl.int64) * SIZE * elements
     given = word_of(value, epoch) if WORDS else value
     for peer in tl.static_range(SIZE):
         if peer != RANK:
-            theirs = tl.load(buffers_ptr + peer).to(tl.pointer_type(given.dtype))
+            theirs = _lying(buffers_ptr, peer, given.dtype)
             tl.store(theirs + (half + RANK * elements.to(tl.int64)) + at, given, mask=there)
     tl.debug_barrier()
     if not WORDS:
         for peer in tl.static_range(SIZE):
             if peer != RANK:
-                signalled(flags_ptr, peer, epoch, blocks, RANK)
+                for i in tl.static_range(COUNT):
+                    signalled(flags_ptr, peer, epochs[i], first + i, blocks, RANK)
         for peer in tl.static_range(SIZE):
             if peer != RANK:
-                awaited(flags_ptr, peer, epoch, blocks, limit, RANK)
+                for i in tl.static_range(COUNT):
+                    awaited(flags_ptr, peer, epochs[i], first + i, blocks, limit, RANK)
         tl.debug_barrier()
-    tl.store(epochs_ptr + pid, epoch)
-    return tl.load(buffers_ptr + RANK).to(tl.pointer_type(given.dtype)) + half, epoch
+    for i in tl.static_range(COUNT):
+        tl.store(epochs_ptr + first + i, epochs[i])
+    return _lying(buffers_ptr, RANK, given.dtype) + half, epoch
 
 
 @triton.jit
@@ -50,7 +68,7 @@ def _load_pushed(mine, at, there, elements, epoch, limit, rank: tl.constexpr, WO
 
 
 @triton.jit
-def _sum_ranks(
+def sum_ranks(
     own, mine, at, there, elements, epoch, limit,
     FIRST: tl.constexpr, COUNT: tl.constexpr, RANK: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
@@ -61,8 +79,8 @@ def _sum_ranks(
         else:
             return _load_pushed(mine, at, there, elements, epoch, limit, FIRST, WORDS)
     else:
-        left = _sum_ranks(own, mine, at, there, elements, epoch, limit, FIRST, COUNT // 2, RANK, WORDS)
-        right = _sum_ranks(own, mine, at, there, elements, epoch, limit, FIRST + COUNT // 2, COUNT // 2, RANK, WORDS)
+        left = sum_ranks(own, mine, at, there, elements, epoch, limit, FIRST, COUNT // 2, RANK, WORDS)
+        right = sum_ranks(own, mine, at, there, elements, epoch, limit, FIRST + COUNT // 2, COUNT // 2, RANK, WORDS)
         return left + right
 
 
@@ -107,8 +125,10 @@ def _one_shot_kernel(
     """One block of the sum, one-shot: every rank adds all parts."""
     at, there, own = _load_own(x_ptr, count, BLOCK, PDL, PARTS)
     bias, residual = _load_addends(bias_ptr, residual_ptr, at, there, width)
-    mine, epoch = _push(own, at, there, room, elements, limit, blocks, RANK, SIZE, WORDS)
-    total = _sum_ranks(own, mine, at, there, elements, epoch, limit, 0, SIZE, RANK, WORDS)
+    mine, epoch = push(
+        own, at, there, room, tl.program_id(0), elements, limit, blocks, RANK, SIZE, WORDS, BLOCK, 1
+    )  # fmt: skip
+    total = sum_ranks(own, mine, at, there, elements, epoch, limit, 0, SIZE, RANK, WORDS)
     if bias_ptr is not None:
         total += bias
     if residual_ptr is not None:
@@ -132,23 +152,23 @@ def _reduce_block(
     buffers_ptr, flags_ptr, _epochs_ptr = room
     for peer in tl.static_range(SIZE):
         if peer != RANK:
-            awaited(flags_ptr, peer, epoch, blocks, limit, RANK)
+            awaited(flags_ptr, peer, epoch, tl.program_id(0), blocks, limit, RANK)
     tl.debug_barrier()
-    mine = tl.load(buffers_ptr + RANK).to(tl.pointer_type(tl.float32)) + half
-    total = _sum_ranks(own, mine, at, there, elements, epoch, limit, 0, SIZE, RANK, False)
+    mine = _lying(buffers_ptr, RANK, tl.float32) + half
+    total = sum_ranks(own, mine, at, there, elements, epoch, limit, 0, SIZE, RANK, False)
     if bias_ptr is not None:
         total += tl.load(bias_ptr + at % width, mask=there, other=0.0).to(tl.float32)
     total += tl.load(residual_ptr + at, mask=there, other=0.0).to(tl.float32)
     rounded = total.to(out_ptr.dtype.element_ty)
     for peer in tl.static_range(SIZE):
         if peer != RANK:
-            theirs = tl.load(buffers_ptr + peer).to(tl.pointer_type(tl.float32)) + (half + RANK * elements.to(tl.int64))
+            theirs = _lying(buffers_ptr, peer, tl.float32) + (half + RANK * elements.to(tl.int64))
             tl.store(_narrow(theirs, out_ptr, at, BLOCK), rounded, mask=there)
     tl.store(out_ptr + at, rounded, mask=there)
     tl.debug_barrier()
     for peer in tl.static_range(SIZE):
         if peer != RANK:
-            signalled(flags_ptr, peer, epoch, blocks, RANK)
+            signalled(flags_ptr, peer, epoch, tl.program_id(0), blocks, RANK)
 
 
 @triton.jit
@@ -158,13 +178,13 @@ def _send_block(
 ):  # fmt: skip
     """Another rank owns the block: this one sends it its part, and gets the sum."""
     buffers_ptr, flags_ptr, _epochs_ptr = room
-    theirs = tl.load(buffers_ptr + owner).to(tl.pointer_type(tl.float32)) + (half + RANK * elements.to(tl.int64))
+    theirs = _lying(buffers_ptr, owner, tl.float32) + (half + RANK * elements.to(tl.int64))
     tl.store(theirs + at, own, mask=there)
     tl.debug_barrier()
-    signalled(flags_ptr, owner, epoch, blocks, RANK)
-    awaited(flags_ptr, owner, epoch, blocks, limit, RANK)
+    signalled(flags_ptr, owner, epoch, tl.program_id(0), blocks, RANK)
+    awaited(flags_ptr, owner, epoch, tl.program_id(0), blocks, limit, RANK)
     tl.debug_barrier()
-    mine = tl.load(buffers_ptr + RANK).to(tl.pointer_type(tl.float32)) + (half + owner * elements.to(tl.int64))
+    mine = _lying(buffers_ptr, RANK, tl.float32) + (half + owner * elements.to(tl.int64))
     narrow = _narrow(mine, out_ptr, at, BLOCK)
     tl.store(out_ptr + at, tl.load(narrow, mask=there, other=0.0, volatile=True), mask=there)
 
@@ -200,7 +220,9 @@ def _gather_kernel(
 ):  # fmt: skip
     """One block of every rank's part."""
     at, there, own = _load_own(x_ptr, count, BLOCK, PDL, PARTS)
-    mine, epoch = _push(own, at, there, room, elements, limit, blocks, RANK, SIZE, WORDS)
+    mine, epoch = push(
+        own, at, there, room, tl.program_id(0), elements, limit, blocks, RANK, SIZE, WORDS, BLOCK, 1
+    )  # fmt: skip
     place = (at // width).to(tl.int64) * (SIZE * width) + at % width
     for rank in tl.static_range(SIZE):
         part = own if rank == RANK else _load_pushed(mine, at, there, elements, epoch, limit, rank, WORDS)
@@ -228,7 +250,9 @@ def _largest_kernel(
 ):  # fmt: skip
     """The largest keys of half a block of rows: a key travels as two elements, low half first."""
     at, entered, own = _load_own(keys_ptr, count, BLOCK, PDL, PARTS)
-    mine, epoch = _push(own, at, entered, room, elements, limit, blocks, RANK, SIZE, WORDS)
+    mine, epoch = push(
+        own, at, entered, room, tl.program_id(0), elements, limit, blocks, RANK, SIZE, WORDS, BLOCK, 1
+    )  # fmt: skip
     row = tl.program_id(0) * (BLOCK // 2) + tl.arange(0, BLOCK // 2)
     there = row < count // 2
     low = tl.load(keys_ptr + 2 * row, mask=there, other=0.0)

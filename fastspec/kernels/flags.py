@@ -55,16 +55,16 @@ def _stop_after(start, limit):
 
 
 @triton.jit
-def signalled(flags_ptr, peer, epoch, blocks, RANK: tl.constexpr):
-    """Signals a peer that everything this program has stored so far is visible."""
-    flag = tl.load(flags_ptr + peer) + (RANK * blocks + tl.program_id(0)).to(tl.int64) * 4
+def signalled(flags_ptr, peer, epoch, block, blocks, RANK: tl.constexpr):
+    """Signals a peer, by a block's flag, that everything this program has stored so far is visible."""
+    flag = tl.load(flags_ptr + peer) + (RANK * blocks + block).to(tl.int64) * 4
     _store_release(flag, epoch)
 
 
 @triton.jit
-def awaited(flags_ptr, peer, epoch, blocks, limit, RANK: tl.constexpr):
-    """Waits for a peer's signal."""
-    flag = tl.load(flags_ptr + RANK) + (peer * blocks + tl.program_id(0)).to(tl.int64) * 4
+def awaited(flags_ptr, peer, epoch, block, blocks, limit, RANK: tl.constexpr):
+    """Waits for a peer's signal by a block's flag."""
+    flag = tl.load(flags_ptr + RANK) + (peer * blocks + block).to(tl.int64) * 4
     start = _now(epoch)
     while _load_acquire(flag) < epoch:
         _stop_after(start, limit)
@@ -84,8 +84,8 @@ def _missing(words, there, epoch):
 
 @triton.jit
 def arrived(place, there, epoch, limit):
-    """Waits until all words are of this epoch, and returns their elements."""
-    start = _now(epoch)
+    """Waits until all words are of this epoch, one for all or each its own, and returns their elements."""
+    start = _now(tl.program_id(0))
     words = tl.load(place, mask=there, other=0, volatile=True)
     while _missing(words, there, epoch) > 0:
         _stop_after(start, limit)

@@ -24,12 +24,18 @@ ELEMENTS = 512  # of a row to a warp, until there are 16
 
 
 @triton.jit
-def normed_row(x, weight_ptr, at, inside, width, eps, ROUND_FIRST: tl.constexpr, DTYPE: tl.constexpr):
-    """RMSNorm of a row in fp32, before its last rounding."""
+def weight_of(weight_ptr, at, inside):
+    """A norm's weight in fp32: what no kernel writes, so it is loaded before a kernel waits for others."""
+    return tl.load(weight_ptr + at, mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def normed_row(x, weight, width, eps, ROUND_FIRST: tl.constexpr, DTYPE: tl.constexpr):
+    """RMSNorm of a row in fp32, before its last rounding; `weight` is what `weight_of` gives."""
     normed = x * (1.0 / tl.sqrt_rn(tl.sum(x * x, axis=0) / width + eps))
     if ROUND_FIRST:
         normed = normed.to(DTYPE).to(tl.float32)
-    return normed * tl.load(weight_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    return normed * weight
 
 
 @triton.jit
@@ -49,14 +55,16 @@ def _norm_kernel(
     """One program: one row."""
     if PDL:
         gdc_launch_dependents()
-        gdc_wait()
     start = tl.program_id(0).to(tl.int64) * width
     at = tl.arange(0, BLOCK)
     inside = at < width
+    weight = weight_of(weight_ptr, at, inside)
+    if PDL:
+        gdc_wait()
     x = tl.load(x_ptr + start + at, mask=inside, other=0.0).to(tl.float32)
     if CENTRED:
         x = tl.where(inside, x - tl.sum(x, axis=0) / width, 0.0)
-    normed = normed_row(x, weight_ptr, at, inside, width, eps, ROUND_FIRST, out_ptr.dtype.element_ty)
+    normed = normed_row(x, weight, width, eps, ROUND_FIRST, out_ptr.dtype.element_ty)
     if BIAS:
         normed = normed + tl.load(bias_ptr + at, mask=inside, other=0.0).to(tl.float32)
     tl.store(out_ptr + start + at, normed.to(out_ptr.dtype.element_ty), mask=inside)
@@ -79,17 +87,21 @@ def _add_norm_kernel(
     """One program: one row."""
     if PDL:
         gdc_launch_dependents()
-        gdc_wait()
     start = tl.program_id(0).to(tl.int64) * width
     at = tl.arange(0, BLOCK)
     inside = at < width
+    weight = weight_of(weight_ptr, at, inside)
+    if next_ptr is not None:
+        next_weight = weight_of(next_ptr, at, inside)
+    if PDL:
+        gdc_wait()
     kind: tl.constexpr = sum_ptr.dtype.element_ty
     added = tl.load(added_ptr + start + at, mask=inside, other=0.0).to(tl.float32)
     x = tl.load(x_ptr + start + at, mask=inside, other=0.0).to(tl.float32)
-    x += normed_row(added, weight_ptr, at, inside, width, eps, ROUND_FIRST, kind).to(kind).to(tl.float32)
+    x += normed_row(added, weight, width, eps, ROUND_FIRST, kind).to(kind).to(tl.float32)
     tl.store(sum_ptr + start + at, x.to(kind), mask=inside)
     if next_ptr is not None:
-        normed = normed_row(x.to(kind).to(tl.float32), next_ptr, at, inside, width, eps, ROUND_FIRST, kind)
+        normed = normed_row(x.to(kind).to(tl.float32), next_weight, width, eps, ROUND_FIRST, kind)
         tl.store(out_ptr + start + at, normed.to(kind), mask=inside)
 
 

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -17,9 +18,13 @@ ALL = 2**62
 TWO_SHOT = {2: 256 * 4096, 4: ALL, 8: ALL}
 # elements, by the number of ranks, up to which they go as words: as many bytes leave a rank of four and eight as of two
 WORDS = {2: 48 * 4096, 4: 16 * 4096, 8: 6 * 4096}
+# elements of the room, by the number of ranks, up to which a sum in a chain of products of many rows is one kernel with
+# the norm behind it; 0: not timed on so many
+WITH_NORM = {2: ALL, 4: 0, 8: 0}
 MAX_ELEMENTS = 2**24  # 4-byte elements that the kernel exchanges at once; more go to NCCL
+LIMIT = 120_000_000_000  # nanoseconds that a program waits for a peer at most
 _PIECE = 2 * 2**20  # bytes: the device gives shared memory in whole pieces
-_PAD = 9216  # bytes of torch's own after each, at most
+_PAD = 9216  # bytes of torch's own after it, at most
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +76,22 @@ def words_of(size: int, elements: int) -> int:
     return min(elements, WORDS[size])
 
 
+class Places(NamedTuple):
+    """Bytes at which words, flags and buffers begin in a rank's memory, and how many there are in all."""
+
+    words: int
+    flags: int
+    buffers: int
+    total: int
+
+
+def places_of(size: int, elements: int) -> Places:
+    """Where what such a room is made of lies; each at a multiple of 256 bytes."""
+    flags = 2 * size * words_of(size, elements) * 8
+    buffers = flags + -(-size * blocks_of(elements) * 4 // 256) * 256
+    return Places(0, flags, buffers, buffers + 2 * size * elements * 4)
+
+
 def room_bytes(size: int, step: int, prompts: int) -> int:
     """Bytes of a rank's own memory that its room takes.
 
@@ -80,6 +101,4 @@ def room_bytes(size: int, step: int, prompts: int) -> int:
     """
     if size == 1:
         return 0
-    elements = elements_of(size, step, prompts)
-    shared = 2 * size * elements * 4, size * blocks_of(elements) * 4, 2 * size * words_of(size, elements) * 8
-    return sum(-(-(each + _PAD) // _PIECE) * _PIECE for each in shared)
+    return -(-(places_of(size, elements_of(size, step, prompts)).total + _PAD) // _PIECE) * _PIECE

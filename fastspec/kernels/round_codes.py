@@ -1,32 +1,36 @@
-"""Rounds a matrix to codes in one launch, as `common.rounding` defines it.
+"""Rounds a matrix and packs its codes in one launch, as `common.rounding.pack_rounded` defines it, to the bit.
 
-| argument | shape, dtype                  | notes                                          |
-|----------|-------------------------------|------------------------------------------------|
-| values   | [N, K] bf16, fp16 or fp32     | contiguous                                     |
-| codes    | uint8 [N, K]                  | written                                        |
-| scales   | fp32 [N, K / group]           | written; a group is a row of fp8 and int8      |
+| argument | shape, dtype                | notes                                                              |
+|----------|-----------------------------|--------------------------------------------------------------------|
+| values   | [N, K] bf16, fp16 or fp32   | contiguous; whole tiles, of a gated matrix the gate's rows first   |
+| halves   | int16 [N/16, K/C, 16, 32]   | written: words as `code_packing` has them, C = 64, of int4 128     |
+| scales   | fp32 [N, K / group]         | written: a group is a row of fp8 and int8                          |
+| part     | number                      | rows of a gate, or all                                             |
+| height   | number                      | rows of a tile that lie in one part: 8 or 16                       |
+| chunks   | number                      | K/C                                                                |
 
-A program has some groups, and reads them three times: for the largest magnitude, for the squared errors of all scales
-that are tried, and for the codes. Which scale is best may differ from the definition where two are as good but for the
-order of a sum.
+A program of int4 has some groups in registers. One of fp8 and int8 has some rows, which it reads from DRAM once and
+then out of its caches: for the largest magnitude, for the squares of all scales that are tried, and for the codes.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastspec.kernels.common.codes import Codes, CodesKind
+from fastspec.kernels.common import rounding
+from fastspec.kernels.common.code_packing import PackedCodes
 from fastspec.kernels.common.launch import launch
-from fastspec.kernels.common.rounding import LARGEST, SHRINK
 
-_TRIED = len(SHRINK)
+_TRIED = len(rounding.SHRINK)
 TRIED = tl.constexpr(_TRIED)
-LEAST = tl.constexpr(torch.finfo(torch.bfloat16).tiny)
-NARROW, WIDE = 32, 2  # groups to a program: of up to 128 values, and of whole rows
-COLUMNS = 1024  # of a row that are read at a time
+LEAST = tl.constexpr(rounding.LEAST)
+WITHIN = 4096  # values of a program of groups
+ROWS, COLUMNS = 2, 1024  # of a program of rows: how many, and values of each at a time
 
 
 @triton.jit
@@ -45,99 +49,187 @@ def _shrunk(top, tried):
 
 
 @triton.jit
-def _codes_of(quotient, FORM: tl.constexpr):
-    """int32 codes nearest to the quotients: of fp8 the number's bits, of the others the whole number."""
+def _divided(x, scales):
+    """Values [n, m] over scales [n], rounded as IEEE has it."""
+    return tl.div_rn(x, scales[:, None] + tl.zeros_like(x))
+
+
+@triton.jit
+def _nearest(quotient, FORM: tl.constexpr):
+    """Values of the nearest codes, in fp32: a quotient plus 1.5 * 2^23 steps is a whole number of them."""
     if FORM == "fp8":
-        size = tl.minimum(tl.abs(quotient), 448.0)
-        bits = size.to(tl.int32, bitcast=True)
-        # to nearest even at bit 20, and another bias of the exponent
-        normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - 960
-        # below 2^-6 there are steps of 2^-9, which are those of numbers from 2^14 on
-        small = (size + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
-        sign = (quotient.to(tl.int32, bitcast=True) >> 24) & 0x80
-        return tl.where(size < 0.015625, small, normal) | sign
+        bounded = tl.minimum(tl.maximum(quotient, -448.0), 448.0)
+        # steps are 2^-3 of a number's power of two, and 2^-9 below 2^-6
+        power = (bounded.to(tl.int32, bitcast=True) & 0x7F800000) + 0x0A400000
+        lift = tl.maximum(power, 0x46C00000).to(tl.float32, bitcast=True)
+        return (bounded + lift) - lift
     else:
         LOW: tl.constexpr = -127.0 if FORM == "int8" else -8.0
         HIGH: tl.constexpr = 127.0 if FORM == "int8" else 7.0
-        nearest = (quotient + 12582912.0) - 12582912.0  # 1.5 * 2^23: the sum has no bits behind the point
-        return tl.minimum(tl.maximum(nearest, LOW), HIGH).to(tl.int32)
+        return tl.minimum(tl.maximum((quotient + 12582912.0) - 12582912.0, LOW), HIGH)
 
 
 @triton.jit
-def _values_of(codes, FORM: tl.constexpr):
-    """What int32 codes stand for, as fp32."""
+def _squares(x, scales, FORM: tl.constexpr, STEPS: tl.constexpr):
+    """int32: squares of the distances to the nearest codes, over the scale, in steps."""
+    quotient = x * tl.div_rn(tl.full(scales.shape, 1.0, tl.float32), scales)[:, None]
+    apart = _nearest(quotient, FORM) - quotient
+    # a number from 2^23 to 2^24 has whole numbers in its last bits
+    return (apart * apart * STEPS + 8388608.0).to(tl.int32, bitcast=True) - 0x4B000000
+
+
+@triton.jit
+def _errors(squares, scales, top):
+    """Sums of squares as what scales are compared by."""
+    share = tl.div_rn(scales, tl.maximum(top, LEAST))
+    return squares.to(tl.float32) * (share * share)
+
+
+@triton.jit
+def _bits(quotient, FORM: tl.constexpr):
+    """int32 codes nearest to quotients, as `_packed` takes them: bit 7 is a sign, and of int4 a number has 8 added."""
+    value = _nearest(quotient, FORM)
     if FORM == "fp8":
-        size = codes & 0x7F
-        value = tl.where(size < 8, size * 0.001953125, ((size + 960) << 20).to(tl.float32, bitcast=True))
-        return tl.where(codes > 127, -value, value)
+        size = tl.abs(value)
+        normal = (size.to(tl.int32, bitcast=True) >> 20) - 960  # another bias of the exponent
+        code = tl.where(size < 0.015625, (size * 512.0).to(tl.int32), normal)
+        return code | ((quotient.to(tl.int32, bitcast=True) >> 24) & 0x80)
+    elif FORM == "int8":
+        return tl.abs(value).to(tl.int32) | tl.where(value < 0.0, 0x80, 0)
     else:
-        return codes.to(tl.float32)
+        return value.to(tl.int32) + 8
 
 
 @triton.jit
-def _round_kernel(
+def _packed(codes, FORM: tl.constexpr):
+    """Codes [n, codes of a half, 32] -> halves [n, 32], as `code_packing.FIELDS` has them."""
+    i = tl.arange(0, codes.shape[1])[None, :, None]
+    sign, size = codes & 0x80, codes & 0x7F
+    if FORM == "fp8":
+        parts = tl.where(i == 0, sign << 8 | size << 4, sign << 4 | (size & 0x70) << 8 | (size & 0xF))
+    elif FORM == "int8":
+        parts = tl.where(i == 0, sign << 8 | size, sign | size << 8)
+    else:
+        parts = codes << 4 * i
+    return tl.sum(parts, axis=1).to(tl.int16)  # no two have a bit in common
+
+
+@triton.jit
+def _store(halves_ptr, halves, part, height, chunks, row, chunk, there, NARROW: tl.constexpr):
+    """Stores halves [n, 32] of chunks of rows."""
+    inner = row % part
+    tile, line = inner // height, row // part * height + inner % height
+    column = tl.arange(0, 32)
+    place = column
+    if NARROW:
+        place = column % 16 // 4 * 8 + column // 16 * 4 + column % 4
+    at = ((tile.to(tl.int64) * chunks + chunk) * 16 + line) * 32
+    tl.store(halves_ptr + at[:, None] + place[None, :], halves, mask=there[:, None])
+
+
+@triton.jit(do_not_specialize=["rows", "part", "height", "chunks"])
+def round_groups_kernel(
     values_ptr,
-    codes_ptr,
+    halves_ptr,
     scales_ptr,
-    count,
-    size,
-    FORM: tl.constexpr,
-    GROUPS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    LARGEST: tl.constexpr,
+    rows,
+    part,
+    height,
+    chunks,
+    GROUP: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    STEPS: tl.constexpr,
+    INVERSE: tl.constexpr,
 ):
-    """GROUPS groups of `count`, each of `size` values that lie side by side."""
-    group = tl.program_id(0) * GROUPS + tl.arange(0, GROUPS)
-    first = group.to(tl.int64)[:, None] * size
-    there = (group < count)[:, None]
-    top = tl.zeros([GROUPS], tl.float32)
+    """CHUNKS chunks of 128 values in int4, which lie side by side, in groups of GROUP."""
+    GROUPS: tl.constexpr = CHUNKS * 128 // GROUP
+    first = tl.program_id(0) * CHUNKS
+    group = first * (128 // GROUP) + tl.arange(0, GROUPS)
+    there = group < rows * chunks * (128 // GROUP)
+    at = group.to(tl.int64)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    x = tl.load(values_ptr + at, mask=there[:, None], other=0.0).to(tl.float32)
+    top = tl.max(tl.abs(x), axis=1) * INVERSE
+    best, chosen = tl.full([GROUPS], float("inf"), tl.float32), top
+    for tried in range(TRIED):
+        scales = _shrunk(top, tried)
+        error = _errors(tl.sum(_squares(x, scales, "int4", STEPS), axis=1), scales, top)
+        chosen = tl.where(error < best, scales, chosen)
+        best = tl.minimum(error, best)
+    chosen = tl.where(top < LEAST, 1.0, chosen)
+    tl.store(scales_ptr + group, chosen, mask=there)
+    codes = _bits(_divided(x, chosen), "int4")
+    chunk = first + tl.arange(0, CHUNKS)
+    row = chunk // chunks
+    halves = _packed(tl.reshape(codes, [CHUNKS, 4, 32]), "int4")
+    _store(halves_ptr, halves, part, height, chunks, row, chunk % chunks, row < rows, GROUP == 32)
+
+
+@triton.jit(do_not_specialize=["rows", "part", "height", "chunks"])
+def round_rows_kernel(
+    values_ptr,
+    halves_ptr,
+    scales_ptr,
+    rows,
+    part,
+    height,
+    chunks,
+    FORM: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    STEPS: tl.constexpr,
+    INVERSE: tl.constexpr,
+):
+    """ROWS rows in fp8 or int8, COLUMNS values of each at a time."""
+    size = chunks * 64
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    there = row < rows
+    line = values_ptr + row.to(tl.int64)[:, None] * size
+    top = tl.zeros([ROWS], tl.float32)
     for start in range(0, size, COLUMNS):
         column = (start + tl.arange(0, COLUMNS))[None, :]
-        x = tl.load(values_ptr + first + column, mask=there & (column < size), other=0.0).to(tl.float32)
+        x = tl.load(line + column, mask=there[:, None] & (column < size), other=0.0).to(tl.float32)
         top = tl.maximum(top, tl.max(tl.abs(x), axis=1))
-    top = tl.div_rn(top, LARGEST + tl.zeros([GROUPS], tl.float32))
+    top *= INVERSE
     place = tl.arange(0, 16)[None, :]
-    errors = tl.where(place < TRIED, tl.zeros([GROUPS, 16], tl.float32), float("inf"))
+    squares = tl.zeros([ROWS, 16], tl.int64)
     for start in range(0, size, COLUMNS):
         column = (start + tl.arange(0, COLUMNS))[None, :]
-        x = tl.load(values_ptr + first + column, mask=there & (column < size), other=0.0).to(tl.float32)
+        x = tl.load(line + column, mask=there[:, None] & (column < size), other=0.0).to(tl.float32)
         for tried in range(TRIED):
-            scale = _shrunk(top, tried)[:, None] + tl.zeros_like(x)
-            apart = _values_of(_codes_of(tl.div_rn(x, scale), FORM), FORM) * scale - x
-            errors += tl.where(place == tried, tl.sum(apart * apart, axis=1)[:, None], 0.0)
-    best = tl.argmin(errors, axis=1)
-    scales = _shrunk(top, best)
-    tl.store(scales_ptr + group, scales, mask=group < count)
+            found = _squares(x, _shrunk(top, tried), FORM, STEPS).to(tl.int64)
+            squares += tl.where(place == tried, tl.sum(found, axis=1)[:, None], 0)
+    each = top[:, None] + tl.zeros([ROWS, 16], tl.float32)
+    errors = _errors(squares, _shrunk(each, place), each)
+    chosen = _shrunk(top, tl.argmin(tl.where(place < TRIED, errors, float("inf")), axis=1))
+    chosen = tl.where(top < LEAST, 1.0, chosen)
+    tl.store(scales_ptr + row, chosen, mask=there)
+    PARTS: tl.constexpr = COLUMNS // 64
+    piece = tl.arange(0, ROWS * PARTS)
+    of_piece = tl.program_id(0) * ROWS + piece // PARTS
     for start in range(0, size, COLUMNS):
         column = (start + tl.arange(0, COLUMNS))[None, :]
-        inside = there & (column < size)
-        x = tl.load(values_ptr + first + column, mask=inside, other=0.0).to(tl.float32)
-        codes = _codes_of(tl.div_rn(x, scales[:, None] + tl.zeros_like(x)), FORM)
-        if FORM == "int4":
-            codes += 8
-        tl.store(codes_ptr + first + column, codes.to(tl.uint8), mask=inside)
+        x = tl.load(line + column, mask=there[:, None] & (column < size), other=0.0).to(tl.float32)
+        codes = _bits(_divided(x, chosen), FORM)
+        halves = _packed(tl.reshape(codes, [ROWS * PARTS, 2, 32]), FORM)
+        chunk = start // 64 + piece % PARTS
+        inside = (of_piece < rows) & (chunk < chunks)
+        _store(halves_ptr, halves, part, height, chunks, of_piece, chunk, inside, False)
 
 
-def rounded(values: Tensor, kind: CodesKind) -> Codes:
-    """As `common.rounding.rounded`, which defines it."""
-    (n, k), group = values.shape, kind.block[1]
-    codes = torch.empty((n, k), dtype=torch.uint8, device=values.device)
-    scales = torch.empty((n, k // group), dtype=torch.float32, device=values.device)
-    groups, columns = (NARROW, group) if group <= 128 else (WIDE, COLUMNS)
-    launch(
-        _round_kernel,
-        (triton.cdiv(scales.numel(), groups),),
-        values,
-        codes,
-        scales,
-        scales.numel(),
-        group,
-        FORM=kind.format,
-        GROUPS=groups,
-        COLUMNS=columns,
-        LARGEST=LARGEST[kind.format],
-        enable_fp_fusion=False,
-        num_warps=4,
-    )
-    zeros = torch.full_like(scales, 8, dtype=torch.uint8) if kind.format == "int4" else None
-    return Codes(kind, codes, scales, zeros)
+def pack_rounded(place: PackedCodes, tile: int, rows: Tensor) -> Tensor:
+    """As `common.rounding.pack_rounded`, which defines it."""
+    (n, k), form = rows.shape, place.kind.format
+    group = place.group or k
+    scales = torch.empty((n, k // group), dtype=torch.float32, device=rows.device)
+    halves = place.words[tile : tile + n // 16].view(torch.int16)
+    height, chunks = 8 if place.gated else 16, place.words.shape[1]
+    given = (rows, halves, scales, n, n * height // 16, height, chunks)
+    numbers = {"STEPS": rounding.STEPS[form], "INVERSE": 1 / rounding.LARGEST[form]}
+    options: dict[str, Any] = {**numbers, "enable_fp_fusion": False, "num_warps": 4}
+    if form == "int4":
+        grid = (triton.cdiv(n * chunks, WITHIN // 128),)
+        launch(round_groups_kernel, grid, *given, GROUP=group, CHUNKS=WITHIN // 128, **options)
+    else:
+        sizes = {"ROWS": ROWS, "COLUMNS": COLUMNS}
+        launch(round_rows_kernel, (triton.cdiv(n, ROWS),), *given, FORM=form, **sizes, **options)
+    return scales

@@ -21,6 +21,7 @@ from fastspec.kernels.common.launch import compiling, has_pdl
 from fastspec.kernels.common.weights import Format, Weight
 from fastspec.kernels.embed import embed
 from fastspec.kernels.experts import dispatch as mixtures
+from fastspec.kernels.experts import router as routers
 from fastspec.kernels.experts.dispatch import keeps_experts
 from fastspec.kernels.experts.route import route as route_rows
 from fastspec.kernels.experts.route import route_normed as route_normed_rows
@@ -40,10 +41,10 @@ from fastspec.kernels.norm import add_norm as add_norm_rows
 from fastspec.kernels.norm import norm as norm_rows
 from fastspec.kernels.ops import Ops
 from fastspec.kernels.recurrent.dispatch import delta_rule
-from fastspec.kernels.recurrent.gated_norm import gated_norm
+from fastspec.kernels.recurrent.gated_norm import gated, gated_norm
 from fastspec.kernels.reference.layer import Layer, Reduce
 from fastspec.kernels.rotate import rotate as rotate_heads
-from fastspec.kernels.round_codes import rounded
+from fastspec.kernels.round_codes import pack_rounded
 from fastspec.kernels.sampling.commit import commit, scratch_of
 from fastspec.kernels.sampling.draw import sampled_draw
 from fastspec.kernels.sampling.greedy_commit import verify_commit
@@ -73,13 +74,13 @@ def workspace(
     device: torch.device, batch: int, max_queries: int, max_positions: int, heads: tuple[int, int, int]
 ) -> Workspace:
     """Allocates the work area of a model; arguments as in `Ops.workspace`."""
-    argmax = torch.zeros(batch + 1, dtype=torch.int64, device=device)
+    argmax = torch.zeros(batch * max_queries + 1, dtype=torch.int64, device=device)
     return Workspace(attend_work(device, batch * max_queries, max_positions, heads), argmax)
 
 
 def workspace_bytes(batch: int, max_queries: int, max_positions: int, heads: tuple[int, int, int]) -> int:
     """Bytes of `workspace`."""
-    return 8 * (batch + 1) + attend_work_bytes(batch * max_queries, max_positions, heads)
+    return 8 * (batch * max_queries + 1) + attend_work_bytes(batch * max_queries, max_positions, heads)
 
 
 def weight_format(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Format:
@@ -201,6 +202,25 @@ def gelu_tanh_mul(gate_up: Tensor) -> Tensor:
     return gelu.gelu_tanh_mul(gate_up, pdl=has_pdl(gate_up.device))
 
 
+def joins_shared(dtype: torch.dtype, hidden: int, device: torch.device) -> bool:
+    """As `Ops.joins_shared`: in 16 bits, of which one launch norms and multiplies with the router."""
+    return dtype.itemsize == 2 and hidden <= routers.MAX_WIDTH
+
+
+def normed_logits(
+    x: Tensor, weight: Tensor, eps: float, router: Weight, bias: Tensor | None, tiling: Tiling = UNTILED
+) -> tuple[Tensor, Tensor]:
+    """As `reference.normed_logits`, which defines it; a prompt's many rows are multiplied by tiles.
+
+    `tiling` has no say here: a row's bits are the same beside any others, in steps and in prompts, each for itself.
+    """
+    pdl = has_pdl(x.device)
+    if x.shape[1] <= MAX_SPLIT_QUERIES:
+        return routers.normed_logits(x, weight, eps, router, bias, pdl=pdl)
+    h = norm(x, weight, eps)
+    return h, tile_linear(h, router.data, bias, out_dtype=torch.float32, pdl=pdl)
+
+
 def route(logits: Tensor, rule: RoutingRule, correction: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """As `reference.route`, which defines it."""
     return route_rows(logits, rule, correction, pdl=has_pdl(logits.device))
@@ -214,6 +234,11 @@ def route_normed(logits: Tensor, *given: Any) -> tuple[Tensor, Tensor, Tensor]:
 def experts(x: Tensor, *given: Any, **options: Any) -> Tensor:
     """As `reference.experts`, which defines it; a row's bits are the same in steps and prompts."""
     return mixtures.experts(x, *given, pdl=has_pdl(x.device), **options)
+
+
+def experts_normed(x: Tensor, *given: Any, **options: Any) -> tuple[Tensor, Tensor]:
+    """As `reference.experts_normed`, which defines it."""
+    return mixtures.experts_normed(x, *given, pdl=has_pdl(x.device), **options)
 
 
 def argmax(
@@ -242,10 +267,11 @@ TRITON_OPS = Ops(
     name="triton",
     weight_format=weight_format,
     keeps_codes=keeps_codes,
-    rounded=rounded,
+    pack_rounded=pack_rounded,
     workspace=workspace,
     workspace_bytes=workspace_bytes,
     keeps_experts=keeps_experts,
+    joins_shared=joins_shared,
     commit_scratch=scratch_of,
     feed_rows=feed_rows,
     embed=embed,
@@ -255,14 +281,17 @@ TRITON_OPS = Ops(
     gelu_tanh_mul=gelu_tanh_mul,
     linear=linear,
     layer_tail=layer_tail,
+    normed_logits=normed_logits,
     route=route,
     route_normed=route_normed,
     experts=experts,
+    experts_normed=experts_normed,
     attend=attend,
     rotate=rotate,
     store_heads=store_heads,
     delta_rule=delta_rule,
     gated_norm=gated_norm,
+    gated=gated,
     argmax=argmax,
     verify_commit=verify_commit,
     sampled_work=sampled_work,

@@ -1,4 +1,4 @@
-"""K/V storage in pages, and the description of the rows that one pass feeds.
+"""K/V storage in pages.
 
 Position `p` of a row lives in page `block_table[row, p // page_size]` at offset `p % page_size`.
 """

@@ -17,7 +17,7 @@ import torch
 from fastspec.errors import UnsupportedModel
 from fastspec.kv_cache.states import row_bytes
 from fastspec.models.families import FAMILIES
-from fastspec.models.families.plan import LayerNames, LayerPlan, ModelScales
+from fastspec.models.families.plan import ExpertsPlan, LayerNames, LayerPlan, ModelScales
 from fastspec.models.fields import ConfigFields
 from fastspec.models.rope import RopeSpec, head_order, ropes_of
 from fastspec.shapes import DeltaRule
@@ -177,8 +177,12 @@ class ModelSpec:
     def routed_elements(self) -> int:
         """Elements that the experts of one token need between their two products and after them; 0 without experts."""
         plans = [plan.experts for plan in self.plans if plan.experts]
-        each = [plan.routing.chosen * (plan.width + self.hidden_size) + 3 * plan.shared for plan in plans]
+        each = [plan.routing.chosen * (plan.width + self.hidden_size) + self._of_shared(plan) for plan in plans]
         return max(each, default=0)
+
+    def _of_shared(self, plan: ExpertsPlan) -> int:
+        """As `routed_elements`, of a shared expert: another of the token's, or with products of its own."""
+        return max(3 * plan.shared, (plan.width + self.hidden_size) * (plan.shared == plan.width))
 
     def _mlp_elements(self, plan: LayerPlan) -> int:
         """Elements of a layer's MLP, experts, router and sinks."""
@@ -208,12 +212,13 @@ class ModelSpec:
 
 def supported_models() -> str:
     """One line that lists every supported family and setting, for error messages."""
-    families = ", ".join(f"{name} ({family.architecture})" for name, family in FAMILIES.items())
+    families = ", ".join(FAMILIES)
     kinds = ", ".join(dict.fromkeys(kind for family in FAMILIES.values() for kind in family.rope_kinds))
     return (
-        f"supported: {families}; rope types {kinds}, by family; full or sliding-window attention; hidden_act silu, or "
-        f"what the family's models have; even head_dim up to {MAX_HEAD_DIM}; weights in bfloat16, float16 or float32, "
-        "or quantised by compressed-tensors, fp8, AWQ, GPTQ or ModelOpt"
+        f"supported: {families}, and others by transformers' own modules (docs/models.md lists them); rope types "
+        f"{kinds}, by family; full or sliding-window attention; hidden_act silu, or what the family's models have; "
+        f"even head_dim up to {MAX_HEAD_DIM}; weights in bfloat16, float16 or float32, or quantised by "
+        "compressed-tensors, fp8, AWQ, GPTQ or ModelOpt"
     )
 
 

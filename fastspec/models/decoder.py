@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fastspec.kernels import reference
-from fastspec.kernels.common.launch import is_compiling
+from fastspec.kernels.common.launch import is_brief
 from fastspec.kernels.common.weights import Weight
 from fastspec.kernels.ops import Ops
 from fastspec.kernels.reference.layer import Reduce
@@ -91,7 +91,7 @@ class Decoder:
         if -1 in features:
             features[-1] = x
         qkv: Tensor | None = self._qkv(0, x, rows.tiling)
-        for index in one_of_each(self.spec.plans, layers) if is_compiling() and not features else range(len(layers)):
+        for index in one_of_each(self.spec.plans, layers) if is_brief() and not features else range(len(layers)):
             assert qkv is not None  # only the last layer leaves none
             x, qkv = self._layer(index, x, qkv, rows)
             if index in features:
@@ -104,43 +104,54 @@ class Decoder:
         """The residual stream after a layer, and q, k and v of the next; None after the last."""
         layer = self.weights.layers[index]
         mix = self._attend if layer.delta is None else self._recur
-        return self._behind(index, mix(index, layer, qkv, rows), x, rows.tiling)
+        return self._after_attention(index, mix(index, layer, qkv, rows), x, rows.tiling)
 
-    def _behind(self, index: int, attended: Tensor, x: Tensor, tiling: Tiling) -> tuple[Tensor, Tensor | None]:
+    def _after_attention(self, index: int, attended: Tensor, x: Tensor, tiling: Tiling) -> tuple[Tensor, Tensor | None]:
         """As `_layer`, from the output of its attention on."""
         layers, plan = self.weights.layers, self.spec.plans[index]
-        layer, following = layers[index], layers[index + 1] if index + 1 < len(layers) else None
+        layer, next_layer = layers[index], layers[index + 1] if index + 1 < len(layers) else None
         if self._fuses(plan):
             eps = self.spec.rms_eps
-            return self.ops.layer_tail(self.ops.linear, attended, x, layer, following, eps, tiling, self._reduce)
+            return self.ops.layer_tail(self.ops.linear, attended, x, layer, next_layer, eps, tiling, self._reduce)
         if plan.sandwiched and self._reduce is None:
             return self._sandwich(index, attended, x, tiling)
-        tail = self._tail if plan.experts is None else self._mixture
-        x = tail(plan, attended, x, layer, tiling)
-        return x, None if following is None else self._qkv(index + 1, x, tiling)
+        if plan.experts is None:
+            x, h = self._tail(plan, attended, x, layer, tiling), None
+        else:
+            x, h = self._mixture(index, attended, x, tiling)
+        return x, None if next_layer is None else self._qkv(index + 1, x, tiling, h)
+
+    def _norm_of(self, index: int) -> tuple[Tensor, float] | None:
+        """The norm before attention in a layer where no product has it; None: there is none, or a product has it."""
+        plans, layers = self.spec.plans, self.weights.layers
+        if index == len(layers) or plans[index].fused_norm or plans[index].norm == "layer":
+            return None
+        weight = layers[index].input_norm
+        return None if weight is None else (weight, self.spec.rms_eps)
 
     def _fuses(self, plan: LayerPlan) -> bool:
         """Whether one op computes what follows attention in a layer."""
         return plan.fused_tail
 
     def _sandwich(self, index: int, attended: Tensor, x: Tensor, tiling: Tiling) -> tuple[Tensor, Tensor | None]:
-        """As `_behind`, of a layer with norms before and behind attention and MLP: two of them and a sum are one op."""
+        """`_after_attention` where norms are before and after attention and MLP: two of them and a sum are one op."""
         layers, plan, linear = self.weights.layers, self.spec.plans[index], self.ops.linear
-        layer, following = layers[index], layers[index + 1] if index + 1 < len(layers) else None
+        layer, next_layer = layers[index], layers[index + 1] if index + 1 < len(layers) else None
 
         def joined(added: Tensor, norm: Tensor | None, next_norm: Tensor | None) -> tuple[Tensor, Any]:
             return self.ops.add_norm(added, x, norm, next_norm, self.spec.rms_eps)
 
         x, h = joined(linear(attended, layer.o, layer.o_bias, tiling), layer.attended_norm, layer.post_norm)
         inner = linear(h, layer.mlp[0], layer.gate_up_bias, tiling, **plan.gating)
-        next_norm = None if following is None else following.input_norm
+        next_norm = None if next_layer is None else next_layer.input_norm
         x, h = joined(linear(inner, layer.mlp[1], layer.down_bias, tiling), layer.mlp_norm, next_norm)
-        return x, None if following is None else linear(h, following.qkv, following.qkv_bias, tiling)
+        return x, None if next_layer is None else linear(h, next_layer.qkv, next_layer.qkv_bias, tiling)
 
-    def _qkv(self, index: int, x: Tensor, tiling: Tiling) -> Tensor:
-        """q, k and v of a layer, [B, Q, (H + 2 Hkv) * D]."""
+    def _qkv(self, index: int, x: Tensor, tiling: Tiling, normed: Tensor | None = None) -> Tensor:
+        """q, k and v of a layer, [B, Q, (H + 2 Hkv) * D]; `normed`: the norm of x, where it is there."""
         layer, plan = self.weights.layers[index], self.spec.plans[index]
-        x, options = self._normed(plan, x, layer.input_norm, layer.input_norm_bias)
+        norm = (layer.input_norm, layer.input_norm_bias)
+        x, options = self._normed(plan, x, *norm) if normed is None else (normed, {})
         product = self._product(x, layer.qkv, layer.qkv_bias, tiling, **options)
         if layer.delta is None or layer.delta.gates is None:
             return product
@@ -173,20 +184,23 @@ class Decoder:
             inner = self._inner(plan, x, layer.post_norm, layer.post_norm_bias, layer, tiling)
         return self._joined(plan, inner, layer.mlp[1], layer.down_bias, x, layer.mlp_norm, tiling)
 
-    def _mixture(self, plan: LayerPlan, attended: Tensor, x: Tensor, layer: LayerWeights, tiling: Tiling) -> Tensor:
-        """The residual stream behind a layer whose MLP is a mixture of experts; see `ExpertsPlan`."""
+    def _mixture(self, index: int, attended: Tensor, x: Tensor, tiling: Tiling) -> tuple[Tensor, Tensor | None]:
+        """The residual stream behind a layer that is a mixture of experts (`ExpertsPlan`), and its `_norm_of`."""
+        plan, layer, norm = self.spec.plans[index], self.weights.layers[index], self._norm_of(index + 1)
         assert plan.experts is not None
         assert layer.experts is not None
         linear = self.ops.linear
         x = linear(attended, layer.o, layer.o_bias, tiling, residual=x)
         ids, factors, h = self._routed(plan, x, layer, tiling)
         shared: dict[str, Tensor] = {}
-        if plan.experts.shared:
-            gate_up, down = layer.mlp
-            shared["shared"] = linear(linear(h, gate_up, None, tiling, gated=True), down, None, tiling)
+        if plan.experts.shared and not layer.experts.joined:
+            shared["shared"] = linear(self._inner(plan, h, None, None, layer, tiling), layer.mlp[1], None, tiling)
         if (gate := layer.experts.shared_gate) is not None:
             shared["shared_logits"] = linear(h, gate, None, tiling, out_dtype=torch.float32)
-        return self.ops.experts(h, ids, factors, layer.experts, plan.experts.clamp, residual=x, **shared)
+        given = h, ids, factors, layer.experts, plan.experts.clamp
+        if norm is None:
+            return self.ops.experts(*given, residual=x, **shared), None
+        return self.ops.experts_normed(*given, residual=x, norm=norm, **shared)
 
     def _routed(self, plan: LayerPlan, x: Tensor, layer: LayerWeights, tiling: Tiling) -> tuple[Tensor, Tensor, Tensor]:
         """The experts of every row and their factors, as `Ops.route`, and what they multiply: the norm of x."""
@@ -195,14 +209,17 @@ class Decoder:
         assert weights is not None
         assert layer.post_norm is not None
         router, linear = (weights.router, weights.router_bias, tiling), self.ops.linear
+        norm = (layer.post_norm, self.spec.rms_eps)
+        if weights.joined:
+            h, logits = self.ops.normed_logits(x, *norm, *router)
+            rule = experts.routing._replace(shared="gated" if experts.shared_gate else "whole")
+            return *self.ops.route(logits.flatten(0, -2), rule, weights.correction), h
         if plan.fused_norm:
-            norm = (layer.post_norm, self.spec.rms_eps)
             logits = linear(x, *router, norm=norm, out_dtype=torch.float32)
             return self.ops.route_normed(logits.flatten(0, -2), experts.routing, weights.correction, x, *norm)
         h = self._norm(plan, x, layer.post_norm)
         logits = linear(h, *router, out_dtype=torch.float32)
-        ids, factors = self.ops.route(logits.flatten(0, -2), experts.routing, weights.correction)
-        return ids, factors, h
+        return *self.ops.route(logits.flatten(0, -2), experts.routing, weights.correction), h
 
     def _joined(
         self,
@@ -301,7 +318,7 @@ class Decoder:
         if plan.output_gate:
             gates = self.spec.num_heads * self.spec.head_dim
             qkv, gate = qkv.split([qkv.shape[-1] - gates, gates], dim=-1)
-            return self._attended(index, layer, qkv, rows) * reference.sigmoid(gate)
+            return self.ops.gated(self._attended(index, layer, qkv, rows), gate)
         return self._attended(index, layer, qkv, rows)
 
     def _attended(self, index: int, layer: LayerWeights, qkv: Tensor, rows: ForwardBatch) -> Tensor:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
 from fastspec.kernels.ops import Ops
+from fastspec.kernels.reference.linear import PartKeys
 from fastspec.kv_cache.states import StateCache
 from fastspec.shapes import ForwardBatch, Tiling
 
@@ -141,6 +142,14 @@ def states_of(model: object) -> StateCache | None:
     """A model's recurrent states beside its K/V; None: it has none."""
     found: StateCache | None = getattr(getattr(model, "cache", None), "states", None)
     return found
+
+
+@runtime_checkable
+class InParts(Protocol):
+    """A model whose logits lie in parts, of which a greedy step needs the largest alone."""
+
+    def best_keys(self, hidden: Tensor, tiling: Tiling) -> PartKeys | None:
+        """By which greedy picks of what `hidden` returned are found; None where all logits must be seen."""
 
 
 def is_recurrent(model: object) -> bool:

@@ -207,19 +207,34 @@ def natural_pairs(model: str) -> Found | None:
     """Drafts that fit a model, by its Hub id or by the files of its directory. Nothing is downloaded.
 
     Args:
-        model: a directory with config.json, or a Hub id.
+        model: a directory with config.json, or a Hub id: one that the table does not name is told by its files, where
+            they were downloaded before.
 
     Returns:
         None where the table does not know it.
     """
     directory = Path(model).expanduser()
-    if directory.is_dir():
-        group = _by_files(directory)
-        if group is None:
+    if not directory.is_dir():
+        if (known := _by_name(model)) is not None:
+            return Found(model, known[0], tuple(known[0].drafts(known[1])), "by its name")
+        if (cached := _in_cache(model)) is None:
             return None
-        return Found(model, group, tuple(group.drafts(_billions(directory))), "by its vocabulary")
-    known = _by_name(model)
-    return None if known is None else Found(model, known[0], tuple(known[0].drafts(known[1])), "by its name")
+        directory = cached
+    group = _by_files(directory)
+    return (
+        None if group is None else Found(model, group, tuple(group.drafts(_billions(directory))), "by its vocabulary")
+    )
+
+
+def _in_cache(model: str) -> Path | None:
+    """The files of a Hub id, where they were downloaded before."""
+    from huggingface_hub import try_to_load_from_cache
+
+    try:
+        found = try_to_load_from_cache(model, "config.json")
+    except ValueError:  # no Hub id
+        return None
+    return Path(found).parent if isinstance(found, str) else None
 
 
 def suggestion(*models: str) -> str:

@@ -12,13 +12,14 @@ from fastspec.kernels import reference
 from fastspec.kernels.common.experts import ExpertWeights
 from fastspec.kernels.common.weights import Weight
 from fastspec.kernels.ops import Ops
+from fastspec.kernels.reference.linear import PartKeys
 from fastspec.kv_cache.cache import PagedKVCache
 from fastspec.models.config import ModelSpec
 from fastspec.models.decoder import Decoder
 from fastspec.models.families.plan import LayerPlan
 from fastspec.models.weights.load import DecoderWeights, LayerWeights
 from fastspec.models.weights.sliced import Sliced
-from fastspec.parallel.exchange import Exchange, tree_sum
+from fastspec.parallel.exchange import Exchange, Sums, tree_sum
 from fastspec.parallel.slices import Cut, Share
 from fastspec.shapes import Tiling
 
@@ -61,7 +62,7 @@ class ParallelDecoder(Decoder):
     ) -> None:
         super().__init__(spec, weights, cache, ops, **sizes)
         self._share, self.exchange = sliced.share, exchange
-        self._reduce = exchange.added
+        self._reduce = Sums(exchange)
         shared_codes = weights.head is weights.embed and weights.head.codes is not None  # which are not taken apart
         self._splits_vocab = sliced.share.splits_vocab(spec.vocab_size) and not shared_codes
         self._head = _head(weights, spec, sliced.share) if self._splits_vocab else weights.head
@@ -188,12 +189,13 @@ class ParallelDecoder(Decoder):
             made.append(self.ops.linear(columns, piece, None, tiling, out_dtype=torch.float32))
         return made
 
-    def _mixture(self, plan: LayerPlan, attended: Tensor, x: Tensor, layer: LayerWeights, tiling: Tiling) -> Tensor:
+    def _mixture(self, index: int, attended: Tensor, x: Tensor, tiling: Tiling) -> tuple[Tensor, Tensor | None]:
         """As `Decoder`. The router is whole on every rank; of each expert and the shared one a rank has some columns.
 
         What the experts of a row give is added up in fp32 for each part of the columns, and parts are added as a tree.
         """
-        experts, weights, size = plan.experts, layer.experts, self._share
+        plan, layer, size = self.spec.plans[index], self.weights.layers[index], self._share
+        experts, weights = plan.experts, layer.experts
         assert experts is not None
         assert weights is not None
         x = self._joined(plan, attended, layer.o, layer.o_bias, x, None, tiling)
@@ -210,7 +212,7 @@ class ParallelDecoder(Decoder):
             if of_all is not None:
                 more = {"shared": of_all} if logits is None else {"shared": of_all, "shared_logits": logits}
             partial.append(self.ops.experts(h, ids, factors, mine, experts.clamp, residual=None, **more))
-        return self.exchange.added(tree_sum(partial), None, x)
+        return self.exchange.added(tree_sum(partial), None, x), None  # the norm is of what all ranks add
 
     def _normed_heads(self, plan: LayerPlan, layer: LayerWeights, qkv: Tensor, positions: Tensor) -> Tensor:
         """As `Decoder`; a norm over the heads of all ranks gathers them first."""
@@ -238,17 +240,35 @@ class ParallelDecoder(Decoder):
         """fp32 logits of this rank's ids."""
         return self._product(x, self._head, None, tiling, out_dtype=torch.float32, **options)
 
+    def best_keys(self, hidden: Tensor, tiling: Tiling) -> PartKeys | None:
+        """By which greedy picks are found, of hidden [B, Q, hidden]: 8 bytes a place and rank are exchanged, no logits.
+
+        None where all logits must be seen: they are scaled, or each rank has all of them.
+        """
+        scales, packed = self.spec.scales, self._head.format != "rows" or not hidden.is_cuda
+        if scales.logits != 1.0 or scales.softcap is not None or not self._splits_vocab or not packed:
+            return None
+        x, options = self._normed(self.spec.plans[-1], hidden.flatten(0, 1), self.weights.norm, self.weights.norm_bias)
+        keys = self._own_keys(x, self._head.shape[0], tiling, work=self._work, **options)
+        of_all = self.exchange.gather(keys.view(torch.float32).unflatten(0, (-1, 2)))
+        return PartKeys(of_all.view(torch.int64).unflatten(0, hidden.shape[:2]), self._head.shape[0])
+
+    def _own_keys(self, x: Tensor, limit: int, tiling: Tiling, work: Any, **options: Any) -> Tensor:
+        """uint64 [R]: `reference.keys_of` of this rank's first `limit` logits of x [R, hidden]."""
+        keys = torch.empty(len(x), dtype=torch.uint64, device=x.device)
+        if len(self._pieces[id(self._head)].rows) == 1:
+            self.ops.argmax(x, self._head, limit, tiling, work=work, out=keys, **options)
+        else:
+            keys.view(torch.int64).copy_(reference.keys_of(self._own_logits(x, tiling, **options), limit))
+        return keys
+
     def head_argmax(self, x: Tensor, limit: int, tiling: Tiling, out: Tensor, work: Any = None, **options: Any) -> None:
         """As `Decoder`, from this rank's largest and the others'."""
         if not self._splits_vocab:
             out.copy_(self._own_logits(x, tiling, **options)[..., :limit].argmax(dim=-1))
             return
-        width, keys = self._head.shape[0], torch.empty(len(x), dtype=torch.uint64, device=x.device)
-        limit = min(max(limit - self._share.rank * width, 0), width)
-        if len(self._pieces[id(self._head)].rows) == 1:
-            self.ops.argmax(x, self._head, limit, tiling, work=work, out=keys, **options)
-        else:
-            keys.view(torch.int64).copy_(reference.keys_of(self._own_logits(x, tiling, **options), limit))
+        width = self._head.shape[0]
+        keys = self._own_keys(x, min(max(limit - self._share.rank * width, 0), width), tiling, work, **options)
         self.exchange.largest(keys, width, out)
 
 

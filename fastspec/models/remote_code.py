@@ -2,10 +2,12 @@
 
 Publishers put `auto_map` into the config where transformers did not have the type yet, as for Phi-4-mini or
 DeepSeek-V3. Now that it has them, it reads such checkpoints with its own classes by default, and so does fastspec.
+Some, as Kimi-K2, have a `model_type` of their own for classes of these names: they are read as the type of those.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
@@ -30,8 +32,61 @@ def refuse_remote_code(path: Path, raw: Mapping[str, Any]) -> None:
     if not asked or (family and family.read_as) or _is_own(asked, raw):
         return
     raise UnsupportedModel(
-        f"{path}: auto_map asks for code from the checkpoint, which is never run; wanted the names of transformers' "
-        f"own classes in it and in architectures; {supported_models()}"
+        f"{path}: auto_map asks for code from the checkpoint ({_asked_for(asked)}), which is never run; "
+        f"{_own_names(raw)}; {supported_models()}"
+    )
+
+
+def with_known_type(path: Path, raw: dict[str, Any]) -> dict[str, Any]:
+    """A config that has a type of its own for classes of transformers, with the type of these; any other as it is."""
+    kind = _type_of_names(raw)
+    if kind is None:
+        return raw
+    warnings.warn(
+        f"{path}: model_type {raw['model_type']!r} is read as {kind!r}, whose classes of transformers auto_map names; "
+        "code beside the checkpoint is not run, so what only that code does is missing",
+        stacklevel=2,
+    )
+    return {**raw, "model_type": kind}
+
+
+def _type_of_names(raw: Mapping[str, Any]) -> str | None:
+    """The type of transformers whose config and causal model a config names, where its own type is unknown there."""
+    kind, asked = raw.get("model_type"), raw.get(AUTO_MAP)
+    if not isinstance(kind, str) or kind in FAMILIES or not isinstance(asked, dict):
+        return None
+    if not {"AutoConfig", "AutoModelForCausalLM"} <= asked.keys():
+        return None
+    from transformers import CONFIG_MAPPING  # which looks through the folders of all models
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    if kind in CONFIG_MAPPING:
+        return None
+    model = _last(asked["AutoModelForCausalLM"])
+    types = [each for each, names in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items() if model in _names(names)]
+    types = [each for each in types if CONFIG_MAPPING[each].__name__ == _last(asked["AutoConfig"])]
+    found = [each for each in types if _is_own(asked, {**raw, "model_type": each})]
+    return found[0] if len(found) == 1 else None
+
+
+def _asked_for(asked: Any) -> str:
+    """What `auto_map` names as the causal model, or all of it."""
+    named = asked.get("AutoModelForCausalLM") if isinstance(asked, dict) else None
+    return str(named or asked)
+
+
+def _own_names(raw: Mapping[str, Any]) -> str:
+    """What was wanted in place of such names."""
+    import transformers
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    kind = raw.get("model_type")
+    own = " or ".join(_names(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(str(kind))))
+    if own:
+        return f"wanted the names of transformers' own classes in it and in architectures, {own} for {kind!r}"
+    return (
+        f"transformers {transformers.__version__} has no causal model of model_type {kind!r}; wanted a checkpoint in a "
+        "format that it has, or a newer transformers if that has it"
     )
 
 
@@ -56,7 +111,10 @@ def _names(value: str | tuple[str, ...] | None) -> tuple[str, ...]:
 
 
 def _is_own(asked: Any, raw: Mapping[str, Any]) -> bool:
-    """Whether `auto_map` names the config and the causal model that transformers has for this type."""
+    """Whether `auto_map` and `architectures` name the causal model that transformers has for this type.
+
+    The config's class may have another name, as Hunyuan-A13B's: it holds fields, and transformers' own reads them.
+    """
     from transformers import CONFIG_MAPPING
 
     kind, named = raw.get("model_type"), raw.get("architectures")
@@ -64,8 +122,13 @@ def _is_own(asked: Any, raw: Mapping[str, Any]) -> bool:
         return False
     if not isinstance(named, list) or len(named) != 1 or not isinstance(named[0], str):
         return False
-    config, model = (_last(asked.get(name)) for name in ("AutoConfig", "AutoModelForCausalLM"))
-    return config in (None, CONFIG_MAPPING[kind].__name__) and model == named[0] and names_causal_model(model, kind)
+    model = _last(asked.get("AutoModelForCausalLM"))
+    return model is not None and _letters(model) == _letters(named[0]) and names_causal_model(named[0], kind)
+
+
+def _letters(name: str) -> str:
+    """A name without what publishers write otherwise: Ernie4_5_ForCausalLM, PhiMoEForCausalLM."""
+    return name.replace("_", "").lower()
 
 
 def _last(name: object) -> str | None:

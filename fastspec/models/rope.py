@@ -106,6 +106,9 @@ def _rope(
     kind = parameters.get("rope_type", parameters.get("type", "default"))
     if kind == "dynamic" and parameters.get("alpha"):
         kind = "ntk_alpha"
+    elif kind == "dynamic":  # other frequencies beyond max_position_embeddings alone, where no row goes
+        fields.check_positive(parameters.get("factor"), "rope_parameters.factor")
+        kind = "default"
     if kind not in family.rope_kinds:
         fields.refuse("rope_type", kind, " or ".join(repr(name) for name in family.rope_kinds))
     theta = fields.check_positive(parameters.get("rope_theta"), "rope_theta")

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fastspec.kernels.reference import largest_of
-from fastspec.kernels.room import WORD_BLOCK, Room, blocks_of, elements_of, takes_prompts, words_of
+from fastspec.kernels.room import WORD_BLOCK, Room, blocks_of, elements_of, places_of, takes_prompts, words_of
 from fastspec.parallel.exchange import add_rounded, one_way, tree_sum
 from fastspec.parallel.world import World
 
@@ -37,11 +37,11 @@ class OverDevices:
         dist.all_reduce(warm, group=self._group)  # makes the communicator, which no capture may
         torch.cuda.synchronize(device)
         self._prompts = takes_prompts(world.size, prompts)
-        self._room, self._why = _room_of(world, device, self._group, elements_of(world.size, elements, prompts))
+        self.room, self._why = _room_of(world, device, self._group, elements_of(world.size, elements, prompts))
 
     def describe(self) -> str:
         """As in `Exchange`."""
-        if self._room is None:
+        if self.room is None:
             return f"NCCL in the graph, for {self._why}"
         prompts = "" if self._prompts else "; prompts by NCCL"
         return f"pushed into the peers' memory by a kernel of the step, added as one tree in fp32{prompts}"
@@ -84,8 +84,8 @@ class OverDevices:
 
     def _room_for(self, tensor: Tensor) -> Room | None:
         """The room for a tensor; None where it goes by NCCL."""
-        fits = self._room is not None and tensor.numel() <= self._room.elements and tensor.is_contiguous()
-        return self._room if fits else None
+        fits = self.room is not None and tensor.numel() <= self.room.elements and tensor.is_contiguous()
+        return self.room if fits else None
 
     def _gathered(self, tensor: Tensor) -> list[Tensor]:
         out = torch.empty(self._world.size, *tensor.shape, dtype=tensor.dtype, device=tensor.device)
@@ -123,22 +123,19 @@ def _symmetric(world: World, device: torch.device, group: Any, elements: int) ->
     """Symmetric memory of torch, and where it lies on each rank. Plain peer access: no multicast."""
     import torch.distributed._symmetric_memory as symmetric
 
-    blocks = blocks_of(elements)
-    buffer = symmetric.empty(2 * world.size * elements, dtype=torch.float32, device=device)
-    buffers = symmetric.rendezvous(buffer, group)
-    flag = symmetric.empty(world.size * blocks, dtype=torch.int32, device=device)
-    flag.zero_()
-    flags = symmetric.rendezvous(flag, group)
-    max_words = words_of(world.size, elements)
-    word = symmetric.empty(2 * world.size * max_words, dtype=torch.int64, device=device)
-    word.zero_()
-    words = symmetric.rendezvous(word, group)
+    places, blocks, max_words = places_of(world.size, elements), blocks_of(elements), words_of(world.size, elements)
+    # all at once: for each tensor of its own the ranks would meet once more
+    memory = symmetric.empty(places.total // 4, dtype=torch.int32, device=device)
+    memory[: places.buffers // 4].zero_()
+    shared = symmetric.rendezvous(memory, group)
     torch.cuda.synchronize(device)
     world.gather_bytes(b"")  # all flags and words are zero
-    lying = [torch.tensor(list(each.buffer_ptrs), dtype=torch.int64, device=device) for each in (buffers, flags, words)]
+    words, flags, buffers = (
+        torch.tensor([base + place for base in shared.buffer_ptrs], dtype=torch.int64, device=device)
+        for place in (places.words, places.flags, places.buffers)
+    )
     epochs, word_epochs = (
         torch.zeros(count, dtype=torch.int32, device=device) for count in (blocks, -(-max_words // WORD_BLOCK))
     )
-    held = (buffer, buffers, flag, flags, word, words)
-    pushed = (elements, lying[0], lying[1], epochs)
-    return Room(world.rank, world.size, *pushed, max_words, lying[2], word_epochs, held)
+    pushed = (elements, buffers, flags, epochs)
+    return Room(world.rank, world.size, *pushed, max_words, words, word_epochs, (memory, shared))

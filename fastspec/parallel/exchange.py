@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from fastspec.kernels.reference import largest_of
+from fastspec.kernels.room import WITH_NORM, Room
 from fastspec.parallel.world import World
 
 
@@ -63,6 +64,22 @@ def add_rounded(total: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
     if bias is not None:
         total = total + bias.float()
     return (residual.float() + total).to(residual.dtype)
+
+
+class Sums:
+    """`Exchange.added` as `kernels.reference.layer.Reduce`, and memory for kernels that add over ranks themselves."""
+
+    def __init__(self, exchange: Exchange) -> None:
+        self._exchange = exchange
+
+    def __call__(self, partial: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
+        """residual + sum over ranks [+ bias]."""
+        return self._exchange.added(partial, bias, residual)
+
+    def room_for(self, elements: int) -> Room | None:
+        """Memory of all ranks for so many fp32 elements; None where such sums go another way."""
+        found: Room | None = getattr(self._exchange, "room", None)
+        return found if found is not None and elements <= min(found.elements, WITH_NORM[found.size]) else None
 
 
 class Alone:

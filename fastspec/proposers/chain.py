@@ -126,13 +126,13 @@ class ChainDrafts(LearnedDrafts[ChainHead]):
         x = features[:, None]
         for j in range(k):
             with self._mark(f"draft[{j}]"):
-                rows = self._fed(state, shape, j, places[j], known)
+                rows = self._inputs(state, shape, j, places[j], known)
                 x = model.drafted(model.feature(x), rows) if j else model.resumed(x, rows)
                 self._draw(state, shape, draws, x, j, picks[j])
                 if given is not None:
                     take(state, shape, given[0][:, j], j < given[1], j)
 
-    def _fed(self, state: DecodeState, shape: StepShape, j: int, positions: Tensor, known: Tensor) -> ForwardBatch:
+    def _inputs(self, state: DecodeState, shape: StepShape, j: int, positions: Tensor, known: Tensor) -> ForwardBatch:
         """Position lengths - 2 + j of every row, and the draft that follows it; of the first position no token."""
         ids = state.draft_tokens[:, max(j - 1, 0)][:, None].contiguous()
         return shape.fed(ids, positions, known, state.block_table)

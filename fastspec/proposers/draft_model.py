@@ -74,12 +74,12 @@ class DraftModel:
         may_feed = (state.draft_limits > 0)[:, None] if self._recurrent else None
         for j in range(shape.num_drafts):
             with self._mark(f"draft[{j}]"):
-                rows = self._fed(state, shape, j, may_feed)
+                rows = self._inputs(state, shape, j, may_feed)
                 self._draw(state, shape, draws, self.model.hidden(rows)[:, -1:], j)
                 if given is not None:
                     take(state, shape, given[0][:, j], j < given[1], j)
 
-    def _fed(self, state: DecodeState, shape: StepShape, j: int, may_feed: Tensor | None = None) -> ForwardBatch:
+    def _inputs(self, state: DecodeState, shape: StepShape, j: int, may_feed: Tensor | None = None) -> ForwardBatch:
         """What draft j is computed from: a row's last two tokens, or the draft before it.
 
         A row of which no draft may count may not have been caught up: the keys of its passes would be written again

@@ -21,9 +21,10 @@ class Proposer(Protocol):
         deterministic: drafts are a function of the row's tokens (and features), with nothing drawn: their
             distribution is one on them, and draft_probs is neither written nor read.
 
-    Optional, read by `features_of`:
-        features: tuple of target layers, counted from 0, whose residual stream the proposer reads. -1 is the
-            embedding, and the number of layers is the stream after the final norm.
+    A proposer that reads the target's hidden states also has:
+
+    - `features`, a tuple of target layers, counted from 0, whose residual stream it reads. -1 is the embedding, and the
+      number of layers is the stream after the final norm.
 
     A proposer with features and without `take_features` is called as propose(..., features=buffer), a buffer
     [B, K+1, layers, hidden] in the target's dtype. Of a row whose last step emitted n = state.emitted tokens, entry
@@ -31,17 +32,19 @@ class Proposer(Protocol):
     step n is 1, and entry 0 belongs to the last position but one of its prompt; of a prompt of one token there is no
     such position, and n is 0.
 
-    Optional, for one with a K/V cache, or other knowledge, of its own:
-        take_features(state, shape, features, rows): called with features [B, Q, layers, hidden] of every position of a
-            row but the last, once each, in order: inside the pass that found them, over a piece of a prompt or at the
-            end of a step, plain steps as well. See `FeatureReader`.
-        kept: shape of what is kept of a row between steps; (): nothing. propose is then called with
-            features=buffer [B, *kept], what `take_features` returned for the newest position it was told of.
+    One that keeps something of the features, in a K/V cache of its own for example, is a `FeatureReader` and has:
 
-    Optional, read by `kept_in_pages`:
-        in_pages: what `catch_up` and `take_features` make lies in the pages of the row and nowhere else. Rows that
-            begin alike then share it. Of one that does not say so rows begin anew with `catch_up`, and with
-            `take_features` no prompt is shared.
+    - `take_features(state, shape, features, rows)`, called with features [B, Q, layers, hidden] of every position of a
+      row but the last, once each, in order. The call is made inside the pass that computed them: over a piece of a
+      prompt, or at the end of a step, also of a plain one.
+    - `kept`, the shape of what is kept of a row between steps; () for nothing. propose is then called with
+      features=buffer [B, *kept], which holds what `take_features` returned for the newest position.
+
+    One whose whole memory of a row lies in the row's pages says so:
+
+    - `in_pages`, a bool: what `catch_up` and `take_features` make lies in the pages of the row and nowhere else. Rows
+      that begin alike then share it. Without it such a row starts from nothing with `catch_up`, and a proposer with
+      `take_features` shares no prompt.
     """
 
     max_length: int
@@ -60,7 +63,7 @@ class Proposer(Protocol):
 
 
 class FeatureReader(Proposer, Protocol):
-    """A proposer that is told hidden states of the target as soon as there are any.
+    """A proposer that gets the target's hidden states as soon as they are computed.
 
     Attributes:
         features: see `Proposer`.

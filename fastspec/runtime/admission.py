@@ -85,7 +85,7 @@ def allow(state: DecodeState, turns: Mapping[int, Turn], k: int, ready: int = RU
         state: the rows of `turns` are written.
         turns: row -> its draft tokens and masks.
         k: drafts of the step; a row's further draft tokens are left out.
-        ready: how their `finish` says so: PASSED in a step for first tokens.
+        ready: the value of `finish` that lets them run: RUNNING, or PASSED in a step for first tokens.
     """
     places, words = k + 1, state.masks.shape[2]
     packed = np.full((len(turns), 2 + k + places * words), ALL, dtype=np.int32)

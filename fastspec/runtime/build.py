@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields
 from typing import Any
 
 import torch
 
 from fastspec.graphs.results import ResultRing
-from fastspec.graphs.runner import WARM_UPS, EagerRunner, GraphRunner, Runner
+from fastspec.graphs.runner import EagerRunner, GraphRunner, Runner
 from fastspec.inputs.values import flag
 from fastspec.kernels.common.kv_scales import FP8
+from fastspec.kernels.common.launch import brief
 from fastspec.kernels.common.packing import PACKED_ROWS
 from fastspec.kernels.common.weights import Weight
 from fastspec.kernels.compiled_ops import compiled
+from fastspec.kernels.ops import Ops
 from fastspec.kv_cache.cache import PagedKVCache
 from fastspec.kv_cache.kept_states import KeptStates
 from fastspec.kv_cache.pages import PageTable
@@ -36,6 +38,7 @@ from fastspec.models.parallel import ParallelDecoder
 from fastspec.models.weights.load import DecoderWeights, allocate_weights
 from fastspec.models.weights.quantised.cache_scales import CacheScales, for_layers
 from fastspec.models.weights.sources import Checkpoint
+from fastspec.parallel.exchange import Exchange
 from fastspec.parallel.ranks import Ranks
 from fastspec.proposers.choose import choose
 from fastspec.proposers.combined import TakesGiven
@@ -103,97 +106,16 @@ def build(
     ops = layout.ops if device.type == "cuda" else sampling_alone(layout.ops)
     ranks = ranks or Ranks.alone()
     ours = not settings.compiled and proposer is None and not any(_hosted(each) for each in (target, draft))
-    warm_ups = 1 if ours else WARM_UPS
-    runner: Runner = GraphRunner(device, nvtx=nvtx, warm_ups=warm_ups) if settings.graphs else EagerRunner(device)
+    warming: dict[str, Any] = {"warm_ups": 1, "warming": brief} if ours else {}
+    runner: Runner = GraphRunner(device, nvtx=nvtx, **warming) if settings.graphs else EagerRunner(device)
     mark = torch.cuda.nvtx.range if nvtx and device.type == "cuda" else nullcontext
-
-    inside, kind = (compiled(ops), CompiledDecoder) if settings.compiled else (ops, Decoder)
-
-    pending: list[Pending] = []
-    matrices: list[Weight] = []
-    of_draft_model: list[Weight] = []
-
-    sizes: dict[str, Any] = {
-        "max_positions": layout.pages_per_row(length) * layout.page_size,
-        "batch": layout.batch,
-        "max_queries": layout.max_queries,
-    }
-
-    def model_of(checkpoint: Checkpoint, dtype: torch.dtype) -> CausalModel:
-        if not isinstance(checkpoint.spec, HostedInfo):
-            return decoder(checkpoint, dtype)
-        pages = {"num_pages": layout.num_pages(length), "page_size": layout.page_size}
-        between = None if checkpoint.spec.cut is None else exchange
-        model = HostedModel(checkpoint.spec, ops, dtype=dtype, device=device, exchange=between, **pages, **sizes)
-        load_hosted(checkpoint, model, dtype=dtype, device=device, release=release_source, progress=progress)
-        if between is not None:
-            ranks.world.wait_for_all()
-        admit(model, checkpoint.name, settings.decode_tiling, sizes["max_queries"])
-        return model
-
-    def decoder(checkpoint: Checkpoint, dtype: torch.dtype) -> Decoder:
-        spec = checkpoint.native.for_length(length)
-        allocated = allocate_weights(
-            checkpoint,
-            dtype=dtype,
-            device=device,
-            progress=progress,
-            release_source=release_source,
-            ops=inside,
-        )
-        pending.append(allocated)
-        own = of_draft_model if checkpoint.role == "draft" else matrices
-        own.extend(_matrices(allocated.weights))
-        of_target, of_draft = layout.cache_dtypes
-        kept = of_draft if checkpoint.role == "draft" else of_target
-        cache = cache_of(spec, dtype, kept, checkpoint.cache_scales)
-        share = None if checkpoint.sliced is None else checkpoint.sliced.share
-        if checkpoint.sliced is not None and share is not None and share.parts > 1 and exchange is not None:
-            part: dict[str, Any] = {"sliced": checkpoint.sliced, "exchange": exchange, **sizes}
-            return ParallelDecoder(spec, allocated.weights, cache, inside, **part)
-        return kind(spec, allocated.weights, cache, inside, **sizes)
-
-    def cache_of(
-        spec: ModelSpec, dtype: torch.dtype, of_pages: torch.dtype, found: Mapping[int, CacheScales] | None = None
-    ) -> PagedKVCache:
-        """A cache with pages of dtype `of_pages` and the checkpoint's scales; states have the model's dtype."""
-        sizes = len(spec.attending), layout.num_pages(length), layout.page_size, spec.num_kv_heads, spec.head_dim
-        rows, where = (layout.batch, layout.max_drafts), dict[str, Any](dtype=dtype, device=device)
-        kept = layout.kept_states if prefix_cache else 0
-        states = StateCache.allocate(spec.deltas, *rows, **where, kept=kept) if spec.deltas else None
-        scales = for_layers(found or {}, spec.attending) if of_pages == FP8 else ()
-        return PagedKVCache.allocate(*sizes, **{**where, "dtype": of_pages}, states=states, scales=scales)
-
-    def head_proposer(head: HeadCheckpoint, scoring: CausalModel) -> TakesGiven:
-        assert isinstance(scoring, Decoder), "checked with the head"
-        made, weights = build_head(
-            head,
-            scoring,
-            cache_of(head.spec.decoder, layout.draft_dtype, layout.cache_dtypes[1]),
-            dtype=layout.draft_dtype,
-            ops=inside,
-            sizes=sizes,
-            length=length,
-            progress=progress,
-            mark=mark,
-            work=work,
-        )
-        pending.append(weights)
-        matrices.extend(_matrices(weights.weights))
-        return made
 
     with runner.on():
         exchange = ranks.exchange(device, *layout.exchanged(length)) if ranks.asked else None
-        model: TakesGiven | None = None
         work = ops.sampled_work(layout.batch, layout.max_drafts, layout.target.vocab_size, device)
-        scoring = model_of(target, layout.target_dtype)
-        models = [scoring]
-        if isinstance(draft, HeadCheckpoint):
-            model = head_proposer(draft, scoring)
-        elif draft:
-            drafting = model_of(draft, layout.draft_dtype)
-            models.append(drafting)
-            model = DraftModel(drafting, ops, shared_vocab, draft.spec.max_length, mark, work)
+        made = _Models(settings, ops, ranks, exchange, mark, work, release_source, progress, prefix_cache)
+        scoring = made.model(target, layout.target_dtype)
+        drafter = made.drafter(draft, scoring, shared_vocab)
         state = DecodeState.allocate(
             batch=layout.batch,
             max_drafts=layout.max_drafts,
@@ -204,7 +126,7 @@ def build(
             keep_draft_probs=layout.keep_draft_probs,
         )
         places = layout.batch, layout.max_drafts, layout.target.hidden_size
-        chosen = choose(proposer, model, scoring.vocab_size)
+        chosen = choose(proposer, drafter, scoring.vocab_size)
         features = feature_buffer(chosen, *places, layout.target_dtype, device)
         read = len(features_of(chosen))
         ends = PromptEnd.zeros(layout.batch, layout.target.hidden_size, read, layout.target_dtype, device)
@@ -212,25 +134,15 @@ def build(
         if ranks.size > 1:
             ring.watch = ranks.world
     pages, chunks = PageTable(layout.num_pages(length), layout.page_size), layout.chunks_for(length)
-    same_bits = _same_bits(chunks, models, matrices, device)
-    in_draft = _same_bits(chunks, models, of_draft_model, device)
-    same_bits = None if in_draft is None else same_bits
-    # a quantised draft's smallest passes have other bits; the target's do not wait for larger ones
-    narrow = same_bits is not None and in_draft is not None and in_draft[0] > same_bits[0]
+    same_bits, draft_chunks = _pass_sizes(chunks, made, device)
     # what a pass over a prompt makes lies in the pages of its row and nowhere else
     paged = chosen is None or not chosen.max_length or kept_in_pages(chosen)
-    apart = paged and features is None and not takes_features(chosen) and not any(map(is_recurrent, models))
+    apart = paged and features is None and not takes_features(chosen) and not any(map(is_recurrent, made.models))
     prefix = kept = None
     if prefix_cache and (not takes_features(chosen) or kept_in_pages(chosen)):
-        of_target, of_draft = (*map(states_of, models), None)[:2]
-        recurrent = of_target is not None or of_draft is not None
         grid_unit = grid_unit_of(chunks, same_bits, settings.decode_tiling.rows is not None)
-        unit = math.lcm(layout.page_size, grid_unit, DELTA_CHUNK if recurrent else 1)
         salt = target.name, draft.name if draft else None
-        prefix = PrefixCache(pages, unit, reads_ahead(chosen), salt)
-        if recurrent:
-            kept = KeptStates(of_target, of_draft, unit)
-            prefix.on_drop = kept.forget
+        prefix, kept = _prefix_cache(pages, grid_unit, made.models, reads_ahead(chosen), salt)
     engine = Engine(
         parts=StepModules(
             scoring,
@@ -253,19 +165,175 @@ def build(
         ring=ring,
         verification=settings.verification,
         same_bits=same_bits,
-        draft_chunks=in_draft if narrow else None,
+        draft_chunks=draft_chunks,
         prefix=prefix,
         kept=kept,
         prefill_batch_tokens=_PREFILL_BATCH_TOKENS if apart and same_bits == chunks else 0,
         prefill_budget=prefill_budget,
         mean_weight=_mean_weight(settings, target),
         share_seconds=ranks.world.share_seconds,
+        sharing=(ranks.world.rank, ranks.size),
     )
-    return engine, pending
+    return engine, made.pending
+
+
+class _Models:
+    """Makes target and drafter, each with its cache, on the current stream.
+
+    Args:
+        settings: of the generator.
+        ops: whose kernels run; `torch.compile` has its own inside of passes.
+        ranks: that share the models.
+        exchange: between them; None: this process is alone.
+        mark, work: as for `DraftModel`.
+        release_source, progress: as in `allocate_weights`.
+        keeps_prefixes: prompts may begin from states that earlier ones left, if there are recurrent layers.
+
+    Attributes:
+        models: target and draft model, as far as they are made.
+        pending: their weights, and those of a head, to be filled.
+        matrices: those that the target's passes over prompts multiply with, and a head's.
+        of_draft_model: likewise of a draft model.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        ops: Ops,
+        ranks: Ranks,
+        exchange: Exchange | None,
+        mark: Callable[[str], AbstractContextManager[object]],
+        work: Any,
+        release_source: bool,
+        progress: bool,
+        keeps_prefixes: bool,
+    ) -> None:
+        layout, length = settings.layout, settings.max_length
+        self._settings, self._ops, self._ranks, self._exchange = settings, ops, ranks, exchange
+        self._mark, self._work, self._release_source, self._progress = mark, work, release_source, progress
+        self._keeps_prefixes = keeps_prefixes
+        self._inside = compiled(ops) if settings.compiled else ops
+        self._sizes: dict[str, Any] = {
+            "max_positions": layout.pages_per_row(length) * layout.page_size,
+            "batch": layout.batch,
+            "max_queries": layout.max_queries,
+        }
+        self.models: list[CausalModel] = []
+        self.pending: list[Pending] = []
+        self.matrices: list[Weight] = []
+        self.of_draft_model: list[Weight] = []
+
+    def model(self, checkpoint: Checkpoint, dtype: torch.dtype) -> CausalModel:
+        """The model of a checkpoint; its weights are among `pending`, but for a hosted one, which has them."""
+        made = self._hosted(checkpoint, dtype) if _hosted(checkpoint) else self._native(checkpoint, dtype)
+        self.models.append(made)
+        return made
+
+    def drafter(
+        self, draft: Checkpoint | HeadCheckpoint | None, scoring: CausalModel, shared_vocab: int
+    ) -> TakesGiven | None:
+        """What drafts with a model or a head; None without one."""
+        if draft is None:
+            return None
+        layout = self._settings.layout
+        if not isinstance(draft, HeadCheckpoint):
+            model = self.model(draft, layout.draft_dtype)
+            return DraftModel(model, self._ops, shared_vocab, draft.spec.max_length, self._mark, self._work)
+        assert isinstance(scoring, Decoder), "checked with the head"
+        made, weights = build_head(
+            draft,
+            scoring,
+            self._cache(draft.spec.decoder, layout.draft_dtype, layout.cache_dtypes[1]),
+            dtype=layout.draft_dtype,
+            ops=self._inside,
+            sizes=self._sizes,
+            length=self._settings.max_length,
+            progress=self._progress,
+            mark=self._mark,
+            work=self._work,
+        )
+        self.pending.append(weights)
+        self.matrices.extend(_matrices(weights.weights))
+        return made
+
+    def _hosted(self, checkpoint: Checkpoint, dtype: torch.dtype) -> HostedModel:
+        settings, layout, spec = self._settings, self._settings.layout, checkpoint.spec
+        assert isinstance(spec, HostedInfo)
+        pages: dict[str, Any] = {"num_pages": layout.num_pages(settings.max_length), "page_size": layout.page_size}
+        exchange = None if spec.cut is None else self._exchange
+        where: dict[str, Any] = {"dtype": dtype, "device": settings.device}
+        model = HostedModel(spec, self._ops, **where, exchange=exchange, **pages, **self._sizes)
+        load_hosted(checkpoint, model, **where, release=self._release_source, progress=self._progress)
+        if exchange is not None:
+            self._ranks.world.wait_for_all()
+        admit(model, checkpoint.name, settings.decode_tiling, self._sizes["max_queries"])
+        return model
+
+    def _native(self, checkpoint: Checkpoint, dtype: torch.dtype) -> Decoder:
+        spec, drafts = checkpoint.native.for_length(self._settings.max_length), checkpoint.role == "draft"
+        allocated = allocate_weights(
+            checkpoint,
+            dtype=dtype,
+            device=self._settings.device,
+            progress=self._progress,
+            release_source=self._release_source,
+            ops=self._inside,
+        )
+        self.pending.append(allocated)
+        (self.of_draft_model if drafts else self.matrices).extend(_matrices(allocated.weights))
+        cache = self._cache(spec, dtype, self._settings.layout.cache_dtypes[drafts], checkpoint.cache_scales)
+        own = (spec, allocated.weights, cache, self._inside)
+        sliced = checkpoint.sliced
+        if sliced is not None and sliced.share.parts > 1 and self._exchange is not None:
+            return ParallelDecoder(*own, sliced=sliced, exchange=self._exchange, **self._sizes)
+        return (CompiledDecoder if self._settings.compiled else Decoder)(*own, **self._sizes)
+
+    def _cache(
+        self,
+        spec: ModelSpec,
+        dtype: torch.dtype,
+        of_pages: torch.dtype,
+        found: Mapping[int, CacheScales] | None = None,
+    ) -> PagedKVCache:
+        """A cache with pages of dtype `of_pages` and the checkpoint's scales; states have the model's dtype."""
+        layout, length = self._settings.layout, self._settings.max_length
+        sizes = len(spec.attending), layout.num_pages(length), layout.page_size, spec.num_kv_heads, spec.head_dim
+        rows, where = (layout.batch, layout.max_drafts), dict[str, Any](dtype=dtype, device=self._settings.device)
+        kept = layout.kept_states if self._keeps_prefixes else 0
+        states = StateCache.allocate(spec.deltas, *rows, **where, kept=kept) if spec.deltas else None
+        scales = for_layers(found or {}, spec.attending) if of_pages == FP8 else ()
+        return PagedKVCache.allocate(*sizes, **{**where, "dtype": of_pages}, states=states, scales=scales)
+
+
+def _prefix_cache(
+    pages: PageTable, grid_unit: int, models: Sequence[CausalModel], reads_ahead: int, salt: tuple[str | None, ...]
+) -> tuple[PrefixCache, KeptStates | None]:
+    """The prefix cache, and where recurrent states after prefixes are kept; None: no model has such states."""
+    of_target, of_draft = (*map(states_of, models), None)[:2]
+    recurrent = of_target is not None or of_draft is not None
+    unit = math.lcm(pages.page_size, grid_unit, DELTA_CHUNK if recurrent else 1)
+    prefix = PrefixCache(pages, unit, reads_ahead, salt)
+    if not recurrent:
+        return prefix, None
+    kept = KeptStates(of_target, of_draft, unit)
+    prefix.on_drop = kept.forget
+    return prefix, kept
 
 
 def _hosted(checkpoint: Checkpoint | HeadCheckpoint | None) -> bool:
     return isinstance(checkpoint, Checkpoint) and isinstance(checkpoint.spec, HostedInfo)
+
+
+def _pass_sizes(
+    chunks: tuple[int, ...], made: _Models, device: torch.device
+) -> tuple[tuple[int, ...] | None, tuple[int, ...] | None]:
+    """`Engine.same_bits` and `Engine.draft_chunks` of these models."""
+    of_target = _same_bits(chunks, made.models, made.matrices, device)
+    of_draft = _same_bits(chunks, made.models, made.of_draft_model, device)
+    if of_target is None or of_draft is None:
+        return None, None
+    # a quantised draft's smallest passes have other bits; the target's do not wait for larger ones
+    return of_target, of_draft if of_draft[0] > of_target[0] else None
 
 
 def _same_bits(
@@ -291,8 +359,11 @@ def _matrices(weights: DecoderWeights | HeadWeights) -> Iterator[Weight]:
     others = weights.others.values() if isinstance(weights, HeadWeights) else ()
     parts = [part for layer in decoder.layers for part in (layer, layer.delta, layer.experts) if part is not None]
     held = [getattr(part, each.name) for part in parts for each in fields(part)]
-    # of fewer rows a product is by tiles, whatever the number of tokens
-    yield from (each for each in (*held, *others) if isinstance(each, Weight) and each.shape[0] >= PACKED_ROWS)
+    # by tiles, whatever the number of tokens: products of few rows, and of routers that have a shared expert's gate
+    by_tiles = {id(layer.experts.router) for layer in decoder.layers if layer.experts and layer.experts.joined}
+    for each in (*held, *others):
+        if isinstance(each, Weight) and each.shape[0] >= PACKED_ROWS and id(each) not in by_tiles:
+            yield each
 
 
 def _mean_weight(settings: Settings, target: Checkpoint) -> float | None:

@@ -39,7 +39,7 @@ _COLUMNS = ("k", "step ms", "draft ms", "score ms", "rest ms", "tokens/step", "p
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """One k.
+    """What one k brought.
 
     Attributes:
         k: drafts of a step; 0 is plain decoding.
@@ -49,7 +49,7 @@ class Trial:
         score_seconds: of the target's pass over k + 1 tokens a row.
         tokens: emitted by a step a row, measured with this k.
         predicted_tokens: the same, predicted from acceptance at the largest k.
-        predicted: speed-up over plain decoding, as this module's docstring says.
+        predicted: speed-up over plain decoding, from predicted_tokens and the times of the parts.
         measured: speed-up over plain decoding: tokens / step_seconds over the same of k = 0.
     """
 
@@ -167,14 +167,14 @@ class Calibration:
 
 
 @dataclass(slots=True)
-class Fixed:
+class FixedPolicy:
     """A policy that stays at k and records what the steps did."""
 
     k: int
     steps: list[Observation] = field(default_factory=list)
     few: int | None = None
 
-    def choose(self, outlook: StepContext) -> int:
+    def choose(self, context: StepContext) -> int:
         """Drafts of every step: k."""
         return self.k
 
@@ -206,7 +206,7 @@ def calibrate(scheduler: Scheduler, requests: list[Request], stop_ids: tuple[int
         ValueError: the texts end too early to time a step.
     """
     engine = scheduler.engine
-    runs = {k: Fixed(k) for k in choice.ks}
+    runs = {k: FixedPolicy(k) for k in choice.ks}
     for turn in range(ROUNDS):
         for k in choice.ks if turn % 2 == 0 else reversed(choice.ks):
             trial = again(requests)
@@ -274,7 +274,9 @@ def _forget(part: Callable[[], object]) -> None:
     part()
 
 
-def _summary(runs: dict[int, Fixed], parts: dict[int, tuple[float, float]], bucket: int, device: str) -> Calibration:
+def _summary(
+    runs: dict[int, FixedPolicy], parts: dict[int, tuple[float, float]], bucket: int, device: str
+) -> Calibration:
     deepest = max(runs)
     counts = runs[deepest].accepted
     survival = tuple(sum(count >= j for count in counts) / len(counts) for j in range(1, deepest + 1))

@@ -21,15 +21,15 @@ from fastspec.runtime.prefill_slot import PrefillSlot
 from fastspec.runtime.threads import Threads
 from fastspec.sampling.distribution import PhiloxDraws
 from fastspec.sampling.rules import REJECTION, Verification
-from fastspec.shapes import ALONE, BESIDE, EARLY_BLOCKS, GREEDY, KEY_BLOCK, StepShape, Tiling, chunks_of
+from fastspec.shapes import ALONE, BESIDE, EARLY_BLOCKS, GREEDY, KEY_BLOCK, StepShape, Tiling, blocks, chunks_of
 from fastspec.state import DecodeState
 from fastspec.step import StepModules, prefill, step
 from fastspec.surroundings import shielded, using_threads
 
-_MEANS = 3  # of each time
-_CAPTURED = 1024  # tokens of a pass over a prompt: with more the device is busy for longer than launching them takes
-_ROOM = 1024  # positions that captured steps for the shortest rows have room for
-_MORE = 4  # the next kind of captured steps has room for so many times as many
+_MEANS = 3  # that are taken of one time
+_LARGEST_CAPTURED = 1024  # tokens of a pass over a prompt: with more the device works for longer than the host launches
+_LEAST_ROOM = 1024  # positions that captured steps for the shortest rows have room for
+_ROOM_GROWTH = 4  # times as many positions have room in the next kind of captured steps
 _USUAL_LENGTH = 256  # tokens of a row, where a time is taken before there are any
 
 
@@ -65,6 +65,7 @@ class Engine:
         mean_weight: elements of one of the target's matrices, in the mean; None: threads stay as torch has them.
         share_seconds: replaces a time that a rank measured by rank 0's, so that all ranks decide alike.
         threads: how many work on a step, on the CPU; None: not chosen.
+        sharing: this rank, and how many ranks share the machine and capture the same.
         prefill_batch_tokens: tokens of one pass over several short prompts; 0: each prompt has passes of its own.
         slots: the prefill slots, by how many prompts share a pass.
     """
@@ -86,6 +87,7 @@ class Engine:
     mean_weight: float | None = None
     share_seconds: Callable[[float | None], float | None] = _as_measured
     threads: Threads | None = None
+    sharing: tuple[int, int] = (0, 1)
     prefill_batch_tokens: int = 0
     slots: dict[int, PrefillSlot] = field(init=False)
 
@@ -127,9 +129,9 @@ class Engine:
         A step with room for the longest row there may be would launch thousands of programs, most of them idle, and
         attention takes more launches a layer once there are positions after EARLY_BLOCKS.
         """
-        room = _ROOM
+        room = _LEAST_ROOM
         while room < positions:
-            room *= _MORE
+            room *= _ROOM_GROWTH
         return room if room + room // 8 < self._max_positions else self._max_positions  # not for a few less
 
     @property
@@ -196,13 +198,13 @@ class Engine:
             for rows, shape in steps:
                 self._body(rows, shape)()
             for chunk in self.chunks if prompts else ():
-                for draft, rows in itertools.product(self._fed, {1, self.prefill_batch(chunk)}):
+                for draft, rows in itertools.product(self._readers, {1, self.prefill_batch(chunk)}):
                     self._pass(chunk, chunk, draft, rows)()
 
     def capture_prompts(self) -> None:
         """Makes the passes over prompts ready that are replayed."""
-        for chunk in (chunk for chunk in reversed(self.chunks) if chunk <= _CAPTURED):
-            for draft, rows in itertools.product(self._fed, sorted({1, self.prefill_batch(chunk)}, reverse=True)):
+        for chunk in (chunk for chunk in reversed(self.chunks) if chunk <= _LARGEST_CAPTURED):
+            for draft, rows in itertools.product(self._readers, sorted({1, self.prefill_batch(chunk)}, reverse=True)):
                 key, body = PromptKey(chunk, draft, rows), self._pass(chunk, chunk, draft, rows)
                 self.runner.capture(key, body, self.slots[rows].row.all_idle)
 
@@ -272,7 +274,7 @@ class Engine:
     def _run_pass(self, upto: int, chunk: int, draft: bool, rows: int = 1) -> None:
         """Replays such a pass, or launches and then captures it."""
         key, body = PromptKey(chunk, draft, rows), self._pass(upto, chunk, draft, rows)
-        if self.runner.static and chunk > _CAPTURED:
+        if self.runner.static and chunk > _LARGEST_CAPTURED:
             body()
         elif self.runner.ready(key):
             self.runner.run(key, body)
@@ -299,7 +301,7 @@ class Engine:
         return self.parts.proposer is not None and self.parts.proposer.max_length > 0
 
     @property
-    def _fed(self) -> tuple[bool, ...]:
+    def _readers(self) -> tuple[bool, ...]:
         """Which models have passes over prompts: False for the target, True for the draft."""
         return (False, True) if self.reads_prompts else (False,)
 
@@ -393,8 +395,3 @@ class Engine:
                 yield
         finally:
             self.ring.resync()
-
-
-def blocks(positions: int) -> int:
-    """Blocks of keys that hold so many positions."""
-    return -(-positions // KEY_BLOCK)

@@ -8,6 +8,7 @@ from fastspec.adaptive.controller import AUTO
 from fastspec.kernels.attention.plan import Gpu, described
 from fastspec.kernels.common.kv_scales import FP8
 from fastspec.kernels.linear.plan import tested
+from fastspec.models.decoder import Decoder
 from fastspec.models.hosted.model import HostedModel
 from fastspec.models.interface import ModelSource
 from fastspec.models.pairs import suggestion
@@ -58,6 +59,7 @@ def explain(
         f"products   {_products(settings)}",
         *([f"plans      {launch_plans(settings)}"] if settings.layout.ops.name == "triton" else []),
         *([f"threads    {engine.threads}"] if engine.threads else []),
+        *([f"experts    {told}"] if (told := shared_expert(settings, engine)) else []),
         *_ranks(settings, engine),
         f"graphs     {engine.runner.describe()}",
         f"memory     {settings.memory}",
@@ -223,6 +225,28 @@ def _products(settings: Settings) -> str:
             "weights have one way only, as with exact=True"
         )
     return "exact=True: the same arithmetic for any number of rows, so a row's bits depend on that row alone"
+
+
+def shared_expert(settings: Settings, engine: Engine) -> str:
+    """How the target's shared experts are computed, and why not among the chosen ones; empty where it has none."""
+    target = engine.parts.target
+    if not isinstance(target, Decoder):
+        return ""
+    pairs = zip(target.spec.plans, target.weights.layers, strict=True)
+    plan, weights = next(((plan.experts, each.experts) for plan, each in pairs if plan.experts), (None, None))
+    if plan is None or weights is None or not plan.shared:
+        return ""
+    if weights.joined:
+        return "the shared one is the last of those that a token has: no launches of its own"
+    if engine.parts.ops.name != "triton":
+        why = "computed by torch"
+    elif settings.ranks:
+        why = "ranks have columns of it"
+    elif plan.shared != plan.width:
+        why = f"{plan.shared} wide, the others {plan.width}"
+    else:
+        why = "in fp32" if settings.layout.target_dtype.itemsize > 2 else "quantised, or wider than a router's kernel"
+    return f"the shared one is an MLP of its own, with launches of its own: {why}"
 
 
 def _ranks(settings: Settings, engine: Engine) -> list[str]:

@@ -22,8 +22,8 @@ from fastspec.shapes import DELTA_CHUNK, chunks_of
 from fastspec.state import PASSED, PAUSED, RUNNING
 
 _PASS_ROWS = 128  # prompt tokens up to which a pass takes hardly longer than one over a few: it waits for the weights
-_CROWD = 4  # most budgets that one step spends, where many short prompts wait
-_LIGHTER = 4  # a draft model reads at least so many tokens in the time in which the target reads one
+_MOST_BUDGETS = 4  # that one step spends, where many short prompts wait
+_DRAFT_RATE = 4  # tokens that a draft model reads at least in the time in which the target reads one
 
 
 @dataclass(slots=True)
@@ -38,10 +38,10 @@ class Passes:
     at: int
     left: deque[int] = field(default_factory=deque)
 
-    def take(self, limit: int | None, *, some: bool) -> list[int]:
-        """Removes and returns the next passes, of at most `limit` tokens together; with `some` at least one pass."""
+    def take(self, limit: int | None, *, at_least_one: bool) -> list[int]:
+        """Removes and returns the next passes, of at most `limit` tokens together, or `at_least_one` longer one."""
         taken: list[int] = []
-        while self.left and (limit is None or (some and not taken) or sum(taken) + self.left[0] <= limit):
+        while self.left and (limit is None or (at_least_one and not taken) or sum(taken) + self.left[0] <= limit):
             taken.append(self.left.popleft())
         return taken
 
@@ -114,13 +114,13 @@ class Intake:
                 request.draft_length = self._known(drafted, draft=True) * prefix.unit
         return request, pages
 
-    def crowd(self, running: int) -> int:
+    def budgets(self, running: int) -> int:
         """How many budgets the running rows wait for in this step: several where more short prompts wait than rows run.
 
         Requests that come at once then run side by side after a few steps, not one after the other.
         """
         short = sum(2 * len(request.prompt) <= self.engine.prefill_batch_tokens for request in self.waiting)
-        return max(1, min(_CROWD, short // max(1, running)))
+        return max(1, min(_MOST_BUDGETS, short // max(1, running)))
 
     def plan(self, *, drafting: bool, max_tokens: int | None) -> None:
         """Decides how the prompt is cut into passes.
@@ -138,9 +138,9 @@ class Intake:
         self._target = self._passes(request, request.cached, stop, max_tokens, draft=False)
         if drafting and engine.parts.proposer is not None:
             stop, start = min(length - 2, engine.parts.proposer.max_length), request.draft_length
-            self._draft = self._passes(request, start, stop, max_tokens and _LIGHTER * max_tokens, draft=True)
+            self._draft = self._passes(request, start, stop, max_tokens and _DRAFT_RATE * max_tokens, draft=True)
 
-    def feed(self, limit: int | None, *, some: bool) -> int:
+    def feed(self, limit: int | None, *, at_least_one: bool) -> int:
         """Queues passes that take about as long as the target's over `limit` tokens; the row runs after the last one.
 
         The draft's passes are long and rare, because a pass reads the weights however few tokens it feeds: they come
@@ -148,7 +148,7 @@ class Intake:
 
         Args:
             limit: tokens; None: all that are left.
-            some: at least one pass, however long it is.
+            at_least_one: queue a pass even if it is longer than the limit.
 
         Returns:
             What the passes take, in tokens of the target.
@@ -156,19 +156,19 @@ class Intake:
         request, draft, fed = self.request, self._draft, 0
         assert request is not None, "it has begun"
         with self.engine.parts.mark("prefill"):
-            if draft is not None and limit is not None and self._target.at - draft.at >= _LIGHTER * limit:
-                fed += self._feed_draft(request, draft, limit, some=some)
-            taken = self._target.take(None if limit is None else limit - fed, some=some and not fed)
+            if draft is not None and limit is not None and self._target.at - draft.at >= _DRAFT_RATE * limit:
+                fed += self._feed_draft(request, draft, limit, at_least_one=at_least_one)
+            taken = self._target.take(None if limit is None else limit - fed, at_least_one=at_least_one and not fed)
             if self._waits(request, taken):
                 return fed + sum(taken)
             if taken or len(request.prompt) == 1:
-                self._fed(request, self.row, self._target.at, taken, draft=False, running=False)
+                self._queue(request, self.row, self._target.at, taken, draft=False, running=False)
             self._target.at += sum(taken)
             fed += sum(taken)
             if draft is not None and not self._target.left:
                 # a short prompt's draft is read in the same turn, whatever the target took of it
-                left = None if limit is None else max(limit - fed, limit // _LIGHTER)
-                fed += self._feed_draft(request, draft, left, some=some and not fed)
+                left = None if limit is None else max(limit - fed, limit // _DRAFT_RATE)
+                fed += self._feed_draft(request, draft, left, at_least_one=at_least_one and not fed)
         if not self._target.left and not (draft and draft.left):
             self._finish(request, self.row)
             self.request = None
@@ -211,14 +211,14 @@ class Intake:
         assert proposer is not None, "it is fed"
         request.draft_length = min(upto, request.length - 2, proposer.max_length)
 
-    def _feed_draft(self, request: Request, passes: Passes, limit: int | None, *, some: bool) -> int:
+    def _feed_draft(self, request: Request, passes: Passes, limit: int | None, *, at_least_one: bool) -> int:
         """Queues the draft's next passes; arguments and result as of `feed`."""
-        chunks = passes.take(None if limit is None else _LIGHTER * limit, some=some)
+        chunks = passes.take(None if limit is None else _DRAFT_RATE * limit, at_least_one=at_least_one)
         if chunks:
-            self._fed(request, self.row, passes.at, chunks, draft=True, running=False)
+            self._queue(request, self.row, passes.at, chunks, draft=True, running=False)
             passes.at += sum(chunks)
             self._drafted(request, passes.at)
-        return -(-sum(chunks) // _LIGHTER)
+        return -(-sum(chunks) // _DRAFT_RATE)
 
     def _finish(self, request: Request, row: int) -> None:
         """The prompt is prefilled: the row runs, and later prompts may share its pages."""
@@ -270,7 +270,7 @@ class Intake:
                 if len(batch) == self.engine.prefill_batch(chunks[0]):
                     self.engine.prefill_rows(short.pop(chunks[0]), chunks[0], draft=True)
             elif chunks:
-                self._fed(request, row, start, chunks, draft=True, running=True)
+                self._queue(request, row, start, chunks, draft=True, running=True)
             if chunks:
                 self._drafted(request, start + sum(chunks))
                 if self.engine.prefix is not None and not request.drafted:
@@ -299,7 +299,7 @@ class Intake:
             request.nodes = prefix.insert(request.nodes, tokens, pages, len(tokens) - 1)
             mark_drafted(prefix, request)
 
-    def _fed(self, request: Request, row: int, start: int, chunks: list[int], *, draft: bool, running: bool) -> None:
+    def _queue(self, request: Request, row: int, start: int, chunks: list[int], *, draft: bool, running: bool) -> None:
         """Queues passes, and keeps the recurrent states after them that later prompts may begin with."""
         kept, left, first = self.engine.kept, deque(chunks), start == request.cached
         for length, key in [*self._points(request, start, draft=draft), (None, None)]:

@@ -24,8 +24,10 @@ class MemoryPlan:
     """Bytes by use. Weights count as loaded (fused copies), tied embeddings once.
 
     Attributes:
-        target_weights, draft_weights: weights.
-        target_cache, draft_cache: K/V pages, and recurrent states of the rows.
+        target_weights: of the target.
+        draft_weights: of the draft.
+        target_cache: K/V pages of the target, and recurrent states of its rows.
+        draft_cache: the same of the draft.
         buffers: the decode state, the prefill slot and the rotary tables.
         workspace: what the largest pass needs for a moment (an estimate), and the libraries' own work areas.
         exchange: memory of this GPU that others of the same model write to; NCCL's own is not counted.

@@ -297,10 +297,10 @@ class Scheduler:
     def _admit(self) -> None:
         """Prefills prompts, first come first served: whole, or within the budget where rows of other calls wait."""
         fed, intake, began = 0, self._intake, None
-        crowd = intake.crowd(len(self._rows))
+        budgets = intake.budgets(len(self._rows))
         while (request := intake.request or (began := self._begin())) is not None:
-            patience = self._patience(self._calls[request])
-            fed += intake.feed(None if patience is None else patience * crowd - fed, some=not fed)
+            budget = self._budget(self._calls[request])
+            fed += intake.feed(None if budget is None else budget * budgets - fed, at_least_one=not fed)
             if request is began:  # after its first passes: the device works meanwhile
                 self._fill_options(intake.row, request)
             self._disturbed = True
@@ -309,7 +309,7 @@ class Scheduler:
             self._rows[intake.row] = request
         intake.flush()
 
-    def _patience(self, call: Call) -> int | None:
+    def _budget(self, call: Call) -> int | None:
         """Prompt tokens of a call that are prefilled between two steps; None: all, no other call's rows wait."""
         alone = not self._rows or (not call.joined and all(self._calls[held] is call for held in self._rows.values()))
         return None if alone else self.engine.prefill_budget
@@ -324,11 +324,11 @@ class Scheduler:
         call, told = self._calls[request], (self.engine.state, self._intake.row)
         admission.fill_prompt(*told, request.prompt, pages, call.stop_ids, request.draft_length)
         request.draft_limit = admission.draft_limit(request.options, self.engine.max_drafts)
-        patience = self._patience(call)
+        budget = self._budget(call)
         # without a budget only rows of its own call wait for the draft's passes
         wants = request.options.draft_limit != 0 and request.grammar is None
-        drafting = patience is not None and wants and self._draft_follows(call)
-        self._intake.plan(drafting=drafting, max_tokens=patience)
+        drafting = budget is not None and wants and self._draft_follows(call)
+        self._intake.plan(drafting=drafting, max_tokens=budget)
         return request
 
     def _draft_follows(self, call: Call) -> bool:

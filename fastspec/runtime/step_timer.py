@@ -25,7 +25,7 @@ class DraftLengthPolicy(Protocol):
     def few(self) -> int | None:
         """See the class."""
 
-    def choose(self, outlook: StepContext) -> int:
+    def choose(self, context: StepContext) -> int:
         """Drafts for the next step; may be asked again before it is launched."""
 
     def observe(self, step: Observation) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from fastspec.kernels.select import compilers
+from fastspec.kernels.select import compilers as kernel_compilers
 from fastspec.models.interface import Pending
 from fastspec.proposers.readings import choose_reading
 from fastspec.runtime.draft_plan import Choice
@@ -43,7 +43,7 @@ def warm_up_for(
         progress: show the bars.
         prompts: compile and capture the passes over prompts, too.
         loaded: waits for weights that another thread still fills; kernels are compiled before.
-        compilers: of `Engine.compile`.
+        compilers: of `Engine.compile`; None: begun here where something is missing.
 
     Raises:
         RuntimeError: a step could not be captured; the message says which.
@@ -51,8 +51,9 @@ def warm_up_for(
     lengths = longest, shortest
     missing = engine.missing(rows, choice.ks, choice.sampler, choice.top_logprobs, *lengths, choice.grammars)
     if engine.runner.static and missing:
-        with engine.on_device():
-            engine.compile(missing, prompts=prompts, compilers=compilers)
+        own = kernel_compilers(*engine.sharing) if compilers is None else nullcontext(compilers)
+        with own as compiling, engine.on_device():
+            engine.compile(missing, prompts=prompts, compilers=compiling)
     loaded()
     engine.choose_threads()
     if missing or prompts:  # else a call begins at once
@@ -89,7 +90,7 @@ def compilers_for(
         there = any(parameter.is_cuda for parameter in islice(target.parameters(), 1))
     elif there and device is not None:
         there = str(device).startswith("cuda")
-    return compilers(rank, ranks) if there else nullcontext()
+    return kernel_compilers(rank, ranks) if there else nullcontext()
 
 
 @contextmanager

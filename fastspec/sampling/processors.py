@@ -64,7 +64,7 @@ def process(logits: Tensor, rows: ProcessorRows, lengths: Tensor, drafts: Tensor
 
 
 def counts_at(counts: Tensor, drafts: Tensor, places: int) -> Tensor:
-    """int32 [B, R, V]: counts [B, V] and, at place r, the first D - R + 1 + r of drafts [B, D]; others ids are left."""
+    """int32 [B, R, V]: counts [B, V] and, at place r, the first D - R + 1 + r of drafts [B, D]; no other ids."""
     vocab = counts.shape[1]
     before = drafts.shape[1] - places + 1
     known = ((drafts >= 0) & (drafts < vocab)).to(counts.dtype)

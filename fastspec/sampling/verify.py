@@ -23,7 +23,7 @@ from torch import Tensor
 
 from fastspec.sampling.rules import SyntheticAcceptance
 
-RUNNING, STOPPED, AT_LIMIT = 0, 1, 2  # what a commit leaves in `finish`; fastspec.state adds one for idle rows
+RUNNING, STOPPED, AT_LIMIT = 0, 1, 2  # what a commit leaves in `finish`; fastspec.state has more
 
 
 class Draws(Protocol):
@@ -65,7 +65,12 @@ def greedy(logits: Tensor, drafts: Tensor, counts: Tensor) -> tuple[Tensor, Tens
         (accepted int64 [B], block int64 [B, k+1]): block[:, :accepted+1] are the tokens to emit.
     """
     picks = logits.argmax(dim=-1)
-    return _leading(picks[:, :-1] == drafts, counts), picks
+    return agreeing(picks, drafts, counts), picks
+
+
+def agreeing(picks: Tensor, drafts: Tensor, counts: Tensor) -> Tensor:
+    """int64 [B], how many leading drafts are the target's picks int64 [B, k+1]; others as for `greedy`."""
+    return _leading(picks[:, :-1] == drafts, counts)
 
 
 def rejection(

@@ -25,7 +25,7 @@ from fastspec.models.weights.pair import AS_STORED
 from fastspec.models.weights.sources import Checkpoint
 from fastspec.proposers.combined import LookupThenModel
 from fastspec.proposers.draft_model import DraftModel
-from fastspec.runtime.calibrate import Fixed, again
+from fastspec.runtime.calibrate import FixedPolicy, again
 from fastspec.runtime.draft_plan import Choice, DraftPlan
 from fastspec.runtime.engine import Engine
 from fastspec.runtime.memory import free_bytes
@@ -156,7 +156,7 @@ class FormatTrial:
         texts = [Request(each.prompt, min(new, each.max_new_tokens), each.options) for each in rows]
         bucket = engine.bucket(len(rows))
         both: dict[CodeFormat | None, DecoderWeights] = {self._form: chosen, None: stored}
-        runs = {form: Fixed(choice.k) for form in both}
+        runs = {form: FixedPolicy(choice.k) for form in both}
         winner: CodeFormat | None = self._form
         try:
             for turn in range(_TURNS):
@@ -234,16 +234,16 @@ def _drafter(engine: Engine) -> Decoder | None:
 
 
 def _run(
-    scheduler: Scheduler, texts: list[Request], choice: Choice, stop_ids: tuple[int, ...], pacer: Fixed
+    scheduler: Scheduler, texts: list[Request], choice: Choice, stop_ids: tuple[int, ...], policy: FixedPolicy
 ) -> None:  # fmt: skip
     """Continues the prompts, by steps that a policy records."""
     requests = again(texts)
-    call = Call(stop_ids, choice.sampler, lambda made: choice.k, policy=pacer, lengths=lengths_of(requests))
+    call = Call(stop_ids, choice.sampler, lambda made: choice.k, policy=policy, lengths=lengths_of(requests))
     for _ in scheduler.run(requests, call):
         pass
 
 
-def _worked(run: Fixed, bucket: int) -> Worked | None:
+def _worked(run: FixedPolicy, bucket: int) -> Worked | None:
     """What the steps over that many rows did; None: none could be timed."""
     seconds, accepted = run.seconds(bucket), run.accepted
     return Worked(1 + statistics.mean(accepted), statistics.median(seconds)) if seconds and accepted else None

@@ -26,7 +26,8 @@ class Handle(OfOneProcess):
         stats: counts of the call up to now.
 
     Attributes:
-        call, delivery: as above, to be read.
+        call: as above, to be read.
+        delivery: likewise.
     """
 
     instead = "hand on what its result() gives"

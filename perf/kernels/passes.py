@@ -25,8 +25,8 @@ from typing import Any
 import torch
 
 from fastspec import FastSpecGenerator, NGram
-from fastspec.runtime.engine import Engine, blocks
-from fastspec.shapes import GREEDY
+from fastspec.runtime.engine import Engine
+from fastspec.shapes import GREEDY, blocks
 from fastspec.state import RUNNING
 from fastspec.step import score
 from perf import timing

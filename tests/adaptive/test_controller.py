@@ -91,14 +91,14 @@ class IgnoresTime(Controller):
 
 
 class NeverProbes(Controller):
-    def _wanted(self, outlook: StepContext) -> None:
+    def _wanted(self, context: StepContext) -> None:
         return None
 
 
 class AlwaysProbes(Controller):
-    def _wanted(self, outlook: StepContext) -> auto._Probe | None:
+    def _wanted(self, context: StepContext) -> auto._Probe | None:
         self._budget = 1e9
-        return super()._wanted(outlook)
+        return super()._wanted(context)
 
 
 class NeverForgets(Controller):
@@ -154,8 +154,8 @@ def test_the_same_observations_give_the_same_choices() -> None:
 def test_asking_twice_changes_nothing() -> None:
     world, made = World(0.6, 0.15), controller()
     world.life(made, 1, 200)
-    outlook = StepContext(1, 100)
-    assert made.choose(outlook) == made.choose(outlook) == made.choose(outlook)
+    context = StepContext(1, 100)
+    assert made.choose(context) == made.choose(context) == made.choose(context)
 
 
 def test_the_ladder() -> None:

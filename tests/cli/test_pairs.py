@@ -21,7 +21,10 @@ def test_the_whole_table_and_an_unknown_model() -> None:
     assert "Llama 3: meta-llama/Llama-3.2-1B-Instruct" in CliRunner().invoke(app, ["pairs"]).stdout
     result = CliRunner().invoke(app, ["pairs", "microsoft/phi-4"])
     assert (result.exit_code, result.stdout) == (2, "")
-    assert "no pair is known for microsoft/phi-4" in result.stderr
+    assert "no pair is known for microsoft/phi-4; the table has" in result.stderr
+    assert (
+        "for Qwen/Qwne3-8B; did you mean Qwen/Qwen3-8B?" in CliRunner().invoke(app, ["pairs", "Qwen/Qwne3-8B"]).stderr
+    )
 
 
 def test_a_target_alone_is_told_its_draft() -> None:

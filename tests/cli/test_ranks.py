@@ -17,16 +17,18 @@ import typer
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher import api
 
-from fastspec.cli.ranks import start_ranks
+from fastspec.cli import ranks
+from fastspec.cli.ranks import run_rank, start_ranks
 
 
 @pytest.mark.parametrize(("fails", "code"), [(False, 0), (True, 1)])
+@pytest.mark.parametrize("copies", [False, True])
 def test_ranks_run_the_same_command_line(
-    fails: bool, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    copies: bool, fails: bool, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     started: list[Any] = []
 
-    def launch(config: Any, entry: str) -> Any:
+    def launch(config: Any, entry: Any) -> Any:
         def run(*arguments: str) -> None:
             started.append((config.nproc_per_node, config.max_restarts, entry, arguments))
             if fails:
@@ -36,11 +38,35 @@ def test_ranks_run_the_same_command_line(
 
     monkeypatch.setattr(api, "elastic_launch", launch)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(ranks, "_may_copy_this_process", lambda: copies)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: pytest.fail("asks the driver, and copies could not"))
     with pytest.raises(typer.Exit) as ended:
         start_ranks(2, None, ["demo", "--tensor-parallel", "2"])
     assert ended.value.exit_code == code
-    assert started == [(2, 0, sys.executable, ("-m", "fastspec.cli", "demo", "--tensor-parallel", "2"))]
+    given = ("demo", "--tensor-parallel", "2")
+    anew, copied = (sys.executable, ("-m", "fastspec.cli", *given)), (run_rank, given)
+    assert started == [(2, 0, *(copied if copies else anew))]
     assert ("rank 1 ended with exit code 3" in capsys.readouterr().err) == fails
+
+
+@pytest.mark.parametrize(
+    ("compiled", "counted", "initialized", "platform", "may"),
+    [
+        (False, -1, False, "linux", True),
+        (True, 2, False, "linux", True),
+        (True, -1, False, "linux", False),  # what only the driver counts: a copy of a process that used it cannot
+        (True, 2, True, "linux", False),
+        (False, -1, False, "darwin", False),
+    ],
+)
+def test_a_process_that_has_used_the_driver_is_not_copied(
+    compiled: bool, counted: int, initialized: bool, platform: str, may: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "_is_compiled", lambda: compiled)
+    monkeypatch.setattr(torch.cuda, "_device_count_nvml", lambda: counted)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: initialized)
+    monkeypatch.setattr(ranks.sys, "platform", platform)
+    assert ranks._may_copy_this_process() == may
 
 
 @pytest.mark.parametrize(

@@ -41,3 +41,28 @@ def test_what_pages_quote_is_there() -> None:
 def test_a_planted_quote_is_found(planted: str) -> None:
     assert len(missing(planted, {"1167f0b"})) == 1
     assert missing("file `suite`, 1167f0b, `kernels/ops.py`, `perf/results/suite.jsonl`, 1234567", {"1167f0b"}) == []
+
+
+def test_the_map_has_every_room() -> None:
+    text = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
+    rooms, kernels = text.split("## Rooms")[1].split("## Words")[0].split("## Kernels")
+    package = ROOT / "fastspec"
+    wanted = [f"`{name}`" for name in names(package) if name not in ("__init__.py", "py.typed")]
+    assert [name for name in wanted if name not in rooms] == []
+    wanted = [f"`kernels/{name}`" for name in names(package / "kernels") if name.endswith("/")]
+    assert [name for name in wanted if name not in kernels] == []
+
+
+def test_the_guide_has_every_line_of_explain() -> None:
+    source = (ROOT / "fastspec/runtime/explain.py").read_text(encoding="utf-8")
+    titles = set(re.findall(r'"([a-z]+) {2,}', source))
+    table = (ROOT / "docs/guides/explain.md").read_text(encoding="utf-8").split("In `stats`")[0]
+    rows = {name for row in re.findall(r"^\| (`.*?) \|", table, re.MULTILINE) for name in re.findall(r"`(\w+)`", row)}
+    assert {"device", "memory", "threads"} < titles
+    assert titles - rows == set()
+
+
+def names(folder: Path) -> list[str]:
+    """What lies in a folder; names of folders end with a slash."""
+    found = (path for path in sorted(folder.iterdir()) if path.name != "__pycache__")
+    return [f"{path.name}/" if path.is_dir() else path.name for path in found]

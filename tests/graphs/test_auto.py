@@ -28,8 +28,8 @@ class Switching(Controller):
     pattern: tuple[int, ...] = (2, 4)
     few = None  # and all rows draft
 
-    def choose(self, outlook: StepContext) -> int:
-        super().choose(outlook)  # what it costs counts too
+    def choose(self, context: StepContext) -> int:
+        super().choose(context)  # what it costs counts too
         return self.pattern[self._seen // 3 % len(self.pattern)]
 
 

@@ -13,6 +13,7 @@ from fastspec import FastSpecGenerator
 from fastspec.output import GenerateOutput
 from tests.helpers.checkpoints import make_checkpoint
 from tests.helpers.families import MIXTURES, VOCAB, make_family
+from tests.helpers.hybrid import KINDS, make_hybrid
 from tests.helpers.mxfp4 import MXFP4, in_mxfp4, rewritten
 
 pytestmark = [
@@ -25,7 +26,10 @@ SIZES = {"hidden_size": 256, "intermediate_size": 192}
 
 
 def directory(family: str, path: Path) -> Path:
-    """A tiny checkpoint; "mxfp4": gpt-oss with experts in four bits."""
+    """A tiny checkpoint; "mxfp4": gpt-oss with experts in four bits; of a hybrid all experts are of one width."""
+    if family in KINDS:
+        make_hybrid(family, std=0.1, shared_expert_intermediate_size=32, **SIZES).save_pretrained(path)
+        return path
     make_family("gpt_oss" if family == "mxfp4" else family, **SIZES).save_pretrained(path)
     if family == "mxfp4":
         stored, _ = in_mxfp4(load_file(path / "model.safetensors"))
@@ -34,7 +38,7 @@ def directory(family: str, path: Path) -> Path:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("family", [*MIXTURES, "mxfp4"])
+@pytest.mark.parametrize("family", [*MIXTURES, "mxfp4", "qwen3_5_moe"])
 def test_text_does_not_depend_on_drafts_or_neighbours(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
     target = directory(family, tmp_path / "target")
     draft = make_checkpoint(tmp_path / "draft", "llama2", seed=77, vocab_size=VOCAB, num_hidden_layers=1)
@@ -49,6 +53,8 @@ def test_text_does_not_depend_on_drafts_or_neighbours(family: str, dtype: torch.
             assert isinstance(out, GenerateOutput)
             return out.new_tokens
 
+        joined = family in ("glm4_moe", "qwen3_5_moe") and dtype == torch.bfloat16
+        assert ("the last of those that a token has" in gen.explain()) == joined
         plain = texts(prompts, 0)
         assert texts(prompts, 4) == plain
         for at in (0, 7, BATCH - 1):

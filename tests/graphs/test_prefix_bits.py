@@ -25,11 +25,11 @@ pytestmark = [
 LENGTH = 2700  # a cell of the largest pass, and a tail of several
 
 
-def made(*, prefix_cache: bool = True) -> FastSpecGenerator:
+def made(*, prefix_cache: bool = True, draft_quantization: str | None = "auto") -> FastSpecGenerator:
     target, draft = small_gap_pair()
     return FastSpecGenerator(
         target, draft, dtype=torch.bfloat16, max_batch_size=3, max_length=4096, prefix_cache=prefix_cache,
-        progress=False,
+        draft_quantization=draft_quantization, progress=False,
     )  # fmt: skip
 
 
@@ -37,13 +37,16 @@ def prompt_of(length: int = LENGTH, seed: int = 0) -> list[int]:
     return random.Random(seed).choices(range(VOCAB), k=length)
 
 
-def fed(engine: Engine, prompt: list[int], chunks: list[int]) -> list[Tensor]:
-    """K and V of target and draft after these passes, but for the last two places; and what a first token comes of."""
+def fed(engine: Engine, prompt: list[int], chunks: list[int], of_draft: list[int] | None = None) -> list[Tensor]:
+    """K and V of target and draft after these passes, but for the last two places; and what a first token comes of.
+
+    The draft's passes are those of the target, unless it has its own.
+    """
     with engine.on_device():
         pages = engine.pages.reserve(0, len(prompt) + 16)
         admission.fill_prompt(engine.state, 0, prompt, pages, ())
         for draft in (False, True):
-            engine.prefill_row(0, 0, chunks, draft=draft, running=False)
+            engine.prefill_row(0, 0, of_draft if draft and of_draft else chunks, draft=draft, running=False)
         proposer = engine.parts.proposer
         caches = [engine.parts.target.cache, proposer.model.cache]  # type: ignore[attr-defined, union-attr]
         at = torch.tensor(pages, device=engine.state.tokens.device)
@@ -56,18 +59,27 @@ def fed(engine: Engine, prompt: list[int], chunks: list[int]) -> list[Tensor]:
     return kept
 
 
-def test_passes_that_are_alike_leave_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every size that is taken for alike, and every way to take a prompt up again; products of steps are told apart."""
+@pytest.mark.parametrize("draft_quantization", [None, "int8"])
+def test_passes_that_are_alike_leave_the_same_bits(
+    draft_quantization: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every size that is taken for alike, and every way to take a prompt up again; products of steps are told apart.
+
+    Rounded weights have kernels of steps for few tokens, so a rounded draft has no passes of 64.
+    """
     prompt = prompt_of()
-    with made() as gen:
+    with made(draft_quantization=draft_quantization) as gen:
         engine = gen._session.engine
         assert engine.same_bits == (64, 128, 256, 512, 1024, 2048)
-        whole = fed(engine, prompt, engine.passes(LENGTH))
+        of_draft = engine.draft_chunks or engine.same_bits
+        assert of_draft == (engine.same_bits if draft_quantization is None else engine.same_bits[1:])
+        whole = fed(engine, prompt, engine.passes(LENGTH), engine.passes(LENGTH, draft=True))
         for size in engine.same_bits:
-            again = fed(engine, prompt, [size] * -(-LENGTH // size))
+            drafts = max(size, of_draft[0])
+            again = fed(engine, prompt, *([each] * -(-LENGTH // each) for each in (size, drafts)))
             assert all(map(torch.equal, again, whole)), size
         for most in (64, 128, 256, 512):
-            again = fed(engine, prompt, engine.passes(LENGTH, 0, most))
+            again = fed(engine, prompt, *(engine.passes(LENGTH, 0, most, draft=draft) for draft in (False, True)))
             assert all(map(torch.equal, again, whole)), most
         monkeypatch.setattr(triton_ops, "prefill_linear", partial(packed_linear, pdl=True))
         other = fed(engine, prompt, [2048, 2048])  # such passes are not replayed

@@ -9,23 +9,39 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future
 from inspect import getclosurevars
+from pathlib import Path
 from typing import Any
 
 import triton
 from triton.compiler import get_cache_key, make_backend
 
-from fastspec.kernels.common.compile_jobs import NotSendable, job_of, read_job
+from fastspec.kernels.common.compile_jobs import NotSendable, job_of, launcher_of
 from fastspec.kernels.common.compilers import Compilers, nothing_compiled
 from fastspec.kernels.common.launch import compiling, launch
 from tests.helpers import recorder
 from tests.helpers.launches import GROUPS
 
 KERNELS = 4  # of the quick ones
+# as a process that compiles does it: without torch
+READ = """
+import json, sys
+from fastspec.kernels.common.without_torch import leave_out_torch
+leave_out_torch()
+from triton.compiler import get_cache_key, make_backend
+from fastspec.kernels.common.compile_jobs import read_job
+for line in sys.stdin:
+    source, target, options, settings = read_job(line)
+    backend = make_backend(target)
+    key = get_cache_key(source, backend, backend.parse_options(dict(options)), settings)
+    print(json.dumps([source.name, key, type(source).__name__]))
+assert "torch._C" not in sys.modules
+"""
 
 
 def key_of(source: Any, target: Any, options: dict[str, Any], settings: dict[str, Any]) -> str:
@@ -34,19 +50,17 @@ def key_of(source: Any, target: Any, options: dict[str, Any], settings: dict[str
     return str(get_cache_key(source, backend, backend.parse_options(dict(options)), settings))
 
 
-class Reading(Executor):
-    """Compiles nothing: reads the text of each job again, and keeps what comes back otherwise."""
+class Telling(Executor):
+    """Compiles nothing: keeps the text of each job, and the kernel's name and key."""
 
     def __init__(self) -> None:
-        self.jobs, self.other = 0, list[str]()
+        self.jobs, self.keys = list[bytes](), list[list[str]]()
 
     def submit(self, call: Callable[[], Any], /, *args: Any, **options: Any) -> Future[Any]:
         held = getclosurevars(call).nonlocals
         given = held["src"], held["target"], held["options"].__dict__, held["env_vars"]
-        made = read_job(job_of(call))
-        self.jobs += 1
-        if key_of(*made) != key_of(*given) or type(made[0]) is not type(given[0]):
-            self.other.append(given[0].name)
+        self.jobs.append(job_of(call))
+        self.keys.append([given[0].name, key_of(*given), type(given[0]).__name__])
         done: Future[Any] = Future()
         done.set_result(None)
         return done
@@ -58,13 +72,33 @@ def launches(arch: int, groups: Iterator[str] | list[str]) -> Iterator[recorder.
         yield from recorder.first_of_each(found, recorder.specialised)
 
 
+def unclear() -> list[str]:
+    """Kernels that read two constants of one name and of different values: Triton puts them into a key in any order."""
+    found = set()
+    for kernel in {each.kernel.__name__: each.kernel for group in GROUPS for each in launches(90, [group])}.values():
+        values = dict[str, set[str]]()
+        for (name, _), (value, _) in kernel.used_global_vals.items():
+            values.setdefault(name, set()).add(str(value))
+        found |= {f"{kernel.__name__} {name}" for name, each in values.items() if len(each) > 1}
+    return sorted(found)
+
+
 def keys(arch: int) -> dict[str, Any]:
     recorder.use(recorder.cuda(arch))
-    reading = Reading()
-    with triton.AsyncCompileMode(reading, ignore_errors=True):
+    telling = Telling()
+    with triton.AsyncCompileMode(telling, ignore_errors=True):
         for each in launches(arch, list(GROUPS)):
             each.kernel.warmup(*each.given, grid=each.grid, **each.options)
-    return {"jobs": reading.jobs, "other": reading.other}
+    jobs = b"\n".join(reversed(telling.jobs))  # another order, for keys must not depend on it
+    done = subprocess.run([sys.executable, "-c", READ], input=jobs, stdout=subprocess.PIPE, check=True)
+    read = [json.loads(line) for line in done.stdout.splitlines()]
+    other = [told[0] for told, found in zip(reversed(telling.keys), read, strict=True) if told != found]
+    return {
+        "jobs": len(read),
+        "other": other,
+        "unclear": unclear(),
+        "launchers": len({launcher_of(job) for job in telling.jobs}),
+    }
 
 
 def compile_all(executor: Executor, found: list[recorder.Launch]) -> list[bool]:
@@ -80,7 +114,9 @@ def compile_all(executor: Executor, found: list[recorder.Launch]) -> list[bool]:
 
 def processes() -> Iterator[dict[str, Any]]:
     recorder.use(recorder.cuda(90))
-    found = list(launches(90, ["steps"]))[:KERNELS]
+    every = list(launches(90, ["steps"]))
+    # and one that reads constants in functions of other modules
+    found = [*every[: KERNELS - 1], next(each for each in every if each.name == "_commit_kernel")]
     yield {"what": "empty", "empty": nothing_compiled()}
     first = Compilers(2, now=True)
     yield {"what": "processes", "hits": compile_all(first, found), "empty": nothing_compiled()}
@@ -89,6 +125,10 @@ def processes() -> Iterator[dict[str, Any]]:
     for each in found:
         each.kernel.device_caches.clear()
     yield {"what": "once more", "hits": compile_all(later := Compilers(2), found), "begun": later._process is not None}
+    found[0].kernel.device_caches.clear()
+    triton.knobs.cache.dir += "/another"
+    compile_all(missed := Compilers(1), found[:1])
+    yield {"what": "not there", "begun": missed._process is not None}
 
 
 def broken() -> Iterator[dict[str, Any]]:
@@ -105,9 +145,14 @@ def broken() -> Iterator[dict[str, Any]]:
     with Compilers(1, now=True) as executor:
         asked = executor._places.get()  # when it is ready
         assert executor._process is not None
+        maps = Path(f"/proc/{executor._process.pid}/maps").read_text()
         os.killpg(executor._process.pid, signal.SIGKILL)
         executor._places.put(asked)
-        yield {"what": "killed when it was ready", "hits": compile_all(executor, found)}
+        yield {
+            "what": "killed when it was ready",
+            "hits": compile_all(executor, found),
+            "mapped": ["libtriton" in maps, "libtorch" in maps],
+        }
     try:
         job_of(lambda: None)
     except NotSendable as error:

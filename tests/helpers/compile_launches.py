@@ -47,6 +47,7 @@ def report(launch: Launch, arch: int) -> dict[str, Any]:
         "last": out is not None and out.dtype.itemsize > 2,
         "norm": arguments.get("gamma_ptr") is not None,
         "factors": arguments.get("squares_ptr") is not None,
+        "narrow_waits": len(re.findall(r"ld\.volatile\.global\.b", ptx)),
         "bf16": out is not None and out.dtype == torch.bfloat16,
     }
 
@@ -66,6 +67,18 @@ def _reductions(ttgir: str) -> list[str]:
     assert operands
     assert "convert_layout" not in ttgir[ttgir.index("scf.for") : ttgir.index("scf.yield")]
     return sorted({f"{size} {layouts[name]}" for size, name in operands})
+
+
+def of_keys(launch: Launch) -> list[str]:
+    """How the elements of a key lie in threads where they are added up: what a token's bits follow from.
+
+    Each is elements of a thread, threads of a warp, and warps, along the key.
+    """
+    ttgir, keys = recorder.compiled(launch).asm["ttgir"], launch.constants["DIMS"][0]
+    layouts = dict(re.findall(r"^(#\w+) = (.*)$", ttgir, re.MULTILINE))
+    wide = 1 << (keys - 1).bit_length()
+    operands = re.findall(rf"\}}\) : \(tensor<\d+x{wide}xf32, (#\w+)>\) ->", ttgir)
+    return sorted({" ".join(re.findall(r"\[\d+, (\d+)\]", layouts[name])[:3]) for name in operands})
 
 
 def packed_facts(kernel: str, ptx: str) -> dict[str, Any]:
@@ -120,6 +133,8 @@ def describe(launch: Launch, arch: int, group: str) -> None:
         found["order"] = order(launch) if product else None
     if group == "experts":
         found["order"] = order(launch) if launch.name == "expert_kernel" and found["element"] == 2 else None
+    if launch.name == "_delta_kernel":
+        found["order"] = of_keys(launch)
     if launch.name == "_hopper_kernel":
         ptx = recorder.compiled(launch).asm["ptx"]
         found["mma"] = f"wgmma.mma_async.sync.aligned.m64n{launch.arguments['COLUMNS']}k16" in ptx

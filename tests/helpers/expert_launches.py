@@ -8,20 +8,21 @@ import torch
 
 from fastspec.kernels.common.experts import ExpertStack, ExpertWeights
 from fastspec.kernels.common.weights import Weight
-from fastspec.kernels.experts.dispatch import experts
+from fastspec.kernels.experts.dispatch import experts, experts_normed
 from fastspec.kernels.experts.route import route, route_normed
+from fastspec.kernels.experts.router import normed_logits
 from fastspec.shapes import ClampedGate, RoutingRule
 from tests.helpers.recorder import Calls, on_meta
 
 META, F32, I32 = torch.device("meta"), torch.float32, torch.int32
-# experts, chosen, hidden and inner of Qwen3-30B-A3B, and of gpt-oss-20b
-QWEN, OSS = (128, 8, 2048, 768), (32, 4, 2880, 2880)
+# experts, chosen, hidden and inner of Qwen3-30B-A3B, of gpt-oss-20b, and of Qwen3.5-35B-A3B with its shared expert
+QWEN, OSS, JOINED = (128, 8, 2048, 768), (32, 4, 2880, 2880), (257, 9, 2048, 512)
 ROWS = (1, 5, 16, 32, 64, 300)  # every tile, experts by pair and by number, sorted
 
 
 def mixture(rows: int, sizes: tuple[int, int, int, int], form: str, dtype: torch.dtype, pdl: bool) -> object:
     """One mixture; `form`: "plain", with a shared expert "shared", one rank's part of that "part", with biases and
-    clamped "bias", or "mxfp4".
+    clamped "bias", "mxfp4", or with the norm of the sum "normed".
     """
     count, chosen, hidden, inner = sizes
     made = []
@@ -44,6 +45,9 @@ def mixture(rows: int, sizes: tuple[int, int, int, int], form: str, dtype: torch
         shared = {"shared": on_meta((rows, hidden), F32), "shared_logits": on_meta((rows, 1), F32)}
     ids, factors = on_meta((rows, chosen), I32), on_meta((rows, chosen), F32)
     clamp = ClampedGate(1.702, 7.0) if biased else None
+    if form == "normed":
+        norm = on_meta((hidden,), F32), 1e-6
+        return experts_normed(x, ids, factors, weights, clamp, residual=x, norm=norm, pdl=pdl)
     return experts(x, ids, factors, weights, clamp, residual=None if form == "part" else x, pdl=pdl, **shared)
 
 
@@ -58,6 +62,16 @@ def mixtures(arch: int) -> Calls:
         "route and norm",
         partial(route_normed, on_meta((5, 128), F32), rules[2], None, x, gamma, 1e-5, pdl=arch >= 90),
     )
+    for rule in (RoutingRule(8, normed=True, shared="gated"), RoutingRule(8, "sigmoid", True, 2.5, shared="whole")):
+        correction = on_meta((256,), F32) if rule.scores == "sigmoid" else None
+        logits = on_meta((5, 256 + rule.gates), F32)
+        yield f"route {rule}", partial(route, logits, rule, correction, pdl=arch >= 90)
+    for hidden, rows, norm_dtype in ((2048, 257, F32), (4096, 128, torch.bfloat16)):
+        x, gamma = on_meta((1, 5, hidden), torch.bfloat16), on_meta((hidden,), norm_dtype)
+        router = Weight(on_meta((rows, hidden), torch.bfloat16))
+        yield f"router {hidden}", partial(normed_logits, x, gamma, 1e-6, router, None, pdl=arch >= 90)
+    for rows in (1, 5):
+        yield f"joined {rows}", partial(mixture, rows, JOINED, "normed", torch.bfloat16, arch >= 90)
     for rows in ROWS:
         for sizes, form in ((QWEN, "plain"), (QWEN, "shared"), (OSS, "bias"), (OSS, "mxfp4")):
             yield f"{form} {rows}", partial(mixture, rows, sizes, form, torch.bfloat16, arch >= 90)

@@ -115,6 +115,10 @@ def make_model(name: str, *, seed: int = 0, dtype: torch.dtype = torch.float32, 
     return model.eval()
 
 
+LONG: dict[str, Any] = {
+    **{"short_factor": [1.0, 1.5], "long_factor": [2.0, 3.0]},
+    "original_max_position_embeddings": 64,
+}
 # what cannot be hosted: config class, fields besides COMMON, and why
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "interface": ("BloomConfig", {}, "does not go through transformers' AttentionInterface"),
@@ -137,11 +141,16 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     ),
     "rope": (
         "StableLmConfig",
-        {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0, "partial_rotary_factor": 0.5}},
-        "rope_type='dynamic'",
+        {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4, "factor": 2.0, **LONG}},
+        "rope_type='longrope'",
     ),
     "encoder": ("T5Config", {}, "encoder-decoder"),
-    "vision": ("PaliGemmaConfig", {}, "vision_config"),
+    "vision": ("PaliGemmaConfig", {}, r"vision_config, and its language model \(gemma\) .*not causal"),
+    "vision and chunks": (
+        "Llama4Config",
+        {},
+        r"vision_config, and its language model \(llama4_text\) cannot be hosted by itself either: .*chunked",
+    ),
     "no_causal": ("DistilBertConfig", {}, "no causal language model"),
 }
 
@@ -149,6 +158,6 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
 def refused_config(name: str) -> tuple[Any, str]:
     """The config, and the reason as a regular expression."""
     kind, fields, reason = REFUSED[name]
-    own = name in ("vision", "no_causal")
+    own = name in ("vision", "vision and chunks", "no_causal")
     given = {} if own else {name: value for name, value in {**COMMON, **fields}.items() if value is not None}
     return getattr(transformers, kind)(**given), reason

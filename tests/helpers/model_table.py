@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import re
 import sys
 import tempfile
 import warnings
@@ -94,7 +95,7 @@ What runs how, by `model_type` of `config.json`, with transformers {version}. Th
 - **refused**: with the reason.
 - **not tried**: no tiny model could be made of its config here. A real one is tried when it is loaded.
 
-| `model_type` | | |
+| `model_type` | how | what was seen |
 |---|---|---|
 """
 
@@ -149,7 +150,11 @@ def entry(model_type: str) -> Entry:
     except UnsupportedModel as error:
         if "cannot be made of this config" in str(error):
             return Entry(model_type, "not tried", "no tiny model")
-        return Entry(model_type, "refused", str(error).split("cannot be hosted: ", 1)[-1].split("\n")[0])
+        return Entry(
+            model_type,
+            "refused",
+            str(error).split("cannot be hosted: ", 1)[-1].split("\n")[0].partition(" (by the module of")[0],
+        )
     except Exception as error:  # noqa: BLE001
         return Entry(model_type, "not tried", f"no tiny model: {type(error).__name__}")
 
@@ -217,11 +222,22 @@ def texts_agree(model: Any, directory: str | None) -> str:
     return "text" if out.new_tokens == wanted and out.stats.acceptance_rate == 1.0 else "TEXT DIFFERS"
 
 
-def page() -> str:
-    """The whole page."""
+def published() -> dict[str, Entry]:
+    """The rows of the page as it is, by type."""
+    found = re.findall(r"^\| `(\S+)` \| ([a-z ]+) \| (.*) \|$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
+    return {name: Entry(name, verdict, words) for name, verdict, words in found}
+
+
+def be_quiet() -> None:
+    """Warnings and progress bars of transformers and of ours are left out."""
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity(logging.CRITICAL)
     transformers.logging.disable_progress_bar()
+
+
+def page() -> str:
+    """The whole page."""
+    be_quiet()
     types = sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *FAMILIES, *TEXT_PARTS})
     rows = []
     for model_type in types:

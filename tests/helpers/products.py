@@ -10,6 +10,17 @@ from torch import Tensor
 
 from fastspec.kernels.common.weights import Weight
 
+EPILOGUES = [  # of `product_case`
+    "plain",
+    "bias",
+    "residual",
+    "norm",
+    "norm+bias+residual",
+    "gated",
+    "norm+gated+bias+residual",
+    "norm+fp32",
+]
+
 
 def product_case(
     rows: int,

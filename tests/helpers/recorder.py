@@ -20,6 +20,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 from fastspec.kernels.common import launch as launching
+from fastspec.kernels.common.compile_jobs import hash_in_order
 from tests.helpers.budgets import SHARED_LIMIT
 from tests.helpers.modules import exchange
 
@@ -105,6 +106,8 @@ def record(arch: int, calls: Callable[[], Calls]) -> list[Launch]:
     asked = SimpleNamespace(call="")
 
     def keep(kernel: Any, grid: tuple[int, ...], *given: Any, least_shared: int = 0, **options: Any) -> None:
+        for each in (kernel, *options.values()):
+            hash_in_order(each)
         found.append(Launch(asked.call, kernel, grid, given, {"enable_fp_fusion": True, **options}))
 
     answers = {

@@ -8,22 +8,27 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from triton.experimental.gluon import language as gl
 
-from fastspec.kernels.common.rounding import FORMATS, kind_for
+from fastspec.kernels.common.code_packing import PackedCodes
+from fastspec.kernels.common.codes import CodesKind
 from fastspec.kernels.common.weights import Weight
 from fastspec.kernels.embed import embed
 from fastspec.kernels.exchange import exchange_added, exchange_gather, exchange_largest
 from fastspec.kernels.feed_rows import feed_rows
 from fastspec.kernels.gelu import gelu_tanh_mul
 from fastspec.kernels.joined import joined_norms
+from fastspec.kernels.linear.rank_sums import sum_ranks_permuted
+from fastspec.kernels.linear.split_k import Parts
 from fastspec.kernels.norm import add_norm, norm
 from fastspec.kernels.recurrent.dispatch import delta_rule
-from fastspec.kernels.recurrent.gated_norm import gated_norm
+from fastspec.kernels.recurrent.gated_norm import gated, gated_norm
+from fastspec.kernels.reference.linear import PartKeys
 from fastspec.kernels.reference.recurrent import KeptState
 from fastspec.kernels.reference.step import Record
 from fastspec.kernels.room import BLOCK, Room
 from fastspec.kernels.rotate import rotate
-from fastspec.kernels.round_codes import rounded
+from fastspec.kernels.round_codes import pack_rounded
 from fastspec.kernels.sampling.commit import commit, scratch_of
 from fastspec.kernels.sampling.draw import sampled_draw
 from fastspec.kernels.sampling.greedy_commit import verify_commit
@@ -40,6 +45,9 @@ EPS = 1e-5
 
 VOCABS = (32000, 128256, 256000)
 BATCH, DRAFTS = 4, 4
+OF_GROUPS, OF_ROWS = [CodesKind("int4", (1, size)) for size in (32, 64, 128)], CodesKind("fp8", (1, 4096))
+# sums over ranks with the norm behind them: splits before, rows, their width, splits after
+WITH_NORM = ((1, 9, 2048, 4), (2, 32, 4096, 4), (4, 160, 4096, 4), (1, 40, 2880, 1), (8, 40, 8192, 8))
 CROWD = 160  # rows: more than a GPU has SMs
 
 
@@ -89,9 +97,9 @@ def steps(arch: int) -> Calls:
         )
         yield f"rotate {dtype}", partial(rotate, q, k, angles, angles, pdl=arch >= 90)
         yield f"gelu {dtype}", partial(gelu_tanh_mul, on_meta((BATCH, 2, 4096), dtype), pdl=arch >= 90)
-    for form in FORMATS:
-        matrix, kind = on_meta((64, 4096), BF16), kind_for(form, (64, 4096))
-        yield f"round {form}", partial(rounded, matrix, kind)
+    for kind in (*OF_GROUPS, OF_ROWS, OF_ROWS._replace(format="int8")):
+        place = PackedCodes.empty((64, 4096), kind, False, META)
+        yield f"round {kind}", partial(pack_rounded, place, 1, on_meta((48, 4096), BF16))
     for entry in (ring, None):
         yield "commit", partial(commit, state.accepted, state.block.clone(), state, scratch, entry)
     for vocab in VOCABS:
@@ -99,6 +107,8 @@ def steps(arch: int) -> Calls:
             yield f"greedy {vocab} {batch}", partial(_greedy, vocab, batch, False, published)
         for published in (True, False):
             yield f"greedy, recorded {vocab}", partial(_greedy, vocab, BATCH, True, published)
+    for parts in (2, 8):
+        yield f"greedy by keys {parts}", partial(_greedy_by_keys, parts)
     yield "publish", partial(publish, *ring, state, drafting=True)
     yield "publish details", partial(publish, *ring, state, drafting=True, details=details)
 
@@ -107,13 +117,23 @@ def exchanges(arch: int) -> Calls:
     """Exchanges between two, four and eight ranks of a host."""
     for size in (2, 4, 8):
         pointers, epochs = on_meta((size,), I64), on_meta((1024,), torch.int32)
-        room = Room(1, size, 1024 * BLOCK, pointers, pointers, epochs, 64 * BLOCK, pointers, epochs)
+        room = Room(1, size, 1024 * BLOCK, pointers, pointers, epochs, 128 * BLOCK, pointers, epochs)
         x, residual, bias = on_meta((5, 4096), F32), on_meta((5, 4096)), on_meta((4096,))
         for given in ((bias, residual), (None, residual), (None, None)):
             yield f"exchange {size}", partial(exchange_added, x, *given, room)
         for ways, rows in ((2, 5), (4, 5), (1, 20), (1, 200), (2, 200)):  # as words, in one turn, in two
             parts, given = on_meta((ways, rows, 4096), F32), on_meta((rows, 4096))
-            yield f"exchange {size}", partial(exchange_added, parts, bias, given, room, 40 * 4096)
+            yield f"exchange {size}", partial(exchange_added, parts, bias, given, room, 128 * BLOCK)
+        for ways, rows, k, split in (
+            (1, 9, 2048, 4),
+            (2, 32, 4096, 4),
+            (4, 160, 4096, 4),
+            (1, 40, 2880, 1),
+            (8, 40, 8192, 8),
+        ):
+            sums, norm = Parts(on_meta((ways, rows, k), F32), 0), (on_meta((k,)), 1e-5)
+            rest = None if ways == 1 else on_meta((k,)), on_meta((rows, k)), norm, (split, 64), gl.bfloat16
+            yield f"exchange {size}", partial(sum_ranks_permuted, sums, *rest, True, room)
         yield f"exchange {size}", partial(exchange_gather, x, room)
         keys, ids = on_meta((5,), torch.uint64), on_meta((5,), I64)
         yield f"exchange {size}", partial(exchange_largest, keys, 4096, room, ids)
@@ -132,6 +152,12 @@ def _greedy(vocab: int, batch: int, recorded: bool, published: bool) -> None:
     record = _records(state, vocab, details if published else None) if recorded else None
     scratch = scratch_of(batch, DRAFTS, META)
     verify_commit(on_meta((batch, DRAFTS + 1, vocab), F32), state, scratch, ring if published else None, record)
+
+
+def _greedy_by_keys(parts: int) -> None:
+    state = _state(64)
+    keys = PartKeys(on_meta((BATCH, DRAFTS + 1, parts), I64), 64 // parts)
+    verify_commit(keys, state, scratch_of(BATCH, DRAFTS, META), _outbox(state)[0])
 
 
 def sampled(vocab: int, arch: int) -> Calls:
@@ -171,11 +197,13 @@ def recurrent(arch: int) -> Calls:
     """Layers of Qwen3.5's sizes, and one of unequal keys and values, no powers of two; steps, and a prompt."""
     for rule in (DeltaRule(16, 32, 128, 128, 4), DeltaRule(4, 8, 96, 40, 4)):
         for dtype in (BF16, F32):
-            for rows, tokens in ((BATCH, 5), (1, 64)):
+            plain = ((1, 1),) if rule.key_dim == 128 else ()
+            for rows, tokens in (*plain, (BATCH, 5), (1, 64)):
                 yield f"delta {rule.key_dim} {dtype} {tokens}", partial(_delta, rule, dtype, rows, tokens)
             x, gate = on_meta((BATCH, 5, rule.values), dtype), on_meta((BATCH, 5, rule.rows), dtype)
             gamma = on_meta((rule.value_dim,), dtype)
             yield f"gated norm {dtype}", partial(gated_norm, x, gate[..., : rule.values], gamma, EPS)
+            yield f"gate {dtype}", partial(gated, x, gate[..., : rule.values])
 
 
 def _delta(rule: DeltaRule, dtype: torch.dtype, rows: int, tokens: int) -> object:

@@ -7,8 +7,6 @@ LONG_SIGNATURES = {
     "__init__": 28,
     "attend": 18,
     "attend_op": 15,
-    "chat": 14,
-    "serve": 15,
     "settings_of": 14,
 }
 # files with figures of speed in docstrings

@@ -379,6 +379,11 @@ def test_a_cache_that_is_turned_off_changes_no_text() -> None:
     assert resolve(GenerationConfig(use_cache=False), seed=1) == resolve(use_cache=False, seed=1) == wanted
 
 
+def test_a_checkpoint_that_says_that_it_has_a_drafter_is_read_as_any_other() -> None:
+    """transformers keeps use_mtp of MiniMax-M2's config as a setting; drafts change no text."""
+    assert resolve(GenerationConfig(use_mtp=True), seed=1) == resolve(seed=1)
+
+
 def test_unknown_options_are_named() -> None:
     for name in (
         "logits_processor",

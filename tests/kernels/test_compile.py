@@ -96,6 +96,8 @@ def test_kernels_compile(arch: int, group: str) -> None:
     if group == "experts":
         orders = {tuple(report["order"]) for report in reports if report["order"] is not None}
         assert orders == {("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32",)}  # whatever the tile
+    if group == "recurrent":
+        _check_order_of_keys(reports)
     _check(reports, arch)
 
 
@@ -140,6 +142,14 @@ def _check_order_of_sums(reports: list[dict[str, Any]]) -> None:
         assert len(order) == 1, order
     (instruction,) = {report["order"][0] for report in products if report["element"] == 2}
     assert instruction == "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"
+
+
+def _check_order_of_keys(reports: list[dict[str, Any]]) -> None:
+    """A plain step and one with drafts, one row and several: lanes have the same elements of a key, in one warp."""
+    steps = [report for report in reports if report["kernel"] == "_delta_kernel"]
+    assert {report["constants"]["TOKENS"] for report in steps} == {2, 8}
+    for element, order in ((2, "8 16 1"), (4, "4 32 1")):
+        assert {tuple(report["order"]) for report in steps if report["element"] == element} == {(order,)}
 
 
 def _spills(report: dict[str, Any]) -> int:

@@ -16,11 +16,15 @@ OWNER = 1  # the rank that adds, in two turns
 
 def test_kernels_compile_for_a_hopper_gpu() -> None:
     reports = module_output("tests.helpers.compile_launches", "90", "exchanges")
-    kernels = {"_one_shot_kernel", "_two_shot_kernel", "_gather_kernel", "_largest_kernel"}
+    kernels = {"_one_shot_kernel", "_two_shot_kernel", "_gather_kernel", "_largest_kernel", "ranks_kernel"}
     assert {report["kernel"] for report in reports} == kernels
     for report in reports:
         assert report["spills"] == 0, report
-        assert report["waits_first"], report  # what comes behind may start early, and waits for the sums itself
+        assert report["waits_first"] or report["kernel"] == "ranks_kernel", (
+            report
+        )  # what comes behind may start early, and waits for the sums itself
+        # 16 bytes at a time: elements alone take several times the transactions of what peers have pushed
+        assert report["kernel"] == "_largest_kernel" or report["narrow_waits"] == 0, report
 
 
 def runs(size: int, halves: int, seed: int) -> bool:

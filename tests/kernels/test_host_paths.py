@@ -115,12 +115,20 @@ def test_one_layer_of_each_kind_launches_what_all_launch(
     for cut in (True, False):
         launched.clear()
         launched.kinds = set()
-        monkeypatch.setattr(decoder, "is_compiling", lambda cut=cut: cut)
+        monkeypatch.setattr(decoder, "is_brief", lambda cut=cut: cut)
         compile_all(directory, torch.bfloat16, (0, 2), 2, 300)
         kinds.append(launched.kinds)
         counts.append(len(launched))
     assert kinds[0] == kinds[1]
     assert counts[0] < counts[1]
+
+
+def test_passes_are_brief_within_their_context_alone() -> None:
+    from fastspec.kernels.common.launch import brief, is_brief
+
+    with brief():
+        assert is_brief()
+    assert not is_brief()
 
 
 @pytest.mark.parametrize("capability", [(9, 0), (10, 0), (8, 0)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import threading
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,13 @@ import torch
 
 from fastspec import FastSpecGenerator
 from fastspec.errors import CheckpointError
+from fastspec.kernels.common.rounding import FORMATS
 from fastspec.kernels.select import ops_for
 from fastspec.models.weights import loader
 from fastspec.models.weights.load import allocate_weights, load_weights
 from fastspec.models.weights.loader import Loader
-from fastspec.models.weights.sources import resolve
+from fastspec.models.weights.pair import resolve_pair
+from fastspec.models.weights.sources import Checkpoint, resolve
 from fastspec.runtime.engine import Engine
 from tests.helpers.checkpoints import make_checkpoint
 from tests.models.test_weights import CPU, GATE, rewrite, tensors_of
@@ -86,6 +89,29 @@ def test_threads_copy_the_same_bits_piece_by_piece(
         assert torch.equal(ours.input_norm.cpu(), theirs.input_norm)
     assert torch.equal(pending.weights.embed.unpack().cpu(), plain.embed.data)
     assert torch.equal(pending.weights.head.unpack().cpu(), plain.head.data)
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Layers of 120 MB: what readers have beside them is a part of one, as of an 8B."""
+    sizes = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 3, "tie_word_embeddings": False}
+    return make_checkpoint(tmp_path_factory.mktemp("wide"), "llama3", dtype=torch.bfloat16, **sizes)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("form", [None, *FORMATS])
+def test_a_load_takes_what_is_planned_and_at_most_a_layer_more_meanwhile(wide: Path, form: str | None) -> None:
+    checkpoint, ops = resolve_pair(wide, None, (None, None), (form, None))[0], ops_for(CUDA)
+    assert isinstance(checkpoint, Checkpoint)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    weights = load_weights(checkpoint, dtype=torch.bfloat16, device=CUDA, progress=False, ops=ops)
+    held, peak = torch.cuda.memory_allocated() - before, torch.cuda.max_memory_allocated() - before
+    planned = checkpoint.bytes_loaded(torch.bfloat16, CUDA, ops)
+    assert weights.nbytes() == planned
+    assert abs(held - planned) <= 0.05 * held
+    (first, *_), parts = weights.layers, ("qkv", "o", "gate_up", "down")
+    assert peak - held <= 2 * sum(math.prod(getattr(first, part).shape) for part in parts)
 
 
 @pytest.mark.gpu

@@ -82,6 +82,21 @@ def test_a_directory_is_told_by_its_tokenizer(tmp_path: Path, marker: str, name:
     assert found.group.name == name
 
 
+def test_a_hub_id_that_the_table_does_not_name_is_told_by_the_files_in_the_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    snapshot = tmp_path / "models--someone--tuned" / "snapshots" / ("0" * 40)
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text(json.dumps({"model_type": "qwen3", "vocab_size": 151936}))
+    (tmp_path / "models--someone--tuned" / "refs").mkdir()
+    (tmp_path / "models--someone--tuned" / "refs" / "main").write_text("0" * 40)
+    monkeypatch.setattr("huggingface_hub.file_download.constants.HF_HUB_CACHE", str(tmp_path))
+    found = natural_pairs("someone/tuned")
+    assert found is not None
+    assert (found.group.name, found.by) == ("Qwen3", "by its vocabulary")
+    assert natural_pairs("someone/else") is None
+
+
 def test_a_draft_of_another_family_is_refused_before_anything_is_fetched() -> None:
     with pytest.raises(ValueError, match=r"another tokenizer than the target Qwen/Qwen3-8B .*fit .*Qwen/Qwen3-0\.6B"):
         FastSpecGenerator("Qwen/Qwen3-8B", "meta-llama/Llama-3.2-1B-Instruct", device="cpu")

@@ -28,13 +28,18 @@ def test_names_of_transformers_own_classes_are_read_as_those(tmp_path: Path) -> 
     named = {name: f"other/repo--x.DeepseekV3{what}" for name, what in zip(PHI, ("Config", "ForCausalLM"), strict=True)}
     edit(tmp_path / "hosted" / "config.json", auto_map=named)
     assert isinstance(resolve(tmp_path / "hosted", role="target").spec, HostedInfo)
+    for name, other in (
+        ("AutoConfig", "configuration_x.PhiConfig"),
+        ("AutoModelForCausalLM", "modeling_x.Phi3_ForCausalLM"),
+    ):
+        edit(tmp_path / "native" / "config.json", auto_map={**PHI, name: other})
+        assert resolve(tmp_path / "native", role="target").spec == plain
 
 
 @pytest.mark.parametrize(
     "fields",
     [
         {"auto_map": {**PHI, "AutoModelForCausalLM": "modeling_phi3.Phi3SmallForCausalLM"}},
-        {"auto_map": {**PHI, "AutoConfig": "configuration_phi3.Phi3SmallConfig"}},
         {"auto_map": {"AutoConfig": PHI["AutoConfig"]}},
         {"auto_map": {**PHI, "AutoModelForCausalLM": ["modeling_phi3.Phi3ForCausalLM"]}},
         {"auto_map": [*PHI.values()]},
@@ -46,6 +51,23 @@ def test_any_other_name_is_refused(tmp_path: Path, fields: dict[str, Any]) -> No
     make_family("phi3").save_pretrained(tmp_path)
     edit(tmp_path / "config.json", **fields)
     assert "auto_map asks for code from the checkpoint" in refusal(tmp_path, UnsupportedModel)
+
+
+def test_a_type_of_a_publishers_own_is_read_by_the_classes_that_it_names(tmp_path: Path) -> None:
+    make_model("deepseek_v3").save_pretrained(tmp_path)
+    plain = resolve(tmp_path, role="target").spec
+    names = {name: f"modeling_x.DeepseekV3{what}" for name, what in zip(PHI, ("Config", "ForCausalLM"), strict=True)}
+    edit(tmp_path / "config.json", model_type="kimi_k2", auto_map=names)
+    with pytest.warns(UserWarning, match="model_type 'kimi_k2' is read as 'deepseek_v3'"):
+        spec = resolve(tmp_path, role="target").spec
+    assert isinstance(plain, HostedInfo)
+    assert isinstance(spec, HostedInfo)
+    assert (spec.kind, spec.probed.calls) == (plain.kind, plain.probed.calls)
+    for other in ({"AutoConfig": "configuration_x.KimiConfig"}, {"AutoModelForCausalLM": "modeling_x.KimiForCausalLM"}):
+        edit(tmp_path / "config.json", auto_map={**names, **other})
+        said = refusal(tmp_path, UnsupportedModel)
+        assert "auto_map asks for code from the checkpoint (modeling_x." in said
+        assert "has no causal model of model_type 'kimi_k2'; wanted" in said
 
 
 def test_a_tokenizers_code_is_refused_and_what_names_none_is_not() -> None:
@@ -72,6 +94,6 @@ def test_a_native_family_has_the_name_of_its_table_alone(tmp_path: Path) -> None
     edit(directory / "config.json", auto_map=named)
     resolve(directory, role="target")
     edit(directory / "config.json", architectures=["llamaForCausalLM"])
-    assert "auto_map" in refusal(directory, UnsupportedModel)
+    assert "architectures=['llamaForCausalLM'] is not supported" in refusal(directory, UnsupportedModel)
     edit(directory / "config.json", auto_map=None)
     assert "architectures=['llamaForCausalLM'] is not supported" in refusal(directory, UnsupportedModel)

@@ -150,7 +150,7 @@ def test_the_repeated_name_is_told(directory: Path) -> None:
         ({"model_type": None}, "model_type=None"),
         ({"model_type": ["llama"]}, "model_type=['llama']"),
         ({"architectures": ["LlamaForTokenClassification"]}, "architectures=['LlamaForTokenClassification']"),
-        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type='dynamic'"),
+        ({"rope_scaling": {"type": "proportional", "factor": 2.0}}, "rope_type='proportional'"),
         ({"per_layer_config": {"0": {"intermediate_size": 8}}}, "per_layer_config"),
         ({"layer_types": ["full_attention", "linear_attention"]}, "layer_types='linear_attention'"),
     ],

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from fastspec.models import vocab
 from fastspec.models.vocab import frequent_ids, shared_vocab
-from fastspec.models.weights.sources import Checkpoint, resolve
-from tests.helpers.checkpoints import make_checkpoint, make_model, write_tokenizer
+from fastspec.models.weights.sources import Checkpoint, load_tokenizer, resolve
+from tests.helpers.checkpoints import edit, make_checkpoint, make_model, write_tokenizer
 
 WORDS = [f"w{i}" for i in range(90)]
 
@@ -36,6 +37,27 @@ def test_padding_does_not_matter(tmp_path: Path, p_rows: int, q_rows: int) -> No
     target = checkpoint(tmp_path, "target", p_rows, WORDS)
     draft = checkpoint(tmp_path, "draft", q_rows, WORDS)
     assert shared_vocab(target, draft) == 90
+
+
+@pytest.mark.parametrize(("rows", "shared"), [(97, 92), (64, 64)])
+def test_equal_files_are_not_loaded(tmp_path: Path, rows: int, shared: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same ids as when they are: base models and those for chats differ in what says nothing of ids."""
+    target = checkpoint(tmp_path, "target", 97, WORDS, ["<end>", "<tool>"])
+    draft = checkpoint(tmp_path, "draft", rows, WORDS, ["<end>", "<tool>"])
+    edit(tmp_path / "draft/tokenizer_config.json", chat_template="{{ messages }}", model_max_length=4)
+    tokenizers = {name: load_tokenizer(each) for name, each in (("target", target), ("draft", draft))}
+    by_loading = shared_vocab(target, draft, target_tokenizer=tokenizers["target"])
+    monkeypatch.setattr(vocab, "load_tokenizer", lambda checkpoint: pytest.fail("loaded"))
+    assert shared_vocab(target, draft) == shared_vocab(draft, target) == by_loading == shared
+
+
+def test_equal_files_of_tokenizers_that_differ_otherwise_are_loaded(tmp_path: Path) -> None:
+    target = checkpoint(tmp_path, "target", 97, WORDS)
+    draft = checkpoint(tmp_path, "draft", 97, WORDS)
+    edit(tmp_path / "target/tokenizer_config.json", pad_token="<target>")
+    edit(tmp_path / "draft/tokenizer_config.json", pad_token="<draft>")
+    with pytest.raises(ValueError, match=r"token id 90 is '<target>' in the target .* '<draft>' in the draft"):
+        shared_vocab(target, draft)
 
 
 def test_ids_stop_at_the_smaller_embedding(tmp_path: Path) -> None:

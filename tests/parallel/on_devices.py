@@ -100,6 +100,64 @@ def sums() -> None:
     world.close()
 
 
+def sums_with_norms() -> None:
+    """A sum with the norm behind it is the two one after the other: launched, and replayed with a rank that is late."""
+    from triton.experimental.gluon import language as gl
+
+    from fastspec.kernels.linear.rank_sums import sum_ranks_permuted
+    from fastspec.kernels.linear.split_k import Parts, permuted_rows
+
+    world = World.of("auto")
+    device = torch.device("cuda", torch.cuda.current_device())
+    over = OverDevices(world, device, 200 * 4096)
+    assert over.room is not None, over.describe()
+    own = torch.Generator(device).manual_seed(7 + world.rank)
+    common = torch.Generator(device).manual_seed(3)
+
+    def both(x: Tensor, bias: Tensor | None, residual: Tensor, cut: tuple[int, int]) -> list[Any]:
+        norm = torch.linspace(0.5, 1.5, residual.shape[1], device=device).bfloat16(), 1e-5
+        wanted = permuted_rows(over.added(x, bias, residual), norm, cut, gl.bfloat16, True)
+        found = sum_ranks_permuted(Parts(x, 0), bias, residual, norm, cut, gl.bfloat16, True, over.room)
+        return [*wanted, *found]
+
+    def same(six: list[Any]) -> bool:
+        return all(torch.equal(one, other) for one, other in zip(six[:3], six[3:], strict=True))
+
+    cases: list[tuple[Tensor, Tensor | None, Tensor, tuple[int, int]]] = []
+    for ways, rows, k, splits in (
+        (2, 32, 4096, 4),
+        (1, 9, 2048, 4),
+        (4, 160, 4096, 4),
+        (2, 40, 2880, 4),
+        (2, 70, 8192, 8),
+    ):
+        x = torch.randn(ways, rows, k, device=device, generator=own)
+        residual = torch.randn(rows, k, device=device, generator=common).bfloat16()
+        bias = torch.randn(k, device=device, generator=common).bfloat16() if ways == 2 else None
+        cases.append((x, bias, residual, (splits, 64)))
+    for case in cases:
+        for _ in range(3):
+            assert same(both(*case)), (case[0].shape, case[3])
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        torch.cuda.synchronize()
+        world.wait_for_all()
+        graph = torch.cuda.CUDAGraph()
+        graph.capture_begin(capture_error_mode="thread_local")
+        made = [both(*case) for case in cases]
+        graph.capture_end()
+        for turn in range(40):
+            if turn % 7 == world.rank:
+                torch.cuda._sleep(10_000_000)  # this rank is late
+            for case in cases:
+                case[0].normal_(generator=own)
+            for _ in range(1 + turn % 2):  # also with nothing in between
+                graph.replay()
+            assert all(map(same, made)), turn
+            same_on_all([each[3].double().sum().item() for each in made])
+    world.close()
+
+
 def few_sums() -> None:
     """Each way of an exchange once: as words, by flags, in two turns. Without NCCL, where shared memory needs none."""
     world = World.of("auto")
@@ -107,7 +165,7 @@ def few_sums() -> None:
     shared, why = _room_of(world, device, world.group, elements_of(world.size, LARGEST, 0))
     if shared is None:
         over = OverDevices(world, device, LARGEST)
-        shared = over._room
+        shared = over.room
         assert shared is not None, over.describe()
     mine = float(1 + world.rank)
     for rows, least in ((3, room.ALL), (79, room.ALL), (79, 1)):
@@ -208,6 +266,7 @@ def one_text() -> None:
 
 CHECKS: dict[str, Callable[[], None]] = {
     "sums": sums,
+    "sums with norms": sums_with_norms,
     "few sums": few_sums,
     "texts": texts,
     "texts with a cut draft": lambda: texts(draft_tensor_parallel="split"),

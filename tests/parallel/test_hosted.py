@@ -236,7 +236,7 @@ def test_a_rank_holds_its_part_alone_and_the_plan_counts_it() -> None:
     assert own.parameters < whole.parameters
     assert [shape[:2] for shape in own.slots] == [(2, 1)] * len(whole.slots)
     assert "cut by transformers' plan: 6 products by rows, 2 by columns, and columns of 2 expert layers" in own.hosting
-    assert "UNTESTED on GPUs" in own.hosting
+    assert "its head too, is whole on every rank" in own.hosting
 
     def held(rank: int, between: Any) -> int:
         model = part_of(checkpoint, Share(rank, 2, 2), between)

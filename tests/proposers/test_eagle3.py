@@ -147,12 +147,12 @@ def _shifted_features(drafts: Eagle3Drafts) -> None:
 
 
 def _shifted_positions(drafts: Eagle3Drafts) -> None:
-    fed = drafts._fed
+    fed = drafts._inputs
 
     def wrong(state: DecodeState, shape: StepShape, j: int, positions: Tensor, known: Tensor) -> ForwardBatch:
         return fed(state, shape, j, positions + 1, known)
 
-    drafts._fed = wrong  # type: ignore[method-assign]
+    drafts._inputs = wrong  # type: ignore[method-assign]
 
 
 def _stale_cache(drafts: Eagle3Drafts) -> None:

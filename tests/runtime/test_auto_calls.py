@@ -61,7 +61,7 @@ def walk(monkeypatch: pytest.MonkeyPatch, order: Callable[[int], int]) -> None:
     With two steps under way, a step that drafts after plain ones waits until the last of them is seen: a choice that
     is to be made must be the order's for two numbers in a row.
     """
-    monkeypatch.setattr(Controller, "choose", lambda self, outlook: order(self._seen))
+    monkeypatch.setattr(Controller, "choose", lambda self, context: order(self._seen))
 
 
 def test_greedy_text_is_that_of_every_k(gen: FastSpecGenerator) -> None:
@@ -214,7 +214,7 @@ def test_the_plan_is_that_of_the_largest_k(pair: tuple[Path, Path]) -> None:
 def test_explain_says_what_was_chosen_and_why(gen: FastSpecGenerator, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a call that drafted: whether one of this length does is a matter of the machine's times."""
     choose = Controller.choose
-    monkeypatch.setattr(Controller, "choose", lambda self, outlook: choose(self, outlook) or 4)
+    monkeypatch.setattr(Controller, "choose", lambda self, context: choose(self, context) or 4)
     full(gen)
     text = gen.explain()
     assert "k = auto; auto chooses among 0, 1, 2, 4, 6, 8 by measured tokens per second" in text
@@ -231,11 +231,11 @@ def test_the_loop_reports_every_step_in_order(depth: int) -> None:
         few = None
 
         def __init__(self) -> None:
-            self.outlooks: list[StepContext] = []
+            self.contexts: list[StepContext] = []
             self.steps: list[Observation] = []
 
-        def choose(self, outlook: StepContext) -> int:
-            self.outlooks.append(outlook)
+        def choose(self, context: StepContext) -> int:
+            self.contexts.append(context)
             return (4, 4, 4, 0, 0, 0, 2)[len(self.steps) % 7]
 
         def observe(self, step: Observation) -> None:
@@ -256,8 +256,8 @@ def test_the_loop_reports_every_step_in_order(depth: int) -> None:
     assert all(step.seconds > 0 for step in timed if step.seconds is not None)
     assert any(step.caught_up for step in turns.steps)  # plain steps left the draft behind
     assert all(step.k for step in turns.steps if step.caught_up is not None)
-    assert 2 in {outlook.bucket for outlook in turns.outlooks} <= {1, 2}
-    assert max(outlook.remaining for outlook in turns.outlooks) == 30
+    assert 2 in {context.bucket for context in turns.contexts} <= {1, 2}
+    assert max(context.remaining for context in turns.contexts) == 30
 
 
 class FewAtTimes:
@@ -272,8 +272,8 @@ class FewAtTimes:
     def few(self) -> int | None:
         return self.turns[len(self.steps) % len(self.turns)][1]
 
-    def choose(self, outlook: StepContext) -> int:
-        assert list(outlook.draft_lag) == sorted(outlook.draft_lag)
+    def choose(self, context: StepContext) -> int:
+        assert list(context.draft_lag) == sorted(context.draft_lag)
         return self.turns[len(self.steps) % len(self.turns)][0]
 
     def observe(self, step: Observation) -> None:

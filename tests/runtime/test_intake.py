@@ -169,7 +169,7 @@ class Steered:
     def __init__(self) -> None:
         self.k = 0
 
-    def choose(self, outlook: StepContext) -> int:
+    def choose(self, context: StepContext) -> int:
         return self.k
 
     def observe(self, step: Observation) -> None:

@@ -14,7 +14,7 @@ from fastspec import FastSpecGenerator, NGram
 from fastspec.kv_cache.prefix import PrefixCache
 from fastspec.models.weights.pair import resolve_pair
 from fastspec.models.weights.sources import Checkpoint
-from fastspec.runtime.calibrate import Fixed
+from fastspec.runtime.calibrate import FixedPolicy
 from fastspec.session import draft_format, format_trial
 from fastspec.session.format_trial import FormatTrial, Worked, trial_of
 from tests.helpers.checkpoints import make_checkpoint
@@ -54,19 +54,19 @@ def trying(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], list[str]]:
             used.append(form or "stored")
             real(self, engine, drafter, form, weights)
 
-        def seconds(self: Fixed, bucket: int) -> list[float]:
+        def seconds(self: FixedPolicy, bucket: int) -> list[float]:
             return [ratio if used[: len(used) - 1] and self is runs[0] else 1.0]
 
-        runs: list[Fixed] = []
-        made = format_trial.Fixed
+        runs: list[FixedPolicy] = []
+        made = format_trial.FixedPolicy
 
-        def fixed(k: int) -> Fixed:
+        def fixed(k: int) -> FixedPolicy:
             runs.append(made(k))
             return runs[-1]
 
         monkeypatch.setattr(format_trial.FormatTrial, "_use", use)
-        monkeypatch.setattr(Fixed, "seconds", seconds)
-        monkeypatch.setattr(format_trial, "Fixed", fixed)
+        monkeypatch.setattr(FixedPolicy, "seconds", seconds)
+        monkeypatch.setattr(format_trial, "FixedPolicy", fixed)
         return used
 
     return begin

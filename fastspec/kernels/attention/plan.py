@@ -216,6 +216,8 @@ TILES = {
     (4, 256): Tiles(16, 16, 8, 1),
     (4, 512): Tiles(16, 16, 8, 1),
 }
+# those whose first block of keys is loaded before the kernel waits for queries
+EAGER = {(2, 256): 1}
 
 
 def tiles_plan(sizes: Pass, itemsize: int, splits: int) -> LaunchPlan:
@@ -224,6 +226,7 @@ def tiles_plan(sizes: Pass, itemsize: int, splits: int) -> LaunchPlan:
     tile = TILES[itemsize, block_d]
     constants = {"HEAD_DIM": sizes.dim, "BLOCK_D": block_d}
     constants |= {"ROWS": tile.rows, "BLOCK_N": tile.block_n, "STAGES": tile.num_stages}
+    constants["EAGER"] = EAGER.get((itemsize, block_d), 0)
     options = {"num_warps": tile.num_warps, "maxnreg": MAX_REGISTERS}
     return LaunchPlan("_decode_kernel", (sizes.pairs * cdiv(sizes.num_rows, tile.rows), splits), constants, options)
 

@@ -118,7 +118,7 @@ def as_stored(x, factor, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def append(
+def new_places(
     tokens,  # NewTokens
     cache,  # PagedCache of row `batch`
     batch,
@@ -128,39 +128,59 @@ def append(
     stop,  # to here, exclusive
     num_queries,
     KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+):
+    """Of rows first_row .. first_row + NEW_ROWS - 1: (number, position, slot in the cache, whether they are stored).
+
+    Nothing of it is written by the product before; read past L1, where an older content of the same memory may lie.
+    """
+    row = first_row + tl.arange(0, NEW_ROWS)
+    at = batch * num_queries + row  # int64 from batch
+    is_new = row < num_queries
+    position = tl.load(tokens.positions + at, mask=is_new, other=0, cache_modifier=".cg")
+    write_mask = tl.load(tokens.write_mask + at, mask=is_new, other=0, cache_modifier=".cg") != 0
+    entry = tl.minimum(position // PAGE_SIZE, cache.table_width - 1)
+    page = tl.load(cache.block_table + entry, mask=is_new, other=0, cache_modifier=".cg")
+    page = tl.minimum(tl.maximum(page, 0), cache.num_pages - 1)
+    slot = ((page * PAGE_SIZE + position % PAGE_SIZE) * KV_HEADS + kv_head) * HEAD_DIM
+    return at, position, slot, write_mask & (position >= start) & (position < stop)
+
+
+@triton.jit
+def append(
+    tokens,  # NewTokens
+    cache,  # PagedCache of the row
+    kv_head,
+    first_row,
+    num_queries,
+    places,  # of `new_places`
+    KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
 ):
-    """Stores K and V of rows first_row .. first_row + NEW_ROWS - 1 whose position lies in start..stop-1."""
-    row = first_row + tl.arange(0, NEW_ROWS)
-    at = batch * num_queries + row
-    is_new = row < num_queries
+    """Stores K and V of rows first_row .. first_row + NEW_ROWS - 1 where `places` says."""
+    at, position, slot, stored = places
+    is_new = first_row + tl.arange(0, NEW_ROWS) < num_queries
     HALF: tl.constexpr = HEAD_DIM // 2
     column = tl.arange(0, BLOCK_D // 2)
     inside = (column < HALF)[None, :]
     mask = is_new[:, None] & inside
-    head = (at * ((GROUP + 2) * KV_HEADS) + GROUP * KV_HEADS + kv_head) * HEAD_DIM  # int64 from batch
+    head = (at * ((GROUP + 2) * KV_HEADS) + GROUP * KV_HEADS + kv_head) * HEAD_DIM
     source = tokens.qkv + head[:, None] + column[None, :]
-    position = tl.load(tokens.positions + at, mask=is_new, other=0)
-    write_mask = tl.load(tokens.write_mask + at, mask=is_new, other=0) != 0
     k1 = tl.load(source, mask=mask, other=0.0)
     k2 = tl.load(source + HALF, mask=mask, other=0.0)
     v1 = tl.load(source + KV_HEADS * HEAD_DIM, mask=mask, other=0.0)
     v2 = tl.load(source + KV_HEADS * HEAD_DIM + HALF, mask=mask, other=0.0)
-    entry = tl.minimum(position // PAGE_SIZE, cache.table_width - 1)
-    page = tl.load(cache.block_table + entry, mask=is_new, other=0)
-    page = tl.minimum(tl.maximum(page, 0), cache.num_pages - 1)
     k1, k2 = apply_rope(k1, k2, position, is_new, tokens, tokens.k_norm, HEAD_DIM, BLOCK_D)
-    slot = ((page * PAGE_SIZE + position % PAGE_SIZE) * KV_HEADS + kv_head) * HEAD_DIM
     target = slot[:, None] + column[None, :]
-    stored = (write_mask & (position >= start) & (position < stop))[:, None] & inside
+    mask = stored[:, None] & inside
     DTYPE: tl.constexpr = cache.k.dtype.element_ty
-    tl.store(cache.k + target, as_stored(k1, tokens.k_factor, DTYPE), mask=stored)
-    tl.store(cache.k + target + HALF, as_stored(k2, tokens.k_factor, DTYPE), mask=stored)
-    tl.store(cache.v + target, as_stored(v1, tokens.v_factor, DTYPE), mask=stored)
-    tl.store(cache.v + target + HALF, as_stored(v2, tokens.v_factor, DTYPE), mask=stored)
+    tl.store(cache.k + target, as_stored(k1, tokens.k_factor, DTYPE), mask=mask)
+    tl.store(cache.k + target + HALF, as_stored(k2, tokens.k_factor, DTYPE), mask=mask)
+    tl.store(cache.v + target, as_stored(v1, tokens.v_factor, DTYPE), mask=mask)
+    tl.store(cache.v + target + HALF, as_stored(v2, tokens.v_factor, DTYPE), mask=mask)
 
 
 @triton.jit(do_not_specialize=["num_queries"])
@@ -200,10 +220,10 @@ def _rotate_kernel(
     else:
         kv_head, row_cache = head - KV_HEADS * GROUP, cache_of_row(cache, batch)
         for new_row in range(first_row, tl.minimum(first_row + ROWS, num_queries), NEW_ROWS):
-            append(
-                tokens, row_cache, batch, kv_head, new_row, 0, 2**31 - 1, num_queries,
-                KV_HEADS, GROUP, HEAD_DIM, BLOCK_D, PAGE_SIZE,
-            )  # fmt: skip
+            places = new_places(
+                tokens, row_cache, batch, kv_head, new_row, 0, 2**31 - 1, num_queries, KV_HEADS, HEAD_DIM, PAGE_SIZE
+            )
+            append(tokens, row_cache, kv_head, new_row, num_queries, places, KV_HEADS, GROUP, HEAD_DIM, BLOCK_D)
 
 
 def store_heads(

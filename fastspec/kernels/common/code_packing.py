@@ -26,7 +26,7 @@ Each row has a factor in fp32. Where groups have scales, a scale is that factor 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -122,23 +122,21 @@ class PackedCodes:
             raise ValueError(f"codes are {codes.kind} of {codes.shape}; there is room for {self.kind} of {self.shape}")
         if self.kind.format == "int8":
             self.form = "off8" if bool((codes.codes == 128).any()) else "int8"
-        self._fill_words(0, codes.codes)
-        self._fill_scales(codes)
+        self.fill_words(0, codes.codes)
+        self._fill_scales(codes.by_rows().scales, codes.zeros)
 
-    def fill_in_runs(self, runs: Iterable[Codes]) -> None:
-        """As `fill`, of codes that come in runs of whole tiles, one after the other.
+    def fill_rounded(
+        self, runs: Iterable[tuple[int, Tensor]], pack: Callable[[PackedCodes, int, Tensor], Tensor]
+    ) -> None:
+        """As `fill`, of values that are rounded, which come in runs of whole tiles, one after the other.
 
         Args:
-            runs: in ascending order, of a gated matrix the gate's rows of each first; in int8 no code is -128.
+            runs: (number of the first tile, rows [n, K]), in ascending order, of a gated matrix the gate's rows first.
+            pack: `rounding.pack_rounded`, or what it defines: writes the words of a run, in int8 none of -128, and
+                returns the scales.
         """
-        first, found = 0, []
-        for run in runs:
-            self._fill_words(first, run.codes)
-            first += run.shape[0] // 16
-            found.append((run.scales, run.zeros))
-        scales = self._joined([each for each, _ in found])
-        zeros = self._joined([each for _, each in found if each is not None]) if found[0][1] is not None else None
-        self._fill_scales(Codes(self.kind, torch.empty(self.shape, dtype=torch.uint8, device="meta"), scales, zeros))
+        scales = self._joined([pack(self, tile, rows) for tile, rows in runs])
+        self._fill_scales(scales, None)
 
     def _joined(self, runs: list[Tensor]) -> Tensor:
         """One value or more for each row, of runs of rows, in the order of all rows."""
@@ -146,7 +144,7 @@ class PackedCodes:
             return torch.cat(runs)
         return torch.cat([run[: len(run) // 2] for run in runs] + [run[len(run) // 2 :] for run in runs])
 
-    def _fill_words(self, tile: int, codes: Tensor) -> None:
+    def fill_words(self, tile: int, codes: Tensor) -> None:
         """Packs the codes of whole tiles of rows [n, K], from tile number `tile` on."""
         tiles = _tiles(codes, self.gated)
         step = max(1, PART // (16 * self.shape[1]))
@@ -159,33 +157,37 @@ class PackedCodes:
     def _narrow_lanes(self) -> bool:
         return self.kind.format == "int4" and self.group == 32
 
-    def _fill_scales(self, codes: Codes) -> None:
+    def _fill_scales(self, scales: Tensor, zeros: Tensor | None) -> None:
+        """Stores scales [N, groups], and zero points, None where each is 8, in the order of rows."""
         form, gated = self.form, self.gated
         lift = 2.0 ** LIFT[form]
         if not self.group:
-            scales = codes.by_rows().scales[:, 0]
-            self.factors.copy_(_tiles(scales, gated).flatten() * lift)
+            self.factors.copy_(_tiles(scales[:, 0], gated).flatten() * lift)
             return
         if form == "fp4":
-            scales, factors = _by_small_scales(codes.scales)
+            small, factors = _by_small_scales(scales)
             self.factors.copy_(_tiles(factors, gated).flatten() * lift)
-            raised = _tiles((scales * 2.0**FP4_RAISED).bfloat16(), gated)  # [tile, row, group]
+            raised = _tiles((small * 2.0**FP4_RAISED).bfloat16(), gated)  # [tile, row, group]
             apart = raised.unflatten(2, (-1, 4, 32 // self.kind.block[1])).permute(0, 2, 1, 4, 3)
             assert self.scales is not None
             self.scales.view(torch.bfloat16).copy_(apart)
             return
-        exponents = _exponents(codes.scales)
-        small = codes.scales * torch.exp2(-exponents)[:, None]
+        exponents = _exponents(scales)
+        small = scales * torch.exp2(-exponents)[:, None]
         if form == "int4" and torch.equal(small.half().float(), small):
             self.factors.copy_(_tiles(torch.exp2(exponents), gated).flatten() * lift)
-            self.scales = _pairs(small.half(), gated).view(torch.int32).squeeze(-1)
+            pairs = _pairs(small.half(), gated).view(torch.int32).squeeze(-1)
         else:
             self.factors.fill_(lift)
-            pairs = _pairs(codes.by_rows().scales, gated).view(torch.int64).squeeze(-1)
-            self.scales = pairs[:, :, :1].contiguous() if self.kind.block[0] > 1 else pairs
+            pairs = _pairs(scales, gated).view(torch.int64).squeeze(-1)
+            pairs = pairs[:, :, :1] if self.kind.block[0] > 1 else pairs
+        assert self.scales is not None
+        if self.scales.dtype != pairs.dtype:  # fp16 does not hold these
+            self.scales = torch.empty_like(pairs, memory_format=torch.contiguous_format)
+        self.scales.copy_(pairs)
         self.zeros = None
-        if codes.zeros is not None and bool((codes.zeros != 8).any()):
-            self.zeros = _pairs(codes.zeros.bfloat16(), gated).view(torch.int32).squeeze(-1)
+        if zeros is not None and bool((zeros != 8).any()):
+            self.zeros = _pairs(zeros.bfloat16(), gated).view(torch.int32).squeeze(-1)
 
     def dequantise(self, dtype: torch.dtype) -> Tensor:
         """The matrix [N, K], the gate's rows first: computed in fp32 and rounded once."""

@@ -7,17 +7,27 @@ Only names in `fastspec` and `triton` are looked up, wherever the text comes fro
 from __future__ import annotations
 
 import dataclasses
+import gc
+import hashlib
 import json
 import os
 import subprocess
-from collections.abc import Callable, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from importlib import import_module
 from inspect import getclosurevars
 from multiprocessing.connection import Connection
+from types import CodeType, ModuleType
 from typing import Any, Final
 
+from fastspec.kernels.common.without_torch import leave_out_torch
+
 _ROOTS: Final = ("fastspec", "triton")
+_NO_LAUNCHER: Final = (
+    *(AssertionError, AttributeError, ImportError, OSError, RuntimeError),
+    subprocess.CalledProcessError,
+)
 _PLAIN: Final = (bool, int, float, str, type(None))
 
 
@@ -45,6 +55,20 @@ def job_of(compiling: Callable[[], Any]) -> bytes:
     return json.dumps([gluon, *map(_told, (*parts, target, options, settings))]).encode()
 
 
+def is_cached(compiling: Callable[[], Any]) -> bool:
+    """Whether Triton's cache on the disk has what such a call compiles; also where that cannot be known."""
+    from triton.compiler import get_cache_key, make_backend
+    from triton.runtime.cache import get_cache_manager
+
+    held = getclosurevars(compiling).nonlocals
+    with suppress(AttributeError, KeyError, OSError, TypeError):
+        source = held["src"]
+        key = get_cache_key(source, make_backend(held["target"]), held["options"], held["env_vars"])
+        manager = get_cache_manager(hashlib.sha256(key.encode()).hexdigest())
+        return manager.get_file(f"{source.name[:150]}.json") is not None
+    return True
+
+
 def read_job(job: bytes) -> tuple[Any, Any, dict[str, Any], dict[str, Any]]:
     """The source, the target, the options and the settings of a job.
 
@@ -59,24 +83,76 @@ def read_job(job: bytes) -> tuple[Any, Any, dict[str, Any], dict[str, Any]]:
         from triton.compiler import ASTSource as Source
     source = Source(kernel, signature, None, attrs)
     source.constants.update(constants)
+    for each in (kernel, *constants.values()):
+        hash_in_order(each)
     return source, target, options, settings
+
+
+def hash_in_order(kernel: Any) -> None:
+    """Has Triton compute the keys of all functions that a kernel calls before its own, unless it has that.
+
+    Triton's cache on the disk is looked up by a kernel's key. What Triton 3.6 puts into it, of the constants that those
+    functions read, depends on whether their own keys were there first: so another process, or another order of
+    launches, would not find what is in the cache. With this a key depends on the kernel alone.
+    """
+    if getattr(kernel, "hash", "") is None:
+        _hash_in_order(kernel, set())
+
+
+def _hash_in_order(function: Any, begun: set[int]) -> None:
+    """As `hash_in_order`; `begun` keeps functions that call each other from going on for ever."""
+    begun.add(id(function))
+    cells = zip(function.fn.__code__.co_freevars, function.fn.__closure__ or (), strict=False)
+    scope = function.fn.__globals__ | {name: cell.cell_contents for name, cell in cells}
+    for each in _called(function.fn.__code__, scope):
+        if each.hash is None and id(each) not in begun:
+            _hash_in_order(each, begun)
+    _ = function.cache_key
+
+
+def _called(code: CodeType, scope: Mapping[str, Any]) -> Iterator[Any]:
+    """What Triton compiles among the names in a function's code, and in the modules among these."""
+    from triton.runtime.jit import JITCallable
+
+    for name in code.co_names + code.co_freevars:
+        found = scope.get(name)
+        within = [getattr(found, each, None) for each in code.co_names] if isinstance(found, ModuleType) else []
+        yield from (each for each in (found, *within) if isinstance(each, JITCallable))
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            yield from _called(inner, scope)
+
+
+def launcher_of(job: bytes) -> str:
+    """What kind of launcher the kernel of a job has: kernels whose arguments have the same types share one."""
+    _, _, signature, *_ = json.loads(job)
+    return json.dumps([kind for _, kind in signature["dict"]])
 
 
 def serve(cache: str, ends: list[int]) -> None:
     """A process that forks one for each of these sockets; each compiles the jobs that come until its socket closes.
 
-    What each of them needs is done before, once for all: modules with kernels are imported, and Triton's own files,
-    hundreds of megabytes, are hashed for the names under which it caches.
+    What each of them needs is done before, once for all: modules with kernels are imported, without torch, and Triton's
+    own files, hundreds of megabytes, are hashed for the names under which it caches.
 
     Args:
         cache: the directory for what is compiled. ends: numbers of the open sockets.
     """
+    leave_out_torch()
     import triton
     from triton.runtime.cache import triton_key
 
+    hashing = threading.Thread(target=triton_key)
+    hashing.start()
     import_module("fastspec.kernels.triton_ops")
-    triton_key()
+    with suppress(*_NO_LAUNCHER):
+        from triton.backends.nvidia.driver import library_dirs
+
+        library_dirs()
     triton.knobs.cache.dir = cache
+    hashing.join()
+    gc.disable()  # no process lives for long
+    gc.freeze()
     for end in ends:
         if os.fork() == 0:
             for other in ends:
@@ -96,11 +172,12 @@ def _work(asked: Connection) -> None:
     try:
         asked.send_bytes(b"ready")
         while True:
-            job = asked.recv_bytes()
+            launcher, job = bool(asked.recv_bytes()), asked.recv_bytes()
             try:
                 source, target, options, settings = read_job(job)
                 compiled = triton.compile(source, target=target, options=options, _env_vars=settings)
-                _make_launcher(source, compiled)
+                if launcher:
+                    _make_launcher(source, compiled)
             finally:
                 asked.send_bytes(b"done")  # if it failed, the process that asked compiles it again and sees why
     except (EOFError, OSError):
@@ -109,9 +186,9 @@ def _work(asked: Connection) -> None:
 
 def _make_launcher(source: Any, compiled: Any) -> None:
     """What calls a kernel is C in some versions of Triton, which a compiler of C turns into a module in the cache."""
-    from triton.backends.nvidia.driver import CudaLauncher
+    with suppress(*_NO_LAUNCHER):
+        from triton.backends.nvidia.driver import CudaLauncher
 
-    with suppress(AssertionError, AttributeError, ImportError, OSError, RuntimeError, subprocess.CalledProcessError):
         CudaLauncher(source, compiled.metadata)  # if it cannot be made here, the launching process makes it
 
 

@@ -16,13 +16,14 @@ from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from multiprocessing.connection import Connection, Pipe
 from multiprocessing.connection import wait as first_of
+from pathlib import Path
 from typing import Any, Final
 
-from fastspec.kernels.common.compile_jobs import NotSendable, job_of
+from fastspec.kernels.common.compile_jobs import NotSendable, is_cached, job_of, launcher_of
 
 HERE: Final = 2  # kernels that this process compiles at once; more would wait for each other
-SLOW: Final = 0.1  # seconds; what lies in the cache takes a tenth of it
 LOOK: Final = 0.01  # seconds between two looks at whether another process has compiled a kernel
+_LIMIT: Final = "/sys/fs/cgroup/cpu.max"  # microseconds of all cores together, in a period of so many
 LONGEST: Final = 60.0  # seconds that it may take: then it hangs, and this one compiles it as well
 _BEGIN: Final = """
 import ast, sys
@@ -55,6 +56,7 @@ class Compilers(Executor):
         able = hasattr(os, "fork") and "python" in os.path.basename(sys.executable or "")
         self._count = count if able else 0
         self._places: queue.SimpleQueue[Connection | None] = queue.SimpleQueue()  # None: in this process
+        self._launchers: set[str] = set()  # kinds of them that a process was asked for
         self._living = 0  # processes that are ready; while there are any, this one only asks them
         self._threads = ThreadPoolExecutor(HERE + self._count, "fastspec-compile")
         self._beginning = threading.Lock()
@@ -64,6 +66,12 @@ class Compilers(Executor):
             self._compile_here()
         if now:
             self.begin()
+        self._preparing = threading.Thread(target=_prepare, name="fastspec-compile-prepare", daemon=True)
+        self._preparing.start()
+
+    def prepared(self) -> None:
+        """Waits until this process has what Triton needs before its first kernel."""
+        self._preparing.join()
 
     def submit(self, compiling: Callable[..., Any], /, *args: Any, **options: Any) -> Future[Any]:
         """Queues one call of Triton's compiler, which takes no arguments; the share of others waits for `all_told`."""
@@ -144,12 +152,11 @@ class Compilers(Executor):
         job, ended = _job(compiling) if several or place is not None else None, False
         try:
             with _alone(job) if several and job is not None else nullcontext():
-                ended = place is not None and job is not None and not _asked(place, job)
-                start = time.perf_counter()
-                compiled = compiling()
-            if place is None and time.perf_counter() - start > SLOW:
-                self.begin()
-            return compiled
+                if place is not None and job is not None:
+                    ended = not _asked(place, job, self._first_with(launcher_of(job)))
+                if place is None and not is_cached(compiling):
+                    self.begin()
+                return compiling()
         finally:
             if ended:
                 self._count_living(-1)
@@ -157,9 +164,26 @@ class Compilers(Executor):
             elif place is not None or not self._living:
                 self._places.put(place)
 
+    def _first_with(self, launcher: str) -> bool:
+        """Whether no process was asked for a launcher of this kind; from now on one was."""
+        with self._beginning:
+            first = launcher not in self._launchers
+            self._launchers.add(launcher)
+            return first
+
     def _count_living(self, more: int) -> None:
         with self._beginning:
             self._living += more
+
+
+def _prepare() -> None:
+    """What Triton does before its first kernel: it hashes its files, and a compiler of C makes its driver."""
+    with suppress(Exception):  # whoever needs it meets the error, too
+        from triton.runtime import driver
+        from triton.runtime.cache import triton_key
+
+        triton_key()
+        _ = driver.active
 
 
 def _passed_on(future: Future[Any], done: Future[Any]) -> None:
@@ -180,9 +204,10 @@ def _job(compiling: Callable[[], Any]) -> bytes | None:
         return None
 
 
-def _asked(process: Connection, job: bytes) -> bool:
-    """Has a process compile, if it can; False: the process has ended."""
+def _asked(process: Connection, job: bytes, launcher: bool) -> bool:
+    """Has a process compile, if it can, and make the kernel's launcher; False: the process has ended."""
     try:
+        process.send_bytes(b"launcher" if launcher else b"")
         process.send_bytes(job)
         process.recv_bytes()
     except (EOFError, OSError):
@@ -229,8 +254,14 @@ def _locked(file: int) -> bool:
 
 
 def of_this_machine(sharing: int = 1) -> int:
-    """Processes worth having where so many ranks share the machine: one for each core that this process may use."""
+    """Processes worth having where so many ranks share the machine: one for each core that this process may use.
+
+    A container may see all cores of its machine, and have the time of a few of them.
+    """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    with suppress(OSError, ValueError):  # "max" where there is no limit
+        limit, period = map(int, Path(_LIMIT).read_text().split())
+        cores = max(min(cores, limit // period), 1)
     return cores // sharing
 
 

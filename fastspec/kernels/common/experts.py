@@ -167,6 +167,8 @@ class ExpertWeights:
         gate_up: [E, 2 * I, hidden], gate rows first. gate_up_bias: [E, 2 * I], or [E, 2, I] of some columns.
         down: [E, hidden, I]. down_bias: [E, hidden].
         shared_gate: [1, hidden], gate of the shared expert, whose matrices are `gate_up` and `down` of `LayerWeights`.
+        joined: the shared expert is the last of gate_up and down, one more than E; its gate, where it has one, is the
+            last row of the router, which is stored as rows. Then `shared_gate` is None.
     """
 
     router: Weight
@@ -177,6 +179,7 @@ class ExpertWeights:
     gate_up_bias: Tensor | None = None
     down_bias: Tensor | None = None
     shared_gate: Weight | None = None
+    joined: bool = False
 
     def columns(self, cut: slice) -> ExpertWeights:
         """The same experts with some of the I columns between their products, as views; not of codes."""
@@ -191,5 +194,5 @@ class ExpertWeights:
     @property
     def nbytes(self) -> int:
         """Bytes of device memory."""
-        held = [getattr(self, field.name) for field in fields(self)]
+        held = [getattr(self, field.name) for field in fields(self) if field.name != "joined"]
         return sum(each.nbytes for each in held if each is not None)

@@ -12,10 +12,12 @@ from typing import Any
 import torch
 
 from fastspec.kernels.common.carveout import LEAST, divide
+from fastspec.kernels.common.compile_jobs import hash_in_order
 from fastspec.kernels.common.compilers import Compilers
 
 # what has been compiled, within `compiling()`; None: outside of it
 _compiling: ContextVar[set[Hashable] | None] = ContextVar("compiling", default=None)
+_brief: ContextVar[bool] = ContextVar("brief", default=False)
 
 
 @cache
@@ -72,19 +74,32 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, least_shared: int = L
     """
     options = {"enable_fp_fusion": True, **options}
     begun = _compiling.get()
+    hash_in_order(kernel)
     if begun is None:
         divide(kernel[grid](*args, **options), least_shared)
         return
     kind = id(kernel), _kind(args), _kind(tuple(options.items()))
     if kind not in begun:  # Triton would look for it anew in all layers, at a cost, until the first is compiled
         begun.add(kind)
+        for each in options.values():
+            hash_in_order(each)
         kernel.warmup(*args, grid=grid, **options)
 
 
-def is_compiling() -> bool:
-    """Whether kernels are compiled and none is launched: within `compiling()`."""
+def is_brief() -> bool:
+    """Whether a pass may leave out what launches nothing new: within `compiling()` or `brief()`."""
     # a pass that torch.compile traces is none of those, and asking a ContextVar breaks its graph
-    return not torch.compiler.is_dynamo_compiling() and _compiling.get() is not None
+    return not torch.compiler.is_dynamo_compiling() and (_compiling.get() is not None or _brief.get())
+
+
+@contextmanager
+def brief() -> Iterator[None]:
+    """Within it a model's pass has one layer of each kind: it loads all kernels, and what it computes is of no use."""
+    token = _brief.set(True)
+    try:
+        yield
+    finally:
+        _brief.reset(token)
 
 
 def _kind(value: Any) -> Hashable:
@@ -116,6 +131,8 @@ def compiling(executor: Executor | None = None) -> Iterator[None]:
     own = ThreadPoolExecutor() if executor is None else nullcontext(executor)
     try:
         with own as pool, triton.AsyncCompileMode(pool):
+            if isinstance(pool, Compilers):
+                pool.prepared()
             try:
                 yield
             finally:  # also after an error, for all that was begun is waited for

@@ -14,7 +14,7 @@ from fastspec.kernels.common.experts import ExpertStack, ExpertWeights
 from fastspec.kernels.common.launch import launch, pdl_options
 from fastspec.kernels.experts.lists import lists_of
 from fastspec.kernels.experts.mxfp4 import Ends, Given, mxfp4_kernel
-from fastspec.kernels.experts.products import Chosen, Stack, expert_kernel, sum_kernel
+from fastspec.kernels.experts.products import Chosen, Norm, Stack, expert_kernel, sum_kernel
 from fastspec.shapes import ClampedGate
 
 
@@ -58,6 +58,9 @@ CODES_LAUNCH = (CodesTile(8, 16, 1), CodesTile(16, 16, 1), CodesTile(32, 16, 1),
 BLOCK_K = {2: 128, 4: 64}  # by element size of values: it sets the order of sums, so it is the same for all rows
 SPLIT_K = 4  # of mxfp4: one warp for each split of K, so it sets the order of sums
 SUM_BLOCK = 512
+# of the product of pairs in 16 bits: pairs and bytes of an expert's rows for which a program loads all of its weights
+# ahead, and bytes of them that a warp has registers for
+AHEAD_ROWS, AHEAD_BYTES, WARP_BYTES = 8, 2048, 1024
 
 
 def keeps_experts(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> bool:
@@ -87,6 +90,42 @@ def experts(
     Raises:
         ValueError: shapes, dtypes or layouts that do not fit each other.
     """
+    given = _given(x, ids, factors, weights, clamp, pdl)
+    if given is None:
+        return x.float() if residual is None else residual
+    out = torch.empty(x.shape, dtype=torch.float32 if residual is None else x.dtype, device=x.device)
+    _add_up(given, factors, (shared, shared_logits, residual), out, None, pdl)
+    return out
+
+
+def experts_normed(
+    x: Tensor,
+    ids: Tensor,
+    factors: Tensor,
+    weights: ExpertWeights,
+    clamp: ClampedGate | None,
+    *,
+    shared: Tensor | None = None,
+    shared_logits: Tensor | None = None,
+    residual: Tensor,
+    norm: tuple[Tensor, float],
+    pdl: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """As `reference.experts_normed`, which defines it; other arguments and errors as of `experts`."""
+    given = _given(x, ids, factors, weights, clamp, pdl)
+    check("norm's weight", norm[0], x.shape[-1:])
+    if given is None:
+        return residual, x
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    after = Norm(norm[0], torch.empty_like(out), norm[1])
+    _add_up(given, factors, (shared, shared_logits, residual), out, after, pdl)
+    return out, after.out
+
+
+def _given(
+    x: Tensor, ids: Tensor, factors: Tensor, weights: ExpertWeights, clamp: ClampedGate | None, pdl: bool
+) -> Tensor | None:
+    """[R * chosen, K], what each pair's expert gives; None where there are no rows."""
     count, double, hidden = weights.gate_up.shape
     rows = x.reshape(-1, hidden).contiguous()
     num_rows, chosen = ids.shape
@@ -98,20 +137,25 @@ def experts(
     check("ids", ids, (num_rows, chosen), torch.int32)
     check("factors", factors, (num_rows, chosen), torch.float32)
     if num_rows == 0:
-        return x.float() if residual is None else residual
+        return None
     tile = tile_of(weights.gate_up, ids)
     of = _chosen(ids, count, tile.rows, pdl)
     inner = _product(rows, weights.gate_up, weights.gate_up_bias, of, tile, chosen, clamp, pdl, gated=True)
-    given = _product(inner, weights.down, weights.down_bias, of, tile, chosen, None, pdl, gated=False)
-    out = torch.empty(rows.shape, dtype=torch.float32 if residual is None else rows.dtype, device=rows.device)
-    others = shared, shared_logits, residual
-    added = [None if each is None else each.reshape(num_rows, -1).contiguous() for each in others]
-    grid = (num_rows, triton.cdiv(hidden, SUM_BLOCK))
+    return _product(inner, weights.down, weights.down_bias, of, tile, chosen, None, pdl, gated=False)
+
+
+def _add_up(
+    given: Tensor, factors: Tensor, others: tuple[Tensor | None, ...], out: Tensor, norm: Norm | None, pdl: bool
+) -> None:
+    """Writes sums of rows to `out`, and their norms; `others`: shared, shared_logits and residual of `experts`."""
+    (rows, chosen), hidden = factors.shape, given.shape[1]
+    added = [None if each is None else each.reshape(rows, -1).contiguous() for each in others]
+    block = SUM_BLOCK if norm is None else triton.next_power_of_2(hidden)
     launch(
-        sum_kernel, grid, given, factors, *added, out,
-        K=hidden, CHOSEN=chosen, BLOCK=SUM_BLOCK, num_warps=4, **pdl_options(pdl),
+        sum_kernel, (rows, triton.cdiv(hidden, block)), given, factors, *added, out, norm or Norm(None, None, 0.0),
+        K=hidden, CHOSEN=chosen, BLOCK=block, ROUND_FIRST=norm is not None and norm.weight.dtype == out.dtype,
+        num_warps=min(16, max(4, block // 256)), **pdl_options(pdl),
     )  # fmt: skip
-    return out.view(x.shape)
 
 
 def tile_of(stack: ExpertStack, ids: Tensor) -> Tile | CodesTile:
@@ -156,10 +200,12 @@ def _product(
             **options, PDL=pdl, num_warps=SPLIT_K, launch_pdl=pdl, enable_fp_fusion=False,
         )  # fmt: skip
         return out
-    width = out.shape[1]
+    width, size = out.shape[1], x.element_size()
+    ahead = not gated and size == 2 and tile.rows <= AHEAD_ROWS and k * size <= AHEAD_BYTES
+    num_warps = triton.next_power_of_2(triton.cdiv(k * size, WARP_BYTES)) if ahead else tile.num_warps
     launch(
         expert_kernel, (triton.cdiv(width, tile.block_n), tiles), Stack(x, stack.data, bias), of, out, alpha, limit,
-        WIDTH=width, ROWS=tile.rows, BLOCK_N=tile.block_n, BLOCK_K=BLOCK_K[x.element_size()],
-        **options, num_warps=tile.num_warps, num_stages=tile.num_stages, **pdl_options(pdl),
+        WIDTH=width, ROWS=tile.rows, BLOCK_N=tile.block_n, BLOCK_K=BLOCK_K[size], AHEAD=ahead,
+        **options, num_warps=num_warps, num_stages=tile.num_stages, **pdl_options(pdl),
     )  # fmt: skip
     return out

@@ -41,6 +41,63 @@ def list_kernel(
         gdc_launch_dependents()
         gdc_wait()
     pairs = rows * CHOSEN
+    if PAIRS == PART:
+        _few(ids_ptr, order_ptr, tiles_ptr, pairs, count, E, EACH, PART, TILES)
+    else:
+        _many(ids_ptr, order_ptr, tiles_ptr, pairs, count, E, EACH, PAIRS, PART, EXPERTS, TILES)
+
+
+@triton.jit
+def _few(
+    ids_ptr,
+    order_ptr,
+    tiles_ptr,
+    pairs,
+    count,
+    E: tl.constexpr,
+    EACH: tl.constexpr,
+    PART: tl.constexpr,
+    TILES: tl.constexpr,
+):
+    """Pairs that are compared with each other at once: nothing is as long as there are experts."""
+    p = tl.arange(0, PART)
+    there = p < pairs
+    ids = tl.load(ids_ptr + p, mask=there, other=E)
+    same, earlier = ids[None, :] == ids[:, None], p[None, :] < p[:, None]
+    ahead = (ids[None, :] < ids[:, None]) | (same & earlier)
+    # three numbers of up to PART each in one sum: those ahead, those of the same expert ahead, those of the same expert
+    packed = ahead.to(tl.int32) + ((same & earlier).to(tl.int32) << 8) + (same.to(tl.int32) << 16)
+    sums = tl.sum(packed, axis=1)
+    rank, within = sums & 0xFF, (sums >> 8) & 0xFF
+    left = (sums >> 16) - within
+    tl.store(order_ptr + rank, p, mask=there)
+    # a tile begins at every EACH-th pair of an expert; how many others begin ahead of it is its number
+    begins = there & (within % EACH == 0)
+    number = tl.sum((ahead & begins[None, :]).to(tl.int32), axis=1)
+    at = tiles_ptr + number * 3
+    tl.store(at, ids, mask=begins)
+    tl.store(at + 1, rank, mask=begins)
+    tl.store(at + 2, tl.minimum(EACH, left), mask=begins)
+    t = tl.arange(0, TILES)
+    used = tl.sum(begins.to(tl.int32), axis=0)
+    tl.store(tiles_ptr + t * 3 + 2, tl.zeros((TILES,), tl.int32), mask=(t >= used) & (t < count))
+
+
+@triton.jit
+def _many(
+    ids_ptr,
+    order_ptr,
+    tiles_ptr,
+    pairs,
+    count,
+    E: tl.constexpr,
+    EACH: tl.constexpr,
+    PAIRS: tl.constexpr,
+    PART: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    TILES: tl.constexpr,
+):
+    """More of them: what experts have is counted by expert."""
     e = tl.arange(0, EXPERTS)
     counts = tl.zeros((EXPERTS,), tl.int32)
     for first in range(0, PAIRS, PART):

@@ -8,6 +8,9 @@ is one chain over k, whatever the number of rows and wherever a row lies. fp32 h
 mxfp4 have a kernel of their own, in `mxfp4`.
 """
 
+# mypy: disable-error-code="assignment"
+# ruff: noqa: RUF005  (Triton adds tuples, and knows no starred ones)
+
 from __future__ import annotations
 
 from typing import Any, NamedTuple
@@ -15,6 +18,8 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from fastspec.kernels.norm import normed_row, weight_of
 
 
 class Chosen(NamedTuple):
@@ -29,6 +34,18 @@ class Chosen(NamedTuple):
     ids: Any
     order: Any
     tiles: Any
+
+
+class Norm(NamedTuple):
+    """The norm of a sum; None: there is none.
+
+    Attributes:
+        weight: [K]. out: [R, K]. eps: epsilon.
+    """
+
+    weight: Any
+    out: Any
+    eps: Any
 
 
 class Stack(NamedTuple):
@@ -73,6 +90,30 @@ def _values_product(x_at, weight_at, here, out, K: tl.constexpr, BLOCK_K: tl.con
 
 
 @triton.jit
+def _weights_ahead(weight_at, some, K: tl.constexpr, BLOCK_K: tl.constexpr):
+    """All weight rows, in blocks of K: loads that are under way while a program waits. some: whether it has pairs."""
+    k = tl.arange(0, BLOCK_K)
+    blocks = ()
+    for at in tl.static_range(0, K, BLOCK_K):
+        inside = some & (at + k < K) if at + BLOCK_K > K else some & (k >= 0)
+        blocks = blocks + (tl.load(weight_at + at + k[None, :], mask=inside[None, :], other=0.0),)
+    return blocks
+
+
+@triton.jit
+def _product_of_loaded(x_at, blocks, here, out, K: tl.constexpr, BLOCK_K: tl.constexpr):
+    """As `_values_product`, of what `_weights_ahead` gave: the same chain over k."""
+    k = tl.arange(0, BLOCK_K)
+    xs = ()
+    for at in tl.static_range(0, K, BLOCK_K):
+        inside = here[None, :] & (at + k < K)[:, None] if at + BLOCK_K > K else here[None, :] & (k >= 0)[:, None]
+        xs = xs + (tl.load(x_at + at + k[:, None], mask=inside, other=0.0),)
+    for i in tl.static_range(len(blocks)):
+        out = tl.dot(blocks[i], xs[i], out, input_precision="ieee")
+    return out
+
+
+@triton.jit
 def _gated_values_product(x_at, weight_at, here, up_of, gate, up, K: tl.constexpr, BLOCK_K: tl.constexpr):
     """As `_values_product`, of gate rows and of up rows, which lie `up_of` elements after the gate rows."""
     k = tl.arange(0, BLOCK_K)
@@ -107,12 +148,13 @@ def expert_kernel(
     GATED: tl.constexpr,
     CLAMPED: tl.constexpr,
     OF_PAIRS: tl.constexpr,  # x has a row for each pair
+    AHEAD: tl.constexpr,  # with OF_PAIRS: all weights are loaded before x is there
     PDL: tl.constexpr,
 ):
     """BLOCK_N columns of the result for up to ROWS pairs of one expert.
 
-    The product of pairs loads which they are before it waits for the one of rows, which writes x alone: that one lets
-    it start only once what lists pairs has ended.
+    The product of pairs loads which they are, and with AHEAD their weights, before it waits for the one of rows, which
+    writes x alone: that one lets it start only once what lists pairs has ended.
     """
     if PDL:
         if not OF_PAIRS:
@@ -120,21 +162,25 @@ def expert_kernel(
         gdc_launch_dependents()
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     expert, pair, valid = _pairs_of(chosen, tl.program_id(1), ROWS)
+    ROWS_OF: tl.constexpr = 2 * WIDTH if GATED else WIDTH
+    some = tl.max(valid.to(tl.int32), axis=0) > 0
+    last = expert.to(tl.int64) * ROWS_OF + tl.minimum(n, WIDTH - 1)  # columns beyond the end repeat the last one
+    weight_at = given.weight + last[:, None] * K
+    if AHEAD:
+        blocks = _weights_ahead(weight_at, some, K, BLOCK_K)
     if PDL and OF_PAIRS:
         gdc_wait()
-    if tl.max(valid.to(tl.int32), axis=0) > 0:
-        ROWS_OF: tl.constexpr = 2 * WIDTH if GATED else WIDTH
+    if some:
         row = pair if OF_PAIRS else pair // CHOSEN
         x_at = given.x + tl.where(valid, row, 0).to(tl.int64)[None, :] * K
-        last = expert.to(tl.int64) * ROWS_OF + tl.minimum(n, WIDTH - 1)  # columns beyond the end repeat the last one
         out = tl.zeros((BLOCK_N, ROWS), tl.float32)
         up = out
         if GATED:
-            out, up = _gated_values_product(
-                x_at, given.weight + last[:, None] * K, valid, WIDTH * K, out, up, K, BLOCK_K
-            )
+            out, up = _gated_values_product(x_at, weight_at, valid, WIDTH * K, out, up, K, BLOCK_K)
+        elif AHEAD:
+            out = _product_of_loaded(x_at, blocks, valid, out, K, BLOCK_K)
         else:
-            out = _values_product(x_at, given.weight + last[:, None] * K, valid, out, K, BLOCK_K)
+            out = _values_product(x_at, weight_at, valid, out, K, BLOCK_K)
         if given.bias is not None:
             out += tl.load(given.bias + last).to(tl.float32)[:, None]
             if GATED:
@@ -156,18 +202,27 @@ def sum_kernel(
     shared_logits_ptr,  # fp32 [R]
     residual_ptr,  # [R, K]
     out_ptr,  # [R, K]
+    norm,  # Norm
     K: tl.constexpr,
     CHOSEN: tl.constexpr,
     BLOCK: tl.constexpr,
+    ROUND_FIRST: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """[residual +] outputs of a row's experts times their factors, in the order of ids [+ shared expert's output]."""
+    """[residual +] outputs of a row's experts times their factors, in the order of ids [+ shared expert's output].
+
+    With a norm a program has a whole row.
+    """
     if PDL:
         gdc_launch_dependents()
-        gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     k = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = k < K
+    if norm.weight is not None:
+        norm_weight = weight_of(norm.weight, k, inside)
+    if PDL:
+        gdc_wait()
+    kind: tl.constexpr = out_ptr.dtype.element_ty
     total = tl.zeros((BLOCK,), tl.float32)
     for i in tl.static_range(CHOSEN):
         given = tl.load(given_ptr + (row * CHOSEN + i) * K + k, mask=inside, other=0.0).to(tl.float32)
@@ -179,4 +234,7 @@ def sum_kernel(
         total += shared
     if residual_ptr is not None:
         total += tl.load(residual_ptr + row * K + k, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out_ptr + row * K + k, total.to(out_ptr.dtype.element_ty), mask=inside)
+    tl.store(out_ptr + row * K + k, total.to(kind), mask=inside)
+    if norm.weight is not None:
+        normed = normed_row(total.to(kind).to(tl.float32), norm_weight, K, norm.eps, ROUND_FIRST, kind)
+        tl.store(norm.out + row * K + k, normed.to(kind), mask=inside)

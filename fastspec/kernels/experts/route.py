@@ -2,10 +2,11 @@
 
 | argument   | shape, dtype   | notes                                    |
 |------------|----------------|------------------------------------------|
-| logits     | [R, E] fp32    | contiguous, E up to `MAX_EXPERTS`       |
+| logits     | [R, N] fp32    | contiguous; of E experts, and a gate     |
 | correction | [E] fp32       | or None: added to scores to choose alone |
 
-The order of a sum over all experts depends on E alone; scores of chosen experts are added in the order of choice.
+E is up to `MAX_EXPERTS`. The order of a sum over all experts depends on E alone; scores of chosen experts are added in
+the order of choice.
 """
 
 from __future__ import annotations
@@ -20,11 +21,13 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from fastspec.kernels.common.checks import check, told
 from fastspec.kernels.common.launch import launch, new_ids, pdl_options
-from fastspec.kernels.norm import normed_row
+from fastspec.kernels.norm import normed_row, weight_of
 from fastspec.shapes import RoutingRule
 
 MAX_EXPERTS = 4096  # logits that one program holds
 SCORES = {"softmax": 0, "sigmoid": 1, "logits": 2}
+ONE_WARP = 2048  # experts, or elements of a norm, up to which a program is one warp: no sum waits for others
+LEAST = tl.constexpr(-(2**31))  # below the keys of all scores
 
 
 class Beside(NamedTuple):
@@ -41,10 +44,17 @@ class Beside(NamedTuple):
 
 
 @triton.jit
-def _largest(x, at, none):
-    """The largest element of x, and the lowest index `at` that has it; index `none` where all of x is NaN."""
-    best = tl.max(x, axis=0)
-    return best, tl.min(tl.where(x == best, at, none), axis=0)
+def _ordered(x):
+    """int32 in the order of fp32 x, both zeros alike: a warp finds the largest of integers in one instruction."""
+    bits = (x + 0.0).to(tl.int32, bitcast=True)
+    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+
+
+@triton.jit
+def _largest(keys, at, none):
+    """The largest of int32 keys, and the lowest index `at` that has it."""
+    best = tl.max(keys, axis=0)
+    return best, tl.min(tl.where(keys == best, at, none), axis=0)
 
 
 @triton.jit
@@ -52,17 +62,19 @@ def _in_kept_groups(ranked, e, E: tl.constexpr, GROUPS: tl.constexpr, KEPT: tl.c
     """`ranked`, with -inf in all groups but the KEPT ones. A group ranks by the sum of its two largest scores."""
     SIZE: tl.constexpr = E // GROUPS
     group = tl.arange(0, BLOCK)  # there are at most as many groups as experts
+    keys = _ordered(ranked)
     sums = tl.full((BLOCK,), float("-inf"), tl.float32)
     for i in tl.static_range(GROUPS):
-        mine = tl.where(e // SIZE == i, ranked, float("-inf"))
-        first, at = _largest(mine, e, BLOCK)
-        second = tl.max(tl.where(e == at, float("-inf"), mine), axis=0)
+        _, at = _largest(tl.where(e // SIZE == i, keys, LEAST), e, BLOCK)
+        first = tl.max(tl.where(e == at, ranked, float("-inf")), axis=0)
+        second = tl.max(tl.where((e // SIZE == i) & (e != at), ranked, float("-inf")), axis=0)
         sums = tl.where(group == i, first + second, sums)
     kept = e < 0
+    keys = tl.where(group < GROUPS, _ordered(sums), LEAST)
     for _ in tl.static_range(KEPT):
-        _, at = _largest(sums, group, BLOCK)
+        _, at = _largest(keys, group, BLOCK)
         kept = kept | (e // SIZE == at)
-        sums = tl.where(group == at, float("-inf"), sums)
+        keys = tl.where(group == at, LEAST, keys)
     return tl.where(kept, ranked, float("-inf"))
 
 
@@ -70,12 +82,14 @@ def _in_kept_groups(ranked, e, E: tl.constexpr, GROUPS: tl.constexpr, KEPT: tl.c
 def route_kernel(
     logits_ptr,
     correction_ptr,
-    ids_ptr,  # int32 [R, CHOSEN]
-    factors_ptr,  # fp32 [R, CHOSEN]
+    ids_ptr,  # int32 [R, HELD]
+    factors_ptr,  # fp32 [R, HELD]
     scale,
     beside,  # Beside
     E: tl.constexpr,
     CHOSEN: tl.constexpr,
+    HELD: tl.constexpr,  # CHOSEN, and one more with a shared expert
+    GATED: tl.constexpr,  # whose gate is the logit behind those of the experts
     SCORES: tl.constexpr,
     NORMED: tl.constexpr,
     GROUPS: tl.constexpr,
@@ -95,13 +109,14 @@ def route_kernel(
     if tl.program_id(1) == 0:
         _choose(
             logits_ptr, correction_ptr, ids_ptr, factors_ptr, scale, row,
-            E, CHOSEN, SCORES, NORMED, GROUPS, KEPT, BLOCK, PLACES,
+            E, CHOSEN, HELD, GATED, SCORES, NORMED, GROUPS, KEPT, BLOCK, PLACES,
         )  # fmt: skip
     elif beside.x is not None:
         at = tl.arange(0, WIDE)
+        weight = weight_of(beside.weight, at, at < K)
         x = tl.load(beside.x + row * K + at, mask=at < K, other=0.0).to(tl.float32)
         kind: tl.constexpr = beside.normed.dtype.element_ty
-        normed = normed_row(x, beside.weight, at, at < K, K, beside.eps, ROUND_FIRST, kind)
+        normed = normed_row(x, weight, K, beside.eps, ROUND_FIRST, kind)
         tl.store(beside.normed + row * K + at, normed.to(kind), mask=at < K)
 
 
@@ -115,6 +130,8 @@ def _choose(
     row,
     E: tl.constexpr,
     CHOSEN: tl.constexpr,
+    HELD: tl.constexpr,
+    GATED: tl.constexpr,
     SCORES: tl.constexpr,
     NORMED: tl.constexpr,
     GROUPS: tl.constexpr,
@@ -124,7 +141,8 @@ def _choose(
 ):
     """The experts of a row and their factors."""
     e = tl.arange(0, BLOCK)
-    scores = tl.load(logits_ptr + row * E + e, mask=e < E, other=float("-inf"))
+    logits_ptr += row * (E + GATED)
+    scores = tl.load(logits_ptr + e, mask=e < E, other=float("-inf"))
     if SCORES == 0:
         scores = tl.exp(scores - tl.max(scores, axis=0))
         scores = scores / tl.sum(scores, axis=0)
@@ -136,15 +154,19 @@ def _choose(
     ranked = tl.where(e < E, ranked, float("-inf"))
     if GROUPS > 1:
         ranked = _in_kept_groups(ranked, e, E, GROUPS, KEPT, BLOCK)
+    keys = tl.where(e < E, _ordered(ranked), LEAST)  # below those of all numbers, and of what is none
+    found = _ordered(scores)
     place = tl.arange(0, PLACES)
-    ids = tl.zeros((PLACES,), tl.int32)
+    ids = tl.zeros((PLACES,), tl.int32) + E
     factors = tl.zeros((PLACES,), tl.float32)
     total = 0.0
     top = 0.0
     for i in tl.static_range(CHOSEN):
-        _, at = _largest(ranked, e, E - 1)  # NaN rows: the last expert, a valid index
-        score = tl.max(tl.where(e == at, scores, float("-inf")), axis=0)
-        ranked = tl.where(e == at, float("-inf"), ranked)
+        best, at = _largest(keys, e, E - 1)
+        if correction_ptr is not None or GROUPS > 1:
+            best = tl.max(tl.where(e == at, found, LEAST), axis=0)
+        keys = tl.where(e == at, LEAST, keys)
+        score = tl.where(best < 0, best ^ 0x7FFFFFFF, best).to(tl.float32, bitcast=True)
         if SCORES == 2:
             if i == 0:
                 top = score
@@ -154,9 +176,13 @@ def _choose(
         factors = tl.where(place == i, score, factors)
     if NORMED or SCORES == 2:
         factors = factors / total
-    here = place < CHOSEN
-    tl.store(ids_ptr + row * CHOSEN + place, ids, mask=here)
-    tl.store(factors_ptr + row * CHOSEN + place, factors * scale, mask=here)
+    factors *= scale
+    if GATED:
+        factors = tl.where(place < CHOSEN, factors, 1.0 / (1.0 + tl.exp(-tl.load(logits_ptr + E))))
+    elif HELD > CHOSEN:
+        factors = tl.where(place < CHOSEN, factors, 1.0)
+    tl.store(ids_ptr + row * HELD + place, ids, mask=place < HELD)
+    tl.store(factors_ptr + row * HELD + place, factors, mask=place < HELD)
 
 
 def route(
@@ -207,26 +233,27 @@ def _launch(
     given: tuple[Tensor, Tensor, float] | None,
     pdl: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    rows, experts = logits.shape
-    check("logits", logits, (rows, experts), torch.float32)
+    rows, experts = logits.shape[0], logits.shape[1] - rule.gates
+    check("logits", logits, (rows, experts + rule.gates), torch.float32)
     if not rule.chosen <= experts <= MAX_EXPERTS:
         raise ValueError(f"{experts} experts; wanted {rule.chosen}, as many as are chosen, to {MAX_EXPERTS}")
     if correction is not None:
         check("correction", correction, (experts,), torch.float32)
-    ids = new_ids(rows * rule.chosen, logits.device, torch.int32).view(rows, rule.chosen)
-    factors = torch.empty(rows, rule.chosen, dtype=torch.float32, device=logits.device)
+    ids = new_ids(rows * rule.held, logits.device, torch.int32).view(rows, rule.held)
+    factors = torch.empty(rows, rule.held, dtype=torch.float32, device=logits.device)
     x, weight, eps = (None, None, 0.0) if given is None else given
     normed = None if x is None else torch.empty_like(x)
     if rows == 0:
         return ids, factors, normed
     block, width = triton.next_power_of_2(experts), 1 if x is None else x.shape[-1]
-    few = given is None and block <= 256
     launch(
         route_kernel, (rows, 1 if given is None else 2), logits, correction, ids, factors, rule.scale,
         Beside(x, weight, normed, eps),
-        E=experts, CHOSEN=rule.chosen, SCORES=SCORES[rule.scores], NORMED=rule.normed,
-        GROUPS=rule.groups, KEPT=rule.kept_groups, BLOCK=block, PLACES=triton.next_power_of_2(rule.chosen),
+        E=experts, CHOSEN=rule.chosen, HELD=rule.held, GATED=rule.gates, SCORES=SCORES[rule.scores],
+        NORMED=rule.normed, GROUPS=rule.groups, KEPT=rule.kept_groups, BLOCK=block,
+        PLACES=triton.next_power_of_2(rule.held),
         K=width, ROUND_FIRST=x is not None and weight is not None and weight.dtype == x.dtype,
-        WIDE=triton.next_power_of_2(width), num_warps=1 if few else 4, enable_fp_fusion=False, **pdl_options(pdl),
+        WIDE=triton.next_power_of_2(width), num_warps=1 if max(block, width) <= ONE_WARP else 4,
+        enable_fp_fusion=False, **pdl_options(pdl),
     )  # fmt: skip
     return ids, factors, normed

@@ -9,19 +9,29 @@ may be. In two halves, `attention_out` and `mlp`, each with a place for a sum ov
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from fastspec.kernels.common.weights import Weight, is_packed
-from fastspec.kernels.linear.launches import Call, Norm, launch_tma, permuted_for, reads_raised, split_for, tile_for
+from fastspec.kernels.linear.launches import (
+    GLUON_TYPE,
+    Call,
+    Norm,
+    launch_tma,
+    permuted_for,
+    reads_raised,
+    split_for,
+    tile_for,
+)
 from fastspec.kernels.linear.plan import Tma
 from fastspec.kernels.linear.quantised.launches import launch_wide
 from fastspec.kernels.linear.quantised.launches import tile_for as tile_of_codes
 from fastspec.kernels.linear.quantised.plan import Wide
 from fastspec.kernels.linear.split_k import Parts, add_up
 from fastspec.kernels.reference.layer import Layer, Reduce
+from fastspec.kernels.room import Room
 
 
 def runs_on_tma(weights: list[Weight], rows: int) -> bool:
@@ -43,6 +53,14 @@ class NextInput(NamedTuple):
     x: Tensor
     permuted: Tensor
     squares: Tensor | None
+
+
+@runtime_checkable
+class SharesRoom(Protocol):
+    """A `Reduce` between GPUs that reach each other's memory."""
+
+    def room_for(self, elements: int) -> Room | None:
+        """Memory of all for so many fp32 elements; None where such sums are made by calling it."""
 
 
 def layer_tail(
@@ -143,14 +161,20 @@ def _summed(
 
 def _own_sums(tile: Tma | Wide, given: Tensor, weight: Weight, like: Tensor, pdl: bool) -> Tensor:
     """This device's product in fp32, as `Reduce` takes it: its splits apart where they are a tree."""
-    out = torch.empty_like(like, dtype=torch.float32)
-    parts = _launch(tile, Call(given, weight, out), None, pdl)
-    if parts is None:
-        return out
+    parts = _own_parts(tile, given, weight, like, pdl)
+    if len(parts.sums) == 1:
+        return parts.sums[0]
     if parts.is_tree and parts.factors is None:
         return parts.sums
+    out = torch.empty_like(like, dtype=torch.float32)
     add_up(parts, None, None, None, None, out, pdl)
     return out
+
+
+def _own_parts(tile: Tma | Wide, given: Tensor, weight: Weight, like: Tensor, pdl: bool) -> Parts:
+    """This device's product in fp32, as its splits leave it; one of them where they leave nothing apart."""
+    out = like.new_empty(1, *like.shape, dtype=torch.float32)
+    return _launch(tile, Call(given, weight, out[0]), None, pdl) or Parts(out, 1)
 
 
 def _added(
@@ -165,6 +189,15 @@ def _added(
 ) -> NextInput:
     """`_summed`, and what `permuted_for` makes of it for a product with `next_weight`."""
     tile = _tile(weight, len(given))
+    if isinstance(reduce, SharesRoom):
+        from fastspec.kernels.linear.rank_sums import elements_in_room, sum_ranks_permuted  # which few machines need
+
+        split = split_for(next_weight)
+        cut = split.split_k, split.k_tile
+        if (room := reduce.room_for(elements_in_room(*residual.shape, cut))) is not None:
+            own, dtype = _own_parts(tile, given, weight, residual, pdl), GLUON_TYPE[residual.dtype]
+            found = sum_ranks_permuted(own, bias, residual, norm, cut, dtype, pdl, room, reads_raised(next_weight))
+            return NextInput(*found)
     if not _leaves_parts(tile, weight) or reduce is not None:
         return NextInput(*permuted_for(next_weight, _summed(given, weight, bias, residual, pdl, reduce), norm, pdl))
     parts = _launch(tile, Call(given, weight, residual, bias), None, pdl)

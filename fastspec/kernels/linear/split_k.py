@@ -63,7 +63,7 @@ class Parts:
 
 
 @gluon.jit
-def _sums(
+def sums_of(
     parts_ptr, factors_ptr, bias_ptr, residual_ptr, factor, row, n, there, M,
     N: gl.constexpr, SPLITS: gl.constexpr, PAIRWISE: gl.constexpr,
 ):  # fmt: skip
@@ -128,9 +128,40 @@ def sum_kernel(
     factor = None
     if squares_ptr is not None:
         factor = splits_scale(squares_ptr, row, None, M, eps, K, S)
-    total = _sums(parts_ptr, factors_ptr, bias_ptr, residual_ptr, factor, row, n, n < N, M, N, SPLITS, PAIRWISE)
+    total = sums_of(parts_ptr, factors_ptr, bias_ptr, residual_ptr, factor, row, n, n < N, M, N, SPLITS, PAIRWISE)
     total = total.to(out_ptr.dtype.element_ty)
     gl.store(out_ptr + (row.to(gl.int64) * N + n), total, mask=n < N, eviction_policy=STAYS)
+
+
+@gluon.jit
+def leave_given(
+    total, word, place, row, split, gamma, gamma_ptr, given_ptr, squares_ptr, M,
+    K: gl.constexpr, S: gl.constexpr, KT: gl.constexpr, ROOM: gl.constexpr, SHARED: gl.constexpr, WARPS: gl.constexpr,
+    DTYPE: gl.constexpr, RAISE: gl.constexpr,
+):  # fmt: skip
+    """What the next product reads of the part of a row that one split multiplies; as `given_kernel` has it."""
+    K_TILE: gl.constexpr = KT // 2  # words
+    words_at = row.to(gl.int64) * (K // 2)
+    low, high = gl.split(gl.reshape(total.to(gl.int16, bitcast=True), [ROOM, 2]))
+    words = gl.convert_layout((high.to(gl.int32) << 16) | (low.to(gl.int32) & 0xFFFF), word.type.layout)
+    given = words
+    if gamma_ptr is not None:
+        given = times_gamma(given, gamma, DTYPE)
+    if RAISE:
+        given = raised_rows(given)
+    gl.store(given_ptr + (words_at + regrouped(place)), given, mask=place < K // 2, eviction_policy=STAYS)
+    if gamma_ptr is not None:
+        mine = gl.allocate_shared_memory(gl.int32, [SHARED], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+        mine.slice(0, ROOM).store(words)
+        lanes: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [WARPS, 1], [1, 0])
+        squares = no_squares(gl.full([K_TILE // 4, 4], 0, gl.int32, layout=lanes))
+        flat: gl.constexpr = gl.BlockedLayout([4], [32], [WARPS], [0])
+        for first in gl.static_range(0, (K // 2 + S * K_TILE - 1) // (S * K_TILE) * K_TILE, K_TILE):
+            some = gl.reshape(mine.slice(first, K_TILE).load(flat), [K_TILE // 4, 4])
+            squares = add_squares(squares, gl.convert_layout(some, lanes), DTYPE)
+        merged: gl.constexpr = gl.BlockedLayout([1, K_TILE // 4], [1, 32], [1, WARPS], [1, 0])
+        square = folded(gl.convert_layout(gl.reshape(squares, [1, K_TILE // 4]), merged))
+        gl.store(squares_ptr + (split * M + row) + gl.arange(0, 1, layout=square.type.layout), square)
 
 
 @gluon.jit(do_not_specialize=["M"])
@@ -163,36 +194,20 @@ def given_kernel(
     place = word // K_TILE * (S * K_TILE) + split * K_TILE + word % K_TILE
     i = gl.arange(0, 2 * ROOM, layout=gl.BlockedLayout([8], [32], [WARPS], [0]))
     n = i // KT * (S * KT) + split * KT + i % KT
-    words_at = row.to(gl.int64) * (K // 2)
+    gamma = None
     if gamma_ptr is not None:
         gamma = gl.load(gamma_ptr + place, mask=place < K // 2, other=0)
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
-    total = _sums(parts_ptr, factors_ptr, bias_ptr, residual_ptr, None, row, n, n < K, M, K, SPLITS, PAIRWISE)
+    total = sums_of(parts_ptr, factors_ptr, bias_ptr, residual_ptr, None, row, n, n < K, M, K, SPLITS, PAIRWISE)
     total = total.to(DTYPE)
     if out_ptr is not None:
         gl.store(out_ptr + (row.to(gl.int64) * K + n), total, mask=n < K, eviction_policy=STAYS)
-    low, high = gl.split(gl.reshape(total.to(gl.int16, bitcast=True), [ROOM, 2]))
-    words = gl.convert_layout((high.to(gl.int32) << 16) | (low.to(gl.int32) & 0xFFFF), word.type.layout)
-    given = words
-    if gamma_ptr is not None:
-        given = times_gamma(given, gamma, DTYPE)
-    if RAISE:
-        given = raised_rows(given)
-    gl.store(given_ptr + (words_at + regrouped(place)), given, mask=place < K // 2, eviction_policy=STAYS)
-    if gamma_ptr is not None:
-        mine = gl.allocate_shared_memory(gl.int32, [SHARED], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-        mine.slice(0, ROOM).store(words)
-        lanes: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [WARPS, 1], [1, 0])
-        squares = no_squares(gl.full([K_TILE // 4, 4], 0, gl.int32, layout=lanes))
-        flat: gl.constexpr = gl.BlockedLayout([4], [32], [WARPS], [0])
-        for first in gl.static_range(0, (K // 2 + S * K_TILE - 1) // (S * K_TILE) * K_TILE, K_TILE):
-            some = gl.reshape(mine.slice(first, K_TILE).load(flat), [K_TILE // 4, 4])
-            squares = add_squares(squares, gl.convert_layout(some, lanes), DTYPE)
-        merged: gl.constexpr = gl.BlockedLayout([1, K_TILE // 4], [1, 32], [1, WARPS], [1, 0])
-        square = folded(gl.convert_layout(gl.reshape(squares, [1, K_TILE // 4]), merged))
-        gl.store(squares_ptr + (split * M + row) + gl.arange(0, 1, layout=square.type.layout), square)
+    leave_given(
+        total, word, place, row, split, gamma, gamma_ptr, given_ptr, squares_ptr, M,
+        K, S, KT, ROOM, SHARED, WARPS, DTYPE, RAISE,
+    )  # fmt: skip
 
 
 def add_up(

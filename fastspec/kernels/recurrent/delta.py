@@ -1,8 +1,9 @@
 """The gated delta rule over the tokens of a step, with the convolution before it, in one launch.
 
 A program computes BLOCK values of one value head of one row. It reads its part of the state once, and stores it after
-each token. The number of tokens is a runtime argument of one compiled kernel, so a token's bits do not depend on it.
-A sum over the elements of a key stays in one warp.
+each token. The number of tokens is a runtime argument. Room for them is a constant: plain steps have a kernel of their
+own, and so have few rows, of which a program has a smaller part of the state. A token's bits are the same in all of
+them: a sum over the elements of a key stays in one warp, whose lanes have the same elements of it (`_LEAST`).
 
 Every program that needs q and k of a head computes their convolution again, and one of them stores their inputs. It
 writes to ring places that no program reads in the same launch: the inputs that are read and those that are written are
@@ -23,6 +24,8 @@ from fastspec.kernels.recurrent.parts import Weights, Where, advanced, convs, ga
 from fastspec.shapes import DeltaRule
 
 STEP_TILE, WARPS = 2048, 1  # elements of the state that one program holds, and its warps
+FEW_ROWS, FEW_TILE = 2, 1024  # up to so many rows it holds fewer: there are no more programs than run at once
+_LEAST = 256  # elements of keys from which on a lane loads 16 bytes of a key, the most it can, of any dtype
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -37,7 +40,7 @@ def _delta_kernel(
     DIMS: tl.constexpr,  # of a key and of a value
     WIDTH: tl.constexpr,
     SLOTS: tl.constexpr,
-    TOKENS: tl.constexpr,  # a power of two, SLOTS at least
+    TOKENS: tl.constexpr,  # a power of two, num_tokens at least
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -114,7 +117,7 @@ def _delta_kernel(
 def step_rule(product: Tensor, weights: Weights, where: Where, out: Tensor, rule: DeltaRule) -> None:
     """Writes the result of `reference.delta_rule` to out [B, Q, rule.values]; Q is at most the number of slots."""
     batch, tokens, _ = product.shape
-    block = block_of(rule, STEP_TILE)
+    block = block_of(rule, STEP_TILE if batch > FEW_ROWS else FEW_TILE)
     pdl = has_pdl(product.device)
     launch(
         _delta_kernel,
@@ -127,12 +130,18 @@ def step_rule(product: Tensor, weights: Weights, where: Where, out: Tensor, rule
         **sizes_of(rule),
         WIDTH=rule.width,
         SLOTS=where.states.shape[1],
-        TOKENS=triton.next_power_of_2(where.states.shape[1]),
+        TOKENS=room_of(rule, tokens, where.states.shape[1]),
         BLOCK=block,
         num_warps=WARPS,
         enable_fp_fusion=False,
         **pdl_options(pdl),
     )
+
+
+def room_of(rule: DeltaRule, tokens: int, slots: int) -> int:
+    """Tokens that are convolved at once: the one of a plain step, else as many as a step may have; a power of two."""
+    least = _LEAST // triton.next_power_of_2(rule.key_dim)
+    return int(max(1, least, 1 if tokens == 1 else triton.next_power_of_2(slots)))
 
 
 def block_of(rule: DeltaRule, tile: int) -> int:

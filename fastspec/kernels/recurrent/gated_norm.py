@@ -1,10 +1,10 @@
-"""The gated norm after a recurrent layer, in one launch.
+"""The gated norm after a recurrent layer, and the gate after attention, in one launch each.
 
 | argument | shape, dtype                         | notes                                             |
 |----------|--------------------------------------|---------------------------------------------------|
 | x        | [B, Q, heads * D] bf16, fp16 or fp32 | contiguous                                        |
 | gate     | as x                                 | its last axis contiguous, tokens at equal strides |
-| weight   | [D], x's dtype                       | contiguous                                        |
+| weight   | [D], x's dtype                       | contiguous; of the norm                           |
 
 One program computes some heads of one token, so a row's bits do not depend on other rows.
 """
@@ -56,6 +56,37 @@ def _gated_norm_kernel(
     tl.store(out_ptr + token * (HEADS * DIM) + within, out.to(dtype), mask=inside)
 
 
+@triton.jit
+def _gate_kernel(x_ptr, gate_ptr, out_ptr, gate_stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """Programs by token and BLOCK of its elements."""
+    if PDL:
+        gdc_launch_dependents()
+    token, at = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < WIDTH
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    if PDL:
+        gdc_wait()
+    x = tl.load(x_ptr + token * WIDTH + at, mask=inside, other=0.0).to(tl.float32)
+    gate = tl.load(gate_ptr + token * gate_stride + at, mask=inside, other=0.0).to(tl.float32)
+    sigmoid = (1.0 / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
+    tl.store(out_ptr + token * WIDTH + at, (x * sigmoid).to(dtype), mask=inside)
+
+
+def gated(x: Tensor, gate: Tensor) -> Tensor:
+    """As `reference.gated`, which defines it.
+
+    Raises:
+        ValueError: a tensor is not as above.
+    """
+    stride, width, pdl = _stride_of(x, gate), x.shape[-1], has_pdl(x.device)
+    out = torch.empty_like(x)
+    launch(
+        _gate_kernel, (x.shape[0] * x.shape[1], triton.cdiv(width, _ELEMENTS)), x, gate, out, stride,
+        WIDTH=width, BLOCK=_ELEMENTS, num_warps=4, enable_fp_fusion=False, **pdl_options(pdl),
+    )  # fmt: skip
+    return out
+
+
 def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
     """As `reference.gated_norm`, which defines it.
 
@@ -63,14 +94,9 @@ def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
         ValueError: a tensor is not as above.
     """
     dim = weight.shape[0]
-    if x.dim() != 3 or not x.is_contiguous() or x.shape[-1] % dim or weight.dtype != x.dtype:
-        raise ValueError(
-            f"x is {told(x)}, weight {told(weight)}; wanted contiguous [B, Q, heads * D] and [D], of one dtype"
-        )
-    stride = gate.stride(1)
-    even = gate.shape[0] == 1 or gate.stride(0) == gate.shape[1] * stride
-    if gate.shape != x.shape or gate.dtype != x.dtype or gate.stride(2) != 1 or not even:
-        raise ValueError(f"gate is {told(gate)}; wanted it as x, {told(x)}, with tokens at equal strides")
+    if x.shape[-1] % dim or weight.dtype != x.dtype:
+        raise ValueError(f"x is {told(x)}, weight {told(weight)}; wanted [B, Q, heads * D] and [D], of one dtype")
+    stride = _stride_of(x, gate)
     heads, block = x.shape[-1] // dim, triton.next_power_of_2(dim)
     group, pdl = max(1, _ELEMENTS // block), has_pdl(x.device)
     out = torch.empty_like(x)
@@ -92,3 +118,14 @@ def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
         **pdl_options(pdl),
     )
     return out
+
+
+def _stride_of(x: Tensor, gate: Tensor) -> int:
+    """Elements from one token's gate to the next one's."""
+    if x.dim() != 3 or not x.is_contiguous():
+        raise ValueError(f"x is {told(x)}; wanted contiguous [B, Q, heads * D]")
+    stride = gate.stride(1) if gate.dim() == 3 else 0
+    even = gate.shape[0] == 1 or gate.stride(0) == gate.shape[1] * stride
+    if gate.shape != x.shape or gate.dtype != x.dtype or gate.stride(2) != 1 or not even:
+        raise ValueError(f"gate is {told(gate)}; wanted it as x, {told(x)}, with tokens at equal strides")
+    return stride

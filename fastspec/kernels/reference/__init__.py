@@ -1,7 +1,7 @@
 """The torch definition of every op: runs where Triton does not, and is what the kernels are tested against."""
 
 from fastspec.kernels.reference.attention import attend, paged_attention, rope, rotate, store_heads
-from fastspec.kernels.reference.experts import experts, route, route_normed
+from fastspec.kernels.reference.experts import experts, experts_normed, normed_logits, route, route_normed
 from fastspec.kernels.reference.layer import attention_out, layer_tail, mlp
 from fastspec.kernels.reference.linear import (
     add_norm,
@@ -20,7 +20,7 @@ from fastspec.kernels.reference.linear import (
     tile_argmax,
     tile_linear,
 )
-from fastspec.kernels.reference.recurrent import delta_rule, gated_norm, sigmoid
+from fastspec.kernels.reference.recurrent import delta_rule, gated, gated_norm, sigmoid
 from fastspec.kernels.reference.sampled import sampled_commit, sampled_draw
 from fastspec.kernels.reference.step import commit, embed, feed_rows, joined_norms, publish, verify_commit
 
@@ -33,7 +33,9 @@ __all__ = [
     "delta_rule",
     "embed",
     "experts",
+    "experts_normed",
     "feed_rows",
+    "gated",
     "gated_norm",
     "gelu_tanh",
     "gelu_tanh_mul",
@@ -44,6 +46,7 @@ __all__ = [
     "linear",
     "mlp",
     "norm",
+    "normed_logits",
     "packed_argmax",
     "packed_linear",
     "paged_attention",

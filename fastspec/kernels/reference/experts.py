@@ -7,15 +7,18 @@ experts are added up in the order in which they were chosen.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from fastspec.kernels.common.experts import ExpertStack, ExpertWeights
-from fastspec.kernels.reference.linear import norm
+from fastspec.kernels.common.weights import Weight
+from fastspec.kernels.reference.linear import linear
+from fastspec.kernels.reference.linear import norm as norm_of
 from fastspec.kernels.reference.recurrent import sigmoid
-from fastspec.shapes import ClampedGate, RoutingRule
+from fastspec.shapes import UNTILED, ClampedGate, RoutingRule, Tiling
 
 PAIRS = 8  # (token, expert) pairs of one product
 
@@ -24,13 +27,15 @@ def route(logits: Tensor, rule: RoutingRule, correction: Tensor | None = None) -
     """The experts of each row, in the order in which they are chosen, and their factors.
 
     Args:
-        logits: fp32 [R, E], of the router.
+        logits: fp32 [R, E + rule.gates], of the router.
         rule: `RoutingRule` has the formulas.
         correction: fp32 [E], added to the scores only to choose experts.
 
     Returns:
-        Ids int32 [R, chosen] and factors fp32 [R, chosen].
+        Ids int32 [R, rule.held] and factors fp32 [R, rule.held].
     """
+    if rule.shared is not None:
+        return _with_shared(logits, rule, correction)
     scores = logits
     if rule.scores == "softmax":
         scores = torch.softmax(logits, dim=-1)
@@ -48,12 +53,29 @@ def route(logits: Tensor, rule: RoutingRule, correction: Tensor | None = None) -
     return ids.int(), factors * rule.scale
 
 
+def _with_shared(logits: Tensor, rule: RoutingRule, correction: Tensor | None) -> tuple[Tensor, Tensor]:
+    """As `route`, of a rule with a shared expert."""
+    experts = logits.shape[1] - rule.gates
+    ids, factors = route(logits[:, :experts], rule._replace(shared=None), correction)
+    gate = sigmoid(logits[:, experts:]) if rule.gates else torch.ones_like(factors[:, :1])
+    last = torch.full_like(ids[:, :1], experts)
+    return torch.cat((ids, last), dim=-1), torch.cat((factors, gate), dim=-1)
+
+
+def normed_logits(
+    x: Tensor, weight: Tensor, eps: float, router: Weight, bias: Tensor | None, tiling: Tiling = UNTILED
+) -> tuple[Tensor, Tensor]:
+    """`norm` of x [..., K], and its fp32 product [..., N] with a router [N, K], which is stored as rows."""
+    h = norm_of(x, weight, eps)
+    return h, linear(h, router, bias, tiling, out_dtype=torch.float32)
+
+
 def route_normed(
     logits: Tensor, rule: RoutingRule, correction: Tensor | None, x: Tensor, weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`route`, and beside it `norm` of x [..., K], whose rows the experts multiply."""
     ids, factors = route(logits, rule, correction)
-    return ids, factors, norm(x, weight, eps)
+    return ids, factors, norm_of(x, weight, eps)
 
 
 def _largest(x: Tensor, count: int) -> Tensor:
@@ -113,6 +135,12 @@ def experts(
     if shared is not None:
         total = total + (shared.float() if shared_logits is None else sigmoid(shared_logits) * shared.float())
     return total if residual is None else residual + total.to(x.dtype)
+
+
+def experts_normed(*given: Any, residual: Tensor, norm: tuple[Tensor, float], **options: Any) -> tuple[Tensor, Tensor]:
+    """`experts` of the same arguments, and the `norm` of what that gives, by weight [hidden] and epsilon."""
+    out = experts(*given, residual=residual, **options)
+    return out, norm_of(out, *norm)
 
 
 def _of_expert(rows: Tensor, expert: int, weights: ExpertWeights, clamp: ClampedGate | None) -> Tensor:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -146,10 +147,42 @@ def keys_of(logits: Tensor, limit: int) -> Tensor:
     return (order << 31) | (_LAST_ID - ids)
 
 
+class PartKeys(NamedTuple):
+    """The largest logits of places whose ids lie in several parts, which is all that a greedy step asks of them.
+
+    Attributes:
+        keys: int64 [B, k+1, parts], of each part as `keys_of` makes them.
+        width: ids of a part; they follow one another.
+    """
+
+    keys: Tensor
+    width: int
+
+    def best(self) -> Tensor:
+        """int64 [B, k+1], the key of each place, of an id among all."""
+        return _placed(self.keys.unbind(-1), self.width)
+
+    def picks(self) -> Tensor:
+        """int64 [B, k+1], the id of each place's largest logit."""
+        return largest_of(self.keys.unbind(-1), self.width)
+
+    def invalid(self) -> Tensor:
+        """bool [B, k+1], places whose largest logit is NaN or infinite."""
+        order = self.best() >> 31
+        return (order >= INFINITE) | (order <= 0xFFFFFFFF - INFINITE)
+
+
+INFINITE = 0x7F800000 + 2**31  # the upper part of a key of infinity; NaN lies above
+
+
 def largest_of(keys: Sequence[Tensor], width: int) -> Tensor:
     """int64 [R], the id of each row's largest logit, by the keys int64 [R] of its parts of `width` ids (`keys_of`)."""
-    placed = [torch.where(key > 0, key - part * width, 0) for part, key in enumerate(keys)]
-    return _LAST_ID - (torch.stack(placed).amax(0) & _LAST_ID)
+    return _LAST_ID - (_placed(keys, width) & _LAST_ID)
+
+
+def _placed(keys: Sequence[Tensor], width: int) -> Tensor:
+    """The largest of parts' keys, of ids among those of all parts."""
+    return torch.stack([torch.where(key > 0, key - part * width, 0) for part, key in enumerate(keys)]).amax(0)
 
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None, tiling: Tiling, out_dtype: torch.dtype | None) -> Tensor:

@@ -178,6 +178,11 @@ def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
     return gated.to(x.dtype)
 
 
+def gated(x: Tensor, gate: Tensor) -> Tensor:
+    """x * sigmoid(gate), [B, Q, heads * D] of one dtype, to which the sigmoid is rounded first."""
+    return x * sigmoid(gate)
+
+
 def sigmoid(x: Tensor) -> Tensor:
     """1 / (1 + exp(-x)), computed in fp32."""
     if x.is_cuda:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fastspec.kernels.common.weights import Weight
-from fastspec.kernels.reference.linear import norm
+from fastspec.kernels.reference.linear import PartKeys, norm
 from fastspec.sampling import processors, verify
 
 
@@ -96,13 +96,21 @@ def joined_norms(
 
 
 def verify_commit(
-    logits: Tensor,
+    logits: Tensor | PartKeys,
     rows: verify.CommitRows,
     scratch: Tensor | None = None,
     publish_to: tuple[Tensor, Tensor] | None = None,
     record: Record | None = None,
 ) -> None:
-    """Ends a greedy step: `verify.greedy` over fp32 logits [B, k+1, V], `processors.flag_invalid`, then `ended`."""
+    """Ends a greedy step: `verify.greedy` over fp32 logits [B, k+1, V], `processors.flag_invalid`, then `ended`.
+
+    The same by the keys of their parts, by which nothing can be recorded.
+    """
+    if isinstance(logits, PartKeys):
+        picks = logits.picks()
+        accepted = verify.agreeing(picks, rows.draft_tokens[:, : picks.shape[1] - 1], rows.draft_counts)
+        ended(processors.flag_invalid(accepted, logits.invalid()), picks, rows, picks, publish_to, None)
+        return
     accepted, block = verify.greedy(logits, rows.draft_tokens[:, : logits.shape[1] - 1], rows.draft_counts)
     ended(processors.flag_invalid(accepted, processors.invalid(logits)), block, rows, logits, publish_to, record)
 

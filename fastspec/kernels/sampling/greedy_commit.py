@@ -9,6 +9,7 @@ at a row of the batch commits that row (commit.py).
 | argument | shape, dtype     | notes                                                |
 |----------|------------------|------------------------------------------------------|
 | logits   | [B, k+1, V] fp32 | V < 2^31; contiguous, or places at one common stride |
+|          | `PartKeys`       | in place of logits: the keys of 2, 4 or 8 parts      |
 
 The other arguments are those of commit.py.
 """
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -24,6 +26,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from fastspec.kernels.common.checks import check_logits
 from fastspec.kernels.common.launch import has_pdl, launch
+from fastspec.kernels.reference.linear import PartKeys
 from fastspec.kernels.reference.step import Record
 from fastspec.kernels.sampling import logprobs
 from fastspec.kernels.sampling.commit import (
@@ -46,11 +49,13 @@ LAUNCH = ((48, 8192, 8), (0, 4096, 4))
 class Lines(NamedTuple):
     """Logits, the drafts that are judged by them, and their sizes."""
 
-    logits: Any  # fp32 [B (k+1), V]
+    logits: Any  # fp32 [B (k+1), V]; None where there are keys
     drafts: Any  # int64 [B, >= k]
     vocab: int
     logits_stride: int
     drafts_stride: int
+    keys: Any = None  # int64 [B (k+1), parts] of `reference.PartKeys`, in place of logits; parts are CHUNK
+    width: int = 0  # ids of a part
 
 
 @triton.jit
@@ -107,16 +112,20 @@ def _verify_kernel(
     chunk, line = tl.program_id(0), tl.program_id(1)
     row = (line // (num_drafts + 1)).to(tl.int64)
     index = chunk * CHUNK + tl.arange(0, CHUNK)
-    # what lies beyond the vocabulary comes last among equals, and is never the largest alone
-    x = tl.load(logits_ptr + line.to(tl.int64) * logits_stride + index, mask=index < vocab, other=-float("inf"))
-    if recorded.levels is not None:
-        line_ptr = logits_ptr + line.to(tl.int64) * logits_stride
-        record_line(
-            *(x, recorded, line_ptr, line),
-            *(row * places + line % (num_drafts + 1), chunk, tl.num_programs(0), vocab, top, CHUNK, GROUPS, TOP),
-        )
-        tl.debug_barrier()  # what all threads stored is there before the row is told
-    best = _best_of(x, index)
+    if given.keys is not None:
+        key = tl.load(given.keys + line.to(tl.int64) * CHUNK + index)
+        best = tl.max(tl.where(key > 0, key - index * given.width, 0), axis=0)
+    else:
+        # what lies beyond the vocabulary comes last among equals, and is never the largest alone
+        x = tl.load(logits_ptr + line.to(tl.int64) * logits_stride + index, mask=index < vocab, other=-float("inf"))
+        if recorded.levels is not None:
+            line_ptr = logits_ptr + line.to(tl.int64) * logits_stride
+            record_line(
+                *(x, recorded, line_ptr, line),
+                *(row * places + line % (num_drafts + 1), chunk, tl.num_programs(0), vocab, top, CHUNK, GROUPS, TOP),
+            )
+            tl.debug_barrier()  # what all threads stored is there before the row is told
+        best = _best_of(x, index)
     row_arrivals_ptr = scratch_ptr + 1 + row
     tl.atomic_max(scratch_ptr + 1 + batch + line, best, sem="relaxed")
     arrived = tl.atomic_add(row_arrivals_ptr, 1, sem="acq_rel")
@@ -131,7 +140,8 @@ def _verify_kernel(
         accepted = tl.min(tl.where((picks == drafts) & counted, PLACES, place), axis=0).to(tl.int64)
         # the largest of all is NaN or infinite: nothing can be chosen there
         level = (ranked >> 31) - 0x80000000
-        invalid = in_block & ((level >= 0x7F800000) | (level <= -0x7F800000))
+        lowest = -0x7F800001 if given.keys is not None else -0x7F800000  # of negative infinity
+        invalid = in_block & ((level >= 0x7F800000) | (level <= lowest))
         first_invalid = tl.min(tl.where(invalid, place, PLACES), axis=0).to(tl.int64)
         accepted = tl.where(first_invalid <= accepted, first_invalid - 1, accepted)
         commit_row(
@@ -154,7 +164,7 @@ def _verify_kernel(
 
 
 def verify_commit(
-    logits: Tensor,
+    logits: Tensor | PartKeys,
     rows: CommitRows,
     scratch: Tensor,
     publish_to: tuple[Tensor, Tensor] | None = None,
@@ -165,20 +175,17 @@ def verify_commit(
     Raises:
         ValueError: a layout is not as above, or the scratch is too small.
     """
-    check_logits(logits)
-    batch, places, vocab = logits.shape
+    lines, chunk, warps = _lines_of(logits, rows.draft_tokens, recorded=record is not None)
+    batch, places = rows.draft_counts.shape[0], (logits.keys if isinstance(logits, PartKeys) else logits).shape[1]
     check_rows(rows, batch, places - 1, scratch)
     if record is not None:
-        check_record(record, rows, vocab, places)
-    lines = logits.flatten(0, 1)  # a view where places lie at one stride, a copy otherwise
-    # where log-probabilities are recorded, a program ranks one place at most: more of them wait for less
-    chunk, warps = next(entry[1:] for entry in LAUNCH if entry[0] <= (0 if record else batch * places))
-    grid = (triton.cdiv(vocab, chunk), batch * places)
-    pdl = has_pdl(logits.device)
+        check_record(record, rows, lines.vocab, places)
+    grid = (triton.cdiv(lines.vocab, chunk), batch * places)
+    pdl = has_pdl(scratch.device)
     launch(
         _verify_kernel,
         grid,
-        Lines(lines, rows.draft_tokens, vocab, lines.stride(0), rows.draft_tokens.stride(0)),
+        lines,
         state_of(rows),
         scratch,
         Ring(*(publish_to or (None, None))),
@@ -192,5 +199,23 @@ def verify_commit(
         PDL=pdl,
         launch_pdl=pdl,
         BLOCKS=blocks_of(rows),
-        **({"num_warps": warps} | logprobs.constants_of(record, rows, vocab)),
+        **({"num_warps": warps} | logprobs.constants_of(record, rows, lines.vocab)),
     )
+
+
+def _lines_of(logits: Tensor | PartKeys, drafts: Tensor, *, recorded: bool) -> tuple[Lines, int, int]:
+    """What the kernel reads, how much of it a program takes, and its warps."""
+    if isinstance(logits, PartKeys):
+        keys, parts = logits.keys, logits.keys.shape[-1]
+        if recorded or keys.dtype != torch.int64 or not keys.is_contiguous() or parts & (parts - 1):
+            raise ValueError(
+                f"keys are {keys.dtype} {tuple(keys.shape)}; wanted contiguous int64 of 2, 4 or 8 parts, and nothing "
+                "to record"
+            )
+        return Lines(None, drafts, parts, 0, drafts.stride(0), keys, logits.width), parts, 1
+    check_logits(logits)
+    batch, places, vocab = logits.shape
+    lines = logits.flatten(0, 1)  # a view where places lie at one stride, a copy otherwise
+    # where log-probabilities are recorded, a program ranks one place at most: more of them wait for less
+    chunk, warps = next(entry[1:] for entry in LAUNCH if entry[0] <= (0 if recorded else batch * places))
+    return Lines(lines, drafts, vocab, lines.stride(0), drafts.stride(0)), chunk, warps

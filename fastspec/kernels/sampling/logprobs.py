@@ -46,7 +46,7 @@ NO_ID_UNIT = tl.constexpr(2.0**-25)
 # 2^19 ids weigh at most 2^19
 GROUP_UNIT = tl.constexpr(2.0**40)
 NO_GROUP_UNIT = tl.constexpr(2.0**-40)
-_GROUP = tl.constexpr(GROUP)
+_WIDTH = tl.constexpr(GROUP)  # not _GROUP: a kernel with two values of one name has no stable key
 _MAX_TOP = tl.constexpr(MAX_TOP)
 
 
@@ -89,11 +89,11 @@ def record_work_bytes(batch: int, max_drafts: int, vocab: int) -> int:
 @triton.jit
 def _sum_up(x, groups_ptr, chunk, groups, CHUNK: tl.constexpr):
     """Stores the largest of every group of a chunk's logits x [CHUNK], and the group's mass."""
-    x = tl.reshape(tl.where(x == x, x, float("inf")), [CHUNK // _GROUP, _GROUP])
+    x = tl.reshape(tl.where(x == x, x, float("inf")), [CHUNK // _WIDTH, _WIDTH])
     largest = tl.max(x, axis=1)
     weights = tl.exp(x - level_of(largest)[:, None])
     mass = tl.sum((weights * ID_UNIT + 0.5).to(tl.uint32), axis=1).to(tl.float32) * NO_ID_UNIT
-    group = chunk * (CHUNK // _GROUP) + tl.arange(0, CHUNK // _GROUP)
+    group = chunk * (CHUNK // _WIDTH) + tl.arange(0, CHUNK // _WIDTH)
     tl.store(groups_ptr + group, largest, mask=group < groups)
     tl.store(groups_ptr + groups + group, mass, mask=group < groups)
 
@@ -136,7 +136,7 @@ def _first_groups(groups_ptr, groups, top, GROUPS: tl.constexpr):
 def _rank(line_ptr, groups_ptr, top_ids_ptr, top_logprobs_ptr, level, log_mass, groups, vocab, top, GROUPS):
     """Stores the `top` largest of a line's logits, in order, as ids and log-probabilities."""
     group = _first_groups(groups_ptr, groups, top, GROUPS)
-    index = tl.reshape(group[:, None] * _GROUP + tl.arange(0, _GROUP)[None, :], [_MAX_TOP * _GROUP])
+    index = tl.reshape(group[:, None] * _WIDTH + tl.arange(0, _WIDTH)[None, :], [_MAX_TOP * _WIDTH])
     x = tl.load(line_ptr + index, mask=index < vocab, other=0.0)
     keys = tl.where(index < vocab, key_of(tl.where(x == x, x, float("inf")) + 0.0), NONE)
     for i in range(0, top):
@@ -164,7 +164,7 @@ def record_line(
 ):
     """Records of a line what its chunk of logits x says, and, where all others have done so, what they say together."""
     line, place = line.to(tl.int64), place.to(tl.int64) * TOP
-    groups = tl.cdiv(vocab, _GROUP)
+    groups = tl.cdiv(vocab, _WIDTH)
     arrivals_ptr, groups_ptr = record.arrivals + line, record.groups + line * groups * 2
     levels_ptr = record.levels + line * 2
     top_ids_ptr, top_logprobs_ptr = record.top_ids + place, record.top_logprobs + place

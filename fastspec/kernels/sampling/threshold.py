@@ -30,7 +30,7 @@ RANKED = 128  # candidates that are ranked
 PIECE = 1024  # ids that a search reads at a time
 OTHERS = tl.constexpr(32)  # candidates that all are compared with at a time
 COUNTED = tl.constexpr(53)  # up to 512 fixed-point masses sum to less than 2 to this
-PIVOTS = tl.constexpr(4)
+_PIVOTS = tl.constexpr(4)  # another name than in bounds.py: a kernel with two values of one name has no stable key
 MAX_MASS = tl.constexpr(2**62)
 ASK_COUNT, FIND_KTH, ASK_TOTAL, FIND_EDGE, ASK_ABOVE, ASK_EQUALS, FIND_CUT, SUM_UP = map(tl.constexpr, range(8))
 
@@ -181,7 +181,7 @@ def _weigh(
     source, found_ptr, whole, count, pivots, cuts, largest, least, by_mass, MAX_FOUND, SIZE: tl.constexpr, STOPS
 ):
     """int64 [PIVOTS]: how many are above a pivot, or equal it up to an id, and at least `least`; or what they weigh."""
-    sums = tl.zeros([PIVOTS, SIZE], tl.int64)
+    sums = tl.zeros([_PIVOTS, SIZE], tl.int64)
     for start in tl.range(0, count, SIZE, disable_licm=True):
         index = start + tl.arange(0, SIZE)
         noted = (index < count) & (whole == 0)
@@ -224,7 +224,7 @@ def search(
     that enough are at least as large as, be it by their number or their mass.
     """
     vocab = source[0].vocab
-    turn = tl.arange(0, PIVOTS)
+    turn = tl.arange(0, _PIVOTS)
     top = key_of(largest)  # no threshold lies above the largest
     edge = tl.where(top_p < 1.0, ASK_TOTAL, SUM_UP)
     asked = tl.where(top_k > 0, ASK_COUNT, edge)
@@ -242,11 +242,11 @@ def search(
             goal = tl.zeros([], tl.int64) + top_k
         finds = (asked == FIND_KTH) | (asked == FIND_EDGE)
         by_mass = (asked == ASK_TOTAL) | (asked == FIND_EDGE) | (asked == ASK_ABOVE) | (asked == SUM_UP)
-        apart = (high.to(tl.int64) - low) // (PIVOTS + 1) + 1  # below 2^30
+        apart = (high.to(tl.int64) - low) // (_PIVOTS + 1) + 1  # below 2^30
         step = tl.where(finds, apart.to(tl.int32), (asked == ASK_EQUALS).to(tl.int32))
         pivots = low.to(tl.int64) + tl.where(finds, step, (asked == ASK_ABOVE).to(tl.int32)) + turn.to(tl.int64) * step
         pivots = tl.minimum(pivots, KEY_OPEN).to(tl.int32)
-        stride = (last - first) // (PIVOTS + 1) + 1
+        stride = (last - first) // (_PIVOTS + 1) + 1
         cuts = tl.where(asked == FIND_CUT, first - 1 + (turn + 1) * stride, tl.where(asked == SUM_UP, cut, vocab))
         sums = _weigh(
             *(source, found_ptr, whole, count, pivots, cuts, largest, tl.where(asked == SUM_UP, min_p, 0.0), by_mass),

@@ -59,7 +59,7 @@ GEMMA3_TEXT = ModelFamily(
     _NAMES,
     _scales,
     act=_ACT,
-    rope_kinds=("default", "linear"),
+    rope_kinds=("default", "linear", "yarn"),
     rope_layers=("full_attention", "sliding_attention"),
 )
 GEMMA3 = replace(GEMMA3_TEXT, architecture="Gemma3ForConditionalGeneration", text_part=True)

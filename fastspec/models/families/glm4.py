@@ -1,4 +1,4 @@
-"""GLM-4: rope of neighbours in a part of each head; gate and up in one matrix; `glm4` has norms after each part, too.
+"""GLM-4: interleaved rope in a part of each head; gate and up in one matrix; `glm4` has norms after each part, too.
 
 The text model of GLM-4.1V is that of `glm4` with biases: the three positions of its rope are equal where all tokens
 are text.

@@ -1,6 +1,6 @@
 """Llama, Seed-OSS, ERNIE 4.5, Helium: full attention in every layer; biases where the config asks for them.
 
-In ERNIE 4.5 and Helium rope rotates pairs of neighbours.
+In ERNIE 4.5 and Helium rope is interleaved.
 """
 
 from __future__ import annotations

@@ -99,7 +99,7 @@ class DFlash(HeadDecoder):
                 attended = self._attend_all(index, qkv, rows, whole)
             if self.head.value_scale != 1.0:  # on the sum of values, which is the same as on each
                 attended = attended * self.head.value_scale
-            x, qkv = self._behind(index, attended, x, rows.tiling)
+            x, qkv = self._after_attention(index, attended, x, rows.tiling)
         return x
 
     def _embedded(self, rows: ForwardBatch) -> Tensor:

@@ -66,7 +66,7 @@ class HostedCut:
             return "sums as on several ranks"
         return (
             f"cut by transformers' plan: {counts['rows']} products by rows, {counts['columns']} by columns{experts}; "
-            "the rest, its head too, is whole on every rank. UNTESTED on GPUs: none has run a hosted model that is cut"
+            "the rest, its head too, is whole on every rank"
         )
 
 

@@ -7,10 +7,12 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
+import transformers
 from torch import nn
 
 from fastspec.errors import UnsupportedModel
 from fastspec.models.config import DTYPES, MAKING
+from fastspec.models.families import FAMILIES
 from fastspec.models.hosted.cuts import HostedCut
 from fastspec.models.hosted.hooks import register
 from fastspec.models.hosted.norms import KnownNorm, known_norm
@@ -22,10 +24,12 @@ from fastspec.models.text_parts import check_whole_class, text_class, text_part_
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-# Rotary frequencies that depend on the longest row of a pass, so on a row's neighbours.
+# Rotary frequencies that depend on the longest row of a pass, so on a row's neighbours: those of "dynamic" where it is
+# beyond max_position_embeddings, and no row is longer here; those of "longrope" beyond a length that is checked.
 _ROPES_OF_LENGTH: Final = ("dynamic", "longrope")
 
 _WARNS: Final = "warn_if_padding_and_no_attention_mask"
+_TRIED: Final = f" (by the module of transformers {transformers.__version__})"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -158,11 +162,12 @@ def hosted_info(config: PretrainedConfig, kind: Any = None) -> HostedInfo:
         kind = kind or causal_class(config)
         _refuse_whole(kind)
         shell = shell_of(kind, copy.deepcopy(config))
+        keep_frequencies(shell)
         norms = _norms(shell)
         return replace(_info(name, kind, config, shell, probe(shell), norms), whole=whole)
     except UnsupportedModel as error:
         raise UnsupportedModel(
-            f"model_type {name!r} has no decoder of its own here, and cannot be hosted: {error}"
+            f"model_type {name!r} has no decoder of its own here, and cannot be hosted: {error}{_TRIED}"
         ) from error
 
 
@@ -196,6 +201,17 @@ def shell_of(kind: Any, config: PretrainedConfig) -> nn.Module:
     return shell.eval()
 
 
+def keep_frequencies(shell: nn.Module) -> None:
+    """Rotary frequencies that a module would recompute for rows beyond its context stay those within it."""
+    for part in shell.modules():
+        kind = part.__dict__.get("rope_type")
+        if isinstance(kind, str) and kind in _ROPES_OF_LENGTH:
+            part.rope_type = "default"  # type: ignore[assignment]
+        elif isinstance(kind, dict):
+            fixed = {layer: "default" if each in _ROPES_OF_LENGTH else each for layer, each in kind.items()}
+            part.rope_type = fixed  # type: ignore[assignment]
+
+
 def _refuse_whole(kind: Any) -> None:
     if kind.__name__.endswith("ForConditionalGeneration"):
         raise UnsupportedModel(f"{kind.__name__} takes more than text; save it and pass the directory")
@@ -206,16 +222,37 @@ def _refuse_config(config: Any) -> None:
         raise UnsupportedModel("it is an encoder-decoder; wanted a decoder-only model")
     for part in ("vision_config", "audio_config", "patch_size"):
         if getattr(config, part, None) is not None:
-            raise UnsupportedModel(f"it has a {part}: wanted a text model; save its language model by itself")
+            raise UnsupportedModel(f"it has a {part}{_advice_on(config)}")
     text = config.get_text_config()
     parameters = getattr(text, "rope_parameters", None) or {}
     each = [parameters, *(value for value in parameters.values() if isinstance(value, dict))]
     for one in each:
-        kind = one.get("rope_type", one.get("type"))
-        if kind in _ROPES_OF_LENGTH:
+        short = one.get("original_max_position_embeddings", getattr(text, "original_max_position_embeddings", None))
+        long = getattr(text, "max_position_embeddings", None)
+        if one.get("rope_type", one.get("type")) != "longrope" or one.get("short_factor") == one.get("long_factor"):
+            continue
+        if type(short) is not int or type(long) is not int or short < long:
             raise UnsupportedModel(
-                f"rope_type={kind!r} rotates by the longest row of a pass, so a row would depend on its neighbours"
+                f"rope_type='longrope' rotates all rows otherwise where one is longer than {short} tokens, so a row "
+                f"would depend on its neighbours; wanted max_position_embeddings={long} to be at most that: for short "
+                "texts it may be made so in config.json"
             )
+
+
+def _advice_on(config: Any) -> str:
+    """What can be done with a model that reads more than text: its language model may be hosted by itself, or not."""
+    text = getattr(config, "text_config", None)
+    if text is None:
+        return ": wanted a text model; save its language model by itself"
+    kind = text.model_type
+    if kind not in FAMILIES:
+        try:
+            hosted_info(text)
+        except UnsupportedModel as error:
+            reason = str(error).partition("cannot be hosted: ")[2].removesuffix(_TRIED)
+            if not reason.startswith("its class"):  # which cannot be made of what this config says of it
+                return f", and its language model ({kind}) cannot be hosted by itself either: {reason}"
+    return f": wanted a text model; save its language model ({kind}) by itself"
 
 
 def _info(

@@ -60,6 +60,7 @@ class HostedModel:
     ) -> None:
         self.info, self.ops, self.exchange = info, ops, exchange or Alone()
         self.tiling, self.queries, self.inside = UNTILED, 1, False
+        self.constants: dict[Any, Tensor] = {}
         shapes = [(num_pages, page_size, kv_heads, dim) for _, kv_heads, dim in info.slots]
         self.keys = [torch.zeros(shape, dtype=dtype, device=device) for shape in shapes]
         self.values = [torch.zeros(shape, dtype=dtype, device=device) for shape in shapes]

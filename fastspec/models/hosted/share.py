@@ -9,7 +9,7 @@ from torch import nn
 
 from fastspec.errors import UnsupportedModel
 from fastspec.models.hosted.cuts import PLAN, HostedCut, Sizes, cut_shell, divided, kinds_of
-from fastspec.models.hosted.info import HostedInfo, shell_of
+from fastspec.models.hosted.info import HostedInfo, keep_frequencies, shell_of
 from fastspec.models.hosted.probe import Call, probe
 from fastspec.parallel.slices import Share
 
@@ -39,6 +39,7 @@ def share_info(info: HostedInfo, share: Share) -> HostedInfo:
         UnsupportedModel: with a part of its matrices the module cannot run, or attends otherwise than to its own heads.
     """
     shell = shell_of(info.kind, copy.deepcopy(info.config))
+    keep_frequencies(shell)
     cut = HostedCut(share, kinds_of(shell, _plan(info)), info)
     cut_shell(shell, cut)
     try:
@@ -61,6 +62,7 @@ def share_info(info: HostedInfo, share: Share) -> HostedInfo:
 def part_shell(info: HostedInfo) -> nn.Module:
     """The model on the meta device, with the sizes of what `info` says of it."""
     shell = shell_of(info.kind, copy.deepcopy(info.config))
+    keep_frequencies(shell)
     if info.cut is not None:
         cut_shell(shell, info.cut)
     return shell

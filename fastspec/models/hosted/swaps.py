@@ -39,6 +39,7 @@ class Running(Protocol):
     tiling: Tiling
     queries: int
     inside: bool
+    constants: dict[Any, Tensor]  # what `constant_on_device` keeps
 
 
 @contextmanager
@@ -91,7 +92,8 @@ class Embedding(nn.Module):
 class FixedShapes(TorchFunctionMode):
     """Products and reductions that modules call by themselves get shapes that do not depend on the number of rows.
 
-    Numbers that they put on the device are written there by a kernel: a step that is captured cannot copy them.
+    What they put on the device from host memory is written there by a kernel, or kept there: a step that is captured
+    cannot copy it. It is the same in every pass, because no pass reads the device.
     """
 
     def __init__(self, running: Running) -> None:
@@ -100,8 +102,11 @@ class FixedShapes(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         running = self._running
-        if func in _NUMBERS and (number := number_on_device(*args, **kwargs)) is not None:
-            return number
+        if func in _PUT:
+            if (number := number_on_device(*args, **kwargs)) is not None:
+                return number
+            if (constant := constant_on_device(running.constants, func, *args, **kwargs)) is not None:
+                return constant
         if running.inside or running.tiling.rows is None:
             return func(*args, **kwargs)
         if func is F.linear:
@@ -113,7 +118,8 @@ class FixedShapes(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-_NUMBERS: Final = (torch.tensor, Tensor.to)
+_PUT: Final = (torch.tensor, Tensor.to)
+_MOST_KEPT: Final = 1 << 16  # bytes of a constant; what is larger is copied, where that can be
 
 
 def number_on_device(given: Any, *args: Any, **kwargs: Any) -> Tensor | None:
@@ -127,6 +133,27 @@ def number_on_device(given: Any, *args: Any, **kwargs: Any) -> Tensor | None:
         return None
     dtype = next((each for each in told if isinstance(each, torch.dtype)), given.dtype if inside else None)
     return torch.full((), given.item() if inside else given, dtype=dtype, device=device)
+
+
+def constant_on_device(kept: dict[Any, Tensor], func: Any, given: Any, *args: Any, **kwargs: Any) -> Tensor | None:
+    """A copy of what torch.tensor or Tensor.to gives for values of host memory that go to a device; else None.
+
+    Args:
+        kept: what was put there before, by its bytes: found again without a copy from the host.
+    """
+    told = (*args, *kwargs.values())
+    device = next((torch.device(each) for each in told if isinstance(each, str | torch.device)), None)
+    if device is None or device.type == "cpu" or (isinstance(given, Tensor) and given.device.type != "cpu"):
+        return None
+    dtype = next((each for each in told if isinstance(each, torch.dtype)), None)
+    made = given if isinstance(given, Tensor) else torch.tensor(given, dtype=dtype, device="cpu")
+    made = made.to(dtype or made.dtype)
+    if made.requires_grad or made.nbytes > _MOST_KEPT:
+        return None
+    key = device, made.dtype, tuple(made.shape), made.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+    if key not in kept:
+        kept[key] = func(made, device=device) if func is Tensor.to else torch.tensor(given, dtype=dtype, device=device)
+    return kept[key].clone()
 
 
 _REDUCTIONS: Final = (Tensor.mean, torch.mean, Tensor.sum, torch.sum, Tensor.var, torch.var)

@@ -89,7 +89,8 @@ class LayerWeights:
         gate_up: [2 * intermediate, hidden], gate rows first; without a gate half of it. gate_up_bias: its bias.
         down: [hidden, intermediate]. down_bias: [hidden].
         delta: what a recurrent layer has besides, whose `o` is [hidden, DeltaRule.values]; None: the layer attends.
-        experts: the MLP is a mixture of experts; gate_up and down are those of its shared expert, else None.
+        experts: the MLP is a mixture of experts; gate_up and down are those of a shared expert
+            beside them, else None.
         sinks: [H], of each head the score of one more key without a value.
     """
 
@@ -232,7 +233,8 @@ def planned_bytes(checkpoint: Checkpoint, *, dtype: torch.dtype, device: torch.d
     rounds_to = _rounding(checkpoint)
     bar: tqdm[NoReturn] = tqdm(disable=True)
     source = _own(source_of(checkpoint), checkpoint)
-    loader = Loader(source, dtype, device, ops, bar, rounds_to=rounds_to, planned=True, later=True)
+    whole = None if checkpoint.sliced is None else source_of(checkpoint).infos()
+    loader = Loader(source, dtype, device, ops, bar, rounds_to=rounds_to, planned=True, later=True, whole=whole)
     return _assemble(loader, checkpoint.native).nbytes()
 
 
@@ -323,7 +325,7 @@ def _layer(loader: Loader, spec: ModelSpec, plan: LayerPlan, prefix: str) -> Lay
     if plan.experts is not None:
         given["experts"] = expert_weights(loader, names, plan.experts, prefix)
         gate_up, down = names.shared_gate_up, names.shared_down
-    has_mlp = plan.experts is None or plan.experts.shared > 0
+    has_mlp = plan.experts is None or (plan.experts.shared > 0 and not given["experts"].joined)
     return LayerWeights(
         gate_up=loader.weight(*(f"{prefix}{part}.weight" for part in gate_up), gated=plan.gated) if has_mlp else None,
         gate_up_bias=loader.tensor(*(f"{prefix}{part}.bias" for part in gate_up)) if plan.mlp_bias else None,

@@ -1,7 +1,8 @@
 """Copies the tensors of one checkpoint into a model's weights: at once, or later and in parallel.
 
 Files are read later: the weights are allocated first, so that kernels can be compiled and the rest of a model made
-while threads fill them. On CUDA each thread copies through pinned memory of its own, on a stream of its own.
+while threads fill them. On CUDA each thread copies through pinned memory of its own, on a stream of its own, on which
+values are also packed, or rounded: a thread reads the next values meanwhile, and waits at most where a matrix ends.
 """
 
 from __future__ import annotations
@@ -20,8 +21,10 @@ from torch import Tensor
 from tqdm import tqdm
 
 from fastspec.errors import CheckpointError
+from fastspec.kernels.common.code_packing import PackedCodes
 from fastspec.kernels.common.codes import Codes, CodesKind, join, joined_kind
 from fastspec.kernels.common.experts import MXFP4, ExpertStack
+from fastspec.kernels.common.rounding import rounded
 from fastspec.kernels.common.weights import Weight
 from fastspec.kernels.ops import Ops
 from fastspec.models.weights.shards import TensorInfo
@@ -139,6 +142,17 @@ class Loader:
         """Whether all the named matrices are stored quantised, or none."""
         return len({self._source.kind(name) is None for name in names}) == 1
 
+    def joins_shared(self, *names: str) -> bool:
+        """Whether ops want the named matrices of a shared expert and a router among those of all experts.
+
+        Of codes they stay apart, and where ranks share matrices.
+        """
+        plain = all(self._source.kind(name) is None for name in names)
+        rounded = any(self._rounds_to(name, _shape_of(self._infos, (name,))) is not None for name in names)
+        hidden = self._infos[names[0]].shape[1]
+        wanted = self._ops.joins_shared(self.dtype, hidden, self._device)
+        return wanted and plain and not rounded and self._whole is None
+
     def stack(self, experts: list[tuple[str, ...]], gated: bool = False) -> ExpertStack:
         """Of each expert the named matrices under each other, as one stack: in mxfp4 where all are and ops read it.
 
@@ -233,10 +247,10 @@ class Loader:
             place.fill_codes(codes if order is None else codes.in_order(torch.tensor(order, device=self._device)))
             self._bar.update(math.prod(place.shape) * self.dtype.itemsize)
             return
-        if order is None and place.codes is not None:
-            place.codes.fill_in_runs(self._rounded(run, kind) for _, run in self._runs(names, place, staging))
-            return
-        place.fill_codes(self._rounded(self._rows(names, place, order, staging), kind))
+        assert place.codes is not None, "made by `Weight.empty_codes`"
+        whole = order is not None
+        runs = [(0, self._rows(names, place, order, staging))] if whole else self._runs(names, place, staging)
+        place.codes.fill_rounded(runs, self._pack_rounded)
 
     def _fill_weight(
         self,
@@ -248,33 +262,37 @@ class Loader:
     ) -> None:
         """Fills a weight of plain values; of a kind that is not stored so, of values rounded to it."""
         plain = all(self._source.kind(name) is None for name in names)
-        if kind is not None and plain:
-            place.fill(self._rounded(self._rows(names, place, order, staging), kind).dequantise(self.dtype))
-        elif place.format == "rows":
-            self._fill_tensor(names, place.data, order, 0.0, staging)
-        elif order is None and plain:
+        values = partial(self._rounded, kind if plain else None)
+        if place.format == "packed" and order is None and plain:
             for tile, run in self._runs(names, place, staging):
-                place.fill_run(tile, run)
+                place.fill_run(tile, values(run))
+        elif place.format == "rows" and (kind is None or not plain):
+            self._fill_tensor(names, place.data, order, 0.0, staging)
         else:
-            place.fill(self._rows(names, place, order, staging))
+            place.fill(values(self._rows(names, place, order, staging)))
 
-    def _rounded(self, rows: Tensor, kind: CodesKind) -> Codes:
+    def _rounded(self, kind: CodesKind | None, rows: Tensor) -> Tensor:
+        """What codes of a kind stand for, of rows that are rounded to it; None: the rows."""
+        return rows if kind is None else rounded(rows, kind).dequantise(self.dtype)
+
+    def _pack_rounded(self, place: PackedCodes, tile: int, rows: Tensor) -> Tensor:
         with self._launching:  # a kernel that is compiled by its first launch is compiled once
-            return self._ops.rounded(rows, kind)
+            return self._ops.pack_rounded(place, tile, rows)
 
     def _runs(
         self, names: tuple[str, ...], place: Weight, staging: _Staging | None
     ) -> Iterator[tuple[int, Tensor]]:  # fmt: skip
         """The rows of a weight, a run of whole tiles at a time: (number of the first tile, rows), the gate's first.
 
-        The next run takes the memory of the one before it.
+        The next run takes the memory of the one before it, in the order of the stream.
         """
         (n, k), halves = place.shape, 2 if place.gated else 1
         stored = [self._source.read(name) for name in names]
-        step = max(1, VALUES // (16 * k))
+        step = min(max(1, VALUES // (16 * k)), n // 16)
+        room = torch.empty((step * 16, k), dtype=self.dtype, device=self._device)
         for tile in range(0, n // 16, step):
             count = min(step, n // 16 - tile) * 16 // halves
-            run = torch.empty((halves * count, k), dtype=self.dtype, device=self._device)
+            run = room[: halves * count]
             for half in range(halves):
                 start = half * n // 2 + tile * 16 // halves
                 self._fill_rows(names, stored, start, run[half * count : (half + 1) * count], staging)

@@ -65,7 +65,7 @@ def sliced(checkpoint: Checkpoint, share: Share) -> Checkpoint:
     if checkpoint.native.head_order is not None and checkpoint.native.plans[0].qk_norm == "projection":
         raise UnsupportedOption(
             f"tensor_parallel={share.size} does not go with {checkpoint.native.family}, whose norms are over all heads "
-            "at once and whose rotations are of neighbours; use one GPU"
+            "at once and whose rope is interleaved; use one GPU"
         )
     whole = checkpoint.native
     mxfp4 = checkpoint.quantisation is not None and checkpoint.quantisation.method == "mxfp4" and not share.one_tree

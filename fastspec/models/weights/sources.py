@@ -31,7 +31,7 @@ from fastspec.models.fields import check_sizes, with_floats
 from fastspec.models.hosted.codes import hosted_bytes, quantised_products
 from fastspec.models.hosted.info import HostedInfo, hosted_info
 from fastspec.models.hosted.live import check_hosted_module, is_hostable, known_type
-from fastspec.models.remote_code import AUTO_MAP, names_causal_model, refuse_remote_code
+from fastspec.models.remote_code import AUTO_MAP, names_causal_model, refuse_remote_code, with_known_type
 from fastspec.models.text_parts import native_text_part
 from fastspec.models.weights.expert_tensors import by_expert, check_mxfp4
 from fastspec.models.weights.generation import CONFIG, settings_of_directory, settings_of_module
@@ -362,7 +362,7 @@ def check_config_file(directory: Path) -> dict[str, Any]:
         raise CheckpointError(
             f"{directory}: has no {CONFIG}; wanted a checkpoint directory as save_pretrained writes it"
         )
-    raw = read_json(path)
+    raw = with_known_type(path, read_json(path))
     refuse_remote_code(path, raw)
     family = raw.get("model_type")
     if not isinstance(family, str) or not (family in FAMILIES or known_type(family)):

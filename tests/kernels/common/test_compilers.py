@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -22,15 +24,18 @@ def test_every_launch_comes_back_from_its_text(arch: int) -> None:
     (read,) = module_output("tests.helpers.compile_jobs", "keys", str(arch))
     assert read["jobs"] > 300
     assert read["other"] == []
+    assert read["unclear"] == []
+    assert read["launchers"] < read["jobs"] / 2, "kernels share them"
 
 
 def test_processes_compile_and_this_one_only_reads() -> None:
-    empty, compiled, ended, again = module_output("tests.helpers.compile_jobs", "processes")
+    empty, compiled, ended, again, missed = module_output("tests.helpers.compile_jobs", "processes")
     assert empty["empty"]
     assert not compiled["empty"]
     assert compiled["hits"] == [True] * 4  # each once, though each was launched twice
     assert ended["status"] is not None
     assert (again["hits"], again["begun"]) == ([True] * 4, False)
+    assert missed["begun"]
 
 
 @pytest.mark.parametrize("processes", [1, pytest.param(0, marks=pytest.mark.slow)])
@@ -82,7 +87,23 @@ def test_who_waits_for_a_kernel_that_another_compiles_has_it_when_that_one_ends(
 def test_without_processes_this_one_compiles() -> None:
     killed, later, no_text = module_output("tests.helpers.compile_jobs", "broken")
     assert killed["hits"] == later["hits"] == [False] * 4
+    assert later["mapped"] == [True, False], "what compiles has Triton and no torch"
     assert "another" in no_text["error"] or "something else" in no_text["error"]
+
+
+@pytest.mark.parametrize(
+    ("limit", "processes"),
+    [("800000 100000\n", 8), ("50000 100000\n", 1), ("max 100000\n", 32), ("9900000 100000\n", 32), (None, 32)],
+)
+def test_a_container_has_as_many_processes_as_it_has_time_for(
+    limit: str | None, processes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if limit is not None:
+        (tmp_path / "cpu.max").write_text(limit)
+    monkeypatch.setattr(compilers, "_LIMIT", str(tmp_path / "cpu.max"))
+    monkeypatch.setattr(compilers.os, "sched_getaffinity", lambda pid: set(range(32)), raising=False)
+    assert compilers.of_this_machine() == processes
+    assert compilers.of_this_machine(2) == processes // 2
 
 
 def test_another_program_than_python_is_not_started(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,5 +131,15 @@ def test_who_has_compilers(
     gpu: bool, target: Any, device: Any, graphs: bool | None, begun: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
-    monkeypatch.setattr(warmup, "compilers", lambda *sharing: ("begun", *sharing))
+    monkeypatch.setattr(warmup, "kernel_compilers", lambda *sharing: ("begun", *sharing))
     assert (warmup.compilers_for(target, device, graphs, 1, 2) == ("begun", 1, 2)) == begun
+
+
+@pytest.mark.parametrize("given", [None, "those of the constructor"])
+def test_what_a_later_call_lacks_is_compiled_by_processes_too(given: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(warmup, "kernel_compilers", lambda *sharing: nullcontext(("begun", *sharing)))
+    monkeypatch.setattr(warmup, "_choose_reading", lambda engine: None)
+    engine, choice = mock.MagicMock(sharing=(1, 2)), mock.MagicMock(controller=None)
+    engine.missing.return_value = [(1, "a step")]
+    warmup.warm_up_for(engine, 1, choice, 9, 0, progress=False, compilers=given)
+    assert engine.compile.call_args.kwargs["compilers"] == (given or ("begun", 1, 2))

@@ -3,6 +3,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from fastspec.kernels.common import rounding
+from fastspec.kernels.common.code_packing import PackedCodes
 from fastspec.kernels.common.codes import CodesKind
 from fastspec.kernels.common.rounding import FORMATS, kind_for, rounded
 
@@ -41,6 +43,44 @@ def test_what_is_representable_stays_as_it_is(form: str) -> None:
     exact = torch.full((16, 128), 0.5)
     exact[:, 0] = 3.5 if form == "int4" else 63.5 if form == "int8" else 224.0
     assert torch.equal(rounded(exact, kind).dequantise(torch.float32), exact)
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_scales_do_not_depend_on_the_order_of_values(form: str) -> None:
+    """Sums of squares are exact: so kernels, which add up in another order, choose the same scales."""
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn(64, 128, generator=generator)
+    order = torch.randperm(128, generator=generator)
+    kind = kind_for(form, (64, 128))
+    one, other = rounded(values, kind), rounded(values[:, order], kind)
+    assert torch.equal(one.scales, other.scales)
+    assert torch.equal(one.codes[:, order], other.codes)
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_squares_are_counted_in_whole_numbers_of_fp32(form: str) -> None:
+    """The largest square that there can be is below 2^23 steps, and values as large as all others are not cut off."""
+    furthest = rounding.LARGEST[form] * (1 / (min(rounding.SHRINK) * (1 - 2**-8)) - 1)
+    assert furthest**2 * rounding.STEPS[form] < 2**23
+    values = torch.randn(16, 128).sign()
+    codes = rounded(values, kind_for(form, (16, 128)))
+    assert bool(((codes.dequantise(torch.float32) - values).abs() < 2**-8).all())
+
+
+@pytest.mark.parametrize("nothing", [0.0, 1e-39])
+def test_a_group_of_zeros_leaves_scales_in_16_bits(nothing: float) -> None:
+    """Beside weights as small as models have; what is smaller than any 16-bit scale counts as zero."""
+    values = torch.randn(16, 256) * 1e-3
+    values[3, :128] = nothing
+    kind = kind_for("int4", (16, 256))
+    place = PackedCodes.empty((16, 256), kind, False, torch.device("cpu"))
+    planned = place.nbytes
+    place.fill_rounded([(0, values)], rounding.pack_rounded)
+    assert place.scales is not None
+    assert place.scales.dtype == torch.int32
+    assert place.nbytes == planned
+    assert torch.equal(place.dequantise(torch.float32), rounded(values, kind).dequantise(torch.float32))
+    assert not place.dequantise(torch.float32)[3, :128].any()
 
 
 def test_slices_do_not_change_the_codes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -134,6 +134,28 @@ def test_of_a_part_of_the_columns_the_sum_is_in_fp32(form: str, device: str) -> 
     assert narrow.dtype == torch.float32
 
 
+@pytest.mark.parametrize("device", devices())
+@pytest.mark.parametrize("norm_dtype", [torch.float16, torch.float32])
+def test_the_norm_of_the_sum_beside_it(norm_dtype: torch.dtype, device: str) -> None:
+    """The sum has the bits that it has alone, and a row's norm does not depend on others."""
+    weights = weights_of("plain", torch.float16, device, 72)
+    x, ids, factors, residual = rows_of(5, torch.float16, device, 72)
+    norm = (1 + 0.3 * torch.randn(72, generator=torch.Generator().manual_seed(2))).to(device, norm_dtype), 1e-5
+    total, normed = dispatch.experts_normed(x, ids, factors, weights, None, residual=residual, norm=norm)
+    assert torch.equal(total, dispatch.experts(x, ids, factors, weights, None, residual=residual))
+    eps = 2 * torch.finfo(torch.float16).eps  # a rounding or two
+    torch.testing.assert_close(normed, reference.norm(total, *norm), rtol=eps, atol=eps)
+    at = slice(3, 4)
+    alone = dispatch.experts_normed(x[at], ids[at], factors[at], weights, None, residual=residual[at], norm=norm)
+    for found, whole in zip(alone, (total, normed), strict=True):
+        assert torch.equal(found, whole[at])
+    nothing = dispatch.experts_normed(x[:0], ids[:0], factors[:0], weights, None, residual=x[:0], norm=norm)
+    assert [len(each) for each in nothing] == [0, 0]
+    short = norm[0][1:], 1e-5
+    with pytest.raises(ValueError, match="norm's weight is"):
+        dispatch.experts_normed(x, ids, factors, weights, None, residual=residual, norm=short)
+
+
 def whole_numbers(weights: ExpertWeights) -> ExpertWeights:
     """Small whole numbers, of which the interpreter's products have one sum only."""
     up, down = (replace(each, data=(20 * each.data).round()) for each in (weights.gate_up, weights.down))

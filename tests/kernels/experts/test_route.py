@@ -20,6 +20,8 @@ RULES = {
     "glm": RoutingRule(3, "sigmoid", True, 2.5),
     "glm groups": RoutingRule(4, "sigmoid", True, 1.5, 6, 2),
     "gpt-oss": RoutingRule(4, "logits"),
+    "qwen shared": RoutingRule(8, normed=True, shared="gated"),
+    "glm shared": RoutingRule(3, "sigmoid", True, 2.5, shared="whole"),
 }
 EXPERTS, HIDDEN = 24, 16
 
@@ -67,8 +69,10 @@ def test_the_kernel_equals_its_definition(name: str, device: str) -> None:
     from fastspec.kernels.experts.route import route
 
     rule = RULES[name]
-    logits, correction = logits_and_correction(7, device)
+    logits, correction = logits_and_correction(7, device, EXPERTS + rule.gates)
+    correction = correction[:EXPERTS].contiguous()
     logits[3] = 0.0  # all are equal
+    logits[3, 1::2] = -0.0
     given = correction if rule.scores == "sigmoid" else None
     ids, factors = route(logits, rule, given)
     expected, wanted = reference.route(logits, rule, given)
@@ -85,8 +89,12 @@ def test_rows_that_are_no_numbers_name_experts_that_are_there(device: str) -> No
     pytest.importorskip("triton", reason="Triton ships for Linux only")
     from fastspec.kernels.experts.route import route
 
-    ids, _ = route(torch.full((2, EXPERTS), float("nan"), device=device), RULES["qwen"])
-    assert bool(((ids >= 0) & (ids < EXPERTS)).all())
+    nan = torch.full((2, EXPERTS), float("nan"), device=device)
+    nan[1] = nan[1].copysign(torch.tensor(-1.0))  # which is below all numbers in some orders
+    for name in ("qwen", "gpt-oss"):
+        ids, _ = route(nan, RULES[name])
+        assert bool(((ids >= 0) & (ids < EXPERTS)).all())
+        assert all(len(set(row)) == RULES[name].chosen for row in ids.tolist())
 
 
 @pytest.mark.parametrize("device", devices())

@@ -15,19 +15,9 @@ from fastspec.kernels import reference
 from fastspec.kernels.common.weights import Weight
 from tests.helpers.devices import devices
 from tests.helpers.gluon_simulator import simulated
-from tests.helpers.products import product_case, widened
+from tests.helpers.products import EPILOGUES, product_case, widened
 
 NAN = float("nan")
-EPILOGUES = [
-    "plain",
-    "bias",
-    "residual",
-    "norm",
-    "norm+bias+residual",
-    "gated",
-    "norm+gated+bias+residual",
-    "norm+fp32",
-]
 # rows on both sides of every change of kernel or tile
 ROWS = [1, 2, 7, 8, 9, 16, 17, 32, 33, 64, 65, 100]
 PDL = {"cpu": True, "cuda": False}  # a lone launch has nothing to depend on; chains are tested below

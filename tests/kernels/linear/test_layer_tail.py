@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -221,6 +222,50 @@ def test_a_sum_over_devices_goes_behind_o_and_behind_down() -> None:
             assert next_layer is None or torch.equal(chain[1], wanted[1])
     assert len(seen[0]) == len(seen[1]) == 4
     assert all(torch.equal(ours.view(theirs.shape), theirs) for ours, theirs in zip(*seen, strict=True))
+
+
+class Roomy:
+    """A sum of three devices that have the same, with memory for so many elements."""
+
+    def __init__(self, elements: int) -> None:
+        self.elements, self.calls = elements, 0
+
+    def __call__(self, given: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
+        self.calls += 1
+        return add_rounded(one_way(given, residual) * 3, bias, residual)
+
+    def room_for(self, elements: int) -> Any:
+        return self if elements <= self.elements else None
+
+
+def test_sums_with_room_are_one_kernel_with_the_norm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that a norm follows, where their elements have room; the others call what adds."""
+    layers = [a_layer(128, 384, 256, 272, "cpu", seed, torch.bfloat16, True) for seed in range(2)]
+    attended, x = inputs(layers[0], 18)
+    with modules("cpu") as packed:
+        asked: list[tuple[int, ...]] = []
+
+        def at_once(
+            parts: Any, bias: Any, residual: Any, norm: Any, cut: Any, dtype: Any, pdl: Any, room: Any, *rest: Any
+        ) -> Any:
+            asked.append(cut)
+            total = Roomy(0)(parts.sums if len(parts.sums) > 1 else parts.sums[0], bias, residual)
+            return packed.launches.permuted_rows(total, norm, cut, dtype, pdl, None, None, *rest)
+
+        kernels = SimpleNamespace(elements_in_room=lambda rows, k, cut: rows * k, sum_ranks_permuted=at_once)
+        monkeypatch.setitem(sys.modules, "fastspec.kernels.linear.rank_sums", kernels)
+        for last in (False, True):
+            chains, calls = [], []
+            for elements in (18 * 128, 18 * 128 - 1):
+                adds = Roomy(elements)
+                chain = packed.layer_tail.layer_tail(
+                    attended, x, layers[0], None if last else layers[1], 1e-5, True, adds
+                )
+                chains.append([each for each in chain if each is not None])
+                calls.append(adds.calls)
+            assert calls == [1 if last else 0, 2]
+            assert all(torch.equal(*pair) for pair in zip(*chains, strict=True))
+    assert len(asked) == 3
 
 
 @pytest.mark.gpu

@@ -17,7 +17,7 @@ from tests.helpers.devices import devices
 pytest.importorskip("triton", reason="Triton ships for Linux only")
 
 from fastspec.kernels.recurrent.dispatch import delta_rule
-from fastspec.kernels.recurrent.gated_norm import gated_norm
+from fastspec.kernels.recurrent.gated_norm import gated, gated_norm
 from fastspec.kernels.reference.recurrent import KeptState
 
 RULE = DeltaRule(key_heads=2, value_heads=4, key_dim=16, value_dim=24, width=4)
@@ -130,23 +130,39 @@ def test_a_wide_head_is_its_definition(device: str) -> None:
 
 
 @pytest.mark.parametrize("device", devices())
+@pytest.mark.parametrize("rule", [RULE, WIDE], ids=["narrow", "wide"])
 @pytest.mark.parametrize("op", [delta_rule, reference.delta_rule], ids=["kernel", "definition"])
-def test_bits_depend_on_the_tokens_before_alone(op: Callable[..., Tensor], device: str) -> None:
-    product, start = a_product(2, 3, BF16, device), [0, 31]
-    together, apart, alone = (a_case(BF16, device, 2) for _ in range(3))
-    everything = torch.ones(2, 3, dtype=torch.bool, device=device)
+def test_bits_depend_on_the_tokens_before_alone(op: Callable[..., Tensor], rule: DeltaRule, device: str) -> None:
+    """Three rows with drafts, the same in plain steps, and one row of them."""
+    product, start = a_product(3, 3, BF16, device, rule=rule), [0, 31, 8]
+    together, apart, alone = (a_case(BF16, device, 3, rule) for _ in range(3))
+    everything = torch.ones(3, 3, dtype=torch.bool, device=device)
     whole = together.run(op, product, placed(start, 3, device), everything)
     for t in range(3):
         at = placed([first + t for first in start], 1, device)
         one = apart.run(op, product[:, t : t + 1].contiguous(), at, everything[:, :1].contiguous())
         assert torch.equal(one[:, 0], whole[:, t])
-    for row in range(2):
+    for row in range(3):
         mine = replace(alone, state_rows=alone.state_rows[row : row + 1])
         found = mine.run(op, product[row : row + 1], placed(start[row : row + 1], 3, device), everything[:1])
         assert torch.equal(found[0], whole[row])
     for other in (apart, alone):
         assert torch.equal(other.states, together.states)
         assert torch.equal(other.inputs, together.inputs)
+
+
+@pytest.mark.parametrize("device", devices())
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_rows_that_never_draft_have_the_same_bits(dtype: torch.dtype, device: str) -> None:
+    """Those of a generator without a drafter have room for one state."""
+    product, one = a_product(1, 3, dtype, device, rule=WIDE), torch.ones(1, 1, dtype=torch.bool, device=device)
+    drafting, case = (a_case(dtype, device, 1, WIDE) for _ in range(2))
+    plain = replace(case, states=case.states[:, :1].contiguous(), inputs=case.inputs[:, : WIDE.width].contiguous())
+    whole = drafting.run(delta_rule, product, placed([0], 3, device), one.repeat(1, 3))
+    for t in range(3):
+        found = plain.run(delta_rule, product[:, t : t + 1].contiguous(), placed([t], 1, device), one)
+        assert torch.equal(found[0, 0], whole[0, t])
+    assert torch.equal(plain.states[1, 0], drafting.states[1, 2])
 
 
 SMALL = DeltaRule(key_heads=1, value_heads=2, key_dim=16, value_dim=16, width=4)
@@ -251,6 +267,17 @@ def test_the_gated_norm_is_its_definition(dtype: torch.dtype, device: str) -> No
     assert torch.equal(one[0, 0], found[1, 2])
 
 
+@pytest.mark.parametrize("device", devices())
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_the_gate_is_its_definition(dtype: torch.dtype, device: str) -> None:
+    product = torch.randn(2, 3, 2 * 1500, generator=torch.Generator().manual_seed(0)).to(dtype).to(device)
+    x, gate = product[..., :1500].contiguous(), 3 * product[..., 1500:]
+    found = gated(x, product[..., 1500:])
+    close(found, reference.gated(x, product[..., 1500:]), dtype)
+    assert not torch.equal(found, gated(x, gate))
+    assert torch.equal(gated(x[1:, 2:].contiguous(), product[1:, 2:, 1500:])[0, 0], found[1, 2])
+
+
 def test_what_it_cannot_take_is_refused() -> None:
     case, one = a_case(F32, "cpu", rows=1), torch.ones(1, 1, dtype=torch.bool)
     good: dict[str, Any] = {"product": a_product(1, 1, F32, "cpu"), "positions": placed([0], 1, "cpu"), "mask": one}
@@ -268,3 +295,5 @@ def test_what_it_cannot_take_is_refused() -> None:
         gated_norm(x.contiguous(), x.to(BF16), case.layer.norm, 1e-6)
     with pytest.raises(ValueError, match="x is"):
         gated_norm(x[..., 1:], x[..., 1:], case.layer.norm, 1e-6)
+    with pytest.raises(ValueError, match="gate is"):
+        gated(x.contiguous(), x[..., 1:])

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fastspec.kernels import reference
+from fastspec.kernels.reference.linear import PartKeys
 from fastspec.state import IDLE, RUNNING, DecodeState
 from tests.helpers.devices import devices
 from tests.helpers.states import assert_same, copy_of, random_state
@@ -44,6 +45,34 @@ def compare(whole: DecodeState, first: int, logits: Tensor, ring: bool = True, l
         assert torch.equal(entries, twins[0])
         assert torch.equal(counter, twins[1])
         assert not scratch.any()
+
+
+def keys_of(logits: Tensor, parts: int) -> PartKeys:
+    """Of logits [B, k+1, V], as if each of so many ranks had its ids."""
+    each = [reference.keys_of(part.flatten(0, 1), part.shape[-1]) for part in logits.chunk(parts, dim=-1)]
+    return PartKeys(torch.stack(each, dim=-1).unflatten(0, logits.shape[:2]), logits.shape[-1] // parts)
+
+
+@pytest.mark.parametrize("device", devices())
+@pytest.mark.parametrize("parts", [2, 4, 8])
+def test_keys_of_parts_end_a_step_as_logits_do(parts: int, device: str) -> None:
+    """Also ties between parts, NaN, infinities, and rows whose largest logit is the lowest that is finite."""
+    k, vocab = 3, 64
+    whole, rows = random_state(parts, batch=6, k=k, vocab=vocab, device=device)
+    logits = likely(rows, k, vocab, parts, device)
+    logits[0, 0, [5, 40]] = 20.0  # the lowest id of equal ones
+    logits[1, 1, 50] = NAN
+    logits[2, 0, 3], logits[3, 2] = INF, -INF
+    logits[4, 0] = torch.finfo(torch.float32).min
+    logits[5, 0, 63], logits[5, 1] = 0.0, -0.0
+    keys, theirs, by_keys = keys_of(logits, parts), copy_of(whole), copy_of(whole)
+    reference.verify_commit(logits, theirs.rows(0, 6), None, None)
+    reference.verify_commit(keys, by_keys.rows(0, 6), None, None)
+    assert_same(by_keys, theirs)
+    scratch = scratch_of(6, k, logits.device)
+    verify_commit(keys, whole.rows(0, 6), scratch, None)
+    assert_same(whole, theirs)
+    assert not scratch.any()
 
 
 def likely(rows: DecodeState, k: int, vocab: int, seed: int, device: str) -> Tensor:

@@ -90,11 +90,13 @@ def test_its_logits_are_those_of_transformers() -> None:
 
 def test_it_refuses_what_its_plan_has_no_place_for() -> None:
     config = GraniteConfig(**{**SIZES, "logits_scaling": 2.0})
-    with pytest.raises(UnsupportedModel, match=r"logits_scaling=2.0 is not supported, wanted 1.0; supported: llama"):
+    with pytest.raises(
+        UnsupportedModel, match=r"logits_scaling=2.0 is not supported, wanted 1.0; supported: .*llama, "
+    ):
         spec_from_config(config)
 
 
 def test_a_family_that_is_not_in_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(FAMILIES, "granite")
-    with pytest.raises(UnsupportedModel, match="model_type='granite' is not supported, wanted one of llama, mistral"):
+    with pytest.raises(UnsupportedModel, match=r"model_type='granite' is not supported, wanted one of .*llama, "):
         spec_from_config(GraniteConfig(**SIZES))

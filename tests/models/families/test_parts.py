@@ -93,7 +93,8 @@ def changes(case: Case) -> Iterator[Changed]:
         for name, other in rope_changes(rope):
             yield f"rope {at} {name}", replace(spec, ropes=(*spec.ropes[:at], other, *spec.ropes[at + 1 :])), weights
     experts = weights.layers[1].experts
-    for field in dataclasses.fields(ExpertWeights) if experts is not None else ():
+    tensors = [field for field in dataclasses.fields(ExpertWeights) if field.name != "joined"]
+    for field in tensors if experts is not None else ():
         if getattr(experts, field.name) is not None:
             other = replace(experts, **{field.name: flipped(getattr(experts, field.name))})
             yield field.name, spec, with_layer(weights, 1, experts=other)
@@ -267,7 +268,14 @@ def test_long_factors_are_those_of_the_room_a_generator_has() -> None:
     assert spec_from_config(config_of("phi3")).for_length(512) == spec_from_config(config_of("phi3"))
 
 
-DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+def test_dynamic_frequencies_are_those_within_the_context() -> None:
+    for family in ("seed_oss", "phi3"):
+        config = config_of(family)
+        plain = spec_from_config(config)
+        config.rope_parameters = {**config.rope_parameters, "rope_type": "dynamic", "factor": 2.0}  # type: ignore[dict-item]
+        assert spec_from_config(config) == plain
+
+
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("gemma2", {"hidden_activation": "gelu"}, "hidden_activation='gelu' is not supported, wanted 'gelu_pytorch_tanh'"),
     ("gemma2", {"attn_logit_softcapping": -1.0}, "attn_logit_softcapping=-1.0"),
@@ -297,10 +305,14 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ),
     (
         "seed_oss",
-        {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
-        "rope_type='dynamic'",
+        {"rope_parameters": {"rope_type": "proportional", "factor": 2.0, "rope_theta": 1e4}},
+        "rope_type='proportional'",
     ),
-    ("hunyuan", {"rope_parameters": DYNAMIC}, "rope_type='dynamic'"),
+    (
+        "hunyuan",
+        {"rope_parameters": {"rope_type": "dynamic", "factor": 0.0, "rope_theta": 1e4}},
+        "parameters.factor=0.0",
+    ),
     ("starcoder2", {"norm_epsilon": -1.0}, "norm_epsilon=-1.0"),
     ("cohere", {"use_qk_norm": True}, "use_qk_norm=True"),
     ("cohere2", {"logit_scale": 0.0}, "logit_scale=0.0"),

@@ -76,6 +76,19 @@ SHAPES: dict[str, dict[str, Any]] = {
         **{"rope_scaling": None, "rope_theta": 1000000, "sliding_window": 8, "sliding_window_pattern": 2},
         **{"max_position_embeddings": 32768, "torch_dtype": "bfloat16"},
     ),
+    "rnj-1": made(
+        *("Gemma3ForCausalLM", "gemma3_text"),
+        **{**GEMMA, "attn_logit_softcapping": None, "final_logit_softcapping": 30.0, "rope_local_base_freq": 10000.0},
+        **{"rope_scaling": {**YARN, "attn_factor": 1.0, "extrapolation_factor": 1.0, "rope_type": "yarn"}},
+        **{"layer_types": ["full_attention"] * 4, "rope_theta": 10000.0, "sliding_window": 32768},
+        **{"max_position_embeddings": 32768, "tie_word_embeddings": False, "sliding_window_pattern": 1},
+    ),
+    "qwen2 stretched while it runs": made(
+        *("Qwen2ForCausalLM", "qwen2"),
+        **{"hidden_act": "silu", "rms_norm_eps": 1e-6, "rope_theta": 1e6, "tie_word_embeddings": False},
+        **{"rope_scaling": {"type": "dynamic", "factor": 6.0}, "max_position_embeddings": 32768},
+        **{"use_sliding_window": False, "sliding_window": 32768, "max_window_layers": 4},
+    ),
     "phi-3-mini-4k": {**PHI, **code_beside("Phi3"), "sliding_window": 8, "num_key_value_heads": 4},
     "phi-4": {**PHI, "sliding_window": None, "max_position_embeddings": 16384, "rope_theta": 250000},
     "phi-4-mini": {

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from fastspec.kernels.ops import TORCH_OPS
 from fastspec.kv_cache.cache import PagedKVCache
@@ -17,14 +16,12 @@ from fastspec.models.heads.eagle3_spec import Eagle3Spec
 from fastspec.models.heads.weights import allocate_head
 from fastspec.models.weights.load import DecoderWeights, load_weights
 from fastspec.models.weights.pair import resolve_pair
-from fastspec.shapes import UNTILED, ForwardBatch
+from fastspec.shapes import UNTILED
+from tests.helpers.chain_passes import CLOSE, ROWS, check_passes, fed
 from tests.helpers.checkpoints import make_checkpoint
 from tests.helpers.heads import HIDDEN, LAYERS, VOCAB, eagle3_tensors, write_eagle3, write_speculators
 from tests.helpers.heads_definition import Definition
 
-ROWS = 11
-# sums of some hundred products in fp32, in another order, through a layer or two
-CLOSE = {"rtol": 2e-5, "atol": 2e-5}
 CPU = torch.device("cpu")
 
 
@@ -48,13 +45,6 @@ def built(target: Path, head: Path) -> tuple[Eagle3, DecoderWeights]:
     sizes = spec.num_kv_heads, spec.head_dim
     cache = PagedKVCache.allocate(spec.num_layers, 5, 4, *sizes, dtype=torch.float32, device=CPU)
     return Eagle3(spec, pending.weights, cache, TORCH_OPS, max_positions=16, batch=1, max_queries=8), shared
-
-
-def fed(following: Tensor, start: int, stop: int) -> ForwardBatch:
-    positions = torch.arange(start, stop)[None]
-    table = torch.tensor([[3, 1, 4, 2]])
-    mask = torch.ones(1, stop - start, dtype=torch.bool)
-    return ForwardBatch(following[None, start:stop], positions, mask, table, 1, UNTILED)
 
 
 VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # how tensors are made, and what the config says
@@ -99,22 +89,8 @@ def test_passes_are_the_definition(variant: str, layout: str, target: Path, tmp_
     following = torch.randint(VOCAB, (ROWS,), generator=generator)
     g = definition.condense(features)
     torch.testing.assert_close(model.condense(features[None], UNTILED)[0], g, **CLOSE)
-    x = definition.behind(g, following)
-
-    whole = model.drafted(g[None], fed(following, 0, ROWS))
-    torch.testing.assert_close(whole[0], x, **CLOSE)
-    torch.testing.assert_close(model.logits(whole, UNTILED)[0], definition.logits(x), **CLOSE)
-    torch.testing.assert_close(model.feature(whole)[0], definition.feature(x), **CLOSE)
-    best = torch.zeros(ROWS, dtype=torch.int64)
-    model.argmax(whole[0], model.vocab_size, UNTILED, best)
-    assert torch.equal(best, definition.logits(x).argmax(-1))
-
-    model.cache.keys.fill_(torch.nan)
-    made = model.absorb(g[None, :7], fed(following, 0, 7))
-    torch.testing.assert_close(model.resumed(made[:, 6:], fed(following * 0, 6, 7))[0, 0], x[6], **CLOSE)
-    for row in range(7, ROWS):
-        one = model.drafted(g[None, row : row + 1], fed(following, row, row + 1))
-        torch.testing.assert_close(one[0, 0], x[row], **CLOSE)
+    whole, x = check_passes(model, definition, g, following)
+    torch.testing.assert_close(model.feature(whole), definition.feature(x), **CLOSE)
 
 
 @torch.inference_mode()

@@ -22,7 +22,8 @@ from fastspec.models.heads.mtp_spec import MtpSpec
 from fastspec.models.heads.weights import allocate_head
 from fastspec.models.weights.load import DecoderWeights, load_weights
 from fastspec.models.weights.pair import resolve_pair
-from fastspec.shapes import UNTILED, ForwardBatch
+from fastspec.shapes import UNTILED
+from tests.helpers.chain_passes import CLOSE, ROWS, check_passes, fed
 from tests.helpers.checkpoints import make_model
 from tests.helpers.hybrid import make_hybrid
 from tests.helpers.mtp import (
@@ -36,9 +37,6 @@ from tests.helpers.mtp import (
     write_target,
 )
 
-ROWS = 11
-# sums of some hundred products in fp32, in another order, through one layer
-CLOSE = {"rtol": 2e-5, "atol": 2e-5}
 CPU = torch.device("cpu")
 LAYOUTS = ("mimo", "nextn", "mtp")
 
@@ -64,12 +62,6 @@ def built(target: Path) -> tuple[Mtp, DecoderWeights]:
     return Mtp(spec, pending.weights, cache, TORCH_OPS, max_positions=16, batch=1, max_queries=8), shared
 
 
-def fed(following: Tensor, start: int, stop: int) -> ForwardBatch:
-    positions, table = torch.arange(start, stop)[None], torch.tensor([[3, 1, 4, 2]])
-    mask = torch.ones(1, stop - start, dtype=torch.bool)
-    return ForwardBatch(following[None, start:stop], positions, mask, table, 1, UNTILED)
-
-
 def inputs(hidden: int, vocab: int) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(1)
     return torch.randn(ROWS, hidden, generator=generator), torch.randint(vocab, (ROWS,), generator=generator)
@@ -82,21 +74,9 @@ def test_passes_are_the_definition(layout: str, tmp_path: Path) -> None:
     model, _ = built(target)
     definition = MtpDefinition.of(live, tensors, layout)
     g, following = inputs(live.config.hidden_size, live.config.vocab_size)
-    x = definition.behind(g, following)
-    whole = model.drafted(model.condense(g[None, :, None], UNTILED), fed(following, 0, ROWS))
-    torch.testing.assert_close(whole[0], x, **CLOSE)
-    torch.testing.assert_close(model.logits(whole, UNTILED)[0], definition.logits(x), **CLOSE)
+    assert torch.equal(model.condense(g[None, :, None], UNTILED), g[None])
+    whole, _ = check_passes(model, definition, g, following)
     assert torch.equal(model.feature(whole), whole)
-    best = torch.zeros(ROWS, dtype=torch.int64)
-    model.argmax(whole[0], model.vocab_size, UNTILED, best)
-    assert torch.equal(best, definition.logits(x).argmax(-1))
-
-    model.cache.keys.fill_(torch.nan)
-    made = model.absorb(g[None, :7], fed(following, 0, 7))
-    torch.testing.assert_close(model.resumed(made[:, 6:], fed(following * 0, 6, 7))[0, 0], x[6], **CLOSE)
-    for row in range(7, ROWS):
-        one = model.drafted(g[None, row : row + 1], fed(following, row, row + 1))
-        torch.testing.assert_close(one[0, 0], x[row], **CLOSE)
     swapped = MtpDefinition.of(live, tensors, "mtp" if layout == "mimo" else "mimo").behind(g, following)
     assert not torch.allclose(whole[0], swapped, **CLOSE), "the order of the two halves is seen"
 

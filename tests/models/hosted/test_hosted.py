@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import threading
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import PreTrainedModel
+from transformers import CONFIG_MAPPING, PreTrainedModel
 from transformers.utils import logging
 
 from fastspec.errors import CheckpointError, UnsupportedModel, UnsupportedOption
@@ -24,7 +24,7 @@ from fastspec.models.weights.pair import resolve_pair
 from fastspec.models.weights.sources import resolve
 from fastspec.output import GenerateOutput
 from tests.helpers import checkpoints, model_table
-from tests.helpers.hosted import REFUSED, config_of, make_model, refused_config
+from tests.helpers.hosted import LONG, REFUSED, config_of, make_model, refused_config
 from tests.helpers.versions import OLDER
 
 # GPT-2's Conv1D and learned positions; parallel residuals; shared K/V and two head sizes; experts; sinks and biases;
@@ -95,6 +95,29 @@ def test_a_directory_is_hosted_as_the_live_module_and_drafts_for_native_models(t
         assert texts_of(gen).new_tokens == oracle(model)
     with generator(native) as plain, generator(native, tmp_path / "hosted") as gen:
         assert texts_of(gen).new_tokens == texts_of(plain).new_tokens
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_type": "dynamic"},
+        {"rope_type": "longrope", **LONG, "original_max_position_embeddings": 48},
+        {"rope_type": "longrope", **LONG, "long_factor": LONG["short_factor"], "original_max_position_embeddings": 8},
+    ],
+    ids=["dynamic", "short factors alone", "both the same"],
+)
+def test_frequencies_that_change_beyond_the_context_alone_are_those_within_it(
+    rope: dict[str, Any], tmp_path: Path
+) -> None:
+    rope = {"rope_theta": 1e4, "factor": 4.0, "partial_rotary_factor": 0.5, **rope}
+    model = make_model("stablelm", rope_parameters=rope, max_position_embeddings=48)
+    model.save_pretrained(tmp_path)
+    wanted = oracle(model)
+    for source in (model, tmp_path):
+        with generator(source, max_length=48) as gen:
+            assert texts_of(gen).new_tokens == wanted
+        with pytest.raises(ValueError, match="max_length"):
+            generator(source, max_length=49)
 
 
 def test_a_native_family_has_the_same_text_when_it_is_hosted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -251,6 +274,7 @@ def test_numbers_that_modules_put_on_a_device_are_not_copied_there() -> None:
 
     class Running:
         inside, tiling, queries, ops = False, swaps.Tiling(8, 8), 1, None
+        constants: ClassVar[dict[Any, torch.Tensor]] = {}
 
     x = torch.tensor(1e-5, dtype=torch.float32)
     with swaps.FixedShapes(Running()):  # type: ignore[arg-type]
@@ -261,6 +285,17 @@ def test_numbers_that_modules_put_on_a_device_are_not_copied_there() -> None:
     ]
     assert [each.device.type for each in here] == ["cpu", "cpu", "meta", "cpu"]
     assert swaps.number_on_device(2.5, device="meta") is not None
+    assert [each.shape for each in Running.constants.values()] == [(2,)]
+    kept = dict[Any, torch.Tensor]()
+    values = torch.arange(6, dtype=torch.float64)
+    for dtype in (None, torch.float32, torch.float32):
+        found = swaps.constant_on_device(kept, torch.Tensor.to, values.view(2, 3), *([dtype] if dtype else []), "meta")
+        assert found is not None
+        assert (found.shape, found.dtype) == ((2, 3), dtype or torch.float64)
+    assert len(kept) == 2, "the same values are put there once"
+    for other in (values, values.to("meta"), torch.zeros(1 << 16)):
+        device = "cpu" if other is values else "meta"
+        assert swaps.constant_on_device(kept, torch.Tensor.to, other, device) is None
     assert swaps.number_on_device(x, torch.bfloat16) is None
 
 
@@ -292,3 +327,14 @@ def test_the_page_of_model_types_is_what_a_trial_of_each_gives() -> None:
     now = model_table.page()
     assert "DIFFERS" not in now
     assert model_table.PAGE.read_text(encoding="utf-8") == now
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not OLDER, reason="the page is that of this transformers")
+def test_an_older_transformers_hosts_what_the_page_says_or_it_is_refused() -> None:
+    model_table.be_quiet()
+    hosted = {name: row for name, row in model_table.published().items() if row.verdict == "hosted"}
+    found = {name: model_table.entry(name) for name in hosted if name in CONFIG_MAPPING}
+    assert len(found) > 60
+    assert {name for name, row in found.items() if row != hosted[name] and row.verdict != "refused"} == set()
+    assert sum(row.verdict == "refused" for row in found.values()) < 8

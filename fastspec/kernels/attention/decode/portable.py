@@ -6,54 +6,12 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from fastspec.kernels.attention.decode.prefetch import peek, warm
 from fastspec.kernels.attention.prefill import pages_of, sink_of, slots_of, tanh
-from fastspec.kernels.attention.rope import NEW_ROWS, append, apply_rope, cache_of_row, columns
+from fastspec.kernels.attention.rope import NEW_ROWS, append, apply_rope, cache_of_row, columns, new_places
 
 FAN = tl.constexpr(16)  # partial sums that a CTA combines at a time
-PEEK_KEYS = tl.constexpr(256)  # keys prefetched into L2 before the wait
-
-
-@triton.jit
-def _prefetch(pointers, wanted):
-    """Asks for the 128-byte lines at `pointers` to be brought into L2 where `wanted`."""
-    tl.inline_asm_elementwise(
-        "{ .reg .pred p; setp.ne.s32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.u32 $0, 0; }",
-        "=r,l,r",
-        [pointers, wanted.to(tl.int32)],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
-@triton.jit
-def peek(
-    cache,  # PagedCache
-    position_ptr,
-    batch,
-    kv_head,
-    start,
-    num_queries,
-    split_keys,
-    WINDOW: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-):
-    """Prefetches the first PEEK_KEYS keys and values of this CTA, by the positions and the table as they are now."""
-    newest = tl.load(position_ptr + (batch + 1) * num_queries - 1, cache_modifier=".cg")
-    at = start + tl.arange(0, PEEK_KEYS)
-    wanted = (at <= newest) & (at < start + split_keys)
-    if WINDOW > 0:
-        wanted = wanted & (at > newest - num_queries - WINDOW)
-    entry = tl.minimum(at // PAGE_SIZE, cache.table_width - 1)
-    page = tl.load(cache.block_table + batch * cache.table_stride + entry, mask=wanted, other=0, cache_modifier=".cg")
-    page = tl.minimum(tl.maximum(page, 0), cache.num_pages - 1)
-    slot = ((page * PAGE_SIZE + at % PAGE_SIZE) * KV_HEADS + kv_head) * HEAD_DIM
-    LINE: tl.constexpr = 1024 // cache.k.dtype.element_ty.primitive_bitwidth  # elements of 128 bytes
-    for column in tl.static_range(0, HEAD_DIM, LINE):
-        _prefetch(cache.k + slot + column, wanted)
-        _prefetch(cache.v + slot + column, wanted)
+MOST_QUERIES = tl.constexpr(32)  # of a decoding pass there are no more [MAX_SPLIT_QUERIES]
 
 
 @triton.jit
@@ -166,6 +124,44 @@ def combine(
 
 
 @triton.jit
+def block_of(
+    pages,  # keys or values of the cache
+    cache,  # PagedCache of one row
+    first,
+    kv_head,
+    wanted,  # [BLOCK_N]
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+):
+    """[BLOCK_N, BLOCK_D] of the positions first .. first + BLOCK_N - 1, zero where not `wanted`; past L1."""
+    BLOCK_N: tl.constexpr = wanted.shape[0]
+    dim, inside = columns(HEAD_DIM, BLOCK_D)
+    page = pages_of(cache, first, PAGE_SIZE, BLOCK_N)
+    place, row_slot = slots_of(page, first, kv_head, KV_HEADS, HEAD_DIM, PAGE_SIZE, BLOCK_N)
+    mask = wanted[:, None] & inside[None, :]
+    return tl.load(pages + place + (row_slot + dim[None, :]), mask=mask, other=0.0, cache_modifier=".cg")
+
+
+@triton.jit
+def weighed(scores, v, at, position, top, totals, out, scoring, WINDOW: tl.constexpr):
+    """The running (top, totals, out) of a softmax after one more block of keys `at` [BLOCK_N]."""
+    if scoring.cap is not None:
+        scores = scoring.cap * tanh(scores)
+    seen = at[None, :] <= position[:, None]
+    if WINDOW > 0:
+        seen = seen & (at[None, :] > position[:, None] - WINDOW)
+    scores = tl.where(seen, scores, -float("inf"))
+    new_top = tl.maximum(top, tl.max(scores, axis=1))
+    # a row that has seen nothing keeps top = -inf; shifting by 0 makes its weights exp2(-inf) = 0, not NaN
+    shift = tl.where(new_top == -float("inf"), 0.0, new_top)
+    weights = tl.exp2(scores - shift[:, None])
+    keep = tl.exp2(top - shift)[:, None]
+    return new_top, totals * keep + weights, tl.dot(weights.to(v.dtype), v, out * keep, input_precision="ieee")
+
+
+@triton.jit
 def attend_split(
     q1,
     q2,
@@ -174,6 +170,7 @@ def attend_split(
     kv_head,
     begin,
     stop,
+    old,  # (K of the first block as they were before this pass, position from which on keys are new); or None
     scoring,  # Scoring
     WINDOW: tl.constexpr,
     KV_HEADS: tl.constexpr,
@@ -197,6 +194,15 @@ def attend_split(
     )  # a product without tensor cores holds rows
     if not HALVES:
         q = tl.reshape(tl.permute(tl.join(q1, q2), (0, 2, 1)), ROWS, BLOCK_D)
+    if old is not None:
+        at = begin + tl.arange(0, BLOCK_N)
+        is_new, inner = at >= old[1], at < stop
+        k = block_of(cache.k, cache, begin, kv_head, is_new & inner, KV_HEADS, HEAD_DIM, BLOCK_D, PAGE_SIZE)
+        v = block_of(cache.v, cache, begin, kv_head, inner, KV_HEADS, HEAD_DIM, BLOCK_D, PAGE_SIZE).to(q.dtype)
+        k = tl.where(is_new[:, None], k, old[0]).to(q.dtype)
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scoring.factor
+        top, totals, out = weighed(scores, v, at, position, top, totals, out, scoring, WINDOW)
+        begin += BLOCK_N
     for first in tl.range(begin, stop, BLOCK_N, num_stages=STAGES):
         page = pages_of(cache, first, PAGE_SIZE, BLOCK_N)
         place, row_slot = slots_of(page, first, kv_head, KV_HEADS, HEAD_DIM, PAGE_SIZE, BLOCK_N)
@@ -214,21 +220,8 @@ def attend_split(
         else:
             k = tl.load(cache.k + place + slot, mask=mask, other=0.0).to(q.dtype)
             scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scoring.factor
-        if scoring.cap is not None:
-            scores = scoring.cap * tanh(scores)
         v = tl.load(cache.v + place + slot, mask=mask, other=0.0).to(q1.dtype)
-        seen = at[None, :] <= position[:, None]
-        if WINDOW > 0:
-            seen = seen & (at[None, :] > position[:, None] - WINDOW)
-        scores = tl.where(seen, scores, -float("inf"))
-        new_top = tl.maximum(top, tl.max(scores, axis=1))
-        # a row that has seen nothing keeps top = -inf; shifting by 0 makes its weights exp2(-inf) = 0, not NaN
-        shift = tl.where(new_top == -float("inf"), 0.0, new_top)
-        weights = tl.exp2(scores - shift[:, None])
-        keep = tl.exp2(top - shift)[:, None]
-        totals = totals * keep + weights
-        out = tl.dot(weights.to(q1.dtype), v, out * keep, input_precision="ieee")
-        top = new_top
+        top, totals, out = weighed(scores, v, at, position, top, totals, out, scoring, WINDOW)
     return averaged(out, top, tl.sum(totals, axis=1))
 
 
@@ -251,6 +244,7 @@ def _decode_kernel(
     ROWS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
+    EAGER: tl.constexpr,  # what no product writes is read before the wait
     PDL: tl.constexpr,
 ):
     split = tl.program_id(1)
@@ -259,26 +253,21 @@ def _decode_kernel(
     tile, pair = tl.program_id(0) % tiles, (tl.program_id(0) // tiles).to(tl.int64)
     batch, kv_head = pair // KV_HEADS, pair % KV_HEADS
     start = split * split_keys
+    row_cache = cache_of_row(cache, batch)
     if PDL:
         gdc_launch_dependents()
         peek(
             cache, tokens.positions, batch, kv_head, start, num_queries, split_keys,
             WINDOW, KV_HEADS, HEAD_DIM, PAGE_SIZE,
         )  # fmt: skip
-        gdc_wait()
+        if not EAGER:
+            gdc_wait()
 
     row = tile * ROWS + tl.arange(0, ROWS)
     valid = row < rows
     at = batch * num_queries + row // GROUP
     # a padding row sees nothing
-    position = tl.load(tokens.positions + at, mask=valid, other=-1)
-    column = tl.arange(0, BLOCK_D // 2)
-    mask = valid[:, None] & (column < HEAD_DIM // 2)[None, :]
-    head = (at * ((GROUP + 2) * KV_HEADS) + kv_head * GROUP + row % GROUP) * HEAD_DIM
-    source = tokens.qkv + head[:, None] + column[None, :]
-    q1 = tl.load(source, mask=mask, other=0.0)
-    q2 = tl.load(source + HEAD_DIM // 2, mask=mask, other=0.0)
-
+    position = tl.load(tokens.positions + at, mask=valid, other=-1, cache_modifier=".cg")
     # the splits that this tile looks into; positions beyond the launch are clamped to it
     newest = tl.minimum(tl.max(position, axis=0), tl.num_programs(1) * split_keys - 1).to(tl.int32)
     oldest = 0
@@ -287,22 +276,39 @@ def _decode_kernel(
         oldest = tl.minimum(tl.maximum(oldest, 0), newest).to(tl.int32)
     first, last = oldest // split_keys, newest // split_keys
     if (split < first) | (split > last):
-        return
+        return  # other CTAs of the tile wait
     begin, stop = tl.maximum(start, oldest // BLOCK_N * BLOCK_N), tl.minimum(start + split_keys, newest + 1)
-
-    row_cache = cache_of_row(cache, batch)
+    places = new_places(tokens, row_cache, batch, kv_head, 0, start, stop, num_queries, KV_HEADS, HEAD_DIM, PAGE_SIZE)
+    if EAGER == 2:
+        each = tl.arange(0, MOST_QUERIES)
+        there = each < num_queries
+        new = tl.load(tokens.positions + batch * num_queries + each, mask=there, other=0, cache_modifier=".cg")
+        first_new = tl.min(tl.where(there, new, newest), axis=0)
+        key = begin + tl.arange(0, BLOCK_N)
+        wanted = (key < first_new) & (key < stop)
+        k = block_of(row_cache.k, row_cache, begin, kv_head, wanted, KV_HEADS, HEAD_DIM, BLOCK_D, PAGE_SIZE)
+        old = (k, first_new)
+    else:
+        old = None
+    if EAGER and PDL:
+        warm(tokens, position, valid, HEAD_DIM, BLOCK_D)
+        gdc_wait()
+    column = tl.arange(0, BLOCK_D // 2)
+    mask = valid[:, None] & (column < HEAD_DIM // 2)[None, :]
+    head = (at * ((GROUP + 2) * KV_HEADS) + kv_head * GROUP + row % GROUP) * HEAD_DIM
+    source = tokens.qkv + head[:, None] + column[None, :]
+    q1 = tl.load(source, mask=mask, other=0.0)
+    q2 = tl.load(source + HEAD_DIM // 2, mask=mask, other=0.0)
     q1, q2 = apply_rope(q1, q2, position, valid, tokens, tokens.q_norm, HEAD_DIM, BLOCK_D)
-    append(
-        tokens, row_cache, batch, kv_head, 0, start, stop, num_queries, KV_HEADS, GROUP, HEAD_DIM, BLOCK_D, PAGE_SIZE
-    )
+    append(tokens, row_cache, kv_head, 0, num_queries, places, KV_HEADS, GROUP, HEAD_DIM, BLOCK_D)
     for first_row in range(NEW_ROWS, num_queries, NEW_ROWS):  # the first rows are handled above, without branches
-        append(
-            tokens, row_cache, batch, kv_head, first_row, start, stop, num_queries,
-            KV_HEADS, GROUP, HEAD_DIM, BLOCK_D, PAGE_SIZE,
-        )  # fmt: skip
+        places = new_places(
+            tokens, row_cache, batch, kv_head, first_row, start, stop, num_queries, KV_HEADS, HEAD_DIM, PAGE_SIZE
+        )
+        append(tokens, row_cache, kv_head, first_row, num_queries, places, KV_HEADS, GROUP, HEAD_DIM, BLOCK_D)
     tl.debug_barrier()  # what other threads stored is read below
     mean, weight = attend_split(
-        q1, q2, row_cache, position, kv_head, begin, stop, scoring,
+        q1, q2, row_cache, position, kv_head, begin, stop, old, scoring,
         WINDOW, KV_HEADS, HEAD_DIM, BLOCK_D, PAGE_SIZE, ROWS, BLOCK_N, STAGES,
     )  # fmt: skip
 

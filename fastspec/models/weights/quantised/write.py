@@ -1,8 +1,11 @@
 """Writes a quantised copy of a checkpoint, in the layout of compressed-tensors, which other engines read too.
 
     fp8   weight e4m3 [N, K], weight_scale [N, 1]
-    int8  weight int8 [N, K], weight_scale [N, 1]
-    int4  weight_packed int32 [N, K/8] (low nibble first), weight_scale [N, K/G], weight_shape [2]; symmetric
+    int8  weight_packed int32 [N, K/4] (low byte first), weight_scale [N, 1], weight_shape [2]
+    int4  weight_packed int32 [N, K/8] (low nibble first), weight_scale [N, K/G], weight_shape [2]
+
+Codes of both are symmetric, with half their range added. int8 as bytes ("int-quantized") is for engines that round
+activations too: some refuse it where, as here, activations stay as they are.
 
 Matrices of layers are rounded as `draft_quantization=` rounds them while a model is loaded, by
 `kernels/common/rounding.py`: both give the same values. Embedding, head, norms and biases stay as they are.
@@ -31,7 +34,7 @@ from fastspec.models.weights.shapes import tensor_shapes
 from fastspec.models.weights.shards import INDEX, ShardTensors, read_json
 from fastspec.models.weights.sources import resolve
 
-_LAYOUTS: Final = {"fp8": "float-quantized", "int8": "int-quantized", "int4": "pack-quantized"}
+_LAYOUTS: Final = {"fp8": "float-quantized", "int8": "pack-quantized", "int4": "pack-quantized"}
 _WEIGHTS: Final = (".safetensors", ".bin", ".pt", ".pth")
 
 
@@ -124,17 +127,18 @@ def _write(
 def _parts(codes: Codes, dtype: torch.dtype) -> dict[str, Tensor]:
     """The stored tensors of a matrix; its scales in the dtype that the matrix had, or bf16, which holds them."""
     scales = codes.scales.to(torch.float32 if dtype is torch.float32 else torch.bfloat16)
-    if codes.kind.format == "int4":
-        shape = torch.tensor(codes.codes.shape, dtype=torch.int64, device="cpu")
-        return {"weight_packed": packed(codes.codes), "weight_scale": scales, "weight_shape": shape}
-    stored = torch.float8_e4m3fn if codes.kind.format == "fp8" else torch.int8
-    return {"weight": codes.codes.view(stored), "weight_scale": scales}
+    if codes.kind.format == "fp8":
+        return {"weight": codes.codes.view(torch.float8_e4m3fn), "weight_scale": scales}
+    words = packed(codes.codes, 4) if codes.kind.format == "int4" else packed(codes.codes ^ 128, 8)
+    shape = torch.tensor(codes.codes.shape, dtype=torch.int64, device="cpu")
+    return {"weight_packed": words, "weight_scale": scales, "weight_shape": shape}
 
 
-def packed(codes: Tensor) -> Tensor:
-    """int32 words [..., W] of codes of 4 bits, uint8 [..., 8 W]; the first is in the lowest bits."""
-    eights = codes.to(torch.int64).unflatten(-1, (-1, 8))
-    words = sum(eights[..., place] << 4 * place for place in range(8))
+def packed(codes: Tensor, bits: int) -> Tensor:
+    """int32 words [N, W] of codes, uint8 [N, K], K at most W * 32 / bits; the first is in the lowest bits."""
+    count = 32 // bits
+    whole = torch.nn.functional.pad(codes.to(torch.int64), (0, -codes.shape[1] % count)).unflatten(1, (-1, count))
+    words = sum(whole[..., place] << bits * place for place in range(count))
     return torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)
 
 

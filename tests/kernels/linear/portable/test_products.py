@@ -11,7 +11,7 @@ from torch import Tensor
 from fastspec.kernels import reference
 from fastspec.kernels.common.weights import Weight
 from tests.helpers.devices import devices
-from tests.helpers.products import product_case, widened
+from tests.helpers.products import EPILOGUES, product_case, widened
 
 pytest.importorskip("triton", reason="Triton ships for Linux only")
 
@@ -19,16 +19,6 @@ from fastspec.kernels.common import launch as launching
 from fastspec.kernels.linear.portable import products as tile
 
 NAN = float("nan")
-EPILOGUES = [
-    "plain",
-    "bias",
-    "residual",
-    "norm",
-    "norm+bias+residual",
-    "gated",
-    "norm+gated+bias+residual",
-    "norm+fp32",
-]
 # the interpreter has no bf16 products
 DTYPES = {"cpu": [torch.float32, torch.float16], "cuda": [torch.float32, torch.float16, torch.bfloat16]}
 

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from transformers import PreTrainedModel
 
 from fastspec.errors import UnsupportedModel
-from fastspec.models.config import spec_from_config
+from fastspec.kernels.ops import TORCH_OPS
+from fastspec.models.config import ModelSpec, spec_from_config
 from fastspec.models.families.plan import ExpertsPlan, LayerPlan
-from fastspec.models.weights.load import load_weights
+from fastspec.models.weights.load import DecoderWeights, load_weights
 from fastspec.models.weights.sliced import local_spec
 from fastspec.models.weights.sources import resolve
 from fastspec.parallel.slices import share_of
+from fastspec.runtime.explain import shared_expert
 from fastspec.shapes import ClampedGate, RoutingRule, Tiling
+from tests.helpers import hybrid
 from tests.helpers.families import VOCAB, config_of, decoder, logits_of, make_family
 
 
@@ -75,3 +81,63 @@ def test_a_token_does_not_feel_which_experts_its_neighbours_have() -> None:
         found = logits_of(model, torch.cat((prompt[:, :1], others), dim=1), 20, tiling)[:, 0]
         first = found if first is None else first
         assert torch.equal(found, first)
+
+
+JOINING = replace(TORCH_OPS, joins_shared=lambda dtype, hidden, device: True)
+
+
+def joined_and_apart(model: PreTrainedModel) -> tuple[ModelSpec, DecoderWeights, DecoderWeights]:
+    """A model's spec and its weights, with the shared expert among the others and beside them."""
+    checkpoint = resolve(model, role="target")
+    options: dict[str, Any] = {"dtype": torch.float32, "device": torch.device("cpu"), "progress": False}
+    return (
+        checkpoint.native,
+        load_weights(checkpoint, ops=JOINING, **options),
+        load_weights(checkpoint, **options),
+    )
+
+
+@pytest.mark.parametrize("family", ["glm4_moe", "qwen2_moe", "qwen3_5_moe", "next"])
+def test_a_shared_expert_may_be_the_last_of_all(family: str) -> None:
+    """The same logits, from the same bytes; the correction, groups and scale of the router do not reach it."""
+    if family in hybrid.KINDS:
+        model = hybrid.make_hybrid(family, shared_expert_intermediate_size=32)
+    else:
+        width = {"shared_expert_intermediate_size": 48} if family == "qwen2_moe" else {}
+        model = make_family(family, **width)
+    spec, joined, apart = joined_and_apart(model)
+    mixtures = [layer for layer in joined.layers if layer.experts is not None]
+    assert all(layer.experts.joined and layer.gate_up is None for layer in mixtures if layer.experts)
+    assert not any(layer.experts.joined for layer in apart.layers if layer.experts)
+    assert joined.nbytes() == apart.nbytes() == spec.weight_bytes(torch.float32)
+    ids = torch.randint(VOCAB, (1, 20), generator=torch.Generator().manual_seed(3))
+    made, found = (hybrid.decoder, hybrid.logits_of) if family in hybrid.KINDS else (decoder, logits_of)
+    tiling = Tiling(rows=8, queries=8)
+    expected, given = found(made(spec, apart), ids, 0, tiling), found(made(spec, joined), ids, 0, tiling)
+    torch.testing.assert_close(given, expected, rtol=2e-4, atol=2e-4)  # sums in another order, logits around 10
+    for layer in mixtures:  # neither the shared expert nor its gate is idle
+        assert layer.experts is not None
+        layer.experts.down.data[-1] *= 1.5
+    assert not torch.allclose(found(made(spec, joined), ids, 0, tiling), expected, rtol=1e-2, atol=1e-2)
+
+
+def test_a_shared_expert_of_another_width_stays_beside_the_others() -> None:
+    for model in (make_family("qwen2_moe"), make_family("glm4_moe", n_shared_experts=2)):
+        _, joined, _ = joined_and_apart(model)
+        assert not any(layer.experts.joined for layer in joined.layers if layer.experts)
+        assert all(layer.gate_up is not None for layer in joined.layers)
+
+
+def test_what_is_told_of_a_shared_expert() -> None:
+    def told(family: str, which: int, ops: str = "triton", dtype: torch.dtype = torch.float32, **changes: Any) -> str:
+        spec, *weights = joined_and_apart(make_family(family, **changes))
+        parts = SimpleNamespace(target=decoder(spec, weights[which]), ops=SimpleNamespace(name=ops))
+        settings: Any = SimpleNamespace(ranks=0, layout=SimpleNamespace(target_dtype=dtype))
+        engine: Any = SimpleNamespace(parts=parts)
+        return shared_expert(settings, engine)
+
+    assert told("glm4_moe", 0).endswith("the last of those that a token has: no launches of its own")
+    assert told("glm4_moe", 1).endswith("in fp32")
+    assert told("glm4_moe", 1, "torch").endswith("computed by torch")
+    assert told("qwen2_moe", 1, dtype=torch.bfloat16).endswith("80 wide, the others 48")
+    assert told("qwen3_moe", 0) == ""

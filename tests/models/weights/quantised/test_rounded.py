@@ -20,6 +20,7 @@ from fastspec.models.weights.pair import resolve_pair
 from fastspec.models.weights.sources import Checkpoint, resolve
 from tests.helpers import quantised
 from tests.helpers.checkpoints import make_checkpoint
+from tests.helpers.live_bytes import LiveBytes
 from tests.models.weights.quantised.test_checkpoints import KINDS, SMALL, made
 
 CPU = torch.device("cpu")
@@ -46,12 +47,17 @@ def test_matrices_are_rounded_and_a_drafts_head_too(plain: Path, form: str) -> N
         assert checkpoint.bytes_loaded(torch.float32, CPU, TORCH_OPS) == weights.nbytes()
 
 
-@pytest.mark.parametrize("form", [*FORMATS, None])
-def test_packed_weights_are_made_run_by_run(form: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU: two tiles at a time give the bits of whole matrices, also of gate and up, whose rows alternate."""
+@pytest.mark.parametrize(("form", "kept"), [*((form, True) for form in FORMATS), ("int4", False), (None, False)])
+def test_packed_weights_are_made_run_by_run(
+    form: str | None, kept: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU: two tiles at a time give the bits of whole matrices, also of gate and up, whose rows alternate.
+
+    kept: as codes, or as the values that they stand for.
+    """
     ops = replace(
         TORCH_OPS,
-        keeps_codes=lambda shape, kind, *_: can_pack_codes(shape, kind),
+        keeps_codes=lambda shape, kind, *_: kept and can_pack_codes(shape, kind),
         weight_format=lambda shape, dtype, _: "packed" if can_pack(shape, dtype) else "rows",
     )
     sizes = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32, "tie_word_embeddings": False}
@@ -72,8 +78,34 @@ def test_packed_weights_are_made_run_by_run(form: str | None, tmp_path: Path, mo
             formats.add(weight.format)
             assert torch.equal(weight.unpack(), getattr(other, name).unpack()), name
     assert torch.equal(packed.head.unpack(), rows.head.unpack())
-    assert formats == {"packed" if form is None else "codes"}
+    assert formats == {"codes" if kept else "packed"}
     assert {16, 32} <= set(runs), "gate and up by turns, others in runs of two tiles"
+
+
+@pytest.mark.parametrize("form", ["int4", "int8"])
+def test_beside_the_quantised_model_lies_less_than_a_layer(
+    form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each reader of a GPU has a run of its own, which is to a layer of an 8B as here to a layer of this model."""
+    round_codes = pytest.importorskip("fastspec.kernels.round_codes", reason="Triton ships for Linux only")
+    ops = replace(
+        TORCH_OPS,
+        keeps_codes=lambda shape, kind, *_: can_pack_codes(shape, kind),
+        pack_rounded=round_codes.pack_rounded,
+    )
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32}
+    plain = make_checkpoint(tmp_path / "model", "llama3", **{**sizes, "tie_word_embeddings": False})
+    checkpoint = resolve_pair(plain, None, (None, None), (form, None))[0]
+    assert isinstance(checkpoint, Checkpoint)
+    layer = 128 * (128 + 2 * 64) + 128 * 128 + 3 * 128 * 256
+    monkeypatch.setattr(loader, "VALUES", layer // 26)
+    monkeypatch.setattr(round_codes, "ROWS", 32)  # the interpreter takes its time for each program
+    with LiveBytes() as live:
+        weights = load_weights(checkpoint, dtype=torch.bfloat16, device=CPU, progress=False, ops=ops)
+    assert {each.down.format for each in weights.layers} == {"codes"}
+    assert checkpoint.bytes_loaded(torch.bfloat16, CPU, ops) == weights.nbytes()
+    beside = live.peak - weights.nbytes()
+    assert 0 < beside * loader.READERS <= 2 * layer
 
 
 def test_a_packed_weight_of_plain_and_quantised_parts(tmp_path: Path) -> None:

@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import PreTrainedModel
 
+from fastspec import FastSpecGenerator
 from fastspec.kernels.common.rounding import FORMATS
 from fastspec.models.weights.load import load_weights
 from fastspec.models.weights.quantised.write import write_quantised
@@ -25,7 +27,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(tmp_path_factory.mktemp("read") / "model", "llama3", tie_word_embeddings=False, **SMALL)
 
 
-def read_alike(path: Path, config: object, dtype: torch.dtype = torch.float32) -> None:
+def read_alike(path: Path, config: object, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     from transformers import AutoModelForCausalLM
 
     how = {"quantization_config": config, "dtype": dtype, "output_loading_info": True}
@@ -39,7 +41,11 @@ def read_alike(path: Path, config: object, dtype: torch.dtype = torch.float32) -
         mlp = layer.mlp
         assert torch.equal(one.down.unpack(), mlp.down_proj.weight)  # type: ignore[union-attr]
         assert torch.equal(one.gate_up.unpack(), torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight]))  # type: ignore[union-attr]
-        assert torch.equal(one.o.unpack(), layer.self_attn.o_proj.weight)
+        attention = layer.self_attn
+        qkv = [each.weight for each in (attention.q_proj, attention.k_proj, attention.v_proj)]
+        assert torch.equal(one.qkv.unpack(), torch.cat(qkv))
+        assert torch.equal(one.o.unpack(), attention.o_proj.weight)
+    return theirs
 
 
 @pytest.mark.parametrize("form", FORMATS)
@@ -47,7 +53,11 @@ def test_what_we_write(plain: Path, tmp_path: Path, form: str) -> None:
     from transformers.utils.quantization_config import CompressedTensorsConfig
 
     write_quantised(str(plain), tmp_path / "q", form)
-    read_alike(tmp_path / "q", CompressedTensorsConfig(run_compressed=False))
+    theirs = read_alike(tmp_path / "q", CompressedTensorsConfig(run_compressed=False))
+    ids = torch.arange(5, 25)[None] % 97
+    wanted = theirs.generate(ids, max_new_tokens=40, do_sample=False, eos_token_id=None, pad_token_id=0)
+    generator = FastSpecGenerator(tmp_path / "q", dtype=torch.float32, device="cpu", max_length=64, progress=False)
+    assert torch.equal(generator.generate(ids, max_new_tokens=40, eos_token_id=None), wanted)
 
 
 @pytest.mark.parametrize("kind", ["fp8 channel", "fp8 tensor", "fp8 block", "int8", "int4", "int4 with zeros"])

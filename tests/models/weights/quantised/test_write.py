@@ -81,9 +81,26 @@ def test_a_sharded_checkpoint_keeps_its_files(plain: Path, tmp_path: Path) -> No
     assert torch.equal(FastSpecGenerator(tmp_path / "q", **options).generate(ids, max_new_tokens=24), text)
 
 
-def test_words_are_unpacked_as_they_were_packed() -> None:
-    codes = torch.randint(16, (3, 32), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
-    assert torch.equal(unpacked(packed(codes), 4), codes)
+@pytest.mark.parametrize(("bits", "width"), [(4, 32), (8, 32), (8, 35)])
+def test_words_are_unpacked_as_they_were_packed(bits: int, width: int) -> None:
+    codes = torch.randint(2**bits, (3, width), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
+    assert torch.equal(unpacked(packed(codes, bits), bits)[:, :width], codes)
+
+
+@pytest.mark.parametrize(("form", "bits"), [("int8", 8), ("int4", 4)])
+def test_whole_numbers_are_packed_as_engines_want_them_without_rounded_activations(
+    plain: Path, tmp_path: Path, form: str, bits: int
+) -> None:
+    write_quantised(str(plain), tmp_path / "q", form)
+    settings = json.loads((tmp_path / "q" / "config.json").read_text())["quantization_config"]
+    assert settings["format"] == "pack-quantized"
+    for group in settings["config_groups"].values():
+        assert group["input_activations"] is None
+        assert (group["weights"]["num_bits"], group["weights"]["symmetric"]) == (bits, True)
+    stored = load_file(tmp_path / "q" / "model.safetensors")
+    words, shape = (stored[f"model.layers.0.mlp.up_proj.weight_{part}"] for part in ("packed", "shape"))
+    assert words.dtype == torch.int32
+    assert [words.shape[0], words.shape[1] * 32 // bits] == shape.tolist()
 
 
 def test_what_cannot_be_quantised_is_refused_and_leaves_nothing(plain: Path, tmp_path: Path) -> None:

@@ -1,0 +1,49 @@
+"""Kernels imported without torch. What compiles them needs Triton alone, and torch takes longer to import than both."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+
+class _Name(type):
+    """A class that stands for something in torch, in annotations and as a key; it cannot be called."""
+
+    def __getattr__(cls, name: str) -> _Name:
+        return _named(f"{cls.__qualname__}.{name}", name)
+
+
+class _Absent(MetaPathFinder, Loader):
+    """Finds a module, which has any name that is looked up in it, for torch and everything in it."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        return ModuleSpec(fullname, self, is_package=True) if fullname.split(".")[0] == "torch" else None
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        module = ModuleType(spec.name)
+        module.__dict__["__getattr__"] = lambda name: _named(f"{spec.name}.{name}", name)
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        pass
+
+
+def leave_out_torch() -> None:
+    """Has this process import stand-ins for torch from now on, unless it has torch.
+
+    Modules with kernels may name what is in torch when they are imported; what calls it then, or takes a number from
+    it, fails.
+    """
+    if "torch" not in sys.modules:
+        sys.meta_path.insert(0, _Absent())
+
+
+def _named(qualname: str, name: str) -> _Name:
+    if name.startswith("__"):
+        raise AttributeError(f"{qualname}: torch is left out in processes that compile")
+    return _Name(qualname, (), {})

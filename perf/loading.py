@@ -1,0 +1,147 @@
+"""Loading a model from 16-bit files that lie in memory, as they are and rounded: `python -m perf.loading`.
+
+    python -m perf.loading [--workload 8b+1b] [--checkpoint DIRECTORY] [--device cuda]
+
+A row for each format and load. Processes are fresh and load twice; the first of a format finds an empty cache of
+Triton's, the second a filled one. `over_plain` is to the fastest of the loads of 16 bits with the same place in their
+process; `peak_over_held_layers` is the memory that is used meanwhile and not kept, in layers of 16 bits. Weights alone
+are loaded: no model is made, and nothing else is compiled.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fastspec.kernels.common.rounding import FORMATS
+from fastspec.kernels.ops import Ops
+from fastspec.kernels.select import ops_for
+from fastspec.models.weights.load import DecoderWeights, load_weights, planned_bytes
+from fastspec.models.weights.pair import resolve_pair
+from fastspec.models.weights.sources import Checkpoint
+from perf import records
+from perf.pairs import unplanted
+from perf.records import Row
+from perf.workloads import WORKLOADS
+
+STORED = "bf16"
+LOADS = ("first", "again")
+CACHES = ("empty", "filled")
+COLUMNS = ("target", "load", "kernels", "seconds", "over_plain", "held_over_plan", "peak_over_held_layers")
+CHILD = """
+import json, sys
+from pathlib import Path
+import torch
+from perf.loading import LOADS, loaded
+device = torch.device(sys.argv[3])
+torch.zeros(1, device=device).cpu()
+print(json.dumps([loaded(Path(sys.argv[1]), sys.argv[2], device) for _ in LOADS]))
+"""
+
+
+def write(workload: str, directory: Path, device: torch.device) -> None:
+    """The workload's target with random weights in bf16, in files of some gigabytes."""
+    model = unplanted(WORKLOADS[workload].config("target"), torch.bfloat16, device)
+    model.save_pretrained(directory, max_shard_size="2GB")
+
+
+def loaded(directory: Path, form: str, device: torch.device) -> Row:
+    """One load of a checkpoint in this process: seconds, and on CUDA bytes."""
+    chosen = resolve_pair(directory, None, (None, None), (None if form == STORED else form, None))[0]
+    assert isinstance(chosen, Checkpoint), "a native family"
+    ops: Ops = ops_for(device)
+    how: dict[str, Any] = {"dtype": torch.bfloat16, "device": device, "ops": ops}
+    planned = planned_bytes(chosen, **how)
+    before = _memory(device, begin=True)[0]
+    start = time.perf_counter()
+    weights = load_weights(chosen, progress=False, **how)
+    held, peak = (each - before for each in _memory(device))  # waits for the device
+    row: Row = {"target": form, "seconds": round(time.perf_counter() - start, 3)}
+    if device.type == "cuda":
+        row |= {
+            "held_over_plan": round(held / planned, 4),
+            "peak_over_held_layers": round((peak - held) / _layer(weights), 2),
+        }
+    return row
+
+
+def _memory(device: torch.device, begin: bool = False) -> tuple[int, int]:
+    """(bytes that are allocated, the most that were since `begin`) once all work is done."""
+    if device.type != "cuda":
+        return 0, 0
+    torch.cuda.synchronize(device)
+    if begin:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+    return torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
+
+
+def _layer(weights: DecoderWeights) -> int:
+    """Bytes of a layer's matrices in 16 bits."""
+    first = weights.layers[0]
+    return 2 * sum(math.prod(each.shape) for each in (first.qkv, first.o, *first.mlp))
+
+
+def processes(directory: Path, device: str) -> list[Row]:
+    """Rows of fresh processes, two for each format."""
+    rows: list[Row] = []
+    with tempfile.TemporaryDirectory() as cache:
+        for kernels in CACHES:
+            for form in (STORED, *FORMATS):
+                run = subprocess.run(
+                    [sys.executable, "-c", CHILD, str(directory), form, device],
+                    env={**os.environ, "TRITON_CACHE_DIR": cache},
+                    cwd=records.ROOT,
+                    capture_output=True,
+                    text=True,
+                    check=False,
+                )
+                if run.returncode:
+                    raise RuntimeError(f"a fresh process failed:\n{run.stderr[-2000:]}")
+                told = json.loads(run.stdout.splitlines()[-1])
+                rows += [{"kernels": kernels, "load": load} | row for load, row in zip(LOADS, told, strict=True)]
+    return rows
+
+
+def compared(rows: list[Row]) -> list[Row]:
+    """The rows, with `over_plain`."""
+    plain = {load: min(_seconds(rows, load)) for load in LOADS}
+    return [row | {"over_plain": round(row["seconds"] / plain[row["load"]], 2)} for row in rows]
+
+
+def _seconds(rows: list[Row], load: str) -> list[float]:
+    return [row["seconds"] for row in rows if row["target"] == STORED and row["load"] == load]
+
+
+def main() -> None:
+    """Measures, prints a table and appends to perf/results/formats.jsonl."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--workload", choices=sorted(WORKLOADS), default="8b+1b")
+    parser.add_argument("--checkpoint", type=Path, help="what is loaded, in place of the workload's shape")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--commit", help="where there is no checkout")
+    given = parser.parse_args()
+    shared = Path("/dev/shm")  # files there are in memory, whatever else the machine does
+    with tempfile.TemporaryDirectory(dir=shared if shared.is_dir() else None) as scratch:
+        if given.checkpoint is None:
+            write(given.workload, Path(scratch), torch.device(given.device))
+        rows = compared(processes(given.checkpoint or Path(scratch), given.device))
+    what = given.workload if given.checkpoint is None else "a checkpoint"
+    fixed = {"bench": "formats load", "workload": f"{what}, bf16 files in memory", "status": "ok"}
+    environment = records.environment(given.device, given.commit)
+    records.append("formats", [fixed | row | environment for row in rows])
+    print(records.table(rows, COLUMNS))
+
+
+if __name__ == "__main__":
+    main()
