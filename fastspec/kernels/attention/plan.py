@@ -214,7 +214,7 @@ TILES = {
     (4, 64): Tiles(32, 16, 4, 1),
     (4, 128): Tiles(16, 16, 8, 1),
     (4, 256): Tiles(16, 16, 8, 1),
-    (4, 512): Tiles(16, 16, 8, 1),
+    (4, 512): Tiles(16, 16, 16, 1),
 }
 EARLY = {(2, 256)}  # tiles of kernels that read positions, writes and the table before their wait
 
