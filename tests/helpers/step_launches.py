@@ -124,16 +124,14 @@ def exchanges(arch: int) -> Calls:
         for ways, rows in ((2, 5), (4, 5), (1, 20), (1, 200), (2, 200)):  # as words, in one turn, in two
             parts, given = on_meta((ways, rows, 4096), F32), on_meta((rows, 4096))
             yield f"exchange {size}", partial(exchange_added, parts, bias, given, room, 128 * BLOCK)
-        for ways, rows, k, split in (
-            (1, 9, 2048, 4),
-            (2, 32, 4096, 4),
-            (4, 160, 4096, 4),
-            (1, 40, 2880, 1),
-            (8, 40, 8192, 8),
-        ):
+        for ways, rows, k, split in WITH_NORM[: 5 if size == 2 else 1]:
             sums, norm = Parts(on_meta((ways, rows, k), F32), 0), (on_meta((k,)), 1e-5)
             rest = None if ways == 1 else on_meta((k,)), on_meta((rows, k)), norm, (split, 64), gl.bfloat16
             yield f"exchange {size}", partial(sum_ranks_permuted, sums, *rest, True, room)
+        if size == 2:
+            codes = Parts(on_meta((8, 40, 4096), F32), 2, on_meta((4096,), F32))  # of a quantised target
+            rest = None, on_meta((40, 4096)), (on_meta((4096,)), 1e-5), (8, 128), gl.bfloat16, True, room, True
+            yield f"exchange {size}", partial(sum_ranks_permuted, codes, *rest)
         yield f"exchange {size}", partial(exchange_gather, x, room)
         keys, ids = on_meta((5,), torch.uint64), on_meta((5,), I64)
         yield f"exchange {size}", partial(exchange_largest, keys, 4096, room, ids)

@@ -58,9 +58,10 @@ CODES_LAUNCH = (CodesTile(8, 16, 1), CodesTile(16, 16, 1), CodesTile(32, 16, 1),
 BLOCK_K = {2: 128, 4: 64}  # by element size of values: it sets the order of sums, so it is the same for all rows
 SPLIT_K = 4  # of mxfp4: one warp for each split of K, so it sets the order of sums
 SUM_BLOCK = 512
-# of the product of pairs in 16 bits: pairs and bytes of an expert's rows for which a program loads all of its weights
-# ahead, and bytes of them that a warp has registers for
-AHEAD_ROWS, AHEAD_BYTES, WARP_BYTES = 8, 2048, 1024
+# bytes of an expert's rows up to which a program of the product of pairs of one row loads all of its weights ahead: for
+# more a warp has no registers. Of several rows there are more programs than run at once, and those that come later
+# have nothing to wait for
+AHEAD_BYTES = 1536
 
 
 def keeps_experts(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> bool:
@@ -201,11 +202,10 @@ def _product(
         )  # fmt: skip
         return out
     width, size = out.shape[1], x.element_size()
-    ahead = not gated and size == 2 and tile.rows <= AHEAD_ROWS and k * size <= AHEAD_BYTES
-    num_warps = triton.next_power_of_2(triton.cdiv(k * size, WARP_BYTES)) if ahead else tile.num_warps
+    ahead = not gated and size == 2 and of.tiles is None and k * size <= AHEAD_BYTES
     launch(
         expert_kernel, (triton.cdiv(width, tile.block_n), tiles), Stack(x, stack.data, bias), of, out, alpha, limit,
         WIDTH=width, ROWS=tile.rows, BLOCK_N=tile.block_n, BLOCK_K=BLOCK_K[size], AHEAD=ahead,
-        **options, num_warps=num_warps, num_stages=tile.num_stages, **pdl_options(pdl),
+        **options, num_warps=tile.num_warps, num_stages=tile.num_stages, **pdl_options(pdl),
     )  # fmt: skip
     return out

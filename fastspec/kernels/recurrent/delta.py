@@ -20,11 +20,12 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from fastspec.kernels.common.launch import has_pdl, launch, pdl_options
-from fastspec.kernels.recurrent.parts import Weights, Where, advanced, convs, gates, row_of, span, units
+from fastspec.kernels.recurrent.parts import Weights, Where, advanced, convs, convs_ahead, gates, row_of, span, units
 from fastspec.shapes import DeltaRule
 
 STEP_TILE, WARPS = 2048, 1  # elements of the state that one program holds, and its warps
 FEW_ROWS, FEW_TILE = 2, 1024  # up to so many rows it holds fewer: there are no more programs than run at once
+AHEAD = tl.constexpr(2)  # tokens up to which there are registers for older inputs before the product is there
 _LEAST = 256  # elements of keys from which on a lane loads 16 bytes of a key, the most it can, of any dtype
 
 
@@ -79,18 +80,28 @@ def _delta_kernel(
     token = tl.arange(0, TOKENS)
     mine = token < count
     product_ptr += first * ROWS
+    q_ahead, k_ahead, v_ahead = None, None, None
+    if TOKENS <= AHEAD:
+        q_ahead = convs_ahead(inputs_ptr, weights.conv, q_channel, has_key, token, mine, start, CHANNELS, WIDTH, PLACES)
+        k_ahead = convs_ahead(inputs_ptr, weights.conv, k_channel, has_key, token, mine, start, CHANNELS, WIDTH, PLACES)
+        v_ahead = convs_ahead(
+            inputs_ptr, weights.conv, v_channel, has_value, token, mine, start, CHANNELS, WIDTH, PLACES
+        )
     if PDL:
-        gdc_wait()  # the product comes from the previous kernel; states come from earlier passes
+        gdc_wait()  # the product comes from the previous kernel; states and older inputs come from earlier passes
     # all tokens at once: their loads do not wait for each other
     q, q_in = convs(
-        product_ptr, inputs_ptr, weights.conv, q_channel, has_key, token, mine, start, ROWS, CHANNELS, WIDTH, PLACES
-    )
+        product_ptr, inputs_ptr, weights.conv, q_channel, has_key, token, mine, start, ROWS, CHANNELS, WIDTH, PLACES,
+        q_ahead,
+    )  # fmt: skip
     k, k_in = convs(
-        product_ptr, inputs_ptr, weights.conv, k_channel, has_key, token, mine, start, ROWS, CHANNELS, WIDTH, PLACES
-    )
+        product_ptr, inputs_ptr, weights.conv, k_channel, has_key, token, mine, start, ROWS, CHANNELS, WIDTH, PLACES,
+        k_ahead,
+    )  # fmt: skip
     v, v_in = convs(
-        product_ptr, inputs_ptr, weights.conv, v_channel, has_value, token, mine, start, ROWS, CHANNELS, WIDTH, PLACES
-    )
+        product_ptr, inputs_ptr, weights.conv, v_channel, has_value, token, mine, start, ROWS, CHANNELS, WIDTH, PLACES,
+        v_ahead,
+    )  # fmt: skip
     beta, softplus = gates(product_ptr + token * ROWS + (ROWS - 2 * VALUE_HEADS) + head, more, mine, VALUE_HEADS)
     decay = tl.exp(-rate * softplus)
     q, k = units(q) * KEY_DIM**-0.5, units(k)

@@ -1,5 +1,8 @@
 """Shared by the kernels of the gated delta rule: argument groups, and the arithmetic of one token."""
 
+# mypy: disable-error-code="assignment"
+# ruff: noqa: RUF005  (Triton adds tuples, and knows no starred ones)
+
 from __future__ import annotations
 
 from typing import Any, NamedTuple
@@ -52,6 +55,37 @@ def sigmoid(x):
 
 
 @triton.jit
+def _before(inputs_ptr, position, older, channel, CHANNELS: tl.constexpr, PLACES: tl.constexpr):
+    """Inputs at positions [T] and channels [C] from the ring, where `older` [T, C] and there is such a position."""
+    place = (position + PLACES) % PLACES
+    older = older & (position >= 0)[:, None]
+    return tl.load(inputs_ptr + place[:, None] * CHANNELS + channel[None, :], mask=older, other=0.0)
+
+
+@triton.jit
+def convs_ahead(
+    inputs_ptr,
+    conv_ptr,
+    channel,
+    inside,
+    token,
+    there,
+    start,
+    CHANNELS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PLACES: tl.constexpr,
+):
+    """What `convs` reads beside the product: of each tap the inputs of older positions, and its weights."""
+    loaded = ()
+    for tap in tl.static_range(WIDTH):
+        at = token - (WIDTH - 1 - tap)
+        older = there[:, None] & inside[None, :] & (at < 0)[:, None]
+        before = _before(inputs_ptr, start + at, older, channel, CHANNELS, PLACES)
+        loaded = loaded + ((before, tl.load(conv_ptr + channel * WIDTH + tap, mask=inside, other=0.0)),)
+    return loaded
+
+
+@triton.jit
 def convs(
     product_ptr,
     inputs_ptr,
@@ -65,11 +99,12 @@ def convs(
     CHANNELS: tl.constexpr,
     WIDTH: tl.constexpr,
     PLACES: tl.constexpr,
+    ahead=None,
 ):
     """silu of the convolution at some tokens [T] and channels [C], and the inputs of those tokens.
 
     `product_ptr` points to token 0 of the pass that counts, at position `start`. Inputs of older positions are in the
-    ring `inputs_ptr`. Of tokens that are not `there` nothing is read.
+    ring `inputs_ptr`. Of tokens that are not `there` nothing is read. ahead: what `convs_ahead` has loaded, or None.
 
     Returns:
         Both [T, C]: the first in fp32 and rounded to the product's dtype, the second in that dtype.
@@ -82,12 +117,13 @@ def convs(
         at = token - (WIDTH - 1 - tap)
         new, position = (at >= 0)[:, None], start + at
         here = tl.load(product_ptr + at[:, None] * ROWS + channel[None, :], mask=wanted & new, other=0.0)
-        older = wanted & ~new & (position >= 0)[:, None]
-        place = (position + PLACES) % PLACES
-        before = tl.load(inputs_ptr + place[:, None] * CHANNELS + channel[None, :], mask=older, other=0.0)
+        if ahead is None:
+            before = _before(inputs_ptr, position, wanted & ~new, channel, CHANNELS, PLACES)
+            taps = tl.load(conv_ptr + channel * WIDTH + tap, mask=inside, other=0.0)
+        else:
+            before, taps = ahead[tap]
         x = tl.where(new, here, before)
-        taps = tl.load(conv_ptr + channel * WIDTH + tap, mask=inside, other=0.0).to(tl.float32)
-        total += x.to(tl.float32) * taps[None, :]
+        total += x.to(tl.float32) * taps.to(tl.float32)[None, :]
     rounded = total.to(dtype).to(tl.float32)
     return (rounded * sigmoid(rounded)).to(dtype).to(tl.float32), x
 
