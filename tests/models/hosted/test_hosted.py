@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import CONFIG_MAPPING, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from fastspec.errors import CheckpointError, UnsupportedModel, UnsupportedOption
@@ -23,9 +23,8 @@ from fastspec.models.hosted.model import HostedModel
 from fastspec.models.weights.pair import resolve_pair
 from fastspec.models.weights.sources import resolve
 from fastspec.output import GenerateOutput
-from tests.helpers import checkpoints, model_table
+from tests.helpers import checkpoints
 from tests.helpers.hosted import LONG, REFUSED, config_of, make_model, refused_config
-from tests.helpers.versions import OLDER
 
 # GPT-2's Conv1D and learned positions; parallel residuals; shared K/V and two head sizes; experts; sinks and biases;
 # partial rotation; layer norms of heads; values narrower than keys; two values for the same keys; a head that calls a
@@ -319,22 +318,3 @@ def test_on_a_gpu_steps_are_captured_and_drafts_change_nothing(name: str) -> Non
         assert texts_of(gen).new_tokens == wanted
         assert texts_of(gen, PROMPTS[:1]).new_tokens == wanted[:1]
         assert "captured" in gen.explain()
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(OLDER, reason="the page is that of a newer transformers")
-def test_the_page_of_model_types_is_what_a_trial_of_each_gives() -> None:
-    now = model_table.page()
-    assert "DIFFERS" not in now
-    assert model_table.PAGE.read_text(encoding="utf-8") == now
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not OLDER, reason="the page is that of this transformers")
-def test_an_older_transformers_hosts_what_the_page_says_or_it_is_refused() -> None:
-    model_table.be_quiet()
-    hosted = {name: row for name, row in model_table.published().items() if row.verdict == "hosted"}
-    found = {name: model_table.entry(name) for name in hosted if name in CONFIG_MAPPING}
-    assert len(found) > 60
-    assert {name for name, row in found.items() if row != hosted[name] and row.verdict != "refused"} == set()
-    assert sum(row.verdict == "refused" for row in found.values()) < 8
