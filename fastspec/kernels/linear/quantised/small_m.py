@@ -253,16 +253,13 @@ def quantised_kernel(
     ws = ()
     for i in gl.static_range(D):
         ws = ws + (k_tile_of(at, of, i, inside, RAGGED and i == T - 1, S, KT, FORM, GROUP, PER),)
-    sums = _no_sums(S, R, BLOCKS, OWN_SUM, mma)
-    like = sum_of_splits(sums[0][0], PAIRWISE)
-    place = weight_numbers(like, tile * R, 16, 8)
-    if BLOCKS == 1:  # with more rows no registers are left for them
-        factor = gl.load(given.factors + place, mask=place < N, other=0.0)
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
-    if BLOCKS > 1:
-        factor = gl.load(given.factors + place, mask=place < N, other=0.0)
+    sums = _no_sums(S, R, BLOCKS, OWN_SUM, mma)
+    like = sum_of_splits(sums[0][0], PAIRWISE)
+    place = weight_numbers(like, tile * R, 16, 8)
+    factor = gl.load(given.factors + place, mask=place < N, other=0.0)
     loaded = ()
     if BLOCKS == 1:
         loaded = addends(like, tile, first_row, ends.bias, ends.residual, M, N, GATED)
