@@ -260,6 +260,7 @@ TABLE: dict[str, list[tuple[str, str, Check]]] = {
         ("(p - q).clamp_min(0.0)", "p.clone()", rejection),
         ("torch.where(excess.sum(-1, keepdim=True) > 0, excess, p)", "excess", equal_laws),
         ("picks = logits.argmax(dim=-1)", "picks = logits.shape[-1] - 1 - logits.flip(-1).argmax(dim=-1)", lowest),
+        ('"""\n    return _leading(picks[:, :-1] ==', '"""\n    return _leading(picks[:, :-1] !=', lowest),
         ("positions[:, :k]), counts)\n", "positions[:, :k]), counts + 1)\n", some_count),
         ("return accepted, _ended(p, p, q,", "return accepted, _ended(p, p, p[:, :k],", rejection),
         ("scaled = carried[:, :, None] * p", "scaled = p", block),
