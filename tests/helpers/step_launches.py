@@ -127,10 +127,10 @@ def exchanges(arch: int) -> Calls:
         for ways, rows, k, split in WITH_NORM[: 5 if size == 2 else 1]:
             sums, norm = Parts(on_meta((ways, rows, k), F32), 0), (on_meta((k,)), 1e-5)
             rest = None if ways == 1 else on_meta((k,)), on_meta((rows, k)), norm, (split, 64), gl.bfloat16
-            yield f"exchange {size}", partial(sum_ranks_permuted, sums, *rest, True, room)
+            yield f"exchange {size}", partial(sum_ranks_permuted, sums, *rest, arch >= 90, room)
         if size == 2:
             codes = Parts(on_meta((8, 40, 4096), F32), 2, on_meta((4096,), F32))  # of a quantised target
-            rest = None, on_meta((40, 4096)), (on_meta((4096,)), 1e-5), (8, 128), gl.bfloat16, True, room, True
+            rest = None, on_meta((40, 4096)), (on_meta((4096,)), 1e-5), (8, 128), gl.bfloat16, arch >= 90, room, True
             yield f"exchange {size}", partial(sum_ranks_permuted, codes, *rest)
         yield f"exchange {size}", partial(exchange_gather, x, room)
         keys, ids = on_meta((5,), torch.uint64), on_meta((5,), I64)
