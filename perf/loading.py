@@ -14,7 +14,6 @@ import argparse
 import json
 import math
 import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -32,6 +31,7 @@ from fastspec.models.weights.sources import Checkpoint
 from perf import records
 from perf.pairs import unplanted
 from perf.records import Row
+from perf.startup import said_by
 from perf.workloads import WORKLOADS
 
 STORED = "bf16"
@@ -98,17 +98,8 @@ def processes(directory: Path, device: str) -> list[Row]:
     with tempfile.TemporaryDirectory() as cache:
         for kernels in CACHES:
             for form in (STORED, *FORMATS):
-                run = subprocess.run(
-                    [sys.executable, "-c", CHILD, str(directory), form, device],
-                    env={**os.environ, "TRITON_CACHE_DIR": cache},
-                    cwd=records.ROOT,
-                    capture_output=True,
-                    text=True,
-                    check=False,
-                )
-                if run.returncode:
-                    raise RuntimeError(f"a fresh process failed:\n{run.stderr[-2000:]}")
-                told = json.loads(run.stdout.splitlines()[-1])
+                command = [sys.executable, "-c", CHILD, str(directory), form, device]
+                told = json.loads(said_by(command, {**os.environ, "TRITON_CACHE_DIR": cache}).splitlines()[-1])
                 rows += [{"kernels": kernels, "load": load} | row for load, row in zip(LOADS, told, strict=True)]
     return rows
 

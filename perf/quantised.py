@@ -8,7 +8,6 @@ compared with those without, of the same target. `python -m perf.formats --pictu
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -141,12 +140,7 @@ def main(arguments: Sequence[str] | None = None) -> list[Row]:
     models = plant(workload, acceptance=given.acceptance, device=given.device)
     pair = Pair(workload, models, models.prompts(given.prompts, PROMPT), given.new, given.device)
     environment = records.environment(given.device, given.commit)
-    rows = []
-    for row in rows_of(pair, given.cases, given.k, given.trace):
-        rows.append(row | environment)
-        print(json.dumps(rows[-1]), flush=True)
-        if given.out:
-            records.append(given.out, rows[-1])
+    rows = records.follow(rows_of(pair, given.cases, given.k, given.trace), environment, given.out)
     print(records.table([row for row in rows if "tok_s" in row], COLUMNS))
     return rows
 

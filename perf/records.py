@@ -9,6 +9,7 @@ import re
 import socket
 import subprocess
 import sys
+from collections.abc import Iterable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -98,6 +99,17 @@ def append(path: Path | str, rows: Row | list[Row]) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     with file.open("a", encoding="utf-8") as out:
         out.writelines(json.dumps(row) + "\n" for row in listed)
+
+
+def follow(rows: Iterable[Row], environment: Row, out: str | None) -> list[Row]:
+    """All rows with their environment; each is printed as a line of JSON, and appended to `out`, when it is there."""
+    listed: list[Row] = []
+    for row in rows:
+        listed.append(row | environment)
+        print(json.dumps(listed[-1]), flush=True)
+        if out:
+            append(out, listed[-1])
+    return listed
 
 
 def read(path: Path | str) -> list[Row]:

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from perf import records
@@ -82,17 +82,8 @@ def started(pair: Path, caches: Path, device: str, ranks: int = 1) -> dict[str, 
     if ranks > 1:
         command += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "--no-python"]
         command.append(sys.executable)
-    run = subprocess.run(
-        [*command, "-c", CHILD, str(pair / "target"), str(pair / "draft"), device, str(ranks)],
-        env=env,
-        cwd=records.ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if run.returncode:
-        raise RuntimeError(f"a fresh process failed:\n{run.stderr[-2000:]}")
-    told = [json.loads(line) for line in run.stdout.splitlines() if line.startswith("[{")]
+    said = said_by([*command, "-c", CHILD, str(pair / "target"), str(pair / "draft"), device, str(ranks)], env)
+    told = [json.loads(line) for line in said.splitlines() if line.startswith("[{")]
     at, took = ({name: max(each[part][name] for each in told) for name in told[0][part]} for part in range(2))
     taken = {
         "start": at["begun"] - launched,
@@ -105,6 +96,18 @@ def started(pair: Path, caches: Path, device: str, ranks: int = 1) -> dict[str, 
         "first token": at["first"] - launched,
     }
     return {part: round(taken[part], 3) for part in PARTS}
+
+
+def said_by(command: list[str], env: Mapping[str, str]) -> str:
+    """What a fresh process writes to stdout.
+
+    Raises:
+        RuntimeError: the process failed.
+    """
+    run = subprocess.run(command, env=env, cwd=records.ROOT, capture_output=True, text=True, check=False)
+    if run.returncode:
+        raise RuntimeError(f"a fresh process failed:\n{run.stderr[-2000:]}")
+    return run.stdout
 
 
 def command_startup(given: argparse.Namespace) -> Iterator[list[Row]]:

@@ -9,7 +9,7 @@ over the chain of 16-bit weights. Also prompts of 2048 tokens through three laye
 from __future__ import annotations
 
 import argparse
-import json
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -217,17 +217,10 @@ def main(arguments: Sequence[str] | None = None) -> list[Row]:
     compile_all(given.models, given.forms, given.rows, given.processes)
     ceiling = timing.read_ceiling()
     environment = records.environment("cuda", given.commit)
-    listed: list[Row] = []
-    found = [chain_rows(given.models, given.forms, given.rows, ceiling)]
-    if given.peers:
-        found.append(peer_rows((1, 8), ceiling))
-    for some in found:
-        for row in some:
-            listed.append(row | environment)
-            print(json.dumps(listed[-1]), flush=True)
-            if given.out:
-                records.append(given.out, listed[-1])
-    return listed
+    found = itertools.chain(
+        chain_rows(given.models, given.forms, given.rows, ceiling), peer_rows((1, 8), ceiling) if given.peers else ()
+    )
+    return records.follow(found, environment, given.out)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ Products keep the codes; all other tensors of a quantised checkpoint are dequant
 
 from __future__ import annotations
 
-import copy
 import math
 from typing import TYPE_CHECKING
 
@@ -41,7 +40,7 @@ def quantised_products(shards: Stored, quantisation: Quantisation, info: HostedI
         UnsupportedModel: something else than an nn.Linear is stored quantised.
         CheckpointError: parts are missing, or are not what the config says.
     """
-    shell = shell_of(info.kind, copy.deepcopy(info.config))
+    shell = shell_of(info.kind, info.config)
     shapes = {
         name + _WEIGHT: tuple(part.weight.shape) for name, part in shell.named_modules() if type(part) is nn.Linear
     }
@@ -68,7 +67,7 @@ class ProductCodes:
         if checkpoint.directory is None or checkpoint.quantisation is None:
             raise CheckpointError(f"{checkpoint.name}: is not a directory that is stored quantised")
         self._whole = quantised_products(ShardTensors(checkpoint.directory), checkpoint.quantisation, info)
-        shell = shell_of(info.kind, copy.deepcopy(info.config))
+        shell = shell_of(info.kind, info.config)
         known = [name for name, _ in shell.named_parameters()]
         quantised = [name for name in self._whole.infos() if self._whole.kind(name) is not None]
         self._stored = {parameter(name, known): name for name in quantised}

@@ -161,8 +161,7 @@ def hosted_info(config: PretrainedConfig, kind: Any = None) -> HostedInfo:
         _refuse_config(config)
         kind = kind or causal_class(config)
         _refuse_whole(kind)
-        shell = shell_of(kind, copy.deepcopy(config))
-        keep_frequencies(shell)
+        shell = steady_shell(kind, config)
         norms = _norms(shell)
         return replace(_info(name, kind, config, shell, probe(shell), norms), whole=whole)
     except UnsupportedModel as error:
@@ -186,8 +185,9 @@ def causal_class(config: PretrainedConfig) -> Any:
 
 
 def shell_of(kind: Any, config: PretrainedConfig) -> nn.Module:
-    """The model on the meta device: no memory, no values. Its attention is ours."""
+    """The model on the meta device: no memory, no values. Its attention is ours; its config is a copy."""
     register()
+    config = copy.deepcopy(config)
     config._attn_implementation = "eager"  # neither chosen by the file nor fetched
     try:
         with MAKING, torch.device("meta"):
@@ -201,8 +201,9 @@ def shell_of(kind: Any, config: PretrainedConfig) -> nn.Module:
     return shell.eval()
 
 
-def keep_frequencies(shell: nn.Module) -> None:
-    """Rotary frequencies that a module would recompute for rows beyond its context stay those within it."""
+def steady_shell(kind: Any, config: PretrainedConfig) -> nn.Module:
+    """`shell_of`, in which rotary frequencies stay those of rows within the context: what passes run."""
+    shell = shell_of(kind, config)
     for part in shell.modules():
         kind = part.__dict__.get("rope_type")
         if isinstance(kind, str) and kind in _ROPES_OF_LENGTH:
@@ -210,6 +211,7 @@ def keep_frequencies(shell: nn.Module) -> None:
         elif isinstance(kind, dict):
             fixed = {layer: "default" if each in _ROPES_OF_LENGTH else each for layer, each in kind.items()}
             part.rope_type = fixed  # type: ignore[assignment]
+    return shell
 
 
 def _refuse_whole(kind: Any) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 from torch import nn
@@ -44,7 +43,7 @@ def check_hosted_module(module: Any) -> None:
     name = type(module).__name__
     check_devices(module, name)
     check_unchanged(module)
-    built = dict(shell_of(type(module), copy.deepcopy(module.config)).named_modules())
+    built = dict(shell_of(type(module), module.config).named_modules())
     for path, part in module.named_modules():
         like = built.get(path)
         if like is None or type(like) is not type(part):

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 from dataclasses import replace
 
 from torch import nn
 
 from fastspec.errors import UnsupportedModel
 from fastspec.models.hosted.cuts import PLAN, HostedCut, Sizes, cut_shell, divided, kinds_of
-from fastspec.models.hosted.info import HostedInfo, keep_frequencies, shell_of
+from fastspec.models.hosted.info import HostedInfo, shell_of, steady_shell
 from fastspec.models.hosted.probe import Call, probe
 from fastspec.parallel.slices import Share
 
@@ -20,7 +19,7 @@ def sizes_to_cut(info: HostedInfo) -> Sizes:
     Raises:
         UnsupportedModel: transformers' plan cuts nothing of it, or in a way that is not known here.
     """
-    shell = shell_of(info.kind, copy.deepcopy(info.config))
+    shell = shell_of(info.kind, info.config)
     kinds = kinds_of(shell, _plan(info))
     calls = [call for call in info.probed.calls if _is_cut(call, kinds)]
     sizes = divided(shell, kinds)
@@ -38,8 +37,7 @@ def share_info(info: HostedInfo, share: Share) -> HostedInfo:
     Raises:
         UnsupportedModel: with a part of its matrices the module cannot run, or attends otherwise than to its own heads.
     """
-    shell = shell_of(info.kind, copy.deepcopy(info.config))
-    keep_frequencies(shell)
+    shell = steady_shell(info.kind, info.config)
     cut = HostedCut(share, kinds_of(shell, _plan(info)), info)
     cut_shell(shell, cut)
     try:
@@ -61,8 +59,7 @@ def share_info(info: HostedInfo, share: Share) -> HostedInfo:
 
 def part_shell(info: HostedInfo) -> nn.Module:
     """The model on the meta device, with the sizes of what `info` says of it."""
-    shell = shell_of(info.kind, copy.deepcopy(info.config))
-    keep_frequencies(shell)
+    shell = steady_shell(info.kind, info.config)
     if info.cut is not None:
         cut_shell(shell, info.cut)
     return shell
