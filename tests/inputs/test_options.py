@@ -191,6 +191,7 @@ SAMPLES: dict[str, Any] = {
     "seed": 11,
     "num_speculative_tokens": 2,
     "logprobs": 3,
+    "stop_across_prompt": False,
 }
 LISTS: dict[str, Any] = {
     "eos_token_id": [2, 5],
