@@ -100,49 +100,49 @@ class StepModules:
     ends: PromptEnd | None = None
 
 
-def step(parts: StepModules, state: DecodeState, shape: StepShape, draws: verify.Draws) -> None:
+def step(modules: StepModules, state: DecodeState, shape: StepShape, draws: verify.Draws) -> None:
     """Advances every running row of `state`; rows that are not running are left as they are."""
     if shape.first:
-        first_step(parts, state, shape, draws)
+        first_step(modules, state, shape, draws)
         return
-    if shape.num_drafts and parts.proposer is not None:
-        with parts.mark("propose"):
+    if shape.num_drafts and modules.proposer is not None:
+        with modules.mark("propose"):
             if shape.grammars != ALONE:
-                propose(parts.proposer, parts, state, shape, draws)
+                propose(modules.proposer, modules, state, shape, draws)
                 torch.minimum(state.draft_counts, state.draft_limits, out=state.draft_counts)
             if shape.grammars is not None:
-                take_given(parts, state, shape)
-    with parts.mark("score"):
-        logits, features, rows = _scored(parts, state, shape)
-    with parts.mark("verify and commit"):
-        verify_and_commit(parts, state, shape, draws, logits)
+                take_given(modules, state, shape)
+    with modules.mark("score"):
+        logits, features, rows = _scored(modules, state, shape)
+    with modules.mark("verify and commit"):
+        verify_and_commit(modules, state, shape, draws, logits)
     if features is not None:
-        with parts.mark("take in"):
-            hand_over_step(parts.proposer, state, shape, features, rows, parts.features)
+        with modules.mark("take in"):
+            hand_over_step(modules.proposer, state, shape, features, rows, modules.features)
     if shape.grammars is not None:
         pause(state)
 
 
-def first_step(parts: StepModules, state: DecodeState, shape: StepShape, draws: verify.Draws) -> None:
+def first_step(modules: StepModules, state: DecodeState, shape: StepShape, draws: verify.Draws) -> None:
     """The first token of each row that is PASSED; all other rows are left as they are.
 
     Its logits come from the hidden state that the last pass over the prompt left, so only the head's weights are read.
     Which prompts take this step depends on their length alone, so neighbours and drafts do not change the text.
     """
-    ends = parts.ends
+    ends = modules.ends
     assert ends is not None, "the passes left something"
     begins = state.finish == PASSED
     others = {name: getattr(state, name).clone() for name in ("finish", "emitted", "block", "accepted")}
     state.finish.copy_(torch.where(begins, RUNNING, IDLE))
-    rows = _last_tokens(parts, state, shape)
-    with parts.mark("score"):
-        logits = parts.target.logits(ends.hidden[: state.batch, None], shape.tiling)
-    with parts.mark("verify and commit"):
-        verify_and_commit(parts, state, shape, draws, logits)
+    rows = _last_tokens(modules, state, shape)
+    with modules.mark("score"):
+        logits = modules.target.logits(ends.hidden[: state.batch, None], shape.tiling)
+    with modules.mark("verify and commit"):
+        verify_and_commit(modules, state, shape, draws, logits)
     if ends.features is not None:
-        with parts.mark("take in"):
+        with modules.mark("take in"):
             features = ends.features[: state.batch, None]
-            hand_over_step(parts.proposer, state, shape, features, rows, parts.features)
+            hand_over_step(modules.proposer, state, shape, features, rows, modules.features)
     if shape.grammars is not None:
         pause(state)
     for name, before in others.items():
@@ -150,27 +150,29 @@ def first_step(parts: StepModules, state: DecodeState, shape: StepShape, draws: 
         now.copy_(torch.where(begins.view(-1, *wide), now, before))
 
 
-def propose(proposer: Proposer, parts: StepModules, state: DecodeState, shape: StepShape, draws: verify.Draws) -> None:
+def propose(
+    proposer: Proposer, modules: StepModules, state: DecodeState, shape: StepShape, draws: verify.Draws
+) -> None:
     """Lets the proposer write the drafts of a step."""
-    features = {} if parts.features is None else {"features": parts.features[: state.batch]}
+    features = {} if modules.features is None else {"features": modules.features[: state.batch]}
     proposer.propose(state, shape, draws, **features)
 
 
-def score(parts: StepModules, state: DecodeState, shape: StepShape) -> Tensor:
+def score(modules: StepModules, state: DecodeState, shape: StepShape) -> Tensor:
     """Feeds the last token and the drafts to the target; logits [B, k+1, V] of what follows each."""
-    return parts.target.logits(_fed(parts, _last_tokens(parts, state, shape))[0], shape.tiling)
+    return modules.target.logits(_fed(modules, _last_tokens(modules, state, shape))[0], shape.tiling)
 
 
 def _scored(
-    parts: StepModules, state: DecodeState, shape: StepShape
+    modules: StepModules, state: DecodeState, shape: StepShape
 ) -> tuple[Tensor | PartKeys, Tensor | None, ForwardBatch]:
     """As `score`; also the hidden states that the proposer reads, [B, k+1, layers, hidden], and the rows that were fed.
 
     Keys in place of logits where they do; None in place of hidden states where it reads none.
     """
-    rows = _last_tokens(parts, state, shape)
-    hidden, features = _fed(parts, rows)
-    target = parts.target
+    rows = _last_tokens(modules, state, shape)
+    hidden, features = _fed(modules, rows)
+    target = modules.target
     keys = target.best_keys(hidden, shape.tiling) if isinstance(target, InParts) and _picks_alone(shape) else None
     return target.logits(hidden, shape.tiling) if keys is None else keys, features, rows
 
@@ -181,9 +183,9 @@ def _picks_alone(shape: StepShape) -> bool:
     return plain and not isinstance(shape.verification, SyntheticAcceptance)
 
 
-def _last_tokens(parts: StepModules, state: DecodeState, shape: StepShape) -> ForwardBatch:
+def _last_tokens(modules: StepModules, state: DecodeState, shape: StepShape) -> ForwardBatch:
     """The last token of each row, and its drafts."""
-    ids, positions, write_mask = parts.ops.feed_rows(
+    ids, positions, write_mask = modules.ops.feed_rows(
         state.tokens,
         state.lengths,
         state.finish,
@@ -191,42 +193,42 @@ def _last_tokens(parts: StepModules, state: DecodeState, shape: StepShape) -> Fo
         first=-1,
         queries=shape.num_drafts + 1,
         limit=NO_LIMIT,
-        vocab=parts.target.vocab_size,
+        vocab=modules.target.vocab_size,
     )
     return shape.fed(ids, positions, write_mask, state.block_table, state.state_rows)
 
 
-def _fed(parts: StepModules, rows: ForwardBatch) -> tuple[Tensor, Tensor | None]:
+def _fed(modules: StepModules, rows: ForwardBatch) -> tuple[Tensor, Tensor | None]:
     """The target's hidden states of the fed rows, and those that the proposer reads."""
-    layers = features_of(parts.proposer)
+    layers = features_of(modules.proposer)
     if not layers:
-        return parts.target.hidden(rows), None
-    return parts.target.hidden_with_features(rows, layers)
+        return modules.target.hidden(rows), None
+    return modules.target.hidden_with_features(rows, layers)
 
 
 def verify_and_commit(
-    parts: StepModules, state: DecodeState, shape: StepShape, draws: verify.Draws, logits: Tensor | PartKeys
+    modules: StepModules, state: DecodeState, shape: StepShape, draws: verify.Draws, logits: Tensor | PartKeys
 ) -> None:
     """Decides what is emitted, commits it to the state and publishes it."""
-    entry = (parts.outbox.entries, parts.outbox.counter) if parts.outbox else None
+    entry = (modules.outbox.entries, modules.outbox.counter) if modules.outbox else None
     record = None
     if shape.top_logprobs is not None:
-        record = Record(shape.top_logprobs, parts.record_work, parts.outbox.details if parts.outbox else None)
+        record = Record(shape.top_logprobs, modules.record_work, modules.outbox.details if modules.outbox else None)
     if isinstance(logits, PartKeys):
-        parts.ops.verify_commit(logits, state, parts.scratch, entry)
+        modules.ops.verify_commit(logits, state, modules.scratch, entry)
         return
     if shape.grammars is None:
-        _judge(parts, state, shape, draws, logits, entry, record)
+        _judge(modules, state, shape, draws, logits, entry, record)
         return
     # log-probabilities are those of the raw target, without masks, so they are recorded separately
     apart = record is not None
-    _judge(parts, state, shape, draws, masks.allowed(logits, state.masks), None if apart else entry, None)
+    _judge(modules, state, shape, draws, masks.allowed(logits, state.masks), None if apart else entry, None)
     if record is not None:
-        _record(parts, state, shape, record, logits, entry)
+        _record(modules, state, shape, record, logits, entry)
 
 
 def _judge(
-    parts: StepModules,
+    modules: StepModules,
     state: DecodeState,
     shape: StepShape,
     draws: verify.Draws,
@@ -236,21 +238,21 @@ def _judge(
 ) -> None:
     """`verify_and_commit` with the logits [B, k+1, V] from which tokens are chosen, masked by grammars if any."""
     if isinstance(shape.verification, SyntheticAcceptance):
-        accept_synthetic(parts, state, shape, shape.verification, draws, logits, entry, record)
+        accept_synthetic(modules, state, shape, shape.verification, draws, logits, entry, record)
     elif shape.sampler == FULL:
-        rule = {"rule": shape.verification, "deterministic": not _drawn(parts, shape), "draws": draws}
-        parts.ops.sampled_commit(logits, state, parts.scratch, parts.work, entry, **rule, record=record)
+        rule = {"rule": shape.verification, "deterministic": not _drawn(modules, shape), "draws": draws}
+        modules.ops.sampled_commit(logits, state, modules.scratch, modules.work, entry, **rule, record=record)
     else:
-        parts.ops.verify_commit(logits, state, parts.scratch, entry, record)
+        modules.ops.verify_commit(logits, state, modules.scratch, entry, record)
 
 
-def _drawn(parts: StepModules, shape: StepShape) -> bool:
+def _drawn(modules: StepModules, shape: StepShape) -> bool:
     """Whether draft tokens of this step were sampled, so that `draft_probs` holds their distributions."""
-    return parts.proposer is not None and not parts.proposer.deterministic and shape.grammars != ALONE
+    return modules.proposer is not None and not modules.proposer.deterministic and shape.grammars != ALONE
 
 
 def _record(
-    parts: StepModules,
+    modules: StepModules,
     state: DecodeState,
     shape: StepShape,
     record: Record,
@@ -260,17 +262,17 @@ def _record(
     """Records log-probabilities of the raw logits after a commit without them, then publishes both."""
     record_logprobs(state, record.top, raw)
     if entry:
-        parts.ops.publish(*entry, state, drafting=shape.num_drafts > 0, details=record.details)
+        modules.ops.publish(*entry, state, drafting=shape.num_drafts > 0, details=record.details)
 
 
-def take_given(parts: StepModules, state: DecodeState, shape: StepShape) -> None:
+def take_given(modules: StepModules, state: DecodeState, shape: StepShape) -> None:
     """Rows with a grammar take the draft tokens that the host sent; with ALONE all other rows have no drafts."""
     k, rows = shape.num_drafts, state.constrained
     drafts = state.draft_tokens[:, :k]
     drafts.copy_(torch.where(rows[:, None], state.given_tokens[:, :k], drafts))
     others = torch.zeros_like(state.draft_counts) if shape.grammars == ALONE else state.draft_counts
     state.draft_counts.copy_(torch.where(rows, state.given_counts, others))
-    if _drawn(parts, shape) and keep_draft_probs(shape):
+    if _drawn(modules, shape) and keep_draft_probs(shape):
         one_hot = torch.zeros_like(state.draft_probs[:, :k]).scatter_(2, drafts[:, :, None], 1.0)
         state.draft_probs[:, :k].copy_(torch.where(rows[:, None, None], one_hot, state.draft_probs[:, :k]))
 
@@ -281,7 +283,7 @@ def pause(state: DecodeState) -> None:
 
 
 def accept_synthetic(
-    parts: StepModules,
+    modules: StepModules,
     state: DecodeState,
     shape: StepShape,
     rule: SyntheticAcceptance,
@@ -298,18 +300,18 @@ def accept_synthetic(
     if shape.sampler == FULL:
         logits = processors.process(logits, state.processors, state.lengths, drafts)
         picks = draws.sample(distribution.compute_probs(logits, state.sampler), places, distribution.TARGET)
-    number = parts.outbox.counter if parts.outbox else torch.zeros_like(counts[:1])
+    number = modules.outbox.counter if modules.outbox else torch.zeros_like(counts[:1])
     accepted, block = verify.synthetic(rule, picks, drafts, counts, places, draws, number)
     accepted = processors.flag_invalid(accepted, processors.invalid(logits))
-    parts.ops.commit(accepted, block, state, parts.scratch, None if record else entry)
+    modules.ops.commit(accepted, block, state, modules.scratch, None if record else entry)
     if record:
-        _record(parts, state, shape, record, raw, entry)
+        _record(modules, state, shape, record, raw, entry)
     if shape.sampler == FULL:
         processors.count(state.output_counts, state.block, state.emitted)
 
 
 def prefill(
-    parts: StepModules,
+    modules: StepModules,
     state: DecodeState,
     shape: StepShape,
     start: int | Tensor,
@@ -337,8 +339,8 @@ def prefill(
     ids = state.tokens.gather(1, positions.clamp(max=state.tokens.shape[1] - 1))
     positions = torch.where(write_mask, positions, 0)
     rows = shape.fed(ids, positions, write_mask, state.block_table, state.state_rows)
-    hidden, features = _fed(parts, rows)
+    hidden, features = _fed(modules, rows)
     if ends is not None:
         ends.keep(index, hidden, features)
     if features is not None:  # what follows the last token is not known yet
-        hand_over_prompt(parts.proposer, state, shape, features, replace(rows, write_mask=told), kept)
+        hand_over_prompt(modules.proposer, state, shape, features, replace(rows, write_mask=told), kept)

@@ -144,7 +144,7 @@ def build(
         salt = target.name, draft.name if draft else None
         prefix, kept = _prefix_cache(pages, grid_unit, made.models, reads_ahead(chosen), salt)
     engine = Engine(
-        parts=StepModules(
+        modules=StepModules(
             scoring,
             chosen,
             ops,

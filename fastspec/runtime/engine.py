@@ -48,7 +48,7 @@ class Engine:
     """Everything a scheduler runs on; lives as long as the generator.
 
     Attributes:
-        parts: models and proposer.
+        modules: models and proposer.
         state: the device buffers.
         pages: the host's page table over both caches.
         max_drafts: k at most.
@@ -70,7 +70,7 @@ class Engine:
         slots: the prefill slots, by how many prompts share a pass.
     """
 
-    parts: StepModules
+    modules: StepModules
     state: DecodeState
     pages: PageTable
     max_drafts: int
@@ -94,7 +94,7 @@ class Engine:
     def __post_init__(self) -> None:
         with self.on_device():
             sizes = {1, *map(self.prefill_batch, self.chunks)}
-            own = self.parts.features, self.parts.ends
+            own = self.modules.features, self.modules.ends
             object.__setattr__(self, "slots", {n: PrefillSlot.beside(self.state, own[0], n, own[1]) for n in sizes})
 
     @property
@@ -194,7 +194,7 @@ class Engine:
             steps: rows and shape of each. prompts: as well.
             compilers: run Triton's compiler; None: threads do.
         """
-        with self.parts.ops.compiling(compilers), self.idle(self.state.batch):
+        with self.modules.ops.compiling(compilers), self.idle(self.state.batch):
             for rows, shape in steps:
                 self._body(rows, shape)()
             for chunk in self.chunks if prompts else ():
@@ -246,8 +246,8 @@ class Engine:
         for chunk in chunks:
             start += chunk
             self._run_pass(start, chunk, draft)
-        if kept is not None and self.parts.features is not None:
-            self.parts.features[row].copy_(kept[0])
+        if kept is not None and self.modules.features is not None:
+            self.modules.features[row].copy_(kept[0])
         self._leave(self.prefill_slot, row, draft=draft)
 
     def prefill_rows(self, starts: Mapping[int, int], chunk: int, *, draft: bool, running: bool = True) -> None:
@@ -267,8 +267,8 @@ class Engine:
 
     def _leave(self, slot: PrefillSlot, row: int, place: int = 0, *, draft: bool) -> None:
         """A row leaves a slot, and takes along what the target's last pass left for `first_step`."""
-        if slot.ends is not None and self.parts.ends is not None and not draft:
-            self.parts.ends.copy(row, slot.ends, place)
+        if slot.ends is not None and self.modules.ends is not None and not draft:
+            self.modules.ends.copy(row, slot.ends, place)
         slot.leave(self.state, row, place)
 
     def _run_pass(self, upto: int, chunk: int, draft: bool, rows: int = 1) -> None:
@@ -286,19 +286,19 @@ class Engine:
         """Row `source` goes on as row `place`, in its pages and all buffers."""
         self.pages.move(source, place)
         self.state.move(source, place)
-        if self.parts.features is not None:
-            self.parts.features[place].copy_(self.parts.features[source])
-        if self.parts.ends is not None:
-            self.parts.ends.copy(place, self.parts.ends, source)
+        if self.modules.features is not None:
+            self.modules.features[place].copy_(self.modules.features[source])
+        if self.modules.ends is not None:
+            self.modules.ends.copy(place, self.modules.ends, source)
 
     def passes_whole(self, prompt: int) -> bool:
         """Whether a prompt of so many tokens is prefilled whole, so that its first token comes from the last pass."""
-        return self.parts.ends is not None and prompt > self.parts.ends.above
+        return self.modules.ends is not None and prompt > self.modules.ends.above
 
     @property
     def reads_prompts(self) -> bool:
         """Whether what drafts reads prompts by passes of its own, as a draft model does."""
-        return self.parts.proposer is not None and self.parts.proposer.max_length > 0
+        return self.modules.proposer is not None and self.modules.proposer.max_length > 0
 
     @property
     def _readers(self) -> tuple[bool, ...]:
@@ -307,10 +307,10 @@ class Engine:
 
     def _pass(self, upto: int, chunk: int, draft: bool, rows: int = 1) -> Callable[[], None]:
         """A pass over the next `chunk` tokens of each row of a slot, which end before position `upto`."""
-        shape, slot, proposer = self.chunk_shape(upto, chunk, GREEDY), self.slots[rows], self.parts.proposer
+        shape, slot, proposer = self.chunk_shape(upto, chunk, GREEDY), self.slots[rows], self.modules.proposer
 
         def feed() -> None:
-            prefill(self.parts, slot.row, shape, slot.start, chunk, slot.features, slot.ends)
+            prefill(self.modules, slot.row, shape, slot.start, chunk, slot.features, slot.ends)
             slot.start.add_(chunk)
 
         if not draft:
@@ -383,7 +383,7 @@ class Engine:
 
         def body() -> None:
             view = self.state.rows(0, rows)
-            step(self.parts, view, shape, PhiloxDraws(view.seeds))
+            step(self.modules, view, shape, PhiloxDraws(view.seeds))
 
         return body
 

@@ -22,7 +22,7 @@ from fastspec.shapes import DELTA_CHUNK, chunks_of
 from fastspec.state import PASSED, PAUSED, RUNNING
 
 _PASS_ROWS = 128  # prompt tokens up to which a pass takes hardly longer than one over a few: it waits for the weights
-_MOST_BUDGETS = 4  # that one step spends, where many short prompts wait
+_MAX_BUDGETS = 4  # that one step spends, where many short prompts wait
 _DRAFT_RATE = 4  # tokens that a draft model reads at least in the time in which the target reads one
 
 
@@ -109,7 +109,7 @@ class Intake:
         self.request, self.row, self._refused, request.nodes = request, row, None, nodes
         if prefix is not None:
             request.cached = known * prefix.unit
-            if kept_in_pages(self.engine.parts.proposer):
+            if kept_in_pages(self.engine.modules.proposer):
                 drafted = nodes[: drafted_upto(prefix, nodes) // prefix.unit]
                 request.draft_length = self._known(drafted, draft=True) * prefix.unit
         return request, pages
@@ -120,7 +120,7 @@ class Intake:
         Requests that come at once then run side by side after a few steps, not one after the other.
         """
         short = sum(2 * len(request.prompt) <= self.engine.prefill_batch_tokens for request in self.waiting)
-        return max(1, min(_MOST_BUDGETS, short // max(1, running)))
+        return max(1, min(_MAX_BUDGETS, short // max(1, running)))
 
     def plan(self, *, drafting: bool, max_tokens: int | None) -> None:
         """Decides how the prompt is cut into passes.
@@ -136,8 +136,8 @@ class Intake:
         self._resume(request, self.row, request.draft_length, draft=True)
         stop = length if engine.passes_whole(length) else length - 1
         self._target = self._passes(request, request.cached, stop, max_tokens, draft=False)
-        if drafting and engine.parts.proposer is not None:
-            stop, start = min(length - 2, engine.parts.proposer.max_length), request.draft_length
+        if drafting and engine.modules.proposer is not None:
+            stop, start = min(length - 2, engine.modules.proposer.max_length), request.draft_length
             self._draft = self._passes(request, start, stop, max_tokens and _DRAFT_RATE * max_tokens, draft=True)
 
     def feed(self, limit: int | None, *, at_least_one: bool) -> int:
@@ -155,7 +155,7 @@ class Intake:
         """
         request, draft, fed = self.request, self._draft, 0
         assert request is not None, "it has begun"
-        with self.engine.parts.mark("prefill"):
+        with self.engine.modules.mark("prefill"):
             if draft is not None and limit is not None and self._target.at - draft.at >= _DRAFT_RATE * limit:
                 fed += self._feed_draft(request, draft, limit, at_least_one=at_least_one)
             taken = self._target.take(None if limit is None else limit - fed, at_least_one=at_least_one and not fed)
@@ -194,7 +194,7 @@ class Intake:
             return
         short, self._short = self._short, {}
         chunk = next(iter(short.values())).chunk
-        with self.engine.parts.mark("prefill"):
+        with self.engine.modules.mark("prefill"):
             starts = {row: each.start for row, each in short.items()}
             self.engine.prefill_rows(starts, chunk, draft=False, running=False)
             drafts = {row: each.draft for row, each in short.items() if each.draft is not None}
@@ -207,7 +207,7 @@ class Intake:
 
     def _drafted(self, request: Request, upto: int) -> None:
         """The draft has read a request's tokens up to that position, but for the last two."""
-        proposer = self.engine.parts.proposer
+        proposer = self.engine.modules.proposer
         assert proposer is not None, "it is fed"
         request.draft_length = min(upto, request.length - 2, proposer.max_length)
 
@@ -281,7 +281,7 @@ class Intake:
 
     def _adopt(self, request: Request, row: int) -> None:
         """Counts K/V of the draft that another row has meanwhile written to pages which this row shares."""
-        prefix, proposer = self.engine.prefix, self.engine.parts.proposer
+        prefix, proposer = self.engine.prefix, self.engine.modules.proposer
         if prefix is None or request.drafted or not kept_in_pages(proposer):
             return
         drafted = request.nodes[: drafted_upto(prefix, request.nodes) // prefix.unit]
@@ -375,7 +375,7 @@ def passes_of(chunks: list[int]) -> float:
 
 def lag_of(engine: Engine, request: Request) -> list[int]:
     """Sizes of the passes in which the draft catches up with a row: tokens it has not read, but for the last two."""
-    proposer = engine.parts.proposer
+    proposer = engine.modules.proposer
     if proposer is None:
         return []
     known, start = min(request.length - 2, proposer.max_length), request.draft_length

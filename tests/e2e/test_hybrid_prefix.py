@@ -63,7 +63,7 @@ def engine_of(gen: FastSpecGenerator) -> Engine:
 
 def states(gen: FastSpecGenerator, length: int) -> list[Tensor]:
     """The state behind the last token but one of the one row there is, in each layer of the target, and its inputs."""
-    cache = states_of(engine_of(gen).parts.target)
+    cache = states_of(engine_of(gen).modules.target)
     assert cache is not None
     fed, slots, places = length - 1, cache.states.shape[2], cache.inputs.shape[2]
     inputs = [cache.inputs[:, 0, position % places] for position in range(fed - 3, fed)]

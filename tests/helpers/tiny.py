@@ -155,7 +155,7 @@ def tiny_engine(
     if on.type == "cuda":
         torch.cuda.synchronize(on)  # tests also look at it from the default stream
     return Engine(
-        parts=StepModules(target, proposer, ops, ring.outbox, scratch, work=work, record_work=record_work, ends=ends),
+        modules=StepModules(target, proposer, ops, ring.outbox, scratch, work=work, record_work=record_work, ends=ends),
         state=state,
         pages=PageTable(pages, page_size, order),
         max_drafts=k,

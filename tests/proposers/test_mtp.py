@@ -157,8 +157,8 @@ def _before_the_norm(drafts: MtpDrafts) -> None:
 def test_a_planted_fault_is_seen_in_drafts_and_never_in_the_text(plant: Callable[[Any], None], mimo: Made) -> None:
     seen: list[Seen] = []
     engine = engine_with(mimo[0], MTP)
-    assert isinstance(engine.parts.proposer, MtpDrafts)
-    plant(engine.parts.proposer)
+    assert isinstance(engine.modules.proposer, MtpDrafts)
+    plant(engine.modules.proposer)
     given = [*prompts(4, seed=5), [7] * 65]
     found = run(watched(engine, seen), given, [14, 9, 3, 12, 7], k=uneven)
     assert texts(found) == plain_texts(mimo[0])
@@ -207,14 +207,14 @@ class WholeHead(TableHead):
         self.table = logits
 
 
-def mtp_parts(target: Tensor, draft: Tensor | None, shared: int | None = None, context: int = 1000) -> StepModules:
+def mtp_modules(target: Tensor, draft: Tensor | None, shared: int | None = None, context: int = 1000) -> StepModules:
     assert draft is not None
     drafts = MtpDrafts(WholeHead(draft), TORCH_OPS, ((-1,),))  # type: ignore[arg-type]
     return StepModules(TableTarget(target), drafts, features=torch.zeros(100000, 2, dtype=torch.float64))
 
 
 def test_decodes_follow_the_targets_law(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(test_step_law, "table_parts", mtp_parts)
+    monkeypatch.setattr(test_step_law, "table_modules", mtp_modules)
     assert compare(seed=22, k=2, limit=5, stop_ids=[3, 1], temperature=1.0, shared=VOCAB) < TOLERANCE
     original = MtpDrafts.propose
 

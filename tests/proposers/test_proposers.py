@@ -103,9 +103,9 @@ class Noise(NGram):
 def same_caches(engine: Engine, row: list[int], options: RowOptions, k: int = 4) -> bool:
     """draft = target: after every step both caches hold the same bits wherever the draft was fed."""
     request = Request(list(row), 45, options)
-    proposer = engine.parts.proposer
+    proposer = engine.modules.proposer
     assert isinstance(proposer, LookupThenModel)
-    target, draft = engine.parts.target, proposer.model.model
+    target, draft = engine.modules.target, proposer.model.model
     assert isinstance(target, Decoder)
     assert isinstance(draft, Decoder)
     length, equal = len(row), True
@@ -200,7 +200,7 @@ def test_what_is_no_proposer_is_refused() -> None:
 
 def test_who_proposes() -> None:
     engine = tiny_engine()
-    model = engine.parts.proposer
+    model = engine.modules.proposer
     assert isinstance(model, draft_model.DraftModel)
     lookup = NGram()
     assert choose(None, model, VOCAB) is model

@@ -104,7 +104,7 @@ def test_greedy_texts_are_those_of_plain_decoding(
 def test_what_is_forced_is_drafted_without_a_draft_pass(
     gen: FastSpecGenerator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    proposer = gen._open().engine.parts.proposer
+    proposer = gen._open().engine.modules.proposer
     assert proposer is not None
     monkeypatch.setattr(type(proposer), "propose", lambda *given, **more: pytest.fail("a draft pass"))
     found = output(gen, PROMPTS[:1], regex="the list of the heads", do_sample=False)

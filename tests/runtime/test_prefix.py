@@ -265,7 +265,7 @@ def test_a_prompt_that_was_never_drafted_for_is_not_taken_for_one_that_was(monke
     def accepted(steps: tuple[int, ...]) -> bool:
         engine = keeping(tiny_engine(k=3, batch=2, same=True, long_prompt=LONG))
         scheduler = Scheduler(engine)
-        for model in (engine.parts.target, engine.parts.proposer.model):  # type: ignore[union-attr]
+        for model in (engine.modules.target, engine.modules.proposer.model):  # type: ignore[union-attr]
             model.cache.keys.normal_()  # type: ignore[attr-defined]
             model.cache.values.normal_()  # type: ignore[attr-defined]
         requests = [together(scheduler, [Turn(HEAD, 9, k=k)])[0] for k in steps]

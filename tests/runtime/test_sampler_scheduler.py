@@ -141,7 +141,7 @@ def test_rows_that_all_opted_out_decode_plainly() -> None:
     engine = tiny_engine(batch=2)
     run(engine, [options(draft_limit=0)] * 2, sampler=GREEDY)
     seen: list[int] = []
-    proposer = engine.parts.proposer
+    proposer = engine.modules.proposer
     assert proposer is not None
     original = type(proposer).propose
     type(proposer).propose = lambda self, *given: seen.append(1) or original(self, *given)  # type: ignore
@@ -182,8 +182,8 @@ class Poisoned:
 def poisoned(engine: Engine, first: int, position: int, value: float) -> Engine:
     from dataclasses import replace
 
-    target = Poisoned(engine.parts.target, engine.state, first, position, value)
-    return replace(engine, parts=replace(engine.parts, target=target))
+    target = Poisoned(engine.modules.target, engine.state, first, position, value)
+    return replace(engine, modules=replace(engine.modules, target=target))
 
 
 @pytest.mark.parametrize("device", devices())

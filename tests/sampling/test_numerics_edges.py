@@ -15,7 +15,7 @@ from fastspec.shapes import FULL, StepShape
 from fastspec.state import RUNNING, DecodeState
 from fastspec.step import step
 from tests.helpers.devices import devices
-from tests.helpers.tables import WHOLE, table_parts, table_state
+from tests.helpers.tables import WHOLE, table_modules, table_state
 
 ROWS, K, VOCAB = 4000, 3, 5
 OFF = -math.inf
@@ -26,7 +26,7 @@ RULES = {"rejection": verify.rejection, "block": verify.block}
 def one_step(target: Tensor, draft: Tensor, mode: str, device: str, **state: Tensor) -> DecodeState:
     """Rows with seeds of their own after one step; every place has the logits [V] of target and draft."""
     places = K + 8
-    parts = table_parts(*(logits.to(device).expand(places, VOCAB, VOCAB).contiguous() for logits in (target, draft)))
+    parts = table_modules(*(logits.to(device).expand(places, VOCAB, VOCAB).contiguous() for logits in (target, draft)))
     made = table_state(torch.ones(ROWS, 2, dtype=torch.int64), k=K, vocab=VOCAB, limit=20, stop_ids=[], device=device)
     made.seeds.copy_(torch.arange(ROWS))
     for name, value in state.items():

@@ -12,7 +12,7 @@ from fastspec.sampling import verify
 from fastspec.shapes import FULL
 from fastspec.state import AT_LIMIT, RUNNING, STOPPED
 from fastspec.step import step
-from tests.helpers.tables import ScriptedDraws, all_outcomes, random_table, shape_of, table_parts, table_state
+from tests.helpers.tables import ScriptedDraws, all_outcomes, random_table, shape_of, table_modules, table_state
 
 VOCAB = 4
 PROMPT = (1, 2)
@@ -41,8 +41,8 @@ def step_outcomes(contexts: list[Context], target: Tensor, draft: Tensor | None,
         stop_ids=options["stop_ids"],  # type: ignore[arg-type]
         temperature=options["temperature"],  # type: ignore[arg-type]
     )
-    parts = table_parts(target, draft, options.get("shared"), context)  # type: ignore[arg-type]
-    step(parts, state, shape_of(k, FULL), draws)
+    modules = table_modules(target, draft, options.get("shared"), context)  # type: ignore[arg-type]
+    step(modules, state, shape_of(k, FULL), draws)
     laws: list[Laws] = [{} for _ in contexts]
     for row, weight in enumerate(draws.weight.tolist()):
         if weight:

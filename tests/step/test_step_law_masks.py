@@ -85,12 +85,12 @@ def outcomes(rule: str, grammars: str, k: int, count: int, drawn: bool) -> Any:
     return kind(grid[:, :k], grid[:, k], grid[:, k + 1], count)
 
 
-def stepped(state: DecodeState, parts: StepModules, shape: Any, turn: Turn, draws: Any) -> None:
+def stepped(state: DecodeState, modules: StepModules, shape: Any, turn: Turn, draws: Any) -> None:
     state.constrained.fill_(True)
     state.finish.fill_(PAUSED)
     state.draft_limits.fill_(0)  # those of a grammar count all the same
     allow(state, dict.fromkeys(range(state.batch), turn), shape.num_drafts)
-    step(parts, state, shape, draws)
+    step(modules, state, shape, draws)
     assert set(state.finish.tolist()) <= {PAUSED, 2}, "a row waits for the host after each step"
 
 
@@ -106,9 +106,9 @@ def decoded_law(target: Tensor, proposer: Any, rule: str, grammars: str, sampler
         draws = outcomes(rule, grammars, K, count, drawn)
         rows = len(draws.weight)
         state = table_state(torch.tensor([context] * rows), k=K, vocab=VOCAB, limit=LIMIT, stop_ids=[])
-        parts = StepModules(TableModel(target), proposer)
+        modules = StepModules(TableModel(target), proposer)
         shape = replace(shape_of(K, sampler), verification=rule, grammars=grammars)
-        stepped(state, parts, shape, turn, draws)
+        stepped(state, modules, shape, turn, draws)
         for row, weight in enumerate(draws.weight.tolist()):
             tokens = tuple(state.tokens[row, : state.lengths[row]].tolist())
             where = alive if len(tokens) < LIMIT else finished
