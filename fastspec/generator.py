@@ -363,10 +363,10 @@ class FastSpecGenerator(OfOneProcess):
         keywords: dict[str, Any],
         usual: int | None = None,
         submitted: bool = False,
-    ) -> calls.Prepared:
+    ) -> calls.PreparedCall:
         """Checks a call, which other ranks make, too, if it is not submitted; touches no device memory."""
         session = self._open()
-        asked = calls.Asked(input_ids, attention_mask, generation_config, keywords)
+        asked = calls.CallArguments(input_ids, attention_mask, generation_config, keywords)
         how = self.max_length, lambda: self.tokenizer, usual, self._grammars
         make = partial(calls.prepare, self._target, asked, *how)
         call = session.prepared(make, submitted, keywords.get("tokenizer") in (None, self._tokenizer))

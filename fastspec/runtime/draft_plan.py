@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from fastspec.adaptive.controller import AUTO, REPEATABLE, Controller, ladder
 from fastspec.inputs.options import Options
 from fastspec.sampling.rules import Verification, needs_draft_probs
-from fastspec.shapes import ALONE, FULL, GRAMMARS, GREEDY
+from fastspec.shapes import FULL, GRAMMAR_ONLY, GRAMMARS, GREEDY
 
 _HELD = (
     "k held at {k}, because under {rule!r} verification a seed repeats its text only with one k; "
@@ -86,7 +86,7 @@ class DraftPlan:
             return choice
         # a controller times steps without grammars, also where no row takes any
         alone = all(follow) and choice.controller is None
-        return replace(choice, grammars=(ALONE,) if alone else (None, *GRAMMARS))
+        return replace(choice, grammars=(GRAMMAR_ONLY,) if alone else (None, *GRAMMARS))
 
     def _of(self, chosen: Options) -> Choice:
         """As `of`, but for grammars."""

@@ -133,7 +133,7 @@ def _no_draft(target: ModelSource) -> str:
 def _prefixes(engine: Engine) -> str:
     if engine.prefix is None:
         return "not kept"
-    states = "; of recurrent layers the states behind a prompt's last piece" if engine.kept is not None else ""
+    states = "; of recurrent layers the states behind a prompt's last piece" if engine.prefix_states is not None else ""
     return f"kept in pages that no row needs, by pieces of {engine.prefix.unit} tokens{states}"
 
 

@@ -51,8 +51,8 @@ def fed(engine: Engine, prompt: list[int], chunks: list[int], of_draft: list[int
         caches = [engine.modules.target.cache, proposer.model.cache]  # type: ignore[attr-defined, union-attr]
         at = torch.tensor(pages, device=engine.state.tokens.device)
         kept = [x[:, at].flatten(1, 2)[:, : len(prompt) - 2] for each in caches for x in (each.keys, each.values)]
-        assert engine.modules.ends is not None
-        kept.append(engine.modules.ends.hidden[0].clone())
+        assert engine.modules.prompt_ends is not None
+        kept.append(engine.modules.prompt_ends.hidden[0].clone())
         engine.pages.release(0)
         engine.state.reset()
         torch.cuda.synchronize()

@@ -138,7 +138,7 @@ def test_a_model_that_is_fed_its_own_drafts_instead_is_seen(monkeypatch: pytest.
     def late(self: object, state: object, shape: object, draws: object, given: tuple[Tensor, Tensor]) -> None:
         original(self, state, shape, draws)  # type: ignore[arg-type]
         for j in range(shape.num_drafts):  # type: ignore[attr-defined]
-            draft_model.take(state, shape, given[0][:, j], j < given[1], j)  # type: ignore[arg-type]
+            draft_model.overwrite_draft(state, shape, given[0][:, j], j < given[1], j)  # type: ignore[arg-type]
 
     monkeypatch.setattr(draft_model.DraftModel, "propose", late)
     engine = looking_up_first(tiny_engine(same=True, batch=1), Noise(2))

@@ -22,7 +22,7 @@ from fastspec.inputs.row_options import RowOptions
 from fastspec.runtime.engine import Engine
 from fastspec.runtime.request import Call, Request, lengths_of
 from fastspec.runtime.scheduler import Scheduler
-from fastspec.shapes import ALONE, BESIDE, FULL, GREEDY, StepShape
+from fastspec.shapes import FULL, GRAMMAR_ONLY, GREEDY, MIXED_DRAFTS, StepShape
 from tests.helpers.devices import devices
 from tests.helpers.services import END, opened, small_pair
 from tests.helpers.tiny import VOCAB, tiny_engine
@@ -192,7 +192,7 @@ def test_steps_with_grammars_are_captured_before_the_first(pair: tuple[Path, Pat
         output(generator, json_schema=schemas, max_new_tokens=40, do_sample=False)
         assert {key for key in runner.keys if isinstance(key, StepKey)} == before
         kinds = {key.shape.grammars for key in before}
-        assert kinds == ({ALONE} if schemas is SCHEMA else {None, ALONE, BESIDE})
+        assert kinds == ({GRAMMAR_ONLY} if schemas is SCHEMA else {None, GRAMMAR_ONLY, MIXED_DRAFTS})
         assert handle
 
 
@@ -310,13 +310,13 @@ def test_steps_that_run_ahead(which: str, monkeypatch: pytest.MonkeyPatch) -> No
         monkeypatch.undo()
         texts.append([request.new_tokens for request in requests])
         kinds = {shape.grammars for shape in shapes}
-        assert kinds & {ALONE, BESIDE}
+        assert kinds & {GRAMMAR_ONLY, MIXED_DRAFTS}
         if k and "f" in which:
-            assert BESIDE in kinds
+            assert MIXED_DRAFTS in kinds
         if depth == 2 and "f" in which:
             assert None in kinds, "the others step while those with a grammar wait"
         if "f" not in which:
-            assert kinds == {ALONE}
+            assert kinds == {GRAMMAR_ONLY}
     assert all(text == texts[0] for text in texts)
     free = _requests("f" * len(which))
     for _ in Scheduler(tiny_engine(batch=4)).run(free, Call((), GREEDY, lambda made: 0, lengths=lengths_of(free))):

@@ -18,7 +18,7 @@ from fastspec.proposers.ngram import NGram
 from fastspec.runtime.admission import allow
 from fastspec.sampling.distribution import PhiloxDraws
 from fastspec.sampling.rules import BLOCK, COUPLED, REJECTION
-from fastspec.shapes import ALONE, BESIDE, FULL, GRAMMARS, GREEDY
+from fastspec.shapes import FULL, GRAMMAR_ONLY, GRAMMARS, GREEDY, MIXED_DRAFTS
 from fastspec.state import PAUSED, RUNNING, DecodeState
 from fastspec.step import StepModules, step
 from tests.helpers.tables import ScriptedDraws, TableModel, random_table, shape_of, table_state
@@ -76,7 +76,7 @@ def masked_law(target: Tensor, free: bool = False) -> Laws:
 def outcomes(rule: str, grammars: str, k: int, count: int, drawn: bool) -> Any:
     """Draws that script every outcome of a step: of the proposer's drafts, of the coins, and of the last pick."""
     ids = torch.arange(VOCAB)
-    drafts = [ids if grammars == BESIDE and drawn else ids[:1]] * k
+    drafts = [ids if grammars == MIXED_DRAFTS and drawn else ids[:1]] * k
     if rule == COUPLED:
         grid = torch.cartesian_prod(*drafts, *[ids] * (k + 1))
         return CoupledDraws(grid[:, :k], grid[:, k:], k)
@@ -137,7 +137,7 @@ def test_decodes_follow_the_masked_law(rule: str, proposer: str, grammars: str) 
 
 def test_a_grammar_of_all_texts_is_none() -> None:
     target = random_table(4, LIMIT + K, VOCAB, zeros=0.0)
-    found = decoded_law(target, drafter("model", 4), BLOCK, BESIDE, free=True)
+    found = decoded_law(target, drafter("model", 4), BLOCK, MIXED_DRAFTS, free=True)
     assert distance(found, masked_law(target, free=True)) < TOLERANCE
 
 
@@ -163,7 +163,7 @@ def test_rows_beside_are_as_without_grammars() -> None:
     """A row without a grammar has the bits of a step without masks, and the drafts that its proposer made."""
     target = random_table(7, LIMIT + K, VOCAB, zeros=0.0)
     made = []
-    for grammars in (None, BESIDE, ALONE):
+    for grammars in (None, MIXED_DRAFTS, GRAMMAR_ONLY):
         state = table_state(torch.tensor([PROMPT] * 2), k=K, vocab=VOCAB, limit=LIMIT, stop_ids=[], temperature=0.0)
         state.draft_limits.fill_(K)
         if grammars:
