@@ -20,19 +20,7 @@ from fastspec.models.weights.load import load_weights
 from fastspec.models.weights.shards import MAX_JSON_BYTES
 from fastspec.models.weights.sources import load_tokenizer, resolve
 from tests.helpers.checkpoints import edit, make_checkpoint, make_model, refusal, write_tokenizer
-
-SINGLE = "model.safetensors"
-INDEX = "model.safetensors.index.json"
-
-
-@pytest.fixture
-def directory(tmp_path: Path) -> Path:
-    return make_checkpoint(tmp_path / "model", "llama2")
-
-
-@pytest.fixture
-def sharded(tmp_path: Path) -> Path:
-    return make_checkpoint(tmp_path / "model", "llama2", max_shard_size="60KB")
+from tests.helpers.damage import INDEX, SINGLE
 
 
 def test_a_directory_as_path_or_str(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:

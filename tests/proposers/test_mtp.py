@@ -34,7 +34,15 @@ from tests.helpers.mtp import (
     write_target,
 )
 from tests.proposers import test_eagle3
-from tests.proposers.test_eagle3 import CAPS, GIVEN, Seen, uneven, watched, wrong_drafts
+from tests.proposers.test_eagle3 import (
+    CAPS,
+    GIVEN,
+    Seen,
+    check_text_is_that_of_plain_decoding,
+    uneven,
+    watched,
+    wrong_drafts,
+)
 from tests.proposers.test_head_law import TableHead, TableTarget
 from tests.runtime.test_scheduler import GREEDY_ROW, prompts, run, texts
 from tests.step import test_step_law
@@ -186,16 +194,8 @@ def learnt(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(("k", "batch"), [(1, 8), (3, 1), (5, 8), (8, 1), (16, 8)])
 def test_text_is_that_without_drafts(learnt: Path, k: int, batch: int) -> None:
-    """Rows are admitted while others run; greedy ones, and sampled ones under the rule that promises it."""
     engine = engine_with(learnt, MTP, k=k, batch=batch, verification="coupled")
-    count = 10 if batch > 1 else 3
-    given, caps = GIVEN[:count], CAPS[:count]
-    drafted = run(engine, given, caps, k=k)
-    assert texts(drafted) == texts(run(engine, given, caps, k=0))
-    assert sum(request.accepted for request in drafted) > sum(caps) // 4
-    options = [replace(GREEDY_ROW, temperature=0.9, seed=seed, top_p=0.9) for seed in range(count)]
-    sampled = [texts(run(engine, given, caps, k=each, options=options)) for each in (0, k)]
-    assert sampled[0] == sampled[1]
+    check_text_is_that_of_plain_decoding(engine, k, batch)
 
 
 class WholeHead(TableHead):
