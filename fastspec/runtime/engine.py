@@ -153,7 +153,7 @@ class Engine:
         return StepShape(0, sampler, blocks(upto), Tiling(chunk, chunk))
 
     def captured_shape(self, rows: int, shape: StepShape) -> StepShape:
-        """The shape itself; where only the step with room for the longest rows is captured, that one, with the same bits."""
+        """The shape itself, or with room for the longest rows where only that step is captured: the same bits."""
         wide = replace(shape, num_blocks=blocks(self._max_positions), first_block=0)
         return wide if not self.ready(rows, shape) and self.ready(rows, wide) else shape
 
