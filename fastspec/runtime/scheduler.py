@@ -171,14 +171,16 @@ class Scheduler:
         """Queues the next step, unless no row is sure to need it, or it must wait for earlier ones."""
         requests = due(self._rows, self._in_flight)
         # run ahead only if some row needs this step even when every draft in flight is accepted
-        needed = self._goes_on if self._in_flight else self._may_go_on
+        needed = self._surely_needs_step if self._in_flight else self._may_need_step
         if not any(map(needed, requests.values())):
             return False
         first = {row: request for row, request in requests.items() if request.prefilled}
         if first:
             return self._launch_first_tokens(first)
         calls = {self._calls[request] for request in requests.values()}
-        k, drafting = self._drafts({row: request for row, request in requests.items() if request.grammar is None})
+        k, drafting = self._choose_drafts(
+            {row: request for row, request in requests.items() if request.grammar is None}
+        )
         passes = 0.0
         if k:
             if self._in_flight and any(requests[row].draft_lag for row in drafting):
@@ -243,14 +245,14 @@ class Scheduler:
         sampler = FULL if any(call.full for call in calls) else GREEDY
         return self.engine.shape(k, sampler, max(recorded, default=None), longest, shortest)
 
-    def _drafts(self, requests: dict[int, Request]) -> tuple[int, frozenset[int]]:
+    def _choose_drafts(self, requests: dict[int, Request]) -> tuple[int, frozenset[int]]:
         """Drafts for the next step, and the rows that draft; rows of other calls have fewer, or none."""
         if not requests:
             return 0, frozenset()
         calls, wanted = {self._calls[request] for request in requests.values()}, []
         for call in calls:
             own = {row: request for row, request in requests.items() if self._calls[request] is call}
-            wanted.append(self._drafts_of(call, own))
+            wanted.append(self._drafts_of_call(call, own))
         largest = max(k for k, _ in wanted)
         alone = len(calls) == 1
         limits = {row: self.engine.max_drafts if alone else k for k, rows in wanted if k or not largest for row in rows}
@@ -259,7 +261,7 @@ class Scheduler:
                 self._limit_drafts(row, request, limits.get(row, 0))
         return largest, frozenset(limits)
 
-    def _drafts_of(self, call: Call, requests: dict[int, Request]) -> tuple[int, frozenset[int]]:
+    def _drafts_of_call(self, call: Call, requests: dict[int, Request]) -> tuple[int, frozenset[int]]:
         """Drafts that one call wants, and the rows of it that draft."""
         willing = may_draft(requests)
         if not willing:
@@ -280,12 +282,12 @@ class Scheduler:
             self.engine.state.draft_limits[row].fill_(limit)
             request.draft_limit = limit
 
-    def _may_go_on(self, request: Request) -> bool:
+    def _may_need_step(self, request: Request) -> bool:
         """Whether a request can outlast the steps launched for it, each of which emits a token at least."""
         launched = sum(request in step.requests.values() for step in self._in_flight)
         return request.length + launched < request.limit
 
-    def _goes_on(self, request: Request) -> bool:
+    def _surely_needs_step(self, request: Request) -> bool:
         """Whether a request is sure to outlast the steps launched for it, but for stop ids."""
         emitted = sum(step.k + 1 for step in self._in_flight if request in step.requests.values())
         return request.length + emitted < request.limit

@@ -53,12 +53,12 @@ class PreparedCall:
 
     Attributes:
         requests: one for every row.
-        chosen: its options.
+        options: of the call.
         prompts: as the caller passed them.
     """
 
     requests: list[Request]
-    chosen: Options
+    options: Options
     prompts: RawPrompts
 
 
@@ -180,7 +180,7 @@ def _place(index: int, position: int, copies: int) -> str:
 
 def output_of(call: PreparedCall, stats: Stats) -> GenerateOutput:
     """Everything that a call has made; what the caller did not ask for is None."""
-    requests, chosen = call.requests, call.chosen
+    requests, chosen = call.requests, call.options
     recorded = chosen.top_logprobs is not None
     return GenerateOutput(
         _sequences(requests, chosen, call.prompts),

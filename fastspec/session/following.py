@@ -100,9 +100,9 @@ def _written(message: Message, numbers: RequestNumbers) -> Any:
     call = message.call
     for request in call.requests:
         numbers.add(request)
-    prompts = [request.prompt for request in call.requests[:: call.chosen.copies]]
+    prompts = [request.prompt for request in call.requests[:: call.options.copies]]
     rows = [asdict(request.options) for request in call.requests]
-    return {"join": prompts, "rows": rows, "options": asdict(replace(call.chosen, rows=()))}
+    return {"join": prompts, "rows": rows, "options": asdict(replace(call.options, rows=()))}
 
 
 class Reader:

@@ -130,7 +130,7 @@ class Handle(OfOneProcess):
         """Raises what ended the request, where that was an error."""
         self.delivery.check()
         try:
-            check_valid(self.call.requests, self.call.chosen.copies)
+            check_valid(self.call.requests, self.call.options.copies)
         except InvalidLogits as error:
             error.output = output_of(self.call, self._stats())
             raise

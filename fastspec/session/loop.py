@@ -190,7 +190,7 @@ class Loop:
 
         So their steps cost the host no more than those of one call, and "auto" learns from them as from one.
         """
-        choice, stop_ids = joining.choice, joining.call.chosen.stop_ids
+        choice, stop_ids = joining.choice, joining.call.options.stop_ids
         key = (stop_ids, choice.sampler, choice.k, choice.top_logprobs, id(choice.controller))
         call, count = self._calls.get(key, (None, 0))
         if call is None:

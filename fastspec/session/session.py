@@ -47,7 +47,6 @@ class Session:
         trial: of the draft's format, made before one of the first calls; None: there is none.
 
     Attributes:
-        running: the scheduler; None once the session is closed.
         loop: the thread that steps.
     """
 
@@ -60,7 +59,7 @@ class Session:
         ranks: Ranks | None = None,
         trial: FormatTrial | None = None,
     ) -> None:
-        self.running: Scheduler | None = scheduler
+        self._scheduler: Scheduler | None = scheduler  # None once the session is closed
         self.ranks = ranks or Ranks.alone()
         self.settings, self.drafting, self.progress = settings, drafting, progress
         rows, longest = self.rows, (settings.max_length, 0)
@@ -97,12 +96,12 @@ class Session:
             RuntimeError: the session is closed.
         """
         self.check_open()
-        assert self.running is not None, "it is open"
-        return self.running
+        assert self._scheduler is not None, "it is open"
+        return self._scheduler
 
     def check_open(self) -> None:
         """Raises RuntimeError where the session is closed, or its thread is in another process."""
-        if self.running is None:
+        if self._scheduler is None:
             raise RuntimeError("this generator is closed; make a new one")
         self.loop.check_here()
 
@@ -201,7 +200,7 @@ class Session:
         if self.ranks.size == 1:
             return make()
         if not (submitted or self.leads):
-            return self.ranks.agreed_call(make, lambda call: (call.requests, call.chosen))
+            return self.ranks.agreed_call(make, lambda call: (call.requests, call.options))
         if not stored_tokenizer:
             raise UnsupportedOption(
                 "a tokenizer of its own does not go with submit() and tensor_parallel, for the other ranks have the "
@@ -228,7 +227,7 @@ class Session:
         return Handle(call, delivery, lambda: self.loop.leave(call.requests), stats)
 
     def _join(self, call: PreparedCall, delivery: Delivery) -> None:
-        joining = Joining(call, self.drafting.of(call.chosen), delivery)
+        joining = Joining(call, self.drafting.for_call(call.options), delivery)
         with self._joining:
             for request in call.requests:
                 self.scheduler.check(request)
@@ -287,11 +286,11 @@ class Session:
         finally:
             self._calls.discard(delivery)
             self.loop.leave(call.requests)
-        check_valid(call.requests, call.chosen.copies)
+        check_valid(call.requests, call.options.copies)
 
     def _step_here(self, call: PreparedCall, delivery: Delivery) -> Iterator[Emitted]:
         """Makes the steps of a call, until the loop's thread does."""
-        choice, steps = self.drafting.of(call.chosen), None
+        choice, steps = self.drafting.for_call(call.options), None
         try:
             while True:
                 with self.loop.turn:
@@ -301,7 +300,7 @@ class Session:
                         if self.trial is not None:
                             _try_formats(self.trial, self.scheduler, call, choice, self.drafting)
                         self._make_ready(call, choice)
-                        steps = decode(self.scheduler, call.requests, call.chosen.stop_ids, choice)
+                        steps = decode(self.scheduler, call.requests, call.options.stop_ids, choice)
                         self.loop.deliveries.update(dict.fromkeys(call.requests, delivery))
                     emitted = next(steps, None)
                 if emitted is None:
@@ -316,10 +315,10 @@ class Session:
 
     def calibrate(self, call: PreparedCall) -> Calibration:
         """Tries every k on a call's prompts."""
-        choice = self.drafting.every(call.chosen)
+        choice = self.drafting.for_calibration(call.options)
         with self.alone() as scheduler, self.ranks.guarded("calibrating"):
             self._make_ready(call, choice)
-            return calibrate(scheduler, call.requests, call.chosen.stop_ids, choice)
+            return calibrate(scheduler, call.requests, call.options.stop_ids, choice)
 
     def _make_ready(self, call: PreparedCall, choice: Choice) -> None:
         rows, lengths = min(len(call.requests), self.rows), lengths_of(call.requests)
@@ -337,8 +336,11 @@ class Session:
 
     def stats(self, call: PreparedCall, start: float, end: float) -> Stats:
         """What a call has done, and how long it took: times of `time.perf_counter`."""
-        rows, choice = tuple(request.stats() for request in call.requests), self.drafting.of(call.chosen)
-        synthetic, threads = synthetic_name(self.settings.verification), self.running and self.running.engine.threads
+        rows, choice = tuple(request.stats() for request in call.requests), self.drafting.for_call(call.options)
+        synthetic, threads = (
+            synthetic_name(self.settings.verification),
+            self._scheduler and self._scheduler.engine.threads,
+        )
         return Stats.of(
             rows,
             choice.k,
@@ -360,11 +362,11 @@ class Session:
             RuntimeError: a call is still running.
         """
         with self._joining:
-            if self.running is None:
+            if self._scheduler is None:
                 return
             if self._calls or not (self.loop.running or self.loop.turn.acquire(blocking=False)):
                 raise RuntimeError("this generator is in use by another call; close it after that call")
-            scheduler, self.running = self.running, None
+            scheduler, self._scheduler = self._scheduler, None
         try:
             self.loop.stop()
             if self._leader is not None:
@@ -385,7 +387,7 @@ def _try_formats(
     def make_ready(choice: Choice, lengths: tuple[int, int]) -> None:
         _make_ready(scheduler, rows, choice, lengths, progress=False)
 
-    trial.before(scheduler, call.requests, choice, call.chosen.stop_ids, make_ready, drafting)
+    trial.before(scheduler, call.requests, choice, call.options.stop_ids, make_ready, drafting)
 
 
 def _make_ready(

@@ -85,7 +85,7 @@ def test_replay_equals_eager_field_by_field(sampler: str, top: int | None) -> No
     assert pointers == {name: getattr(captured.state, name).data_ptr() for name in pointers}
 
 
-def test_full_acceptance() -> None:
+def test_captured_steps_equal_eager_ones_where_all_drafts_are_accepted() -> None:
     """A model that drafts for itself: the hole that full acceptance leaves is filled in the captured step too."""
     engines = tuple(tiny_engine(batch=4, device="cuda", graphs=graphs, same=True) for graphs in (True, False))
     compare_runs(engines, 4, GREEDY, (), ks=[4])  # type: ignore[arg-type]

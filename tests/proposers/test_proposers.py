@@ -198,7 +198,7 @@ def test_what_is_no_proposer_is_refused() -> None:
         check(Again(), with_draft=True)
 
 
-def test_who_proposes() -> None:
+def test_the_proposer_follows_from_draft_and_proposer() -> None:
     engine = tiny_engine()
     model = engine.modules.proposer
     assert isinstance(model, draft_model.DraftModel)

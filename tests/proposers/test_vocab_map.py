@@ -65,7 +65,7 @@ def test_sampled_rows_draft_as_before(mode: str) -> None:
     assert told(after) == told(before)
 
 
-def test_a_smaller_vocabulary() -> None:
+def test_a_draft_with_fewer_ids_in_another_order_changes_no_text() -> None:
     """Most of the target's ids, in another order, and one id that the target does not have."""
     order = ORDER[5:]
     target_ids = order.clone()

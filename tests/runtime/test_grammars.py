@@ -205,7 +205,9 @@ def test_steps_with_grammars_are_captured_before_the_first(pair: tuple[Path, Pat
         ({"regex": "a", "num_beams": 2}, UnsupportedOption, "num_beams"),
     ],
 )
-def test_refusals(gen: FastSpecGenerator, options: dict[str, Any], kind: type[Exception], says: str) -> None:
+def test_grammars_that_cannot_be_used_are_refused(
+    gen: FastSpecGenerator, options: dict[str, Any], kind: type[Exception], says: str
+) -> None:
     with pytest.raises(kind, match=says):
         output(gen, **options)
     with pytest.raises(ValueError, match=r"calibrate .*leave out regex"):
@@ -375,7 +377,9 @@ def _follows(value: Any, schema: dict[str, Any]) -> bool:
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 40))])
-def test_random_schemas(each: FastSpecGenerator, plain: FastSpecGenerator, seed: int) -> None:
+def test_texts_of_random_schemas_are_plain_decodings_and_valid_json(
+    each: FastSpecGenerator, plain: FastSpecGenerator, seed: int
+) -> None:
     """Greedy texts are plain decoding's; texts that end, drawn ones too, are JSON of their schema."""
     rng = random.Random(seed)
     schemas = [_random_schema(rng) for _ in PROMPTS]

@@ -147,7 +147,9 @@ def test_texts_of_branching_chats_are_those_of_a_fresh_generator(
     budget=st.sampled_from([None, 32, 64]),
     joined=st.sampled_from([0, 64, 96]),
 )
-def test_at_length(seed: int, num_pages: int | None, budget: int | None, joined: int) -> None:
+def test_long_random_chats_have_the_text_of_a_fresh_generator(
+    seed: int, num_pages: int | None, budget: int | None, joined: int
+) -> None:
     engine = engine_of(num_pages, budget, depth=1 + seed % 2, prefill_batch_tokens=joined)
     chats = Chats(Scheduler(engine), seed)
     for _ in range(8):

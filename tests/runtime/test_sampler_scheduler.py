@@ -122,7 +122,7 @@ def test_a_model_accepts_itself_where_drafts_penalise_each_other(device: str) ->
 
 @pytest.mark.parametrize("device", devices())
 @pytest.mark.parametrize("depth", [1, 3])
-def test_draft_limits(depth: int, device: str) -> None:
+def test_rows_never_have_more_drafts_than_their_limit(depth: int, device: str) -> None:
     """Ragged drafts in one step: the target's own text everywhere, and never more drafts than asked for."""
     engine = tiny_engine(batch=5, device=device, depth=depth, same=True)
     limits = [0, 1, 2, 4, None]

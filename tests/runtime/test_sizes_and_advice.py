@@ -39,7 +39,7 @@ pytestmark = [
     ],
     ids=str,
 )
-def test_sizes_are_checked(directory: Path, options: dict[str, Any], message: str) -> None:
+def test_wrong_sizes_are_refused_by_name(directory: Path, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         FastSpecGenerator(directory, progress=False, **{"device": "cpu", **options})
 

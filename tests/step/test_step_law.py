@@ -123,7 +123,7 @@ def test_decodes_follow_the_targets_law(k: int, new: int, stop_ids: list[int]) -
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.75])  # exact in the state's fp32
-def test_at_a_temperature(temperature: float) -> None:
+def test_the_law_at_a_temperature_is_the_targets(temperature: float) -> None:
     assert compare(seed=5, k=2, limit=5, stop_ids=[1], temperature=temperature) < TOLERANCE
 
 
@@ -155,7 +155,7 @@ def inverted(p: Tensor, q: Tensor) -> Tensor:
     ],
     ids=["residual is the target", "ratio inverted", "no coin"],
 )
-def test_the_enumeration_catches(
+def test_the_enumeration_finds_planted_bugs(
     name: str, invalid: Callable[[Tensor, Tensor], Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(verify, name, invalid)

@@ -198,7 +198,7 @@ process, count = processors.process, processors.count
 
 
 @pytest.mark.parametrize("invalid", [forgets_drafts], ids=["drafts before a place are forgotten"])
-def test_the_enumeration_catches(invalid: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_enumeration_finds_planted_bugs(invalid: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processors, "process", invalid)
     # far above rounding: the planted bug moves some outcome's probability by percents
     assert compare(2, ASKED["frequency"]) > 1e-3
