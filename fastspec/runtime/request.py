@@ -73,7 +73,7 @@ class Request:
         nodes: nodes of the prefix cache whose pages the row shares.
         grammar: the state of the grammar that its text follows; None: there is none.
         has_tables: the row's biases and counts are filled, which steps of the full sampler read.
-        passed: the row's first token comes next, from what the last pass over its prompt left.
+        prefilled: the row's first token comes next, from what the last pass over its prompt left.
     """
 
     prompt: list[int]
@@ -99,7 +99,7 @@ class Request:
     cached: int = 0
     nodes: list[Node] = field(default_factory=list)
     has_tables: bool = False
-    passed: bool = False
+    prefilled: bool = False
 
     @property
     def length(self) -> int:
@@ -171,7 +171,7 @@ class InFlightStep:
             else None.
         timed: only such passes, or nothing, came between it and the step before it.
         drafting: rows that could draft.
-        first: the step for first tokens, which no policy chose.
+        first_token: the step for first tokens, which no policy chose.
     """
 
     sequence: int
@@ -181,7 +181,7 @@ class InFlightStep:
     resumed: float | None
     timed: bool
     drafting: frozenset[int]
-    first: bool = False
+    first_token: bool = False
 
 
 def lengths_of(requests: list[Request]) -> tuple[int, int]:

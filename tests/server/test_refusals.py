@@ -166,7 +166,7 @@ def test_bodies_that_are_none(server: Running) -> None:
     assert post(server, TEXT)[0] == 200
 
 
-def test_limits(gen: FastSpecGenerator) -> None:
+def test_requests_beyond_a_limit_are_refused(gen: FastSpecGenerator) -> None:
     with running(gen, limits=Limits(body=2000, tokens=20, requests=3, seconds=60)) as server:
         status, answer = post(server, {**TEXT, "user": "x" * 2000})
         assert (status, "more than 2000 bytes" in answer["error"]["message"]) == (413, True)
@@ -185,7 +185,7 @@ def test_limits(gen: FastSpecGenerator) -> None:
         assert post(server, {**TEXT, "n": 3})[0] == 200, "there is room again, and always was"
 
 
-def test_time_is_limited(gen: FastSpecGenerator) -> None:
+def test_an_answer_that_takes_too_long_is_stopped(gen: FastSpecGenerator) -> None:
     with running(gen, limits=Limits(seconds=1e-3)) as server:
         server.service.limits = Limits(seconds=60)  # for the body; what the answer has is asked anew
         assert post(server, TEXT)[0] == 200
@@ -204,7 +204,7 @@ def test_time_is_limited(gen: FastSpecGenerator) -> None:
         assert server.service._running == 0
 
 
-def test_a_key(gen: FastSpecGenerator) -> None:
+def test_requests_without_the_api_key_are_refused(gen: FastSpecGenerator) -> None:
     with running(gen, api_key="sésame") as server:
         for headers in ({}, {"Authorization": "Bearer x"}, {"Authorization": "sésame"}):
             status, answer = post(server, TEXT, headers={k: v.encode().decode("latin-1") for k, v in headers.items()})
@@ -215,7 +215,7 @@ def test_a_key(gen: FastSpecGenerator) -> None:
         assert post(server, TEXT, headers=key)[0] == get(server, "/metrics", key)[0] == 200
 
 
-def test_metrics(server: Running) -> None:
+def test_metrics_count_requests_and_tokens(server: Running) -> None:
     def value(name: str) -> float:
         lines = get(server, "/metrics")[1].splitlines()
         return next((float(line.split()[-1]) for line in lines if line.startswith(f"{name} ")), 0.0)

@@ -106,7 +106,7 @@ class LooksAtWholeStepsOnly(StopWatch):
 
 
 @pytest.mark.parametrize("invalid", [ForgetsThePast, LooksAtWholeStepsOnly])
-def test_the_oracle_catches(invalid: Callable[..., StopWatch]) -> None:
+def test_the_oracle_finds_planted_bugs(invalid: Callable[..., StopWatch]) -> None:
     assert len(mismatches(invalid, byte_tokenizer(), 60)) > 3
 
 
