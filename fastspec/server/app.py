@@ -91,7 +91,11 @@ def app_of(service: Service, api_key: str | None = None) -> FastAPI:
     Args:
         service: what is served.
         api_key: that clients must send; None: none. /health is open to all.
+
+    Raises:
+        ValueError: the key is empty.
     """
+    check_api_key(api_key)
     app = FastAPI(title="fastspec", version=fastspec.__version__, docs_url=None, redoc_url=None, openapi_url=None)
     meters = service.meters
 
@@ -153,6 +157,12 @@ def app_of(service: Service, api_key: str | None = None) -> FastAPI:
     route("/v1/completions", "POST", complete)
     route("/v1/chat/completions", "POST", chat)
     return app
+
+
+def check_api_key(key: str | None) -> None:
+    """Raises ValueError for a key that no client could send."""
+    if key is not None and not key.strip():
+        raise ValueError("api_key is empty, which lets nobody in; give one, or None")
 
 
 def _check_key(request: Request, key: str | None) -> None:
