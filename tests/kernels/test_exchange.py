@@ -127,8 +127,10 @@ class Forked:
         ranks = [context.Process(target=rank, args=(number,)) for number in range(self.size)]
         for process in ranks:
             process.start()
-        while not any(process.exitcode for process in ranks) and any(process.exitcode is None for process in ranks):
-            multiprocessing.connection.wait([process.sentinel for process in ranks if process.exitcode is None])
+        going = ranks
+        while going and not any(process.exitcode for process in ranks):
+            multiprocessing.connection.wait([process.sentinel for process in going])
+            going = [process for process in going if process.exitcode is None]
         for process in ranks:
             process.kill()  # nothing, if it has ended
             process.join()
@@ -141,7 +143,7 @@ def of_rank(rank: int, *shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(100 * seed + rank))
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, 4, 8])
 def test_kernels_exchange_between_processes(size: int, untimed: None) -> None:
     """Sums of one part and several, one-shot and two-shot, gathers and keys, one after the other in one room."""
     forked = Forked(size, 4 * BLOCK)
