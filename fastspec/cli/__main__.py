@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
+import os
 import sys
+import threading
+
+# set where a profiler or a checker is in the process, which writes what it found when the process is taken apart
+WATCHED = ("CUDA_INJECTION64_PATH", "LD_PRELOAD")
 
 
 def main() -> None:
@@ -11,7 +17,30 @@ def main() -> None:
         from fastspec.cli.app import app
     except KeyboardInterrupt:
         sys.exit(130)
-    app(prog_name="fastspec")
+    try:
+        app(prog_name="fastspec")
+    except SystemExit as end:
+        end_now(end.code)
+        raise
+
+
+def end_now(code: object) -> None:
+    """Ends the process once all is written, and does not take apart what it has imported, which takes long.
+
+    The system frees memory of process and devices either way. Returns where Python has more to do: threads to wait for,
+    an exit code that is a text, output that nobody takes, a profiler in the process.
+    """
+    waits = any(not each.daemon for each in threading.enumerate() if each is not threading.current_thread())
+    if waits or not isinstance(code, int | None) or any(name in os.environ for name in WATCHED):
+        return
+    atexit._run_exitfuncs()
+    try:
+        for stream in (sys.stdout, sys.stderr):
+            if stream is not None:
+                stream.flush()
+    except (OSError, ValueError):
+        return
+    os._exit(code or 0)
 
 
 if __name__ == "__main__":
