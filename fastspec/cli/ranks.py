@@ -8,18 +8,18 @@ import subprocess
 import sys
 import uuid
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-import torch.distributed as dist
 import typer
 
-from fastspec.generator import FastSpecGenerator
-from fastspec.parallel.slices import SIZES
+if TYPE_CHECKING:
+    from fastspec.generator import FastSpecGenerator
 
 
 def this_rank() -> int:
     """The number of this process among those that were started together; 0 of one alone."""
+    import torch.distributed as dist
+
     return int(dist.get_node_local_rank(0))
 
 
@@ -51,7 +51,11 @@ def start_ranks(
         typer.BadParameter: a number that nothing divides into, or of more ranks than there are GPUs.
         typer.Exit: all ranks have ended: 0, or 1 where one failed or a signal ended them.
     """
-    if count is None or count == 1 or dist.is_torchelastic_launched():
+    if count is None or count == 1:
+        return
+    import torch.distributed as dist
+
+    if dist.is_torchelastic_launched():
         return
     _check(count, device)
     for name in ("torch.distributed.elastic", "torch.multiprocessing"):  # below is said what they would say
@@ -82,6 +86,7 @@ def start_ranks(
     given = sys.argv[1:] if arguments is None else arguments
     try:
         if _may_copy_this_process():
+            import_all()
             elastic_launch(config, run_rank)(*given)
         else:
             elastic_launch(config, sys.executable)("-m", "fastspec.cli", *given)
@@ -96,6 +101,8 @@ def start_ranks(
 
 def run_rank(*arguments: str) -> None:
     """The command line in a rank that was copied from the launcher's process, with all that it has imported."""
+    import torch
+
     from fastspec.cli.app import app  # which imports this module
 
     if torch.cuda._is_in_bad_fork():  # this version of torch has asked the driver in spite of all
@@ -110,11 +117,19 @@ def run_rank(*arguments: str) -> None:
     app(list(arguments), prog_name="fastspec")
 
 
+def import_all() -> None:
+    """Imports what every rank needs, so that copies of this process have it."""
+    import fastspec.generator
+    import fastspec.text.stop_strings  # noqa: F401
+
+
 def _may_copy_this_process() -> bool:
     """Whether a copy of this process may use GPUs: where they were counted without the driver, which copies cannot use.
 
     Importing torch and this package takes as long as a start with compiled kernels takes for all else.
     """
+    import torch
+
     if sys.platform != "linux" or torch.cuda.is_initialized():
         return False
     counted: Callable[[], int] | None = getattr(torch.cuda, "_device_count_nvml", None)
@@ -123,6 +138,10 @@ def _may_copy_this_process() -> bool:
 
 def _check(count: int, device: str | None) -> None:
     """Refuses what each rank would refuse, before any is started."""
+    import torch
+
+    from fastspec.parallel.slices import SIZES
+
     refused = None
     there = torch.cuda.device_count()
     on = device or ("cuda" if there else "cpu")

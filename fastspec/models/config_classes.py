@@ -156,7 +156,7 @@ def config_class(model_type: str) -> type[PretrainedConfig]:
 
 
 def load_as_named(directory: Path, config: PretrainedConfig, beside: Mapping[str, Any]) -> Any:
-    """The tokenizer that `AutoTokenizer` loads from a directory, by the class that the checkpoint names where that is it.
+    """The tokenizer that `AutoTokenizer` loads from a directory, by the class that the checkpoint names if it is that.
 
     Args:
         directory: on the local disk. config: of the model. beside: what tokenizer_config.json says.

@@ -1,4 +1,4 @@
-"""How the process of a command ends: at once, with all that was written, or as Python ends it where that has more to do."""
+"""What a command imports, and how its process ends: at once, or as Python ends it where that has more to do."""
 
 from __future__ import annotations
 
@@ -14,9 +14,13 @@ import pytest
 
 from fastspec.cli import __main__ as entry
 
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
 # a command in place of ours, which leaves something that shows whether the process is taken apart
 COMMAND = """
-import atexit, sys, types
+import atexit, mmap, sys, types
+if {tool!r}:
+    file = open({tool!r}, "r+b")
+    mapped = mmap.mmap(file.fileno(), 0)
 class Left:
     def __del__(self):
         print("taken apart")
@@ -32,13 +36,24 @@ main()
 """
 
 
-def ended(code: object, **environment: str) -> tuple[int, str, str]:
-    """Exit code, stdout and stderr of a process whose command ends with a code."""
-    path = {"PYTHONPATH": str(Path(__file__).parents[2]), "PYTHONIOENCODING": "utf-8"}
-    clean = {name: value for name, value in os.environ.items() if name not in entry.WATCHED}
-    command = [sys.executable, "-c", COMMAND.format(code=code)]
-    done = subprocess.run(command, env={**clean, **path, **environment}, capture_output=True, text=True, check=False)
+def ended(code: object, tool: str = "") -> tuple[int, str, str]:
+    """Exit code, stdout and stderr of a process whose command ends with a code, and that has a tool's file mapped."""
+    command = [sys.executable, "-c", COMMAND.format(code=code, tool=tool)]
+    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, check=False)
     return done.returncode, done.stdout, done.stderr
+
+
+@pytest.mark.parametrize("command", ["--version", "--help", "generate --help", "pairs", "pairs Qwen/Qwen3-8B"])
+def test_what_computes_nothing_imports_nothing_heavy(command: str) -> None:
+    heavy = "numpy", "torch", "transformers", "triton", "huggingface_hub", "jinja2", "fastspec.generator"
+    code = f"""
+import sys
+from fastspec.cli.app import app
+app({command.split()!r}, standalone_mode=False)
+print("imported", *[name for name in {heavy!r} if name in sys.modules])
+"""
+    done = subprocess.run([sys.executable, "-c", code], env=ENVIRONMENT, capture_output=True, text=True, check=False)
+    assert done.stdout.split("\n")[-2].split() == ["imported"], done.stderr
 
 
 @pytest.mark.parametrize("code", [None, 0, 2])
@@ -46,9 +61,15 @@ def test_a_command_ends_without_being_taken_apart(code: int | None) -> None:
     assert ended(code) == (code or 0, "text, at exit\n", "")
 
 
-def test_what_python_has_to_do_is_left_to_it() -> None:
+def test_a_text_in_place_of_a_code_is_left_to_python() -> None:
     assert ended("no") == (1, "text, at exit\ntaken apart\n", "no\n")
-    assert ended(3, CUDA_INJECTION64_PATH="/of/a/profiler") == (3, "text, at exit\ntaken apart\n", "")
+
+
+@pytest.mark.skipif(not entry.MAPPED.exists(), reason="needs Linux")
+def test_a_profiler_in_the_process_is_left_its_end(tmp_path: Path) -> None:
+    tool = tmp_path / "nsight.so"
+    tool.write_bytes(bytes(4096))
+    assert ended(3, str(tool)) == (3, "text, at exit\ntaken apart\n", "")
 
 
 @pytest.fixture
@@ -57,8 +78,7 @@ def exits(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     found: list[int] = []
     monkeypatch.setattr(os, "_exit", found.append)
     monkeypatch.setattr(atexit, "_run_exitfuncs", lambda: None)
-    for name in entry.WATCHED:
-        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(entry, "MAPPED", Path("/no/such/file"))
     return found
 
 

@@ -122,9 +122,7 @@ def test_a_tokenizer_is_the_one_that_transformers_chooses(kind: str, named: str 
     (tokens / "tokenizer_config.json").write_text(json.dumps(beside))
     config = config_class(kind).from_dict({"model_type": kind, **COMMON})
     ours = load_as_named(tokens, config, beside)
-    theirs = AutoTokenizer.from_pretrained(
-        str(tokens), config=config, trust_remote_code=False, local_files_only=True
-    )
+    theirs = AutoTokenizer.from_pretrained(str(tokens), config=config, trust_remote_code=False, local_files_only=True)
     assert type(ours) is type(theirs)
     assert ours.init_kwargs == theirs.init_kwargs
     text = "a b\n<|endoftext|> \u00e9"

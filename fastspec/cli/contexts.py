@@ -1,0 +1,37 @@
+"""The context of a GPU, made by the driver while a command imports torch: neither waits for the other."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+import threading
+from contextlib import suppress
+
+LIBRARY = "libcuda.so.1"
+
+
+def make_context_ahead(device: str | None, ranks: int | None = None) -> threading.Thread | None:
+    """Begins to make the context that torch will use, in a thread; what fails there, torch will meet and name.
+
+    Args:
+        device: that the command was asked to use; None: the first GPU.
+        ranks: that the command was asked for. Of several, each makes its own: a copied process cannot use this one.
+
+    Returns:
+        The thread; None: there is nothing to make.
+    """
+    kind, _, index = (device or "cuda").partition(":")
+    if sys.platform != "linux" or ranks not in (None, 1) or kind != "cuda" or not (index or "0").isdecimal():
+        return None
+    thread = threading.Thread(target=_make, args=(int(index or 0),), name="fastspec-context", daemon=True)
+    thread.start()
+    return thread
+
+
+def _make(index: int) -> None:
+    """Makes the primary context of a device, which torch's runtime takes where there is one."""
+    with suppress(OSError):  # no driver
+        driver = ctypes.CDLL(LIBRARY)
+        device, context = ctypes.c_int(), ctypes.c_void_p()
+        if driver.cuInit(0) == 0 and driver.cuDeviceGet(ctypes.byref(device), index) == 0:
+            driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device)
