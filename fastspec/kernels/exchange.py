@@ -11,16 +11,14 @@
 | residual | [M, N] bf16, fp16 or fp32                | None: the sum itself, in fp32                            |
 | bias     | [N], any float dtype                     | or None                                                  |
 
-Ranks are added as one binary tree, neighbours first, by every rank for itself: all get the same bits. A block of BLOCK
-elements has a flag for each rank and a number that counts its exchanges, its epoch. It pushes its elements, then its
-epoch, and waits for the epochs of the others: no program waits for a whole tensor. Exchanges use the two halves of
-the room in turn: a rank that is one exchange ahead cannot overwrite what another still reads, because it has waited
-for that one's next push.
+Ranks are added as one binary tree, neighbours first, by every rank for itself: all get the same bits.
 
-Few elements go as words: each travels with its epoch in 8 bytes, which memory writes at once (the LL protocol of NCCL;
-Hu et al. 2025, arXiv 2507.04786). That is twice the bytes, but nothing has to arrive before a flag is set,
-and nothing is loaded after a flag. Words have blocks, epochs and memory of their own, so that no element is ever read
-as an epoch.
+Elements arrive without flags (the Lamport all-reduce of TensorRT-LLM): a place that nobody has written holds EMPTY, a
+NaN that is never sent. Who waits for an element reads its place until it holds something else, and makes it EMPTY
+again. So nothing has to arrive before a flag is set, and nothing is loaded after a flag. Where an element lies
+depends on its number alone. Exchanges of a block of BLOCK elements use the two halves of the room in turn: a rank that
+is one exchange ahead cannot overwrite what another still reads, because it has waited for that one's next push, before
+which the other has emptied what it read.
 
 Many elements are added two-shot: each block has one rank that adds it and sends the others the sum, in 16 bits. Fewer
 are added one-shot: every rank gets every other rank's part. Either way no rank ends an exchange of a block before all
@@ -34,9 +32,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fastspec.kernels.common.launch import has_pdl, launch
+from fastspec.kernels.common.launch import has_pdl, launch, pdl_options
 from fastspec.kernels.exchange_kernels import _gather_kernel, _largest_kernel, _one_shot_kernel, _two_shot_kernel
-from fastspec.kernels.room import BLOCK, LIMIT, TWO_SHOT, WORD_BLOCK, Room
+from fastspec.kernels.room import BLOCK, LIMIT, TWO_SHOT, Room
 
 NUM_WARPS = 4
 
@@ -68,7 +66,6 @@ def exchange_added(
         (x, bias, residual, out),
         room,
         parts=parts,
-        words=not two_shot,
     )
     return out
 
@@ -95,7 +92,7 @@ def exchange_largest(keys: Tensor, width: int, room: Room, out: Tensor) -> None:
         raise ValueError(f"keys are {keys.dtype}; wanted torch.uint64")
     halves = keys.view(torch.float32)
     _check(halves, room)
-    _launch(_largest_kernel, halves, (halves, out), room, (halves.numel(), width, out.stride(0)), words=True)
+    _launch(_largest_kernel, halves, (halves, out), room, (halves.numel(), width, out.stride(0)))
 
 
 def _launch(
@@ -105,27 +102,20 @@ def _launch(
     room: Room,
     numbers: tuple[int, ...] | None = None,
     parts: int = 1,
-    words: bool = False,
 ) -> None:
-    pdl = has_pdl(x.device)
-    words = words and x.numel() <= room.max_words
-    block = WORD_BLOCK if words else BLOCK
-    memory = (room.words, room.flags, room.word_epochs) if words else (room.buffers, room.flags, room.epochs)
     launch(
         kernel,
-        (-(-x.numel() // block),),
+        (-(-x.numel() // BLOCK),),
         *tensors,
-        memory,
+        (room.buffers, room.turns),
         *(numbers or (x.numel(), x.shape[-1])),
-        *(room.max_words if words else room.elements, len(room.epochs), LIMIT),
+        *(room.elements, LIMIT),
         RANK=room.rank,
         SIZE=room.size,
-        BLOCK=block,
-        PDL=pdl,
+        BLOCK=BLOCK,
         PARTS=parts,
-        WORDS=words,
+        **pdl_options(has_pdl(x.device)),
         num_warps=NUM_WARPS,
-        launch_pdl=pdl,
         enable_fp_fusion=False,
     )
 

@@ -9,7 +9,11 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from fastspec.kernels.flags import arrived, awaited, signalled, word_of
+from fastspec.kernels.room import EMPTY
+
+_EMPTY = tl.constexpr(EMPTY)
+_EMPTY_16 = tl.constexpr(EMPTY >> 16)
+_OTHER_NAN, _OTHER_NAN_16 = tl.constexpr(0x7FFFFFFF), tl.constexpr(0x7FFF)
 
 
 @triton.jit
@@ -19,68 +23,100 @@ def _lying(buffers_ptr, rank, dtype: tl.constexpr):
 
 
 @triton.jit
+def _now(zero):
+    """The device's clock in nanoseconds."""
+    return tl.inline_asm_elementwise("{ mov.u64 $0, %globaltimer; }", "=l,r", [zero], tl.int64, False, 1)
+
+
+@triton.jit
+def _stop_after(start, limit):
+    """Ends all work of the device with an error if `limit` nanoseconds have passed since `start`."""
+    return tl.inline_asm_elementwise(
+        "{ .reg .u64 t; .reg .pred late; mov.u64 t, %globaltimer; sub.u64 t, t, $1; setp.gt.u64 late, t, $2;"
+        " @late trap; mov.u32 $0, 0; }",
+        "=r,l,l",
+        [start, limit],
+        tl.int32,
+        False,
+        1,
+    )
+
+
+@triton.jit
+def _to_push(value):
+    """The bits of elements of 4 or 2 bytes; a NaN that has those of EMPTY becomes another."""
+    if value.dtype.primitive_bitwidth == 32:
+        bits = value.to(tl.int32, bitcast=True)
+        return tl.where(bits == _EMPTY, _OTHER_NAN, bits)
+    else:
+        bits = value.to(tl.int16, bitcast=True)
+        return tl.where(bits == _EMPTY_16, _OTHER_NAN_16, bits).to(tl.int16)
+
+
+@triton.jit
+def _empty(place):
+    """EMPTY, of the size of what lies there."""
+    return _EMPTY if place.dtype.element_ty.primitive_bitwidth == 32 else _EMPTY_16
+
+
+@triton.jit
+def arrived(place, there, limit):
+    """Waits until no element is EMPTY, takes their bits, and makes them EMPTY for the exchange after the next."""
+    start = _now(tl.program_id(0))
+    bits = tl.load(place, mask=there, other=0, volatile=True)
+    while tl.sum(tl.where(bits == _empty(place), 1, 0), 0) > 0:
+        _stop_after(start, limit)
+        bits = tl.load(place, mask=there, other=0, volatile=True)
+    tl.store(place, _empty(place), mask=there)
+    return bits
+
+
+@triton.jit
 def push(
-    value, at, there, room, first, elements, limit, blocks,
-    RANK: tl.constexpr, SIZE: tl.constexpr, WORDS: tl.constexpr, BLOCK: tl.constexpr, COUNT: tl.constexpr,
+    value, at, there, room, first, elements,
+    RANK: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, COUNT: tl.constexpr,
 ):  # fmt: skip
-    """Sends COUNT blocks from `first` on to all other ranks and, unless they go as words, waits for theirs.
+    """Sends COUNT blocks from `first` on to all other ranks.
 
     `at` are places in the room, of those blocks. Returns where the others' lie in this rank's room, one rank's after
-    another's, and the epoch, of each element where there are several blocks.
+    another's; for each element, where there are several blocks.
     """
-    buffers_ptr, flags_ptr, epochs_ptr = room
-    epochs = ()
+    buffers_ptr, turns_ptr = room
+    turns = ()
     for i in tl.static_range(COUNT):
-        epochs = epochs + (tl.load(epochs_ptr + first + i) + 1,)
-    epoch = epochs[0]
+        turns = turns + (tl.load(turns_ptr + first + i),)
+    turn = turns[0]
     for i in tl.static_range(1, COUNT):
-        epoch = tl.where(at >= (first + i) * BLOCK, epochs[i], epoch)
-    half = (epoch % 2).to(tl.int64) * SIZE * elements
-    given = word_of(value, epoch) if WORDS else value
+        turn = tl.where(at >= (first + i) * BLOCK, turns[i], turn)
+    half = turn.to(tl.int64) * SIZE * elements
+    bits = _to_push(value)
     for peer in tl.static_range(SIZE):
         if peer != RANK:
-            theirs = _lying(buffers_ptr, peer, given.dtype)
-            tl.store(theirs + (half + RANK * elements.to(tl.int64)) + at, given, mask=there)
-    tl.debug_barrier()
-    if not WORDS:
-        for peer in tl.static_range(SIZE):
-            if peer != RANK:
-                for i in tl.static_range(COUNT):
-                    signalled(flags_ptr, peer, epochs[i], first + i, blocks, RANK)
-        for peer in tl.static_range(SIZE):
-            if peer != RANK:
-                for i in tl.static_range(COUNT):
-                    awaited(flags_ptr, peer, epochs[i], first + i, blocks, limit, RANK)
-        tl.debug_barrier()
+            theirs = _lying(buffers_ptr, peer, tl.int32)
+            tl.store(theirs + (half + RANK * elements.to(tl.int64)) + at, bits, mask=there)
+    tl.debug_barrier()  # every thread has read the turns
     for i in tl.static_range(COUNT):
-        tl.store(epochs_ptr + first + i, epochs[i])
-    return _lying(buffers_ptr, RANK, given.dtype) + half, epoch
+        tl.store(turns_ptr + first + i, 1 - turns[i])
+    return _lying(buffers_ptr, RANK, tl.int32) + half
 
 
 @triton.jit
-def _load_pushed(mine, at, there, elements, epoch, limit, rank: tl.constexpr, WORDS: tl.constexpr):
-    """The block that a peer has pushed here; words are waited for."""
-    theirs = mine + rank * elements.to(tl.int64)
-    if WORDS:
-        return arrived(theirs + at, there, epoch, limit)
-    else:
-        return tl.load(theirs + at, mask=there, other=0.0, volatile=True)
+def _pushed(mine, at, there, elements, limit, rank: tl.constexpr):
+    """The fp32 elements that a peer has pushed here, waited for."""
+    return arrived(mine + rank * elements.to(tl.int64) + at, there, limit).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def sum_ranks(
-    own, mine, at, there, elements, epoch, limit,
-    FIRST: tl.constexpr, COUNT: tl.constexpr, RANK: tl.constexpr, WORDS: tl.constexpr,
-):  # fmt: skip
+def sum_ranks(own, mine, at, there, elements, limit, FIRST: tl.constexpr, COUNT: tl.constexpr, RANK: tl.constexpr):
     """The sum of COUNT ranks from FIRST on: 1, 2, 4 or 8 of them."""
     if COUNT == 1:
         if FIRST == RANK:
             return own
         else:
-            return _load_pushed(mine, at, there, elements, epoch, limit, FIRST, WORDS)
+            return _pushed(mine, at, there, elements, limit, FIRST)
     else:
-        left = sum_ranks(own, mine, at, there, elements, epoch, limit, FIRST, COUNT // 2, RANK, WORDS)
-        right = sum_ranks(own, mine, at, there, elements, epoch, limit, FIRST + COUNT // 2, COUNT // 2, RANK, WORDS)
+        left = sum_ranks(own, mine, at, there, elements, limit, FIRST, COUNT // 2, RANK)
+        right = sum_ranks(own, mine, at, there, elements, limit, FIRST + COUNT // 2, COUNT // 2, RANK)
         return left + right
 
 
@@ -118,17 +154,14 @@ def _load_addends(bias_ptr, residual_ptr, at, there, width):
 
 @triton.jit
 def _one_shot_kernel(
-    x_ptr, bias_ptr, residual_ptr, out_ptr, room, count, width, elements, blocks, limit,
+    x_ptr, bias_ptr, residual_ptr, out_ptr, room, count, width, elements, limit,
     RANK: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr, PARTS: tl.constexpr,
-    WORDS: tl.constexpr,
 ):  # fmt: skip
     """One block of the sum, one-shot: every rank adds all parts."""
     at, there, own = _load_own(x_ptr, count, BLOCK, PDL, PARTS)
     bias, residual = _load_addends(bias_ptr, residual_ptr, at, there, width)
-    mine, epoch = push(
-        own, at, there, room, tl.program_id(0), elements, limit, blocks, RANK, SIZE, WORDS, BLOCK, 1
-    )  # fmt: skip
-    total = sum_ranks(own, mine, at, there, elements, epoch, limit, 0, SIZE, RANK, WORDS)
+    mine = push(own, at, there, room, tl.program_id(0), elements, RANK, SIZE, BLOCK, 1)
+    total = sum_ranks(own, mine, at, there, elements, limit, 0, SIZE, RANK)
     if bias_ptr is not None:
         total += bias
     if residual_ptr is not None:
@@ -137,95 +170,79 @@ def _one_shot_kernel(
 
 
 @triton.jit
-def _narrow(room_ptr, out_ptr, at, BLOCK: tl.constexpr):
+def _narrow(room_ptr, at, BLOCK: tl.constexpr):
     """Where a block's 16-bit results lie: at the start of the place of its own fp32 elements."""
     first = tl.program_id(0) * BLOCK
-    return (room_ptr + first).to(out_ptr.dtype) + (at - first)
+    return (room_ptr + first).to(tl.pointer_type(tl.int16)) + (at - first)
 
 
 @triton.jit
 def _reduce_block(
-    own, at, there, bias_ptr, residual_ptr, out_ptr, room, epoch, half, width, elements, blocks, limit,
+    own, at, there, bias_ptr, residual_ptr, out_ptr, buffers_ptr, half, width, elements, limit,
     RANK: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """This rank owns the block: it adds all parts, and sends the others the sum."""
-    buffers_ptr, flags_ptr, _epochs_ptr = room
-    for peer in tl.static_range(SIZE):
-        if peer != RANK:
-            awaited(flags_ptr, peer, epoch, tl.program_id(0), blocks, limit, RANK)
-    tl.debug_barrier()
-    mine = _lying(buffers_ptr, RANK, tl.float32) + half
-    total = sum_ranks(own, mine, at, there, elements, epoch, limit, 0, SIZE, RANK, False)
+    bias, residual = _load_addends(bias_ptr, residual_ptr, at, there, width)
+    mine = _lying(buffers_ptr, RANK, tl.int32) + half
+    total = sum_ranks(own, mine, at, there, elements, limit, 0, SIZE, RANK)
     if bias_ptr is not None:
-        total += tl.load(bias_ptr + at % width, mask=there, other=0.0).to(tl.float32)
-    total += tl.load(residual_ptr + at, mask=there, other=0.0).to(tl.float32)
-    rounded = total.to(out_ptr.dtype.element_ty)
+        total += bias
+    rounded = (total + residual).to(out_ptr.dtype.element_ty)
+    bits = _to_push(rounded)
     for peer in tl.static_range(SIZE):
         if peer != RANK:
-            theirs = _lying(buffers_ptr, peer, tl.float32) + (half + RANK * elements.to(tl.int64))
-            tl.store(_narrow(theirs, out_ptr, at, BLOCK), rounded, mask=there)
+            theirs = _lying(buffers_ptr, peer, tl.int32) + (half + RANK * elements.to(tl.int64))
+            tl.store(_narrow(theirs, at, BLOCK), bits, mask=there)
     tl.store(out_ptr + at, rounded, mask=there)
-    tl.debug_barrier()
-    for peer in tl.static_range(SIZE):
-        if peer != RANK:
-            signalled(flags_ptr, peer, epoch, tl.program_id(0), blocks, RANK)
 
 
 @triton.jit
 def _send_block(
-    own, at, there, out_ptr, room, owner, epoch, half, elements, blocks, limit,
+    own, at, there, out_ptr, buffers_ptr, owner, half, elements, limit,
     RANK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Another rank owns the block: this one sends it its part, and gets the sum."""
-    buffers_ptr, flags_ptr, _epochs_ptr = room
-    theirs = _lying(buffers_ptr, owner, tl.float32) + (half + RANK * elements.to(tl.int64))
-    tl.store(theirs + at, own, mask=there)
-    tl.debug_barrier()
-    signalled(flags_ptr, owner, epoch, tl.program_id(0), blocks, RANK)
-    awaited(flags_ptr, owner, epoch, tl.program_id(0), blocks, limit, RANK)
-    tl.debug_barrier()
-    mine = _lying(buffers_ptr, RANK, tl.float32) + (half + owner * elements.to(tl.int64))
-    narrow = _narrow(mine, out_ptr, at, BLOCK)
-    tl.store(out_ptr + at, tl.load(narrow, mask=there, other=0.0, volatile=True), mask=there)
+    theirs = _lying(buffers_ptr, owner, tl.int32) + (half + RANK * elements.to(tl.int64))
+    tl.store(theirs + at, _to_push(own), mask=there)
+    mine = _lying(buffers_ptr, RANK, tl.int32) + (half + owner * elements.to(tl.int64))
+    bits = arrived(_narrow(mine, at, BLOCK), there, limit)
+    tl.store(out_ptr + at, bits.to(out_ptr.dtype.element_ty, bitcast=True), mask=there)
 
 
 @triton.jit
 def _two_shot_kernel(
-    x_ptr, bias_ptr, residual_ptr, out_ptr, room, count, width, elements, blocks, limit,
+    x_ptr, bias_ptr, residual_ptr, out_ptr, room, count, width, elements, limit,
     RANK: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr, PARTS: tl.constexpr,
-    WORDS: tl.constexpr,
 ):  # fmt: skip
     """One block of the sum, two-shot: the rank that owns it, by the block's number, adds it and sends it rounded."""
     at, there, own = _load_own(x_ptr, count, BLOCK, PDL, PARTS)
+    buffers_ptr, turns_ptr = room
     pid = tl.program_id(0)
-    epoch = tl.load(room[2] + pid) + 1
-    half = (epoch % 2).to(tl.int64) * SIZE * elements
+    turn = tl.load(turns_ptr + pid)
+    half = turn.to(tl.int64) * SIZE * elements
     owner = pid % SIZE
     if owner == RANK:
         _reduce_block(
-            own, at, there, bias_ptr, residual_ptr, out_ptr, room, epoch, half, width, elements, blocks, limit,
+            own, at, there, bias_ptr, residual_ptr, out_ptr, buffers_ptr, half, width, elements, limit,
             RANK, SIZE, BLOCK,
         )  # fmt: skip
     else:
-        _send_block(own, at, there, out_ptr, room, owner, epoch, half, elements, blocks, limit, RANK, BLOCK)
-    tl.debug_barrier()
-    tl.store(room[2] + pid, epoch)
+        _send_block(own, at, there, out_ptr, buffers_ptr, owner, half, elements, limit, RANK, BLOCK)
+    tl.debug_barrier()  # every thread has read the turn
+    tl.store(turns_ptr + pid, 1 - turn)
 
 
 @triton.jit
 def _gather_kernel(
-    x_ptr, out_ptr, room, count, width, elements, blocks, limit,
+    x_ptr, out_ptr, room, count, width, elements, limit,
     RANK: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr, PARTS: tl.constexpr,
-    WORDS: tl.constexpr,
 ):  # fmt: skip
     """One block of every rank's part."""
     at, there, own = _load_own(x_ptr, count, BLOCK, PDL, PARTS)
-    mine, epoch = push(
-        own, at, there, room, tl.program_id(0), elements, limit, blocks, RANK, SIZE, WORDS, BLOCK, 1
-    )  # fmt: skip
+    mine = push(own, at, there, room, tl.program_id(0), elements, RANK, SIZE, BLOCK, 1)
     place = (at // width).to(tl.int64) * (SIZE * width) + at % width
     for rank in tl.static_range(SIZE):
-        part = own if rank == RANK else _load_pushed(mine, at, there, elements, epoch, limit, rank, WORDS)
+        part = own if rank == RANK else _pushed(mine, at, there, elements, limit, rank)
         tl.store(out_ptr + place + rank * width, part, mask=there)
 
 
@@ -244,22 +261,19 @@ def _key(low, high, rank: tl.constexpr, width):
 
 @triton.jit
 def _largest_kernel(
-    keys_ptr, out_ptr, room, count, width, stride, elements, blocks, limit,
+    keys_ptr, out_ptr, room, count, width, stride, elements, limit,
     RANK: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr, PARTS: tl.constexpr,
-    WORDS: tl.constexpr,
 ):  # fmt: skip
     """The largest keys of half a block of rows: a key travels as two elements, low half first."""
     at, entered, own = _load_own(keys_ptr, count, BLOCK, PDL, PARTS)
-    mine, epoch = push(
-        own, at, entered, room, tl.program_id(0), elements, limit, blocks, RANK, SIZE, WORDS, BLOCK, 1
-    )  # fmt: skip
+    mine = push(own, at, entered, room, tl.program_id(0), elements, RANK, SIZE, BLOCK, 1)
     row = tl.program_id(0) * (BLOCK // 2) + tl.arange(0, BLOCK // 2)
     there = row < count // 2
     low = tl.load(keys_ptr + 2 * row, mask=there, other=0.0)
     best = _key(low, tl.load(keys_ptr + 2 * row + 1, mask=there, other=0.0), RANK, width)
     for rank in tl.static_range(SIZE):
         if rank != RANK:
-            low = _load_pushed(mine, 2 * row, there, elements, epoch, limit, rank, WORDS)
-            high = _load_pushed(mine, 2 * row + 1, there, elements, epoch, limit, rank, WORDS)
+            low = _pushed(mine, 2 * row, there, elements, limit, rank)
+            high = _pushed(mine, 2 * row + 1, there, elements, limit, rank)
             best = tl.maximum(best, _key(low, high, rank, width))
     tl.store(out_ptr + row.to(tl.int64) * stride, 0x7FFFFFFF - (best & 0x7FFFFFFF), mask=there)

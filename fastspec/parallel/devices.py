@@ -8,9 +8,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fastspec.errors import RankFailed
 from fastspec.kernels.reference import largest_of
-from fastspec.kernels.room import WORD_BLOCK, Room, blocks_of, elements_of, places_of, takes_prompts, words_of
+from fastspec.kernels.room import EMPTY, Room, blocks_of, buffer_bytes, elements_of, takes_prompts
 from fastspec.parallel.exchange import add_rounded, one_way, tree_sum
+from fastspec.parallel.peer_memory import SharedMemory
 from fastspec.parallel.world import World
 
 
@@ -31,13 +33,12 @@ class OverDevices:
     def __init__(self, world: World, device: torch.device, elements: int, prompts: int = 0) -> None:
         from fastspec.kernels import exchange
 
-        self._world, self._kernels = world, exchange
-        self._group: Any = dist.new_group(list(range(world.size)), backend="nccl")
-        warm = torch.zeros(world.size, dtype=torch.float32, device=device)
-        dist.all_reduce(warm, group=self._group)  # makes the communicator, which no capture may
-        torch.cuda.synchronize(device)
+        self._world, self._kernels, self._device = world, exchange, device
         self._prompts = takes_prompts(world.size, prompts)
-        self.room, self._why = _room_of(world, device, self._group, elements_of(world.size, elements, prompts))
+        self.room, self._why = _room_of(world, device, elements_of(world.size, elements, prompts))
+        self._nccl: Any = None
+        if self.room is None or self.room.elements < max(elements, prompts):
+            self._group()
 
     def describe(self) -> str:
         """As in `Exchange`."""
@@ -61,11 +62,11 @@ class OverDevices:
         if len(rows) % size:
             return add_rounded(tree_sum(self._gathered(partial)), bias, residual)
         others = torch.empty_like(rows)
-        dist.all_to_all_single(others, rows, group=self._group)
+        dist.all_to_all_single(others, rows, group=self._group())
         own = residual.reshape(rows.shape).chunk(size)[self._world.rank]
         mine = add_rounded(tree_sum(others.chunk(size)), bias, own)
         out = torch.empty(rows.shape, dtype=residual.dtype, device=residual.device)
-        _all_gather(out, mine, self._group)
+        _all_gather(out, mine, self._group())
         return out.view(residual.shape)
 
     def gather(self, part: Tensor) -> Tensor:
@@ -87,9 +88,20 @@ class OverDevices:
         fits = self.room is not None and tensor.numel() <= self.room.elements and tensor.is_contiguous()
         return self.room if fits else None
 
+    def _group(self) -> Any:
+        """NCCL's communicator. Making one takes most of a second and a capture may not, so one is made early or never.
+
+        A pass goes by all its exchanges once before it is captured, so what is not seen beforehand is made then.
+        """
+        if self._nccl is None:
+            self._nccl = dist.new_group(list(range(self._world.size)), backend="nccl")
+            dist.all_reduce(torch.zeros(1, dtype=torch.float32, device=self._device), group=self._nccl)
+            torch.cuda.synchronize(self._device)
+        return self._nccl
+
     def _gathered(self, tensor: Tensor) -> list[Tensor]:
         out = torch.empty(self._world.size, *tensor.shape, dtype=tensor.dtype, device=tensor.device)
-        _all_gather(out.view(-1), tensor.contiguous().view(-1), self._group)
+        _all_gather(out.view(-1), tensor.contiguous().view(-1), self._group())
         return list(out)
 
 
@@ -99,17 +111,19 @@ def _all_gather(out: Tensor, part: Tensor, group: Any) -> None:
     gather(out, part, group=group)
 
 
-def _room_of(world: World, device: torch.device, group: Any, elements: int) -> tuple[Room | None, str]:
+def _room_of(world: World, device: torch.device, elements: int) -> tuple[Room | None, str]:
     """Memory that all ranks reach, or why there is none: the same answer on all ranks."""
     made, why = None, ""
-    if all(torch.cuda.can_device_access_peer(device.index, peer) for peer in _others(world, device)):
-        try:
-            made = _symmetric(world, device, group, elements)
-        except (RuntimeError, ImportError) as error:
-            why = f"shared memory of the GPUs cannot be had ({str(error).splitlines()[0]})"
-    else:
-        why = "the GPUs do not reach each other's memory"
-    told = world.gather_bytes(why.encode())
+    reached = all(torch.cuda.can_device_access_peer(device.index, peer) for peer in _others(world, device))
+    if not all(world.gather_bytes(b"yes" if reached else b"")):
+        return None, "the GPUs do not reach each other's memory"
+    try:
+        made = _shared(world, device, elements)
+    except RankFailed:
+        raise
+    except (RuntimeError, OSError) as error:
+        why = f"shared memory of the GPUs cannot be had ({str(error).splitlines()[0]})"
+    told = world.gather_bytes(why.encode())  # from here on the room of each is EMPTY
     refused = next((each.decode() for each in told if each), "")
     return (None, refused) if refused else (made, "")
 
@@ -119,23 +133,11 @@ def _others(world: World, device: torch.device) -> list[int]:
     return [int(index) for index in indices if int(index) != device.index]
 
 
-def _symmetric(world: World, device: torch.device, group: Any, elements: int) -> Room:
-    """Symmetric memory of torch, and where it lies on each rank. Plain peer access: no multicast."""
-    import torch.distributed._symmetric_memory as symmetric
-
-    places, blocks, max_words = places_of(world.size, elements), blocks_of(elements), words_of(world.size, elements)
-    # all at once: for each tensor of its own the ranks would meet once more
-    memory = symmetric.empty(places.total // 4, dtype=torch.int32, device=device)
-    memory[: places.buffers // 4].zero_()
-    shared = symmetric.rendezvous(memory, group)
+def _shared(world: World, device: torch.device, elements: int) -> Room:
+    """A room of all ranks. None may be used before all are made."""
+    torch.cuda.current_stream(device).synchronize()  # the device's context is current from here on
+    memory = SharedMemory(buffer_bytes(world.size, elements), EMPTY, world.gather_bytes, world.rank)
+    buffers = torch.tensor(memory.addresses, dtype=torch.int64, device=device)
+    turns = torch.zeros(blocks_of(elements), dtype=torch.int32, device=device)
     torch.cuda.synchronize(device)
-    world.gather_bytes(b"")  # all flags and words are zero
-    words, flags, buffers = (
-        torch.tensor([base + place for base in shared.buffer_ptrs], dtype=torch.int64, device=device)
-        for place in (places.words, places.flags, places.buffers)
-    )
-    epochs, word_epochs = (
-        torch.zeros(count, dtype=torch.int32, device=device) for count in (blocks, -(-max_words // WORD_BLOCK))
-    )
-    pushed = (elements, buffers, flags, epochs)
-    return Room(world.rank, world.size, *pushed, max_words, words, word_epochs, (memory, shared))
+    return Room(world.rank, world.size, elements, buffers, turns, (memory,))

@@ -116,14 +116,13 @@ def steps(arch: int) -> Calls:
 def exchanges(arch: int) -> Calls:
     """Exchanges between two, four and eight ranks of a host."""
     for size in (2, 4, 8):
-        pointers, epochs = on_meta((size,), I64), on_meta((1024,), torch.int32)
-        room = Room(1, size, 1024 * BLOCK, pointers, pointers, epochs, 128 * BLOCK, pointers, epochs)
+        room = Room(1, size, 2048 * BLOCK, on_meta((size,), I64), on_meta((2048,), torch.int32))
         x, residual, bias = on_meta((5, 4096), F32), on_meta((5, 4096)), on_meta((4096,))
         for given in ((bias, residual), (None, residual), (None, None)):
             yield f"exchange {size}", partial(exchange_added, x, *given, room)
-        for ways, rows in ((2, 5), (4, 5), (1, 20), (1, 200), (2, 200)):  # as words, in one turn, in two
+        for ways, rows in ((2, 5), (4, 5), (1, 200), (2, 200)):  # one-shot, two-shot
             parts, given = on_meta((ways, rows, 4096), F32), on_meta((rows, 4096))
-            yield f"exchange {size}", partial(exchange_added, parts, bias, given, room, 128 * BLOCK)
+            yield f"exchange {size}", partial(exchange_added, parts, bias, given, room, 256 * BLOCK)
         for ways, rows, k, split in WITH_NORM[: 5 if size == 2 else 1]:
             sums, norm = Parts(on_meta((ways, rows, k), F32), 0), (on_meta((k,)), 1e-5)
             rest = None if ways == 1 else on_meta((k,)), on_meta((rows, k)), norm, (split, 64), gl.bfloat16

@@ -36,7 +36,7 @@ def sums() -> None:
 
     def everyone(x: Tensor) -> list[Tensor]:
         out = torch.empty(world.size, *x.shape, dtype=x.dtype, device=device)
-        _all_gather(out.view(-1), x.contiguous().view(-1), over._group)
+        _all_gather(out.view(-1), x.contiguous().view(-1), over._group())
         return list(out)
 
     def added(x: Tensor, bias: Tensor | None, residual: Tensor) -> None:
@@ -59,7 +59,7 @@ def sums() -> None:
             want = add_rounded(tree_sum(everyone(tree_sum(x.unbind()))), None, residual)
             for _ in range(4):
                 assert torch.equal(over.added(x, None, residual), want), (least, rows, ways)
-    exchange.TWO_SHOT = dict.fromkeys(thresholds, 64 * 4096)  # below: some sums as words, some one-shot, some two-shot
+    exchange.TWO_SHOT = dict.fromkeys(thresholds, 64 * 4096)  # below: some sums one-shot, some two-shot
 
     for rows, limit in ((1, 400), (5, 250), (600, 400), (LARGEST, 400)):  # the last goes by NCCL
         logits = torch.randint(-9, 9, (rows, 100 * world.size), device=device, generator=common).float()
@@ -68,6 +68,9 @@ def sums() -> None:
         over.largest(keys, 100, ids[:, 1])
         assert torch.equal(ids[:, 1], logits[:, :limit].argmax(-1)), (rows, limit)
         assert (ids[:, ::2] == -1).all(), "nothing else is written"
+
+    nan = torch.full((3, 4096), room.EMPTY, device=device, dtype=torch.int32).view(torch.float32)
+    assert over.gather(nan).isnan().all(), "a NaN of the bits of an empty place"
 
     inputs = [
         torch.zeros(shape, device=device)
@@ -159,14 +162,11 @@ def sums_with_norms() -> None:
 
 
 def few_sums() -> None:
-    """Each way of an exchange once: as words, by flags, in two turns. Without NCCL, where shared memory needs none."""
+    """Each way of an exchange once: one-shot, two-shot, of few rows and many."""
     world = World.of("auto")
     device = torch.device("cuda", torch.cuda.current_device())
-    shared, why = _room_of(world, device, world.group, elements_of(world.size, LARGEST, 0))
-    if shared is None:
-        over = OverDevices(world, device, LARGEST)
-        shared = over.room
-        assert shared is not None, over.describe()
+    shared, why = _room_of(world, device, elements_of(world.size, LARGEST, 0))
+    assert shared is not None, why
     mine = float(1 + world.rank)
     for rows, least in ((3, room.ALL), (79, room.ALL), (79, 1)):
         x = torch.full((2, rows, 4096), mine, device=device)
@@ -179,7 +179,7 @@ def few_sums() -> None:
     ids = torch.full((5,), -1, device=device)
     exchange.exchange_largest(keys, 100, shared, ids)
     assert (ids == 100 * (world.size - 1)).all()
-    print("few sums are right", f"by NCCL's group, for {why}" if why else "without NCCL", flush=True)
+    print("few sums are right", flush=True)
     world.close()
 
 

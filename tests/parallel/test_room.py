@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed._symmetric_memory as symmetric
 
 from fastspec.kernels.ops import TORCH_OPS
-from fastspec.kernels.room import BLOCK, MAX_ELEMENTS, elements_of, room_bytes, takes_prompts
+from fastspec.kernels.room import BLOCK, EMPTY, MAX_ELEMENTS, elements_of, room_bytes, takes_prompts
 from fastspec.models.weights.sources import resolve
 from fastspec.parallel import devices
 from fastspec.parallel.exchange import Alone, Sums
@@ -30,10 +29,10 @@ def of_8b(ranks: int, rows: int) -> tuple[int, int, int]:
     ("ranks", "rows", "mib"),
     [
         (1, 32, 0),
-        (2, 1, 136),  # a prompt's sum, in two halves for two ranks, 128; words, 6; flags
-        (2, 32, 164),  # logits of 160 rows
-        (4, 8, 44),
-        (8, 8, 44),
+        (2, 1, 128),  # a prompt's sum, in two halves for two ranks
+        (2, 32, 158),  # logits of 160 rows
+        (4, 8, 40),
+        (8, 8, 40),
     ],
 )
 def test_the_room_of_an_8b(ranks: int, rows: int, mib: int) -> None:
@@ -53,20 +52,21 @@ def test_what_is_allocated_is_what_is_planned(given: tuple[int, int, int], monke
     ranks, step, prompts = given
     taken: list[int] = []
 
-    def empty(count: int, *, dtype: torch.dtype, device: Any) -> torch.Tensor:
-        taken.append(-(-(count * dtype.itemsize + 9216) // (2 * MIB)) * 2 * MIB)
-        return torch.empty(1, dtype=dtype)
+    def shared(size: int, word: int, everyone: Any, rank: int) -> SimpleNamespace:
+        assert (word, rank) == (EMPTY, 0)
+        taken.append(size)
+        return SimpleNamespace(addresses=[0] * ranks)
 
-    monkeypatch.setattr(symmetric, "empty", empty)
-    monkeypatch.setattr(symmetric, "rendezvous", lambda *given: SimpleNamespace(buffer_ptrs=[0] * ranks))
+    monkeypatch.setattr(devices, "SharedMemory", shared)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(synchronize=lambda: None))
     world = World.alone()
     world.size = ranks
-    monkeypatch.setattr(world, "gather_bytes", lambda data: [data] * ranks)
     elements = elements_of(ranks, step, prompts)
-    room = devices._symmetric(world, torch.device("cpu"), None, elements)
+    room = devices._shared(world, torch.device("cpu"), elements)
     assert room.elements == elements >= min(step, MAX_ELEMENTS)
-    assert sum(taken) == room_bytes(ranks, step, prompts)
+    assert len(room.turns) * BLOCK == elements
+    assert taken == [room_bytes(ranks, step, prompts)]
 
 
 def test_sums_have_room_for_what_fits_between_two() -> None:
@@ -84,15 +84,15 @@ def test_sums_have_room_for_what_fits_between_two() -> None:
 def test_the_plan_of_a_rank_has_it_on_gpus_and_shortens_rows_by_it(pair: tuple[str, str]) -> None:
     target = resolve(pair[0], role="target")
     settings = settings_of(target, None, device="cpu", max_length=100)
-    alone = replace(settings.layout, ops=replace(TORCH_OPS, name="triton"), chunks=(64, PROMPT))
+    alone = replace(settings.layout, ops=replace(TORCH_OPS, name="triton"), chunks=(64, 2 * PROMPT))
     several = replace(alone, ranks=2)
     free = alone.plan(100, 0).total + 2 * MIB
-    # 8 rows of 2 tokens at most, 64 logits of 128 a rank; a prompt of up to 100 tokens is a pass of 2048
-    assert several.exchanged(100) == (8 * 2 * 64, PROMPT * 64)
-    assert several.plan(100, free).exchange == 8 * MIB
-    assert several.plan(100, free).total == alone.plan(100, free).total + 8 * MIB
+    # 8 rows of 2 tokens at most, 64 logits of 128 a rank; a prompt of up to 100 tokens is a pass of 4096
+    assert several.exchanged(100) == (8 * 2 * 64, 2 * PROMPT * 64)
+    assert several.plan(100, free).exchange == 4 * MIB
+    assert several.plan(100, free).total == alone.plan(100, free).total + 4 * MIB
     assert alone.largest_length(100, free) == 100
     assert several.largest_length(100, free) == 64, "whose prompts are passes of 64, with a smaller room"
-    assert "exchange 0.008" in str(several.plan(100, free))
+    assert "exchange 0.004" in str(several.plan(100, free))
     assert "exchange" not in str(alone.plan(100, free))
     assert replace(several, ops=TORCH_OPS).plan(100, free).exchange == 0, "gloo keeps nothing"

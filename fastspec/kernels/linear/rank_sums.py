@@ -24,7 +24,7 @@ from fastspec.kernels.common.launch import launch
 from fastspec.kernels.exchange_kernels import push, sum_ranks
 from fastspec.kernels.linear.epilogue import STAYS
 from fastspec.kernels.linear.split_k import FEW_PROGRAMS, SPREAD, Parts, leave_given, sums_of
-from fastspec.kernels.room import BLOCK, LIMIT, WORD_BLOCK, Room
+from fastspec.kernels.room import BLOCK, LIMIT, Room
 
 
 class Sums(NamedTuple):
@@ -46,14 +46,12 @@ class Peers(NamedTuple):
         RANK, SIZE: as in `Room`.
         BLOCK: elements of a block of the room.
         COUNT: blocks of a program.
-        WORDS: elements travel as words.
     """
 
     RANK: int
     SIZE: int
     BLOCK: int
     COUNT: int
-    WORDS: bool
 
 
 @gluon.jit(do_not_specialize=["M"])
@@ -69,7 +67,6 @@ def ranks_kernel(
     room,
     M,
     elements,
-    blocks,
     limit,
     SUMS: gl.constexpr,  # Sums
     WARPS: gl.constexpr,
@@ -88,14 +85,13 @@ def ranks_kernel(
     SIZE: gl.constexpr = PEERS.SIZE
     BLOCK: gl.constexpr = PEERS.BLOCK
     COUNT: gl.constexpr = PEERS.COUNT
-    WORDS: gl.constexpr = PEERS.WORDS
     split, row = gl.program_id(0), gl.program_id(1)
     word = gl.arange(0, ROOM, layout=gl.BlockedLayout([4], [32], [WARPS], [0]))
     place = word // K_TILE * (S * K_TILE) + split * K_TILE + word % K_TILE
     i = gl.arange(0, 2 * ROOM, layout=gl.BlockedLayout([8], [32], [WARPS], [0]))
     n = i // KT * (S * KT) + split * KT + i % KT
     # elements in the order in which 16 bytes of the room are each thread's
-    j = gl.arange(0, 2 * ROOM, layout=gl.BlockedLayout([2 if WORDS else 4], [32], [WARPS], [0]))
+    j = gl.arange(0, 2 * ROOM, layout=gl.BlockedLayout([4], [32], [WARPS], [0]))
     mine = j // KT * (S * KT) + split * KT + j % KT
     first = (row * S + split) * COUNT
     gamma = gl.load(gamma_ptr + place, mask=place < K // 2, other=0)
@@ -105,8 +101,8 @@ def ranks_kernel(
     residual = gl.load(residual_ptr + (row.to(gl.int64) * K + n), mask=n < K, other=0.0).to(gl.float32)
     own = sums_of(parts_ptr, factors_ptr, None, None, None, row, mine, mine < K, M, K, SUMS.SPLITS, SUMS.PAIRWISE)
     at = first * BLOCK + j
-    theirs, epoch = push(own, at, mine < K, room, first, elements, limit, blocks, RANK, SIZE, WORDS, BLOCK, COUNT)
-    total = sum_ranks(own, theirs, at, mine < K, elements, epoch, limit, 0, SIZE, RANK, WORDS)
+    theirs = push(own, at, mine < K, room, first, elements, RANK, SIZE, BLOCK, COUNT)
+    total = sum_ranks(own, theirs, at, mine < K, elements, limit, 0, SIZE, RANK)
     total = gl.convert_layout(total, n.type.layout)
     if bias_ptr is not None:
         total += gl.load(bias_ptr + n, mask=n < K, other=0.0).to(gl.float32)
@@ -154,18 +150,15 @@ def sum_ranks_permuted(
     held = words_of_split(k, split)
     given, out = torch.empty_like(residual), torch.empty_like(residual)
     squares = residual.new_empty(splits, rows, dtype=torch.float32)
-    words = rows * splits * max(2 * held, WORD_BLOCK) <= room.max_words
-    block = WORD_BLOCK if words else BLOCK
-    memory = (room.words, room.flags, room.word_epochs) if words else (room.buffers, room.flags, room.epochs)
     warps, shared = min(8, max(1, held // 128)), max(held, SPREAD[splits * rows > FEW_PROGRAMS])
     launch(
         ranks_kernel,
         (splits, rows),
         *(parts.sums, parts.factors, bias, residual, out, norm[0].view(torch.int32), given.view(torch.int32), squares),
-        memory,
-        *(rows, room.max_words if words else room.elements, len(room.epochs), LIMIT),
+        (room.buffers, room.turns),
+        *(rows, room.elements, LIMIT),
         SUMS=Sums(len(parts.sums), parts.pairwise, k, splits, k_tile, held, shared),
-        PEERS=Peers(room.rank, room.size, block, max(1, 2 * held // block), words),
+        PEERS=Peers(room.rank, room.size, BLOCK, max(1, 2 * held // BLOCK)),
         **{"WARPS": warps, "PDL": pdl, "DTYPE": dtype, "RAISE": raise_rows},
         num_warps=warps,
         launch_pdl=pdl,

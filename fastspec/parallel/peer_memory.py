@@ -1,0 +1,92 @@
+"""Memory of a GPU that the processes of a host share: by the CUDA driver's handles for other processes."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from typing import Any
+
+LAZY_PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS, the only flag that the driver knows
+
+
+class Handle(ctypes.Structure):
+    """CUipcMemHandle: how another process opens memory."""
+
+    _fields_ = [("reserved", ctypes.c_byte * 64)]
+
+
+class SharedMemory:
+    """Memory on this process' GPU that is open to other processes, and theirs that is open to this one.
+
+    Of the driver, not of torch's allocator: that may give memory without such a handle (expandable segments), and
+    its own shared memory takes seconds to make.
+
+    Args:
+        size: bytes.
+        word: 4 bytes that are repeated in all of it.
+        everyone: gathers bytes of all processes, in the order of ranks.
+        rank: of this process among them.
+        driver: libcuda.
+
+    Attributes:
+        addresses: where each rank's memory lies for this process.
+
+    Raises:
+        RuntimeError: the driver refuses, with its reason. What was made is given back.
+    """
+
+    def __init__(
+        self, size: int, word: int, everyone: Callable[[bytes], Sequence[bytes]], rank: int, driver: Any = None
+    ) -> None:
+        self._own, self._context = ctypes.c_uint64(), ctypes.c_void_p()
+        self._opened: list[ctypes.c_uint64] = []
+        self._driver = driver or ctypes.CDLL("libcuda.so.1")
+        try:
+            handle, refused = self._make(size, word), b""
+        except RuntimeError as error:
+            handle, refused = Handle(), str(error).encode()
+        told = everyone(bytes(handle) + refused)  # by all, also by one that was refused
+        whose = next((index for index, each in enumerate(told) if each[64:]), None)
+        try:
+            if whose is not None:
+                raise RuntimeError(f"rank {whose}: {told[whose][64:].decode()}")
+            self.addresses = [self._own.value if other == rank else self._open(each) for other, each in enumerate(told)]
+        except RuntimeError:
+            self.close()
+            raise
+
+    def _make(self, size: int, word: int) -> Handle:
+        self._call("cuCtxGetCurrent", ctypes.byref(self._context))
+        self._call("cuMemAlloc_v2", ctypes.byref(self._own), ctypes.c_size_t(size))
+        self._call("cuMemsetD32_v2", self._own, ctypes.c_uint32(word % 2**32), ctypes.c_size_t(size // 4))
+        handle = Handle()
+        self._call("cuIpcGetMemHandle", ctypes.byref(handle), self._own)
+        return handle
+
+    def _open(self, handle: bytes) -> int:
+        address = ctypes.c_uint64()
+        given = Handle.from_buffer_copy(handle)
+        self._call("cuIpcOpenMemHandle_v2", ctypes.byref(address), given, ctypes.c_uint(LAZY_PEER_ACCESS))
+        self._opened.append(address)
+        return address.value
+
+    def close(self) -> None:
+        """Closes others' memory and gives back this process'. Nothing may run that uses either."""
+        opened, self._opened = self._opened, []
+        own, self._own = self._own, ctypes.c_uint64()
+        if not own.value:
+            return
+        self._driver.cuCtxPushCurrent_v2(self._context)  # this may be any thread, as one that collects garbage
+        for address in opened:
+            self._driver.cuIpcCloseMemHandle(address)
+        self._driver.cuMemFree_v2(own)
+        self._driver.cuCtxPopCurrent_v2(ctypes.byref(ctypes.c_void_p()))
+
+    def __del__(self) -> None:
+        self.close()
+
+    def _call(self, name: str, *arguments: Any) -> None:
+        if code := getattr(self._driver, name)(*arguments):
+            reason = ctypes.c_char_p()
+            self._driver.cuGetErrorString(code, ctypes.byref(reason))
+            raise RuntimeError(f"{name}: {(reason.value or b'unknown error').decode()} ({code})")
