@@ -10,18 +10,23 @@ from contextlib import suppress
 LIBRARY = "libcuda.so.1"
 
 
-def make_context_ahead(device: str | None, ranks: int | None = None) -> threading.Thread | None:
+def make_context_ahead(
+    device: str | None, ranks: int | None = None, *, rank: int | None = None
+) -> threading.Thread | None:
     """Begins to make the context that torch will use, in a thread; what fails there, torch will meet and name.
 
     Args:
         device: that the command was asked to use; None: the first GPU.
         ranks: that the command was asked for. Of several, each makes its own: a copied process cannot use this one.
+        rank: this process is that one of several; None: it is none of them.
 
     Returns:
         The thread; None: there is nothing to make.
     """
     kind, _, index = (device or "cuda").partition(":")
-    if sys.platform != "linux" or ranks not in (None, 1) or kind != "cuda" or not (index or "0").isdecimal():
+    index = index if rank is None else str(rank)
+    several = ranks not in (None, 1) and rank is None
+    if sys.platform != "linux" or several or kind != "cuda" or not (index or "0").isdecimal():
         return None
     thread = threading.Thread(target=_make, args=(int(index or 0),), name="fastspec-context", daemon=True)
     thread.start()

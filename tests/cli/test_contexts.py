@@ -46,6 +46,16 @@ def test_the_driver_makes_the_context_that_torch_uses(
         assert asked(monkeypatch, device, fails=name) == made[: count + 1]
 
 
+def test_each_of_several_ranks_makes_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = Driver()
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: driver)
+    thread = make_context_ahead("cuda", 4, rank=3)
+    assert thread is not None
+    thread.join()
+    assert driver.asked[1] == ("cuDeviceGet", 3)
+    assert make_context_ahead("cpu", 4, rank=3) is None
+
+
 @pytest.mark.parametrize(
     ("device", "ranks", "platform"),
     [("cpu", None, "linux"), ("cuda", 2, "linux"), (None, 4, "linux"), ("cuda:x", 1, "linux"), ("cuda", 1, "win32")],
