@@ -15,7 +15,7 @@ import typer
 import fastspec
 from fastspec.cli import flags
 from fastspec.cli.chat import chat
-from fastspec.cli.contexts import make_context_ahead
+from fastspec.cli.contexts import import_beside_context
 from fastspec.cli.errors import errors_in_one_line
 from fastspec.cli.output import write_text
 from fastspec.cli.pairs import pairs
@@ -100,7 +100,7 @@ def generate(
     """Continues a prompt and prints the new text; a line on stderr says how it went."""
     if draft is not None and target is None:
         raise typer.BadParameter("a draft needs its target: give --target too", param_hint="--draft")
-    make_context_ahead(device, tensor_parallel)
+    import_beside_context(device, tensor_parallel)
     flags.suggest_draft(target, draft, proposer)
     if target is None:
         target, draft = map(str, demo_pair())
@@ -149,7 +149,7 @@ def demo(
     Speculative decoding is compared with the faster kind of plain decoding: exact, or exact=False, which does not keep
     bits independent of the number of rows.
     """
-    make_context_ahead(device, tensor_parallel)
+    import_beside_context(device, tensor_parallel)
     flags.check_values(context.params)
     start_ranks(tensor_parallel, device)
     target, draft = map(str, demo_pair())

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fastspec.cli import flags
-from fastspec.cli.contexts import make_context_ahead
+from fastspec.cli.contexts import import_beside_context
 from fastspec.cli.errors import errors_in_one_line
 from fastspec.cli.output import write_text
 from fastspec.cli.progress import Progress
@@ -42,7 +42,7 @@ def chat(
 ) -> None:
     """Talks with the model, by its chat template. Without a template it continues what you write."""
     source, drafter = flags.pair_of(target, draft)
-    make_context_ahead(device)
+    import_beside_context(device)
     flags.suggest_draft(target, draft, proposer)
     options: dict[str, Any] = {"max_batch_size": 1, "device": device, "max_length": max_length, "progress": False}
     options["num_speculative_tokens"] = num_speculative_tokens

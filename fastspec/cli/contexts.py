@@ -1,13 +1,38 @@
-"""The context of a GPU, made by the driver while a command imports torch: neither waits for the other."""
+"""How a command that generates begins: the driver makes the context of a GPU while torch and the rest are imported."""
 
 from __future__ import annotations
 
 import ctypes
+import gc
 import sys
 import threading
 from contextlib import suppress
 
 LIBRARY = "libcuda.so.1"
+
+
+def import_beside_context(device: str | None, ranks: int | None = None) -> None:
+    """`make_context_ahead`, and `import_all` meanwhile."""
+    make_context_ahead(device, ranks)
+    import_all()
+
+
+def import_all() -> None:
+    """Imports what commands that generate need; Python's collector of cycles looks through none of it, now or later.
+
+    Nothing of what imports make is garbage, and it is most of what there is.
+    """
+    if "fastspec.generator" in sys.modules:
+        return
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        import fastspec.generator
+        import fastspec.text.stop_strings  # noqa: F401
+    finally:
+        gc.freeze()
+        if collecting:
+            gc.enable()
 
 
 def make_context_ahead(

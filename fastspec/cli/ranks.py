@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from fastspec.cli.contexts import make_context_ahead
+from fastspec.cli.contexts import import_all, make_context_ahead
 
 if TYPE_CHECKING:
     from fastspec.generator import FastSpecGenerator
@@ -89,7 +89,7 @@ def start_ranks(
     given = sys.argv[1:] if arguments is None else arguments
     try:
         if _may_copy_this_process():
-            import_all()
+            import_all()  # once for all copies
             elastic_launch(config, run_rank)(*given)
         else:
             elastic_launch(config, sys.executable)("-m", "fastspec.cli", *given)
@@ -118,12 +118,6 @@ def run_rank(*arguments: str) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the launcher's handlers are the launcher's
     signal.signal(signal.SIGINT, signal.default_int_handler)
     app(list(arguments), prog_name="fastspec")
-
-
-def import_all() -> None:
-    """Imports what every rank needs, so that copies of this process have it."""
-    import fastspec.generator
-    import fastspec.text.stop_strings  # noqa: F401
 
 
 def _may_copy_this_process() -> bool:
