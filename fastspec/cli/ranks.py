@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from fastspec.cli.contexts import import_all, make_context_ahead
+from fastspec.cli.contexts import make_context_ahead
 
 if TYPE_CHECKING:
     from fastspec.generator import FastSpecGenerator
@@ -89,7 +89,6 @@ def start_ranks(
     given = sys.argv[1:] if arguments is None else arguments
     try:
         if _may_copy_this_process():
-            import_all()  # once for all copies
             elastic_launch(config, run_rank)(*given)
         else:
             elastic_launch(config, sys.executable)("-m", "fastspec.cli", *given)

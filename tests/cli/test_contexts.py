@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from fastspec.cli.contexts import import_all, make_context_ahead
+from fastspec.cli.contexts import make_context_ahead
 
 
 class Driver:
