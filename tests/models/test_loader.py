@@ -77,7 +77,7 @@ def test_threads_copy_the_same_bits_piece_by_piece(
     """Also where a tensor goes through pinned memory in pieces that end anywhere, and into packed weights."""
     make_checkpoint(tmp_path, "llama2", dtype=stored, hidden_size=256, intermediate_size=384, num_hidden_layers=5)
     checkpoint = resolve(tmp_path, role="target")
-    monkeypatch.setattr(loader, "_PINNED_BYTES", 2 * 4 * 1001)
+    monkeypatch.setattr(loader, "_PINNED_BYTES", 4 * 1001)
     formats = {"ops": ops_for(CUDA)}
     pending = pending_of(tmp_path, CUDA, dtype, **formats)
     pending.fill()

@@ -356,29 +356,24 @@ class Loader:
 
 
 class _Staging:
-    """Pinned memory of one thread, by pieces, and the stream on which they are copied to the device."""
+    """Pinned memory of one thread, and the stream on which it is copied to the device."""
 
     def __init__(self, device: torch.device) -> None:
         self.stream = torch.cuda.Stream(device)
-        pinned = torch.empty(_PINNED_BYTES, dtype=torch.uint8, device="cpu", pin_memory=True)
-        self._pieces = deque((piece, torch.cuda.Event()) for piece in pinned.chunk(2))
+        self._pinned = torch.empty(_PINNED_BYTES, dtype=torch.uint8, device="cpu", pin_memory=True)
+        self._copied = torch.cuda.Event()
 
     def copy(self, place: Tensor, stored: Tensor) -> None:
-        """stored, on the CPU, to place, contiguous on the device: piece by piece, rounded to place's dtype.
-
-        A piece is filled while the one before it is copied to the device.
-        """
+        """stored, on the CPU, to place, contiguous on the device: piece by piece, rounded to place's dtype."""
+        pinned = self._pinned.view(place.dtype)
         flat, source = place.view(-1), stored.reshape(-1)
-        size = self._pieces[0][0].numel() // place.element_size()
-        for start in range(0, flat.numel(), size):
-            pinned, copied = self._pieces[0]
-            self._pieces.rotate()
-            piece = source[start : start + size]
-            copied.synchronize()  # what it held before has left it
-            here = pinned.view(place.dtype)[: piece.numel()]
+        for start in range(0, flat.numel(), pinned.numel()):
+            piece = source[start : start + pinned.numel()]
+            self._copied.synchronize()  # the piece before has left the pinned memory
+            here = pinned[: piece.numel()]
             here.copy_(piece)
             flat[start : start + piece.numel()].copy_(here, non_blocking=True)
-            copied.record(self.stream)
+            self._copied.record(self.stream)
 
 
 def _shape_of(infos: Mapping[str, TensorInfo], names: tuple[str, ...]) -> tuple[int, int]:
