@@ -15,8 +15,8 @@ import typer
 import fastspec
 from fastspec.cli import flags
 from fastspec.cli.chat import chat
-from fastspec.cli.contexts import import_beside_context
 from fastspec.cli.errors import errors_in_one_line
+from fastspec.cli.imports import import_all
 from fastspec.cli.output import write_text
 from fastspec.cli.pairs import pairs
 from fastspec.cli.progress import Progress
@@ -100,7 +100,7 @@ def generate(
     """Continues a prompt and prints the new text; a line on stderr says how it went."""
     if draft is not None and target is None:
         raise typer.BadParameter("a draft needs its target: give --target too", param_hint="--draft")
-    import_beside_context(device, tensor_parallel)
+    import_all()
     flags.suggest_draft(target, draft, proposer)
     if target is None:
         target, draft = map(str, demo_pair())
@@ -149,7 +149,7 @@ def demo(
     Speculative decoding is compared with the faster kind of plain decoding: exact, or exact=False, which does not keep
     bits independent of the number of rows.
     """
-    import_beside_context(device, tensor_parallel)
+    import_all()
     flags.check_values(context.params)
     start_ranks(tensor_parallel, device)
     target, draft = map(str, demo_pair())

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fastspec.cli import flags
-from fastspec.cli.contexts import import_beside_context
 from fastspec.cli.errors import errors_in_one_line
+from fastspec.cli.imports import import_all
 from fastspec.cli.output import write_text
 from fastspec.cli.progress import Progress
 from fastspec.errors import InvalidLogits
@@ -42,7 +42,7 @@ def chat(
 ) -> None:
     """Talks with the model, by its chat template. Without a template it continues what you write."""
     source, drafter = flags.pair_of(target, draft)
-    import_beside_context(device)
+    import_all()
     flags.suggest_draft(target, draft, proposer)
     options: dict[str, Any] = {"max_batch_size": 1, "device": device, "max_length": max_length, "progress": False}
     options["num_speculative_tokens"] = num_speculative_tokens

@@ -12,8 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from fastspec.cli.contexts import make_context_ahead
-
 if TYPE_CHECKING:
     from fastspec.generator import FastSpecGenerator
 
@@ -58,7 +56,6 @@ def start_ranks(
     import torch.distributed as dist
 
     if dist.is_torchelastic_launched():
-        make_context_ahead(device, count, rank=this_rank())
         return
     _check(count, device)
     for name in ("torch.distributed.elastic", "torch.multiprocessing"):  # below is said what they would say

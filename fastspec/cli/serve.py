@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fastspec.cli import flags
-from fastspec.cli.contexts import import_beside_context
 from fastspec.cli.errors import errors_in_one_line
+from fastspec.cli.imports import import_all
 from fastspec.cli.progress import Progress
 from fastspec.cli.ranks import follow, start_ranks, this_rank
 
@@ -53,7 +53,7 @@ def serve(
 ) -> None:
     """Serves the models by OpenAI's protocol, until Ctrl-C or SIGTERM: then the last answers come to their ends."""
     source, drafter = flags.pair_of(target, draft)
-    import_beside_context(device, tensor_parallel)
+    import_all()
     flags.suggest_draft(target, draft, proposer)
     key = _key(api_key)
     start_ranks(tensor_parallel, device, ends_by_signal=True)

@@ -1,13 +1,12 @@
-"""No GPU, and no lines of progress, however slow the machine; tests/cli/test_progress.py makes its own."""
+"""No lines of progress in these tests, however slow the machine; tests/cli/test_progress.py makes its own."""
 
 from __future__ import annotations
 
 import pytest
 
-from fastspec.cli import contexts, progress
+from fastspec.cli import progress
 
 
 @pytest.fixture(autouse=True)
 def _silent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(progress, "FIRST", 1e6)
-    monkeypatch.setattr(contexts, "LIBRARY", "no such library")
