@@ -174,7 +174,7 @@ class FastSpecGenerator(OfOneProcess):
             trial = trial_of(self._draft, layout.draft_dtype, released=release_source, ranks=ranks.size)
             self._session = Session(Scheduler(engine), self._settings, self._drafting, progress, ranks, trial)
             with filling(weights, self.device) as loaded:
-                self._session.warm_up(self._drafting.ahead(None, GREEDY), 0, loaded, compilers)
+                self._session.warm_up(self._drafting.for_warmup(None, GREEDY), 0, loaded, compilers)
 
     @classmethod
     def plan(cls, target: Source, draft: Source | None = None, **options: Unpack[PlanOptions]) -> MemoryPlan:
@@ -238,7 +238,7 @@ class FastSpecGenerator(OfOneProcess):
             RuntimeError: the generator is closed, or a step failed.
         """
         call = self._prepare(input_ids, attention_mask, generation_config, keywords)
-        requests, chosen = call.requests, call.chosen
+        requests, options = call.requests, call.options
         calls.check_streamer(streamer, len(requests))
         if streamer is not None:
             streamer.put(torch.tensor([requests[0].prompt], device="cpu"))
@@ -258,7 +258,7 @@ class FastSpecGenerator(OfOneProcess):
         if free and (advice := break_even_advice(stats, self._settings.layout)):
             warnings.warn(advice, stacklevel=2)
         output = calls.output_of(call, stats)
-        return output if chosen.return_dict else output.sequences
+        return output if options.return_dict else output.sequences
 
     def stream(
         self,
@@ -307,7 +307,7 @@ class FastSpecGenerator(OfOneProcess):
             RankFailed: a rank has failed; end all processes.
             RuntimeError: the generator is closed, or in a call.
         """
-        self._open().follow(Reader(self.max_length, self._drafting.of, lambda: self.tokenizer, self._grammars))
+        self._open().follow(Reader(self.max_length, self._drafting.for_call, lambda: self.tokenizer, self._grammars))
 
     def calibrate(
         self,
@@ -352,7 +352,7 @@ class FastSpecGenerator(OfOneProcess):
         """
         if sampler not in SAMPLERS:
             raise ValueError(f"sampler must be one of {', '.join(SAMPLERS)}, got {sampler!r}")
-        choice = self._drafting.ahead(num_speculative_tokens, sampler)
+        choice = self._drafting.for_warmup(num_speculative_tokens, sampler)
         self._open().warm_up(choice, check_range("length", length, 0, self.max_length))
 
     def _prepare(
@@ -363,14 +363,14 @@ class FastSpecGenerator(OfOneProcess):
         keywords: dict[str, Any],
         usual: int | None = None,
         submitted: bool = False,
-    ) -> calls.Prepared:
+    ) -> calls.PreparedCall:
         """Checks a call, which other ranks make, too, if it is not submitted; touches no device memory."""
         session = self._open()
-        asked = calls.Asked(input_ids, attention_mask, generation_config, keywords)
+        asked = calls.CallArguments(input_ids, attention_mask, generation_config, keywords)
         how = self.max_length, lambda: self.tokenizer, usual, self._grammars
         make = partial(calls.prepare, self._target, asked, *how)
         call = session.prepared(make, submitted, keywords.get("tokenizer") in (None, self._tokenizer))
-        self._drafting.of(call.chosen)
+        self._drafting.for_call(call.options)
         return call
 
     def _open(self) -> Session:

@@ -96,8 +96,24 @@ class Stats:
 
         names = ("steps", "plain_steps", "drafted", "accepted", "emitted", "dropped")
         steps, plain, drafted, accepted, emitted, dropped = map(total, names)
-        told = synthetic, auto, exact, threads, total("cached_tokens"), same_text_on, draft_format
-        return cls(steps, plain, drafted, accepted, emitted, dropped, k, seconds, rows, *told)
+        return cls(
+            steps,
+            plain,
+            drafted,
+            accepted,
+            emitted,
+            dropped,
+            k,
+            seconds,
+            rows,
+            synthetic=synthetic,
+            auto=auto,
+            exact=exact,
+            threads=threads,
+            cached_tokens=total("cached_tokens"),
+            same_text_on=same_text_on,
+            draft_format=draft_format,
+        )
 
     @property
     def steps_at(self) -> dict[int, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
@@ -17,9 +18,9 @@ DELTA_CHUNK = 64  # positions of a chunk of the gated delta rule over a prompt, 
 LONG_PROMPT = 1024  # tokens: the first token of a longer prompt comes from its last pass, and the draft reads it later
 _PASS_COST = 128  # of a pass besides its tokens, in prompt tokens: about the time of reading the weights
 SAMPLERS = GREEDY, FULL = "greedy", "full"  # sampler kinds of a step
-# kinds of steps with rows that follow a grammar: other rows draft beside them, or grammars alone give drafts
-GRAMMARS = BESIDE, ALONE = "beside", "alone"
-NO_LIMIT = 2**31 - 1  # of the positions that are fed, where a row's own limit keeps it within its pages and the context
+# steps in which some rows follow a grammar: with MIXED_DRAFTS the proposer drafts for the other rows, else nothing does
+GRAMMARS = MIXED_DRAFTS, GRAMMAR_ONLY = "mixed", "only"
+NO_LIMIT = 2**31 - 1  # for positions that are fed, where the row's own limit keeps it within pages and context
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +164,7 @@ class StepShape:
         verification: how drafts are judged where a row samples.
         first_block: no running row is fed a position in an earlier block of KEY_BLOCK.
         grammars: one of GRAMMARS where some rows follow a grammar; None: no row does.
-        first: the step is `first_step`: first tokens of rows whose prompts were just prefilled, without a pass.
+        first_token: the step is `first_token_step`, which runs no pass.
     """
 
     num_drafts: int
@@ -174,13 +175,13 @@ class StepShape:
     verification: Verification = REJECTION
     first_block: int = 0
     grammars: str | None = None
-    first: bool = False
+    first_token: bool = False
 
     def for_first_tokens(self, *, grammars: bool) -> StepShape:
         """The step for first tokens that goes with this plain one; `grammars`: of rows that follow one."""
-        return replace(self, first=True, grammars=ALONE if grammars else None)
+        return replace(self, first_token=True, grammars=GRAMMAR_ONLY if grammars else None)
 
-    def fed(
+    def forward_batch(
         self,
         ids: Tensor,
         positions: Tensor,
@@ -188,7 +189,7 @@ class StepShape:
         block_table: Tensor,
         state_rows: Tensor | None = None,
     ) -> ForwardBatch:
-        """What a pass of such a step feeds; arguments as in `ForwardBatch`."""
+        """The `ForwardBatch` of a pass of such a step; arguments as in `ForwardBatch`."""
         limits = self.num_blocks, self.tiling, self.first_block
         return ForwardBatch(ids, positions, write_mask, block_table, *limits, state_rows)
 
@@ -221,6 +222,20 @@ class ForwardBatch:
 def blocks(positions: int) -> int:
     """Blocks of keys that hold so many positions."""
     return -(-positions // KEY_BLOCK)
+
+
+def step_kinds(ks: Iterable[int], grammars: Iterable[str | None]) -> list[tuple[int, str | None]]:
+    """(k, grammars) of the steps that a call with these drafts and kinds of grammars may need, the largest k first.
+
+    A step with MIXED_DRAFTS has at least one draft; where grammars alone give drafts there may be none.
+    """
+    pairs = [
+        (k, kind)
+        for kind in grammars
+        for k in (set(ks) | {0} if kind == GRAMMAR_ONLY else set(ks))
+        if k or kind != MIXED_DRAFTS
+    ]
+    return sorted(pairs, key=lambda pair: -pair[0])
 
 
 def keep_draft_probs(shape: StepShape) -> bool:

@@ -22,23 +22,23 @@ from fastspec.proposers.features import hand_over_prompt, hand_over_step
 from fastspec.proposers.interface import Proposer, features_of
 from fastspec.sampling import distribution, masks, processors, verify
 from fastspec.sampling.rules import SyntheticAcceptance
-from fastspec.shapes import ALONE, FULL, LONG_PROMPT, NO_LIMIT, ForwardBatch, StepShape, keep_draft_probs
-from fastspec.state import IDLE, PASSED, PAUSED, RUNNING, DecodeState, Outbox
+from fastspec.shapes import FULL, GRAMMAR_ONLY, LONG_PROMPT, NO_LIMIT, ForwardBatch, StepShape, keep_draft_probs
+from fastspec.state import IDLE, PAUSED, PREFILLED, RUNNING, DecodeState, Outbox
 
 
 @dataclass(frozen=True, slots=True)
 class PromptEnd:
-    """What the last pass over a long prompt leaves for `first_step`, for every row.
+    """Hidden states of the last tokens of long prompts: `prefill` leaves them, `first_token_step` reads them.
 
     Attributes:
-        hidden: [B, hidden] of the target, in its dtype.
-        features: [B, layers, hidden] that the proposer reads; None: it reads none.
-        above: tokens; a prompt with more of them is long.
+        hidden: [B, hidden], the target's last hidden state of each row, in the target's dtype.
+        features: [B, layers, hidden], what the proposer reads of the same token; None: it reads no hidden states.
+        threshold: a prompt with more tokens than this is long.
     """
 
     hidden: Tensor
     features: Tensor | None = None
-    above: int = LONG_PROMPT
+    threshold: int = LONG_PROMPT
 
     @classmethod
     def zeros(cls, rows: int, width: int, layers: int, dtype: torch.dtype, device: torch.device) -> PromptEnd:
@@ -49,18 +49,21 @@ class PromptEnd:
     def like(self, rows: int) -> PromptEnd:
         """The same for another number of rows."""
         features = None if self.features is None else self.features.new_zeros(rows, *self.features.shape[1:])
-        return PromptEnd(self.hidden.new_zeros(rows, self.hidden.shape[1]), features, self.above)
+        return PromptEnd(self.hidden.new_zeros(rows, self.hidden.shape[1]), features, self.threshold)
 
     def copy(self, row: int, source: PromptEnd, place: int) -> None:
-        """Row `row` takes what row `place` of another has."""
+        """Copies row `place` of `source` to row `row`."""
         self.hidden[row].copy_(source.hidden[place])
         if self.features is not None and source.features is not None:
             self.features[row].copy_(source.features[place])
 
     def keep(self, index: Tensor, hidden: Tensor, features: Tensor | None) -> None:
-        """Keeps place `index` [B] of hidden [B, Q, hidden] and of features [B, Q, layers, hidden].
+        """Stores entry `index[b]` of each row b; a row whose index is not in 0..Q-1 stays as it is.
 
-        Rows whose index is not in 0..Q-1 stay as they are.
+        Args:
+            index: int64 [B].
+            hidden: [B, Q, hidden].
+            features: [B, Q, layers, hidden], or None.
         """
         inside = (index >= 0) & (index < hidden.shape[1])
         index = index.clamp(0, hidden.shape[1] - 1)[:, None, None]
@@ -73,19 +76,20 @@ class PromptEnd:
 
 @dataclass(frozen=True, slots=True)
 class StepModules:
-    """What a step runs on besides its state.
+    """The models and work areas that a step runs on, besides its `DecodeState`.
 
     Attributes:
         target: the model whose distribution the output follows.
         proposer: writes the drafts; None allows k = 0 only.
-        ops: implementations of everything that is not a model's.
-        outbox: takes the results; None: they stay in the state.
+        ops: implementations of all operations outside the models.
+        outbox: where results are published for the host; None: they stay in the state.
         scratch: work area of the commit, from `ops.commit_scratch`.
         mark: names a phase of the step to a profiler while it is entered.
         work: work area of a sampled step's end, from `ops.sampled_work`.
         record_work: work area of log-probabilities, from `ops.record_work`.
-        features: what is kept of each row for the proposer between steps, from `feature_buffer`; None: nothing.
-        ends: what passes over long prompts leave for `first_step`; None: their first tokens come from steps.
+        features: hidden states kept for the proposer between steps, from `feature_buffer`; None: it keeps none.
+        prompt_ends: what passes over long prompts leave for `first_token_step`; None: every first token comes from an
+            ordinary step.
     """
 
     target: CausalModel
@@ -97,52 +101,59 @@ class StepModules:
     work: Any = None
     record_work: Any = None
     features: Tensor | None = None
-    ends: PromptEnd | None = None
+    prompt_ends: PromptEnd | None = None
 
 
-def step(parts: StepModules, state: DecodeState, shape: StepShape, draws: verify.Draws) -> None:
-    """Advances every running row of `state`; rows that are not running are left as they are."""
-    if shape.first:
-        first_step(parts, state, shape, draws)
+def step(modules: StepModules, state: DecodeState, shape: StepShape, draws: verify.Draws) -> None:
+    """Advances every running row of `state` by 1..k+1 tokens; other rows stay as they are.
+
+    Args:
+        modules: models and work areas.
+        state: views of the rows that the step covers; it is updated in place.
+        shape: what was fixed on the host: k, sampler, bound on positions, tiling.
+        draws: random numbers, a function of (row seed, position, purpose, token).
+    """
+    if shape.first_token:
+        first_token_step(modules, state, shape, draws)
         return
-    if shape.num_drafts and parts.proposer is not None:
-        with parts.mark("propose"):
-            if shape.grammars != ALONE:
-                propose(parts.proposer, parts, state, shape, draws)
+    if shape.num_drafts and modules.proposer is not None:
+        with modules.mark("propose"):
+            if shape.grammars != GRAMMAR_ONLY:
+                propose(modules.proposer, modules, state, shape, draws)
                 torch.minimum(state.draft_counts, state.draft_limits, out=state.draft_counts)
             if shape.grammars is not None:
-                take_given(parts, state, shape)
-    with parts.mark("score"):
-        logits, features, rows = _scored(parts, state, shape)
-    with parts.mark("verify and commit"):
-        verify_and_commit(parts, state, shape, draws, logits)
+                take_grammar_drafts(modules, state, shape)
+    with modules.mark("score"):
+        logits, features, rows = _scored(modules, state, shape)
+    with modules.mark("verify and commit"):
+        verify_and_commit(modules, state, shape, draws, logits)
     if features is not None:
-        with parts.mark("take in"):
-            hand_over_step(parts.proposer, state, shape, features, rows, parts.features)
+        with modules.mark("features"):
+            hand_over_step(modules.proposer, state, shape, features, rows, modules.features)
     if shape.grammars is not None:
         pause(state)
 
 
-def first_step(parts: StepModules, state: DecodeState, shape: StepShape, draws: verify.Draws) -> None:
-    """The first token of each row that is PASSED; all other rows are left as they are.
+def first_token_step(modules: StepModules, state: DecodeState, shape: StepShape, draws: verify.Draws) -> None:
+    """Emits the first token of each row that is PREFILLED; all other rows stay as they are.
 
     Its logits come from the hidden state that the last pass over the prompt left, so only the head's weights are read.
     Which prompts take this step depends on their length alone, so neighbours and drafts do not change the text.
     """
-    ends = parts.ends
-    assert ends is not None, "the passes left something"
-    begins = state.finish == PASSED
+    prompt_ends = modules.prompt_ends
+    assert prompt_ends is not None, "the passes over prompts left something"
+    begins = state.finish == PREFILLED
     others = {name: getattr(state, name).clone() for name in ("finish", "emitted", "block", "accepted")}
     state.finish.copy_(torch.where(begins, RUNNING, IDLE))
-    rows = _last_tokens(parts, state, shape)
-    with parts.mark("score"):
-        logits = parts.target.logits(ends.hidden[: state.batch, None], shape.tiling)
-    with parts.mark("verify and commit"):
-        verify_and_commit(parts, state, shape, draws, logits)
-    if ends.features is not None:
-        with parts.mark("take in"):
-            features = ends.features[: state.batch, None]
-            hand_over_step(parts.proposer, state, shape, features, rows, parts.features)
+    rows = _scoring_batch(modules, state, shape)
+    with modules.mark("score"):
+        logits = modules.target.logits(prompt_ends.hidden[: state.batch, None], shape.tiling)
+    with modules.mark("verify and commit"):
+        verify_and_commit(modules, state, shape, draws, logits)
+    if prompt_ends.features is not None:
+        with modules.mark("features"):
+            features = prompt_ends.features[: state.batch, None]
+            hand_over_step(modules.proposer, state, shape, features, rows, modules.features)
     if shape.grammars is not None:
         pause(state)
     for name, before in others.items():
@@ -150,40 +161,44 @@ def first_step(parts: StepModules, state: DecodeState, shape: StepShape, draws: 
         now.copy_(torch.where(begins.view(-1, *wide), now, before))
 
 
-def propose(proposer: Proposer, parts: StepModules, state: DecodeState, shape: StepShape, draws: verify.Draws) -> None:
-    """Lets the proposer write the drafts of a step."""
-    features = {} if parts.features is None else {"features": parts.features[: state.batch]}
+def propose(
+    proposer: Proposer, modules: StepModules, state: DecodeState, shape: StepShape, draws: verify.Draws
+) -> None:
+    """Lets the proposer write the step's drafts to the state."""
+    features = {} if modules.features is None else {"features": modules.features[: state.batch]}
     proposer.propose(state, shape, draws, **features)
 
 
-def score(parts: StepModules, state: DecodeState, shape: StepShape) -> Tensor:
+def score(modules: StepModules, state: DecodeState, shape: StepShape) -> Tensor:
     """Feeds the last token and the drafts to the target; logits [B, k+1, V] of what follows each."""
-    return parts.target.logits(_fed(parts, _last_tokens(parts, state, shape))[0], shape.tiling)
+    return modules.target.logits(_hidden(modules, _scoring_batch(modules, state, shape))[0], shape.tiling)
 
 
 def _scored(
-    parts: StepModules, state: DecodeState, shape: StepShape
+    modules: StepModules, state: DecodeState, shape: StepShape
 ) -> tuple[Tensor | PartKeys, Tensor | None, ForwardBatch]:
-    """As `score`; also the hidden states that the proposer reads, [B, k+1, layers, hidden], and the rows that were fed.
+    """As `score`, and what else the step needs of the pass.
 
-    Keys in place of logits where they do; None in place of hidden states where it reads none.
+    Returns:
+        Logits [B, k+1, V], or argmax keys where these are enough; the hidden states that the proposer reads,
+        [B, k+1, layers, hidden], None where it reads none; the batch that was fed.
     """
-    rows = _last_tokens(parts, state, shape)
-    hidden, features = _fed(parts, rows)
-    target = parts.target
-    keys = target.best_keys(hidden, shape.tiling) if isinstance(target, InParts) and _picks_alone(shape) else None
+    rows = _scoring_batch(modules, state, shape)
+    hidden, features = _hidden(modules, rows)
+    target = modules.target
+    keys = target.best_keys(hidden, shape.tiling) if isinstance(target, InParts) and _needs_argmax_only(shape) else None
     return target.logits(hidden, shape.tiling) if keys is None else keys, features, rows
 
 
-def _picks_alone(shape: StepShape) -> bool:
-    """Whether nothing but the largest logit of each place is asked for."""
+def _needs_argmax_only(shape: StepShape) -> bool:
+    """Whether the step needs nothing but the largest logit of each place."""
     plain = shape.sampler != FULL and shape.top_logprobs is None and shape.grammars is None
     return plain and not isinstance(shape.verification, SyntheticAcceptance)
 
 
-def _last_tokens(parts: StepModules, state: DecodeState, shape: StepShape) -> ForwardBatch:
-    """The last token of each row, and its drafts."""
-    ids, positions, write_mask = parts.ops.feed_rows(
+def _scoring_batch(modules: StepModules, state: DecodeState, shape: StepShape) -> ForwardBatch:
+    """The batch of the scoring pass: each row's last token and its drafts, [B, k+1]."""
+    ids, positions, write_mask = modules.ops.feed_rows(
         state.tokens,
         state.lengths,
         state.finish,
@@ -191,42 +206,42 @@ def _last_tokens(parts: StepModules, state: DecodeState, shape: StepShape) -> Fo
         first=-1,
         queries=shape.num_drafts + 1,
         limit=NO_LIMIT,
-        vocab=parts.target.vocab_size,
+        vocab=modules.target.vocab_size,
     )
-    return shape.fed(ids, positions, write_mask, state.block_table, state.state_rows)
+    return shape.forward_batch(ids, positions, write_mask, state.block_table, state.state_rows)
 
 
-def _fed(parts: StepModules, rows: ForwardBatch) -> tuple[Tensor, Tensor | None]:
-    """The target's hidden states of the fed rows, and those that the proposer reads."""
-    layers = features_of(parts.proposer)
+def _hidden(modules: StepModules, rows: ForwardBatch) -> tuple[Tensor, Tensor | None]:
+    """Runs the target: its last hidden states [B, Q, hidden], and those that the proposer reads, or None."""
+    layers = features_of(modules.proposer)
     if not layers:
-        return parts.target.hidden(rows), None
-    return parts.target.hidden_with_features(rows, layers)
+        return modules.target.hidden(rows), None
+    return modules.target.hidden_with_features(rows, layers)
 
 
 def verify_and_commit(
-    parts: StepModules, state: DecodeState, shape: StepShape, draws: verify.Draws, logits: Tensor | PartKeys
+    modules: StepModules, state: DecodeState, shape: StepShape, draws: verify.Draws, logits: Tensor | PartKeys
 ) -> None:
     """Decides what is emitted, commits it to the state and publishes it."""
-    entry = (parts.outbox.entries, parts.outbox.counter) if parts.outbox else None
+    entry = (modules.outbox.entries, modules.outbox.counter) if modules.outbox else None
     record = None
     if shape.top_logprobs is not None:
-        record = Record(shape.top_logprobs, parts.record_work, parts.outbox.details if parts.outbox else None)
+        record = Record(shape.top_logprobs, modules.record_work, modules.outbox.details if modules.outbox else None)
     if isinstance(logits, PartKeys):
-        parts.ops.verify_commit(logits, state, parts.scratch, entry)
+        modules.ops.verify_commit(logits, state, modules.scratch, entry)
         return
     if shape.grammars is None:
-        _judge(parts, state, shape, draws, logits, entry, record)
+        _judge(modules, state, shape, draws, logits, entry, record)
         return
     # log-probabilities are those of the raw target, without masks, so they are recorded separately
     apart = record is not None
-    _judge(parts, state, shape, draws, masks.allowed(logits, state.masks), None if apart else entry, None)
+    _judge(modules, state, shape, draws, masks.allowed(logits, state.masks), None if apart else entry, None)
     if record is not None:
-        _record(parts, state, shape, record, logits, entry)
+        _record(modules, state, shape, record, logits, entry)
 
 
 def _judge(
-    parts: StepModules,
+    modules: StepModules,
     state: DecodeState,
     shape: StepShape,
     draws: verify.Draws,
@@ -236,21 +251,21 @@ def _judge(
 ) -> None:
     """`verify_and_commit` with the logits [B, k+1, V] from which tokens are chosen, masked by grammars if any."""
     if isinstance(shape.verification, SyntheticAcceptance):
-        accept_synthetic(parts, state, shape, shape.verification, draws, logits, entry, record)
+        accept_synthetic(modules, state, shape, shape.verification, draws, logits, entry, record)
     elif shape.sampler == FULL:
-        rule = {"rule": shape.verification, "deterministic": not _drawn(parts, shape), "draws": draws}
-        parts.ops.sampled_commit(logits, state, parts.scratch, parts.work, entry, **rule, record=record)
+        rule = {"rule": shape.verification, "deterministic": not _drawn(modules, shape), "draws": draws}
+        modules.ops.sampled_commit(logits, state, modules.scratch, modules.work, entry, **rule, record=record)
     else:
-        parts.ops.verify_commit(logits, state, parts.scratch, entry, record)
+        modules.ops.verify_commit(logits, state, modules.scratch, entry, record)
 
 
-def _drawn(parts: StepModules, shape: StepShape) -> bool:
+def _drawn(modules: StepModules, shape: StepShape) -> bool:
     """Whether draft tokens of this step were sampled, so that `draft_probs` holds their distributions."""
-    return parts.proposer is not None and not parts.proposer.deterministic and shape.grammars != ALONE
+    return modules.proposer is not None and not modules.proposer.deterministic and shape.grammars != GRAMMAR_ONLY
 
 
 def _record(
-    parts: StepModules,
+    modules: StepModules,
     state: DecodeState,
     shape: StepShape,
     record: Record,
@@ -260,17 +275,17 @@ def _record(
     """Records log-probabilities of the raw logits after a commit without them, then publishes both."""
     record_logprobs(state, record.top, raw)
     if entry:
-        parts.ops.publish(*entry, state, drafting=shape.num_drafts > 0, details=record.details)
+        modules.ops.publish(*entry, state, drafting=shape.num_drafts > 0, details=record.details)
 
 
-def take_given(parts: StepModules, state: DecodeState, shape: StepShape) -> None:
-    """Rows with a grammar take the draft tokens that the host sent; with ALONE all other rows have no drafts."""
+def take_grammar_drafts(modules: StepModules, state: DecodeState, shape: StepShape) -> None:
+    """Rows with a grammar take the draft tokens that the host sent; with GRAMMAR_ONLY all other rows have no drafts."""
     k, rows = shape.num_drafts, state.constrained
     drafts = state.draft_tokens[:, :k]
-    drafts.copy_(torch.where(rows[:, None], state.given_tokens[:, :k], drafts))
-    others = torch.zeros_like(state.draft_counts) if shape.grammars == ALONE else state.draft_counts
-    state.draft_counts.copy_(torch.where(rows, state.given_counts, others))
-    if _drawn(parts, shape) and keep_draft_probs(shape):
+    drafts.copy_(torch.where(rows[:, None], state.grammar_drafts[:, :k], drafts))
+    others = torch.zeros_like(state.draft_counts) if shape.grammars == GRAMMAR_ONLY else state.draft_counts
+    state.draft_counts.copy_(torch.where(rows, state.grammar_counts, others))
+    if _drawn(modules, shape) and keep_draft_probs(shape):
         one_hot = torch.zeros_like(state.draft_probs[:, :k]).scatter_(2, drafts[:, :, None], 1.0)
         state.draft_probs[:, :k].copy_(torch.where(rows[:, None, None], one_hot, state.draft_probs[:, :k]))
 
@@ -281,7 +296,7 @@ def pause(state: DecodeState) -> None:
 
 
 def accept_synthetic(
-    parts: StepModules,
+    modules: StepModules,
     state: DecodeState,
     shape: StepShape,
     rule: SyntheticAcceptance,
@@ -298,47 +313,51 @@ def accept_synthetic(
     if shape.sampler == FULL:
         logits = processors.process(logits, state.processors, state.lengths, drafts)
         picks = draws.sample(distribution.compute_probs(logits, state.sampler), places, distribution.TARGET)
-    number = parts.outbox.counter if parts.outbox else torch.zeros_like(counts[:1])
+    number = modules.outbox.counter if modules.outbox else torch.zeros_like(counts[:1])
     accepted, block = verify.synthetic(rule, picks, drafts, counts, places, draws, number)
     accepted = processors.flag_invalid(accepted, processors.invalid(logits))
-    parts.ops.commit(accepted, block, state, parts.scratch, None if record else entry)
+    modules.ops.commit(accepted, block, state, modules.scratch, None if record else entry)
     if record:
-        _record(parts, state, shape, record, raw, entry)
+        _record(modules, state, shape, record, raw, entry)
     if shape.sampler == FULL:
         processors.count(state.output_counts, state.block, state.emitted)
 
 
 def prefill(
-    parts: StepModules,
+    modules: StepModules,
     state: DecodeState,
     shape: StepShape,
     start: int | Tensor,
     chunk: int,
     kept: Tensor | None = None,
-    ends: PromptEnd | None = None,
+    prompt_ends: PromptEnd | None = None,
 ) -> None:
-    """Feeds the target the prompt tokens of positions start..start+chunk-1 of a row.
+    """One prefill pass of the target: the prompt tokens at positions start..start+chunk-1 of each row.
 
-    The last token is left to the first step, but for a long prompt's where `ends`, of as many rows as the state, takes
-    what comes of it. `start` is a number, or int64 [B] where it is read on the device; `kept` [1, ..] is the row's part
-    of what `StepModules.features` holds.
+    A prompt's last token is not fed here: the row's first step feeds it. The exception is a long prompt where
+    `prompt_ends` is given: its last token is fed too, and its hidden state is kept for `first_token_step`.
 
-    The caller passes a state of one row, chunks that follow from the prompt's length alone and a tiling of exactly one
-    chunk, so that a prompt's K/V bits depend on that prompt alone. Where they do not depend on what else a pass feeds,
-    it may be a state of several rows.
+    Args:
+        modules, shape: as of `step`; `shape.tiling` is exactly one chunk.
+        state: of one row, so that a prompt's K/V bits depend on that prompt alone. It may have several rows where the
+            bits do not depend on what else the pass feeds.
+        start: the first position; int64 [B] where it is read on the device.
+        chunk: tokens of the pass. Chunk sizes follow from the prompt's length alone.
+        kept: [1, ..], the row's part of `StepModules.features`; None: the proposer keeps nothing.
+        prompt_ends: of as many rows as the state; None: no last token is fed.
     """
     positions = torch.arange(chunk, device=state.lengths.device)[None]
     positions = positions + (start[:, None] if isinstance(start, Tensor) else start)
     last = state.lengths[:, None] - 1
-    write_mask = told = state.running[:, None] & (positions < last)
-    if ends is not None:
-        write_mask = write_mask | (state.running[:, None] & (positions == last) & (last >= ends.above))
+    write_mask = known_next = state.running[:, None] & (positions < last)
+    if prompt_ends is not None:
+        write_mask = write_mask | (state.running[:, None] & (positions == last) & (last >= prompt_ends.threshold))
     index = last[:, 0] - positions[:, 0]
     ids = state.tokens.gather(1, positions.clamp(max=state.tokens.shape[1] - 1))
     positions = torch.where(write_mask, positions, 0)
-    rows = shape.fed(ids, positions, write_mask, state.block_table, state.state_rows)
-    hidden, features = _fed(parts, rows)
-    if ends is not None:
-        ends.keep(index, hidden, features)
+    rows = shape.forward_batch(ids, positions, write_mask, state.block_table, state.state_rows)
+    hidden, features = _hidden(modules, rows)
+    if prompt_ends is not None:
+        prompt_ends.keep(index, hidden, features)
     if features is not None:  # what follows the last token is not known yet
-        hand_over_prompt(parts.proposer, state, shape, features, replace(rows, write_mask=told), kept)
+        hand_over_prompt(modules.proposer, state, shape, features, replace(rows, write_mask=known_next), kept)

@@ -17,7 +17,7 @@ from perf.trace import analyse, faults, steps_of
 
 # kind of a kernel, by parts of its name; the first that fits
 KINDS = (
-    ("norm", ("norm", "given_kernel")),
+    ("norm", ("norm", "regroup_kernel")),
     ("feed", ("_feed", "_embed", "_joined")),
     ("exchange", ("_one_shot_kernel", "_two_shot_kernel", "ranks_kernel", "_gather_kernel", "_largest_kernel")),
     ("attention", ("fragment", "batch_kernel", "_decode_kernel", "gather_kernel", "rotate")),

@@ -12,10 +12,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from fastspec import FastSpecGenerator, GenerateOutput, demo_pair
+from fastspec import GenerateOutput, demo_pair
 from fastspec.kernels.common.rounding import FORMATS
 from perf import records
-from perf.modes import NEW, PROMPT, Counts, counts_of
+from perf.counts import NEW, PROMPT, Counts, counts_of, shipped_generator
 from perf.prompts import code_prompts
 from perf.records import Row
 from perf.stats import rate, rate_interval, ratio_interval
@@ -28,16 +28,8 @@ COLUMNS = ("draft", "kv", "k", "tokens_per_step", "tokens_per_step_95", "over_st
 
 def counted(form: str, kv: str | None, k: int, prompts: list[list[int]]) -> tuple[Counts, float, list[list[int]]]:
     """(counts, acceptance, new tokens) with the draft in one format."""
-    with FastSpecGenerator(
-        *demo_pair(),
-        draft_quantization=None if form == STORED else form,
-        kv_dtype=kv,
-        num_speculative_tokens=k,
-        max_batch_size=8,
-        max_length=PROMPT + NEW,
-        device="cpu",
-        progress=False,
-    ) as generator:
+    quantization = None if form == STORED else form
+    with shipped_generator(draft_quantization=quantization, kv_dtype=kv, num_speculative_tokens=k) as generator:
         output = generator.generate(prompts, max_new_tokens=NEW, eos_token_id=None, return_dict_in_generate=True)
     assert isinstance(output, GenerateOutput)
     return *counts_of(output), output.new_tokens

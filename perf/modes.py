@@ -9,45 +9,25 @@ from __future__ import annotations
 import argparse
 import sys
 
-from fastspec import FastSpecGenerator, GenerateOutput, demo_pair
+from fastspec import demo_pair
 from fastspec.sampling.rules import BLOCK, COUPLED, MODES, REJECTION
 from perf import records
+from perf.counts import NEW, PROMPT, Counts, counts_of, shipped_generator
 from perf.prompts import code_prompts
 from perf.records import Row
 from perf.stats import rate, rate_interval, ratio_interval
 
 TEMPERATURES = (0.3, 0.6, 0.8, 1.0, 1.2)
 DRAFTS = (4, 8)
-PROMPT, NEW, SEED = 48, 96, 1
+SEED = 1
 COLUMNS = ("verification", "k", "temperature", "tokens_per_step", "tokens_per_step_95", "over_rejection",
            "over_rejection_95", "acceptance")  # fmt: skip
-
-Counts = tuple[list[float], list[float]]  # tokens and steps of each prompt
-
-
-def counts_of(output: object) -> tuple[Counts, float]:
-    """(counts, acceptance) of a call."""
-    assert isinstance(output, GenerateOutput)
-    rows = output.stats.rows
-    return (
-        [float(row.emitted) for row in rows],
-        [float(row.steps) for row in rows],
-    ), output.stats.acceptance_rate or 0.0
 
 
 def counted(verification: str, k: int, prompts: list[list[int]]) -> list[tuple[float, Counts, float]]:
     """(temperature, counts, acceptance) of one rule over all temperatures."""
-    pair = demo_pair()
     found = []
-    with FastSpecGenerator(
-        *pair,
-        verification=verification,
-        num_speculative_tokens=k,
-        max_batch_size=8,
-        max_length=PROMPT + NEW,
-        device="cpu",
-        progress=False,
-    ) as generator:
+    with shipped_generator(verification=verification, num_speculative_tokens=k) as generator:
         for temperature in TEMPERATURES:
             output = generator.generate(
                 prompts,

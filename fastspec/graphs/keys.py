@@ -63,5 +63,5 @@ def _step(rows: int, shape: StepShape) -> str:
     positions = f", {shape.num_blocks * KEY_BLOCK} positions"
     begin = f", none before {shape.first_block * KEY_BLOCK}" if shape.first_block else ""
     grammars = "" if shape.grammars is None else f", grammars {shape.grammars}"
-    k = "first tokens" if shape.first else f"k = {shape.num_drafts}"
+    k = "first tokens" if shape.first_token else f"k = {shape.num_drafts}"
     return f"{rows} rows, {k}, {shape.sampler}{recorded}{positions}{begin}{grammars}"

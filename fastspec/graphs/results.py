@@ -63,15 +63,24 @@ class ResultRing:
     Args:
         pinned: the device writes to host memory, as Triton's kernels can; otherwise the ring is on the device, and
             reading it waits.
+        watch: notified of launches and of long waits; raises where another process that the device waits for has
+            failed. None: the device waits for no other process.
 
     Attributes:
         outbox: what steps write to.
         launched: sequence number of the last step that was launched.
-        watch: is told of launches, and how long a result is waited for; raises where others that the device waits for
-            have failed.
     """
 
-    def __init__(self, batch: int, max_drafts: int, num_top: int, device: torch.device, *, pinned: bool) -> None:
+    def __init__(
+        self,
+        batch: int,
+        max_drafts: int,
+        num_top: int,
+        device: torch.device,
+        *,
+        pinned: bool,
+        watch: Watch | None = None,
+    ) -> None:
         self._row_width = _HEADER + max_drafts + 1
         self._device = device
         self._num_top = num_top
@@ -82,13 +91,13 @@ class ResultRing:
         self.outbox = Outbox(entries, details, torch.zeros(1, dtype=torch.int64, device=device))
         self._words: NDArray[np.int64] | None = None
         self.launched = 0
-        self.watch: Watch = NoOthers()
+        self._watch: Watch = watch or NoOthers()
         self._unsettled = False
 
     def count(self, launch: Callable[[], None]) -> int:
         """Launches one step; returns its sequence number."""
         self._unsettled = True
-        self.watch.launched()
+        self._watch.launched()
         launch()
         self.launched += 1
         self._unsettled = False
@@ -119,7 +128,7 @@ class ResultRing:
         while not self.ready(sequence):
             time.sleep(0)  # lets other threads run
             if time.monotonic() > deadline:
-                self.watch.waiting(time.monotonic() - start)
+                self._watch.waiting(time.monotonic() - start)
                 self._check_alive(sequence)
                 deadline = time.monotonic() + PATIENCE
         words = self._entry(sequence)[1 : 1 + rows * self._row_width].reshape(rows, -1).tolist()

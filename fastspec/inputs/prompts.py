@@ -17,7 +17,7 @@ _WANTED = "a LongTensor [B, T] or [T], an array of integers, a list of lists of 
 
 
 @dataclass(frozen=True, slots=True)
-class Given:
+class RawPrompts:
     """The prompts of a call, as they came.
 
     Attributes:
@@ -79,7 +79,7 @@ class Given:
         return left
 
 
-def read(input_ids: Any, attention_mask: Any = None) -> Given:
+def read(input_ids: Any, attention_mask: Any = None) -> RawPrompts:
     """The prompts in `input_ids`: LongTensor [B, T] (left padding marked by the mask), 1-D, an array, or lists of ids.
 
     What a tokenizer returns, a mapping with "input_ids", brings its mask along.
@@ -95,7 +95,7 @@ def read(input_ids: Any, attention_mask: Any = None) -> Given:
     if not rows:
         raise ValueError("input_ids holds no prompt; give at least one non-empty row of token ids")
     masks = None if attention_mask is None else _mask_rows(attention_mask, rows)
-    return Given(rows, masks, is_array(input_ids), device)
+    return RawPrompts(rows, masks, is_array(input_ids), device)
 
 
 def prompts_of(input_ids: Any, attention_mask: Any, vocab_size: int) -> list[list[int]]:

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-BLOCK = 512  # elements; fixed: where a block lies in the room must not depend on the tensor
+BLOCK = 1024  # elements; fixed: where a block lies in the room must not depend on the tensor
 ALL = 2**62
 # elements, by the number of ranks, from which a sum is two-shot: fewer bytes than one-shot, where all ranks get all
 # partial sums, but a second wait. ALL: not timed on so many
-TWO_SHOT = {2: 256 * 4096, 4: ALL, 8: ALL}
+TWO_SHOT = {2: 96 * 4096, 4: ALL, 8: ALL}
 # elements of the room, by the number of ranks, up to which a sum in a chain of products of many rows is one kernel with
 # the norm behind it; 0: not timed on so many
 WITH_NORM = {2: ALL, 4: 0, 8: 0}

@@ -226,19 +226,19 @@ def route(logits: Tensor, rule: RoutingRule, correction: Tensor | None = None) -
     return route_rows(logits, rule, correction, pdl=has_pdl(logits.device))
 
 
-def route_normed(logits: Tensor, *given: Any) -> tuple[Tensor, Tensor, Tensor]:
+def route_normed(logits: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     """As `reference.route_normed`, which defines it."""
-    return route_normed_rows(logits, *given, pdl=has_pdl(logits.device))
+    return route_normed_rows(logits, *arguments, pdl=has_pdl(logits.device))
 
 
-def experts(x: Tensor, *given: Any, **options: Any) -> Tensor:
+def experts(x: Tensor, *arguments: Any, **options: Any) -> Tensor:
     """As `reference.experts`, which defines it; a row's bits are the same in steps and prompts."""
-    return mixtures.experts(x, *given, pdl=has_pdl(x.device), **options)
+    return mixtures.experts(x, *arguments, pdl=has_pdl(x.device), **options)
 
 
-def experts_normed(x: Tensor, *given: Any, **options: Any) -> tuple[Tensor, Tensor]:
+def experts_normed(x: Tensor, *arguments: Any, **options: Any) -> tuple[Tensor, Tensor]:
     """As `reference.experts_normed`, which defines it."""
-    return mixtures.experts_normed(x, *given, pdl=has_pdl(x.device), **options)
+    return mixtures.experts_normed(x, *arguments, pdl=has_pdl(x.device), **options)
 
 
 def argmax(

@@ -50,13 +50,21 @@ class PrefixCache:
         unit: positions of a node, a multiple of the page size.
         ahead: how many following tokens the contents of a position depend on; 1 for a head whose position i holds
             token i + 1, else 0.
-        salt: what K/V depend on besides tokens, as names of the models.
+        salt: what K/V depend on besides tokens, such as the names of the models.
+        on_drop: called with each node whose pages are given up; None: nothing is called.
 
     Raises:
         ValueError: a node would not end where a page does.
     """
 
-    def __init__(self, table: PageTable, unit: int, ahead: int = 0, salt: Hashable = None) -> None:
+    def __init__(
+        self,
+        table: PageTable,
+        unit: int,
+        ahead: int = 0,
+        salt: Hashable = None,
+        on_drop: Callable[[Node], None] | None = None,
+    ) -> None:
         if unit < 1 or unit % table.page_size:
             raise ValueError(f"got nodes of {unit} positions; need a multiple of the page size, {table.page_size}")
         self.unit = unit
@@ -64,7 +72,7 @@ class PrefixCache:
         self._ahead = ahead
         self._salt = salt
         self._variant: Hashable = None
-        self.on_drop: Callable[[Node], None] = _nothing  # is told of nodes that are dropped
+        self._on_drop = on_drop or _nothing
         self._nodes: OrderedDict[tuple[Hashable, tuple[int, ...]], Node] = OrderedDict()  # least recently used first
 
     def __len__(self) -> int:
@@ -153,7 +161,7 @@ class PrefixCache:
         """Drops all nodes."""
         for node in self._nodes.values():
             self._table.give_up(node.pages)
-            self.on_drop(node)
+            self._on_drop(node)
         self._nodes.clear()
 
     def check_integrity(self) -> None:
@@ -186,7 +194,7 @@ class PrefixCache:
 
     def _give_up(self, node: Node) -> None:
         self._table.give_up(node.pages)
-        self.on_drop(node)
+        self._on_drop(node)
         del self._nodes[node.key]
         if isinstance(node.parent, Node):
             node.parent.children -= 1

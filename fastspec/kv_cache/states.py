@@ -58,7 +58,7 @@ class StateCache:
 
 @dataclass(frozen=True, slots=True)
 class StatePool:
-    """States after prefixes of prompts, see `KeptStates`.
+    """States after prefixes of prompts, see `PrefixStates`.
 
     Attributes:
         at: int64 [1], the number of positions after which passes over prompts leave the state in row 0; 0: nowhere.

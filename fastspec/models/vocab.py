@@ -64,8 +64,8 @@ def shared_vocab(
     rows = min(target.spec.vocab_size, draft.spec.vocab_size)
     if _same_source(target, draft):
         return rows
-    at_hand = target_tokenizer is not None or draft_tokenizer is not None
-    if ids := [] if at_hand else [each for each in _ids_of_equal_files(target, draft) if each < rows]:
+    captured_shape = target_tokenizer is not None or draft_tokenizer is not None
+    if ids := [] if captured_shape else [each for each in _ids_of_equal_files(target, draft) if each < rows]:
         return max(ids) + 1
     target_tokenizer = target_tokenizer or load_tokenizer(target)
     draft_tokenizer = draft_tokenizer or load_tokenizer(draft)

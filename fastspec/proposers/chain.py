@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fastspec.kernels.ops import Ops
 from fastspec.models.heads.spec import HeadSpec
-from fastspec.proposers.draft_model import take
+from fastspec.proposers.draft_model import overwrite_draft
 from fastspec.proposers.learned import LearnedDrafts
 from fastspec.sampling.verify import Draws
 from fastspec.shapes import GREEDY, ForwardBatch, StepShape, Tiling
@@ -103,7 +103,7 @@ class ChainDrafts(LearnedDrafts[ChainHead]):
         state: DecodeState,
         shape: StepShape,
         draws: Draws,
-        given: tuple[Tensor, Tensor] | None = None,
+        lookup: tuple[Tensor, Tensor] | None = None,
         *,
         features: Tensor,
     ) -> None:
@@ -111,7 +111,7 @@ class ChainDrafts(LearnedDrafts[ChainHead]):
 
         Args:
             state, shape, draws: as there.
-            given: as `DraftModel.propose` has it.
+            lookup: as in `DraftModel.propose`.
             features: [B, *kept], what `take_features` left of each row's newest position: there the first draft needs
                 no more than attention and what follows it.
         """
@@ -129,13 +129,13 @@ class ChainDrafts(LearnedDrafts[ChainHead]):
                 rows = self._inputs(state, shape, j, places[j], known)
                 x = model.drafted(model.feature(x), rows) if j else model.resumed(x, rows)
                 self._draw(state, shape, draws, x, j, picks[j])
-                if given is not None:
-                    take(state, shape, given[0][:, j], j < given[1], j)
+                if lookup is not None:
+                    overwrite_draft(state, shape, lookup[0][:, j], j < lookup[1], j)
 
     def _inputs(self, state: DecodeState, shape: StepShape, j: int, positions: Tensor, known: Tensor) -> ForwardBatch:
         """Position lengths - 2 + j of every row, and the draft that follows it; of the first position no token."""
         ids = state.draft_tokens[:, max(j - 1, 0)][:, None].contiguous()
-        return shape.fed(ids, positions, known, state.block_table)
+        return shape.forward_batch(ids, positions, known, state.block_table)
 
     def _draw(self, state: DecodeState, shape: StepShape, draws: Draws, x: Tensor, j: int, picks: Tensor) -> None:
         """Draws draft j of every row from hidden states [B, 1, hidden]; records token and distribution.

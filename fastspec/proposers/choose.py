@@ -7,7 +7,7 @@ import warnings
 import torch
 from torch import Tensor
 
-from fastspec.proposers.combined import LookupThenModel, TakesGiven
+from fastspec.proposers.combined import ContinuesDrafts, LookupThenModel
 from fastspec.proposers.interface import Proposer, features_of, is_deterministic, kept_in_pages, takes_features
 from fastspec.proposers.ngram import NGram
 from fastspec.sampling.verify import Draws
@@ -47,7 +47,7 @@ def check(proposer: object, *, with_draft: bool) -> None:
         )
 
 
-def choose(proposer: Proposer | None, model: TakesGiven | None, vocab_size: int) -> Proposer | None:
+def choose(proposer: Proposer | None, model: ContinuesDrafts | None, vocab_size: int) -> Proposer | None:
     """The proposer of a generator: the draft model or head, what the caller brought, or lookup before the model."""
     if proposer is None:
         return model

@@ -13,7 +13,7 @@ from fastspec.shapes import StepShape
 from fastspec.state import DecodeState
 
 
-class TakesGiven(Proposer, Protocol):
+class ContinuesDrafts(Proposer, Protocol):
     """A proposer that can continue drafts made by another one: a draft model, or a learned drafter."""
 
     def propose(self, *arguments: Any, **features: Any) -> None:
@@ -34,7 +34,7 @@ class LookupThenModel:
 
     deterministic = False
 
-    def __init__(self, lookup: NGram, model: TakesGiven) -> None:
+    def __init__(self, lookup: NGram, model: ContinuesDrafts) -> None:
         self.lookup, self.model = lookup, model
         self.max_length = model.max_length
         self.in_pages = kept_in_pages(model)

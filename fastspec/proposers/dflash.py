@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fastspec.kernels.ops import Ops
 from fastspec.models.heads.dflash import DFlash
-from fastspec.proposers.draft_model import take
+from fastspec.proposers.draft_model import overwrite_draft
 from fastspec.proposers.learned import LearnedDrafts
 from fastspec.sampling.verify import Draws
 from fastspec.shapes import GREEDY, NO_LIMIT, ForwardBatch, StepShape
@@ -56,14 +56,14 @@ class DFlashDrafts(LearnedDrafts[DFlash]):
         state: DecodeState,
         shape: StepShape,
         draws: Draws,
-        given: tuple[Tensor, Tensor] | None = None,
+        lookup: tuple[Tensor, Tensor] | None = None,
         **features: Tensor,
     ) -> None:
         """Drafts k tokens per running row; see `Proposer.propose`.
 
         Args:
             state, shape, draws: as there.
-            given: as `DraftModel.propose` has it.
+            lookup: as in `DraftModel.propose`.
             features: none: nothing is kept of them.
         """
         k, head = shape.num_drafts, self.model.head
@@ -71,13 +71,13 @@ class DFlashDrafts(LearnedDrafts[DFlash]):
             x = self.model.block(self._block(state, shape))[:, head.rows(k) - k :]
         state.draft_counts.fill_(k)
         if shape.sampler == GREEDY:
-            self._pick(state, shape, x, given)
+            self._pick(state, shape, x, lookup)
             return
         logits = self.model.logits(x.contiguous(), shape.tiling)
         for j in range(k):
             self._sample(state, shape, draws, logits[:, j : j + 1].contiguous(), j)
-            if given is not None:
-                take(state, shape, given[0][:, j], j < given[1], j)
+            if lookup is not None:
+                overwrite_draft(state, shape, lookup[0][:, j], j < lookup[1], j)
 
     def _block(self, state: DecodeState, shape: StepShape) -> ForwardBatch:
         """The last token of each row and masks after it."""
@@ -92,15 +92,15 @@ class DFlashDrafts(LearnedDrafts[DFlash]):
             limit=NO_LIMIT,
             vocab=self._target.vocab_size,
         )
-        return shape.fed(ids, positions, write_mask, state.block_table)
+        return shape.forward_batch(ids, positions, write_mask, state.block_table)
 
-    def _pick(self, state: DecodeState, shape: StepShape, x: Tensor, given: tuple[Tensor, Tensor] | None) -> None:
+    def _pick(self, state: DecodeState, shape: StepShape, x: Tensor, lookup: tuple[Tensor, Tensor] | None) -> None:
         """The most probable token at each place, of hidden states [B, k, hidden]."""
         k, model = shape.num_drafts, self.model
         # zeros: while kernels are only compiled nothing is picked, and ids are looked up all the same
         picks = torch.zeros(x.shape[0] * k, dtype=torch.int64, device=x.device)
         model.argmax(x.reshape(-1, x.shape[-1]), model.vocab_size, shape.tiling, out=picks)
         drafts = self._target_ids(picks).view(-1, k)
-        if given is not None:
-            drafts = torch.where(torch.arange(k, device=x.device) < given[1][:, None], given[0], drafts)
+        if lookup is not None:
+            drafts = torch.where(torch.arange(k, device=x.device) < lookup[1][:, None], lookup[0], drafts)
         state.draft_tokens[:, :k] = drafts

@@ -63,21 +63,22 @@ class DraftModel:
         return "the draft model"
 
     def propose(
-        self, state: DecodeState, shape: StepShape, draws: Draws, given: tuple[Tensor, Tensor] | None = None
+        self, state: DecodeState, shape: StepShape, draws: Draws, lookup: tuple[Tensor, Tensor] | None = None
     ) -> None:
         """Drafts k tokens per running row; see `Proposer.propose`.
 
         Args:
             state, shape, draws: as there.
-            given: (drafts int64 [B, k], counts int64 [B]): a row's first `counts` drafts are these, not sampled.
+            lookup: (drafts int64 [B, k], counts int64 [B]) that a lookup found: they replace a row's first `counts`
+                sampled drafts. None: all drafts are the model's.
         """
         may_feed = (state.draft_limits > 0)[:, None] if self._recurrent else None
         for j in range(shape.num_drafts):
             with self._mark(f"draft[{j}]"):
                 rows = self._inputs(state, shape, j, may_feed)
                 self._draw(state, shape, draws, self.model.hidden(rows)[:, -1:], j)
-                if given is not None:
-                    take(state, shape, given[0][:, j], j < given[1], j)
+                if lookup is not None:
+                    overwrite_draft(state, shape, lookup[0][:, j], j < lookup[1], j)
 
     def _inputs(self, state: DecodeState, shape: StepShape, j: int, may_feed: Tensor | None = None) -> ForwardBatch:
         """What draft j is computed from: a row's last two tokens, or the draft before it.
@@ -99,7 +100,7 @@ class DraftModel:
         ids = ids if self._map is None else self._map.to_draft[ids]
         if may_feed is not None:
             write_mask = write_mask & may_feed
-        return shape.fed(ids, positions, write_mask, state.block_table, state.state_rows)
+        return shape.forward_batch(ids, positions, write_mask, state.block_table, state.state_rows)
 
     def catch_up(self, state: DecodeState, shape: StepShape, chunk: int) -> None:
         """Feeds up to `chunk` committed tokens per running row, all but the last two; see `Proposer.catch_up`."""
@@ -110,7 +111,7 @@ class DraftModel:
         ids = torch.where(ids < self.shared_vocab, ids, 0)
         ids = ids if self._map is None else self._map.to_draft[ids]
         positions = torch.where(write_mask, positions, 0)
-        self.model.hidden(shape.fed(ids, positions, write_mask, state.block_table, state.state_rows))
+        self.model.hidden(shape.forward_batch(ids, positions, write_mask, state.block_table, state.state_rows))
         state.draft_lengths.add_(write_mask.sum(dim=1))
 
     def _draw(self, state: DecodeState, shape: StepShape, draws: Draws, hidden: Tensor, j: int) -> None:
@@ -165,9 +166,9 @@ def sample(ops: Ops, state: DecodeState, shape: StepShape, draws: Draws, logits:
     ops.sampled_draw(logits, state, j, work, purpose=purpose_of(shape), keep_draft_probs=keep, draws=draws)
 
 
-def take(state: DecodeState, shape: StepShape, token: Tensor, taken: Tensor, j: int) -> None:
-    """Makes draft j `token` [B] in rows `taken` bool [B], and its distribution one on it."""
-    state.draft_tokens[:, j] = torch.where(taken, token, state.draft_tokens[:, j])
+def overwrite_draft(state: DecodeState, shape: StepShape, token: Tensor, in_rows: Tensor, j: int) -> None:
+    """Makes draft j `token` [B] in rows `in_rows` bool [B], and its distribution one on it."""
+    state.draft_tokens[:, j] = torch.where(in_rows, token, state.draft_tokens[:, j])
     if keep_draft_probs(shape):
         probs = state.draft_probs[:, j]
-        probs.copy_(torch.where(taken[:, None], torch.zeros_like(probs).scatter(1, token[:, None], 1.0), probs))
+        probs.copy_(torch.where(in_rows[:, None], torch.zeros_like(probs).scatter(1, token[:, None], 1.0), probs))

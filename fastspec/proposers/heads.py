@@ -19,7 +19,7 @@ from fastspec.models.heads.eagle3_spec import Eagle3Spec
 from fastspec.models.heads.mtp import Mtp
 from fastspec.models.heads.mtp_spec import MtpSpec
 from fastspec.models.heads.weights import PendingHead, allocate_head
-from fastspec.proposers.combined import TakesGiven
+from fastspec.proposers.combined import ContinuesDrafts
 from fastspec.proposers.dflash import DFlashDrafts
 from fastspec.proposers.eagle3 import Eagle3Drafts
 from fastspec.proposers.mtp import MtpDrafts
@@ -37,7 +37,7 @@ def build_head(
     progress: bool,
     mark: Callable[[str], AbstractContextManager[object]],
     work: Any,
-) -> tuple[TakesGiven, PendingHead]:
+) -> tuple[ContinuesDrafts, PendingHead]:
     """The proposer of a head, and its weights, to be filled before it is used.
 
     Args:

@@ -82,7 +82,7 @@ def _accepted(target: CausalModel, head: HasReadings, shape: StepShape, tiling: 
 
     def rows(ids: Tensor, upto: int) -> ForwardBatch:
         mask = places < upto
-        return shape.fed(ids, torch.where(mask, places, 0), mask, pages)
+        return shape.forward_batch(ids, torch.where(mask, places, 0), mask, pages)
 
     wanted = [head.layers_of(reading) for reading in head.readings]
     layers = tuple(dict.fromkeys(layer for each in wanted for layer in each))

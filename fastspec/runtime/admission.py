@@ -85,7 +85,7 @@ def allow(state: DecodeState, turns: Mapping[int, Turn], k: int, ready: int = RU
         state: the rows of `turns` are written.
         turns: row -> its draft tokens and masks.
         k: drafts of the step; a row's further draft tokens are left out.
-        ready: the value of `finish` that lets them run: RUNNING, or PASSED in a step for first tokens.
+        ready: the value of `finish` that lets them run: RUNNING, or PREFILLED in a step for first tokens.
     """
     places, words = k + 1, state.masks.shape[2]
     packed = np.full((len(turns), 2 + k + places * words), ALL, dtype=np.int32)
@@ -96,9 +96,9 @@ def allow(state: DecodeState, turns: Mapping[int, Turn], k: int, ready: int = RU
         line[2 + k : 2 + k + turn.masks.size] = turn.masks.ravel()
     sent = _moved(torch.from_numpy(packed), state.masks.device)
     rows = sent[:, 0].long()
-    state.given_counts.index_copy_(0, rows, sent[:, 1].long())
+    state.grammar_counts.index_copy_(0, rows, sent[:, 1].long())
     if k:
-        state.given_tokens[:, :k].index_copy_(0, rows, sent[:, 2 : 2 + k].long())
+        state.grammar_drafts[:, :k].index_copy_(0, rows, sent[:, 2 : 2 + k].long())
     state.masks[:, :places].index_copy_(0, rows, sent[:, 2 + k :].reshape(len(turns), places, words))
     state.finish.index_fill_(0, rows, ready)
 

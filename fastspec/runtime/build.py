@@ -20,9 +20,9 @@ from fastspec.kernels.common.weights import Weight
 from fastspec.kernels.compiled_ops import compiled
 from fastspec.kernels.ops import Ops
 from fastspec.kv_cache.cache import PagedKVCache
-from fastspec.kv_cache.kept_states import KeptStates
 from fastspec.kv_cache.pages import PageTable
 from fastspec.kv_cache.prefix import PrefixCache
+from fastspec.kv_cache.prefix_states import PrefixStates
 from fastspec.kv_cache.states import StateCache
 from fastspec.models.compiled import CompiledDecoder
 from fastspec.models.config import ModelSpec
@@ -41,7 +41,7 @@ from fastspec.models.weights.sources import Checkpoint
 from fastspec.parallel.exchange import Exchange
 from fastspec.parallel.ranks import Ranks
 from fastspec.proposers.choose import choose
-from fastspec.proposers.combined import TakesGiven
+from fastspec.proposers.combined import ContinuesDrafts
 from fastspec.proposers.draft_model import DraftModel
 from fastspec.proposers.heads import build_head
 from fastspec.proposers.interface import (
@@ -53,6 +53,7 @@ from fastspec.proposers.interface import (
     takes_features,
 )
 from fastspec.runtime.engine import Engine, grid_unit_of
+from fastspec.runtime.memory import Layout
 from fastspec.runtime.settings import Settings, check_range
 from fastspec.runtime.threads import sampling_alone
 from fastspec.shapes import DELTA_CHUNK
@@ -82,7 +83,7 @@ def build(
     prefill_budget: int | None = PREFILL_BUDGET,
     ranks: Ranks | None = None,
 ) -> tuple[Engine, list[Pending]]:
-    """Everything a scheduler runs on, and its weights, to be filled before anything is run.
+    """Makes the engine of a generator, and the weights that must be filled before anything is run.
 
     Args:
         settings: checked arguments of the generator.
@@ -105,9 +106,8 @@ def build(
     layout, device, length = settings.layout, settings.device, settings.max_length
     ops = layout.ops if device.type == "cuda" else sampling_alone(layout.ops)
     ranks = ranks or Ranks.alone()
-    ours = not settings.compiled and proposer is None and not any(_hosted(each) for each in (target, draft))
-    warming: dict[str, Any] = {"warm_ups": 1, "warming": brief} if ours else {}
-    runner: Runner = GraphRunner(device, nvtx=nvtx, **warming) if settings.graphs else EagerRunner(device)
+    only_ours = not settings.compiled and proposer is None and not any(_hosted(each) for each in (target, draft))
+    runner = _runner(settings, nvtx=nvtx, only_ours=only_ours)
     mark = torch.cuda.nvtx.range if nvtx and device.type == "cuda" else nullcontext
 
     with runner.on():
@@ -125,37 +125,21 @@ def build(
             device=device,
             keep_draft_probs=layout.keep_draft_probs,
         )
-        places = layout.batch, layout.max_drafts, layout.target.hidden_size
+        sizes = layout.batch, layout.max_drafts, state.top_ids.shape[2]
+        watch = ranks.world if ranks.size > 1 else None
+        ring = ResultRing(*sizes, device, pinned=ops.name == "triton", watch=watch)
         chosen = choose(proposer, drafter, scoring.vocab_size)
-        features = feature_buffer(chosen, *places, layout.target_dtype, device)
-        read = len(features_of(chosen))
-        ends = PromptEnd.zeros(layout.batch, layout.target.hidden_size, read, layout.target_dtype, device)
-        ring = ResultRing(layout.batch, layout.max_drafts, state.top_ids.shape[2], device, pinned=ops.name == "triton")
-        if ranks.size > 1:
-            ring.watch = ranks.world
+        modules = _modules(layout, ops, scoring, chosen, ring, mark, work, device)
     pages, chunks = PageTable(layout.num_pages(length), layout.page_size), layout.chunks_for(length)
     same_bits, draft_chunks = _pass_sizes(chunks, made, device)
-    # what a pass over a prompt makes lies in the pages of its row and nowhere else
-    paged = chosen is None or not chosen.max_length or kept_in_pages(chosen)
-    apart = paged and features is None and not takes_features(chosen) and not any(map(is_recurrent, made.models))
-    prefix = kept = None
+    prefix = prefix_states = None
     if prefix_cache and (not takes_features(chosen) or kept_in_pages(chosen)):
         grid_unit = grid_unit_of(chunks, same_bits, settings.decode_tiling.rows is not None)
         salt = target.name, draft.name if draft else None
-        prefix, kept = _prefix_cache(pages, grid_unit, made.models, reads_ahead(chosen), salt)
+        prefix, prefix_states = _prefix_cache(pages, grid_unit, made.models, reads_ahead(chosen), salt)
+    batches_prompts = _only_in_pages(modules, made.models) and same_bits == chunks
     engine = Engine(
-        parts=StepModules(
-            scoring,
-            chosen,
-            ops,
-            ring.outbox,
-            ops.commit_scratch(layout.batch, layout.max_drafts, device),
-            mark,
-            work,
-            ops.record_work(layout.batch, layout.max_drafts, layout.target.vocab_size, device),
-            features,
-            ends,
-        ),
+        modules=modules,
         state=state,
         pages=pages,
         max_drafts=layout.max_drafts,
@@ -167,14 +151,56 @@ def build(
         same_bits=same_bits,
         draft_chunks=draft_chunks,
         prefix=prefix,
-        kept=kept,
-        prefill_batch_tokens=_PREFILL_BATCH_TOKENS if apart and same_bits == chunks else 0,
+        prefix_states=prefix_states,
+        prefill_batch_tokens=_PREFILL_BATCH_TOKENS if batches_prompts else 0,
         prefill_budget=prefill_budget,
         mean_weight=_mean_weight(settings, target),
         share_seconds=ranks.world.share_seconds,
         sharing=(ranks.world.rank, ranks.size),
     )
     return engine, made.pending
+
+
+def _runner(settings: Settings, *, nvtx: bool, only_ours: bool) -> Runner:
+    """What launches steps, or replays them; `only_ours`: nothing but this package's kernels runs in them."""
+    if not settings.graphs:
+        return EagerRunner(settings.device)
+    if only_ours:
+        return GraphRunner(settings.device, nvtx=nvtx, warm_ups=1, warming=brief)
+    return GraphRunner(settings.device, nvtx=nvtx)
+
+
+def _modules(
+    layout: Layout,
+    ops: Ops,
+    target: CausalModel,
+    proposer: Proposer | None,
+    ring: ResultRing,
+    mark: Callable[[str], AbstractContextManager[object]],
+    work: Any,
+    device: torch.device,
+) -> StepModules:
+    """Models and work areas of a step; allocates the work areas."""
+    rows, drafts, width, vocab = layout.batch, layout.max_drafts, layout.target.hidden_size, layout.target.vocab_size
+    return StepModules(
+        target,
+        proposer,
+        ops,
+        ring.outbox,
+        scratch=ops.commit_scratch(rows, drafts, device),
+        mark=mark,
+        work=work,
+        record_work=ops.record_work(rows, drafts, vocab, device),
+        features=feature_buffer(proposer, rows, drafts, width, layout.target_dtype, device),
+        prompt_ends=PromptEnd.zeros(rows, width, len(features_of(proposer)), layout.target_dtype, device),
+    )
+
+
+def _only_in_pages(modules: StepModules, models: Sequence[CausalModel]) -> bool:
+    """Whether all that a pass over a prompt makes lies in the pages of its row, so that prompts may share a pass."""
+    proposer = modules.proposer
+    paged = proposer is None or not proposer.max_length or kept_in_pages(proposer)
+    return paged and modules.features is None and not takes_features(proposer) and not any(map(is_recurrent, models))
 
 
 class _Models:
@@ -231,7 +257,7 @@ class _Models:
 
     def drafter(
         self, draft: Checkpoint | HeadCheckpoint | None, scoring: CausalModel, shared_vocab: int
-    ) -> TakesGiven | None:
+    ) -> ContinuesDrafts | None:
         """What drafts with a model or a head; None without one."""
         if draft is None:
             return None
@@ -307,17 +333,15 @@ class _Models:
 
 def _prefix_cache(
     pages: PageTable, grid_unit: int, models: Sequence[CausalModel], reads_ahead: int, salt: tuple[str | None, ...]
-) -> tuple[PrefixCache, KeptStates | None]:
+) -> tuple[PrefixCache, PrefixStates | None]:
     """The prefix cache, and where recurrent states after prefixes are kept; None: no model has such states."""
     of_target, of_draft = (*map(states_of, models), None)[:2]
     recurrent = of_target is not None or of_draft is not None
     unit = math.lcm(pages.page_size, grid_unit, DELTA_CHUNK if recurrent else 1)
-    prefix = PrefixCache(pages, unit, reads_ahead, salt)
     if not recurrent:
-        return prefix, None
-    kept = KeptStates(of_target, of_draft, unit)
-    prefix.on_drop = kept.forget
-    return prefix, kept
+        return PrefixCache(pages, unit, reads_ahead, salt), None
+    states = PrefixStates(of_target, of_draft, unit)
+    return PrefixCache(pages, unit, reads_ahead, salt, on_drop=states.forget), states
 
 
 def _hosted(checkpoint: Checkpoint | HeadCheckpoint | None) -> bool:

@@ -257,10 +257,10 @@ def _part_seconds(engine: Engine, rows: int, shape: StepShape) -> tuple[float, f
 
     With graphs each part is captured as one.
     """
-    parts, view = engine.parts, engine.state.rows(0, rows)
-    bodies: dict[str, Callable[[], object]] = {"score": lambda: score(parts, view, shape)}
-    if (proposer := parts.proposer) is not None and shape.num_drafts:
-        bodies["draft"] = lambda: propose(proposer, parts, view, shape, PhiloxDraws(view.seeds))
+    modules, view = engine.modules, engine.state.rows(0, rows)
+    bodies: dict[str, Callable[[], object]] = {"score": lambda: score(modules, view, shape)}
+    if (proposer := modules.proposer) is not None and shape.num_drafts:
+        bodies["draft"] = lambda: propose(proposer, modules, view, shape, PhiloxDraws(view.seeds))
     taken = {}
     for name, part in bodies.items():
         key, body = PartKey(name, StepKey(rows, shape)), partial(_forget, part)

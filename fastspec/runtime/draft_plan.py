@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from fastspec.adaptive.controller import AUTO, REPEATABLE, Controller, ladder
 from fastspec.inputs.options import Options
 from fastspec.sampling.rules import Verification, needs_draft_probs
-from fastspec.shapes import ALONE, FULL, GRAMMARS, GREEDY
+from fastspec.shapes import FULL, GRAMMAR_ONLY, GRAMMARS, GREEDY
 
 _HELD = (
     "k held at {k}, because under {rule!r} verification a seed repeats its text only with one k; "
@@ -25,7 +25,7 @@ class Choice:
         sampler: kind of the steps.
         top_logprobs: as in StepShape.
         controller: chooses among `ks`; None: every step has k.
-        note: what to tell about "auto"; None where it was not asked for.
+        note: what `Stats.auto` says; None where "auto" was not asked for.
         grammars: of the steps that may come, as in StepShape.
     """
 
@@ -75,21 +75,21 @@ class DraftPlan:
             )
         return asked
 
-    def of(self, chosen: Options) -> Choice:
+    def for_call(self, chosen: Options) -> Choice:
         """The drafts of a call.
 
         Raises:
             ValueError: it asks for more than the generator was made for.
         """
-        choice, follow = self._of(chosen), [row.grammar is not None for row in chosen.rows]
+        choice, follow = self._without_grammars(chosen), [row.grammar is not None for row in chosen.rows]
         if not any(follow):
             return choice
         # a controller times steps without grammars, also where no row takes any
         alone = all(follow) and choice.controller is None
-        return replace(choice, grammars=(ALONE,) if alone else (None, *GRAMMARS))
+        return replace(choice, grammars=(GRAMMAR_ONLY,) if alone else (None, *GRAMMARS))
 
-    def _of(self, chosen: Options) -> Choice:
-        """As `of`, but for grammars."""
+    def _without_grammars(self, chosen: Options) -> Choice:
+        """As `for_call`, for rows without grammars."""
         sampler = GREEDY if chosen.plain else FULL
         k = self.check(chosen.num_speculative_tokens)
         for row in chosen.rows:
@@ -114,14 +114,14 @@ class DraftPlan:
         key = (sampler, top_logprobs)
         return self.controllers.get(key) or self.controllers.setdefault(key, Controller(self.ks))  # in any thread
 
-    def ahead(self, asked: int | None, sampler: str) -> Choice:
+    def for_warmup(self, asked: int | None, sampler: str) -> Choice:
         """Steps that a call without further options may need, and plain decoding: for `warmup`."""
         if self.auto and asked is None and self.max_drafts:
             return Choice(self.max_drafts, self.ks, sampler, None, self.controller(sampler, None), AUTO)
         k = self.check(asked)
         return Choice(k, tuple(sorted({0, k})), sampler, None)
 
-    def every(self, chosen: Options) -> Choice:
+    def for_calibration(self, chosen: Options) -> Choice:
         """All ks there are, for a trial of each; the controller of such calls may learn from it.
 
         Raises:

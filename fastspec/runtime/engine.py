@@ -1,4 +1,4 @@
-"""The engine: everything that a scheduler runs on, and how one step of it is launched or captured."""
+"""The engine: models, state and pages of a generator, and how a step or a prefill pass is launched or captured."""
 
 from __future__ import annotations
 
@@ -14,23 +14,35 @@ import torch
 from fastspec.graphs.keys import PromptKey, StepKey
 from fastspec.graphs.results import ResultRing
 from fastspec.graphs.runner import Runner
-from fastspec.kv_cache.kept_states import KeptStates
 from fastspec.kv_cache.pages import PageTable
 from fastspec.kv_cache.prefix import PrefixCache
+from fastspec.kv_cache.prefix_states import PrefixStates
 from fastspec.runtime.prefill_slot import PrefillSlot
 from fastspec.runtime.threads import Threads
 from fastspec.sampling.distribution import PhiloxDraws
 from fastspec.sampling.rules import REJECTION, Verification
-from fastspec.shapes import ALONE, BESIDE, EARLY_BLOCKS, GREEDY, KEY_BLOCK, StepShape, Tiling, blocks, chunks_of
+from fastspec.shapes import (
+    EARLY_BLOCKS,
+    GREEDY,
+    KEY_BLOCK,
+    MIXED_DRAFTS,
+    StepShape,
+    Tiling,
+    blocks,
+    chunks_of,
+    step_kinds,
+)
 from fastspec.state import DecodeState
 from fastspec.step import StepModules, prefill, step
 from fastspec.surroundings import shielded, using_threads
 
-_MEANS = 3  # that are taken of one time
-_LARGEST_CAPTURED = 1024  # tokens of a pass over a prompt: with more the device works for longer than the host launches
-_LEAST_ROOM = 1024  # positions that captured steps for the shortest rows have room for
-_ROOM_GROWTH = 4  # times as many positions have room in the next kind of captured steps
-_USUAL_LENGTH = 256  # tokens of a row, where a time is taken before there are any
+_MEANS = 3  # taken of each time that is measured
+_LARGEST_CAPTURED = (
+    1024  # tokens of a prefill pass: a larger one keeps the device busy for longer than its launches take
+)
+_LEAST_ROOM = 1024  # positions that the smallest captured steps have room for
+_ROOM_GROWTH = 4  # the next larger kind of captured steps has room for so many times the positions
+_USUAL_LENGTH = 256  # tokens of a row, where a step is timed before there are rows
 
 
 def _as_measured(seconds: float | None) -> float | None:
@@ -45,10 +57,10 @@ def grid_unit_of(chunks: tuple[int, ...], same_bits: tuple[int, ...] | None, exa
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """Everything a scheduler runs on; lives as long as the generator.
+    """What a scheduler runs on; lives as long as the generator.
 
     Attributes:
-        parts: models and proposer.
+        modules: models, proposer and work areas of a step.
         state: the device buffers.
         pages: the host's page table over both caches.
         max_drafts: k at most.
@@ -60,7 +72,7 @@ class Engine:
         same_bits: sizes of prefill passes that leave the same bits, ascending; None: the largest of `chunks` alone.
         draft_chunks: sizes of a draft model's passes, which all leave the same bits; None: as the target's.
         prefix: the prefix cache; None: every prompt is prefilled whole.
-        kept: recurrent states after prefixes; None: there are none, or no prefix cache.
+        prefix_states: recurrent states after prefixes; None: there are none, or no prefix cache.
         prefill_budget: prompt tokens for which rows of other calls wait in each step; None: whole prompts.
         mean_weight: elements of one of the target's matrices, in the mean; None: threads stay as torch has them.
         share_seconds: replaces a time that a rank measured by rank 0's, so that all ranks decide alike.
@@ -70,7 +82,7 @@ class Engine:
         slots: the prefill slots, by how many prompts share a pass.
     """
 
-    parts: StepModules
+    modules: StepModules
     state: DecodeState
     pages: PageTable
     max_drafts: int
@@ -82,7 +94,7 @@ class Engine:
     same_bits: tuple[int, ...] | None = None
     draft_chunks: tuple[int, ...] | None = None
     prefix: PrefixCache | None = None
-    kept: KeptStates | None = None
+    prefix_states: PrefixStates | None = None
     prefill_budget: int | None = None
     mean_weight: float | None = None
     share_seconds: Callable[[float | None], float | None] = _as_measured
@@ -94,13 +106,8 @@ class Engine:
     def __post_init__(self) -> None:
         with self.on_device():
             sizes = {1, *map(self.prefill_batch, self.chunks)}
-            own = self.parts.features, self.parts.ends
+            own = self.modules.features, self.modules.prompt_ends
             object.__setattr__(self, "slots", {n: PrefillSlot.beside(self.state, own[0], n, own[1]) for n in sizes})
-
-    @property
-    def prefill_slot(self) -> PrefillSlot:
-        """The slot of a prompt that has a pass to itself."""
-        return self.slots[1]
 
     def prefill_batch(self, chunk: int) -> int:
         """Prompts that share a pass, each with a chunk of that size; 1: they do not."""
@@ -109,7 +116,7 @@ class Engine:
 
     @contextmanager
     def on_device(self) -> Iterator[None]:
-        """No gradients, and none of the caller's settings; device and stream of all work here are the current ones."""
+        """A context for work on the device: our device and stream, no gradients, none of the caller's settings."""
         threads = self.threads.now if self.threads else None
         with shielded(self.state.lengths.device, threads), torch.inference_mode(), self.runner.on():
             yield
@@ -124,10 +131,10 @@ class Engine:
         return StepShape(k, sampler, blocks(positions), self.decode_tiling, top_logprobs, self.verification, first)
 
     def room(self, positions: int) -> int:
-        """Positions a row that a captured step has room for where it needs `positions`.
+        """Positions of a row that a captured step has room for, where at least `positions` are needed.
 
-        A step with room for the longest row there may be would launch thousands of programs, most of them idle, and
-        attention takes more launches a layer once there are positions after EARLY_BLOCKS.
+        Not the most there may be: such a step would launch thousands of programs, most of them idle, and attention
+        takes more launches a layer once there are positions after EARLY_BLOCKS.
         """
         room = _LEAST_ROOM
         while room < positions:
@@ -145,8 +152,8 @@ class Engine:
             upto = self.state.tokens.shape[1]
         return StepShape(0, sampler, blocks(upto), Tiling(chunk, chunk))
 
-    def at_hand(self, rows: int, shape: StepShape) -> StepShape:
-        """The shape itself, or that with room for the longest rows where only this one is captured: the same bits."""
+    def captured_shape(self, rows: int, shape: StepShape) -> StepShape:
+        """The shape itself, or with room for the longest rows where only that step is captured: the same bits."""
         wide = replace(shape, num_blocks=blocks(self._max_positions), first_block=0)
         return wide if not self.ready(rows, shape) and self.ready(rows, wide) else shape
 
@@ -161,10 +168,7 @@ class Engine:
     def typical_shape(
         self, k: int, sampler: str, top_logprobs: int | None, longest: int = 0, shortest: int = 0
     ) -> StepShape:
-        """The shape of a step of a call whose rows have `shortest` to `longest` tokens, as it is captured.
-
-        Where steps are not captured, it is over rows of a usual length.
-        """
+        """The shape of a call's step, for rows of `shortest` to `longest` tokens; uncaptured, for a usual length."""
         if not self.runner.static:
             longest, shortest = min(_USUAL_LENGTH, self.state.tokens.shape[1]), 0
         return self.shape(k, sampler, top_logprobs, longest, shortest)
@@ -194,7 +198,7 @@ class Engine:
             steps: rows and shape of each. prompts: as well.
             compilers: run Triton's compiler; None: threads do.
         """
-        with self.parts.ops.compiling(compilers), self.idle(self.state.batch):
+        with self.modules.ops.compiling(compilers), self.idle(self.state.batch):
             for rows, shape in steps:
                 self._body(rows, shape)()
             for chunk in self.chunks if prompts else ():
@@ -202,7 +206,7 @@ class Engine:
                     self._pass(chunk, chunk, draft, rows)()
 
     def capture_prompts(self) -> None:
-        """Makes the passes over prompts ready that are replayed."""
+        """Captures the passes over prompts that are replayed."""
         for chunk in (chunk for chunk in reversed(self.chunks) if chunk <= _LARGEST_CAPTURED):
             for draft, rows in itertools.product(self._readers, sorted({1, self.prefill_batch(chunk)}, reverse=True)):
                 key, body = PromptKey(chunk, draft, rows), self._pass(chunk, chunk, draft, rows)
@@ -239,16 +243,17 @@ class Engine:
             running: the row runs already; if it has ended meanwhile, nothing is written.
             first: no pass of this prompt has been queued yet.
         """
-        self.prefill_slot.enter(self.state, row, start, running=running)
-        kept = None if draft else self.prefill_slot.features
+        slot = self.slots[1]
+        slot.enter(self.state, row, start, running=running)
+        kept = None if draft else slot.features
         if kept is not None and first:
             kept.zero_()  # those of the prompt that was in this slot before
         for chunk in chunks:
             start += chunk
             self._run_pass(start, chunk, draft)
-        if kept is not None and self.parts.features is not None:
-            self.parts.features[row].copy_(kept[0])
-        self._leave(self.prefill_slot, row, draft=draft)
+        if kept is not None and self.modules.features is not None:
+            self.modules.features[row].copy_(kept[0])
+        self._leave(slot, row, draft=draft)
 
     def prefill_rows(self, starts: Mapping[int, int], chunk: int, *, draft: bool, running: bool = True) -> None:
         """Queues one pass over a chunk of each of several rows, as many as may share a pass at most.
@@ -266,9 +271,9 @@ class Engine:
             self._leave(slot, row, place, draft=draft)
 
     def _leave(self, slot: PrefillSlot, row: int, place: int = 0, *, draft: bool) -> None:
-        """A row leaves a slot, and takes along what the target's last pass left for `first_step`."""
-        if slot.ends is not None and self.parts.ends is not None and not draft:
-            self.parts.ends.copy(row, slot.ends, place)
+        """A row leaves a slot, and takes along what the target's last pass left for `first_token_step`."""
+        if slot.prompt_ends is not None and self.modules.prompt_ends is not None and not draft:
+            self.modules.prompt_ends.copy(row, slot.prompt_ends, place)
         slot.leave(self.state, row, place)
 
     def _run_pass(self, upto: int, chunk: int, draft: bool, rows: int = 1) -> None:
@@ -286,19 +291,19 @@ class Engine:
         """Row `source` goes on as row `place`, in its pages and all buffers."""
         self.pages.move(source, place)
         self.state.move(source, place)
-        if self.parts.features is not None:
-            self.parts.features[place].copy_(self.parts.features[source])
-        if self.parts.ends is not None:
-            self.parts.ends.copy(place, self.parts.ends, source)
+        if self.modules.features is not None:
+            self.modules.features[place].copy_(self.modules.features[source])
+        if self.modules.prompt_ends is not None:
+            self.modules.prompt_ends.copy(place, self.modules.prompt_ends, source)
 
-    def passes_whole(self, prompt: int) -> bool:
+    def prefills_whole(self, prompt: int) -> bool:
         """Whether a prompt of so many tokens is prefilled whole, so that its first token comes from the last pass."""
-        return self.parts.ends is not None and prompt > self.parts.ends.above
+        return self.modules.prompt_ends is not None and prompt > self.modules.prompt_ends.threshold
 
     @property
     def reads_prompts(self) -> bool:
         """Whether what drafts reads prompts by passes of its own, as a draft model does."""
-        return self.parts.proposer is not None and self.parts.proposer.max_length > 0
+        return self.modules.proposer is not None and self.modules.proposer.max_length > 0
 
     @property
     def _readers(self) -> tuple[bool, ...]:
@@ -307,10 +312,10 @@ class Engine:
 
     def _pass(self, upto: int, chunk: int, draft: bool, rows: int = 1) -> Callable[[], None]:
         """A pass over the next `chunk` tokens of each row of a slot, which end before position `upto`."""
-        shape, slot, proposer = self.chunk_shape(upto, chunk, GREEDY), self.slots[rows], self.parts.proposer
+        shape, slot, proposer = self.chunk_shape(upto, chunk, GREEDY), self.slots[rows], self.modules.proposer
 
         def feed() -> None:
-            prefill(self.parts, slot.row, shape, slot.start, chunk, slot.features, slot.ends)
+            prefill(self.modules, slot.row, shape, slot.start, chunk, slot.features, slot.prompt_ends)
             slot.start.add_(chunk)
 
         if not draft:
@@ -331,12 +336,12 @@ class Engine:
         object.__setattr__(self, "threads", chosen)
 
     def seconds(self, rows: int, shape: StepShape, repeats: int = 3) -> float:
-        """What such a step takes at least, when none of its rows runs; waits for the device."""
+        """The shortest time of such a step in which no row runs, in seconds; waits for the device."""
         with self.idle(rows):
             return min(self.timed(StepKey(rows, shape), self._body(rows, shape), repeats))
 
     def timed(self, key: Hashable, body: Callable[[], None], repeats: int) -> list[float]:
-        """Seconds of one run: a few means over runs in a row, after one that does not count."""
+        """Seconds of one run: a few means, each over several runs, after one run that does not count."""
         self.runner.run(key, body)
         self.ring.resync()
         means = []
@@ -367,15 +372,12 @@ class Engine:
 
         Largest first: their graphs share one pool.
         """
-        sizes = reversed(self.buckets(max_rows))
-        ks, kinds = set(ks), tuple(grammars)
-        # what is proposed beside a grammar is at least one draft; a grammar alone may have none
-        pairs = [(k, kind) for kind in kinds for k in (ks | {0} if kind == ALONE else ks) if k or kind != BESIDE]
-        pairs.sort(key=lambda pair: -pair[0])
-        shapes = [replace(self.shape(k, sampler, top_logprobs, longest, shortest), grammars=kind) for k, kind in pairs]
-        if self.passes_whole(longest - 1):
-            plain = self.shape(0, sampler, top_logprobs, longest, shortest)
-            shapes += [plain.for_first_tokens(grammars=kind == ALONE) for kind in kinds if kind != BESIDE]
+        sizes, kinds = reversed(self.buckets(max_rows)), tuple(grammars)
+        call = sampler, top_logprobs, longest, shortest
+        shapes = [replace(self.shape(k, *call), grammars=kind) for k, kind in step_kinds(ks, kinds)]
+        if self.prefills_whole(longest - 1):
+            plain = self.shape(0, *call)
+            shapes += [plain.for_first_tokens(grammars=kind is not None) for kind in kinds if kind != MIXED_DRAFTS]
         return [(rows, shape) for rows in sizes for shape in shapes if not self.runner.ready(StepKey(rows, shape))]
 
     def _body(self, rows: int, shape: StepShape) -> Callable[[], None]:
@@ -383,7 +385,7 @@ class Engine:
 
         def body() -> None:
             view = self.state.rows(0, rows)
-            step(self.parts, view, shape, PhiloxDraws(view.seeds))
+            step(self.modules, view, shape, PhiloxDraws(view.seeds))
 
         return body
 

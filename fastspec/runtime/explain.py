@@ -133,7 +133,7 @@ def _no_draft(target: ModelSource) -> str:
 def _prefixes(engine: Engine) -> str:
     if engine.prefix is None:
         return "not kept"
-    states = "; of recurrent layers the states behind a prompt's last piece" if engine.kept is not None else ""
+    states = "; of recurrent layers the states behind a prompt's last piece" if engine.prefix_states is not None else ""
     return f"kept in pages that no row needs, by pieces of {engine.prefix.unit} tokens{states}"
 
 
@@ -159,7 +159,7 @@ def _drafting(
 ) -> str:
     if not settings.layout.max_drafts:
         return "off"
-    text = f"up to {settings.layout.max_drafts} tokens a step, by {engine.parts.proposer}"
+    text = f"up to {settings.layout.max_drafts} tokens a step, by {engine.modules.proposer}"
     if draft is None:
         return text
     if shared_vocab < target.spec.vocab_size:
@@ -191,7 +191,7 @@ def _verifying(settings: Settings) -> str:
 
 
 def _attention(settings: Settings, engine: Engine) -> str:
-    if engine.parts.ops.name == "torch":
+    if engine.modules.ops.name == "torch":
         return "torch, over gathered pages"
     found = attention_kernels(settings)
     if len(set(found.values())) == 1:
@@ -229,7 +229,7 @@ def _products(settings: Settings) -> str:
 
 def shared_expert(settings: Settings, engine: Engine) -> str:
     """How the target's shared experts are computed, and why not among the chosen ones; empty where it has none."""
-    target = engine.parts.target
+    target = engine.modules.target
     if not isinstance(target, Decoder):
         return ""
     pairs = zip(target.spec.plans, target.weights.layers, strict=True)
@@ -238,7 +238,7 @@ def shared_expert(settings: Settings, engine: Engine) -> str:
         return ""
     if weights.joined:
         return "the shared one is the last of those that a token has: no launches of its own"
-    if engine.parts.ops.name != "triton":
+    if engine.modules.ops.name != "triton":
         why = "computed by torch"
     elif settings.ranks:
         why = "ranks have columns of it"
@@ -253,6 +253,6 @@ def _ranks(settings: Settings, engine: Engine) -> list[str]:
     """Which other ranks have a part of the target, and how the parts are exchanged."""
     if not settings.ranks:
         return []
-    target = engine.parts.target
+    target = engine.modules.target
     between = target.exchange.describe() if isinstance(target, ParallelDecoder | HostedModel) else "none"
     return [f"ranks      {settings.ranks}", f"exchange   {between}"]

@@ -19,19 +19,19 @@ class PrefillSlot:
         row: a state of so many rows. The K/V of each lies in the pages of the row that it stands for.
         start: int64 [rows], the positions of the target's next pass.
         features: [1, ..], its row of `StepModules.features`; None where nothing is kept.
-        ends: its rows of `StepModules.ends`; None where there are none.
+        prompt_ends: its rows of `StepModules.prompt_ends`; None where there are none.
     """
 
     row: DecodeState
     start: Tensor
     features: Tensor | None = None
-    ends: PromptEnd | None = None
+    prompt_ends: PromptEnd | None = None
 
     @classmethod
     def beside(
-        cls, state: DecodeState, features: Tensor | None = None, rows: int = 1, ends: PromptEnd | None = None
+        cls, state: DecodeState, features: Tensor | None = None, rows: int = 1, prompt_ends: PromptEnd | None = None
     ) -> PrefillSlot:
-        """An idle slot with room for any `rows` rows of `state` and of `ends`, and one of `features` [B, ..].
+        """An idle slot with room for any `rows` rows of `state` and of `prompt_ends`, and one of `features` [B, ..].
 
         Of several rows only what passes over prompts read has memory of its own.
         """
@@ -42,7 +42,8 @@ class PrefillSlot:
             own = [name for name, each in BUFFERS.items() if each.prefill or name == "emitted"]
             one = DecodeState(**{**wide, **{name: wide[name].clone() for name in own}})
         own_features = None if features is None else torch.zeros_like(features[:1])
-        return cls(one, torch.zeros_like(one.lengths), own_features, None if ends is None else ends.like(rows))
+        own_ends = None if prompt_ends is None else prompt_ends.like(rows)
+        return cls(one, torch.zeros_like(one.lengths), own_features, own_ends)
 
     def enter(self, state: DecodeState, row: int, start: int, *, running: bool = True, place: int = 0) -> None:
         """Row `place` of the slot stands for row `row` of `state` from now on; passes begin at position `start`.

@@ -73,7 +73,7 @@ class Request:
         nodes: nodes of the prefix cache whose pages the row shares.
         grammar: the state of the grammar that its text follows; None: there is none.
         has_tables: the row's biases and counts are filled, which steps of the full sampler read.
-        passed: the row's first token comes next, from what the last pass over its prompt left.
+        prefilled: the row's first token comes next, from what the last pass over its prompt left.
     """
 
     prompt: list[int]
@@ -99,7 +99,7 @@ class Request:
     cached: int = 0
     nodes: list[Node] = field(default_factory=list)
     has_tables: bool = False
-    passed: bool = False
+    prefilled: bool = False
 
     @property
     def length(self) -> int:
@@ -137,10 +137,10 @@ class Request:
             self.finish_reason = "error"
             return []
         tokens = result.block[: result.emitted]
+        whole = self.grammar.advance(tokens) if self.grammar is not None else None
+        tokens = tokens[:whole]  # first: what comes behind the end of a grammar's text is no text of the row
         end = self.watch(tokens) if self.watch else None
         tokens = tokens[:end]
-        if self.grammar is not None and (whole := self.grammar.advance(tokens)) is not None:
-            end, tokens = whole, tokens[:whole]
         if result.drafted and self.grammar is None:  # the draft model was not fed a grammar's drafts
             self.draft_length = min(self.length + result.drafted - 1, self.length + len(tokens) - 1)
         self.new_tokens += tokens
@@ -153,7 +153,7 @@ class Request:
         self.steps_at[k] += 1
         if result.finish != RUNNING:
             self.finish_reason = "stop" if result.finish == STOPPED else "length"
-        if end is not None:
+        if end is not None or whole is not None:
             self.finish_reason = "stop"
         return tokens
 
@@ -171,7 +171,7 @@ class InFlightStep:
             else None.
         timed: only such passes, or nothing, came between it and the step before it.
         drafting: rows that could draft.
-        first: the step for first tokens, which no policy chose.
+        first_token: the step for first tokens, which no policy chose.
     """
 
     sequence: int
@@ -181,7 +181,7 @@ class InFlightStep:
     resumed: float | None
     timed: bool
     drafting: frozenset[int]
-    first: bool = False
+    first_token: bool = False
 
 
 def lengths_of(requests: list[Request]) -> tuple[int, int]:

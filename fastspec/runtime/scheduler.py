@@ -24,8 +24,8 @@ from fastspec.runtime.engine import Engine
 from fastspec.runtime.intake import Intake, lag_of, passes_of
 from fastspec.runtime.request import Call, InFlightStep, Request, constrained, due, may_draft, turns_of
 from fastspec.runtime.step_timer import StepTimer
-from fastspec.shapes import ALONE, BESIDE, FULL, GREEDY, StepShape
-from fastspec.state import IDLE, PASSED, RUNNING
+from fastspec.shapes import FULL, GRAMMAR_ONLY, GREEDY, MIXED_DRAFTS, StepShape
+from fastspec.state import IDLE, PREFILLED, RUNNING
 
 
 class Scheduler:
@@ -160,7 +160,7 @@ class Scheduler:
 
     def _free_row(self, request: Request, *, running: bool) -> None:
         """Gives back the row and the pages of a request that has ended; `running`: the device does not know."""
-        row = next(row for row, held in self._rows.items() if held is request)  # it may have moved since its step
+        row = next(row for row, owner in self._rows.items() if owner is request)  # it may have moved since its step
         del self._rows[row]
         self._intake.keep(request, row)
         self.engine.pages.release(row)
@@ -171,14 +171,16 @@ class Scheduler:
         """Queues the next step, unless no row is sure to need it, or it must wait for earlier ones."""
         requests = due(self._rows, self._in_flight)
         # run ahead only if some row needs this step even when every draft in flight is accepted
-        needed = self._goes_on if self._in_flight else self._may_go_on
+        needed = self._surely_needs_step if self._in_flight else self._may_need_step
         if not any(map(needed, requests.values())):
             return False
-        first = {row: request for row, request in requests.items() if request.passed}
+        first = {row: request for row, request in requests.items() if request.prefilled}
         if first:
-            return self._launch_first(first)
+            return self._launch_first_tokens(first)
         calls = {self._calls[request] for request in requests.values()}
-        k, drafting = self._drafts({row: request for row, request in requests.items() if request.grammar is None})
+        k, drafting = self._choose_drafts(
+            {row: request for row, request in requests.items() if request.grammar is None}
+        )
         passes = 0.0
         if k:
             if self._in_flight and any(requests[row].draft_lag for row in drafting):
@@ -188,8 +190,8 @@ class Scheduler:
         rows = self.engine.bucket(max(self._rows) + 1)
         shape = self._shape(k, calls, requests)
         if turns:
-            shape = replace(shape, grammars=BESIDE if drafted else ALONE)
-        shape = self.engine.at_hand(rows, shape)
+            shape = replace(shape, grammars=MIXED_DRAFTS if drafted else GRAMMAR_ONLY)
+        shape = self.engine.captured_shape(rows, shape)
         if not self._ready(rows, shape, calls):
             return False
         if turns:
@@ -206,20 +208,20 @@ class Scheduler:
             request.draft_lag |= not drafted or row not in drafting
         return True
 
-    def _launch_first(self, requests: dict[int, Request]) -> bool:
+    def _launch_first_tokens(self, requests: dict[int, Request]) -> bool:
         """Queues the step for the first tokens of rows whose long prompts are prefilled; other rows are not in it."""
         calls = {self._calls[request] for request in requests.values()}
         rows, turns = self.engine.bucket(max(self._rows) + 1), turns_of(requests, self._calls, 0)[1]
-        shape = self.engine.at_hand(rows, self._shape(0, calls, requests).for_first_tokens(grammars=bool(turns)))
+        shape = self.engine.captured_shape(rows, self._shape(0, calls, requests).for_first_tokens(grammars=bool(turns)))
         if not self._ready(rows, shape, calls):
             return False
         if turns:
-            admission.allow(self.engine.state, turns, 0, PASSED)
+            admission.allow(self.engine.state, turns, 0, PREFILLED)
         sequence = self.engine.launch(rows, shape)
-        self._in_flight.append(InFlightStep(sequence, requests, 0, rows, None, False, frozenset(), first=True))
+        self._in_flight.append(InFlightStep(sequence, requests, 0, rows, None, False, frozenset(), first_token=True))
         self._disturbed = True
         for request in requests.values():
-            request.passed, request.draft_lag = False, True
+            request.prefilled, request.draft_lag = False, True
         return True
 
     def _ready(self, rows: int, shape: StepShape, calls: set[Call]) -> bool:
@@ -243,14 +245,14 @@ class Scheduler:
         sampler = FULL if any(call.full for call in calls) else GREEDY
         return self.engine.shape(k, sampler, max(recorded, default=None), longest, shortest)
 
-    def _drafts(self, requests: dict[int, Request]) -> tuple[int, frozenset[int]]:
+    def _choose_drafts(self, requests: dict[int, Request]) -> tuple[int, frozenset[int]]:
         """Drafts for the next step, and the rows that draft; rows of other calls have fewer, or none."""
         if not requests:
             return 0, frozenset()
         calls, wanted = {self._calls[request] for request in requests.values()}, []
         for call in calls:
             own = {row: request for row, request in requests.items() if self._calls[request] is call}
-            wanted.append(self._drafts_of(call, own))
+            wanted.append(self._drafts_of_call(call, own))
         largest = max(k for k, _ in wanted)
         alone = len(calls) == 1
         limits = {row: self.engine.max_drafts if alone else k for k, rows in wanted if k or not largest for row in rows}
@@ -259,7 +261,7 @@ class Scheduler:
                 self._limit_drafts(row, request, limits.get(row, 0))
         return largest, frozenset(limits)
 
-    def _drafts_of(self, call: Call, requests: dict[int, Request]) -> tuple[int, frozenset[int]]:
+    def _drafts_of_call(self, call: Call, requests: dict[int, Request]) -> tuple[int, frozenset[int]]:
         """Drafts that one call wants, and the rows of it that draft."""
         willing = may_draft(requests)
         if not willing:
@@ -280,12 +282,12 @@ class Scheduler:
             self.engine.state.draft_limits[row].fill_(limit)
             request.draft_limit = limit
 
-    def _may_go_on(self, request: Request) -> bool:
+    def _may_need_step(self, request: Request) -> bool:
         """Whether a request can outlast the steps launched for it, each of which emits a token at least."""
         launched = sum(request in step.requests.values() for step in self._in_flight)
         return request.length + launched < request.limit
 
-    def _goes_on(self, request: Request) -> bool:
+    def _surely_needs_step(self, request: Request) -> bool:
         """Whether a request is sure to outlast the steps launched for it, but for stop ids."""
         emitted = sum(step.k + 1 for step in self._in_flight if request in step.requests.values())
         return request.length + emitted < request.limit
@@ -311,7 +313,7 @@ class Scheduler:
 
     def _budget(self, call: Call) -> int | None:
         """Prompt tokens of a call that are prefilled between two steps; None: all, no other call's rows wait."""
-        alone = not self._rows or (not call.joined and all(self._calls[held] is call for held in self._rows.values()))
+        alone = not self._rows or (not call.joined and all(self._calls[other] is call for other in self._rows.values()))
         return None if alone else self.engine.prefill_budget
 
     def _begin(self) -> Request | None:
@@ -321,8 +323,8 @@ class Scheduler:
         if begun is None:
             return None
         request, pages = begun
-        call, told = self._calls[request], (self.engine.state, self._intake.row)
-        admission.fill_prompt(*told, request.prompt, pages, call.stop_ids, request.draft_length)
+        call, state, row = self._calls[request], self.engine.state, self._intake.row
+        admission.fill_prompt(state, row, request.prompt, pages, call.stop_ids, request.draft_length)
         request.draft_limit = admission.draft_limit(request.options, self.engine.max_drafts)
         budget = self._budget(call)
         # without a budget only rows of its own call wait for the draft's passes
@@ -340,12 +342,12 @@ class Scheduler:
     def _fill_options(self, row: int, request: Request) -> None:
         """Fills what steps read of a row."""
         full = request.has_tables = any(each.full for each in self._calls.values())
-        told = len(request.prompt), request.limit, request.options, FULL if full else GREEDY
-        admission.fill_options(self.engine.state, row, *told)
-        for other, held in self._rows.items() if full else ():
-            if not held.has_tables:  # admitted when no step read them
-                admission.fill_tables(self.engine.state, other, len(held.prompt), held.options)
-                held.has_tables = True
+        state, sampler = self.engine.state, FULL if full else GREEDY
+        admission.fill_options(state, row, len(request.prompt), request.limit, request.options, sampler)
+        for other, running in self._rows.items() if full else ():
+            if not running.has_tables:  # admitted when no step read them
+                admission.fill_tables(state, other, len(running.prompt), running.options)
+                running.has_tables = True
 
     def _compact(self) -> None:
         """Moves the highest rows down when the next step can then run over half as many."""
@@ -384,7 +386,7 @@ class Scheduler:
         going = {row for row, request in step.requests.items() if request.finish_reason is None}
         calls = {self._calls[step.requests[row]] for row in going}
         policy = calls.pop().policy if len(calls) == 1 else None
-        if policy is None or step.first or constrained(step.requests):
+        if policy is None or step.first_token or constrained(step.requests):
             return  # such a step drafts as its grammars have it, or is for first tokens alone
         accepted = {row: results[row].accepted for row in sorted(going) if results[row].accepted >= 0}
         drafting = tuple(count for row, count in accepted.items() if row in step.drafting)

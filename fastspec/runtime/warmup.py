@@ -74,7 +74,7 @@ def _choose_reading(engine: Engine) -> None:
     shape = engine.chunk_shape(chunk, chunk, GREEDY)
     with engine.on_device():
         free = torch.arange(1, pages + 1, device=engine.state.lengths.device)[None]
-        choose_reading(engine.parts.target, engine.parts.proposer, shape, engine.decode_tiling, free)
+        choose_reading(engine.modules.target, engine.modules.proposer, shape, engine.decode_tiling, free)
 
 
 def compilers_for(

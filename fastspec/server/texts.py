@@ -91,7 +91,7 @@ class Answer:
             InvalidLogits, RuntimeError: as `Handle.result`.
         """
         visible = Visible(self._tokenizer, self.request.prompt, self._stops)
-        shown, stop_ids = 0, self.handle.call.chosen.stop_ids
+        shown, stop_ids = 0, self.handle.call.options.stop_ids
         async for start, shown in self.handle.pieces_in_loop():
             new = self.request.new_tokens[start:shown]
             # the id that ends a text is no part of it, whether its tokenizer calls it special or not
@@ -100,7 +100,7 @@ class Answer:
 
     def chat_logprobs(self, start: int, stop: int) -> dict[str, Any] | None:
         """Log-probabilities of some tokens as /v1/chat/completions tells them; None where none were asked for."""
-        if self.handle.call.chosen.top_logprobs is None:
+        if self.handle.call.options.top_logprobs is None:
             return None
         content = []
         for place in range(start, stop):
@@ -111,7 +111,7 @@ class Answer:
 
     def text_logprobs(self, start: int, stop: int, offset: int) -> dict[str, Any] | None:
         """The same as /v1/completions tells them; `offset`: characters of the text before."""
-        if self.handle.call.chosen.top_logprobs is None:
+        if self.handle.call.options.top_logprobs is None:
             return None
         names = [self._name(token) for token in self.request.new_tokens[start:stop]]
         lengths = [0]

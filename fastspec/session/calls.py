@@ -13,7 +13,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 from fastspec.errors import InvalidLogits, UnsupportedOption
 from fastspec.grammar.library import Grammars
 from fastspec.inputs.options import Options, resolve
-from fastspec.inputs.prompts import Given, read
+from fastspec.inputs.prompts import RawPrompts, read
 from fastspec.inputs.values import is_list
 from fastspec.models.weights.sources import Checkpoint
 from fastspec.output import GenerateOutput, Stats
@@ -25,7 +25,7 @@ _CALLER = 6  # frames up: prompts(), prepare(), the session's, the generator's t
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class CallArguments:
     """What a user passes to `generate`, `stream` or `calibrate`."""
 
     input_ids: Any
@@ -33,7 +33,7 @@ class Asked:
     generation_config: GenerationConfig | None
     keywords: dict[str, Any]
 
-    def given(self) -> Given:
+    def prompts(self) -> RawPrompts:
         """The prompts; transformers' name for them, `inputs`, is accepted."""
         inputs = self.keywords.pop("inputs", None)
         if inputs is not None and self.input_ids is not None:
@@ -48,59 +48,60 @@ class Asked:
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
+class PreparedCall:
     """A call that was checked.
 
     Attributes:
         requests: one for every row.
-        chosen: its options.
-        given: its prompts, as they came.
+        options: of the call.
+        prompts: as the caller passed them.
     """
 
     requests: list[Request]
-    chosen: Options
-    given: Given
+    options: Options
+    prompts: RawPrompts
 
 
 def prepare(
     target: Checkpoint,
-    asked: Asked,
+    arguments: CallArguments,
     max_length: int,
     tokenizer_of: Callable[[], PreTrainedTokenizerBase | None],
-    usual: int | None = None,
+    default_new_tokens: int | None = None,
     grammars: Grammars | None = None,
-) -> Prepared:
+) -> PreparedCall:
     """Checks a call and turns it into requests.
 
     Args:
         target: the model.
-        asked: its keywords are taken apart.
+        arguments: as the caller passed them; their keywords are taken apart.
         max_length: tokens of prompt and output that a row may have.
         tokenizer_of: loads the target's tokenizer, where stop strings need one and the call brings none.
-        usual: new tokens where the call does not say, if there is room for them; None: transformers' default.
+        default_new_tokens: new tokens where the call sets no limit, if there is room for them; None: transformers'
+            default.
         grammars: of the target's vocabulary; None: none is asked for.
 
     Raises:
         ValueError, UnsupportedOption: as in `generate`.
     """
-    keywords, spec, given = asked.keywords, target.spec, asked.given()
+    keywords, spec, raw = arguments.keywords, target.spec, arguments.prompts()
     tokenizer = keywords.pop("tokenizer", None)
-    if usual is not None and asked.unlimited:
-        keywords["max_new_tokens"] = max(1, min(usual, max_length - given.width))
+    if default_new_tokens is not None and arguments.unlimited:
+        keywords["max_new_tokens"] = max(1, min(default_new_tokens, max_length - raw.width))
     chosen = resolve(
         target.generation_config,
-        asked.generation_config,
+        arguments.generation_config,
         keywords,
-        num_rows=len(given.rows),
-        prompt_length=given.width,
+        num_rows=len(raw.rows),
+        prompt_length=raw.width,
         vocab_size=spec.vocab_size,
         context=min(spec.max_length, max_length),
     )
     if tokenizer is None and (chosen.stop_strings or any(row.grammar for row in chosen.rows)):
         tokenizer = tokenizer_of()
     # the warning is the caller's of `generate`
-    prompts = given.prompts(spec.vocab_size, chosen.padding, chosen.stop_ids, stacklevel=_CALLER)
-    return Prepared(requests_of(prompts, chosen, tokenizer, max_length, grammars), chosen, given)
+    prompts = raw.prompts(spec.vocab_size, chosen.padding, chosen.stop_ids, stacklevel=_CALLER)
+    return PreparedCall(requests_of(prompts, chosen, tokenizer, max_length, grammars), chosen, raw)
 
 
 def check_streamer(streamer: object, rows: int) -> None:
@@ -149,7 +150,9 @@ def requests_of(
     requests = []
     for index, row in enumerate(chosen.rows):
         prompt = prompts[index // chosen.copies]
-        watch = StopWatch(tokenizer, chosen.stop_strings, prompt) if chosen.stop_strings and tokenizer else None
+        watch = None
+        if chosen.stop_strings and tokenizer:
+            watch = StopWatch(tokenizer, chosen.stop_strings, prompt, across_prompt=chosen.across_prompt)
         grammar = None
         if row.grammar is not None and grammars is not None:
             grammar = grammars.row(row.grammar, tokenizer, prompt, chosen.stop_ids)
@@ -157,7 +160,7 @@ def requests_of(
     return requests
 
 
-def check_whole(requests: list[Request], copies: int) -> None:
+def check_valid(requests: list[Request], copies: int) -> None:
     """Raises InvalidLogits where a row has failed."""
     failed = [(index, request.invalid_at) for index, request in enumerate(requests) if request.invalid_at is not None]
     if not failed:
@@ -177,12 +180,12 @@ def _place(index: int, position: int, copies: int) -> str:
     return f"{row}, position {position}"
 
 
-def output_of(call: Prepared, stats: Stats) -> GenerateOutput:
+def output_of(call: PreparedCall, stats: Stats) -> GenerateOutput:
     """Everything that a call has made; what the caller did not ask for is None."""
-    requests, chosen = call.requests, call.chosen
+    requests, chosen = call.requests, call.options
     recorded = chosen.top_logprobs is not None
     return GenerateOutput(
-        _sequences(requests, chosen, call.given),
+        _sequences(requests, chosen, call.prompts),
         [request.new_tokens for request in requests],
         [cast("str", request.finish_reason) for request in requests],
         stats,
@@ -194,12 +197,12 @@ def output_of(call: Prepared, stats: Stats) -> GenerateOutput:
     )
 
 
-def _sequences(requests: list[Request], chosen: Options, given: Given) -> Tensor:
+def _sequences(requests: list[Request], chosen: Options, raw: RawPrompts) -> Tensor:
     """Prompts, left-padded, and new tokens: LongTensor [B, T + new] where the caller's prompts are."""
-    width, longest = given.width, max(len(request.new_tokens) for request in requests)
+    width, longest = raw.width, max(len(request.new_tokens) for request in requests)
     rows = []
     for index, request in enumerate(requests):
-        row = given.rows[index // chosen.copies]  # the caller's own padding ids are kept
+        row = raw.rows[index // chosen.copies]  # the caller's own padding ids are kept
         tail = [chosen.pad_token_id] * (longest - len(request.new_tokens))
         rows.append([chosen.pad_token_id] * (width - len(row)) + row + request.new_tokens + tail)
-    return torch.tensor(rows, dtype=torch.int64, device=given.device)
+    return torch.tensor(rows, dtype=torch.int64, device=raw.device)

@@ -17,18 +17,18 @@ from transformers import PreTrainedTokenizerBase
 from fastspec.grammar.library import Grammars
 from fastspec.grammar.spec import GrammarSpec
 from fastspec.inputs.options import Options, RowOptions
-from fastspec.inputs.prompts import Given
+from fastspec.inputs.prompts import RawPrompts
 from fastspec.parallel.turns import Turns
 from fastspec.parallel.world import World
 from fastspec.runtime.draft_plan import Choice
 from fastspec.runtime.request import Request
-from fastspec.session.calls import Prepared, requests_of
+from fastspec.session.calls import PreparedCall, requests_of
 from fastspec.session.delivery import Delivery
 from fastspec.session.messages import Joining, Leaving, Message
 
 
-class Numbers:
-    """Numbers of the requests that have not ended: all ranks number them alike, as they join."""
+class RequestNumbers:
+    """RequestNumbers of the requests that have not ended: all ranks number them alike, as they join."""
 
     def __init__(self) -> None:
         self._next = 0
@@ -36,7 +36,7 @@ class Numbers:
         self._requests: dict[int, Request] = {}
 
     def add(self, request: Request) -> None:
-        """Numbers a request that joins."""
+        """RequestNumbers a request that joins."""
         self._of[request], self._requests[self._next] = self._next, request
         self._next += 1
 
@@ -60,10 +60,11 @@ class Leader:
 
     Args:
         world: of all ranks.
+        numbers: of the requests that have not ended; requests are added here as they join.
     """
 
-    def __init__(self, world: World) -> None:
-        self._world, self.numbers = world, Numbers()
+    def __init__(self, world: World, numbers: RequestNumbers) -> None:
+        self._world, self._numbers = world, numbers
         self._turns: Turns | None = None
         self._ended = False
 
@@ -74,7 +75,7 @@ class Leader:
             RankFailed: a rank has failed.
         """
         self._turns = self._turns or Turns(self._world)
-        self._turns.tell(written(messages, self.numbers))
+        self._turns.tell(written(messages, self._numbers))
         self._ended = None in messages
 
     def end(self) -> None:
@@ -86,12 +87,12 @@ class Leader:
             self._turns.wait_for_end()
 
 
-def written(messages: list[Message], numbers: Numbers) -> str:
+def written(messages: list[Message], numbers: RequestNumbers) -> str:
     """Messages as `read` takes them; numbers those that join."""
     return json.dumps([_written(each, numbers) for each in messages])
 
 
-def _written(message: Message, numbers: Numbers) -> Any:
+def _written(message: Message, numbers: RequestNumbers) -> Any:
     if message is None:
         return None
     if isinstance(message, Leaving):
@@ -99,9 +100,9 @@ def _written(message: Message, numbers: Numbers) -> Any:
     call = message.call
     for request in call.requests:
         numbers.add(request)
-    prompts = [request.prompt for request in call.requests[:: call.chosen.copies]]
+    prompts = [request.prompt for request in call.requests[:: call.options.copies]]
     rows = [asdict(request.options) for request in call.requests]
-    return {"join": prompts, "rows": rows, "options": asdict(replace(call.chosen, rows=()))}
+    return {"join": prompts, "rows": rows, "options": asdict(replace(call.options, rows=()))}
 
 
 class Reader:
@@ -123,11 +124,11 @@ class Reader:
     ) -> None:
         self._max_length, self._choose, self._tokenizer, self._grammars = max_length, choose, tokenizer, grammars
 
-    def read(self, text: str, numbers: Numbers) -> list[Message]:
+    def read(self, text: str, numbers: RequestNumbers) -> list[Message]:
         """The messages of a text; numbers those that join."""
         return [self._message(each, numbers) for each in json.loads(text)]
 
-    def _message(self, told: Any, numbers: Numbers) -> Message:
+    def _message(self, told: Any, numbers: RequestNumbers) -> Message:
         if told is None:
             return None
         if "leave" in told:
@@ -142,7 +143,7 @@ class Reader:
         requests = requests_of(told["join"], chosen, tokenizer, self._max_length, self._grammars)
         for request in requests:
             numbers.add(request)
-        call = Prepared(requests, chosen, Given(told["join"], None, False, torch.device("cpu")))
+        call = PreparedCall(requests, chosen, RawPrompts(told["join"], None, False, torch.device("cpu")))
         return Joining(call, self._choose(chosen), Delivery(requests))
 
 

@@ -116,7 +116,7 @@ class FormatTrial:
             return
         engine, drafter = scheduler.engine, _drafter(scheduler.engine)
         as_stored = replace(self.draft, rounded=None, stored="")
-        need = as_stored.bytes_loaded(self.dtype, engine.state.lengths.device, engine.parts.ops)
+        need = as_stored.bytes_loaded(self.dtype, engine.state.lengths.device, engine.modules.ops)
         if self._attempts >= _ATTEMPTS:
             self._decide("not tried: texts end before steps could be timed, or steps failed")
             return
@@ -227,7 +227,7 @@ def trial_of(draft: object, dtype: torch.dtype, *, released: bool, ranks: int = 
 
 def _drafter(engine: Engine) -> Decoder | None:
     """The model that drafts, alone or after a lookup."""
-    proposer = engine.parts.proposer
+    proposer = engine.modules.proposer
     proposer = proposer.model if isinstance(proposer, LookupThenModel) else proposer
     model = proposer.model if isinstance(proposer, DraftModel) else None
     return model if isinstance(model, Decoder) else None

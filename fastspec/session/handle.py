@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable, Generator, Iterator
 
 from fastspec.errors import InvalidLogits
 from fastspec.output import GenerateOutput, Stats
-from fastspec.session.calls import Prepared, check_whole, output_of
+from fastspec.session.calls import PreparedCall, check_valid, output_of
 from fastspec.session.delivery import Delivery
 from fastspec.session.one_process import OfOneProcess
 
@@ -33,7 +33,7 @@ class Handle(OfOneProcess):
     instead = "hand on what its result() gives"
 
     def __init__(
-        self, call: Prepared, delivery: Delivery, cancel: Callable[[], None], stats: Callable[[], Stats]
+        self, call: PreparedCall, delivery: Delivery, cancel: Callable[[], None], stats: Callable[[], Stats]
     ) -> None:
         self.call, self.delivery = call, delivery
         self._cancel, self._stats = cancel, stats
@@ -130,7 +130,7 @@ class Handle(OfOneProcess):
         """Raises what ended the request, where that was an error."""
         self.delivery.check()
         try:
-            check_whole(self.call.requests, self.call.chosen.copies)
+            check_valid(self.call.requests, self.call.options.copies)
         except InvalidLogits as error:
             error.output = output_of(self.call, self._stats())
             raise

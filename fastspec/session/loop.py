@@ -41,19 +41,25 @@ class Loop:
     Args:
         scheduler: others may step it only while they hold `turn`.
         make_ready: captures and times the steps that a call may need; called while no request is there.
+        guarded: gives a context in which work on the device is done.
+        before_turn: called with all messages before they are handled.
+        on_end: called with each request that has ended.
 
     Attributes:
         turn: lock, held while a step is made.
         deliveries: of all requests that have not ended.
-        before_turn: called with all messages before they are handled.
-        forget: told of each request that has ended.
-        guarded: a context that work on the device is done in.
     """
 
-    def __init__(self, scheduler: Scheduler, make_ready: Callable[[Joining], None]) -> None:
-        self.guarded: Callable[[], AbstractContextManager[Any]] = nullcontext
-        self.before_turn: Callable[[list[Message]], None] = lambda messages: None
-        self.forget: Callable[[Request], None] = lambda request: None
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        make_ready: Callable[[Joining], None],
+        *,
+        guarded: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        before_turn: Callable[[list[Message]], None] = lambda messages: None,
+        on_end: Callable[[Request], None] = lambda request: None,
+    ) -> None:
+        self._guarded, self._before_turn, self._on_end = guarded, before_turn, on_end
         self.turn = threading.Lock()
         self.deliveries: dict[Request, Delivery] = {}
         self._scheduler, self._make_ready = scheduler, make_ready
@@ -107,7 +113,7 @@ class Loop:
             if isinstance(message, Joining):
                 message.delivery.fail(RuntimeError("this generator was closed"))
         self._calls.clear()
-        del self._scheduler, self._make_ready, self.before_turn
+        del self._scheduler, self._make_ready, self._before_turn
 
     def work(self, first: Message) -> bool:
         """Handles messages and makes steps until there is nothing to do; returns whether the thread is to go on.
@@ -122,7 +128,7 @@ class Loop:
             while not self._messages.empty():  # only this thread takes from it
                 messages.append(self._messages.get_nowait())
             with _Caught() as caught:
-                self.before_turn(messages)
+                self._before_turn(messages)
             if caught.error is not None:
                 self._refuse(messages, caught.error)
                 return None not in messages
@@ -168,7 +174,7 @@ class Loop:
 
     def _join(self, joining: Joining) -> None:
         requests, delivery = joining.call.requests, joining.delivery
-        with _Caught() as caught, self.guarded():
+        with _Caught() as caught, self._guarded():
             if self._scheduler.idle or not self.deliveries:  # any request that is left then has no consumer
                 self._make_ready(joining)
             self._scheduler.engine.runner.join()
@@ -184,7 +190,7 @@ class Loop:
 
         So their steps cost the host no more than those of one call, and "auto" learns from them as from one.
         """
-        choice, stop_ids = joining.choice, joining.call.chosen.stop_ids
+        choice, stop_ids = joining.choice, joining.call.options.stop_ids
         key = (stop_ids, choice.sampler, choice.k, choice.top_logprobs, id(choice.controller))
         call, count = self._calls.get(key, (None, 0))
         if call is None:
@@ -199,7 +205,7 @@ class Loop:
 
     def _step(self) -> None:
         """One step; tells the deliveries of its requests."""
-        with _Caught() as caught, self.guarded():
+        with _Caught() as caught, self._guarded():
             emitted = self._scheduler.step()
         if caught.error is not None:
             self._failures += 1
@@ -222,7 +228,7 @@ class Loop:
 
     def _forget(self, request: Request) -> None:
         self.deliveries.pop(request, None)
-        self.forget(request)
+        self._on_end(request)
         key = self._keys.pop(request, None)
         if key in self._calls:
             call, count = self._calls.pop(key)

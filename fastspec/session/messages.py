@@ -7,7 +7,7 @@ from typing import TypeAlias
 
 from fastspec.runtime.draft_plan import Choice
 from fastspec.runtime.request import Request
-from fastspec.session.calls import Prepared
+from fastspec.session.calls import PreparedCall
 from fastspec.session.delivery import Delivery
 
 
@@ -21,7 +21,7 @@ class Joining:
         delivery: where its tokens go.
     """
 
-    call: Prepared
+    call: PreparedCall
     choice: Choice
     delivery: Delivery
 

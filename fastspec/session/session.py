@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from typing import Any
 
 from fastspec.errors import UnsupportedOption
 from fastspec.output import Stats
@@ -20,9 +21,9 @@ from fastspec.runtime.scheduler import Scheduler
 from fastspec.runtime.settings import Settings
 from fastspec.runtime.warmup import decode, warm_up_for
 from fastspec.sampling.rules import synthetic_name
-from fastspec.session.calls import Prepared, check_whole
+from fastspec.session.calls import PreparedCall, check_valid
 from fastspec.session.delivery import Delivery
-from fastspec.session.following import Leader, Numbers, Reader
+from fastspec.session.following import Leader, Reader, RequestNumbers
 from fastspec.session.format_trial import FormatTrial
 from fastspec.session.handle import Handle
 from fastspec.session.loop import Loop
@@ -46,7 +47,6 @@ class Session:
         trial: of the draft's format, made before one of the first calls; None: there is none.
 
     Attributes:
-        running: the scheduler; None once the session is closed.
         loop: the thread that steps.
     """
 
@@ -59,12 +59,13 @@ class Session:
         ranks: Ranks | None = None,
         trial: FormatTrial | None = None,
     ) -> None:
-        self.running: Scheduler | None = scheduler
+        self._scheduler: Scheduler | None = scheduler  # None once the session is closed
         self.ranks = ranks or Ranks.alone()
         self.settings, self.drafting, self.progress = settings, drafting, progress
         rows, longest = self.rows, (settings.max_length, 0)
         several = self.ranks.size > 1
-        self._leader = Leader(self.ranks.world) if several and self.ranks.first else None
+        self._numbers = RequestNumbers()  # by which ranks name requests to each other
+        self._leader = Leader(self.ranks.world, self._numbers) if several and self.ranks.first else None
         loaded = self.ranks.world.wait_for_all if several else lambda: None
         self.trial = trial
 
@@ -78,11 +79,12 @@ class Session:
             ):  # so that a call that joins while rows run finds its steps captured
                 _make_ready(scheduler, rows, choice, lengths, progress, loaded)
 
-        self.loop = Loop(scheduler, make_ready)
+        hooks: dict[str, Any] = {}
         if several:
-            self.loop.guarded = self.ranks.stepping
+            hooks = {"guarded": self.ranks.stepping, "on_end": self._numbers.forget}
         if self._leader is not None:
-            self.loop.before_turn, self.loop.forget = self._leader.tell, self._leader.numbers.forget
+            hooks["before_turn"] = self._leader.tell
+        self.loop = Loop(scheduler, make_ready, **hooks)
         self._joining = threading.Lock()  # nothing joins while the session is being closed
         self._calls: set[Delivery] = set()  # that callers of `run` wait for
 
@@ -94,12 +96,12 @@ class Session:
             RuntimeError: the session is closed.
         """
         self.check_open()
-        assert self.running is not None, "it is open"
-        return self.running
+        assert self._scheduler is not None, "it is open"
+        return self._scheduler
 
     def check_open(self) -> None:
         """Raises RuntimeError where the session is closed, or its thread is in another process."""
-        if self.running is None:
+        if self._scheduler is None:
             raise RuntimeError("this generator is closed; make a new one")
         self.loop.check_here()
 
@@ -174,20 +176,18 @@ class Session:
         if self.ranks.size == 1 or self.ranks.first:
             raise UnsupportedOption("follow() is for the ranks behind rank 0, which submits; here call submit()")
         self.ranks.world.check()
-        numbers = Numbers()
         with self._joining, self.alone():
             turns = Turns(self.ranks.world)
-            self.loop.forget = numbers.forget
         with closing(turns), self.ranks.guarded("following rank 0"):
             turns.begin()
             messages: list[Message] = []
             while None not in messages:
-                messages = reader.read(turns.next(), numbers)
+                messages = reader.read(turns.next(), self._numbers)
                 self.loop.make_turn(messages)
                 self.ranks.world.check()
             turns.end()
 
-    def prepared(self, make: Callable[[], Prepared], submitted: bool, stored_tokenizer: bool) -> Prepared:
+    def prepared(self, make: Callable[[], PreparedCall], submitted: bool, stored_tokenizer: bool) -> PreparedCall:
         """A call, once all ranks have made it alike; or of this rank alone, where the others follow it.
 
         Args:
@@ -200,7 +200,7 @@ class Session:
         if self.ranks.size == 1:
             return make()
         if not (submitted or self.leads):
-            return self.ranks.agreed_call(make, lambda call: (call.requests, call.chosen))
+            return self.ranks.agreed_call(make, lambda call: (call.requests, call.options))
         if not stored_tokenizer:
             raise UnsupportedOption(
                 "a tokenizer of its own does not go with submit() and tensor_parallel, for the other ranks have the "
@@ -208,7 +208,7 @@ class Session:
             )
         return make()
 
-    def submit(self, call: Prepared) -> Handle:
+    def submit(self, call: PreparedCall) -> Handle:
         """Lets a call of one prompt join what runs; from any thread.
 
         Raises:
@@ -226,8 +226,8 @@ class Session:
 
         return Handle(call, delivery, lambda: self.loop.leave(call.requests), stats)
 
-    def _join(self, call: Prepared, delivery: Delivery) -> None:
-        joining = Joining(call, self.drafting.of(call.chosen), delivery)
+    def _join(self, call: PreparedCall, delivery: Delivery) -> None:
+        joining = Joining(call, self.drafting.for_call(call.options), delivery)
         with self._joining:
             for request in call.requests:
                 self.scheduler.check(request)
@@ -262,7 +262,7 @@ class Session:
                     compilers=compilers,
                 )
 
-    def run(self, call: Prepared) -> Iterator[Emitted]:
+    def run(self, call: PreparedCall) -> Iterator[Emitted]:
         """Runs a call to its end; yields what each step, or a few, emitted, by the row's index.
 
         Raises:
@@ -286,11 +286,11 @@ class Session:
         finally:
             self._calls.discard(delivery)
             self.loop.leave(call.requests)
-        check_whole(call.requests, call.chosen.copies)
+        check_valid(call.requests, call.options.copies)
 
-    def _step_here(self, call: Prepared, delivery: Delivery) -> Iterator[Emitted]:
+    def _step_here(self, call: PreparedCall, delivery: Delivery) -> Iterator[Emitted]:
         """Makes the steps of a call, until the loop's thread does."""
-        choice, steps = self.drafting.of(call.chosen), None
+        choice, steps = self.drafting.for_call(call.options), None
         try:
             while True:
                 with self.loop.turn:
@@ -300,7 +300,7 @@ class Session:
                         if self.trial is not None:
                             _try_formats(self.trial, self.scheduler, call, choice, self.drafting)
                         self._make_ready(call, choice)
-                        steps = decode(self.scheduler, call.requests, call.chosen.stop_ids, choice)
+                        steps = decode(self.scheduler, call.requests, call.options.stop_ids, choice)
                         self.loop.deliveries.update(dict.fromkeys(call.requests, delivery))
                     emitted = next(steps, None)
                 if emitted is None:
@@ -313,14 +313,14 @@ class Session:
             if steps is not None:
                 steps.close()
 
-    def calibrate(self, call: Prepared) -> Calibration:
+    def calibrate(self, call: PreparedCall) -> Calibration:
         """Tries every k on a call's prompts."""
-        choice = self.drafting.every(call.chosen)
+        choice = self.drafting.for_calibration(call.options)
         with self.alone() as scheduler, self.ranks.guarded("calibrating"):
             self._make_ready(call, choice)
-            return calibrate(scheduler, call.requests, call.chosen.stop_ids, choice)
+            return calibrate(scheduler, call.requests, call.options.stop_ids, choice)
 
-    def _make_ready(self, call: Prepared, choice: Choice) -> None:
+    def _make_ready(self, call: PreparedCall, choice: Choice) -> None:
         rows, lengths = min(len(call.requests), self.rows), lengths_of(call.requests)
         _make_ready(self.scheduler, rows, choice, lengths, self.progress, self.ranks.world.wait_for_all)
 
@@ -334,20 +334,24 @@ class Session:
         """Rows that decode at once."""
         return self.settings.layout.batch
 
-    def stats(self, call: Prepared, start: float, end: float) -> Stats:
+    def stats(self, call: PreparedCall, start: float, end: float) -> Stats:
         """What a call has done, and how long it took: times of `time.perf_counter`."""
-        rows, choice = tuple(request.stats() for request in call.requests), self.drafting.of(call.chosen)
-        synthetic, threads = synthetic_name(self.settings.verification), self.running and self.running.engine.threads
-        now = threads.now if threads else None
-        told = (
-            synthetic,
-            choice.note,
-            self.settings.exact,
-            now,
-            self.ranks.same_text_on,
-            None if self.trial is None else str(self.trial),
+        rows, choice = tuple(request.stats() for request in call.requests), self.drafting.for_call(call.options)
+        synthetic, threads = (
+            synthetic_name(self.settings.verification),
+            self._scheduler and self._scheduler.engine.threads,
         )
-        return Stats.of(rows, choice.k, end - start, *told)
+        return Stats.of(
+            rows,
+            choice.k,
+            end - start,
+            synthetic=synthetic,
+            auto=choice.note,
+            exact=self.settings.exact,
+            threads=threads.now if threads else None,
+            same_text_on=self.ranks.same_text_on,
+            draft_format=None if self.trial is None else str(self.trial),
+        )
 
     def close(self) -> None:
         """Cancels handles, waits for the device and lets the scheduler go, with all its buffers.
@@ -358,11 +362,11 @@ class Session:
             RuntimeError: a call is still running.
         """
         with self._joining:
-            if self.running is None:
+            if self._scheduler is None:
                 return
             if self._calls or not (self.loop.running or self.loop.turn.acquire(blocking=False)):
                 raise RuntimeError("this generator is in use by another call; close it after that call")
-            scheduler, self.running = self.running, None
+            scheduler, self._scheduler = self._scheduler, None
         try:
             self.loop.stop()
             if self._leader is not None:
@@ -374,14 +378,16 @@ class Session:
             self.ranks.close()
 
 
-def _try_formats(trial: FormatTrial, scheduler: Scheduler, call: Prepared, choice: Choice, drafting: DraftPlan) -> None:
+def _try_formats(
+    trial: FormatTrial, scheduler: Scheduler, call: PreparedCall, choice: Choice, drafting: DraftPlan
+) -> None:
     """Tries the formats of the draft on a call that is about to begin, if it is time."""
     rows = min(len(call.requests), scheduler.engine.state.batch)
 
     def make_ready(choice: Choice, lengths: tuple[int, int]) -> None:
         _make_ready(scheduler, rows, choice, lengths, progress=False)
 
-    trial.before(scheduler, call.requests, choice, call.chosen.stop_ids, make_ready, drafting)
+    trial.before(scheduler, call.requests, choice, call.options.stop_ids, make_ready, drafting)
 
 
 def _make_ready(

@@ -66,13 +66,13 @@ def engine_for(
 
 def fill(engine: Engine, positions: int) -> None:
     """Every row has `positions` tokens, drafts behind them, and pages of its own with random keys and values."""
-    state, cache = engine.state, engine.parts.target.cache  # type: ignore[attr-defined]
+    state, cache = engine.state, engine.modules.target.cache  # type: ignore[attr-defined]
     state.reset()
     engine.pages.release_all()
     for row in range(state.batch):
         pages = engine.pages.reserve(row, state.tokens.shape[1])
         state.block_table[row, : len(pages)] = torch.tensor(pages, device=state.block_table.device)
-    vocab = engine.parts.target.vocab_size
+    vocab = engine.modules.target.vocab_size
     for ids in (state.tokens, state.draft_tokens):
         ids.copy_(torch.randint(vocab, ids.shape, device=ids.device))
     cache.keys.normal_()
@@ -102,7 +102,7 @@ def pass_rows(
             for rows, tokens in dict.fromkeys([(1, 1), *passes]):
                 shape = engine.shape(tokens - 1, GREEDY, None, behind)
                 shape = replace(shape, num_blocks=max(shape.num_blocks, blocks(room)))
-                call = partial(score, engine.parts, engine.state.rows(0, rows), shape)
+                call = partial(score, engine.modules, engine.state.rows(0, rows), shape)
                 found = timing.graph_time(call, repeats=repeats, device=device)
                 one = one or found.us
                 size = read.weights + rows * (behind + tokens - 1) * read.cache_token

@@ -158,7 +158,7 @@ def test_asking_twice_changes_nothing() -> None:
     assert made.choose(context) == made.choose(context) == made.choose(context)
 
 
-def test_the_ladder() -> None:
+def test_auto_chooses_among_the_ks_of_the_ladder() -> None:
     assert ladder(8) == (0, 1, 2, 4, 6, 8)
     assert ladder(5) == (0, 1, 2, 4, 5)
     assert ladder(1) == (0, 1)

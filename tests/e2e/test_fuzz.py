@@ -296,7 +296,7 @@ def test_any_sequence_of_calls(pair: Pair) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_any_call(pair: Pair, mode: str) -> None:
+def test_any_random_call_equals_its_definition(pair: Pair, mode: str) -> None:
     fuzz_calls(pair, mode, settings(CI, max_examples=100))
 
 

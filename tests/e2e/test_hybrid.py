@@ -140,7 +140,7 @@ class One:
             model.directory, proposer=self.proposer, num_speculative_tokens=DRAFTS, max_batch_size=1, **OPTIONS
         )
         self.engine: Engine = self.gen._open().engine
-        target = self.engine.parts.target
+        target = self.engine.modules.target
         assert isinstance(target, Decoder)
         assert target.cache.states is not None
         self.states = target.cache.states

@@ -63,7 +63,7 @@ def engine_of(gen: FastSpecGenerator) -> Engine:
 
 def states(gen: FastSpecGenerator, length: int) -> list[Tensor]:
     """The state behind the last token but one of the one row there is, in each layer of the target, and its inputs."""
-    cache = states_of(engine_of(gen).parts.target)
+    cache = states_of(engine_of(gen).modules.target)
     assert cache is not None
     fed, slots, places = length - 1, cache.states.shape[2], cache.inputs.shape[2]
     inputs = [cache.inputs[:, 0, position % places] for position in range(fed - 3, fed)]
@@ -105,42 +105,42 @@ def test_chats_go_on_and_branch_off_as_in_a_fresh_generator(
 def test_there_is_room_for_few_and_the_newest_stay(root: Path) -> None:
     with a_generator(root, "itself") as gen:
         engine, rng = engine_of(gen), random.Random(1)
-        assert engine.kept is not None
+        assert engine.prefix_states is not None
         assert engine.prefix is not None
         prompts = [drawn(rng, 80) for _ in range(7)]
         for prompt in prompts:
             output(gen, prompt)
-        assert len(engine.kept) == 4, "as the memory plan has it"
+        assert len(engine.prefix_states) == 4, "as the memory plan has it"
         assert [output(gen, prompt).stats.cached_tokens for prompt in reversed(prompts)] == [UNIT] * 4 + [0] * 3
         engine.prefix.make_room(engine.pages.num_pages - 1)
-        assert not len(engine.kept), "they go with their pages"
+        assert not len(engine.prefix_states), "they go with their pages"
 
 
 def test_a_prompt_that_is_cancelled_half_way_keeps_nothing(root: Path) -> None:
     with a_generator(root, "itself", prefill_budget=UNIT, max_batch_size=2) as gen:
         engine, rng = engine_of(gen), random.Random(2)
-        assert engine.kept is not None
+        assert engine.prefix_states is not None
         scheduler, options = Scheduler(engine), RowOptions(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0)
         running, late = Request(drawn(rng, 10), 60, options), Request(drawn(rng, 200), 4, options)
         for request in (running, late):
             scheduler.add(request, Call((), GREEDY, lambda made: 3, lengths=(300, 10), joined=True))
             for _ in range(3):  # of `late`, all passes but the last one
                 scheduler.step()
-        assert len(engine.kept) == 1
+        assert len(engine.prefix_states) == 1
         assert not late.new_tokens
         scheduler.cancel(late)
         while not scheduler.idle:
             scheduler.step()
-        assert not len(engine.kept)
+        assert not len(engine.prefix_states)
         check_pages(engine)
 
 
 def test_after_an_error_nothing_is_kept(root: Path) -> None:
     with a_generator(root, "plain") as gen:
         engine, prompt = engine_of(gen), drawn(random.Random(3), 100)
-        assert engine.kept is not None
+        assert engine.prefix_states is not None
         output(gen, prompt)
-        assert len(engine.kept) == 1
+        assert len(engine.prefix_states) == 1
         gen._session.running._reset()
-        assert not len(engine.kept)
+        assert not len(engine.prefix_states)
         assert output(gen, prompt).stats.cached_tokens == 0

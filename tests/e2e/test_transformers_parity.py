@@ -189,11 +189,11 @@ def test_taking_a_part_away_changes_the_text(family: str, mutation: Mutation, tm
     with FastSpecGenerator(directory, max_length=320, dtype="float32", device="cpu", progress=False) as gen:
         prompts = ragged_prompts(SEEDS[family], gen.vocab_size)
         whole = texts_of(gen, prompts)
-        target = gen._open().engine.parts.target
+        target = gen._open().engine.modules.target
         assert isinstance(target, Decoder)
         spec, weights = mutation(target.spec, target.weights)
         other = Decoder(spec, weights, target.cache, target.ops, max_positions=384, batch=8, max_queries=8)
-        object.__setattr__(gen._open().engine.parts, "target", other)
+        object.__setattr__(gen._open().engine.modules, "target", other)
         mutilated = texts_of(gen, prompts)
     # a one-token prompt sees nothing to attend to at first; every text must change within its 200 tokens
     assert all(a != b for a, b in zip(whole, mutilated, strict=True))

@@ -74,6 +74,6 @@ def test_no_cache_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatch, "attend", recorded)
     engine = compiled_engine("inductor", batch=1, k=2, device="cuda")
     texts(engine, 0, k=2)
-    models: list[Any] = [engine.parts.target, engine.parts.proposer.model]  # type: ignore[union-attr]
+    models: list[Any] = [engine.modules.target, engine.modules.proposer.model]  # type: ignore[union-attr]
     expected = {layer.data_ptr() for model in models for layer in (*model.cache.keys, *model.cache.values)}
     assert seen == expected | {model._work.partials.data_ptr() for model in models}

@@ -77,7 +77,7 @@ def output(gen: FastSpecGenerator, prompts: list[list[int]], **options: Any) -> 
 def states(gen: FastSpecGenerator, row: int, length: int) -> Tensor:
     """States of a row behind its last token but one, in every layer of the target."""
     engine = gen._open().engine
-    cache = states_of(engine.parts.target)
+    cache = states_of(engine.modules.target)
     assert cache is not None
     held = int(engine.state.state_rows[row])
     return cache.states[:, held, (length - 2) % cache.states.shape[2]].clone()

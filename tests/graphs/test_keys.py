@@ -20,7 +20,7 @@ def test_a_key_is_its_rows_and_its_shape() -> None:
         assert StepKey(2, replace(SHAPE, **change)) not in kept
 
 
-def test_words() -> None:
+def test_keys_are_described_in_words() -> None:
     step = StepKey(2, replace(SHAPE, top_logprobs=3, first_block=17))
     assert describe(step) == "2 rows, k = 4, greedy, 3 top logprobs, 1024 positions, none before 4352"
     assert describe(PartKey("score", StepKey(1, SHAPE))) == "score: 1 rows, k = 4, greedy, 1024 positions"

@@ -30,7 +30,7 @@ class Watched(Intake):
     kept: dict[Request, Tensor]
 
     def _finish(self, request: Request, row: int) -> None:
-        cache = self.engine.parts.target.cache  # type: ignore[attr-defined]
+        cache = self.engine.modules.target.cache  # type: ignore[attr-defined]
         pages = self.engine.state.block_table[row]
         keys, values = (x[:, pages].flatten(1, 2)[:, : len(request.prompt) - 1] for x in (cache.keys, cache.values))
         self.kept[request] = torch.stack((keys, values)).cpu()

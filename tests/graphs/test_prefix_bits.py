@@ -47,12 +47,12 @@ def fed(engine: Engine, prompt: list[int], chunks: list[int], of_draft: list[int
         admission.fill_prompt(engine.state, 0, prompt, pages, ())
         for draft in (False, True):
             engine.prefill_row(0, 0, of_draft if draft and of_draft else chunks, draft=draft, running=False)
-        proposer = engine.parts.proposer
-        caches = [engine.parts.target.cache, proposer.model.cache]  # type: ignore[attr-defined, union-attr]
+        proposer = engine.modules.proposer
+        caches = [engine.modules.target.cache, proposer.model.cache]  # type: ignore[attr-defined, union-attr]
         at = torch.tensor(pages, device=engine.state.tokens.device)
         kept = [x[:, at].flatten(1, 2)[:, : len(prompt) - 2] for each in caches for x in (each.keys, each.values)]
-        assert engine.parts.ends is not None
-        kept.append(engine.parts.ends.hidden[0].clone())
+        assert engine.modules.prompt_ends is not None
+        kept.append(engine.modules.prompt_ends.hidden[0].clone())
         engine.pages.release(0)
         engine.state.reset()
         torch.cuda.synchronize()

@@ -85,7 +85,7 @@ def test_replay_equals_eager_field_by_field(sampler: str, top: int | None) -> No
     assert pointers == {name: getattr(captured.state, name).data_ptr() for name in pointers}
 
 
-def test_full_acceptance() -> None:
+def test_captured_steps_equal_eager_ones_where_all_drafts_are_accepted() -> None:
     """A model that drafts for itself: the hole that full acceptance leaves is filled in the captured step too."""
     engines = tuple(tiny_engine(batch=4, device="cuda", graphs=graphs, same=True) for graphs in (True, False))
     compare_runs(engines, 4, GREEDY, (), ks=[4])  # type: ignore[arg-type]
@@ -94,7 +94,7 @@ def test_full_acceptance() -> None:
 def test_two_engines_and_poison_do_not_matter() -> None:
     """Two runners in one process, one of them over caches and idle rows full of NaN and of other tokens."""
     first, second = (tiny_engine(batch=4, device="cuda", graphs=True) for _ in range(2))
-    for model in (second.parts.target, second.parts.proposer.model):  # type: ignore[union-attr]
+    for model in (second.modules.target, second.modules.proposer.model):  # type: ignore[union-attr]
         model.cache.keys.fill_(float("nan"))  # type: ignore[attr-defined]
         model.cache.values.fill_(float("nan"))  # type: ignore[attr-defined]
     second.state.draft_probs.fill_(float("nan"))
@@ -110,9 +110,9 @@ def test_what_the_host_held_at_capture_does_not_matter() -> None:
     """Shapes, lists and options of the host are used up at capture: overwriting them later changes no replay."""
     engine, other = (tiny_engine(batch=4, device="cuda", graphs=True) for _ in range(2))
     capture_all(engine, {4}, GREEDY)
-    weights = engine.parts.target.weights  # type: ignore[attr-defined]  # the graphs read this memory, so it is kept
-    object.__setattr__(engine.parts.target, "spec", None)
-    object.__setattr__(engine.parts.target, "weights", None)
+    weights = engine.modules.target.weights  # type: ignore[attr-defined]  # the graphs read this memory, so it is kept
+    object.__setattr__(engine.modules.target, "spec", None)
+    object.__setattr__(engine.modules.target, "weights", None)
     expected, got = ([r.new_tokens for r in ran(e)] for e in (other, engine))
     assert got == expected
     assert weights.layers
@@ -123,8 +123,8 @@ def ran(engine: Engine) -> list[Request]:
     capture_all(engine, {4}, GREEDY)
     requests = [Request([index], 20, RowOptions(0.0, 0, 1.0, 0.0, seed=0)) for index in range(4)]
     for _ in run_all(engine, requests, (), GREEDY, lambda made: 4):
-        if engine.parts.target.spec is None:  # type: ignore[attr-defined]
-            engine.parts.proposer.catch_up = None  # type: ignore[union-attr, method-assign, assignment]
+        if engine.modules.target.spec is None:  # type: ignore[attr-defined]
+            engine.modules.proposer.catch_up = None  # type: ignore[union-attr, method-assign, assignment]
     return requests
 
 

@@ -29,7 +29,7 @@ def steady(engine: Engine, k: int) -> Iterator[dict[int, list[int]]]:
 
 
 @pytest.mark.parametrize("k", [0, 4])
-def test_nothing_waits(k: int) -> None:
+def test_a_steady_loop_neither_waits_nor_allocates(k: int) -> None:
     engine = tiny_engine(batch=2, max_length=3100, device="cuda", graphs=True, depth=2)
     loop = steady(engine, k)
     next(loop)

@@ -20,21 +20,23 @@ from tests.helpers.tiny import tiny_engine
 def compiled_engine(backend: str | Callable[..., Any] = "aot_eager", **options: Any) -> Engine:
     """What `tiny_engine` makes, with both models compiled."""
     engine = tiny_engine(tiling=UNTILED, **options)
-    parts, proposer = engine.parts, engine.parts.proposer
+    modules, proposer = engine.modules, engine.modules.proposer
     assert isinstance(proposer, DraftModel)
     drafting = DraftModel(
-        _compiled(parts, proposer.model, backend),
-        parts.ops,
+        _compiled(modules, proposer.model, backend),
+        modules.ops,
         proposer.shared_vocab,
         proposer.max_length,
-        work=parts.work,
+        work=modules.work,
     )
-    return replace(engine, parts=replace(parts, target=_compiled(parts, parts.target, backend), proposer=drafting))
+    return replace(
+        engine, modules=replace(modules, target=_compiled(modules, modules.target, backend), proposer=drafting)
+    )
 
 
-def _compiled(parts: StepModules, model: Any, backend: str | Callable[..., Any]) -> CompiledDecoder:
+def _compiled(modules: StepModules, model: Any, backend: str | Callable[..., Any]) -> CompiledDecoder:
     positions = model._tables[0][0].shape[0]
-    ops = compiled(parts.ops)
+    ops = compiled(modules.ops)
     return CompiledDecoder(
         model.spec, model.weights, model.cache, ops, max_positions=positions, batch=8, max_queries=5, backend=backend
     )

@@ -128,7 +128,7 @@ def table_state(
     return state
 
 
-def table_parts(target: Tensor, draft: Tensor | None, shared: int | None = None, context: int = 1000) -> StepModules:
+def table_modules(target: Tensor, draft: Tensor | None, shared: int | None = None, context: int = 1000) -> StepModules:
     """Parts of two tables of logits."""
     proposer = None
     if draft is not None:

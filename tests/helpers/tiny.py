@@ -151,11 +151,15 @@ def tiny_engine(
         ring = ResultRing(batch, k, state.top_ids.shape[2], on, pinned=ops.name == "triton")
         scratch = ops.commit_scratch(batch, k, on)
         record_work = ops.record_work(batch, k, VOCAB, on)
-        ends = replace(PromptEnd.zeros(batch, target.spec.hidden_size, 0, torch.float32, on), above=long_prompt)
+        prompt_ends = replace(
+            PromptEnd.zeros(batch, target.spec.hidden_size, 0, torch.float32, on), threshold=long_prompt
+        )
     if on.type == "cuda":
         torch.cuda.synchronize(on)  # tests also look at it from the default stream
     return Engine(
-        parts=StepModules(target, proposer, ops, ring.outbox, scratch, work=work, record_work=record_work, ends=ends),
+        modules=StepModules(
+            target, proposer, ops, ring.outbox, scratch, work=work, record_work=record_work, prompt_ends=prompt_ends
+        ),
         state=state,
         pages=PageTable(pages, page_size, order),
         max_drafts=k,

@@ -19,10 +19,10 @@ def judging(engine: Engine, verification: Verification) -> Engine:
 
 def proposing(engine: Engine, proposer: Proposer) -> Engine:
     """The same engine with another proposer; NGram leaves the draft out."""
-    return replace(engine, parts=replace(engine.parts, proposer=proposer))
+    return replace(engine, modules=replace(engine.modules, proposer=proposer))
 
 
 def looking_up_first(engine: Engine, lookup: NGram) -> Engine:
     """The same engine with a lookup before its draft."""
-    assert isinstance(engine.parts.proposer, DraftModel)
-    return proposing(engine, LookupThenModel(lookup, engine.parts.proposer))
+    assert isinstance(engine.modules.proposer, DraftModel)
+    return proposing(engine, LookupThenModel(lookup, engine.modules.proposer))

@@ -45,7 +45,7 @@ VOCAB = 50
     ],
     ids=str,
 )
-def test_accepted_forms(given: Any, mask: Any, expected: list[list[int]]) -> None:
+def test_prompts_in_every_accepted_form_give_the_same_ids(given: Any, mask: Any, expected: list[list[int]]) -> None:
     assert prompts_of(given, mask, VOCAB) == expected
 
 

@@ -88,7 +88,7 @@ CASES: list[Any] = [
 
 
 @pytest.mark.parametrize(("arch", "group"), CASES)
-def test_kernels_compile(arch: int, group: str) -> None:
+def test_every_group_of_kernels_compiles_for_every_gpu(arch: int, group: str) -> None:
     reports = module_output("tests.helpers.compile_launches", str(arch), group)
     assert len(reports) >= 2
     if group == "portable_whole":

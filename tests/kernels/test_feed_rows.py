@@ -31,7 +31,7 @@ PASSES = [
 @pytest.mark.parametrize("device", devices())
 @pytest.mark.parametrize("counted", [False, True])
 @pytest.mark.parametrize("shape", PASSES, ids=str)
-def test_equals_its_twin(shape: dict[str, int], counted: bool, device: str) -> None:
+def test_the_kernel_equals_its_torch_definition(shape: dict[str, int], counted: bool, device: str) -> None:
     for seed, (limit, vocab, before) in enumerate(((20, VOCAB, 0), (9, 30, 2), (2**31 - 1, VOCAB, 1), (1, 7, 0))):
         whole, rows = random_state(seed, batch=9, k=3, vocab=VOCAB, device=device, before=before, after=1)
         rows.lengths[1] = 1  # a one-token prompt has no token before its last
@@ -81,7 +81,7 @@ def definition(rows: DecodeState, first: int, limit: int, counts: Tensor) -> lis
 
 
 @pytest.mark.parametrize("limit", [5, 12, 100])
-def test_a_drafts_passes(limit: int) -> None:
+def test_all_passes_of_a_draft_equal_a_definition_for_one_token(limit: int) -> None:
     """All passes of three drafts, against a definition written out for one token."""
     whole, rows = random_state(limit, batch=8, k=3, vocab=2 * VOCAB, device="cpu")
     rows.lengths[0], rows.lengths[1], rows.lengths[2] = 1, min(limit, 30), min(limit + 1, 31)
@@ -106,7 +106,7 @@ def test_a_drafts_passes(limit: int) -> None:
         assert list(found) == expected
 
 
-def test_layout_is_checked() -> None:
+def test_wrong_layouts_are_refused_by_name() -> None:
     _, rows = random_state(0, batch=2, k=3, vocab=9, device="cpu")
     with pytest.raises(ValueError, match="contiguous"):
         feed_rows(rows.tokens.T, rows.lengths, rows.finish, rows.draft_tokens, first=-1, queries=1, limit=9, vocab=9)

@@ -157,11 +157,11 @@ def test_who_multiplies_chunks_of_prompts(
         engine = generator._open().engine
         for chunk, draft in itertools.product(engine.chunks, (False, True)):
             launched.clear()
-            with engine.on_device(), engine.parts.ops.compiling(None):
+            with engine.on_device(), engine.modules.ops.compiling(None):
                 engine._pass(chunk, chunk, draft)()
             own = "_hopper_kernel" if capability == (9, 0) else "_prefill_kernel"
             assert {"_rotate_kernel", "_flash_kernel"} < set(launched)  # not split by keys, as a step's
-            assert ("tma_kernel" in launched, "given_kernel" in launched, own in launched) == (False, False, True)
+            assert ("tma_kernel" in launched, "regroup_kernel" in launched, own in launched) == (False, False, True)
 
 
 @pytest.mark.parametrize("capability", [(9, 0), (8, 0)])

@@ -72,7 +72,9 @@ def few_programs(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     ("dtype", "gated"), [(BF16, True), (BF16, False), (torch.float16, False), (torch.float32, True)]
 )
 @pytest.mark.parametrize(("form", "group"), FORMS)
-def test_random_values(form: str, group: int, dtype: torch.dtype, gated: bool, device: str) -> None:
+def test_rounding_random_values_equals_the_definition(
+    form: str, group: int, dtype: torch.dtype, gated: bool, device: str
+) -> None:
     """Of rows of all sizes, in runs, and of a width that leaves a part of a block."""
     generator = torch.Generator().manual_seed(0)
     width = 1152 if dtype == BF16 else 128
@@ -82,7 +84,7 @@ def test_random_values(form: str, group: int, dtype: torch.dtype, gated: bool, d
 
 @pytest.mark.parametrize("device", devices())
 @pytest.mark.parametrize(("form", "group"), FORMS)
-def test_edges(form: str, group: int, device: str) -> None:
+def test_rounding_extreme_values_equals_the_definition(form: str, group: int, device: str) -> None:
     """Zeros, one huge value, subnormal numbers, the largest there are, and halves between codes."""
     generator = torch.Generator().manual_seed(1)
     values = torch.randn(32, 256, generator=generator)
@@ -122,7 +124,7 @@ def test_numbers_between_codes_of_fp8(device: str) -> None:
 @pytest.mark.usefixtures("few_programs")
 @pytest.mark.parametrize("device", devices())
 @pytest.mark.parametrize("form", FORMATS)
-def test_the_shipped_draft(form: str, device: str) -> None:
+def test_rounding_the_shipped_draft_equals_the_definition(form: str, device: str) -> None:
     """Of its last layer each matrix that has a packed form."""
     tensors = load_file(Path(demo_pair()[1]) / "model.safetensors")
     last = max(name for name in tensors if name.endswith("mlp.down_proj.weight")).split("mlp")[0]

@@ -110,7 +110,7 @@ def test_order_must_be_a_permutation(order: list[int]) -> None:
         PageTable(4, 2, order=order)
 
 
-def test_sizes_are_checked() -> None:
+def test_wrong_sizes_are_refused_by_name() -> None:
     with pytest.raises(ValueError, match="at least 2 pages"):
         PageTable(1, 16)
     with pytest.raises(ValueError, match="need at least 1"):

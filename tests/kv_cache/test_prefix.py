@@ -92,7 +92,7 @@ def test_rows_find_what_their_tokens_made_and_nothing_is_lost(seed: int, ahead: 
 @pytest.mark.slow
 @settings(max_examples=2000, deadline=None)
 @given(seed=st.integers(0, 10**6), ahead=st.integers(0, 1), num_pages=st.integers(11, 60))
-def test_at_length(seed: int, ahead: int, num_pages: int) -> None:
+def test_a_long_random_run_keeps_pages_and_nodes_consistent(seed: int, ahead: int, num_pages: int) -> None:
     World(seed, ahead, num_pages).run(300)
 
 

@@ -40,7 +40,7 @@ def expanded(engine: Engine, k: int, *, fed_as_prompt: bool) -> Tensor:
                 view.lengths.fill_(length)
                 if fed_as_prompt and j:
                     prompt_again(engine, j, length)
-                found = score(engine.parts, view, StepShape(0, GREEDY, 1, engine.decode_tiling))
+                found = score(engine.modules, view, StepShape(0, GREEDY, 1, engine.decode_tiling))
             logits.append(found[0, 0])
         out.append(torch.stack(logits))
     return torch.stack(out)
@@ -50,7 +50,7 @@ def prompt_again(engine: Engine, place: int, length: int) -> None:
     (chunk,) = engine.chunks
     for start in range(0, length - 1, chunk):
         shape = StepShape(0, GREEDY, 1, Tiling(chunk, chunk))
-        prefill(engine.parts, engine.state.rows(place, place + 1), shape, start, chunk)
+        prefill(engine.modules, engine.state.rows(place, place + 1), shape, start, chunk)
 
 
 def at_once(engine: Engine, k: int) -> Tensor:
@@ -58,7 +58,7 @@ def at_once(engine: Engine, k: int) -> Tensor:
     fill(engine, PROMPTS, LENGTH)
     state = engine.state.rows(0, len(PROMPTS))
     state.draft_tokens[:, :k] = DRAFTS[:, :k].to(state.lengths.device)
-    return score(engine.parts, state, StepShape(k, GREEDY, 1, engine.decode_tiling))
+    return score(engine.modules, state, StepShape(k, GREEDY, 1, engine.decode_tiling))
 
 
 @pytest.mark.parametrize("device", devices())
@@ -92,6 +92,6 @@ def shifted(*rows: Tensor, **shape: Any) -> tuple[Tensor, Tensor, Tensor]:
 def test_the_oracle_sees_a_planted_bug(bug: Any) -> None:
     engine = tiny_engine(k=4, batch=5, max_length=120)
     expected = expanded(engine, 4, fed_as_prompt=True)
-    parts = replace(engine.parts, ops=replace(engine.parts.ops, feed_rows=bug))
-    found = at_once(replace(engine, parts=parts), 4)
+    modules = replace(engine.modules, ops=replace(engine.modules.ops, feed_rows=bug))
+    found = at_once(replace(engine, modules=modules), 4)
     assert float((found - expected).abs().max()) > 0.01 * float(expected.abs().max())

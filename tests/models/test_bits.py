@@ -40,7 +40,7 @@ def fill(engine: Engine, rows: list[int], length: int) -> None:
         (chunk,) = engine.chunks
         for start in range(0, length - 1, chunk):
             shape = StepShape(0, GREEDY, 1, Tiling(chunk, chunk))
-            prefill(engine.parts, state.rows(place, place + 1), shape, start, chunk)
+            prefill(engine.modules, state.rows(place, place + 1), shape, start, chunk)
 
 
 def scored(engine: Engine, rows: list[int], length: int, k: int, *, one_by_one: bool, blocks: int = 1) -> Tensor:
@@ -49,17 +49,17 @@ def scored(engine: Engine, rows: list[int], length: int, k: int, *, one_by_one: 
     state = engine.state.rows(0, len(rows))
     if not one_by_one:
         state.draft_tokens[:, :k] = TEXT[rows, length : length + k].to(state.lengths.device)
-        return score(engine.parts, state, StepShape(k, GREEDY, blocks, engine.decode_tiling))
+        return score(engine.modules, state, StepShape(k, GREEDY, blocks, engine.decode_tiling))
     out = []
     for j in range(k + 1):
         state.lengths.fill_(length + j)
-        out.append(score(engine.parts, state, StepShape(0, GREEDY, blocks, engine.decode_tiling)))
+        out.append(score(engine.modules, state, StepShape(0, GREEDY, blocks, engine.decode_tiling)))
     return torch.cat(out, dim=1)
 
 
 def cached(engine: Engine, place: int, length: int) -> Tensor:
     """K and V of the first `length` positions of a row."""
-    cache = engine.parts.target.cache  # type: ignore[attr-defined]
+    cache = engine.modules.target.cache  # type: ignore[attr-defined]
     pages = engine.state.block_table[place]
     keys, values = (x[:, pages].flatten(1, 2)[:, :length] for x in (cache.keys, cache.values))
     return torch.stack((keys, values))
@@ -100,7 +100,7 @@ def test_the_checks_see_a_product_that_depends_on_its_rows() -> None:
         return reference.linear(x, *args, **options) * (1 + 2.0**-22 * x.shape[:-1].numel())
 
     engine = tiny_engine(k=16, batch=8, max_length=110)
-    engine.parts.target.ops = replace(TORCH_OPS, linear=uneven)  # type: ignore[attr-defined]
+    engine.modules.target.ops = replace(TORCH_OPS, linear=uneven)  # type: ignore[attr-defined]
     assert not torch.equal(scored(engine, [3], 60, 4, one_by_one=False), scored(engine, [3], 60, 4, one_by_one=True))
 
 
@@ -110,7 +110,7 @@ def drafting_for_itself(directory: Path, device: str, ops: Ops | None = None) ->
         directory, directory, dtype=torch.bfloat16, max_length=128, device=device, progress=False
     ) as generator:
         if ops is not None:
-            generator._open().engine.parts.target.ops = ops  # type: ignore[attr-defined]
+            generator._open().engine.modules.target.ops = ops  # type: ignore[attr-defined]
         prompts = [[5, 6, 7], [9] * 20, [3, 1, 4, 1, 5]]
         output = generator.generate(prompts, max_new_tokens=80, eos_token_id=None, return_dict_in_generate=True)
         return output.stats  # type: ignore[no-any-return]

@@ -117,7 +117,7 @@ def test_the_counter_sees_a_recompilation_and_their_number_is_bounded() -> None:
 
 def test_a_break_is_an_error() -> None:
     engine = compiled_engine(batch=2, k=2)
-    target: Any = engine.parts.target
+    target: Any = engine.modules.target
 
     def invalid(*args: Any, **options: Any) -> Tensor:
         torch._dynamo.graph_break()
@@ -134,7 +134,7 @@ def test_a_model_that_is_let_go_is_gone() -> None:
     try:
         engine = compiled_engine(batch=1, k=1)
         results(engine, prompts_of(3), 4, k=1)
-        gone = [weakref.ref(engine.parts.target), weakref.ref(engine.parts.target.weights.head.data)]  # type: ignore[attr-defined]
+        gone = [weakref.ref(engine.modules.target), weakref.ref(engine.modules.target.weights.head.data)]  # type: ignore[attr-defined]
         del engine
         assert [ref() for ref in gone] == [None, None]
     finally:
@@ -232,5 +232,5 @@ def test_inductor_copies_no_cache_and_writes_the_same_text(monkeypatch: pytest.M
     expected = results(plain, prompts, 24, k=2)
     monkeypatch.setattr(reference, "attend", recorded)
     assert results(traced, prompts, 24, k=2) == expected
-    models: list[Any] = [traced.parts.target, traced.parts.proposer.model]  # type: ignore[union-attr]
+    models: list[Any] = [traced.modules.target, traced.modules.proposer.model]  # type: ignore[union-attr]
     assert seen == {layer.data_ptr() for model in models for layer in model.cache.keys}

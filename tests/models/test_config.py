@@ -137,7 +137,7 @@ def test_head_dims_that_are_accepted(head_dim: int) -> None:
     [("bfloat16", torch.bfloat16), ("float16", torch.float16), (torch.float32, torch.float32), (None, torch.float32)],
     ids=str,
 )
-def test_dtype(stored: Any, wanted: torch.dtype) -> None:
+def test_the_dtype_of_a_config_in_all_spellings(stored: Any, wanted: torch.dtype) -> None:
     assert spec_of(dtype=stored).dtype is wanted
 
 

@@ -16,19 +16,7 @@ from safetensors.torch import load_file, save_file
 from fastspec.models.weights.load import load_weights
 from fastspec.models.weights.sources import resolve
 from tests.helpers.checkpoints import edit, make_checkpoint, refusal
-
-SINGLE = "model.safetensors"
-INDEX = "model.safetensors.index.json"
-
-
-@pytest.fixture
-def directory(tmp_path: Path) -> Path:
-    return make_checkpoint(tmp_path / "model", "llama2")
-
-
-@pytest.fixture
-def sharded(tmp_path: Path) -> Path:
-    return make_checkpoint(tmp_path / "model", "llama2", max_shard_size="60KB")
+from tests.helpers.damage import INDEX, SINGLE
 
 
 class Exploding:

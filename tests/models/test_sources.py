@@ -20,19 +20,7 @@ from fastspec.models.weights.load import load_weights
 from fastspec.models.weights.shards import MAX_JSON_BYTES
 from fastspec.models.weights.sources import load_tokenizer, resolve
 from tests.helpers.checkpoints import edit, make_checkpoint, make_model, refusal, write_tokenizer
-
-SINGLE = "model.safetensors"
-INDEX = "model.safetensors.index.json"
-
-
-@pytest.fixture
-def directory(tmp_path: Path) -> Path:
-    return make_checkpoint(tmp_path / "model", "llama2")
-
-
-@pytest.fixture
-def sharded(tmp_path: Path) -> Path:
-    return make_checkpoint(tmp_path / "model", "llama2", max_shard_size="60KB")
+from tests.helpers.damage import INDEX, SINGLE
 
 
 def test_a_directory_as_path_or_str(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -47,7 +35,7 @@ def test_a_directory_as_path_or_str(directory: Path, monkeypatch: pytest.MonkeyP
     assert (relative.directory / SINGLE).is_file(), "a relative path must outlive a change of directory"
 
 
-def test_a_live_model() -> None:
+def test_a_live_model_is_a_source_with_its_own_generation_config() -> None:
     model = make_model("qwen3")
     model.generation_config.temperature = 0.5
     checkpoint = resolve(model, role="draft")
@@ -108,7 +96,7 @@ def test_sizes_that_are_no_sizes_name_file_and_field(directory: Path, field: str
     assert f"{directory / 'config.json'}: {field}={value!r}, wanted a whole number from 1 to" in message
 
 
-def test_null_sizes(directory: Path) -> None:
+def test_null_sizes_in_a_config_take_their_default_or_are_refused(directory: Path) -> None:
     edit(directory / "config.json", num_key_value_heads=None, head_dim=None, sliding_window=None)
     assert resolve(directory, role="target").spec.num_kv_heads == 4
     edit(directory / "config.json", hidden_size=None)

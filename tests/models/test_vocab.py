@@ -135,7 +135,7 @@ def test_one_model_in_both_roles_needs_no_tokenizer(tmp_path: Path) -> None:
     assert shared_vocab(*pair) == 97
 
 
-def test_frequent_ids() -> None:
+def test_frequent_ids_are_those_that_come_most_often() -> None:
     texts = [[5, 6, 5], torch.tensor([9, 5, 9]), [1]]
     assert frequent_ids(texts, 2) == [5, 9]
     assert frequent_ids(texts, 3) == [1, 5, 9], "of equals the lowest"

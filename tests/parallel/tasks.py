@@ -156,7 +156,7 @@ def fail_in_a_step(here: Rank, name: str, how: str) -> Any:
 
 
 def _fail_in_a_step(here: Rank, name: str, how: str) -> None:
-    scheduler, steps = here.kept[name]._session.running, 0
+    scheduler, steps = here.kept[name]._session.scheduler, 0
     real = scheduler.step
 
     def step() -> Any:

@@ -164,7 +164,7 @@ def test_passes_are_timed_against_one_row() -> None:
         assert more["over_one"] == pytest.approx(more["us"] / one["us"], rel=1e-2)  # both are rounded
 
 
-def test_ceiling_and_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ceiling_writes_a_row_that_report_reads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (row,) = run_cli(tmp_path, "ceiling")
     assert row["gb_s"] > 0
     assert cli.main(["report", str(tmp_path / "rows.jsonl")]) == [row]

@@ -114,7 +114,7 @@ def test_a_step_is_taken_apart_by_its_kernels() -> None:
     assert kind_of("triton_red_fused_0") == "product"
     assert kind_of("_groups_kernel") == kind_of("_distribution_kernel") == "sampler"
     assert kind_of("tma_kernel") == kind_of("sum_kernel") == kind_of("small_m_kernel") == "product"
-    assert kind_of("norm_kernel") == kind_of("given_kernel") == "norm"
+    assert kind_of("norm_kernel") == kind_of("regroup_kernel") == "norm"
     assert kind_of("elementwise") == "other"
 
 

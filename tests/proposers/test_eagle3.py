@@ -47,7 +47,7 @@ class Seen:
 
 def watched(engine: Engine, seen: list[Seen]) -> Engine:
     """The engine, noting every draft."""
-    drafts = engine.parts.proposer
+    drafts = engine.modules.proposer
     assert drafts is not None
     propose = drafts.propose
 
@@ -206,8 +206,8 @@ def test_a_planted_fault_is_seen_in_drafts_and_never_in_the_text(
 ) -> None:
     seen: list[Seen] = []
     engine = engine_with(*pair)
-    assert isinstance(engine.parts.proposer, Eagle3Drafts)
-    plant(engine.parts.proposer)
+    assert isinstance(engine.modules.proposer, Eagle3Drafts)
+    plant(engine.modules.proposer)
     given = [*prompts(4, seed=5), [7] * 65]
     found = run(watched(engine, seen), given, [14, 9, 3, 12, 7], k=uneven)
     assert texts(found) == plain_texts(*pair)
@@ -239,10 +239,8 @@ def learnt(pair: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) ->
     return target, write_speculators(head, truth.head.tensors, boundaries=BOUNDARIES)
 
 
-@pytest.mark.parametrize(("k", "batch"), [(1, 8), (3, 1), (5, 8), (8, 1), (15, 8)])
-def test_text_is_that_without_a_head(learnt: tuple[Path, Path], k: int, batch: int) -> None:
+def check_text_is_that_of_plain_decoding(engine: Engine, k: int, batch: int) -> None:
     """Rows are admitted while others run; greedy ones, and sampled ones under the rule that promises it."""
-    engine = engine_with(*learnt, k=k, batch=batch, verification="coupled")
     count = 10 if batch > 1 else 3
     given, caps = GIVEN[:count], CAPS[:count]
     drafted = run(engine, given, caps, k=k)
@@ -251,6 +249,11 @@ def test_text_is_that_without_a_head(learnt: tuple[Path, Path], k: int, batch: i
     options = [replace(GREEDY_ROW, temperature=0.9, seed=seed, top_p=0.9) for seed in range(count)]
     sampled = [texts(run(engine, given, caps, k=each, options=options)) for each in (0, k)]
     assert sampled[0] == sampled[1]
+
+
+@pytest.mark.parametrize(("k", "batch"), [(1, 8), (3, 1), (5, 8), (8, 1), (15, 8)])
+def test_text_is_that_without_a_head(learnt: tuple[Path, Path], k: int, batch: int) -> None:
+    check_text_is_that_of_plain_decoding(engine_with(*learnt, k=k, batch=batch, verification="coupled"), k, batch)
 
 
 def test_lookup_goes_before_the_head(pair: tuple[Path, Path]) -> None:
@@ -313,11 +316,11 @@ def test_ids_are_looked_up_while_kernels_only_compile(tmp_path: Path) -> None:
     target = make_checkpoint(tmp_path / "target", "llama3", num_hidden_layers=LAYERS)
     head = write_speculators(tmp_path / "head", eagle3_tensors(drafted=16), boundaries=BOUNDARIES)
     engine = engine_with(target, head)
-    drafts = engine.parts.proposer
+    drafts = engine.modules.proposer
     assert isinstance(drafts, Eagle3Drafts)
     drafts.model.argmax = lambda *given, **options: None  # type: ignore[method-assign]
     engine.state.draft_tokens.fill_(VOCAB - 1)
     shape = engine.typical_shape(3, GREEDY, None)
     with torch.inference_mode():
-        drafts.propose(engine.state, shape, None, features=engine.parts.features)  # type: ignore[arg-type]
+        drafts.propose(engine.state, shape, None, features=engine.modules.features)  # type: ignore[arg-type]
     assert (engine.state.draft_tokens[:, :3] == drafts._target_ids(torch.tensor(0))).all()

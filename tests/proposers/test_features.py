@@ -74,12 +74,12 @@ class Quiet:
 
 def reading(engine: Engine, given: list[list[int]]) -> tuple[Engine, Head]:
     """The engine with a head that knows how it goes on after these prompts."""
-    target = engine.parts.target
+    target = engine.modules.target
     assert isinstance(target, Decoder)
     plain = texts(run(tiny_engine(batch=engine.state.batch), given, CAP, k=0))
     head = Head(target, [[*prompt, *text] for prompt, text in zip(given, plain, strict=True)])
     buffer = feature_buffer(head, engine.state.batch, engine.max_drafts, 64, torch.float32, torch.device("cpu"))
-    return replace(engine, parts=replace(engine.parts, proposer=Guarded(head, VOCAB), features=buffer)), head
+    return replace(engine, modules=replace(engine.modules, proposer=Guarded(head, VOCAB), features=buffer)), head
 
 
 def of_the_text(target: Decoder, tokens: Tensor, table: Tensor) -> Tensor:
@@ -139,10 +139,10 @@ class Told:
 @torch.inference_mode()
 def test_every_position_is_told_once_with_what_follows_it() -> None:
     engine = tiny_engine(batch=2, k=3)
-    assert isinstance(engine.parts.target, Decoder)
-    told = Told(engine.parts.target)
-    parts = replace(engine.parts, proposer=Guarded(told, VOCAB), features=torch.zeros(2, 1))
-    engine = replace(engine, parts=parts)
+    assert isinstance(engine.modules.target, Decoder)
+    told = Told(engine.modules.target)
+    modules = replace(engine.modules, proposer=Guarded(told, VOCAB), features=torch.zeros(2, 1))
+    engine = replace(engine, modules=modules)
     given = [[5, 6, 7, 8], list(range(70)), [9]]
     requests = run(engine, given, [6, 9, 5], k=lambda steps: (3, 0, 1)[steps % 3])
     known = {page: [row for row in told.rows if row[0] == page] for page in {row[0] for row in told.rows}}
@@ -159,7 +159,7 @@ def test_every_position_is_told_once_with_what_follows_it() -> None:
 @torch.inference_mode()
 def test_the_ends_of_the_stream_can_be_read() -> None:
     """Layer -1 is the embedding, one more than there are is behind the final norm."""
-    target = tiny_engine(batch=1, k=2).parts.target
+    target = tiny_engine(batch=1, k=2).modules.target
     assert isinstance(target, Decoder)
     ids = torch.tensor([[5, 6, 7]])
     rows = ForwardBatch(ids, torch.arange(3)[None], ids > 0, torch.arange(1, 5)[None], 1, UNTILED)
@@ -188,11 +188,11 @@ class LastHidden(DeterministicProposer):
 
 def test_a_guess_may_ask_for_the_newest_hidden_state() -> None:
     engine = tiny_engine(batch=1, k=2)
-    assert isinstance(engine.parts.target, Decoder)
-    proposer = LastHidden(engine.parts.target)
+    assert isinstance(engine.modules.target, Decoder)
+    proposer = LastHidden(engine.modules.target)
     buffer = feature_buffer(proposer, 1, 2, 64, torch.float32, torch.device("cpu"))
-    parts = replace(engine.parts, proposer=proposer, features=buffer)
-    (request,) = run(replace(engine, parts=parts), [[5, 6, 7]], 12, k=2)
+    modules = replace(engine.modules, proposer=proposer, features=buffer)
+    (request,) = run(replace(engine, modules=modules), [[5, 6, 7]], 12, k=2)
     assert proposer.right == request.steps - 1, "all but the first, whose last token nobody picked"
 
 
@@ -208,11 +208,11 @@ def test_rows_read_their_own_features() -> None:
 
 
 def test_most_proposers_read_none() -> None:
-    assert features_of(None) == features_of(tiny_engine().parts.proposer) == ()
+    assert features_of(None) == features_of(tiny_engine().modules.proposer) == ()
     assert feature_buffer(object(), 1, 4, 8, torch.float32, torch.device("cpu")) is None
     engine, _ = reading(tiny_engine(batch=1, k=2), [[1, 2]])
     with pytest.raises(TypeError, match="features"):
-        run(replace(engine, parts=replace(engine.parts, features=None)), [[1, 2]], 3)
+        run(replace(engine, modules=replace(engine.modules, features=None)), [[1, 2]], 3)
 
 
 def test_the_buffer_is_in_the_memory_plan() -> None:

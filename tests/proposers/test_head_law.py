@@ -55,7 +55,7 @@ class TableHead:
         return x
 
 
-def head_parts(target: Tensor, draft: Tensor | None, shared: int | None = None, context: int = 1000) -> StepModules:
+def head_modules(target: Tensor, draft: Tensor | None, shared: int | None = None, context: int = 1000) -> StepModules:
     assert draft is not None
     drafts = Eagle3Drafts(TableHead(draft), TORCH_OPS, ((1,),), (), DRAFTED)  # type: ignore[arg-type]
     return StepModules(TableTarget(target), drafts, features=torch.zeros(100000, 2, dtype=torch.float64))
@@ -63,7 +63,7 @@ def head_parts(target: Tensor, draft: Tensor | None, shared: int | None = None, 
 
 @pytest.fixture(autouse=True)
 def with_a_head(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(test_step_law, "table_parts", head_parts)
+    monkeypatch.setattr(test_step_law, "table_modules", head_modules)
 
 
 @pytest.mark.parametrize("stop_ids", [[], [3, 1]], ids=str)

@@ -37,7 +37,7 @@ def right_by_place(pair: tuple[Path, Path], new: int, every: int, upto: int | No
     seen: list[Seen] = []
     rule = SyntheticAcceptance(pattern=[4, 0, 2, 3, 1])
     engine = engine_with(*pair, k=K, batch=1, max_length=new + 40, verification=rule)
-    drafts = engine.parts.proposer
+    drafts = engine.modules.proposer
     assert isinstance(drafts, Eagle3Drafts)
     if upto is not None:
         absorb = drafts.model.absorb

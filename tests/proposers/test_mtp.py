@@ -34,7 +34,15 @@ from tests.helpers.mtp import (
     write_target,
 )
 from tests.proposers import test_eagle3
-from tests.proposers.test_eagle3 import CAPS, GIVEN, Seen, uneven, watched, wrong_drafts
+from tests.proposers.test_eagle3 import (
+    CAPS,
+    GIVEN,
+    Seen,
+    check_text_is_that_of_plain_decoding,
+    uneven,
+    watched,
+    wrong_drafts,
+)
 from tests.proposers.test_head_law import TableHead, TableTarget
 from tests.runtime.test_scheduler import GREEDY_ROW, prompts, run, texts
 from tests.step import test_step_law
@@ -157,8 +165,8 @@ def _before_the_norm(drafts: MtpDrafts) -> None:
 def test_a_planted_fault_is_seen_in_drafts_and_never_in_the_text(plant: Callable[[Any], None], mimo: Made) -> None:
     seen: list[Seen] = []
     engine = engine_with(mimo[0], MTP)
-    assert isinstance(engine.parts.proposer, MtpDrafts)
-    plant(engine.parts.proposer)
+    assert isinstance(engine.modules.proposer, MtpDrafts)
+    plant(engine.modules.proposer)
     given = [*prompts(4, seed=5), [7] * 65]
     found = run(watched(engine, seen), given, [14, 9, 3, 12, 7], k=uneven)
     assert texts(found) == plain_texts(mimo[0])
@@ -186,16 +194,8 @@ def learnt(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(("k", "batch"), [(1, 8), (3, 1), (5, 8), (8, 1), (16, 8)])
 def test_text_is_that_without_drafts(learnt: Path, k: int, batch: int) -> None:
-    """Rows are admitted while others run; greedy ones, and sampled ones under the rule that promises it."""
     engine = engine_with(learnt, MTP, k=k, batch=batch, verification="coupled")
-    count = 10 if batch > 1 else 3
-    given, caps = GIVEN[:count], CAPS[:count]
-    drafted = run(engine, given, caps, k=k)
-    assert texts(drafted) == texts(run(engine, given, caps, k=0))
-    assert sum(request.accepted for request in drafted) > sum(caps) // 4
-    options = [replace(GREEDY_ROW, temperature=0.9, seed=seed, top_p=0.9) for seed in range(count)]
-    sampled = [texts(run(engine, given, caps, k=each, options=options)) for each in (0, k)]
-    assert sampled[0] == sampled[1]
+    check_text_is_that_of_plain_decoding(engine, k, batch)
 
 
 class WholeHead(TableHead):
@@ -207,14 +207,14 @@ class WholeHead(TableHead):
         self.table = logits
 
 
-def mtp_parts(target: Tensor, draft: Tensor | None, shared: int | None = None, context: int = 1000) -> StepModules:
+def mtp_modules(target: Tensor, draft: Tensor | None, shared: int | None = None, context: int = 1000) -> StepModules:
     assert draft is not None
     drafts = MtpDrafts(WholeHead(draft), TORCH_OPS, ((-1,),))  # type: ignore[arg-type]
     return StepModules(TableTarget(target), drafts, features=torch.zeros(100000, 2, dtype=torch.float64))
 
 
 def test_decodes_follow_the_targets_law(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(test_step_law, "table_parts", mtp_parts)
+    monkeypatch.setattr(test_step_law, "table_modules", mtp_modules)
     assert compare(seed=22, k=2, limit=5, stop_ids=[3, 1], temperature=1.0, shared=VOCAB) < TOLERANCE
     original = MtpDrafts.propose
 

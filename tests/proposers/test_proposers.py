@@ -103,9 +103,9 @@ class Noise(NGram):
 def same_caches(engine: Engine, row: list[int], options: RowOptions, k: int = 4) -> bool:
     """draft = target: after every step both caches hold the same bits wherever the draft was fed."""
     request = Request(list(row), 45, options)
-    proposer = engine.parts.proposer
+    proposer = engine.modules.proposer
     assert isinstance(proposer, LookupThenModel)
-    target, draft = engine.parts.target, proposer.model.model
+    target, draft = engine.modules.target, proposer.model.model
     assert isinstance(target, Decoder)
     assert isinstance(draft, Decoder)
     length, equal = len(row), True
@@ -138,7 +138,7 @@ def test_a_model_that_is_fed_its_own_drafts_instead_is_seen(monkeypatch: pytest.
     def late(self: object, state: object, shape: object, draws: object, given: tuple[Tensor, Tensor]) -> None:
         original(self, state, shape, draws)  # type: ignore[arg-type]
         for j in range(shape.num_drafts):  # type: ignore[attr-defined]
-            draft_model.take(state, shape, given[0][:, j], j < given[1], j)  # type: ignore[arg-type]
+            draft_model.overwrite_draft(state, shape, given[0][:, j], j < given[1], j)  # type: ignore[arg-type]
 
     monkeypatch.setattr(draft_model.DraftModel, "propose", late)
     engine = looking_up_first(tiny_engine(same=True, batch=1), Noise(2))
@@ -198,9 +198,9 @@ def test_what_is_no_proposer_is_refused() -> None:
         check(Again(), with_draft=True)
 
 
-def test_who_proposes() -> None:
+def test_the_proposer_follows_from_draft_and_proposer() -> None:
     engine = tiny_engine()
-    model = engine.parts.proposer
+    model = engine.modules.proposer
     assert isinstance(model, draft_model.DraftModel)
     lookup = NGram()
     assert choose(None, model, VOCAB) is model

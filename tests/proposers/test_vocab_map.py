@@ -21,7 +21,7 @@ from tests.runtime.test_scheduler import prompts, run, sampled_row, texts
 
 def renamed(engine: Engine, order: Tensor, target_ids: Tensor) -> Engine:
     """Draft id i is what `order[i]` was; the map says that it is target id `target_ids[i]`."""
-    model = engine.parts.proposer
+    model = engine.modules.proposer
     assert isinstance(model, DraftModel)
     draft = model.model
     assert isinstance(draft, Decoder)
@@ -33,7 +33,7 @@ def renamed(engine: Engine, order: Tensor, target_ids: Tensor) -> Engine:
         spec, held, draft.cache, draft.ops, max_positions=draft._tables[0][0].shape[0], batch=4, max_queries=5
     )
     mapped = DraftModel(
-        other, model.ops, VOCAB, model.max_length, work=engine.parts.work, vocab_map=target_ids.to(order.device)
+        other, model.ops, VOCAB, model.max_length, work=engine.modules.work, vocab_map=target_ids.to(order.device)
     )
     return proposing(engine, mapped)
 
@@ -65,7 +65,7 @@ def test_sampled_rows_draft_as_before(mode: str) -> None:
     assert told(after) == told(before)
 
 
-def test_a_smaller_vocabulary() -> None:
+def test_a_draft_with_fewer_ids_in_another_order_changes_no_text() -> None:
     """Most of the target's ids, in another order, and one id that the target does not have."""
     order = ORDER[5:]
     target_ids = order.clone()

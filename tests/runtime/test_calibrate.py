@@ -46,7 +46,7 @@ def test_what_limits_is_the_largest_loss(found: Calibration, limit: str, best: i
     assert says in str(found)
 
 
-def test_the_table() -> None:
+def test_a_calibration_prints_a_table_and_a_verdict() -> None:
     found = of(trial(1, 1.5, draft=0.25), trial(2, 1.75, draft=0.5))
     lines = str(found).splitlines()
     assert lines[0].startswith("4 rows at once on cuda:0")
@@ -125,7 +125,7 @@ def test_sampled_calls_and_default_lengths(gen: FastSpecGenerator) -> None:
         ({"num_beams": 2}, "num_beams"),
     ],
 )
-def test_refusals(gen: FastSpecGenerator, options: dict[str, Any], message: str) -> None:
+def test_calibrate_refuses_what_it_cannot_time(gen: FastSpecGenerator, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         gen.calibrate(PROMPTS, **options)
 

@@ -12,7 +12,7 @@ import torch
 import fastspec.runtime.scheduler as scheduler_module
 import fastspec.step as step_module
 from fastspec.runtime.scheduler import Scheduler
-from fastspec.state import PASSED
+from fastspec.state import PREFILLED
 from tests.helpers.scheduling import keeping, nothing_leaked
 from tests.helpers.tiny import VOCAB, tiny_engine
 from tests.runtime.test_prefix import Found, Turn, finish, found, together
@@ -71,7 +71,7 @@ def test_a_request_may_leave_before_its_first_token() -> None:
     (running, leaving) = (Turn(TOKENS[:10], 30).request(), Turn(TOKENS[:65], 9).request())
     for request in (running, leaving):
         scheduler.add(request, scheduler_module.Call((), "greedy", lambda made: 0))
-    while not leaving.passed and not leaving.steps:
+    while not leaving.prefilled and not leaving.steps:
         scheduler.step()
     scheduler.cancel(leaving)
     finish(scheduler)
@@ -87,7 +87,7 @@ def kept_too_early(self: Any, index: Any, hidden: Any, features: Any) -> None:
     ("place", "name", "bug"),
     [
         (step_module.PromptEnd, "keep", kept_too_early),
-        (step_module, "PASSED", PASSED + 1),
+        (step_module, "PREFILLED", PREFILLED + 1),
     ],
 )
 def test_the_checks_above_can_fail(place: Any, name: str, bug: Any, monkeypatch: pytest.MonkeyPatch) -> None:

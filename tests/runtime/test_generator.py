@@ -153,7 +153,7 @@ def test_sampling_repeats_with_its_seed(gen: FastSpecGenerator) -> None:
     assert mixed[1] == first[1]
 
 
-def test_generation_config_object(gen: FastSpecGenerator) -> None:
+def test_a_generation_config_object_is_taken(gen: FastSpecGenerator) -> None:
     config = GenerationConfig(max_new_tokens=5, eos_token_id=None)
     out = gen.generate([[1, 2]], generation_config=config)
     assert isinstance(out, torch.Tensor)
@@ -221,7 +221,7 @@ def test_leaving_a_stream_early_is_harmless(gen: FastSpecGenerator) -> None:
     assert full(gen).new_tokens == before
 
 
-def test_use_from_threads(gen: FastSpecGenerator) -> None:
+def test_several_threads_may_use_one_generator(gen: FastSpecGenerator) -> None:
     before = full(gen).new_tokens
     found: list[Any] = []
     thread = threading.Thread(target=lambda: found.append(full(gen).new_tokens))
@@ -253,7 +253,7 @@ def test_two_generators_do_not_touch_each_other(gen: FastSpecGenerator, director
     assert full(gen).new_tokens == before
 
 
-def test_closing(directory: Path) -> None:
+def test_a_closed_generator_refuses_calls_and_closing_twice_is_fine(directory: Path) -> None:
     gen = FastSpecGenerator(directory, max_length=64, max_batch_size=1, device="cpu", progress=False)
     gen.close()
     gen.close()

@@ -22,7 +22,7 @@ from fastspec.inputs.row_options import RowOptions
 from fastspec.runtime.engine import Engine
 from fastspec.runtime.request import Call, Request, lengths_of
 from fastspec.runtime.scheduler import Scheduler
-from fastspec.shapes import ALONE, BESIDE, FULL, GREEDY, StepShape
+from fastspec.shapes import FULL, GRAMMAR_ONLY, GREEDY, MIXED_DRAFTS, StepShape
 from tests.helpers.devices import devices
 from tests.helpers.services import END, opened, small_pair
 from tests.helpers.tiny import VOCAB, tiny_engine
@@ -104,7 +104,7 @@ def test_greedy_texts_are_those_of_plain_decoding(
 def test_what_is_forced_is_drafted_without_a_draft_pass(
     gen: FastSpecGenerator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    proposer = gen._open().engine.parts.proposer
+    proposer = gen._open().engine.modules.proposer
     assert proposer is not None
     monkeypatch.setattr(type(proposer), "propose", lambda *given, **more: pytest.fail("a draft pass"))
     found = output(gen, PROMPTS[:1], regex="the list of the heads", do_sample=False)
@@ -170,6 +170,8 @@ def test_without_stop_ids_a_text_ends_where_its_grammar_does(each: FastSpecGener
 def test_stop_strings_end_it_earlier(each: FastSpecGenerator) -> None:
     found = output(each, PROMPTS[:1], regex="(ab){9}", stop_strings=["bab"], do_sample=False)
     assert (found.finish_reasons, text_of(each, found.new_tokens[0])) == (["stop"], "abab")
+    whole = output(each, PROMPTS[:1], regex="(ab){4}", eos_token_id=[], stop_strings=["never"], do_sample=False)
+    assert whole.texts == ["abababab"], "without the token that a step scored behind the end of the grammar's text"
 
 
 def test_auto_and_opting_out(pair: tuple[Path, Path], plain: FastSpecGenerator) -> None:
@@ -192,7 +194,7 @@ def test_steps_with_grammars_are_captured_before_the_first(pair: tuple[Path, Pat
         output(generator, json_schema=schemas, max_new_tokens=40, do_sample=False)
         assert {key for key in runner.keys if isinstance(key, StepKey)} == before
         kinds = {key.shape.grammars for key in before}
-        assert kinds == ({ALONE} if schemas is SCHEMA else {None, ALONE, BESIDE})
+        assert kinds == ({GRAMMAR_ONLY} if schemas is SCHEMA else {None, GRAMMAR_ONLY, MIXED_DRAFTS})
         assert handle
 
 
@@ -205,7 +207,9 @@ def test_steps_with_grammars_are_captured_before_the_first(pair: tuple[Path, Pat
         ({"regex": "a", "num_beams": 2}, UnsupportedOption, "num_beams"),
     ],
 )
-def test_refusals(gen: FastSpecGenerator, options: dict[str, Any], kind: type[Exception], says: str) -> None:
+def test_grammars_that_cannot_be_used_are_refused(
+    gen: FastSpecGenerator, options: dict[str, Any], kind: type[Exception], says: str
+) -> None:
     with pytest.raises(kind, match=says):
         output(gen, **options)
     with pytest.raises(ValueError, match=r"calibrate .*leave out regex"):
@@ -310,13 +314,13 @@ def test_steps_that_run_ahead(which: str, monkeypatch: pytest.MonkeyPatch) -> No
         monkeypatch.undo()
         texts.append([request.new_tokens for request in requests])
         kinds = {shape.grammars for shape in shapes}
-        assert kinds & {ALONE, BESIDE}
+        assert kinds & {GRAMMAR_ONLY, MIXED_DRAFTS}
         if k and "f" in which:
-            assert BESIDE in kinds
+            assert MIXED_DRAFTS in kinds
         if depth == 2 and "f" in which:
             assert None in kinds, "the others step while those with a grammar wait"
         if "f" not in which:
-            assert kinds == {ALONE}
+            assert kinds == {GRAMMAR_ONLY}
     assert all(text == texts[0] for text in texts)
     free = _requests("f" * len(which))
     for _ in Scheduler(tiny_engine(batch=4)).run(free, Call((), GREEDY, lambda made: 0, lengths=lengths_of(free))):
@@ -375,7 +379,9 @@ def _follows(value: Any, schema: dict[str, Any]) -> bool:
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 40))])
-def test_random_schemas(each: FastSpecGenerator, plain: FastSpecGenerator, seed: int) -> None:
+def test_texts_of_random_schemas_are_plain_decodings_and_valid_json(
+    each: FastSpecGenerator, plain: FastSpecGenerator, seed: int
+) -> None:
     """Greedy texts are plain decoding's; texts that end, drawn ones too, are JSON of their schema."""
     rng = random.Random(seed)
     schemas = [_random_schema(rng) for _ in PROMPTS]

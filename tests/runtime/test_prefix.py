@@ -147,7 +147,9 @@ def test_texts_of_branching_chats_are_those_of_a_fresh_generator(
     budget=st.sampled_from([None, 32, 64]),
     joined=st.sampled_from([0, 64, 96]),
 )
-def test_at_length(seed: int, num_pages: int | None, budget: int | None, joined: int) -> None:
+def test_long_random_chats_have_the_text_of_a_fresh_generator(
+    seed: int, num_pages: int | None, budget: int | None, joined: int
+) -> None:
     engine = engine_of(num_pages, budget, depth=1 + seed % 2, prefill_batch_tokens=joined)
     chats = Chats(Scheduler(engine), seed)
     for _ in range(8):
@@ -265,7 +267,7 @@ def test_a_prompt_that_was_never_drafted_for_is_not_taken_for_one_that_was(monke
     def accepted(steps: tuple[int, ...]) -> bool:
         engine = keeping(tiny_engine(k=3, batch=2, same=True, long_prompt=LONG))
         scheduler = Scheduler(engine)
-        for model in (engine.parts.target, engine.parts.proposer.model):  # type: ignore[union-attr]
+        for model in (engine.modules.target, engine.modules.proposer.model):  # type: ignore[union-attr]
             model.cache.keys.normal_()  # type: ignore[attr-defined]
             model.cache.values.normal_()  # type: ignore[attr-defined]
         requests = [together(scheduler, [Turn(HEAD, 9, k=k)])[0] for k in steps]

@@ -192,7 +192,7 @@ def test_broken_logits_raise_with_row_and_position(
     expected = full(gen, **options).new_tokens
     engine = gen._open().engine
     assert engine is not None
-    state, plain = engine.state, engine.parts.target.logits
+    state, plain = engine.state, engine.modules.target.logits
 
     def spoilt(hidden: torch.Tensor, tiling: Any) -> torch.Tensor:
         logits = plain(hidden, tiling)
@@ -200,7 +200,7 @@ def test_broken_logits_raise_with_row_and_position(
         hit = (state.tokens[: len(logits), :1] == PROMPTS[1][0]) & (at == 7)
         return torch.where(hit[..., None], math.nan, logits)
 
-    monkeypatch.setattr(engine.parts.target, "logits", spoilt)
+    monkeypatch.setattr(engine.modules.target, "logits", spoilt)
     with pytest.raises(InvalidLogits, match="prompt 1, position 7: the target's logits there are NaN") as caught:
         full(gen, **options)
     output = caught.value.output

@@ -122,7 +122,7 @@ def test_a_model_accepts_itself_where_drafts_penalise_each_other(device: str) ->
 
 @pytest.mark.parametrize("device", devices())
 @pytest.mark.parametrize("depth", [1, 3])
-def test_draft_limits(depth: int, device: str) -> None:
+def test_rows_never_have_more_drafts_than_their_limit(depth: int, device: str) -> None:
     """Ragged drafts in one step: the target's own text everywhere, and never more drafts than asked for."""
     engine = tiny_engine(batch=5, device=device, depth=depth, same=True)
     limits = [0, 1, 2, 4, None]
@@ -141,7 +141,7 @@ def test_rows_that_all_opted_out_decode_plainly() -> None:
     engine = tiny_engine(batch=2)
     run(engine, [options(draft_limit=0)] * 2, sampler=GREEDY)
     seen: list[int] = []
-    proposer = engine.parts.proposer
+    proposer = engine.modules.proposer
     assert proposer is not None
     original = type(proposer).propose
     type(proposer).propose = lambda self, *given: seen.append(1) or original(self, *given)  # type: ignore
@@ -182,8 +182,8 @@ class Poisoned:
 def poisoned(engine: Engine, first: int, position: int, value: float) -> Engine:
     from dataclasses import replace
 
-    target = Poisoned(engine.parts.target, engine.state, first, position, value)
-    return replace(engine, parts=replace(engine.parts, target=target))
+    target = Poisoned(engine.modules.target, engine.state, first, position, value)
+    return replace(engine, modules=replace(engine.modules, target=target))
 
 
 @pytest.mark.parametrize("device", devices())

@@ -146,7 +146,7 @@ def test_poison_in_every_slot_changes_nothing(device: str) -> None:
     rows = prompts(6, seed=7)
     expected = texts(run(tiny_engine(device=device), rows, 60))
     engine = tiny_engine(device=device)
-    for model in (engine.parts.target, engine.parts.proposer.model):  # type: ignore[union-attr]
+    for model in (engine.modules.target, engine.modules.proposer.model):  # type: ignore[union-attr]
         model.cache.keys.fill_(float("nan"))  # type: ignore[attr-defined]
         model.cache.values.fill_(float("nan"))  # type: ignore[attr-defined]
     engine.state.draft_probs.fill_(float("nan"))

@@ -39,7 +39,7 @@ pytestmark = [
     ],
     ids=str,
 )
-def test_sizes_are_checked(directory: Path, options: dict[str, Any], message: str) -> None:
+def test_wrong_sizes_are_refused_by_name(directory: Path, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         FastSpecGenerator(directory, progress=False, **{"device": "cpu", **options})
 
@@ -83,7 +83,7 @@ def test_the_plan_counts_what_is_allocated(gen: FastSpecGenerator) -> None:
     engine = gen._open().engine
     assert engine is not None
     plan = gen.memory_plan
-    target, draft = engine.parts.target, engine.parts.proposer.model  # type: ignore[union-attr]
+    target, draft = engine.modules.target, engine.modules.proposer.model  # type: ignore[union-attr]
     for model, weights, cache in (
         (target, plan.target_weights, plan.target_cache),
         (draft, plan.draft_weights, plan.draft_cache),
@@ -91,8 +91,8 @@ def test_the_plan_counts_what_is_allocated(gen: FastSpecGenerator) -> None:
         assert model.weights.nbytes() == weights  # type: ignore[attr-defined]
         assert model.cache.keys.nbytes + model.cache.values.nbytes == cache  # type: ignore[attr-defined]
     tables = sum(table.nbytes for m in (target, draft) for table in m._tables[0])  # type: ignore[attr-defined]
-    slot = engine.prefill_slot
-    ends = sum(each.hidden.nbytes for each in (engine.parts.ends, slot.ends) if each is not None)
+    slot = engine.slots[1]
+    ends = sum(each.hidden.nbytes for each in (engine.modules.prompt_ends, slot.prompt_ends) if each is not None)
     assert tables + engine.state.nbytes + slot.row.nbytes + ends == plan.buffers
     assert "headroom" in str(plan)
 

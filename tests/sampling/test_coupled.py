@@ -68,7 +68,7 @@ DRAFTS: dict[str, Callable[[Engine], Engine]] = {
 
 
 @pytest.mark.parametrize("draft", DRAFTS)
-def test_any_draft(plain: tuple[str, list[list[int]]], draft: str) -> None:
+def test_a_coupled_text_is_the_same_with_any_draft(plain: tuple[str, list[list[int]]], draft: str) -> None:
     device, expected = plain
     assert decoded(DRAFTS[draft](coupled(device=device)), 4) == expected
 

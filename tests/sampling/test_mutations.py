@@ -126,7 +126,7 @@ def more_by_block() -> None:
     state = tables.table_state(torch.ones(rows, 2, dtype=torch.int64), k=2, vocab=2, limit=9, stop_ids=[])
     state.seeds.copy_(torch.arange(rows))
     shape = StepShape(2, FULL, 1, tables.WHOLE, verification="block")
-    step(tables.table_parts(*laws), state, shape, PhiloxDraws(state.seeds))
+    step(tables.table_modules(*laws), state, shape, PhiloxDraws(state.seeds))
     assert abs(float(state.accepted.double().mean()) - 11 / 9) < 0.03  # five standard errors; the rules are 0.11 apart
 
 

@@ -15,7 +15,7 @@ from fastspec.shapes import FULL, StepShape
 from fastspec.state import RUNNING, DecodeState
 from fastspec.step import step
 from tests.helpers.devices import devices
-from tests.helpers.tables import WHOLE, table_parts, table_state
+from tests.helpers.tables import WHOLE, table_modules, table_state
 
 ROWS, K, VOCAB = 4000, 3, 5
 OFF = -math.inf
@@ -26,7 +26,7 @@ RULES = {"rejection": verify.rejection, "block": verify.block}
 def one_step(target: Tensor, draft: Tensor, mode: str, device: str, **state: Tensor) -> DecodeState:
     """Rows with seeds of their own after one step; every place has the logits [V] of target and draft."""
     places = K + 8
-    parts = table_parts(*(logits.to(device).expand(places, VOCAB, VOCAB).contiguous() for logits in (target, draft)))
+    parts = table_modules(*(logits.to(device).expand(places, VOCAB, VOCAB).contiguous() for logits in (target, draft)))
     made = table_state(torch.ones(ROWS, 2, dtype=torch.int64), k=K, vocab=VOCAB, limit=20, stop_ids=[], device=device)
     made.seeds.copy_(torch.arange(ROWS))
     for name, value in state.items():
@@ -54,7 +54,7 @@ LOW, HIGH = torch.tensor([0.0, 1.0, OFF, OFF, OFF]), torch.tensor([OFF, OFF, 0.0
 
 @pytest.mark.parametrize("device", devices())
 @pytest.mark.parametrize("mode", MODES)
-def test_disjoint_supports(mode: str, device: str) -> None:
+def test_drafts_that_the_target_never_picks_are_all_refused(mode: str, device: str) -> None:
     """The target knows none of the drafts: none is accepted, and its own law is left."""
     state = one_step(HIGH, LOW, mode, device)
     assert (state.accepted == 0).all()
@@ -63,7 +63,7 @@ def test_disjoint_supports(mode: str, device: str) -> None:
 
 @pytest.mark.parametrize("device", devices())
 @pytest.mark.parametrize("mode", MODES)
-def test_equal_laws(mode: str, device: str) -> None:
+def test_a_draft_with_the_targets_distribution_is_always_accepted(mode: str, device: str) -> None:
     """All is accepted, and the last token is drawn all the same."""
     state = one_step(PLAIN, PLAIN, mode, device)
     assert (state.accepted == K).all()
@@ -72,7 +72,7 @@ def test_equal_laws(mode: str, device: str) -> None:
 
 @pytest.mark.parametrize("device", devices())
 @pytest.mark.parametrize("mode", MODES)
-def test_one_hot_laws(mode: str, device: str) -> None:
+def test_one_hot_distributions_of_draft_and_target_give_the_targets(mode: str, device: str) -> None:
     """Of the draft, of the target, of both alike and apart."""
     first, second = (torch.where(torch.arange(VOCAB) == token, 0.0, OFF) for token in (1, 3))
     assert_law(one_step(PLAIN, first, mode, device), PLAIN.softmax(-1))

@@ -160,7 +160,7 @@ _process = processors.process
 
 
 @pytest.mark.parametrize("invalid", [broken_order, no_drafts, no_prompt, one_late])
-def test_the_comparison_catches(invalid: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_comparison_finds_planted_bugs(invalid: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processors, "process", invalid)
     assert compare(OPTIONS["all"], 1) > 1e-3
 

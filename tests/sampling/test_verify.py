@@ -122,7 +122,7 @@ BUGS: dict[str, tuple[str, Callable[[Tensor, Tensor], Tensor]]] = {
 
 
 @pytest.mark.parametrize("bug", BUGS)
-def test_the_enumeration_catches(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_enumeration_finds_planted_bugs(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
     name, invalid = BUGS[bug]
     monkeypatch.setattr(verify, name, invalid)
     for k in (1, 2):

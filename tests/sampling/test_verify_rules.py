@@ -279,7 +279,7 @@ BLOCK_BUGS: dict[str, tuple[str, Callable[..., Tensor]]] = {
 
 
 @pytest.mark.parametrize("bug", BLOCK_BUGS)
-def test_the_enumeration_catches(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_enumeration_finds_planted_bugs(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
     name, invalid = BLOCK_BUGS[bug]
     monkeypatch.setattr(verify, name, invalid)
     with pytest.raises(AssertionError):

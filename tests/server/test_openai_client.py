@@ -44,7 +44,7 @@ def joined(chunks: Any) -> tuple[dict[int, str], dict[int, str], Any]:
     return texts, reasons, usage
 
 
-def test_models(client: Any) -> None:
+def test_the_one_model_is_listed(client: Any) -> None:
     (model,) = client.models.list().data
     assert model.id == "small"
     assert client.models.retrieve("small").id == "small"
@@ -154,7 +154,7 @@ def test_an_answer_has_the_room_that_is_left(client: Any, gen: FastSpecGenerator
 
 
 @pytest.mark.parametrize("prompt", [[104, 101, 40], [[104, 101, 40]]])
-def test_prompts_of_ids(client: Any, gen: FastSpecGenerator, prompt: Any) -> None:
+def test_prompts_may_be_token_ids(client: Any, gen: FastSpecGenerator, prompt: Any) -> None:
     output: Any = gen.generate([[104, 101, 40]], max_new_tokens=8, return_dict_in_generate=True)
     answer = client.completions.create(model="small", prompt=prompt, max_tokens=8)
     assert answer.choices[0].text == gen.tokenizer.decode(output.new_tokens[0])  # type: ignore[union-attr]
@@ -183,6 +183,8 @@ def test_stop_strings_end_an_answer_and_are_no_part_of_it(client: Any, gen: Fast
         assert whole.choices[0].finish_reason == "stop"
         assert whole.usage.completion_tokens <= 40
         assert joined(client.completions.create(**asked, stream=True))[:2] == ({0: whole.choices[0].text}, {0: "stop"})
+    beside = client.completions.create(model="small", prompt=PROMPT, max_tokens=9, stop=PROMPT[-1] + text[:2])
+    assert beside.choices[0].text == text[:9], "a stop string that begins in the prompt is none of the answer"
     biased = client.completions.create(model="small", prompt=PROMPT, max_tokens=9, logit_bias={END: 100})
     assert (biased.choices[0].text, biased.choices[0].finish_reason) == ("", "stop")
     for fields, length in (
@@ -257,7 +259,9 @@ def asked(kind: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("kind", ["text", "json_object", "json_schema"])
-def test_response_format(client: Any, gen: FastSpecGenerator, kind: str, stream: bool) -> None:
+def test_response_format_gives_the_text_of_generate_under_that_grammar(
+    client: Any, gen: FastSpecGenerator, kind: str, stream: bool
+) -> None:
     """The answer is `generate`'s under the same grammar; one that has ended is JSON of that schema."""
     schema = {"text": None, "json_object": {"type": "object"}, "json_schema": SCHEMA}[kind]
     fields = {"model": "small", "messages": MESSAGES, "max_tokens": 200, "temperature": 0}

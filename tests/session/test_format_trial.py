@@ -92,7 +92,7 @@ def test_the_faster_draft_stays(
         assert "not tried yet against the draft as it is stored" in made.explain()
         second = call()
         assert used == ["int4", "stored", "stored", "int4", form]
-        weights = made._session.engine.parts.proposer.model.weights.layers[0].down.unpack()
+        weights = made._session.engine.modules.proposer.model.weights.layers[0].down.unpack()
         assert (len(weights.unflatten(1, (-1, 128))[0, 0].unique()) <= 16) == (form == "int4")
         third = call()
         assert len(used) == 5, "once"

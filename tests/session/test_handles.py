@@ -290,7 +290,7 @@ def test_an_error_of_a_step_reaches_everybody_and_the_generator_goes_on(
 def test_invalid_logits_are_the_requests_own(pair: tuple[Path, Path]) -> None:
     with opened(pair, max_batch_size=2) as gen:
         expected = alone(gen, PROMPTS[1], max_new_tokens=20)
-        norms = gen._open().engine.parts.target.weights.norm  # type: ignore[attr-defined]
+        norms = gen._open().engine.modules.target.weights.norm  # type: ignore[attr-defined]
         before = norms.clone()
         norms.fill_(float("nan"))
         broken = gen.submit(PROMPTS[0], max_new_tokens=20)
@@ -390,9 +390,9 @@ def test_close_cancels_handles_and_ends_the_thread(pair: tuple[Path, Path]) -> N
 def test_a_closed_generator_holds_no_buffers(submitted: bool, pair: tuple[Path, Path]) -> None:
     """While the object itself is still there."""
     gen = FastSpecGenerator(*pair, progress=False, max_length=64)
-    parts = gen._session.engine.parts
-    held = [weakref.ref(tensor) for tensor in (gen._session.engine.state.tokens, parts.target.cache.keys)]
-    del parts
+    modules = gen._session.engine.modules
+    held = [weakref.ref(tensor) for tensor in (gen._session.engine.state.tokens, modules.target.cache.keys)]
+    del modules
     if submitted:
         gen.submit([1, 2], max_new_tokens=3).result()
     gen.generate([[1, 2]], max_new_tokens=3)

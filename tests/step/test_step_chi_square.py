@@ -14,7 +14,7 @@ from fastspec.sampling.distribution import PhiloxDraws
 from fastspec.shapes import FULL
 from fastspec.step import step
 from tests.helpers.devices import devices
-from tests.helpers.tables import random_table, shape_of, table_parts, table_state
+from tests.helpers.tables import random_table, shape_of, table_modules, table_state
 
 VOCAB, NEW, PROMPT = 4, 3, (1, 2)
 ROWS, BATCHES = 50_000, 20
@@ -23,7 +23,7 @@ ROWS, BATCHES = 50_000, 20
 def sampled_counts(device: str, batches: int) -> Counter[tuple[int, ...]]:
     """How often each continuation of three tokens was drawn, over ROWS x batches rows with seeds of their own."""
     target = random_table(1, 8, VOCAB, zeros=0.2).to(device)
-    parts = table_parts(target, random_table(2, 8, VOCAB, zeros=0.2).to(device))
+    modules = table_modules(target, random_table(2, 8, VOCAB, zeros=0.2).to(device))
     shape = shape_of(2, FULL)
     counts: Counter[tuple[int, ...]] = Counter()
     for batch in range(batches):
@@ -31,7 +31,7 @@ def sampled_counts(device: str, batches: int) -> Counter[tuple[int, ...]]:
         state = table_state(contexts, k=2, vocab=VOCAB, limit=len(PROMPT) + NEW, stop_ids=[], device=device)
         state.seeds.copy_(torch.arange(batch * ROWS, (batch + 1) * ROWS))
         for _ in range(NEW):  # every step emits at least one token
-            step(parts, state, shape, PhiloxDraws(state.seeds))
+            step(modules, state, shape, PhiloxDraws(state.seeds))
         new = state.tokens[:, len(PROMPT) : len(PROMPT) + NEW]
         code = (new * VOCAB ** torch.arange(NEW, device=device)).sum(dim=1)
         for value, count in enumerate(torch.bincount(code, minlength=VOCAB**NEW).tolist()):

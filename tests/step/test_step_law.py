@@ -12,7 +12,7 @@ from fastspec.sampling import verify
 from fastspec.shapes import FULL
 from fastspec.state import AT_LIMIT, RUNNING, STOPPED
 from fastspec.step import step
-from tests.helpers.tables import ScriptedDraws, all_outcomes, random_table, shape_of, table_parts, table_state
+from tests.helpers.tables import ScriptedDraws, all_outcomes, random_table, shape_of, table_modules, table_state
 
 VOCAB = 4
 PROMPT = (1, 2)
@@ -41,8 +41,8 @@ def step_outcomes(contexts: list[Context], target: Tensor, draft: Tensor | None,
         stop_ids=options["stop_ids"],  # type: ignore[arg-type]
         temperature=options["temperature"],  # type: ignore[arg-type]
     )
-    parts = table_parts(target, draft, options.get("shared"), context)  # type: ignore[arg-type]
-    step(parts, state, shape_of(k, FULL), draws)
+    modules = table_modules(target, draft, options.get("shared"), context)  # type: ignore[arg-type]
+    step(modules, state, shape_of(k, FULL), draws)
     laws: list[Laws] = [{} for _ in contexts]
     for row, weight in enumerate(draws.weight.tolist()):
         if weight:
@@ -123,7 +123,7 @@ def test_decodes_follow_the_targets_law(k: int, new: int, stop_ids: list[int]) -
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.75])  # exact in the state's fp32
-def test_at_a_temperature(temperature: float) -> None:
+def test_the_law_at_a_temperature_is_the_targets(temperature: float) -> None:
     assert compare(seed=5, k=2, limit=5, stop_ids=[1], temperature=temperature) < TOLERANCE
 
 
@@ -155,7 +155,7 @@ def inverted(p: Tensor, q: Tensor) -> Tensor:
     ],
     ids=["residual is the target", "ratio inverted", "no coin"],
 )
-def test_the_enumeration_catches(
+def test_the_enumeration_finds_planted_bugs(
     name: str, invalid: Callable[[Tensor, Tensor], Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(verify, name, invalid)

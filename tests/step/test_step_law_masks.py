@@ -18,7 +18,7 @@ from fastspec.proposers.ngram import NGram
 from fastspec.runtime.admission import allow
 from fastspec.sampling.distribution import PhiloxDraws
 from fastspec.sampling.rules import BLOCK, COUPLED, REJECTION
-from fastspec.shapes import ALONE, BESIDE, FULL, GRAMMARS, GREEDY
+from fastspec.shapes import FULL, GRAMMAR_ONLY, GRAMMARS, GREEDY, MIXED_DRAFTS
 from fastspec.state import PAUSED, RUNNING, DecodeState
 from fastspec.step import StepModules, step
 from tests.helpers.tables import ScriptedDraws, TableModel, random_table, shape_of, table_state
@@ -76,7 +76,7 @@ def masked_law(target: Tensor, free: bool = False) -> Laws:
 def outcomes(rule: str, grammars: str, k: int, count: int, drawn: bool) -> Any:
     """Draws that script every outcome of a step: of the proposer's drafts, of the coins, and of the last pick."""
     ids = torch.arange(VOCAB)
-    drafts = [ids if grammars == BESIDE and drawn else ids[:1]] * k
+    drafts = [ids if grammars == MIXED_DRAFTS and drawn else ids[:1]] * k
     if rule == COUPLED:
         grid = torch.cartesian_prod(*drafts, *[ids] * (k + 1))
         return CoupledDraws(grid[:, :k], grid[:, k:], k)
@@ -85,12 +85,12 @@ def outcomes(rule: str, grammars: str, k: int, count: int, drawn: bool) -> Any:
     return kind(grid[:, :k], grid[:, k], grid[:, k + 1], count)
 
 
-def stepped(state: DecodeState, parts: StepModules, shape: Any, turn: Turn, draws: Any) -> None:
+def stepped(state: DecodeState, modules: StepModules, shape: Any, turn: Turn, draws: Any) -> None:
     state.constrained.fill_(True)
     state.finish.fill_(PAUSED)
     state.draft_limits.fill_(0)  # those of a grammar count all the same
     allow(state, dict.fromkeys(range(state.batch), turn), shape.num_drafts)
-    step(parts, state, shape, draws)
+    step(modules, state, shape, draws)
     assert set(state.finish.tolist()) <= {PAUSED, 2}, "a row waits for the host after each step"
 
 
@@ -106,9 +106,9 @@ def decoded_law(target: Tensor, proposer: Any, rule: str, grammars: str, sampler
         draws = outcomes(rule, grammars, K, count, drawn)
         rows = len(draws.weight)
         state = table_state(torch.tensor([context] * rows), k=K, vocab=VOCAB, limit=LIMIT, stop_ids=[])
-        parts = StepModules(TableModel(target), proposer)
+        modules = StepModules(TableModel(target), proposer)
         shape = replace(shape_of(K, sampler), verification=rule, grammars=grammars)
-        stepped(state, parts, shape, turn, draws)
+        stepped(state, modules, shape, turn, draws)
         for row, weight in enumerate(draws.weight.tolist()):
             tokens = tuple(state.tokens[row, : state.lengths[row]].tolist())
             where = alive if len(tokens) < LIMIT else finished
@@ -137,7 +137,7 @@ def test_decodes_follow_the_masked_law(rule: str, proposer: str, grammars: str) 
 
 def test_a_grammar_of_all_texts_is_none() -> None:
     target = random_table(4, LIMIT + K, VOCAB, zeros=0.0)
-    found = decoded_law(target, drafter("model", 4), BLOCK, BESIDE, free=True)
+    found = decoded_law(target, drafter("model", 4), BLOCK, MIXED_DRAFTS, free=True)
     assert distance(found, masked_law(target, free=True)) < TOLERANCE
 
 
@@ -163,7 +163,7 @@ def test_rows_beside_are_as_without_grammars() -> None:
     """A row without a grammar has the bits of a step without masks, and the drafts that its proposer made."""
     target = random_table(7, LIMIT + K, VOCAB, zeros=0.0)
     made = []
-    for grammars in (None, BESIDE, ALONE):
+    for grammars in (None, MIXED_DRAFTS, GRAMMAR_ONLY):
         state = table_state(torch.tensor([PROMPT] * 2), k=K, vocab=VOCAB, limit=LIMIT, stop_ids=[], temperature=0.0)
         state.draft_limits.fill_(K)
         if grammars:

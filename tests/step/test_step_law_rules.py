@@ -105,9 +105,9 @@ def outcomes_of(mode: str, k: int, count: int, drawn: bool) -> Callable[[int], S
 
 
 def one_step(
-    mode: str, parts: StepModules, contexts: list[Context], k: int, count: int, limit: int, stops: list[int]
+    mode: str, modules: StepModules, contexts: list[Context], k: int, count: int, limit: int, stops: list[int]
 ) -> list[Laws]:
-    proposer = parts.proposer
+    proposer = modules.proposer
     assert proposer is not None
     draws = outcomes_of(mode, k, count, not proposer.deterministic)(len(contexts))
     outcomes = len(draws.weight) // len(contexts)
@@ -115,7 +115,7 @@ def one_step(
     state = table_state(rows, k=k, vocab=VOCAB, limit=limit, stop_ids=stops)
     if mode == COUPLED or proposer.deterministic:
         state.draft_probs.fill_(float("nan"))  # nobody may look
-    step(parts, state, StepShape(k, FULL, 1, WHOLE, verification=mode), draws)
+    step(modules, state, StepShape(k, FULL, 1, WHOLE, verification=mode), draws)
     laws: list[Laws] = [{} for _ in contexts]
     for row, weight in enumerate(draws.weight.tolist()):
         if weight:
@@ -136,7 +136,7 @@ def decoded(
     stop_ids: list[int],
 ) -> Laws:
     """Law of finished rows, step after step; `counted` says how many drafts of a context count."""
-    parts = StepModules(TableModel(target), proposer)
+    modules = StepModules(TableModel(target), proposer)
     alive: dict[Context, float] = {PROMPT: 1.0}
     finished: Laws = {}
     while alive:
@@ -144,7 +144,7 @@ def decoded(
         kinds = {counted(context) for context in alive if len(context) == length}
         for count in kinds:
             group = [context for context in alive if len(context) == length and counted(context) == count]
-            for context, law in zip(group, one_step(mode, parts, group, k, count, limit, stop_ids), strict=True):
+            for context, law in zip(group, one_step(mode, modules, group, k, count, limit, stop_ids), strict=True):
                 mass = alive.pop(context)
                 for (tokens, finish), weight in law.items():
                     kept = alive if finish == RUNNING else finished

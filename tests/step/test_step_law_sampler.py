@@ -18,7 +18,7 @@ from fastspec.sampling.rules import BLOCK, REJECTION
 from fastspec.shapes import FULL, StepShape
 from fastspec.state import AT_LIMIT, RUNNING, STOPPED, DecodeState
 from fastspec.step import step
-from tests.helpers.tables import WHOLE, ScriptedDraws, all_outcomes, random_table, table_parts, table_state
+from tests.helpers.tables import WHOLE, ScriptedDraws, all_outcomes, random_table, table_modules, table_state
 from tests.step.test_step_law_rules import BlockDraws
 
 VOCAB = 4
@@ -80,7 +80,7 @@ def outcomes(contexts: list[Context], target: Tensor, draft: Tensor, k: int, ask
         temperature=asked.temperature,
     )
     asked_of(state, asked, rows)
-    step(table_parts(target, draft), state, StepShape(k, FULL, 1, WHOLE, verification=mode), draws)
+    step(table_modules(target, draft), state, StepShape(k, FULL, 1, WHOLE, verification=mode), draws)
     laws: list[Laws] = [{} for _ in contexts]
     for row, weight in enumerate(draws.weight.tolist()):
         if weight:
@@ -198,7 +198,7 @@ process, count = processors.process, processors.count
 
 
 @pytest.mark.parametrize("invalid", [forgets_drafts], ids=["drafts before a place are forgotten"])
-def test_the_enumeration_catches(invalid: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_enumeration_finds_planted_bugs(invalid: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processors, "process", invalid)
     # far above rounding: the planted bug moves some outcome's probability by percents
     assert compare(2, ASKED["frequency"]) > 1e-3

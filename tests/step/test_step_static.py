@@ -45,10 +45,10 @@ def shape(k: int, sampler: str) -> StepShape:
 def run_step(engine: Engine, k: int, sampler: str) -> None:
     """One step, a catch-up and a prefill chunk over two rows: all that is ever captured."""
     view = engine.state.rows(0, 2)
-    assert engine.parts.proposer is not None
-    prefill(engine.parts, view.rows(0, 1), shape(0, sampler), 0, 32)
-    engine.parts.proposer.catch_up(view, shape(0, sampler), 32)
-    step(engine.parts, view, shape(k, sampler), PhiloxDraws(view.seeds))
+    assert engine.modules.proposer is not None
+    prefill(engine.modules, view.rows(0, 1), shape(0, sampler), 0, 32)
+    engine.modules.proposer.catch_up(view, shape(0, sampler), 32)
+    step(engine.modules, view, shape(k, sampler), PhiloxDraws(view.seeds))
 
 
 def start_rows(state: DecodeState) -> None:
@@ -76,7 +76,7 @@ def test_a_step_with_grammars_reads_nothing(sampler: str, grammars: str) -> None
     view = engine.state.rows(0, 2)
     kind = replace(shape(4, sampler), grammars=grammars, top_logprobs=2)
     with NoHostReads(), torch.inference_mode():
-        step(engine.parts, view, kind, PhiloxDraws(view.seeds))
+        step(engine.modules, view, kind, PhiloxDraws(view.seeds))
     assert engine.state.emitted[:2].min() >= 1
 
 
@@ -121,9 +121,9 @@ def test_step_traces_as_one_graph(k: int, sampler: str) -> None:
         engine.state.temperature.fill_(0.0 if sampler == GREEDY else 1.0)
     torch._dynamo.reset()
     with torch.no_grad():
-        step(plain.parts, plain.state, shape(k, sampler), PhiloxDraws(plain.state.seeds))
+        step(plain.modules, plain.state, shape(k, sampler), PhiloxDraws(plain.state.seeds))
         compiled = torch.compile(step, fullgraph=True, backend="eager")
-        compiled(traced.parts, traced.state, shape(k, sampler), PhiloxDraws(traced.state.seeds))
+        compiled(traced.modules, traced.state, shape(k, sampler), PhiloxDraws(traced.state.seeds))
     assert torch.equal(plain.state.tokens, traced.state.tokens)
     assert torch.equal(plain.state.lengths, traced.state.lengths)
     assert traced.state.emitted.min() >= 1

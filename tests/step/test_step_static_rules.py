@@ -34,7 +34,7 @@ RULES: list[Verification] = [*MODES, SyntheticAcceptance(rate=0.7), SyntheticAcc
 
 def one_step(engine: Engine, rule: Verification, k: int, sampler: str) -> None:
     view = engine.state.rows(0, 2)
-    step(engine.parts, view, replace(shape(k, sampler), verification=rule), PhiloxDraws(view.seeds))
+    step(engine.modules, view, replace(shape(k, sampler), verification=rule), PhiloxDraws(view.seeds))
 
 
 def started(engine: Engine) -> Engine:
@@ -71,9 +71,9 @@ def test_a_step_traces_as_one_graph(proposer: str, rule: Verification) -> None:
     torch._dynamo.reset()
     with torch.no_grad():
         chosen = replace(shape(3, FULL), verification=rule)
-        step(plain.parts, plain.state, chosen, PhiloxDraws(plain.state.seeds))
+        step(plain.modules, plain.state, chosen, PhiloxDraws(plain.state.seeds))
         compiled = torch.compile(step, fullgraph=True, backend="eager")
-        compiled(traced.parts, traced.state, chosen, PhiloxDraws(traced.state.seeds))
+        compiled(traced.modules, traced.state, chosen, PhiloxDraws(traced.state.seeds))
     assert torch.equal(plain.state.tokens, traced.state.tokens)
     assert torch.equal(plain.state.lengths, traced.state.lengths)
 

@@ -170,9 +170,9 @@ def _decode(
     batch, num_queries = tokens.positions.shape
     out = torch.empty(batch, num_queries, num_heads * dim, dtype=qkv.dtype, device=qkv.device)
     area = WorkArea(work.partials, work.counters)
-    given = DecodingPass(tokens, cache, out, area, has_pdl(qkv.device), *scoring)
+    call = DecodingPass(tokens, cache, out, area, has_pdl(qkv.device), *scoring)
     begin, room = (block * KEY_BLOCK for block in blocks)
-    row_size, sizes = batch * num_queries * num_heads * (dim + 1), given.sizes
+    row_size, sizes = batch * num_queries * num_heads * (dim + 1), call.sizes
     capacity = max(cache.table_width * page_size, room)
     if uses_mma(qkv.device, qkv.dtype, dim, page_size, capacity, cache.k.dtype):
         early, late = plan.early_and_late(begin, room)
@@ -180,16 +180,16 @@ def _decode(
         _check_room(work, counters, row_size * plan.partial_sums(early, late))
         regroup = regroup and not late
         if early:
-            decoding.start_early(given, early, regroup)
+            decoding.start_early(call, early, regroup)
         if late:
-            decoding.start_late(given, late)
+            decoding.start_late(call, late)
         return out.unflatten(2, (-1, BLOCK)) if regroup else out
     splits = plan.cdiv(room, work.split_keys)
     planned = plan.tiles_plan(sizes, qkv.dtype.itemsize, splits)
     if splits > 1:
         groups = plan.cdiv(splits, plan.FAN)
         _check_room(work, planned.grid[0] * (1 + groups), row_size * (splits + groups))
-    decoding.start_tiles(given, planned, work.split_keys)
+    decoding.start_tiles(call, planned, work.split_keys)
     return out
 
 

@@ -13,7 +13,7 @@ from fastspec.kernels.common.checks import check
 from fastspec.kernels.common.experts import ExpertStack, ExpertWeights
 from fastspec.kernels.common.launch import launch, pdl_options
 from fastspec.kernels.experts.lists import lists_of
-from fastspec.kernels.experts.mxfp4 import Ends, Given, mxfp4_kernel
+from fastspec.kernels.experts.mxfp4 import Epilogue, Operands, mxfp4_kernel
 from fastspec.kernels.experts.products import Chosen, Norm, Stack, expert_kernel, sum_kernel
 from fastspec.shapes import ClampedGate
 
@@ -91,11 +91,11 @@ def experts(
     Raises:
         ValueError: shapes, dtypes or layouts that do not fit each other.
     """
-    given = _given(x, ids, factors, weights, clamp, pdl)
-    if given is None:
+    outputs = _expert_outputs(x, ids, factors, weights, clamp, pdl)
+    if outputs is None:
         return x.float() if residual is None else residual
     out = torch.empty(x.shape, dtype=torch.float32 if residual is None else x.dtype, device=x.device)
-    _add_up(given, factors, (shared, shared_logits, residual), out, None, pdl)
+    _add_up(outputs, factors, (shared, shared_logits, residual), out, None, pdl)
     return out
 
 
@@ -113,20 +113,20 @@ def experts_normed(
     pdl: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """As `reference.experts_normed`, which defines it; other arguments and errors as of `experts`."""
-    given = _given(x, ids, factors, weights, clamp, pdl)
+    outputs = _expert_outputs(x, ids, factors, weights, clamp, pdl)
     check("norm's weight", norm[0], x.shape[-1:])
-    if given is None:
+    if outputs is None:
         return residual, x
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     after = Norm(norm[0], torch.empty_like(out), norm[1])
-    _add_up(given, factors, (shared, shared_logits, residual), out, after, pdl)
+    _add_up(outputs, factors, (shared, shared_logits, residual), out, after, pdl)
     return out, after.out
 
 
-def _given(
+def _expert_outputs(
     x: Tensor, ids: Tensor, factors: Tensor, weights: ExpertWeights, clamp: ClampedGate | None, pdl: bool
 ) -> Tensor | None:
-    """[R * chosen, K], what each pair's expert gives; None where there are no rows."""
+    """[R * chosen, K], the output of each pair's expert; None where there are no rows."""
     count, double, hidden = weights.gate_up.shape
     rows = x.reshape(-1, hidden).contiguous()
     num_rows, chosen = ids.shape
@@ -146,14 +146,14 @@ def _given(
 
 
 def _add_up(
-    given: Tensor, factors: Tensor, others: tuple[Tensor | None, ...], out: Tensor, norm: Norm | None, pdl: bool
+    outputs: Tensor, factors: Tensor, others: tuple[Tensor | None, ...], out: Tensor, norm: Norm | None, pdl: bool
 ) -> None:
     """Writes sums of rows to `out`, and their norms; `others`: shared, shared_logits and residual of `experts`."""
-    (rows, chosen), hidden = factors.shape, given.shape[1]
+    (rows, chosen), hidden = factors.shape, outputs.shape[1]
     added = [None if each is None else each.reshape(rows, -1).contiguous() for each in others]
     block = SUM_BLOCK if norm is None else triton.next_power_of_2(hidden)
     launch(
-        sum_kernel, (rows, triton.cdiv(hidden, block)), given, factors, *added, out, norm or Norm(None, None, 0.0),
+        sum_kernel, (rows, triton.cdiv(hidden, block)), outputs, factors, *added, out, norm or Norm(None, None, 0.0),
         K=hidden, CHOSEN=chosen, BLOCK=block, ROUND_FIRST=norm is not None and norm.weight.dtype == out.dtype,
         num_warps=min(16, max(4, block // 256)), **pdl_options(pdl),
     )  # fmt: skip
@@ -194,9 +194,9 @@ def _product(
     options: dict[str, Any] = {"K": k, "CHOSEN": chosen, "GATED": gated, "CLAMPED": clamp is not None}
     options |= {"OF_PAIRS": not gated}
     if isinstance(tile, CodesTile):
-        given = Given(x.view(torch.int32), stack.data, stack.scales)
+        operands = Operands(x.view(torch.int32), stack.data, stack.scales)
         launch(
-            mxfp4_kernel, (triton.cdiv(n, tile.weight_rows), tiles), given, of, Ends(bias, out), alpha, limit,
+            mxfp4_kernel, (triton.cdiv(n, tile.weight_rows), tiles), operands, of, Epilogue(bias, out), alpha, limit,
             N=n, S=SPLIT_K, R=tile.weight_rows, BLOCKS=tile.rows // 8, D=tile.depth,
             **options, PDL=pdl, num_warps=SPLIT_K, launch_pdl=pdl, enable_fp_fusion=False,
         )  # fmt: skip

@@ -37,7 +37,7 @@ PIECE = gl.constexpr(256)  # words of 16 rows in a chunk
 BOTH = gl.constexpr(0x00800080)  # by which an exponent becomes a pair of bf16
 
 
-class Given(NamedTuple):
+class Operands(NamedTuple):
     """What is multiplied.
 
     Attributes:
@@ -50,7 +50,7 @@ class Given(NamedTuple):
     scales: Any
 
 
-class Ends(NamedTuple):
+class Epilogue(NamedTuple):
     """What comes after the product.
 
     Attributes:
@@ -112,7 +112,7 @@ def _activated(total, alpha, limit, GATED: gl.constexpr, CLAMPED: gl.constexpr):
 
 @gluon.jit
 def _write(
-    total, tile, expert, pair, valid, ends, alpha, limit,
+    total, tile, expert, pair, valid, epilogue, alpha, limit,
     N: gl.constexpr, R: gl.constexpr, GATED: gl.constexpr, CLAMPED: gl.constexpr,
 ):  # fmt: skip
     """Bias, activation, one rounding, store: sums [R / 16, 2, 8, BM] of pairs [BM]."""
@@ -123,8 +123,8 @@ def _write(
     else:
         column = weight_numbers(total, tile * R, 16, 8)
         place = column
-    if ends.bias is not None:
-        total += gl.load(ends.bias + (expert * N + place), mask=column < WIDTH, other=0.0).to(gl.float32)
+    if epilogue.bias is not None:
+        total += gl.load(epilogue.bias + (expert * N + place), mask=column < WIDTH, other=0.0).to(gl.float32)
     pair = gl.expand_dims(gl.expand_dims(gl.expand_dims(pair, 0), 0), 0)
     valid = gl.expand_dims(gl.expand_dims(gl.expand_dims(valid, 0), 0), 0) & (column < WIDTH)
     at = pair * WIDTH + column
@@ -132,14 +132,14 @@ def _write(
         at, _ = gl.split(gl.permute(at, (0, 2, 3, 1)))
         valid, _ = gl.split(gl.permute(valid, (0, 2, 3, 1)))
     out = _activated(total, alpha, limit, GATED, CLAMPED)
-    gl.store(ends.out + at, out.to(ends.out.dtype.element_ty), mask=valid, eviction_policy="evict_last")
+    gl.store(epilogue.out + at, out.to(epilogue.out.dtype.element_ty), mask=valid, eviction_policy="evict_last")
 
 
 @gluon.jit
 def mxfp4_kernel(
-    given,  # Given
+    operands,  # Operands
     chosen,  # Chosen of products.py
-    ends,  # Ends
+    epilogue,  # Epilogue
     alpha,
     limit,
     N: gl.constexpr,
@@ -171,14 +171,14 @@ def mxfp4_kernel(
         expert, first, count = gl.load(at), gl.load(at + 1), gl.load(at + 2)
     if count > 0:
         _multiply(
-            given, chosen, ends, alpha, limit, tile, expert, first, count,
+            operands, chosen, epilogue, alpha, limit, tile, expert, first, count,
             N, K, S, R, BLOCKS, D, CHOSEN, OF_PAIRS, GATED, CLAMPED, PDL,
         )  # fmt: skip
 
 
 @gluon.jit
 def _multiply(
-    given, chosen, ends, alpha, limit, tile, expert, first, count,
+    operands, chosen, epilogue, alpha, limit, tile, expert, first, count,
     N: gl.constexpr, K: gl.constexpr, S: gl.constexpr, R: gl.constexpr, BLOCKS: gl.constexpr, D: gl.constexpr,
     CHOSEN: gl.constexpr, OF_PAIRS: gl.constexpr, GATED: gl.constexpr, CLAMPED: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
@@ -201,7 +201,7 @@ def _multiply(
     there = (T - 1) * S + s < CHUNKS
     inside = (gl.expand_dims(there, 2), there)
     before = expert.to(gl.int64) * (N * CHUNKS)
-    at = (given.words + before * 16, given.scales + before)
+    at = (operands.words + before * 16, operands.scales + before)
     ws = ()
     for i in gl.static_range(min(D, T)):
         ws = ws + (_chunk(at, of, i, inside, RAGGED and i == T - 1, S),)
@@ -230,7 +230,7 @@ def _multiply(
             acc = sums[b]
             for u in gl.static_range(2):
                 next_word = i * (S * 64) + u * 32
-                words = words_at(given.x, rows[b] + next_word, word + next_word < K // 2, RAGGED and i == T - 1, "")
+                words = words_at(operands.x, rows[b] + next_word, word + next_word < K // 2, RAGGED and i == T - 1, "")
                 acc = mma_v2(units[u], row_operand(words, gl.bfloat16, right), acc)
             new = new + (acc,)
         sums = new
@@ -239,4 +239,4 @@ def _multiply(
         total = sum_of_splits(sums[b], 1) * TIMES
         j = b * BLOCK + gl.arange(0, BLOCK, layout=column_layout(total.type.layout))
         pair = _pair_of(chosen, first, count, j)
-        _write(total, tile, expert, pair, j < count, ends, alpha, limit, N, R, GATED, CLAMPED)
+        _write(total, tile, expert, pair, j < count, epilogue, alpha, limit, N, R, GATED, CLAMPED)

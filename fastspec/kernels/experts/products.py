@@ -134,7 +134,7 @@ def _gated_values_product(x_at, weight_at, here, up_of, gate, up, K: tl.constexp
 
 @triton.jit
 def expert_kernel(
-    given,  # Stack
+    stack,  # Stack
     chosen,  # Chosen
     out_ptr,  # [R * CHOSEN, WIDTH]
     alpha,
@@ -165,14 +165,14 @@ def expert_kernel(
     ROWS_OF: tl.constexpr = 2 * WIDTH if GATED else WIDTH
     some = tl.max(valid.to(tl.int32), axis=0) > 0
     last = expert.to(tl.int64) * ROWS_OF + tl.minimum(n, WIDTH - 1)  # columns beyond the end repeat the last one
-    weight_at = given.weight + last[:, None] * K
+    weight_at = stack.weight + last[:, None] * K
     if AHEAD:
         blocks = _weights_ahead(weight_at, some, K, BLOCK_K)
     if PDL and OF_PAIRS:
         gdc_wait()
     if some:
         row = pair if OF_PAIRS else pair // CHOSEN
-        x_at = given.x + tl.where(valid, row, 0).to(tl.int64)[None, :] * K
+        x_at = stack.x + tl.where(valid, row, 0).to(tl.int64)[None, :] * K
         out = tl.zeros((BLOCK_N, ROWS), tl.float32)
         up = out
         if GATED:
@@ -181,10 +181,10 @@ def expert_kernel(
             out = _product_of_loaded(x_at, blocks, valid, out, K, BLOCK_K)
         else:
             out = _values_product(x_at, weight_at, valid, out, K, BLOCK_K)
-        if given.bias is not None:
-            out += tl.load(given.bias + last).to(tl.float32)[:, None]
+        if stack.bias is not None:
+            out += tl.load(stack.bias + last).to(tl.float32)[:, None]
             if GATED:
-                up += tl.load(given.bias + last + WIDTH).to(tl.float32)[:, None]
+                up += tl.load(stack.bias + last + WIDTH).to(tl.float32)[:, None]
         if CLAMPED:
             gate = tl.minimum(out, limit)
             out = gate / (1.0 + tl.exp(-alpha * gate)) * (tl.minimum(tl.maximum(up, -limit), limit) + 1.0)
@@ -196,7 +196,7 @@ def expert_kernel(
 
 @triton.jit
 def sum_kernel(
-    given_ptr,  # [R * CHOSEN, K]
+    outputs_ptr,  # [R * CHOSEN, K]
     factors_ptr,  # fp32 [R, CHOSEN]
     shared_ptr,  # [R, K]
     shared_logits_ptr,  # fp32 [R]
@@ -225,8 +225,8 @@ def sum_kernel(
     kind: tl.constexpr = out_ptr.dtype.element_ty
     total = tl.zeros((BLOCK,), tl.float32)
     for i in tl.static_range(CHOSEN):
-        given = tl.load(given_ptr + (row * CHOSEN + i) * K + k, mask=inside, other=0.0).to(tl.float32)
-        total = tl.fma(given, tl.zeros_like(given) + tl.load(factors_ptr + row * CHOSEN + i), total)
+        output = tl.load(outputs_ptr + (row * CHOSEN + i) * K + k, mask=inside, other=0.0).to(tl.float32)
+        total = tl.fma(output, tl.zeros_like(output) + tl.load(factors_ptr + row * CHOSEN + i), total)
     if shared_ptr is not None:
         shared = tl.load(shared_ptr + row * K + k, mask=inside, other=0.0).to(tl.float32)
         if shared_logits_ptr is not None:

@@ -30,7 +30,7 @@ ONE_WARP = 2048  # experts, or elements of a norm, up to which a program is one 
 LEAST = tl.constexpr(-(2**31))  # below the keys of all scores
 
 
-class Beside(NamedTuple):
+class RowNorm(NamedTuple):
     """What is computed beside the choice; None: nothing.
 
     Attributes:
@@ -85,7 +85,7 @@ def route_kernel(
     ids_ptr,  # int32 [R, HELD]
     factors_ptr,  # fp32 [R, HELD]
     scale,
-    beside,  # Beside
+    beside,  # RowNorm
     E: tl.constexpr,
     CHOSEN: tl.constexpr,
     HELD: tl.constexpr,  # CHOSEN, and one more with a shared expert
@@ -230,7 +230,7 @@ def _launch(
     logits: Tensor,
     rule: RoutingRule,
     correction: Tensor | None,
-    given: tuple[Tensor, Tensor, float] | None,
+    beside: tuple[Tensor, Tensor, float] | None,
     pdl: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     rows, experts = logits.shape[0], logits.shape[1] - rule.gates
@@ -241,14 +241,14 @@ def _launch(
         check("correction", correction, (experts,), torch.float32)
     ids = new_ids(rows * rule.held, logits.device, torch.int32).view(rows, rule.held)
     factors = torch.empty(rows, rule.held, dtype=torch.float32, device=logits.device)
-    x, weight, eps = (None, None, 0.0) if given is None else given
+    x, weight, eps = (None, None, 0.0) if beside is None else beside
     normed = None if x is None else torch.empty_like(x)
     if rows == 0:
         return ids, factors, normed
     block, width = triton.next_power_of_2(experts), 1 if x is None else x.shape[-1]
     launch(
-        route_kernel, (rows, 1 if given is None else 2), logits, correction, ids, factors, rule.scale,
-        Beside(x, weight, normed, eps),
+        route_kernel, (rows, 1 if beside is None else 2), logits, correction, ids, factors, rule.scale,
+        RowNorm(x, weight, normed, eps),
         E=experts, CHOSEN=rule.chosen, HELD=rule.held, GATED=rule.gates, SCORES=SCORES[rule.scores],
         NORMED=rule.normed, GROUPS=rule.groups, KEPT=rule.kept_groups, BLOCK=block,
         PLACES=triton.next_power_of_2(rule.held),

@@ -199,9 +199,9 @@ def _unstashed(stashes, like):
 
 @gluon.jit(do_not_specialize=["M", "limit", "out_stride", "turns"])
 def large_m_kernel(
-    given,  # Rows of launches.py; gamma is in x already
+    inputs,  # Rows of launches.py; gamma is in x already
     weight_ptr,  # int32 words [N / 16, K / 32, 16, 16]
-    ends,  # Ends of launches.py
+    epilogue,  # Epilogue of launches.py
     M,
     N,
     limit,
@@ -221,8 +221,8 @@ def large_m_kernel(
     DTYPE: gl.constexpr,
 ):
     """One program of the large-M kernel: R weight rows by GROUPS * GROUP rows of x."""
-    x_ptr, _gamma_ptr, scale_ptr, _eps = given
-    bias_ptr, residual_ptr, out_ptr, keys_ptr, _parts_ptr = ends
+    x_ptr, _gamma_ptr, scale_ptr, _eps = inputs
+    bias_ptr, residual_ptr, out_ptr, keys_ptr, _parts_ptr = epilogue
     mma: gl.constexpr = _mma_layout(WARPS)
     left: gl.constexpr = gl.DotOperandLayout(0, mma, 8)
     right: gl.constexpr = gl.DotOperandLayout(1, mma, 8)

@@ -62,7 +62,7 @@ class Rows(NamedTuple):
     eps: Any
 
 
-class Ends(NamedTuple):
+class Epilogue(NamedTuple):
     """What is done with complete sums.
 
     Attributes:
@@ -142,8 +142,8 @@ def run(call: Call, pdl: bool, tile: Tile | None = None) -> None:
     tile = tile or tile_for(call.weight, rows, whole=call.argmax_keys is not None, gated=call.gated)
     split = split_for(call.weight)
     if isinstance(tile, Tma):
-        _, given, squares = permuted_for(call.weight, call.x, call.norm, pdl)
-        launch_tma_and_sum(tile, replace(call, x=given), squares, pdl)
+        _, regrouped, squares = permuted_for(call.weight, call.x, call.norm, pdl)
+        launch_tma_and_sum(tile, replace(call, x=regrouped), squares, pdl)
         return
     gamma = scale = None
     if call.norm is not None and isinstance(tile, Small) and tile.rows <= plan.FUSED_ROWS:
@@ -151,13 +151,13 @@ def run(call: Call, pdl: bool, tile: Tile | None = None) -> None:
     elif call.norm is not None:
         x, scale = norm_rows(call.x, *call.norm, split.split_k, split.k_tile, GLUON_TYPE[call.x.dtype], pdl)
         call = replace(call, x=x)
-    ends = Ends(call.bias, call.residual, call.out, call.argmax_keys)
+    epilogue = Epilogue(call.bias, call.residual, call.out, call.argmax_keys)
     inputs = Rows(call.x.view(torch.int32), gamma, scale, 0.0 if call.norm is None else call.norm[1])
     numbers = (call.limit, 0 if call.argmax_keys is None else call.out.stride(0))
     shape = _constants(call, split, pdl) | {"R": tile.weight_rows, "D": tile.depth}
     # no contraction that the kernels do not ask for: two of them must round alike
     options: dict[str, Any] = {"launch_pdl": pdl, "enable_fp_fusion": False}
-    operands = (inputs, call.weight.words(), ends, rows, n)
+    operands = (inputs, call.weight.words(), epilogue, rows, n)
     steps = plan.cdiv(k, split.split_k * split.k_tile)
     if isinstance(tile, Small):
         grid = (plan.cdiv(n, tile.weight_rows), plan.cdiv(rows, tile.rows))
@@ -236,7 +236,7 @@ def launch_tma(tile: Tma, call: Call, squares: Tensor | None, pdl: bool, regroup
         described(call.x, [tile.rest, 64]) if tile.rest else None,
         *[described(words, [box // 16, 16, 32]) if box else None for box in tile.boxes],
         squares if parts is None else None,
-        Ends(call.bias, call.residual, call.out, call.argmax_keys, None if parts is None else parts.sums),
+        Epilogue(call.bias, call.residual, call.out, call.argmax_keys, None if parts is None else parts.sums),
         *(rows, n, eps, call.limit, stride),
         SUMS=sums_of_k,
         TILE=places,

@@ -1,6 +1,6 @@
 """Sums over GPUs between packed products of many rows, and what the next product reads of them, as one kernel.
 
-    x' = round(residual + (sum over ranks of x [+ bias]));  given = norm(x') regrouped, as `split_k.given_kernel`
+    x' = round(residual + (sum over ranks of x [+ bias]));  given = norm(x') regrouped, as `split_k.regroup_kernel`
 
 To the bits of `exchange.exchange_added` and `split_k.permuted_rows` one after the other. A program has the part of a
 row that one split of the next product multiplies, and so many blocks of the room: it pushes its part into the peers'
@@ -28,7 +28,7 @@ from fastspec.kernels.room import BLOCK, LIMIT, Room
 
 
 class Sums(NamedTuple):
-    """What a program adds and leaves, as parameters of `split_k.given_kernel` say it."""
+    """What a program adds and leaves, as parameters of `split_k.regroup_kernel` say it."""
 
     SPLITS: int
     PAIRWISE: int

@@ -115,14 +115,14 @@ def _next_squares(total, at, of, k, STEP: gl.constexpr, N: gl.constexpr, RAGGED:
 
 
 @gluon.jit
-def _step(sums, weight, given, left: gl.constexpr, right: gl.constexpr, DTYPE: gl.constexpr):
+def _step(sums, weight, inputs, left: gl.constexpr, right: gl.constexpr, DTYPE: gl.constexpr):
     """One K tile: weight rows^T is added to sums[0], and to sums[1], where there is one, the squares of the rows."""
-    rows = given[0]
-    if len(given) == 2:
-        rows = times_gamma(given[0], given[1], DTYPE)
+    rows = inputs[0]
+    if len(inputs) == 2:
+        rows = times_gamma(inputs[0], inputs[1], DTYPE)
     acc = mma_v2(weight_operand(weight, DTYPE, left), row_operand(rows, DTYPE, right), sums[0])
     if len(sums) == 2:
-        return acc, add_squares(sums[1], _runs(given[0]), DTYPE)
+        return acc, add_squares(sums[1], _runs(inputs[0]), DTYPE)
     else:
         return (acc,)
 
@@ -143,9 +143,9 @@ def sum_of_splits(acc, PAIRWISE: gl.constexpr):
 
 @gluon.jit(do_not_specialize=["M", "limit", "out_stride", "loops"])
 def small_m_kernel(
-    given,  # Rows of launches.py
+    inputs,  # Rows of launches.py
     weight_ptr,  # int32 words [N / 16, K / 32, 16, 16]
-    ends,  # Ends of launches.py
+    epilogue,  # Epilogue of launches.py
     M,
     N,
     limit,
@@ -165,8 +165,8 @@ def small_m_kernel(
     DTYPE: gl.constexpr,
 ):
     """One program of the small-M kernel: R weight rows by BM rows of x."""
-    x_ptr, gamma_ptr, scale_ptr, eps = given
-    bias_ptr, residual_ptr, out_ptr, keys_ptr, _parts_ptr = ends
+    x_ptr, gamma_ptr, scale_ptr, eps = inputs
+    bias_ptr, residual_ptr, out_ptr, keys_ptr, _parts_ptr = epilogue
     mma: gl.constexpr = gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[S, 1, 1], instr_shape=[1, 16, 8])
     left: gl.constexpr = gl.DotOperandLayout(0, mma, 8)
     right: gl.constexpr = gl.DotOperandLayout(1, mma, 8)

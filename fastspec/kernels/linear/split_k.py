@@ -104,7 +104,7 @@ def sums_of(
 def sum_kernel(
     parts_ptr,  # fp32 [SPLITS, M, N]
     factors_ptr,  # fp32 [N] or None: see `Parts`
-    squares_ptr,  # fp32 [S, M] or None: see `given_kernel`
+    squares_ptr,  # fp32 [S, M] or None: see `regroup_kernel`
     bias_ptr,  # [N] or None
     residual_ptr,  # [M, N] or None
     out_ptr,  # [M, N]
@@ -135,21 +135,21 @@ def sum_kernel(
 
 @gluon.jit
 def leave_given(
-    total, word, place, row, split, gamma, gamma_ptr, given_ptr, squares_ptr, M,
+    total, word, place, row, split, gamma, gamma_ptr, regrouped_ptr, squares_ptr, M,
     K: gl.constexpr, S: gl.constexpr, KT: gl.constexpr, ROOM: gl.constexpr, SHARED: gl.constexpr, WARPS: gl.constexpr,
     DTYPE: gl.constexpr, RAISE: gl.constexpr,
 ):  # fmt: skip
-    """What the next product reads of the part of a row that one split multiplies; as `given_kernel` has it."""
+    """What the next product reads of the part of a row that one split multiplies; as `regroup_kernel` has it."""
     K_TILE: gl.constexpr = KT // 2  # words
     words_at = row.to(gl.int64) * (K // 2)
     low, high = gl.split(gl.reshape(total.to(gl.int16, bitcast=True), [ROOM, 2]))
     words = gl.convert_layout((high.to(gl.int32) << 16) | (low.to(gl.int32) & 0xFFFF), word.type.layout)
-    given = words
+    regrouped_words = words
     if gamma_ptr is not None:
-        given = times_gamma(given, gamma, DTYPE)
+        regrouped_words = times_gamma(regrouped_words, gamma, DTYPE)
     if RAISE:
-        given = raised_rows(given)
-    gl.store(given_ptr + (words_at + regrouped(place)), given, mask=place < K // 2, eviction_policy=STAYS)
+        regrouped_words = raised_rows(regrouped_words)
+    gl.store(regrouped_ptr + (words_at + regrouped(place)), regrouped_words, mask=place < K // 2, eviction_policy=STAYS)
     if gamma_ptr is not None:
         mine = gl.allocate_shared_memory(gl.int32, [SHARED], gl.SwizzledSharedLayout(1, 1, 1, [0]))
         mine.slice(0, ROOM).store(words)
@@ -165,14 +165,14 @@ def leave_given(
 
 
 @gluon.jit(do_not_specialize=["M"])
-def given_kernel(
+def regroup_kernel(
     parts_ptr,  # fp32 [SPLITS, M, K], or None: residual is all there is
     factors_ptr,  # fp32 [K] or None: see `Parts`
     bias_ptr,  # [K] or None
     residual_ptr,  # [M, K]
     out_ptr,  # [M, K], the sums, or None
     gamma_ptr,  # int32 words [K / 2], or None
-    given_ptr,  # int32 words [M, K / 2]: the sums, times gamma, regrouped, and raised
+    regrouped_ptr,  # int32 words [M, K / 2]: the sums, times gamma, regrouped, and raised
     squares_ptr,  # fp32 [S, M]: of the sums, by splits of the product after; None as gamma_ptr
     M,
     SPLITS: gl.constexpr,  # of the product before
@@ -205,7 +205,7 @@ def given_kernel(
     if out_ptr is not None:
         gl.store(out_ptr + (row.to(gl.int64) * K + n), total, mask=n < K, eviction_policy=STAYS)
     leave_given(
-        total, word, place, row, split, gamma, gamma_ptr, given_ptr, squares_ptr, M,
+        total, word, place, row, split, gamma, gamma_ptr, regrouped_ptr, squares_ptr, M,
         K, S, KT, ROOM, SHARED, WARPS, DTYPE, RAISE,
     )  # fmt: skip
 
@@ -264,18 +264,18 @@ def permuted_rows(
     """
     rows, k = x.shape
     splits, k_tile = split
-    given = torch.empty_like(x)
+    regrouped_words = torch.empty_like(x)
     out = x if parts is None else torch.empty_like(x)
     squares = None if norm is None else x.new_empty(splits, rows, dtype=torch.float32)
     room = triton.next_power_of_2(triton.cdiv(k, splits * k_tile)) * k_tile // 2
     warps = min(8, max(1, room // 128))
     gamma = None if norm is None else norm[0].view(torch.int32)
     launch(
-        given_kernel,
+        regroup_kernel,
         (splits, rows),
         *((None, None) if parts is None else (parts.sums, parts.factors)),
         *(bias, x, None if parts is None else out),
-        *(gamma, given.view(torch.int32), squares, rows),
+        *(gamma, regrouped_words.view(torch.int32), squares, rows),
         **{"SPLITS": 0, "PAIRWISE": 1} if parts is None else {"SPLITS": len(parts.sums), "PAIRWISE": parts.pairwise},
         **{"K": k, "S": splits, "KT": k_tile, "ROOM": room},
         **{"WARPS": warps, "PDL": pdl, "DTYPE": dtype, "RAISE": raise_rows},
@@ -284,4 +284,4 @@ def permuted_rows(
         launch_pdl=pdl,
         enable_fp_fusion=False,
     )
-    return out, given, squares
+    return out, regrouped_words, squares

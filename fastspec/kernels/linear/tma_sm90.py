@@ -275,12 +275,12 @@ def _end(
 
 @gluon.jit
 def _multiply(
-    xs, ws, full, free, factors, known, first_row, split, ends, M, N, limit,
+    xs, ws, full, free, factors, known, first_row, split, epilogue, M, N, limit,
     EACH: gl.constexpr, STEPS: gl.constexpr, PAIRWISE: gl.constexpr,
     WARPS: gl.constexpr, GATED: gl.constexpr, REGROUP: gl.constexpr, OWN: gl.constexpr, STAY: gl.constexpr,
 ):  # fmt: skip
     """The multiplying warps."""
-    bias_ptr, residual_ptr, out_ptr, keys_ptr, parts_ptr = ends
+    bias_ptr, residual_ptr, out_ptr, keys_ptr, parts_ptr = epilogue
     nil = M >> 31
     step = 0
     turns = _turns(N, OWN, STAY)
@@ -313,7 +313,7 @@ def tma_kernel(
     second_desc,  # the same by the second of them, or None
     third_desc,  # and by the third
     squares_ptr,  # fp32 [S, M] or None: sums of squares of the rows of x, whose norm goes before
-    ends,  # Ends of launches.py
+    epilogue,  # Epilogue of launches.py
     M,
     N,
     eps,
@@ -343,7 +343,7 @@ def tma_kernel(
     BYTES: gl.constexpr = (OWN + GROUP + REST) * 128
     first_row = gl.program_id(1) * (GROUP + REST)
     split = gl.program_id(2) * PAIRWISE
-    EACH: gl.constexpr = _steps_in_all(STEPS, S, PAIRWISE, ends.parts_ptr is not None)
+    EACH: gl.constexpr = _steps_in_all(STEPS, S, PAIRWISE, epilogue.parts_ptr is not None)
 
     ws = gl.allocate_shared_memory(gl.int32, [STAGES, R // 16, 16, 32], gl.NVMMASharedLayout(128, 32, 3))
     rows: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
@@ -373,17 +373,17 @@ def tma_kernel(
     gl.warp_specialize(
         [
             (_multiply, (
-                xs, ws, full, free, factors, known, first_row, split, ends, M, N, limit,
+                xs, ws, full, free, factors, known, first_row, split, epilogue, M, N, limit,
                 EACH, STEPS, PAIRWISE, WARPS, GATED, REGROUP, OWN, STAY,
             )),
             (_fetch, (
                 x_descs, weight_descs, xs, ws, full, free, first_row, split, N, PDL, EACH, STEPS, K_TILE, S, BYTES, OWN,
-                ends.parts_ptr is not None, STAY,
+                epilogue.parts_ptr is not None, STAY,
             )),
             (_work_out_factors, (factors, known, squares_ptr, first_row, M, eps, K, S, ROWS, PDL)),
         ],
         [1, 1], [32, 32],  # a warp more for each, and how many registers its threads need
     )
     # fmt: on
-    if ends.keys_ptr is not None:
-        write_argmax(ends.keys_ptr, ends.out_ptr, out_stride, M, WARPS)
+    if epilogue.keys_ptr is not None:
+        write_argmax(epilogue.keys_ptr, epilogue.out_ptr, out_stride, M, WARPS)

@@ -91,7 +91,7 @@ def _inverse(a, CHUNK: tl.constexpr, PRECISION: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def solve_kernel(
-    where,  # Where
+    slots,  # StateSlots
     ready,  # Prepared
     chunks,  # Chunks
     num_tokens,
@@ -105,8 +105,8 @@ def solve_kernel(
     KEY_DIM: tl.constexpr = DIMS[0]
     VALUE_DIM: tl.constexpr = DIMS[1]
     piece, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
-    first, count = span(where.write_mask + row * num_tokens, num_tokens, OF_PROMPTS)
-    start = tl.load(where.positions + row * num_tokens + first, mask=count > 0, other=0).to(tl.int32)
+    first, count = span(slots.write_mask + row * num_tokens, num_tokens, OF_PROMPTS)
+    start = tl.load(slots.positions + row * num_tokens + first, mask=count > 0, other=0).to(tl.int32)
     begin = (start // CHUNK + piece) * CHUNK - start  # chunks lie on a grid of positions
     if begin < count:
         line = tl.arange(0, CHUNK)

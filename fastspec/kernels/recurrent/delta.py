@@ -20,7 +20,17 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from fastspec.kernels.common.launch import has_pdl, launch, pdl_options
-from fastspec.kernels.recurrent.parts import Weights, Where, advanced, convs, convs_ahead, gates, row_of, span, units
+from fastspec.kernels.recurrent.parts import (
+    StateSlots,
+    Weights,
+    advanced,
+    convs,
+    convs_ahead,
+    gates,
+    row_of,
+    span,
+    units,
+)
 from fastspec.shapes import DeltaRule
 
 STEP_TILE, WARPS = 2048, 1  # elements of the state that one program holds, and its warps
@@ -33,7 +43,7 @@ _LEAST = 256  # elements of keys from which on a lane loads 16 bytes of a key, t
 def _delta_kernel(
     product_ptr,
     weights,  # Weights
-    where,  # Where
+    slots,  # StateSlots
     out_ptr,
     num_tokens,
     KEY_HEADS: tl.constexpr,
@@ -59,16 +69,16 @@ def _delta_kernel(
     key_head = head // SERVED
     key, value = tl.arange(0, KEYS), tile * BLOCK + tl.arange(0, BLOCK)
     has_key, has_value = key < KEY_DIM, value < VALUE_DIM
-    first, count = span(where.write_mask + row * num_tokens, num_tokens)
-    held = tl.load(where.state_rows + row)
-    inputs_ptr = where.inputs + held * (PLACES * CHANNELS)
+    first, count = span(slots.write_mask + row * num_tokens, num_tokens)
+    held = tl.load(slots.state_rows + row)
+    inputs_ptr = slots.inputs + held * (PLACES * CHANNELS)
     product_ptr += row * num_tokens * ROWS
     out_ptr += (row * num_tokens * VALUE_HEADS + head) * VALUE_DIM
-    states_ptr = where.states + (held * SLOTS * VALUE_HEADS + head) * (VALUE_DIM * KEY_DIM)
+    states_ptr = slots.states + (held * SLOTS * VALUE_HEADS + head) * (VALUE_DIM * KEY_DIM)
     within = value[:, None] * KEY_DIM + key[None, :]
     whole = has_value[:, None] & has_key[None, :]
     # where the mask has no token, any position will do: nothing is read or written
-    start = tl.load(where.positions + row * num_tokens + first, mask=count > 0, other=0).to(tl.int32)
+    start = tl.load(slots.positions + row * num_tokens + first, mask=count > 0, other=0).to(tl.int32)
     slot = (start + SLOTS - 1) % SLOTS
     known = whole & (start > 0) & (count > 0)
     state = tl.load(states_ptr + slot * (VALUE_HEADS * VALUE_DIM * KEY_DIM) + within, mask=known, other=0.0)
@@ -125,7 +135,7 @@ def _delta_kernel(
             tl.store(out_ptr + t * (VALUE_HEADS * VALUE_DIM) + value, nothing, mask=has_value)
 
 
-def step_rule(product: Tensor, weights: Weights, where: Where, out: Tensor, rule: DeltaRule) -> None:
+def step_rule(product: Tensor, weights: Weights, slots: StateSlots, out: Tensor, rule: DeltaRule) -> None:
     """Writes the result of `reference.delta_rule` to out [B, Q, rule.values]; Q is at most the number of slots."""
     batch, tokens, _ = product.shape
     block = block_of(rule, STEP_TILE if batch > FEW_ROWS else FEW_TILE)
@@ -135,13 +145,13 @@ def step_rule(product: Tensor, weights: Weights, where: Where, out: Tensor, rule
         (batch, rule.value_heads, triton.cdiv(rule.value_dim, block)),
         product,
         weights,
-        where,
+        slots,
         out,
         tokens,
         **sizes_of(rule),
         WIDTH=rule.width,
-        SLOTS=where.states.shape[1],
-        TOKENS=room_of(rule, tokens, where.states.shape[1]),
+        SLOTS=slots.states.shape[1],
+        TOKENS=room_of(rule, tokens, slots.states.shape[1]),
         BLOCK=block,
         num_warps=WARPS,
         enable_fp_fusion=False,

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from fastspec.kernels.common.checks import check, told
 from fastspec.kernels.recurrent.delta import step_rule
-from fastspec.kernels.recurrent.parts import Weights, Where
+from fastspec.kernels.recurrent.parts import StateSlots, Weights
 from fastspec.kernels.recurrent.prompt import prompt_rule
 from fastspec.kernels.reference.recurrent import DeltaParts, KeptState
 from fastspec.shapes import DeltaRule
@@ -50,11 +50,11 @@ def delta_rule(
     batch, tokens = positions.shape
     out = product.new_empty(batch, tokens, rule.values)
     weights = Weights(layer.conv, layer.decay, layer.step)
-    where = Where(states, inputs, state_rows, positions, write_mask)
+    slots = StateSlots(states, inputs, state_rows, positions, write_mask)
     if tokens <= states.shape[1]:
-        step_rule(product, weights, where, out, rule)
+        step_rule(product, weights, slots, out, rule)
     else:
-        prompt_rule(product, weights, where, out, rule, kept)
+        prompt_rule(product, weights, slots, out, rule, kept)
     return out
 
 

@@ -25,7 +25,7 @@ class Weights(NamedTuple):
     step: Any
 
 
-class Where(NamedTuple):
+class StateSlots(NamedTuple):
     """The states of a layer and the places of tokens in them, as `reference.delta_rule` describes them."""
 
     states: Any

@@ -18,7 +18,7 @@ from torch import Tensor
 from fastspec.kernels.common.launch import launch
 from fastspec.kernels.recurrent.chunks import Chunks, Prepared, solve_kernel
 from fastspec.kernels.recurrent.delta import sizes_of
-from fastspec.kernels.recurrent.parts import OF_PROMPTS, Weights, Where, convs, gates, span, units
+from fastspec.kernels.recurrent.parts import OF_PROMPTS, StateSlots, Weights, convs, gates, span, units
 from fastspec.kernels.reference.recurrent import KeptState
 from fastspec.shapes import DeltaRule
 
@@ -53,7 +53,7 @@ IN_FP32 = Plan(chunk=16, block=16, solve_warps=8, scan_warps=8, stages=1, precis
 def _prepare_kernel(
     product_ptr,
     weights,  # Weights
-    where,  # Where
+    slots,  # StateSlots
     ready,  # Prepared
     num_tokens,
     KEY_HEADS: tl.constexpr,
@@ -69,12 +69,12 @@ def _prepare_kernel(
     CHANNELS: tl.constexpr = 2 * KEY_HEADS * KEY_DIM + VALUE_HEADS * VALUE_DIM
     ROWS: tl.constexpr = CHANNELS + VALUE_HEADS * VALUE_DIM + 2 * VALUE_HEADS
     row, head = tl.program_id(1).to(tl.int64), tl.program_id(2)
-    first, count = span(where.write_mask + row * num_tokens, num_tokens, OF_PROMPTS)
+    first, count = span(slots.write_mask + row * num_tokens, num_tokens, OF_PROMPTS)
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)  # counted from the first that is not masked
     there = token < count
     if tl.program_id(0) * TOKENS < count:
-        start = tl.load(where.positions + row * num_tokens + first).to(tl.int32)
-        inputs_ptr = where.inputs + tl.load(where.state_rows + row) * (PLACES * CHANNELS)
+        start = tl.load(slots.positions + row * num_tokens + first).to(tl.int32)
+        inputs_ptr = slots.inputs + tl.load(slots.state_rows + row) * (PLACES * CHANNELS)
         at = product_ptr + (row * num_tokens + first) * ROWS
         to = row * num_tokens + first + token
         if head < KEY_HEADS:  # the branches share no variable name: Triton wants one shape for a name
@@ -108,7 +108,7 @@ def _prepare_kernel(
 
 @triton.jit(do_not_specialize=["num_tokens", "num_pieces"])
 def _scan_kernel(
-    where,  # Where
+    slots,  # StateSlots
     ready,  # Prepared
     chunks,  # Chunks
     kept,  # KeptState, if there is one
@@ -132,11 +132,11 @@ def _scan_kernel(
     line, key = tl.arange(0, CHUNK), tl.arange(0, triton.next_power_of_2(KEY_DIM))
     value = tile * BLOCK + tl.arange(0, BLOCK)
     has_key, has_value = key < KEY_DIM, value < VALUE_DIM
-    first, count = span(where.write_mask + row * num_tokens, num_tokens, OF_PROMPTS)
-    states_ptr = where.states + (tl.load(where.state_rows + row) * SLOTS * VALUE_HEADS + head) * SIZE
+    first, count = span(slots.write_mask + row * num_tokens, num_tokens, OF_PROMPTS)
+    states_ptr = slots.states + (tl.load(slots.state_rows + row) * SLOTS * VALUE_HEADS + head) * SIZE
     within = key[:, None] + value[None, :] * KEY_DIM  # here a state is [keys, values]
     whole = has_key[:, None] & has_value[None, :]
-    start = tl.load(where.positions + row * num_tokens + first, mask=count > 0, other=0).to(tl.int32)
+    start = tl.load(slots.positions + row * num_tokens + first, mask=count > 0, other=0).to(tl.int32)
     known = whole & (start > 0) & (count > 0)
     slot = (start + SLOTS - 1) % SLOTS
     state = tl.load(states_ptr + slot * (VALUE_HEADS * SIZE) + within, mask=known, other=0.0)
@@ -183,7 +183,7 @@ def _scan_kernel(
 @triton.jit(do_not_specialize=["num_tokens"])
 def _keep_kernel(
     product_ptr,
-    where,  # Where
+    slots,  # StateSlots
     kept,  # KeptState, if there is one
     num_tokens,
     ROWS: tl.constexpr,
@@ -198,16 +198,16 @@ def _keep_kernel(
     Those of the last tokens before `kept.at` as well.
     """
     row, channel = tl.program_id(0).to(tl.int64), tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
-    first, count = span(where.write_mask + row * num_tokens, num_tokens, OF_PROMPTS)
+    first, count = span(slots.write_mask + row * num_tokens, num_tokens, OF_PROMPTS)
     t = first + count - 1 - tl.program_id(1)
     if (t >= first) & (count > 0):
-        position = tl.load(where.positions + row * num_tokens + t)
+        position = tl.load(slots.positions + row * num_tokens + t)
         inside = channel < CHANNELS
         x = tl.load(product_ptr + (row * num_tokens + t) * ROWS + channel, mask=inside)
-        place = tl.load(where.state_rows + row) * PLACES + position % PLACES
-        tl.store(where.inputs + place * CHANNELS + channel, x, mask=inside)
+        place = tl.load(slots.state_rows + row) * PLACES + position % PLACES
+        tl.store(slots.inputs + place * CHANNELS + channel, x, mask=inside)
     if KEEPS:
-        start = tl.load(where.positions + row * num_tokens + first, mask=count > 0, other=0)
+        start = tl.load(slots.positions + row * num_tokens + first, mask=count > 0, other=0)
         keep_at = tl.load(kept.at)
         before = keep_at - 1 - tl.program_id(1)  # a position
         if (before >= start) & (keep_at <= start + count) & (tl.program_id(1) < WIDTH):
@@ -220,11 +220,11 @@ def _keep_kernel(
 
 
 def prompt_rule(
-    product: Tensor, weights: Weights, where: Where, out: Tensor, rule: DeltaRule, kept: KeptState | None = None
+    product: Tensor, weights: Weights, slots: StateSlots, out: Tensor, rule: DeltaRule, kept: KeptState | None = None
 ) -> None:
     """Writes the result of `reference.delta_rule` to out [B, Q, rule.values]; Q is above the number of slots."""
     batch, tokens, _ = product.shape
-    places, sizes = where.inputs.shape[1], sizes_of(rule)
+    places, sizes = slots.inputs.shape[1], sizes_of(rule)
 
     def room(*shape: int) -> Tensor:
         return torch.empty(batch, tokens, *shape, dtype=torch.float32, device=product.device)
@@ -236,7 +236,7 @@ def prompt_rule(
         (triton.cdiv(tokens, _PREPARED), batch, rule.key_heads + rule.value_heads),
         product,
         weights,
-        where,
+        slots,
         ready,
         tokens,
         **sizes,
@@ -258,7 +258,7 @@ def prompt_rule(
     launch(
         solve_kernel,
         (pieces, rule.value_heads, batch),
-        where,
+        slots,
         ready,
         chunks,
         tokens,
@@ -269,7 +269,7 @@ def prompt_rule(
     launch(
         _scan_kernel,
         (batch, rule.value_heads, triton.cdiv(rule.value_dim, plan.block)),
-        where,
+        slots,
         ready,
         chunks,
         kept,
@@ -277,7 +277,7 @@ def prompt_rule(
         tokens,
         pieces,
         **sizes,
-        SLOTS=where.states.shape[1],
+        SLOTS=slots.states.shape[1],
         **products,
         BLOCK=plan.block,
         KEEPS=kept is not None,
@@ -288,7 +288,7 @@ def prompt_rule(
         _keep_kernel,
         (batch, places, triton.cdiv(rule.channels, _KEPT)),
         product,
-        where,
+        slots,
         kept,
         tokens,
         ROWS=rule.rows,

@@ -119,27 +119,29 @@ def experts(
         Shape and dtype of x. An expert's output is rounded to x's dtype, their sum is in fp32.
     """
     flat, chosen = x.reshape(-1, x.shape[-1]), ids.shape[1]
-    given = torch.zeros(ids.numel(), x.shape[-1], dtype=x.dtype, device=x.device)
+    outputs = torch.zeros(ids.numel(), x.shape[-1], dtype=x.dtype, device=x.device)
     if x.is_cuda or torch.compiler.is_compiling():  # shapes must not depend on values
-        given = _by_pairs(flat, ids, weights, clamp)
+        outputs = _by_pairs(flat, ids, weights, clamp)
     else:
         pairs = ids.flatten()
         for expert in pairs.unique().tolist():
             at = (pairs == expert).nonzero()[:, 0]
-            given[at] = _of_expert(flat[at // chosen], expert, weights, clamp)
-    given = given.view(-1, chosen, x.shape[-1])
+            outputs[at] = _of_expert(flat[at // chosen], expert, weights, clamp)
+    outputs = outputs.view(-1, chosen, x.shape[-1])
     total = torch.zeros_like(flat, dtype=torch.float32)
     for place in range(chosen):
-        total = total + factors[:, place, None] * given[:, place].float()
+        total = total + factors[:, place, None] * outputs[:, place].float()
     total = total.view(x.shape)
     if shared is not None:
         total = total + (shared.float() if shared_logits is None else sigmoid(shared_logits) * shared.float())
     return total if residual is None else residual + total.to(x.dtype)
 
 
-def experts_normed(*given: Any, residual: Tensor, norm: tuple[Tensor, float], **options: Any) -> tuple[Tensor, Tensor]:
+def experts_normed(
+    *arguments: Any, residual: Tensor, norm: tuple[Tensor, float], **options: Any
+) -> tuple[Tensor, Tensor]:
     """`experts` of the same arguments, and the `norm` of what that gives, by weight [hidden] and epsilon."""
-    out = experts(*given, residual=residual, **options)
+    out = experts(*arguments, residual=residual, **options)
     return out, norm_of(out, *norm)
 
 

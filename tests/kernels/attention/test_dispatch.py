@@ -171,7 +171,9 @@ TILE_SHAPES = [
 @pytest.mark.parametrize("window", [None, 70])
 @pytest.mark.parametrize("norm", [False, True])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_equals_its_twin(shape: dict[str, Any], norm: bool, window: int | None, kind: str, device: str) -> None:
+def test_the_kernel_equals_its_torch_definition(
+    shape: dict[str, Any], norm: bool, window: int | None, kind: str, device: str
+) -> None:
     check(case(device, **shape, norm=norm, dtype=dtype_for(device, kind)), 128, window)
 
 
@@ -302,7 +304,7 @@ def test_rows_that_do_not_write(device: str, kind: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("dim", [32, 64, 80, 96, 128, 256, 512])
 @pytest.mark.parametrize("window", [None, 100])
-def test_real_sizes(dim: int, dtype: torch.dtype, window: int | None) -> None:
+def test_the_kernel_equals_its_torch_definition_at_real_sizes(dim: int, dtype: torch.dtype, window: int | None) -> None:
     """What runs by default: the mma kernels where they take the head; elsewhere splits of several sizes."""
     for queries in (1, 6, 17, 200):
         given = case(

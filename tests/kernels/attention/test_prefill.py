@@ -106,7 +106,7 @@ SHAPES = [
 @pytest.mark.parametrize("device", devices())
 @pytest.mark.parametrize("window", [None, 9])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_equals_its_twin(shape: dict[str, object], window: int | None, device: str) -> None:
+def test_the_kernel_equals_its_torch_definition(shape: dict[str, object], window: int | None, device: str) -> None:
     given = case(device, **shape)  # type: ignore[arg-type]
     ours, exact = both(given, window)
     assert torch.isfinite(ours).all()
@@ -118,7 +118,7 @@ def test_equals_its_twin(shape: dict[str, object], window: int | None, device: s
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("dim", [32, 64, 80, 96, 128, 256])
 @pytest.mark.parametrize("window", [None, 100])
-def test_real_sizes(dim: int, dtype: torch.dtype, window: int | None) -> None:
+def test_the_kernel_equals_its_torch_definition_at_real_sizes(dim: int, dtype: torch.dtype, window: int | None) -> None:
     for queries in (1, 6, 17, 256):
         given = case("cuda", lengths=[989, 300, 512], queries=queries, heads=8, kv_heads=2, dim=dim, dtype=dtype)
         ours, exact = both(given, window)
@@ -208,7 +208,7 @@ def test_cache_beyond_two_to_the_31_elements() -> None:
         ("query", lambda x: x[:, :, :3], "num_heads is 3; wanted a multiple of the 2"),
     ],
 )
-def test_layout_is_checked(name: str, change: Callable[[Tensor], Tensor], match: str) -> None:
+def test_wrong_layouts_are_refused_by_name(name: str, change: Callable[[Tensor], Tensor], match: str) -> None:
     given = case("cpu", lengths=[9, 7], queries=3)
     given[name] = change(given[name])
     with pytest.raises(ValueError, match=match):

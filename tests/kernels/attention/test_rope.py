@@ -54,7 +54,7 @@ def test_bits_are_the_twins(dim: int, dtype: torch.dtype, device: str) -> None:
 
 @pytest.mark.parametrize("wide", [False, True])
 @pytest.mark.parametrize(("device", "dtype"), PLACES, ids=str)
-def test_norms(device: str, dtype: torch.dtype, wide: bool) -> None:
+def test_rope_with_norms_of_queries_and_keys_equals_the_definition(device: str, dtype: torch.dtype, wide: bool) -> None:
     """With weights of the heads' dtype, or in fp32, with which a normed value is rounded once."""
     given = case(device, lengths=[40], queries=40, dim=48, dtype=dtype, norm=True)
     if wide:

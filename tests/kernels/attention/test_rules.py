@@ -258,7 +258,7 @@ def test_which_kernel_decodes_is_told(
 @pytest.mark.gpu
 @pytest.mark.parametrize("dim", [32, 64, 80, 96, 112, 128, 256, 512])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_real_sizes(dim: int, dtype: torch.dtype) -> None:
+def test_the_kernel_equals_its_torch_definition_at_real_sizes(dim: int, dtype: torch.dtype) -> None:
     """What runs by default, steps and chunks; and bits of rows alone against k + 1 rows."""
     for name in RULES if dim in (64, 128) else ("scale", "all"):
         for window, queries in ((None, 5), (100, 60)):

@@ -127,7 +127,7 @@ def test_another_program_than_python_is_not_started(monkeypatch: pytest.MonkeyPa
         (False, "a directory", "cuda", None, False),
     ],
 )
-def test_who_has_compilers(
+def test_compilers_are_started_only_where_steps_will_be_captured(
     gpu: bool, target: Any, device: Any, graphs: bool | None, begun: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)

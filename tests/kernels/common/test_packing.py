@@ -83,7 +83,7 @@ def test_what_cannot_be_packed(n: int, k: int, dtype: torch.dtype) -> None:
         packing.pack(torch.zeros(n, k, dtype=dtype))
 
 
-def test_what_can() -> None:
+def test_only_16_bit_matrices_of_whole_tiles_can_be_packed() -> None:
     for shape in [(128256, 4096), (151936, 896), (4864, 896), (896, 4864), (201088, 2880), (16, 64)]:
         assert packing.can_pack(shape, torch.bfloat16)
         assert packing.can_pack(shape, torch.float16)

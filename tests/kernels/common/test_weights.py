@@ -33,7 +33,7 @@ def test_packed_and_rows_are_the_same_matrix(gated: bool) -> None:
     assert packed.words(3, 64, 32).shape == (3, 64, 32)
 
 
-def test_which_are_packed() -> None:
+def test_is_packed_wants_16_bit_packed_weights_alone() -> None:
     packed, plain = Weight.pack(rows()), Weight(rows())
     assert is_packed([packed, packed])
     assert not is_packed([packed, plain])

@@ -98,7 +98,7 @@ def rows_of(count: int, dtype: torch.dtype, device: str, hidden: int = HIDDEN) -
 @pytest.mark.parametrize("device", devices())
 @pytest.mark.parametrize("form", ["plain", "bias", "mxfp4"])
 @pytest.mark.parametrize(("count", "hidden", "inner"), [(1, 128, 64), (2, 192, 64), (9, 64, 64), (70, 64, 64)])
-def test_equals_its_definition(count: int, hidden: int, inner: int, form: str, device: str) -> None:
+def test_the_kernel_equals_its_torch_definition(count: int, hidden: int, inner: int, form: str, device: str) -> None:
     for dtype in dtypes(form, device):
         weights = weights_of(form, dtype, device, hidden, inner)
         x, ids, factors, residual = rows_of(count, dtype, device, hidden)

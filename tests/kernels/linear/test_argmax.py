@@ -115,7 +115,7 @@ def test_writes_where_it_is_told_and_nowhere_else(device: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("vocab", "k"), [(128256, 2048), (151936, 896), (128256, 4096)])
-def test_real_heads(vocab: int, k: int) -> None:
+def test_the_argmax_over_heads_of_real_size_equals_the_definition(vocab: int, k: int) -> None:
     from fastspec.kernels.linear.argmax import packed_argmax
     from fastspec.kernels.linear.dispatch import packed_linear
 

@@ -45,13 +45,13 @@ def test_what_one_architecture_launches_beside_another_compiles() -> None:
 
 
 def _check(reports: list[dict[str, Any]], arch: int) -> None:
-    kernels = {"tma_kernel", "given_kernel", "sum_kernel"} if arch == 90 else {"large_m_kernel", "norm_kernel"}
+    kernels = {"tma_kernel", "regroup_kernel", "sum_kernel"} if arch == 90 else {"large_m_kernel", "norm_kernel"}
     assert {report["kernel"] for report in reports} <= kernels | {"small_m_kernel"}
     assert any(report["product"] for report in reports)
     for report in reports:
         assert fits(report, arch, SPILLS.get((report["kernel"], arch, report["call"]), 0)), report
         _check_order(report, arch)
-        if report["kernel"] == "given_kernel" and report["norm"]:  # few of its programs share a multiprocessor
+        if report["kernel"] == "regroup_kernel" and report["norm"]:  # few of its programs share a multiprocessor
             programs = MULTIPROCESSOR // (report["shared"] + RESERVED)
             assert programs == (3 if report["programs"] <= 264 else 6), report
         if report["kernel"] == "tma_kernel":

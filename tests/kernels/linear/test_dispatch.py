@@ -61,7 +61,7 @@ def error_and_bound(ours: Tensor, x: Tensor, weight: Weight, arguments: dict[str
 @pytest.mark.parametrize("device", devices())
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("epilogue", EPILOGUES)
-def test_equals_its_twin(epilogue: str, dtype: torch.dtype, device: str) -> None:
+def test_the_kernel_equals_its_torch_definition(epilogue: str, dtype: torch.dtype, device: str) -> None:
     with modules(device) as packed:
         for rows, n, k in (
             (1, 48, 896),
@@ -231,7 +231,7 @@ def test_values_that_are_not_numbers_stay_where_they_belong(epilogue: str, devic
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("epilogue", EPILOGUES)
-def test_real_sizes(epilogue: str, dtype: torch.dtype) -> None:
+def test_the_kernel_equals_its_torch_definition_at_real_sizes(epilogue: str, dtype: torch.dtype) -> None:
     from fastspec.kernels.linear.dispatch import packed_linear
 
     for n, k in ((6144, 4096), (4096, 14336), (5120, 2880), (896, 4864), (3584, 18944)):

@@ -67,7 +67,7 @@ def test_the_twin_reads_packed_rows() -> None:
 @pytest.mark.parametrize("device", devices())
 @pytest.mark.parametrize("epilogue", EPILOGUES)
 @pytest.mark.parametrize(("rows", "n", "k"), [(1, 48, 128), (70, 80, 64), (130, 272, 128)])
-def test_equals_its_twin(rows: int, n: int, k: int, epilogue: str, device: str) -> None:
+def test_the_kernel_equals_its_torch_definition(rows: int, n: int, k: int, epilogue: str, device: str) -> None:
     for dtype in DTYPES[device]:
         x, weight, arguments = case(rows, n, k, dtype, device, epilogue)
         ours = prefill.prefill_linear(x, weight, **arguments)
@@ -79,7 +79,7 @@ def test_equals_its_twin(rows: int, n: int, k: int, epilogue: str, device: str) 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("epilogue", EPILOGUES)
-def test_real_sizes(dtype: torch.dtype, epilogue: str) -> None:
+def test_the_kernel_equals_its_torch_definition_at_real_sizes(dtype: torch.dtype, epilogue: str) -> None:
     for rows, n, k in ((17, 4096, 4096), (64, 6144, 2048), (256, 4096, 4096), (1000, 10240, 2048), (2100, 2064, 1152)):
         x, weight, arguments = case(rows, n, k, dtype, "cuda", epilogue)
         error, bound = error_and_bound(prefill.prefill_linear(x, weight, **arguments), x, weight, arguments)
@@ -171,7 +171,7 @@ def test_tables_fit_their_devices() -> None:
         assert hopper.tile_of(rows, 4096, 132) in hopper.TILES
 
 
-def test_arguments_are_checked() -> None:
+def test_wrong_arguments_are_refused_by_name() -> None:
     x, weight, _ = case(2, 16, 64, torch.float16, "cpu")
     with pytest.raises(ValueError, match="pack it first"):
         prefill.prefill_linear(x, Weight(weight.unpack()))

@@ -150,7 +150,7 @@ def check(kinds: DecodeState, rule: str, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-def test_each_option(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_draws_of_each_option_have_the_exact_distribution(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     kinds = plain_state(1, K, VOCAB, DEVICE)
     for field, value in OPTIONS[name].items():
         getattr(kinds, field).fill_(value)

@@ -46,7 +46,7 @@ def test_both_name_the_ways_to_finish_alike() -> None:
 
 @pytest.mark.parametrize("device", devices())
 @pytest.mark.parametrize("k", [0, 1, 2])
-def test_every_small_case(k: int, device: str) -> None:
+def test_all_combinations_of_small_cases_equal_the_definition(k: int, device: str) -> None:
     """Accepted drafts, the place of a stop id, room, drafts that counted and running or not: all combinations."""
     cases = list(itertools.product(range(k + 1), range(k + 2), range(k + 3), range(k + 1), (RUNNING, IDLE)))
     whole, _ = random_state(k, batch=len(cases), k=k, vocab=50, device="cpu")
@@ -102,7 +102,7 @@ def test_a_length_beyond_the_table_writes_nothing_outside(device: str) -> None:
     assert torch.equal(whole.tokens[1], below)
 
 
-def test_layout_is_checked() -> None:
+def test_wrong_layouts_are_refused_by_name() -> None:
     _, rows = random_state(0, batch=2, k=2, vocab=12, device="cpu")
     block, accepted = torch.zeros(2, 3, dtype=torch.int64), torch.zeros(2, dtype=torch.int64)
     with pytest.raises(ValueError, match=r"scratch is int64 \[5\]; wanted .*\[9\] or longer: make it with scratch_of"):

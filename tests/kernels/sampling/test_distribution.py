@@ -146,7 +146,7 @@ def test_biases_known_to_be_none_are_not_read(device: str) -> None:
 
 @pytest.mark.parametrize("device", devices())
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_each_option(options: dict[str, float], device: str) -> None:
+def test_each_option_equals_the_definition(options: dict[str, float], device: str) -> None:
     for vocab in (8, 111) if INTERPRETED else (8, 111, 989, 32000):
         rows = with_options(vocab, 2, 1, device, **options)
         # where ids at the edge weigh as little as an fp32 sum of so many terms is uncertain by, either set is right
@@ -156,7 +156,7 @@ def test_each_option(options: dict[str, float], device: str) -> None:
 
 
 @pytest.mark.parametrize("device", devices())
-def test_random_mixes(device: str) -> None:
+def test_random_mixes_of_options_equal_the_definition(device: str) -> None:
     """Penalties, bans, drafts that count at later places, stop ids that may not come yet, and all filters."""
     for seed in range(3 if INTERPRETED else 60):
         _, rows = mixed_state(seed, batch=6, k=2, vocab=60, device=device, before=1)
@@ -282,7 +282,7 @@ def test_a_sample_that_misleads(device: str, monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("vocab", [50257, 128256, 151936])
-def test_real_sizes(vocab: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_kernel_equals_its_torch_definition_at_real_sizes(vocab: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     for spread in (1.0, 2.5, 6.0):
         for options in OPTIONS:
@@ -423,4 +423,4 @@ def all_of_it() -> None:
     compare(with_options(400, 1, 0, "cpu", top_k=4), logits_for(1, 1, 0, 400, "cpu", 200.0)[0])
     for options in ({"top_k": 40}, {"top_k": 600}, {"top_p": 0.6}):
         compare(with_options(4000, 1, 0, "cpu", **options), logits_for(1, 1, 0, 4000, "cpu", 4.0)[0])
-    test_random_mixes("cpu")
+    test_random_mixes_of_options_equal_the_definition("cpu")

@@ -76,7 +76,9 @@ def test_random_mixes_of_options(vocab: int, shared: int, batch: int, device: st
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("vocab", "batch"), [(989, 8), (32000, 4), (128256, 5), (151936, 2)])
-def test_real_sizes(vocab: int, batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_kernel_equals_its_torch_definition_at_real_sizes(
+    vocab: int, batch: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.undo()
     for seed in range(4):
         _, rows = mixed_state(seed, batch=batch, k=1, vocab=vocab, device="cuda")

@@ -87,7 +87,7 @@ def likely(rows: DecodeState, k: int, vocab: int, seed: int, device: str) -> Ten
 
 @pytest.mark.parametrize("device", devices())
 @pytest.mark.parametrize("k", [0, 1, 2])
-def test_every_small_case(k: int, device: str) -> None:
+def test_all_combinations_of_small_cases_equal_the_definition(k: int, device: str) -> None:
     """Which drafts are the pick, how many count, where a stop id lies, room, running or not: all combinations."""
     matches = itertools.product((False, True), repeat=k)
     rooms = [(0, RUNNING), (1, RUNNING), (k + 1, RUNNING), (k + 2, RUNNING), (k + 2, IDLE)]
@@ -123,7 +123,7 @@ def test_random_states_in_slices_of_longer_tables(k: int, vocab: int, batch: int
 @pytest.mark.gpu
 @pytest.mark.parametrize("vocab", [111, 32000, 50257, 128256, 151936])
 @pytest.mark.parametrize("batch", [1, 7, 32, 64])
-def test_real_sizes(batch: int, vocab: int) -> None:
+def test_the_kernel_equals_its_torch_definition_at_real_sizes(batch: int, vocab: int) -> None:
     for k in (0, 1, 5, 16):
         whole, rows = random_state(k, batch=batch, k=16, vocab=vocab, device="cuda", before=1)
         logits = likely(rows, k, vocab, k, "cuda")
@@ -239,7 +239,7 @@ def test_a_chain_of_steps_in_one_graph() -> None:
     assert (rows.finish != RUNNING).all()  # the caps were reached on the way
 
 
-def test_layout_is_checked() -> None:
+def test_wrong_layouts_are_refused_by_name() -> None:
     _, rows = random_state(0, batch=2, k=2, vocab=12, device="cpu")
     logits = torch.zeros(2, 3, 12)
     with pytest.raises(ValueError, match=r"scratch is int64 \[5\]; wanted .*make it with scratch_of"):

@@ -118,7 +118,9 @@ def check_published(rows: DecodeState, k: int, ring: tuple[Any, ...]) -> None:
 @pytest.mark.parametrize("device", devices())
 @pytest.mark.parametrize("top", [0, 1, 5, 20])
 @pytest.mark.parametrize(("k", "vocab", "batch"), [(0, 20, 1), (0, 111, 3), (3, 989, 1), (2, 130, 2)])
-def test_a_greedy_step(k: int, vocab: int, batch: int, top: int, device: str) -> None:
+def test_log_probabilities_of_a_greedy_step_equal_the_definition(
+    k: int, vocab: int, batch: int, top: int, device: str
+) -> None:
     whole, rows = random_state(k, batch=batch, k=k + 1, vocab=vocab, device=device, before=1, after=1)
     rows.limits.copy_(rows.lengths + 40)
     before = copy_of(whole)
@@ -226,7 +228,7 @@ def test_a_line_without_a_law_leaves_the_others_alone(value: float, device: str)
 @pytest.mark.gpu
 @pytest.mark.parametrize("vocab", [50257, 128256, 262145])
 @pytest.mark.parametrize("batch", [1, 33])
-def test_real_sizes(batch: int, vocab: int) -> None:
+def test_the_kernel_equals_its_torch_definition_at_real_sizes(batch: int, vocab: int) -> None:
     for k, top in ((0, 20), (5, 5), (16, 0)):
         rows = plain_state(batch, k, vocab, "cuda")
         logits = likely(rows, k, vocab, k, "cuda") * 3

@@ -44,7 +44,7 @@ def entry_of(rows: DecodeState, sequence: int, drafting: bool) -> list[int]:
 @pytest.mark.parametrize("device", devices())
 @pytest.mark.parametrize("drafting", [False, True])
 @pytest.mark.parametrize(("batch", "k"), [(1, 0), (3, 5), (kernel.WORDS.value // 21 + 1, 16), (64, 2)])
-def test_an_entry(batch: int, k: int, drafting: bool, device: str) -> None:
+def test_an_entry_of_the_ring_holds_what_each_row_emitted(batch: int, k: int, drafting: bool, device: str) -> None:
     for op in (publish, reference.publish):
         if op is reference.publish and device == "cuda":
             continue  # torch cannot write to host memory from the device
@@ -65,7 +65,7 @@ def test_an_entry(batch: int, k: int, drafting: bool, device: str) -> None:
 
 @pytest.mark.parametrize("device", devices())
 @pytest.mark.parametrize(("batch", "k"), [(1, 0), (3, 2), (16, 16)])
-def test_log_probabilities(batch: int, k: int, device: str) -> None:
+def test_published_log_probabilities_are_those_of_the_state(batch: int, k: int, device: str) -> None:
     _, rows = random_state(1, batch=batch, k=k, vocab=50, device=device, after=2)
     rows.logprobs[0, 0], rows.top_logprobs[0, 0, 0] = float("-inf"), float("nan")
     rows.top_ids[0, 0, 0] = 2**31 - 1
@@ -145,7 +145,7 @@ def test_the_host_sees_every_entry_whole_and_in_order(path: str, batch: int) -> 
         assert (found[:, 4:] == step).all(), step
 
 
-def test_layout_is_checked() -> None:
+def test_wrong_layouts_are_refused_by_name() -> None:
     _, rows = random_state(0, batch=2, k=2, vocab=12, device="cpu")
     entries, counter = ring_of(2, 2, "cpu")
     with pytest.raises(ValueError, match=r"entries is int64 \[5, 14\]; wanted contiguous \[slots, 1 \+ B \* 7\]"):

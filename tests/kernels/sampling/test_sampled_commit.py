@@ -109,7 +109,9 @@ def test_drafts_that_were_certain(rule: str, device: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("rule", MODES)
 @pytest.mark.parametrize(("vocab", "batch", "k"), [(989, 9, 3), (32000, 7, 5), (128256, 4, 7), (151936, 33, 2)])
-def test_real_sizes(vocab: int, batch: int, k: int, rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_kernel_equals_its_torch_definition_at_real_sizes(
+    vocab: int, batch: int, k: int, rule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.undo()  # chunks as they are
     for seed in range(3):
         mixed(seed, rule, batch=batch, k=k, vocab=vocab, device="cuda")
@@ -285,7 +287,7 @@ def test_rows_that_do_not_run_are_left_alone_whatever_they_hold(device: str) -> 
     assert state.emitted[1] > 0
 
 
-def test_layout_is_checked() -> None:
+def test_wrong_layouts_are_refused_by_name() -> None:
     state = plain_state(2, 2, 12, "cpu")
     logits = torch.zeros(2, 3, 12)
     scratch, work = scratch_of(2, 2, logits.device), sampled_work(2, 2, 12, logits.device)

@@ -64,7 +64,7 @@ def test_a_new_family_decodes_as_transformers(scale: float, tmp_path: Path) -> N
     with FastSpecGenerator(tmp_path, max_length=64, dtype="float32", device="cpu", progress=False) as gen:
         text = gen.generate([prompt], max_new_tokens=20, eos_token_id=None)
         assert "granite, " in gen.explain()
-        target = gen._open().engine.parts.target
+        target = gen._open().engine.modules.target
     assert isinstance(target, Decoder)
     assert {plan.fused_tail for plan in target.spec.plans} == {scale == 1.0}
     given = torch.tensor([prompt])

@@ -199,8 +199,8 @@ def test_the_memory_plan_has_the_states(case: Case) -> None:
     )
     for each in pending:
         each.cancel()
-    proposer: Any = engine.parts.proposer
-    for model, planned in ((engine.parts.target, "target_cache"), (proposer.model, "draft_cache")):
+    proposer: Any = engine.modules.proposer
+    for model, planned in ((engine.modules.target, "target_cache"), (proposer.model, "draft_cache")):
         cache = model.cache  # type: ignore[union-attr]
         assert cache.states is not None
         assert cache.states.kept is not None

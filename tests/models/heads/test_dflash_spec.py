@@ -100,7 +100,7 @@ def test_the_masks_token_has_many_names(tmp_path: Path) -> None:
             assert read(path).mask_id == 7
 
 
-def test_flags(tmp_path: Path) -> None:
+def test_flags_of_the_config_reach_the_spec(tmp_path: Path) -> None:
     more = {"sample_from_anchor": True, "attention_value_scale": 0.5, "input_embedding_scale": 3.0}
     found = spec(tmp_path, more=more | {"output_multiplier": 0.25, "final_logit_softcapping": 30.0})
     assert (found.max_drafts, found.rows(8)) == (8, 8)

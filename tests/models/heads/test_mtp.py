@@ -151,7 +151,7 @@ def test_where_it_may_lie() -> None:
     assert find_mtp(["fc.weight", "norm.weight"], 3) is None
 
 
-def test_what_is_refused(tmp_path: Path) -> None:
+def test_options_that_do_not_go_with_an_mtp_layer_are_refused(tmp_path: Path) -> None:
     target, live, tensors = write_target(tmp_path / "whole", "mtp")
     for name, options in (
         ("draft_revision", {"revisions": (None, "main")}),

@@ -174,7 +174,7 @@ def test_norms_are_counted_and_said() -> None:
 def test_weights_are_held_once_and_counted_right(name: str, dtype: str) -> None:
     model = make_model(name, dtype=getattr(torch, dtype))
     with generator(model, release_source=True, dtype=dtype) as gen:
-        target = gen._open().engine.parts.target
+        target = gen._open().engine.modules.target
         assert isinstance(target, HostedModel)
         held: dict[int, int] = {}
         for part in (*target.module.modules(), *target.base.modules()):

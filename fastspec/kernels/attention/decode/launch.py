@@ -80,59 +80,59 @@ class DecodingPass:
         return scoring_of(self.rule, self.sinks, self.sizes.dim, self.scales)
 
 
-def _start(kernel: Any, planned: LaunchPlan, given: DecodingPass, *arguments: Any, **constants: Any) -> None:
-    constants |= {"WINDOW": given.rule.window or 0, "KV_HEADS": given.cache.k.shape[2], "GROUP": given.group}
-    options = {**planned.options, **({"launch_pdl": True} if given.pdl else {})}
+def _start(kernel: Any, planned: LaunchPlan, call: DecodingPass, *arguments: Any, **constants: Any) -> None:
+    constants |= {"WINDOW": call.rule.window or 0, "KV_HEADS": call.cache.k.shape[2], "GROUP": call.group}
+    options = {**planned.options, **({"launch_pdl": True} if call.pdl else {})}
     launch(
         kernel,
         planned.grid,
         *arguments,
         enable_fp_fusion=False,
-        PDL=given.pdl,
+        PDL=call.pdl,
         **planned.constants,
         **constants,
         **options,
     )
 
 
-def start_tiles(given: DecodingPass, planned: LaunchPlan, split_keys: int) -> None:
+def start_tiles(call: DecodingPass, planned: LaunchPlan, split_keys: int) -> None:
     """Launches `_decode_kernel` as `plan.tiles_plan` planned it, with so many keys to a split."""
-    counts = (split_keys, given.num_queries, given.sizes.pairs)
-    arguments = (given.tokens, given.cache, given.out, given.work, *counts, given.scoring)
-    _start(_decode_kernel, planned, given, *arguments, PAGE_SIZE=given.cache.k.shape[1])
+    counts = (split_keys, call.num_queries, call.sizes.pairs)
+    arguments = (call.tokens, call.cache, call.out, call.work, *counts, call.scoring)
+    _start(_decode_kernel, planned, call, *arguments, PAGE_SIZE=call.cache.k.shape[1])
 
 
-def start_early(given: DecodingPass, splits: int, regroup: bool) -> None:
+def start_early(call: DecodingPass, splits: int, regroup: bool) -> None:
     """Launches fragment_kernel or batch_kernel. Rows of the pass that lie beyond the splits are left as junk.
 
     Args:
-        given: the pass.
+        call: the pass.
         splits: that it has room for.
         regroup: rows of out are left as the TMA pipeline of the next product reads them.
     """
-    planned = plan.early_plan(gpu_of(given.out.device), given.sizes, splits, given.narrow)
+    planned = plan.early_plan(gpu_of(call.out.device), call.sizes, splits, call.narrow)
     kernel = batch_kernel if planned.kernel == "batch_kernel" else fragment_kernel
-    arguments = (given.tokens, given.cache, given.out, given.work, given.num_queries, given.sizes.pairs, splits)
-    _start(kernel, planned, given, *arguments, given.scoring, PAGE_SIZE=given.cache.k.shape[1], REGROUP=regroup)
+    arguments = (call.tokens, call.cache, call.out, call.work, call.num_queries, call.sizes.pairs, splits)
+    _start(kernel, planned, call, *arguments, call.scoring, PAGE_SIZE=call.cache.k.shape[1], REGROUP=regroup)
 
 
-def start_late(given: DecodingPass, splits: int) -> None:
+def start_late(call: DecodingPass, splits: int) -> None:
     """Launches shares_kernel, then gather_kernel where there is more than one split.
 
     Args:
-        given: the pass.
+        call: the pass.
         splits: of the longest row that it has room for.
     """
-    keys, values, partials = given.cache.k, given.cache.v, given.work.partials
+    keys, values, partials = call.cache.k, call.cache.v, call.work.partials
     page_size, kv_heads, dim = keys.shape[1:]
-    planned = plan.late_plan(gpu_of(given.out.device), given.sizes, splits, given.narrow)
-    block = [piece_of(page_size, planned.constants["KEYS"]), dim if given.narrow else WIDTH.value]
-    if given.narrow:
+    planned = plan.late_plan(gpu_of(call.out.device), call.sizes, splits, call.narrow)
+    block = [piece_of(page_size, planned.constants["KEYS"]), dim if call.narrow else WIDTH.value]
+    if call.narrow:
         keys, values = keys.view(torch.uint8), values.view(torch.uint8)
     slots = [described(each.view(-1, kv_heads * dim), block) for each in (keys, values)]
-    counts = (given.num_queries, given.sizes.pairs, splits)
-    arguments = (*slots, given.tokens, given.cache, given.out, partials, *counts, given.scoring)
-    _start(shares_kernel, planned, given, *arguments, PAGE_SIZE=page_size)
+    counts = (call.num_queries, call.sizes.pairs, splits)
+    arguments = (*slots, call.tokens, call.cache, call.out, partials, *counts, call.scoring)
+    _start(shares_kernel, planned, call, *arguments, PAGE_SIZE=page_size)
     if splits > 1:
-        arguments = (given.tokens.positions, given.out, partials, *counts, given.scoring)
-        _start(gather_kernel, plan.gather_plan(given.sizes), given, *arguments)
+        arguments = (call.tokens.positions, call.out, partials, *counts, call.scoring)
+        _start(gather_kernel, plan.gather_plan(call.sizes), call, *arguments)

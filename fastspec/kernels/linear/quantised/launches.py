@@ -16,8 +16,8 @@ from fastspec.kernels.linear.norm import norm_rows
 from fastspec.kernels.linear.plan import L1_FIRST, cdiv
 from fastspec.kernels.linear.quantised import plan
 from fastspec.kernels.linear.quantised.plan import Tile, Wide
-from fastspec.kernels.linear.quantised.small_m import Ends, Given, quantised_kernel
-from fastspec.kernels.linear.quantised.wide_sm90 import WideEnds, codes_tma_kernel
+from fastspec.kernels.linear.quantised.small_m import Epilogue, Operands, quantised_kernel
+from fastspec.kernels.linear.quantised.wide_sm90 import WideEpilogue, codes_tma_kernel
 from fastspec.kernels.linear.split_k import Parts, add_up
 
 
@@ -52,8 +52,8 @@ def run(call: Call, pdl: bool, tile: Tile | Wide | None = None) -> None:
     launch(
         quantised_kernel,
         (cdiv(n, tile.weight_rows), cdiv(rows, tile.blocks * plan.BLOCK)),
-        Given(x.view(torch.int32), codes.words, codes.factors, codes.scales, codes.zeros),
-        Ends(row_factors, call.bias, call.residual, call.out, call.argmax_keys),
+        Operands(x.view(torch.int32), codes.words, codes.factors, codes.scales, codes.zeros),
+        Epilogue(row_factors, call.bias, call.residual, call.out, call.argmax_keys),
         *(rows, n, call.limit, 0 if call.argmax_keys is None else call.out.stride(0)),
         max(0, (steps - tile.depth - 1) // tile.depth),
         **shape,
@@ -102,8 +102,8 @@ def launch_wide(
         (cdiv(n, tile.weight_rows), cdiv(rows, tile.rows), apart),
         described(call.x, [tile.rows, 64]),
         described(codes.words.view(n // 16, -1, 32), [tile.weight_rows // 16, 8 * pieces, 32]),
-        Given(None, None, codes.factors, scales, zeros),
-        WideEnds(squares if sums is None else None, eps, call.bias, call.residual, call.out, call.argmax_keys),
+        Operands(None, None, codes.factors, scales, zeros),
+        WideEpilogue(squares if sums is None else None, eps, call.bias, call.residual, call.out, call.argmax_keys),
         sums,
         *(rows, n, call.limit, 0 if call.argmax_keys is None else call.out.stride(0)),
         **shape,
@@ -119,8 +119,8 @@ def launch_wide(
 
 def _run_wide(call: Call, tile: Wide, pdl: bool) -> None:
     """Launches what makes x ready, the product, and what adds up passes that it leaves apart."""
-    _, given, squares = permuted_for(call.weight, call.x, call.norm, pdl)
-    parts = launch_wide(tile, replace(call, x=given), squares, pdl)
+    _, regrouped, squares = permuted_for(call.weight, call.x, call.norm, pdl)
+    parts = launch_wide(tile, replace(call, x=regrouped), squares, pdl)
     if parts is not None:
         add_up(parts, squares, call.norm, call.bias, call.residual, call.out, pdl)
 

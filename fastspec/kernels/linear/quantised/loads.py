@@ -62,15 +62,15 @@ def all_rows_in(at, of, first: gl.constexpr, inside, RAGGED: gl.constexpr, KT: g
 
 @gluon.jit
 def starts_of(
-    given, tile, K: gl.constexpr, R: gl.constexpr, FORM: gl.constexpr, GROUP: gl.constexpr, PER: gl.constexpr
+    operands, tile, K: gl.constexpr, R: gl.constexpr, FORM: gl.constexpr, GROUP: gl.constexpr, PER: gl.constexpr
 ):
     """Addresses at which a tile's codes, scales and zero points begin, of those that exist."""
-    at = (given.words + tile * (R * K * bits_of(FORM) // 32),)
+    at = (operands.words + tile * (R * K * bits_of(FORM) // 32),)
     GROUPS: gl.constexpr = K // 128 if FORM == "fp4" else K // GROUP if GROUP > 0 else 0
     if GROUP > 0:
-        at = at + (given.scales + tile * (R // 16 * GROUPS * PER),)
-    if given.zeros is not None:
-        at = at + (given.zeros + tile * (R // 16 * GROUPS * PER),)
+        at = at + (operands.scales + tile * (R // 16 * GROUPS * PER),)
+    if operands.zeros is not None:
+        at = at + (operands.zeros + tile * (R // 16 * GROUPS * PER),)
     return at
 
 

@@ -56,7 +56,7 @@ UNROLLED_LESS = gl.constexpr(4)  # the same where groups have sums, or rows are 
 BLOCK = gl.constexpr(8)  # rows of x of one product
 
 
-class Given(NamedTuple):
+class Operands(NamedTuple):
     """What is multiplied.
 
     Attributes:
@@ -71,7 +71,7 @@ class Given(NamedTuple):
     zeros: Any
 
 
-class Ends(NamedTuple):
+class Epilogue(NamedTuple):
     """What comes after the product; None is absent.
 
     Attributes:
@@ -203,8 +203,8 @@ def _no_sums(S: gl.constexpr, R: gl.constexpr, BLOCKS: gl.constexpr, OWN_SUM: gl
 
 @gluon.jit(do_not_specialize=["M", "limit", "out_stride", "loops"])
 def quantised_kernel(
-    given,  # Given
-    ends,  # Ends
+    operands,  # Operands
+    epilogue,  # Epilogue
     M,
     N,
     limit,
@@ -247,8 +247,8 @@ def quantised_kernel(
         # rows beyond the last repeat it: they cost no traffic, and nothing of them is stored
         x_of = x_of + (gl.minimum(b * BLOCK + m, M - 1 - first_row) * (K // 2) + s * (KT // 2) + k,)
     x_in = (T - 1) * S + s < K // KT
-    x_at = given.x + first_row.to(gl.int64) * (K // 2)
-    at = starts_of(given, tile.to(gl.int64), K, R, FORM, GROUP, PER)
+    x_at = operands.x + first_row.to(gl.int64) * (K // 2)
+    at = starts_of(operands, tile.to(gl.int64), K, R, FORM, GROUP, PER)
 
     ws = ()
     for i in gl.static_range(D):
@@ -259,10 +259,10 @@ def quantised_kernel(
     sums = _no_sums(S, R, BLOCKS, OWN_SUM, mma)
     like = sum_of_splits(sums[0][0], PAIRWISE)
     place = weight_numbers(like, tile * R, 16, 8)
-    factor = gl.load(given.factors + place, mask=place < N, other=0.0)
+    factor = gl.load(operands.factors + place, mask=place < N, other=0.0)
     loaded = ()
     if BLOCKS == 1:
-        loaded = addends(like, tile, first_row, ends.bias, ends.residual, M, N, GATED)
+        loaded = addends(like, tile, first_row, epilogue.bias, epilogue.residual, M, N, GATED)
     xs = ()
     for i in gl.static_range(XD):
         xs = xs + (all_rows_in(x_at, x_of, i * STEP, x_in, RAGGED and i == T - 1, KT, UNIT),)
@@ -302,15 +302,24 @@ def quantised_kernel(
         if OWN_SUM:
             acc = _less_offset(acc, sums[b][1], FORM)
         total = sum_of_splits(acc, PAIRWISE) * factor
-        if ends.row_factors is not None:
-            total = total * loaded_factor(ends.row_factors, first, M, like)
-        if ends.keys is not None:
-            enter_keys(total, tile, first, ends.keys, M, N, limit)
+        if epilogue.row_factors is not None:
+            total = total * loaded_factor(epilogue.row_factors, first, M, like)
+        if epilogue.keys is not None:
+            enter_keys(total, tile, first, epilogue.keys, M, N, limit)
         else:
             if BLOCKS > 1:
-                loaded = addends(like, tile, first, ends.bias, ends.residual, M, N, GATED)
+                loaded = addends(like, tile, first, epilogue.bias, epilogue.residual, M, N, GATED)
             write_tile(
-                total, loaded, tile, first, ends.out, M, N, GATED, ends.bias is not None, ends.residual is not None
+                total,
+                loaded,
+                tile,
+                first,
+                epilogue.out,
+                M,
+                N,
+                GATED,
+                epilogue.bias is not None,
+                epilogue.residual is not None,
             )
-    if ends.keys is not None:
-        write_argmax(ends.keys, ends.out, out_stride, M, S)
+    if epilogue.keys is not None:
+        write_argmax(epilogue.keys, epilogue.out, out_stride, M, S)

@@ -65,12 +65,12 @@ class Ring(NamedTuple):
     free: Any
 
 
-class WideEnds(NamedTuple):
+class WideEpilogue(NamedTuple):
     """What becomes of complete sums; None is absent.
 
     Attributes:
         squares, eps: sums of squares of rows, fp32 [S, M], and epsilon of a norm whose weight x already has.
-        bias, residual, out, keys: as in `Ends` of small_m.py.
+        bias, residual, out, keys: as in `Epilogue` of small_m.py.
     """
 
     squares: Any
@@ -205,7 +205,7 @@ def _less_offset(part, total, FORM: gl.constexpr):
 
 @gluon.jit
 def _pass(
-    step, loaded, ring, given, ones, tile, split, N, last,
+    step, loaded, ring, operands, ones, tile, split, N, last,
     K: gl.constexpr, S: gl.constexpr, T: gl.constexpr, FORM: gl.constexpr, GROUP: gl.constexpr, PAIRS: gl.constexpr,
     WARPS: gl.constexpr,
 ):  # fmt: skip
@@ -249,8 +249,8 @@ def _pass(
                     part = warpgroup_mma(units[u], x, part, is_async=True)
                 parts = parts + (part,)
             pieces = _codes_of(following, ws, full, WARPS)
-            more = _scales_of(given.scales, following, tile, split, like, N, K, S, T, GROUP, PAIRS, R)
-            more_zeros = _zeros_of(given.zeros, following, tile, split, codes, N, K, S, T, GROUP, PAIRS, R)
+            more = _scales_of(operands.scales, following, tile, split, like, N, K, S, T, GROUP, PAIRS, R)
+            more_zeros = _zeros_of(operands.zeros, following, tile, split, codes, N, K, S, T, GROUP, PAIRS, R)
             done = warpgroup_mma_wait(0, deps=parts + units)
             for g in gl.static_range(GROUPS):
                 scale, part = gl.broadcast(scales[g], done[g])
@@ -265,7 +265,7 @@ def _pass(
 
 @gluon.jit
 def _multiply(
-    given, ends, parts_ptr, ring, tile, first_row, split, M, N, limit,
+    operands, epilogue, parts_ptr, ring, tile, first_row, split, M, N, limit,
     K: gl.constexpr, S: gl.constexpr, T: gl.constexpr, SPLITS: gl.constexpr, FORM: gl.constexpr, GROUP: gl.constexpr,
     PAIRS: gl.constexpr, WARPS: gl.constexpr, GATED: gl.constexpr, REGROUP: gl.constexpr,
 ):  # fmt: skip
@@ -274,10 +274,10 @@ def _multiply(
     BM: gl.constexpr = ring.xs[0].shape[1]
     like: gl.constexpr = group_sums(BM, WARPS)
     last = T * SPLITS - 1
-    scales = _scales_of(given.scales, 0, tile, split, like, N, K, S, T, GROUP, PAIRS, R)
+    scales = _scales_of(operands.scales, 0, tile, split, like, N, K, S, T, GROUP, PAIRS, R)
     pieces = _codes_of(0, ring.ws, ring.full, WARPS)
     codes: gl.constexpr = pieces[0].type.layout
-    zeros = _zeros_of(given.zeros, 0, tile, split, codes, N, K, S, T, GROUP, PAIRS, R)
+    zeros = _zeros_of(operands.zeros, 0, tile, split, codes, N, K, S, T, GROUP, PAIRS, R)
     ones = ()
     if offset_of(FORM) > 0:
         ones = _ones(pieces[0], like)
@@ -288,7 +288,7 @@ def _multiply(
     step, loaded = 0, (pieces, scales, zeros)
     for i in range(SPLITS):
         step, loaded, acc = _pass(
-            step, loaded, ring, given, ones, tile, split, N, last, K, S, T, FORM, GROUP, PAIRS, WARPS
+            step, loaded, ring, operands, ones, tile, split, N, last, K, S, T, FORM, GROUP, PAIRS, WARPS
         )  # fmt: skip
         if parts_ptr is not None:  # each by itself: what adds them up needs them in order
             base = parts_ptr + ((split + i) * M + first_row).to(gl.int64) * N
@@ -296,21 +296,21 @@ def _multiply(
         else:
             sums += acc
     if parts_ptr is None:
-        factor = gl.load(given.factors + tile * R + n, mask=n < N - tile * R, other=0.0)
+        factor = gl.load(operands.factors + tile * R + n, mask=n < N - tile * R, other=0.0)
         factor, total = gl.broadcast(gl.expand_dims(factor, 1), sums)
         total = gl.reshape(total * factor, [R // 16, 2, 8, BM])
-        if ends.squares is not None:
+        if epilogue.squares is not None:
             # a row a thread, and not each thread its columns: S times as many loads would be the end of a tile
             row = first_row + gl.arange(0, BM, layout=gl.BlockedLayout([1], [32], [WARPS], [0]))
-            scale = splits_scale(ends.squares, row, row < M, M, ends.eps, K, S)
+            scale = splits_scale(epilogue.squares, row, row < M, M, epilogue.eps, K, S)
             total = total * row_factor(scale, total)
-        if ends.keys is not None:
-            enter_keys(total, tile, first_row, ends.keys, M, N, limit)
+        if epilogue.keys is not None:
+            enter_keys(total, tile, first_row, epilogue.keys, M, N, limit)
         else:
-            added = addends(total, tile, first_row, ends.bias, ends.residual, M, N, GATED)
+            added = addends(total, tile, first_row, epilogue.bias, epilogue.residual, M, N, GATED)
             write_tile(
-                *(total, added, tile, first_row, ends.out, M, N, GATED),
-                *(ends.bias is not None, ends.residual is not None, REGROUP > 0, R, WARPS, REGROUP == 2),
+                *(total, added, tile, first_row, epilogue.out, M, N, GATED),
+                *(epilogue.bias is not None, epilogue.residual is not None, REGROUP > 0, R, WARPS, REGROUP == 2),
             )
 
 
@@ -318,8 +318,8 @@ def _multiply(
 def codes_tma_kernel(
     x_desc,  # bf16 [M, K] by [BM, 64], regrouped; raised for codes of 8 bits
     weight_desc,  # int32 words [N / 16, K / 128 * 8 P, 32] by [R / 16, 8 P, 32], P pieces of a K tile
-    given,  # Given of small_m.py, scales and zero points as their own dtypes
-    ends,  # WideEnds
+    operands,  # Operands of small_m.py, scales and zero points as their own dtypes
+    epilogue,  # WideEpilogue
     parts_ptr,  # fp32 [S, M, N], or None where SPLITS are all
     M,
     N,
@@ -357,7 +357,7 @@ def codes_tma_kernel(
     gl.warp_specialize(
         [
             (_multiply, (
-                given, ends, parts_ptr, Ring(xs, ws, full, free), tile, first_row, split, M, N, limit,
+                operands, epilogue, parts_ptr, Ring(xs, ws, full, free), tile, first_row, split, M, N, limit,
                 K, S, T, SPLITS, FORM, GROUP[0], GROUP[1], WARPS, GATED[0], GATED[1],
             )),
             (_fetch, (x_desc, weight_desc, xs, ws, full, free, tile, first_row, split, T, S, SPLITS, BYTES, PDL)),
@@ -365,5 +365,5 @@ def codes_tma_kernel(
         [1], [32],  # a warp more, and how many registers its threads need
     )
     # fmt: on
-    if ends.keys is not None:
-        write_argmax(ends.keys, ends.out, out_stride, M, WARPS)
+    if epilogue.keys is not None:
+        write_argmax(epilogue.keys, epilogue.out, out_stride, M, WARPS)

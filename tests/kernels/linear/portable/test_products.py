@@ -41,7 +41,7 @@ def error_and_bound(ours: Tensor, x: Tensor, weight: Tensor, arguments: dict[str
 @pytest.mark.parametrize("device", devices())
 @pytest.mark.parametrize("epilogue", EPILOGUES)
 @pytest.mark.parametrize(("rows", "n", "k"), [(1, 62, 32), (2, 38, 200), (9, 34, 33), (18, 18, 131), (66, 10, 64)])
-def test_equals_its_twin(rows: int, n: int, k: int, epilogue: str, device: str) -> None:
+def test_the_kernel_equals_its_torch_definition(rows: int, n: int, k: int, epilogue: str, device: str) -> None:
     for dtype in DTYPES[device]:
         x, weight, arguments = product_case(rows, n, k, dtype, device, epilogue)
         ours = tile.tile_linear(x, weight, **arguments)
@@ -53,7 +53,7 @@ def test_equals_its_twin(rows: int, n: int, k: int, epilogue: str, device: str) 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("epilogue", EPILOGUES)
-def test_real_sizes(dtype: torch.dtype, epilogue: str) -> None:
+def test_the_kernel_equals_its_torch_definition_at_real_sizes(dtype: torch.dtype, epilogue: str) -> None:
     for rows, n, k in ((1, 4096, 4096), (3, 10240, 2048), (6, 2048, 8192), (33, 9000, 512), (300, 998, 1111)):
         x, weight, arguments = product_case(rows, n, k, dtype, "cuda", epilogue)
         error, bound = error_and_bound(tile.tile_linear(x, weight, **arguments), x, weight, arguments)
@@ -205,7 +205,7 @@ def test_tables_are_complete() -> None:
             assert {(each.num_warps, each.block_n) for each in tiles} == {(4, 8)}
 
 
-def test_arguments_are_checked() -> None:
+def test_wrong_arguments_are_refused_by_name() -> None:
     x, weight, _ = product_case(2, 16, 32, torch.float32, "cpu")
     scratch = torch.zeros(3, dtype=torch.int64)
     with pytest.raises(ValueError, match="contiguous"):

@@ -62,7 +62,7 @@ def exact(x: Tensor, codes: Codes, given: dict[str, Any]) -> tuple[Tensor, Tenso
 
 @pytest.mark.parametrize("device", devices())
 @pytest.mark.parametrize("name", KINDS)
-def test_equals_its_definition(name: str, device: str) -> None:
+def test_the_kernel_equals_its_torch_definition(name: str, device: str) -> None:
     with modules(device) as found:
         for epilogue in ("fp32", "norm+bias+residual", "norm+gated", "bias+gated+fp32"):
             x, codes, weight, given = case(name, 11, 144, 640, device, epilogue)

@@ -77,7 +77,7 @@ def test_slices_fill_their_room() -> None:
             assert size == n or (size % prompts.COLUMNS == 0 and 2 * size * k <= prompts.SLICE_BYTES)
 
 
-def test_who_multiplies(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_prompts_of_more_than_64_rows_are_dequantised(monkeypatch: pytest.MonkeyPatch) -> None:
     """More than 64 rows of a prompt are dequantised; fewer, and steps of any size, are not."""
     called = []
     for name in ("prefill_quantised", "packed_linear"):

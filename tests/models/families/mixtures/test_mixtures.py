@@ -131,9 +131,9 @@ def test_a_shared_expert_of_another_width_stays_beside_the_others() -> None:
 def test_what_is_told_of_a_shared_expert() -> None:
     def told(family: str, which: int, ops: str = "triton", dtype: torch.dtype = torch.float32, **changes: Any) -> str:
         spec, *weights = joined_and_apart(make_family(family, **changes))
-        parts = SimpleNamespace(target=decoder(spec, weights[which]), ops=SimpleNamespace(name=ops))
+        modules = SimpleNamespace(target=decoder(spec, weights[which]), ops=SimpleNamespace(name=ops))
         settings: Any = SimpleNamespace(ranks=0, layout=SimpleNamespace(target_dtype=dtype))
-        engine: Any = SimpleNamespace(parts=parts)
+        engine: Any = SimpleNamespace(modules=modules)
         return shared_expert(settings, engine)
 
     assert told("glm4_moe", 0).endswith("the last of those that a token has: no launches of its own")

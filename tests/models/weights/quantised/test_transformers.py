@@ -49,7 +49,7 @@ def read_alike(path: Path, config: object, dtype: torch.dtype = torch.float32) -
 
 
 @pytest.mark.parametrize("form", FORMATS)
-def test_what_we_write(plain: Path, tmp_path: Path, form: str) -> None:
+def test_transformers_reads_what_we_write(plain: Path, tmp_path: Path, form: str) -> None:
     from transformers.utils.quantization_config import CompressedTensorsConfig
 
     write_quantised(str(plain), tmp_path / "q", form)

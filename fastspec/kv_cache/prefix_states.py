@@ -33,7 +33,7 @@ class Kept:
     of: set[bool]
 
 
-class KeptStates:
+class PrefixStates:
     """Keeps states by the node of the prefix cache that ends where they are.
 
     Args:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fastspec.kv_cache.kept_states import KeptStates
+from fastspec.kv_cache.prefix_states import PrefixStates
 from fastspec.kv_cache.states import StateCache
 from fastspec.shapes import DeltaRule
 
@@ -32,7 +32,7 @@ def left_by_a_pass(cache: StateCache, mark: float) -> None:
 @pytest.mark.parametrize("length", [64, 128, 192])
 def test_a_row_begins_from_the_state_that_was_kept(length: int) -> None:
     cache = a_cache()
-    kept, before = KeptStates(cache, None, UNIT), a_cache()
+    kept, before = PrefixStates(cache, None, UNIT), a_cache()
     nodes = ["first", "second", "third"][: length // UNIT]
     left_by_a_pass(cache, 100.0)
     kept.save(nodes[-1], draft=False)
@@ -53,7 +53,7 @@ def test_a_row_begins_from_the_state_that_was_kept(length: int) -> None:
 
 
 def test_a_model_goes_on_behind_the_last_node_that_has_its_state() -> None:
-    kept = KeptStates(a_cache(), a_cache(), UNIT)
+    kept = PrefixStates(a_cache(), a_cache(), UNIT)
     assert kept.known("abc", draft=False) == 0
     kept.save("b", draft=False)
     kept.save("a", draft=True)
@@ -61,14 +61,14 @@ def test_a_model_goes_on_behind_the_last_node_that_has_its_state() -> None:
     assert kept.known("abc", draft=False) == 2 * UNIT
     assert kept.known("abc", draft=True) == 3 * UNIT
     assert kept.known("ab", draft=True) == UNIT
-    alone = KeptStates(None, a_cache(), UNIT)
+    alone = PrefixStates(None, a_cache(), UNIT)
     assert alone.known("abc", draft=False) == 3 * UNIT, "keys are enough for a model without states"
     assert alone.known("abc", draft=True) == 0
 
 
 def test_the_longest_unused_goes_first() -> None:
     cache = a_cache(kept=4)
-    kept = KeptStates(cache, None, UNIT)
+    kept = PrefixStates(cache, None, UNIT)
     for node in "abc":
         kept.save(node, draft=False)
     kept.load("a", UNIT, torch.tensor([0]), draft=False)
@@ -83,7 +83,7 @@ def test_the_longest_unused_goes_first() -> None:
 
 
 def test_what_a_request_has_kept_becomes_its_nodes() -> None:
-    kept = KeptStates(a_cache(kept=4), None, UNIT)
+    kept = PrefixStates(a_cache(kept=4), None, UNIT)
     for request, node in (("request", "node"), ("again", "node"), ("lost", None)):
         kept.save(request, draft=False)
         kept.rename(request, node)
