@@ -37,7 +37,7 @@ from fastspec.session.one_process import OfOneProcess
 from fastspec.session.options import PlanOptions, Source, checked
 from fastspec.session.session import Session
 from fastspec.shapes import GREEDY, SAMPLERS
-from fastspec.surroundings import shielded
+from fastspec.torch_settings import shielded
 
 if TYPE_CHECKING:  # transformers' models are heavy to import, and a directory needs none of them
     from transformers import GenerationConfig, PreTrainedTokenizerBase

@@ -34,7 +34,7 @@ from fastspec.shapes import (
 )
 from fastspec.state import DecodeState
 from fastspec.step import StepModules, prefill, step
-from fastspec.surroundings import shielded, using_threads
+from fastspec.torch_settings import shielded, using_threads
 
 _MEANS = 3  # taken of each time that is measured
 _LARGEST_CAPTURED = (

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from fastspec.kernels.ops import Ops
-from fastspec.surroundings import using_threads
+from fastspec.torch_settings import using_threads
 
 _SMALL = 2**16  # mean elements of a weight matrix: below, starting threads takes longer than the product
 _GAIN = 1.25  # what twice the threads must bring
