@@ -47,7 +47,7 @@ class PromptEnd:
         return cls(hidden, hidden.new_zeros(rows, layers, width) if layers else None)
 
     def like(self, rows: int) -> PromptEnd:
-        """The same for another number of rows."""
+        """Zeros like these, for another number of rows."""
         features = None if self.features is None else self.features.new_zeros(rows, *self.features.shape[1:])
         return PromptEnd(self.hidden.new_zeros(rows, self.hidden.shape[1]), features, self.threshold)
 

@@ -84,7 +84,7 @@ class ModelInfo(Protocol):
 
 
 class ModelSource(Protocol):
-    """Where a model comes from, as far as settings and explanations ask. `Checkpoint` is one."""
+    """A source of a model's weights, as settings and `explain` see it. `Checkpoint` is one."""
 
     @property
     def name(self) -> str:

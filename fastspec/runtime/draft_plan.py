@@ -40,7 +40,7 @@ class Choice:
 
 @dataclass(slots=True)
 class DraftPlan:
-    """What a generator was made for, and the controllers of its calls.
+    """How many drafts a generator has room for, and the controllers that choose k for its calls.
 
     Attributes:
         auto: num_speculative_tokens="auto" for calls that say nothing.

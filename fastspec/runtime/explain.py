@@ -1,4 +1,4 @@
-"""What a generator runs, and how, in words."""
+"""The text of `FastSpecGenerator.explain`: what runs, and how; and the warning where drafting cannot pay."""
 
 from __future__ import annotations
 

@@ -319,7 +319,7 @@ class PrefillQueue:
             if not part and chunks:
                 continue
             if kept is not None:
-                kept.watch(length or 0, draft=draft)
+                kept.capture_after(length or 0, draft=draft)
             self.engine.prefill_row(row, start, part, draft=draft, running=running, first=first)
             start, first = start + sum(part), False
             if kept is not None and length is not None and start >= length:
@@ -352,7 +352,7 @@ class PrefillQueue:
     def _resumable(self, nodes: list[Node], *, draft: bool) -> int:
         """How many nodes of a path a model can continue from: all, unless it needs a state that is not kept."""
         kept = self.engine.prefix_states
-        return len(nodes) if kept is None else kept.known(nodes, draft=draft) // kept.unit
+        return len(nodes) if kept is None else kept.resumable(nodes, draft=draft) // kept.unit
 
     def _max_nodes(self, request: Request) -> int:
         """How many nodes a prompt can have."""

@@ -131,7 +131,7 @@ class Request:
         )
 
     def record(self, result: RowResult, k: int) -> list[int]:
-        """Counts one step of k drafts; returns its tokens."""
+        """Adds the result of one step of k drafts to the request; returns the step's new tokens."""
         if result.finish == RUNNING and result.accepted < 0:
             self.invalid_at = self.length - 1 - result.accepted
             self.finish_reason = "error"
@@ -169,7 +169,7 @@ class InFlightStep:
         bucket: rows it covers.
         resumed: catch-up passes that were queued before it, if there were any or the step before it was a plain one;
             else None.
-        timed: only such passes, or nothing, came between it and the step before it.
+        timed: nothing but such passes came between it and the step before it, so its time can be used.
         drafting: rows that could draft.
         first_token: the step for first tokens, which no policy chose.
     """

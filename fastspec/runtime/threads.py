@@ -96,7 +96,7 @@ class Threads:
 
 
 def sampling_alone(ops: Ops) -> Ops:
-    """The same operations, those over whole distributions by one thread.
+    """These operations, with those over whole distributions run by one thread.
 
     Several would split a sum over a large vocabulary where there is one row and not where there are more, so that bits
     would depend on the number of rows, of drafts and of threads.

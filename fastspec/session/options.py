@@ -1,4 +1,4 @@
-"""From the constructor's arguments to checkpoints and settings."""
+"""Turns the arguments of `FastSpecGenerator` into checkpoints and settings, before anything is loaded."""
 
 from __future__ import annotations
 

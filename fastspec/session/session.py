@@ -1,4 +1,4 @@
-"""The session of a generator: its scheduler, and who uses it."""
+"""The session of a generator: runs its calls and handles on one scheduler, in the caller's thread or in its own."""
 
 from __future__ import annotations
 
