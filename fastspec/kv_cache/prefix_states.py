@@ -58,7 +58,7 @@ class PrefixStates:
         return draft in self._pools
 
     def resumable(self, nodes: Sequence[Hashable], *, draft: bool) -> int:
-        """Positions of a path of nodes that the model can skip: up to the last node with its state; all if it has none."""
+        """Positions of a path of nodes that the model can skip: all, or up to the last node whose state is stored."""
         if not self.recurrent(draft=draft):
             return len(nodes) * self.unit
         found = (place for place in range(len(nodes), 0, -1) if draft in self._of(nodes[place - 1]))
