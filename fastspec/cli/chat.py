@@ -180,8 +180,9 @@ class Conversation:
         messages = [*head, *({"role": role, "content": text} for role, text in self.said)]
         try:
             made: Any = self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
-        except TemplateError as error:
-            raise ValueError(f"the chat template refuses this: {error}; leave out --system, or /clear") from None
+        except Exception as error:  # a template is the checkpoint's program: it may fail in any way
+            told = f"{type(error).__name__}: {error}" if not isinstance(error, TemplateError) else error
+            raise ValueError(f"the chat template refuses this: {told}; leave out --system, or /clear") from error
         return list(made["input_ids"])
 
 

@@ -50,6 +50,7 @@ OWN = (
     *(each.name for each in NUMBERS if not each.in_transformers),
     "logit_bias",
     "allowed_token_ids",
+    "stop_across_prompt",
     *KINDS,
 )
 # one value, or one per prompt; of ids and biases likewise, but their one value is a list or a dict
@@ -134,6 +135,7 @@ class Options:
         max_new_tokens: new tokens per row at most.
         stop_ids: ids that end a row; empty for none.
         stop_strings: texts that end a row; empty for none.
+        across_prompt: they may begin in the prompt, as in transformers.
         pad_token_id: fills rows that ended early.
         padding: the pad_token_id that the caller or the checkpoint names, which may fill prompts too; None: neither.
         rows: `copies` per prompt, one prompt's after the other.
@@ -155,6 +157,7 @@ class Options:
     num_speculative_tokens: int | None
     top_logprobs: int | None
     padding: int | None = None
+    across_prompt: bool = True
     auto: bool = False
     seeded: bool = False
 
@@ -228,6 +231,7 @@ def resolve(
         stop_strings=_stop_strings(merged.stop_strings),
         pad_token_id=pad if pad is not None else stop_ids[0] if stop_ids else 0,
         padding=pad,
+        across_prompt=own["stop_across_prompt"] is None or flag("stop_across_prompt", own["stop_across_prompt"]),
         rows=rows,
         copies=copies,
         return_dict=flag("return_dict_in_generate", merged.return_dict_in_generate),

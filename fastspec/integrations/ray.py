@@ -105,7 +105,7 @@ def _check(columns: tuple[str, ...], options: Mapping[str, Any]) -> None:
         raise UnsupportedOption(
             f"options {', '.join(unknown)} are not known, wanted some of {', '.join(sorted(known))}"
         )
-    of_rows = {*PER_ROW, *OWN} - {"logprobs"}
+    of_rows = {*PER_ROW, *OWN} - {"logprobs", "stop_across_prompt"}
     if unknown := sorted({*columns} - of_rows):
         raise UnsupportedOption(
             f"option_columns {', '.join(unknown)}: no row has such an option of its own, wanted some of "

@@ -137,10 +137,10 @@ class Request:
             self.finish_reason = "error"
             return []
         tokens = result.block[: result.emitted]
+        whole = self.grammar.advance(tokens) if self.grammar is not None else None
+        tokens = tokens[:whole]  # first: what comes behind the end of a grammar's text is no text of the row
         end = self.watch(tokens) if self.watch else None
         tokens = tokens[:end]
-        if self.grammar is not None and (whole := self.grammar.advance(tokens)) is not None:
-            end, tokens = whole, tokens[:whole]
         if result.drafted and self.grammar is None:  # the draft model was not fed a grammar's drafts
             self.draft_length = min(self.length + result.drafted - 1, self.length + len(tokens) - 1)
         self.new_tokens += tokens
@@ -153,7 +153,7 @@ class Request:
         self.steps_at[k] += 1
         if result.finish != RUNNING:
             self.finish_reason = "stop" if result.finish == STOPPED else "length"
-        if end is not None:
+        if end is not None or whole is not None:
             self.finish_reason = "stop"
         return tokens
 

@@ -16,7 +16,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.exceptions import HTTPException
 
 import fastspec
-from fastspec.server.errors import Refusal, no_such
+from fastspec.server.errors import Refusal, failed, no_such
 from fastspec.server.fields import Body, Chat, Completion, read
 from fastspec.server.service import Job, Service
 from fastspec.server.texts import Answer, Piece
@@ -139,7 +139,14 @@ def app_of(service: Service, api_key: str | None = None) -> FastAPI:
         meters.requests.labels(str(refusal.status)).inc()
         return JSONResponse(refusal.body, refusal.status, headers=error.headers)
 
+    async def unforeseen(request: Request, error: Exception) -> Response:
+        """What a fault of ours is answered with; uvicorn writes the traceback to its log."""
+        refusal = failed(error)
+        meters.requests.labels(str(refusal.status)).inc()
+        return JSONResponse(refusal.body, refusal.status)
+
     app.add_exception_handler(HTTPException, elsewhere)
+    app.add_exception_handler(Exception, unforeseen)
     route("/health", "GET", health, open_to_all=True)
     route("/metrics", "GET", metrics)
     route("/v1/models", "GET", models)
@@ -163,7 +170,7 @@ def _check_key(request: Request, key: str | None) -> None:
 async def _data(request: Request, limit: int) -> bytes:
     """The body, which may not be longer than that."""
     kind = request.headers.get("content-type", "").split(";")[0].strip()
-    if kind != "application/json":  # a page in a browser cannot send this to another site without being asked
+    if kind.lower() != "application/json":  # a page in a browser cannot send this to another site without being asked
         raise Refusal(f"content-type must be application/json, got {kind!r}", status=415)
     parts, size = [], 0
     async for part in request.stream():

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import inspect
+import re
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import ErrorDetails
 from transformers import PreTrainedTokenizerBase
 
 from fastspec.server.errors import Refusal
@@ -13,7 +15,12 @@ from fastspec.state import MAX_TOP_LOGPROBS
 
 Stop = Annotated[str, Field(min_length=1, max_length=256)]
 Ids = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
-_TEMPLATED = frozenset(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters)
+# what transformers' method takes, and what it calls the messages on their way to the template
+_TEMPLATED = frozenset(
+    [*inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters, "conversations", "messages"]
+)
+_ID = re.compile("0|[1-9][0-9]{0,17}")
+_TOLD = 80  # characters of a value that a message repeats
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
@@ -130,7 +137,7 @@ class Body(BaseModel):
         if self.logit_bias:
             options["logit_bias"] = {_id(key): value for key, value in self.logit_bias.items()}
         if self.stops:
-            options["stop_strings"] = self.stops
+            options |= {"stop_strings": self.stops, "stop_across_prompt": False}
         if self.speculative_tokens is not None:
             options["num_speculative_tokens"] = self.speculative_tokens
         if self.recorded is not None:
@@ -231,15 +238,17 @@ def _message(index: int, message: dict[str, Any]) -> dict[str, Any]:
             raise Refusal(
                 f"{place}.content may have parts of type text alone; this server reads nothing else", "messages"
             )
-        content = "".join(str(part.get("text", "")) for part in content)
+        if not all(isinstance(part.get("text"), str) for part in content):
+            raise Refusal(f"{place}.content: the text of each part must be a text", "messages")
+        content = "".join(part["text"] for part in content)
     if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
         raise Refusal(f"{place}.content must be a text, got {content!r}", "messages")
     return message | {"content": content or ""}
 
 
 def _id(key: str) -> int:
-    if not key.isdecimal():
-        raise Refusal(f"logit_bias must map token ids to numbers, got the key {key!r}", "logit_bias")
+    if not _ID.fullmatch(key):  # one way to write an id: no entry replaces another's
+        raise Refusal(f"logit_bias must map token ids to numbers, got the key {key[:_TOLD]!r}", "logit_bias")
     return int(key)
 
 
@@ -257,11 +266,31 @@ def read(kind: type[Body], data: bytes) -> Any:
     try:
         return kind.model_validate_json(data)
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        names = [str(part) for part in first["loc"] if not _of_union(str(part))]
+        found = error.errors(include_url=False)
+        first, names = found[0], _names(found[0])
         field = names[0] if names else None
         if first["type"] == "extra_forbidden":
             served = ", ".join(kind.model_fields)
             raise Refusal(f"{'.'.join(names)} is not supported; leave it out. Supported: {served}", field) from None
-        given = "" if first["type"] in ("missing", "json_invalid") else f", got {str(first['input'])[:80]!r}"
-        raise Refusal(f"{'.'.join(names) or 'the body'}: {first['msg']}{given}", field) from None
+        raise Refusal("; or ".join(_nearest(first["loc"], found)), field) from None
+
+
+def _names(error: ErrorDetails) -> list[str]:
+    """The way to the value that an error is about."""
+    return [str(part) for part in error["loc"] if not _of_union(str(part))]
+
+
+def _nearest(place: tuple[int | str, ...], errors: list[ErrorDetails]) -> list[str]:
+    """What is wrong with one field, said once for each type of a union that has understood most of it."""
+    each: dict[object, ErrorDetails] = {}
+    for error in errors:
+        if error["loc"][:1] == place[:1]:
+            each.setdefault(error["loc"][1:2], error)
+    deepest = max(len(_names(error)) for error in each.values())
+    said = [_said(error) for error in each.values() if len(_names(error)) == deepest]
+    return list(dict.fromkeys(said))
+
+
+def _said(error: ErrorDetails) -> str:
+    given = "" if error["type"] in ("missing", "json_invalid") else f", got {str(error['input'])[:_TOLD]!r}"
+    return f"{'.'.join(_names(error)) or 'the body'}: {error['msg']}{given}"

@@ -298,8 +298,11 @@ class Service:
                 return_dict=True,
                 **body.chat_template_kwargs or {},
             )
-        except (TemplateError, ValueError, TypeError) as error:
-            raise Refusal(f"the chat template refuses these messages: {error}", "messages") from None
+        except (
+            Exception
+        ) as error:  # a template is the checkpoint's program: it may fail in any way, with these messages
+            told = f"{type(error).__name__}: {error}" if not isinstance(error, TemplateError) else error
+            raise Refusal(f"the chat template refuses these messages: {told}", "messages") from error
         return list(made["input_ids"])
 
     def _prompts(self, body: Body) -> list[list[int]]:

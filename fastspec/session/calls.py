@@ -150,7 +150,9 @@ def requests_of(
     requests = []
     for index, row in enumerate(chosen.rows):
         prompt = prompts[index // chosen.copies]
-        watch = StopWatch(tokenizer, chosen.stop_strings, prompt) if chosen.stop_strings and tokenizer else None
+        watch = None
+        if chosen.stop_strings and tokenizer:
+            watch = StopWatch(tokenizer, chosen.stop_strings, prompt, across_prompt=chosen.across_prompt)
         grammar = None
         if row.grammar is not None and grammars is not None:
             grammar = grammars.row(row.grammar, tokenizer, prompt, chosen.stop_ids)

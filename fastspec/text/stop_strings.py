@@ -1,9 +1,10 @@
 """Stop strings: ends of rows that show in the text, found on the host after each step.
 
 Where a row ends is a matter of its tokens alone, not of how steps fell: after the first token with which the text of
-the row holds a stop string, as in transformers' `StopStringCriteria`. The string may begin in the prompt but must end
-after it. The ids then end with that whole token; the text ends with the stop string, without what the token holds
-beyond it. Text is what `TextStream` makes of all ids, special tokens written out: what the tokenizer's `decode` does.
+the row holds a stop string, as in transformers' `StopStringCriteria`. The string may begin in the prompt, unless the
+caller wants all of it behind the prompt, but must end after it. The ids then end with that whole token; the text ends
+with the stop string, without what the token holds beyond it. Text is what `TextStream` makes of all ids, special tokens
+written out: what the tokenizer's `decode` does.
 """
 
 from __future__ import annotations
@@ -33,17 +34,25 @@ class StopWatch:
         tokenizer: the target's.
         stop_strings: non-empty texts, at least one.
         prompt: token ids before the row's own.
+        across_prompt: a stop string may begin in the prompt.
 
     Attributes:
         beyond: characters that the row's last token holds after the stop string; None while it goes on.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, stop_strings: Sequence[str], prompt: Sequence[int]) -> None:
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        stop_strings: Sequence[str],
+        prompt: Sequence[int],
+        *,
+        across_prompt: bool = True,
+    ) -> None:
         self._stop_strings = stop_strings
         self._stream = TextStream(tokenizer, prompt, skip_special_tokens=False)
         self._reach = max(map(len, stop_strings)) - 1
         # text that a match may begin in but not end in
-        self._before = self._tail(self._stream.context)
+        self._before = self._tail(self._stream.context) if across_prompt else ""
         self._pieces: list[str] = []
         self._pending = ""
         self.beyond: int | None = None

@@ -11,7 +11,8 @@ from tests.helpers.tokenizers import byte_tokenizer
 
 END = 258
 TEMPLATE = (
-    "{% for message in messages %}<{{ message.role }}>{{ message.content }}\n{% endfor %}"
+    "{% for message in messages %}{% if message.content[:5] == 'fail:' %}{{ 1 / 0 }}{% endif %}"
+    "<{{ message.role }}>{{ message.content }}\n{% endfor %}"
     "{% if tools %}tools: {{ tools | length }}\n{% endif %}{% if add_generation_prompt %}<assistant>{% endif %}"
     "{% if how %}({{ how }}){% endif %}"
 )

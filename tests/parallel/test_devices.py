@@ -81,7 +81,6 @@ def run(checks: str | list[str], ranks: int, script: str = "on_devices.py", befo
     surroundings = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
-        "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
         "NCCL_NVLS_ENABLE": "0",
     }
     done = subprocess.run(

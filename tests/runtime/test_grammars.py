@@ -170,6 +170,8 @@ def test_without_stop_ids_a_text_ends_where_its_grammar_does(each: FastSpecGener
 def test_stop_strings_end_it_earlier(each: FastSpecGenerator) -> None:
     found = output(each, PROMPTS[:1], regex="(ab){9}", stop_strings=["bab"], do_sample=False)
     assert (found.finish_reasons, text_of(each, found.new_tokens[0])) == (["stop"], "abab")
+    whole = output(each, PROMPTS[:1], regex="(ab){4}", eos_token_id=[], stop_strings=["never"], do_sample=False)
+    assert whole.texts == ["abababab"], "without the token that a step scored behind the end of the grammar's text"
 
 
 def test_auto_and_opting_out(pair: tuple[Path, Path], plain: FastSpecGenerator) -> None:

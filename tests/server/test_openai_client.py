@@ -183,6 +183,8 @@ def test_stop_strings_end_an_answer_and_are_no_part_of_it(client: Any, gen: Fast
         assert whole.choices[0].finish_reason == "stop"
         assert whole.usage.completion_tokens <= 40
         assert joined(client.completions.create(**asked, stream=True))[:2] == ({0: whole.choices[0].text}, {0: "stop"})
+    beside = client.completions.create(model="small", prompt=PROMPT, max_tokens=9, stop=PROMPT[-1] + text[:2])
+    assert beside.choices[0].text == text[:9], "a stop string that begins in the prompt is none of the answer"
     biased = client.completions.create(model="small", prompt=PROMPT, max_tokens=9, logit_bias={END: 100})
     assert (biased.choices[0].text, biased.choices[0].finish_reason) == ("", "stop")
     for fields, length in (

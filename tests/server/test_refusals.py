@@ -70,14 +70,20 @@ def get(server: Running, path: str, headers: dict[str, str] | None = None) -> tu
         ("logprobs", 21, "logprobs"),
         ("logit_bias", {"x": 1}, "logit_bias"),
         ("logit_bias", {"100000": 1}, "logit_bias: an id must be"),
+        ("logit_bias", {"9" * 5000: 1}, "got the key '9{80}'"),  # more digits than Python reads
+        ("logit_bias", {"3": 5, "03": -5}, "got the key '03'"),  # one of two would be lost
+        ("logit_bias", {"٣": 1}, "got the key"),
         ("stop", "", "stop"),
         ("stop", ["x"] * 17, "stop"),
         ("seed", 2**63, "seed"),
+        ("speculative_tokens", "x", "^speculative_tokens: .*integer, got 'x'; or speculative_tokens: .*'auto'"),
         ("speculative_tokens", 9, "speculative_tokens=9|num_speculative_tokens=9"),
         ("prompt", "", "prompt has no tokens"),
         ("prompt", [], "prompt"),
         ("prompt", [100_000], "prompt"),
-        ("prompt", ["x", [1]], "^prompt"),
+        ("prompt", ["x", [1]], "^prompt.0: .*integer, got 'x'; or prompt.1: .*string, got '.1.'; or prompt.0"),
+        ("prompt", [[1], []], "^prompt.0: .*; or prompt.1: .*at least 1 item"),
+        ("prompt", 3, "^prompt: .*string, got '3'; or prompt: [^;]*array, got '3'$"),
         ("prompt", "x" * 500, "the prompt has 500 tokens"),
         ("stream_options", {"include_usage": True}, "stream_options needs stream=true"),
         ("stream_options", {"include_obfuscation": True}, "^stream_options.include_obfuscation: "),
@@ -117,6 +123,15 @@ def test_a_field_of_a_completion_is_named(server: Running, field: str, value: An
         ("messages", [{"role": "robot", "content": "x"}], r"messages\[0\].role must be one of"),
         ("messages", [{"role": "user", "content": 3}], r"messages\[0\].content must be a text"),
         ("messages", [{"role": "user", "content": [{"type": "image_url"}]}], "parts of type text alone"),
+        ("messages", [{"role": "user", "content": [{"type": "text", "text": 3}]}], "text of each part must be a text"),
+        ("messages", [{"role": "user", "content": [{"type": "text"}]}], "text of each part must be a text"),
+        (
+            "messages",
+            [{"role": "user", "content": "fail:" + "x"}],
+            "template refuses these messages: ZeroDivisionError",
+        ),
+        ("chat_template_kwargs", {"messages": []}, "messages is none"),
+        ("chat_template_kwargs", {"conversations": []}, "conversations is none"),
         ("messages", [{"role": "user", "content": "x" * 500}], "are all that prompt and answer may"),
     ],
 )
@@ -140,6 +155,7 @@ def test_bodies_that_are_none(server: Running) -> None:
     other = post(server, {**TEXT, "model": "gpt"})
     assert (other[0], other[1]["error"]["code"]) == (404, "model_not_found")
     assert post(server, TEXT, headers={"Content-Type": "text/plain"})[0] == 415
+    assert post(server, TEXT, headers={"Content-Type": "Application/JSON; charset=utf-8"})[0] == 200
     for (status, told), says in (
         (get(server, "/v1/nothing"), "there is no /v1/nothing here"),
         (get(server, "/v1/completions"), "GET is not allowed on /v1/completions"),
@@ -235,6 +251,10 @@ def test_an_error_of_the_device_is_the_servers(server: Running, monkeypatch: pyt
         assert "fell off" in answer["error"]["message"]
     with monkeypatch.context() as plant:
         plant.setattr(server.service.generator, "submit", lambda *prompt, **options: failing())
+        status, answer = post(server, TEXT)
+        assert (status, answer["error"]["type"]) == (500, "server_error")
+    with monkeypatch.context() as plant:  # a fault of the server itself
+        plant.setattr(server.service, "check_model", lambda name: {}[name])
         status, answer = post(server, TEXT)
         assert (status, answer["error"]["type"]) == (500, "server_error")
     assert post(server, TEXT)[0] == 200

@@ -143,6 +143,8 @@ def test_a_string_that_ended_in_the_prompt_is_no_end() -> None:
     begun = StopWatch(tokenizer, ["stop", "top!"], prompt)
     assert begun(tokenizer.encode("!", add_special_tokens=False)) == 1
     assert begun.text == "!"
+    behind = StopWatch(tokenizer, ["stop", "top!"], prompt, across_prompt=False)
+    assert behind(tokenizer.encode("!top!", add_special_tokens=False)) == 5
 
 
 def test_special_tokens_have_a_text() -> None:
