@@ -22,7 +22,7 @@ from fastspec.graphs.results import RowResult
 from fastspec.runtime import admission
 from fastspec.runtime.engine import Engine
 from fastspec.runtime.prefill_queue import PrefillQueue, lag_of, passes_of
-from fastspec.runtime.request import Call, InFlightStep, Request, constrained, due, may_draft, turns_of
+from fastspec.runtime.request import Call, InFlightStep, Request, constrained, due, grammar_steps, may_draft
 from fastspec.runtime.step_timer import StepTimer
 from fastspec.shapes import FULL, GRAMMAR_ONLY, GREEDY, MIXED_DRAFTS, StepShape
 from fastspec.state import IDLE, PREFILLED, RUNNING
@@ -186,16 +186,16 @@ class Scheduler:
             if self._in_flight and any(requests[row].draft_lag for row in drafting):
                 return False  # how far the draft is behind is known once those steps are read
             passes = self._queue.catch_up({row: self._rows[row] for row in drafting})
-        drafted, (k, turns) = k, turns_of(requests, self._calls, k)
+        drafted, (k, masked) = k, grammar_steps(requests, self._calls, k)
         rows = self.engine.bucket(max(self._rows) + 1)
         shape = self._shape(k, calls, requests)
-        if turns:
+        if masked:
             shape = replace(shape, grammars=MIXED_DRAFTS if drafted else GRAMMAR_ONLY)
         shape = self.engine.captured_shape(rows, shape)
         if not self._ready(rows, shape, calls):
             return False
-        if turns:
-            admission.allow(self.engine.state, turns, k)
+        if masked:
+            admission.allow(self.engine.state, masked, k)
         resumed = passes if passes or (drafted and not self._last_k) else None
         # a step launched into an empty queue began when the host came to it, not when the one before it ended
         timed = not self._disturbed and (resumed is not None or bool(self._in_flight) or self.engine.runner.depth == 1)
@@ -211,12 +211,14 @@ class Scheduler:
     def _launch_first_tokens(self, requests: dict[int, Request]) -> bool:
         """Queues the step for the first tokens of rows whose long prompts are prefilled; other rows are not in it."""
         calls = {self._calls[request] for request in requests.values()}
-        rows, turns = self.engine.bucket(max(self._rows) + 1), turns_of(requests, self._calls, 0)[1]
-        shape = self.engine.captured_shape(rows, self._shape(0, calls, requests).for_first_tokens(grammars=bool(turns)))
+        rows, masked = self.engine.bucket(max(self._rows) + 1), grammar_steps(requests, self._calls, 0)[1]
+        shape = self.engine.captured_shape(
+            rows, self._shape(0, calls, requests).for_first_tokens(grammars=bool(masked))
+        )
         if not self._ready(rows, shape, calls):
             return False
-        if turns:
-            admission.allow(self.engine.state, turns, 0, PREFILLED)
+        if masked:
+            admission.allow(self.engine.state, masked, 0, PREFILLED)
         sequence = self.engine.launch(rows, shape)
         self._in_flight.append(InFlightStep(sequence, requests, 0, rows, None, False, frozenset(), first_token=True))
         self._disturbed = True
