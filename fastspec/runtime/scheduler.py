@@ -93,7 +93,7 @@ class Scheduler:
 
         Other requests of the scheduler go on meanwhile. Leaving the iteration cancels the requests of this one.
         """
-        self.engine.runner.join()
+        self.engine.runner.wait_for_caller()
         places = {request: index for index, request in enumerate(requests)}
         try:
             for request in requests:

@@ -129,7 +129,7 @@ class FormatTrial:
         k = max(each for each in (*choice.ks, choice.k) if each <= k)
         plain = replace(choice, k=k, ks=(k,), controller=None, top_logprobs=None, note=None, grammars=(None,))
         try:
-            with engine.runner.on():  # in no other mode: threads fill these tensors
+            with engine.runner.on_stream():  # in no other mode: threads fill these tensors
                 stored = load_weights(
                     as_stored, dtype=self.dtype, device=drafter.weights.norm.device, progress=False, ops=drafter.ops
                 )
@@ -171,7 +171,7 @@ class FormatTrial:
         finally:  # also after an error, which leaves the draft that was chosen
             self._use(engine, drafter, winner, both[winner])
             engine.finish()
-            engine.runner.forget(None if winner is None else AS_STORED)
+            engine.runner.forget_variant(None if winner is None else AS_STORED)
 
     @contextmanager
     def _drafting(
@@ -188,9 +188,9 @@ class FormatTrial:
         """Lets steps draft with these weights, with graphs and kept prompts of their own."""
         variant = None if form == self._form else AS_STORED  # what was there before the trial has no name
         drafter.weights = weights
-        engine.runner.use(variant)
+        engine.runner.use_variant(variant)
         if engine.prefix is not None:
-            engine.prefix.use(variant)
+            engine.prefix.use_variant(variant)
 
     def _judge(self, one: DraftRate, other: DraftRate) -> CodeFormat | None:
         """The format that stays, of a draft that was rounded and of the same as it is stored."""

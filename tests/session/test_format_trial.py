@@ -232,7 +232,7 @@ def test_prompts_kept_with_one_draft_are_not_found_with_the_other() -> None:
     tokens = list(range(8))
     pages = table.reserve(0, 8)
     cache.insert([], tokens, pages, 8)
-    cache.use("other")
+    cache.use_variant("other")
     assert cache.match(tokens, 8) == []
-    cache.use(None)
+    cache.use_variant(None)
     assert len(cache.match(tokens, 8)) == 2
