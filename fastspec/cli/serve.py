@@ -12,10 +12,9 @@ import typer
 
 from fastspec.cli import flags
 from fastspec.cli.errors import errors_in_one_line
+from fastspec.cli.imports import import_all
 from fastspec.cli.progress import Progress
 from fastspec.cli.ranks import follow, start_ranks, this_rank
-from fastspec.generator import FastSpecGenerator
-from fastspec.shapes import SAMPLERS
 
 if TYPE_CHECKING:
     from fastspec.server.service import Limits
@@ -55,6 +54,7 @@ def serve(
 ) -> None:
     """Serves the models by OpenAI's protocol, until Ctrl-C or SIGTERM: then the last answers come to their ends."""
     source, drafter = flags.pair_of(target, draft)
+    import_all()
     flags.suggest_draft(target, draft, proposer)
     key = _key(api_key)
     start_ranks(tensor_parallel, device, ends_by_signal=True)
@@ -63,6 +63,9 @@ def serve(
     options |= flags.given(tensor_parallel=tensor_parallel, draft_quantization=draft_quantization, kv_dtype=kv_dtype)
     if proposer is not None:
         options["proposer"] = flags.proposer_of(proposer)
+    from fastspec.generator import FastSpecGenerator
+    from fastspec.shapes import SAMPLERS
+
     with errors_in_one_line():
         try:
             from fastspec.server.run import Server, listening
