@@ -334,21 +334,23 @@ class FastSpecGenerator(OfOneProcess):
         given = input_ids, attention_mask, generation_config, keywords, CALIBRATION_TOKENS
         return self._open().calibrate(self._prepare(*given))
 
-    def warmup(self, num_speculative_tokens: int | None = None, *, sampler: str = GREEDY, length: int = 0) -> None:
+    def warmup(
+        self, num_speculative_tokens: int | str | None = None, *, sampler: str = GREEDY, length: int = 0
+    ) -> None:
         """Captures the steps that calls with this many drafts, or none, may need; steps captured before stay.
 
-        With "auto" that is every k it chooses from, and the time of their steps is measured. The constructor does this
-        for greedy decoding with its own num_speculative_tokens; a call that needs others captures them before its
-        first step. Without graphs there is nothing to capture.
+        With "auto" that is every k it chooses from, and their steps are timed. The constructor does this for greedy
+        decoding with its own number; a call that needs others captures them first. Without graphs nothing is captured.
 
         Args:
             num_speculative_tokens: drafts per step, up to the generator's own; default: as calls that say nothing.
             sampler: "greedy" (the largest logit in every row), or "full" (everything that options can ask for).
             length: tokens of the longest row, prompt and output. Lengths up to 1024, with a step's drafts, share one
-                kind of step, up to 4096 the next, and so on; prompts of 4354 tokens and more add one more kind.
+                kind of step, up to 4096 the next, and so on; prompts of 4354 tokens and more add one more.
 
         Raises:
-            RuntimeError: a step could not be captured; the message says which.
+            ValueError: a value out of range.
+            RuntimeError: a step could not be captured, which is named.
         """
         if sampler not in SAMPLERS:
             raise ValueError(f"sampler must be one of {', '.join(SAMPLERS)}, got {sampler!r}")
@@ -384,9 +386,7 @@ class FastSpecGenerator(OfOneProcess):
         return explain(self._settings, session.engine, *models, self._drafting)
 
     def close(self) -> None:
-        """Frees weights, caches and buffers. Closing twice is fine; any other use afterwards is an error.
-
-        Requests of handles that go on are cancelled first: their `finish_reason` says so.
+        """Cancels requests of handles, and frees everything. Closing twice is fine; any other use later is an error.
 
         Raises:
             RuntimeError: a call of `generate` or `stream` is still running.

@@ -138,6 +138,8 @@ def _array_rows(array: Any) -> list[list[int]]:
 
 
 def _tensor_rows(tensor: Tensor, name: str) -> list[list[int]]:
+    if tensor.is_nested:  # which has no sizes to look at
+        raise ValueError(f"{name} must be a plain tensor, got a nested one; give a list of tensors")
     if tensor.is_floating_point() or tensor.is_complex() or tensor.is_quantized or tensor.dtype == torch.bool:
         raise ValueError(f"{name} must hold integers, got dtype {tensor.dtype}")
     if tensor.dim() not in (1, 2):
@@ -203,7 +205,7 @@ def _check(rows: list[list[int]], vocab_size: int) -> None:
 
 def _mask_rows(attention_mask: Any, rows: list[list[int]]) -> list[list[int]]:
     mask = attention_mask if isinstance(attention_mask, Tensor) else _mask_tensor(attention_mask)
-    if mask.layout is not torch.strided or mask.is_meta:
+    if mask.is_nested or mask.layout is not torch.strided or mask.is_meta:
         raise ValueError(f"attention_mask must be a plain tensor with values, got {mask.layout} on {mask.device}")
     if mask.dim() == 1:
         mask = mask[None]

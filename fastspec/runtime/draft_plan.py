@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 
 from fastspec.adaptive.controller import AUTO, REPEATABLE, Controller, ladder
 from fastspec.inputs.options import Options
+from fastspec.inputs.values import whole
 from fastspec.sampling.rules import Verification, needs_draft_probs
 from fastspec.shapes import FULL, GRAMMAR_ONLY, GRAMMARS, GREEDY
 
@@ -114,9 +115,15 @@ class DraftPlan:
         key = (sampler, top_logprobs)
         return self.controllers.get(key) or self.controllers.setdefault(key, Controller(self.ks))  # in any thread
 
-    def for_warmup(self, asked: int | None, sampler: str) -> Choice:
-        """Steps that a call without further options may need, and plain decoding: for `warmup`."""
-        if self.auto and asked is None and self.max_drafts:
+    def for_warmup(self, asked: int | str | None, sampler: str) -> Choice:
+        """Steps that a call without further options may need, and plain decoding: for `warmup`.
+
+        Raises:
+            ValueError: no number of drafts, or more than the generator was made for.
+        """
+        auto = isinstance(asked, str) and asked == AUTO
+        asked = None if auto or asked is None else whole("num_speculative_tokens", asked, low=0)
+        if (auto or (self.auto and asked is None)) and self.max_drafts:
             return Choice(self.max_drafts, self.ks, sampler, None, self.controller(sampler, None), AUTO)
         k = self.check(asked)
         return Choice(k, tuple(sorted({0, k})), sampler, None)

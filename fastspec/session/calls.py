@@ -85,7 +85,7 @@ def prepare(
         ValueError, UnsupportedOption: as in `generate`.
     """
     keywords, spec, raw = arguments.keywords, target.spec, arguments.prompts()
-    tokenizer = keywords.pop("tokenizer", None)
+    tokenizer = _checked_tokenizer(keywords.pop("tokenizer", None))
     if default_new_tokens is not None and arguments.unlimited:
         keywords["max_new_tokens"] = max(1, min(default_new_tokens, max_length - raw.width))
     chosen = resolve(
@@ -102,6 +102,18 @@ def prepare(
     # the warning is the caller's of `generate`
     prompts = raw.prompts(spec.vocab_size, chosen.padding, chosen.stop_ids, stacklevel=_CALLER)
     return PreparedCall(requests_of(prompts, chosen, tokenizer, max_length, grammars), chosen, raw)
+
+
+def _checked_tokenizer(tokenizer: Any) -> PreTrainedTokenizerBase | None:
+    """The tokenizer of a call, where it brings one.
+
+    Raises:
+        ValueError: an object that is none.
+    """
+    if tokenizer is not None and not all(hasattr(tokenizer, name) for name in ("decode", "convert_ids_to_tokens")):
+        inner = "; pass its .tokenizer" if hasattr(tokenizer, "tokenizer") else ""
+        raise ValueError(f"tokenizer must be one of transformers' tokenizers, got {type(tokenizer).__name__}{inner}")
+    return cast("PreTrainedTokenizerBase | None", tokenizer)
 
 
 def check_streamer(streamer: object, rows: int) -> None:

@@ -158,6 +158,9 @@ def test_auto_in_one_call_of_a_generator_made_for_a_number(pair: tuple[Path, Pat
         assert rows.stats.auto == "auto"
         assert rows.stats.rows[1].drafted == 0
         assert "auto chooses among 0, 1, 2, 3" in gen.explain()
+        gen.warmup("auto")
+        assert gen._drafting.for_warmup("auto", GREEDY).ks == (0, 1, 2, 3)
+        assert gen._drafting.for_warmup(None, GREEDY).ks == (0, 3)
 
 
 def test_without_a_draft_auto_is_plain(pair: tuple[Path, Path]) -> None:

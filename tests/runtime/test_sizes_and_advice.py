@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -177,3 +178,16 @@ def test_sizes_in_numpy(directory: Path) -> None:
         assert made.max_length == 64
         assert made.generate([[1]], max_new_tokens=np.int64(3)).shape == (1, 4)
         made.warmup(np.int64(0), length=np.int64(9))
+        for wrong in (-1, 1.5, "many", True):
+            with pytest.raises(ValueError, match="num_speculative_tokens must be a whole number at least 0"):
+                made.warmup(wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("options", [{}, {"stop_strings": "a"}, {"regex": "a+"}], ids=str)
+def test_a_tokenizer_of_another_kind_is_refused(directory: Path, options: dict[str, Any]) -> None:
+    with FastSpecGenerator(directory, max_length=64, device="cpu", progress=False) as made:
+        with pytest.raises(ValueError, match=r"tokenizer must be one of transformers' tokenizers, got str$"):
+            made.generate([[1]], max_new_tokens=1, tokenizer="gpt2", **options)
+        processor = SimpleNamespace(decode=str, tokenizer=None)
+        with pytest.raises(ValueError, match=r"got SimpleNamespace; pass its .tokenizer"):
+            made.submit([1], max_new_tokens=1, tokenizer=processor, **options)
