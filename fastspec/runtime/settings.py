@@ -233,7 +233,7 @@ def device_of(device: torch.device | str | None, target: ModelSource) -> torch.d
     else:
         try:
             chosen = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
-        except RuntimeError as error:
+        except (RuntimeError, TypeError) as error:
             raise ValueError(f"device {device!r} is not one torch knows; use 'cpu', 'cuda' or 'cuda:N'") from error
     if chosen.type not in _DECODE_TILING:
         raise ValueError(f"device {chosen} is not supported; use one of {', '.join(_DECODE_TILING)}")

@@ -64,6 +64,8 @@ def checked_arguments(
         As the constructor.
     """
     for name, value in {**options, **modes}.items():
+        if value is None and name in _FLAGS - {"graphs"}:  # None is no default here, and would be False
+            raise ValueError(f"{name} must be True or False, got None; leave it out for the default")
         if name in _FLAGS:
             flag(name, value)
     sizes: dict[str, Any] = {**options}

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from fastspec import FastSpecGenerator, demo_pair
+from fastspec import FastSpecGenerator, UnsupportedOption, demo_pair
 from fastspec.runtime.settings import Caches, settings_of
 from fastspec.session.options import PlanOptions
 
@@ -31,6 +31,17 @@ def test_flags_are_bools(name: str) -> None:
     """A text such as "no", of an environment or a YAML file, would be true."""
     with pytest.raises(ValueError, match=f"{name} must be True or False, got 'no'"):
         FastSpecGenerator(*demo_pair(), device="cpu", progress=False, **{name: "no"})
+
+
+@pytest.mark.parametrize("name", ["prefix_cache", "exact", "compile"])
+def test_none_is_no_way_to_say_false(name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name} must be True or False, got None; leave it out"):
+        FastSpecGenerator(*demo_pair(), device="cpu", progress=False, **{name: None})
+
+
+def test_a_revision_without_a_draft_is_refused() -> None:
+    with pytest.raises(UnsupportedOption, match="draft_revision='main', and there is no draft"):
+        FastSpecGenerator.plan(demo_pair()[0], draft_revision="main")
 
 
 def test_a_plan_refuses_what_it_does_not_know() -> None:

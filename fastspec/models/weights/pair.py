@@ -46,6 +46,8 @@ def resolve_pair(
         tokenizers, before anything is fetched; UnsupportedOption: quantization that is not a format, or of what is
         stored quantised, or an option that the draft has no use for.
     """
+    if draft is None and revisions[1] is not None:
+        raise UnsupportedOption(f"draft_revision={revisions[1]!r}, and there is no draft; leave it out")
     if isinstance(target, str) and isinstance(draft, str):
         refuse_strangers(target, draft)
     found = _rounded(resolve(target, role="target", revision=revisions[0]), quantization[0])
