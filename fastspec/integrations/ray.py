@@ -14,9 +14,13 @@ import numpy as np
 from fastspec.errors import InvalidLogits, UnsupportedOption
 from fastspec.generator import FastSpecGenerator
 from fastspec.inputs.options import OWN, PER_ROW, SUPPORTED
+from fastspec.inputs.values import is_list, listed
 from fastspec.output import GenerateOutput
 
 Columns = dict[str, Any]
+_ADDED = frozenset(
+    ["generated_text", "generated_ids", "finish_reason", "new_tokens", "target_steps", "drafted", "accepted"]
+)
 
 
 class Generate:
@@ -38,6 +42,7 @@ class Generate:
     Raises:
         UnsupportedOption: an option that `generate` does not know, or one that is given twice.
         KeyError: a batch without one of these columns.
+        ValueError: a batch with a column of an added one's name, or a prompt that is neither text nor ids.
     """
 
     def __init__(
@@ -59,6 +64,7 @@ class Generate:
         missing = [name for name in (self._prompts, *self._columns) if name not in batch]
         if missing:
             raise KeyError(f"a batch has no column {missing}; it has {list(batch)}")
+        self._check_free(batch)
         prompts = [self._ids(prompt) for prompt in batch[self._prompts]]
         of_rows = {name: [_plain(value) for value in batch[name]] for name in self._columns}
         output = self._generate(prompts, {**self._options, **of_rows})
@@ -78,6 +84,14 @@ class Generate:
             added["generated_text"] = _objects(output.texts or list(decoded))
         return {**batch, **added}
 
+    def _check_free(self, batch: Columns) -> None:
+        """Refuses a batch whose columns the results would replace."""
+        added = _ADDED if self._options.get("logprobs") in (None, False) else {*_ADDED, "logprobs"}
+        if taken := sorted(added & batch.keys()):
+            raise ValueError(
+                f"a batch has columns {', '.join(taken)}, which the results would replace; rename them (rename_columns)"
+            )
+
     def _generate(self, prompts: list[list[int]], options: dict[str, Any]) -> GenerateOutput:
         """All rows; one that no token could be chosen for does not take the others with it."""
         found: object
@@ -90,7 +104,11 @@ class Generate:
 
     def _ids(self, prompt: Any) -> list[int]:
         if not isinstance(prompt, str):
-            return [int(token) for token in prompt]
+            if not is_list(prompt):
+                raise ValueError(
+                    f"column {self._prompts!r} holds {type(prompt).__name__}; wanted texts, or lists of token ids"
+                )
+            return listed(prompt)
         tokenizer = self._generator.tokenizer
         if tokenizer is None:
             raise ValueError("the target brings no tokenizer; give prompts as lists of token ids")

@@ -7,6 +7,7 @@ to the replicas, looks after their health and replaces those that die. Replicas 
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
@@ -18,7 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from fastspec.errors import UnsupportedOption
 from fastspec.generator import FastSpecGenerator
-from fastspec.server.app import app_of
+from fastspec.server.app import app_of, check_api_key
 from fastspec.server.service import Limits, Service
 from fastspec.shapes import FULL
 
@@ -53,12 +54,13 @@ def deployment(
             and a minute for its last answers once it is told to end.
 
     Raises:
-        UnsupportedOption: an argument that a replica cannot have; nothing was started.
+        UnsupportedOption, ValueError: an argument that a replica cannot have; nothing was started.
     """
     from ray import serve
 
     options = {"progress": False, **(generator_options or {})}
     _check(options, limits or {})
+    check_api_key(api_key)
     chosen = Limits(**(limits or {}))  # type: ignore[arg-type]
     actor = dict(ray_options.pop("ray_actor_options", None) or {})
     if str(options.get("device")) != "cpu":
@@ -143,4 +145,5 @@ def _check(options: Mapping[str, Any], limits: Mapping[str, float]) -> None:
 
 def _name(target: str) -> str:
     """A directory's name, or a Hub id."""
-    return Path(target).resolve().name if Path(target).exists() else target
+    directory = Path(os.path.expanduser(target))
+    return directory.resolve().name if directory.exists() else target

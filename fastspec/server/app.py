@@ -37,7 +37,7 @@ class Envelope:
         self.with_usage = body.stream_options is not None and body.stream_options.include_usage
         self._id = f"{'chatcmpl' if self.chat else 'cmpl'}-{uuid.uuid4().hex}"
         self._name, self._created = service.name, int(time.time())
-        self._lengths: dict[int, int] = {}  # characters of each answer so far
+        self._begun: set[int] = set()  # answers of which something was sent
 
     def _whole(self, kind: str, choices: list[dict[str, Any]], usage: dict[str, Any] | None) -> dict[str, Any]:
         shared: dict[str, Any] = {"id": self._id, "object": kind, "created": self._created, "model": self._name}
@@ -54,15 +54,14 @@ class Envelope:
                 message = {"role": "assistant", "content": text, "refusal": None}
                 choices.append({**shared, "message": message, "logprobs": answer.chat_logprobs(0, count)})
             else:
-                choices.append({**shared, "text": text, "logprobs": answer.text_logprobs(0, count, 0)})
+                choices.append({**shared, "text": text, "logprobs": answer.text_logprobs(0, count)})
         return self._whole("chat.completion" if self.chat else "text_completion", choices, usage)
 
     def piece(self, answer: Answer, piece: Piece) -> list[dict[str, Any]]:
         """What is sent of a piece: its text, then the end."""
         choices: list[dict[str, Any]] = []
-        first = answer.index not in self._lengths
-        before = self._lengths.get(answer.index, 0)
-        self._lengths[answer.index] = before + len(piece.text)
+        first = answer.index not in self._begun
+        self._begun.add(answer.index)
         shared: dict[str, Any] = {"index": answer.index, "finish_reason": None}
         if self.chat:
             delta = {"role": "assistant", "content": piece.text} if first else {"content": piece.text}
@@ -70,7 +69,7 @@ class Envelope:
             choices.append({**shared, "delta": delta, "logprobs": logprobs})
             end: dict[str, Any] = {"delta": {}, "logprobs": None}
         else:
-            logprobs = answer.text_logprobs(piece.start, piece.stop, before)
+            logprobs = answer.text_logprobs(piece.start, piece.stop)
             choices.append({**shared, "text": piece.text, "logprobs": logprobs})
             end = {"text": "", "logprobs": None}
         if not piece.text and piece.start == piece.stop and not first:
@@ -92,7 +91,11 @@ def app_of(service: Service, api_key: str | None = None) -> FastAPI:
     Args:
         service: what is served.
         api_key: that clients must send; None: none. /health is open to all.
+
+    Raises:
+        ValueError: the key is empty.
     """
+    check_api_key(api_key)
     app = FastAPI(title="fastspec", version=fastspec.__version__, docs_url=None, redoc_url=None, openapi_url=None)
     meters = service.meters
 
@@ -154,6 +157,12 @@ def app_of(service: Service, api_key: str | None = None) -> FastAPI:
     route("/v1/completions", "POST", complete)
     route("/v1/chat/completions", "POST", chat)
     return app
+
+
+def check_api_key(key: str | None) -> None:
+    """Raises ValueError for a key that no client could send."""
+    if key is not None and not key.strip():
+        raise ValueError("api_key is empty, which lets nobody in; give one, or None")
 
 
 def _check_key(request: Request, key: str | None) -> None:

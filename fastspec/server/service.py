@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from fastspec.errors import InvalidLogits, OutOfPages
 from fastspec.generator import FastSpecGenerator
 from fastspec.inputs.row_options import derive_seed
+from fastspec.inputs.values import whole
 from fastspec.server.errors import Refusal, failed, going_down, of_option, too_late
 from fastspec.server.fields import Body, Chat, Completion
 from fastspec.server.texts import Answer, Piece
@@ -31,12 +32,22 @@ class Limits:
         tokens: new tokens of an answer; None: what there is room for.
         requests: answers that are waited for, of all clients together.
         seconds: for all answers of a request.
+
+    Raises:
+        ValueError: one of them is not above 0.
     """
 
     body: int = 2**20
     tokens: int | None = None
     requests: int = 256
     seconds: float = 600.0
+
+    def __post_init__(self) -> None:
+        for name in ("body", "tokens", "requests"):
+            if name != "tokens" or self.tokens is not None:
+                whole(f"limits: {name}", getattr(self, name), low=1)
+        if isinstance(self.seconds, bool) or not isinstance(self.seconds, int | float) or not self.seconds > 0:
+            raise ValueError(f"limits: seconds must be a number above 0, got {self.seconds!r}")
 
 
 class Meters:

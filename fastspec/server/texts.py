@@ -83,6 +83,7 @@ class Answer:
     def __init__(self, index: int, handle: Handle, tokenizer: PreTrainedTokenizerBase, stops: list[str]) -> None:
         self.index, self.handle, self._tokenizer, self._stops = index, handle, tokenizer, stops
         self.request = handle.call.requests[0]
+        self._placed, self._offsets = TextStream(tokenizer, self.request.prompt), [0]
 
     async def pieces(self) -> AsyncIterator[Piece]:
         """Its text as it comes, the last piece with the reason of the end.
@@ -109,21 +110,23 @@ class Answer:
             content.append(entry | {"top_logprobs": [self._entry(*top) for top in tops]})
         return {"content": content, "refusal": None}
 
-    def text_logprobs(self, start: int, stop: int, offset: int) -> dict[str, Any] | None:
-        """The same as /v1/completions tells them; `offset`: characters of the text before."""
+    def text_logprobs(self, start: int, stop: int) -> dict[str, Any] | None:
+        """The same as /v1/completions tells them."""
         if self.handle.call.options.top_logprobs is None:
             return None
-        names = [self._name(token) for token in self.request.new_tokens[start:stop]]
-        lengths = [0]
-        for name in names:
-            lengths.append(lengths[-1] + len(name))
         tops = self.request.top_logprobs[start:stop]
         return {
-            "tokens": names,
+            "tokens": [self._name(token) for token in self.request.new_tokens[start:stop]],
             "token_logprobs": self.request.logprobs[start:stop],
             "top_logprobs": [{self._name(token): value for token, value in pairs} for pairs in tops],
-            "text_offset": [offset + length for length in lengths[:-1]],
+            "text_offset": self._offsets_of(start, stop),
         }
+
+    def _offsets_of(self, start: int, stop: int) -> list[int]:
+        """Characters of the text before each of some tokens; tokens that share a character have the same number."""
+        for token in self.request.new_tokens[len(self._offsets) - 1 : stop]:
+            self._offsets.append(self._offsets[-1] + len(self._placed.push([token])))
+        return self._offsets[start:stop]
 
     def _entry(self, token: int, logprob: float) -> dict[str, Any]:
         name = self._name(token)
@@ -131,4 +134,6 @@ class Answer:
         return {"token": name, "logprob": logprob, "bytes": list(name.encode()) if whole else None}
 
     def _name(self, token: int) -> str:
-        return str(self._tokenizer.decode([token], clean_up_tokenization_spaces=False))
+        """The text of a token behind others: some decoders drop the space at the beginning of a text."""
+        one, two = (str(self._tokenizer.decode([token] * n, clean_up_tokenization_spaces=False)) for n in (1, 2))
+        return two[len(one) :] if two.startswith(one) else one

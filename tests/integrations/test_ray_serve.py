@@ -243,6 +243,10 @@ def test_what_no_replica_can_be_is_refused_before_one_is_started() -> None:
     }.values():
         with pytest.raises(UnsupportedOption, match=message):
             deployment("no such directory", **options)
+    with pytest.raises(ValueError, match="limits: requests must be a whole number at least 1"):
+        deployment("no such directory", limits={"requests": 0})
+    with pytest.raises(ValueError, match="api_key is empty"):
+        deployment("no such directory", api_key=" ")
     with pytest.raises(TypeError, match="replicas"):
         deployment("no such directory", replicas=2)
 

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from fastspec import FastSpecGenerator
+from fastspec.server.app import app_of
 from fastspec.server.errors import too_late
-from fastspec.server.service import Limits
+from fastspec.server.service import Limits, Service
 from tests.helpers.limits import HANGS
 from tests.helpers.services import opened, small_pair
 from tests.server.conftest import Running, running
@@ -258,3 +259,18 @@ def test_an_error_of_the_device_is_the_servers(server: Running, monkeypatch: pyt
         status, answer = post(server, TEXT)
         assert (status, answer["error"]["type"]) == (500, "server_error")
     assert post(server, TEXT)[0] == 200
+
+
+@pytest.mark.parametrize(
+    "limits",
+    [{"body": 0}, {"tokens": 0}, {"requests": "8"}, {"requests": 1.5}, {"seconds": 0}, {"seconds": True}],
+    ids=str,
+)
+def test_limits_that_let_nothing_through_are_none(limits: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=f"limits: {next(iter(limits))} must be a"):
+        Limits(**limits)
+
+
+def test_an_empty_key_is_none(gen: FastSpecGenerator) -> None:
+    with pytest.raises(ValueError, match="api_key is empty"):
+        app_of(Service(gen, "small"), " ")

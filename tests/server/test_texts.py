@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from fastspec.server.texts import Answer, Visible
 from tests.helpers.services import opened
-from tests.helpers.tokenizers import byte_tokenizer
+from tests.helpers.tokenizers import byte_tokenizer, word_tokenizer
 
 TEXT = "the héad of the hhhe ende end"
 
@@ -42,3 +43,29 @@ def test_the_id_that_ends_an_answer_is_no_part_of_it(pair: tuple[Path, Path]) ->
 
         assert asyncio.run(text()) == tokenizer.decode(tokens[: tokens.index(last)])
         assert answer.request.finish_reason == "stop"
+
+
+@pytest.mark.parametrize("made", [byte_tokenizer, word_tokenizer])
+def test_tokens_are_told_with_their_places_in_the_text(made: Any) -> None:
+    """A character of several tokens counts once, and a word has its space, whatever a decoder does with one alone."""
+    tokenizer, text = made(), "the wo€rd. a word"
+    tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
+    if made is word_tokenizer:
+        names = ["▁a", "<0xE2>", "<0x82>", "<0xAC>", "s", "▁word", "é", "▁a"]
+        tokens, text = tokenizer.convert_tokens_to_ids(names), " a€s wordé a"
+    request = SimpleNamespace(
+        prompt=tokenizer.convert_tokens_to_ids(["."]), new_tokens=tokens, logprobs=[0.0] * len(tokens)
+    )
+    request.top_logprobs = [[] for _ in tokens]
+    call = SimpleNamespace(requests=[request], options=SimpleNamespace(top_logprobs=0))
+    for size in (1, 3, len(tokens)):
+        answer = Answer(0, SimpleNamespace(call=call), tokenizer, [])  # type: ignore[arg-type]
+        names, offsets = [], []
+        for start in range(0, len(tokens), size):
+            told = answer.text_logprobs(start, min(start + size, len(tokens)))
+            assert told is not None
+            names += told["tokens"]
+            offsets += told["text_offset"]
+        for name, at in zip(names, offsets, strict=True):
+            assert name == "\ufffd" or text[at:].startswith(name), (name, at)
+            assert name != "\ufffd" or text[at] == "€"
