@@ -250,8 +250,6 @@ def test_short_passes_of_several_prompts_are_one(monkeypatch: pytest.MonkeyPatch
     nothing_leaked(engine)
     engine = tiny_engine(k=3, batch=3, same=True, prefill_batch_tokens=96, long_prompt=LONG)
     scheduler = Scheduler(with_prefix_cache(engine))
-        with_prefix_cache(tiny_engine(k=3, batch=3, same=True, prefill_batch_tokens=96, long_prompt=LONG))
-    )
     requests = [Turn(HEAD[start:stop], 12).request() for start, stop in ((3, 15), (7, 27), (1, 31))]
     run_as_one(scheduler, requests, call_of(requests, 3))
     assert joined[4:] == [(False, 3), (True, 3)]
