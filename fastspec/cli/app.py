@@ -8,16 +8,15 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
-from typing import Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
-import torch
 import typer
 
 import fastspec
 from fastspec.cli import flags
 from fastspec.cli.chat import chat
-from fastspec.cli.doctor import diagnose
 from fastspec.cli.errors import errors_in_one_line
+from fastspec.cli.imports import import_all
 from fastspec.cli.output import write_text
 from fastspec.cli.pairs import pairs
 from fastspec.cli.progress import Progress
@@ -25,10 +24,11 @@ from fastspec.cli.quantize import quantize
 from fastspec.cli.ranks import start_ranks
 from fastspec.cli.serve import serve
 from fastspec.demo import demo_pair
-from fastspec.generator import FastSpecGenerator
-from fastspec.output import GenerateOutput, Stats
-from fastspec.text.stop_strings import StoppedWriter
-from fastspec.text.text_stream import StreamWriter
+
+if TYPE_CHECKING:  # imported by the commands that need them: torch takes longer than `--help` may
+    from fastspec.generator import FastSpecGenerator
+    from fastspec.output import GenerateOutput, Stats
+    from fastspec.text.text_stream import StreamWriter
 
 DEMO_PROMPT = "def main(argv=None):"
 _AT_ONCE = 8  # texts decoded together
@@ -52,14 +52,11 @@ def _print_version(wanted: bool) -> None:
 
 @app.callback()
 def main(
-    context: typer.Context,
     version: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
     """Exact speculative decoding for Hugging Face causal language models."""
-    # a caller of the app may hand in what opens a generator: `app(obj=...)`
-    context.obj = context.obj or FastSpecGenerator
 
 
 @app.command()
@@ -103,6 +100,7 @@ def generate(
     """Continues a prompt and prints the new text; a line on stderr says how it went."""
     if draft is not None and target is None:
         raise typer.BadParameter("a draft needs its target: give --target too", param_hint="--draft")
+    import_all()
     flags.suggest_draft(target, draft, proposer)
     if target is None:
         target, draft = map(str, demo_pair())
@@ -151,6 +149,7 @@ def demo(
     Speculative decoding is compared with the faster kind of plain decoding: exact, or exact=False, which does not keep
     bits independent of the number of rows.
     """
+    import_all()
     flags.check_values(context.params)
     start_ranks(tensor_parallel, device)
     target, draft = map(str, demo_pair())
@@ -200,6 +199,8 @@ def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Examines this machine and decodes a little on it: what works, what will not, and the fix."""
+    from fastspec.cli.doctor import diagnose
+
     with Progress() as progress:
         report = diagnose(device, tell=progress.stage)
     write_text(f"{report.to_json() if as_json else report}\n")
@@ -248,8 +249,7 @@ class _Runs:
 def _opened(
     context: typer.Context, target: str, draft: str | None, drafts: int, options: dict[str, Any]
 ) -> FastSpecGenerator:
-    open_generator: Callable[..., FastSpecGenerator] = context.obj
-    return open_generator(target, draft, num_speculative_tokens=drafts, **{"max_batch_size": 1, **options})
+    return flags.opened(context, target, draft, num_speculative_tokens=drafts, **{"max_batch_size": 1, **options})
 
 
 def _generate(
@@ -258,6 +258,8 @@ def _generate(
     tokenizer = generator.tokenizer
     if tokenizer is None:
         raise ValueError("the target brings no tokenizer; put its tokenizer.json beside its config.json")
+    from fastspec.text.stop_strings import StoppedWriter
+
     ids = tokenizer(prompt)["input_ids"]
 
     def writer() -> StreamWriter:
@@ -275,6 +277,8 @@ def _generate(
 
 def _replay(writer: StreamWriter, prompt: list[int], tokens: list[int]) -> None:
     """Writes the text of tokens that are there already."""
+    import torch
+
     writer.put(torch.tensor(prompt, device="cpu"))
     writer.put(torch.tensor(tokens, device="cpu"))
     writer.end()

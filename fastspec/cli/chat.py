@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from jinja2.exceptions import TemplateError
 
 from fastspec.cli import flags
 from fastspec.cli.errors import errors_in_one_line
+from fastspec.cli.imports import import_all
 from fastspec.cli.output import write_text
 from fastspec.cli.progress import Progress
 from fastspec.errors import InvalidLogits
-from fastspec.generator import FastSpecGenerator
-from fastspec.text.text_stream import TextStream
+
+if TYPE_CHECKING:
+    from fastspec.generator import FastSpecGenerator
 
 _LOADING = "loading the models and making their steps ready"
 _HELP = "/clear begins anew, /bye or Ctrl-D ends, Ctrl-C stops an answer"
@@ -41,6 +43,7 @@ def chat(
 ) -> None:
     """Talks with the model, by its chat template. Without a template it continues what you write."""
     source, drafter = flags.pair_of(target, draft)
+    import_all()
     flags.suggest_draft(target, draft, proposer)
     options: dict[str, Any] = {"max_batch_size": 1, "device": device, "max_length": max_length, "progress": False}
     options["num_speculative_tokens"] = num_speculative_tokens
@@ -50,10 +53,9 @@ def chat(
     flags.check_values(context.params)
     asked: dict[str, Any] = {name: value for name, value in {"top_p": top_p, "seed": seed}.items() if value is not None}
     asked |= flags.drawing(asked, temperature)
-    open_generator: Callable[..., FastSpecGenerator] = context.obj
     with errors_in_one_line(), Progress() as progress:
         progress.stage(_LOADING)
-        with open_generator(source, drafter, **options) as generator:
+        with flags.opened(context, source, drafter, **options) as generator:
             progress.stage(None)
             talk = Conversation(generator, system, max_new_tokens, asked)
             _note(f"{talk.manner}; {_HELP}")
@@ -125,6 +127,8 @@ class Conversation:
             raise
 
     def _answer(self, text: str, write: Callable[[str], object]) -> None:
+        from fastspec.text.text_stream import TextStream
+
         self.said.append(("user", text))
         prompt = self._fitting()
         pieces: list[str] = []
@@ -176,6 +180,8 @@ class Conversation:
             return list(
                 self._tokenizer((self.system or "") + "".join(f"{text}\n" for _, text in self.said))["input_ids"]
             )
+        from jinja2.exceptions import TemplateError
+
         head = [{"role": "system", "content": self.system}] if self.system else []
         messages = [*head, *({"role": role, "content": text} for role, text in self.said)]
         try:
@@ -191,6 +197,8 @@ def _lines() -> Iterator[str]:
     if sys.stdin is None:  # it was closed before the command began
         return
     shown = sys.stdin.isatty()
+    if isinstance(sys.stdin, io.TextIOWrapper):  # a line that is no text is refused by itself; the others go on
+        sys.stdin.reconfigure(errors="surrogateescape")
     if shown:
         with contextlib.suppress(ImportError):
             import readline  # noqa: F401  (the arrow keys work in input() once it is there)

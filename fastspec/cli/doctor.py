@@ -185,6 +185,15 @@ def _version_lines(probes: Probes, on_gpu: bool) -> Iterator[Line]:
             yield Line("warn" if on_gpu else "note", package, text, "pip install triton")
         else:
             yield Line("warn", package, f"not installed; needed: {floor} or newer", f"pip install {package}")
+    missing = _attempt(probes.without_bytecode, "start", "note", REPORT_IT)
+    if isinstance(missing, Line):
+        yield missing
+    elif missing:
+        text = (
+            f"no compiled files of {' and '.join(missing)} are kept, so every start compiles their sources, for seconds"
+        )
+        fix = "run python -m compileall -q on site-packages, or set PYTHONPYCACHEPREFIX to a folder that stays"
+        yield Line("note", "start", text, f"{fix}; PYTHONDONTWRITEBYTECODE must not be set then")
 
 
 def _version_line(name: str, version: str, floor: str, more: str, fix: str) -> Line:

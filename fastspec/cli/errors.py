@@ -6,7 +6,6 @@ import errno
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import torch
 import typer
 
 from fastspec.errors import InvalidLogits, OutOfPages, RankFailed
@@ -15,6 +14,8 @@ from fastspec.errors import InvalidLogits, OutOfPages, RankFailed
 @contextmanager
 def errors_in_one_line() -> Iterator[None]:
     """What a user can mend becomes one line and exit code 2; everything else stays an error."""
+    import torch  # what is done in here needs it; `--help` does without
+
     try:
         yield
     except OSError as error:  # a file or a folder that cannot be used, a full disk

@@ -6,17 +6,19 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from fastspec.adaptive.controller import AUTO
 from fastspec.demo import demo_pair
-from fastspec.inputs.row_options import NUMBERS
-from fastspec.inputs.values import whole
 from fastspec.models.pairs import natural_pairs
-from fastspec.proposers.ngram import NGram
 from fastspec.sampling.rules import MODES
+
+if TYPE_CHECKING:
+    from fastspec.generator import FastSpecGenerator
+    from fastspec.inputs.row_options import Number
+    from fastspec.proposers.ngram import NGram
 
 Device = Annotated[str | None, typer.Option(help="cpu or cuda. Default: cuda where there is one.")]
 MaxNewTokens = Annotated[int, typer.Option(help="New tokens at most.")]
@@ -93,9 +95,12 @@ Drafter = Annotated[
     ),
 ]
 
-_NUMBERS = [each for each in NUMBERS if each.name != "temperature"]
-_DRAWING = tuple(each.name for each in _NUMBERS if not each.changes_greedy)
-_SHAPING = (*(each.name for each in _NUMBERS), "min_new_tokens", "seed", "regex")
+
+def _numbers() -> tuple[Number, ...]:
+    """Options that are numbers, but for the temperature, which a flag gives a meaning of its own."""
+    from fastspec.inputs.row_options import NUMBERS  # which imports torch: `--help` does without
+
+    return tuple(each for each in NUMBERS if each.name != "temperature")
 
 
 def options_of(flags: Mapping[str, Any]) -> dict[str, Any]:
@@ -104,7 +109,8 @@ def options_of(flags: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         typer.BadParameter: a flag that cannot be read, or that would have no effect.
     """
-    options: dict[str, Any] = {name: flags[name] for name in _SHAPING if flags.get(name) is not None}
+    shaping = (*(each.name for each in _numbers()), "min_new_tokens", "seed", "regex")
+    options: dict[str, Any] = {name: flags[name] for name in shaping if flags.get(name) is not None}
     check_values(flags)
     for name in ("allowed_token_ids", "suppress_tokens"):
         if flags[name] is not None:
@@ -129,7 +135,7 @@ def drawing(options: Mapping[str, Any], temperature: float) -> dict[str, Any]:
     """
     if temperature:
         return {"do_sample": True, "temperature": temperature}
-    if idle := [_flag(name) for name in _DRAWING if name in options]:
+    if idle := [_flag(each.name) for each in _numbers() if not each.changes_greedy and each.name in options]:
         raise typer.BadParameter("has no effect at temperature 0; give --temperature too", param_hint=", ".join(idle))
     return {"do_sample": False}
 
@@ -145,6 +151,8 @@ def proposer_of(flag: str | None) -> NGram | None:
     """The proposer that --proposer names."""
     if flag is None:
         return None
+    from fastspec.proposers.ngram import NGram
+
     if not (found := re.fullmatch(r"ngram(?::(\d+):(\d+))?", flag)):
         raise typer.BadParameter(f"got {flag!r}, wanted ngram or ngram:MIN:MAX", param_hint="--proposer")
     try:
@@ -155,6 +163,9 @@ def proposer_of(flag: str | None) -> NGram | None:
 
 def check_values(flags: Mapping[str, Any]) -> None:
     """Refuses numbers out of range and texts that are not UTF-8, before models are loaded."""
+    from fastspec.inputs.row_options import NUMBERS
+    from fastspec.inputs.values import whole
+
     least = {"max_new_tokens": 1, "num_return_sequences": 1, "min_new_tokens": 0}
     checks: dict[str, Callable[[Any], object]] = {each.name: each.read for each in NUMBERS}
     checks |= {name: partial(whole, name, low=low) for name, low in least.items()}
@@ -233,3 +244,13 @@ def suggest_draft(target: str | None, draft: str | None, proposer: str | None) -
     found = natural_pairs(target)
     if found is not None and found.drafts:
         typer.echo(f"fastspec: no draft, so decoding is plain; --draft {found.drafts[0]} fits {target}", err=True)
+
+
+def opened(context: typer.Context, target: str, draft: str | None, **options: Any) -> FastSpecGenerator:
+    """A generator, made by what a caller of the app handed in for it (`app(obj=...)`), or as always."""
+    if context.obj is not None:
+        made: FastSpecGenerator = context.obj(target, draft, **options)
+        return made
+    from fastspec.generator import FastSpecGenerator
+
+    return FastSpecGenerator(target, draft, **options)

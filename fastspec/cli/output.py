@@ -6,7 +6,7 @@ import sys
 
 import typer
 
-from fastspec.text.text_stream import escape_control
+from fastspec.text.terminal import escape_control
 
 
 def write_text(text: str) -> None:

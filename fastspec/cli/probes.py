@@ -18,6 +18,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
+from importlib.util import cache_from_source
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +93,13 @@ def installed_version(package: str) -> str | None:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return None
+
+
+def without_bytecode() -> tuple[str, ...]:
+    """Large packages that this process has imported, and whose compiled files Python neither found nor could keep."""
+    modules = {name: sys.modules.get(name) for name in ("torch", "transformers")}
+    files = {name: module.__file__ for name, module in modules.items() if module is not None and module.__file__}
+    return tuple(name for name, file in files.items() if not os.path.exists(cache_from_source(file)))
 
 
 def torch_build() -> str:
@@ -265,6 +273,7 @@ class Probes:
     machine: str = f"{platform.system()} {platform.release()} ({platform.machine()})"
     python: str = platform.python_version()
     version: Callable[[str], str | None] = installed_version
+    without_bytecode: Callable[[], tuple[str, ...]] = without_bytecode
     torch_build: Callable[[], str] = torch_build
     driver: Callable[[], str | None] = nvidia_driver
     cpu: Callable[[], str] = cpu

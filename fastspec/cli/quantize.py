@@ -9,7 +9,6 @@ import typer
 
 from fastspec.cli.errors import errors_in_one_line
 from fastspec.cli.progress import Progress
-from fastspec.models.weights.quantised.write import write_quantised
 
 _MIB = 2**20
 
@@ -25,6 +24,8 @@ def quantize(
     Matrices are rounded to nearest, without calibration data. As a draft such a copy changes no text; as a target it
     is another model.
     """
+    from fastspec.models.weights.quantised.write import write_quantised
+
     with errors_in_one_line(), Progress() as progress:
         write_quantised(source, destination, form, revision=revision, tell=lambda file: progress.stage(f"file {file}"))
         progress.stage(None)

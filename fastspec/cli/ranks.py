@@ -8,18 +8,18 @@ import subprocess
 import sys
 import uuid
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-import torch.distributed as dist
 import typer
 
-from fastspec.generator import FastSpecGenerator
-from fastspec.parallel.slices import SIZES
+if TYPE_CHECKING:
+    from fastspec.generator import FastSpecGenerator
 
 
 def this_rank() -> int:
     """The number of this process among those that were started together; 0 of one alone."""
+    import torch.distributed as dist
+
     return int(dist.get_node_local_rank(0))
 
 
@@ -51,7 +51,11 @@ def start_ranks(
         typer.BadParameter: a number that nothing divides into, or of more ranks than there are GPUs.
         typer.Exit: all ranks have ended: 0, or 1 where one failed or a signal ended them.
     """
-    if count is None or count == 1 or dist.is_torchelastic_launched():
+    if count is None or count == 1:
+        return
+    import torch.distributed as dist
+
+    if dist.is_torchelastic_launched():
         return
     _check(count, device)
     for name in ("torch.distributed.elastic", "torch.multiprocessing"):  # below is said what they would say
@@ -96,6 +100,8 @@ def start_ranks(
 
 def run_rank(*arguments: str) -> None:
     """The command line in a rank that was copied from the launcher's process, with all that it has imported."""
+    import torch
+
     from fastspec.cli.app import app  # which imports this module
 
     if torch.cuda._is_in_bad_fork():  # this version of torch has asked the driver in spite of all
@@ -115,6 +121,8 @@ def _may_copy_this_process() -> bool:
 
     Importing torch and this package takes as long as a start with compiled kernels takes for all else.
     """
+    import torch
+
     if sys.platform != "linux" or torch.cuda.is_initialized():
         return False
     counted: Callable[[], int] | None = getattr(torch.cuda, "_device_count_nvml", None)
@@ -123,6 +131,10 @@ def _may_copy_this_process() -> bool:
 
 def _check(count: int, device: str | None) -> None:
     """Refuses what each rank would refuse, before any is started."""
+    import torch
+
+    from fastspec.parallel.slices import SIZES
+
     refused = None
     there = torch.cuda.device_count()
     on = device or ("cuda" if there else "cpu")

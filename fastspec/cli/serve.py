@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import nullcontext
 from dataclasses import fields, replace
 from pathlib import Path
@@ -11,10 +12,9 @@ import typer
 
 from fastspec.cli import flags
 from fastspec.cli.errors import errors_in_one_line
+from fastspec.cli.imports import import_all
 from fastspec.cli.progress import Progress
 from fastspec.cli.ranks import follow, start_ranks, this_rank
-from fastspec.generator import FastSpecGenerator
-from fastspec.shapes import SAMPLERS
 
 if TYPE_CHECKING:
     from fastspec.server.service import Limits
@@ -54,6 +54,7 @@ def serve(
 ) -> None:
     """Serves the models by OpenAI's protocol, until Ctrl-C or SIGTERM: then the last answers come to their ends."""
     source, drafter = flags.pair_of(target, draft)
+    import_all()
     flags.suggest_draft(target, draft, proposer)
     key = _key(api_key)
     start_ranks(tensor_parallel, device, ends_by_signal=True)
@@ -62,6 +63,9 @@ def serve(
     options |= flags.given(tensor_parallel=tensor_parallel, draft_quantization=draft_quantization, kv_dtype=kv_dtype)
     if proposer is not None:
         options["proposer"] = flags.proposer_of(proposer)
+    from fastspec.generator import FastSpecGenerator
+    from fastspec.shapes import SAMPLERS
+
     with errors_in_one_line():
         try:
             from fastspec.server.run import Server, listening
@@ -102,19 +106,24 @@ def _name(target: str | None) -> str:
     """What clients call the model: "demo" for the shipped pair, a directory's name, or a Hub id."""
     if target is None:
         return "demo"
-    return Path(target).resolve().name if Path(target).exists() else target
+    directory = Path(os.path.expanduser(target))
+    return directory.resolve().name if directory.exists() else target
 
 
 def _key(given: str | None) -> str | None:
     """The key, or the first line of the file that it is in: a command line is for all to see."""
-    if given is None or not given.startswith("@"):
-        return given
+    if given is None:
+        return None
+    lines, where = [given], "it"
     try:
-        lines = Path(given[1:]).read_text(encoding="utf-8").splitlines()
-    except OSError as error:
-        raise typer.BadParameter(f"cannot read {given[1:]}: {error}", param_hint="--api-key") from None
-    if not lines or not lines[0].strip():
-        raise typer.BadParameter(f"{given[1:]} has no key in its first line", param_hint="--api-key")
+        if given.startswith("@"):
+            where = given[1:]
+            lines = Path(where).read_text(encoding="utf-8").splitlines()
+        flags.check_text(given)
+    except (OSError, ValueError) as error:
+        raise typer.BadParameter(f"cannot read {where}: {error}", param_hint="--api-key") from None
+    if not lines or not lines[0].strip():  # which no client can send
+        raise typer.BadParameter(f"{where} has no key in its first line", param_hint="--api-key")
     return lines[0].strip()
 
 

@@ -1,16 +1,29 @@
-"""Config classes of the commonest families, for reading files without the imports of transformers' own.
+"""Classes of configs and tokenizers of the commonest families, without the imports of transformers' own ways to them.
 
 transformers' classes have a decorator that builds docstrings, which in some versions imports all of generation, and
 Llama's checks a field of training, for which it imports image readers, `torch.distributed.tensor` and, where it is
-installed, torchvision. Either takes seconds, and nothing here needs it. The classes below have the same names, fields
-and defaults; everything else comes from the same base class.
+installed, torchvision. Either takes seconds, and nothing here needs it. The config classes below have the same names,
+fields and defaults; everything else comes from the same base class. `AutoTokenizer` imports all that and torch's
+compiler in some versions, to find the class of a tokenizer, which a checkpoint names itself.
 """
 
+from collections.abc import Mapping
 from dataclasses import is_dataclass
-from typing import Any, Final
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
 
 from huggingface_hub.dataclasses import strict
 from transformers import PretrainedConfig
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+# names that checkpoints give to the class of a tokenizer that is one file, and types of models for which
+# `AutoTokenizer` takes no other class then
+_OF_ONE_FILE: Final = ("PreTrainedTokenizerFast", "TokenizersBackend")
+_READ_FROM_ONE_FILE: Final = ("llama",)
+_QWEN: Final = ("Qwen2Tokenizer", "Qwen2TokenizerFast")
+_READ_AS_QWEN: Final = ("qwen2", "qwen3")
 
 
 class _Config(PretrainedConfig):
@@ -140,3 +153,39 @@ def config_class(model_type: str) -> type[PretrainedConfig]:
 
     theirs: type[PretrainedConfig] = CONFIG_MAPPING[model_type]
     return theirs
+
+
+def load_as_named(directory: Path, config: PretrainedConfig, beside: Mapping[str, Any]) -> Any:
+    """The tokenizer that `AutoTokenizer` loads from a directory, by the class that the checkpoint names if it is that.
+
+    Args:
+        directory: on the local disk. config: of the model. beside: what tokenizer_config.json says.
+
+    Raises:
+        Exception: of any kind, where files are damaged.
+    """
+    kind = tokenizer_class(config.model_type, beside) if (directory / "tokenizer.json").is_file() else None
+    if kind is not None:
+        return kind.from_pretrained(str(directory), local_files_only=True)
+    from transformers import AutoTokenizer
+
+    # the config is given, or it would be read again, without our checks
+    return AutoTokenizer.from_pretrained(str(directory), config=config, trust_remote_code=False, local_files_only=True)
+
+
+def tokenizer_class(model_type: str, beside: Mapping[str, Any]) -> "type[PreTrainedTokenizerBase] | None":
+    """The class that `AutoTokenizer` takes for a directory with a tokenizer.json; None: only that knows.
+
+    Args:
+        model_type: of the config. beside: what tokenizer_config.json says.
+    """
+    named = beside.get("tokenizer_class")
+    if model_type in _READ_FROM_ONE_FILE and named in _OF_ONE_FILE:
+        from transformers import PreTrainedTokenizerFast
+
+        return PreTrainedTokenizerFast
+    if model_type in _READ_AS_QWEN and named in _QWEN:
+        from transformers import Qwen2Tokenizer
+
+        return Qwen2Tokenizer
+    return None

@@ -1,5 +1,21 @@
 """Token ids to text, and stop strings."""
 
-from fastspec.text.text_stream import StreamWriter, TextStream, escape_control
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from fastspec.text.terminal import escape_control
+
+if TYPE_CHECKING:
+    from fastspec.text.text_stream import StreamWriter, TextStream
 
 __all__ = ["StreamWriter", "TextStream", "escape_control"]
+
+
+def __getattr__(name: str) -> Any:
+    """Imports what needs transformers when it is first asked for."""
+    if name not in ("StreamWriter", "TextStream"):
+        raise AttributeError(f"module 'fastspec.text' has no attribute {name!r}")
+    from fastspec.text import text_stream
+
+    return getattr(text_stream, name)

@@ -1,9 +1,8 @@
-"""Token ids to text while they arrive, and text that is safe to show on a terminal."""
+"""Token ids to text while they arrive."""
 
 from __future__ import annotations
 
 import re
-import unicodedata
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 
@@ -14,7 +13,6 @@ from transformers.generation.streamers import BaseStreamer
 _REPLACEMENT = "\ufffd"
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _REACH = 4  # tokens that the window keeps where the last character may not be whole
-_BIDI = frozenset("\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
 
 
 class TextStream:
@@ -210,20 +208,3 @@ class StreamWriter(BaseStreamer):
         if self._stream is not None and (rest := self._stream.finish()):
             self._write(rest)
         self._stream = None
-
-
-def escape_control(text: str) -> str:
-    r"""Writes control characters as `\xNN` or `\uNNNN`, so that text cannot steer the terminal that shows it.
-
-    Line feeds and tabs stay. The marks that reorder a whole line (bidirectional embeddings, overrides and
-    isolates) count as control characters; the joiner inside an emoji does not.
-    """
-    return "".join(_escaped(char) if _steers(char) else char for char in text)
-
-
-def _steers(char: str) -> bool:
-    return (unicodedata.category(char) == "Cc" and char not in "\n\t") or char in _BIDI
-
-
-def _escaped(char: str) -> str:
-    return f"\\x{ord(char):02x}" if ord(char) < 0x100 else f"\\u{ord(char):04x}"

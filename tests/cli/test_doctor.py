@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import replace
-from importlib.util import find_spec
+from importlib.util import cache_from_source, find_spec
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -25,7 +25,7 @@ from fastspec.cli.doctor import (
     diagnose,
     release,
 )
-from fastspec.cli.probes import THIS_MACHINE, Check, Gpu, Probes, kernel_difference, self_check
+from fastspec.cli.probes import THIS_MACHINE, Check, Gpu, Probes, kernel_difference, self_check, without_bytecode
 from fastspec.models.weights.quantised.configs import SUPPORTED, UNSUPPORTED
 from fastspec.output import RowStats, Stats
 
@@ -45,6 +45,7 @@ def machine(**changes: Any) -> Probes:
         machine="Linux 6",
         python="3.12.1",
         version=VERSIONS.get,
+        without_bytecode=tuple,
         torch_build=lambda: "CUDA 13.0",
         driver=lambda: None,
         cpu=lambda: "some CPU, 8 cores",
@@ -114,6 +115,19 @@ def test_the_check_leaves_torchs_random_numbers_alone() -> None:
     before = torch.get_rng_state()
     self_check(torch.device("cpu"), torch.float32)
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_start_that_compiles_sources_is_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not lines(diagnose(probes=machine()), "start")
+    monkeypatch.setattr("sys.pycache_prefix", str(tmp_path))
+    assert without_bytecode()[0] == "torch"
+    kept = Path(cache_from_source(str(torch.__file__)))
+    kept.parent.mkdir(parents=True)
+    kept.touch()
+    assert "torch" not in without_bytecode()
+    found = line(diagnose(probes=machine(without_bytecode=lambda: ("torch", "transformers"))), "start")
+    assert (found.status, "of torch and transformers are kept" in found.text) == ("note", True)
+    assert "PYTHONPYCACHEPREFIX" in str(found.fix)
 
 
 def test_floors_are_those_of_pyproject() -> None:

@@ -75,7 +75,7 @@ def test_every_command_says_what_it_does(stages: list[str | None], monkeypatch: 
     runs = [f"{kind}, run {turn} of 2" for turn in (1, 2) for kind in kinds]
     assert stages == [loading, "first runs, which are not timed", *runs, None]
     stages.clear()
-    monkeypatch.setattr(cli, "diagnose", lambda device, tell: tell("looking") or doctor.Report(()))
+    monkeypatch.setattr(doctor, "diagnose", lambda device, tell: tell("looking") or doctor.Report(()))
     assert invoke(Stub(), "doctor", "--json").exit_code == 0
     assert stages == ["looking"]
 

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import copy
+import json
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 from huggingface_hub.errors import StrictDataclassError
-from transformers import CONFIG_MAPPING, PretrainedConfig
+from tokenizers import AddedToken, Tokenizer, decoders, models
+from tokenizers.pre_tokenizers import ByteLevel
+from transformers import CONFIG_MAPPING, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerFast, Qwen2Tokenizer
 
-from fastspec.models.config_classes import OURS, config_class
+from fastspec.models.config_classes import OURS, config_class, load_as_named, tokenizer_class
 from fastspec.models.families import FAMILIES
 from tests.helpers.families import COMMON, YARN
 
@@ -98,3 +102,35 @@ def test_these_import_nothing_that_only_images_and_training_need() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout.strip()) == (0, ""), done.stderr
+
+
+@pytest.fixture(scope="module")
+def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with a tokenizer.json of bytes, and of a token that is added to them."""
+    directory = tmp_path_factory.mktemp("tokens")
+    backend = Tokenizer(models.BPE({char: at for at, char in enumerate(sorted(ByteLevel.alphabet()))}, []))
+    backend.pre_tokenizer, backend.decoder = ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    backend.add_special_tokens([AddedToken("<|endoftext|>", special=True)])
+    backend.save(str(directory / "tokenizer.json"))
+    return directory
+
+
+@pytest.mark.parametrize("named", ["PreTrainedTokenizerFast", "TokenizersBackend", "Qwen2Tokenizer", None])
+@pytest.mark.parametrize("kind", OURS)
+def test_a_tokenizer_is_the_one_that_transformers_chooses(kind: str, named: str | None, tokens: Path) -> None:
+    beside = {"eos_token": "<|endoftext|>", "model_max_length": 77, **({"tokenizer_class": named} if named else {})}
+    (tokens / "tokenizer_config.json").write_text(json.dumps(beside))
+    config = config_class(kind).from_dict({"model_type": kind, **COMMON})
+    ours = load_as_named(tokens, config, beside)
+    theirs = AutoTokenizer.from_pretrained(str(tokens), config=config, trust_remote_code=False, local_files_only=True)
+    assert type(ours) is type(theirs)
+    assert ours.init_kwargs == theirs.init_kwargs
+    text = "a b\n<|endoftext|> \u00e9"
+    assert ours(text)["input_ids"] == theirs(text)["input_ids"]
+    assert ours.backend_tokenizer.to_str() == theirs.backend_tokenizer.to_str()
+
+
+def test_the_commonest_are_found_without_looking_for_them() -> None:
+    assert tokenizer_class("llama", {"tokenizer_class": "PreTrainedTokenizerFast"}) is PreTrainedTokenizerFast
+    assert tokenizer_class("qwen3", {"tokenizer_class": "Qwen2TokenizerFast"}) is Qwen2Tokenizer
+    assert tokenizer_class("llama", {}) is tokenizer_class("gemma", {"tokenizer_class": "GemmaTokenizer"}) is None

@@ -241,8 +241,9 @@ def test_a_start_is_taken_apart(ranks: int, tmp_path: Path) -> None:
     several = ("--tensor-parallel", str(ranks)) if ranks > 1 else ()
     rows = run_cli(tmp_path, "startup", "--pair", str(ROOT / "fastspec" / "demo"), *several)
     assert all(row.get("ranks", 1) == ranks for row in rows)
-    assert [row["kernels"] for row in rows] == ["cold"] * len(PARTS) + ["warm"] * len(PARTS)
-    for run in (rows[: len(PARTS)], rows[len(PARTS) :]):
+    assert [row["kernels"] for row in rows] == ["cold"] * len(PARTS) + ["warm"] * (len(PARTS) + 1)
+    assert (rows[-1]["part"], rows[-1]["seconds"] > 0) == ("command", True)
+    for run in (rows[: len(PARTS)], rows[len(PARTS) : -1]):
         seconds = {row["part"]: row["seconds"] for row in run}
         whole = sum(seconds[part] for part in ("start", "import torch", "import", "make", "generate"))
         if ranks == 1:  # else each part is that of its slowest rank

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
+from fastspec.text import StreamWriter, TextStream, escape_control
 from fastspec.text.stop_strings import StopWatch
-from fastspec.text.text_stream import StreamWriter, TextStream, escape_control
 from tests.helpers.tokenizers import byte_tokenizer, mended, word_tokenizer
 
 TOKENIZERS = {"bytes": byte_tokenizer(), "words": word_tokenizer()}

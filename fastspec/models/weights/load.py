@@ -295,9 +295,9 @@ def named(stored: Stored, spec: ModelSpec) -> NamedTensors:
 
 def _assemble(loader: Loader, spec: ModelSpec) -> DecoderWeights:
     embed = loader.weight(EMBED)
+    head = embed if spec.tied else loader.weight(HEAD)  # what is largest is begun first
     layers = tuple(_layer(loader, spec, plan, f"model.layers.{index}.") for index, plan in enumerate(spec.plans))
     norm = _norm(loader, spec, NORM)
-    head = embed if spec.tied else loader.weight(HEAD)
     bias = _norm(loader, spec, NORM_BIAS) if spec.plans[-1].norm_bias else None
     return DecoderWeights(embed=embed, layers=layers, norm=norm, head=head, norm_bias=bias)
 

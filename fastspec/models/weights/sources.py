@@ -183,17 +183,16 @@ def load_tokenizer(checkpoint: Checkpoint) -> PreTrainedTokenizerBase | None:
     directory = checkpoint.directory
     if directory is None or not _has_tokenizer(directory):
         return None
+    read = {}
     for file in (TOKENIZER_CONFIG, "tokenizer.json"):
         if (directory / file).is_file():
-            refuse_remote_code(directory / file, read_json(directory / file))
-    from transformers import AutoTokenizer
+            read[file] = read_json(directory / file)
+            refuse_remote_code(directory / file, read[file])
+    from fastspec.models.config_classes import load_as_named
 
-    # Given, or transformers would read the file again, without our checks.
     config = _build_config(directory, check_config_file(directory))
     try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-            str(directory), config=config, trust_remote_code=False, local_files_only=True
-        )
+        tokenizer: PreTrainedTokenizerBase = load_as_named(directory, config, read.get(TOKENIZER_CONFIG, {}))
     except Exception as error:  # the tokenizers library raises nothing narrower for a damaged file
         raise CheckpointError(
             f"{checkpoint.role}: {directory}: cannot load its tokenizer: {error}; save it again with save_pretrained"
