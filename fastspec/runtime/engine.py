@@ -107,7 +107,7 @@ class Engine:
         with self.on_device():
             sizes = {1, *map(self.prefill_batch, self.chunks)}
             own = self.modules.features, self.modules.prompt_ends
-            self.slots = {n: PrefillSlot.beside(self.state, own[0], n, own[1]) for n in sizes}
+            self.slots = {n: PrefillSlot.allocate(self.state, own[0], n, own[1]) for n in sizes}
 
     def prefill_batch(self, chunk: int) -> int:
         """Prompts that share a pass, each with a chunk of that size; 1: they do not."""
@@ -210,7 +210,7 @@ class Engine:
         for chunk in (chunk for chunk in reversed(self.chunks) if chunk <= _LARGEST_CAPTURED):
             for draft, rows in itertools.product(self._readers, sorted({1, self.prefill_batch(chunk)}, reverse=True)):
                 key, body = PromptKey(chunk, draft, rows), self._pass(chunk, chunk, draft, rows)
-                self.runner.capture(key, body, self.slots[rows].row.all_idle)
+                self.runner.capture(key, body, self.slots[rows].state.all_idle)
 
     @property
     def exact(self) -> bool:
@@ -285,7 +285,7 @@ class Engine:
             self.runner.run(key, body)
         else:
             body()
-            self.runner.capture(key, body, self.slots[rows].row.all_idle, warm=True)
+            self.runner.capture(key, body, self.slots[rows].state.all_idle, warm=True)
 
     def move(self, source: int, place: int) -> None:
         """Row `source` goes on as row `place`, in its pages and all buffers."""
@@ -315,13 +315,13 @@ class Engine:
         shape, slot, proposer = self.chunk_shape(upto, chunk, GREEDY), self.slots[rows], self.modules.proposer
 
         def feed() -> None:
-            prefill(self.modules, slot.row, shape, slot.start, chunk, slot.features, slot.prompt_ends)
+            prefill(self.modules, slot.state, shape, slot.start, chunk, slot.features, slot.prompt_ends)
             slot.start.add_(chunk)
 
         if not draft:
             return feed
         assert proposer is not None, "there is something to feed"
-        return lambda: proposer.catch_up(slot.row, shape, chunk)
+        return lambda: proposer.catch_up(slot.state, shape, chunk)
 
     def choose_threads(self) -> None:
         """Chooses once how many threads work on a step on the CPU, by what a plain pass over one row takes."""
