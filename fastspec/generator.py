@@ -34,10 +34,10 @@ from fastspec.session.following import Reader
 from fastspec.session.format_trial import trial_of
 from fastspec.session.handle import Handle
 from fastspec.session.one_process import OfOneProcess
-from fastspec.session.options import PlanOptions, Source, checked
+from fastspec.session.options import PlanOptions, Source, checked_arguments
 from fastspec.session.session import Session
 from fastspec.shapes import GREEDY, SAMPLERS
-from fastspec.surroundings import shielded
+from fastspec.torch_settings import shielded
 
 if TYPE_CHECKING:  # transformers' models are heavy to import, and a directory needs none of them
     from transformers import GenerationConfig, PreTrainedTokenizerBase
@@ -144,9 +144,9 @@ class FastSpecGenerator(OfOneProcess):
         }
         ranks = Ranks.of(tensor_parallel, draft_tensor_parallel)
         progress = progress and ranks.first
-        how: dict[str, Any] = {"ranks": ranks, "exact": exact, "graphs": graphs, "compile": compile}
+        modes: dict[str, Any] = {"ranks": ranks, "exact": exact, "graphs": graphs, "compile": compile}
         with compilers_for(target, device, graphs, ranks.world.rank, ranks.size) as compilers:  # it may take longest
-            self._target, self._draft, self._settings = checked(target, draft, options, **how)
+            self._target, self._draft, self._settings = checked_arguments(target, draft, options, **modes)
             announce_synthetic(verification)
             if progress:
                 announce(self._settings)
@@ -186,7 +186,7 @@ class FastSpecGenerator(OfOneProcess):
         Raises:
             MemoryError: it does not fit; the message names what does.
         """
-        return checked(target, draft, options)[2].memory
+        return checked_arguments(target, draft, options)[2].memory
 
     @property
     def vocab_size(self) -> int:
@@ -361,14 +361,14 @@ class FastSpecGenerator(OfOneProcess):
         attention_mask: Any,
         generation_config: GenerationConfig | None,
         keywords: dict[str, Any],
-        usual: int | None = None,
+        default_new_tokens: int | None = None,
         submitted: bool = False,
     ) -> calls.PreparedCall:
         """Checks a call, which other ranks make, too, if it is not submitted; touches no device memory."""
         session = self._open()
-        asked = calls.CallArguments(input_ids, attention_mask, generation_config, keywords)
-        how = self.max_length, lambda: self.tokenizer, usual, self._grammars
-        make = partial(calls.prepare, self._target, asked, *how)
+        arguments = calls.CallArguments(input_ids, attention_mask, generation_config, keywords)
+        context = self.max_length, lambda: self.tokenizer, default_new_tokens, self._grammars
+        make = partial(calls.prepare, self._target, arguments, *context)
         call = session.prepared(make, submitted, keywords.get("tokenizer") in (None, self._tokenizer))
         self._drafting.for_call(call.options)
         return call

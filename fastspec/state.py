@@ -34,7 +34,7 @@ _PROCESSORS = tuple(each.name for each in fields(ProcessorRows))
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Outbox:
-    """Where steps leave their results for the host; layouts as in `kernels/sampling/publish.py`.
+    """The buffers in which steps leave their results for the host; layouts as in `kernels/sampling/publish.py`.
 
     Attributes:
         entries: int64 [slots, width], in host memory.
@@ -222,7 +222,7 @@ class DecodeState:
         return DecodeState(**{name: new(name, each) for name, each in BUFFERS.items()})
 
     def rows(self, start: int, stop: int) -> DecodeState:
-        """The same buffers, seen through views of rows start..stop-1."""
+        """Views of rows start..stop-1 of the same buffers."""
         return DecodeState(**{name: getattr(self, name)[start:stop] for name in BUFFERS})
 
     @property
@@ -261,7 +261,7 @@ class DecodeState:
 
     @contextmanager
     def all_idle(self) -> Iterator[None]:
-        """A context in which no row runs, so that a step changes nothing that counts."""
+        """A context in which no row runs, so that a step has no effect on any row."""
         finish, emitted = self.finish.clone(), self.emitted.clone()
         self.finish.fill_(IDLE)
         try:

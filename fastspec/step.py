@@ -17,7 +17,7 @@ from torch import Tensor
 from fastspec.kernels.ops import TORCH_OPS, Ops
 from fastspec.kernels.reference.linear import PartKeys
 from fastspec.kernels.reference.step import Record, record_logprobs
-from fastspec.models.interface import CausalModel, InParts
+from fastspec.models.interface import CausalModel, VocabParallel
 from fastspec.proposers.features import hand_over_prompt, hand_over_step
 from fastspec.proposers.interface import Proposer, features_of
 from fastspec.sampling import distribution, masks, processors, verify
@@ -47,7 +47,7 @@ class PromptEnd:
         return cls(hidden, hidden.new_zeros(rows, layers, width) if layers else None)
 
     def like(self, rows: int) -> PromptEnd:
-        """The same for another number of rows."""
+        """Zeros like these, for another number of rows."""
         features = None if self.features is None else self.features.new_zeros(rows, *self.features.shape[1:])
         return PromptEnd(self.hidden.new_zeros(rows, self.hidden.shape[1]), features, self.threshold)
 
@@ -124,12 +124,12 @@ def step(modules: StepModules, state: DecodeState, shape: StepShape, draws: veri
             if shape.grammars is not None:
                 take_grammar_drafts(modules, state, shape)
     with modules.mark("score"):
-        logits, features, rows = _scored(modules, state, shape)
+        logits, features, batch = _scored(modules, state, shape)
     with modules.mark("verify and commit"):
         verify_and_commit(modules, state, shape, draws, logits)
     if features is not None:
         with modules.mark("features"):
-            hand_over_step(modules.proposer, state, shape, features, rows, modules.features)
+            hand_over_step(modules.proposer, state, shape, features, batch, modules.features)
     if shape.grammars is not None:
         pause(state)
 
@@ -145,7 +145,7 @@ def first_token_step(modules: StepModules, state: DecodeState, shape: StepShape,
     begins = state.finish == PREFILLED
     others = {name: getattr(state, name).clone() for name in ("finish", "emitted", "block", "accepted")}
     state.finish.copy_(torch.where(begins, RUNNING, IDLE))
-    rows = _scoring_batch(modules, state, shape)
+    batch = _scoring_batch(modules, state, shape)
     with modules.mark("score"):
         logits = modules.target.logits(prompt_ends.hidden[: state.batch, None], shape.tiling)
     with modules.mark("verify and commit"):
@@ -153,7 +153,7 @@ def first_token_step(modules: StepModules, state: DecodeState, shape: StepShape,
     if prompt_ends.features is not None:
         with modules.mark("features"):
             features = prompt_ends.features[: state.batch, None]
-            hand_over_step(modules.proposer, state, shape, features, rows, modules.features)
+            hand_over_step(modules.proposer, state, shape, features, batch, modules.features)
     if shape.grammars is not None:
         pause(state)
     for name, before in others.items():
@@ -183,11 +183,12 @@ def _scored(
         Logits [B, k+1, V], or argmax keys where these are enough; the hidden states that the proposer reads,
         [B, k+1, layers, hidden], None where it reads none; the batch that was fed.
     """
-    rows = _scoring_batch(modules, state, shape)
-    hidden, features = _hidden(modules, rows)
-    target = modules.target
-    keys = target.best_keys(hidden, shape.tiling) if isinstance(target, InParts) and _needs_argmax_only(shape) else None
-    return target.logits(hidden, shape.tiling) if keys is None else keys, features, rows
+    batch = _scoring_batch(modules, state, shape)
+    hidden, features = _hidden(modules, batch)
+    target, keys = modules.target, None
+    if isinstance(target, VocabParallel) and _needs_argmax_only(shape):
+        keys = target.best_keys(hidden, shape.tiling)
+    return target.logits(hidden, shape.tiling) if keys is None else keys, features, batch
 
 
 def _needs_argmax_only(shape: StepShape) -> bool:
@@ -211,12 +212,12 @@ def _scoring_batch(modules: StepModules, state: DecodeState, shape: StepShape) -
     return shape.forward_batch(ids, positions, write_mask, state.block_table, state.state_rows)
 
 
-def _hidden(modules: StepModules, rows: ForwardBatch) -> tuple[Tensor, Tensor | None]:
+def _hidden(modules: StepModules, batch: ForwardBatch) -> tuple[Tensor, Tensor | None]:
     """Runs the target: its last hidden states [B, Q, hidden], and those that the proposer reads, or None."""
     layers = features_of(modules.proposer)
     if not layers:
-        return modules.target.hidden(rows), None
-    return modules.target.hidden_with_features(rows, layers)
+        return modules.target.hidden(batch), None
+    return modules.target.hidden_with_features(batch, layers)
 
 
 def verify_and_commit(
@@ -355,9 +356,9 @@ def prefill(
     index = last[:, 0] - positions[:, 0]
     ids = state.tokens.gather(1, positions.clamp(max=state.tokens.shape[1] - 1))
     positions = torch.where(write_mask, positions, 0)
-    rows = shape.forward_batch(ids, positions, write_mask, state.block_table, state.state_rows)
-    hidden, features = _hidden(modules, rows)
+    batch = shape.forward_batch(ids, positions, write_mask, state.block_table, state.state_rows)
+    hidden, features = _hidden(modules, batch)
     if prompt_ends is not None:
         prompt_ends.keep(index, hidden, features)
     if features is not None:  # what follows the last token is not known yet
-        hand_over_prompt(modules.proposer, state, shape, features, replace(rows, write_mask=known_next), kept)
+        hand_over_prompt(modules.proposer, state, shape, features, replace(batch, write_mask=known_next), kept)

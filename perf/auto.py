@@ -23,8 +23,8 @@ from fastspec import FastSpecGenerator, GenerateOutput, SyntheticAcceptance
 from fastspec.adaptive.controller import AUTO, Controller
 from fastspec.sampling.rules import BLOCK
 from perf import records
-from perf.opened import Models, opened
 from perf.records import Row
+from perf.workload_models import Models, opened
 from perf.workloads import WORKLOADS
 
 FIRST = "auto, first call"

@@ -15,10 +15,10 @@ import torch
 from perf import anatomy, bench, cases, nsys, phases, records, suite
 from perf.cases import Case
 from perf.e2e import Run, generator_of
-from perf.opened import Models, opened
 from perf.pairs import plant
 from perf.records import Row
 from perf.timing import read_ceiling
+from perf.workload_models import Models, opened
 from perf.workloads import WORKLOADS, Bytes
 
 Rows = Iterator[list[Row]]

@@ -21,10 +21,10 @@ import torch
 import fastspec
 from fastspec import FastSpecGenerator
 from perf.e2e import Run, generator_of
-from perf.inside import around_steps
-from perf.opened import batches_of, opened
 from perf.records import Row
+from perf.step_hooks import around_steps
 from perf.timing import event_time
+from perf.workload_models import batches_of, opened
 
 SETTLE = 4  # steps before the first that is timed: prompts are passed and steps launched ahead by then
 CYCLES = 10**7  # of the pause that shows how long a cycle is

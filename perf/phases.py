@@ -13,9 +13,9 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from fastspec import FastSpecGenerator
 from perf.anatomy import rows_of
 from perf.e2e import Run, fastspec_call
-from perf.inside import around_steps
 from perf.recording import of_chrome
 from perf.records import Row
+from perf.step_hooks import around_steps
 from perf.trace import STEP
 
 TRACED = 40  # steps that are traced at most: enough for a median, and a trace of some megabytes

@@ -27,10 +27,10 @@ import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from fastspec import FastSpecGenerator, GenerateOutput
-from perf.opened import opened
 from perf.peers import FAILURES
 from perf.records import Row, private
 from perf.servers import Line, add_load, as_words, asked, ours, running, theirs, written
+from perf.workload_models import opened
 
 ROUNDS = 3  # after one that pays for captures
 ANSWER_SECONDS = 120.0

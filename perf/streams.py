@@ -24,10 +24,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from perf.opened import SHIPPED, Models, opened
 from perf.records import Row, private
 from perf.servers import Line, Running, add_load, as_words, copied, ours, running, theirs, written
 from perf.serving import let_go
+from perf.workload_models import SHIPPED, Models, opened
 
 ANSWER_SECONDS = 300.0
 LONGEST_LINE = 2**20  # bytes of an event

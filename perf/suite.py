@@ -14,8 +14,8 @@ from transformers import PretrainedConfig
 from fastspec import FastSpecGenerator
 from perf import e2e, peers, phases
 from perf.cases import Case, by_pair, case_seconds, pair_seconds
-from perf.opened import Models, batches_of, opened
 from perf.records import Row
+from perf.workload_models import Models, batches_of, opened
 from perf.workloads import Bytes
 
 Say = Callable[[str], None]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -196,6 +197,8 @@ def _lines() -> Iterator[str]:
     if sys.stdin is None:  # it was closed before the command began
         return
     shown = sys.stdin.isatty()
+    if isinstance(sys.stdin, io.TextIOWrapper):  # a line that is no text is refused by itself; the others go on
+        sys.stdin.reconfigure(errors="surrogateescape")
     if shown:
         with contextlib.suppress(ImportError):
             import readline  # noqa: F401  (the arrow keys work in input() once it is there)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import nullcontext
 from dataclasses import fields, replace
 from pathlib import Path
@@ -105,19 +106,24 @@ def _name(target: str | None) -> str:
     """What clients call the model: "demo" for the shipped pair, a directory's name, or a Hub id."""
     if target is None:
         return "demo"
-    return Path(target).resolve().name if Path(target).exists() else target
+    directory = Path(os.path.expanduser(target))
+    return directory.resolve().name if directory.exists() else target
 
 
 def _key(given: str | None) -> str | None:
     """The key, or the first line of the file that it is in: a command line is for all to see."""
-    if given is None or not given.startswith("@"):
-        return given
+    if given is None:
+        return None
+    lines, where = [given], "it"
     try:
-        lines = Path(given[1:]).read_text(encoding="utf-8").splitlines()
-    except OSError as error:
-        raise typer.BadParameter(f"cannot read {given[1:]}: {error}", param_hint="--api-key") from None
-    if not lines or not lines[0].strip():
-        raise typer.BadParameter(f"{given[1:]} has no key in its first line", param_hint="--api-key")
+        if given.startswith("@"):
+            where = given[1:]
+            lines = Path(where).read_text(encoding="utf-8").splitlines()
+        flags.check_text(given)
+    except (OSError, ValueError) as error:
+        raise typer.BadParameter(f"cannot read {where}: {error}", param_hint="--api-key") from None
+    if not lines or not lines[0].strip():  # which no client can send
+        raise typer.BadParameter(f"{where} has no key in its first line", param_hint="--api-key")
     return lines[0].strip()
 
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 _KEPT = 64  # compiled grammars
-_TOLD = 300  # characters of the library's message, or of a grammar, that an error quotes
+_QUOTED = 300  # characters of the library's message, or of a grammar, that an error quotes
 
 
 class Grammars:
@@ -100,8 +100,8 @@ def _compiled(spec: GrammarSpec, vocabulary: LLTokenizer) -> LLMatcher:
     try:
         spec.text.encode("utf-8")
     except UnicodeEncodeError as error:
-        told = f"character {error.start} is {spec.text[error.start]!r}, which is no text"
-        raise ValueError(f"{spec.kind} cannot be used: {told}; write it in UTF-8") from None
+        reason = f"character {error.start} is {spec.text[error.start]!r}, which is no text"
+        raise ValueError(f"{spec.kind} cannot be used: {reason}; write it in UTF-8") from None
     if spec.kind == JSON_SCHEMA:
         source = LLMatcher.grammar_from_json_schema(spec.text)
     elif spec.kind == REGEX:
@@ -110,10 +110,10 @@ def _compiled(spec: GrammarSpec, vocabulary: LLTokenizer) -> LLMatcher:
         source = LLMatcher.grammar_from_lark(spec.text)
     matcher = LLMatcher(vocabulary, source, log_level=0)
     if matcher.is_error():
-        told = _short(matcher.get_error().strip())
-        raise ValueError(f"{spec.kind} cannot be used: {told}. Got {_short(spec.text)}; mend it")
+        reason = _short(matcher.get_error().strip())
+        raise ValueError(f"{spec.kind} cannot be used: {reason}. Got {_short(spec.text)}; mend it")
     return matcher
 
 
 def _short(text: str) -> str:
-    return text if len(text) <= _TOLD else text[:_TOLD] + " ..."
+    return text if len(text) <= _QUOTED else text[:_QUOTED] + " ..."

@@ -49,7 +49,7 @@ class Matcher(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class GrammarStep:
     """Draft tokens and masks of one row for one step.
 
     Attributes:
@@ -60,9 +60,9 @@ class Turn:
     drafts: list[int]
     masks: NDArray[np.int32]
 
-    def cut(self, max_drafts: int) -> Turn:
+    def cut(self, max_drafts: int) -> GrammarStep:
         """The same with at most `max_drafts` draft tokens."""
-        return Turn(self.drafts[:max_drafts], self.masks[: max_drafts + 1])
+        return GrammarStep(self.drafts[:max_drafts], self.masks[: max_drafts + 1])
 
 
 class RowGrammar:
@@ -89,7 +89,7 @@ class RowGrammar:
         self._not_known = ~_bits(range(vocab_size), self._words)
         self._ends, self._stops = _bits(ends, self._words), _bits(stop_ids, self._words)
         self._lookup = _Lookup(prompt)
-        self._turn: tuple[int, Turn] | None = None  # the last answer of `turn`, with its `max_drafts`
+        self._next: tuple[int, GrammarStep] | None = None  # the last answer of `next_step`, with its `max_drafts`
 
     @property
     def possible(self) -> bool:
@@ -103,35 +103,35 @@ class RowGrammar:
             The number of these tokens up to the end of the text, where the text must end and there is no stop id to
             end the row; None where the row goes on, or a stop id ended it.
         """
-        self._turn = None
+        self._next = None
         for index, token in enumerate(tokens):
             if token in self._stop_ids:
                 return None
             self._matcher.consume_tokens([token])
             self._lookup.push(token)
-            if self._whole and not self._stop_ids:
+            if self._must_end and not self._stop_ids:
                 return index + 1
         return None
 
-    def turn(self, max_drafts: int) -> Turn:
+    def next_step(self, max_drafts: int) -> GrammarStep:
         """Draft tokens and masks for the next step, at most `max_drafts` drafts; the row's state stays as it is."""
-        if self._turn is None or self._turn[0] != max_drafts:
-            self._turn = max_drafts, self._made(max_drafts)
-        return self._turn[1]
+        if self._next is None or self._next[0] != max_drafts:
+            self._next = max_drafts, self._make_step(max_drafts)
+        return self._next[1]
 
     @property
-    def _whole(self) -> bool:
+    def _must_end(self) -> bool:
         """Whether the text must end here."""
         return self._matcher.is_stopped() and not self._matcher.is_error()
 
-    def _made(self, max_drafts: int) -> Turn:
+    def _make_step(self, max_drafts: int) -> GrammarStep:
         drafts: list[int] = []
         masks: list[NDArray[np.int32]] = []
         consumed = 0
         while run := self._run(drafts, max_drafts - len(drafts)):
             for token in run:
                 masks.append(self._mask())
-                if self._whole:
+                if self._must_end:
                     return self._ended([*drafts, token], masks, consumed)
                 self._matcher.consume_tokens([token])
                 drafts.append(token)
@@ -139,19 +139,19 @@ class RowGrammar:
         masks.append(self._mask())
         if consumed:
             self._matcher.rollback(consumed)
-        return Turn(drafts, np.stack(masks))
+        return GrammarStep(drafts, np.stack(masks))
 
-    def _ended(self, drafts: list[int], masks: list[NDArray[np.int32]], consumed: int) -> Turn:
+    def _ended(self, drafts: list[int], masks: list[NDArray[np.int32]], consumed: int) -> GrammarStep:
         """The last draft token is a stop id, so the mask after it is never used: any will do."""
         if consumed:
             self._matcher.rollback(consumed)
-        return Turn(drafts, np.stack([*masks, np.full(self._words, ALL, dtype=np.int32)]))
+        return GrammarStep(drafts, np.stack([*masks, np.full(self._words, ALL, dtype=np.int32)]))
 
     def _run(self, drafts: list[int], room: int) -> list[int]:
         """The next draft tokens: those that are forced, else those that lookup finds."""
         if room <= 0 or self._matcher.is_error():
             return []
-        if self._whole:
+        if self._must_end:
             return list(self._stop_ids[:1])
         run = [token for token in self._matcher.compute_ff_tokens()[:room] if token < self._vocab_size]
         if not run:
@@ -160,7 +160,7 @@ class RowGrammar:
 
     def _mask(self) -> NDArray[np.int32]:
         """The ids allowed next, int32 [W]; all ids where the text has ended and the host will cut the row."""
-        if self._whole and not self._stop_ids:
+        if self._must_end and not self._stop_ids:
             return ~self._not_known
         allowed = np.zeros(self._words, dtype=np.int32)
         if not self._matcher.is_error():

@@ -1,4 +1,4 @@
-"""What is said when the device itself has failed."""
+"""The error for a CUDA device that has failed."""
 
 from __future__ import annotations
 

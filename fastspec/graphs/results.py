@@ -56,7 +56,7 @@ class RowResult(NamedTuple):
 
 
 class ResultRing:
-    """Where steps of up to `batch` rows and `max_drafts` drafts on `device` leave their results.
+    """A ring buffer of step results, for steps of up to `batch` rows and `max_drafts` drafts on `device`.
 
     With log-probabilities recorded, those of the emitted token and of the `num_top` most probable ids come along.
 
@@ -144,8 +144,11 @@ class ResultRing:
         return entry
 
     def logprobs(self, sequence: int, row: int, count: int, top: int) -> tuple[list[float], list[Pairs]]:
-        """Of a step that was read: log-probabilities of the first `count` tokens of a row's block, and at each place
-        the `top` most probable ids with theirs.
+        """Log-probabilities that a step recorded for a row; the step must have been read.
+
+        Returns:
+            Those of the first `count` tokens of the row's block; and at each of these places the `top` most probable
+            (id, log-probability) pairs.
         """
         words = self.outbox.details[sequence % SLOTS, row, :count].cpu().numpy()
         ids = words[:, 1 : 1 + top].tolist()

@@ -65,17 +65,17 @@ class Runner(Protocol):
             RuntimeError: the capture failed; the runner stays usable.
         """
 
-    def use(self, variant: Hashable) -> None:
-        """Captures and runs from now on what belongs to this variant of the steps; None at first. Others' stay."""
+    def use_variant(self, variant: Hashable) -> None:
+        """From now on captures and runs the steps of this variant; None is the first one. Graphs of others stay."""
 
-    def forget(self, variant: Hashable) -> None:
-        """Drops what was captured of a variant that is not in use; none of its steps is queued."""
+    def forget_variant(self, variant: Hashable) -> None:
+        """Drops the graphs of a variant that is not in use; none of its steps may be queued."""
 
-    def on(self) -> AbstractContextManager[object]:
-        """A context in which the device's work is queued where this runner queues its own."""
+    def on_stream(self) -> AbstractContextManager[object]:
+        """A context in which work is queued on this runner's stream."""
 
-    def join(self) -> None:
-        """Lets what is queued from now on come after what the caller has queued on its own stream."""
+    def wait_for_caller(self) -> None:
+        """Lets what is queued from now on wait for what the caller has queued on its current stream."""
 
     def describe(self) -> str:
         """What was captured, in words."""
@@ -113,20 +113,20 @@ class EagerRunner:
     ) -> None:
         """Does nothing."""
 
-    def use(self, variant: Hashable) -> None:
+    def use_variant(self, variant: Hashable) -> None:
         """Does nothing: steps are launched as they are now."""
 
-    def forget(self, variant: Hashable) -> None:
+    def forget_variant(self, variant: Hashable) -> None:
         """Does nothing."""
 
-    def on(self) -> AbstractContextManager[object]:
+    def on_stream(self) -> AbstractContextManager[object]:
         """A context of the runner's stream; off CUDA of nothing."""
-        return self._stream.on() if self._stream else nullcontext()
+        return self._stream.current() if self._stream else nullcontext()
 
-    def join(self) -> None:
+    def wait_for_caller(self) -> None:
         """On CUDA, lets the runner's stream wait for the caller's."""
         if self._stream:
-            self._stream.join()
+            self._stream.wait_for_caller()
 
     def describe(self) -> str:
         """The runner in one line."""
@@ -232,22 +232,22 @@ class GraphRunner:
             ) from error
         self._failures.pop(key, None)
 
-    def use(self, variant: Hashable) -> None:
+    def use_variant(self, variant: Hashable) -> None:
         """The variant's graphs; all share one pool."""
         self._graphs = self._variants.setdefault(variant, {})
 
-    def forget(self, variant: Hashable) -> None:
+    def forget_variant(self, variant: Hashable) -> None:
         """Drops the variant's graphs."""
         if self._variants.get(variant) is not self._graphs:
             self._variants.pop(variant, None)
 
-    def on(self) -> AbstractContextManager[object]:
+    def on_stream(self) -> AbstractContextManager[object]:
         """The stream of captures and replays."""
-        return self._stream.on()
+        return self._stream.current()
 
-    def join(self) -> None:
+    def wait_for_caller(self) -> None:
         """Lets the runner's stream wait for the caller's."""
-        self._stream.join()
+        self._stream.wait_for_caller()
 
     def describe(self) -> str:
         """A line for each graph."""
@@ -266,7 +266,7 @@ class GraphRunner:
         start = time.perf_counter()
         before = torch.cuda.memory_reserved(self._device)
         graph = torch.cuda.CUDAGraph(keep_graph=True)
-        with idle(), self.on():
+        with idle(), self.on_stream():
             with self._warming():
                 for _ in range(warm_ups):
                     body()
@@ -309,12 +309,12 @@ class _StreamLease:
         self._finalizer = weakref.finalize(owner, free.append, self._stream)
 
     @contextmanager
-    def on(self) -> Any:
+    def current(self) -> Any:
         """Makes device and stream the current ones, whatever the caller's are."""
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
             yield
 
-    def join(self) -> None:
+    def wait_for_caller(self) -> None:
         """Lets the stream wait for the caller's."""
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
 

@@ -98,11 +98,6 @@ def read(input_ids: Any, attention_mask: Any = None) -> RawPrompts:
     return RawPrompts(rows, masks, is_array(input_ids), device)
 
 
-def prompts_of(input_ids: Any, attention_mask: Any, vocab_size: int) -> list[list[int]]:
-    """The prompts alone, where nothing is known of padding but the mask; raises what `read` and `prompts` raise."""
-    return read(input_ids, attention_mask).prompts(vocab_size)
-
-
 def _of_tokenizer(encoding: Mapping[str, Any], attention_mask: Any) -> tuple[Any, Any]:
     """Ids and mask of what a tokenizer returns; what else it holds is about the text."""
     if "input_ids" not in encoding:

@@ -12,11 +12,11 @@ from torch import Tensor
 BLOCK = 1024  # elements; fixed: where a block lies in the room must not depend on the tensor
 ALL = 2**62
 # elements, by the number of ranks, from which a sum is two-shot: fewer bytes than one-shot, where all ranks get all
-# partial sums, but a second wait. ALL: not timed on so many
-TWO_SHOT = {2: 96 * 4096, 4: ALL, 8: ALL}
+# partial sums, but a second wait. Of eight it is reckoned, by the bytes that leave a rank
+TWO_SHOT = {2: 96 * 4096, 4: 20 * 4096, 8: 8 * 4096}
 # elements of the room, by the number of ranks, up to which a sum in a chain of products of many rows is one kernel with
-# the norm behind it; 0: not timed on so many
-WITH_NORM = {2: ALL, 4: 0, 8: 0}
+# the norm behind it. It is one-shot: of more elements over many ranks two kernels are faster
+WITH_NORM = {2: ALL, 4: 20 * 4096, 8: 8 * 4096}
 MAX_ELEMENTS = 2**24  # 4-byte elements that the kernel exchanges at once; more go to NCCL
 LIMIT = 120_000_000_000  # nanoseconds that a program waits for a peer at most
 # The bits of an element that nobody has pushed: a NaN in fp32, and in bf16 and fp16 by either half. As half a key of
@@ -50,14 +50,14 @@ def blocks_of(elements: int) -> int:
     return -(-elements // BLOCK)
 
 
-def takes_prompts(size: int, prompts: int) -> bool:
-    """Whether sums of prompts have a room between so many ranks: where that is faster than NCCL."""
-    return 0 < prompts <= MAX_ELEMENTS and TWO_SHOT[size] < MAX_ELEMENTS
+def takes_prompts(prompts: int) -> bool:
+    """Whether sums of prompts, of so many elements, have room, and need not go by NCCL."""
+    return 0 < prompts <= MAX_ELEMENTS
 
 
-def elements_of(size: int, step: int, prompts: int) -> int:
+def elements_of(step: int, prompts: int) -> int:
     """Elements of a room, in whole blocks, for the largest tensors of a step and of a pass over prompts."""
-    largest = max(step, prompts if takes_prompts(size, prompts) else 0)
+    largest = max(step, prompts if takes_prompts(prompts) else 0)
     return blocks_of(min(largest, MAX_ELEMENTS)) * BLOCK
 
 
@@ -73,4 +73,4 @@ def room_bytes(size: int, step: int, prompts: int) -> int:
         size: ranks; one alone has no room.
         step, prompts: 4-byte elements of the largest tensor of a step, and of a sum in a pass over prompts.
     """
-    return 0 if size == 1 else buffer_bytes(size, elements_of(size, step, prompts))
+    return 0 if size == 1 else buffer_bytes(size, elements_of(step, prompts))

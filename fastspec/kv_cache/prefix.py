@@ -127,8 +127,8 @@ class PrefixCache:
         self._used(path)
         return path
 
-    def use(self, variant: Hashable) -> None:
-        """Finds and keeps from now on what belongs to this variant of the models; None at first. Others' stay."""
+    def use_variant(self, variant: Hashable) -> None:
+        """From now on finds and keeps pages of this variant of the models; None is the first one. Others stay."""
         self._variant = variant
 
     @property

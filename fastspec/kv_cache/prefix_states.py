@@ -21,16 +21,16 @@ from fastspec.kv_cache.states import StateCache
 
 
 @dataclass(slots=True)
-class Kept:
-    """States after one prefix.
+class StoredState:
+    """The stored states after one prefix.
 
     Attributes:
-        row: of the pools of both models.
-        of: models whose state lies there: False is the target, True the draft.
+        row: of the state pools of both models.
+        models: whose state is stored: False is the target, True the draft.
     """
 
     row: int
-    of: set[bool]
+    models: set[bool]
 
 
 class PrefixStates:
@@ -47,7 +47,7 @@ class PrefixStates:
         self._pools = {of: cache.kept for of, cache in self._caches.items() if cache.kept is not None}
         count = min(pool.count for pool in self._pools.values())
         self._free = list(range(count - 1, 0, -1))
-        self._kept: OrderedDict[Hashable, Kept] = OrderedDict()  # least recently used first
+        self._kept: OrderedDict[Hashable, StoredState] = OrderedDict()  # least recently used first
 
     def __len__(self) -> int:
         """The number of prefixes with states."""
@@ -57,26 +57,26 @@ class PrefixStates:
         """Whether that model has states."""
         return draft in self._pools
 
-    def known(self, nodes: Sequence[Hashable], *, draft: bool) -> int:
-        """The number of positions of a path of nodes from which that model can go on: all, if it has no states."""
+    def resumable(self, nodes: Sequence[Hashable], *, draft: bool) -> int:
+        """Positions of a path of nodes that the model can skip: all, or up to the last node whose state is stored."""
         if not self.recurrent(draft=draft):
             return len(nodes) * self.unit
         found = (place for place in range(len(nodes), 0, -1) if draft in self._of(nodes[place - 1]))
         return next(found, 0) * self.unit
 
     def _of(self, key: Hashable) -> set[bool]:
-        return self._kept[key].of if key in self._kept else set()
+        return self._kept[key].models if key in self._kept else set()
 
     def load(self, nodes: Sequence[Hashable], length: int, row: Tensor, *, draft: bool) -> None:
-        """Gives a row, int64 [1], that model's state after the first `length` positions, which are `known`."""
+        """Copies that model's state after `length` positions, as `resumable` gave them, to a row, int64 [1]."""
         if not length or not self.recurrent(draft=draft):
             return
         key = nodes[length // self.unit - 1]
         self._kept.move_to_end(key)
         self._pools[draft].load(self._kept[key].row, self._caches[draft], row, length)
 
-    def watch(self, length: int, *, draft: bool) -> None:
-        """That model's passes leave the state after `length` positions for `save`, from now on; 0: none."""
+    def capture_after(self, length: int, *, draft: bool) -> None:
+        """Lets that model's next passes leave the state after `length` positions for `save`; 0: they leave none."""
         if self.recurrent(draft=draft):
             self._pools[draft].at.fill_(length)
 
@@ -87,10 +87,10 @@ class PrefixStates:
         if key not in self._kept:
             if not self._free:
                 self.forget(next(iter(self._kept)))
-            self._kept[key] = Kept(self._free.pop(), set())
+            self._kept[key] = StoredState(self._free.pop(), set())
         self._kept.move_to_end(key)
         self._pools[draft].save(self._kept[key].row)
-        self._kept[key].of.add(draft)
+        self._kept[key].models.add(draft)
 
     def rename(self, key: Hashable, node: Hashable | None) -> None:
         """Keeps under a node what was kept under another key; None, or a node with states: forgets it."""

@@ -103,7 +103,7 @@ class Decoder:
     def _layer(self, index: int, x: Tensor, qkv: Tensor, rows: ForwardBatch) -> tuple[Tensor, Tensor | None]:
         """The residual stream after a layer, and q, k and v of the next; None after the last."""
         layer = self.weights.layers[index]
-        mix = self._attend if layer.delta is None else self._recur
+        mix = self._attend if layer.delta is None else self._delta_rule
         return self._after_attention(index, mix(index, layer, qkv, rows), x, rows.tiling)
 
     def _after_attention(self, index: int, attended: Tensor, x: Tensor, tiling: Tiling) -> tuple[Tensor, Tensor | None]:
@@ -114,11 +114,11 @@ class Decoder:
             eps = self.spec.rms_eps
             return self.ops.layer_tail(self.ops.linear, attended, x, layer, next_layer, eps, tiling, self._reduce)
         if plan.sandwiched and self._reduce is None:
-            return self._sandwich(index, attended, x, tiling)
+            return self._sandwich_tail(index, attended, x, tiling)
         if plan.experts is None:
-            x, h = self._tail(plan, attended, x, layer, tiling), None
+            x, h = self._plain_tail(plan, attended, x, layer, tiling), None
         else:
-            x, h = self._mixture(index, attended, x, tiling)
+            x, h = self._experts_tail(index, attended, x, tiling)
         return x, None if next_layer is None else self._qkv(index + 1, x, tiling, h)
 
     def _norm_of(self, index: int) -> tuple[Tensor, float] | None:
@@ -133,8 +133,8 @@ class Decoder:
         """Whether one op computes what follows attention in a layer."""
         return plan.fused_tail
 
-    def _sandwich(self, index: int, attended: Tensor, x: Tensor, tiling: Tiling) -> tuple[Tensor, Tensor | None]:
-        """`_after_attention` where norms are before and after attention and MLP: two of them and a sum are one op."""
+    def _sandwich_tail(self, index: int, attended: Tensor, x: Tensor, tiling: Tiling) -> tuple[Tensor, Tensor | None]:
+        """`_after_attention` where norms stand before and after attention and MLP: two norms and a sum are one op."""
         layers, plan, linear = self.weights.layers, self.spec.plans[index], self.ops.linear
         layer, next_layer = layers[index], layers[index + 1] if index + 1 < len(layers) else None
 
@@ -174,17 +174,16 @@ class Decoder:
     def _norm(self, plan: LayerPlan, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return self.ops.norm(x, weight, self.spec.rms_eps, bias=bias, centred=plan.norm == "layer")
 
-    def _tail(self, plan: LayerPlan, attended: Tensor, x: Tensor, layer: LayerWeights, tiling: Tiling) -> Tensor:
-        """The residual stream after a layer, product by product; see `LayerPlan`."""
-        before = x
-        x = self._joined(plan, attended, layer.o, layer.o_bias, x, layer.attended_norm, tiling)
+    def _plain_tail(self, plan: LayerPlan, attended: Tensor, x: Tensor, layer: LayerWeights, tiling: Tiling) -> Tensor:
+        """The residual stream after a layer, product by product; for any `LayerPlan` without experts."""
+        after = self._add_residual(plan, attended, layer.o, layer.o_bias, x, layer.attended_norm, tiling)
         if plan.parallel:
-            inner = self._inner(plan, before, layer.input_norm, layer.input_norm_bias, layer, tiling)
+            inner = self._mlp_inner(plan, x, layer.input_norm, layer.input_norm_bias, layer, tiling)
         else:
-            inner = self._inner(plan, x, layer.post_norm, layer.post_norm_bias, layer, tiling)
-        return self._joined(plan, inner, layer.mlp[1], layer.down_bias, x, layer.mlp_norm, tiling)
+            inner = self._mlp_inner(plan, after, layer.post_norm, layer.post_norm_bias, layer, tiling)
+        return self._add_residual(plan, inner, layer.mlp[1], layer.down_bias, after, layer.mlp_norm, tiling)
 
-    def _mixture(self, index: int, attended: Tensor, x: Tensor, tiling: Tiling) -> tuple[Tensor, Tensor | None]:
+    def _experts_tail(self, index: int, attended: Tensor, x: Tensor, tiling: Tiling) -> tuple[Tensor, Tensor | None]:
         """The residual stream behind a layer that is a mixture of experts (`ExpertsPlan`), and its `_norm_of`."""
         plan, layer, norm = self.spec.plans[index], self.weights.layers[index], self._norm_of(index + 1)
         assert plan.experts is not None
@@ -194,13 +193,13 @@ class Decoder:
         ids, factors, h = self._routed(plan, x, layer, tiling)
         shared: dict[str, Tensor] = {}
         if plan.experts.shared and not layer.experts.joined:
-            shared["shared"] = linear(self._inner(plan, h, None, None, layer, tiling), layer.mlp[1], None, tiling)
+            shared["shared"] = linear(self._mlp_inner(plan, h, None, None, layer, tiling), layer.mlp[1], None, tiling)
         if (gate := layer.experts.shared_gate) is not None:
             shared["shared_logits"] = linear(h, gate, None, tiling, out_dtype=torch.float32)
-        given = h, ids, factors, layer.experts, plan.experts.clamp
+        routed = h, ids, factors, layer.experts, plan.experts.clamp
         if norm is None:
-            return self.ops.experts(*given, residual=x, **shared), None
-        return self.ops.experts_normed(*given, residual=x, norm=norm, **shared)
+            return self.ops.experts(*routed, residual=x, **shared), None
+        return self.ops.experts_normed(*routed, residual=x, norm=norm, **shared)
 
     def _routed(self, plan: LayerPlan, x: Tensor, layer: LayerWeights, tiling: Tiling) -> tuple[Tensor, Tensor, Tensor]:
         """The experts of every row and their factors, as `Ops.route`, and what they multiply: the norm of x."""
@@ -221,31 +220,30 @@ class Decoder:
         logits = linear(h, *router, out_dtype=torch.float32)
         return *self.ops.route(logits.flatten(0, -2), experts.routing, weights.correction), h
 
-    def _joined(
+    def _add_residual(
         self,
         plan: LayerPlan,
-        given: Tensor,
+        inner: Tensor,
         weight: Weight,
         bias: Tensor | None,
         x: Tensor,
         norm: Tensor | None,
         tiling: Tiling,
     ) -> Tensor:
-        """x plus the output of attention or MLP, by its last product. With several ranks, sums over ranks are here."""
+        """x + the output of attention or MLP: `inner` times its last weight [, normed]. Sums over ranks are here."""
         if plan.residual_scale == 1.0 and norm is None:
-            return self.ops.linear(given, weight, bias, tiling, residual=x)
-        added = self.ops.linear(given, weight, bias, tiling)
+            return self.ops.linear(inner, weight, bias, tiling, residual=x)
+        added = self.ops.linear(inner, weight, bias, tiling)
         if plan.residual_scale == 1.0 and plan.norm != "layer":
             return self.ops.add_norm(added, x, norm, None, self.spec.rms_eps)[0]
-        return x + self._to_add(plan, added, norm)
+        return x + self._residual_branch(plan, added, norm)
 
-    def _to_add(self, plan: LayerPlan, added: Tensor, norm: Tensor | None) -> Tensor:
-        """What attention or MLP adds to x: its norm, if there is one, times the plan's factor."""
-        if norm is not None:
-            added = self._norm(plan, added, norm)
+    def _residual_branch(self, plan: LayerPlan, added: Tensor, norm: Tensor | None) -> Tensor:
+        """What is added to x: the output of attention or MLP, normed if the plan says so, times the plan's factor."""
+        added = added if norm is None else self._norm(plan, added, norm)
         return added if plan.residual_scale == 1.0 else added * plan.residual_scale
 
-    def _inner(
+    def _mlp_inner(
         self,
         plan: LayerPlan,
         x: Tensor,
@@ -254,7 +252,7 @@ class Decoder:
         layer: LayerWeights,
         tiling: Tiling,
     ) -> Tensor:
-        """What the MLP's last product multiplies."""
+        """The MLP up to its last product: norm, gate and up projections, activation; [B, Q, intermediate]."""
         x, options = self._normed(plan, x, norm, bias)
         inner = self._product(x, layer.mlp[0], layer.gate_up_bias, tiling, **plan.gating, **options)
         return inner if plan.gated else reference.gelu_tanh(inner)
@@ -300,28 +298,30 @@ class Decoder:
         """As `argmax`, by the head's product alone; options are those of `Ops.argmax`, with `work`."""
         self.ops.argmax(x, self.weights.head, limit, tiling, out=out, **options)
 
-    def _recur(self, index: int, layer: LayerWeights, product: Tensor, rows: ForwardBatch) -> Tensor:
-        """What a recurrent layer gives to its output projection, [B, Q, DeltaRule.values]."""
+    def _delta_rule(self, index: int, layer: LayerWeights, product: Tensor, rows: ForwardBatch) -> Tensor:
+        """A recurrent layer up to its output projection: the gated delta rule, [B, Q, DeltaRule.values]."""
         rule, place, states = self.spec.plans[index].delta, self._places[index], self.cache.states
         assert rule is not None, "the layer is recurrent"
         assert layer.delta is not None, "and has the weights of one"
         assert states is not None, "so the model has states"
-        where = states.states[place], states.inputs[place], rows.state_rows, rows.positions, rows.write_mask
+        slots = states.states[place], states.inputs[place], rows.state_rows, rows.positions, rows.write_mask
         prompt = len(product) == 1 and product.shape[1] > states.states.shape[2]
         kept = states.kept.of_layer(place) if prompt and states.kept is not None else None
-        out = self.ops.delta_rule(product, layer.delta, *where, rule, kept)
+        out = self.ops.delta_rule(product, layer.delta, *slots, rule, kept)
         gate = product[..., rule.channels : rule.channels + rule.values]
         return self.ops.gated_norm(out, gate, layer.delta.norm, self.spec.rms_eps)
 
     def _attend(self, index: int, layer: LayerWeights, qkv: Tensor, rows: ForwardBatch) -> Tensor:
+        """Attention of a layer up to its output projection, with the output gate where it has one: [B, Q, H * D]."""
         plan = self.spec.plans[index]
         if plan.output_gate:
             gates = self.spec.num_heads * self.spec.head_dim
             qkv, gate = qkv.split([qkv.shape[-1] - gates, gates], dim=-1)
-            return self.ops.gated(self._attended(index, layer, qkv, rows), gate)
-        return self._attended(index, layer, qkv, rows)
+            return self.ops.gated(self._attend_ungated(index, layer, qkv, rows), gate)
+        return self._attend_ungated(index, layer, qkv, rows)
 
-    def _attended(self, index: int, layer: LayerWeights, qkv: Tensor, rows: ForwardBatch) -> Tensor:
+    def _attend_ungated(self, index: int, layer: LayerWeights, qkv: Tensor, rows: ForwardBatch) -> Tensor:
+        """Attention without the output gate: norms and rotation of heads as the plan has them."""
         plan = self.spec.plans[index]
         rotation: Rotation | None = None if plan.rope is None else self._tables[plan.rope]
         norms = self._norms(index)

@@ -84,7 +84,7 @@ class ModelInfo(Protocol):
 
 
 class ModelSource(Protocol):
-    """Where a model comes from, as far as settings and explanations ask. `Checkpoint` is one."""
+    """A source of a model's weights, as settings and `explain` see it. `Checkpoint` is one."""
 
     @property
     def name(self) -> str:
@@ -145,11 +145,11 @@ def states_of(model: object) -> StateCache | None:
 
 
 @runtime_checkable
-class InParts(Protocol):
-    """A model whose logits lie in parts, of which a greedy step needs the largest alone."""
+class VocabParallel(Protocol):
+    """A model whose vocabulary is split over ranks: a greedy step needs the largest logit of each rank alone."""
 
     def best_keys(self, hidden: Tensor, tiling: Tiling) -> PartKeys | None:
-        """By which greedy picks of what `hidden` returned are found; None where all logits must be seen."""
+        """Argmax keys of what `hidden` returned, one for each rank; None where a step needs the logits themselves."""
 
 
 def is_recurrent(model: object) -> bool:

@@ -6,6 +6,7 @@ A name in the table is a hint. What is loaded is compared token by token all the
 from __future__ import annotations
 
 import json
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -213,8 +214,8 @@ def natural_pairs(model: str) -> Found | None:
     Returns:
         None where the table does not know it.
     """
-    directory = Path(model).expanduser()
-    if not directory.is_dir():
+    directory = Path(os.path.expanduser(model))
+    if not os.path.isdir(directory):  # os.path, not Path: it answers False to a name that no file system takes
         if (known := _by_name(model)) is not None:
             return Found(model, known[0], tuple(known[0].drafts(known[1])), "by its name")
         if (cached := _in_cache(model)) is None:
@@ -252,7 +253,7 @@ def refuse_strangers(target: str, draft: str) -> None:
     Raises:
         ValueError: names the drafts that fit.
     """
-    if any(Path(name).expanduser().exists() for name in (target, draft)):
+    if any(os.path.exists(os.path.expanduser(name)) for name in (target, draft)):
         return
     one, other = _by_name(target, exact=True), _by_name(draft, exact=True)
     if one is not None and other is not None and one[0].tokenizer != other[0].tokenizer:
@@ -295,12 +296,13 @@ def _by_files(directory: Path) -> TokenizerGroup | None:
     text = config.get("text_config")
     inner: dict[str, Any] = text if isinstance(text, dict) else {}
     size = config.get("vocab_size", inner.get("vocab_size"))
-    kinds = {config.get("model_type"), inner.get("model_type")}
-    found = [each for each in GROUPS if kinds.intersection(each.types) and size in each.vocab_sizes]
+    kinds = [config.get("model_type"), inner.get("model_type")]
+    found = [each for each in GROUPS if any(kind in each.types for kind in kinds) and size in each.vocab_sizes]
     if len(found) > 1:
         added = _json(directory / "tokenizer.json").get("added_tokens")
-        texts = {each.get("id"): each.get("content") for each in added} if isinstance(added, list) else {}
-        found = [each for each in found if each.marker and texts.get(each.marker[0]) == each.marker[1]]
+        entries = [each for each in added if isinstance(each, dict)] if isinstance(added, list) else []
+        texts = [(each.get("id"), each.get("content")) for each in entries]
+        found = [each for each in found if each.marker in texts]
     return found[0] if len(found) == 1 else None
 
 

@@ -146,7 +146,7 @@ class ParallelDecoder(Decoder):
         biases = [None] * len(pieces) if bias is None else bias.split([piece.shape[0] for piece in pieces])
         return [self.ops.linear(x, piece, part, tiling, **options) for piece, part in zip(pieces, biases, strict=True)]
 
-    def _inner(
+    def _mlp_inner(
         self,
         plan: LayerPlan,
         x: Tensor,
@@ -156,7 +156,7 @@ class ParallelDecoder(Decoder):
         tiling: Tiling,
     ) -> Tensor:
         if not self._share.one_tree:
-            return super()._inner(plan, x, norm, bias, layer, tiling)
+            return super()._mlp_inner(plan, x, norm, bias, layer, tiling)
         # activations by parts as well: a CPU may round an element at the end of a tensor otherwise than before
         x, options = self._normed(plan, x, norm, bias)
         products = self._products(x, layer.mlp[0], layer.gate_up_bias, tiling, **options)
@@ -164,7 +164,7 @@ class ParallelDecoder(Decoder):
         parts = [torch.cat(products[part::own], dim=-1) for part in range(own)]  # its gate, then its up
         return torch.cat([self._activated(plan, part) for part in parts], dim=-1)
 
-    def _joined(
+    def _add_residual(
         self,
         plan: LayerPlan,
         given: Tensor,
@@ -179,7 +179,7 @@ class ParallelDecoder(Decoder):
             return self.exchange.added(partial, bias, x)
         total = self.exchange.sum(partial)
         added = (total if bias is None else total + bias.float()).to(x.dtype)
-        return x + self._to_add(plan, added, norm)
+        return x + self._residual_branch(plan, added, norm)
 
     def _partials(self, given: Tensor, weight: Weight, tiling: Tiling) -> list[Tensor]:
         """fp32 products of columns of `given` with those of a weight, one for each part that is this rank's."""
@@ -189,7 +189,7 @@ class ParallelDecoder(Decoder):
             made.append(self.ops.linear(columns, piece, None, tiling, out_dtype=torch.float32))
         return made
 
-    def _mixture(self, index: int, attended: Tensor, x: Tensor, tiling: Tiling) -> tuple[Tensor, Tensor | None]:
+    def _experts_tail(self, index: int, attended: Tensor, x: Tensor, tiling: Tiling) -> tuple[Tensor, Tensor | None]:
         """As `Decoder`. The router is whole on every rank; of each expert and the shared one a rank has some columns.
 
         What the experts of a row give is added up in fp32 for each part of the columns, and parts are added as a tree.
@@ -198,14 +198,14 @@ class ParallelDecoder(Decoder):
         experts, weights = plan.experts, layer.experts
         assert experts is not None
         assert weights is not None
-        x = self._joined(plan, attended, layer.o, layer.o_bias, x, None, tiling)
+        x = self._add_residual(plan, attended, layer.o, layer.o_bias, x, None, tiling)
         ids, factors, h = self._routed(plan, x, layer, tiling)
         logits = None
         if weights.shared_gate is not None:
             logits = self.ops.linear(h, weights.shared_gate, None, tiling, out_dtype=torch.float32)
         shared: list[Tensor | None] = [None] * size.own_parts
         if experts.shared:
-            shared[:] = self._partials(self._inner(plan, h, None, None, layer, tiling), layer.mlp[1], tiling)
+            shared[:] = self._partials(self._mlp_inner(plan, h, None, None, layer, tiling), layer.mlp[1], tiling)
         partial = []
         for mine, of_all in zip(self._experts[id(layer)], shared, strict=True):
             more: dict[str, Any] = {}

@@ -19,8 +19,8 @@ from fastspec.parallel.world import World
 class OverDevices:
     """Exchange of CUDA tensors; all of it can be captured.
 
-    Tensors of a step are pushed into the peers' memory, between two GPUs those of prompts as well. What is larger goes
-    by NCCL: each rank gets its rows of all partial sums, adds them in the order of the tree, and gives the rounded rows
+    Tensors of a step and of passes over prompts are pushed into the peers' memory. What is too large for that goes by
+    NCCL: each rank gets its rows of all partial sums, adds them in the order of the tree, and gives the rounded rows
     to the others.
 
     Args:
@@ -34,8 +34,8 @@ class OverDevices:
         from fastspec.kernels import exchange
 
         self._world, self._kernels, self._device = world, exchange, device
-        self._prompts = takes_prompts(world.size, prompts)
-        self.room, self._why = _room_of(world, device, elements_of(world.size, elements, prompts))
+        self._prompts = takes_prompts(prompts)
+        self.room, self._why = _room_of(world, device, elements_of(elements, prompts))
         self._nccl: Any = None
         if self.room is None or self.room.elements < max(elements, prompts):
             self._group()

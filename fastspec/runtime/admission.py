@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fastspec.grammar.row import ALL, Turn
+from fastspec.grammar.row import ALL, GrammarStep
 from fastspec.inputs.row_options import NUMBERS, RowOptions
 from fastspec.shapes import FULL
 from fastspec.state import IDLE, MAX_STOP_IDS, RUNNING, DecodeState
@@ -78,28 +78,28 @@ def _fill(state: DecodeState, row: int, numbers: Mapping[str, float]) -> None:
         getattr(state, name)[row].fill_(value)  # assigning to the element would wait
 
 
-def allow(state: DecodeState, turns: Mapping[int, Turn], k: int, ready: int = RUNNING) -> None:
+def allow(state: DecodeState, steps: Mapping[int, GrammarStep], k: int, ready: int = RUNNING) -> None:
     """Queues the copy of draft tokens and masks to the device, and lets the rows run; waits for nothing.
 
     Args:
-        state: the rows of `turns` are written.
-        turns: row -> its draft tokens and masks.
+        state: the rows of `steps` are written.
+        steps: row -> its draft tokens and masks.
         k: drafts of the step; a row's further draft tokens are left out.
         ready: the value of `finish` that lets them run: RUNNING, or PREFILLED in a step for first tokens.
     """
     places, words = k + 1, state.masks.shape[2]
-    packed = np.full((len(turns), 2 + k + places * words), ALL, dtype=np.int32)
-    for line, (row, whole) in zip(packed, turns.items(), strict=True):
-        turn = whole.cut(k)
-        line[0], line[1] = row, len(turn.drafts)
-        line[2 : 2 + k] = turn.drafts + [0] * (k - len(turn.drafts))
-        line[2 + k : 2 + k + turn.masks.size] = turn.masks.ravel()
+    packed = np.full((len(steps), 2 + k + places * words), ALL, dtype=np.int32)
+    for line, (row, step) in zip(packed, steps.items(), strict=True):
+        cut = step.cut(k)
+        line[0], line[1] = row, len(cut.drafts)
+        line[2 : 2 + k] = cut.drafts + [0] * (k - len(cut.drafts))
+        line[2 + k : 2 + k + cut.masks.size] = cut.masks.ravel()
     sent = _moved(torch.from_numpy(packed), state.masks.device)
     rows = sent[:, 0].long()
     state.grammar_counts.index_copy_(0, rows, sent[:, 1].long())
     if k:
         state.grammar_drafts[:, :k].index_copy_(0, rows, sent[:, 2 : 2 + k].long())
-    state.masks[:, :places].index_copy_(0, rows, sent[:, 2 + k :].reshape(len(turns), places, words))
+    state.masks[:, :places].index_copy_(0, rows, sent[:, 2 + k :].reshape(len(steps), places, words))
     state.finish.index_fill_(0, rows, ready)
 
 

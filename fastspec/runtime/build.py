@@ -110,7 +110,7 @@ def build(
     runner = _runner(settings, nvtx=nvtx, only_ours=only_ours)
     mark = torch.cuda.nvtx.range if nvtx and device.type == "cuda" else nullcontext
 
-    with runner.on():
+    with runner.on_stream():
         exchange = ranks.exchange(device, *layout.exchanged(length)) if ranks.asked else None
         work = ops.sampled_work(layout.batch, layout.max_drafts, layout.target.vocab_size, device)
         made = _Models(settings, ops, ranks, exchange, mark, work, release_source, progress, prefix_cache)

@@ -1,4 +1,4 @@
-"""What drafting brings on given prompts: every k is run, its parts are timed, and what limits it is said in words.
+"""What drafting brings on given prompts: every k is run, its parts are timed, and a verdict names what limits it.
 
 A step of k drafts gives a row tokens(k) = 1 + S_1 + .. + S_k tokens, S_j being the chance that the first j drafts are
 all accepted, here measured position by position. (Where every draft has the same chance a, that is
@@ -227,14 +227,14 @@ def calibrate(scheduler: Scheduler, requests: list[Request], stop_ids: tuple[int
 
 
 def again(requests: list[Request]) -> list[Request]:
-    """The same requests, of which nothing has been made yet."""
+    """Fresh copies of requests, without any output."""
     return [Request(request.prompt, request.max_new_tokens, request.options) for request in requests]
 
 
 def _parts(
     scheduler: Scheduler, requests: list[Request], choice: Choice, bucket: int
 ) -> dict[int, tuple[float, float]]:
-    """(drafting, scoring) seconds by k, over rows in the middle of their texts."""
+    """Seconds of drafting and of scoring by k: {k: (drafting, scoring)}, over rows in the middle of their texts."""
     engine = scheduler.engine
     rows = again(requests)[: engine.state.batch]
     call = Call((), choice.sampler, lambda made: choice.ks[-1], lengths=lengths_of(rows))
@@ -253,7 +253,7 @@ def _parts(
 
 
 def _part_seconds(engine: Engine, rows: int, shape: StepShape) -> tuple[float, float]:
-    """What drafting and scoring take by themselves, over rows as they are; their states stay as they are.
+    """Seconds that drafting and scoring take by themselves, over the rows as they are; no row advances.
 
     With graphs each part is captured as one.
     """

@@ -9,7 +9,7 @@ from fastspec.inputs.options import Options
 from fastspec.sampling.rules import Verification, needs_draft_probs
 from fastspec.shapes import FULL, GRAMMAR_ONLY, GRAMMARS, GREEDY
 
-_HELD = (
+_FIXED_K_NOTE = (
     "k held at {k}, because under {rule!r} verification a seed repeats its text only with one k; "
     "verification='coupled' lets k adapt"
 )
@@ -40,7 +40,7 @@ class Choice:
 
 @dataclass(slots=True)
 class DraftPlan:
-    """What a generator was made for, and the controllers of its calls.
+    """How many drafts a generator has room for, and the controllers that choose k for its calls.
 
     Attributes:
         auto: num_speculative_tokens="auto" for calls that say nothing.
@@ -99,7 +99,7 @@ class DraftPlan:
             return Choice(k, tuple(sorted({k, *opted_out})), sampler, chosen.top_logprobs)
         if chosen.seeded and needs_draft_probs(self.verification) and any(row.temperature for row in chosen.rows):
             k = max(one for one in self.ks if one <= REPEATABLE)
-            note = _HELD.format(k=k, rule=self.verification)
+            note = _FIXED_K_NOTE.format(k=k, rule=self.verification)
             return Choice(k, tuple(sorted({k, *opted_out})), sampler, chosen.top_logprobs, note=note)
         controller = self.controller(sampler, chosen.top_logprobs)
         return Choice(self.max_drafts, self.ks, sampler, chosen.top_logprobs, controller, AUTO)

@@ -34,7 +34,7 @@ from fastspec.shapes import (
 )
 from fastspec.state import DecodeState
 from fastspec.step import StepModules, prefill, step
-from fastspec.surroundings import shielded, using_threads
+from fastspec.torch_settings import shielded, using_threads
 
 _MEANS = 3  # taken of each time that is measured
 _LARGEST_CAPTURED = (
@@ -118,7 +118,7 @@ class Engine:
     def on_device(self) -> Iterator[None]:
         """A context for work on the device: our device and stream, no gradients, none of the caller's settings."""
         threads = self.threads.now if self.threads else None
-        with shielded(self.state.lengths.device, threads), torch.inference_mode(), self.runner.on():
+        with shielded(self.state.lengths.device, threads), torch.inference_mode(), self.runner.on_stream():
             yield
 
     def shape(self, k: int, sampler: str, top_logprobs: int | None, longest: int, shortest: int = 0) -> StepShape:

@@ -1,4 +1,4 @@
-"""What a generator runs, and how, in words."""
+"""The text of `FastSpecGenerator.explain`: what runs, and how; and the warning where drafting cannot pay."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def explain(
         f"products   {_products(settings)}",
         *([f"plans      {launch_plans(settings)}"] if settings.layout.ops.name == "triton" else []),
         *([f"threads    {engine.threads}"] if engine.threads else []),
-        *([f"experts    {told}"] if (told := shared_expert(settings, engine)) else []),
+        *([f"experts    {text}"] if (text := shared_expert(settings, engine)) else []),
         *_ranks(settings, engine),
         f"graphs     {engine.runner.describe()}",
         f"memory     {settings.memory}",

@@ -108,7 +108,7 @@ class Layout:
         return self.kv_dtypes or (self.target_dtype, self.draft_dtype)
 
     def with_batch(self, batch: int) -> Layout:
-        """The same with another number of rows."""
+        """This layout with another number of rows."""
         return replace(self, batch=batch)
 
     def pages_per_row(self, max_length: int) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
-from fastspec.grammar.row import RowGrammar, Turn
+from fastspec.grammar.row import GrammarStep, RowGrammar
 from fastspec.graphs.results import RowResult
 from fastspec.inputs.options import RowOptions
 from fastspec.kv_cache.prefix import Node
@@ -131,7 +131,7 @@ class Request:
         )
 
     def record(self, result: RowResult, k: int) -> list[int]:
-        """Counts one step of k drafts; returns its tokens."""
+        """Adds the result of one step of k drafts to the request; returns the step's new tokens."""
         if result.finish == RUNNING and result.accepted < 0:
             self.invalid_at = self.length - 1 - result.accepted
             self.finish_reason = "error"
@@ -169,7 +169,7 @@ class InFlightStep:
         bucket: rows it covers.
         resumed: catch-up passes that were queued before it, if there were any or the step before it was a plain one;
             else None.
-        timed: only such passes, or nothing, came between it and the step before it.
+        timed: nothing but such passes came between it and the step before it, so its time can be used.
         drafting: rows that could draft.
         first_token: the step for first tokens, which no policy chose.
     """
@@ -206,7 +206,9 @@ def constrained(rows: Mapping[int, Request]) -> bool:
     return any(request.grammar is not None for request in rows.values())
 
 
-def turns_of(requests: Mapping[int, Request], calls: Mapping[Request, Call], k: int) -> tuple[int, dict[int, Turn]]:
+def grammar_steps(
+    requests: Mapping[int, Request], calls: Mapping[Request, Call], k: int
+) -> tuple[int, dict[int, GrammarStep]]:
     """The number of drafts of the next step, and draft tokens and masks of each row with a grammar.
 
     Args:
@@ -214,10 +216,10 @@ def turns_of(requests: Mapping[int, Request], calls: Mapping[Request, Call], k: 
         calls: request -> its call.
         k: drafts of the other rows; if 0, the step has as many as the calls of rows with a grammar ask for.
     """
-    turns, largest = {}, 0
+    steps, largest = {}, 0
     for row, request in requests.items():
         if request.grammar is not None:
             asked = k or calls[request].choose_k(calls[request].steps)
-            turns[row] = request.grammar.turn(draft_limit(request.options, asked))
-            largest = max(largest, asked if turns[row].drafts else 0)
-    return k or largest, turns
+            steps[row] = request.grammar.next_step(draft_limit(request.options, asked))
+            largest = max(largest, asked if steps[row].drafts else 0)
+    return k or largest, steps

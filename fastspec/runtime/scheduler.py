@@ -1,7 +1,7 @@
 """The scheduler: admits requests to rows, launches steps ahead, reads what they emitted. It outlives calls.
 
 It knows requests, not batch positions: a request waits, gets the lowest free row when its pages fit, may move to a
-lower row, and gives row and pages back when it ends, while the other rows go on. `intake` prefills the prompts.
+lower row, and gives row and pages back when it ends, while the other rows go on. `prefill_queue` prefills the prompts.
 Everything it asks of the device is queued in one stream. The host waits only when it reads a step's results, and by
 then later steps are queued already.
 
@@ -21,8 +21,8 @@ from fastspec.errors import OutOfPages
 from fastspec.graphs.results import RowResult
 from fastspec.runtime import admission
 from fastspec.runtime.engine import Engine
-from fastspec.runtime.intake import Intake, lag_of, passes_of
-from fastspec.runtime.request import Call, InFlightStep, Request, constrained, due, may_draft, turns_of
+from fastspec.runtime.prefill_queue import PrefillQueue, lag_of, passes_of
+from fastspec.runtime.request import Call, InFlightStep, Request, constrained, due, grammar_steps, may_draft
 from fastspec.runtime.step_timer import StepTimer
 from fastspec.shapes import FULL, GRAMMAR_ONLY, GREEDY, MIXED_DRAFTS, StepShape
 from fastspec.state import IDLE, PREFILLED, RUNNING
@@ -39,7 +39,7 @@ class Scheduler:
         self.engine = engine
         self._arrivals: SimpleQueue[tuple[Request, Call | None]] = SimpleQueue()  # None: cancel
         self._calls: dict[Request, Call] = {}  # of every request that has not ended
-        self._intake = Intake(engine)
+        self._queue = PrefillQueue(engine)
         self._rows: dict[int, Request] = {}  # row of the state -> request in it that steps
         self._in_flight: deque[InFlightStep] = deque()
         self._clock = StepTimer(ahead=engine.runner.depth > 1)
@@ -93,7 +93,7 @@ class Scheduler:
 
         Other requests of the scheduler go on meanwhile. Leaving the iteration cancels the requests of this one.
         """
-        self.engine.runner.join()
+        self.engine.runner.wait_for_caller()
         places = {request: index for index, request in enumerate(requests)}
         try:
             for request in requests:
@@ -115,9 +115,9 @@ class Scheduler:
         engine.ring.correct_count()
         engine.state.reset()
         engine.pages.release_all()
-        self._intake.reset()
+        self._queue.reset()
         self._in_flight.clear()
-        for request in [request for request in self._calls if request not in self._intake.waiting]:
+        for request in [request for request in self._calls if request not in self._queue.waiting]:
             self._end(request, "error")
         self._rows.clear()
         self._restart_clock()
@@ -142,7 +142,7 @@ class Scheduler:
             request, call = self._arrivals.get_nowait()
             if call is not None:
                 self._calls[request] = call
-                self._intake.waiting.append(request)
+                self._queue.waiting.append(request)
             elif request in self._calls:
                 self._drop(request)
 
@@ -152,7 +152,7 @@ class Scheduler:
         if request in self._rows.values():
             self._free_row(request, running=True)
         else:
-            self._intake.drop(request)
+            self._queue.drop(request)
 
     def _end(self, request: Request, reason: str) -> None:
         request.finish_reason = request.finish_reason or reason
@@ -162,7 +162,7 @@ class Scheduler:
         """Gives back the row and the pages of a request that has ended; `running`: the device does not know."""
         row = next(row for row, owner in self._rows.items() if owner is request)  # it may have moved since its step
         del self._rows[row]
-        self._intake.keep(request, row)
+        self._queue.keep(request, row)
         self.engine.pages.release(row)
         if running:  # before another row gets these pages
             self.engine.state.finish[row].fill_(IDLE)
@@ -185,17 +185,17 @@ class Scheduler:
         if k:
             if self._in_flight and any(requests[row].draft_lag for row in drafting):
                 return False  # how far the draft is behind is known once those steps are read
-            passes = self._intake.catch_up({row: self._rows[row] for row in drafting})
-        drafted, (k, turns) = k, turns_of(requests, self._calls, k)
+            passes = self._queue.catch_up({row: self._rows[row] for row in drafting})
+        drafted, (k, masked) = k, grammar_steps(requests, self._calls, k)
         rows = self.engine.bucket(max(self._rows) + 1)
         shape = self._shape(k, calls, requests)
-        if turns:
+        if masked:
             shape = replace(shape, grammars=MIXED_DRAFTS if drafted else GRAMMAR_ONLY)
         shape = self.engine.captured_shape(rows, shape)
         if not self._ready(rows, shape, calls):
             return False
-        if turns:
-            admission.allow(self.engine.state, turns, k)
+        if masked:
+            admission.allow(self.engine.state, masked, k)
         resumed = passes if passes or (drafted and not self._last_k) else None
         # a step launched into an empty queue began when the host came to it, not when the one before it ended
         timed = not self._disturbed and (resumed is not None or bool(self._in_flight) or self.engine.runner.depth == 1)
@@ -211,12 +211,14 @@ class Scheduler:
     def _launch_first_tokens(self, requests: dict[int, Request]) -> bool:
         """Queues the step for the first tokens of rows whose long prompts are prefilled; other rows are not in it."""
         calls = {self._calls[request] for request in requests.values()}
-        rows, turns = self.engine.bucket(max(self._rows) + 1), turns_of(requests, self._calls, 0)[1]
-        shape = self.engine.captured_shape(rows, self._shape(0, calls, requests).for_first_tokens(grammars=bool(turns)))
+        rows, masked = self.engine.bucket(max(self._rows) + 1), grammar_steps(requests, self._calls, 0)[1]
+        shape = self.engine.captured_shape(
+            rows, self._shape(0, calls, requests).for_first_tokens(grammars=bool(masked))
+        )
         if not self._ready(rows, shape, calls):
             return False
-        if turns:
-            admission.allow(self.engine.state, turns, 0, PREFILLED)
+        if masked:
+            admission.allow(self.engine.state, masked, 0, PREFILLED)
         sequence = self.engine.launch(rows, shape)
         self._in_flight.append(InFlightStep(sequence, requests, 0, rows, None, False, frozenset(), first_token=True))
         self._disturbed = True
@@ -298,18 +300,18 @@ class Scheduler:
 
     def _admit(self) -> None:
         """Prefills prompts, first come first served: whole, or within the budget where rows of other calls wait."""
-        fed, intake, began = 0, self._intake, None
-        budgets = intake.budgets(len(self._rows))
-        while (request := intake.request or (began := self._begin())) is not None:
+        fed, queue, began = 0, self._queue, None
+        budgets = queue.budgets(len(self._rows))
+        while (request := queue.request or (began := self._begin())) is not None:
             budget = self._budget(self._calls[request])
-            fed += intake.feed(None if budget is None else budget * budgets - fed, at_least_one=not fed)
+            fed += queue.feed(None if budget is None else budget * budgets - fed, at_least_one=not fed)
             if request is began:  # after its first passes: the device works meanwhile
-                self._fill_options(intake.row, request)
+                self._fill_options(queue.row, request)
             self._disturbed = True
-            if intake.request is not None:
+            if queue.request is not None:
                 break
-            self._rows[intake.row] = request
-        intake.flush()
+            self._rows[queue.row] = request
+        queue.flush()
 
     def _budget(self, call: Call) -> int | None:
         """Prompt tokens of a call that are prefilled between two steps; None: all, no other call's rows wait."""
@@ -318,19 +320,19 @@ class Scheduler:
 
     def _begin(self) -> Request | None:
         """Gives a row to the first waiting request, if a row is free and its pages fit."""
-        waiting = self._intake.waiting
-        begun = self._intake.begin(self._rows, self._positions(waiting[0])) if waiting else None
+        waiting = self._queue.waiting
+        begun = self._queue.begin(self._rows, self._positions(waiting[0])) if waiting else None
         if begun is None:
             return None
         request, pages = begun
-        call, state, row = self._calls[request], self.engine.state, self._intake.row
+        call, state, row = self._calls[request], self.engine.state, self._queue.row
         admission.fill_prompt(state, row, request.prompt, pages, call.stop_ids, request.draft_length)
         request.draft_limit = admission.draft_limit(request.options, self.engine.max_drafts)
         budget = self._budget(call)
         # without a budget only rows of its own call wait for the draft's passes
         wants = request.options.draft_limit != 0 and request.grammar is None
         drafting = budget is not None and wants and self._draft_follows(call)
-        self._intake.plan(drafting=drafting, max_tokens=budget)
+        self._queue.plan(drafting=drafting, max_tokens=budget)
         return request
 
     def _draft_follows(self, call: Call) -> bool:
@@ -353,7 +355,7 @@ class Scheduler:
         """Moves the highest rows down when the next step can then run over half as many."""
         while self._rows and self.engine.bucket(max(self._rows) + 1) > self.engine.bucket(len(self._rows)):
             source = max(self._rows)
-            taken = {*self._rows, self._intake.row} if self._intake.request else self._rows
+            taken = {*self._rows, self._queue.row} if self._queue.request else self._rows
             place = next((row for row in range(source) if row not in taken), None)
             if place is None:
                 return  # except the one whose prompt is being prefilled

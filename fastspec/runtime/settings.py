@@ -34,7 +34,7 @@ _CHUNKS = {"cpu": (64,), "cuda": (64, 128, 256, 512, 1024, 2048)}
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What a generator is made of, before anything is loaded or allocated.
+    """A generator's checked arguments with their defaults, before anything is loaded or allocated.
 
     Attributes:
         device: where everything lies.

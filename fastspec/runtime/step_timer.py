@@ -23,7 +23,7 @@ class DraftLengthPolicy(Protocol):
 
     @property
     def few(self) -> int | None:
-        """See the class."""
+        """Rows that draft in the next step; None: all."""
 
     def choose(self, context: StepContext) -> int:
         """Drafts for the next step; may be asked again before it is launched."""

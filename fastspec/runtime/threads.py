@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from fastspec.kernels.ops import Ops
-from fastspec.surroundings import using_threads
+from fastspec.torch_settings import using_threads
 
 _SMALL = 2**16  # mean elements of a weight matrix: below, starting threads takes longer than the product
 _GAIN = 1.25  # what twice the threads must bring
@@ -96,7 +96,7 @@ class Threads:
 
 
 def sampling_alone(ops: Ops) -> Ops:
-    """The same operations, those over whole distributions by one thread.
+    """These operations, with those over whole distributions run by one thread.
 
     Several would split a sum over a large vocabulary where there is one row and not where there are more, so that bits
     would depend on the number of rows, of drafts and of threads.

@@ -95,10 +95,10 @@ def compilers_for(
 
 @contextmanager
 def filling(pending: Sequence[Pending], device: torch.device) -> Iterator[Callable[[], None]]:
-    """Fills weights while the context runs: in another thread on CUDA, where kernels are compiled meanwhile.
+    """A context in which weights are filled: on CUDA by another thread, while this one compiles kernels.
 
-    Gives a function that waits until all are filled, and raises what stopped that. Leaving the context by an error
-    stops it.
+    It yields a function that waits until all weights are filled, and raises the error of the loading. Leaving the
+    context stops the loading.
     """
 
     def fill() -> None:

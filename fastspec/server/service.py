@@ -107,7 +107,7 @@ class Job:
             answer.handle.cancel()
 
     async def pieces(self, answer: Answer) -> AsyncIterator[Piece]:
-        """Of one answer.
+        """The pieces of one answer, as they come.
 
         Raises:
             Refusal: it could not be written to its end.

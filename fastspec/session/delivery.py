@@ -61,7 +61,7 @@ class Delivery:
             self._tell(self._left == 0)
 
     def begin(self) -> None:
-        """From now on that thread makes the steps; the caller that made them so far has read its tokens."""
+        """The thread takes over from a caller that made the steps so far, and that has read its tokens."""
         with self._changed:
             self.counts = [len(request.new_tokens) for request in self.requests]
             self.begun = list(self.counts)

@@ -128,29 +128,29 @@ class Reader:
         """The messages of a text; numbers those that join."""
         return [self._message(each, numbers) for each in json.loads(text)]
 
-    def _message(self, told: Any, numbers: RequestNumbers) -> Message:
-        if told is None:
+    def _message(self, entry: Any, numbers: RequestNumbers) -> Message:
+        if entry is None:
             return None
-        if "leave" in told:
-            return Leaving(numbers.requests(told["leave"]))
+        if "leave" in entry:
+            return Leaving(numbers.requests(entry["leave"]))
         given: dict[str, Any] = {
-            **{name: tuple(each) if isinstance(each, list) else each for name, each in told["options"].items()},
-            "rows": tuple(_row(each) for each in told["rows"]),
+            **{name: tuple(each) if isinstance(each, list) else each for name, each in entry["options"].items()},
+            "rows": tuple(_row(each) for each in entry["rows"]),
         }
         chosen = Options(**given)
         text = chosen.stop_strings or any(row.grammar for row in chosen.rows)
         tokenizer = self._tokenizer() if text else None
-        requests = requests_of(told["join"], chosen, tokenizer, self._max_length, self._grammars)
+        requests = requests_of(entry["join"], chosen, tokenizer, self._max_length, self._grammars)
         for request in requests:
             numbers.add(request)
-        call = PreparedCall(requests, chosen, RawPrompts(told["join"], None, False, torch.device("cpu")))
+        call = PreparedCall(requests, chosen, RawPrompts(entry["join"], None, False, torch.device("cpu")))
         return Joining(call, self._choose(chosen), Delivery(requests))
 
 
-def _row(told: dict[str, Any]) -> RowOptions:
-    told = {**told, "bias": tuple((token, bias) for token, bias in told["bias"])}
-    if told["allowed"] is not None:
-        told["allowed"] = tuple(told["allowed"])
-    if told["grammar"] is not None:
-        told["grammar"] = GrammarSpec(**told["grammar"])
-    return RowOptions(**told)
+def _row(entry: dict[str, Any]) -> RowOptions:
+    entry = {**entry, "bias": tuple((token, bias) for token, bias in entry["bias"])}
+    if entry["allowed"] is not None:
+        entry["allowed"] = tuple(entry["allowed"])
+    if entry["grammar"] is not None:
+        entry["grammar"] = GrammarSpec(**entry["grammar"])
+    return RowOptions(**entry)

@@ -41,7 +41,7 @@ _DRAFTS: Final = 4  # of a step, where k is chosen while decoding
 
 
 @dataclass(slots=True)
-class Worked:
+class DraftRate:
     """What one draft did in a trial.
 
     Attributes:
@@ -78,7 +78,7 @@ class FormatTrial:
     found: str = ""
     _form: CodeFormat | None = field(init=False)
     _chosen: str = field(init=False)
-    _asked: int = 0
+    _requested: int = 0
     _attempts: int = 0
 
     def __post_init__(self) -> None:
@@ -111,8 +111,8 @@ class FormatTrial:
         fit = [each for each in requests if each.grammar is None and each.options.draft_limit != 0]
         if self.found or not fit or not choice.k:
             return
-        self._asked += sum(request.max_new_tokens for request in fit)
-        if self._asked < ENOUGH:
+        self._requested += sum(request.max_new_tokens for request in fit)
+        if self._requested < ENOUGH:
             return
         engine, drafter = scheduler.engine, _drafter(scheduler.engine)
         as_stored = replace(self.draft, rounded=None, stored="")
@@ -123,13 +123,13 @@ class FormatTrial:
         if drafter is None or free_bytes(engine.state.lengths.device) < 1.1 * need:
             self._decide(f"not tried: the draft as it is stored needs {need / 2**20:.0f} MiB more for a moment")
             return
-        self._attempts, self._asked = self._attempts + 1, 0
+        self._attempts, self._requested = self._attempts + 1, 0
         rows = fit[: engine.state.batch]
         k = _DRAFTS if choice.controller is not None else choice.k
         k = max(each for each in (*choice.ks, choice.k) if each <= k)
         plain = replace(choice, k=k, ks=(k,), controller=None, top_logprobs=None, note=None, grammars=(None,))
         try:
-            with engine.runner.on():  # in no other mode: threads fill these tensors
+            with engine.runner.on_stream():  # in no other mode: threads fill these tensors
                 stored = load_weights(
                     as_stored, dtype=self.dtype, device=drafter.weights.norm.device, progress=False, ops=drafter.ops
                 )
@@ -164,14 +164,14 @@ class FormatTrial:
                     with self._drafting(engine, drafter, form, both[form]):
                         make_ready(choice, lengths_of(texts))
                         _run(scheduler, texts, choice, stop_ids, runs[form])
-            worked = {form: _worked(run, bucket) for form, run in runs.items()}
-            one, other = worked[self._form], worked[None]
+            rates = {form: _rate_of(run, bucket) for form, run in runs.items()}
+            one, other = rates[self._form], rates[None]
             if one is not None and other is not None:
                 winner = self._judge(one, other)
         finally:  # also after an error, which leaves the draft that was chosen
             self._use(engine, drafter, winner, both[winner])
             engine.finish()
-            engine.runner.forget(None if winner is None else AS_STORED)
+            engine.runner.forget_variant(None if winner is None else AS_STORED)
 
     @contextmanager
     def _drafting(
@@ -188,11 +188,11 @@ class FormatTrial:
         """Lets steps draft with these weights, with graphs and kept prompts of their own."""
         variant = None if form == self._form else AS_STORED  # what was there before the trial has no name
         drafter.weights = weights
-        engine.runner.use(variant)
+        engine.runner.use_variant(variant)
         if engine.prefix is not None:
-            engine.prefix.use(variant)
+            engine.prefix.use_variant(variant)
 
-    def _judge(self, one: Worked, other: Worked) -> CodeFormat | None:
+    def _judge(self, one: DraftRate, other: DraftRate) -> CodeFormat | None:
         """The format that stays, of a draft that was rounded and of the same as it is stored."""
         ratio = one.rate / other.rate
         facts = (
@@ -243,7 +243,7 @@ def _run(
         pass
 
 
-def _worked(run: FixedPolicy, bucket: int) -> Worked | None:
+def _rate_of(run: FixedPolicy, bucket: int) -> DraftRate | None:
     """What the steps over that many rows did; None: none could be timed."""
     seconds, accepted = run.seconds(bucket), run.accepted
-    return Worked(1 + statistics.mean(accepted), statistics.median(seconds)) if seconds and accepted else None
+    return DraftRate(1 + statistics.mean(accepted), statistics.median(seconds)) if seconds and accepted else None

@@ -78,7 +78,7 @@ class Handle(OfOneProcess):
             yield from self.call.requests[0].new_tokens[start:stop]
 
     def pieces(self) -> Iterator[tuple[int, int]]:
-        """Where the tokens of each step, or of a few, begin and end among all; raises as `result`."""
+        """(start, stop) of the tokens that each step, or a few steps, added to the request; raises as `result`."""
         shown, version = 0, 0
         try:
             while not self.delivery.done or shown < self.delivery.counts[0]:

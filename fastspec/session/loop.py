@@ -177,7 +177,7 @@ class Loop:
         with _Caught() as caught, self._guarded():
             if self._scheduler.idle or not self.deliveries:  # any request that is left then has no consumer
                 self._make_ready(joining)
-            self._scheduler.engine.runner.join()
+            self._scheduler.engine.runner.wait_for_caller()
             for request in requests:
                 self._scheduler.add(request, self._call_of(request, joining))
                 self.deliveries[request] = delivery

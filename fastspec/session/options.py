@@ -1,10 +1,9 @@
-"""From the constructor's arguments to checkpoints and settings."""
+"""Turns the arguments of `FastSpecGenerator` into checkpoints and settings, before anything is loaded."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict
 
 import torch
@@ -51,42 +50,41 @@ class PlanOptions(TypedDict, total=False):
     prefix_cache: bool
 
 
-def checked(
-    target: Source, draft: Source | None, options: PlanOptions, ranks: Ranks | None = None, **how: Any
+def checked_arguments(
+    target: Source, draft: Source | None, options: PlanOptions, ranks: Ranks | None = None, **modes: Any
 ) -> tuple[Checkpoint, Checkpoint | HeadCheckpoint | None, Settings]:
     """Target and draft, and the settings of a generator of them; nothing is loaded or allocated.
 
     Args:
         target, draft, options: arguments of the constructor.
         ranks: that share the models; None: this process is alone.
-        **how: those of `settings_of` that no memory depends on.
+        **modes: arguments of `settings_of` that no memory depends on.
 
     Raises:
         As the constructor.
     """
-    for name, value in {**options, **how}.items():
+    for name, value in {**options, **modes}.items():
         if name in _FLAGS:
             flag(name, value)
     sizes: dict[str, Any] = {**options}
     revisions = sizes.pop("target_revision", None), sizes.pop("draft_revision", None)
-    quantization = sizes.pop("target_quantization", None), sizes.pop("draft_quantization", AUTO)
+    target_format, draft_format = sizes.pop("target_quantization", None), sizes.pop("draft_quantization", AUTO)
     of_heads = sizes.pop("feature_layers", None), sizes.pop("draft_vocab", None)
-    asked = {name: sizes.pop(name) for name in Caches._fields if name in sizes}
-    sizes["caches"] = Caches(**asked)
-    if draft is None and quantization[1] not in (None, AUTO):
-        raise UnsupportedOption(f"draft_quantization={quantization[1]!r}, and there is no draft; leave it out")
-    auto = quantization[1] == AUTO
-    if auto:
-        quantization = quantization[0], None
-    found = partial(resolve_pair, target, draft, revisions, quantization, *of_heads)
+    sizes["caches"] = Caches(**{name: sizes.pop(name) for name in Caches._fields if name in sizes})
+    if draft is None and draft_format not in (None, AUTO):
+        raise UnsupportedOption(f"draft_quantization={draft_format!r}, and there is no draft; leave it out")
+    chooses_format = draft_format == AUTO
+    formats = target_format, None if chooses_format else draft_format
 
     def pair() -> tuple[Checkpoint, Checkpoint | HeadCheckpoint | None]:
-        one, other = found()
-        choice = {name: sizes[name] for name in ("device", "dtype", "max_batch_size") if name in sizes}
-        alone = ranks is None or not ranks.asked
-        return one, with_format(one, other, **choice, ours=alone and not how.get("compile")) if auto else other
+        found, drafter = resolve_pair(target, draft, revisions, formats, *of_heads)
+        if chooses_format:
+            place = {name: sizes[name] for name in ("device", "dtype", "max_batch_size") if name in sizes}
+            alone = ranks is None or not ranks.asked
+            drafter = with_format(found, drafter, **place, ours=alone and not modes.get("compile"))
+        return found, drafter
 
     if ranks is not None and ranks.asked:
-        return agreed_settings(ranks, pair, **sizes, **how)
-    one, other = pair()
-    return one, other, settings_of(one, other, **sizes, **how)
+        return agreed_settings(ranks, pair, **sizes, **modes)
+    found, drafter = pair()
+    return found, drafter, settings_of(found, drafter, **sizes, **modes)

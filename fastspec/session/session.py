@@ -1,4 +1,4 @@
-"""The session of a generator: its scheduler, and who uses it."""
+"""The session of a generator: runs its calls and handles on one scheduler, in the caller's thread or in its own."""
 
 from __future__ import annotations
 
@@ -74,9 +74,8 @@ class Session:
             call, choice = joining.call, joining.choice
             if trial is not None:
                 _try_formats(trial, scheduler, call, choice, drafting)
-            for lengths in dict.fromkeys(
-                (lengths_of(call.requests), longest)
-            ):  # so that a call that joins while rows run finds its steps captured
+            # for the longest rows too, so that a call that joins while rows run finds its steps captured
+            for lengths in dict.fromkeys((lengths_of(call.requests), longest)):
                 _make_ready(scheduler, rows, choice, lengths, progress, loaded)
 
         hooks: dict[str, Any] = {}

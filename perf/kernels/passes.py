@@ -30,8 +30,8 @@ from fastspec.shapes import GREEDY, blocks
 from fastspec.state import RUNNING
 from fastspec.step import score
 from perf import timing
-from perf.inside import engine_of
 from perf.pairs import unplanted
+from perf.step_hooks import engine_of
 from perf.workloads import WORKLOADS, Bytes, Workload
 
 GPU_ONLY = True  # for perf.bench

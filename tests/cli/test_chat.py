@@ -111,19 +111,20 @@ def test_a_template_that_refuses_is_no_end(gen: FastSpecGenerator, monkeypatch: 
         Conversation(gen, None, 5, {}).answer("one", lambda piece: None)
 
 
-def chatted(pair: tuple[Path, Path], text: str, *flags: str) -> Any:
+def chatted(pair: tuple[Path, Path], text: str | bytes, *flags: str) -> Any:
     options = ["--draft", str(pair[1]), "--device", "cpu", "--max-length", "200", "--max-new-tokens", "8", *flags]
     return CliRunner().invoke(app, ["chat", str(pair[0]), *options], input=text)
 
 
 def test_the_command(pairs: dict[bool, tuple[Path, Path]], gen: FastSpecGenerator) -> None:
-    result = chatted(pairs[True], "one\n\n/what\n/clear\n" + "x" * 300 + "\none\n/bye\nnever\n")
+    result = chatted(pairs[True], b"one\n\n/what\n/clear\n" + b"x" * 300 + b"\nno \xff text\none\n/bye\nnever\n")
     assert result.exit_code == 0, result.output
     answer = continued(gen, "<user>one\n<assistant>", 8)
     assert result.stdout == f"{answer}\n" * 2
     assert "by the checkpoint's chat template" in result.stderr
     assert "/what is no command" in result.stderr
     assert "say less" in result.stderr
+    assert "which is no text" in result.stderr
     assert "tokens per step" in result.stderr
     drawn = [chatted(pairs[True], "one\n", "--temperature", "1", "--seed", "3").stdout for _ in range(2)]
     assert drawn[0] == drawn[1] != f"{answer}\n"

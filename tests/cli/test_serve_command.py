@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
 from fastspec.cli.app import app
@@ -36,6 +37,10 @@ def test_without_the_extra_the_error_says_how_to_install_it(monkeypatch: pytest.
         (["--limit", "answers=3"], "is not NAME=NUMBER"),
         (["--limit", "body=0"], "is not above 0"),
         (["--api-key", "@/nowhere"], "cannot read /nowhere"),
+        (["--api-key", " "], "it has no key in its first line"),
+        (["--api-key", "\udcff"], "cannot read it: character 0 is"),
+        (["a" * 5000, "--device", "cpu", "--port", "0"], "is not a directory and not a Hub id"),
+        (["~nobody_of_this_name/x", "--device", "cpu", "--port", "0"], "is not a directory and not a Hub id"),
         (["--proposer", "bigram"], "ngram"),
         (["/nowhere/at/all", "--device", "cpu", "--port", "0"], "/nowhere/at/all"),
     ],
@@ -53,9 +58,14 @@ def test_a_port_that_is_taken() -> None:
     assert "cannot listen on 127.0.0.1" in result.stderr
 
 
-def test_keys_limits_and_names(tmp_path: Path) -> None:
+def test_keys_limits_and_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "key").write_text("secret \nmore\n")
     assert _key(f"@{tmp_path / 'key'}") == "secret"
+    (tmp_path / "binary").write_bytes(b"\xff\xfe")
+    with pytest.raises(typer.BadParameter, match=r"cannot read .*binary: 'utf-8' codec"):
+        _key(f"@{tmp_path / 'binary'}")
     assert (_key("plain"), _key(None)) == ("plain", None)
     assert _limits(["seconds=2.5", "tokens=7"], Limits()) == Limits(seconds=2.5, tokens=7)
     assert (_name(None), _name("Qwen/Qwen3-8B"), _name(str(tmp_path))) == ("demo", "Qwen/Qwen3-8B", tmp_path.name)
+    monkeypatch.setenv("HOME", str(tmp_path.parent))
+    assert _name(f"~/{tmp_path.name}") == tmp_path.name

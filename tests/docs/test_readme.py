@@ -143,3 +143,34 @@ def test_links_between_documents_lead_somewhere() -> None:
     for path in DOCUMENTS:
         for target in re.findall(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)", path.read_text(encoding="utf-8")):
             assert (path.parent / target).exists(), f"{path.relative_to(ROOT)} links to {target}"
+
+
+def test_the_readme_links_every_guide() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    guides = [f"docs/guides/{path.name}" for path in sorted((ROOT / "docs" / "guides").glob("*.md"))]
+    assert [guide for guide in guides if f"({guide}" not in readme] == []
+
+
+def anchors_of(text: str) -> set[str]:
+    """The anchors of a document's headings, as GitHub and the site make them."""
+    plain = (
+        re.sub(r"[^\w\- ]", "", heading.strip().lower()) for heading in re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    )
+    return {heading.replace(" ", "-") for heading in plain}
+
+
+def lost_anchors(path: Path, text: str) -> list[str]:
+    """Links of a document to headings that are not there."""
+    links = re.findall(r"\]\(([^)#:\s]*)#([^)\s]+)\)", text)
+    targets = [((path.parent / target) if target else path, anchor) for target, anchor in links]
+    return [
+        f"{to.name}#{anchor}"
+        for to, anchor in targets
+        if to.suffix == ".md" and anchor not in anchors_of(to.read_text(encoding="utf-8"))
+    ]
+
+
+def test_links_to_headings_lead_somewhere() -> None:
+    lost = {str(path.relative_to(ROOT)): lost_anchors(path, path.read_text(encoding="utf-8")) for path in DOCUMENTS}
+    assert {name: links for name, links in lost.items() if links} == {}
+    assert lost_anchors(ROOT / "README.md", "[x](docs/numerics.md#no-such-heading)") == ["numerics.md#no-such-heading"]

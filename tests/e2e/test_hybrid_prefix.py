@@ -141,6 +141,6 @@ def test_after_an_error_nothing_is_kept(root: Path) -> None:
         assert engine.prefix_states is not None
         output(gen, prompt)
         assert len(engine.prefix_states) == 1
-        gen._session.running._reset()
+        gen._session.scheduler._reset()
         assert not len(engine.prefix_states)
         assert output(gen, prompt).stats.cached_tokens == 0

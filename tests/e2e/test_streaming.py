@@ -11,7 +11,7 @@ import torch
 from transformers import TextIteratorStreamer, TextStreamer
 
 from fastspec import FastSpecGenerator, demo_pair
-from fastspec.runtime.intake import Intake
+from fastspec.runtime.prefill_queue import PrefillQueue
 from fastspec.runtime.scheduler import Scheduler
 from fastspec.text.text_stream import TextStream
 from tests.helpers.devices import devices
@@ -78,7 +78,7 @@ def test_streamed_text_is_the_decoded_text(gen: FastSpecGenerator, temperature: 
 
 
 @pytest.mark.parametrize(
-    "at", [(Scheduler, "_admit"), (Intake, "catch_up"), (Scheduler, "_collect")], ids=lambda at: at[1]
+    "at", [(Scheduler, "_admit"), (PrefillQueue, "catch_up"), (Scheduler, "_collect")], ids=lambda at: at[1]
 )
 @pytest.mark.parametrize("call", [1, 2, 5])
 def test_an_interrupt_inside_a_step(

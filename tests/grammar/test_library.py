@@ -87,8 +87,8 @@ def test_a_grammar_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(library, "_compiled", lambda *given: made.append(given) or compiled(*given))
     grammars, tokenizer = Grammars(259), byte_tokenizer()
     first, second = (grammars.row(GrammarSpec("regex", "ab"), tokenizer, [], ()) for _ in range(2))
-    first.advance(first.turn(1).drafts)
-    assert second.turn(2).drafts == grammars.row(GrammarSpec("regex", "ab"), tokenizer, [], ()).turn(2).drafts
+    first.advance(first.next_step(1).drafts)
+    assert second.next_step(2).drafts == grammars.row(GrammarSpec("regex", "ab"), tokenizer, [], ()).next_step(2).drafts
     assert len(made) == 1
 
 

@@ -47,21 +47,21 @@ def test_masks_along_drafts_are_those_of_the_text_alone(given: dict[str, Any], s
     for _ in range(6):
         row, text = row_of(given, stop_ids), []
         for _ in range(40):
-            turn = row.turn(rng.choice((0, 1, 3, 8)))
-            assert turn.masks.shape == (len(turn.drafts) + 1, words_of(VOCAB))
-            assert turn.masks.dtype == np.int32
-            for place, draft in enumerate(turn.drafts):
-                assert draft in ids_of(turn.masks[place])
+            step = row.next_step(rng.choice((0, 1, 3, 8)))
+            assert step.masks.shape == (len(step.drafts) + 1, words_of(VOCAB))
+            assert step.masks.dtype == np.int32
+            for place, draft in enumerate(step.drafts):
+                assert draft in ids_of(step.masks[place])
                 fresh = row_of(given, stop_ids)
-                fresh.advance([*text, *turn.drafts[:place]])
-                assert ids_of(fresh.turn(0).masks[0]) == ids_of(turn.masks[place])
-            count = rng.randint(0, len(turn.drafts))
-            if any(draft in stop_ids for draft in turn.drafts[:count]):
+                fresh.advance([*text, *step.drafts[:place]])
+                assert ids_of(fresh.next_step(0).masks[0]) == ids_of(step.masks[place])
+            count = rng.randint(0, len(step.drafts))
+            if any(draft in stop_ids for draft in step.drafts[:count]):
                 break
-            choices = ids_of(turn.masks[count])
+            choices = ids_of(step.masks[count])
             assert choices
             assert max(choices) < VOCAB
-            emitted = [*turn.drafts[:count], rng.choice(choices)]
+            emitted = [*step.drafts[:count], rng.choice(choices)]
             end = row.advance(emitted)
             text += emitted[:end]
             if end is not None or text[-1] in stop_ids:
@@ -73,36 +73,36 @@ def test_masks_along_drafts_are_those_of_the_text_alone(given: dict[str, Any], s
 def test_what_must_come_is_drafted() -> None:
     row = row_of({"regex": "hello[xy]world"}, prompt="zz")
     tokenizer = byte_tokenizer()
-    assert tokenizer.decode(row.turn(8).drafts) == "hello"
-    assert tokenizer.decode(row.turn(2).drafts) == tokenizer.decode(row.turn(8).drafts[:2])
+    assert tokenizer.decode(row.next_step(8).drafts) == "hello"
+    assert tokenizer.decode(row.next_step(2).drafts) == tokenizer.decode(row.next_step(8).drafts[:2])
     assert row.advance(tokenizer("hellox")["input_ids"]) is None
-    assert tokenizer.decode(row.turn(16).drafts) == "world<eos>"
-    assert ids_of(row.turn(16).masks[5]) == [END]
+    assert tokenizer.decode(row.next_step(16).drafts) == "world<eos>"
+    assert ids_of(row.next_step(16).masks[5]) == [END]
 
 
 def test_what_came_before_is_drafted_as_far_as_the_grammar_goes() -> None:
     row = row_of({"regex": "[a-z]+"}, prompt="abcde1")
     tokenizer = byte_tokenizer()
     row.advance(tokenizer("abc")["input_ids"])
-    assert tokenizer.decode(row.turn(8).drafts) == "de"
+    assert tokenizer.decode(row.next_step(8).drafts) == "de"
 
 
 def test_stop_ids_come_where_the_text_is_whole_alone() -> None:
     row = row_of({"regex": "ab?"})
     a, b = (byte_tokenizer()(letter)["input_ids"][0] for letter in "ab")
-    assert ids_of(row.turn(0).masks[0]) == [a]
+    assert ids_of(row.next_step(0).masks[0]) == [a]
     row.advance([a])
-    assert ids_of(row.turn(0).masks[0]) == sorted([b, END])
+    assert ids_of(row.next_step(0).masks[0]) == sorted([b, END])
     row.advance([b])
-    assert ids_of(row.turn(0).masks[0]) == [END]
+    assert ids_of(row.next_step(0).masks[0]) == [END]
 
 
 def test_without_stop_ids_a_row_ends_with_its_text() -> None:
     row = row_of({"regex": "ab?"}, ())
     a, b = (byte_tokenizer()(letter)["input_ids"][0] for letter in "ab")
     assert row.advance([a]) is None
-    assert ids_of(row.turn(0).masks[0]) == [b]  # the text might end here, if something could say so
-    whole = row_of({"regex": "ab"}, ()).turn(8)
+    assert ids_of(row.next_step(0).masks[0]) == [b]  # the text might end here, if something could say so
+    whole = row_of({"regex": "ab"}, ()).next_step(8)
     assert whole.drafts == [a, b]
     assert len(ids_of(whole.masks[2])) == VOCAB, "what comes behind the text is cut off"
     assert row.advance([b, b, b]) == 1
@@ -111,5 +111,5 @@ def test_without_stop_ids_a_row_ends_with_its_text() -> None:
 def test_words_with_byte_fallback() -> None:
     tokenizer = word_tokenizer()
     row = Grammars(len(tokenizer)).row(GrammarSpec("regex", "é|\u00e8"), tokenizer, [], ())
-    named = set(tokenizer.convert_ids_to_tokens(ids_of(row.turn(0).masks[0])))
+    named = set(tokenizer.convert_ids_to_tokens(ids_of(row.next_step(0).masks[0])))
     assert named == {"é", "<0xC3>"}

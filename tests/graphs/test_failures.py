@@ -25,7 +25,7 @@ CUDA = torch.device("cuda", 0)
 
 
 def capture(runner: GraphRunner, body: Callable[[], None]) -> None:
-    with runner.on():
+    with runner.on_stream():
         runner.capture("a key", body, lambda: nullcontext())
 
 
@@ -157,7 +157,7 @@ def test_each_fault_is_named_and_leaves_the_runner_usable(fault: str) -> None:
         runner.run("a key", body)
     assert "not captured, its capture failed" in runner.describe()
     capture(runner, lambda: torch.add(x, 1, out=x))  # type: ignore[arg-type, return-value]
-    with runner.on():
+    with runner.on_stream():
         before = x.clone()
         runner.run("a key", lambda: None)
         assert torch.equal(x, before + 1)
@@ -185,7 +185,7 @@ def test_a_kernel_that_nobody_warmed_up() -> None:
     if refusal is not None:
         assert re.search(r"step \(a key\) could not be captured(.|\n)*graphs=False", refusal)
         return
-    with runner.on():
+    with runner.on_stream():
         before = x.clone()
         runner.run("a key", body)
         assert x[0] == before[0] + 2, "the replay adds one twice to the first"

@@ -12,7 +12,7 @@ from torch import Tensor
 from fastspec.inputs.options import RowOptions
 from fastspec.runtime import admission
 from fastspec.runtime.engine import Engine
-from fastspec.runtime.intake import Intake
+from fastspec.runtime.prefill_queue import PrefillQueue
 from fastspec.runtime.request import Call, Request, lengths_of
 from fastspec.runtime.scheduler import Scheduler
 from fastspec.shapes import GREEDY, chunks_of
@@ -24,8 +24,8 @@ CHUNKS = (32, 64)
 GREEDY_ROW = RowOptions(0.0, 0, 1.0, 0.0, seed=0)
 
 
-class Watched(Intake):
-    """An intake that keeps each prompt's K/V as its prefill left it."""
+class Watched(PrefillQueue):
+    """A queue that keeps each prompt's K/V as its prefill left it."""
 
     kept: dict[Request, Tensor]
 
@@ -34,14 +34,14 @@ class Watched(Intake):
         pages = self.engine.state.block_table[row]
         keys, values = (x[:, pages].flatten(1, 2)[:, : len(request.prompt) - 1] for x in (cache.keys, cache.values))
         self.kept[request] = torch.stack((keys, values)).cpu()
-        Intake._finish(self, request, row)
+        PrefillQueue._finish(self, request, row)
 
 
 def watched(engine: Engine, prompts: list[list[int]], caps: list[int]) -> tuple[dict[int, Tensor], list[Request]]:
     requests = [Request(list(prompt), cap, GREEDY_ROW) for prompt, cap in zip(prompts, caps, strict=True)]
     capture_all(engine, {4}, GREEDY, 5)
     scheduler, watching = Scheduler(engine), Watched(engine)
-    scheduler._intake, watching.kept = watching, {}
+    scheduler._queue, watching.kept = watching, {}
     for _ in scheduler.run(requests, Call((), GREEDY, lambda made: 4, 5, lengths=lengths_of(requests))):
         pass
     return {index: watching.kept[request] for index, request in enumerate(requests)}, requests

@@ -135,7 +135,7 @@ def tiny_engine(
         )
 
     runner = GraphRunner(on, depth=depth) if graphs else EagerRunner(on, depth)
-    with runner.on():
+    with runner.on_stream():
         target = decoder(tiny_spec(window=window), seed=1)
         draft = decoder(tiny_spec(window=window), seed=1) if same else decoder(tiny_spec(layers=1, hidden=32), seed=2)
         state = DecodeState.allocate(

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import BatchEncoding
 
-from fastspec.inputs.prompts import prompts_of, read
+from fastspec.inputs.prompts import read
 
 VOCAB = 50
 
@@ -46,7 +46,7 @@ VOCAB = 50
     ids=str,
 )
 def test_prompts_in_every_accepted_form_give_the_same_ids(given: Any, mask: Any, expected: list[list[int]]) -> None:
-    assert prompts_of(given, mask, VOCAB) == expected
+    assert read(given, mask).prompts(VOCAB) == expected
 
 
 @pytest.mark.parametrize(
@@ -96,7 +96,7 @@ def test_prompts_in_every_accepted_form_give_the_same_ids(given: Any, mask: Any,
 )
 def test_mistakes_are_named(given: Any, mask: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        prompts_of(given, mask, VOCAB)
+        read(given, mask).prompts(VOCAB)
 
 
 @pytest.mark.parametrize(

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import multiprocessing.connection
+import os
 import random
-from collections.abc import Callable
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
-import torch
 
 pytest.importorskip("triton", reason="Triton ships for Linux only")
 
-from fastspec.kernels import exchange_kernels
-from fastspec.kernels.exchange import exchange_added, exchange_gather, exchange_largest
-from fastspec.kernels.reference import keys_of
-from fastspec.kernels.room import ALL, BLOCK, EMPTY, Room
-from fastspec.parallel.exchange import add_rounded, tree_sum
 from tests.helpers.modules import module_output
 
+ROOT = Path(__file__).parents[2]
 TURNS = 12
 OWNER = 1  # the rank that adds, two-shot
 
@@ -95,88 +91,14 @@ def test_two_halves_in_turn_are_enough_and_one_is_not(size: int) -> None:
     assert not any(runs(size, 2, seed, empties=False) for seed in range(20))
 
 
-@pytest.fixture
-def untimed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter knows no clock of a device."""
-    monkeypatch.setattr(exchange_kernels, "_now", lambda zero: zero)
-    monkeypatch.setattr(exchange_kernels, "_stop_after", lambda start, limit: start)
-
-
-class Forked:
-    """Ranks as processes of one host's memory, in which the interpreter's kernels reach each other's as GPUs do."""
-
-    def __init__(self, size: int, elements: int) -> None:
-        self.size, self.elements = size, elements
-        self.memory = [
-            torch.full((2 * size * elements,), EMPTY, dtype=torch.int32).share_memory_() for _ in range(size)
-        ]
-
-    def room(self, rank: int) -> Room:
-        buffers = torch.tensor([each.data_ptr() for each in self.memory])
-        turns = torch.zeros(self.elements // BLOCK, dtype=torch.int32)
-        return Room(rank, self.size, self.elements, buffers, turns)
-
-    def run(self, body: Callable[[Room], None]) -> None:
-        """Runs all ranks to their end; one that fails ends those that would wait for it."""
-
-        def rank(number: int) -> None:
-            torch.set_num_threads(1)
-            body(self.room(number))
-
-        context = multiprocessing.get_context("fork")
-        ranks = [context.Process(target=rank, args=(number,)) for number in range(self.size)]
-        for process in ranks:
-            process.start()
-        while not any(process.exitcode for process in ranks) and any(process.exitcode is None for process in ranks):
-            multiprocessing.connection.wait([process.sentinel for process in ranks if process.exitcode is None])
-        for process in ranks:
-            process.kill()  # nothing, if it has ended
-            process.join()
-        assert [process.exitcode for process in ranks] == [0] * self.size
-        for memory in self.memory:
-            assert (memory == EMPTY).all(), "what is read is emptied"
-
-
-def of_rank(rank: int, *shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(100 * seed + rank))
-
-
-@pytest.mark.parametrize("size", [2, 4])
-def test_kernels_exchange_between_processes(size: int, untimed: None) -> None:
-    """Sums of one part and several, one-shot and two-shot, gathers and keys, one after the other in one room."""
-    forked = Forked(size, 4 * BLOCK)
-
-    def body(room: Room) -> None:
-        bias, everyone = of_rank(99, 300).bfloat16(), range(size)
-        for turn, (rows, ways, least) in enumerate(((3, 1, ALL), (5, 2, 1), (1, 4, ALL), (5, 1, 1), (6, 1, ALL))):
-            own = [of_rank(rank, ways, rows, 300, seed=turn) for rank in everyone]
-            residual = of_rank(98, rows, 300).half()  # the interpreter cuts bf16 off
-            total = tree_sum([tree_sum(each.unbind()) for each in own])
-            x = own[room.rank] if ways > 1 else own[room.rank][0]
-            for given in (bias, None):
-                found = exchange_added(x, given, residual, room, least)
-                assert torch.equal(found, add_rounded(total, given, residual)), (turn, rows)
-            firsts = [each[0] for each in own]
-            assert torch.equal(exchange_added(firsts[room.rank], None, None, room), tree_sum(firsts))
-            assert torch.equal(exchange_gather(firsts[room.rank], room), torch.cat(firsts, -1))
-            logits = of_rank(50, rows, 40 * size, seed=turn).round()
-            parts = logits.view(rows, size, 40).unbind(1)
-            ids = torch.full((rows, 2), -1)
-            exchange_largest(keys_of(parts[room.rank], 40).view(torch.uint64), 40, room, ids[:, 1])
-            assert torch.equal(ids[:, 1], logits.argmax(-1))
-            assert (ids[:, 0] == -1).all()
-
-    forked.run(body)
-
-
-def test_a_nan_of_the_bits_of_an_empty_place_arrives_as_another(untimed: None) -> None:
-    forked = Forked(2, 2 * BLOCK)
-
-    def body(room: Room) -> None:
-        x = torch.full((3, 200), EMPTY, dtype=torch.int32).view(torch.float32)
-        residual = torch.zeros(3, 200, dtype=torch.bfloat16)
-        for least in (1, ALL):
-            assert exchange_added(x, None, residual, room, least).isnan().all()
-        assert exchange_gather(x, room).isnan().all()
-
-    forked.run(body)
+def test_kernels_exchange_between_processes() -> None:
+    """Interpreted, they reach each other's memory as GPUs do."""
+    env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "tests.helpers.exchange_ranks"]
+    done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert done.stdout.splitlines() == [
+        "sums and gathers 2",
+        "sums and gathers 4",
+        "not numbers 2",
+    ]

@@ -54,16 +54,16 @@ def test_a_row_begins_from_the_state_that_was_kept(length: int) -> None:
 
 def test_a_model_goes_on_behind_the_last_node_that_has_its_state() -> None:
     kept = PrefixStates(a_cache(), a_cache(), UNIT)
-    assert kept.known("abc", draft=False) == 0
+    assert kept.resumable("abc", draft=False) == 0
     kept.save("b", draft=False)
     kept.save("a", draft=True)
     kept.save("c", draft=True)
-    assert kept.known("abc", draft=False) == 2 * UNIT
-    assert kept.known("abc", draft=True) == 3 * UNIT
-    assert kept.known("ab", draft=True) == UNIT
+    assert kept.resumable("abc", draft=False) == 2 * UNIT
+    assert kept.resumable("abc", draft=True) == 3 * UNIT
+    assert kept.resumable("ab", draft=True) == UNIT
     alone = PrefixStates(None, a_cache(), UNIT)
-    assert alone.known("abc", draft=False) == 3 * UNIT, "keys are enough for a model without states"
-    assert alone.known("abc", draft=True) == 0
+    assert alone.resumable("abc", draft=False) == 3 * UNIT, "keys are enough for a model without states"
+    assert alone.resumable("abc", draft=True) == 0
 
 
 def test_the_longest_unused_goes_first() -> None:
@@ -73,11 +73,11 @@ def test_the_longest_unused_goes_first() -> None:
         kept.save(node, draft=False)
     kept.load("a", UNIT, torch.tensor([0]), draft=False)
     kept.save("d", draft=False)
-    assert [kept.known(node, draft=False) for node in "abcd"] == [UNIT, 0, UNIT, UNIT]
+    assert [kept.resumable(node, draft=False) for node in "abcd"] == [UNIT, 0, UNIT, UNIT]
     assert len(kept) == 3
     kept.forget("c")
     kept.save("e", draft=False)
-    assert [kept.known(node, draft=False) for node in "acde"] == [UNIT, 0, UNIT, UNIT]
+    assert [kept.resumable(node, draft=False) for node in "acde"] == [UNIT, 0, UNIT, UNIT]
     kept.clear()
     assert not len(kept)
 
@@ -87,8 +87,8 @@ def test_what_a_request_has_kept_becomes_its_nodes() -> None:
     for request, node in (("request", "node"), ("again", "node"), ("lost", None)):
         kept.save(request, draft=False)
         kept.rename(request, node)
-        assert kept.known([request], draft=False) == 0
-        assert kept.known(["node"], draft=False) == UNIT
+        assert kept.resumable([request], draft=False) == 0
+        assert kept.resumable(["node"], draft=False) == UNIT
         assert len(kept) == 1
     kept.rename("nobody", "other")
     assert len(kept) == 1

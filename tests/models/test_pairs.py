@@ -82,6 +82,17 @@ def test_a_directory_is_told_by_its_tokenizer(tmp_path: Path, marker: str, name:
     assert found.group.name == name
 
 
+def test_damaged_files_and_names_that_no_file_has_are_unknown(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "vocab_size": 128256}))
+    for added in ({}, [3], [{"id": [1], "content": "x"}]):
+        (tmp_path / "tokenizer.json").write_text(json.dumps({"added_tokens": added}))
+        assert natural_pairs(str(tmp_path)) is None
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": ["llama"], "vocab_size": {}}))
+    for name in (str(tmp_path), "x" * 5000, "~nobody_of_this_name/x", "\0"):
+        assert natural_pairs(name) is None, name
+    refuse_strangers("x" * 5000, "~nobody_of_this_name/x")
+
+
 def test_a_hub_id_that_the_table_does_not_name_is_told_by_the_files_in_the_cache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -165,7 +165,7 @@ def few_sums() -> None:
     """Each way of an exchange once: one-shot, two-shot, of few rows and many."""
     world = World.of("auto")
     device = torch.device("cuda", torch.cuda.current_device())
-    shared, why = _room_of(world, device, elements_of(world.size, LARGEST, 0))
+    shared, why = _room_of(world, device, elements_of(LARGEST, 0))
     assert shared is not None, why
     mine = float(1 + world.rank)
     for rows, least in ((3, room.ALL), (79, room.ALL), (79, 1)):

@@ -16,9 +16,9 @@ from perf import __main__ as cli
 from perf import bench, commands, e2e, records, suite
 from perf.cases import SMOKE, Case
 from perf.kernels.passes import pass_rows
-from perf.opened import batches_of
 from perf.records import ROOT, Row
 from perf.startup import PARTS
+from perf.workload_models import batches_of
 from perf.workloads import WORKLOADS, Bytes
 
 pytestmark = pytest.mark.filterwarnings("ignore:the tokenizers:UserWarning")

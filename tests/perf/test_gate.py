@@ -17,8 +17,8 @@ from perf import __main__ as cli
 from perf import gate_worker
 from perf.e2e import Run
 from perf.gate import OK, QUICK_TESTS, REGRESSION, UNDECIDED, Refused, Verdict, judged, require_green, tree_of
-from perf.inside import around_steps
 from perf.records import ROOT, Row
+from perf.step_hooks import around_steps
 from tests.helpers.clocks import Clock
 
 FAST = ("--workload", "shipped", "--device", "cpu", "--prompt", "16", "--new", "12", "--calls", "1", "--k", "0")

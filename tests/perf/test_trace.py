@@ -15,12 +15,12 @@ from perf import __main__ as cli
 from perf import nsys, phases, trace
 from perf.anatomy import OTHER, anatomy, kind_of, phases_of, rows_of
 from perf.e2e import generator_of
-from perf.inside import around_steps
 from perf.nsys import NotAnExport, command_of, of_sqlite
-from perf.opened import batches_of, opened
 from perf.recording import Event, merge, of_chrome
 from perf.records import ROOT, Row
+from perf.step_hooks import around_steps
 from perf.trace import analyse, faults, outermost
+from perf.workload_models import batches_of, opened
 
 
 def traced_step(at: float, correlation: int, kernels: list[tuple[float, float]]) -> list[Row]:

@@ -13,9 +13,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fastspec.inputs.options import RowOptions
-from fastspec.runtime import intake
+from fastspec.runtime import prefill_queue
 from fastspec.runtime.engine import Engine
-from fastspec.runtime.intake import Intake
+from fastspec.runtime.prefill_queue import PrefillQueue
 from fastspec.runtime.request import Call, Request, lengths_of
 from fastspec.runtime.scheduler import Scheduler
 from fastspec.shapes import FULL, UNTILED, chunks_of
@@ -275,7 +275,7 @@ def test_a_prompt_that_was_never_drafted_for_is_not_taken_for_one_that_was(monke
         return all(request.accepted == request.drafted for request in requests)
 
     assert accepted((0, 3, 3, 0, 3))
-    monkeypatch.setattr(intake, "drafted_upto", lambda prefix, nodes: len(nodes) * prefix.unit)
+    monkeypatch.setattr(prefill_queue, "drafted_upto", lambda prefix, nodes: len(nodes) * prefix.unit)
     assert not accepted((0, 3))
 
 
@@ -336,7 +336,7 @@ def test_after_an_interrupted_step_nothing_is_taken_for_whole(monkeypatch: pytes
     engine = engine_of(budget=32)
     scheduler = Scheduler(engine)
     together(scheduler, [Turn(HEAD, 3)])
-    for place, name in ((Intake, "_finish"), (Engine, "prefill_row"), (Scheduler, "_collect")):
+    for place, name in ((PrefillQueue, "_finish"), (Engine, "prefill_row"), (Scheduler, "_collect")):
         request = Turn(HEAD, 6).request()
         scheduler.add(request, call_of([request], 3))
 
@@ -402,6 +402,6 @@ def test_prompts_are_taken_up_anywhere_where_bits_are_not_promised() -> None:
 def test_a_page_that_steps_write_to_is_never_shared(monkeypatch: pytest.MonkeyPatch) -> None:
     turns = [Turn(HEAD[:64], 3), Turn(HEAD[:65], 3)]
     together(Scheduler(engine_of()), turns)
-    monkeypatch.setattr(Intake, "_shareable", lambda self, request: len(request.prompt))
+    monkeypatch.setattr(PrefillQueue, "_shareable", lambda self, request: len(request.prompt))
     with pytest.raises(AssertionError, match="steps write"):
         together(Scheduler(engine_of()), turns)

@@ -13,7 +13,7 @@ import torch
 from fastspec import FastSpecGenerator
 from fastspec.kernels.ops import TORCH_OPS
 from fastspec.runtime.threads import Threads, sampling_alone
-from fastspec.surroundings import shielded, using_threads
+from fastspec.torch_settings import shielded, using_threads
 from tests.helpers.checkpoints import make_checkpoint
 
 LARGE = 2.0**20

@@ -16,7 +16,7 @@ from fastspec.models.weights.pair import resolve_pair
 from fastspec.models.weights.sources import Checkpoint
 from fastspec.runtime.calibrate import FixedPolicy
 from fastspec.session import draft_format, format_trial
-from fastspec.session.format_trial import FormatTrial, Worked, trial_of
+from fastspec.session.format_trial import DraftRate, FormatTrial, trial_of
 from tests.helpers.checkpoints import make_checkpoint
 from tests.helpers.devices import devices
 from tests.session.test_draft_format import LARGE, keeping
@@ -137,7 +137,7 @@ def test_what_costs_more_than_it_brings_is_undone(
     """By tokens a second, which are tokens of a step over its time; both are said."""
     trial = FormatTrial(chosen, torch.bfloat16)
     assert str(trial) == "int4: not tried yet"
-    one, other = (Worked(count, took / 1e3) for count, took in zip(tokens, milliseconds, strict=True))
+    one, other = (DraftRate(count, took / 1e3) for count, took in zip(tokens, milliseconds, strict=True))
     assert trial._judge(one, other) == trial.draft.rounded == form
     facts = (
         f"{tokens[0]:.2f} tokens a step in int4 and {tokens[1]:.2f} as stored, steps of "
@@ -168,7 +168,7 @@ def test_texts_that_end_before_steps_are_timed_are_tried_anew_and_then_no_more(
     pair: tuple[Path, Path], trying: Callable[[float], list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     used = trying(100.0)
-    monkeypatch.setattr(format_trial, "_worked", lambda run, bucket: None)
+    monkeypatch.setattr(format_trial, "_rate_of", lambda run, bucket: None)
     with FastSpecGenerator(*pair, num_speculative_tokens=3, **OPTIONS) as made:
         found = []
         for _ in range(9):
@@ -232,7 +232,7 @@ def test_prompts_kept_with_one_draft_are_not_found_with_the_other() -> None:
     tokens = list(range(8))
     pages = table.reserve(0, 8)
     cache.insert([], tokens, pages, 8)
-    cache.use("other")
+    cache.use_variant("other")
     assert cache.match(tokens, 8) == []
-    cache.use(None)
+    cache.use_variant(None)
     assert len(cache.match(tokens, 8)) == 2

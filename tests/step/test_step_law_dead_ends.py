@@ -13,7 +13,17 @@ from fastspec.shapes import GRAMMARS
 from tests.helpers.tables import ScriptedDraws, random_table, shape_of, table_state
 from tests.step import test_step_law_masks as masks
 from tests.step.test_step_law import Context, Laws, distance
-from tests.step.test_step_law_masks import LIMIT, PROMPT, TOLERANCE, VOCAB, K, TableModel, drafter, stepped, turn_of
+from tests.step.test_step_law_masks import (
+    LIMIT,
+    PROMPT,
+    TOLERANCE,
+    VOCAB,
+    K,
+    TableModel,
+    drafter,
+    grammar_step_of,
+    stepped,
+)
 from tests.step.test_step_law_rules import BlockDraws
 
 DEAD = 1  # beside a text: it could not go on
@@ -81,7 +91,13 @@ def decoded(target: Tensor, proposer: Any, rule: str, grammars: str) -> Laws:
         draws = (Together if rule == BLOCK else OneByOne)(grid[:, :K], grid[:, K], grid[:, K + 1], judged)
         state = table_state(torch.tensor([context] * len(grid)), k=K, vocab=VOCAB, limit=LIMIT, stop_ids=[])
         shape = masks.replace(shape_of(K, masks.FULL), verification=rule, grammars=grammars)
-        stepped(state, masks.StepModules(TableModel(target), proposer), shape, turn_of(context, drafts, False), draws)
+        stepped(
+            state,
+            masks.StepModules(TableModel(target), proposer),
+            shape,
+            grammar_step_of(context, drafts, False),
+            draws,
+        )
         for row, weight in enumerate(draws.weight.tolist()):
             tokens = tuple(state.tokens[row, : state.lengths[row]].tolist())
             if not weight:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fastspec.grammar.row import ALL, Turn
+from fastspec.grammar.row import ALL, GrammarStep
 from fastspec.kernels.ops import TORCH_OPS
 from fastspec.proposers.draft_model import DraftModel
 from fastspec.proposers.ngram import NGram
@@ -50,9 +50,9 @@ def bits(tokens: set[int]) -> int:
     return sum(1 << token for token in tokens)
 
 
-def turn_of(context: Context, drafts: Sequence[int], free: bool) -> Turn:
+def grammar_step_of(context: Context, drafts: Sequence[int], free: bool) -> GrammarStep:
     masks = [ALL if free else bits(allowed((*context, *drafts[:place]))) for place in range(len(drafts) + 1)]
-    return Turn(list(drafts), np.array(masks, dtype=np.int32)[:, None])
+    return GrammarStep(list(drafts), np.array(masks, dtype=np.int32)[:, None])
 
 
 def masked_law(target: Tensor, free: bool = False) -> Laws:
@@ -85,11 +85,11 @@ def outcomes(rule: str, grammars: str, k: int, count: int, drawn: bool) -> Any:
     return kind(grid[:, :k], grid[:, k], grid[:, k + 1], count)
 
 
-def stepped(state: DecodeState, modules: StepModules, shape: Any, turn: Turn, draws: Any) -> None:
+def stepped(state: DecodeState, modules: StepModules, shape: Any, grammar_step: GrammarStep, draws: Any) -> None:
     state.constrained.fill_(True)
     state.finish.fill_(PAUSED)
     state.draft_limits.fill_(0)  # those of a grammar count all the same
-    allow(state, dict.fromkeys(range(state.batch), turn), shape.num_drafts)
+    allow(state, dict.fromkeys(range(state.batch), grammar_step), shape.num_drafts)
     step(modules, state, shape, draws)
     assert set(state.finish.tolist()) <= {PAUSED, 2}, "a row waits for the host after each step"
 
@@ -102,13 +102,13 @@ def decoded_law(target: Tensor, proposer: Any, rule: str, grammars: str, sampler
     while alive:
         context = min(alive, key=len)
         mass, count = alive.pop(context), sum(context) % (K + 1)
-        turn = turn_of(context, given(context, count), how.get("free", False))
+        grammar_step = grammar_step_of(context, given(context, count), how.get("free", False))
         draws = outcomes(rule, grammars, K, count, drawn)
         rows = len(draws.weight)
         state = table_state(torch.tensor([context] * rows), k=K, vocab=VOCAB, limit=LIMIT, stop_ids=[])
         modules = StepModules(TableModel(target), proposer)
         shape = replace(shape_of(K, sampler), verification=rule, grammars=grammars)
-        stepped(state, modules, shape, turn, draws)
+        stepped(state, modules, shape, grammar_step, draws)
         for row, weight in enumerate(draws.weight.tolist()):
             tokens = tuple(state.tokens[row, : state.lengths[row]].tolist())
             where = alive if len(tokens) < LIMIT else finished
@@ -148,10 +148,10 @@ def test_greedy_rows_take_the_best_that_is_allowed(grammars: str, sampler: str) 
         target = random_table(seed, LIMIT + K, VOCAB, zeros=0.0)
         context = PROMPT
         while len(context) < LIMIT:
-            turn = turn_of(context, given(context, (sum(context) + seed) % (K + 1)), False)
+            grammar_step = grammar_step_of(context, given(context, (sum(context) + seed) % (K + 1)), False)
             state = table_state(torch.tensor([context]), k=K, vocab=VOCAB, limit=LIMIT, stop_ids=[], temperature=0.0)
             shape = replace(shape_of(K, sampler), grammars=grammars)
-            stepped(state, StepModules(TableModel(target), NGram()), shape, turn, PhiloxDraws(state.seeds))
+            stepped(state, StepModules(TableModel(target), NGram()), shape, grammar_step, PhiloxDraws(state.seeds))
             new = tuple(state.tokens[0, : state.lengths[0]].tolist())
             for place in range(len(context), len(new)):
                 logits = target[place - 1, new[place - 1]]
@@ -168,7 +168,7 @@ def test_rows_beside_are_as_without_grammars() -> None:
         state.draft_limits.fill_(K)
         if grammars:
             state.constrained[1] = True
-            allow(state, {1: turn_of(PROMPT, given(PROMPT, 1), False)}, K)
+            allow(state, {1: grammar_step_of(PROMPT, given(PROMPT, 1), False)}, K)
         shape = replace(shape_of(K, GREEDY), grammars=grammars)
         proposer = drafter("model", 7)
         step(StepModules(TableModel(target), proposer), state, shape, PhiloxDraws(state.seeds))

@@ -13,7 +13,6 @@ from typing import NamedTuple
 # rows of x
 FUSED_ROWS = 8  # the most for which the product computes the norm itself; with more the norm is a kernel of its own
 TMA_ROWS = 160  # the most that one CTA of the TMA kernel multiplies: two accumulators of each row fill the registers
-ONE_CTA_PER_SM_ROWS = 64  # from here on the weights in ONE_CTA_PER_SM take the tiles that are given there
 SOME_ROWS = 128  # up to here weight rows are balanced over the SMs; with more rows the tensor cores are busy anyway
 # rows of the weight
 MANY_WEIGHT_ROWS = 16384  # from here on one CTA sums all of K for its weight rows
@@ -177,8 +176,20 @@ SMALL_OWN = {
     (4096, 1024): (16, 6, 2),
 }
 
-# weight rows, by (N, K), of CTAs that own their SM and make a part of the split: from ONE_CTA_PER_SM_ROWS of x on
-ONE_CTA_PER_SM = {(4096, 4096): 64, (4096, 14336): 128}
+# CTAs that own their SM, by (N, K): from how many rows of x on, weight rows, and sums of the split that each makes;
+# None: all of them
+ONE_CTA_PER_SM: dict[tuple[int, int], tuple[int, int, int | None]] = {
+    (4096, 4096): (64, 64, 2),
+    (4096, 14336): (64, 128, 2),
+    # what two and four ranks have of some, on H100s
+    (4096, 2048): (129, 64, 1),
+    (4096, 7168): (96, 64, 2),
+    (14336, 4096): (9, 112, None),
+    (3072, 4096): (96, 96, 1),
+    (4096, 1024): (129, 32, 1),
+    (4096, 3584): (32, 64, 1),
+    (1536, 4096): (129, 64, 1),
+}
 
 # weights, by (N, K), that the small-M kernel reads faster with as much L1 as possible, though L1 is divided anew then
 L1_FIRST = {(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)}
@@ -286,12 +297,15 @@ def _tma_of(n: int, k: int, rows: int, split: Split, sms: int, whole: bool, gate
         group, rest = 2 * group, 0
     few, some = group + rest <= 64, group + rest <= SOME_ROWS
     splits = None
-    if n >= MANY_WEIGHT_ROWS:
+    own = None if whole else ONE_CTA_PER_SM.get((n, k))
+    if own is not None and group + rest >= own[0]:
+        weight_rows, splits, roomy = own[1], own[2] and min(own[2], split.pairwise), True
+    elif n >= MANY_WEIGHT_ROWS:
         weight_rows, roomy = _balanced(n, 1, sms, few) if some else 128, not few
     elif whole or gated or (n >= 64 * sms * 2 // 3 and not (split.runs and split.split_k > TREE)):
         weight_rows, roomy = 48 if n <= 48 * sms else 64, n <= 64 * sms
     else:
-        weight_rows, splits, roomy = _split_k_apart(n, k, group + rest, split, sms)
+        weight_rows, splits, roomy = _split_k_apart(n, group + rest, split, sms)
     warps = 8 if roomy and weight_rows > 64 else 4
     tile = Tma(group, weight_rows, warps, 0, rest, splits, None if roomy else 128)
     # an argmax needs the registers that would hold the end of a tile while the next one is loaded
@@ -302,10 +316,8 @@ def _tma_of(n: int, k: int, rows: int, split: Split, sms: int, whole: bool, gate
     return replace(tile, stages=min(20, space // ((tile.room + group + rest) * 128)))
 
 
-def _split_k_apart(n: int, k: int, rows: int, split: Split, sms: int) -> tuple[int, int, bool]:
+def _split_k_apart(n: int, rows: int, split: Split, sms: int) -> tuple[int, int, bool]:
     """Weight rows and sums of the split of one CTA, and whether it owns its SM."""
-    if (n, k) in ONE_CTA_PER_SM and rows >= ONE_CTA_PER_SM_ROWS:
-        return ONE_CTA_PER_SM[n, k], split.pairwise, True
     splits = 1 if cdiv(n, 64) * split.split_k <= 2 * sms else split.pairwise
     return _balanced(n, split.split_k // splits, sms) if rows <= SOME_ROWS else 64, splits, False
 

@@ -126,9 +126,11 @@ class _Trial:
         prefix = len(base_name(self._model.module)) + 1
         layers = Layers(self._model.base, [call.layer[prefix:] for call in self._model.info.probed.calls])
         try:
-            wanted = layers.own(self._own)
+            wanted = layers.record(self._own)
             firsts = [sum(counts[:index]) for index in range(len(counts))]
-            layers.compare(wanted, [layers.like(wanted, *each) for each in zip(firsts, passes, strict=True)], what)
+            layers.compare(
+                wanted, [layers.record_fed_like(wanted, *each) for each in zip(firsts, passes, strict=True)], what
+            )
         except UnsupportedModel as reason:
             raise UnsupportedModel(
                 f"{what} over K/V in pages differs from transformers' own attention by {float(error):.2g} of the "

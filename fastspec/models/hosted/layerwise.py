@@ -23,7 +23,7 @@ _INPUT: Final = "hidden_states"  # by this name where a layer is not given them 
 
 
 @dataclass
-class Seen:
+class PassRecord:
     """What a pass left behind, by layer in the order in which they ran; each [1, tokens, width].
 
     Attributes:
@@ -47,16 +47,16 @@ class Layers:
         self._names = list(dict.fromkeys(names))
         self._base = base
 
-    def own(self, run: Callable[[], Tensor]) -> Seen:
+    def record(self, run: Callable[[], Tensor]) -> PassRecord:
         """What a pass over all tokens leaves; `run` returns its last hidden states."""
-        seen = Seen()
+        seen = PassRecord()
         with self._watched(seen, lambda layer, given: given):
             seen.inputs.append(run())
         return seen
 
-    def like(self, own: Seen, first: int, run: Callable[[], Tensor]) -> Seen:
+    def record_fed_like(self, own: PassRecord, first: int, run: Callable[[], Tensor]) -> PassRecord:
         """What a pass over some tokens leaves, from token `first` on, with each layer fed what it was fed in `own`."""
-        seen = Seen()
+        seen = PassRecord()
 
         def fed(layer: int, given: Tensor) -> Tensor:
             return own.inputs[layer][:, first : first + given.shape[1]]
@@ -65,7 +65,7 @@ class Layers:
             seen.inputs.append(run())
         return seen
 
-    def compare(self, own: Seen, passes: Sequence[Seen], what: str) -> None:
+    def compare(self, own: PassRecord, passes: Sequence[PassRecord], what: str) -> None:
         """Compares passes that fed all tokens, one part after the other.
 
         Raises:
@@ -91,7 +91,7 @@ class Layers:
         return self._names[index % len(self._names)]
 
     @contextmanager
-    def _watched(self, seen: Seen, fed: Callable[[int, Tensor], Tensor]) -> Iterator[None]:
+    def _watched(self, seen: PassRecord, fed: Callable[[int, Tensor], Tensor]) -> Iterator[None]:
         def enter(part: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
             hidden = given[0] if given else named.get(_INPUT)
             if not isinstance(hidden, Tensor) or hidden.dim() != 3:

@@ -180,8 +180,12 @@ def test_ways_are_added_up_in_groups(together: int, capability: tuple[int, int],
         monkeypatch.setattr(launch, "split_of", lambda n, k: launch.Split(8, 64, together))
         x, weight, _ = case(40, 144, 1408, torch.bfloat16, "cpu")
         # ways of the TMA kernel one by one, those that belong together, and all in one program
-        monkeypatch.setattr(launch, "ONE_CTA_PER_SM_ROWS", 40)
-        for rows, many, alone in ((3, 16384, {}), (40, 16384, {}), (40, 16384, {(144, 1408): 64}), (40, 1, {})):
+        for rows, many, alone in (
+            (3, 16384, {}),
+            (40, 16384, {}),
+            (40, 16384, {(144, 1408): (40, 64, 9)}),
+            (40, 1, {}),
+        ):
             monkeypatch.setattr(launch, "MANY_WEIGHT_ROWS", many)
             monkeypatch.setattr(launch, "ONE_CTA_PER_SM", alone)
             if capability == (9, 0) and rows == 40:

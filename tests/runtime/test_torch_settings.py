@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from fastspec import FastSpecGenerator, NGram, surroundings
-from fastspec.surroundings import shielded
+from fastspec import FastSpecGenerator, NGram, torch_settings
+from fastspec.torch_settings import shielded
 from tests.helpers.checkpoints import make_checkpoint
 
 pytestmark = [
@@ -68,7 +68,7 @@ SURROUNDINGS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
 def state_of_torch() -> tuple[Any, ...]:
     modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_autocast_enabled("cpu")
     whole = torch.are_deterministic_algorithms_enabled(), torch.get_default_dtype(), torch.get_num_threads()
-    return *modes, torch.get_autocast_dtype("cpu"), *whole, surroundings._has_default_device()
+    return *modes, torch.get_autocast_dtype("cpu"), *whole, torch_settings._has_default_device()
 
 
 @pytest.fixture(scope="module")

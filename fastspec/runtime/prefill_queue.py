@@ -65,8 +65,8 @@ class ShortPass:
 
 
 @dataclass(slots=True)
-class Intake:
-    """Prefill of requests, from the queue into a row.
+class PrefillQueue:
+    """Waiting requests, and their prefill from the queue into a row.
 
     Attributes:
         engine: the engine whose caches are filled.
@@ -170,7 +170,7 @@ class Intake:
             if self._defer(request, taken):
                 return fed + sum(taken)
             if taken or len(request.prompt) == 1:
-                self._queue(request, self.row, self._target.position, taken, draft=False, running=False)
+                self._enqueue(request, self.row, self._target.position, taken, draft=False, running=False)
             self._target.position += sum(taken)
             fed += sum(taken)
             if draft is not None and not self._target.remaining:
@@ -223,7 +223,7 @@ class Intake:
         """Queues the draft's next passes; arguments and result as of `feed`."""
         chunks = passes.take(None if limit is None else _DRAFT_RATE * limit, at_least_one=at_least_one)
         if chunks:
-            self._queue(request, self.row, passes.position, chunks, draft=True, running=False)
+            self._enqueue(request, self.row, passes.position, chunks, draft=True, running=False)
             passes.position += sum(chunks)
             self._drafted(request, passes.position)
         return -(-sum(chunks) // _DRAFT_RATE)
@@ -278,7 +278,7 @@ class Intake:
                 if len(batch) == self.engine.prefill_batch(chunks[0]):
                     self.engine.prefill_rows(short.pop(chunks[0]), chunks[0], draft=True)
             elif chunks:
-                self._queue(request, row, start, chunks, draft=True, running=True)
+                self._enqueue(request, row, start, chunks, draft=True, running=True)
             if chunks:
                 self._drafted(request, start + sum(chunks))
                 if self.engine.prefix is not None and not request.drafted:
@@ -307,7 +307,9 @@ class Intake:
             request.nodes = prefix.insert(request.nodes, tokens, pages, len(tokens) - 1)
             mark_drafted(prefix, request)
 
-    def _queue(self, request: Request, row: int, start: int, chunks: list[int], *, draft: bool, running: bool) -> None:
+    def _enqueue(
+        self, request: Request, row: int, start: int, chunks: list[int], *, draft: bool, running: bool
+    ) -> None:
         """Queues passes, and keeps the recurrent states after them that later prompts may begin with."""
         kept, left, first = self.engine.prefix_states, deque(chunks), start == request.cached
         for length, key in [*self._state_points(request, start, draft=draft), (None, None)]:
@@ -317,7 +319,7 @@ class Intake:
             if not part and chunks:
                 continue
             if kept is not None:
-                kept.watch(length or 0, draft=draft)
+                kept.capture_after(length or 0, draft=draft)
             self.engine.prefill_row(row, start, part, draft=draft, running=running, first=first)
             start, first = start + sum(part), False
             if kept is not None and length is not None and start >= length:
@@ -350,7 +352,7 @@ class Intake:
     def _resumable(self, nodes: list[Node], *, draft: bool) -> int:
         """How many nodes of a path a model can continue from: all, unless it needs a state that is not kept."""
         kept = self.engine.prefix_states
-        return len(nodes) if kept is None else kept.known(nodes, draft=draft) // kept.unit
+        return len(nodes) if kept is None else kept.resumable(nodes, draft=draft) // kept.unit
 
     def _max_nodes(self, request: Request) -> int:
         """How many nodes a prompt can have."""

@@ -9,7 +9,7 @@ import pytest
 
 from fastspec.adaptive.controller import Observation, StepContext
 from fastspec.runtime.engine import Engine
-from fastspec.runtime.intake import Intake
+from fastspec.runtime.prefill_queue import PrefillQueue
 from fastspec.runtime.request import Call, Request
 from fastspec.runtime.scheduler import Scheduler
 from fastspec.shapes import GREEDY
@@ -130,7 +130,7 @@ def test_a_crowd_of_short_prompts_comes_in_quickly(joined: int, after: list[int]
     for request in requests[1:]:
         scheduler.add(request, call)
     seen = []
-    while scheduler._intake.waiting or not seen:
+    while scheduler._queue.waiting or not seen:
         seen.append(len(scheduler._rows))
         scheduler.step()
     assert [*seen, len(scheduler._rows)] == after
@@ -189,9 +189,9 @@ def test_where_k_is_chosen_the_draft_comes_along_while_steps_draft(fed: list[tup
         fed.clear()
         request = Request(list(LONG), 3, GREEDY_ROW)
         scheduler.add(request, Call((), GREEDY, lambda made: 0, policy=policy))
-        while scheduler._intake.request is not request:
+        while scheduler._queue.request is not request:
             scheduler.step()
-        while scheduler._intake.request is request:
+        while scheduler._queue.request is request:
             scheduler.step()
         assert sum(draft for draft, _ in fed) == drafts
         finish(scheduler)
@@ -230,7 +230,7 @@ def test_an_interrupted_prompt_ends_with_the_rows_and_what_waits_goes_on(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as broken:
-        broken.setattr(Intake, name, interrupted)
+        broken.setattr(PrefillQueue, name, interrupted)
         with pytest.raises(KeyboardInterrupt):
             finish(scheduler)
     finish(scheduler)
@@ -269,7 +269,7 @@ def in_order(scheduler: Scheduler, requests: list[Request]) -> None:
             break
         scheduler.step()
         check_pages(scheduler.engine)
-        held = [*scheduler._rows.values(), *([scheduler._intake.request] if scheduler._intake.request else [])]
+        held = [*scheduler._rows.values(), *([scheduler._queue.request] if scheduler._queue.request else [])]
         started += [
             request for request in requests if request not in started and (request in held or request.new_tokens)
         ]
@@ -334,9 +334,9 @@ def test_cancels_and_interrupts_at_random_lose_nobody(monkeypatch: pytest.Monkey
 
 def test_a_request_that_is_overtaken_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted: who fits goes first."""
-    begin = Intake.begin
+    begin = PrefillQueue.begin
 
-    def any_that_fits(self: Intake, rows: Any, positions: int) -> Any:
+    def any_that_fits(self: PrefillQueue, rows: Any, positions: int) -> Any:
         for _ in range(len(self.waiting)):
             needed = self.waiting[0].limit + self.engine.max_drafts + 1
             if (begun := begin(self, rows, needed)) is not None:
@@ -344,7 +344,7 @@ def test_a_request_that_is_overtaken_is_seen(monkeypatch: pytest.MonkeyPatch) ->
             self.waiting.rotate(-1)
         return None
 
-    monkeypatch.setattr(Intake, "begin", any_that_fits)
+    monkeypatch.setattr(PrefillQueue, "begin", any_that_fits)
 
     def crowds() -> None:
         for seed in range(3):
