@@ -55,7 +55,7 @@ def grid_unit_of(chunks: tuple[int, ...], same_bits: tuple[int, ...] | None, exa
     return (same_bits or chunks[-1:])[0] if exact else 1
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Engine:
     """What a scheduler runs on; lives as long as the generator.
 
@@ -76,7 +76,7 @@ class Engine:
         prefill_budget: prompt tokens for which rows of other calls wait in each step; None: whole prompts.
         mean_weight: elements of one of the target's matrices, in the mean; None: threads stay as torch has them.
         share_seconds: replaces a time that a rank measured by rank 0's, so that all ranks decide alike.
-        threads: how many work on a step, on the CPU; None: not chosen.
+        threads: how many work on a step, on the CPU; None until `choose_threads`, and on other devices.
         sharing: this rank, and how many ranks share the machine and capture the same.
         prefill_batch_tokens: tokens of one pass over several short prompts; 0: each prompt has passes of its own.
         slots: the prefill slots, by how many prompts share a pass.
@@ -107,7 +107,7 @@ class Engine:
         with self.on_device():
             sizes = {1, *map(self.prefill_batch, self.chunks)}
             own = self.modules.features, self.modules.prompt_ends
-            object.__setattr__(self, "slots", {n: PrefillSlot.beside(self.state, own[0], n, own[1]) for n in sizes})
+            self.slots = {n: PrefillSlot.allocate(self.state, own[0], n, own[1]) for n in sizes}
 
     def prefill_batch(self, chunk: int) -> int:
         """Prompts that share a pass, each with a chunk of that size; 1: they do not."""
@@ -210,7 +210,7 @@ class Engine:
         for chunk in (chunk for chunk in reversed(self.chunks) if chunk <= _LARGEST_CAPTURED):
             for draft, rows in itertools.product(self._readers, sorted({1, self.prefill_batch(chunk)}, reverse=True)):
                 key, body = PromptKey(chunk, draft, rows), self._pass(chunk, chunk, draft, rows)
-                self.runner.capture(key, body, self.slots[rows].row.all_idle)
+                self.runner.capture(key, body, self.slots[rows].state.all_idle)
 
     @property
     def exact(self) -> bool:
@@ -285,7 +285,7 @@ class Engine:
             self.runner.run(key, body)
         else:
             body()
-            self.runner.capture(key, body, self.slots[rows].row.all_idle, warm=True)
+            self.runner.capture(key, body, self.slots[rows].state.all_idle, warm=True)
 
     def move(self, source: int, place: int) -> None:
         """Row `source` goes on as row `place`, in its pages and all buffers."""
@@ -315,13 +315,13 @@ class Engine:
         shape, slot, proposer = self.chunk_shape(upto, chunk, GREEDY), self.slots[rows], self.modules.proposer
 
         def feed() -> None:
-            prefill(self.modules, slot.row, shape, slot.start, chunk, slot.features, slot.prompt_ends)
+            prefill(self.modules, slot.state, shape, slot.start, chunk, slot.features, slot.prompt_ends)
             slot.start.add_(chunk)
 
         if not draft:
             return feed
         assert proposer is not None, "there is something to feed"
-        return lambda: proposer.catch_up(slot.row, shape, chunk)
+        return lambda: proposer.catch_up(slot.state, shape, chunk)
 
     def choose_threads(self) -> None:
         """Chooses once how many threads work on a step on the CPU, by what a plain pass over one row takes."""
@@ -332,8 +332,7 @@ class Engine:
             with self.on_device(), using_threads(count):
                 return self.seconds(1, self.typical_shape(0, GREEDY, None))
 
-        chosen = Threads.of(torch.get_num_threads(), self.mean_weight, seconds)
-        object.__setattr__(self, "threads", chosen)
+        self.threads = Threads.of(torch.get_num_threads(), self.mean_weight, seconds)
 
     def seconds(self, rows: int, shape: StepShape, repeats: int = 3) -> float:
         """The shortest time of such a step in which no row runs, in seconds; waits for the device."""

@@ -16,19 +16,19 @@ class PrefillSlot:
     """Buffers of one row or of several, and the positions up to which their prompts are prefilled.
 
     Attributes:
-        row: a state of so many rows. The K/V of each lies in the pages of the row that it stands for.
+        state: the buffers of the slot's rows. K/V of each lie in the pages of the row that it stands for.
         start: int64 [rows], the positions of the target's next pass.
         features: [1, ..], its row of `StepModules.features`; None where nothing is kept.
         prompt_ends: its rows of `StepModules.prompt_ends`; None where there are none.
     """
 
-    row: DecodeState
+    state: DecodeState
     start: Tensor
     features: Tensor | None = None
     prompt_ends: PromptEnd | None = None
 
     @classmethod
-    def beside(
+    def allocate(
         cls, state: DecodeState, features: Tensor | None = None, rows: int = 1, prompt_ends: PromptEnd | None = None
     ) -> PrefillSlot:
         """An idle slot with room for any `rows` rows of `state` and of `prompt_ends`, and one of `features` [B, ..].
@@ -52,12 +52,12 @@ class PrefillSlot:
         """
         for name, each in BUFFERS.items():
             if each.prefill:
-                getattr(self.row, name)[place].copy_(getattr(state, name)[row])
+                getattr(self.state, name)[place].copy_(getattr(state, name)[row])
         if not running:
-            self.row.finish[place].fill_(RUNNING)
+            self.state.finish[place].fill_(RUNNING)
         self.start[place].fill_(start)
 
     def leave(self, state: DecodeState, row: int, place: int = 0) -> None:
         """Copies back what passes of a draft changed; the slot's row is idle then."""
-        state.draft_lengths[row].copy_(self.row.draft_lengths[place])
-        self.row.finish[place].fill_(IDLE)
+        state.draft_lengths[row].copy_(self.state.draft_lengths[place])
+        self.state.finish[place].fill_(IDLE)

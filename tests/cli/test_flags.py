@@ -35,6 +35,7 @@ OTHERWISE = {
     "pad_token_id": "nothing is padded",
     "return_dict_in_generate": "text is printed",
     "logprobs": "text is printed",
+    "stop_across_prompt": "as with transformers: a stop string may begin in the prompt",
 }
 
 SHAPING = (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 from fastspec.kv_cache.prefix import PrefixCache
 from fastspec.runtime.engine import Engine
@@ -26,12 +27,10 @@ def run_all(
     return Scheduler(engine).run(requests, call)
 
 
-def keeping(engine: Engine, budget: int | None = None) -> Engine:
+def with_prefix_cache(engine: Engine, budget: int | None = None) -> Engine:
     """The engine with a prefix cache, and rows of other calls wait for so many prompt tokens a step."""
     unit = math.lcm(engine.pages.page_size, engine.grid_unit)
-    object.__setattr__(engine, "prefix", PrefixCache(engine.pages, unit))
-    object.__setattr__(engine, "prefill_budget", budget)
-    return engine
+    return replace(engine, prefix=PrefixCache(engine.pages, unit), prefill_budget=budget)
 
 
 def check_pages(engine: Engine) -> None:

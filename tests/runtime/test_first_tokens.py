@@ -13,7 +13,7 @@ import fastspec.runtime.scheduler as scheduler_module
 import fastspec.step as step_module
 from fastspec.runtime.scheduler import Scheduler
 from fastspec.state import PREFILLED
-from tests.helpers.scheduling import keeping, nothing_leaked
+from tests.helpers.scheduling import nothing_leaked, with_prefix_cache
 from tests.helpers.tiny import VOCAB, tiny_engine
 from tests.runtime.test_prefix import Found, Turn, finish, found, together
 
@@ -49,7 +49,7 @@ def test_greedy_text_is_the_same_with_drafts_and_beside_others(depth: int) -> No
 @pytest.mark.parametrize("budget", [None, 32])
 def test_what_is_kept_of_earlier_prompts_changes_nothing(budget: int | None) -> None:
     alone = plainly()
-    scheduler = Scheduler(keeping(tiny_engine(k=3, batch=3, long_prompt=LONG), budget))
+    scheduler = Scheduler(with_prefix_cache(tiny_engine(k=3, batch=3, long_prompt=LONG), budget))
     for _ in range(2):
         again = together(scheduler, turns(k=0))
         assert [found(request)[:2] for request in again] == alone

@@ -27,8 +27,8 @@ def allocated(sizes: StateSizes) -> DecodeState:
 def test_planned_bytes_are_allocated_bytes(sizes: StateSizes) -> None:
     state = allocated(sizes)
     assert state.nbytes == sizes.nbytes
-    slot = PrefillSlot.beside(state)
-    assert slot.row.nbytes * sizes.batch == sizes.nbytes
+    slot = PrefillSlot.allocate(state)
+    assert slot.state.nbytes * sizes.batch == sizes.nbytes
 
 
 def test_reset_gives_back_what_was_allocated() -> None:
@@ -45,10 +45,10 @@ def test_a_prefill_slot_takes_what_a_prompts_pass_reads() -> None:
     state = allocated(SIZES[2])
     for name in BUFFERS:
         getattr(state, name)[3].fill_(1)
-    slot = PrefillSlot.beside(state)
-    before = {name: getattr(slot.row, name).clone() for name in BUFFERS}
+    slot = PrefillSlot.allocate(state)
+    before = {name: getattr(slot.state, name).clone() for name in BUFFERS}
     slot.enter(state, 3, start=4)
-    changed = {name for name in BUFFERS if not torch.equal(getattr(slot.row, name), before[name])}
+    changed = {name for name in BUFFERS if not torch.equal(getattr(slot.state, name), before[name])}
     assert changed == {"tokens", "finish", "block_table", "draft_lengths", "state_rows"}  # its length was 1 already
     assert slot.start.tolist() == [4]
 

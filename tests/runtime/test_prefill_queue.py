@@ -13,7 +13,7 @@ from fastspec.runtime.prefill_queue import PrefillQueue
 from fastspec.runtime.request import Call, Request
 from fastspec.runtime.scheduler import Scheduler
 from fastspec.shapes import GREEDY
-from tests.helpers.scheduling import check_pages, keeping, nothing_leaked
+from tests.helpers.scheduling import check_pages, nothing_leaked, with_prefix_cache
 from tests.helpers.tiny import VOCAB, tiny_engine
 from tests.runtime.test_prefix import GREEDY_ROW, HEAD, Turn, call_of, finish, found, fresh
 
@@ -30,7 +30,7 @@ def add(scheduler: Scheduler, *turns: Turn) -> list[Request]:
 
 def running(budget: int | None, **options: Any) -> tuple[Scheduler, Request]:
     """A scheduler in which a row runs."""
-    engine = keeping(tiny_engine(k=3, batch=3, max_length=260, **options), budget)
+    engine = with_prefix_cache(tiny_engine(k=3, batch=3, max_length=260, **options), budget)
     scheduler = Scheduler(engine)
     (request,) = add(scheduler, Turn(HEAD[:20], 60))
     scheduler.step()
@@ -83,7 +83,7 @@ def fresh_long(turn: Turn) -> tuple[list[int], list[float], int]:
 
 
 def test_rows_of_its_own_call_do_not_make_a_prompt_wait(fed: list[tuple[bool, int]]) -> None:
-    scheduler = Scheduler(keeping(tiny_engine(k=3, batch=3), 32))
+    scheduler = Scheduler(with_prefix_cache(tiny_engine(k=3, batch=3), 32))
     requests = [Turn((place, *HEAD[:90]), 4).request() for place in range(3)]
     call = call_of(requests, 3)
     for request in requests:
@@ -96,7 +96,7 @@ def test_rows_of_its_own_call_do_not_make_a_prompt_wait(fed: list[tuple[bool, in
 
 def test_requests_that_join_a_call_wait_for_each_other_no_longer_than_others_do(fed: list[tuple[bool, int]]) -> None:
     """Requests of many users may be one call to the scheduler."""
-    scheduler = Scheduler(keeping(tiny_engine(k=3, batch=3), 32))
+    scheduler = Scheduler(with_prefix_cache(tiny_engine(k=3, batch=3), 32))
     requests = [Turn((place, *HEAD[:90]), 9).request() for place in range(3)]
     call = Call((), GREEDY, lambda made: 3, joined=True)
     for request in requests:
@@ -121,7 +121,7 @@ def test_the_draft_takes_a_prompt_in_beside_the_target(fed: list[tuple[bool, int
 @pytest.mark.parametrize(("joined", "after"), [(0, [1, 2, 3, 4]), (64, [1, 5])])
 def test_a_crowd_of_short_prompts_comes_in_quickly(joined: int, after: list[int]) -> None:
     """Four budgets in a step where four times as many wait as run; a long prompt among them is fed by its budget."""
-    scheduler = Scheduler(keeping(tiny_engine(k=3, batch=6, max_length=260, prefill_batch_tokens=joined), 32))
+    scheduler = Scheduler(with_prefix_cache(tiny_engine(k=3, batch=6, max_length=260, prefill_batch_tokens=joined), 32))
     call = Call((), GREEDY, lambda made: 3, joined=True)
     requests = [Turn(HEAD[place : place + 20], 60).request() for place in range(5)]
     for request in requests[:1]:
@@ -242,7 +242,7 @@ def test_an_interrupted_prompt_ends_with_the_rows_and_what_waits_goes_on(
 
 def test_rows_move_while_a_prompt_comes_in() -> None:
     """Those below it end; the highest takes their places, but not the one that the prompt will get."""
-    engine = keeping(tiny_engine(k=3, batch=4, max_length=260), 32)
+    engine = with_prefix_cache(tiny_engine(k=3, batch=4, max_length=260), 32)
     scheduler = Scheduler(engine)
     turns = [Turn(HEAD[:20], 3), Turn(HEAD[20:40], 4), Turn(HEAD[40:60], 50)]
     requests = add(scheduler, *turns)
@@ -282,7 +282,7 @@ def in_order(scheduler: Scheduler, requests: list[Request]) -> None:
 def crowd(seed: int, budget: int | None) -> tuple[Scheduler, list[Request], random.Random]:
     """Few pages; short requests, and long ones that need nearly all of them."""
     rng = random.Random(seed)
-    engine = keeping(tiny_engine(k=3, batch=3, max_length=200, num_pages=16), budget)
+    engine = with_prefix_cache(tiny_engine(k=3, batch=3, max_length=200, num_pages=16), budget)
     turns = [
         Turn(LONG[:180], 3) if rng.random() < 0.3 else Turn((*HEAD[: rng.randint(1, 60)], rng.randrange(9)), 4)
         for _ in range(10)

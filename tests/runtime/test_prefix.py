@@ -20,7 +20,7 @@ from fastspec.runtime.request import Call, Request, lengths_of
 from fastspec.runtime.scheduler import Scheduler
 from fastspec.shapes import FULL, UNTILED, chunks_of
 from tests.helpers.devices import devices
-from tests.helpers.scheduling import check_pages, keeping, nothing_leaked
+from tests.helpers.scheduling import check_pages, nothing_leaked, with_prefix_cache
 from tests.helpers.tiny import VOCAB, tiny_engine
 
 UNIT = 32  # of `tiny_engine`: its chunks, of two pages
@@ -91,7 +91,7 @@ def fresh(turn: Turn, device: str = "cpu") -> Found:
 
 
 def engine_of(num_pages: int | None = None, budget: int | None = None, **options: Any) -> Engine:
-    return keeping(tiny_engine(k=3, batch=3, num_pages=num_pages, long_prompt=LONG, **options), budget)
+    return with_prefix_cache(tiny_engine(k=3, batch=3, num_pages=num_pages, long_prompt=LONG, **options), budget)
 
 
 class Chats:
@@ -216,7 +216,7 @@ def passes_of(engine: Engine, run: Callable[[], object], monkeypatch: pytest.Mon
 
 
 def test_copies_of_a_prompt_cost_one_prefill_and_their_tails(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = keeping(tiny_engine(k=3, batch=4, long_prompt=LONG))
+    engine = with_prefix_cache(tiny_engine(k=3, batch=4, long_prompt=LONG))
     scheduler, turns = Scheduler(engine), [Turn(HEAD, 3, seed=seed) for seed in range(6)]
     requests: list[Request] = []
     made = passes_of(engine, lambda: requests.extend(together(scheduler, turns)), monkeypatch)
@@ -229,7 +229,7 @@ def test_copies_of_a_prompt_cost_one_prefill_and_their_tails(monkeypatch: pytest
 def test_short_passes_of_several_prompts_are_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """The tails of copies, and the draft's passes over them, go through three at a time."""
     engine, joined = (
-        keeping(tiny_engine(k=3, batch=6, prefill_batch_tokens=96, long_prompt=LONG)),
+        with_prefix_cache(tiny_engine(k=3, batch=6, prefill_batch_tokens=96, long_prompt=LONG)),
         list[tuple[bool, int]](),
     )
     prefill_rows = Engine.prefill_rows
@@ -248,7 +248,8 @@ def test_short_passes_of_several_prompts_are_one(monkeypatch: pytest.MonkeyPatch
     assert alone == [(False, 32)] * 4 + [(True, 32)] * 4, "but for the first prompt's passes"
     assert [found(request) for request in requests] == [fresh(turn) for turn in turns]
     nothing_leaked(engine)
-    scheduler = Scheduler(keeping(tiny_engine(k=3, batch=3, same=True, prefill_batch_tokens=96, long_prompt=LONG)))
+    engine = tiny_engine(k=3, batch=3, same=True, prefill_batch_tokens=96, long_prompt=LONG)
+    scheduler = Scheduler(with_prefix_cache(engine))
     requests = [Turn(HEAD[start:stop], 12).request() for start, stop in ((3, 15), (7, 27), (1, 31))]
     run_as_one(scheduler, requests, call_of(requests, 3))
     assert joined[4:] == [(False, 3), (True, 3)]
@@ -265,7 +266,7 @@ def test_a_prompt_that_was_never_drafted_for_is_not_taken_for_one_that_was(monke
     """The draft's K/V are there as far as it was fed: a draft that is the target is right only with all of them."""
 
     def accepted(steps: tuple[int, ...]) -> bool:
-        engine = keeping(tiny_engine(k=3, batch=2, same=True, long_prompt=LONG))
+        engine = with_prefix_cache(tiny_engine(k=3, batch=2, same=True, long_prompt=LONG))
         scheduler = Scheduler(engine)
         for model in (engine.modules.target, engine.modules.proposer.model):  # type: ignore[union-attr]
             model.cache.keys.normal_()  # type: ignore[attr-defined]
@@ -292,7 +293,7 @@ def test_the_drafts_keys_of_a_kept_prompt_are_used(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("context", [40, 64, 70])
 def test_prompts_beyond_the_drafts_context(context: int) -> None:
     """Behind the draft's context nothing of it is kept, and nothing is waited for."""
-    engine = keeping(tiny_engine(k=3, batch=2, draft_context=context))
+    engine = with_prefix_cache(tiny_engine(k=3, batch=2, draft_context=context))
     scheduler = Scheduler(engine)
     expected = together(Scheduler(tiny_engine(k=3, batch=2, draft_context=context)), [Turn(HEAD[:50], 20)])[0]
     for _ in range(3):
@@ -303,7 +304,7 @@ def test_prompts_beyond_the_drafts_context(context: int) -> None:
 
 
 def test_what_steps_wrote_is_kept_where_bits_are_not_promised() -> None:
-    engine = keeping(tiny_engine(k=3, batch=2, tiling=UNTILED))
+    engine = with_prefix_cache(tiny_engine(k=3, batch=2, tiling=UNTILED))
     assert engine.prefix is not None
     assert engine.prefix.unit == 16  # a page
     scheduler = Scheduler(engine)
@@ -317,7 +318,7 @@ def test_what_steps_wrote_is_kept_where_bits_are_not_promised() -> None:
 
 
 def test_rows_move_and_are_cancelled_while_they_share_pages() -> None:
-    engine = keeping(tiny_engine(k=3, batch=4, long_prompt=LONG))
+    engine = with_prefix_cache(tiny_engine(k=3, batch=4, long_prompt=LONG))
     scheduler = Scheduler(engine)
     turns = [Turn(HEAD, new, seed=new) for new in (3, 30, 5, 40)]
     requests = [turn.request() for turn in turns]

@@ -257,7 +257,7 @@ def test_the_enumeration_catches_a_law_left_over(monkeypatch: pytest.MonkeyPatch
         column = state.draft_tokens[:, j]  # type: ignore[attr-defined]
         column.copy_(torch.where(taken, token, column))
 
-    monkeypatch.setattr(draft_model, "take", forgets)
+    monkeypatch.setattr(draft_model, "overwrite_draft", forgets)
     with pytest.raises(AssertionError):
         test_lookup_before_a_model_follows_the_targets_law(REJECTION, NGram, 1000)
 
