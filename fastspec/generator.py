@@ -146,6 +146,7 @@ class FastSpecGenerator(OfOneProcess):
         ranks = Ranks.of(tensor_parallel, draft_tensor_parallel)
         progress = progress and ranks.first
         modes: dict[str, Any] = {"ranks": ranks, "exact": exact, "graphs": graphs, "compile": compile}
+        modes["prefill_budget"] = prefill_budget
         with compilers_for(target, device, graphs, ranks.world.rank, ranks.size) as compilers:  # it may take longest
             self._target, self._draft, self._settings = checked_arguments(target, draft, options, **modes)
             announce_synthetic(verification)

@@ -58,7 +58,7 @@ def checked_arguments(
     Args:
         target, draft, options: arguments of the constructor.
         ranks: that share the models; None: this process is alone.
-        **modes: arguments of `settings_of` that no memory depends on.
+        **modes: arguments of `settings_of` that no memory depends on, and `prefill_budget`.
 
     Raises:
         As the constructor.
@@ -68,6 +68,7 @@ def checked_arguments(
             raise ValueError(f"{name} must be True or False, got None; leave it out for the default")
         if name in _FLAGS:
             flag(name, value)
+    alike = {"prefill_budget": modes.pop("prefill_budget", None)}  # of all ranks: it decides which passes there are
     sizes: dict[str, Any] = {**options}
     revisions = sizes.pop("target_revision", None), sizes.pop("draft_revision", None)
     target_format, draft_format = sizes.pop("target_quantization", None), sizes.pop("draft_quantization", AUTO)
@@ -87,6 +88,6 @@ def checked_arguments(
         return found, drafter
 
     if ranks is not None and ranks.asked:
-        return agreed_settings(ranks, pair, **sizes, **modes)
+        return agreed_settings(ranks, pair, alike, **sizes, **modes)
     found, drafter = pair()
     return found, drafter, settings_of(found, drafter, **sizes, **modes)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -25,12 +25,16 @@ from fastspec.session.session import Session
 
 
 def agreed_settings(
-    ranks: Ranks, pair: Callable[[], tuple[Checkpoint, Checkpoint | HeadCheckpoint | None]], **asked: Any
+    ranks: Ranks,
+    pair: Callable[[], tuple[Checkpoint, Checkpoint | HeadCheckpoint | None]],
+    alike: Mapping[str, object],
+    **asked: Any,
 ) -> tuple[Checkpoint, Checkpoint | HeadCheckpoint | None, Settings]:
     """Target, draft and settings of one rank, on which all ranks agree: the rows are as long as all have room for.
 
     Args:
         pair: finds target and draft.
+        alike: further arguments of the constructor that must be equal on all ranks.
         **asked: as in `settings_of`.
 
     Raises:
@@ -53,7 +57,12 @@ def agreed_settings(
     def of_all(made: tuple[Checkpoint, Checkpoint | HeadCheckpoint | None, Settings]) -> dict[str, object]:
         same = {name: value for name, value in asked.items() if name != "device"}
         models = [None if each is None else fingerprint(each) for each in made[:2]]
-        return {"version of fastspec or torch": (sources(), torch.__version__), "checkpoint": models, "option": same}
+        return {
+            "version of fastspec or torch": (sources(), torch.__version__),
+            "checkpoint": models,
+            "option": (same, alike),
+            "draft_tensor_parallel": ranks.split_draft,
+        }
 
     def told(made: tuple[Checkpoint, Checkpoint | HeadCheckpoint | None, Settings]) -> tuple[int, str]:
         return made[2].max_length, place_of(made[2].device)

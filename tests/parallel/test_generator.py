@@ -124,6 +124,8 @@ def test_a_generator_that_differs_on_one_rank_is_refused_by_all(pair: Pair, two:
     for options, named in (
         ([same, {**same, "pair": (pair[1], pair[1])}], "another checkpoint"),
         ([same, {**same, "max_batch_size": 3}], "another option"),
+        ([same, {**same, "prefill_budget": 64}], "another option"),
+        ([same, {**same, "draft_tensor_parallel": "split"}], "another draft_tensor_parallel"),
     ):
         for found in two.run(tasks.open_with, options):
             assert named in found, found
