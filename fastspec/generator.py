@@ -26,7 +26,7 @@ from fastspec.runtime.draft_plan import DraftPlan
 from fastspec.runtime.explain import break_even_advice, explain
 from fastspec.runtime.memory import MemoryPlan
 from fastspec.runtime.scheduler import Scheduler
-from fastspec.runtime.settings import announce, check_range
+from fastspec.runtime.settings import announce
 from fastspec.runtime.warmup import compilers_for, filling
 from fastspec.sampling.rules import BLOCK, Verification, announce_synthetic
 from fastspec.session import calls
@@ -35,8 +35,9 @@ from fastspec.session.format_trial import trial_of
 from fastspec.session.handle import Handle
 from fastspec.session.one_process import OfOneProcess
 from fastspec.session.options import PlanOptions, Source, checked_arguments
+from fastspec.session.ranks import agreed_warmup
 from fastspec.session.session import Session
-from fastspec.shapes import GREEDY, SAMPLERS
+from fastspec.shapes import GREEDY
 from fastspec.torch_settings import shielded
 
 if TYPE_CHECKING:  # transformers' models are heavy to import, and a directory needs none of them
@@ -352,10 +353,8 @@ class FastSpecGenerator(OfOneProcess):
             ValueError: a value out of range.
             RuntimeError: a step could not be captured, which is named.
         """
-        if sampler not in SAMPLERS:
-            raise ValueError(f"sampler must be one of {', '.join(SAMPLERS)}, got {sampler!r}")
-        choice = self._drafting.for_warmup(num_speculative_tokens, sampler)
-        self._open().warm_up(choice, check_range("length", length, 0, self.max_length))
+        session = self._open()
+        session.warm_up(*agreed_warmup(session, self._drafting, (num_speculative_tokens, sampler, length)))
 
     def _prepare(
         self,

@@ -8,7 +8,7 @@ from fastspec.adaptive.controller import AUTO, REPEATABLE, Controller, ladder
 from fastspec.inputs.options import Options
 from fastspec.inputs.values import whole
 from fastspec.sampling.rules import Verification, needs_draft_probs
-from fastspec.shapes import FULL, GRAMMAR_ONLY, GRAMMARS, GREEDY
+from fastspec.shapes import FULL, GRAMMAR_ONLY, GRAMMARS, GREEDY, SAMPLERS
 
 _FIXED_K_NOTE = (
     "k held at {k}, because under {rule!r} verification a seed repeats its text only with one k; "
@@ -119,8 +119,10 @@ class DraftPlan:
         """Steps that a call without further options may need, and plain decoding: for `warmup`.
 
         Raises:
-            ValueError: no number of drafts, or more than the generator was made for.
+            ValueError: no number of drafts, or more than the generator was made for; an unknown sampler.
         """
+        if sampler not in SAMPLERS:
+            raise ValueError(f"sampler must be one of {', '.join(SAMPLERS)}, got {sampler!r}")
         auto = isinstance(asked, str) and asked == AUTO
         asked = None if auto or asked is None else whole("num_speculative_tokens", asked, low=0)
         if (auto or (self.auto and asked is None)) and self.max_drafts:

@@ -14,6 +14,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 import fastspec
 from fastspec.server.errors import Refusal, failed, no_such
@@ -197,6 +198,8 @@ async def _answer(service: Service, request: Request, kind: type[Body]) -> Respo
         data = await asyncio.wait_for(_data(request, service.limits.body), service.limits.seconds)
     except asyncio.TimeoutError:
         raise Refusal("the body did not come in time; send it again", status=408) from None
+    except ClientDisconnect:
+        raise _client_gone() from None
     body: Body = read(kind, data)
     service.check_model(body.model)
     if body.stream_options is not None and not body.stream:
@@ -218,11 +221,15 @@ async def _whole(job: Job, envelope: Envelope, request: Request) -> Response:
     try:
         await asyncio.wait([texts, gone], return_when=asyncio.FIRST_COMPLETED)
         if not texts.done():
-            raise Refusal("the client is gone", status=499)
+            raise _client_gone()
         return JSONResponse(envelope.whole(texts.result(), job.usage()))
     finally:
         gone.cancel()
         texts.cancel()
+
+
+def _client_gone() -> Refusal:
+    return Refusal("the client is gone", status=499)
 
 
 async def _texts(job: Job) -> list[tuple[Answer, str, str]]:

@@ -19,7 +19,9 @@ from fastspec.parallel.agreement import sources
 from fastspec.parallel.draft import memory_rate, splitting_pays
 from fastspec.parallel.ranks import Ranks, check_places, place_of
 from fastspec.parallel.slices import SIZES
-from fastspec.runtime.settings import Settings, device_of, dtype_of, settings_of
+from fastspec.runtime.draft_plan import Choice, DraftPlan
+from fastspec.runtime.settings import Settings, check_range, device_of, dtype_of, settings_of
+from fastspec.session.session import Session
 
 
 def agreed_settings(
@@ -73,6 +75,30 @@ def agreed_settings(
         ranks.same_text_on = same_text_on(target, made.layout.target_dtype, made.device)
     splits = share is None or share.splits_vocab(target.spec.vocab_size)
     return target, draft, replace(made, ranks=ranks.describe(share, "" if splits else "its rows do not divide"))
+
+
+def agreed_warmup(
+    session: Session, drafting: DraftPlan, asked: tuple[int | str | None, str, int]
+) -> tuple[Choice, int]:
+    """Steps to be made ready and tokens of the longest row, once all ranks were asked for the same.
+
+    Args:
+        asked: drafts of a step, sampler, and tokens of the longest row, as `warmup` takes them.
+
+    Raises:
+        ValueError: a value out of range.
+        UnsupportedOption: another rank was asked for something else, or refused it.
+        RuntimeError: a call or a handle goes on here.
+    """
+    drafts, sampler, length = asked
+
+    def make() -> tuple[Choice, int]:
+        longest = check_range("length", length, 0, session.settings.max_length)
+        return drafting.for_warmup(drafts, sampler), longest
+
+    with session.alone():
+        made, _ = session.ranks.agreed(make, lambda made: {"warm-up": (made[0].ks, sampler, made[1])}, starting=True)
+    return made
 
 
 def _decide_draft(draft: Checkpoint | HeadCheckpoint | None, ranks: Ranks, device: torch.device, dtype: Any) -> None:

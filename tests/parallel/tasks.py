@@ -72,6 +72,12 @@ def call_with(here: Rank, name: str, options_by_rank: list[dict[str, Any]]) -> l
     return text(here, name, options_by_rank[here.rank])
 
 
+def warm_up_with(here: Rank, name: str, arguments_by_rank: list[tuple[Any, ...]]) -> str:
+    """Steps made ready with other arguments on each rank."""
+    here.kept[name].warmup(*arguments_by_rank[here.rank])
+    return "ready"
+
+
 def open_with(here: Rank, options_by_rank: list[dict[str, Any]]) -> str:
     """A generator with other options on each rank."""
     return open_generator(here, "other", dict(options_by_rank[here.rank]))

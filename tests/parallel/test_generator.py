@@ -110,6 +110,12 @@ def test_an_argument_that_differs_on_one_rank_is_named_before_anything_is_launch
     first, second = two.run(tasks.call_with, "differs", [{}, {"top_p": 7.0}])
     assert "rank 1 refused what this rank would do: ValueError" in first
     assert second.startswith("ValueError: top_p")
+    for found in two.run(tasks.warm_up_with, "differs", [(1,), (2,)]):
+        assert "rank 1 was asked for another warm-up than rank 0" in found, found
+    first, second = two.run(tasks.warm_up_with, "differs", [(1,), (99,)])
+    assert "rank 1 refused what this rank would do: ValueError: num_speculative_tokens=99" in first
+    assert second.startswith("ValueError: num_speculative_tokens=99")
+    assert two.run(tasks.warm_up_with, "differs", [("auto",), ("auto",)]) == ["ready"] * 2
     assert two.run(tasks.text, "differs", {}) == one({"pair": pair}, [{}]) * 2, "it stays usable"
 
 

@@ -43,6 +43,16 @@ def settled(server: Running) -> None:
     assert session.engine.pages.num_free + session.engine.pages.num_idle == session.engine.pages.num_pages - 1
 
 
+def test_a_client_that_goes_before_its_body_is_no_error(server: Running, caplog: pytest.LogCaptureFixture) -> None:
+    sent = request_of(LONG)
+    with socket.create_connection(("127.0.0.1", server.port)) as gone:
+        gone.sendall(sent[:-5])
+    counted = 'fastspec_requests_total{status="499"}'
+    while counted not in get(server, "/metrics")[1]:
+        assert not [entry for entry in caplog.records if entry.exc_info], caplog.text
+    settled(server)
+
+
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_goes_frees_its_rows(server: Running, stream: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = post(server, {**TEXT, "max_tokens": 40})[1]["choices"]
