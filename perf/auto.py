@@ -24,7 +24,7 @@ from fastspec.adaptive.controller import AUTO, Controller
 from fastspec.sampling.rules import BLOCK
 from perf import records
 from perf.records import Row
-from perf.workload_models import Models, opened
+from perf.workload_models import Models, open_models
 from perf.workloads import WORKLOADS
 
 FIRST = "auto, first call"
@@ -180,7 +180,7 @@ def rows_of(grid: Grid, workload: str, device: str, say: Say = lambda _: None) -
     """The grid, cell by cell; a last row says what there was no time for."""
     start = time.monotonic()
     left = [(rate, batch) for rate in grid.rates for batch in grid.batches]
-    with opened(workload, acceptance=AGREEMENT, seed=SEED, device=device, say=say) as models:
+    with open_models(workload, acceptance=AGREEMENT, seed=SEED, device=device, say=say) as models:
         prompts = models.prompts(max(grid.batches), grid.prompt)
         for rate in grid.rates:
             if time.monotonic() - start > grid.seconds:

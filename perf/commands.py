@@ -18,7 +18,7 @@ from perf.e2e import Run, generator_of
 from perf.pairs import plant
 from perf.records import Row
 from perf.timing import read_ceiling
-from perf.workload_models import Models, opened
+from perf.workload_models import Models, open_models
 from perf.workloads import WORKLOADS, Bytes
 
 Rows = Iterator[list[Row]]
@@ -103,7 +103,7 @@ def one_pair(given: argparse.Namespace, *, save: bool = False) -> Iterator[tuple
     """The case that the options describe, its models, and what is run on them."""
     case = case_of(given)
     options = {"acceptance": given.acceptance, "seed": given.seed, "device": given.device}
-    with opened(case.workload, **options, save=save, say=say) as models:
+    with open_models(case.workload, **options, save=save, say=say) as models:
         yield case, models, suite.run_of(case, models, given.device)
 
 

@@ -24,7 +24,7 @@ from perf.e2e import Run, generator_of
 from perf.records import Row
 from perf.step_hooks import around_steps
 from perf.timing import event_time
-from perf.workload_models import batches_of, opened
+from perf.workload_models import batches_of, open_models
 
 SETTLE = 4  # steps before the first that is timed: prompts are passed and steps launched ahead by then
 CYCLES = 10**7  # of the pause that shows how long a cycle is
@@ -95,7 +95,7 @@ def serve(answer: Callable[[Row], None], requests: Any, given: argparse.Namespac
     """Opens the pair and a generator, says so, and then answers requests until they end."""
     with ExitStack() as stack:
         options = {"acceptance": given.acceptance, "seed": given.seed, "device": given.device}
-        models = stack.enter_context(opened(given.workload, **options))
+        models = stack.enter_context(open_models(given.workload, **options))
         work = batches_of(models.prompts(given.batch * given.calls, given.prompt), given.batch)
         run = models.run(work, new=given.new, ks=tuple(given.k), sampled=given.sampled, device=given.device)
         generator = stack.enter_context(generator_of(run, k=max(run.ks)))

@@ -30,7 +30,7 @@ from fastspec import FastSpecGenerator, GenerateOutput
 from perf.peers import FAILURES
 from perf.records import Row, private
 from perf.servers import Line, add_load, as_words, asked, ours, running, theirs, written
-from perf.workload_models import opened
+from perf.workload_models import open_models
 
 ROUNDS = 3  # after one that pays for captures
 ANSWER_SECONDS = 120.0
@@ -71,7 +71,7 @@ def command_serving(given: argparse.Namespace) -> Iterator[list[Row]]:
     """Many requests at once: generate, handles, our server and transformers'."""
     options = {"acceptance": given.acceptance, "seed": given.seed, "device": given.device}
     about = f"{given.workload}, {given.requests} prompts of {given.prompt}, {given.new} new, k = {given.drafts}"
-    with tempfile.TemporaryDirectory() as scratch, opened(given.workload, **options) as models:
+    with tempfile.TemporaryDirectory() as scratch, open_models(given.workload, **options) as models:
         prompts = models.prompts(given.requests, given.prompt)
         places = Path(scratch) / "target", Path(scratch) / "draft"
         target, draft = written(models.target, places[0]), written(models.draft, places[1])

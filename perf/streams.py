@@ -27,7 +27,7 @@ from typing import Any
 from perf.records import Row, private
 from perf.servers import Line, Running, add_load, as_words, copied, ours, running, theirs, written
 from perf.serving import let_go
-from perf.workload_models import SHIPPED, Models, opened
+from perf.workload_models import SHIPPED, Models, open_models
 
 ANSWER_SECONDS = 300.0
 LONGEST_LINE = 2**20  # bytes of an event
@@ -93,7 +93,7 @@ def command_servers(given: argparse.Namespace) -> Iterator[list[Row]]:
     """Our server and transformers' in turn, under many streaming clients at once."""
     options = {"acceptance": given.acceptance, "seed": given.seed, "device": given.device}
     about = f"{given.workload}, {given.requests} prompts of {given.prompt}, {given.new} new, greedy, streamed"
-    with tempfile.TemporaryDirectory() as scratch, opened(given.workload, **options) as models:
+    with tempfile.TemporaryDirectory() as scratch, open_models(given.workload, **options) as models:
         prompts = models.prompts(given.requests * (given.rounds + 1), given.prompt)
         target, draft = checkpoints(models, Path(scratch))
         texts = texts_of(models, prompts, target)

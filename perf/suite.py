@@ -15,7 +15,7 @@ from fastspec import FastSpecGenerator
 from perf import e2e, peers, phases
 from perf.cases import Case, by_pair, case_seconds, pair_seconds
 from perf.records import Row
-from perf.workload_models import Models, batches_of, opened
+from perf.workload_models import Models, batches_of, open_models
 from perf.workloads import Bytes
 
 Say = Callable[[str], None]
@@ -51,7 +51,7 @@ def measured(
         save = any(case.peers for case in chosen) and needs_disk(engines)
         with ExitStack() as stack:
             try:
-                pair = opened(workload, acceptance=acceptance, seed=seed, device=device, save=save, say=say)
+                pair = open_models(workload, acceptance=acceptance, seed=seed, device=device, save=save, say=say)
                 models = stack.enter_context(pair)
             except peers.FAILURES as error:
                 yield [failed(case, error, say) for case in chosen]

@@ -59,7 +59,7 @@ class Models:
 
 
 @contextmanager
-def opened(
+def open_models(
     workload: str,
     *,
     acceptance: float,

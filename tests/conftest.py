@@ -56,6 +56,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
         if item.get_closest_marker("slow") and not config.getoption("nightly"):
             item.add_marker(pytest.mark.skip(reason="long; runs with --nightly"))
+        if " at 0x" in item.nodeid:  # which differs between the processes that share the tests
+            raise pytest.UsageError(f"{item.nodeid} names an address; give the parameter an id")
     # of several processes none is then left alone with them at the end
     items.sort(key=lambda item: item.get_closest_marker("long") is None)
 

@@ -36,6 +36,7 @@ def report(launch: Launch, arch: int) -> dict[str, Any]:
         "constants": {name: value for name, value in launch.constants.items() if not isinstance(value, tuple)},
         "programs": math.prod(launch.grid),
         "registers": launch.options.get("maxnreg"),
+        "threads": 32 * code.metadata.num_warps,
         "shared": code.metadata.shared,
         "spills": spilled_bytes(code.asm["cubin"]),
         "one_by_one": one_by_one(ptx, arch),

@@ -42,7 +42,7 @@ SOFTCAP_SPILL = 32
 # long rows over K and V in 8 bits, heads of 64, with a window; so that two programs share a multiprocessor
 NARROW_SPILL = 192
 # heads of 512 in fp32, multiplied without tensor cores: not timed
-WIDE_HEAD_SPILL = 344
+WIDE_HEAD_SPILL = 360
 # of products whose K leaves single elements, so that every load is masked: by kernel, what is fused, rows of x and of
 # the weight in a tile
 RAGGED_SPILLS = {

@@ -231,7 +231,7 @@ def test_a_case_that_fails_keeps_its_row_and_the_others_go_on(tmp_path: Path, mo
     def no_pair(*_: Any, **__: Any) -> Any:
         raise ValueError("out of reach")
 
-    monkeypatch.setattr(suite, "opened", no_pair)
+    monkeypatch.setattr(suite, "open_models", no_pair)
     again = run_cli(tmp_path, "run", "--cases", "smoke", "--only", "tiny")
     assert [row["status"] for row in again[len(rows) :]] == ["failed: ValueError"]  # the second is recorded
 

@@ -20,7 +20,7 @@ from perf.recording import Event, merge, of_chrome
 from perf.records import ROOT, Row
 from perf.step_hooks import around_steps
 from perf.trace import analyse, faults, outermost
-from perf.workload_models import batches_of, opened
+from perf.workload_models import batches_of, open_models
 
 
 def traced_step(at: float, correlation: int, kernels: list[tuple[float, float]]) -> list[Row]:
@@ -266,7 +266,7 @@ def test_the_command_reads_an_export_and_without_nsys_says_who_recorded(
 
 
 def test_torch_profiler_sees_a_range_around_every_step(tmp_path: Path) -> None:
-    with opened("shipped", acceptance=0.78, seed=0, device="cpu") as models:
+    with open_models("shipped", acceptance=0.78, seed=0, device="cpu") as models:
         run = models.run(batches_of(models.prompts(1, 16), 1), new=40, ks=(2,), sampled=False, device="cpu")
         with generator_of(run, k=2) as generator:
             stream = phases.settled(generator, run, 2)

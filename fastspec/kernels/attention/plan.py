@@ -28,7 +28,8 @@ TMA_WARPS = 4  # of its CTA that multiply [WARPS]
 GATHER_WARPS = 4  # of a CTA of combine.py [GATHER_WARPS]
 FAN = 16  # partial sums that `_decode_kernel` combines at a time [FAN]
 
-MAX_REGISTERS = 255  # of a thread. Without this limit the assembler spills to keep one more CTA on an SM
+# of a thread, of eight warps at most: an SM has no more. Without this limit the assembler spills to keep one more CTA
+MAX_REGISTERS = 255
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,7 +215,7 @@ TILES = {
     (4, 64): Tiles(32, 16, 4, 1),
     (4, 128): Tiles(16, 16, 8, 1),
     (4, 256): Tiles(16, 16, 8, 1),
-    (4, 512): Tiles(16, 16, 16, 1),
+    (4, 512): Tiles(16, 16, 8, 1),
 }
 EARLY = {(2, 256)}  # tiles of kernels that read positions, writes and the table before their wait
 

@@ -297,8 +297,9 @@ def _tma_of(n: int, k: int, rows: int, split: Split, sms: int, whole: bool, gate
         group, rest = 2 * group, 0
     few, some = group + rest <= 64, group + rest <= SOME_ROWS
     splits = None
-    own = None if whole else ONE_CTA_PER_SM.get((n, k))
-    if own is not None and group + rest >= own[0]:
+    own = ONE_CTA_PER_SM.get((n, k))
+    at_once = own is not None and own[2] is None  # else K is split over CTAs
+    if own is not None and group + rest >= own[0] and (at_once or not (whole or gated)):
         weight_rows, splits, roomy = own[1], own[2] and min(own[2], split.pairwise), True
     elif n >= MANY_WEIGHT_ROWS:
         weight_rows, roomy = _balanced(n, 1, sms, few) if some else 128, not few

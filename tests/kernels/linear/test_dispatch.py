@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fastspec.kernels import reference
 from fastspec.kernels.common.weights import Weight
+from fastspec.kernels.linear import plan
 from tests.helpers.devices import devices
 from tests.helpers.gluon_simulator import simulated
 from tests.helpers.products import EPILOGUES, product_case, widened
@@ -200,6 +201,17 @@ def test_ways_are_added_up_in_groups(together: int, capability: tuple[int, int],
             ways = [product(torch.where(way == each, x, 0)) for each in range(8)]
             groups = [sum(ways[first + 1 : first + together], ways[first]) for first in range(0, 8, together)]
             assert torch.equal(product(x), sum(groups[1:], groups[0])), (rows, many, alone)
+
+
+@pytest.mark.parametrize("given", [{"gated": True}, {"whole": True}])
+def test_a_program_that_needs_whole_sums_makes_them(given: dict[str, bool]) -> None:
+    """No split of K over programs for a gate or the largest of a row's sums, whatever the tables of tiles say."""
+    for n, k in plan.ONE_CTA_PER_SM:
+        for rows in (9, 40, 100, 160):
+            for split in (None, plan.split_for((n, k), tree=True)):
+                tile = plan.tile_of(n, k, rows, plan.Gpu((9, 0), 132), **given, split=split)
+                assert isinstance(tile, plan.Tma)
+                assert tile.split_k is None, (n, k, rows)
 
 
 @pytest.mark.parametrize("late", [False, True])
