@@ -68,7 +68,7 @@ def checked_arguments(
             raise ValueError(f"{name} must be True or False, got None; leave it out for the default")
         if name in _FLAGS:
             flag(name, value)
-    alike = {"prefill_budget": modes.pop("prefill_budget", None)}  # of all ranks: it decides which passes there are
+    equal = {"prefill_budget": modes.pop("prefill_budget", None)}  # of all ranks: it decides which passes there are
     sizes: dict[str, Any] = {**options}
     revisions = sizes.pop("target_revision", None), sizes.pop("draft_revision", None)
     target_format, draft_format = sizes.pop("target_quantization", None), sizes.pop("draft_quantization", AUTO)
@@ -88,6 +88,6 @@ def checked_arguments(
         return found, drafter
 
     if ranks is not None and ranks.asked:
-        return agreed_settings(ranks, pair, alike, **sizes, **modes)
+        return agreed_settings(ranks, pair, equal, **sizes, **modes)
     found, drafter = pair()
     return found, drafter, settings_of(found, drafter, **sizes, **modes)

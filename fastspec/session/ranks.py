@@ -27,14 +27,14 @@ from fastspec.session.session import Session
 def agreed_settings(
     ranks: Ranks,
     pair: Callable[[], tuple[Checkpoint, Checkpoint | HeadCheckpoint | None]],
-    alike: Mapping[str, object],
+    equal: Mapping[str, object],
     **asked: Any,
 ) -> tuple[Checkpoint, Checkpoint | HeadCheckpoint | None, Settings]:
     """Target, draft and settings of one rank, on which all ranks agree: the rows are as long as all have room for.
 
     Args:
         pair: finds target and draft.
-        alike: further arguments of the constructor that must be equal on all ranks.
+        equal: further arguments of the constructor that must be equal on all ranks.
         **asked: as in `settings_of`.
 
     Raises:
@@ -60,7 +60,7 @@ def agreed_settings(
         return {
             "version of fastspec or torch": (sources(), torch.__version__),
             "checkpoint": models,
-            "option": (same, alike),
+            "option": (same, equal),
             "draft_tensor_parallel": ranks.split_draft,
         }
 
