@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -21,6 +21,21 @@ from fastspec.parallel.world import World
 T = TypeVar("T")
 REPLICATED, SPLIT = "replicated", "split"
 SYMMETRIC = (InvalidLogits, OutOfPages)  # raised by all ranks at the same place
+# fields of options by what `generate` calls them, where that is something else
+_CALLED = {
+    "stop_ids": "eos_token_id",
+    "across_prompt": "stop_across_prompt",
+    "padding": "pad_token_id",
+    "copies": "num_return_sequences",
+    "return_dict": "return_dict_in_generate",
+    "top_logprobs": "logprobs",
+    "seeded": "seed",
+    "auto": "num_speculative_tokens",
+    "draft_limit": "num_speculative_tokens",
+    "bias": "logit_bias or banned ids",
+    "allowed": "allowed_token_ids",
+    "grammar": "json_schema, regex or grammar",
+}
 
 
 class Row(Protocol):
@@ -159,7 +174,7 @@ class Ranks:
             rows, chosen = parts(made)
             seeded = chosen.seeded
             options = [row.options if seeded else replace(row.options, seed=0) for row in rows]
-            return {"prompts": [row.prompt for row in rows], "options": (options, replace(chosen, rows=()))}
+            return {"prompts": [row.prompt for row in rows], **_by_name(options, chosen)}
 
         def told(made: T) -> list[int]:
             return [row.options.seed for row in parts(made)[0]]
@@ -204,6 +219,19 @@ class Ranks:
         )
         head = f"; the head is whole on every rank, for {whole_head}" if whole_head else ""
         return f"{self.size}, this is {self.world.rank}; {same}; draft {draft}{head}"
+
+
+def _by_name(rows: Sequence[RowOptions], chosen: Options) -> dict[str, object]:
+    """Options of a call by what to call them in an error."""
+    found: dict[str, list[object]] = {}
+    for field in fields(chosen):
+        if field.name != "rows":
+            found.setdefault(_CALLED.get(field.name, field.name), []).append(getattr(chosen, field.name))
+    for field in fields(RowOptions):
+        values = [getattr(row, field.name) for row in rows]
+        same = all(value == values[0] for value in values)  # then another number of prompts is no difference here
+        found.setdefault(_CALLED.get(field.name, field.name), []).append(values[0] if same else values)
+    return {f"option {name}": values for name, values in found.items()}
 
 
 def place_of(device: torch.device) -> str:

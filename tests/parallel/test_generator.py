@@ -103,7 +103,9 @@ def test_an_argument_that_differs_on_one_rank_is_named_before_anything_is_launch
     two.run(tasks.open_generator, "differs", {"pair": pair, "tensor_parallel": 2})
     for options, named in (
         ([{"prompts": 1}, {"prompts": 2}], "rank 1 was asked for another prompts"),
-        ([{"top_k": 4, **tasks.SAMPLED}, tasks.SAMPLED], "rank 1 was asked for another options than rank 0"),
+        ([{"top_k": 4, **tasks.SAMPLED}, tasks.SAMPLED], "rank 1 was asked for another option top_k than rank 0"),
+        ([{}, {"prompts": 1, "logprobs": 2}], "another prompts and option logprobs than rank 0"),
+        ([{}, {"eos_token_id": [3]}], "another option eos_token_id than rank 0"),
     ):
         for found in two.run(tasks.call_with, "differs", options):
             assert named in found, found
