@@ -193,7 +193,9 @@ def test_steps_for_long_prompts_are_captured_ahead(pair: Pair) -> None:
     """`warmup` of a length has both kinds that calls of such rows may come to."""
     gen = pair.generator(page_size=16, batch=1)
     engine = replace(tiny_engine(batch=1, max_length=9000), runner=Recorder())
-    with mock.patch.object(gen._open(), "_scheduler", Scheduler(engine)), mock.patch.object(gen, "max_length", 9000):
+    session = gen._open()
+    longer = replace(session.settings, max_length=9000)
+    with mock.patch.object(session, "_scheduler", Scheduler(engine)), mock.patch.object(session, "settings", longer):
         gen.warmup(0, length=100)
         assert [shape.first_token for _, shape in engine.missing(1, {0}, GREEDY, None, 9000)] == [False, True]
         gen.warmup(0, length=9000)
