@@ -18,7 +18,6 @@ from fastspec.models.vocab import shared_vocab
 from fastspec.models.weights.sources import load_tokenizer
 from fastspec.output import GenerateOutput
 from fastspec.parallel.ranks import Ranks
-from fastspec.proposers.choose import check
 from fastspec.proposers.interface import Proposer
 from fastspec.runtime.build import PREFILL_BUDGET, build
 from fastspec.runtime.calibrate import CALIBRATION_TOKENS, Calibration
@@ -124,7 +123,6 @@ class FastSpecGenerator(OfOneProcess):
         tensor_parallel: int | str | None = None,
         draft_tensor_parallel: str | None = None,
     ) -> None:
-        check(proposer, with_draft=draft is not None)
         options: PlanOptions = {
             "proposer": proposer,
             "verification": verification,

@@ -77,18 +77,12 @@ class Ranks:
         Raises:
             UnsupportedOption: none of these, or there are not so many ranks.
         """
-        if draft not in (None, REPLICATED, SPLIT):
-            raise UnsupportedOption(
-                f"draft_tensor_parallel={draft!r} is not supported, wanted {REPLICATED!r} or {SPLIT!r}"
-            )
+        refused = _refusal(asked, draft)
         if asked is None:
-            if draft is not None:
-                raise UnsupportedOption(f"draft_tensor_parallel={draft!r} goes with tensor_parallel; give that, too")
+            if refused:
+                raise UnsupportedOption(refused)
             return cls.alone()
-        if isinstance(asked, bool) or asked not in ("auto", *SIZES):
-            numbers = ", ".join(map(str, SIZES))
-            raise UnsupportedOption(f"tensor_parallel={asked!r} is not supported, wanted 'auto' or one of {numbers}")
-        return cls(World.of(asked), True, None if draft is None else draft == SPLIT)
+        return cls(World.of(asked, refused=refused), True, None if draft is None else draft == SPLIT)
 
     @property
     def size(self) -> int:
@@ -219,6 +213,17 @@ class Ranks:
         )
         head = f"; the head is whole on every rank, for {whole_head}" if whole_head else ""
         return f"{self.size}, this is {self.world.rank}; {same}; draft {draft}{head}"
+
+
+def _refusal(asked: int | str | None, draft: str | None) -> str:
+    """Why these arguments of `Ranks.of` are no use; empty: they are."""
+    if draft not in (None, REPLICATED, SPLIT):
+        return f"draft_tensor_parallel={draft!r} is not supported, wanted {REPLICATED!r} or {SPLIT!r}"
+    if asked is None:
+        return "" if draft is None else f"draft_tensor_parallel={draft!r} goes with tensor_parallel; give that, too"
+    if isinstance(asked, bool) or asked not in ("auto", *SIZES):
+        return f"tensor_parallel={asked!r} is not supported, wanted 'auto' or one of {', '.join(map(str, SIZES))}"
+    return ""
 
 
 def _by_name(rows: Sequence[RowOptions], chosen: Options) -> dict[str, object]:

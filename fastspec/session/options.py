@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict
 
 import torch
@@ -15,6 +15,7 @@ from fastspec.models.heads.checkpoint import HeadCheckpoint
 from fastspec.models.weights.pair import resolve_pair
 from fastspec.models.weights.sources import Checkpoint
 from fastspec.parallel.ranks import Ranks
+from fastspec.proposers.choose import check
 from fastspec.proposers.interface import Proposer
 from fastspec.runtime.settings import Caches, Settings, settings_of
 from fastspec.sampling.rules import Verification
@@ -63,23 +64,17 @@ def checked_arguments(
     Raises:
         As the constructor.
     """
-    for name, value in {**options, **modes}.items():
-        if value is None and name in _FLAGS - {"graphs"}:  # None is no default here, and would be False
-            raise ValueError(f"{name} must be True or False, got None; leave it out for the default")
-        if name in _FLAGS:
-            flag(name, value)
     equal = {"prefill_budget": modes.pop("prefill_budget", None)}  # of all ranks: it decides which passes there are
     sizes: dict[str, Any] = {**options}
     revisions = sizes.pop("target_revision", None), sizes.pop("draft_revision", None)
     target_format, draft_format = sizes.pop("target_quantization", None), sizes.pop("draft_quantization", AUTO)
     of_heads = sizes.pop("feature_layers", None), sizes.pop("draft_vocab", None)
     sizes["caches"] = Caches(**{name: sizes.pop(name) for name in Caches._fields if name in sizes})
-    if draft is None and draft_format not in (None, AUTO):
-        raise UnsupportedOption(f"draft_quantization={draft_format!r}, and there is no draft; leave it out")
     chooses_format = draft_format == AUTO
     formats = target_format, None if chooses_format else draft_format
 
     def pair() -> tuple[Checkpoint, Checkpoint | HeadCheckpoint | None]:
+        _check(draft, options, modes)  # here, where other ranks are told of what this one refuses
         found, drafter = resolve_pair(target, draft, revisions, formats, *of_heads)
         if chooses_format:
             place = {name: sizes[name] for name in ("device", "dtype", "max_batch_size") if name in sizes}
@@ -91,3 +86,16 @@ def checked_arguments(
         return agreed_settings(ranks, pair, equal, **sizes, **modes)
     found, drafter = pair()
     return found, drafter, settings_of(found, drafter, **sizes, **modes)
+
+
+def _check(draft: Source | None, options: PlanOptions, modes: Mapping[str, Any]) -> None:
+    """Refuses what can be told from the arguments alone."""
+    check(options.get("proposer"), with_draft=draft is not None)
+    for name, value in {**options, **modes}.items():
+        if value is None and name in _FLAGS - {"graphs"}:  # None is no default here, and would be False
+            raise ValueError(f"{name} must be True or False, got None; leave it out for the default")
+        if name in _FLAGS:
+            flag(name, value)
+    rounded = options.get("draft_quantization")
+    if draft is None and rounded not in (None, AUTO):
+        raise UnsupportedOption(f"draft_quantization={rounded!r}, and there is no draft; leave it out")

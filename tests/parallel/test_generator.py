@@ -134,5 +134,15 @@ def test_a_generator_that_differs_on_one_rank_is_refused_by_all(pair: Pair, two:
     first, second = two.run(tasks.open_with, [same, {**same, "pair": ("/nowhere/at/all", None)}])
     assert "rank 1 refused" in first
     assert second.startswith("CheckpointError")
+    for wrong, error in (
+        ({"exact": None}, "ValueError: exact must be True or False"),
+        ({"draft_tensor_parallel": "halved"}, "UnsupportedOption: draft_tensor_parallel='halved' is not supported"),
+        ({"tensor_parallel": 4}, "UnsupportedOption: tensor_parallel=4, and there are 2 processes"),
+        ({"tensor_parallel": 3}, "UnsupportedOption: tensor_parallel=3 is not supported"),
+        ({"proposer": "draft"}, "ValueError: proposer str has no propose"),
+    ):  # what a rank can tell from its own arguments ends the others' wait, too
+        first, second = two.run(tasks.open_with, [same, {**same, **wrong}])
+        assert second.startswith(error), second
+        assert "rank 1 refused what this rank would do" in first, first
     # the shorter rows of one rank are those of all
     two.run(tasks.open_generator, "short", same)
