@@ -111,6 +111,12 @@ def test_a_comparison_finds_four_times_the_work() -> None:
     assert timing.compare(short, long, blocks=3).ratio == pytest.approx(4, rel=0.3)
 
 
+def test_no_row_of_the_results_is_there_twice() -> None:
+    for path in records.RESULTS.glob("*.jsonl"):
+        lines = path.read_text(encoding="utf-8").splitlines()
+        assert len(set(lines)) == len(lines), path.name
+
+
 def test_rows_come_back_and_name_the_software(tmp_path: Path) -> None:
     row = {"engine": "x", "tok_s": 1.5, **records.environment("cpu", commit="abc1234")}
     records.append(tmp_path / "rows.jsonl", row)
