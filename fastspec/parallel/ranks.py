@@ -77,12 +77,16 @@ class Ranks:
         Raises:
             UnsupportedOption: none of these, or there are not so many ranks.
         """
-        refused = _refusal(asked, draft)
         if asked is None:
-            if refused:
-                raise UnsupportedOption(refused)
+            _check(asked, draft, 1)
             return cls.alone()
-        return cls(World.of(asked, refused=refused), True, None if draft is None else draft == SPLIT)
+        ranks = cls(World.meet(), True, None if draft is None else draft == SPLIT)
+        try:  # once all have met, so that none waits for one that refuses
+            ranks.agreed(lambda: _check(asked, draft, ranks.size), lambda made: {}, starting=True)
+        except Exception:
+            ranks.close()
+            raise
+        return ranks
 
     @property
     def size(self) -> int:
@@ -215,15 +219,26 @@ class Ranks:
         return f"{self.size}, this is {self.world.rank}; {same}; draft {draft}{head}"
 
 
-def _refusal(asked: int | str | None, draft: str | None) -> str:
-    """Why these arguments of `Ranks.of` are no use; empty: they are."""
+def _check(asked: int | str | None, draft: str | None, size: int) -> None:
+    """Refuses arguments of `Ranks.of` that are no use, or not for that many ranks."""
     if draft not in (None, REPLICATED, SPLIT):
-        return f"draft_tensor_parallel={draft!r} is not supported, wanted {REPLICATED!r} or {SPLIT!r}"
-    if asked is None:
-        return "" if draft is None else f"draft_tensor_parallel={draft!r} goes with tensor_parallel; give that, too"
-    if isinstance(asked, bool) or asked not in ("auto", *SIZES):
-        return f"tensor_parallel={asked!r} is not supported, wanted 'auto' or one of {', '.join(map(str, SIZES))}"
-    return ""
+        raise UnsupportedOption(f"draft_tensor_parallel={draft!r} is not supported, wanted {REPLICATED!r} or {SPLIT!r}")
+    if asked is None and draft is not None:
+        raise UnsupportedOption(f"draft_tensor_parallel={draft!r} goes with tensor_parallel; give that, too")
+    if isinstance(asked, bool) or asked not in (None, "auto", *SIZES):
+        numbers = ", ".join(map(str, SIZES))
+        raise UnsupportedOption(f"tensor_parallel={asked!r} is not supported, wanted 'auto' or one of {numbers}")
+    if asked in (None, "auto", size):
+        return
+    if not dist.is_available() or not dist.is_initialized():
+        raise UnsupportedOption(
+            f"tensor_parallel={asked} needs {asked} processes, and this is one alone: start the script by "
+            f"torchrun --nproc-per-node {asked} script.py, or the command line by fastspec generate "
+            f"--tensor-parallel {asked}"
+        )
+    raise UnsupportedOption(
+        f"tensor_parallel={asked}, and there are {size} processes; pass {size} or 'auto', or start {asked}"
+    )
 
 
 def _by_name(rows: Sequence[RowOptions], chosen: Options) -> dict[str, object]:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fastspec.errors import RankFailed, UnsupportedOption
+from fastspec.errors import RankFailed
 from fastspec.parallel.monitor import LOST, Monitor
 
 PATIENCE = 20.0  # seconds that a rank may reach an exchange later than the others
@@ -51,34 +51,17 @@ class World:
         return cls(0, 1)
 
     @classmethod
-    def of(cls, asked: int | str, patience: float = PATIENCE, refused: str = "") -> World:
-        """The world that torchrun, or the caller, made.
-
-        Args:
-            asked: how many ranks there must be; "auto": as many as there are.
-            refused: why this rank cannot take part. All ranks meet first, so that none waits for one that cannot.
-
-        Raises:
-            UnsupportedOption: there are not so many, or this rank or another refuses.
-        """
-        launched = dist.is_available() and (dist.is_initialized() or dist.is_torchelastic_launched())
-        if launched and not dist.is_initialized():
+    def meet(cls, patience: float = PATIENCE) -> World:
+        """All processes that torchrun, or the caller, made; this one alone where nobody did."""
+        if not dist.is_available() or not (dist.is_initialized() or dist.is_torchelastic_launched()):
+            return cls.alone()
+        if not dist.is_initialized():
             dist.init_process_group("gloo", timeout=timedelta(seconds=STARTING))
-        size = dist.get_world_size() if launched else 1
-        refused = refused or _too_few_or_many(asked, size, launched)
+        rank, size = dist.get_rank(), dist.get_world_size()
         if size == 1:
-            if refused:
-                raise UnsupportedOption(refused)
             return cls.alone()
         group = dist.new_group(list(range(size)), backend="gloo", timeout=timedelta(seconds=STARTING))
-        world = cls(dist.get_rank(), size, group, patience)
-        told = world.gather_bytes(refused.encode(), STARTING)
-        if any(told):
-            world.close()
-            rank = next(rank for rank, each in enumerate(told) if each)
-            of_other = f"rank {rank} refused what this rank would do: {told[rank].decode()}"
-            raise UnsupportedOption(refused or of_other)
-        return world
+        return cls(rank, size, group, patience)
 
     def close(self) -> None:
         """Ends the signs of life. The group stays, for torch ends it with the process."""
@@ -221,16 +204,3 @@ class World:
             cause = f"the connection to another rank broke off, perhaps {self._monitor.slowest()}"
         self._failed = self._failed or cause or str(error).splitlines()[0]
         return RankFailed(f"{self._failed}. No rank can go on: end all processes and start them again")
-
-
-def _too_few_or_many(asked: int | str, size: int, launched: bool) -> str:
-    """Why so many processes are not what was asked for; empty: they are."""
-    if asked in (size, "auto"):
-        return ""
-    if not launched:
-        return (
-            f"tensor_parallel={asked} needs {asked} processes, and this is one alone: start the script by "
-            f"torchrun --nproc-per-node {asked} script.py, or the command line by fastspec generate "
-            f"--tensor-parallel {asked}"
-        )
-    return f"tensor_parallel={asked}, and there are {size} processes; pass {size} or 'auto', or start {asked}"

@@ -28,7 +28,7 @@ PROMPTS = ["def main(argv=None):", "import os\nclass A:", "for i in range(10):",
 
 def sums() -> None:
     """Sums and gathers are those of all ranks' tensors, launched and replayed, with hosts at different places."""
-    world = World.of("auto")
+    world = World.meet()
     device = torch.device("cuda", torch.cuda.current_device())
     over = OverDevices(world, device, LARGEST)
     own = torch.Generator(device).manual_seed(7 + world.rank)
@@ -110,7 +110,7 @@ def sums_with_norms() -> None:
     from fastspec.kernels.linear.rank_sums import sum_ranks_permuted
     from fastspec.kernels.linear.split_k import Parts, permuted_rows
 
-    world = World.of("auto")
+    world = World.meet()
     device = torch.device("cuda", torch.cuda.current_device())
     over = OverDevices(world, device, 200 * 4096)
     assert over.room is not None, over.describe()
@@ -163,7 +163,7 @@ def sums_with_norms() -> None:
 
 def few_sums() -> None:
     """Each way of an exchange once: one-shot, two-shot, of few rows and many."""
-    world = World.of("auto")
+    world = World.meet()
     device = torch.device("cuda", torch.cuda.current_device())
     shared, why = _room_of(world, device, elements_of(LARGEST, 0))
     assert shared is not None, why
