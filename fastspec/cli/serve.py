@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from contextlib import nullcontext
 from dataclasses import fields, replace
 from pathlib import Path
@@ -15,6 +14,7 @@ from fastspec.cli.errors import errors_in_one_line
 from fastspec.cli.imports import import_all
 from fastspec.cli.progress import Progress
 from fastspec.cli.ranks import follow, start_ranks, this_rank
+from fastspec.models.pairs import public_name
 
 if TYPE_CHECKING:
     from fastspec.server.service import Limits
@@ -104,10 +104,7 @@ def serve(
 
 def _name(target: str | None) -> str:
     """What clients call the model: "demo" for the shipped pair, a directory's name, or a Hub id."""
-    if target is None:
-        return "demo"
-    directory = Path(os.path.expanduser(target))
-    return directory.resolve().name if directory.exists() else target
+    return "demo" if target is None else public_name(target)
 
 
 def _key(given: str | None) -> str | None:

@@ -7,10 +7,8 @@ to the replicas, looks after their health and replaces those that die. Replicas 
 from __future__ import annotations
 
 import inspect
-import os
 from collections.abc import Mapping
 from dataclasses import fields
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from starlette.requests import Request
@@ -19,6 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from fastspec.errors import UnsupportedOption
 from fastspec.generator import FastSpecGenerator
+from fastspec.models.pairs import public_name
 from fastspec.server.app import app_of, check_api_key
 from fastspec.server.service import Limits, Service
 from fastspec.shapes import FULL
@@ -74,7 +73,7 @@ def deployment(
         "graceful_shutdown_timeout_s": min(_DRAIN, chosen.seconds),
     }
     made = serve.deployment(**{**usual, **ray_options, "ray_actor_options": actor})(Replica)
-    return made.bind(target, draft, name or _name(target), api_key, chosen, options)
+    return made.bind(target, draft, name or public_name(target), api_key, chosen, options)
 
 
 class Replica:
@@ -141,9 +140,3 @@ def _check(options: Mapping[str, Any], limits: Mapping[str, float]) -> None:
             raise UnsupportedOption(
                 f"{what} {', '.join(unknown)} are not known, wanted some of {', '.join(sorted(wanted))}"
             )
-
-
-def _name(target: str) -> str:
-    """A directory's name, or a Hub id."""
-    directory = Path(os.path.expanduser(target))
-    return directory.resolve().name if directory.exists() else target

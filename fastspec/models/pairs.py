@@ -247,6 +247,12 @@ def suggestion(*models: str) -> str:
     return ""
 
 
+def public_name(model: str) -> str:
+    """What others call a model: a directory's name, or its Hub id."""
+    directory = Path(os.path.expanduser(model))
+    return directory.resolve().name if directory.exists() else model
+
+
 def refuse_strangers(target: str, draft: str) -> None:
     """Refuses two Hub ids that have different tokenizers by the table, before either is downloaded.
 

@@ -37,9 +37,8 @@ from fastspec.step import StepModules, prefill, step
 from fastspec.torch_settings import shielded, using_threads
 
 _MEANS = 3  # taken of each time that is measured
-_LARGEST_CAPTURED = (
-    1024  # tokens of a prefill pass: a larger one keeps the device busy for longer than its launches take
-)
+# tokens of a prefill pass: a larger one keeps the device busy for longer than its launches take
+_LARGEST_CAPTURED = 1024
 _LEAST_ROOM = 1024  # positions that the smallest captured steps have room for
 _ROOM_GROWTH = 4  # the next larger kind of captured steps has room for so many times the positions
 _USUAL_LENGTH = 256  # tokens of a row, where a step is timed before there are rows

@@ -28,7 +28,7 @@ from fastspec.session.messages import Joining, Leaving, Message
 
 
 class RequestNumbers:
-    """RequestNumbers of the requests that have not ended: all ranks number them alike, as they join."""
+    """Numbers of the requests that have not ended: all ranks number them alike, as they join."""
 
     def __init__(self) -> None:
         self._next = 0
@@ -36,7 +36,7 @@ class RequestNumbers:
         self._requests: dict[int, Request] = {}
 
     def add(self, request: Request) -> None:
-        """RequestNumbers a request that joins."""
+        """Numbers a request that joins."""
         self._of[request], self._requests[self._next] = self._next, request
         self._next += 1
 

@@ -336,15 +336,12 @@ class Session:
     def stats(self, call: PreparedCall, start: float, end: float) -> Stats:
         """What a call has done, and how long it took: times of `time.perf_counter`."""
         rows, choice = tuple(request.stats() for request in call.requests), self.drafting.for_call(call.options)
-        synthetic, threads = (
-            synthetic_name(self.settings.verification),
-            self._scheduler and self._scheduler.engine.threads,
-        )
+        threads = self._scheduler and self._scheduler.engine.threads
         return Stats.of(
             rows,
             choice.k,
             end - start,
-            synthetic=synthetic,
+            synthetic=synthetic_name(self.settings.verification),
             auto=choice.note,
             exact=self.settings.exact,
             threads=threads.now if threads else None,

@@ -97,8 +97,4 @@ def test_kernels_exchange_between_processes() -> None:
     command = [sys.executable, "-m", "tests.helpers.exchange_ranks"]
     done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
-    assert done.stdout.splitlines() == [
-        "sums and gathers 2",
-        "sums and gathers 4",
-        "not numbers 2",
-    ]
+    assert done.stdout.splitlines() == ["sums and gathers 2", "sums and gathers 4", "not numbers 2"]
