@@ -23,7 +23,7 @@ tested = $(shell sed -n 's/^\#: \($(1)==.*\)/\1/p' constraints.txt)
 KEY := $(shell printf '%s' '$(TORCH)|$(TRITON)|$(CONSTRAINTS)|$(PIP_ARGS)|$(CURDIR)' | cksum | cut -d' ' -f1)
 missing = $(PY) -c 'import sys; from importlib.util import find_spec; print(*(n for n in sys.argv[1:] if not find_spec(n)))' $(1)
 PARALLEL = $$([ -n "$$($(call missing,xdist))" ] || echo '-n auto --maxprocesses=4 --dist worksteal')
-QUICK := $(addprefix tests/,house kv_cache inputs text adaptive sampling step runtime/test_generator.py runtime/test_sizes_and_advice.py)
+QUICK := $(addprefix tests/,house kv_cache inputs text adaptive sampling step scheduling/test_generator.py engine/test_sizes_and_advice.py)
 
 .PHONY: help demo test test-quick test-integrations lint unit docs newest format clean
 help:

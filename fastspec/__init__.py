@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from fastspec.output import GenerateOutput, Stats
     from fastspec.proposers.deterministic import DeterministicProposer
     from fastspec.proposers.ngram import NGram
-    from fastspec.runtime.calibrate import Calibration
     from fastspec.sampling.rules import SyntheticAcceptance
+    from fastspec.scheduling.calibrate import Calibration
 
 __version__ = "0.1.0"
 __all__ = [
@@ -43,7 +43,7 @@ __all__ = [
 ]
 
 _LAZY = {
-    "Calibration": "fastspec.runtime.calibrate",
+    "Calibration": "fastspec.scheduling.calibrate",
     "DeterministicProposer": "fastspec.proposers.deterministic",
     "FastSpecGenerator": "fastspec.generator",
     "GenerateOutput": "fastspec.output",

@@ -12,30 +12,30 @@ import torch
 from torch import Tensor
 
 from fastspec.adaptive.controller import AUTO
+from fastspec.distributed.agreed import agreed_warmup
+from fastspec.distributed.following import Reader
+from fastspec.distributed.ranks import Ranks
+from fastspec.engine.arguments import PlanOptions, Source, checked_arguments
+from fastspec.engine.build import PREFILL_BUDGET, build
+from fastspec.engine.explain import break_even_advice, explain
+from fastspec.engine.memory import MemoryPlan
+from fastspec.engine.settings import announce
+from fastspec.engine.warmup import compilers_for, filling
 from fastspec.errors import InvalidLogits
 from fastspec.grammar.library import Grammars
+from fastspec.models.checkpoints.sources import load_tokenizer
 from fastspec.models.vocab import shared_vocab
-from fastspec.models.weights.sources import load_tokenizer
 from fastspec.output import GenerateOutput
-from fastspec.parallel.ranks import Ranks
 from fastspec.proposers.interface import Proposer
-from fastspec.runtime.build import PREFILL_BUDGET, build
-from fastspec.runtime.calibrate import CALIBRATION_TOKENS, Calibration
-from fastspec.runtime.draft_plan import DraftPlan
-from fastspec.runtime.explain import break_even_advice, explain
-from fastspec.runtime.memory import MemoryPlan
-from fastspec.runtime.scheduler import Scheduler
-from fastspec.runtime.settings import announce
-from fastspec.runtime.warmup import compilers_for, filling
 from fastspec.sampling.rules import BLOCK, Verification, announce_synthetic
-from fastspec.session import calls
-from fastspec.session.following import Reader
-from fastspec.session.format_trial import trial_of
-from fastspec.session.handle import Handle
-from fastspec.session.one_process import OfOneProcess
-from fastspec.session.options import PlanOptions, Source, checked_arguments
-from fastspec.session.ranks import agreed_warmup
-from fastspec.session.session import Session
+from fastspec.scheduling import calls
+from fastspec.scheduling.calibrate import CALIBRATION_TOKENS, Calibration
+from fastspec.scheduling.draft_length import DraftPlan
+from fastspec.scheduling.format_trial import trial_of
+from fastspec.scheduling.handle import Handle
+from fastspec.scheduling.one_process import OfOneProcess
+from fastspec.scheduling.scheduler import Scheduler
+from fastspec.scheduling.session import Session
 from fastspec.shapes import GREEDY
 from fastspec.torch_settings import shielded
 

@@ -34,7 +34,9 @@ LEAST_ROUNDS = 5
 SHARP, BLUNT = 0.05, 0.10  # with a limit above the first more rounds are made; above the second nothing is decided
 # standard error of a median over the interquartile range, for samples that are about normal
 MEDIAN_ERROR = math.sqrt(math.pi / 2) / 1.349
-QUICK_TESTS = "python -m pytest -q -x -p no:cacheprovider tests/sampling/test_verify.py tests/runtime/test_generator.py"
+QUICK_TESTS = (
+    "python -m pytest -q -x -p no:cacheprovider tests/sampling/test_verify.py tests/scheduling/test_generator.py"
+)
 
 
 class Refused(SystemExit):

@@ -25,9 +25,9 @@ import torch
 from fastspec.kernels.common.rounding import FORMATS
 from fastspec.kernels.ops import Ops
 from fastspec.kernels.select import ops_for
-from fastspec.models.weights.load import DecoderWeights, load_weights, planned_bytes
-from fastspec.models.weights.pair import resolve_pair
-from fastspec.models.weights.sources import Checkpoint
+from fastspec.models.checkpoints.load import DecoderWeights, load_weights, planned_bytes
+from fastspec.models.checkpoints.pair import resolve_pair
+from fastspec.models.checkpoints.sources import Checkpoint
 from perf import records
 from perf.pairs import unplanted
 from perf.records import Row

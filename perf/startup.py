@@ -39,10 +39,10 @@ times = {"begun": time.time()}
 import torch
 times["torch"] = time.time()
 from fastspec import FastSpecGenerator
-from fastspec.models.weights.loader import Loader
-from fastspec.parallel.ranks import Ranks
-from fastspec.parallel.world import World
-from fastspec.runtime.engine import Engine
+from fastspec.models.checkpoints.loader import Loader
+from fastspec.distributed.ranks import Ranks
+from fastspec.distributed.world import World
+from fastspec.engine.engine import Engine
 times["imported"] = time.time()
 took = dict.fromkeys(("meet", "exchange", "read", "compile", "wait", "capture"), 0.0)
 def timed(owner, name, part, builds=False):

@@ -10,7 +10,7 @@ from unittest import mock
 from fastspec import FastSpecGenerator
 
 if TYPE_CHECKING:  # the gate also measures older trees, which have this class elsewhere
-    from fastspec.runtime.engine import Engine
+    from fastspec.engine.engine import Engine
 
 
 def engine_of(generator: FastSpecGenerator) -> Engine:

@@ -24,7 +24,7 @@ def quantize(
     Matrices are rounded to nearest, without calibration data. As a draft such a copy changes no text; as a target it
     is another model.
     """
-    from fastspec.models.weights.quantised.write import write_quantised
+    from fastspec.models.checkpoints.quantised.write import write_quantised
 
     with errors_in_one_line(), Progress() as progress:
         write_quantised(source, destination, form, revision=revision, tell=lambda file: progress.stage(f"file {file}"))

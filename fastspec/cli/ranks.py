@@ -133,7 +133,7 @@ def _check(count: int, device: str | None) -> None:
     """Refuses what each rank would refuse, before any is started."""
     import torch
 
-    from fastspec.parallel.slices import SIZES
+    from fastspec.distributed.slices import SIZES
 
     refused = None
     there = torch.cuda.device_count()

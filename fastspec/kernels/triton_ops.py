@@ -27,19 +27,19 @@ from fastspec.kernels.experts.route import route as route_rows
 from fastspec.kernels.experts.route import route_normed as route_normed_rows
 from fastspec.kernels.feed_rows import feed_rows
 from fastspec.kernels.joined import joined_norms as join_rows
-from fastspec.kernels.linear.argmax import packed_argmax
-from fastspec.kernels.linear.dispatch import packed_linear
-from fastspec.kernels.linear.launches import reads_raised
-from fastspec.kernels.linear.layer_tail import layer_tail as packed_layer_tail
-from fastspec.kernels.linear.layer_tail import runs_on_tma
-from fastspec.kernels.linear.plan import supported
-from fastspec.kernels.linear.portable.products import tile_argmax, tile_linear
-from fastspec.kernels.linear.prefill import prefill_linear
-from fastspec.kernels.linear.quantised.plan import MAX_ROWS
-from fastspec.kernels.linear.quantised.prompts import prefill_quantised
 from fastspec.kernels.norm import add_norm as add_norm_rows
 from fastspec.kernels.norm import norm as norm_rows
 from fastspec.kernels.ops import Ops
+from fastspec.kernels.product.argmax import packed_argmax
+from fastspec.kernels.product.dispatch import packed_linear
+from fastspec.kernels.product.launch import reads_raised
+from fastspec.kernels.product.layer_tail import layer_tail as packed_layer_tail
+from fastspec.kernels.product.layer_tail import runs_on_tma
+from fastspec.kernels.product.plan import supported
+from fastspec.kernels.product.portable.products import tile_argmax, tile_linear
+from fastspec.kernels.product.prefill import prefill_linear
+from fastspec.kernels.product.quantised.plan import MAX_ROWS
+from fastspec.kernels.product.quantised.prompts import prefill_quantised
 from fastspec.kernels.recurrent.dispatch import delta_rule
 from fastspec.kernels.recurrent.gated_norm import gated, gated_norm
 from fastspec.kernels.reference.layer import Layer, Reduce

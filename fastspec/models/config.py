@@ -104,7 +104,7 @@ class ModelSpec:
 
     @property
     def divided(self) -> dict[str, int]:
-        """Sizes that several ranks divide among them beside heads; see `parallel.slices.Sizes`."""
+        """Sizes that several ranks divide among them beside heads; see `distributed.slices.Sizes`."""
         found = {"intermediate_size": self.intermediate_size}
         for plan in self.plans:
             if plan.experts is not None:

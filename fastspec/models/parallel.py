@@ -8,19 +8,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fastspec.distributed.exchange import Exchange, Sums, tree_sum
+from fastspec.distributed.slices import Cut, Share
 from fastspec.kernels import reference
 from fastspec.kernels.common.experts import ExpertWeights
 from fastspec.kernels.common.weights import Weight
 from fastspec.kernels.ops import Ops
 from fastspec.kernels.reference.linear import PartKeys
 from fastspec.kv_cache.cache import PagedKVCache
+from fastspec.models.checkpoints.load import DecoderWeights, LayerWeights
+from fastspec.models.checkpoints.sliced import Sliced
 from fastspec.models.config import ModelSpec
 from fastspec.models.decoder import Decoder
 from fastspec.models.families.plan import LayerPlan
-from fastspec.models.weights.load import DecoderWeights, LayerWeights
-from fastspec.models.weights.sliced import Sliced
-from fastspec.parallel.exchange import Exchange, Sums, tree_sum
-from fastspec.parallel.slices import Cut, Share
 from fastspec.shapes import Tiling
 
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final
 
 from fastspec.errors import UnsupportedModel
+from fastspec.models.checkpoints.shards import ShardTensors
 from fastspec.models.families import FAMILIES
-from fastspec.models.weights.shards import ShardTensors
 
 if TYPE_CHECKING:
     from pathlib import Path

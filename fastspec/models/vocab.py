@@ -8,18 +8,18 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
+from fastspec.models.checkpoints.shards import read_json
+from fastspec.models.checkpoints.sources import TOKENIZER_CONFIG, load_tokenizer
 from fastspec.models.heads.checkpoint import HeadCheckpoint
 from fastspec.models.pairs import suggestion
 from fastspec.models.remote_code import refuse_remote_code
-from fastspec.models.weights.shards import read_json
-from fastspec.models.weights.sources import TOKENIZER_CONFIG, load_tokenizer
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from transformers import PreTrainedTokenizerBase
 
-    from fastspec.models.weights.sources import Checkpoint
+    from fastspec.models.checkpoints.sources import Checkpoint
 
 _TOKENIZER: Final = "tokenizer.json"
 _FILES: Final = (

@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from fastspec.session.handle import Handle
+from fastspec.scheduling.handle import Handle
 from fastspec.text.text_stream import TextStream
 
 

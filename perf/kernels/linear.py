@@ -23,8 +23,8 @@ from torch import Tensor
 
 from fastspec.kernels.common.launch import has_pdl
 from fastspec.kernels.common.weights import Weight
-from fastspec.kernels.linear.argmax import packed_argmax
-from fastspec.kernels.linear.dispatch import packed_linear
+from fastspec.kernels.product.argmax import packed_argmax
+from fastspec.kernels.product.dispatch import packed_linear
 from fastspec.kernels.triton_ops import TRITON_OPS
 from fastspec.shapes import UNTILED
 from perf import timing

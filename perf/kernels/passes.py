@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from fastspec import FastSpecGenerator, NGram
-from fastspec.runtime.engine import Engine
+from fastspec.engine.engine import Engine
 from fastspec.shapes import GREEDY, blocks
 from fastspec.state import RUNNING
 from fastspec.step import score

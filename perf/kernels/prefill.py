@@ -20,8 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastspec.kernels.common.weights import Weight
-from fastspec.kernels.linear import prefill_sm90 as hopper
-from fastspec.kernels.linear.prefill import prefill_linear
+from fastspec.kernels.product import prefill_sm90 as hopper
+from fastspec.kernels.product.prefill import prefill_linear
 from perf import timing
 
 GPU_ONLY = True  # for perf.bench

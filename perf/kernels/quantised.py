@@ -23,11 +23,11 @@ from fastspec.kernels.common.codes import CodesKind
 from fastspec.kernels.common.compilers import Compilers
 from fastspec.kernels.common.launch import compiling
 from fastspec.kernels.common.weights import Weight
-from fastspec.kernels.linear.dispatch import packed_linear
-from fastspec.kernels.linear.launches import reads_raised
-from fastspec.kernels.linear.prefill import prefill_linear
-from fastspec.kernels.linear.quantised.plan import WIDE_FROM
-from fastspec.kernels.linear.quantised.prompts import prefill_quantised
+from fastspec.kernels.product.dispatch import packed_linear
+from fastspec.kernels.product.launch import reads_raised
+from fastspec.kernels.product.prefill import prefill_linear
+from fastspec.kernels.product.quantised.plan import WIDE_FROM
+from fastspec.kernels.product.quantised.prompts import prefill_quantised
 from fastspec.kernels.triton_ops import TRITON_OPS
 from fastspec.shapes import UNTILED
 from perf import records, timing

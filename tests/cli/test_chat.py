@@ -13,7 +13,7 @@ from fastspec import FastSpecGenerator
 from fastspec.cli.app import app
 from fastspec.cli.chat import Conversation, _lines
 from fastspec.errors import InvalidLogits
-from fastspec.session.handle import Handle
+from fastspec.scheduling.handle import Handle
 from tests.helpers.services import opened, small_pair
 
 pytestmark = pytest.mark.filterwarnings("ignore:drafting does not pay")

@@ -26,7 +26,7 @@ from fastspec.cli.doctor import (
     release,
 )
 from fastspec.cli.probes import THIS_MACHINE, Check, Gpu, Probes, kernel_difference, self_check, without_bytecode
-from fastspec.models.weights.quantised.configs import SUPPORTED, UNSUPPORTED
+from fastspec.models.checkpoints.quantised.configs import SUPPORTED, UNSUPPORTED
 from fastspec.output import RowStats, Stats
 
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="Triton ships for Linux only")

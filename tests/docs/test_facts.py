@@ -54,7 +54,7 @@ def test_the_map_has_every_room() -> None:
 
 
 def test_the_guide_has_every_line_of_explain() -> None:
-    source = (ROOT / "fastspec/runtime/explain.py").read_text(encoding="utf-8")
+    source = (ROOT / "fastspec/engine/explain.py").read_text(encoding="utf-8")
     titles = set(re.findall(r'"([a-z]+) {2,}', source))
     table = (ROOT / "docs/guides/explain.md").read_text(encoding="utf-8").split("In `stats`")[0]
     rows = {name for row in re.findall(r"^\| (`.*?) \|", table, re.MULTILINE) for name in re.findall(r"`(\w+)`", row)}

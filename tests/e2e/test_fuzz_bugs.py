@@ -11,12 +11,11 @@ from hypothesis import Phase, settings
 from hypothesis.errors import Flaky
 
 from fastspec.graphs.results import RowResult
-from fastspec.runtime import admission
-from fastspec.runtime.request import Request
 from fastspec.sampling import processors, verify
 from fastspec.sampling.rules import BLOCK, COUPLED
-from fastspec.session import calls
-from fastspec.session.loop import Loop
+from fastspec.scheduling import admission, calls
+from fastspec.scheduling.loop import Loop
+from fastspec.scheduling.requests import Request
 from fastspec.state import IDLE, DecodeState
 from fastspec.text.stop_strings import StopWatch
 from tests.e2e.test_fuzz import fuzz, fuzz_calls

@@ -15,13 +15,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from fastspec import DeterministicProposer, FastSpecGenerator, GenerateOutput, UnsupportedOption
+from fastspec.distributed.slices import check_divides
+from fastspec.engine.engine import Engine
 from fastspec.inputs.row_options import RowOptions
+from fastspec.models.checkpoints.sources import resolve
 from fastspec.models.decoder import Decoder
-from fastspec.models.weights.sources import resolve
-from fastspec.parallel.slices import check_divides
-from fastspec.runtime.engine import Engine
-from fastspec.runtime.request import Call, Request, lengths_of
-from fastspec.runtime.scheduler import Scheduler
+from fastspec.scheduling.requests import Call, Request, lengths_of
+from fastspec.scheduling.scheduler import Scheduler
 from fastspec.shapes import GREEDY
 from tests.helpers.checkpoints import make_checkpoint
 from tests.helpers.fuzzing import CI, NIGHTLY

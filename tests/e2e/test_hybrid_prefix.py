@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from fastspec import FastSpecGenerator, GenerateOutput
+from fastspec.engine.engine import Engine
 from fastspec.inputs.row_options import RowOptions
 from fastspec.models.interface import states_of
-from fastspec.runtime.engine import Engine
-from fastspec.runtime.request import Call, Request
-from fastspec.runtime.scheduler import Scheduler
+from fastspec.scheduling.requests import Call, Request
+from fastspec.scheduling.scheduler import Scheduler
 from fastspec.shapes import GREEDY
 from tests.helpers.hybrid import VOCAB, make_hybrid
 from tests.helpers.mtp import add_to, random_mtp, stored_names

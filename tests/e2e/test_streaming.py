@@ -11,8 +11,8 @@ import torch
 from transformers import TextIteratorStreamer, TextStreamer
 
 from fastspec import FastSpecGenerator, demo_pair
-from fastspec.runtime.prefill_queue import PrefillQueue
-from fastspec.runtime.scheduler import Scheduler
+from fastspec.scheduling.prefill import PrefillQueue
+from fastspec.scheduling.scheduler import Scheduler
 from fastspec.text.text_stream import TextStream
 from tests.helpers.devices import devices
 

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import pytest
 
 from fastspec.adaptive.controller import Controller, Observation, StepContext
+from fastspec.engine.engine import Engine
 from fastspec.inputs.options import RowOptions
-from fastspec.runtime.engine import Engine
-from fastspec.runtime.request import Request
+from fastspec.scheduling.requests import Request
 from fastspec.shapes import GREEDY
 from tests.helpers.devices import needs_idle_gpu
 from tests.helpers.scheduling import run_all

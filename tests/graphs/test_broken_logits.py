@@ -13,7 +13,7 @@ from fastspec.shapes import FULL, GREEDY
 from tests.helpers.checkpoints import make_model
 from tests.helpers.devices import devices
 from tests.helpers.tiny import capture_all, tiny_engine
-from tests.runtime.test_sampler_scheduler import ROWS, options, poisoned, prompts, run, texts
+from tests.scheduling.test_sampler_scheduler import ROWS, options, poisoned, prompts, run, texts
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:the tokenizers of:UserWarning"),  # the models have none

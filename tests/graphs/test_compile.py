@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
+from fastspec.engine.engine import Engine
 from fastspec.inputs.options import RowOptions
 from fastspec.kernels.attention import dispatch
-from fastspec.runtime.engine import Engine
-from fastspec.runtime.request import Request
+from fastspec.scheduling.requests import Request
 from fastspec.shapes import FULL, GREEDY, UNTILED
 from tests.helpers.compiled import compiled_engine, graphs_compiled
 from tests.helpers.scheduling import run_all

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from fastspec import FastSpecGenerator
+from fastspec.engine.engine import Engine
 from fastspec.inputs.row_options import RowOptions
 from fastspec.models.interface import states_of
 from fastspec.output import GenerateOutput
-from fastspec.runtime.engine import Engine
-from fastspec.runtime.request import Request
+from fastspec.scheduling.requests import Request
 from fastspec.shapes import GREEDY
 from tests.helpers.hybrid import VOCAB, make_hybrid
 from tests.helpers.mtp import add_to, random_mtp, stored_names

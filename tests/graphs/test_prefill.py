@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from fastspec.engine.engine import Engine
 from fastspec.inputs.options import RowOptions
-from fastspec.runtime import admission
-from fastspec.runtime.engine import Engine
-from fastspec.runtime.prefill_queue import PrefillQueue
-from fastspec.runtime.request import Call, Request, lengths_of
-from fastspec.runtime.scheduler import Scheduler
+from fastspec.scheduling import admission
+from fastspec.scheduling.prefill import PrefillQueue
+from fastspec.scheduling.requests import Call, Request, lengths_of
+from fastspec.scheduling.scheduler import Scheduler
 from fastspec.shapes import GREEDY, chunks_of
 from fastspec.state import DecodeState
 from tests.helpers.devices import devices

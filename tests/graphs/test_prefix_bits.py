@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from fastspec import FastSpecGenerator
+from fastspec.engine.engine import Engine
 from fastspec.kernels import triton_ops
-from fastspec.kernels.linear.dispatch import packed_linear
+from fastspec.kernels.product.dispatch import packed_linear
 from fastspec.output import GenerateOutput
-from fastspec.runtime import admission
-from fastspec.runtime.engine import Engine
+from fastspec.scheduling import admission
 from tests.graphs.test_text_bits import VOCAB, small_gap_pair
 
 pytestmark = [

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from fastspec import FastSpecGenerator, GenerateOutput, demo_pair
+from fastspec.engine.engine import Engine
 from fastspec.inputs.options import RowOptions
-from fastspec.runtime.engine import Engine
-from fastspec.runtime.request import Request
+from fastspec.scheduling.requests import Request
 from fastspec.shapes import FULL, GREEDY
 from fastspec.state import DecodeState
 from tests.helpers.scheduling import run_all

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from fastspec.engine.engine import Engine
 from fastspec.inputs.options import RowOptions
-from fastspec.runtime.engine import Engine
-from fastspec.runtime.request import Request
-from fastspec.runtime.scheduler import Scheduler
+from fastspec.scheduling.requests import Request
+from fastspec.scheduling.scheduler import Scheduler
 from fastspec.shapes import GREEDY
 from tests.helpers.scheduling import run_all
 from tests.helpers.steady import calls_of, check_nothing_waits_or_allocates, check_one_launch, waits_raise

@@ -14,9 +14,9 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from fastspec import FastSpecGenerator, demo_pair
+from fastspec.engine.engine import Engine
 from fastspec.kernels.common import launch as device
 from fastspec.output import GenerateOutput
-from fastspec.runtime.engine import Engine
 from fastspec.shapes import GREEDY, chunks_of
 from fastspec.state import RUNNING
 from fastspec.step import prefill, score

@@ -8,10 +8,10 @@ from typing import Any
 
 from torch._dynamo.utils import counters
 
+from fastspec.engine.engine import Engine
 from fastspec.kernels.compiled_ops import compiled
 from fastspec.models.compiled import CompiledDecoder
 from fastspec.proposers.draft_model import DraftModel
-from fastspec.runtime.engine import Engine
 from fastspec.shapes import UNTILED
 from fastspec.step import StepModules
 from tests.helpers.tiny import tiny_engine

@@ -14,11 +14,11 @@ from collections.abc import Callable
 
 import torch
 
+from fastspec.distributed.exchange import add_rounded, tree_sum
 from fastspec.kernels import exchange_kernels
 from fastspec.kernels.exchange import exchange_added, exchange_gather, exchange_largest
 from fastspec.kernels.reference import keys_of
 from fastspec.kernels.room import ALL, BLOCK, EMPTY, Room
-from fastspec.parallel.exchange import add_rounded, tree_sum
 
 CONTEXT = multiprocessing.get_context("fork")
 # rows, split-K parts, elements from which a sum is two-shot

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fastspec.kernels.linear import plan
+from fastspec.kernels.product import plan
 from tests.helpers.gluon_language import group_mma, language_module, mma
 from tests.helpers.gluon_machine import MACHINE, Barrier, BarrierLayout, Described, engine_copy, pointer_to
 from tests.helpers.gluon_values import Number
@@ -32,16 +32,16 @@ MODULES = [
     "k_steps",
     "epilogue",
     "quantised/conversion",
-    "small_m",
-    "large_m",
+    "few_rows",
+    "many_rows",
     "tma_sm90",
     "norm",
     "split_k",
-    "launches",
+    "launch",
     "quantised/loads",
-    "quantised/small_m",
+    "quantised/few_rows",
     "quantised/wide_sm90",
-    "quantised/launches",
+    "quantised/launch",
     "layer_tail",
     "dispatch",
     "argmax",
@@ -141,10 +141,10 @@ def _loaded(stems: list[str]) -> Iterator[list[Any]]:
 
 @contextmanager
 def simulated(capability: tuple[int, int] = (9, 0), late: bool = True) -> Iterator[SimpleNamespace]:
-    """The modules of kernels/linear by name, run by stand-ins, as on a GPU of `capability`."""
-    with _loaded([f"linear/{name}" for name in MODULES]) as modules:
+    """The modules of kernels/product by name, run by stand-ins, as on a GPU of `capability`."""
+    with _loaded([f"product/{name}" for name in MODULES]) as modules:
         loaded = dict(zip([name.replace("/", "_") for name in MODULES], modules, strict=True))
-        for name in ("launches", "quantised_launches"):
+        for name in ("launch", "quantised_launch"):
             loaded[name].gpu_of = lambda device: plan.Gpu(capability, 132)
         MACHINE.late = late
         yield SimpleNamespace(**loaded, plan=plan)
@@ -153,7 +153,7 @@ def simulated(capability: tuple[int, int] = (9, 0), late: bool = True) -> Iterat
 def experts_in_mxfp4() -> Any:
     """The kernel of experts/mxfp4.py, for `launch`."""
     needed = [
-        *(f"linear/{name}" for name in ("k_steps", "epilogue", "small_m", "quantised/conversion")),
+        *(f"product/{name}" for name in ("k_steps", "epilogue", "few_rows", "quantised/conversion")),
         "experts/mxfp4",
     ]
     with _loaded(needed) as modules:

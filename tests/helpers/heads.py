@@ -11,11 +11,11 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from fastspec.models.weights.pair import resolve_pair
-from fastspec.parallel.ranks import Ranks
-from fastspec.runtime.build import build
-from fastspec.runtime.engine import Engine
-from fastspec.runtime.settings import settings_of
+from fastspec.distributed.ranks import Ranks
+from fastspec.engine.build import build
+from fastspec.engine.engine import Engine
+from fastspec.engine.settings import settings_of
+from fastspec.models.checkpoints.pair import resolve_pair
 from fastspec.sampling.rules import Verification
 
 LAYERS, HIDDEN, VOCAB, DRAFTED = 6, 64, 101, 40

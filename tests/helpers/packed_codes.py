@@ -33,13 +33,13 @@ KINDS = {
 @contextmanager
 def modules(device: str) -> Iterator[SimpleNamespace]:
     """Dispatch, argmax, layers and the plan of quantised weights, run by stand-ins off the GPU."""
-    from fastspec.kernels.linear.quantised import plan
+    from fastspec.kernels.product.quantised import plan
 
     if device == "cpu":
         with simulated() as found:
             yield SimpleNamespace(dispatch=found.dispatch, argmax=found.argmax, layer_tail=found.layer_tail, plan=plan)
     else:
-        from fastspec.kernels.linear import argmax, dispatch, layer_tail
+        from fastspec.kernels.product import argmax, dispatch, layer_tail
 
         yield SimpleNamespace(dispatch=dispatch, argmax=argmax, layer_tail=layer_tail, plan=plan)
 

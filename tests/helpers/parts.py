@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from fastspec.models.checkpoints.load import DecoderWeights, load_weights
+from fastspec.models.checkpoints.sources import resolve
 from fastspec.models.config import ModelSpec
 from fastspec.models.decoder import Decoder
-from fastspec.models.weights.load import DecoderWeights, load_weights
-from fastspec.models.weights.sources import resolve
 from tests.helpers.families import as_configured
 from tests.helpers.hybrid import logits_of
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from fastspec.kernels.linear.portable import products as portable
+from fastspec.kernels.product.portable import products as portable
 from tests.helpers.recorder import DTYPES, I64, Calls, on_meta
 
 EPS = 1e-5

@@ -11,14 +11,14 @@ import torch
 
 from fastspec.kernels.common.weights import Weight
 from fastspec.kernels.embed import embed
-from fastspec.kernels.linear import plan
-from fastspec.kernels.linear.argmax import packed_argmax
-from fastspec.kernels.linear.dispatch import packed_linear
-from fastspec.kernels.linear.launches import Call
-from fastspec.kernels.linear.layer_tail import layer_tail
-from fastspec.kernels.linear.prefill import prefill_linear
-from fastspec.kernels.linear.quantised.launches import launch_wide, tile_for
-from fastspec.kernels.linear.quantised.prompts import dequantise
+from fastspec.kernels.product import plan
+from fastspec.kernels.product.argmax import packed_argmax
+from fastspec.kernels.product.dispatch import packed_linear
+from fastspec.kernels.product.launch import Call
+from fastspec.kernels.product.layer_tail import layer_tail
+from fastspec.kernels.product.prefill import prefill_linear
+from fastspec.kernels.product.quantised.launch import launch_wide, tile_for
+from fastspec.kernels.product.quantised.prompts import dequantise
 from tests.helpers.packed_codes import KINDS, unfilled
 from tests.helpers.recorder import BF16, F32, I64, Calls, on_meta
 

@@ -25,7 +25,7 @@ class Processes:
     """
 
     def __init__(self, size: int, meeting: Path) -> None:
-        CONTEXT.set_forkserver_preload([__name__, "tests.parallel.tasks"])
+        CONTEXT.set_forkserver_preload([__name__, "tests.distributed.tasks"])
         ends = [CONTEXT.Pipe() for _ in range(size)]
         self._pipes = [mine for mine, _ in ends]
         self.processes = [

@@ -10,7 +10,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from fastspec.parallel.exchange import add_rounded, tree_sum
+from fastspec.distributed.exchange import add_rounded, tree_sum
 from tests.helpers.limits import HANGS
 
 T = TypeVar("T")

@@ -6,11 +6,11 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
+from fastspec.engine.engine import Engine
 from fastspec.kv_cache.prefix import PrefixCache
-from fastspec.runtime.engine import Engine
-from fastspec.runtime.request import Call, Request, lengths_of
-from fastspec.runtime.scheduler import Scheduler
-from fastspec.runtime.step_timer import DraftLengthPolicy
+from fastspec.scheduling.requests import Call, Request, lengths_of
+from fastspec.scheduling.scheduler import Scheduler
+from fastspec.scheduling.step_timer import DraftLengthPolicy
 
 
 def run_all(

@@ -18,9 +18,9 @@ from fastspec.kernels.exchange import exchange_added, exchange_gather, exchange_
 from fastspec.kernels.feed_rows import feed_rows
 from fastspec.kernels.gelu import gelu_tanh_mul
 from fastspec.kernels.joined import joined_norms
-from fastspec.kernels.linear.rank_sums import sum_ranks_permuted
-from fastspec.kernels.linear.split_k import Parts
 from fastspec.kernels.norm import add_norm, norm
+from fastspec.kernels.product.rank_sums import sum_ranks_permuted
+from fastspec.kernels.product.split_k import Parts
 from fastspec.kernels.recurrent.dispatch import delta_rule
 from fastspec.kernels.recurrent.gated_norm import gated, gated_norm
 from fastspec.kernels.reference.linear import PartKeys

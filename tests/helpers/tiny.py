@@ -7,19 +7,19 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from fastspec.engine.engine import Engine
 from fastspec.graphs.results import ResultRing
 from fastspec.graphs.runner import EagerRunner, GraphRunner
 from fastspec.kernels.common.weights import Weight
 from fastspec.kernels.select import ops_for
 from fastspec.kv_cache.cache import PagedKVCache
 from fastspec.kv_cache.pages import PageTable
+from fastspec.models.checkpoints.load import DecoderWeights, LayerWeights
 from fastspec.models.config import ModelSpec
 from fastspec.models.decoder import Decoder
 from fastspec.models.families.plan import LayerPlan
 from fastspec.models.rope import RopeSpec
-from fastspec.models.weights.load import DecoderWeights, LayerWeights
 from fastspec.proposers.draft_model import DraftModel
-from fastspec.runtime.engine import Engine
 from fastspec.shapes import LONG_PROMPT, Tiling
 from fastspec.state import DecodeState
 from fastspec.step import PromptEnd, StepModules

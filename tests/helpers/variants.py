@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from fastspec.engine.engine import Engine
 from fastspec.proposers.combined import LookupThenModel
 from fastspec.proposers.draft_model import DraftModel
 from fastspec.proposers.interface import Proposer
 from fastspec.proposers.ngram import NGram
-from fastspec.runtime.engine import Engine
 from fastspec.sampling.rules import Verification
 
 

@@ -38,10 +38,11 @@ class Launched(list[str]):
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Launched:
     """The kernels that would have been launched on a GPU of the test's `capability`."""
+    from fastspec.engine import settings
     from fastspec.kernels import triton_ops
     from fastspec.kernels.common import launch as device
-    from fastspec.kernels.linear import launches, plan
-    from fastspec.runtime import settings
+    from fastspec.kernels.product import launch as launches
+    from fastspec.kernels.product import plan
 
     capability, names = request.getfixturevalue("capability"), Launched()
 
@@ -147,7 +148,7 @@ def test_who_multiplies_chunks_of_prompts(
     capability: tuple[int, int], launched: Launched, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever the number of tokens, the prompts' own product: all passes leave the same bits."""
-    from fastspec.runtime import settings
+    from fastspec.engine import settings
 
     monkeypatch.setitem(settings._CHUNKS, "cpu", (64, 128, 256))
     directory = make_checkpoint(tmp_path, "qwen2", **SIZES)

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from fastspec.engine.engine import Engine
 from fastspec.kernels import reference
-from fastspec.runtime.engine import Engine
 from fastspec.shapes import GREEDY, StepShape, Tiling
 from fastspec.step import prefill, score
 from tests.helpers.devices import devices

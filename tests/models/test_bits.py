@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from fastspec import FastSpecGenerator
+from fastspec.engine.engine import Engine
 from fastspec.kernels import reference
 from fastspec.kernels.ops import TORCH_OPS, Ops
 from fastspec.output import Stats
-from fastspec.runtime.engine import Engine
 from fastspec.shapes import GREEDY, StepShape, Tiling
 from fastspec.state import RUNNING
 from fastspec.step import prefill, score

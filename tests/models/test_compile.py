@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 from torch._dynamo.exc import FailOnRecompileLimitHit, Unsupported
 
+from fastspec.engine.engine import Engine
 from fastspec.inputs.options import RowOptions
 from fastspec.kernels import reference
 from fastspec.kernels.compiled_ops import PerShape, attend_op, compiled
 from fastspec.kernels.ops import TORCH_OPS
 from fastspec.kernels.select import ops_for
-from fastspec.runtime.engine import Engine
-from fastspec.runtime.request import Request
+from fastspec.scheduling.requests import Request
 from fastspec.shapes import FULL, GREEDY, UNTILED, AttentionRule
 from tests.helpers.compiled import compiled_engine, graphs_compiled
 from tests.helpers.devices import devices

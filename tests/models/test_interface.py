@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import nn
 
+from fastspec.engine import explain
+from fastspec.engine.settings import Settings, settings_of
 from fastspec.kernels.ops import Ops
 from fastspec.models.interface import ModelInfo
 from fastspec.output import RowStats, Stats
-from fastspec.runtime import explain
-from fastspec.runtime.settings import Settings, settings_of
 from tests.helpers.tiny import tiny_spec
 
 

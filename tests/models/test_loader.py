@@ -12,15 +12,15 @@ import pytest
 import torch
 
 from fastspec import FastSpecGenerator
+from fastspec.engine.engine import Engine
 from fastspec.errors import CheckpointError
 from fastspec.kernels.common.rounding import FORMATS
 from fastspec.kernels.select import ops_for
-from fastspec.models.weights import loader
-from fastspec.models.weights.load import allocate_weights, load_weights
-from fastspec.models.weights.loader import Loader
-from fastspec.models.weights.pair import resolve_pair
-from fastspec.models.weights.sources import Checkpoint, resolve
-from fastspec.runtime.engine import Engine
+from fastspec.models.checkpoints import loader
+from fastspec.models.checkpoints.load import allocate_weights, load_weights
+from fastspec.models.checkpoints.loader import Loader
+from fastspec.models.checkpoints.pair import resolve_pair
+from fastspec.models.checkpoints.sources import Checkpoint, resolve
 from tests.helpers.checkpoints import make_checkpoint
 from tests.models.test_weights import CPU, GATE, rewrite, tensors_of
 

@@ -13,11 +13,11 @@ from safetensors.torch import load_file, save_file
 
 from fastspec.errors import CheckpointError, UnsupportedModel
 from fastspec.generator import FastSpecGenerator
+from fastspec.models.checkpoints.sources import resolve
 from fastspec.models.config import ModelSpec
 from fastspec.models.families import FAMILIES
 from fastspec.models.hosted.info import HostedInfo
 from fastspec.models.text_parts import TEXT_PARTS, check_whole_class, native_text_part, text_name
-from fastspec.models.weights.sources import resolve
 from tests.helpers import checkpoints, families, model_table
 from tests.helpers.hosted import fill
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from fastspec.models import vocab
+from fastspec.models.checkpoints.sources import Checkpoint, load_tokenizer, resolve
 from fastspec.models.vocab import frequent_ids, shared_vocab
-from fastspec.models.weights.sources import Checkpoint, load_tokenizer, resolve
 from tests.helpers.checkpoints import edit, make_checkpoint, make_model, write_tokenizer
 
 WORDS = [f"w{i}" for i in range(90)]

@@ -15,10 +15,10 @@ from transformers import AutoModelForCausalLM
 
 from fastspec.errors import CheckpointError, UnsupportedModel, UnsupportedOption
 from fastspec.kernels.common.weights import Weight
-from fastspec.models.weights.load import DecoderWeights, LayerWeights, load_weights
-from fastspec.models.weights.loader import Loader
-from fastspec.models.weights.shapes import tensor_shapes
-from fastspec.models.weights.sources import Checkpoint, resolve
+from fastspec.models.checkpoints.load import DecoderWeights, LayerWeights, load_weights
+from fastspec.models.checkpoints.loader import Loader
+from fastspec.models.checkpoints.shapes import tensor_shapes
+from fastspec.models.checkpoints.sources import Checkpoint, resolve
 from tests.helpers.checkpoints import FAMILIES, make_checkpoint, make_model
 
 CPU = torch.device("cpu")

@@ -15,16 +15,16 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from fastspec import FastSpecGenerator, NGram
+from fastspec.engine.engine import Engine
 from fastspec.models.heads.dflash import DFlash
 from fastspec.proposers.dflash import DFlashDrafts
-from fastspec.runtime.engine import Engine
 from fastspec.shapes import FULL, GREEDY, ForwardBatch
 from fastspec.state import DecodeState
 from tests.helpers import dflash_definition as definition
 from tests.helpers.checkpoints import make_checkpoint
 from tests.helpers.dflash import WRITERS, Head
 from tests.helpers.dflash_definition import CASES
-from tests.runtime.test_scheduler import run, sampled_row, texts
+from tests.scheduling.test_scheduler import run, sampled_row, texts
 from tests.step.test_step_static import NoHostReads, run_step, start_rows
 
 VOCAB = 11

@@ -15,16 +15,16 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from fastspec import FastSpecGenerator, NGram, SyntheticAcceptance
+from fastspec.engine.engine import Engine
 from fastspec.models.heads.eagle3 import Eagle3
 from fastspec.proposers.eagle3 import Eagle3Drafts
-from fastspec.runtime.engine import Engine
 from fastspec.sampling.verify import Draws
 from fastspec.shapes import FULL, GREEDY, ForwardBatch, StepShape
 from fastspec.state import DecodeState
 from tests.helpers.checkpoints import make_checkpoint
 from tests.helpers.heads import LAYERS, VOCAB, eagle3_tensors, engine_with, write_eagle3, write_speculators
 from tests.helpers.heads_definition import Definition, learn
-from tests.runtime.test_scheduler import GREEDY_ROW, prompts, run, texts
+from tests.scheduling.test_scheduler import GREEDY_ROW, prompts, run, texts
 from tests.step.test_step_static import NoHostReads, run_step, start_rows
 
 BOUNDARIES = [2, 4, 5]

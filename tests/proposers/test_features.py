@@ -10,15 +10,15 @@ import torch
 from torch import Tensor
 
 from fastspec import DeterministicProposer, FastSpecGenerator, demo_pair
+from fastspec.engine.engine import Engine
 from fastspec.models.decoder import Decoder
 from fastspec.proposers.choose import Guarded
 from fastspec.proposers.interface import feature_buffer, features_of
-from fastspec.runtime.engine import Engine
 from fastspec.sampling.verify import Draws
 from fastspec.shapes import UNTILED, ForwardBatch, StepShape
 from fastspec.state import DecodeState
 from tests.helpers.tiny import VOCAB, tiny_engine
-from tests.runtime.test_scheduler import prompts, run, texts
+from tests.scheduling.test_scheduler import prompts, run, texts
 
 CAP = 20
 

@@ -9,16 +9,16 @@ from pathlib import Path
 import pytest
 
 from fastspec import SyntheticAcceptance
-from fastspec.runtime.engine import Engine
-from fastspec.runtime.request import Request
-from fastspec.runtime.scheduler import Scheduler
+from fastspec.engine.engine import Engine
+from fastspec.scheduling.requests import Request
+from fastspec.scheduling.scheduler import Scheduler
 from tests.helpers.checkpoints import make_checkpoint
 from tests.helpers.dflash import Head, write_z_lab
 from tests.helpers.heads import HIDDEN, LAYERS, VOCAB, eagle3_tensors, engine_with, write_speculators
 from tests.helpers.mtp import write_target
 from tests.helpers.scheduling import nothing_leaked
 from tests.proposers.test_eagle3 import BOUNDARIES, Seen, Truth, watched, wrong_drafts
-from tests.runtime.test_prefix import GREEDY_ROW, Turn, call_of, found, together
+from tests.scheduling.test_prefix import GREEDY_ROW, Turn, call_of, found, together
 
 HEAD = tuple(random.Random(1).choices(range(VOCAB), k=140))
 # equal up to the end of a piece, behind which one goes on otherwise; then deeper
@@ -58,7 +58,7 @@ def test_drafts_are_those_of_a_fresh_generator(pair: tuple[Path, Path | str]) ->
 def test_a_reader_that_keeps_things_elsewhere_shares_no_prompt(
     pair: tuple[Path, Path | str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fastspec.runtime.build.kept_in_pages", lambda proposer: False)
+    monkeypatch.setattr("fastspec.engine.build.kept_in_pages", lambda proposer: False)
     assert engine_with(*pair).prefix is None
 
 

@@ -14,7 +14,7 @@ from fastspec.shapes import ForwardBatch
 from tests.helpers.checkpoints import make_checkpoint
 from tests.helpers.heads import LAYERS, eagle3_tensors, engine_with, write_speculators
 from tests.proposers.test_eagle3 import BOUNDARIES, Seen, Truth, watched
-from tests.runtime.test_scheduler import run
+from tests.scheduling.test_scheduler import run
 
 K, PARTS = 4, 4
 LONG = pytest.param(2000, marks=pytest.mark.slow)

@@ -44,7 +44,7 @@ from tests.proposers.test_eagle3 import (
     wrong_drafts,
 )
 from tests.proposers.test_head_law import TableHead, TableTarget
-from tests.runtime.test_scheduler import GREEDY_ROW, prompts, run, texts
+from tests.scheduling.test_scheduler import GREEDY_ROW, prompts, run, texts
 from tests.step import test_step_law
 from tests.step.test_step_law import TOLERANCE, VOCAB, compare
 from tests.step.test_step_static import NoHostReads, run_step, start_rows

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import fastspec
+from fastspec.engine.engine import Engine
 from fastspec.inputs.options import RowOptions
 from fastspec.models.decoder import Decoder
 from fastspec.proposers import draft_model
@@ -18,15 +19,14 @@ from fastspec.proposers.combined import LookupThenModel
 from fastspec.proposers.deterministic import DeterministicProposer
 from fastspec.proposers.interface import Proposer, is_deterministic
 from fastspec.proposers.ngram import NGram
-from fastspec.runtime.engine import Engine
-from fastspec.runtime.request import Request
 from fastspec.sampling.rules import BLOCK, COUPLED, MODES
+from fastspec.scheduling.requests import Request
 from fastspec.shapes import FULL
 from tests.helpers.devices import devices
 from tests.helpers.scheduling import run_all
 from tests.helpers.tiny import VOCAB, tiny_engine
 from tests.helpers.variants import judging, looking_up_first, proposing
-from tests.runtime.test_scheduler import prompts, run, sampled_row, texts
+from tests.scheduling.test_scheduler import prompts, run, sampled_row, texts
 
 
 def looked_up(tokens: list[int], min_n: int, max_n: int, k: int) -> list[int]:

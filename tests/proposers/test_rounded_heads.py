@@ -14,16 +14,16 @@ from fastspec import FastSpecGenerator, GenerateOutput, UnsupportedOption
 from fastspec.kernels.common.rounding import FORMATS, kind_for, rounded
 from fastspec.kernels.common.weights import Weight
 from fastspec.kernels.ops import TORCH_OPS
+from fastspec.models.checkpoints.load import load_weights
+from fastspec.models.checkpoints.pair import AS_STORED, resolve_pair
 from fastspec.models.heads.checkpoint import HeadCheckpoint
 from fastspec.models.heads.weights import HeadWeights, allocate_head
-from fastspec.models.weights.load import load_weights
-from fastspec.models.weights.pair import AS_STORED, resolve_pair
 from tests.helpers import dflash
 from tests.helpers.checkpoints import make_checkpoint
 from tests.helpers.devices import devices
 from tests.helpers.heads import HIDDEN, LAYERS, VOCAB, eagle3_tensors, write_eagle3, write_speculators
 from tests.helpers.mtp import write_target
-from tests.runtime.test_scheduler import prompts
+from tests.scheduling.test_scheduler import prompts
 
 GIVEN = [*prompts(3, seed=5), [5, 6, 7, 8, 9] * 4]
 COMMON: dict[str, Any] = {"max_batch_size": 3, "max_length": 120, "progress": False, "dtype": "float32"}

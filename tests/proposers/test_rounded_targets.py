@@ -16,7 +16,7 @@ from tests.helpers.checkpoints import make_checkpoint
 from tests.helpers.devices import devices
 from tests.helpers.heads import HIDDEN, LAYERS, VOCAB, eagle3_tensors, write_speculators
 from tests.helpers.mtp import write_target
-from tests.runtime.test_scheduler import prompts
+from tests.scheduling.test_scheduler import prompts
 
 GIVEN = [*prompts(3, seed=5), [5, 6, 7, 8, 9] * 4]
 COMMON: dict[str, Any] = {"max_batch_size": 3, "max_length": 120, "progress": False, "dtype": "float32"}

@@ -8,15 +8,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from fastspec.engine.engine import Engine
 from fastspec.models.decoder import Decoder
 from fastspec.proposers.draft_model import DraftModel, VocabMap
-from fastspec.runtime.engine import Engine
-from fastspec.runtime.scheduler import Request
 from fastspec.sampling.rules import MODES
+from fastspec.scheduling.scheduler import Request
 from tests.helpers.devices import devices
 from tests.helpers.tiny import VOCAB, tiny_engine
 from tests.helpers.variants import judging, proposing
-from tests.runtime.test_scheduler import prompts, run, sampled_row, texts
+from tests.scheduling.test_scheduler import prompts, run, sampled_row, texts
 
 
 def renamed(engine: Engine, order: Tensor, target_ids: Tensor) -> Engine:

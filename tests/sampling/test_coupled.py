@@ -9,16 +9,16 @@ import pytest
 import torch
 from torch import Tensor
 
+from fastspec.engine.engine import Engine
 from fastspec.inputs.options import RowOptions, derive_seed
 from fastspec.proposers.ngram import NGram
-from fastspec.runtime.engine import Engine
 from fastspec.sampling import verify
 from fastspec.sampling.distribution import DRAFT
 from fastspec.sampling.rules import COUPLED, SyntheticAcceptance
 from tests.helpers.devices import devices
 from tests.helpers.tiny import tiny_engine
 from tests.helpers.variants import judging, looking_up_first, proposing
-from tests.runtime.test_scheduler import prompts, run, texts
+from tests.scheduling.test_scheduler import prompts, run, texts
 
 ROWS, NEW = prompts(6, seed=21), 40
 TEMPERATURES = (1.0, 0.4, 0.0, 0.7, 1.3, 0.1)

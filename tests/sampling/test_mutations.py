@@ -25,13 +25,13 @@ from fastspec.step import step
 from tests.helpers import tables
 from tests.helpers.mutants import Mutant, bodies
 from tests.proposers import test_proposers as proposers
-from tests.runtime import test_sampler_scheduler as loop
 from tests.sampling import test_coupled as coupled
 from tests.sampling import test_distribution as sampling
 from tests.sampling import test_numerics_edges as edges_of_laws
 from tests.sampling import test_processors as processors
 from tests.sampling import test_verify as verify
 from tests.sampling import test_verify_rules as verify_modes
+from tests.scheduling import test_sampler_scheduler as loop
 from tests.step import test_step_law as law
 from tests.step import test_step_law_rules as law_modes
 

@@ -14,9 +14,9 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, PrefixConstrainedLogitsProcessor
 
 from fastspec.inputs.options import resolve
-from fastspec.runtime.admission import fill_options, fill_prompt
 from fastspec.sampling import processors
 from fastspec.sampling.distribution import compute_probs
+from fastspec.scheduling.admission import fill_options, fill_prompt
 from fastspec.shapes import FULL
 from fastspec.state import DecodeState
 from tests.helpers.checkpoints import make_model

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 from fastspec import FastSpecGenerator
-from fastspec.runtime.request import Request
-from fastspec.runtime.scheduler import Scheduler
+from fastspec.scheduling.requests import Request
+from fastspec.scheduling.scheduler import Scheduler
 from tests.helpers.limits import HANGS
 from tests.server.conftest import Running, running
 from tests.server.test_refusals import TEXT, get, post

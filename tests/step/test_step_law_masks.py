@@ -15,9 +15,9 @@ from fastspec.grammar.row import ALL, GrammarStep
 from fastspec.kernels.ops import TORCH_OPS
 from fastspec.proposers.draft_model import DraftModel
 from fastspec.proposers.ngram import NGram
-from fastspec.runtime.admission import allow
 from fastspec.sampling.distribution import PhiloxDraws
 from fastspec.sampling.rules import BLOCK, COUPLED, REJECTION
+from fastspec.scheduling.admission import allow
 from fastspec.shapes import FULL, GRAMMAR_ONLY, GRAMMARS, GREEDY, MIXED_DRAFTS
 from fastspec.state import PAUSED, RUNNING, DecodeState
 from fastspec.step import StepModules, step

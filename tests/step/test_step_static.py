@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fastspec.runtime.engine import Engine
+from fastspec.engine.engine import Engine
 from fastspec.sampling.distribution import PhiloxDraws
 from fastspec.shapes import FULL, GRAMMARS, GREEDY, StepShape
 from fastspec.state import RUNNING, DecodeState

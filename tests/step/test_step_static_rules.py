@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 
+from fastspec.engine.engine import Engine
 from fastspec.proposers.choose import Guarded
 from fastspec.proposers.deterministic import DeterministicProposer
 from fastspec.proposers.ngram import NGram
-from fastspec.runtime.engine import Engine
 from fastspec.sampling.distribution import PhiloxDraws
 from fastspec.sampling.rules import MODES, SyntheticAcceptance, Verification
 from fastspec.shapes import GREEDY, SAMPLERS

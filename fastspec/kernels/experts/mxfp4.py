@@ -21,15 +21,15 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from fastspec.kernels.common.gluon_compat import thread_barrier
-from fastspec.kernels.linear.epilogue import (
+from fastspec.kernels.product.epilogue import (
     column_layout,
     row_operand,
     times_gamma,
     weight_numbers,
     weight_operand,
 )
-from fastspec.kernels.linear.quantised.conversion import code_halves, joined_halves, words_layout
-from fastspec.kernels.linear.small_m import sum_of_splits, words_at
+from fastspec.kernels.product.few_rows import sum_of_splits, words_at
+from fastspec.kernels.product.quantised.conversion import code_halves, joined_halves, words_layout
 
 BLOCK = gl.constexpr(8)  # pairs of one product
 TIMES = gl.constexpr(2.0**62)  # what sums are smaller by, see `common.experts`

@@ -3,7 +3,7 @@
 A pair is a row and one of its chosen experts; its number is row * CHOSEN + place. A program has pairs of one expert:
 a tile of the lists that `lists` makes, or of one row a single pair.
 
-Row invariance: as in `linear/portable`. The weights are the left operand, in tiles of at most 32 rows, and an element
+Row invariance: as in `product/portable`. The weights are the left operand, in tiles of at most 32 rows, and an element
 is one chain over k, whatever the number of rows and wherever a row lies. fp32 has one tile for every call. Stacks in
 mxfp4 have a kernel of their own, in `mxfp4`.
 """

@@ -13,6 +13,10 @@ import torch
 from torch import Tensor
 
 from fastspec.errors import CheckpointError, UnsupportedModel, UnsupportedOption
+from fastspec.models.checkpoints.generation import CONFIG
+from fastspec.models.checkpoints.hub import download
+from fastspec.models.checkpoints.shards import INDEX, SINGLE, ShardTensors, TensorInfo, read_json
+from fastspec.models.checkpoints.sources import Checkpoint, check_before_download, load_tokenizer
 from fastspec.models.config import ModelSpec
 from fastspec.models.families import FAMILIES
 from fastspec.models.heads.config import check_verifier
@@ -21,10 +25,6 @@ from fastspec.models.heads.eagle3_spec import eagle3_spec
 from fastspec.models.heads.recognise import HeadKind, Recognised, recognise, says_head
 from fastspec.models.heads.spec import HeadSpec, TargetSizes
 from fastspec.models.heads.tensors import HeadTensors, check_head_tensors, conversion, refuse_pickled, target_ids
-from fastspec.models.weights.generation import CONFIG
-from fastspec.models.weights.hub import download
-from fastspec.models.weights.shards import INDEX, SINGLE, ShardTensors, TensorInfo, read_json
-from fastspec.models.weights.sources import Checkpoint, check_before_download, load_tokenizer
 
 if TYPE_CHECKING:
     from fastspec.kernels.common.codes import CodeFormat

@@ -11,13 +11,13 @@ from typing import Any, Final, NoReturn
 import torch
 
 from fastspec.errors import CheckpointError, UnsupportedModel
+from fastspec.models.checkpoints.shards import TensorInfo
 from fastspec.models.config import ModelSpec
 from fastspec.models.families.plan import ModelScales
 from fastspec.models.heads.boundaries import Reading, asked_boundaries, readings_of
 from fastspec.models.heads.config import decoder_of, flag, ids_of, inner_config, layer_tensors
 from fastspec.models.heads.recognise import Recognised
 from fastspec.models.heads.spec import HeadSpec, TargetSizes
-from fastspec.models.weights.shards import TensorInfo
 
 MASK_NAMES: Final = ("mask_token_id", "dspark_noise_token_id", "pard_token", "ptd_token_id")
 MASK_FILE: Final = "mask_embedding"

@@ -13,6 +13,11 @@ import torch
 from torch import Tensor
 
 from fastspec.errors import CheckpointError, UnsupportedModel, UnsupportedOption
+from fastspec.models.checkpoints.load import named
+from fastspec.models.checkpoints.names import EMBED, HEAD, NamedTensors, RenamedTensors, Stored
+from fastspec.models.checkpoints.quantised.tensors import QuantisedShards
+from fastspec.models.checkpoints.shapes import tensor_shapes
+from fastspec.models.checkpoints.shards import ShardTensors, TensorInfo
 from fastspec.models.config import ModelSpec
 from fastspec.models.families.plan import LayerPlan
 from fastspec.models.heads.boundaries import NORMED
@@ -21,18 +26,13 @@ from fastspec.models.heads.mtp_names import EMBED_NORM, FC, HIDDEN_NORM, LAYER, 
 from fastspec.models.heads.recognise import Recognised
 from fastspec.models.heads.spec import HeadSpec
 from fastspec.models.heads.tensors import check_head_tensors
-from fastspec.models.weights.load import named
-from fastspec.models.weights.names import EMBED, HEAD, NamedTensors, RenamedTensors, Stored
-from fastspec.models.weights.quantised.tensors import QuantisedShards
-from fastspec.models.weights.shapes import tensor_shapes
-from fastspec.models.weights.shards import ShardTensors, TensorInfo
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from fastspec.kernels.common.codes import Codes, CodesKind
-    from fastspec.models.weights.loader import TensorSource
-    from fastspec.models.weights.sources import Checkpoint
+    from fastspec.models.checkpoints.loader import TensorSource
+    from fastspec.models.checkpoints.sources import Checkpoint
 
 MTP: Final = "mtp"
 """The value of `draft` that stands for the target's own MTP layer."""

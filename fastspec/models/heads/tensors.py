@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from fastspec.errors import CheckpointError, UnsupportedModel
+from fastspec.models.checkpoints.loader import TensorSource
+from fastspec.models.checkpoints.names import RenamedTensors
+from fastspec.models.checkpoints.shapes import listing
+from fastspec.models.checkpoints.shards import INDEX, SINGLE, ShardTensors
 from fastspec.models.heads.recognise import plain_name
 from fastspec.models.heads.spec import HeadSpec
-from fastspec.models.weights.loader import TensorSource
-from fastspec.models.weights.names import RenamedTensors
-from fastspec.models.weights.shapes import listing
-from fastspec.models.weights.shards import INDEX, SINGLE, ShardTensors
 
 OFFSETS: Final = "d2t"
 PICKLED: Final = "pytorch_model.bin"

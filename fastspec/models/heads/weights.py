@@ -14,14 +14,14 @@ from fastspec.kernels.common.codes import CodesKind
 from fastspec.kernels.common.rounding import kind_for
 from fastspec.kernels.common.weights import Weight
 from fastspec.kernels.ops import Ops
+from fastspec.models.checkpoints.load import DecoderWeights, LayerWeights, layer_weights, norm_weight
+from fastspec.models.checkpoints.loader import Loader, Rounding, TensorSource
 from fastspec.models.heads.checkpoint import HeadCheckpoint
 from fastspec.models.heads.dflash_spec import DFlashSpec
 from fastspec.models.heads.mtp_names import EMBED_NORM, FC, HIDDEN_NORM, NORM
 from fastspec.models.heads.mtp_spec import MtpSpec, mtp_source
 from fastspec.models.heads.spec import HeadSpec
 from fastspec.models.heads.tensors import HeadTensors
-from fastspec.models.weights.load import DecoderWeights, LayerWeights, layer_weights, norm_weight
-from fastspec.models.weights.loader import Loader, Rounding, TensorSource
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -11,24 +11,24 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from fastspec.distributed.slices import Cut
 from fastspec.errors import CheckpointError, UnsupportedModel
 from fastspec.kernels.common.codes import CodesKind
 from fastspec.kernels.common.rounding import kind_for, rounded
 from fastspec.kernels.common.weights import Weight
 from fastspec.kernels.ops import Ops
+from fastspec.models.checkpoints.names import Stored, parameter
+from fastspec.models.checkpoints.quantised.configs import Quantisation
+from fastspec.models.checkpoints.quantised.tensors import QuantisedShards
+from fastspec.models.checkpoints.shards import ShardTensors
+from fastspec.models.checkpoints.sliced import Slice, SlicedTensors
 from fastspec.models.hosted.cuts import HostedCut
 from fastspec.models.hosted.info import HostedInfo, shell_of
 from fastspec.models.hosted.share import part_shell
 from fastspec.models.hosted.swaps import is_product
-from fastspec.models.weights.names import Stored, parameter
-from fastspec.models.weights.quantised.configs import Quantisation
-from fastspec.models.weights.quantised.tensors import QuantisedShards
-from fastspec.models.weights.shards import ShardTensors
-from fastspec.models.weights.sliced import Slice, SlicedTensors
-from fastspec.parallel.slices import Cut
 
 if TYPE_CHECKING:
-    from fastspec.models.weights.sources import Checkpoint
+    from fastspec.models.checkpoints.sources import Checkpoint
 
 _WEIGHT = ".weight"
 

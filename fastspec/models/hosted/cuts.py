@@ -14,10 +14,10 @@ from typing import Any, Final, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from fastspec.distributed.slices import Cut, Share
 from fastspec.errors import UnsupportedModel
 from fastspec.models.hosted.probe import base_name
 from fastspec.models.hosted.swaps import PARTS, STACKS, expert_layers
-from fastspec.parallel.slices import Cut, Share
 
 Kind = Literal["rows", "columns", "experts", "first"]
 PLAN: Final = "base_model_tp_plan"
@@ -30,7 +30,7 @@ _EXPERTS: Final = "moe_tp_experts"
 
 
 class Sizes(NamedTuple):
-    """What must divide; as `parallel.slices.Sizes` asks.
+    """What must divide; as `distributed.slices.Sizes` asks.
 
     Attributes:
         num_heads, num_kv_heads: 0 where the plan leaves attention whole.

@@ -7,10 +7,10 @@ from typing import Any
 from torch import nn
 
 from fastspec.errors import UnsupportedModel
+from fastspec.models.checkpoints.live import check_devices
+from fastspec.models.checkpoints.live_checks import changed_constants, check_unchanged
 from fastspec.models.families import FAMILIES
 from fastspec.models.hosted.info import shell_of
-from fastspec.models.weights.live import check_devices
-from fastspec.models.weights.live_checks import changed_constants, check_unchanged
 
 
 def known_type(model_type: str) -> bool:

@@ -11,9 +11,9 @@ from weakref import proxy
 import torch
 from torch import Tensor, nn
 
+from fastspec.distributed.exchange import tree_sum
 from fastspec.kernels.common.weights import Weight
 from fastspec.models.hosted.swaps import Running, our_op
-from fastspec.parallel.exchange import tree_sum
 
 
 class PartProduct(nn.Module):

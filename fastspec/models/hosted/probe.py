@@ -15,10 +15,10 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
+from fastspec.distributed.exchange import Alone
 from fastspec.errors import UnsupportedModel
 from fastspec.kernels.common.checks import MAX_HEAD_DIM
 from fastspec.models.hosted.hooks import ATTENTION, PROBED, NoCache, attach
-from fastspec.parallel.exchange import Alone
 from fastspec.shapes import AttentionRule
 
 # Tensors that attention may be given beside q, k, v and mask.

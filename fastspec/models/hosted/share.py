@@ -6,11 +6,11 @@ from dataclasses import replace
 
 from torch import nn
 
+from fastspec.distributed.slices import Share
 from fastspec.errors import UnsupportedModel
 from fastspec.models.hosted.cuts import PLAN, HostedCut, Sizes, cut_shell, divided, kinds_of
 from fastspec.models.hosted.info import HostedInfo, shell_of, steady_shell
 from fastspec.models.hosted.probe import Call, probe
-from fastspec.parallel.slices import Share
 
 
 def sizes_to_cut(info: HostedInfo) -> Sizes:

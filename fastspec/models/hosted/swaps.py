@@ -12,11 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from fastspec.distributed.exchange import Exchange, tree_sum
 from fastspec.kernels import reference
 from fastspec.kernels.common.weights import Weight
 from fastspec.kernels.ops import Ops
 from fastspec.models.hosted.hooks import pass_of
-from fastspec.parallel.exchange import Exchange, tree_sum
 from fastspec.shapes import Tiling
 
 EXPERTS: Final = "fastspec_fixed"

@@ -107,7 +107,7 @@ def test_an_error_of_the_driver_is_one_here(driver):
 @pytest.mark.gpu
 def test_the_driver_holds_what_a_launch_asked_for(monkeypatch):
     from fastspec.kernels.common.weights import Weight
-    from fastspec.kernels.linear.dispatch import packed_linear
+    from fastspec.kernels.product.dispatch import packed_linear
 
     seen = []
     monkeypatch.setattr(device, "divide", lambda *given: (carveout.divide(*given), seen.append(given[0])))

@@ -12,8 +12,8 @@ import torch
 
 pytest.importorskip("triton", reason="Triton ships for Linux only")
 
+from fastspec.engine import warmup
 from fastspec.kernels.common import compilers
-from fastspec.runtime import warmup
 from tests.helpers.modules import module_output
 
 

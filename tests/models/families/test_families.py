@@ -12,13 +12,13 @@ from fastspec import FastSpecGenerator
 from fastspec.errors import UnsupportedModel
 from fastspec.kernels.ops import TORCH_OPS
 from fastspec.kv_cache.cache import PagedKVCache
+from fastspec.models.checkpoints.load import load_weights
+from fastspec.models.checkpoints.sources import resolve
 from fastspec.models.config import spec_from_config
 from fastspec.models.decoder import Decoder
 from fastspec.models.families import FAMILIES
 from fastspec.models.families.plan import LayerPlan, ModelFamily, without_windows
 from fastspec.models.fields import ConfigFields
-from fastspec.models.weights.load import load_weights
-from fastspec.models.weights.sources import resolve
 from fastspec.shapes import UNTILED, ForwardBatch
 
 SIZES = {

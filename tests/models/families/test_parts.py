@@ -19,11 +19,11 @@ from fastspec.kernels.common.experts import ExpertWeights
 from fastspec.kernels.common.weights import Weight
 from fastspec.kernels.compiled_ops import compiled
 from fastspec.kernels.ops import TORCH_OPS
+from fastspec.models.checkpoints.load import LayerWeights, load_weights
+from fastspec.models.checkpoints.sources import resolve
 from fastspec.models.compiled import CompiledDecoder
 from fastspec.models.config import spec_from_config
 from fastspec.models.families.plan import ExpertsPlan, LayerPlan, ModelScales
-from fastspec.models.weights.load import LayerWeights, load_weights
-from fastspec.models.weights.sources import resolve
 from fastspec.shapes import RoutingRule, Tiling
 from tests.helpers import hybrid
 from tests.helpers.families import FAMILIES, MIXTURES, VOCAB, YARN, config_of, decoder, logits_of, make_family

@@ -15,12 +15,12 @@ from fastspec.errors import CheckpointError
 from fastspec.kernels.ops import TORCH_OPS, Ops
 from fastspec.kernels.select import ops_for
 from fastspec.kv_cache.cache import PagedKVCache
+from fastspec.models.checkpoints.load import load_weights
+from fastspec.models.checkpoints.pair import resolve_pair
 from fastspec.models.heads.checkpoint import HeadCheckpoint
 from fastspec.models.heads.dflash import DFlash, mask_embedding
 from fastspec.models.heads.dflash_spec import DFlashSpec
 from fastspec.models.heads.weights import allocate_head
-from fastspec.models.weights.load import load_weights
-from fastspec.models.weights.pair import resolve_pair
 from fastspec.shapes import KEY_BLOCK, ForwardBatch, Tiling
 from tests.helpers import dflash_definition as definition
 from tests.helpers.checkpoints import make_checkpoint

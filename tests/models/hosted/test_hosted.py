@@ -15,13 +15,13 @@ from transformers.utils import logging
 from fastspec.errors import CheckpointError, UnsupportedModel, UnsupportedOption
 from fastspec.generator import FastSpecGenerator
 from fastspec.kernels.common.rounding import FORMATS
+from fastspec.models.checkpoints.pair import resolve_pair
+from fastspec.models.checkpoints.sources import resolve
 from fastspec.models.config import MAKING
 from fastspec.models.families import FAMILIES
 from fastspec.models.hosted import swaps
 from fastspec.models.hosted.info import HostedInfo, hosted_info
 from fastspec.models.hosted.model import HostedModel
-from fastspec.models.weights.pair import resolve_pair
-from fastspec.models.weights.sources import resolve
 from fastspec.output import GenerateOutput
 from tests.helpers import checkpoints
 from tests.helpers.hosted import LONG, REFUSED, config_of, make_model, refused_config

@@ -19,13 +19,13 @@ from fastspec.errors import CheckpointError, UnsupportedModel
 from fastspec.kernels.common.code_packing import can_pack_codes
 from fastspec.kernels.common.rounding import kind_for, rounded
 from fastspec.kernels.ops import TORCH_OPS
+from fastspec.models.checkpoints import sources
+from fastspec.models.checkpoints.pair import rounded_to
+from fastspec.models.checkpoints.sources import resolve
 from fastspec.models.hosted.info import HostedInfo
 from fastspec.models.hosted.load import load_hosted
 from fastspec.models.hosted.model import HostedModel
 from fastspec.models.hosted.swaps import Product, is_product
-from fastspec.models.weights import sources
-from fastspec.models.weights.pair import rounded_to
-from fastspec.models.weights.sources import resolve
 from tests.helpers import checkpoints, quantised
 from tests.helpers.hosted import config_of, make_model
 

@@ -32,8 +32,8 @@ from tests.kernels.attention.test_dispatch import (
     simulate_tma,
     work_for,
 )
-from tests.runtime.test_scheduler import run as decode
-from tests.runtime.test_scheduler import texts
+from tests.scheduling.test_scheduler import run as decode
+from tests.scheduling.test_scheduler import texts
 
 
 @pytest.mark.parametrize("window", [None, 70])

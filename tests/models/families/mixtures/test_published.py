@@ -10,8 +10,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from fastspec.models.weights.load import load_weights
-from fastspec.models.weights.sources import resolve
+from fastspec.models.checkpoints.load import load_weights
+from fastspec.models.checkpoints.sources import resolve
 from tests.helpers.families import decoder, logits_of
 from tests.models.test_published_shapes import ALL, published
 

@@ -1,0 +1,175 @@
+"""How the ranks of a generator settle on what they make: each its part of the models, all the same settings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from fastspec.distributed.agreement import sources
+from fastspec.distributed.draft import memory_rate, splitting_pays
+from fastspec.distributed.ranks import Ranks, check_places, place_of
+from fastspec.distributed.slices import SIZES
+from fastspec.engine.settings import Settings, check_range, device_of, dtype_of, settings_of
+from fastspec.errors import UnsupportedModel, UnsupportedOption
+from fastspec.models.checkpoints.sliced import fingerprint, same_text_on, sliced
+from fastspec.models.checkpoints.sources import Checkpoint
+from fastspec.models.config import ModelSpec
+from fastspec.models.heads.checkpoint import HeadCheckpoint
+from fastspec.models.hosted.info import HostedInfo
+from fastspec.models.hosted.share import share_info, sizes_to_cut
+from fastspec.scheduling.draft_length import Choice, DraftPlan
+from fastspec.scheduling.session import Session
+
+
+def agreed_settings(
+    ranks: Ranks,
+    pair: Callable[[], tuple[Checkpoint, Checkpoint | HeadCheckpoint | None]],
+    equal: Mapping[str, object],
+    **asked: Any,
+) -> tuple[Checkpoint, Checkpoint | HeadCheckpoint | None, Settings]:
+    """Target, draft and settings of one rank, on which all ranks agree: the rows are as long as all have room for.
+
+    Args:
+        pair: finds target and draft.
+        equal: further arguments of the constructor that must be equal on all ranks.
+        **asked: as in `settings_of`.
+
+    Raises:
+        As `settings_of`, and UnsupportedOption where ranks were asked for different things or a model does not divide.
+    """
+    asked["device"] = ranks.device(asked["device"])
+
+    def make() -> tuple[Checkpoint, Checkpoint | HeadCheckpoint | None, Settings]:
+        whole, draft_whole = pair()
+        device = device_of(asked["device"], whole)
+        on_cpu = device.type == "cpu"
+        _decide_draft(draft_whole, ranks, device, asked["dtype"])
+        target, draft = _own(whole, ranks, on_cpu=on_cpu), draft_whole
+        if isinstance(draft, Checkpoint):
+            draft = _own(draft, ranks, on_cpu=on_cpu)
+        if ranks.asked and asked.get("compile"):
+            raise UnsupportedOption("compile=True does not go with tensor_parallel; leave one of them out")
+        return target, draft, settings_of(target, draft, **asked)
+
+    def of_all(made: tuple[Checkpoint, Checkpoint | HeadCheckpoint | None, Settings]) -> dict[str, object]:
+        same = {name: value for name, value in asked.items() if name != "device"}
+        models = [None if each is None else fingerprint(each) for each in made[:2]]
+        return {
+            "version of fastspec or torch": (sources(), torch.__version__),
+            "checkpoint": models,
+            "option": (same, equal),
+            "draft_tensor_parallel": ranks.split_draft,
+        }
+
+    def told(made: tuple[Checkpoint, Checkpoint | HeadCheckpoint | None, Settings]) -> tuple[int, str]:
+        return made[2].max_length, place_of(made[2].device)
+
+    (target, draft, made), of_each = ranks.agreed(make, of_all, told, starting=True)
+    lengths, places = zip(*of_each, strict=True)
+    check_places(places)
+    if (shortest := min(lengths)) < made.max_length:
+        shorter = settings_of(target, draft, **{**asked, "max_length": shortest})
+        made = replace(shorter, length_reason="what all ranks have room for")
+    cut = target.spec.cut if isinstance(target.spec, HostedInfo) else None
+    if cut is not None:
+        # every product has a shape of its own on any number of ranks, where sums are one tree
+        fine = tuple(size for size in SIZES if size <= cut.share.parts)
+        ranks.same_text_on = fine if cut.share.one_tree and target.rounded is None else (ranks.size,)
+        return target, draft, replace(made, ranks=ranks.describe(cut.share, "it is hosted"))
+    share = None if target.sliced is None else target.sliced.share
+    if target.sliced is not None:
+        ranks.same_text_on = same_text_on(target, made.layout.target_dtype, made.device)
+    splits = share is None or share.splits_vocab(target.spec.vocab_size)
+    return target, draft, replace(made, ranks=ranks.describe(share, "" if splits else "its rows do not divide"))
+
+
+def agreed_warmup(
+    session: Session, drafting: DraftPlan, asked: tuple[int | str | None, str, int]
+) -> tuple[Choice, int]:
+    """Steps to be made ready and tokens of the longest row, once all ranks were asked for the same.
+
+    Args:
+        asked: drafts of a step, sampler, and tokens of the longest row, as `warmup` takes them.
+
+    Raises:
+        ValueError: a value out of range.
+        UnsupportedOption: another rank was asked for something else, or refused it.
+        RuntimeError: a call or a handle goes on here.
+    """
+    drafts, sampler, length = asked
+
+    def make() -> tuple[Choice, int]:
+        longest = check_range("length", length, 0, session.settings.max_length)
+        return drafting.for_warmup(drafts, sampler), longest
+
+    with session.alone():
+        made, _ = session.ranks.agreed(make, lambda made: {"warm-up": (made[0].ks, sampler, made[1])}, starting=True)
+    return made
+
+
+def _decide_draft(draft: Checkpoint | HeadCheckpoint | None, ranks: Ranks, device: torch.device, dtype: Any) -> None:
+    """Settles whether the draft is cut: a head never is.
+
+    Raises:
+        UnsupportedOption: a head is to be cut.
+    """
+    if isinstance(draft, HeadCheckpoint) and ranks.split_draft:
+        raise UnsupportedOption(
+            f"draft_tensor_parallel='split', and {draft.name} is a head, which every rank has whole; leave it out"
+        )
+    if ranks.split_draft is None:
+        ranks.split_draft = isinstance(draft, Checkpoint) and _splits_draft(draft, ranks, device, dtype)
+
+
+def _splits_draft(draft: Checkpoint, ranks: Ranks, device: torch.device, dtype: Any) -> bool:
+    """Whether the draft is split where `draft_tensor_parallel` is not given: on GPUs, if that shortens its passes."""
+    if device.type != "cuda" or not _plain(draft) or not isinstance(draft.spec, ModelSpec):
+        return False
+    if draft.spec.plans[0].qk_norm == "projection":  # which takes one exchange more a layer
+        return False
+    return splitting_pays(draft.spec, dtype_of(dtype, draft.spec, device), ranks.size, memory_rate(device))
+
+
+def _own(checkpoint: Checkpoint, ranks: Ranks, *, on_cpu: bool) -> Checkpoint:
+    """What this rank has of a checkpoint.
+
+    Raises:
+        UnsupportedOption: a hosted model without a plan that is known here, or a model that does not divide.
+    """
+    draft, spec = checkpoint.role == "draft", checkpoint.spec
+    if isinstance(spec, HostedInfo):
+        return _own_hosted(checkpoint, spec, ranks, on_cpu=on_cpu)
+    share = ranks.share(spec, checkpoint.name, draft=draft, on_cpu=on_cpu)
+    if share is None or (share.parts == 1 and not _plain(checkpoint)):
+        return checkpoint
+    return sliced(checkpoint, share)
+
+
+def _own_hosted(checkpoint: Checkpoint, info: HostedInfo, ranks: Ranks, *, on_cpu: bool) -> Checkpoint:
+    """What this rank has of a hosted model: by transformers' plan, or all of it where it is alone."""
+    draft = checkpoint.role == "draft"
+    if not ranks.asked or (draft and not ranks.split_draft):
+        return checkpoint
+    try:
+        share = ranks.share(sizes_to_cut(info), checkpoint.name, draft=draft, on_cpu=on_cpu)
+        if share is None or share.parts == 1:
+            return checkpoint
+        return replace(checkpoint, spec=share_info(info, share))
+    except UnsupportedModel as error:
+        if ranks.size == 1:
+            return checkpoint
+        raise UnsupportedOption(
+            f"{checkpoint.role}: {checkpoint.name} is hosted, and tensor_parallel cannot cut it: {error}; leave "
+            f"{'draft_' if draft else ''}tensor_parallel out, or run one process per GPU, each with its own prompts"
+        ) from error
+
+
+def _plain(checkpoint: Checkpoint) -> bool:
+    """Whether a model is of 16-bit or fp32 weights of a native family, of attention and MLPs alone."""
+    spec = checkpoint.spec
+    if not isinstance(spec, ModelSpec) or checkpoint.quantisation is not None or checkpoint.rounded is not None:
+        return False
+    return not spec.routed_elements and not spec.deltas

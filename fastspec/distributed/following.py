@@ -1,0 +1,156 @@
+"""Sends rank 0's requests to the ranks that follow it: what joins and leaves before each step, as JSON.
+
+Every rank has the same requests and makes the same schedule of them; only rank 0 has callers that wait for tokens.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, replace
+from typing import Any
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from fastspec.distributed.turns import Turns
+from fastspec.distributed.world import World
+from fastspec.grammar.library import Grammars
+from fastspec.grammar.spec import GrammarSpec
+from fastspec.inputs.options import Options, RowOptions
+from fastspec.inputs.prompts import RawPrompts
+from fastspec.scheduling.calls import PreparedCall, requests_of
+from fastspec.scheduling.delivery import Delivery
+from fastspec.scheduling.draft_length import Choice
+from fastspec.scheduling.messages import Joining, Leaving, Message
+from fastspec.scheduling.requests import Request
+
+
+class RequestNumbers:
+    """Numbers of the requests that have not ended: all ranks number them alike, as they join."""
+
+    def __init__(self) -> None:
+        self._next = 0
+        self._of: dict[Request, int] = {}
+        self._requests: dict[int, Request] = {}
+
+    def add(self, request: Request) -> None:
+        """Numbers a request that joins."""
+        self._of[request], self._requests[self._next] = self._next, request
+        self._next += 1
+
+    def forget(self, request: Request) -> None:
+        """A request has ended."""
+        number = self._of.pop(request, None)
+        if number is not None:
+            del self._requests[number]
+
+    def of(self, requests: list[Request]) -> list[int]:
+        """The numbers of those that have not ended."""
+        return [self._of[request] for request in requests if request in self._of]
+
+    def requests(self, numbers: list[int]) -> list[Request]:
+        """The requests with these numbers."""
+        return [self._requests[number] for number in numbers]
+
+
+class Leader:
+    """Rank 0's end: tells the others what joins and leaves before each step. Made for the first one.
+
+    Args:
+        world: of all ranks.
+        numbers: of the requests that have not ended; requests are added here as they join.
+    """
+
+    def __init__(self, world: World, numbers: RequestNumbers) -> None:
+        self._world, self._numbers = world, numbers
+        self._turns: Turns | None = None
+        self._ended = False
+
+    def tell(self, messages: list[Message]) -> None:
+        """Tells the messages of a turn.
+
+        Raises:
+            RankFailed: a rank has failed.
+        """
+        self._turns = self._turns or Turns(self._world)
+        self._turns.tell(written(messages, self._numbers))
+        self._ended = None in messages
+
+    def end(self) -> None:
+        """Lets those that follow go, where they have not gone, and waits until they have read that."""
+        with suppress(RuntimeError):  # of a group that has failed already
+            if not self._ended:
+                self.tell([None])
+            assert self._turns is not None, "it has told something"
+            self._turns.wait_for_end()
+
+
+def written(messages: list[Message], numbers: RequestNumbers) -> str:
+    """Messages as `read` takes them; numbers those that join."""
+    return json.dumps([_written(each, numbers) for each in messages])
+
+
+def _written(message: Message, numbers: RequestNumbers) -> Any:
+    if message is None:
+        return None
+    if isinstance(message, Leaving):
+        return {"leave": numbers.of(message.requests)}
+    call = message.call
+    for request in call.requests:
+        numbers.add(request)
+    prompts = [request.prompt for request in call.requests[:: call.options.copies]]
+    rows = [asdict(request.options) for request in call.requests]
+    return {"join": prompts, "rows": rows, "options": asdict(replace(call.options, rows=()))}
+
+
+class Reader:
+    """Makes the same requests from what rank 0 has written.
+
+    Args:
+        max_length: tokens of a row.
+        choose: drafts of a call's steps, by its options.
+        tokenizer: loads the target's.
+        grammars: of the target's vocabulary.
+    """
+
+    def __init__(
+        self,
+        max_length: int,
+        choose: Callable[[Options], Choice],
+        tokenizer: Callable[[], PreTrainedTokenizerBase | None],
+        grammars: Grammars,
+    ) -> None:
+        self._max_length, self._choose, self._tokenizer, self._grammars = max_length, choose, tokenizer, grammars
+
+    def read(self, text: str, numbers: RequestNumbers) -> list[Message]:
+        """The messages of a text; numbers those that join."""
+        return [self._message(each, numbers) for each in json.loads(text)]
+
+    def _message(self, entry: Any, numbers: RequestNumbers) -> Message:
+        if entry is None:
+            return None
+        if "leave" in entry:
+            return Leaving(numbers.requests(entry["leave"]))
+        given: dict[str, Any] = {
+            **{name: tuple(each) if isinstance(each, list) else each for name, each in entry["options"].items()},
+            "rows": tuple(_row(each) for each in entry["rows"]),
+        }
+        chosen = Options(**given)
+        text = chosen.stop_strings or any(row.grammar for row in chosen.rows)
+        tokenizer = self._tokenizer() if text else None
+        requests = requests_of(entry["join"], chosen, tokenizer, self._max_length, self._grammars)
+        for request in requests:
+            numbers.add(request)
+        call = PreparedCall(requests, chosen, RawPrompts(entry["join"], None, False, torch.device("cpu")))
+        return Joining(call, self._choose(chosen), Delivery(requests))
+
+
+def _row(entry: dict[str, Any]) -> RowOptions:
+    entry = {**entry, "bias": tuple((token, bias) for token, bias in entry["bias"])}
+    if entry["allowed"] is not None:
+        entry["allowed"] = tuple(entry["allowed"])
+    if entry["grammar"] is not None:
+        entry["grammar"] = GrammarSpec(**entry["grammar"])
+    return RowOptions(**entry)

@@ -1,0 +1,287 @@
+"""What a generator asks of the ranks: who it is, on which device, and that all are asked for the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, fields, replace
+from typing import Any, Protocol, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from fastspec.distributed.agreement import agree
+from fastspec.distributed.exchange import Alone, Exchange, OverHosts
+from fastspec.distributed.slices import SIZES, Share, Sizes, check_divides, share_of
+from fastspec.distributed.world import World
+from fastspec.errors import InvalidLogits, OutOfPages, UnsupportedOption
+from fastspec.inputs.options import Options
+from fastspec.inputs.row_options import RowOptions
+
+T = TypeVar("T")
+REPLICATED, SPLIT = "replicated", "split"
+SYMMETRIC = (InvalidLogits, OutOfPages)  # raised by all ranks at the same place
+# fields of options by what `generate` calls them, where that is something else
+_CALLED = {
+    "stop_ids": "eos_token_id",
+    "across_prompt": "stop_across_prompt",
+    "padding": "pad_token_id",
+    "copies": "num_return_sequences",
+    "return_dict": "return_dict_in_generate",
+    "top_logprobs": "logprobs",
+    "seeded": "seed",
+    "auto": "num_speculative_tokens",
+    "draft_limit": "num_speculative_tokens",
+    "bias": "logit_bias or banned ids",
+    "allowed": "allowed_token_ids",
+    "grammar": "json_schema, regex or grammar",
+}
+
+
+class Row(Protocol):
+    """What ranks compare of a request."""
+
+    prompt: list[int]
+    options: RowOptions
+
+
+@dataclass(slots=True)
+class Ranks:
+    """The ranks of one generator.
+
+    Attributes:
+        world: them all, or this process alone.
+        asked: tensor_parallel was given, so that sums have the order that they have on any number of ranks.
+        split_draft: the draft model is cut as well; else every rank has all of it. None: not decided yet.
+        same_text_on: the numbers of ranks that give this text, to the bit; None: nothing is known of it.
+    """
+
+    world: World
+    asked: bool = False
+    split_draft: bool | None = False
+    same_text_on: tuple[int, ...] | None = None
+
+    @classmethod
+    def alone(cls) -> Ranks:
+        """One process, without `tensor_parallel`."""
+        return cls(World.alone())
+
+    @classmethod
+    def of(cls, asked: int | str | None, draft: str | None) -> Ranks:
+        """From the arguments of a generator.
+
+        Args:
+            asked: tensor_parallel: a number of ranks, "auto", or None.
+            draft: draft_tensor_parallel: "replicated", "split", or None, for what is faster.
+
+        Raises:
+            UnsupportedOption: none of these, or there are not so many ranks.
+        """
+        if asked is None:
+            _check(asked, draft, 1)
+            return cls.alone()
+        ranks = cls(World.meet(), True, None if draft is None else draft == SPLIT)
+        try:  # once all have met, so that none waits for one that refuses
+            ranks.agreed(lambda: _check(asked, draft, ranks.size), lambda made: {}, starting=True)
+        except Exception:
+            ranks.close()
+            raise
+        return ranks
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return self.world.size
+
+    @property
+    def first(self) -> bool:
+        """Whether this is the rank that talks to people."""
+        return self.world.rank == 0
+
+    def device(self, asked: Any) -> Any:
+        """The device of this rank where `asked` does not name one: of several GPUs that of its own number."""
+        wanted = asked is None or (str(asked) == "cuda")
+        if self.size == 1 or not wanted or not torch.cuda.is_available():
+            return asked
+        return torch.device("cuda", dist.get_node_local_rank(self.world.rank))
+
+    def share(self, sizes: Sizes, name: str, *, draft: bool, on_cpu: bool) -> Share | None:
+        """What this rank has of a model; None: all of it, computed as by a generator without ranks.
+
+        All of it on a GPU is a share as well, for sums are made as those of several ranks are.
+
+        Args:
+            name: of the model, for messages.
+            on_cpu: the number of ranks changes no bit there; on a GPU that would take more launches.
+
+        Raises:
+            UnsupportedOption: it does not divide among so many.
+        """
+        whole = draft and not self.split_draft
+        if not self.asked or (whole and on_cpu):
+            return None
+        if whole:
+            return Share(0, 1, 1)
+        check_divides(sizes, self.size, name)
+        return share_of(sizes, self.world.rank, self.size, one_tree=on_cpu)
+
+    def exchange(self, device: torch.device, step: int, prompts: int) -> Exchange:
+        """How passes on a device exchange what they have.
+
+        Args:
+            step, prompts: 4-byte elements of the largest tensor of a step, and of a sum in a pass over prompts.
+        """
+        if self.size == 1:
+            return Alone()
+        if device.type == "cpu":
+            return OverHosts(self.world)
+        from fastspec.distributed.devices import OverDevices  # which few machines need
+
+        return OverDevices(self.world, device, step, prompts)
+
+    def agreed(
+        self,
+        make: Callable[[], T],
+        asked: Callable[[T], Mapping[str, object]],
+        told: Callable[[T], Any] = lambda made: None,
+        *,
+        starting: bool = False,
+    ) -> tuple[T, list[Any]]:
+        """What `make` makes, and what each rank tells of it, once all ranks have made it of the same arguments.
+
+        Raises:
+            UnsupportedOption: another rank could not, or was asked for something else. The error of `make` itself.
+        """
+        if self.size == 1:
+            made = make()
+            return made, [told(made)]
+        self.world.check()
+        try:
+            made = make()
+        except Exception as error:
+            agree(self.world, {}, None, error, starting=starting)
+            raise
+        return made, agree(self.world, asked(made), told(made), starting=starting)
+
+    def agreed_call(self, make: Callable[[], T], parts: Callable[[T], tuple[Sequence[Row], Options]]) -> T:
+        """A call that all ranks make alike; where it has no seed, its rows have rank 0's random ones."""
+        if self.size == 1:
+            return make()
+
+        def asked(made: T) -> dict[str, object]:
+            rows, chosen = parts(made)
+            seeded = chosen.seeded
+            options = [row.options if seeded else replace(row.options, seed=0) for row in rows]
+            return {"prompts": [row.prompt for row in rows], **_by_name(options, chosen)}
+
+        def told(made: T) -> list[int]:
+            return [row.options.seed for row in parts(made)[0]]
+
+        made, seeds = self.agreed(make, asked, told)
+        for row, seed in zip(parts(made)[0], seeds[0], strict=True):
+            row.options = replace(row.options, seed=seed)
+        return made
+
+    def guarded(self, what: str) -> AbstractContextManager[None]:
+        """While it lasts, an error of this rank alone ends what the others do."""
+        return self.world.guarded(what, SYMMETRIC)
+
+    @contextmanager
+    def stepping(self) -> Iterator[None]:
+        """As `guarded`, for steps that others wait for; raises what ended all ranks in place of its own error."""
+        try:
+            with self.guarded("stepping"):
+                yield
+        finally:
+            self.world.check()
+
+    def close(self) -> None:
+        """Ends this rank's signs of life."""
+        self.world.close()
+
+    def describe(self, share: Share | None, whole_head: str) -> str:
+        """How many ranks there are and what each has, for people; empty without any.
+
+        Args:
+            whole_head: why the head is not cut; empty: it is.
+        """
+        if not self.asked:
+            return ""
+        draft = "cut, too" if self.split_draft else "whole on every rank"
+        if share is None:
+            return "1: as without tensor_parallel"
+        same = (
+            f"the same text on {_numbers(self.same_text_on)} ranks"
+            if self.same_text_on is not None and len(self.same_text_on) > 1
+            else "text may differ from that of another number of ranks, by the last bits of sums"
+        )
+        head = f"; the head is whole on every rank, for {whole_head}" if whole_head else ""
+        return f"{self.size}, this is {self.world.rank}; {same}; draft {draft}{head}"
+
+
+def _check(asked: int | str | None, draft: str | None, size: int) -> None:
+    """Refuses arguments of `Ranks.of` that are no use, or not for that many ranks."""
+    if draft not in (None, REPLICATED, SPLIT):
+        raise UnsupportedOption(f"draft_tensor_parallel={draft!r} is not supported, wanted {REPLICATED!r} or {SPLIT!r}")
+    if asked is None and draft is not None:
+        raise UnsupportedOption(f"draft_tensor_parallel={draft!r} goes with tensor_parallel; give that, too")
+    if isinstance(asked, bool) or asked not in (None, "auto", *SIZES):
+        numbers = ", ".join(map(str, SIZES))
+        raise UnsupportedOption(f"tensor_parallel={asked!r} is not supported, wanted 'auto' or one of {numbers}")
+    if asked in (None, "auto", size):
+        return
+    if not dist.is_available() or not dist.is_initialized():
+        raise UnsupportedOption(
+            f"tensor_parallel={asked} needs {asked} processes, and this is one alone: start the script by "
+            f"torchrun --nproc-per-node {asked} script.py, or the command line by fastspec generate "
+            f"--tensor-parallel {asked}"
+        )
+    raise UnsupportedOption(
+        f"tensor_parallel={asked}, and there are {size} processes; pass {size} or 'auto', or start {asked}"
+    )
+
+
+def _by_name(rows: Sequence[RowOptions], chosen: Options) -> dict[str, object]:
+    """Options of a call by what to call them in an error."""
+    found: dict[str, list[object]] = {}
+    for field in fields(chosen):
+        if field.name != "rows":
+            found.setdefault(_CALLED.get(field.name, field.name), []).append(getattr(chosen, field.name))
+    for field in fields(RowOptions):
+        values = [getattr(row, field.name) for row in rows]
+        same = all(value == values[0] for value in values)  # then another number of prompts is no difference here
+        found.setdefault(_CALLED.get(field.name, field.name), []).append(values[0] if same else values)
+    return {f"option {name}": values for name, values in found.items()}
+
+
+def place_of(device: torch.device) -> str:
+    """What a rank computes on: of a GPU something that no other GPU has, however a process numbers them."""
+    if device.type != "cuda":
+        return device.type
+    unique = getattr(torch.cuda.get_device_properties(device), "uuid", "")  # which not every torch tells
+    return f"{device} {unique}".strip()
+
+
+def check_places(places: Sequence[str]) -> None:
+    """Refuses ranks that share a GPU, and kinds of devices that differ.
+
+    Raises:
+        UnsupportedOption: names the ranks.
+    """
+    kinds = [place.partition(":")[0] for place in places]
+    if (other := next((rank for rank, kind in enumerate(kinds) if kind != kinds[0]), None)) is not None:
+        raise UnsupportedOption(
+            f"rank {other} computes on {places[other]} and rank 0 on {places[0]}; give all ranks the same device"
+        )
+    names, gpus = zip(*(place.partition(" ")[::2] for place in places), strict=True)
+    again = next((rank for rank, gpu in enumerate(gpus) if gpu and gpu in gpus[:rank]), None)
+    if again is not None:
+        raise UnsupportedOption(
+            f"ranks {gpus.index(gpus[again])} and {again} both compute on {names[again]}, and each needs a GPU of its "
+            "own: leave device out, and rank r takes GPU r"
+        )
+
+
+def _numbers(sizes: Sequence[int]) -> str:
+    """Numbers as people write them."""
+    return f"{', '.join(map(str, sizes[:-1]))} and {sizes[-1]}"

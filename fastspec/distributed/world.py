@@ -1,0 +1,206 @@
+"""The processes that share one model: how they find each other, and what the host of each tells the others."""
+
+from __future__ import annotations
+
+import struct
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fastspec.distributed.monitor import LOST, Monitor
+from fastspec.errors import RankFailed
+
+PATIENCE = 20.0  # seconds that a rank may reach an exchange later than the others
+STARTING = 600.0  # seconds that it may reach the construction of a generator later
+_SLICE = 0.25  # seconds between two looks at the others while an exchange is waited for
+_TELLING = LOST + 1.5  # seconds in which a rank whose connection broke off may still be told why
+
+
+class World:
+    """Ranks 0..size-1, one process each, all on one host.
+
+    Args:
+        rank, size: of this process.
+        group: a gloo group of them all; None for one process alone.
+        patience: seconds that a rank may come later to an exchange than the others.
+
+    Attributes:
+        rank, size: as above.
+        local_rank: the number of this process on its host, and of its GPU.
+    """
+
+    def __init__(self, rank: int, size: int, group: Any = None, patience: float = PATIENCE) -> None:
+        self.rank, self.size, self.local_rank = rank, size, rank
+        self.group, self.patience = group, patience
+        self._monitor: Monitor | None = None
+        self._failed: str | None = None
+        if size > 1:
+            port = Monitor(rank, size, None) if rank == 0 else None
+            told = self.share_number(0.0 if port is None else float(port.port))
+            self._monitor = port or Monitor(rank, size, int(told))
+
+    @classmethod
+    def alone(cls) -> World:
+        """A world of one process."""
+        return cls(0, 1)
+
+    @classmethod
+    def meet(cls, patience: float = PATIENCE) -> World:
+        """All processes that torchrun, or the caller, made; this one alone where nobody did."""
+        if not dist.is_available() or not (dist.is_initialized() or dist.is_torchelastic_launched()):
+            return cls.alone()
+        if not dist.is_initialized():
+            dist.init_process_group("gloo", timeout=timedelta(seconds=STARTING))
+        rank, size = dist.get_rank(), dist.get_world_size()
+        if size == 1:
+            return cls.alone()
+        group = dist.new_group(list(range(size)), backend="gloo", timeout=timedelta(seconds=STARTING))
+        return cls(rank, size, group, patience)
+
+    def close(self) -> None:
+        """Ends the signs of life. The group stays, for torch ends it with the process."""
+        if self._monitor is not None:
+            self._monitor.close()
+
+    def gather(self, tensor: Tensor, patience: float | None = None) -> list[Tensor]:
+        """What every rank has in a CPU tensor of one shape and dtype, in the order of ranks.
+
+        Raises:
+            RankFailed: a rank did not come within `patience`, or is gone.
+        """
+        if self.size == 1:
+            return [tensor]
+        found = [torch.empty_like(tensor) for _ in range(self.size)]
+        self._finish(lambda: self.group.allgather([found], [tensor]), patience)
+        return found
+
+    def gather_bytes(self, data: bytes, patience: float | None = None) -> list[bytes]:
+        """Bytes of every rank, each of any length."""
+        if self.size == 1:
+            return [data]
+        lengths = self.gather(torch.tensor([len(data)], dtype=torch.int64, device="cpu"), patience)
+        longest = max(int(length) for length in lengths)
+        padded = torch.frombuffer(bytearray(data.ljust(longest, b"\0") or b"\0"), dtype=torch.uint8)
+        found = self.gather(padded, patience)
+        return [bytes(each[: int(length)].tolist()) for each, length in zip(found, lengths, strict=True)]
+
+    def share_number(self, number: float) -> float:
+        """Rank 0's number, on every rank."""
+        if self.size == 1:
+            return number
+        words = self.gather(torch.tensor(list(struct.pack("<d", number)), dtype=torch.uint8, device="cpu"), STARTING)
+        (shared,) = struct.unpack("<d", bytes(words[0].tolist()))
+        return float(shared)
+
+    def share_seconds(self, seconds: float | None) -> float | None:
+        """A time that rank 0 measured, on every rank, so that all decide alike; None where rank 0 has none."""
+        if self.size == 1:
+            return seconds
+        shared = self.share_number(-1.0 if seconds is None else seconds)
+        return None if shared < 0 else shared
+
+    def check(self) -> None:
+        """Raises RankFailed if any rank is known to have failed."""
+        if self._failed is None and self._monitor is not None and (cause := self._monitor.cause):
+            self._failed = cause
+        if self._failed is not None:
+            raise RankFailed(f"{self._failed}. No rank can go on: end all processes and start them again")
+
+    def launched(self) -> None:
+        """A step is launched; the others may ask how far this rank is."""
+        if self._monitor is not None:
+            self._monitor.exchanges += 1
+
+    def waiting(self, seconds: float) -> None:
+        """A step's result was waited for so long; raises RankFailed where a rank has failed, or is too late."""
+        self.check()
+        if seconds > self.patience:
+            self._give_up()
+
+    def wait_for_all(self) -> None:
+        """Waits until every rank is here, though loading and compiling may take some minutes longer than others."""
+        self.gather(torch.zeros(1, dtype=torch.uint8, device="cpu"), STARTING)
+
+    def doing(self, what: str) -> None:
+        """Says what this rank does now, for errors of others."""
+        if self._monitor is not None:
+            self._monitor.doing = what
+
+    @contextmanager
+    def guarded(self, what: str, symmetric: tuple[type[BaseException], ...] = ()) -> Iterator[None]:
+        """While it lasts, an error of this rank ends what the others do, with its cause.
+
+        Args:
+            what: this rank does, in words.
+            symmetric: errors that all ranks raise alike, at the same place; they end nothing.
+        """
+        if self.size == 1:
+            yield
+            return
+        self.check()
+        self.doing(what)
+        try:
+            yield
+        except BaseException as error:
+            if not isinstance(error, (*symmetric, GeneratorExit)):
+                self.abort(error)
+            raise
+        finally:
+            self.doing(f"past {what}")
+
+    def abort(self, error: BaseException) -> None:
+        """Tells all ranks that this one failed."""
+        told = str(error).splitlines()
+        cause = f"rank {self.rank} raised {type(error).__name__}: {told[0] if told else ''}"
+        if isinstance(error, RankFailed) and self._failed is not None:
+            cause = self._failed
+        if self._monitor is not None:
+            self._monitor.abort(cause)
+        self._failed = self._failed or cause
+
+    def _finish(self, begin: Callable[[], Any], patience: float | None) -> None:
+        """Begins an exchange of the hosts, and waits for it while the others live."""
+        self.check()
+        if self._monitor is not None:
+            self._monitor.exchanges += 1
+        end = time.monotonic() + (self.patience if patience is None else patience)
+        work = None
+        while True:
+            try:
+                work = begin() if work is None else work
+                work.wait(timedelta(seconds=_SLICE))
+                return
+            except RuntimeError as error:  # of the wait, which ended before the exchange, or of the exchange
+                if work is None or work.is_completed():
+                    raise self.broken(error) from error
+            self.check()
+            if time.monotonic() > end:
+                self._give_up()
+
+    def _give_up(self) -> None:
+        """Ends it all because a rank is too late."""
+        slowest = "another rank" if self._monitor is None else self._monitor.slowest()
+        self._failed = f"rank {self.rank} waited in vain for {slowest}; it hangs, or went another way"
+        if self._monitor is not None:
+            self._monitor.abort(self._failed)
+        self.check()
+
+    @property
+    def port(self) -> int:
+        """Port of the store of the ranks' signs of life, on this host."""
+        assert self._monitor is not None, "one rank has nobody to tell of itself"
+        return self._monitor.port
+
+    def broken(self, error: RuntimeError) -> RankFailed:
+        """The error for a connection that broke off."""
+        cause = self._monitor.wait_for_cause(_TELLING) if self._monitor is not None else None
+        if cause is None and self._monitor is not None:
+            cause = f"the connection to another rank broke off, perhaps {self._monitor.slowest()}"
+        self._failed = self._failed or cause or str(error).splitlines()[0]
+        return RankFailed(f"{self._failed}. No rank can go on: end all processes and start them again")

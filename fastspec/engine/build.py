@@ -1,0 +1,398 @@
+"""Builds an engine: loads weights and allocates every buffer, on the stream that will use them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import fields
+from typing import Any
+
+import torch
+
+from fastspec.distributed.exchange import Exchange
+from fastspec.distributed.ranks import Ranks
+from fastspec.engine.engine import Engine, grid_unit_of
+from fastspec.engine.memory import Layout
+from fastspec.engine.settings import Settings, check_range
+from fastspec.engine.threads import sampling_alone
+from fastspec.graphs.results import ResultRing
+from fastspec.graphs.runner import EagerRunner, GraphRunner, Runner
+from fastspec.inputs.values import flag
+from fastspec.kernels.common.kv_scales import FP8
+from fastspec.kernels.common.launch import brief
+from fastspec.kernels.common.packing import PACKED_ROWS
+from fastspec.kernels.common.weights import Weight
+from fastspec.kernels.compiled_ops import compiled
+from fastspec.kernels.ops import Ops
+from fastspec.kv_cache.cache import PagedKVCache
+from fastspec.kv_cache.pages import PageTable
+from fastspec.kv_cache.prefix import PrefixCache
+from fastspec.kv_cache.prefix_states import PrefixStates
+from fastspec.kv_cache.states import StateCache
+from fastspec.models.checkpoints.load import DecoderWeights, allocate_weights
+from fastspec.models.checkpoints.quantised.cache_scales import CacheScales, for_layers
+from fastspec.models.checkpoints.sources import Checkpoint
+from fastspec.models.compiled import CompiledDecoder
+from fastspec.models.config import ModelSpec
+from fastspec.models.decoder import Decoder
+from fastspec.models.heads.checkpoint import HeadCheckpoint
+from fastspec.models.heads.weights import HeadWeights
+from fastspec.models.hosted.admission import admit
+from fastspec.models.hosted.info import HostedInfo
+from fastspec.models.hosted.load import load_hosted
+from fastspec.models.hosted.model import HostedModel
+from fastspec.models.interface import CausalModel, Pending, is_recurrent, states_of
+from fastspec.models.parallel import ParallelDecoder
+from fastspec.proposers.choose import choose
+from fastspec.proposers.combined import ContinuesDrafts
+from fastspec.proposers.draft_model import DraftModel
+from fastspec.proposers.heads import build_head
+from fastspec.proposers.interface import (
+    Proposer,
+    feature_buffer,
+    features_of,
+    kept_in_pages,
+    reads_ahead,
+    takes_features,
+)
+from fastspec.shapes import DELTA_CHUNK
+from fastspec.state import DecodeState
+from fastspec.step import PromptEnd, StepModules
+
+PREFILL_BUDGET = 256  # prompt tokens: on a GPU reading the weights still takes most of the time of such a pass
+_PREFILL_BATCH_TOKENS = 256  # tokens of a pass over several short prompts: with fewer it waits for the weights
+# tokens of a pass, by compute capability: from here on one kernel multiplies packed weights, in one order of sums
+_SAME_BITS_FROM = {(9, 0): 64}
+_SAME_BITS_ELSEWHERE = 256  # on GPUs where smaller passes were not compared
+_SAME_BITS_CODES = 128  # of quantised weights: smaller passes take the steps' kernel
+_MAX_BUDGET = 2**31 - 1
+
+
+def build(
+    settings: Settings,
+    target: Checkpoint,
+    draft: Checkpoint | HeadCheckpoint | None,
+    *,
+    proposer: Proposer | None,
+    shared_vocab: int,
+    release_source: bool,
+    nvtx: bool,
+    progress: bool,
+    prefix_cache: bool = True,
+    prefill_budget: int | None = PREFILL_BUDGET,
+    ranks: Ranks | None = None,
+) -> tuple[Engine, list[Pending]]:
+    """Makes the engine of a generator, and the weights that must be filled before anything is run.
+
+    Args:
+        settings: checked arguments of the generator.
+        target, draft: where the weights come from.
+        proposer: the caller's own, or a lookup before the draft.
+        shared_vocab: ids below this mean the same to draft and target.
+        release_source, progress: as in `allocate_weights`.
+        nvtx: name steps and their phases to a profiler.
+        ranks: that share the models; None: this process is alone.
+        prefix_cache, prefill_budget: of the generator.
+
+    Raises:
+        ValueError: a budget out of range, or a flag that is no bool.
+        CheckpointError, UnsupportedModel: from loading; nothing is kept.
+    """
+    flag("release_source", release_source)
+    flag("nvtx", nvtx)
+    if prefill_budget is not None:
+        prefill_budget = check_range("prefill_budget", prefill_budget, 1, _MAX_BUDGET)
+    layout, device, length = settings.layout, settings.device, settings.max_length
+    ops = layout.ops if device.type == "cuda" else sampling_alone(layout.ops)
+    ranks = ranks or Ranks.alone()
+    only_ours = not settings.compiled and proposer is None and not any(_hosted(each) for each in (target, draft))
+    runner = _runner(settings, nvtx=nvtx, only_ours=only_ours)
+    mark = torch.cuda.nvtx.range if nvtx and device.type == "cuda" else nullcontext
+
+    with runner.on_stream():
+        exchange = ranks.exchange(device, *layout.exchanged(length)) if ranks.asked else None
+        work = ops.sampled_work(layout.batch, layout.max_drafts, layout.target.vocab_size, device)
+        made = _Models(settings, ops, ranks, exchange, mark, work, release_source, progress, prefix_cache)
+        scoring = made.model(target, layout.target_dtype)
+        drafter = made.drafter(draft, scoring, shared_vocab)
+        state = DecodeState.allocate(
+            batch=layout.batch,
+            max_drafts=layout.max_drafts,
+            max_length=length,
+            pages_per_row=layout.pages_per_row(length),
+            vocab_size=layout.target.vocab_size,
+            device=device,
+            keep_draft_probs=layout.keep_draft_probs,
+        )
+        sizes = layout.batch, layout.max_drafts, state.top_ids.shape[2]
+        watch = ranks.world if ranks.size > 1 else None
+        ring = ResultRing(*sizes, device, pinned=ops.name == "triton", watch=watch)
+        chosen = choose(proposer, drafter, scoring.vocab_size)
+        modules = _modules(layout, ops, scoring, chosen, ring, mark, work, device)
+    pages, chunks = PageTable(layout.num_pages(length), layout.page_size), layout.chunks_for(length)
+    same_bits, draft_chunks = _pass_sizes(chunks, made, device)
+    prefix = prefix_states = None
+    if prefix_cache and (not takes_features(chosen) or kept_in_pages(chosen)):
+        grid_unit = grid_unit_of(chunks, same_bits, settings.decode_tiling.rows is not None)
+        salt = target.name, draft.name if draft else None
+        prefix, prefix_states = _prefix_cache(pages, grid_unit, made.models, reads_ahead(chosen), salt)
+    batches_prompts = _only_in_pages(modules, made.models) and same_bits == chunks
+    engine = Engine(
+        modules=modules,
+        state=state,
+        pages=pages,
+        max_drafts=layout.max_drafts,
+        decode_tiling=settings.decode_tiling,
+        chunks=chunks,
+        runner=runner,
+        ring=ring,
+        verification=settings.verification,
+        same_bits=same_bits,
+        draft_chunks=draft_chunks,
+        prefix=prefix,
+        prefix_states=prefix_states,
+        prefill_batch_tokens=_PREFILL_BATCH_TOKENS if batches_prompts else 0,
+        prefill_budget=prefill_budget,
+        mean_weight=_mean_weight(settings, target),
+        share_seconds=ranks.world.share_seconds,
+        sharing=(ranks.world.rank, ranks.size),
+    )
+    return engine, made.pending
+
+
+def _runner(settings: Settings, *, nvtx: bool, only_ours: bool) -> Runner:
+    """What launches steps, or replays them; `only_ours`: nothing but this package's kernels runs in them."""
+    if not settings.graphs:
+        return EagerRunner(settings.device)
+    if only_ours:
+        return GraphRunner(settings.device, nvtx=nvtx, warm_ups=1, warming=brief)
+    return GraphRunner(settings.device, nvtx=nvtx)
+
+
+def _modules(
+    layout: Layout,
+    ops: Ops,
+    target: CausalModel,
+    proposer: Proposer | None,
+    ring: ResultRing,
+    mark: Callable[[str], AbstractContextManager[object]],
+    work: Any,
+    device: torch.device,
+) -> StepModules:
+    """Models and work areas of a step; allocates the work areas."""
+    rows, drafts, width, vocab = layout.batch, layout.max_drafts, layout.target.hidden_size, layout.target.vocab_size
+    return StepModules(
+        target,
+        proposer,
+        ops,
+        ring.outbox,
+        scratch=ops.commit_scratch(rows, drafts, device),
+        mark=mark,
+        work=work,
+        record_work=ops.record_work(rows, drafts, vocab, device),
+        features=feature_buffer(proposer, rows, drafts, width, layout.target_dtype, device),
+        prompt_ends=PromptEnd.zeros(rows, width, len(features_of(proposer)), layout.target_dtype, device),
+    )
+
+
+def _only_in_pages(modules: StepModules, models: Sequence[CausalModel]) -> bool:
+    """Whether all that a pass over a prompt makes lies in the pages of its row, so that prompts may share a pass."""
+    proposer = modules.proposer
+    paged = proposer is None or not proposer.max_length or kept_in_pages(proposer)
+    return paged and modules.features is None and not takes_features(proposer) and not any(map(is_recurrent, models))
+
+
+class _Models:
+    """Makes target and drafter, each with its cache, on the current stream.
+
+    Args:
+        settings: of the generator.
+        ops: whose kernels run; `torch.compile` has its own inside of passes.
+        ranks: that share the models.
+        exchange: between them; None: this process is alone.
+        mark, work: as for `DraftModel`.
+        release_source, progress: as in `allocate_weights`.
+        keeps_prefixes: prompts may begin from states that earlier ones left, if there are recurrent layers.
+
+    Attributes:
+        models: target and draft model, as far as they are made.
+        pending: their weights, and those of a head, to be filled.
+        matrices: those that the target's passes over prompts multiply with, and a head's.
+        of_draft_model: likewise of a draft model.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        ops: Ops,
+        ranks: Ranks,
+        exchange: Exchange | None,
+        mark: Callable[[str], AbstractContextManager[object]],
+        work: Any,
+        release_source: bool,
+        progress: bool,
+        keeps_prefixes: bool,
+    ) -> None:
+        layout, length = settings.layout, settings.max_length
+        self._settings, self._ops, self._ranks, self._exchange = settings, ops, ranks, exchange
+        self._mark, self._work, self._release_source, self._progress = mark, work, release_source, progress
+        self._keeps_prefixes = keeps_prefixes
+        self._inside = compiled(ops) if settings.compiled else ops
+        self._sizes: dict[str, Any] = {
+            "max_positions": layout.pages_per_row(length) * layout.page_size,
+            "batch": layout.batch,
+            "max_queries": layout.max_queries,
+        }
+        self.models: list[CausalModel] = []
+        self.pending: list[Pending] = []
+        self.matrices: list[Weight] = []
+        self.of_draft_model: list[Weight] = []
+
+    def model(self, checkpoint: Checkpoint, dtype: torch.dtype) -> CausalModel:
+        """The model of a checkpoint; its weights are among `pending`, but for a hosted one, which has them."""
+        made = self._hosted(checkpoint, dtype) if _hosted(checkpoint) else self._native(checkpoint, dtype)
+        self.models.append(made)
+        return made
+
+    def drafter(
+        self, draft: Checkpoint | HeadCheckpoint | None, scoring: CausalModel, shared_vocab: int
+    ) -> ContinuesDrafts | None:
+        """What drafts with a model or a head; None without one."""
+        if draft is None:
+            return None
+        layout = self._settings.layout
+        if not isinstance(draft, HeadCheckpoint):
+            model = self.model(draft, layout.draft_dtype)
+            return DraftModel(model, self._ops, shared_vocab, draft.spec.max_length, self._mark, self._work)
+        assert isinstance(scoring, Decoder), "checked with the head"
+        made, weights = build_head(
+            draft,
+            scoring,
+            self._cache(draft.spec.decoder, layout.draft_dtype, layout.cache_dtypes[1]),
+            dtype=layout.draft_dtype,
+            ops=self._inside,
+            sizes=self._sizes,
+            length=self._settings.max_length,
+            progress=self._progress,
+            mark=self._mark,
+            work=self._work,
+        )
+        self.pending.append(weights)
+        self.matrices.extend(_matrices(weights.weights))
+        return made
+
+    def _hosted(self, checkpoint: Checkpoint, dtype: torch.dtype) -> HostedModel:
+        settings, layout, spec = self._settings, self._settings.layout, checkpoint.spec
+        assert isinstance(spec, HostedInfo)
+        pages: dict[str, Any] = {"num_pages": layout.num_pages(settings.max_length), "page_size": layout.page_size}
+        exchange = None if spec.cut is None else self._exchange
+        where: dict[str, Any] = {"dtype": dtype, "device": settings.device}
+        model = HostedModel(spec, self._ops, **where, exchange=exchange, **pages, **self._sizes)
+        load_hosted(checkpoint, model, **where, release=self._release_source, progress=self._progress)
+        if exchange is not None:
+            self._ranks.world.wait_for_all()
+        admit(model, checkpoint.name, settings.decode_tiling, self._sizes["max_queries"])
+        return model
+
+    def _native(self, checkpoint: Checkpoint, dtype: torch.dtype) -> Decoder:
+        spec, drafts = checkpoint.native.for_length(self._settings.max_length), checkpoint.role == "draft"
+        allocated = allocate_weights(
+            checkpoint,
+            dtype=dtype,
+            device=self._settings.device,
+            progress=self._progress,
+            release_source=self._release_source,
+            ops=self._inside,
+        )
+        self.pending.append(allocated)
+        (self.of_draft_model if drafts else self.matrices).extend(_matrices(allocated.weights))
+        cache = self._cache(spec, dtype, self._settings.layout.cache_dtypes[drafts], checkpoint.cache_scales)
+        own = (spec, allocated.weights, cache, self._inside)
+        sliced = checkpoint.sliced
+        if sliced is not None and sliced.share.parts > 1 and self._exchange is not None:
+            return ParallelDecoder(*own, sliced=sliced, exchange=self._exchange, **self._sizes)
+        return (CompiledDecoder if self._settings.compiled else Decoder)(*own, **self._sizes)
+
+    def _cache(
+        self,
+        spec: ModelSpec,
+        dtype: torch.dtype,
+        of_pages: torch.dtype,
+        found: Mapping[int, CacheScales] | None = None,
+    ) -> PagedKVCache:
+        """A cache with pages of dtype `of_pages` and the checkpoint's scales; states have the model's dtype."""
+        layout, length = self._settings.layout, self._settings.max_length
+        sizes = len(spec.attending), layout.num_pages(length), layout.page_size, spec.num_kv_heads, spec.head_dim
+        rows, where = (layout.batch, layout.max_drafts), dict[str, Any](dtype=dtype, device=self._settings.device)
+        kept = layout.kept_states if self._keeps_prefixes else 0
+        states = StateCache.allocate(spec.deltas, *rows, **where, kept=kept) if spec.deltas else None
+        scales = for_layers(found or {}, spec.attending) if of_pages == FP8 else ()
+        return PagedKVCache.allocate(*sizes, **{**where, "dtype": of_pages}, states=states, scales=scales)
+
+
+def _prefix_cache(
+    pages: PageTable, grid_unit: int, models: Sequence[CausalModel], reads_ahead: int, salt: tuple[str | None, ...]
+) -> tuple[PrefixCache, PrefixStates | None]:
+    """The prefix cache, and where recurrent states after prefixes are kept; None: no model has such states."""
+    of_target, of_draft = (*map(states_of, models), None)[:2]
+    recurrent = of_target is not None or of_draft is not None
+    unit = math.lcm(pages.page_size, grid_unit, DELTA_CHUNK if recurrent else 1)
+    if not recurrent:
+        return PrefixCache(pages, unit, reads_ahead, salt), None
+    states = PrefixStates(of_target, of_draft, unit)
+    return PrefixCache(pages, unit, reads_ahead, salt, on_drop=states.forget), states
+
+
+def _hosted(checkpoint: Checkpoint | HeadCheckpoint | None) -> bool:
+    return isinstance(checkpoint, Checkpoint) and isinstance(checkpoint.spec, HostedInfo)
+
+
+def _pass_sizes(
+    chunks: tuple[int, ...], made: _Models, device: torch.device
+) -> tuple[tuple[int, ...] | None, tuple[int, ...] | None]:
+    """`Engine.same_bits` and `Engine.draft_chunks` of these models."""
+    of_target = _same_bits(chunks, made.models, made.matrices, device)
+    of_draft = _same_bits(chunks, made.models, made.of_draft_model, device)
+    if of_target is None or of_draft is None:
+        return None, None
+    # a quantised draft's smallest passes have other bits; the target's do not wait for larger ones
+    return of_target, of_draft if of_draft[0] > of_target[0] else None
+
+
+def _same_bits(
+    chunks: tuple[int, ...], models: Iterable[CausalModel], matrices: Iterable[Weight], device: torch.device
+) -> tuple[int, ...] | None:
+    """Sizes of passes over prompts that leave the same bits in the caches of these models; None: no two are known to.
+
+    One kernel sums products with packed weights in the same order for any number of rows. A library's order may depend
+    on the number of rows, and so may that of sums over several GPUs.
+    """
+    formats = {matrix.format for matrix in matrices}
+    if not all(type(model) is Decoder for model in models) or "rows" in formats:
+        return None
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+    least = _SAME_BITS_FROM.get(capability, _SAME_BITS_ELSEWHERE)
+    least = max(least, _SAME_BITS_CODES) if "codes" in formats else least
+    return tuple(size for size in chunks if size >= least) or None
+
+
+def _matrices(weights: DecoderWeights | HeadWeights) -> Iterator[Weight]:
+    """The matrices that passes over prompts multiply with: those of the layers, and what a head has besides."""
+    decoder = weights.decoder if isinstance(weights, HeadWeights) else weights
+    others = weights.others.values() if isinstance(weights, HeadWeights) else ()
+    parts = [part for layer in decoder.layers for part in (layer, layer.delta, layer.experts) if part is not None]
+    held = [getattr(part, each.name) for part in parts for each in fields(part)]
+    # by tiles, whatever the number of tokens: products of few rows, and of routers that have a shared expert's gate
+    by_tiles = {id(layer.experts.router) for layer in decoder.layers if layer.experts and layer.experts.joined}
+    for each in (*held, *others):
+        if isinstance(each, Weight) and each.shape[0] >= PACKED_ROWS and id(each) not in by_tiles:
+            yield each
+
+
+def _mean_weight(settings: Settings, target: Checkpoint) -> float | None:
+    """Elements of one of the target's matrices, in the mean; None where threads of the CPU are not ours to choose."""
+    if settings.device.type != "cpu" or settings.compiled or target.ranks > 1:
+        return None
+    dtype = settings.layout.target_dtype
+    return target.spec.weight_bytes(dtype) / dtype.itemsize / (4 * target.spec.num_layers + 1)

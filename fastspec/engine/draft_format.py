@@ -1,0 +1,107 @@
+"""`draft_quantization="auto"`: the format in which a draft's passes are estimated to be shortest. It changes no text.
+
+A pass over few rows is bound by reading weights, so its time is estimated as their bytes divided by the share of the
+memory bandwidth that products in that format reach. Acceptance is assumed to be the same in every format, until
+`format_trial` has measured what a draft model brings.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Final
+
+import torch
+
+from fastspec.engine.settings import device_of, dtype_of
+from fastspec.kernels.common.codes import CodeFormat
+from fastspec.kernels.common.rounding import FORMATS, kind_for
+from fastspec.kernels.select import ops_for
+from fastspec.models.checkpoints.pair import AS_STORED, rounded_to
+from fastspec.models.checkpoints.sources import Checkpoint
+from fastspec.models.heads.checkpoint import HeadCheckpoint
+
+# by format: (up to so many rows, share of an H100's memory bandwidth that products reach); the last share holds for
+# more rows, too (perf/LOG.md, "Quantised weights")
+SHARES: Final[Mapping[CodeFormat | None, tuple[tuple[int, float], ...]]] = {
+    None: ((1, 0.99), (4, 0.99), (8, 0.98), (32, 0.90), (64, 0.86)),
+    "fp8": ((1, 0.93), (4, 0.92), (8, 0.92), (32, 0.79), (64, 0.66), (128, 0.33)),
+    "int8": ((1, 0.94), (4, 0.93), (8, 0.92), (32, 0.75), (64, 0.63), (128, 0.31)),
+    "int4": ((1, 0.71), (4, 0.69), (8, 0.67), (16, 0.54), (32, 0.41), (64, 0.36), (128, 0.18)),
+}
+
+
+_ALIKE: Final = "no format is read with fewer bytes here"
+_SOME: Final = (128, 128)  # (N, K) of a matrix that is kept in codes where any is
+LEAST: Final = 32 * 2**20  # bytes of a pass: fewer stay in the L2 cache of large GPUs, so they are not read from memory
+
+
+def with_format(
+    target: Checkpoint,
+    draft: Checkpoint | HeadCheckpoint | None,
+    *,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | str | None = None,
+    max_batch_size: int = 8,
+    ours: bool = True,
+) -> Checkpoint | HeadCheckpoint | None:
+    """The draft, rounded to the format with the least estimated time; its `stored` says which, and why.
+
+    Args:
+        target, draft: as resolved.
+        device, dtype, max_batch_size: arguments of the generator.
+        ours: this package's kernels multiply (no torch.compile), and the draft is on one rank only.
+    """
+    if draft is None or draft.stored:  # a quantised checkpoint keeps its format
+        return draft
+    if kind := _left(draft, ours):
+        return replace(draft, stored=f'{AS_STORED}: "auto" leaves a draft that is {kind}')
+    on = device_of(device, target)
+    run_in, ops = dtype_of(dtype, draft.spec, on), ops_for(on)
+    if not any(ops.keeps_codes(_SOME, some, run_in, on) for form in FORMATS if (some := kind_for(form, _SOME))):
+        return replace(draft, stored=f'{AS_STORED}: "auto" found that {_ALIKE}')
+    made: dict[CodeFormat | None, Checkpoint | HeadCheckpoint] = {form: rounded_to(draft, form) for form in FORMATS}
+    made[None] = draft
+    unread = 0  # by a pass
+    if isinstance(draft, HeadCheckpoint) and draft.spec.own_embed:
+        unread = run_in.itemsize * math.prod(draft.spec.tensors["embed_tokens.weight"])
+    sizes = {form: one.bytes_loaded(run_in, on, ops) - unread for form, one in made.items()}
+    best = best_of(sizes, max_batch_size) if sizes[None] >= LEAST else None
+    if best is None:
+        why = f"at {max_batch_size} rows it is fastest" if sizes[None] >= LEAST else "reading so few takes no time"
+        why = _ALIKE if min(sizes.values()) == sizes[None] else why
+        return replace(draft, stored=f'{AS_STORED}, {sizes[None] / 2**20:.0f} MiB a pass: "auto" found that {why}')
+    text = (
+        f'; chosen by "auto": {sizes[best] / 2**20:.0f} MiB a pass, and {sizes[None] / 2**20:.0f} MiB as it is stored'
+    )
+    rounded = replace(made[best], stored=made[best].stored + text)
+    return replace(rounded, chosen=True) if isinstance(rounded, Checkpoint) else rounded
+
+
+def _left(draft: Checkpoint | HeadCheckpoint, ours: bool) -> str:
+    """What a draft is that stays as it is; empty: it may be rounded."""
+    if not ours:
+        return "compiled by torch, or beside a target that ranks share"
+    if isinstance(draft, HeadCheckpoint):
+        return "a mixture of experts" if draft.spec.decoder.routed_elements else ""
+    if draft.spec.hosting:
+        return "hosted"
+    if draft.native.routed_elements:
+        return "a mixture of experts"
+    return ""
+
+
+def best_of(sizes: Mapping[CodeFormat | None, int], rows: int) -> CodeFormat | None:
+    """The format with the least estimated time of a pass; None: as it is stored, also when times are equal.
+
+    Args:
+        sizes: bytes of the weights in each format.
+        rows: of the products of a pass.
+    """
+    return min(sizes, key=lambda form: (sizes[form] / share(form, rows), form is not None))
+
+
+def share(form: CodeFormat | None, rows: int) -> float:
+    """The share of the memory bandwidth that products of `rows` rows reach in a format."""
+    return next((value for up_to, value in SHARES[form] if rows <= up_to), SHARES[form][-1][1])

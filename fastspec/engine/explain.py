@@ -1,0 +1,258 @@
+"""The text of `FastSpecGenerator.explain`: what runs, and how; and the warning where drafting cannot pay."""
+
+from __future__ import annotations
+
+import torch
+
+from fastspec.adaptive.controller import AUTO
+from fastspec.engine.engine import Engine
+from fastspec.engine.memory import Layout
+from fastspec.engine.settings import Settings
+from fastspec.kernels.attention.plan import Gpu, described
+from fastspec.kernels.common.kv_scales import FP8
+from fastspec.kernels.product.plan import tested
+from fastspec.models.checkpoints.pair import AS_STORED
+from fastspec.models.decoder import Decoder
+from fastspec.models.hosted.model import HostedModel
+from fastspec.models.interface import ModelSource
+from fastspec.models.pairs import suggestion
+from fastspec.models.parallel import ParallelDecoder
+from fastspec.output import Stats
+from fastspec.sampling.rules import BLOCK, COUPLED, SyntheticAcceptance
+from fastspec.scheduling.draft_length import DraftPlan
+
+WEIGHT_ONLY = (
+    "read as they are dequantised, with activations in the dtype above: an engine that rounds activations to 8 bits "
+    "gives other text"
+)
+_GRAMMARS = (
+    "a row that follows one steps when the host has read its last token, others meanwhile; its drafts are what the "
+    "grammar forces and what the row repeats, not the draft's"
+)
+_STEPS_TO_JUDGE = 64  # fewer steps say little about acceptance
+
+
+def explain(
+    settings: Settings,
+    engine: Engine,
+    target: ModelSource,
+    draft: ModelSource | None,
+    shared_vocab: int,
+    drafting: DraftPlan,
+) -> str:
+    """One fact a line: device, models, drafting, cache, kernels, graphs, memory."""
+    layout = settings.layout
+    lines = [
+        f"device     {settings.device}",
+        f"target     {_model(target, str(layout.target_dtype))}",
+        f"draft      {_model(draft, str(layout.draft_dtype)) if draft else _no_draft(target)}",
+        f"drafting   {_drafting(settings, engine, target, draft, shared_vocab)}",
+        f"drafts     {_drafts(drafting)}",
+        f"verifying  {_verifying(settings)}",
+        f"grammars   {_GRAMMARS}",
+        f"rows       {layout.batch} at once, {settings.max_length} tokens each ({settings.length_reason})",
+        f"cache      {engine.pages.num_pages} pages of {layout.page_size} positions, one table for both models"
+        f"{_kv(layout)}",
+        f"prompts    in chunks of {_chunks(engine)} tokens{_batched(engine)}{_waited_for(engine)}",
+        f"prefixes   {_prefixes(engine)}",
+        f"attention  {_attention(settings, engine)}",
+        f"products   {_products(settings)}",
+        *([f"plans      {launch_plans(settings)}"] if settings.layout.ops.name == "triton" else []),
+        *([f"threads    {engine.threads}"] if engine.threads else []),
+        *([f"experts    {text}"] if (text := shared_expert(settings, engine)) else []),
+        *_ranks(settings, engine),
+        f"graphs     {engine.runner.describe()}",
+        f"memory     {settings.memory}",
+    ]
+    return "\n".join(lines)
+
+
+def break_even_advice(stats: Stats, layout: Layout) -> str | None:
+    """A warning where drafting cannot have paid, even if only reading weights took time; None: there is no reason."""
+    judged = stats.drafted and stats.steps >= _STEPS_TO_JUDGE and not stats.synthetic
+    if layout.draft is None or not judged or stats.auto == AUTO:  # "auto" compares with plain decoding itself
+        return None
+    target_bytes, draft_bytes = layout.weight_bytes
+    draft_pass = draft_bytes / target_bytes
+    needed = 1 + stats.drafted / stats.steps * draft_pass
+    gained = stats.emitted / stats.steps
+    if gained >= needed:
+        return None
+    return (
+        f"drafting does not pay here: {gained:.2f} tokens per step at an acceptance of {stats.acceptance_rate:.1%}, "
+        f"but the {stats.k} draft passes of a step alone cost as much as {needed - 1:.2f} tokens of plain decoding; "
+        "use a smaller or better draft, or fewer num_speculative_tokens (0 decodes plainly)"
+    )
+
+
+def launch_plans(settings: Settings) -> str:
+    """Where the launch plans of attention and products come from, on a GPU."""
+    capability = torch.cuda.get_device_capability(settings.device)
+    name = f"sm_{capability[0]}{capability[1]}"
+    if tested(capability):
+        return f"measured on {name}"
+    return f"UNTESTED on {name}: the kernels compile for it, but no GPU of that kind has run them"
+
+
+def _kv(layout: Layout) -> str:
+    """What K and V in 8 bits mean, where they are."""
+    if layout.kv_dtypes is None or FP8 not in layout.kv_dtypes:
+        return ""
+    of_target, of_draft = layout.kv_dtypes[0] == FP8, layout.draft is not None and layout.kv_dtypes[1] == FP8
+    whose = "of both models" if of_target and of_draft else "of the target" if of_target else "of the draft"
+    effect = "another text than with 16 bits, the same whatever is drafted" if of_target else "the text stays as it is"
+    return (
+        f";\n           K and V {whose} in 8 bits (e4m3; scales of the checkpoint where it has them, else 1): {effect}"
+    )
+
+
+def _chunks(engine: Engine) -> str:
+    sizes = engine.chunks
+    return str(sizes[0]) if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]}, as its length decides,"
+
+
+def _batched(engine: Engine) -> str:
+    """Which prompts share a pass."""
+    sizes = {chunk: rows for chunk in engine.chunks if (rows := engine.prefill_batch(chunk)) > 1}
+    if not sizes:
+        return ", one at a time"
+    return ", one at a time; " + " or ".join(f"{rows} of {chunk}" for chunk, rows in sizes.items()) + " in one pass"
+
+
+def _waited_for(engine: Engine) -> str:
+    if engine.prefill_budget is None:
+        return ""
+    return f"; rows of other calls wait for {engine.prefill_budget} of them a step, or for one chunk"
+
+
+def _no_draft(target: ModelSource) -> str:
+    offer = "; the checkpoint holds an MTP layer of its own, which drafts with draft='mtp'" if target.mtp else ""
+    return f"none: plain decoding{offer}{suggestion(target.name)}"
+
+
+def _prefixes(engine: Engine) -> str:
+    if engine.prefix is None:
+        return "not kept"
+    states = "; of recurrent layers the states behind a prompt's last piece" if engine.prefix_states is not None else ""
+    return f"kept in pages that no row needs, by pieces of {engine.prefix.unit} tokens{states}"
+
+
+def _model(checkpoint: ModelSource, dtype: str) -> str:
+    spec = checkpoint.spec
+    millions = spec.weight_bytes(spec.dtype) / spec.dtype.itemsize / 1e6
+    windows = sum(window is not None for window in spec.windows)
+    recurrent = spec.num_layers - len(spec.attention_shapes)
+    kinds = f", {recurrent} of them recurrent" if recurrent else ""
+    sliding = f"{kinds}, {windows} of them with a sliding window" if windows else kinds
+    quantised = f"\n           quantised  {checkpoint.stored}; {WEIGHT_ONLY}" if checkpoint.stored else ""
+    if checkpoint.stored.startswith(AS_STORED):
+        quantised = f"\n           format     {checkpoint.stored}"
+    hosted = f"\n           {spec.hosting}" if spec.hosting else ""
+    return (
+        f"{checkpoint.name}: {spec.family}, {millions:.1f} M parameters in {spec.num_layers} layers{sliding}, "
+        f"{dtype.removeprefix('torch.')}, context {spec.max_length}{quantised}{hosted}"
+    )
+
+
+def _drafting(
+    settings: Settings, engine: Engine, target: ModelSource, draft: ModelSource | None, shared_vocab: int
+) -> str:
+    if not settings.layout.max_drafts:
+        return "off"
+    text = f"up to {settings.layout.max_drafts} tokens a step, by {engine.modules.proposer}"
+    if draft is None:
+        return text
+    if shared_vocab < target.spec.vocab_size:
+        text += f"; only the {shared_vocab} ids that both models know are drafted, of {target.spec.vocab_size}"
+    if draft.spec.max_length < settings.max_length:
+        text += f"; rows beyond the draft's context of {draft.spec.max_length} tokens go on without drafts"
+    return text
+
+
+def _drafts(drafting: DraftPlan) -> str:
+    """k, and what "auto" made of it."""
+    lines = drafting.describe()
+    if not drafting.auto and not lines:
+        return f"k = {drafting.max_drafts}, unless a call says otherwise"
+    named = ", ".join(map(str, drafting.ks))
+    head = f"k = {drafting.default}; auto chooses among {named} by measured tokens per second"
+    return "\n           ".join([head, *lines])
+
+
+def _verifying(settings: Settings) -> str:
+    rule = settings.verification
+    if isinstance(rule, SyntheticAcceptance):
+        return f"{rule}: for benchmarks, THE TEXT IS NOT THE MODEL'S"
+    sampled = {
+        COUPLED: "the target's own pick with the draft's numbers: one seed, one text, whatever is drafted",
+        BLOCK: "all drafts of a step together (block verification)",
+    }.get(str(rule), "one draft after the other (rejection sampling)")
+    return f"lossless; greedy rows by match, sampled ones by {rule}: {sampled}"
+
+
+def _attention(settings: Settings, engine: Engine) -> str:
+    if engine.modules.ops.name == "torch":
+        return "torch, over gathered pages"
+    found = attention_kernels(settings)
+    if len(set(found.values())) == 1:
+        return f"Triton kernels over pages; {' and '.join(found)}: {next(iter(found.values()))}"
+    return "Triton kernels over pages; " + "; ".join(f"{name}: {text}" for name, text in found.items())
+
+
+def attention_kernels(settings: Settings) -> dict[str, str]:
+    """Which kernels decode the target and the draft on a GPU, and why."""
+    layout, gpu = settings.layout, Gpu(torch.cuda.get_device_capability(settings.device), 1)
+    capacity = layout.pages_per_row(settings.max_length) * layout.page_size
+    of_target, of_draft = layout.cache_dtypes
+    models = {"target": (layout.target, layout.target_dtype, of_target)}
+    if layout.draft is not None:
+        models["draft"] = (layout.draft, layout.draft_dtype, of_draft)
+    return {
+        name: described(gpu, dtype.itemsize, spec.head_dim, layout.page_size, capacity, cached.itemsize)
+        for name, (spec, dtype, cached) in models.items()
+    }
+
+
+def _products(settings: Settings) -> str:
+    if settings.compiled:
+        return (
+            "compile=True: passes of steps by torch.compile, one graph a shape; prompts as they are; a row's bits may "
+            "depend on k and on its neighbours"
+        )
+    if not settings.exact:
+        return (
+            "exact=False: the library's in any shape, so a row's bits may depend on k and on its neighbours; packed "
+            "weights have one way only, as with exact=True"
+        )
+    return "exact=True: the same arithmetic for any number of rows, so a row's bits depend on that row alone"
+
+
+def shared_expert(settings: Settings, engine: Engine) -> str:
+    """How the target's shared experts are computed, and why not among the chosen ones; empty where it has none."""
+    target = engine.modules.target
+    if not isinstance(target, Decoder):
+        return ""
+    pairs = zip(target.spec.plans, target.weights.layers, strict=True)
+    plan, weights = next(((plan.experts, each.experts) for plan, each in pairs if plan.experts), (None, None))
+    if plan is None or weights is None or not plan.shared:
+        return ""
+    if weights.joined:
+        return "the shared one is the last of those that a token has: no launches of its own"
+    if engine.modules.ops.name != "triton":
+        why = "computed by torch"
+    elif settings.ranks:
+        why = "ranks have columns of it"
+    elif plan.shared != plan.width:
+        why = f"{plan.shared} wide, the others {plan.width}"
+    else:
+        why = "in fp32" if settings.layout.target_dtype.itemsize > 2 else "quantised, or wider than a router's kernel"
+    return f"the shared one is an MLP of its own, with launches of its own: {why}"
+
+
+def _ranks(settings: Settings, engine: Engine) -> list[str]:
+    """Which other ranks have a part of the target, and how the parts are exchanged."""
+    if not settings.ranks:
+        return []
+    target = engine.modules.target
+    between = target.exchange.describe() if isinstance(target, ParallelDecoder | HostedModel) else "none"
+    return [f"ranks      {settings.ranks}", f"exchange   {between}"]

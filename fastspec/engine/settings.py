@@ -1,0 +1,346 @@
+"""The constructor's arguments, checked and completed: device, dtypes, sizes, and what they need in memory."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, cast
+
+import torch
+from tqdm import tqdm
+
+from fastspec.adaptive.controller import AUTO, MAX_USEFUL
+from fastspec.engine.memory import FREE_SHARE, Layout, MemoryPlan, free_bytes
+from fastspec.inputs.values import scalar
+from fastspec.kernels.common.kv_scales import FP8
+from fastspec.kernels.ops import TORCH_OPS
+from fastspec.kernels.select import ops_for
+from fastspec.models.heads.checkpoint import HeadCheckpoint
+from fastspec.models.interface import ModelInfo, ModelSource
+from fastspec.proposers.interface import feature_shape, features_of, is_deterministic
+from fastspec.sampling.rules import BLOCK, Verification, checked, needs_draft_probs
+from fastspec.shapes import UNTILED, Tiling
+
+MAX_DRAFTS = 16
+_FP8_FROM = (8, 9)  # compute capability whose kernels read e4m3
+# Rows of every product of a step. On a CPU 8 rows hold the k + 1 of one prompt and take hardly longer than 5; on a GPU
+# a pass waits for the weights, so padding to 64 costs little and a batch of 8 x 8 rows reads them once.
+_DECODE_TILING = {"cpu": Tiling(rows=8, queries=8), "cuda": Tiling(rows=64, queries=8)}
+# Prompt tokens per prefill pass. A GPU is busy with some hundred; a CPU with fewer, and padding costs it more.
+_CHUNKS = {"cpu": (64,), "cuda": (64, 128, 256, 512, 1024, 2048)}
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """A generator's checked arguments with their defaults, before anything is loaded or allocated.
+
+    Attributes:
+        device: where everything lies.
+        layout: sizes and dtypes.
+        max_length: tokens per row.
+        length_reason: why max_length is what it is, for people.
+        decode_tiling: shapes of a step's matrix products.
+        graphs: capture steps as CUDA graphs.
+        compiled: run the models' passes through torch.compile.
+        memory: the plan.
+        verification: how drafts are judged.
+        auto: calls that say nothing choose k while they decode.
+        ranks: which other processes have a part of the model, in words; empty: none.
+    """
+
+    device: torch.device
+    layout: Layout
+    max_length: int
+    length_reason: str
+    decode_tiling: Tiling
+    graphs: bool
+    compiled: bool
+    memory: MemoryPlan
+    verification: Verification
+    auto: bool = False
+    ranks: str = ""
+
+    @property
+    def exact(self) -> bool:
+        """Whether a row's bits are promised to depend on that row alone."""
+        return self.decode_tiling.rows is not None
+
+
+class Caches(NamedTuple):
+    """Arguments of the generator about caches."""
+
+    kv_dtype: str | Sequence[str | None] | None = None
+    prefix_cache: bool = True
+
+
+USUAL_CACHES = Caches()
+
+
+def settings_of(
+    target: ModelSource,
+    draft: ModelSource | None,
+    *,
+    num_speculative_tokens: int | str = 4,
+    max_batch_size: int = 8,
+    max_length: int | None = None,
+    page_size: int = 64,
+    dtype: torch.dtype | str | None = None,
+    device: torch.device | str | None = None,
+    exact: bool = True,
+    graphs: bool | None = None,
+    compile: bool = False,
+    verification: object = BLOCK,
+    proposer: object | None = None,
+    caches: Caches = USUAL_CACHES,
+) -> Settings:
+    """Checks the arguments and completes them with their defaults; allocates nothing.
+
+    Args:
+        target, draft: what they are is read here, not their weights.
+        num_speculative_tokens, max_batch_size, max_length, page_size, dtype, device, exact, graphs, verification,
+            proposer: the generator's arguments.
+        caches: those of them about caches.
+
+    Raises:
+        ValueError: a value out of range.
+        MemoryError: the plan does not fit; the message names the largest length that does.
+    """
+    drafts = _drafts(num_speculative_tokens, draft, proposer)
+    max_batch_size = check_range("max_batch_size", max_batch_size, 1, 1024)
+    page_size = check_range("page_size", page_size, 1, 4096)
+    on, rule = device_of(device, target), checked(verification)
+    layout = Layout(
+        batch=max_batch_size,
+        max_drafts=drafts if draft or proposer else 0,
+        page_size=page_size,
+        target=target.spec,
+        target_dtype=dtype_of(dtype, target.spec, on),
+        draft=draft.spec if draft else None,
+        draft_dtype=dtype_of(dtype, (draft or target).spec, on),  # of a head's spec that is the target's
+        chunks=_CHUNKS[on.type],
+        ops=ops_for(on),
+        keep_draft_probs=needs_draft_probs(rule) and not (proposer and is_deterministic(proposer) and not draft),
+        keeps_prefixes=caches.prefix_cache,
+        ranks=target.ranks,
+    )
+    layout = replace(layout, kv_dtypes=_kv_dtypes(caches.kv_dtype, layout, target, draft, on, compile))
+    read, kept = _features(target, draft, proposer, drafts)
+    layout = replace(layout, feature_layers=read, feature_elements=kept)
+    layout = replace(layout, weights=_weights(layout, target, draft, on, compile))
+    length, reason = _max_length(max_length, layout, on, _free_bytes(on, target))
+    tiling = _DECODE_TILING[on.type] if exact else UNTILED
+    memory = layout.plan(length, _free_bytes(on, target))
+    _check_compile(compile, exact, on, head=draft if isinstance(draft, HeadCheckpoint) else None)
+    _check_hosted(target, draft, compile, layout.feature_layers)
+    _check_recurrent(target, draft, compile)
+    auto = isinstance(num_speculative_tokens, str) and layout.max_drafts > 0
+    return Settings(on, layout, length, reason, tiling, _graphs(graphs, on), compile, memory, rule, auto)
+
+
+def _kv_dtypes(
+    asked: str | Sequence[str | None] | None,
+    layout: Layout,
+    target: ModelSource,
+    draft: ModelSource | None,
+    device: torch.device,
+    compile: bool,
+) -> tuple[torch.dtype, torch.dtype] | None:
+    """Dtypes of the K/V pages of target and draft; None: as the models.
+
+    The few layers of a head keep keys in the model's dtype.
+
+    Args:
+        asked: for both, or for target and draft apart.
+    """
+    apart = tuple(asked) if isinstance(asked, tuple | list) else (asked, asked)
+    if len(apart) != 2 or any(each not in ("fp8", None) for each in apart):
+        raise ValueError(
+            f"kv_dtype must be 'fp8' or None, or a pair of these for target and draft, got {asked!r}; None keeps K and "
+            "V in the model's dtype"
+        )
+    if apart == (None, None):
+        return None
+    hosted = [each.name for each in (target, draft) if each is not None and each.spec.hosting]
+    if hosted:
+        raise ValueError(f"kv_dtype='fp8' is for native families alone, and {hosted[0]} is hosted: leave it out")
+    if compile:
+        raise ValueError("kv_dtype='fp8' does not go with compile=True; leave one of them out")
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < _FP8_FROM and layout.ops.name == "triton":
+        raise ValueError(
+            f"kv_dtype='fp8' needs a GPU of compute capability {'.'.join(map(str, _FP8_FROM))} or later, and {device} "
+            f"has {'.'.join(map(str, torch.cuda.get_device_capability(device)))}: leave it out"
+        )
+    narrow = apart[0] is not None, apart[1] is not None and not isinstance(draft, HeadCheckpoint)
+    return FP8 if narrow[0] else layout.target_dtype, FP8 if narrow[1] else layout.draft_dtype
+
+
+def _features(target: ModelSource, draft: ModelSource | None, proposer: object | None, drafts: int) -> tuple[int, int]:
+    """Hidden states that are read at a position, and elements kept of each row: of a head, else of the proposer."""
+    if isinstance(draft, HeadCheckpoint):
+        read, shape = draft.spec.feature_layers, draft.spec.kept
+    else:
+        read, shape = len(features_of(proposer)), feature_shape(proposer, drafts, target.spec.hidden_size)
+    return read, math.prod(shape) if shape else 0
+
+
+def _weights(
+    layout: Layout, target: ModelSource, draft: ModelSource | None, device: torch.device, compile: bool
+) -> tuple[int, int]:
+    """Bytes that the weights of target and draft take on the device."""
+    ops = TORCH_OPS if compile else layout.ops  # torch.compile takes plain matrices only
+    of_draft = draft.bytes_loaded(layout.draft_dtype, device, ops) if draft else 0
+    return target.bytes_loaded(layout.target_dtype, device, ops), of_draft
+
+
+def announce(settings: Settings) -> None:
+    """Prints the chosen length and the plan on stderr."""
+    line = f"fastspec: max_length = {settings.max_length} ({settings.length_reason}); {settings.memory}"
+    tqdm.write(line, file=sys.stderr)
+
+
+def check_range(name: str, value: Any, low: int, high: int) -> int:
+    """A whole number from low to high, also one that an array holds; anything else is a ValueError."""
+    value = scalar(value)
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise ValueError(f"{name} must be a whole number between {low} and {high}, got {value!r}")
+    return value
+
+
+def _drafts(asked: int | str, draft: ModelSource | None, proposer: object | None) -> int:
+    """Drafts per step that there must be room for.
+
+    With "auto" those that may pay: of a draft model, whose passes cost most, fewer than of a head or of lookup alone.
+    """
+    limit = draft.spec.max_drafts if isinstance(draft, HeadCheckpoint) else None
+    if isinstance(asked, str):
+        if asked != AUTO:
+            raise ValueError(f"num_speculative_tokens must be a whole number or {AUTO!r}, got {asked!r}")
+        model = draft is not None and not isinstance(draft, HeadCheckpoint)
+        useful = MAX_USEFUL if model or (draft is None and proposer is None) else MAX_DRAFTS
+        return useful if limit is None else min(useful, limit)
+    drafts = check_range("num_speculative_tokens", asked, 0, MAX_DRAFTS)
+    if draft is not None and limit is not None and drafts > limit:
+        raise ValueError(f"num_speculative_tokens={drafts}, and {draft.name} drafts {limit} tokens a step at most")
+    return drafts
+
+
+def device_of(device: torch.device | str | None, target: ModelSource) -> torch.device:
+    """The device that a generator of this target runs on, where `device` was asked for."""
+    if device is None and target.module is not None:
+        chosen = next(target.module.parameters()).device
+    else:
+        try:
+            chosen = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
+        except (RuntimeError, TypeError) as error:
+            raise ValueError(f"device {device!r} is not one torch knows; use 'cpu', 'cuda' or 'cuda:N'") from error
+    if chosen.type not in _DECODE_TILING:
+        raise ValueError(f"device {chosen} is not supported; use one of {', '.join(_DECODE_TILING)}")
+    if chosen.type == "cuda":
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        index = chosen.index if chosen.index is not None else torch.cuda.current_device() if count else 0
+        if index >= count:
+            raise ValueError(f"device {chosen} is not there: torch sees {count} CUDA devices; use another, or 'cpu'")
+        chosen = torch.device("cuda", index)
+    return chosen
+
+
+def _graphs(asked: bool | None, device: torch.device) -> bool:
+    if asked and device.type != "cuda":
+        raise ValueError(f"graphs=True needs a CUDA device, got {device}; leave graphs unset, or pass device='cuda'")
+    # without Triton attention gathers pages, as many as the rows are long: nothing to record once for all lengths
+    possible = device.type == "cuda" and ops_for(device).name == "triton"
+    if asked and not possible:
+        raise ValueError("graphs=True needs Triton; install it (pip install triton), or leave graphs unset")
+    return possible if asked is None else asked
+
+
+def _check_compile(compile: bool, exact: bool, device: torch.device, head: HeadCheckpoint | None = None) -> None:
+    if compile and head:
+        raise ValueError(
+            f"compile=True is for draft models, and {head.name} is a head ({head.spec.found}): leave it out"
+        )
+    if compile and exact:
+        raise ValueError(
+            "compile=True needs exact=False: the compiler chooses by shape, so a row's bits depend on what runs beside "
+            "it"
+        )
+    if compile and device.type == "cuda" and ops_for(device).name != "triton":
+        raise ValueError("compile=True on CUDA needs Triton; install it (pip install triton), or leave compile unset")
+
+
+def _check_hosted(target: ModelSource, draft: ModelSource | None, compile: bool, features: int) -> None:
+    hosted = [source.name for source in (target, draft) if source is not None and source.spec.hosting]
+    if compile and hosted:
+        raise ValueError(
+            f"compile=True is for native families alone, and {hosted[0]} is hosted: leave compile unset; exact=False "
+            "runs it without fixed shapes"
+        )
+    if features and target.spec.hosting:
+        raise ValueError(
+            f"the proposer reads hidden states of the target's layers, and {target.name} is hosted: use another "
+            "proposer, or a target of a native family"
+        )
+
+
+def _check_recurrent(target: ModelSource, draft: ModelSource | None, compile: bool) -> None:
+    for source in (target, draft):
+        if compile and source is not None and source.spec.state_bytes(0, torch.float32):
+            raise ValueError(
+                f"compile=True is for models that attend in every layer, and {source.name} has recurrent ones: leave "
+                "compile unset"
+            )
+
+
+def dtype_of(dtype: torch.dtype | str | None, spec: ModelInfo, device: torch.device) -> torch.dtype:
+    """The dtype that a model is kept in where `dtype` was asked for."""
+    if dtype is None:
+        return spec.dtype if device.type == "cuda" else torch.float32
+    named = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if named not in (torch.float32, torch.bfloat16, torch.float16):
+        raise ValueError(f"dtype must be float32, bfloat16 or float16, got {dtype!r}")
+    return cast("torch.dtype", named)
+
+
+def _free_bytes(device: torch.device, target: ModelSource) -> int:
+    """Memory free for this process: each GPU has its own, and the ranks of a host share its memory."""
+    return free_bytes(device) // (target.ranks if device.type == "cpu" else 1)
+
+
+def _max_length(asked: int | None, layout: Layout, device: torch.device, free: int) -> tuple[int, str]:
+    """The length of rows, and the reason for it."""
+    # by default both models can take in a whole row; when asked for more, rows go on without drafts
+    context = layout.target.max_length
+    preferred = min(context, layout.draft.max_length) if layout.draft else context
+    allowed = int(free * FREE_SHARE)
+    if asked is not None:
+        asked = check_range("max_length", asked, 2, context)
+        if layout.plan(asked, free).total > allowed:
+            raise MemoryError(
+                f"max_length={asked} with max_batch_size={layout.batch} needs {layout.plan(asked, free)}; "
+                f"{allowed / 2**30:.3f} GiB may be taken on {device}. {_what_fits(layout, asked, context, allowed)}"
+            )
+        return asked, "as asked"
+    fits = layout.largest_length(preferred, allowed)
+    if fits < 2:
+        raise MemoryError(
+            f"the models need {layout.plan(2, free)}; {allowed / 2**30:.3f} GiB may be taken on {device}. "
+            f"{_what_fits(layout, 2, context, allowed)}"
+        )
+    return fits, "the models' context" if fits == preferred else "what fits in 90% of the free memory"
+
+
+def _what_fits(layout: Layout, length: int, context: int, allowed: int) -> str:
+    """The largest length at this batch size, and the largest batch at this length."""
+    longest = layout.largest_length(context, allowed)
+    if longest >= 2:
+        text = f"With max_batch_size={layout.batch} the largest max_length that fits is {longest}"
+    else:
+        text = f"With max_batch_size={layout.batch} no max_length fits"
+    rows = layout.largest_batch(length, allowed)
+    if rows:
+        return f"{text}; with max_length={length} the largest max_batch_size is {rows}"
+    return (
+        f"{text}; with max_length={length} not even one row fits: use smaller models or a smaller dtype, or free memory"
+    )

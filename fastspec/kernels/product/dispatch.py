@@ -1,0 +1,106 @@
+"""Matrix product with a packed weight for the few rows of a decode pass, fused with what stands before and after it.
+
+    out = act(rms_norm(x) weight^T + bias) + residual,    act(gate, up) = silu(gate) * up, or gelu, where gated
+
+| argument | shape, dtype                            | notes                                             |
+|----------|-----------------------------------------|---------------------------------------------------|
+| x        | [..., K] bf16 or fp16                   | any number of rows                                |
+| weight   | `Weight` [N, K] in x's dtype            | packed, or of codes; gated or not as the call is  |
+| bias     | [N], x's dtype                          | gate first, as in the weight before packing       |
+| norm     | (gamma [K] in x's dtype, eps)           | of x, arXiv 1910.07467                            |
+| residual | [..., N or N/2], x's dtype              |                                                   |
+| out      | [..., N or N/2], x's dtype or fp32      | one rounding, from fp32                           |
+
+Products accumulate in fp32. With a norm the operands are x * gamma, each rounded once, while the squares of x are
+summed in fp32, and the sum of products is scaled at the end. In fp16 x * gamma must be in fp16's range.
+
+Row invariance: a sum over K is S sums, of every S-th K tile of KT values, each in ascending order, then added in order.
+S and KT belong to the weight's shape. A row's bits do not depend on how many rows run together, on the kernel
+or on its tiles: they depend on that row alone.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fastspec.kernels.common.weights import Weight
+from fastspec.kernels.product.launch import GLUON_TYPE, Call
+from fastspec.kernels.product.launch import run as run_packed
+from fastspec.kernels.product.quantised.launch import run as run_quantised
+
+
+def packed_linear(
+    x: Tensor,
+    weight: Weight,
+    bias: Tensor | None = None,
+    *,
+    norm: tuple[Tensor, float] | None = None,
+    residual: Tensor | None = None,
+    gated: bool = False,
+    gelu: bool = False,
+    out_dtype: torch.dtype | None = None,
+    pdl: bool,
+) -> Tensor:
+    """As `reference.packed_linear`, which defines it.
+
+    Args:
+        pdl: the kernels may start before the one in front of them ends, and let the next one start early; every
+            kernel of the chain must be launched so. Needs sm_90.
+
+    Raises:
+        TypeError: dtypes that do not go together.
+        ValueError: shapes that do not, or a weight that is not packed.
+    """
+    rows = checked_rows(x, weight, norm)
+    n, _ = weight.shape
+    width = n // 2 if gated else n
+    if out_dtype not in (None, x.dtype, torch.float32):
+        raise TypeError(f"out_dtype is {out_dtype}; it can be x's own, {x.dtype}, or float32")
+    if bias is not None:
+        _check("bias", bias, (n,), x.dtype)
+        bias = bias.contiguous()
+    if residual is not None:
+        _check("residual", residual, (*x.shape[:-1], width), x.dtype)
+        residual = residual.contiguous()
+    out = x.new_empty(*x.shape[:-1], width, dtype=out_dtype or x.dtype)
+    if rows.shape[0] > 0:
+        run(Call(rows, weight, out, bias, norm, residual, gated=gated, gelu=gelu), pdl)
+    return out
+
+
+def run(call: Call, pdl: bool) -> None:
+    """Launches a product, of a packed or of a quantised weight."""
+    if call.weight.format == "codes":
+        run_quantised(call, pdl)
+    else:
+        run_packed(call, pdl)
+
+
+def checked_rows(x: Tensor, weight: Weight, norm: tuple[Tensor, float] | None) -> Tensor:
+    """x [..., K] as contiguous rows [M, K]; what the kernels are given must go together."""
+    if weight.format == "rows":
+        raise ValueError(f"weight is stored as {weight.format}; pack it first, with `Weight.pack`")
+    if weight.format == "codes" and x.dtype != torch.bfloat16:
+        raise TypeError(f"x is {x.dtype}; what quantised weights multiply must be bfloat16")
+    if x.dtype not in GLUON_TYPE or weight.dtype != x.dtype:
+        raise TypeError(f"x is {x.dtype} and weight {weight.dtype}; both must be bfloat16 or both float16")
+    if weight.tree and norm is not None:
+        raise ValueError("weight's sum over K is a tree, which has no norm in front; norm x first")
+    _, k = weight.shape
+    if k % 64 != 0:
+        raise ValueError(f"weight has K = {k}; packed products need a multiple of 64, see `packing.can_pack`")
+    if x.shape[-1] != k:
+        raise ValueError(f"x has {x.shape[-1]} columns and weight {k}; they must be equal")
+    if norm is not None:
+        _check("norm's weight", norm[0], (k,), x.dtype)
+        if not norm[0].is_contiguous():
+            raise ValueError("norm's weight must be contiguous")
+    return x.reshape(-1, k).contiguous()
+
+
+def _check(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    if tuple(tensor.shape) != shape:
+        raise ValueError(f"{name} has shape {tuple(tensor.shape)}; with this x and weight it must be {shape}")
+    if tensor.dtype != dtype:
+        raise TypeError(f"{name} is {tensor.dtype}; it must be x's dtype, {dtype}")

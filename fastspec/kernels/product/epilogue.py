@@ -1,0 +1,391 @@
+"""What the two packed products share: operands out of 32-bit words, sums in a fixed order, and how a tile ends.
+
+Weights and activations travel as 32-bit words, two 16-bit values each, low half first. A loop that carries words
+keeps them in 32-bit registers, and one word holds what one multiplication of pairs needs.
+"""
+
+# ruff: noqa: RUF005  (Triton adds tuples, and knows no starred ones)
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from fastspec.kernels.common.gluon_compat import thread_barrier
+from fastspec.kernels.product.k_steps import in_order
+
+# for results that the next kernel reads: they stay in L2 though weights stream through it, and are not written to
+# device memory
+STAYS = gl.constexpr("evict_last")
+LIFTED = gl.constexpr(2.0**64)
+GELU = gl.constexpr((2 / 3.141592653589793) ** 0.5)
+
+
+@gluon.jit
+def weight_operand(words, DTYPE: gl.constexpr, layout: gl.constexpr):
+    """[S, R, K/2] words -> [S, R, K] values in the layout of the left operand; no instruction of its own."""
+    low, high = words.to(gl.int16), (words >> 16).to(gl.int16)
+    values = gl.reshape(gl.join(low, high), [words.shape[0], words.shape[1], words.shape[2] * 2])
+    return gl.convert_layout(values.to(DTYPE, bitcast=True), layout, assert_trivial=True)
+
+
+@gluon.jit
+def row_operand(words, DTYPE: gl.constexpr, layout: gl.constexpr):
+    """[S, K/2, BM] words -> [S, K, BM] values in the layout of the right operand."""
+    low, high = words.to(gl.int16), (words >> 16).to(gl.int16)
+    pairs = gl.permute(gl.join(low, high), (0, 1, 3, 2))
+    values = gl.reshape(pairs, [words.shape[0], words.shape[1] * 2, words.shape[2]])
+    return gl.convert_layout(values.to(DTYPE, bitcast=True), layout, assert_trivial=True)
+
+
+@gluon.jit
+def times_gamma(words, gamma, DTYPE: gl.constexpr):
+    """Products of pairs, each rounded once. x * gamma - 0 is that product, and sm_80 has it for both types."""
+    if gl.bfloat16 == DTYPE:
+        return gl.inline_asm_elementwise(
+            "{ .reg .b32 zero; mov.b32 zero, 0x80008000; fma.rn.bf16x2 $0, $1, $2, zero; }",
+            "=r,r,r",
+            [words, gamma],
+            dtype=gl.int32,
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        return gl.inline_asm_elementwise(
+            "mul.rn.f16x2 $0, $1, $2;", "=r,r,r", [words, gamma], dtype=gl.int32, is_pure=True, pack=1
+        )
+
+
+@gluon.jit
+def unpacked(words, DTYPE: gl.constexpr):
+    """Words of two values each -> (low, high) in fp32."""
+    if gl.bfloat16 == DTYPE:
+        low, high = words << 16, words & -65536
+        return low.to(gl.float32, bitcast=True), high.to(gl.float32, bitcast=True)
+    else:
+        return gl.inline_asm_elementwise(
+            "{ .reg .b16 l, h; mov.b32 {l, h}, $2; cvt.f32.f16 $0, l; cvt.f32.f16 $1, h; }",
+            "=f,=f,r",
+            [words],
+            dtype=(gl.float32, gl.float32),
+            is_pure=True,
+            pack=1,
+        )
+
+
+@gluon.jit
+def _each_of_four(words):
+    even, odd = gl.split(gl.reshape(words, words.shape[:-1] + [2, 2]))
+    zeroth, second = gl.split(even)
+    first, third = gl.split(odd)
+    return zeroth, first, second, third
+
+
+@gluon.jit
+def no_squares(words):
+    """Zeros [...] for `add_squares` to start from, given words [..., 4]."""
+    one = _each_of_four(words)[0]
+    return gl.full(one.shape, 0.0, gl.float32, layout=one.type.layout)
+
+
+@gluon.jit
+def add_squares(total, words, DTYPE: gl.constexpr):
+    """total [...] + the squares of words [..., 4], one after the other: the same chain of roundings in any layout."""
+    four = _each_of_four(words)
+    for i in gl.static_range(4):
+        low, high = unpacked(four[i], DTYPE)
+        total = gl.fma(high, high, gl.fma(low, low, total))
+    return total
+
+
+@gluon.jit
+def folded(x):
+    """[A, n] -> [A]: neighbours are added, then neighbouring sums, and so on, in whatever layout."""
+    for _ in gl.static_range(5):
+        if x.shape[1] > 1:
+            left, right = gl.split(gl.reshape(x, [x.shape[0], x.shape[1] // 2, 2]))
+            x = left + right
+    return gl.reshape(x, [x.shape[0]])
+
+
+@gluon.jit
+def apart(x):
+    """[A, n] -> n tensors [A]."""
+    if x.shape[1] == 1:
+        return (gl.reshape(x, [x.shape[0]]),)
+    else:
+        left, right = gl.split(gl.reshape(x, [x.shape[0], x.shape[1] // 2, 2]))
+        evens, odds = apart(left), apart(right)
+        mixed = ()
+        for i in gl.static_range(len(evens)):
+            mixed = mixed + (evens[i], odds[i])
+        return mixed
+
+
+@gluon.jit
+def plus(sums, accs):
+    """Tuples of sums, as long as each other, added to each other."""
+    total = ()
+    for i in gl.static_range(len(accs)):
+        total = total + (sums[i] + accs[i],)
+    return total
+
+
+@gluon.jit
+def added_up(x):
+    """[A, n] with all of n in one thread's registers -> [A], added from the first to the last."""
+    return in_order(apart(x))
+
+
+@gluon.constexpr_function
+def column_layout(tile):
+    """The layout of a vector over the last axis of a tile [A, 2, 8, BM] in layout `tile`."""
+    return gl.SliceLayout(0, gl.SliceLayout(0, gl.SliceLayout(0, tile)))
+
+
+@gluon.jit
+def root_scale(squares, K: gl.constexpr, eps):
+    """Sums of squares over K -> 1 / root of mean square."""
+    return gl.rsqrt(squares * (1.0 / K) + eps)
+
+
+@gluon.jit
+def splits_scale(squares_ptr, row, there, M, eps, K: gl.constexpr, S: gl.constexpr):
+    """`root_scale` of rows, whose sums of squares by split are squares_ptr fp32 [S, M]; there: a mask, or None."""
+    splits = ()
+    for i in gl.static_range(S):
+        at = squares_ptr + (i * M + row)
+        splits = splits + (gl.load(at) if there is None else gl.load(at, mask=there, other=0.0),)
+    return root_scale(in_order(splits), K, eps)
+
+
+@gluon.jit
+def row_factor(scale, like):
+    """A factor for each row of x, [BM], as [1, 1, 1, BM] for tiles like `like`."""
+    columns: gl.constexpr = column_layout(like.type.layout)
+    if scale.type.layout != columns:
+        scale = gl.convert_layout(scale, columns)
+    return gl.expand_dims(gl.expand_dims(gl.expand_dims(scale, 0), 0), 0)
+
+
+@gluon.jit
+def loaded_factor(scale_ptr, first_row, M, like):
+    """`row_factor` of rows first_row and on of scale_ptr fp32 [M]."""
+    row = first_row + gl.arange(0, like.shape[3], layout=column_layout(like.type.layout))
+    return row_factor(gl.load(scale_ptr + row, mask=row < M, other=0.0), like)
+
+
+@gluon.jit
+def row_numbers(total):
+    """0 .. BM - 1 as [1, 1, 1, BM]: which row of x a tile's column belongs to."""
+    at = gl.arange(0, total.shape[3], layout=column_layout(total.type.layout))
+    return gl.expand_dims(gl.expand_dims(gl.expand_dims(at, 0), 0), 0)
+
+
+@gluon.jit
+def weight_numbers(total, first, group, half):
+    """first + group a + half h + r as [A, 2, 8, 1], for the weight row that sits at [a, h, r] of a tile."""
+    planes: gl.constexpr = gl.SliceLayout(0, total.type.layout)
+    groups: gl.constexpr = gl.SliceLayout(2, gl.SliceLayout(3, total.type.layout))
+    a = gl.arange(0, total.shape[0], layout=gl.SliceLayout(1, groups))
+    h = gl.arange(0, 2, layout=gl.SliceLayout(1, gl.SliceLayout(2, planes)))
+    r = gl.arange(0, 8, layout=gl.SliceLayout(1, gl.SliceLayout(0, planes)))
+    a = gl.expand_dims(gl.expand_dims(gl.expand_dims(a, 1), 2), 3)
+    h = gl.expand_dims(gl.expand_dims(gl.expand_dims(h, 1), 2), 0)
+    r = gl.expand_dims(gl.expand_dims(gl.expand_dims(r, 1), 0), 0)
+    return first + a * group + h * half + r
+
+
+@gluon.jit
+def _halves(tile):
+    """[A, 2, 8, BM] -> its [:, 0] and [:, 1]; a thread holds both, nothing moves."""
+    return gl.split(gl.permute(tile, (0, 2, 3, 1)))
+
+
+@gluon.jit
+def regrouped(word):
+    """Where a word of a row comes to such that what one product of 16 values takes of it lies side by side.
+
+    Of every 32 words the word 16 h + 4 c + t comes to 8 t + 4 h + c.
+    """
+    return word // 32 * 32 + word % 4 * 8 + word // 16 % 2 * 4 + word // 4 % 4
+
+
+@gluon.jit
+def _width(N, GATED: gl.constexpr):
+    if GATED:
+        return N // 2
+    else:
+        return N
+
+
+@gluon.constexpr_function
+def _owned(tile, OWN):
+    """Weight rows that are a tile's own: OWN of those that it has room for, or all."""
+    return OWN or tile.shape[0] * 16
+
+
+@gluon.jit
+def _columns(like, tile_id, GATED: gl.constexpr, OWN: gl.constexpr):
+    """Column of the output that a weight row's sums go to, for a tile after tile_id others."""
+    if GATED:
+        return weight_numbers(like, tile_id * (_owned(like, OWN) // 2), 8, 0)
+    else:
+        return weight_numbers(like, tile_id * _owned(like, OWN), 16, 8)
+
+
+@gluon.jit
+def _columns_end(like, tile_id, width, GATED: gl.constexpr, OWN: gl.constexpr):
+    """The first column that is no more the tile's own, of `width`."""
+    if _owned(like, OWN) < like.shape[0] * 16:
+        width = gl.minimum(width, (tile_id + 1) * _width(_owned(like, OWN), GATED))
+    return width
+
+
+@gluon.jit
+def _offsets(like, tile_id, first_row, M, N, GATED: gl.constexpr, OWN: gl.constexpr):
+    """Offsets from the first row of the output and whether they are in it: [A, 2, 8, BM], or [A, 8, BM] where gated."""
+    row = row_numbers(like)
+    column = _columns(like, tile_id, GATED, OWN)
+    width = _width(N, GATED)
+    valid = (row < M - first_row) & (column < _columns_end(like, tile_id, width, GATED, OWN))
+    at = row * width + column
+    if GATED:
+        return _halves(at)[0], _halves(valid)[0]
+    else:
+        return at, valid
+
+
+@gluon.jit
+def addends(
+    like, tile_id, first_row, bias_ptr, residual_ptr, M, N, GATED: gl.constexpr, OWN: gl.constexpr = 0
+):  # fmt: skip
+    """What `write_tile` adds, loaded ahead of time: the bias and the residual, of those that there are."""
+    loaded = ()
+    if bias_ptr is not None:
+        column = _columns(like, tile_id, GATED, OWN)
+        place = column
+        if GATED:
+            place = weight_numbers(like, tile_id * (_owned(like, OWN) // 2), 8, N // 2)
+        loaded = loaded + (gl.load(bias_ptr + place, mask=column < _width(N, GATED), other=0.0),)
+    if residual_ptr is not None:
+        at, valid = _offsets(like, tile_id, first_row, M, N, GATED, OWN)
+        base = residual_ptr + first_row.to(gl.int64) * _width(N, GATED)
+        loaded = loaded + (gl.load(base + at, mask=valid, other=0.0),)
+    return loaded
+
+
+@gluon.constexpr_function
+def _rows_layout(runs, each, BM, warps):
+    """Layout of [runs, each, BM]: a thread holds the values of a run, and lanes go along the runs of a row first."""
+    held = [[0, 1 << bit, 0] for bit in range(each.bit_length() - 1)]
+    spread = [[1 << bit, 0, 0] for bit in range(runs.bit_length() - 1)]
+    spread += [[0, 0, 1 << bit] for bit in range(BM.bit_length() - 1)]
+    threads = 4 + warps.bit_length()
+    spread += [[0, 0, 0]] * (threads - len(spread))  # more threads than numbers: some do the same
+    return gl.DistributedLinearLayout(held + spread[threads:], spread[:5], spread[5:threads], [], [runs, each, BM])
+
+
+@gluon.jit
+def _store_rows(
+    values, tile_id, first_row, out_ptr, M, N, GATED: gl.constexpr, REGROUP: gl.constexpr, OWN: gl.constexpr,
+    WARPS: gl.constexpr,
+):  # fmt: skip
+    """Stores 16-bit values [A, 2, 8, BM], or [A, 8, BM] where gated, by rows: 16 bytes, or a word to regroup, a lane.
+
+    As warp groups leave sums, what a warp stores at once are single values of several rows.
+    """
+    BM: gl.constexpr = values.shape[len(values.shape) - 1]
+    EACH: gl.constexpr = 2 if REGROUP else 8
+    RUNS: gl.constexpr = values.shape[0] * (8 if GATED else 16) // EACH
+    lay: gl.constexpr = _rows_layout(RUNS, EACH, BM, WARPS)
+    values = gl.convert_layout(gl.reshape(values, [RUNS, EACH, BM]), lay)
+    planes: gl.constexpr = gl.SliceLayout(2, lay)
+    run = gl.expand_dims(gl.expand_dims(gl.arange(0, RUNS, layout=gl.SliceLayout(1, planes)), 1), 2)
+    place = gl.expand_dims(gl.expand_dims(gl.arange(0, EACH, layout=gl.SliceLayout(0, planes)), 0), 2)
+    rows: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(0, lay))
+    row = gl.expand_dims(gl.expand_dims(gl.arange(0, BM, layout=rows), 0), 0)
+    own, width = _width(OWN, GATED), _width(N, GATED)
+    run += tile_id * (own // EACH)
+    there = (row < M - first_row) & (run < (tile_id + 1) * (own // EACH)) & (run < width // EACH)
+    if REGROUP:
+        run = regrouped(run)
+    base = out_ptr + first_row.to(gl.int64) * width
+    gl.store(base + (row * width + run * EACH + place), values, mask=there, eviction_policy=STAYS)
+
+
+@gluon.jit
+def write_tile(
+    total, loaded, tile_id, first_row, out_ptr, M, N, GATED: gl.constexpr, BIAS: gl.constexpr, RESIDUAL: gl.constexpr,
+    REGROUP: gl.constexpr = False, OWN: gl.constexpr = 0, WARPS: gl.constexpr = 0, RAISE: gl.constexpr = False,
+):  # fmt: skip
+    """Bias, silu(gate) * up, residual, one rounding, store: in order, or as `regrouped` orders it.
+
+    GATED: 2 for gelu (by its tanh formula, arXiv 1606.08415) in the place of silu.
+    OWN: weight rows, a multiple of 16, that are the tile's own, of those that it has room for; 0 for all.
+    WARPS: that multiplied as warp groups, which alone can regroup; 0 where values are as well stored where they lie.
+    RAISE: what is stored is 2^64 times as large, exactly, as the next product's codes of 8 bits want it.
+    """
+    at, valid = _offsets(total, tile_id, first_row, M, N, GATED, OWN)
+    if BIAS:
+        total += loaded[0].to(gl.float32)
+    if GATED:
+        gate, up = _halves(total)
+        if GATED == 2:
+            inner = GELU * (gate + 0.044715 * gate * gate * gate)
+            total = gate / (1.0 + gl.exp(-2.0 * inner)) * up
+        else:
+            total = gate / (1.0 + gl.exp(-gate)) * up
+    if RESIDUAL:
+        total += loaded[len(loaded) - 1].to(gl.float32)
+    kind: gl.constexpr = out_ptr.dtype.element_ty
+    if RAISE:
+        total = total.to(kind).to(gl.float32) * LIFTED
+    base = out_ptr + first_row.to(gl.int64) * _width(N, GATED)
+    if gl.float32 == kind:  # logits, which are too many to stay
+        gl.store(base + at, total, mask=valid)
+    elif WARPS > 0:
+        _store_rows(total.to(kind), tile_id, first_row, out_ptr, M, N, GATED, REGROUP, OWN, WARPS)
+    else:
+        gl.store(base + at, total.to(kind), mask=valid, eviction_policy=STAYS)
+
+
+@gluon.jit
+def enter_keys(total, tile_id, first_row, keys_ptr, M, N, limit, OWN: gl.constexpr = 0):
+    """Enters the largest logit of each row of a tile [A, 2, 8, BM] among `keys`.
+
+    A key grows with the logit and, between equal ones, falls with the id: 32 bits that order floats as integers
+    (NaN above all, both zeros alike) over 31 bits of 2^31 - 1 - id. It is above zero, so zero means none yet.
+    """
+    A: gl.constexpr = total.shape[0]
+    token = _columns(total, tile_id, False, OWN)
+    bits = gl.where(total == 0.0, 0.0, total).to(gl.int32, bitcast=True)
+    order = (bits ^ ((bits >> 31) | -0x80000000)).to(gl.int64) & 0xFFFFFFFF
+    order = gl.where(total == total, order, 0xFFFFFFFF)
+    end = gl.minimum(limit, _columns_end(total, tile_id, N, False, OWN))
+    key = gl.where(token < end, (order << 31) | (0x7FFFFFFF - token), 0)
+    best = gl.max(gl.reshape(key, [A * 16, total.shape[3]]), axis=0)
+    row = first_row + gl.arange(0, total.shape[3], layout=best.type.layout)
+    gl.atomic_max(keys_ptr + row, best, mask=row < M, sem="relaxed")
+
+
+@gluon.jit
+def write_argmax(keys_ptr, out_ptr, out_stride, M, warps: gl.constexpr):
+    """In the last program of a launch: keys become tokens, and all is zero again for the next launch.
+
+    keys_ptr: int64 [M + 1], of which the last counts programs.
+    out_ptr: int64 tokens; uint64: the keys as they are.
+    """
+    kind: gl.constexpr = out_ptr.dtype.element_ty
+    # every warp's maxima are in place before one thread counts this program as done
+    thread_barrier()
+    done = gl.atomic_add(keys_ptr + M, 1, sem="acq_rel")
+    if done == gl.num_programs(0) * gl.num_programs(1) - 1:
+        for first in range(0, M, 64):
+            row = first + gl.arange(0, 64, layout=gl.BlockedLayout([1], [32], [warps], [0]))
+            none = gl.full_like(row, 0).to(gl.int64)
+            key = gl.atomic_xchg(keys_ptr + row, none, mask=row < M, sem="relaxed")
+            if gl.int64 == kind:
+                key = 0x7FFFFFFF - (key & 0x7FFFFFFF)
+            gl.store(out_ptr + row * out_stride, key.to(kind), mask=row < M)
+        gl.atomic_xchg(keys_ptr + M, 0, sem="relaxed")

@@ -1,0 +1,251 @@
+"""Launches of the packed products, as `plan` says: the product, and the norm or the sum that goes with it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from triton.experimental.gluon import language as gl
+
+from fastspec.kernels.common.launch import described, launch, multiprocessors
+from fastspec.kernels.common.weights import Weight
+from fastspec.kernels.product import plan
+from fastspec.kernels.product.few_rows import small_m_kernel
+from fastspec.kernels.product.many_rows import large_m_kernel
+from fastspec.kernels.product.norm import norm_rows
+from fastspec.kernels.product.plan import Gpu, Small, Split, Tile, Tma
+from fastspec.kernels.product.quantised import plan as quantised
+from fastspec.kernels.product.split_k import Parts, add_up, permuted_rows
+from fastspec.kernels.product.tma_sm90 import tma_kernel
+
+GLUON_TYPE = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
+Norm = tuple[Tensor, float]  # weight [K] and epsilon
+
+
+def gpu_of(device: torch.device) -> Gpu:
+    """What a plan depends on of a CUDA device."""
+    return Gpu(torch.cuda.get_device_capability(device), multiprocessors(device))
+
+
+def tile_for(weight: Weight, rows: int, *, whole: bool = False, gated: bool = False) -> Tile:
+    """`plan.tile_of` for a weight, on its device."""
+    return plan.tile_of(*weight.shape, rows, gpu_of(weight.device), whole, gated, split_for(weight))
+
+
+def split_for(weight: Weight) -> Split:
+    """How a product with this weight cuts its sum over K."""
+    if weight.codes is not None:
+        return quantised.split_of(weight.codes.form, *weight.shape)
+    tree = weight.tree and gpu_of(weight.device).capability == plan.TREES_ON
+    return plan.split_for(weight.shape, weight.whole, tree)
+
+
+# Arguments of kernels, in groups. Triton compiles for the values of integers inside a tuple: whether one is 1, and
+# whether it is a multiple of 16. So integers, which differ from pass to pass, are parameters of their own.
+
+
+class Rows(NamedTuple):
+    """The rows that a weight is multiplied with, and the norm that goes before.
+
+    Attributes:
+        x_ptr: int32 words [M, K / 2].
+        gamma_ptr: int32 words [K / 2]: the kernel itself normalises; None: it does not.
+        scale_ptr: fp32 [M], factors of rows that gamma is in already; None: there are none.
+        eps: of the norm.
+    """
+
+    x_ptr: Any
+    gamma_ptr: Any
+    scale_ptr: Any
+    eps: Any
+
+
+class Epilogue(NamedTuple):
+    """What is done with complete sums.
+
+    Attributes:
+        bias_ptr: [N]; None: none.
+        residual_ptr: [M, width]; None: none.
+        out_ptr: [M, width]; int64 tokens or uint64 keys, with a stride, where `keys_ptr` is given.
+        keys_ptr: int64 [M + 1], of an argmax; None: sums are stored.
+        parts_ptr: fp32 [S / PAIRWISE, M, N]: where it is given nothing else is written; of the TMA kernel alone.
+    """
+
+    bias_ptr: Any
+    residual_ptr: Any
+    out_ptr: Any
+    keys_ptr: Any
+    parts_ptr: Any = None
+
+
+class TmaSums(NamedTuple):
+    """How a sum over K values is cut: see `Split`. PAIRWISE splits are added to each other first, by one program."""
+
+    K: int
+    S: int
+    KT: int
+    PAIRWISE: int
+
+
+class TmaTile(NamedTuple):
+    """The tile of a program: see `Tma`.
+
+    Attributes:
+        R: weight rows that there is room for: warp groups multiply 64, and shapes are powers of two.
+        OWN: those that the program has; of the others' sums nothing is stored.
+        GROUP, REST: rows of x that are multiplied at once, and more of them in a second product; REST 0: none.
+        STAGES: steps of K in the pipeline. WARPS: that multiply.
+    """
+
+    R: int
+    OWN: int
+    GROUP: int
+    REST: int
+    STAGES: int
+    WARPS: int
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """Operands of one product, x [M, K] contiguous; None is absent."""
+
+    x: Tensor
+    weight: Weight
+    out: Tensor
+    bias: Tensor | None = None
+    norm: Norm | None = None
+    residual: Tensor | None = None
+    argmax_keys: Tensor | None = None
+    limit: int = 0
+    gated: bool = False
+    gelu: bool = False
+
+    @property
+    def gate(self) -> int:
+        """GATED of kernels: 0 for no gate, 1 for silu, 2 for gelu."""
+        return self.gated + (self.gated and self.gelu)
+
+
+def _constants(call: Call, split: Split, pdl: bool) -> dict[str, Any]:
+    """Constants that all kernels of products have."""
+    k = call.x.shape[1]
+    cut = {"K": k, "S": split.split_k, "KT": split.tile_of_k(k), "PAIRWISE": split.pairwise}
+    return {**cut, "GATED": call.gate, "PDL": pdl, "DTYPE": GLUON_TYPE[call.x.dtype]}
+
+
+def run(call: Call, pdl: bool, tile: Tile | None = None) -> None:
+    """Launches a product, and before it its norm, where that is a kernel of its own."""
+    rows, k = call.x.shape
+    n, _ = call.weight.shape
+    tile = tile or tile_for(call.weight, rows, whole=call.argmax_keys is not None, gated=call.gated)
+    split = split_for(call.weight)
+    if isinstance(tile, Tma):
+        _, regrouped, squares = permuted_for(call.weight, call.x, call.norm, pdl)
+        launch_tma_and_sum(tile, replace(call, x=regrouped), squares, pdl)
+        return
+    gamma = scale = None
+    if call.norm is not None and isinstance(tile, Small) and tile.rows <= plan.FUSED_ROWS:
+        gamma = call.norm[0].view(torch.int32)
+    elif call.norm is not None:
+        x, scale = norm_rows(call.x, *call.norm, split.split_k, split.k_tile, GLUON_TYPE[call.x.dtype], pdl)
+        call = replace(call, x=x)
+    epilogue = Epilogue(call.bias, call.residual, call.out, call.argmax_keys)
+    inputs = Rows(call.x.view(torch.int32), gamma, scale, 0.0 if call.norm is None else call.norm[1])
+    numbers = (call.limit, 0 if call.argmax_keys is None else call.out.stride(0))
+    shape = _constants(call, split, pdl) | {"R": tile.weight_rows, "D": tile.depth}
+    # no contraction that the kernels do not ask for: two of them must round alike
+    options: dict[str, Any] = {"launch_pdl": pdl, "enable_fp_fusion": False}
+    operands = (inputs, call.weight.words(), epilogue, rows, n)
+    steps = plan.cdiv(k, split.split_k * split.k_tile)
+    if isinstance(tile, Small):
+        grid = (plan.cdiv(n, tile.weight_rows), plan.cdiv(rows, tile.rows))
+        loops = max(0, (steps - tile.depth - 1) // tile.depth)
+        shape |= {
+            "KT": split.k_tile,
+            "PAIRWISE": split.kernel_pairwise,
+            "BM": tile.rows,
+            "XD": tile.row_depth,
+            "AHEAD": tile.ahead,
+            "num_warps": split.split_k,
+        }
+        if (n, k) in plan.L1_FIRST:
+            options["least_shared"] = 0
+        launch(small_m_kernel, grid, *operands, *numbers, loops, **shape, **options)
+        return
+    grid = (plan.cdiv(n, tile.weight_rows), plan.cdiv(rows, tile.rows * tile.groups))
+    turns = plan.cdiv(steps * (split.k_tile // plan.STEP), tile.depth)
+    shape |= {"GROUP": tile.rows, "GROUPS": tile.groups, "WARPS": tile.warps}
+    options |= {"num_warps": tile.warps}
+    launch(large_m_kernel, grid, *operands, *numbers, turns, **shape, **options)
+
+
+def permuted_for(
+    weight: Weight, x: Tensor, norm: Norm | None, pdl: bool, parts: Parts | None = None, bias: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """`permuted_rows` for a product of the TMA kernel with `weight`."""
+    split = split_for(weight)
+    cut = split.split_k, split.k_tile
+    return permuted_rows(x, norm, cut, GLUON_TYPE[x.dtype], pdl, parts, bias, reads_raised(weight))
+
+
+def reads_raised(weight: Weight) -> bool:
+    """Whether the TMA kernel of this weight reads rows that are 2^64 times as large: it has codes of 8 bits."""
+    return weight.codes is not None and weight.codes.form in quantised.WIDE
+
+
+def launch_tma_and_sum(tile: Tma, call: Call, squares: Tensor | None, pdl: bool) -> None:
+    """`launch_tma`, and then the sum of splits, where they are left apart."""
+    parts = launch_tma(tile, call, squares, pdl)
+    if parts is not None:
+        add_up(parts, squares, call.norm, call.bias, call.residual, call.out, pdl)
+
+
+def launch_tma(tile: Tma, call: Call, squares: Tensor | None, pdl: bool, regroup_out: bool = False) -> Parts | None:
+    """Launches the TMA kernel.
+
+    Args:
+        call: x as `permuted_for` makes it.
+        squares: what comes with it.
+        regroup_out: the result is regrouped as x is.
+
+    Returns:
+        Where splits are left apart, their sums: for `add_up`, with all `call` asks for but the product.
+    """
+    rows = len(call.x)
+    n, k = call.weight.shape
+    split = split_for(call.weight)
+    splits, parts = split.pairwise, None
+    if tile.split_k is not None:
+        splits = tile.split_k
+        sums = call.x.new_empty(split.split_k // splits, rows, n, dtype=torch.float32)
+        parts = Parts(sums, split.kernel_pairwise // splits)
+    blocks = plan.cdiv(n, tile.weight_rows), plan.cdiv(rows, tile.rows + tile.rest)
+    eps = 0.0 if call.norm is None else call.norm[1]
+    stride = 0 if call.argmax_keys is None else call.out.stride(0)
+    words = call.weight.words(n // 16, k // 4, 32)
+    constants = _constants(call, split, pdl)
+    sums_of_k = TmaSums(k, constants.pop("S"), constants.pop("KT"), splits)
+    del constants["K"], constants["PAIRWISE"]
+    places = TmaTile(tile.room, tile.weight_rows, tile.rows, tile.rest, tile.stages, tile.warps)
+    launch(
+        tma_kernel,
+        (tile.programs or blocks[0], blocks[1], 1 if parts is None else len(parts.sums)),
+        described(call.x, [tile.rows, 64]),
+        described(call.x, [tile.rest, 64]) if tile.rest else None,
+        *[described(words, [box // 16, 16, 32]) if box else None for box in tile.boxes],
+        squares if parts is None else None,
+        Epilogue(call.bias, call.residual, call.out, call.argmax_keys, None if parts is None else parts.sums),
+        *(rows, n, eps, call.limit, stride),
+        SUMS=sums_of_k,
+        TILE=places,
+        STAY=tile.programs is not None,
+        REGROUP=regroup_out,
+        **constants,
+        num_warps=tile.warps,
+        launch_pdl=pdl,
+        enable_fp_fusion=False,
+        maxnreg=tile.registers,
+    )
+    return parts

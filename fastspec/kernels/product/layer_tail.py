@@ -1,0 +1,204 @@
+"""What lies between the attention of a layer and that of the next, for rows that the TMA kernel multiplies.
+
+    x' = x + attended o^T;  x'' = x' + act(norm(x') gate_up^T) down^T;  qkv = norm'(x'') qkv^T
+
+To the bits of `reference.layer_tail` out of packed products. A product's result is stored in the order in which the
+next one reads it: sums, residual and norm are one kernel, gated products are written regrouped, and attention's output
+may be. In two halves, `attention_out` and `mlp`, each with a place for a sum over devices after its last product.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from fastspec.kernels.common.weights import Weight, is_packed
+from fastspec.kernels.product.launch import (
+    GLUON_TYPE,
+    Call,
+    Norm,
+    launch_tma,
+    permuted_for,
+    reads_raised,
+    split_for,
+    tile_for,
+)
+from fastspec.kernels.product.plan import Tma
+from fastspec.kernels.product.quantised.launch import launch_wide
+from fastspec.kernels.product.quantised.launch import tile_for as tile_of_codes
+from fastspec.kernels.product.quantised.plan import Wide
+from fastspec.kernels.product.split_k import Parts, add_up
+from fastspec.kernels.reference.layer import Layer, Reduce
+from fastspec.kernels.room import Room
+
+
+def runs_on_tma(weights: list[Weight], rows: int) -> bool:
+    """Whether all these are packed or quantised, and there are enough rows for the TMA kernel."""
+    return all(
+        (weight.codes is not None or is_packed([weight])) and isinstance(_tile(weight, rows), Tma | Wide)
+        for weight in weights
+    )
+
+
+class NextInput(NamedTuple):
+    """The residual stream x [M, hidden], and what the product after it reads.
+
+    Attributes:
+        permuted: x times the norm's weight, as `permuted_rows` orders it.
+        squares: fp32 [S, M], the sums of squares that come with it; None without a norm.
+    """
+
+    x: Tensor
+    permuted: Tensor
+    squares: Tensor | None
+
+
+@runtime_checkable
+class SharesRoom(Protocol):
+    """A `Reduce` between GPUs that reach each other's memory."""
+
+    def room_for(self, elements: int) -> Room | None:
+        """Memory of all for so many fp32 elements; None where such sums are made by calling it."""
+
+
+def layer_tail(
+    attended: Tensor,
+    x: Tensor,
+    layer: Layer,
+    next_layer: Layer | None,
+    eps: float,
+    pdl: bool,
+    reduce: Reduce | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """As `reference.layer_tail`, for weights and rows that are `runs_on_tma`; attended as there, or regrouped."""
+    shape, rows = x.shape, x.reshape(-1, x.shape[-1]).contiguous()
+    x, qkv = mlp(attention_out(attended, rows, layer, eps, pdl, reduce), layer, next_layer, eps, pdl, reduce)
+    return x.view(shape), None if qkv is None else qkv.view(*shape[:-1], -1)
+
+
+def attention_out(
+    attended: Tensor, x: Tensor, layer: Layer, eps: float, pdl: bool, reduce: Reduce | None = None
+) -> NextInput:
+    """As `reference.attention_out`, and what `mlp` reads of it.
+
+    Args:
+        attended: [B, Q, H * D], or regrouped [B, Q, H * D / 64, 64].
+        x: [M, hidden] contiguous, M = B * Q.
+        eps: of the norm in front of the MLP.
+    """
+    given = attended.reshape(len(x), -1).contiguous()
+    if attended.dim() == 3:
+        _, given, _ = permuted_for(layer.o, given, None, pdl)
+    else:
+        given = _raised_for(layer.o, given)
+    return _added(given, layer.o, layer.o_bias, x, (layer.post_norm, eps), layer.gate_up, pdl, reduce)
+
+
+def mlp(
+    given: NextInput, layer: Layer, next_layer: Layer | None, eps: float, pdl: bool, reduce: Reduce | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """As `reference.mlp`, for what `attention_out` returned: x [M, hidden], and q, k and v of the next layer [M, N]."""
+    x, permuted, squares = given
+    out = x.new_empty(len(x), layer.gate_up.shape[0] // 2)
+    call = Call(permuted, layer.gate_up, out, layer.gate_up_bias, (layer.post_norm, eps), gated=True)
+    tile = _tile(layer.gate_up, len(x), gated=True)
+    if isinstance(tile, Wide):
+        launch_wide(tile, call, squares, pdl, regroup_out=True, raise_out=reads_raised(layer.down))
+    else:
+        launch_tma(tile, call, squares, pdl, regroup_out=True)
+        out = _raised_for(layer.down, out)
+    if next_layer is None:
+        return _summed(out, layer.down, layer.down_bias, x, pdl, reduce), None
+    norm, qkv = (next_layer.input_norm, eps), x.new_empty(len(x), next_layer.qkv.shape[0])
+    x, permuted, squares = _added(out, layer.down, layer.down_bias, x, norm, next_layer.qkv, pdl, reduce)
+    call = Call(permuted, next_layer.qkv, qkv, next_layer.qkv_bias, norm)
+    _launch_and_sum(_tile(next_layer.qkv, len(x)), call, squares, pdl)
+    return x, qkv
+
+
+def _raised_for(weight: Weight, given: Tensor) -> Tensor:
+    """Regrouped rows as the product with `weight` reads them: times 2^64, exactly, for codes of 8 bits."""
+    return given * 2.0**64 if reads_raised(weight) else given
+
+
+def _tile(weight: Weight, rows: int, gated: bool = False) -> Tma | Wide:
+    if weight.codes is not None:
+        return tile_of_codes(weight, rows, whole=gated)  # type: ignore[return-value]
+    return tile_for(weight, rows, gated=gated)  # type: ignore[return-value]
+
+
+def _launch(tile: Tma | Wide, call: Call, squares: Tensor | None, pdl: bool) -> Parts | None:
+    """The product, as `launch_tma` has it."""
+    return launch_wide(tile, call, squares, pdl) if isinstance(tile, Wide) else launch_tma(tile, call, squares, pdl)
+
+
+def _launch_and_sum(tile: Tma | Wide, call: Call, squares: Tensor | None, pdl: bool) -> None:
+    parts = _launch(tile, call, squares, pdl)
+    if parts is not None:
+        add_up(parts, squares, call.norm, call.bias, call.residual, call.out, pdl)
+
+
+def _leaves_parts(tile: Tma | Wide, weight: Weight) -> bool:
+    """Whether CTAs leave sums that another kernel adds up."""
+    if isinstance(tile, Wide):
+        return tile.splits < split_for(weight).split_k
+    return tile.split_k is not None
+
+
+def _summed(
+    given: Tensor, weight: Weight, bias: Tensor | None, residual: Tensor, pdl: bool, reduce: Reduce | None
+) -> Tensor:
+    """residual + the product with `given` rows, summed over devices where `reduce` does that [+ bias]."""
+    tile = _tile(weight, len(given))
+    if reduce is not None:
+        return reduce(_own_sums(tile, given, weight, residual, pdl), bias, residual)
+    out = torch.empty_like(residual)
+    _launch_and_sum(tile, Call(given, weight, out, bias, residual=residual), None, pdl)
+    return out
+
+
+def _own_sums(tile: Tma | Wide, given: Tensor, weight: Weight, like: Tensor, pdl: bool) -> Tensor:
+    """This device's product in fp32, as `Reduce` takes it: its splits apart where they are a tree."""
+    parts = _own_parts(tile, given, weight, like, pdl)
+    if len(parts.sums) == 1:
+        return parts.sums[0]
+    if parts.is_tree and parts.factors is None:
+        return parts.sums
+    out = torch.empty_like(like, dtype=torch.float32)
+    add_up(parts, None, None, None, None, out, pdl)
+    return out
+
+
+def _own_parts(tile: Tma | Wide, given: Tensor, weight: Weight, like: Tensor, pdl: bool) -> Parts:
+    """This device's product in fp32, as its splits leave it; one of them where they leave nothing apart."""
+    out = like.new_empty(1, *like.shape, dtype=torch.float32)
+    return _launch(tile, Call(given, weight, out[0]), None, pdl) or Parts(out, 1)
+
+
+def _added(
+    given: Tensor,
+    weight: Weight,
+    bias: Tensor | None,
+    residual: Tensor,
+    norm: Norm,
+    next_weight: Weight,
+    pdl: bool,
+    reduce: Reduce | None,
+) -> NextInput:
+    """`_summed`, and what `permuted_for` makes of it for a product with `next_weight`."""
+    tile = _tile(weight, len(given))
+    if isinstance(reduce, SharesRoom):
+        from fastspec.kernels.product.rank_sums import elements_in_room, sum_ranks_permuted  # which few machines need
+
+        split = split_for(next_weight)
+        cut = split.split_k, split.k_tile
+        if (room := reduce.room_for(elements_in_room(*residual.shape, cut))) is not None:
+            own, dtype = _own_parts(tile, given, weight, residual, pdl), GLUON_TYPE[residual.dtype]
+            found = sum_ranks_permuted(own, bias, residual, norm, cut, dtype, pdl, room, reads_raised(next_weight))
+            return NextInput(*found)
+    if not _leaves_parts(tile, weight) or reduce is not None:
+        return NextInput(*permuted_for(next_weight, _summed(given, weight, bias, residual, pdl, reduce), norm, pdl))
+    parts = _launch(tile, Call(given, weight, residual, bias), None, pdl)
+    return NextInput(*permuted_for(next_weight, residual, norm, pdl, parts, bias))

@@ -1,0 +1,234 @@
+"""Codes in registers become operands of the tensor core, by masks and shifts: see `common.code_packing` for their bits.
+
+A unit is what one product takes: 64 values of K, or 32 where groups of 32 have sums of their own. Words are int32.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from fastspec.kernels.product.epilogue import times_gamma, unpacked
+
+# pairs of bf16: 2^64, and 2^60 for codes that lie four bits higher
+UP = gl.constexpr(0x5F805F80)
+UP_LESS = gl.constexpr(0x5D805D80)
+ONE = gl.constexpr(0x00010001)  # a pair of bf16 that counts 1 in the units of the codes
+# pairs of bf16: 1 and 8 in the units of codes of 4 bits that are raised, negative
+LESS_ONE = gl.constexpr(-0x62FF6300)  # 0x9D009D00
+LESS_EIGHT = gl.constexpr(-0x617F6180)  # 0x9E809E80
+
+
+@gluon.constexpr_function
+def bits_of(FORM):
+    """Bits of a code."""
+    return 4 if FORM == "int4" or FORM == "fp4" else 8
+
+
+@gluon.constexpr_function
+def offset_of(FORM):
+    """What codes are larger by than what they mean, taken off by the sum of x; 0: they are not."""
+    return 128 if FORM == "off8" else 0
+
+
+@gluon.constexpr_function
+def words_layout(S, R):
+    """Layout of [S, R, 16] words: a lane has four in a row, of rows g and g + 8, as the left operand has them."""
+    held = [[0, 0, 1], [0, 0, 2]] + [[0, 8 << bit, 0] for bit in range((R // 8).bit_length() - 1)]
+    lanes = [[0, 0, 4], [0, 0, 8], [0, 1, 0], [0, 2, 0], [0, 4, 0]]
+    warps = [[1 << bit, 0, 0] for bit in range(S.bit_length() - 1)]
+    return gl.DistributedLinearLayout(held, lanes, warps, [], [S, R, 16])
+
+
+@gluon.constexpr_function
+def scale_layout(S, R):
+    """Layout of [S, R, 8] words: two in a row for each lane that holds four of `words_layout`."""
+    held = [[0, 0, 1]] + [[0, 8 << bit, 0] for bit in range((R // 8).bit_length() - 1)]
+    lanes = [[0, 0, 2], [0, 0, 4], [0, 1, 0], [0, 2, 0], [0, 4, 0]]
+    warps = [[1 << bit, 0, 0] for bit in range(S.bit_length() - 1)]
+    return gl.DistributedLinearLayout(held, lanes, warps, [], [S, R, 8])
+
+
+@gluon.constexpr_function
+def pairs_layout(S, P):
+    """Layout of [S, P] pairs of rows g and g + 8: lane 4 g + t has pair g of every tile."""
+    held = [[0, 8 << bit] for bit in range((P // 8).bit_length() - 1)]
+    lanes = [[0, 0], [0, 0], [0, 1], [0, 2], [0, 4]]
+    warps = [[1 << bit, 0] for bit in range(S.bit_length() - 1)]
+    return gl.DistributedLinearLayout(held, lanes, warps, [], [S, P])
+
+
+@gluon.jit
+def _permuted(words, CONTROL: gl.constexpr):
+    """Bytes of each word in the order of CONTROL, a hexadecimal digit each."""
+    return gl.inline_asm_elementwise(
+        "prmt.b32 $0, $1, $1, " + CONTROL + ";", "=r,r", [words], dtype=gl.int32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def code_halves(words, FORM: gl.constexpr, HALF: gl.constexpr):
+    """Words [S, R, 16] -> codes of two blocks of 32 values of K as bf16 pairs, each [S, R, 16]."""
+    if FORM == "fp8":
+        first = words & -0x780F7810  # 0x87F087F0
+        second = ((words << 4) & -0x7F0F7F10) | ((words >> 4) & 0x07000700)  # 0x80F080F0
+    elif FORM == "int8":
+        first = words & -0x7F807F81  # 0x807F807F
+        second = _permuted(words, "0x2301") & -0x7F807F81
+    elif FORM == "off8":
+        first = words & 0x00FF00FF
+        second = (words >> 8) & 0x00FF00FF
+    elif FORM == "int4":
+        if HALF == 1:
+            words = words >> 8
+        first = words & 0x000F000F
+        second = words & 0x00F000F0
+    elif HALF == 0:  # fp4: sign at 15, the other three bits at 8..6
+        first = words & -0x7E3F7E40  # 0x81C081C0
+        second = (words << 3) & -0x7E3F7E40
+    else:
+        first = ((words << 1) & -0x7FFF8000) | ((words >> 3) & 0x01C001C0)  # 0x80008000
+        second = ((words << 2) & -0x7FFF8000) | ((words << 6) & 0x01C001C0)
+    return first, second
+
+
+@gluon.jit
+def joined_halves(first, second):
+    """Pairs of two blocks of 32 values, each [S, R, 16] -> [S, R, 32] in the order of K."""
+    S: gl.constexpr = first.shape[0]
+    R: gl.constexpr = first.shape[1]
+    return gl.reshape(gl.permute(gl.join(first, second), (0, 1, 3, 2)), [S, R, 32])
+
+
+@gluon.jit
+def _narrow(pairs):
+    """Pairs [S, R, 16] of a block of 32 values, by lanes that hold 4 values of each half -> in the order of K."""
+    S: gl.constexpr = pairs.shape[0]
+    R: gl.constexpr = pairs.shape[1]
+    return gl.reshape(gl.permute(gl.reshape(pairs, [S, R, 4, 2, 2]), (0, 1, 3, 2, 4)), [S, R, 16])
+
+
+@gluon.jit
+def _four_times(words):
+    """[S, R, 4] -> [S, R, 16], each four times, without a move."""
+    twice = gl.join(words, words)
+    return gl.reshape(gl.join(twice, twice), [words.shape[0], words.shape[1], 16])
+
+
+@gluon.jit
+def _scaled(pairs, scales, CONTROL: gl.constexpr):
+    """Pairs [S, R, 16] of fp4 times one half of the words of scales [S, R, 4]: exact, for both have few bits."""
+    factors = _four_times(_permuted(scales, CONTROL))
+    factors = gl.convert_layout(factors, pairs.type.layout, assert_trivial=True)
+    return times_gamma(pairs, factors, gl.bfloat16)
+
+
+@gluon.jit
+def _less(pairs, less, HIGH: gl.constexpr):
+    """Codes of 4 bits less their zero points, exactly: pairs 2^64 + less, or 2^60 where they lie high; 1 is 2^-69."""
+    return gl.inline_asm_elementwise(
+        "fma.rn.bf16x2 $0, $1, $2, $3;",
+        "=r,r,r,r",
+        [pairs, gl.full_like(pairs, UP_LESS if HIGH else UP), less],
+        dtype=gl.int32,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@gluon.jit
+def _zero_of(words, zeros, i: gl.constexpr):
+    """What `_less` adds to block i of four, like words [S, R, 16]: out of zeros, [S, R, 1] of each group, or 8."""
+    if len(zeros) == 0:
+        return gl.full_like(words, LESS_EIGHT)
+    else:
+        return gl.broadcast(zeros[i * len(zeros) // 4], words)[0]
+
+
+@gluon.jit
+def units_of(words, scales, zeros, FORM: gl.constexpr, UNIT: gl.constexpr):
+    """bf16 pairs, [S, R, UNIT / 2] in the order of K, of each unit of what words [S, R, 16] hold.
+
+    scales: of fp4, words [S, R, 8]; else unused.
+    zeros: of int4, as `zeros_of` has them of each group; none where all are 8.
+    """
+    first, second = code_halves(words, FORM, 0)
+    if bits_of(FORM) == 8:
+        return (joined_halves(first, second),)
+    else:
+        third, fourth = code_halves(words, FORM, 1)
+        if FORM == "fp4":
+            low, high = gl.split(gl.reshape(scales, [words.shape[0], words.shape[1], 4, 2]))
+            first, second = _scaled(first, low, "0x1010"), _scaled(second, low, "0x3232")
+            third, fourth = _scaled(third, high, "0x1010"), _scaled(fourth, high, "0x3232")
+        else:
+            first = _less(first, _zero_of(words, zeros, 0), False)
+            second = _less(second, _zero_of(words, zeros, 1), True)
+            third = _less(third, _zero_of(words, zeros, 2), False)
+            fourth = _less(fourth, _zero_of(words, zeros, 3), True)
+        if UNIT == 32:
+            return _narrow(first), _narrow(second), _narrow(third), _narrow(fourth)
+        else:
+            return joined_halves(first, second), joined_halves(third, fourth)
+
+
+@gluon.jit
+def ones(S: gl.constexpr, lay: gl.constexpr):
+    """bf16 pairs [S, 16, 32] that are 1 as codes of a unit count."""
+    one = gl.full([S, 16, 16], ONE, gl.int32, layout=lay)
+    return joined_halves(one, one)
+
+
+@gluon.jit
+def raised(words, FORM: gl.constexpr):
+    """Words of x times the power of two that codes are smaller by, exactly; those of 4 bits are raised themselves."""
+    if bits_of(FORM) == 4:
+        return words
+    else:
+        return raised_rows(words)
+
+
+@gluon.jit
+def raised_rows(words):
+    """Words of x times 2^64, as codes of 8 bits are multiplied."""
+    return times_gamma(words, gl.full_like(words, UP), gl.bfloat16)
+
+
+@gluon.jit
+def for_all(sums, R: gl.constexpr):
+    """[S, 16, BM], all 16 alike -> [S, R, BM], without a move."""
+    for _ in gl.static_range(4):
+        if sums.shape[1] < R:
+            both = gl.permute(gl.join(sums, sums), (0, 3, 1, 2))
+            sums = gl.reshape(both, [both.shape[0], both.shape[1] * both.shape[2], both.shape[3]])
+    return sums
+
+
+@gluon.jit
+def _rows_of_pairs(low, high, like: gl.constexpr):
+    """[S, R / 2] of rows g and of rows g + 8 -> [S, R, 1] for tensors [S, R, n] in layout `like`."""
+    S: gl.constexpr = low.shape[0]
+    P: gl.constexpr = low.shape[1]
+    both = gl.permute(gl.reshape(gl.join(low, high), [S, P // 8, 8, 2]), (0, 1, 3, 2))
+    rows = gl.convert_layout(gl.reshape(both, [S, 2 * P]), gl.SliceLayout(2, like), assert_trivial=True)
+    return gl.expand_dims(rows, 2)
+
+
+@gluon.jit
+def rows_of(words, KIND: gl.constexpr, like: gl.constexpr):
+    """Pairs of KIND, or of fp32 where words [S, R / 2] have 64 bits -> fp32 [S, R, 1] for sums in layout `like`."""
+    held: gl.constexpr = words.dtype
+    if gl.int64 == held:
+        low = words.to(gl.int32).to(gl.float32, bitcast=True)
+        high = (words >> 32).to(gl.int32).to(gl.float32, bitcast=True)
+        return _rows_of_pairs(low, high, like)
+    else:
+        low, high = unpacked(words, KIND)
+        return _rows_of_pairs(low, high, like)
+
+
+@gluon.jit
+def zeros_of(words, like: gl.constexpr):
+    """Zero points, pairs [S, R / 2] of bf16 -> what `units_of` takes, int32 [S, R, 1] for codes in layout `like`."""
+    less = times_gamma(words, gl.full_like(words, LESS_ONE), gl.bfloat16)
+    return _rows_of_pairs(_permuted(less, "0x1010"), _permuted(less, "0x3232"), like)

@@ -1,0 +1,130 @@
+"""Launches of products with quantised weights, as `plan` says, and of the norm in front of them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastspec.kernels.common.code_packing import PackedCodes
+from fastspec.kernels.common.launch import described, launch
+from fastspec.kernels.common.weights import Weight
+from fastspec.kernels.product.launch import GLUON_TYPE, Call, gpu_of, permuted_for
+from fastspec.kernels.product.norm import norm_rows
+from fastspec.kernels.product.plan import L1_FIRST, cdiv
+from fastspec.kernels.product.quantised import plan
+from fastspec.kernels.product.quantised.few_rows import Epilogue, Operands, quantised_kernel
+from fastspec.kernels.product.quantised.plan import Tile, Wide
+from fastspec.kernels.product.quantised.wide_sm90 import WideEpilogue, codes_tma_kernel
+from fastspec.kernels.product.split_k import Parts, add_up
+
+
+def run(call: Call, pdl: bool, tile: Tile | Wide | None = None) -> None:
+    """Launches a product of a quantised weight with any number of rows, and before it its norm.
+
+    Args:
+        tile: by default the plan's; bits do not depend on it.
+    """
+    codes = call.weight.codes
+    assert codes is not None
+    rows, k = call.x.shape
+    n, _ = codes.shape
+    whole = call.gated or call.argmax_keys is not None
+    tile = tile or tile_for(call.weight, rows, whole=whole)
+    split = plan.split_of(codes.form, n, k)
+    if isinstance(tile, Wide):
+        _run_wide(call, tile, pdl)
+        return
+    x, row_factors = call.x, None
+    if call.norm is not None:
+        x, row_factors = norm_rows(x, *call.norm, split.split_k, split.k_tile, GLUON_TYPE[x.dtype], pdl)
+    steps = cdiv(k, split.split_k * split.k_tile)
+    shape: dict[str, Any] = {"K": k, "S": split.split_k, "KT": split.k_tile, "PAIRWISE": split.pairwise}
+    shape |= {"R": tile.weight_rows, "BLOCKS": tile.blocks, "D": tile.depth, "XD": tile.row_depth}
+    shape |= {"FORM": codes.form, "GROUP": codes.group, "PER": _words_of_scales(codes)}
+    options: dict[str, Any] = {"num_warps": split.split_k, "launch_pdl": pdl, "enable_fp_fusion": False}
+    if (n, k) in L1_FIRST:
+        options["least_shared"] = 0
+    if tile.registers is not None:
+        options["maxnreg"] = tile.registers
+    launch(
+        quantised_kernel,
+        (cdiv(n, tile.weight_rows), cdiv(rows, tile.blocks * plan.BLOCK)),
+        Operands(x.view(torch.int32), codes.words, codes.factors, codes.scales, codes.zeros),
+        Epilogue(row_factors, call.bias, call.residual, call.out, call.argmax_keys),
+        *(rows, n, call.limit, 0 if call.argmax_keys is None else call.out.stride(0)),
+        max(0, (steps - tile.depth - 1) // tile.depth),
+        **shape,
+        GATED=call.gate,
+        PDL=pdl,
+        **options,
+    )
+
+
+def tile_for(weight: Weight, rows: int, *, whole: bool = False) -> Tile | Wide:
+    """`plan.launch_of` for a quantised weight, on its device."""
+    codes = weight.codes
+    assert codes is not None
+    if rows < plan.WIDE_FROM.get(codes.form, rows + 1):  # whatever the GPU
+        return plan.tile_of(codes.form, *codes.shape, rows)
+    return plan.launch_of(codes.form, codes.group, *codes.shape, rows, gpu_of(weight.device), whole)
+
+
+def launch_wide(
+    tile: Wide, call: Call, squares: Tensor | None, pdl: bool, regroup_out: bool = False, raise_out: bool = False
+) -> Parts | None:
+    """As `launches.launch_tma`, whose arguments and result it has, with a weight of codes.
+
+    Args:
+        raise_out: what is regrouped is 2^64 times as large, exactly, as a product with codes of 8 bits reads it.
+    """
+    codes = call.weight.codes
+    assert codes is not None
+    rows = len(call.x)
+    n, k = codes.shape
+    split = plan.split_of(codes.form, n, k)
+    scales = codes.scales
+    if scales is not None:
+        scales = scales.view(torch.float16 if scales.dtype == torch.int32 else torch.float32)
+    zeros = None if codes.zeros is None else codes.zeros.view(torch.bfloat16)
+    eps = 0.0 if call.norm is None else call.norm[1]
+    apart, sums = split.split_k // tile.splits, None
+    if apart > 1:
+        sums = call.x.new_empty(split.split_k, rows, n, dtype=torch.float32)
+    pieces = 1 if codes.form == "int4" else 2
+    shape: dict[str, Any] = {"K": k, "S": split.split_k, "SPLITS": tile.splits, "FORM": codes.form}
+    shape |= {"GROUP": (codes.group, 1 if codes.scales is None else codes.scales.shape[2])}
+    shape |= {"R": tile.weight_rows, "BM": tile.rows, "STAGES": tile.stages, "WARPS": tile.warps}
+    launch(
+        codes_tma_kernel,
+        (cdiv(n, tile.weight_rows), cdiv(rows, tile.rows), apart),
+        described(call.x, [tile.rows, 64]),
+        described(codes.words.view(n // 16, -1, 32), [tile.weight_rows // 16, 8 * pieces, 32]),
+        Operands(None, None, codes.factors, scales, zeros),
+        WideEpilogue(squares if sums is None else None, eps, call.bias, call.residual, call.out, call.argmax_keys),
+        sums,
+        *(rows, n, call.limit, 0 if call.argmax_keys is None else call.out.stride(0)),
+        **shape,
+        GATED=(call.gate, 2 if regroup_out and raise_out else int(regroup_out)),
+        PDL=pdl,
+        num_warps=tile.warps,
+        maxnreg=tile.registers,
+        launch_pdl=pdl,
+        enable_fp_fusion=False,
+    )
+    return None if sums is None else Parts(sums, 1, codes.factors)
+
+
+def _run_wide(call: Call, tile: Wide, pdl: bool) -> None:
+    """Launches what makes x ready, the product, and what adds up passes that it leaves apart."""
+    _, regrouped, squares = permuted_for(call.weight, call.x, call.norm, pdl)
+    parts = launch_wide(tile, replace(call, x=regrouped), squares, pdl)
+    if parts is not None:
+        add_up(parts, squares, call.norm, call.bias, call.residual, call.out, pdl)
+
+
+def _words_of_scales(codes: PackedCodes) -> int:
+    """Words that a tile of 16 rows has for the scales of one group, of fp4 for those of 128 values of K."""
+    return 0 if codes.scales is None else codes.scales[0, 0].numel()

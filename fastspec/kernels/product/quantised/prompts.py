@@ -1,0 +1,190 @@
+"""The product of prompts with quantised weights: dequantised slice by slice, then multiplied as 16-bit weights are.
+
+The values that are multiplied are those of `Weight.unpack`, rounded to bf16, where the product for few rows applies
+scales to its sums in fp32. A slice of the weight, packed, has at most SLICE_BYTES.
+
+On sm_90 a slice is dequantised while the kernel before it still runs, on what that one leaves free of the
+multiprocessors (programmatic dependent launch). That kernel may be the product with the slice before, so slices use two
+buffers in turn, which are never given back: memory that torch hands out again could still be read by it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_wait
+
+from fastspec.kernels.common.code_values import blocks_of, column_of, scaled, source_of
+from fastspec.kernels.common.codes import BITS
+from fastspec.kernels.common.launch import has_pdl, launch, multiprocessors, pdl_options
+from fastspec.kernels.common.weights import Weight
+from fastspec.kernels.product.prefill import multiply, prepared
+from fastspec.kernels.product.prefill_sm90 import tile_of, time_of
+
+EARLY = True  # on GPUs that can: where it is False slices and products wait for each other
+SLICE_BYTES = 64 * 2**20
+COLUMNS = 256  # rows of a weight that a slice has a multiple of
+BETWEEN = 8.0  # microseconds that the gap between two products is estimated at
+BESIDE = 2  # programs of a multiprocessor that fit beside a product
+RUN = 8  # halves of a word's row that a thread takes, 16 bytes
+RUNS, NUM_WARPS = 256, 4
+
+
+@triton.jit
+def _dequantise_runs(
+    turn,
+    source,
+    out_ptr,
+    first,
+    count,
+    K: tl.constexpr,
+    FORM: tl.constexpr,
+    GROUP: tl.constexpr,
+    PAIRS: tl.constexpr,
+    LOWER: tl.constexpr,
+    RUNS: tl.constexpr,
+    RUN: tl.constexpr,
+):
+    """RUNS runs of halves, each of which holds codes of as many blocks of 32 columns."""
+    BLOCKS: tl.constexpr = blocks_of(FORM)
+    SIDE: tl.constexpr = 4 if FORM == "int4" and GROUP == 32 else RUN  # columns side by side
+    run = turn * RUNS + tl.arange(0, RUNS)[:, None]
+    place = (run * RUN % 32).to(tl.int32) + tl.arange(0, RUN)[None, :]
+    chunk, row = run // (512 // RUN), (run % (512 // RUN) // (32 // RUN)).to(tl.int32)
+    inside = run < count.to(tl.int64) * K // (RUN * BLOCKS)
+    begin = first.to(tl.int64) * K // (RUN * BLOCKS)
+    half = tl.load(source.halves + (begin + run) * RUN + tl.arange(0, RUN)[None, :], mask=inside, other=0)
+    within = column_of(place, FORM, GROUP)
+    tile = chunk // (K // (32 * BLOCKS))
+    n = (first // 16 + tile) * 16 + row
+    k = (chunk % (K // (32 * BLOCKS))).to(tl.int32) * (32 * BLOCKS)
+    for i in tl.static_range(BLOCKS):
+        column = (run * RUN % 32).to(tl.int32) if FORM == "fp4" else tl.zeros_like(row)
+        value = scaled(
+            half.to(tl.int32) & 0xFFFF, source, n, k + 32 * i + column, i, inside, K, FORM, GROUP, PAIRS, LOWER
+        )
+        at = (chunk * BLOCKS + i) * 512 + row * 32 + within
+        at = tl.max_contiguous(tl.multiple_of(at, (1, SIDE)), (1, SIDE))  # the compiler does not see it
+        tl.store(out_ptr + at, value.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["first", "count"])
+def _dequantise_kernel(
+    source,
+    out_ptr,
+    first,
+    count,
+    K: tl.constexpr,
+    FORM: tl.constexpr,
+    GROUP: tl.constexpr,
+    PAIRS: tl.constexpr,
+    LOWER: tl.constexpr,
+    RUNS: tl.constexpr,
+    RUN: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Packed 16-bit values of `count` rows from row `first` on, a multiple of 16."""
+    turns = tl.cdiv(count.to(tl.int64) * K, RUNS * RUN * blocks_of(FORM))
+    for turn in range(tl.program_id(0).to(tl.int64), turns, tl.num_programs(0)):
+        _dequantise_runs(turn, source, out_ptr, first, count, K, FORM, GROUP, PAIRS, LOWER, RUNS, RUN)
+    if PDL:
+        gdc_wait()  # the next kernel may rely on everything before this one being done
+
+
+def dequantise(weight: Weight, first: int, count: int, scratch: Tensor, early: bool = False) -> Weight:
+    """Rows first .. first + count - 1 of a quantised weight, multiples of 16 in the order of its words, packed.
+
+    Args:
+        scratch: bf16, of count * K values or more, which the result lies in.
+        early: begin while the kernel before runs, which must not touch scratch; needs sm_90.
+    """
+    assert weight.codes is not None
+    k = weight.shape[1]
+    source, constants = source_of(weight.codes)
+    data = scratch[: count * k].view(count // 16, k // 32, 16, 32)
+    turns = triton.cdiv(count * k, RUNS * RUN * (4 if BITS[weight.codes.kind.format] == 4 else 2))
+    programs = min(turns, BESIDE * multiprocessors(weight.device)) if early else turns
+    options: dict[str, Any] = {**constants, "RUNS": RUNS, "RUN": RUN, "num_warps": NUM_WARPS, **pdl_options(early)}
+    if early:
+        options["least_shared"] = (
+            100  # as the product has it: with another division this kernel would wait for idle multiprocessors
+        )
+    launch(_dequantise_kernel, (programs,), source, data, first, count, K=k, **options)
+    return Weight(data, "packed", weight.gated)
+
+
+class _Buffers:
+    """Two buffers of a stream, used alternately."""
+
+    def __init__(self) -> None:
+        self._held: list[Tensor] = []
+        self._turn = 0
+
+    def next(self, count: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, bool]:
+        """(a buffer of `count` values at least, whether it was there before)."""
+        known = bool(self._held) and self._held[0].dtype == dtype and len(self._held[0]) >= count
+        if not known:
+            self._held = [torch.empty(count, dtype=dtype, device=device) for _ in range(2)]
+        self._turn = 1 - self._turn
+        return self._held[self._turn], known
+
+
+_BUFFERS: dict[tuple[torch.device, int], _Buffers] = {}
+
+
+def _buffers(device: torch.device) -> _Buffers:
+    return _BUFFERS.setdefault((device, torch.cuda.current_stream(device).cuda_stream), _Buffers())
+
+
+def slice_of(n: int, k: int, rows: int, programs: int) -> int:
+    """Rows of a weight [N, K] that are dequantised at a time for `rows` rows of x: those whose products end first."""
+    max_columns = max(COLUMNS, SLICE_BYTES // (2 * k) // COLUMNS * COLUMNS)
+    if n <= max_columns:
+        return n
+
+    def time(size: int) -> float:
+        return BETWEEN + time_of(tile_of(rows, size, programs), rows, size, programs) * k / 4096
+
+    def whole(size: int) -> float:
+        return n // size * time(size) + (time(n % size) if n % size else 0.0)
+
+    return min(range(COLUMNS, max_columns + 1, COLUMNS), key=whole)
+
+
+def prefill_quantised(
+    x: Tensor,
+    weight: Weight,
+    bias: Tensor | None = None,
+    *,
+    norm: tuple[Tensor, float] | None = None,
+    residual: Tensor | None = None,
+    gated: bool = False,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """As `prefill_linear`, whose arguments and errors it has, with a weight of codes."""
+    (n, k), each = weight.shape, 2 if gated else 1
+    size = slice_of(n, k, x.numel() // k, multiprocessors(x.device) if x.is_cuda else 1)
+    part = _slice(weight, 0, size)  # before the norm, for which it need not wait
+    rows, residual, out = prepared(x, weight, bias, norm, residual, gated, out_dtype)
+    for first in range(0, n, size) if len(rows) > 0 else ():
+        if first > 0:
+            part = _slice(weight, first, size)
+        columns = slice(first // each, (first + part.shape[0]) // each)
+        own_bias = None if bias is None else bias[columns]
+        own_residual = None if residual is None else residual[..., columns]
+        multiply(rows, part, own_bias, own_residual, out[..., columns], gated)
+    return out
+
+
+def _slice(weight: Weight, first: int, size: int) -> Weight:
+    """Rows first .. first + size - 1 of a weight, or those that there are."""
+    n, k = weight.shape
+    if EARLY and has_pdl(weight.device):
+        scratch, early = _buffers(weight.device).next(size * k, weight.dtype, weight.device)
+    else:
+        scratch, early = torch.empty(size * k, dtype=weight.dtype, device=weight.device), False
+    return dequantise(weight, first, min(size, n - first), scratch, early)

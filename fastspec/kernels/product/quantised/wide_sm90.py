@@ -1,0 +1,369 @@
+"""The product with quantised weights for many rows of x on sm_90: codes and x come through a ring in shared memory.
+
+Bits are those of `small_m`: the same terms in the same order, the same scales at the same places. Where S warps there
+take every S-th K tile of K, here a program makes S passes over K one after the other, or some of them; then
+`split_k.sum_kernel` adds up their sums in the same order.
+
+One warp asks the copy engine for K tiles of codes and of x. The others load codes out of shared memory, convert them in
+registers, once for all rows, and multiply as warp groups, whose other operand is x out of shared memory, regrouped as
+in `linear.tma_sm90`. For codes of 8 bits x is raised already (`split_k.permuted_rows`). These codes are subnormal
+numbers, and where the tensor core cuts sums off depends on its operands' exponents as they stand: both operands are
+the numbers that `small_m` multiplies.
+"""
+
+# mypy: disable-error-code="assignment"
+# ruff: noqa: RUF005  (Triton adds tuples, and knows no starred ones)
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from fastspec.kernels.common.gluon_compat import load_block
+from fastspec.kernels.product.epilogue import (
+    STAYS,
+    addends,
+    enter_keys,
+    row_factor,
+    splits_scale,
+    times_gamma,
+    write_argmax,
+    write_tile,
+)
+from fastspec.kernels.product.quantised.conversion import (
+    LESS_ONE,
+    ONE,
+    joined_halves,
+    offset_of,
+    units_of,
+)
+from fastspec.kernels.product.quantised.loads import groups_of, pieces_of
+from fastspec.kernels.product.tma_sm90 import group_operand, group_sums, pieces_layout
+
+
+class Ring(NamedTuple):
+    """K tiles in shared memory.
+
+    Attributes:
+        xs: two, of a K tile's halves, bf16 [STAGES, BM, 64].
+        ws: int32 words [STAGES, R / 16, 8 P, 32] of codes.
+        full, free: barriers [STAGES]: a K tile has come; it has been multiplied.
+    """
+
+    xs: Any
+    ws: Any
+    full: Any
+    free: Any
+
+
+class WideEpilogue(NamedTuple):
+    """What becomes of complete sums; None is absent.
+
+    Attributes:
+        squares, eps: sums of squares of rows, fp32 [S, M], and epsilon of a norm whose weight x already has.
+        bias, residual, out, keys: as in `Epilogue` of few_rows.py.
+    """
+
+    squares: Any
+    eps: Any
+    bias: Any
+    residual: Any
+    out: Any
+    keys: Any
+
+
+UNIT = gl.constexpr(64)  # values of K of one product
+
+
+@gluon.jit
+def _issue_copies(
+    x_desc, weight_desc, xs, ws, full, step, tile, first_row, split,
+    T: gl.constexpr, S: gl.constexpr, CODES: gl.constexpr, ROWS: gl.constexpr, BYTES: gl.constexpr,
+):  # fmt: skip
+    """Issues the copies of a K tile: with CODES of its codes, with ROWS of its rows of x."""
+    slot = step % ws.shape[0]
+    k_tile = step % T * S + split + step // T
+    if CODES:
+        mbarrier.expect(full.index(slot), BYTES)
+        load_block(weight_desc, [tile * ws.shape[1], k_tile * ws.shape[2], 0], full.index(slot), ws.index(slot))
+    if ROWS:
+        for u in gl.static_range(2):
+            load_block(x_desc, [first_row, k_tile * 128 + u * 64], full.index(slot), xs[u].index(slot))
+
+
+@gluon.jit
+def _fetch(
+    x_desc, weight_desc, xs, ws, full, free, tile, first_row, split,
+    T: gl.constexpr, S: gl.constexpr, SPLITS: gl.constexpr, BYTES: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    """The loading warp: codes need not wait for the kernel before this one, x must."""
+    STAGES: gl.constexpr = ws.shape[0]
+    AHEAD: gl.constexpr = min(STAGES, T * SPLITS)
+    for step in range(AHEAD):
+        _issue_copies(x_desc, weight_desc, xs, ws, full, step, tile, first_row, split, T, S, True, False, BYTES)
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    for step in range(AHEAD):
+        _issue_copies(x_desc, weight_desc, xs, ws, full, step, tile, first_row, split, T, S, False, True, BYTES)
+    for step in range(AHEAD, T * SPLITS):
+        mbarrier.wait(free.index(step % STAGES), (step // STAGES - 1) & 1)
+        _issue_copies(x_desc, weight_desc, xs, ws, full, step, tile, first_row, split, T, S, True, True, BYTES)
+
+
+@gluon.jit
+def _codes_of(step, ws, full, WARPS: gl.constexpr):
+    """Words of a K tile's codes, a tensor [1, R, 16] for each piece."""
+    G: gl.constexpr = ws.shape[1]
+    slot = step % ws.shape[0]
+    mbarrier.wait(full.index(slot), step // ws.shape[0] & 1)
+    words = ws.index(slot).load(pieces_layout(G * 16, WARPS, ws.shape[2] // 8))
+    if ws.shape[2] == 8:
+        return (gl.reshape(words, [1, G * 16, 16]),)
+    else:
+        first, second = gl.split(gl.permute(gl.reshape(words, [G, 2, 16, 16]), (0, 2, 3, 1)))
+        return gl.reshape(first, [1, G * 16, 16]), gl.reshape(second, [1, G * 16, 16])
+
+
+@gluon.jit
+def _left_operand(pairs, like: gl.constexpr):
+    """Pairs [1, R, 32] of a unit in the order of K -> bf16 [R, 64] as warp groups take them."""
+    values = group_operand(gl.reshape(pairs, [pairs.shape[1], 32]), gl.bfloat16)
+    return gl.convert_layout(values, gl.DotOperandLayout(0, like, 2))
+
+
+@gluon.jit
+def _operands(pieces, zeros, like: gl.constexpr, FORM: gl.constexpr):
+    """The two units of a K tile."""
+    found = ()
+    for p in gl.static_range(len(pieces)):
+        pairs = units_of(pieces[p], pieces[p], zeros, FORM, UNIT)
+        for u in gl.static_range(len(pairs)):
+            found = found + (_left_operand(pairs[u], like),)
+    return found
+
+
+@gluon.jit
+def _ones(piece, like: gl.constexpr):
+    """What sums x as codes of a unit count it, [R, 64]; piece: words [1, R, 16]."""
+    one = gl.full_like(piece, ONE)
+    return _left_operand(joined_halves(one, one), like)
+
+
+@gluon.jit
+def _pair_of(row, step, g: gl.constexpr, tile, split, N, K: gl.constexpr, S: gl.constexpr, T: gl.constexpr,
+             GROUP: gl.constexpr, PAIRS: gl.constexpr, R: gl.constexpr):  # fmt: skip
+    """Where rows' scale or zero point of group g of a K tile is, in pairs [N / 16, K / GROUP, PAIRS, 2]."""
+    tiles = gl.minimum(tile * (R // 16) + row // 16, N // 16 - 1)
+    k_tile = gl.minimum(step % T * S + split + step // T, K // 128 - 1)  # beyond the last, x is zero
+    group = tiles * (K // GROUP) + k_tile * (128 // GROUP) + g
+    return (group * PAIRS + row % PAIRS) * 2 + row // 8 % 2
+
+
+@gluon.jit
+def _scales_of(ptr, step, tile, split, like: gl.constexpr, N, K: gl.constexpr, S: gl.constexpr, T: gl.constexpr,
+               GROUP: gl.constexpr, PAIRS: gl.constexpr, R: gl.constexpr):  # fmt: skip
+    """fp32 [R, 1] of each group of a K tile, for sums in layout `like`; () without a pointer."""
+    found = ()
+    if ptr is not None:
+        row = gl.arange(0, R, layout=gl.SliceLayout(1, like))
+        for g in gl.static_range(128 // GROUP):
+            at = _pair_of(row, step, g, tile, split, N, K, S, T, GROUP, PAIRS, R)
+            found = found + (gl.expand_dims(gl.load(ptr + at).to(gl.float32), 1),)
+    return found
+
+
+@gluon.jit
+def _zeros_of(ptr, step, tile, split, like: gl.constexpr, N, K: gl.constexpr, S: gl.constexpr, T: gl.constexpr,
+              GROUP: gl.constexpr, PAIRS: gl.constexpr, R: gl.constexpr):  # fmt: skip
+    """As `zeros_of` of conversion.py of each group of a K tile, for codes in layout `like`; () without a pointer."""
+    found = ()
+    if ptr is not None:
+        row = gl.arange(0, R, layout=gl.SliceLayout(0, gl.SliceLayout(2, like)))
+        for g in gl.static_range(128 // GROUP):
+            at = _pair_of(row, step, g, tile, split, N, K, S, T, GROUP, PAIRS, R)
+            bits = gl.load(ptr + at).to(gl.int16, bitcast=True).to(gl.int32) & 0xFFFF
+            less = times_gamma(bits | (bits << 16), gl.full_like(bits, LESS_ONE), gl.bfloat16)
+            found = found + (gl.expand_dims(gl.expand_dims(less, 0), 2),)
+    return found
+
+
+@gluon.jit
+def _less_offset(part, total, FORM: gl.constexpr):
+    """As `_less_offset` of few_rows.py."""
+    return gl.fma(gl.full_like(total, -1.0 * offset_of(FORM)), total, part)
+
+
+@gluon.jit
+def _pass(
+    step, loaded, ring, operands, ones, tile, split, N, last,
+    K: gl.constexpr, S: gl.constexpr, T: gl.constexpr, FORM: gl.constexpr, GROUP: gl.constexpr, PAIRS: gl.constexpr,
+    WARPS: gl.constexpr,
+):  # fmt: skip
+    """One pass over K: the next step, what is loaded for it already, and the pass's sums [R, BM].
+
+    The next K tile is loaded while this one is multiplied; after the last one, the last one again.
+    loaded: codes, scales and zero points of a K tile.
+    """
+    pieces, scales, zeros = loaded
+    xs, ws, full, free = ring
+    R: gl.constexpr = ws.shape[1] * 16
+    BM: gl.constexpr = xs[0].shape[1]
+    like: gl.constexpr = group_sums(BM, WARPS)
+    codes: gl.constexpr = pieces[0].type.layout
+    OFFSET: gl.constexpr = offset_of(FORM) > 0
+    GROUPS: gl.constexpr = groups_of(128, FORM, GROUP)
+    EACH: gl.constexpr = 2 // max(GROUPS, 1)  # units of a group
+    acc = gl.zeros([R, BM], gl.float32, like)
+    own = gl.zeros([R, BM], gl.float32, like)
+    for _ in range(T):
+        slot = step % ws.shape[0]
+        units = _operands(pieces, zeros, like, FORM)
+        following = gl.minimum(step + 1, last)
+        if GROUPS == 0:
+            for u in gl.static_range(2):
+                x = xs[u].index(slot).permute((1, 0))
+                acc = warpgroup_mma(units[u], x, acc, is_async=True)
+                if OFFSET:
+                    own = warpgroup_mma(ones, x, own, is_async=True)
+            pieces = _codes_of(following, ws, full, WARPS)
+            if OFFSET:
+                acc, own, _a, _b = warpgroup_mma_wait(0, deps=(acc, own, units[0], units[1]))
+            else:
+                acc, _a, _b = warpgroup_mma_wait(0, deps=(acc, units[0], units[1]))
+        else:
+            parts = ()
+            for g in gl.static_range(GROUPS):
+                part = gl.zeros([R, BM], gl.float32, like)
+                for u in gl.static_range(g * EACH, g * EACH + EACH):
+                    x = xs[u].index(slot).permute((1, 0))
+                    part = warpgroup_mma(units[u], x, part, is_async=True)
+                parts = parts + (part,)
+            pieces = _codes_of(following, ws, full, WARPS)
+            more = _scales_of(operands.scales, following, tile, split, like, N, K, S, T, GROUP, PAIRS, R)
+            more_zeros = _zeros_of(operands.zeros, following, tile, split, codes, N, K, S, T, GROUP, PAIRS, R)
+            done = warpgroup_mma_wait(0, deps=parts + units)
+            for g in gl.static_range(GROUPS):
+                scale, part = gl.broadcast(scales[g], done[g])
+                acc = gl.fma(scale, part, acc)
+            scales, zeros = more, more_zeros
+        mbarrier.arrive(free.index(slot), count=1)
+        step += 1
+    if GROUPS == 0 and OFFSET:
+        acc = _less_offset(acc, own, FORM)
+    return step, (pieces, scales, zeros), acc
+
+
+@gluon.jit
+def _multiply(
+    operands, epilogue, parts_ptr, ring, tile, first_row, split, M, N, limit,
+    K: gl.constexpr, S: gl.constexpr, T: gl.constexpr, SPLITS: gl.constexpr, FORM: gl.constexpr, GROUP: gl.constexpr,
+    PAIRS: gl.constexpr, WARPS: gl.constexpr, GATED: gl.constexpr, REGROUP: gl.constexpr,
+):  # fmt: skip
+    """The multiplying warps."""
+    R: gl.constexpr = ring.ws.shape[1] * 16
+    BM: gl.constexpr = ring.xs[0].shape[1]
+    like: gl.constexpr = group_sums(BM, WARPS)
+    last = T * SPLITS - 1
+    scales = _scales_of(operands.scales, 0, tile, split, like, N, K, S, T, GROUP, PAIRS, R)
+    pieces = _codes_of(0, ring.ws, ring.full, WARPS)
+    codes: gl.constexpr = pieces[0].type.layout
+    zeros = _zeros_of(operands.zeros, 0, tile, split, codes, N, K, S, T, GROUP, PAIRS, R)
+    ones = ()
+    if offset_of(FORM) > 0:
+        ones = _ones(pieces[0], like)
+    sums = gl.zeros([R, BM], gl.float32, like)
+    n = gl.arange(0, R, layout=gl.SliceLayout(1, like))
+    m = gl.expand_dims(gl.arange(0, BM, layout=gl.SliceLayout(0, like)), 0)
+    there = gl.expand_dims(n < N - tile * R, 1) & (m < M - first_row)
+    step, loaded = 0, (pieces, scales, zeros)
+    for i in range(SPLITS):
+        step, loaded, acc = _pass(
+            step, loaded, ring, operands, ones, tile, split, N, last, K, S, T, FORM, GROUP, PAIRS, WARPS
+        )  # fmt: skip
+        if parts_ptr is not None:  # each by itself: what adds them up needs them in order
+            base = parts_ptr + ((split + i) * M + first_row).to(gl.int64) * N
+            gl.store(base + (m * N + gl.expand_dims(tile * R + n, 1)), acc, mask=there, eviction_policy=STAYS)
+        else:
+            sums += acc
+    if parts_ptr is None:
+        factor = gl.load(operands.factors + tile * R + n, mask=n < N - tile * R, other=0.0)
+        factor, total = gl.broadcast(gl.expand_dims(factor, 1), sums)
+        total = gl.reshape(total * factor, [R // 16, 2, 8, BM])
+        if epilogue.squares is not None:
+            # a row a thread, and not each thread its columns: S times as many loads would be the end of a tile
+            row = first_row + gl.arange(0, BM, layout=gl.BlockedLayout([1], [32], [WARPS], [0]))
+            scale = splits_scale(epilogue.squares, row, row < M, M, epilogue.eps, K, S)
+            total = total * row_factor(scale, total)
+        if epilogue.keys is not None:
+            enter_keys(total, tile, first_row, epilogue.keys, M, N, limit)
+        else:
+            added = addends(total, tile, first_row, epilogue.bias, epilogue.residual, M, N, GATED)
+            write_tile(
+                *(total, added, tile, first_row, epilogue.out, M, N, GATED),
+                *(epilogue.bias is not None, epilogue.residual is not None, REGROUP > 0, R, WARPS, REGROUP == 2),
+            )
+
+
+@gluon.jit(do_not_specialize=["M", "limit", "out_stride"])
+def codes_tma_kernel(
+    x_desc,  # bf16 [M, K] by [BM, 64], regrouped; raised for codes of 8 bits
+    weight_desc,  # int32 words [N / 16, K / 128 * 8 P, 32] by [R / 16, 8 P, 32], P pieces of a K tile
+    operands,  # Operands of few_rows.py, scales and zero points as their own dtypes
+    epilogue,  # WideEpilogue
+    parts_ptr,  # fp32 [S, M, N], or None where SPLITS are all
+    M,
+    N,
+    limit,
+    out_stride,
+    K: gl.constexpr,
+    S: gl.constexpr,
+    SPLITS: gl.constexpr,  # passes over K of one program
+    FORM: gl.constexpr,
+    GROUP: gl.constexpr,  # values of K that share a scale, 0 for all; pairs of scales in a tile: 8, or 1 for all rows
+    R: gl.constexpr,
+    BM: gl.constexpr,
+    STAGES: gl.constexpr,
+    WARPS: gl.constexpr,
+    GATED: gl.constexpr,  # and how the result is stored: 0 in order, 1 regrouped as x is, 2 raised as well
+    PDL: gl.constexpr,
+):
+    """One program: R weight rows by BM rows of x."""
+    T: gl.constexpr = (K + S * 128 - 1) // (S * 128)
+    P: gl.constexpr = pieces_of(128, FORM)
+    BYTES: gl.constexpr = R * 64 * P + BM * 256
+    tile, first_row, split = gl.program_id(0), gl.program_id(1) * BM, gl.program_id(2) * SPLITS
+    ws = gl.allocate_shared_memory(gl.int32, [STAGES, R // 16, 8 * P, 32], gl.NVMMASharedLayout(128, 32, 3))
+    rows: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    xs = ()
+    for _u in gl.static_range(2):
+        xs = xs + (gl.allocate_shared_memory(gl.bfloat16, [STAGES, BM, 64], rows),)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for slot in gl.static_range(STAGES):
+        mbarrier.init(full.index(slot), count=1)
+        mbarrier.init(free.index(slot), count=1)
+    fence_async_shared()
+    # fmt: off
+    gl.warp_specialize(
+        [
+            (_multiply, (
+                operands, epilogue, parts_ptr, Ring(xs, ws, full, free), tile, first_row, split, M, N, limit,
+                K, S, T, SPLITS, FORM, GROUP[0], GROUP[1], WARPS, GATED[0], GATED[1],
+            )),
+            (_fetch, (x_desc, weight_desc, xs, ws, full, free, tile, first_row, split, T, S, SPLITS, BYTES, PDL)),
+        ],
+        [1], [32],  # a warp more, and how many registers its threads need
+    )
+    # fmt: on
+    if epilogue.keys is not None:
+        write_argmax(epilogue.keys, epilogue.out, out_stride, M, WARPS)

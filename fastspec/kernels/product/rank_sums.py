@@ -1,0 +1,167 @@
+"""Sums over GPUs between packed products of many rows, and what the next product reads of them, as one kernel.
+
+    x' = round(residual + (sum over ranks of x [+ bias]));  given = norm(x') regrouped, as `split_k.regroup_kernel`
+
+To the bits of `exchange.exchange_added` and `split_k.permuted_rows` one after the other. A program has the part of a
+row that one split of the next product multiplies, and so many blocks of the room: it pushes its part into the peers'
+memory and waits for theirs, as `exchange` describes it.
+"""
+
+# mypy: disable-error-code="assignment"
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from fastspec.kernels.common.launch import launch
+from fastspec.kernels.exchange_kernels import push, sum_ranks
+from fastspec.kernels.product.epilogue import STAYS
+from fastspec.kernels.product.split_k import FEW_PROGRAMS, SPREAD, Parts, leave_given, sums_of
+from fastspec.kernels.room import BLOCK, LIMIT, Room
+
+
+class Sums(NamedTuple):
+    """What a program adds and leaves, as parameters of `split_k.regroup_kernel` say it."""
+
+    SPLITS: int
+    PAIRWISE: int
+    K: int
+    S: int
+    KT: int
+    ROOM: int
+    SHARED: int
+
+
+class Peers(NamedTuple):
+    """How a program exchanges its part.
+
+    Attributes:
+        RANK, SIZE: as in `Room`.
+        BLOCK: elements of a block of the room.
+        COUNT: blocks of a program.
+    """
+
+    RANK: int
+    SIZE: int
+    BLOCK: int
+    COUNT: int
+
+
+@gluon.jit(do_not_specialize=["M"])
+def ranks_kernel(
+    parts_ptr,  # fp32 [SPLITS, M, K], of this rank
+    factors_ptr,  # fp32 [K] or None: see `Parts`
+    bias_ptr,  # [K] or None
+    residual_ptr,  # [M, K]
+    out_ptr,  # [M, K], the sums
+    gamma_ptr,  # int32 words [K / 2]
+    given_ptr,  # int32 words [M, K / 2]: the sums, times gamma, regrouped, and raised
+    squares_ptr,  # fp32 [S, M]: of the sums, by splits of the product after
+    room,
+    M,
+    elements,
+    limit,
+    SUMS: gl.constexpr,  # Sums
+    WARPS: gl.constexpr,
+    PDL: gl.constexpr,
+    DTYPE: gl.constexpr,
+    RAISE: gl.constexpr,
+    PEERS: gl.constexpr,  # Peers
+):
+    """The part of a row that one split of the next product multiplies."""
+    K: gl.constexpr = SUMS.K
+    S: gl.constexpr = SUMS.S
+    KT: gl.constexpr = SUMS.KT
+    ROOM: gl.constexpr = SUMS.ROOM
+    K_TILE: gl.constexpr = KT // 2  # words
+    RANK: gl.constexpr = PEERS.RANK
+    SIZE: gl.constexpr = PEERS.SIZE
+    BLOCK: gl.constexpr = PEERS.BLOCK
+    COUNT: gl.constexpr = PEERS.COUNT
+    split, row = gl.program_id(0), gl.program_id(1)
+    word = gl.arange(0, ROOM, layout=gl.BlockedLayout([4], [32], [WARPS], [0]))
+    place = word // K_TILE * (S * K_TILE) + split * K_TILE + word % K_TILE
+    i = gl.arange(0, 2 * ROOM, layout=gl.BlockedLayout([8], [32], [WARPS], [0]))
+    n = i // KT * (S * KT) + split * KT + i % KT
+    # elements in the order in which 16 bytes of the room are each thread's
+    j = gl.arange(0, 2 * ROOM, layout=gl.BlockedLayout([4], [32], [WARPS], [0]))
+    mine = j // KT * (S * KT) + split * KT + j % KT
+    first = (row * S + split) * COUNT
+    gamma = gl.load(gamma_ptr + place, mask=place < K // 2, other=0)
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    residual = gl.load(residual_ptr + (row.to(gl.int64) * K + n), mask=n < K, other=0.0).to(gl.float32)
+    own = sums_of(parts_ptr, factors_ptr, None, None, None, row, mine, mine < K, M, K, SUMS.SPLITS, SUMS.PAIRWISE)
+    at = first * BLOCK + j
+    theirs = push(own, at, mine < K, room, first, elements, RANK, SIZE, BLOCK, COUNT)
+    total = sum_ranks(own, theirs, at, mine < K, elements, limit, 0, SIZE, RANK)
+    total = gl.convert_layout(total, n.type.layout)
+    if bias_ptr is not None:
+        total += gl.load(bias_ptr + n, mask=n < K, other=0.0).to(gl.float32)
+    total = (total + residual).to(DTYPE)
+    gl.store(out_ptr + (row.to(gl.int64) * K + n), total, mask=n < K, eviction_policy=STAYS)
+    leave_given(
+        total, word, place, row, split, gamma, gamma_ptr, given_ptr, squares_ptr, M,
+        K, S, KT, ROOM, SUMS.SHARED, WARPS, DTYPE, RAISE,
+    )  # fmt: skip
+
+
+def words_of_split(k: int, split: tuple[int, int]) -> int:
+    """Words of two elements, a power of two, in which lies what one split of a product multiplies of a row of k."""
+    splits, k_tile = split
+    tiles: int = triton.next_power_of_2(triton.cdiv(k, splits * k_tile))
+    return tiles * k_tile // 2
+
+
+def elements_in_room(rows: int, k: int, split: tuple[int, int]) -> int:
+    """Elements of a room that rows [M, k] take for a product so split: programs have whole blocks of BLOCK."""
+    return rows * split[0] * max(2 * words_of_split(k, split), BLOCK)
+
+
+def sum_ranks_permuted(
+    parts: Parts,
+    bias: Tensor | None,
+    residual: Tensor,
+    norm: tuple[Tensor, float],
+    split: tuple[int, int],
+    dtype: gl.dtype,
+    pdl: bool,
+    room: Room,
+    raise_rows: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Rows for a product of the TMA kernel, out of this rank's sums and the others'.
+
+    Args:
+        parts: sums [SPLITS, M, K] of this rank.
+        bias, residual: [K] and [M, K], added once.
+        norm, split, dtype, pdl, raise_rows: as for `split_k.permuted_rows`, whose results these are.
+        room: with place for `elements_in_room`.
+    """
+    rows, k = residual.shape
+    splits, k_tile = split
+    held = words_of_split(k, split)
+    given, out = torch.empty_like(residual), torch.empty_like(residual)
+    squares = residual.new_empty(splits, rows, dtype=torch.float32)
+    warps, shared = min(8, max(1, held // 128)), max(held, SPREAD[splits * rows > FEW_PROGRAMS])
+    launch(
+        ranks_kernel,
+        (splits, rows),
+        *(parts.sums, parts.factors, bias, residual, out, norm[0].view(torch.int32), given.view(torch.int32), squares),
+        (room.buffers, room.turns),
+        *(rows, room.elements, LIMIT),
+        SUMS=Sums(len(parts.sums), parts.pairwise, k, splits, k_tile, held, shared),
+        PEERS=Peers(room.rank, room.size, BLOCK, max(1, 2 * held // BLOCK)),
+        **{"WARPS": warps, "PDL": pdl, "DTYPE": dtype, "RAISE": raise_rows},
+        num_warps=warps,
+        launch_pdl=pdl,
+        enable_fp_fusion=False,
+    )
+    return out, given, squares

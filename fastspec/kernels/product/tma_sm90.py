@@ -1,0 +1,389 @@
+"""Packed product of 9 rows of x and more on sm_90: weights and x come through a TMA pipeline.
+
+Sums are made of the same terms in the same order as in the small-M kernel, so a row's bits are the same: where there S
+warps take every S-th K tile of K, here a program makes S passes over K, one after the other, and adds up what they give
+in the same order. Where weight rows are too few to keep a device busy so, a program makes one of the passes, or those
+whose sums are added pairwise; the sums are left in `parts`, and `split_k` adds them up. Where they are many and x
+has many rows, programs are persistent: they take several tiles, and load the next one while a tile's sums are written.
+
+One warp asks the copy engine for weights and rows of x, 64 values of each a step, STAGES steps ahead; the others
+multiply. Of what is fetched only the weights pass through registers: a lane's 16 bytes are its operands of four
+products. What these four take of a row of x lies apart; it comes side by side, from attention, from `split_k` or
+from here, as warp groups read it out of shared memory. Where a norm comes before, another warp computes rows' factors.
+"""
+
+# mypy: disable-error-code="assignment"
+# ruff: noqa: RUF005  (Triton adds tuples, and knows no starred ones)
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from fastspec.kernels.common.gluon_compat import load_block
+from fastspec.kernels.product.epilogue import (
+    STAYS,
+    addends,
+    column_layout,
+    enter_keys,
+    plus,
+    row_factor,
+    splits_scale,
+    write_argmax,
+    write_tile,
+)
+from fastspec.kernels.product.k_steps import WORDS, place_of, steps_of
+from fastspec.kernels.product.plan import boxes
+
+_boxes = gluon.constexpr_function(boxes)  # what device code can call
+
+
+@gluon.constexpr_function
+def group_sums(GROUP, warps):
+    """Layout of sums [R, GROUP] of warp groups."""
+    return gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, GROUP, 16])
+
+
+@gluon.constexpr_function
+def pieces_layout(R, warps, pieces=2):
+    """Layout of a step's weights [R / 16, 8 pieces, 32]: a lane's 16 bytes are its operands of four products."""
+    held = [[0, 0, 1], [0, 0, 2], [0, 4, 0], *([[0, 8, 0]] if pieces == 2 else [])]
+    held += [[1 << bit, 0, 0] for bit in range(warps.bit_length() - 1, R.bit_length() - 5)]
+    lanes = [[0, 0, 4], [0, 0, 8], [0, 0, 16], [0, 1, 0], [0, 2, 0]]
+    over = [[1 << bit, 0, 0] for bit in range(warps.bit_length() - 1)]
+    return gl.DistributedLinearLayout(held, lanes, over, [], [R // 16, 8 * pieces, 32])
+
+
+@gluon.jit
+def group_operand(words, DTYPE: gl.constexpr):
+    """[R, 32] words -> [R, 64] values such that products of 16 neighbours are those of the small-M kernel."""
+    runs = gl.permute(gl.reshape(words, [words.shape[0], 2, 4, 4]), (0, 3, 1, 2))
+    flat = gl.reshape(runs, [words.shape[0], 32])
+    low, high = flat.to(gl.int16), (flat >> 16).to(gl.int16)
+    return gl.reshape(gl.join(low, high), [words.shape[0], 64]).to(DTYPE, bitcast=True)
+
+
+@gluon.constexpr_function
+def _steps_in_all(STEPS, S, pairwise, apart):
+    return STEPS * (pairwise if apart else S)
+
+
+@gluon.constexpr_function
+def _box_first(OWN, index):
+    """Where box `index` of a tile begins, in groups of 16 weight rows."""
+    return sum(_boxes(OWN)[:index]) // 16
+
+
+@gluon.constexpr_function
+def _box_size(OWN, index):
+    return _boxes(OWN)[index] // 16
+
+
+@gluon.jit
+def _ask_for_weights(
+    weight_descs, ws, full, step, tile, place, split,
+    STEPS: gl.constexpr, K_TILE: gl.constexpr, S: gl.constexpr, BYTES: gl.constexpr, OWN: gl.constexpr,
+):  # fmt: skip
+    """Announces the BYTES of a step to its slot's barrier, and issues the copies of its weights."""
+    slot = step % ws.shape[0]
+    at = (split * K_TILE + place_of(place, STEPS, K_TILE, S)) // 2
+    mbarrier.expect(full.index(slot), BYTES)
+    for i in gl.static_range(len(weight_descs)):
+        rows = ws.index(slot)
+        if 16 * ws.shape[1] > OWN:
+            rows = rows.slice(_box_first(OWN, i), _box_size(OWN, i))
+        block = [tile * (OWN // 16) + _box_first(OWN, i), at, 0]
+        load_block(weight_descs[i], block, full.index(slot), rows)
+
+
+@gluon.jit
+def _ask_for_rows(
+    x_descs, xs, full, step, place, split, first_row, STEPS: gl.constexpr, K_TILE: gl.constexpr, S: gl.constexpr
+):  # fmt: skip
+    """Issues the copies of the rows of x of a step."""
+    slot = step % xs[0].shape[0]
+    at = 2 * (split * K_TILE + place_of(place, STEPS, K_TILE, S))
+    for i in gl.static_range(len(xs)):
+        load_block(x_descs[i], [first_row, at], full.index(slot), xs[i].index(slot))
+        first_row += xs[i].shape[1]
+
+
+@gluon.jit
+def _turns(N, OWN: gl.constexpr, STAY: gl.constexpr):
+    """Tiles of this program."""
+    if STAY:
+        return ((N + OWN - 1) // OWN - gl.program_id(0) + gl.num_programs(0) - 1) // gl.num_programs(0)
+    else:
+        return 1
+
+
+@gluon.jit
+def _fetch(
+    x_descs, weight_descs, xs, ws, full, free, first_row, split, N,
+    PDL: gl.constexpr, EACH: gl.constexpr, STEPS: gl.constexpr, K_TILE: gl.constexpr, S: gl.constexpr,
+    BYTES: gl.constexpr, OWN: gl.constexpr, APART: gl.constexpr, STAY: gl.constexpr,
+):  # fmt: skip
+    """The loading warp: weights need not wait for the kernel before this one, x must.
+
+    Where splits are left apart the next kernel only adds them up. It has little to do before they are stored, and if it
+    started early, most of its programs would wait on the few multiprocessors that are free first.
+    """
+    STAGES: gl.constexpr = ws.shape[0]
+    AHEAD: gl.constexpr = min(EACH, STAGES)
+    tile = gl.program_id(0)
+    for step in range(AHEAD):
+        _ask_for_weights(weight_descs, ws, full, step, tile, step, split, STEPS, K_TILE, S, BYTES, OWN)
+    if PDL:
+        if not APART:
+            gdc_launch_dependents()
+        gdc_wait()
+    for step in range(AHEAD):
+        _ask_for_rows(x_descs, xs, full, step, step, split, first_row, STEPS, K_TILE, S)
+    for step in range(AHEAD, EACH * _turns(N, OWN, STAY)):
+        place = step
+        if STAY:
+            tile = gl.program_id(0) + step // EACH * gl.num_programs(0)
+            place = step % EACH
+        mbarrier.wait(free.index(step % STAGES), (step // STAGES - 1) & 1)
+        _ask_for_weights(weight_descs, ws, full, step, tile, place, split, STEPS, K_TILE, S, BYTES, OWN)
+        _ask_for_rows(x_descs, xs, full, step, place, split, first_row, STEPS, K_TILE, S)
+    if PDL and APART:
+        gdc_launch_dependents()
+
+
+@gluon.jit
+def _weights_of(step, ws, full, WARPS: gl.constexpr):
+    """Words [R, 32] of a step out of its slot, where the two halves of a K tile of 32 rows lie one after the other."""
+    groups: gl.constexpr = ws.shape[1]
+    slot = step % ws.shape[0]
+    mbarrier.wait(full.index(slot), step // ws.shape[0] & 1)
+    words = gl.reshape(ws.index(slot).load(pieces_layout(groups * 16, WARPS)), [groups, 2, 8, 2, 16])
+    return gl.reshape(gl.permute(words, (0, 2, 3, 1, 4)), [groups * 16, WORDS])
+
+
+@gluon.jit
+def _passed(
+    step, words, xs, ws, full, free, nil, last, STEPS: gl.constexpr, WARPS: gl.constexpr
+):  # fmt: skip
+    """One pass over K: the step after it, its weights, and the pass's sums [R, GROUP] of each group of rows of x.
+
+    Weights of a step are loaded while the one before it is multiplied; the last step's are loaded again.
+    """
+    accs = ()
+    for i in gl.static_range(len(xs)):
+        accs = accs + (_zero_sums(ws.shape[1] * 16, xs[i].shape[1], WARPS),)
+    for _ in range(STEPS):
+        slot = step % ws.shape[0]
+        new = ()
+        # what 16 bytes bring the compiler copies into the registers of an operand for each product, what it computes
+        # not; and it computes here, not where it is loaded, for products under way read those registers then
+        words ^= nil
+        for i in gl.static_range(len(xs)):
+            values = gl.convert_layout(
+                group_operand(words, xs[i].dtype), gl.DotOperandLayout(0, accs[i].type.layout, 2)
+            )
+            new = new + (warpgroup_mma(values, xs[i].index(slot).permute((1, 0)), accs[i], is_async=True),)
+        step += 1
+        following = _weights_of(gl.minimum(step, last), ws, full, WARPS)
+        accs = warpgroup_mma_wait(0, deps=new + (words,))[: len(xs)]
+        mbarrier.arrive(free.index(slot), count=1)
+        words = following
+    return step, words, accs
+
+
+@gluon.jit
+def _pairwise_sums(
+    step, words, xs, ws, full, free, nil, last, STEPS: gl.constexpr, PAIRWISE: gl.constexpr, WARPS: gl.constexpr
+):  # fmt: skip
+    """PAIRWISE passes, and their sums added up."""
+    step, words, totals = _passed(step, words, xs, ws, full, free, nil, last, STEPS, WARPS)
+    for _ in gl.static_range(1, PAIRWISE):
+        step, words, accs = _passed(step, words, xs, ws, full, free, nil, last, STEPS, WARPS)
+        totals = plus(totals, accs)
+    return step, words, totals
+
+
+@gluon.jit
+def _zero_sums(R: gl.constexpr, GROUP: gl.constexpr, WARPS: gl.constexpr):
+    return gl.zeros([R, GROUP], gl.float32, group_sums(GROUP, WARPS))
+
+
+@gluon.jit
+def _leave(accs, parts, split, first_row, M, N, OWN: gl.constexpr):
+    """Stores the sums of the splits that are added to each other first: parts [S / PAIRWISE, M, N]."""
+    for i in gl.static_range(len(accs)):
+        n = gl.arange(0, accs[i].shape[0], layout=gl.SliceLayout(1, accs[i].type.layout))
+        first = gl.program_id(0) * OWN
+        there = gl.expand_dims(n < gl.minimum(OWN, N - first), 1)
+        n = gl.expand_dims(first + n, 1)
+        m = gl.expand_dims(gl.arange(0, accs[i].shape[1], layout=gl.SliceLayout(0, accs[i].type.layout)), 0)
+        base = parts + (split * M + first_row).to(gl.int64) * N
+        gl.store(base + (m * N + n), accs[i], mask=(m < M - first_row) & there, eviction_policy=STAYS)
+        first_row += accs[i].shape[1]
+
+
+@gluon.constexpr_function
+def _factors_room(rows):
+    """Factors that there is room for: a power of two."""
+    return max(32, 1 << (rows - 1).bit_length())
+
+
+@gluon.jit
+def _work_out_factors(
+    factors, known, squares_ptr, first_row, M, eps,
+    K: gl.constexpr, S: gl.constexpr, ROWS: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    """The warp that computes the norm's factor of each row, from sums of squares fp32 [S, M], while others multiply."""
+    if squares_ptr is not None:
+        if PDL:
+            gdc_wait()
+        for first in gl.static_range(0, ROWS, 32):
+            row = first_row + first + gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [1], [0]))
+            factors.slice(first, 32).store(splits_scale(squares_ptr, row, row < M, M, eps, K, S))
+        mbarrier.arrive(known.index(0), count=1)
+
+
+@gluon.jit
+def _end(
+    totals, tile, first_row, factors, bias_ptr, residual_ptr, out_ptr, keys_ptr, M, N, limit,
+    GATED: gl.constexpr, REGROUP: gl.constexpr, OWN: gl.constexpr, WARPS: gl.constexpr,
+):  # fmt: skip
+    """The epilogue of complete sums."""
+    FIRST: gl.constexpr = (0, totals[0].shape[1])
+    for i in gl.static_range(len(totals)):
+        total = gl.reshape(totals[i], [totals[i].shape[0] // 16, 2, 8, totals[i].shape[1]])
+        if factors is not None:
+            mine = factors.slice(FIRST[i], total.shape[3]).load(column_layout(total.type.layout))
+            total = total * row_factor(mine, total)
+        if keys_ptr is not None:
+            enter_keys(total, tile, first_row, keys_ptr, M, N, limit, OWN)
+        else:
+            loaded = addends(total, tile, first_row, bias_ptr, residual_ptr, M, N, GATED, OWN)
+            write_tile(
+                *(total, loaded, tile, first_row, out_ptr, M, N, GATED),
+                *(bias_ptr is not None, residual_ptr is not None, REGROUP, OWN, WARPS),
+            )
+        first_row += totals[i].shape[1]
+
+
+@gluon.jit
+def _multiply(
+    xs, ws, full, free, factors, known, first_row, split, epilogue, M, N, limit,
+    EACH: gl.constexpr, STEPS: gl.constexpr, PAIRWISE: gl.constexpr,
+    WARPS: gl.constexpr, GATED: gl.constexpr, REGROUP: gl.constexpr, OWN: gl.constexpr, STAY: gl.constexpr,
+):  # fmt: skip
+    """The multiplying warps."""
+    bias_ptr, residual_ptr, out_ptr, keys_ptr, parts_ptr = epilogue
+    nil = M >> 31
+    step = 0
+    turns = _turns(N, OWN, STAY)
+    last = EACH * turns - 1
+    for turn in range(turns):
+        words = _weights_of(step, ws, full, WARPS)  # anew: the end of a tile needs their registers
+        step, words, totals = _pairwise_sums(step, words, xs, ws, full, free, nil, last, STEPS, PAIRWISE, WARPS)
+        if parts_ptr is not None:
+            _leave(totals, parts_ptr, split // PAIRWISE, first_row, M, N, OWN)
+        else:
+            for _ in range(PAIRWISE, EACH // STEPS, PAIRWISE):
+                step, words, accs = _pairwise_sums(step, words, xs, ws, full, free, nil, last, STEPS, PAIRWISE, WARPS)
+                totals = plus(totals, accs)
+            if factors is not None:
+                mbarrier.wait(known.index(0), 0)
+            zero = nil & turn  # so that addresses are computed here, and hold no registers before
+            width = (N + zero) // 16 * 16  # that is N, and now the compiler knows where 16 bytes begin
+            _end(
+                *(totals, gl.program_id(0) + turn * gl.num_programs(0), first_row + zero),
+                *(factors, bias_ptr, residual_ptr, out_ptr, keys_ptr, M + zero, width, limit + zero),
+                *(GATED, REGROUP, OWN, WARPS),
+            )
+
+
+@gluon.jit(do_not_specialize=["M", "limit", "out_stride"])
+def tma_kernel(
+    x_desc,  # [M, K] by [GROUP, 64], regrouped
+    rest_desc,  # the same by [REST, 64], or None
+    weight_desc,  # int32 words [N / 16, K / 4, 32] by [first of `boxes(OWN)` / 16, 16, 32]
+    second_desc,  # the same by the second of them, or None
+    third_desc,  # and by the third
+    squares_ptr,  # fp32 [S, M] or None: sums of squares of the rows of x, whose norm goes before
+    epilogue,  # Epilogue of launch.py
+    M,
+    N,
+    eps,
+    limit,
+    out_stride,
+    SUMS: gl.constexpr,  # TmaSums of launch.py
+    TILE: gl.constexpr,  # TmaTile of launch.py
+    GATED: gl.constexpr,
+    REGROUP: gl.constexpr,  # out is regrouped as x is
+    STAY: gl.constexpr,  # programs go on to every num_programs-th tile, the ring running on
+    PDL: gl.constexpr,
+    DTYPE: gl.constexpr,
+):
+    """OWN weight rows by GROUP + REST rows of x: all of K, or PAIRWISE splits where their sums are stored."""
+    K: gl.constexpr = SUMS.K
+    S: gl.constexpr = SUMS.S
+    KT: gl.constexpr = SUMS.KT
+    PAIRWISE: gl.constexpr = SUMS.PAIRWISE
+    R: gl.constexpr = TILE.R
+    OWN: gl.constexpr = TILE.OWN
+    GROUP: gl.constexpr = TILE.GROUP
+    REST: gl.constexpr = TILE.REST
+    STAGES: gl.constexpr = TILE.STAGES
+    WARPS: gl.constexpr = TILE.WARPS
+    K_TILE: gl.constexpr = KT // 2  # words
+    STEPS: gl.constexpr = steps_of(K, S, KT, 1)
+    BYTES: gl.constexpr = (OWN + GROUP + REST) * 128
+    first_row = gl.program_id(1) * (GROUP + REST)
+    split = gl.program_id(2) * PAIRWISE
+    EACH: gl.constexpr = _steps_in_all(STEPS, S, PAIRWISE, epilogue.parts_ptr is not None)
+
+    ws = gl.allocate_shared_memory(gl.int32, [STAGES, R // 16, 16, 32], gl.NVMMASharedLayout(128, 32, 3))
+    rows: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    xs = (gl.allocate_shared_memory(DTYPE, [STAGES, GROUP, 64], rows),)
+    x_descs, weight_descs = (x_desc,), (weight_desc,)
+    if second_desc is not None:
+        weight_descs = weight_descs + (second_desc,)
+    if third_desc is not None:
+        weight_descs = weight_descs + (third_desc,)
+    if REST > 0:
+        xs = xs + (gl.allocate_shared_memory(DTYPE, [STAGES, REST, 64], rows),)
+        x_descs = x_descs + (rest_desc,)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for slot in gl.static_range(STAGES):
+        mbarrier.init(full.index(slot), count=1)
+        mbarrier.init(free.index(slot), count=1)
+    ROWS: gl.constexpr = GROUP + REST
+    factors, known = None, None
+    if squares_ptr is not None:
+        factors = gl.allocate_shared_memory(gl.float32, [_factors_room(ROWS)], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+        known = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+        mbarrier.init(known.index(0), count=1)
+    fence_async_shared()
+
+    # fmt: off
+    gl.warp_specialize(
+        [
+            (_multiply, (
+                xs, ws, full, free, factors, known, first_row, split, epilogue, M, N, limit,
+                EACH, STEPS, PAIRWISE, WARPS, GATED, REGROUP, OWN, STAY,
+            )),
+            (_fetch, (
+                x_descs, weight_descs, xs, ws, full, free, first_row, split, N, PDL, EACH, STEPS, K_TILE, S, BYTES, OWN,
+                epilogue.parts_ptr is not None, STAY,
+            )),
+            (_work_out_factors, (factors, known, squares_ptr, first_row, M, eps, K, S, ROWS, PDL)),
+        ],
+        [1, 1], [32, 32],  # a warp more for each, and how many registers its threads need
+    )
+    # fmt: on
+    if epilogue.keys_ptr is not None:
+        write_argmax(epilogue.keys_ptr, epilogue.out_ptr, out_stride, M, WARPS)

@@ -1,0 +1,338 @@
+"""Each expert's matrices under a name of their own, however a checkpoint or a live module stores them.
+
+| stored as, for N experts                                 | by                                       |
+|----------------------------------------------------------|------------------------------------------|
+| `mlp.experts.3.gate_proj.weight` and so on               | publishers; the names that are used here |
+| `block_sparse_moe.experts.3.w1.weight`, w3 and w2        | publishers of Mixtral                    |
+| `mlp.experts.gate_up_proj` [N, 2 I, hidden], `down_proj` | transformers 5 in memory                 |
+| the same transposed                                      | publishers of Qwen3-VL                   |
+| the same transposed, gate and up interleaved, biases     | gpt-oss in 16 bits                       |
+| `gate_up_proj_blocks` and `_scales`, `down_proj_...`     | gpt-oss in mxfp4                         |
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, TypeVar
+
+import torch
+
+from fastspec.errors import CheckpointError
+from fastspec.kernels.common.codes import Codes, CodesKind
+from fastspec.kernels.common.experts import MXFP4, ExpertWeights, power_of_two
+from fastspec.kernels.common.weights import Weight
+from fastspec.models.checkpoints.shapes import CORRECTION, DOWN, GATE_UP
+from fastspec.models.checkpoints.shards import TensorInfo
+from fastspec.models.families import FAMILIES
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from torch import Tensor
+
+    from fastspec.models.checkpoints.loader import Loader, TensorSource
+    from fastspec.models.checkpoints.quantised.configs import Quantisation
+    from fastspec.models.config import ModelSpec
+    from fastspec.models.families.plan import ExpertsPlan, LayerNames
+
+PLACE: Final = re.compile(r"(.*layers\.\d+\.)(mlp|block_sparse_moe)\.(.+)")
+MIXTRAL: Final = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
+BLOCKS, SCALES = "_blocks", "_scales"
+_STACKS = ("gate_up_proj", "down_proj")
+_CODES_OF_BLOCK = 16  # bytes, of 32 values
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Where the matrix or bias of one expert lies in a tensor of all of them.
+
+    Attributes:
+        stored: name of that tensor; of mxfp4 without `_blocks`.
+        expert: index of its first axis.
+        rows: rows of that expert's matrix, after it was transposed back, or of its bias.
+        transposed: the matrix is stored transposed.
+    """
+
+    stored: str
+    expert: int
+    rows: slice
+    transposed: bool
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """The part of that tensor."""
+        mine = tensor[self.expert]
+        return (mine.t() if self.transposed else mine)[self.rows]
+
+
+_Source = TypeVar("_Source", bound="TensorSource")
+
+
+def by_expert(source: _Source, spec: ModelSpec, name: str) -> _Source | ExpertTensors:
+    """The source, in `ExpertTensors` if layers of the spec have experts; arguments and errors are its own."""
+    return ExpertTensors(source, spec, name) if any(plan.experts for plan in spec.plans) else source
+
+
+def check_mxfp4(source: object, quantisation: Quantisation | None, name: str) -> None:
+    """Refuses a checkpoint whose config and stored experts do not agree on whether experts are in mxfp4.
+
+    Raises:
+        CheckpointError: says how they are stored and what the config says.
+    """
+    said = quantisation is not None and quantisation.method == "mxfp4"
+    found = isinstance(source, ExpertTensors) and source.quantised
+    if said != found:
+        stored = "in mxfp4" if found else "as plain values"
+        asked = "says mxfp4" if said else "does not say mxfp4"
+        raise CheckpointError(
+            f"{name}: experts are stored {stored}, and quantization_config {asked}; take config.json and weights of "
+            "one commit"
+        )
+
+
+class ExpertTensors:
+    """The tensors of a source, with each expert's matrices and biases as tensors of their own.
+
+    Args:
+        source: `ShardTensors` or `ModuleTensors`.
+        spec: whose layers have experts.
+        name: of the checkpoint, for messages.
+
+    Attributes:
+        directory, unnamed: as in `ShardTensors`.
+
+    Raises:
+        CheckpointError: a tensor with all experts does not have the shape that follows from the config, a scale is
+            missing, or a parameter is stored twice.
+    """
+
+    directory: Path
+    unnamed: frozenset[str]
+
+    def __init__(self, source: TensorSource, spec: ModelSpec, name: str) -> None:
+        self._source, self._name = source, name
+        self.directory = getattr(source, "directory", None)  # type: ignore[assignment]
+        plan = next(plan.experts for plan in spec.plans if plan.experts is not None)
+        self._plan, self._hidden, self._interleaved = plan, spec.hidden_size, plan.clamp is not None
+        may_be_transposed = FAMILIES[spec.family].transposed_experts
+        self._transposed = self._interleaved or (may_be_transposed and self._look_transposed(source.infos()))
+        self._names: dict[str, str] = {}
+        self._parts: dict[str, Part] = {}
+        self._infos: dict[str, TensorInfo] = {}
+        for stored, info in source.infos().items():
+            self._take(stored, info)
+        self._left: dict[str, set[str]] = {}
+        for here, part in self._parts.items():
+            self._left.setdefault(part.stored, set()).add(here)
+        unnamed: frozenset[str] = getattr(source, "unnamed", frozenset())
+        self.unnamed = frozenset(here for here in self._infos if self._stored(here) in unnamed)
+
+    @property
+    def quantised(self) -> bool:
+        """Whether experts are stored as mxfp4."""
+        return any(part.stored + BLOCKS in self._source.infos() for part in self._parts.values())
+
+    def _look_transposed(self, infos: Mapping[str, TensorInfo]) -> bool:
+        """Whether a stack has the shape of its transpose: square ones do not tell, and of no layer all are square."""
+        for stored, info in infos.items():
+            name = found[3].removeprefix("experts.") if (found := PLACE.fullmatch(stored)) else ""
+            if name not in _STACKS:
+                continue
+            rows, width = self._size(name)
+            if rows != width and info.shape == (self._plan.count, width, rows):
+                return True
+        return False
+
+    def _size(self, kind: str) -> tuple[int, int]:
+        """Rows and columns of one expert's matrix in one of `_STACKS`."""
+        width = self._plan.width
+        return (2 * width, self._hidden) if kind == "gate_up_proj" else (self._hidden, width)
+
+    def _take(self, stored: str, info: TensorInfo) -> None:
+        """Registers a stored tensor under the names that its contents have here."""
+        found = PLACE.fullmatch(stored)
+        if found is None:
+            self._enter(stored, stored, info)
+            return
+        before, _, name = found.groups()
+        words = name.split(".")
+        if words[0] == "experts" and len(words) == 2:
+            self._take_all(f"{before}mlp.experts", words[1], stored, info)
+            return
+        if words[0] == "experts" and len(words) == 4:
+            words[2] = MIXTRAL.get(words[2], words[2])
+        self._enter(f"{before}mlp." + ".".join(words), stored, info)
+
+    def _enter(self, here: str, stored: str, info: TensorInfo) -> None:
+        if here in self._infos:
+            both = f"{self._stored(here)!r} and {stored!r}"
+            raise CheckpointError(f"{self._name}: {both} are both the parameter {here}; keep one")
+        self._names[here], self._infos[here] = stored, info
+
+    def _take_all(self, experts: str, name: str, stored: str, info: TensorInfo) -> None:
+        """Registers each expert's part of a tensor with all experts."""
+        if name.endswith(SCALES):
+            return  # registered with its blocks
+        blocks, bias = name.endswith(BLOCKS), name.endswith("_bias")
+        kind = name.removesuffix(BLOCKS).removesuffix("_bias")
+        if kind not in _STACKS:
+            self._enter(f"{experts}.{name}", stored, info)
+            return
+        plan, up = self._plan, kind == "gate_up_proj"
+        rows, width = self._size(kind)
+        transposed = self._transposed and not blocks and not bias
+        self._check(stored, info, self._shape(plan, rows, width, blocks, bias, transposed))
+        step = 2 if self._interleaved else 1
+        halves = {
+            "gate_proj": slice(0, rows, 2) if step == 2 else slice(0, rows // 2),
+            "up_proj": slice(1, rows, 2) if step == 2 else slice(rows // 2, rows),
+        }
+        dtype: torch.dtype | str = torch.float32 if blocks else info.dtype
+        for part, where in halves.items() if up else [(kind, slice(0, rows))]:
+            size = rows // 2 if up else rows
+            shown = TensorInfo((size,) if bias else (size, width), dtype, info.where)
+            for expert in range(plan.count):
+                here = f"{experts}.{expert}.{part}.{'bias' if bias else 'weight'}"
+                self._enter(here, stored, shown)
+                self._parts[here] = Part(stored.removesuffix(BLOCKS), expert, where, transposed)
+        if blocks:
+            self._check_scales(stored.removesuffix(BLOCKS) + SCALES, (plan.count, rows, width // 32))
+
+    def _shape(
+        self, plan: ExpertsPlan, rows: int, width: int, blocks: bool, bias: bool, transposed: bool
+    ) -> tuple[int, ...]:
+        if bias:
+            return plan.count, rows
+        if blocks:
+            return plan.count, rows, width // 32, _CODES_OF_BLOCK
+        return (plan.count, width, rows) if transposed else (plan.count, rows, width)
+
+    def _check(self, stored: str, info: TensorInfo, wanted: tuple[int, ...]) -> None:
+        if info.shape != wanted:
+            raise CheckpointError(
+                f"{self._name}: {stored} in {info.where} has shape {list(info.shape)}, wanted {list(wanted)} from the "
+                f"config ({self._plan.count} experts of width {self._plan.width}, hidden_size={self._hidden})"
+            )
+
+    def _check_scales(self, stored: str, wanted: tuple[int, ...]) -> None:
+        info = self._source.infos().get(stored)
+        if info is None:
+            raise CheckpointError(f"{self._name}: {stored} is missing; the mxfp4 experts beside it need it")
+        self._check(stored, info, wanted)
+
+    def _stored(self, here: str) -> str:
+        return self._names[here]
+
+    def infos(self) -> Mapping[str, TensorInfo]:
+        """Every tensor by its name here."""
+        return self._infos
+
+    @contextmanager
+    def open(self) -> Iterator[None]:
+        """As of the source."""
+        with self._source.open():
+            yield
+
+    def read(self, name: str) -> Tensor:
+        """The tensor on the source's device; for mxfp4 its fp32 values."""
+        codes = self.codes(name, torch.device("cpu"))
+        if codes is not None:
+            return codes.dequantise(torch.float32)
+        part, whole = self._parts.get(name), self._source.read(self._names[name])
+        return whole if part is None else part.of(whole)
+
+    def read_part(self, name: str, rows: slice, columns: slice) -> Tensor:
+        """Rows and, of a matrix, columns of a tensor."""
+        if name in self._parts:
+            return self.read(name)[(rows, columns)[: len(self._infos[name].shape)]]
+        return self._source.read_part(self._names[name], rows, columns)
+
+    def kind(self, name: str) -> CodesKind | None:
+        """`MXFP4` for experts that are stored so; else the kind that the source says."""
+        if self._in_blocks(name):
+            return MXFP4
+        return None if name in self._parts else self._source.kind(self._names[name])
+
+    def codes(self, name: str, device: torch.device) -> Codes | None:
+        """The codes of a quantised matrix on `device`; None: it is not quantised."""
+        if not self._in_blocks(name):
+            return None if name in self._parts else self._source.codes(self._names[name], device)
+        return self._codes_of(name, slice(None), slice(None), device)
+
+    def codes_part(self, name: str, rows: slice, columns: slice, device: torch.device) -> Codes | None:
+        """As `codes`, of rows and columns; the columns are whole blocks of mxfp4 or they are cut out of all."""
+        if not self._in_blocks(name):
+            return None if name in self._parts else self._source.codes_part(self._names[name], rows, columns, device)
+        height, width = self._infos[name].shape
+        start, stop = columns.indices(width)[:2]
+        size = MXFP4.block[1]
+        if start % size == stop % size == 0:
+            return self._codes_of(name, rows, slice(start // size, stop // size), device)
+        top, bottom = rows.indices(height)[:2]
+        return self._codes_of(name, slice(None), slice(None), device).part([(top, bottom)], (start, stop))
+
+    def _codes_of(self, name: str, rows: slice, blocks: slice, device: torch.device) -> Codes:
+        """Rows, and blocks of columns, of a matrix in mxfp4."""
+        part = self._parts[name]
+        packed = part.of(self._source.read(part.stored + BLOCKS))[rows, blocks].to(device)
+        exponents = part.of(self._source.read(part.stored + SCALES))[rows, blocks].to(device)
+        codes = torch.stack((packed & 15, packed >> 4), dim=-1).flatten(1)
+        return Codes(MXFP4, codes, power_of_two(exponents))
+
+    def _in_blocks(self, name: str) -> bool:
+        return name in self._parts and self._names[name].endswith(BLOCKS)
+
+    def release(self, names: list[str]) -> None:
+        """Releases the source's tensors of which all parts have been named, in this call or before."""
+        free = [self._names[name] for name in names if name not in self._parts]
+        for name in names:
+            if name in self._parts:
+                stored = self._parts[name].stored
+                self._left[stored].discard(name)
+                if not self._left[stored]:
+                    free.append(stored)
+        self._source.release(free)
+
+
+def expert_weights(loader: Loader, names: LayerNames, plan: ExpertsPlan, prefix: str) -> ExpertWeights:
+    """Loads router and experts of a layer, under the names of `tensor_shapes`."""
+    router, gate = f"{prefix}{names.router}", f"{prefix}{names.shared_gate}.weight"
+    at = [f"{prefix}{names.experts}.{expert}." for expert in range(plan.count)]
+    ups: list[tuple[str, ...]] = [tuple(f"{each}{part}.weight" for part in GATE_UP) for each in at]
+    downs: list[tuple[str, ...]] = [(f"{each}{DOWN}.weight",) for each in at]
+    joined = joins_shared(loader, names, plan, prefix)
+    routers = [f"{router}.weight"]
+    if joined:
+        ups.append(tuple(f"{prefix}{part}.weight" for part in names.shared_gate_up))
+        downs.append((f"{prefix}{names.shared_down}.weight",))
+        routers += [gate] * plan.shared_gate
+
+    def bias(*parts: str) -> Tensor | None:
+        if not plan.bias:
+            return None
+        return loader.tensor(*(f"{each}{part}.bias" for each in at for part in parts)).view(plan.count, -1)
+
+    return ExpertWeights(
+        router=Weight(loader.tensor(*routers)) if joined else loader.weight(*routers),
+        gate_up=loader.stack(ups, gated=True),
+        down=loader.stack(downs),
+        router_bias=loader.tensor(f"{router}.bias") if plan.router_bias else None,
+        correction=loader.tensor(f"{router}.{CORRECTION}", dtype=torch.float32) if plan.correction else None,
+        gate_up_bias=bias(*GATE_UP),
+        down_bias=bias(DOWN),
+        shared_gate=loader.weight(gate) if plan.shared_gate and not joined else None,
+        joined=joined,
+    )
+
+
+def joins_shared(loader: Loader, names: LayerNames, plan: ExpertsPlan, prefix: str) -> bool:
+    """Whether the shared expert of a layer is loaded as the last of its experts.
+
+    It has to be as wide as they are, and without codes, and the layer whole: ranks cut the two by other rules.
+    """
+    if plan.shared != plan.width or plan.bias or plan.router_bias:
+        return False
+    parts = (*names.shared_gate_up, names.shared_down, names.router, *([names.shared_gate] * plan.shared_gate))
+    return loader.joins_shared(*(f"{prefix}{part}.weight" for part in parts))

@@ -1,0 +1,83 @@
+"""The generation settings that a checkpoint or a live model brings, as transformers reads them."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from fastspec.errors import CheckpointError, UnsupportedModel
+from fastspec.models.checkpoints.shards import read_json
+
+if TYPE_CHECKING:
+    from torch import nn
+    from transformers import GenerationConfig
+
+CONFIG: Final = "config.json"
+GENERATION: Final = "generation_config.json"
+# Fields whose ids do nothing where the model cannot emit them.
+UNREACHABLE: Final = ("eos_token_id", "pad_token_id", "suppress_tokens")
+
+
+def settings_of_directory(directory: Path, raw: Mapping[str, Any], vocab_size: int) -> GenerationConfig:
+    """The settings of `generation_config.json`; without that file, those that `config.json` holds.
+
+    Args:
+        directory: a local checkpoint.
+        raw: its `config.json`. Not modified. The config object will not do: it drops generation settings.
+        vocab_size: of the model; ids that it cannot emit are left out with a warning.
+
+    Raises:
+        CheckpointError: unreadable, or not valid settings; names the file.
+    """
+    from transformers import GenerationConfig
+
+    path = directory / GENERATION
+    own = path.is_file()
+    read = GenerationConfig.from_dict if own else GenerationConfig.from_model_config
+    fields = read_json(path) if own else copy.deepcopy(dict(raw))
+    try:
+        settings: GenerationConfig = read(fields)
+    except (TypeError, ValueError, KeyError, AttributeError) as error:
+        where = path if own else directory / CONFIG
+        raise CheckpointError(f"{where}: not a valid generation config: {error}") from error
+    _drop_unreachable(settings, vocab_size, str(path if own else directory / CONFIG))
+    return settings
+
+
+def settings_of_module(module: nn.Module, vocab_size: int) -> GenerationConfig | None:
+    """A copy of a live model's own `generation_config`, None where it has none.
+
+    Raises:
+        UnsupportedModel: a generation setting was put on `model.config`, where transformers' `generate` refuses it.
+    """
+    read: Any = getattr(module.config, "_get_generation_parameters", dict)
+    stray: dict[str, Any] = read()
+    if stray:
+        raise UnsupportedModel(
+            f"{type(module).__name__}: model.config holds generation settings {stray}, which transformers refuses too; "
+            "set them on model.generation_config, and None on model.config"
+        )
+    settings: GenerationConfig | None = copy.deepcopy(getattr(module, "generation_config", None))
+    if settings is not None:
+        _drop_unreachable(settings, vocab_size, f"{type(module).__name__}.generation_config")
+    return settings
+
+
+def _drop_unreachable(settings: GenerationConfig, vocab_size: int, where: str) -> None:
+    for name in UNREACHABLE:
+        value = getattr(settings, name, None)
+        ids = value if isinstance(value, list | tuple) else [value]
+        beyond = [one for one in ids if type(one) is int and not 0 <= one < vocab_size]
+        if not beyond:
+            continue
+        left = [one for one in ids if one not in beyond]
+        setattr(settings, name, (left or None) if isinstance(value, list | tuple) else None)
+        if beyond != [-1]:  # which some checkpoints write for "none"
+            warnings.warn(
+                f"{where}: {name}={value!r} is left out: ids {beyond} are not among the model's {vocab_size}, so it "
+                f"never emits them; give {name} in the call to set another",
+                stacklevel=2,
+            )

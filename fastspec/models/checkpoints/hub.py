@@ -1,0 +1,107 @@
+"""Files of a Hub id: from the cache, or downloaded, config first."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Final, cast
+
+from fastspec.errors import CheckpointError, UnsupportedModel
+from fastspec.models.checkpoints.shards import find_shards
+
+CONFIG_FILES: Final = ("*.json",)
+WEIGHT_FILES: Final = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
+# Copies of the same weights in other formats: subfolders, and Mistral's own single file.
+IGNORED_FILES: Final = ("*/*", "consolidated*")
+COMMIT: Final = re.compile(r"[0-9a-f]{40}")
+OF_FILES: Final = (".safetensors", ".bin", ".pt", ".pth", ".json", ".gguf")  # which are no models by themselves
+HUB_ID: Final = re.compile(r"(\w[\w.-]{0,95}/)?\w[\w.-]{0,95}", re.ASCII)
+
+
+def download(source: str | os.PathLike[str], revision: str | None, check: Callable[[Path], object]) -> Path:
+    """Local snapshot of a Hub id: the config is fetched and checked first, then that commit's weights.
+
+    Args:
+        source: the Hub id.
+        revision: branch, tag or commit.
+        check: raises where the config of a directory is not supported.
+
+    Raises:
+        CheckpointError: it is no Hub id, or could not be downloaded.
+    """
+    name = os.fspath(source)
+    if os.path.isfile(source) or name.endswith(OF_FILES):
+        raise CheckpointError(
+            f"{name!r} names a file; wanted a checkpoint directory, in which weights lie beside a config.json"
+        )
+    if not isinstance(source, str) or os.path.exists(source) or HUB_ID.fullmatch(source) is None:
+        raise CheckpointError(
+            f"{os.fspath(source)!r} is not a directory and not a Hub id; wanted a checkpoint directory as "
+            "save_pretrained writes it, or a Hub id like owner/name"
+        )
+    directory = _snapshot(source, revision, CONFIG_FILES, check)
+    # A snapshot's directory is named by its commit, so a branch that moves in between cannot mix two commits.
+    return _snapshot(source, directory.name, WEIGHT_FILES, find_shards)
+
+
+def _snapshot(repo: str, revision: str | None, files: tuple[str, ...], check: Callable[[Path], object]) -> Path:
+    """Files of a Hub id at a revision, from the cache or downloaded, that pass the check."""
+    import huggingface_hub
+    from huggingface_hub.errors import HfHubHTTPError
+
+    # The HTTP library's own base error, whichever library this version of the Hub client is built on.
+    http_error = cast("type[Exception]", HfHubHTTPError.__mro__[1])
+    fetch = partial(
+        huggingface_hub.snapshot_download,
+        repo,
+        revision=revision,
+        allow_patterns=list(files),
+        ignore_patterns=list(IGNORED_FILES),
+    )
+    try:
+        found = Path(fetch())
+    except (OSError, ValueError, http_error) as error:
+        commit = revision is not None and COMMIT.fullmatch(revision) is not None
+        cached = _cached(fetch, check) if commit else None
+        if cached is not None:
+            return cached
+        wanted = f"{repo!r}" if revision is None else f"{repo!r} at revision {revision!r}"
+        said = " ".join(str(error).split()).rstrip(".")
+        raise CheckpointError(
+            f"there is no local directory {repo!r}, and {wanted} could not be had from the Hub: {said}; "
+            f"{_way_out(repo, error)}, or pass a local directory"
+        ) from error
+    check(found)
+    return found
+
+
+def _way_out(repo: str, error: Exception) -> str:
+    """What to do about an error of the Hub's client."""
+    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
+
+    if isinstance(error, GatedRepoError):  # which is also a RepositoryNotFoundError
+        return f"ask for access at https://huggingface.co/{repo} and log in (hf auth login)"
+    if isinstance(error, RepositoryNotFoundError):
+        return "check the name, or log in (hf auth login) where it is private"
+    if isinstance(error, RevisionNotFoundError):
+        return f"see https://huggingface.co/{repo}/tree/main for the branches and tags that there are"
+    return "check the name, the network or HF_HUB_OFFLINE, and access to the repository"
+
+
+def _cached(fetch: Callable[..., str], check: Callable[[Path], object]) -> Path | None:
+    """A commit's files in the cache, or None where they are not all there.
+
+    Some versions of the Hub client ask what a commit holds though its files are in the cache, and fail without a
+    network. A commit never changes, so what is there is what was asked for.
+    """
+    try:
+        found = Path(fetch(local_files_only=True))
+        check(found)
+    except UnsupportedModel:
+        raise
+    except (OSError, ValueError):
+        return None
+    return found

@@ -1,0 +1,381 @@
+"""Copies the tensors of one checkpoint into a model's weights: at once, or later and in parallel.
+
+Files are read later: the weights are allocated first, so that kernels can be compiled and the rest of a model made
+while threads fill them. On CUDA each thread copies through pinned memory of its own, on a stream of its own, on which
+values are also packed, or rounded: a thread reads the next values meanwhile, and waits at most where a matrix ends.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import NoReturn, Protocol
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from fastspec.errors import CheckpointError
+from fastspec.kernels.common.code_packing import PackedCodes
+from fastspec.kernels.common.codes import Codes, CodesKind, join, joined_kind
+from fastspec.kernels.common.experts import MXFP4, ExpertStack
+from fastspec.kernels.common.rounding import rounded
+from fastspec.kernels.common.weights import Weight
+from fastspec.kernels.ops import Ops
+from fastspec.models.checkpoints.shards import TensorInfo
+
+READERS = 4  # threads that fill weights on CUDA
+_PINNED_BYTES = 32 * 2**20  # of each reader
+VALUES = 2**23  # of a matrix that is read, and packed, at a time
+
+
+Rounding = Callable[[str, tuple[int, int]], "CodesKind | None"]
+
+
+def _as_it_is(name: str, shape: tuple[int, int]) -> None:
+    """A `Rounding` that rounds no matrix."""
+
+
+class TensorSource(Protocol):
+    """Named tensors of a checkpoint, described before they are read."""
+
+    def infos(self) -> Mapping[str, TensorInfo]:
+        """Shape, stored dtype and place of every tensor, without reading any."""
+
+    def open(self) -> AbstractContextManager[None]:
+        """Holds files open while tensors are read."""
+
+    def read(self, name: str) -> Tensor:
+        """The tensor where it lies: a view of the mapped file, or the module's own parameter. Threads may call it."""
+
+    def read_part(self, name: str, rows: slice, columns: slice) -> Tensor:
+        """Rows and, of a matrix, columns of a tensor. Threads may call it."""
+
+    def kind(self, name: str) -> CodesKind | None:
+        """What a matrix is quantised to; None: it is not."""
+
+    def codes(self, name: str, device: torch.device) -> Codes | None:
+        """A quantised matrix on a device; None: it is not quantised. Threads may call it."""
+
+    def codes_part(self, name: str, rows: slice, columns: slice, device: torch.device) -> Codes | None:
+        """Rows and columns of a quantised matrix, as `Codes.part` has them; no more is read than stored words need."""
+
+    def release(self, names: list[str]) -> None:
+        """Lets go of the source's memory for tensors that have been copied."""
+
+
+class Loader:
+    """Makes weights of one dtype on one device out of the named tensors of one source.
+
+    Args:
+        source: the tensors; open where they are copied at once.
+        ops: whose weights they are.
+        rounds_to: the kind to which a matrix (name, (N, K)) that is not stored quantised is rounded; None: as it is.
+        planned: allocate nothing; only count.
+        release: let go of the source's tensors when they are copied.
+        later: copy nothing before `fill`.
+        whole: tensors of whole matrices, of which `source` has one rank's parts; None: it has all of them.
+    """
+
+    def __init__(
+        self,
+        source: TensorSource,
+        dtype: torch.dtype,
+        device: torch.device,
+        ops: Ops,
+        bar: tqdm[NoReturn],
+        *,
+        rounds_to: Rounding = _as_it_is,
+        planned: bool = False,
+        release: bool = False,
+        later: bool = False,
+        whole: Mapping[str, TensorInfo] | None = None,
+    ) -> None:
+        self._source, self.dtype, self._device = source, dtype, device
+        self._ops, self._bar, self._rounds_to = ops, bar, rounds_to
+        self._place = torch.device("meta") if planned else device
+        self._release, self._later = release, later
+        self._infos, self._whole = source.infos(), whole
+        self._launching = threading.Lock()
+        self._copies: deque[Callable[[_Staging | None], None]] = deque()
+
+    def tensor(
+        self, *names: str, order: list[int] | None = None, dtype: torch.dtype | None = None, plus: float = 0.0
+    ) -> Tensor:
+        """The named tensors under each other: [sum of their rows, ...].
+
+        Args:
+            order: of the rows, new from old. dtype: another than the loader's. plus: is added to every value.
+        """
+        parts = [self._infos[name].shape for name in names]
+        shape = (sum(part[0] for part in parts), *parts[0][1:])
+        made = torch.empty(shape, dtype=dtype or self.dtype, device=self._place)
+        self._copy(partial(self._fill_tensor, names, made, order, plus))
+        return made
+
+    def weight(self, *names: str, gated: bool = False, order: list[int] | None = None, tree: bool = False) -> Weight:
+        """The named matrices under each other, as one `Weight`.
+
+        Args:
+            order: as in `tensor`.
+            tree: as in `Weight`, where ranks share matrices.
+        """
+        shape = _shape_of(self._infos, names)
+        kind = self._kind(names, shape, order)
+        if kind is not None and self._ops.keeps_codes(shape, kind, self.dtype, self._device):
+            made = Weight.empty_codes(shape, kind, gated, self.dtype, self._place)
+            self._copy(partial(self._fill_codes, names, made, kind, order))
+            return made
+        form = self._ops.weight_format(shape, self.dtype, self._device)
+        whole = None if self._whole is None else _shape_of(self._whole, names)
+        tree = tree and whole is not None
+        made = Weight.empty(shape, form, gated, self.dtype, self._place, whole=whole, tree=tree)
+        self._copy(partial(self._fill_weight, names, made, kind, order))
+        return made
+
+    def same_format(self, *names: str) -> bool:
+        """Whether all the named matrices are stored quantised, or none."""
+        return len({self._source.kind(name) is None for name in names}) == 1
+
+    def joins_shared(self, *names: str) -> bool:
+        """Whether ops want the named matrices of a shared expert and a router among those of all experts.
+
+        Of codes they stay apart, and where ranks share matrices.
+        """
+        plain = all(self._source.kind(name) is None for name in names)
+        rounded = any(self._rounds_to(name, _shape_of(self._infos, (name,))) is not None for name in names)
+        hidden = self._infos[names[0]].shape[1]
+        wanted = self._ops.joins_shared(self.dtype, hidden, self._device)
+        return wanted and plain and not rounded and self._whole is None
+
+    def stack(self, experts: list[tuple[str, ...]], gated: bool = False) -> ExpertStack:
+        """Of each expert the named matrices under each other, as one stack: in mxfp4 where all are and ops read it.
+
+        gated: the first half of the rows is a gate.
+        """
+        names = [name for each in experts for name in each]
+        rows, width = sum(self._infos[name].shape[0] for name in experts[0]), self._infos[names[0]].shape[1]
+        mxfp4 = all(self._source.kind(name) == MXFP4 for name in names)
+        if not mxfp4 or not self._ops.keeps_experts((rows, width), self.dtype, self._device):
+            return ExpertStack.of(self.tensor(*names).view(len(experts), rows, width))
+        made = ExpertStack.empty_codes((len(experts), rows, width), self.dtype, self._place, gated)
+        for expert, each in enumerate(experts):
+            self._copy(partial(self._fill_expert, expert, each, made))
+        return made
+
+    def _fill_expert(self, expert: int, names: tuple[str, ...], place: ExpertStack, staging: _Staging | None) -> None:
+        first = 0
+        for name in names:
+            codes = self._source.codes(name, self._device)
+            assert codes is not None  # as their kind says
+            place.fill_codes(expert, first, codes)
+            first += codes.shape[0]
+            self._bar.update(math.prod(codes.shape) * self.dtype.itemsize)
+
+    def _kind(self, names: tuple[str, ...], shape: tuple[int, int], order: list[int] | None) -> CodesKind | None:
+        """The kind to which all the named matrices are quantised; None where they are not, or differ."""
+        kinds = [kind for name in names if (kind := self._source.kind(name)) is not None]
+        if not kinds:
+            return self._rounds_to(names[0], shape)
+        if len(kinds) < len(names):
+            return None
+        shapes = [(each[0], each[1]) for each in (self._infos[name].shape for name in names)]
+        kind = joined_kind(kinds, shapes)
+        return kind if kind is None or order is None else CodesKind(kind.format, (1, kind.block[1]))
+
+    def fill(self) -> None:
+        """Copies what was left for later; on CUDA it is all there when this returns.
+
+        Raises:
+            CheckpointError: a value cannot be read, or does not fit in float16. Nothing more is copied then.
+        """
+        with self._source.open():
+            if self._device.type != "cuda":
+                self._fill_until_done(None)
+                return
+            with ThreadPoolExecutor(READERS, "fastspec-load") as pool:
+                for done in [pool.submit(self._read_along) for _ in range(READERS)]:
+                    done.result()
+
+    def cancel(self) -> None:
+        """Makes `fill` end soon, in whatever thread it runs."""
+        self._copies.clear()
+
+    def _copy(self, copy: Callable[[_Staging | None], None]) -> None:
+        if self._later:
+            self._copies.append(copy)
+        else:
+            copy(None)
+
+    def _read_along(self) -> None:
+        """One thread of `fill`."""
+        staging = _Staging(self._device)
+        with torch.cuda.device(self._device), torch.cuda.stream(staging.stream):
+            self._fill_until_done(staging)
+        staging.stream.synchronize()
+
+    def _fill_until_done(self, staging: _Staging | None) -> None:
+        with torch.no_grad():  # a thread has its own such modes
+            while self._copies:
+                try:
+                    copy = self._copies.popleft()
+                except IndexError:  # another thread took the last
+                    return
+                try:
+                    copy(staging)
+                except BaseException:
+                    self.cancel()
+                    raise
+
+    def _fill_codes(
+        self,
+        names: tuple[str, ...],
+        place: Weight,
+        kind: CodesKind,
+        order: list[int] | None,
+        staging: _Staging | None,
+    ) -> None:
+        """Fills a weight that stays quantised."""
+        parts = [codes for name in names if (codes := self._source.codes(name, self._device)) is not None]
+        if parts:
+            codes = join(parts)
+            place.fill_codes(codes if order is None else codes.in_order(torch.tensor(order, device=self._device)))
+            self._bar.update(math.prod(place.shape) * self.dtype.itemsize)
+            return
+        assert place.codes is not None, "made by `Weight.empty_codes`"
+        whole = order is not None
+        runs = [(0, self._rows(names, place, order, staging))] if whole else self._runs(names, place, staging)
+        place.codes.fill_rounded(runs, self._pack_rounded)
+
+    def _fill_weight(
+        self,
+        names: tuple[str, ...],
+        place: Weight,
+        kind: CodesKind | None,
+        order: list[int] | None,
+        staging: _Staging | None,
+    ) -> None:
+        """Fills a weight of plain values; of a kind that is not stored so, of values rounded to it."""
+        plain = all(self._source.kind(name) is None for name in names)
+        values = partial(self._rounded, kind if plain else None)
+        if place.format == "packed" and order is None and plain:
+            for tile, run in self._runs(names, place, staging):
+                place.fill_run(tile, values(run))
+        elif place.format == "rows" and (kind is None or not plain):
+            self._fill_tensor(names, place.data, order, 0.0, staging)
+        else:
+            place.fill(values(self._rows(names, place, order, staging)))
+
+    def _rounded(self, kind: CodesKind | None, rows: Tensor) -> Tensor:
+        """What codes of a kind stand for, of rows that are rounded to it; None: the rows."""
+        return rows if kind is None else rounded(rows, kind).dequantise(self.dtype)
+
+    def _pack_rounded(self, place: PackedCodes, tile: int, rows: Tensor) -> Tensor:
+        with self._launching:  # a kernel that is compiled by its first launch is compiled once
+            return self._ops.pack_rounded(place, tile, rows)
+
+    def _runs(
+        self, names: tuple[str, ...], place: Weight, staging: _Staging | None
+    ) -> Iterator[tuple[int, Tensor]]:  # fmt: skip
+        """The rows of a weight, a run of whole tiles at a time: (number of the first tile, rows), the gate's first.
+
+        The next run takes the memory of the one before it, in the order of the stream.
+        """
+        (n, k), halves = place.shape, 2 if place.gated else 1
+        stored = [self._source.read(name) for name in names]
+        step = min(max(1, VALUES // (16 * k)), n // 16)
+        room = torch.empty((step * 16, k), dtype=self.dtype, device=self._device)
+        for tile in range(0, n // 16, step):
+            count = min(step, n // 16 - tile) * 16 // halves
+            run = room[: halves * count]
+            for half in range(halves):
+                start = half * n // 2 + tile * 16 // halves
+                self._fill_rows(names, stored, start, run[half * count : (half + 1) * count], staging)
+            yield tile, run
+        if self._release:
+            self._source.release(list(names))
+
+    def _fill_rows(
+        self, names: tuple[str, ...], stored: list[Tensor], start: int, place: Tensor, staging: _Staging | None
+    ) -> None:
+        """Copies to `place` as many rows of the named matrices under each other, from row `start` on."""
+        first, stop = 0, start + place.shape[0]
+        for name, matrix in zip(names, stored, strict=True):
+            low, high = max(start, first), min(stop, first + matrix.shape[0])
+            if low < high:
+                here, rows = place[low - start : high - start], matrix[low - first : high - first]
+                if staging is None:
+                    here.copy_(rows)
+                else:
+                    staging.copy(here, rows)
+                self._check_range(name, self._infos[name], here)
+                self._bar.update(here.numel() * self.dtype.itemsize)
+            first += matrix.shape[0]
+
+    def _rows(self, names: tuple[str, ...], place: Weight, order: list[int] | None, staging: _Staging | None) -> Tensor:
+        """The values of a weight as rows [N, K], before they come into its format."""
+        rows = torch.empty(place.shape, dtype=self.dtype, device=self._device)
+        self._fill_tensor(names, rows, order, 0.0, staging)
+        return rows
+
+    def _fill_tensor(
+        self, names: tuple[str, ...], fused: Tensor, order: list[int] | None, plus: float, staging: _Staging | None
+    ) -> None:
+        start = 0
+        for name in names:
+            part = self._infos[name]
+            place = fused[start : start + part.shape[0]]
+            codes = self._source.codes(name, self._device)
+            if codes is not None:
+                codes.dequantise_into(place)
+            elif staging is None:
+                place.copy_(self._source.read(name))
+            else:
+                staging.copy(place, self._source.read(name))
+            self._check_range(name, part, place)
+            start += part.shape[0]
+            self._bar.update(place.numel() * self.dtype.itemsize)
+        if order is not None:
+            fused.copy_(fused[torch.tensor(order, device=fused.device)])
+        if plus:
+            fused += plus
+        if self._release:
+            self._source.release(list(names))
+
+    def _check_range(self, name: str, part: TensorInfo, place: Tensor) -> None:
+        if place.dtype is torch.float16 and part.dtype is not torch.float16 and not bool(place.isfinite().all()):
+            raise CheckpointError(
+                f"{name} in {part.where} has values beyond float16 (65504); load it with dtype=torch.bfloat16 or "
+                "float32"
+            )
+
+
+class _Staging:
+    """Pinned memory of one thread, and the stream on which it is copied to the device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.stream = torch.cuda.Stream(device)
+        self._pinned = torch.empty(_PINNED_BYTES, dtype=torch.uint8, device="cpu", pin_memory=True)
+        self._copied = torch.cuda.Event()
+
+    def copy(self, place: Tensor, stored: Tensor) -> None:
+        """stored, on the CPU, to place, contiguous on the device: piece by piece, rounded to place's dtype."""
+        pinned = self._pinned.view(place.dtype)
+        flat, source = place.view(-1), stored.reshape(-1)
+        for start in range(0, flat.numel(), pinned.numel()):
+            piece = source[start : start + pinned.numel()]
+            self._copied.synchronize()  # the piece before has left the pinned memory
+            here = pinned[: piece.numel()]
+            here.copy_(piece)
+            flat[start : start + piece.numel()].copy_(here, non_blocking=True)
+            self._copied.record(self.stream)
+
+
+def _shape_of(infos: Mapping[str, TensorInfo], names: tuple[str, ...]) -> tuple[int, int]:
+    """(N, K) of matrices under each other."""
+    return sum(infos[name].shape[0] for name in names), infos[names[0]].shape[1]

@@ -1,0 +1,111 @@
+"""Target and draft of a generator, as they are stored or rounded to fewer bits while they are loaded."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Final, TypeVar
+
+from fastspec.errors import UnsupportedOption
+from fastspec.kernels.common.rounding import FORMATS
+from fastspec.models.checkpoints.sources import Checkpoint, resolve
+from fastspec.models.heads.checkpoint import HeadCheckpoint, draft_files, resolve_head
+from fastspec.models.heads.mtp_spec import MTP, resolve_mtp
+from fastspec.models.hosted.info import HostedInfo
+from fastspec.models.pairs import refuse_strangers
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from fastspec.kernels.common.codes import CodeFormat
+
+Source = TypeVar("Source", bound=Checkpoint | HeadCheckpoint)
+AS_STORED: Final = "as it is stored"  # how `Checkpoint.stored` begins where "auto" rounds nothing
+
+
+def resolve_pair(
+    target: str | os.PathLike[str] | PreTrainedModel,
+    draft: str | os.PathLike[str] | PreTrainedModel | None,
+    revisions: tuple[str | None, str | None],
+    quantization: tuple[str | None, str | None],
+    feature_layers: Sequence[int] | None = None,
+    draft_vocab: Sequence[int] | None = None,
+) -> tuple[Checkpoint, Checkpoint | HeadCheckpoint | None]:
+    """Target and draft by `resolve`, to be rounded while they are loaded; a draft that is a head by `resolve_head`.
+
+    "mtp" as draft is the target's own MTP layer, not a directory of that name.
+
+    Args:
+        revisions, quantization: of target and draft.
+        feature_layers: boundaries of the target that a head is to read; None: those its config names.
+        draft_vocab: ids that an MTP layer may draft; None: all.
+
+    Raises:
+        As `resolve`, `resolve_head` and `resolve_mtp`; ValueError: two Hub ids that are known to have different
+        tokenizers, before anything is fetched; UnsupportedOption: quantization that is not a format, or of what is
+        stored quantised, or an option that the draft has no use for.
+    """
+    if draft is None and revisions[1] is not None:
+        raise UnsupportedOption(f"draft_revision={revisions[1]!r}, and there is no draft; leave it out")
+    if isinstance(target, str) and isinstance(draft, str):
+        refuse_strangers(target, draft)
+    found = _rounded(resolve(target, role="target", revision=revisions[0]), quantization[0])
+    if isinstance(draft, str) and draft == MTP:
+        return found, _rounded_head(resolve_mtp(found, revisions[1], feature_layers, draft_vocab), quantization[1])
+    if draft_vocab is not None:
+        raise UnsupportedOption(f"draft_vocab is for draft='{MTP}', got draft={draft!r}; leave it out")
+    files = draft_files(draft, revisions[1])
+    if (head := files.head) is not None:
+        return found, _rounded_head(resolve_head(head, str(draft), found, feature_layers), quantization[1])
+    if feature_layers is not None:
+        raise UnsupportedOption(
+            f"feature_layers={tuple(feature_layers)!r} says what a learned drafter reads of its target, and draft="
+            f"{draft!r} is none; leave it out"
+        )
+    other = None if draft is None else resolve(draft, role="draft", revision=revisions[1], fetched=files.fetched)
+    return found, None if other is None else _rounded(other, quantization[1])
+
+
+def _rounded(checkpoint: Checkpoint, form: str | None) -> Checkpoint:
+    if form is None:
+        return checkpoint
+    name, wanted = f"{checkpoint.role}_quantization", _known(checkpoint.role, form)
+    if checkpoint.quantisation is not None:
+        raise UnsupportedOption(
+            f"{name}={form!r}, and {checkpoint.name} is stored quantised ({checkpoint.stored}); leave it out, or load "
+            "the original weights"
+        )
+    spec = checkpoint.spec
+    if spec.experts if isinstance(spec, HostedInfo) else spec.routed_elements:
+        raise UnsupportedOption(
+            f"{name}={form!r} does not go with {checkpoint.name}: experts are not rounded while loading; leave it out"
+        )
+    return rounded_to(checkpoint, wanted)
+
+
+def _known(role: str, form: str) -> CodeFormat:
+    found = [each for each in FORMATS if each == form]
+    if not found:
+        name, more = f"{role}_quantization", ", 'auto'" if role == "draft" else ""
+        raise UnsupportedOption(f"{name}={form!r} is not supported, wanted one of {', '.join(FORMATS)}{more} or None")
+    return found[0]
+
+
+def _rounded_head(head: HeadCheckpoint, form: str | None) -> HeadCheckpoint:
+    if form is None:
+        return head
+    wanted = _known("draft", form)
+    if head.spec.decoder.routed_elements:
+        raise UnsupportedOption(
+            f"draft_quantization={form!r} does not go with {head.name}: experts are not rounded while loading; leave "
+            "it out"
+        )
+    return rounded_to(head, wanted)
+
+
+def rounded_to(checkpoint: Source, form: CodeFormat) -> Source:
+    """The checkpoint with its matrices rounded while they are loaded; it is not stored quantised."""
+    draft = isinstance(checkpoint, HeadCheckpoint) or checkpoint.role == "draft"
+    effect = "which never changes the text" if draft else "another model than the one that is stored"
+    return replace(checkpoint, rounded=form, stored=f"matrices rounded to {form} while loading, {effect}")

@@ -1,0 +1,287 @@
+"""`quantization_config` of a checkpoint, as its tools write it: how each of its matrices is stored.
+
+The tensors themselves show which matrices are quantised; the config says how.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any, Final, NoReturn
+
+from fastspec.errors import UnsupportedModel
+from fastspec.models.checkpoints.quantised.schemes import Awq, Float4, Float8, Gptq, Int8, PackedInt, Scheme
+from fastspec.models.config import says_quantised
+
+SchemeOf = Callable[[str], "Scheme | None"]  # of a module's name; None: it is left as it is
+
+UNSUPPORTED: Final[Mapping[str, str]] = {
+    "bitsandbytes": "its 4-bit codes are made for training; take a compressed-tensors, AWQ or GPTQ checkpoint",
+    "gguf": "GGUF files belong to llama.cpp; take the original checkpoint, or a compressed-tensors one",
+    "hqq": "take a compressed-tensors, AWQ or GPTQ checkpoint",
+    "exl2": "take a compressed-tensors, AWQ or GPTQ checkpoint",
+    "exl3": "take a compressed-tensors, AWQ or GPTQ checkpoint",
+    "torchao": "its tensors are pickled classes; take a compressed-tensors checkpoint",
+    "quanto": "take a compressed-tensors checkpoint",
+    "aqlm": "take a compressed-tensors, AWQ or GPTQ checkpoint",
+    "mxfp4": "it is read for the experts of gpt_oss alone; take another checkpoint",
+}
+SUPPORTED: Final = "compressed-tensors, fp8, awq, gptq, modelopt"
+
+
+@dataclass(frozen=True, slots=True)
+class Quantisation:
+    """How the matrices of a checkpoint are stored.
+
+    Attributes:
+        method: the config's `quant_method`.
+        scheme_of: of a module's name, such as "model.layers.0.mlp.up_proj".
+        cache: whether the config speaks of quantised K/V.
+        weights: whether it speaks of quantised matrices.
+    """
+
+    method: str
+    scheme_of: SchemeOf
+    cache: bool = False
+    weights: bool = True
+
+
+def quantisation_of(config: Mapping[str, Any], modelopt: Mapping[str, Any] | None = None) -> Quantisation | None:
+    """Reads what a checkpoint says of its quantisation.
+
+    Args:
+        config: `config.json`.
+        modelopt: `hf_quant_config.json`, which ModelOpt writes beside it.
+
+    Returns:
+        None where nothing is said.
+
+    Raises:
+        UnsupportedModel: a method, or a setting of one, that is not read here; names the field, what it says, and what
+            to use instead.
+    """
+    named = ("quantization_config", "compression_config")
+    field = next((name for name in named if says_quantised(config.get(name))), None)
+    if field is None:
+        return None if modelopt is None else _modelopt(_Fields("hf_quant_config.json", modelopt).sub("quantization"))
+    fields = _Fields(field, config[field])
+    method = fields.values.get("quant_method", "compressed-tensors" if "config_groups" in fields.values else None)
+    if method in ("compressed-tensors", "compressed_tensors"):
+        return _compressed(fields)
+    readers = {"fp8": _fp8, "awq": _awq, "gptq": _gptq, "modelopt": _modelopt, "modelopt_fp4": _modelopt}
+    if method == "mxfp4" and config.get("model_type") == "gpt_oss":  # of experts alone, which are found by their names
+        return Quantisation("mxfp4", lambda module: None, weights=False)
+    if not isinstance(method, str) or method not in readers:
+        fields.refuse("quant_method", method, UNSUPPORTED.get(str(method), f"supported are {SUPPORTED}"))
+    return readers[method](fields)
+
+
+class _Fields:
+    """One JSON object and its name, for messages."""
+
+    def __init__(self, name: str, values: Any) -> None:
+        self.name = name
+        if not isinstance(values, Mapping):
+            raise UnsupportedModel(f"{name} is {values!r}, wanted an object with quant_method")
+        self.values: Mapping[str, Any] = values
+
+    def sub(self, field: str) -> _Fields:
+        """The object in a field."""
+        return _Fields(f"{self.name}.{field}", self.values.get(field))
+
+    def refuse(self, field: str, value: object, wanted: str) -> NoReturn:
+        """Says what was got and what was wanted."""
+        raise UnsupportedModel(f"{self.name}.{field}={value!r} is not supported: {wanted}")
+
+    def choice(self, field: str, wanted: tuple[Any, ...], default: Any = None) -> Any:
+        """A field's value, one of those wanted."""
+        value = self.values.get(field, default)
+        if value not in wanted or isinstance(value, bool) != isinstance(wanted[0], bool):
+            self.refuse(field, value, "wanted " + " or ".join(repr(each) for each in wanted))
+        return value
+
+    def group(self, field: str = "group_size", default: int | None = None) -> int | None:
+        """Columns of a group; None: a whole row, which is written as -1."""
+        value = self.values.get(field, default)
+        if value == -1:
+            return None
+        if type(value) is not int or value < 1:
+            self.refuse(field, value, "wanted a whole number of columns, or -1 for a whole row")
+        return value
+
+    def block(self, field: str) -> tuple[int, int]:
+        """Rows and columns of a block."""
+        value = self.values.get(field)
+        if not isinstance(value, list | tuple) or len(value) != 2 or not all(type(n) is int and n > 0 for n in value):
+            self.refuse(field, value, "wanted two whole numbers, rows and columns")
+        return value[0], value[1]
+
+    def names(self, *fields: str) -> tuple[str, ...]:
+        """The lists of names in these fields, one after the other; None is an empty one."""
+        found: list[str] = []
+        for field in fields:
+            value = self.values.get(field) or []
+            if not isinstance(value, list | tuple) or not all(isinstance(each, str) for each in value):
+                self.refuse(field, value, "wanted a list of names")
+            found += value
+        return tuple(found)
+
+
+def _fp8(fields: _Fields) -> Quantisation:
+    block = None if fields.values.get("weight_block_size") is None else fields.block("weight_block_size")
+    ignored = fields.names("modules_to_not_convert", "ignored_layers", "ignore")
+    scheme = Float8(block, "weight_scale_inv" if block else "weight_scale")
+    return Quantisation("fp8", lambda module: None if _within(module, ignored) else scheme)
+
+
+def _awq(fields: _Fields) -> Quantisation:
+    fields.choice("bits", (4,), fields.values.get("w_bit"))
+    fields.choice("zero_point", (True,), True)
+    version = str(fields.values.get("version", "gemm")).lower()
+    if version != "gemm":
+        fields.refuse("version", version, "wanted 'gemm'")
+    scheme = Awq(fields.group(default=fields.values.get("q_group_size", 128)))
+    ignored = fields.names("modules_to_not_convert")
+    return Quantisation("awq", lambda module: None if _within(module, ignored) else scheme)
+
+
+def _gptq(fields: _Fields) -> Quantisation:
+    layout = fields.choice("checkpoint_format", ("gptq", "gptq_v2"), "gptq")
+    usual = _gptq_scheme(fields, layout)
+    rules = fields.values.get("dynamic") or {}
+    if not isinstance(rules, Mapping):
+        fields.refuse("dynamic", rules, "wanted an object: pattern of a module's name -> its settings")
+    own: list[tuple[str, Scheme | None]] = []
+    for pattern, change in rules.items():
+        leave, name = pattern.startswith("-:"), pattern.removeprefix("-:").removeprefix("+:")
+        _compiled(fields, "dynamic", name)
+        change = _Fields(f"{fields.name}.dynamic[{pattern!r}]", change or {})
+        merged = _Fields(change.name, {**fields.values, **change.values})
+        own.append((name, None if leave else _gptq_scheme(merged, layout)))
+
+    def scheme_of(module: str) -> Scheme | None:
+        return next((scheme for pattern, scheme in own if re.match(pattern, module)), usual)
+
+    return Quantisation("gptq", scheme_of)
+
+
+def _gptq_scheme(fields: _Fields, layout: str) -> Scheme:
+    group = fields.group(default=128)
+    if fields.values.get("desc_act") and group is not None:
+        fields.refuse("desc_act", True, "groups in the order of activations; take one quantised with desc_act=false")
+    return Gptq(fields.choice("bits", (4, 8)), group, less_one=layout == "gptq")
+
+
+def _modelopt(fields: _Fields) -> Quantisation:
+    algorithm = fields.choice("quant_algo", ("NVFP4", "FP8"))
+    ignored = fields.names("exclude_modules", "ignore")
+    if algorithm == "FP8":
+        scheme: Scheme = Float8(None)
+    else:
+        group = fields.values.get("group_size", 16)
+        if group != 16:
+            fields.refuse("group_size", group, "wanted 16")
+        scheme = Float4(16, weight="weight", overall="weight_scale_2")
+
+    def scheme_of(module: str) -> Scheme | None:
+        return None if any(fnmatchcase(module, name) or _inside(module, name) for name in ignored) else scheme
+
+    return Quantisation("modelopt", scheme_of, cache=bool(fields.values.get("kv_cache_quant_algo")))
+
+
+def _compressed(fields: _Fields) -> Quantisation:
+    status = fields.values.get("quantization_status", "compressed")
+    if status not in ("compressed", "frozen"):
+        fields.refuse("quantization_status", status, "wanted 'compressed': save the model compressed")
+    sparsity = fields.values.get("sparsity_config") or {}
+    if not isinstance(sparsity, Mapping) or sparsity.get("format", "dense") != "dense":
+        fields.refuse("sparsity_config", sparsity, "wanted dense weights")
+    ignored, groups = fields.names("ignore"), fields.values.get("config_groups") or {}
+    if not isinstance(groups, Mapping):
+        fields.refuse("config_groups", groups, "wanted an object")
+    schemes: list[tuple[tuple[str, ...], Scheme]] = []
+    for name in groups:
+        group = fields.sub("config_groups").sub(name)
+        if group.values.get("weights") is not None:
+            schemes.append((group.names("targets"), _compressed_scheme(group, fields.values.get("format"))))
+    for target in (*ignored, *(name for targets, _ in schemes for name in targets)):
+        if target.startswith("re:"):
+            _compiled(fields, "ignore or targets", target[3:])
+
+    def scheme_of(module: str) -> Scheme | None:
+        if any(_matches(module, name) for name in ignored):
+            return None
+        # a name says more than a class
+        found = [scheme for targets, scheme in schemes if any(_matches(module, name) for name in targets)]
+        found += [scheme for targets, scheme in schemes if "Linear" in targets]
+        return found[0] if found else None
+
+    cache = fields.values.get("kv_cache_scheme") is not None
+    return Quantisation("compressed-tensors", scheme_of, cache, weights=bool(schemes))
+
+
+def _compressed_scheme(group: _Fields, usual: object) -> Scheme:
+    weights = group.sub("weights")
+    layout = group.values.get("format") or (None if usual == "mixed-precision" else usual)
+    bits, kind = weights.choice("num_bits", (4, 8)), weights.choice("type", ("int", "float"), "int")
+    if weights.values.get("actorder") not in (None, False, "static", "weight"):
+        weights.refuse("actorder", weights.values["actorder"], "groups in the order of activations; take one without")
+    if weights.values.get("dynamic"):
+        weights.refuse("dynamic", weights.values["dynamic"], "wanted weights quantised beforehand")
+    strategy = weights.choice("strategy", ("tensor", "channel", "group", "block", "tensor_group"), "tensor")
+    if (bits, kind) == (4, "float"):
+        return _float4(group, weights, layout)
+    symmetric = weights.choice("symmetric", (True, False), True)
+    columns = weights.group() if strategy == "group" else None
+    if strategy not in ("tensor", "channel", "group") and (kind, strategy) != ("float", "block"):
+        weights.refuse("strategy", strategy, f"wanted 'tensor', 'channel' or 'group' of {kind} in {bits} bits")
+    if layout == "pack-quantized" and kind == "int":
+        if bits == 8 and not symmetric:
+            weights.refuse("symmetric", False, "wanted true of 8 bits")
+        return PackedInt(bits, columns, symmetric)
+    if bits == 8 and layout in ("int-quantized", "float-quantized", "naive-quantized", None) and symmetric:
+        return _eight_bits(weights, kind, strategy, columns)
+    group.refuse("format", layout, f"with {kind} in {bits} bits, symmetric={symmetric}; save it as pack-quantized")
+
+
+def _eight_bits(weights: _Fields, kind: str, strategy: str, columns: int | None) -> Scheme:
+    if kind == "int":
+        return Int8(columns)
+    if strategy == "block":
+        return Float8(weights.block("block_structure"))
+    return Float8(None if columns is None else (1, columns))
+
+
+def _float4(group: _Fields, weights: _Fields, layout: object) -> Scheme:
+    if layout == "nvfp4-pack-quantized":
+        weights.choice("group_size", (16,))
+        return Float4(16, overall="weight_global_scale", divides=True)
+    if layout == "mxfp4-pack-quantized":
+        weights.choice("group_size", (32,))
+        return Float4(32)
+    group.refuse("format", layout, "wanted 'nvfp4-pack-quantized' or 'mxfp4-pack-quantized' of floats in 4 bits")
+
+
+def _compiled(fields: _Fields, field: str, pattern: str) -> None:
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        fields.refuse(field, pattern, f"not a regular expression: {error}")
+
+
+def _matches(module: str, target: str) -> bool:
+    """Whether a module is meant by a target of compressed-tensors: a name, or `re:` and a pattern of its beginning."""
+    if target.startswith("re:"):
+        return re.match(target[3:], module) is not None
+    return module == target
+
+
+def _within(module: str, names: tuple[str, ...]) -> bool:
+    return any(_inside(module, name) for name in names)
+
+
+def _inside(module: str, name: str) -> bool:
+    """Whether a module has this name, at its beginning or end, or lies in one that has it."""
+    return module == name or module.startswith(name + ".") or module.endswith("." + name) or f".{name}." in module

@@ -1,0 +1,201 @@
+"""The tensors of a quantised checkpoint, in which every quantised matrix is one tensor [N, K] again."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fastspec.errors import CheckpointError
+from fastspec.kernels.common.codes import Codes, CodesKind
+from fastspec.models.checkpoints.names import Stored, parameter
+from fastspec.models.checkpoints.quantised import cache_scales
+from fastspec.models.checkpoints.quantised.configs import Quantisation
+from fastspec.models.checkpoints.quantised.schemes import Over, Scheme
+from fastspec.models.checkpoints.shards import STORED_DTYPES, TensorInfo
+
+WEIGHT = ".weight"
+# what names a matrix as quantised, and what may stand beside it
+MARKS = ("weight_packed", "weight_scale", "weight_scale_inv", "qweight", "scales")
+GROUP_INDICES = frozenset(("g_idx", "weight_g_idx"))  # of each column, in which group it is
+DTYPE_NAMES = {dtype: name for name, dtype in STORED_DTYPES.items()}
+
+
+class Matrix(NamedTuple):
+    """A quantised matrix: its module's stored name, how it is stored, its shape, and the parts that are there."""
+
+    module: str
+    scheme: Scheme
+    shape: tuple[int, int]
+    parts: tuple[str, ...]
+
+
+class QuantisedShards:
+    """As `ShardTensors`, with the parts of each quantised matrix taken for one tensor, `<module>.weight`.
+
+    Args:
+        stored: what the files hold.
+        quantisation: what the config says.
+        shapes: of the model's parameters, by name.
+
+    Attributes:
+        directory, unnamed: as of `ShardTensors`.
+
+    Raises:
+        CheckpointError: parts are missing or have another shape or dtype, or the config leaves their matrix out.
+    """
+
+    def __init__(self, stored: Stored, quantisation: Quantisation, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        self._stored, self._quantisation = stored, quantisation
+        self.directory, self.unnamed = stored.directory, stored.unnamed
+        self._matrices = dict(self._found(shapes))
+        if quantisation.weights and not self._matrices:
+            raise CheckpointError(
+                f"{self.directory}: quantization_config says {quantisation.method!r}, and no matrix is stored so; take "
+                "config.json and weights of one commit, or delete that field if the weights are meant as they are"
+            )
+        self._infos = dict(stored.infos())
+        for name, matrix in self._matrices.items():
+            where = self._infos[f"{matrix.module}.{matrix.parts[0]}"].where
+            for part in matrix.parts:
+                del self._infos[f"{matrix.module}.{part}"]
+            self._infos[name] = TensorInfo(matrix.shape, torch.float32, where)  # what values are computed in
+        for name in cache_scales.names_of(self._infos.keys()):
+            del self._infos[name]
+
+    def _found(self, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[str, Matrix]]:
+        infos = self._stored.infos()
+        for module in _modules(infos):
+            name = parameter(module + WEIGHT, shapes.keys())
+            if name not in shapes:
+                continue  # some other model's: named among what is not used
+            scheme = self._quantisation.scheme_of(name.removesuffix(WEIGHT))
+            if scheme is None:
+                raise CheckpointError(
+                    f"{self.directory}: {module} is stored quantised, and the config's {self._quantisation.method} "
+                    "settings leave it out; take config.json and weights of one commit"
+                )
+            rows, columns = shapes[name]
+            yield module + WEIGHT, Matrix(module, scheme, (rows, columns), self._parts(module, scheme, (rows, columns)))
+
+    def _parts(self, module: str, scheme: Scheme, shape: tuple[int, int]) -> tuple[str, ...]:
+        """The parts that are there, each of a shape and dtype that it may have."""
+        infos, there = self._stored.infos(), []
+        for part, wanted in scheme.parts(shape).items():
+            info = infos.get(f"{module}.{part}")
+            if info is None:
+                if wanted.required:
+                    raise CheckpointError(
+                        f"{self.directory}: {module}.{part} is missing; {scheme.describe()} "
+                        f"({self._quantisation.method}) needs it"
+                    )
+                continue
+            dtype = info.dtype if isinstance(info.dtype, str) else DTYPE_NAMES[info.dtype]
+            if info.shape not in wanted.shapes or dtype not in wanted.dtypes:
+                shapes = " or ".join(str(list(each)) for each in wanted.shapes)
+                raise CheckpointError(
+                    f"{self.directory / info.where}: {module}.{part} is {dtype} {list(info.shape)}, wanted "
+                    f"{' or '.join(wanted.dtypes)} {shapes} of a matrix {list(shape)} in {scheme.describe()}"
+                )
+            there.append(part)
+        return tuple(there)
+
+    def infos(self) -> Mapping[str, TensorInfo]:
+        """Every tensor, a quantised matrix as one."""
+        return self._infos
+
+    @contextmanager
+    def open(self) -> Iterator[None]:
+        """As of `ShardTensors`."""
+        with self._stored.open():
+            yield
+
+    def read(self, name: str) -> Tensor:
+        """A tensor by its stored name; a quantised matrix as fp32 values."""
+        codes = self.codes(name, torch.device("cpu"))
+        return self._stored.read(name) if codes is None else codes.dequantise(torch.float32)
+
+    def read_part(self, name: str, rows: slice, columns: slice) -> Tensor:
+        """Part of a tensor; all of a quantised matrix is read for it."""
+        return self.read(name)[(rows, columns)[: len(self._infos[name].shape)]]
+
+    def kind(self, name: str) -> CodesKind | None:
+        """What the codes of a tensor will be; None: it is not quantised."""
+        matrix = self._matrices.get(name)
+        return self._stored.kind(name) if matrix is None else matrix.scheme.kind(matrix.shape)
+
+    def codes(self, name: str, device: torch.device) -> Codes | None:
+        """A quantised matrix, its parts brought to the device and taken apart there; None: it is not quantised.
+
+        Raises:
+            CheckpointError: impossible values.
+        """
+        matrix = self._matrices.get(name)
+        if matrix is None:
+            return self._stored.codes(name, device)
+        parts = {part: self._stored.read(f"{matrix.module}.{part}").to(device) for part in matrix.parts}
+        try:
+            return matrix.scheme.codes(parts, matrix.shape)
+        except ValueError as error:
+            raise CheckpointError(f"{self.directory}: {matrix.module}: {error}") from error
+
+    def codes_part(self, name: str, rows: slice, columns: slice, device: torch.device) -> Codes | None:
+        """Rows and columns of a quantised matrix; of what is stored no more is read than whole words and scales need.
+
+        Raises:
+            CheckpointError: impossible values.
+        """
+        matrix = self._matrices.get(name)
+        if matrix is None:
+            return self._stored.codes_part(name, rows, columns, device)
+        parts = {part: found.over for part, found in matrix.scheme.parts(matrix.shape).items() if part in matrix.parts}
+        meant = {"N": range(matrix.shape[0])[rows], "K": range(matrix.shape[1])[columns]}
+        read = {axis: self._whole(matrix, parts, axis, each) for axis, each in meant.items()}
+        tensors = {part: self._along(matrix, part, over, read).to(device) for part, over in parts.items() if over}
+        for each in tensors.keys() & GROUP_INDICES:  # of groups that are counted from the first one that is read
+            tensors[each] = tensors[each] - read["K"].start // matrix.scheme.kind(matrix.shape).block[1]
+        try:
+            codes = matrix.scheme.codes(tensors, (len(read["N"]), len(read["K"])))
+        except ValueError as error:
+            raise CheckpointError(f"{self.directory}: {matrix.module}: {error}") from error
+        here = [(each.start - read[axis].start, each.stop - read[axis].start) for axis, each in meant.items()]
+        return codes.part(here[:1], here[1])
+
+    def _whole(self, matrix: Matrix, parts: Mapping[str, Over], axis: str, meant: range) -> range:
+        """The smallest range of rows or columns around `meant` that whole stored elements make up."""
+        shapes = {part: self._stored.infos()[f"{matrix.module}.{part}"].shape for part in parts}
+        over = [pair for part, each in parts.items() for pair in zip(shapes[part], each, strict=False)]
+        unit = math.lcm(*(by for size, (of, by) in over if of == axis and size > 1))
+        stop = matrix.shape["NK".index(axis)]
+        return range(meant.start // unit * unit, min(-(-meant.stop // unit) * unit, stop))
+
+    def _along(self, matrix: Matrix, part: str, over: Over, read: Mapping[str, range]) -> Tensor:
+        """The elements of a stored part that belong to these rows and columns."""
+        name = f"{matrix.module}.{part}"
+        places = [
+            slice(None) if size == 1 else slice(read[axis].start // by, -(-read[axis].stop // by))
+            for size, (axis, by) in zip(self._stored.infos()[name].shape, over, strict=False)
+        ]
+        if all(place == slice(None) for place in places):
+            return self._stored.read(name)
+        return self._stored.read_part(name, *places, *([slice(None)] * (2 - len(places))))
+
+    def describe(self) -> str:
+        """How many matrices are stored how."""
+        kinds = Counter(matrix.scheme.describe() for matrix in self._matrices.values())
+        return ", ".join(f"{count} matrices in {kind}" for kind, count in sorted(kinds.items()))
+
+
+def _modules(infos: Mapping[str, TensorInfo]) -> list[str]:
+    """Names of modules of which something is stored that only a quantised matrix has."""
+    found = []
+    for name, info in infos.items():
+        module, _, part = name.rpartition(".")
+        if part in MARKS or (part == "weight" and isinstance(info.dtype, str)):
+            found.append(module)
+    return list(dict.fromkeys(found))

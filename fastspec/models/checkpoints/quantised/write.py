@@ -1,0 +1,180 @@
+"""Writes a quantised copy of a checkpoint, in the layout of compressed-tensors, which other engines read too.
+
+    fp8   weight e4m3 [N, K], weight_scale [N, 1]
+    int8  weight_packed int32 [N, K/4] (low byte first), weight_scale [N, 1], weight_shape [2]
+    int4  weight_packed int32 [N, K/8] (low nibble first), weight_scale [N, K/G], weight_shape [2]
+
+Codes of both are symmetric, with half their range added. int8 as bytes ("int-quantized") is for engines that round
+activations too: some refuse it where, as here, activations stay as they are.
+
+Matrices of layers are rounded as `draft_quantization=` rounds them while a model is loaded, by
+`kernels/common/rounding.py`: both give the same values. Embedding, head, norms and biases stay as they are.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from fastspec.errors import CheckpointError, UnsupportedOption
+from fastspec.kernels.common.codes import CodeFormat, Codes
+from fastspec.kernels.common.rounding import FORMATS, kind_for, rounded
+from fastspec.models.checkpoints.generation import CONFIG
+from fastspec.models.checkpoints.names import EMBED, HEAD, parameter
+from fastspec.models.checkpoints.quantised.tensors import WEIGHT
+from fastspec.models.checkpoints.shapes import tensor_shapes
+from fastspec.models.checkpoints.shards import INDEX, ShardTensors, read_json
+from fastspec.models.checkpoints.sources import resolve
+
+_LAYOUTS: Final = {"fp8": "float-quantized", "int8": "pack-quantized", "int4": "pack-quantized"}
+_WEIGHTS: Final = (".safetensors", ".bin", ".pt", ".pth")
+
+
+def write_quantised(
+    source: str,
+    destination: Path,
+    form: str,
+    *,
+    revision: str | None = None,
+    tell: Callable[[str], object] = lambda _: None,
+) -> None:
+    """Writes `destination`, a directory like that of `source` with its layers' matrices quantised.
+
+    One file of weights is in memory at a time. The destination is made as a whole or not at all.
+
+    Args:
+        source: a local directory or a Hub id, of a native family, in 16 or 32 bits.
+        destination: must not exist.
+        form: "fp8", "int8" or "int4".
+        revision: of a Hub id.
+        tell: is told the name of each file before it is written.
+
+    Raises:
+        UnsupportedOption: another form, a hosted model, or a source that is quantised already.
+        CheckpointError: the destination exists, or the source is damaged.
+    """
+    wanted = [each for each in FORMATS if each == form]
+    if not wanted:
+        raise UnsupportedOption(f"format {form!r} is not supported, wanted one of {', '.join(FORMATS)}")
+    if destination.exists():
+        raise CheckpointError(f"{destination}: exists already; name a directory that does not")
+    checkpoint = resolve(source, role="target", revision=revision)
+    if checkpoint.spec.hosting:
+        raise UnsupportedOption(f"{source} is no native family (see docs/models.md), and only those are quantised")
+    if checkpoint.quantisation is not None or checkpoint.directory is None:
+        raise UnsupportedOption(f"{source} is stored quantised ({checkpoint.stored}); take its original weights")
+    shapes = {name: shape for name, shape in tensor_shapes(checkpoint.native).items() if len(shape) == 2}
+    partial = destination.with_name(destination.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        _write(checkpoint.directory, partial, wanted[0], frozenset(shapes) - {EMBED, HEAD}, tell)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    partial.rename(destination)
+
+
+def _write(
+    source: Path, directory: Path, form: CodeFormat, matrices: frozenset[str], tell: Callable[[str], object]
+) -> None:
+    stored = ShardTensors(source)
+    files: dict[str, list[str]] = defaultdict(list)
+    for name, info in stored.infos().items():
+        files[info.where].append(name)
+    groups: dict[int | None, list[str]] = defaultdict(list)  # modules by the columns that share a scale
+    kept: list[str] = []
+    weight_map: dict[str, str] = {}
+    total = 0
+    with stored.open():
+        for file, names in sorted(files.items()):
+            tell(file)
+            written: dict[str, Tensor] = {}
+            for name in names:
+                tensor, meant = stored.read(name), parameter(name, matrices)
+                known, module = meant in matrices, meant.removesuffix(WEIGHT)
+                kind = kind_for(form, (tensor.shape[0], tensor.shape[1])) if known else None
+                if kind is None:
+                    written[name] = tensor.clone()
+                    kept += [module] if known else []
+                    continue
+                parts = _parts(rounded(tensor, kind), tensor.dtype)
+                at = name.removesuffix(WEIGHT)
+                written |= {f"{at}.{part}": each.contiguous() for part, each in parts.items()}
+                groups[kind.block[1] if form == "int4" else None].append(module)
+            save_file(written, directory / file, metadata={"format": "pt"})
+            weight_map |= dict.fromkeys(written, file)
+            total += sum(each.nbytes for each in written.values())
+    if not groups:
+        raise UnsupportedOption(f"no matrix of {source} has rows that divide into groups of {form}")
+    _copy_others(source, directory)
+    if len(files) > 1 or (source / INDEX).is_file():
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        (directory / INDEX).write_text(json.dumps(index, indent=2), "utf-8")
+    config = read_json(source / CONFIG)
+    config["quantization_config"] = _settings(form, groups, kept)
+    (directory / CONFIG).write_text(json.dumps(config, indent=2), "utf-8")
+
+
+def _parts(codes: Codes, dtype: torch.dtype) -> dict[str, Tensor]:
+    """The stored tensors of a matrix; its scales in the dtype that the matrix had, or bf16, which holds them."""
+    scales = codes.scales.to(torch.float32 if dtype is torch.float32 else torch.bfloat16)
+    if codes.kind.format == "fp8":
+        return {"weight": codes.codes.view(torch.float8_e4m3fn), "weight_scale": scales}
+    words = packed(codes.codes, 4) if codes.kind.format == "int4" else packed(codes.codes ^ 128, 8)
+    shape = torch.tensor(codes.codes.shape, dtype=torch.int64, device="cpu")
+    return {"weight_packed": words, "weight_scale": scales, "weight_shape": shape}
+
+
+def packed(codes: Tensor, bits: int) -> Tensor:
+    """int32 words [N, W] of codes, uint8 [N, K], K at most W * 32 / bits; the first is in the lowest bits."""
+    count = 32 // bits
+    whole = torch.nn.functional.pad(codes.to(torch.int64), (0, -codes.shape[1] % count)).unflatten(1, (-1, count))
+    words = sum(whole[..., place] << bits * place for place in range(count))
+    return torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)
+
+
+def _settings(form: CodeFormat, groups: dict[int | None, list[str]], kept: list[str]) -> dict[str, Any]:
+    """`quantization_config`; where groups differ in size, each names its modules."""
+    of_group = {}
+    for index, (size, modules) in enumerate(sorted(groups.items(), key=lambda each: each[0] or 0)):
+        weights: dict[str, Any] = {
+            "num_bits": 4 if form == "int4" else 8,
+            "type": "float" if form == "fp8" else "int",
+            "symmetric": True,
+            "strategy": "channel" if size is None else "group",
+            "dynamic": False,
+        }
+        if size is not None:
+            weights["group_size"] = size
+        targets = ["Linear"] if len(groups) == 1 else sorted(modules)
+        of_group[f"group_{index}"] = {
+            "targets": targets,
+            "weights": weights,
+            "input_activations": None,
+            "output_activations": None,
+        }
+    return {
+        "quant_method": "compressed-tensors",
+        "format": _LAYOUTS[form],
+        "quantization_status": "compressed",
+        "config_groups": of_group,
+        "ignore": sorted({"lm_head", *kept}),
+        "kv_cache_scheme": None,
+    }
+
+
+def _copy_others(source: Path, directory: Path) -> None:
+    """Tokenizer, generation settings and whatever else lies beside the weights; no pickled file."""
+    for path in source.iterdir():
+        written = path.suffix in _WEIGHTS or path.name in (INDEX, CONFIG)
+        if path.is_file() and not written and not path.name.startswith("."):
+            shutil.copyfile(path, directory / path.name)

@@ -1,0 +1,396 @@
+"""Where a checkpoint comes from: a local directory, a Hub id, or a live transformers model.
+
+`resolve` checks everything that can be checked without reading a weight: the raw JSON first, then the config
+object that transformers makes of it, then the names, shapes and dtypes in the safetensors headers. No code of
+a checkpoint ever runs, and no pickle is ever opened.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from dataclasses import field as dataclass_field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from torch import nn
+
+from fastspec.errors import CheckpointError, UnsupportedModel, UnsupportedOption
+from fastspec.models.checkpoints.expert_tensors import by_expert, check_mxfp4
+from fastspec.models.checkpoints.generation import CONFIG, settings_of_directory, settings_of_module
+from fastspec.models.checkpoints.hub import download
+from fastspec.models.checkpoints.leftovers import name_others, warn_of_other_parts
+from fastspec.models.checkpoints.live import ModuleTensors
+from fastspec.models.checkpoints.live_checks import as_built, check_as_built
+from fastspec.models.checkpoints.load import named, planned_bytes
+from fastspec.models.checkpoints.names import EMBED, HEAD, NamedTensors, Stored, has_own_head
+from fastspec.models.checkpoints.quantised import cache_scales
+from fastspec.models.checkpoints.quantised.cache_scales import CacheScales
+from fastspec.models.checkpoints.quantised.configs import Quantisation, quantisation_of
+from fastspec.models.checkpoints.quantised.tensors import QuantisedShards
+from fastspec.models.checkpoints.shapes import check_no_others, check_tensors, tensor_shapes
+from fastspec.models.checkpoints.shards import INDEX, SINGLE, ShardTensors, read_json
+from fastspec.models.config import (
+    ModelSpec,
+    refuse_other_architectures,
+    spec_from_config,
+    supported_models,
+)
+from fastspec.models.families import FAMILIES
+from fastspec.models.fields import check_sizes, with_floats
+from fastspec.models.hosted.codes import hosted_bytes, quantised_products
+from fastspec.models.hosted.info import HostedInfo, hosted_info
+from fastspec.models.hosted.live import check_hosted_module, is_hostable, known_type
+from fastspec.models.remote_code import AUTO_MAP, names_causal_model, refuse_remote_code, with_known_type
+from fastspec.models.text_parts import native_text_part
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+    from fastspec.kernels.common.codes import CodeFormat
+    from fastspec.kernels.ops import Ops
+    from fastspec.models.checkpoints.shards import TensorInfo
+    from fastspec.models.checkpoints.sliced import Sliced
+
+MODELOPT: Final = "hf_quant_config.json"
+QUANTISED_FIELDS: Final = ("quantization_config", "compression_config")
+TOKENIZER_CONFIG: Final = "tokenizer_config.json"
+TEXT_CONFIG: Final = "text_config"
+ADAPTER: Final = "adapter_config.json"
+# Of a classifier, which is never built: transformers would make a table of as many labels as the file asks for.
+UNREAD_FIELDS: Final = ("num_labels", "id2label", "label2id")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Checkpoint:
+    """One resolved source of a model: what it is, and where its weights lie.
+
+    Attributes:
+        name: path, Hub id or class name, for messages.
+        role: "target" or "draft".
+        spec: the checked config: a `ModelSpec`, or a `HostedInfo` where transformers' own module is run.
+        directory: local files, or None for a live module.
+        module: the caller's live transformers model, or None.
+        generation_config: a private copy of the checkpoint's generation settings.
+        quantisation: how its matrices are stored where they are quantised; None: as the config's dtype.
+        stored: that in words.
+        cache_scales: of 8-bit K and V, by layer, where they are stored; used where K and V are kept in 8 bits.
+        rounded, chosen: what matrices are rounded to when they are loaded, None: nothing; whether by choice of "auto".
+        sliced: what of it one rank of several loads, which `spec` then describes; None: all of it.
+        mtp: MTP layers lie beside the model.
+    """
+
+    name: str
+    role: str
+    spec: ModelSpec | HostedInfo
+    directory: Path | None
+    module: nn.Module | None
+    generation_config: GenerationConfig | None
+    quantisation: Quantisation | None = None
+    stored: str = ""
+    cache_scales: Mapping[int, CacheScales] = dataclass_field(default_factory=dict)
+    rounded: CodeFormat | None = None
+    chosen: bool = False
+    sliced: Sliced | None = None
+    mtp: bool = False
+
+    def bytes_loaded(self, dtype: torch.dtype, device: torch.device, ops: Ops) -> int:
+        """Bytes that its weights take on a device, as these ops want them, with activations of `dtype`."""
+        if isinstance(self.spec, HostedInfo):
+            return hosted_bytes(self, self.spec, dtype, device, ops)
+        return planned_bytes(self, dtype=dtype, device=device, ops=ops)
+
+    @property
+    def ranks(self) -> int:
+        """Processes that share it."""
+        held = self.spec.cut if isinstance(self.spec, HostedInfo) else self.sliced
+        return 1 if held is None else held.share.size
+
+    @property
+    def native(self) -> ModelSpec:
+        """The spec of a model that our decoder runs; UnsupportedModel where it is hosted."""
+        if not isinstance(self.spec, ModelSpec):
+            raise UnsupportedModel(f"{self.name}: is hosted, and has no weights of the decoder's own")
+        return self.spec
+
+
+def resolve(
+    source: str | os.PathLike[str] | PreTrainedModel,
+    *,
+    role: str,
+    revision: str | None = None,
+    fetched: Path | None = None,
+) -> Checkpoint:
+    """Finds a checkpoint and checks all of it but values; a head beside a tied embedding is compared with that.
+
+    Args:
+        source: a local directory, a Hub id ("owner/name"; files missing from the cache are downloaded), or a
+            loaded transformers model. A str that is a directory is that directory, before it is a Hub id.
+        role: "target" or "draft", for messages.
+        revision: branch, tag or commit of a Hub id; only for a Hub id.
+        fetched: where the files of a Hub id lie, if they have been looked up; None: they have not.
+
+    Returns:
+        The checkpoint, with nothing allocated.
+
+    Raises:
+        CheckpointError: not found, not reachable offline, or damaged; the message names the file and the
+            field.
+        UnsupportedModel: a model that the decoder does not implement.
+        UnsupportedOption: a revision of something that is no Hub id.
+        TypeError: source is none of the three.
+    """
+    if not isinstance(source, str | os.PathLike | nn.Module):
+        raise TypeError(
+            f"{role}: got {type(source).__name__}, wanted a directory, a Hub id or a loaded transformers model"
+        )
+    with _naming(role):
+        if isinstance(source, nn.Module):
+            _refuse_revision(revision, "a loaded model")
+            return _from_module(source, role)
+        # os.path, not Path: it answers False to a name that no file system takes.
+        directory = Path(os.path.abspath(os.path.expanduser(source)))
+        if os.path.isdir(directory):
+            _refuse_revision(revision, f"the directory {directory}")
+            return _from_directory(directory, str(source), role)
+        return _from_directory(fetched or download(source, revision, check_before_download), str(source), role)
+
+
+@contextmanager
+def _naming(what: object) -> Iterator[None]:
+    """Adds to an error the role or the file that it is about, in front of the reason."""
+    try:
+        yield
+    except (CheckpointError, UnsupportedModel) as error:
+        raise type(error)(f"{what}: {error}") from error
+
+
+def load_tokenizer(checkpoint: Checkpoint) -> PreTrainedTokenizerBase | None:
+    """Loads the tokenizer that lies beside a checkpoint's weights.
+
+    Returns:
+        The tokenizer, or None for a live module and for a directory without tokenizer files.
+
+    Raises:
+        CheckpointError: tokenizer files are there but cannot be read.
+        UnsupportedModel: the tokenizer needs code from the checkpoint.
+    """
+    directory = checkpoint.directory
+    if directory is None or not _has_tokenizer(directory):
+        return None
+    read = {}
+    for file in (TOKENIZER_CONFIG, "tokenizer.json"):
+        if (directory / file).is_file():
+            read[file] = read_json(directory / file)
+            refuse_remote_code(directory / file, read[file])
+    from fastspec.models.config_classes import load_as_named
+
+    config = _build_config(directory, check_config_file(directory))
+    try:
+        tokenizer: PreTrainedTokenizerBase = load_as_named(directory, config, read.get(TOKENIZER_CONFIG, {}))
+    except Exception as error:  # the tokenizers library raises nothing narrower for a damaged file
+        raise CheckpointError(
+            f"{checkpoint.role}: {directory}: cannot load its tokenizer: {error}; save it again with save_pretrained"
+        ) from error
+    return tokenizer
+
+
+def _has_tokenizer(directory: Path) -> bool:
+    alone = ("tokenizer.json", "tokenizer.model")
+    pair = ("vocab.json", "merges.txt")
+    there = {file for file in (*alone, *pair) if (directory / file).is_file()}
+    return bool(there.intersection(alone)) or there.issuperset(pair)
+
+
+def _refuse_revision(revision: str | None, what: str) -> None:
+    if revision is not None:
+        raise UnsupportedOption(f"revision={revision!r} was given with {what}; it goes with a Hub id only")
+
+
+def _from_module(module: nn.Module, role: str) -> Checkpoint:
+    if is_hostable(module):
+        name = type(module).__name__
+        check_hosted_module(module)
+        info = hosted_info(module.config, type(module))  # type: ignore[arg-type]
+        return Checkpoint(name, role, info, None, module, settings_of_module(module, info.vocab_size))
+    held = ModuleTensors(module)
+    name = type(module).__name__
+    config: Any = copy.deepcopy(module.config)
+    spec = _with_stored_dtype(spec_from_config(config), held.infos())
+    tensors = by_expert(held, spec, name)
+    check_tensors(tensors.infos(), spec, name)
+    check_no_others(tensors.infos(), spec, name)
+    check_as_built(module, spec)
+    spec = as_built(module, spec)
+    if spec.tied and has_own_head(tensors):
+        spec = replace(spec, tied=False)
+    return Checkpoint(name, role, spec, None, module, settings_of_module(module, spec.vocab_size))
+
+
+def _from_directory(directory: Path, name: str, role: str) -> Checkpoint:
+    raw = check_config_file(directory)
+    config = _build_config(directory, raw)
+    _refuse_other_weights(directory, raw)
+    with _naming(directory / CONFIG):
+        text = native_text_part(config)
+    if raw["model_type"] not in FAMILIES and text is None:
+        return _hosted(directory, name, role, raw, config)
+    with _naming(directory / CONFIG):
+        spec = spec_from_config(text or config)
+    with _naming(directory):
+        quantisation = _quantisation(directory, raw)
+    shards: Stored = by_expert(ShardTensors(directory), spec, name)
+    check_mxfp4(shards, quantisation, name)
+    stored, scales = "", {}
+    if quantisation is not None:
+        scales = _cache_scales(shards, quantisation, f"{role}: {name}")
+        shards = quantised = QuantisedShards(shards, quantisation, tensor_shapes(spec))
+        stored = quantised.describe() or f"experts in {quantisation.method}"
+    tensors = named(shards, spec)
+    if raw.get("dtype", raw.get("torch_dtype")) is None:
+        spec = _with_stored_dtype(spec, tensors.infos())
+    check_tensors(tensors.infos(), spec, name)
+    spec = _with_own_head(spec, tensors, f"{role}: {name}")
+    is_part = text is not None or FAMILIES[spec.family].text_part
+    mtp = name_others(tensors, spec, f"{role}: {name}", is_part=is_part)
+    settings = settings_of_directory(directory, raw, spec.vocab_size)
+    return Checkpoint(name, role, spec, directory, None, settings, quantisation, stored, scales, mtp=mtp)
+
+
+def _cache_scales(shards: Stored, quantisation: Quantisation, name: str) -> dict[int, CacheScales]:
+    scales = cache_scales.read(shards)
+    if scales or quantisation.cache:
+        warnings.warn(
+            f"{name}: the checkpoint is meant for K and V in 8 bits ({len(scales)} layers with scales); "
+            "K and V stay in 16 bits unless kv_dtype='fp8' is given, which is closer to the unquantised model",
+            stacklevel=2,
+        )
+    return scales
+
+
+def _hosted(directory: Path, name: str, role: str, raw: dict[str, Any], config: PretrainedConfig) -> Checkpoint:
+    info = _hosted_info(directory, raw, config)
+    shards = ShardTensors(directory)  # whole files, with safe names
+    if info.whole:
+        warn_of_other_parts(shards.infos(), f"{role}: {name}")
+    settings, quantisation = settings_of_directory(directory, raw, info.vocab_size), _quantisation(directory, raw)
+    if quantisation is None:
+        return Checkpoint(name, role, info, directory, None, settings)
+    stored = quantised_products(shards, quantisation, info).describe()
+    return Checkpoint(name, role, info, directory, None, settings, quantisation, stored)
+
+
+def _hosted_info(directory: Path, raw: dict[str, Any], config: PretrainedConfig) -> HostedInfo:
+    with _naming(directory / CONFIG):
+        info = hosted_info(config)
+        if (info.experts or info.whole) and _quantisation(directory, raw) is not None:
+            what = "experts" if info.experts else "text parts"
+            raise UnsupportedModel(
+                f"model_type {raw['model_type']!r} is hosted, and quantised {what} are read for native families alone; "
+                "load the original weights"
+            )
+        named = raw.get("architectures")
+        one = isinstance(named, list) and len(named) == 1 and isinstance(named[0], str)
+        if named and not info.whole and not (one and names_causal_model(named[0], raw["model_type"])):
+            raise UnsupportedModel(f"architectures={named!r} is not supported, wanted [{info.kind.__name__!r}]")
+    return info
+
+
+def check_before_download(directory: Path) -> None:
+    """Refuses a model by its config alone, before its weights are fetched."""
+    raw = check_config_file(directory)
+    config = _build_config(directory, raw)
+    if raw["model_type"] not in FAMILIES and native_text_part(config) is None:
+        _hosted_info(directory, raw, config)
+
+
+def _quantisation(directory: Path, raw: Mapping[str, Any]) -> Quantisation | None:
+    beside = directory / MODELOPT
+    return quantisation_of(raw, read_json(beside) if beside.is_file() else None)
+
+
+def _refuse_other_weights(directory: Path, raw: Mapping[str, Any]) -> None:
+    """Refuses files from which transformers would make another model than the one that `find_shards` finds."""
+    used, asked = SINGLE if (directory / SINGLE).is_file() else INDEX, raw.get("transformers_weights")
+    if asked is not None and asked != used:
+        raise UnsupportedModel(
+            f"{directory / CONFIG}: transformers_weights={asked!r} names other weights than {used}, the ones that are "
+            "read here; save the model again with save_pretrained, or delete that field"
+        )
+    if (directory / ADAPTER).is_file() and any(directory.glob("adapter_model.*")):
+        raise UnsupportedModel(
+            f"{directory}: {ADAPTER} and its weights lie beside those of the model, and transformers puts the adapter "
+            "on top of them; save the merged model (merge_and_unload()), or delete adapter_* if the weights are merged"
+        )
+
+
+def _with_own_head(spec: ModelSpec, tensors: NamedTensors, name: str) -> ModelSpec:
+    if not spec.tied or not has_own_head(tensors):
+        return spec
+    warnings.warn(
+        f"{name}: the config ties the head to the embedding, but another {HEAD} is stored: it is used as it is, as in "
+        "transformers. Set tie_word_embeddings to false in config.json if that is meant, or delete the tensor",
+        stacklevel=2,
+    )
+    return replace(spec, tied=False)
+
+
+def _with_stored_dtype(spec: ModelSpec, infos: Mapping[str, TensorInfo]) -> ModelSpec:
+    stored = infos[EMBED].dtype if EMBED in infos else spec.dtype
+    return spec if isinstance(stored, str) else replace(spec, dtype=stored)
+
+
+def check_config_file(directory: Path) -> dict[str, Any]:
+    """Reads `config.json` and refuses, on the raw JSON, what transformers should not even see.
+
+    Returns:
+        The JSON object.
+
+    Raises:
+        CheckpointError: unreadable, or a size is not a whole number in its limits; names the file and the
+            field.
+        UnsupportedModel: remote code, a quantised checkpoint, or a family or architecture that is not supported.
+    """
+    path = directory / CONFIG
+    if not path.is_file():
+        raise CheckpointError(
+            f"{directory}: has no {CONFIG}; wanted a checkpoint directory as save_pretrained writes it"
+        )
+    raw = with_known_type(path, read_json(path))
+    refuse_remote_code(path, raw)
+    family = raw.get("model_type")
+    if not isinstance(family, str) or not (family in FAMILIES or known_type(family)):
+        raise UnsupportedModel(f"{path}: model_type={family!r} is not supported; {supported_models()}")
+    if family in FAMILIES:
+        with _naming(path):
+            refuse_other_architectures(family, raw.get("architectures"))
+    with _naming(path):
+        quantisation_of(raw)
+    if raw.get("per_layer_config") and family in FAMILIES:
+        raise UnsupportedModel(f"{path}: per_layer_config is not supported; {supported_models()}")
+    check_sizes(raw, str(path), native=family in FAMILIES)
+    if isinstance(raw.get(TEXT_CONFIG), dict):
+        check_sizes(raw[TEXT_CONFIG], f"{path}: {TEXT_CONFIG}", native=False)
+    return raw
+
+
+def _build_config(directory: Path, raw: Mapping[str, Any]) -> PretrainedConfig:
+    from huggingface_hub.errors import StrictDataclassError
+
+    from fastspec.models.config_classes import config_class
+
+    # Not from_pretrained: it would follow `configuration_files` in the checked JSON to another file.
+    family = FAMILIES.get(raw["model_type"])
+    kind = config_class((family and family.read_as) or raw["model_type"])
+    unread = (*UNREAD_FIELDS, *QUANTISED_FIELDS, AUTO_MAP)
+    read = {field: with_floats(copy.deepcopy(value)) for field, value in raw.items() if field not in unread}
+    try:
+        config: PretrainedConfig = kind.from_dict(read)
+    except (StrictDataclassError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
+        raise CheckpointError(f"{directory / CONFIG}: not a valid {raw['model_type']} config: {error}") from error
+    return config

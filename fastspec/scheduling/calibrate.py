@@ -1,0 +1,307 @@
+"""What drafting brings on given prompts: every k is run, its parts are timed, and a verdict names what limits it.
+
+A step of k drafts gives a row tokens(k) = 1 + S_1 + .. + S_k tokens, S_j being the chance that the first j drafts are
+all accepted, here measured position by position. (Where every draft has the same chance a, that is
+(1 - a^(k+1)) / (1 - a): Leviathan et al., arXiv 2211.17192, section 3.3, whose c is a draft pass over a plain step.)
+The prediction for a k is made without having run it:
+
+    tokens(k) / (drafting(k) + scoring(k) + rest) * plain step,  rest = plain step - scoring(0)
+
+from acceptance at the largest k and from the draft's and the target's passes timed by themselves. Where the
+measured speed-up is lower, something else in the step grows with k.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+
+from fastspec.adaptive.controller import Observation, StepContext
+from fastspec.adaptive.estimates import tokens_per_step
+from fastspec.engine.engine import Engine
+from fastspec.graphs.keys import PartKey, StepKey
+from fastspec.sampling.distribution import PhiloxDraws
+from fastspec.scheduling.draft_length import Choice
+from fastspec.scheduling.requests import Call, Request, lengths_of
+from fastspec.scheduling.scheduler import Scheduler
+from fastspec.shapes import StepShape
+from fastspec.step import propose, score
+
+CALIBRATION_TOKENS = 64  # new ones of every prompt, where the caller does not say
+ROUNDS = 2  # every k is run so often, in turn: a machine that slows down slows all
+_REPEATS = 15  # of a part that is timed by itself
+_LIVE_STEPS = 2  # steps before that: then caches hold the prompts
+_COLUMNS = ("k", "step ms", "draft ms", "score ms", "rest ms", "tokens/step", "predicted", "measured")
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """What one k brought.
+
+    Attributes:
+        k: drafts of a step; 0 is plain decoding.
+        steps: that were timed.
+        step_seconds: of a whole step as the scheduler makes it, the median.
+        draft_seconds: of its k draft passes together (a lookup's time where there is no draft model).
+        score_seconds: of the target's pass over k + 1 tokens a row.
+        tokens: emitted by a step a row, measured with this k.
+        predicted_tokens: the same, predicted from acceptance at the largest k.
+        predicted: speed-up over plain decoding, from predicted_tokens and the times of the parts.
+        measured: speed-up over plain decoding: tokens / step_seconds over the same of k = 0.
+    """
+
+    k: int
+    steps: int
+    step_seconds: float
+    draft_seconds: float
+    score_seconds: float
+    tokens: float
+    predicted_tokens: float
+    predicted: float
+    measured: float
+
+    @property
+    def rest_seconds(self) -> float:
+        """Seconds of a step that are neither drafting nor scoring: verification, commit, and waiting for the host."""
+        return max(self.step_seconds - self.draft_seconds - self.score_seconds, 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """What `FastSpecGenerator.calibrate` found; str() of it is a table and a verdict.
+
+    Attributes:
+        device: where.
+        rows: that decoded at once.
+        trials: by k, ascending, 0 first.
+        survival: the chance that the first 1, 2, .. drafts are all accepted.
+    """
+
+    device: str
+    rows: int
+    trials: tuple[Trial, ...]
+    survival: tuple[float, ...]
+
+    @property
+    def best(self) -> int:
+        """The k measured fastest."""
+        return max(self.trials, key=lambda trial: trial.measured).k
+
+    @property
+    def limit(self) -> str:
+        """What limits drafting most: "acceptance", "draft", "scoring" or "overhead"."""
+        return max(self._losses(), key=self._losses().__getitem__)
+
+    @property
+    def draft_pass_seconds(self) -> float:
+        """One draft pass, as the mean over the largest k."""
+        return self.trials[-1].draft_seconds / self.trials[-1].k
+
+    def __str__(self) -> str:
+        """The table, and below it the best k and what limits it."""
+        cells = [list(_COLUMNS), *map(_cells, self.trials)]
+        widths = [max(len(line[column]) for line in cells) for column in range(len(_COLUMNS))]
+        table = ["  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in cells]
+        chances = ", ".join(f"{chance:.0%}" for chance in self.survival)
+        head = f"{self.rows} rows at once on {self.device}; predicted and measured: speed-up over k = 0"
+        return "\n".join(
+            [head, *table, f"the first 1, 2, .. drafts are all accepted in {chances} of steps", *self.words()]
+        )
+
+    def words(self) -> list[str]:
+        """The best k and what limits it, in sentences."""
+        best = next(trial for trial in self.trials if trial.k == self.best)
+        if best.k:
+            first = f"best: k = {best.k}, {best.measured:.2f}x plain decoding"
+        else:
+            shown = self._shown()
+            first = f"best: k = 0. Drafting does not pay here: at its best, k = {shown.k}, it is {shown.measured:.2f}x"
+        return [first, f"what limits it: {self._in_words(self.limit)}"]
+
+    def _shown(self) -> Trial:
+        """The fastest k that drafts."""
+        return max(self.trials[1:], key=lambda trial: trial.measured)
+
+    def _losses(self) -> dict[str, float]:
+        """How much each cause takes from k + 1 tokens in the time of one plain step, on a scale where they add up."""
+        plain, shown = self.trials[0], self._shown()
+        costs = {
+            "draft": shown.draft_seconds,
+            "scoring": max(shown.score_seconds - plain.score_seconds, 0.0),
+            "overhead": max(shown.rest_seconds - plain.rest_seconds, 0.0),
+        }
+        total = sum(costs.values())
+        slower = math.log(max(shown.step_seconds / plain.step_seconds, 1.0))
+        lost = {name: slower * cost / total if total else 0.0 for name, cost in costs.items()}
+        return {"acceptance": math.log((shown.k + 1) / shown.tokens), **lost}
+
+    def _in_words(self, limit: str) -> str:
+        plain, shown = self.trials[0], self._shown()
+        k, slower = shown.k, shown.step_seconds / plain.step_seconds
+        if limit == "acceptance":
+            return (
+                f"acceptance. A step with {k} drafts gives {shown.tokens:.2f} tokens of {k + 1}, and must give "
+                f"{slower:.2f} to break even; a draft that agrees more often with the target would help most"
+            )
+        if limit == "draft":
+            share = shown.draft_seconds / k / plain.step_seconds
+            return (
+                f"the draft. One of its passes takes {share:.2f} plain steps, so even with every draft accepted "
+                f"k = {k} would come to {(k + 1) / slower:.2f}x; a smaller draft would help most"
+            )
+        if limit == "scoring":
+            more = shown.score_seconds / plain.score_seconds
+            why = "a CPU" if self.device.startswith("cpu") else f"with {self.rows} rows the device"
+            return (
+                f"scoring. The target's pass over {k + 1} tokens a row takes {more:.2f}x its pass over one: "
+                f"{why} is busy computing and not just reading weights; fewer drafts, or rows, at once would help most"
+            )
+        return (
+            f"what is around the models. Verification, commit and the host take {shown.rest_seconds * 1e3:.2f} ms of a "
+            f"step, and {plain.rest_seconds * 1e3:.2f} ms of a plain one; graphs=True, where it can be had, leaves the "
+            "host one launch a step"
+        )
+
+
+@dataclass(slots=True)
+class FixedPolicy:
+    """A policy that stays at k and records what the steps did."""
+
+    k: int
+    steps: list[Observation] = field(default_factory=list)
+    few: int | None = None
+
+    def choose(self, context: StepContext) -> int:
+        """Drafts of every step: k."""
+        return self.k
+
+    def observe(self, step: Observation) -> None:
+        """Records the step."""
+        self.steps.append(step)
+
+    def seconds(self, bucket: int) -> list[float]:
+        """Seconds of the undisturbed steps over that many rows."""
+        timed = [step for step in self.steps if step.bucket == bucket and step.caught_up is None]
+        return [step.seconds for step in timed if step.seconds is not None]
+
+    @property
+    def accepted(self) -> list[int]:
+        """Accepted drafts of every row in every step."""
+        return [count for step in self.steps for count in step.accepted]
+
+
+def calibrate(scheduler: Scheduler, requests: list[Request], stop_ids: tuple[int, ...], choice: Choice) -> Calibration:
+    """Runs the requests with every k of a choice, and times drafting and scoring by themselves.
+
+    Args:
+        scheduler: its engine is ready for the choice.
+        requests: as a call has them; they stay as they are.
+        stop_ids: end a row.
+        choice: its controller learns what was found.
+
+    Raises:
+        ValueError: the texts end too early to time a step.
+    """
+    engine = scheduler.engine
+    runs = {k: FixedPolicy(k) for k in choice.ks}
+    for turn in range(ROUNDS):
+        for k in choice.ks if turn % 2 == 0 else reversed(choice.ks):
+            trial = again(requests)
+            call = Call(stop_ids, choice.sampler, lambda made: 0, policy=runs[k], lengths=lengths_of(trial))
+            for _ in scheduler.run(trial, call):
+                pass
+    bucket = engine.bucket(min(len(requests), engine.state.batch))
+    for k, run in runs.items():
+        if not run.seconds(bucket):
+            raise ValueError(
+                f"the texts end before a step of k = {k} over all rows could be timed; give prompts whose "
+                "continuations are longer, or eos_token_id=None and more max_new_tokens"
+            )
+    if choice.controller is not None:
+        choice.controller.learn([step for run in runs.values() for step in run.steps], bucket)
+    parts = _parts(scheduler, requests, choice, bucket)
+    return _summary(runs, parts, bucket, str(engine.state.lengths.device))
+
+
+def again(requests: list[Request]) -> list[Request]:
+    """Fresh copies of requests, without any output."""
+    return [Request(request.prompt, request.max_new_tokens, request.options) for request in requests]
+
+
+def _parts(
+    scheduler: Scheduler, requests: list[Request], choice: Choice, bucket: int
+) -> dict[int, tuple[float, float]]:
+    """Seconds of drafting and of scoring by k: {k: (drafting, scoring)}, over rows in the middle of their texts."""
+    engine = scheduler.engine
+    rows = again(requests)[: engine.state.batch]
+    call = Call((), choice.sampler, lambda made: choice.ks[-1], lengths=lengths_of(rows))
+    running = scheduler.run(rows, call)
+    for _ in range(_LIVE_STEPS):
+        next(running, None)
+    found, lengths = {}, lengths_of(requests)
+    with engine.on_device():
+        for k in reversed(choice.ks):  # largest first: their graphs share one pool
+            shape = engine.typical_shape(k, choice.sampler, choice.top_logprobs, *lengths)
+            draft, score = map(engine.share_seconds, _part_seconds(engine, bucket, shape))
+            assert draft is not None, "both were measured"
+            assert score is not None, "both were measured"
+            found[k] = draft, score
+    return found
+
+
+def _part_seconds(engine: Engine, rows: int, shape: StepShape) -> tuple[float, float]:
+    """Seconds that drafting and scoring take by themselves, over the rows as they are; no row advances.
+
+    With graphs each part is captured as one.
+    """
+    modules, view = engine.modules, engine.state.rows(0, rows)
+    bodies: dict[str, Callable[[], object]] = {"score": lambda: score(modules, view, shape)}
+    if (proposer := modules.proposer) is not None and shape.num_drafts:
+        bodies["draft"] = lambda: propose(proposer, modules, view, shape, PhiloxDraws(view.seeds))
+    taken = {}
+    for name, part in bodies.items():
+        key, body = PartKey(name, StepKey(rows, shape)), partial(_forget, part)
+        engine.runner.capture(key, body, lambda: engine.idle(rows))
+        taken[name] = statistics.median(engine.timed(key, body, _REPEATS))
+    return taken.get("draft", 0.0), taken["score"]
+
+
+def _forget(part: Callable[[], object]) -> None:
+    """Runs a part, and ignores its result."""
+    part()
+
+
+def _summary(
+    runs: dict[int, FixedPolicy], parts: dict[int, tuple[float, float]], bucket: int, device: str
+) -> Calibration:
+    deepest = max(runs)
+    counts = runs[deepest].accepted
+    survival = tuple(sum(count >= j for count in counts) / len(counts) for j in range(1, deepest + 1))
+    steps = {k: statistics.median(run.seconds(bucket)) for k, run in runs.items()}
+    rest = max(steps[0] - parts[0][1], 0.0)
+
+    def trial(k: int) -> Trial:
+        draft, score = parts[k]
+        tokens = 1 + statistics.mean(runs[k].accepted)
+        predicted = tokens_per_step(survival, k)
+        ahead = predicted * ((parts[0][1] + rest) / (draft + score + rest))
+        timed = len(runs[k].seconds(bucket))
+        measured = tokens * (steps[0] / steps[k])
+        return Trial(k, timed, steps[k], draft, score, tokens, predicted, ahead, measured)
+
+    rows = max(len(step.accepted) for step in runs[0].steps)
+    return Calibration(device, rows, tuple(trial(k) for k in sorted(runs)), survival)
+
+
+def _cells(trial: Trial) -> list[str]:
+    times = (trial.step_seconds, trial.draft_seconds, trial.score_seconds, trial.rest_seconds)
+    ratios = (trial.predicted, trial.measured)
+    return [
+        str(trial.k),
+        *(f"{time * 1e3:.3f}" for time in times),
+        f"{trial.tokens:.2f}",
+        *(f"{x:.2f}x" for x in ratios),
+    ]

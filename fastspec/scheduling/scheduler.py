@@ -1,0 +1,396 @@
+"""The scheduler: admits requests to rows, launches steps ahead, reads what they emitted. It outlives calls.
+
+It knows requests, not batch positions: a request waits, gets the lowest free row when its pages fit, may move to a
+lower row, and gives row and pages back when it ends, while the other rows go on. `prefill_queue` prefills the prompts.
+Everything it asks of the device is queued in one stream. The host waits only when it reads a step's results, and by
+then later steps are queued already.
+
+`step` belongs to one thread at a time. `add` and `cancel` may be called from any thread: they go through a queue that
+the next step empties.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import replace
+from queue import SimpleQueue
+
+from fastspec.adaptive.controller import Observation, StepContext
+from fastspec.engine.engine import Engine
+from fastspec.errors import OutOfPages
+from fastspec.graphs.results import RowResult
+from fastspec.scheduling import admission
+from fastspec.scheduling.prefill import PrefillQueue, lag_of, passes_of
+from fastspec.scheduling.requests import Call, InFlightStep, Request, constrained, due, grammar_steps, may_draft
+from fastspec.scheduling.step_timer import StepTimer
+from fastspec.shapes import FULL, GRAMMAR_ONLY, GREEDY, MIXED_DRAFTS, StepShape
+from fastspec.state import IDLE, PREFILLED, RUNNING
+
+
+class Scheduler:
+    """Runs requests to their end, step by step.
+
+    Args:
+        engine: what it runs on. Its state is reset here.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self._arrivals: SimpleQueue[tuple[Request, Call | None]] = SimpleQueue()  # None: cancel
+        self._calls: dict[Request, Call] = {}  # of every request that has not ended
+        self._queue = PrefillQueue(engine)
+        self._rows: dict[int, Request] = {}  # row of the state -> request in it that steps
+        self._in_flight: deque[InFlightStep] = deque()
+        self._clock = StepTimer(ahead=engine.runner.depth > 1)
+        self._disturbed = False  # other work was queued since the last step
+        self._last_k = 0
+        self._interrupted = True  # something may be half done: the next step begins with a reset
+
+    @property
+    def idle(self) -> bool:
+        """Whether no request waits or runs."""
+        return not self._calls and self._arrivals.empty()
+
+    def add(self, request: Request, call: Call) -> None:
+        """Queues a request; from any thread.
+
+        Raises:
+            OutOfPages: it needs more pages than there are.
+        """
+        self.check(request)
+        request.begin(self.engine.max_drafts)
+        self._arrivals.put((request, call))
+
+    def check(self, request: Request) -> None:
+        """Raises OutOfPages where a request could never run."""
+        pages = self.engine.pages
+        if pages.pages_for(self._positions(request)) >= pages.num_pages:
+            raise OutOfPages(
+                f"a row of {request.limit} tokens needs {pages.pages_for(self._positions(request))} pages, and the "
+                f"cache has {pages.num_pages - 1}; ask for fewer new tokens, or raise max_length"
+            )
+
+    def cancel(self, request: Request) -> None:
+        """Ends a request before its time; from any thread. One that has ended stays as it is."""
+        self._arrivals.put((request, None))
+
+    def step(self) -> dict[Request, list[int]]:
+        """Launches what may be launched, then reads the oldest step: the new tokens of each request in it.
+
+        Empty when there is nothing to do.
+        """
+        with self.engine.on_device():
+            if self._interrupted:
+                self._reset()
+            self._interrupted = True
+            emitted = self._advance()
+            self._interrupted = False
+        return emitted
+
+    def run(self, requests: list[Request], call: Call) -> Iterator[dict[int, list[int]]]:
+        """Runs requests to their end; yields, after every step, the new tokens of those that got some, by index.
+
+        Other requests of the scheduler go on meanwhile. Leaving the iteration cancels the requests of this one.
+        """
+        self.engine.runner.wait_for_caller()
+        places = {request: index for index, request in enumerate(requests)}
+        try:
+            for request in requests:
+                self.add(request, call)
+            while any(request.finish_reason is None for request in requests):
+                # the device's context is left before yielding: it would leak into the caller
+                emitted = self.step()
+                self._clock.leave()
+                yield {places[request]: tokens for request, tokens in emitted.items() if request in places}
+                self._clock.back()
+        finally:
+            for request in requests:
+                if request.finish_reason is None:
+                    self.cancel(request)
+
+    def _reset(self) -> None:
+        """Starts anew after a step was interrupted: what is in rows has ended, what waits goes on waiting."""
+        engine = self.engine
+        engine.ring.correct_count()
+        engine.state.reset()
+        engine.pages.release_all()
+        self._queue.reset()
+        self._in_flight.clear()
+        for request in [request for request in self._calls if request not in self._queue.waiting]:
+            self._end(request, "error")
+        self._rows.clear()
+        self._restart_clock()
+
+    def _restart_clock(self) -> None:
+        self._clock = StepTimer(ahead=self.engine.runner.depth > 1)
+        self._disturbed, self._last_k = False, 0
+
+    def _advance(self) -> dict[Request, list[int]]:
+        self._take_arrivals()
+        if not self._rows:
+            self._in_flight.clear()  # the results of those steps are not read
+            self._restart_clock()
+        self._admit()
+        self._compact()
+        while len(self._in_flight) < self.engine.runner.depth and self._launch():
+            pass
+        return self._collect(self._in_flight.popleft()) if self._in_flight else {}
+
+    def _take_arrivals(self) -> None:
+        while not self._arrivals.empty():  # only steps take from it
+            request, call = self._arrivals.get_nowait()
+            if call is not None:
+                self._calls[request] = call
+                self._queue.waiting.append(request)
+            elif request in self._calls:
+                self._drop(request)
+
+    def _drop(self, request: Request) -> None:
+        """Cancels a request that waits or runs."""
+        self._end(request, "cancelled")
+        if request in self._rows.values():
+            self._free_row(request, running=True)
+        else:
+            self._queue.drop(request)
+
+    def _end(self, request: Request, reason: str) -> None:
+        request.finish_reason = request.finish_reason or reason
+        del self._calls[request]
+
+    def _free_row(self, request: Request, *, running: bool) -> None:
+        """Gives back the row and the pages of a request that has ended; `running`: the device does not know."""
+        row = next(row for row, owner in self._rows.items() if owner is request)  # it may have moved since its step
+        del self._rows[row]
+        self._queue.keep(request, row)
+        self.engine.pages.release(row)
+        if running:  # before another row gets these pages
+            self.engine.state.finish[row].fill_(IDLE)
+
+    def _launch(self) -> bool:
+        """Queues the next step, unless no row is sure to need it, or it must wait for earlier ones."""
+        requests = due(self._rows, self._in_flight)
+        # run ahead only if some row needs this step even when every draft in flight is accepted
+        needed = self._surely_needs_step if self._in_flight else self._may_need_step
+        if not any(map(needed, requests.values())):
+            return False
+        first = {row: request for row, request in requests.items() if request.prefilled}
+        if first:
+            return self._launch_first_tokens(first)
+        calls = {self._calls[request] for request in requests.values()}
+        k, drafting = self._choose_drafts(
+            {row: request for row, request in requests.items() if request.grammar is None}
+        )
+        passes = 0.0
+        if k:
+            if self._in_flight and any(requests[row].draft_lag for row in drafting):
+                return False  # how far the draft is behind is known once those steps are read
+            passes = self._queue.catch_up({row: self._rows[row] for row in drafting})
+        drafted, (k, masked) = k, grammar_steps(requests, self._calls, k)
+        rows = self.engine.bucket(max(self._rows) + 1)
+        shape = self._shape(k, calls, requests)
+        if masked:
+            shape = replace(shape, grammars=MIXED_DRAFTS if drafted else GRAMMAR_ONLY)
+        shape = self.engine.captured_shape(rows, shape)
+        if not self._ready(rows, shape, calls):
+            return False
+        if masked:
+            admission.allow(self.engine.state, masked, k)
+        resumed = passes if passes or (drafted and not self._last_k) else None
+        # a step launched into an empty queue began when the host came to it, not when the one before it ended
+        timed = not self._disturbed and (resumed is not None or bool(self._in_flight) or self.engine.runner.depth == 1)
+        sequence = self.engine.launch(rows, shape)
+        self._in_flight.append(InFlightStep(sequence, requests, k, rows, resumed, timed, drafting))
+        for call in calls:
+            call.steps += 1
+        self._last_k, self._disturbed = drafted, False
+        for row, request in requests.items():
+            request.draft_lag |= not drafted or row not in drafting
+        return True
+
+    def _launch_first_tokens(self, requests: dict[int, Request]) -> bool:
+        """Queues the step for the first tokens of rows whose long prompts are prefilled; other rows are not in it."""
+        calls = {self._calls[request] for request in requests.values()}
+        rows, masked = self.engine.bucket(max(self._rows) + 1), grammar_steps(requests, self._calls, 0)[1]
+        shape = self.engine.captured_shape(
+            rows, self._shape(0, calls, requests).for_first_tokens(grammars=bool(masked))
+        )
+        if not self._ready(rows, shape, calls):
+            return False
+        if masked:
+            admission.allow(self.engine.state, masked, 0, PREFILLED)
+        sequence = self.engine.launch(rows, shape)
+        self._in_flight.append(InFlightStep(sequence, requests, 0, rows, None, False, frozenset(), first_token=True))
+        self._disturbed = True
+        for request in requests.values():
+            request.prefilled, request.draft_lag = False, True
+        return True
+
+    def _ready(self, rows: int, shape: StepShape, calls: set[Call]) -> bool:
+        """Whether such a step can be launched now. One that is not captured yet is, once all results are read."""
+        foreseen = len(calls) == 1 and not any(call.joined for call in calls) and not constrained(self._rows)
+        if not foreseen and not self.engine.ready(rows, shape):
+            if self._in_flight:
+                return False  # a capture runs steps of its own: results in flight are read first
+            self.engine.capture(rows, shape)
+            self._disturbed = True
+        return True
+
+    def _shape(self, k: int, calls: set[Call], requests: dict[int, Request]) -> StepShape:
+        """The shape of the next step: what any of the running calls needs."""
+        if self.engine.runner.static:  # one kind of captured step serves a whole call
+            longest, shortest = max(call.lengths[0] for call in calls), min(call.lengths[1] for call in calls)
+        else:
+            now = [request.length for request in requests.values()]
+            longest, shortest = max(now) + (len(self._in_flight) + 1) * (self.engine.max_drafts + 1), min(now)
+        recorded = [call.top_logprobs for call in calls if call.top_logprobs is not None]
+        sampler = FULL if any(call.full for call in calls) else GREEDY
+        return self.engine.shape(k, sampler, max(recorded, default=None), longest, shortest)
+
+    def _choose_drafts(self, requests: dict[int, Request]) -> tuple[int, frozenset[int]]:
+        """Drafts for the next step, and the rows that draft; rows of other calls have fewer, or none."""
+        if not requests:
+            return 0, frozenset()
+        calls, wanted = {self._calls[request] for request in requests.values()}, []
+        for call in calls:
+            own = {row: request for row, request in requests.items() if self._calls[request] is call}
+            wanted.append(self._drafts_of_call(call, own))
+        largest = max(k for k, _ in wanted)
+        alone = len(calls) == 1
+        limits = {row: self.engine.max_drafts if alone else k for k, rows in wanted if k or not largest for row in rows}
+        if largest:
+            for row, request in requests.items():
+                self._limit_drafts(row, request, limits.get(row, 0))
+        return largest, frozenset(limits)
+
+    def _drafts_of_call(self, call: Call, requests: dict[int, Request]) -> tuple[int, frozenset[int]]:
+        """Drafts that one call wants, and the rows of it that draft."""
+        willing = may_draft(requests)
+        if not willing:
+            return 0, frozenset()  # a plain step
+        if call.policy is None:
+            return call.choose_k(call.steps), frozenset(willing)
+        passes = {row: passes_of(lag_of(self.engine, requests[row])) for row in willing}
+        nearest = sorted(willing, key=lambda row: (passes[row], row))
+        remaining = max(request.limit - request.length for request in requests.values())
+        behind = tuple(passes[row] for row in nearest)
+        k = call.policy.choose(StepContext(self.engine.bucket(max(self._rows) + 1), remaining, behind))
+        return k, frozenset(nearest[: call.policy.few])
+
+    def _limit_drafts(self, row: int, request: Request, drafts: int) -> None:
+        """Lets at most so many drafts of a row count, and no more than its options allow."""
+        limit = min(drafts, admission.draft_limit(request.options, self.engine.max_drafts))
+        if limit != request.draft_limit:
+            self.engine.state.draft_limits[row].fill_(limit)
+            request.draft_limit = limit
+
+    def _may_need_step(self, request: Request) -> bool:
+        """Whether a request can outlast the steps launched for it, each of which emits a token at least."""
+        launched = sum(request in step.requests.values() for step in self._in_flight)
+        return request.length + launched < request.limit
+
+    def _surely_needs_step(self, request: Request) -> bool:
+        """Whether a request is sure to outlast the steps launched for it, but for stop ids."""
+        emitted = sum(step.k + 1 for step in self._in_flight if request in step.requests.values())
+        return request.length + emitted < request.limit
+
+    def _positions(self, request: Request) -> int:
+        """Cache positions that a request may write."""
+        return request.limit + self.engine.max_drafts + 1
+
+    def _admit(self) -> None:
+        """Prefills prompts, first come first served: whole, or within the budget where rows of other calls wait."""
+        fed, queue, began = 0, self._queue, None
+        budgets = queue.budgets(len(self._rows))
+        while (request := queue.request or (began := self._begin())) is not None:
+            budget = self._budget(self._calls[request])
+            fed += queue.feed(None if budget is None else budget * budgets - fed, at_least_one=not fed)
+            if request is began:  # after its first passes: the device works meanwhile
+                self._fill_options(queue.row, request)
+            self._disturbed = True
+            if queue.request is not None:
+                break
+            self._rows[queue.row] = request
+        queue.flush()
+
+    def _budget(self, call: Call) -> int | None:
+        """Prompt tokens of a call that are prefilled between two steps; None: all, no other call's rows wait."""
+        alone = not self._rows or (not call.joined and all(self._calls[other] is call for other in self._rows.values()))
+        return None if alone else self.engine.prefill_budget
+
+    def _begin(self) -> Request | None:
+        """Gives a row to the first waiting request, if a row is free and its pages fit."""
+        waiting = self._queue.waiting
+        begun = self._queue.begin(self._rows, self._positions(waiting[0])) if waiting else None
+        if begun is None:
+            return None
+        request, pages = begun
+        call, state, row = self._calls[request], self.engine.state, self._queue.row
+        admission.fill_prompt(state, row, request.prompt, pages, call.stop_ids, request.draft_length)
+        request.draft_limit = admission.draft_limit(request.options, self.engine.max_drafts)
+        budget = self._budget(call)
+        # without a budget only rows of its own call wait for the draft's passes
+        wants = request.options.draft_limit != 0 and request.grammar is None
+        drafting = budget is not None and wants and self._draft_follows(call)
+        self._queue.plan(drafting=drafting, max_tokens=budget)
+        return request
+
+    def _draft_follows(self, call: Call) -> bool:
+        """Whether the next steps of a call are going to draft."""
+        if not self.engine.reads_prompts:
+            return False
+        return self._last_k > 0 if call.policy else call.choose_k(call.steps) > 0
+
+    def _fill_options(self, row: int, request: Request) -> None:
+        """Fills what steps read of a row."""
+        full = request.has_tables = any(each.full for each in self._calls.values())
+        state, sampler = self.engine.state, FULL if full else GREEDY
+        admission.fill_options(state, row, len(request.prompt), request.limit, request.options, sampler)
+        for other, running in self._rows.items() if full else ():
+            if not running.has_tables:  # admitted when no step read them
+                admission.fill_tables(state, other, len(running.prompt), running.options)
+                running.has_tables = True
+
+    def _compact(self) -> None:
+        """Moves the highest rows down when the next step can then run over half as many."""
+        while self._rows and self.engine.bucket(max(self._rows) + 1) > self.engine.bucket(len(self._rows)):
+            source = max(self._rows)
+            taken = {*self._rows, self._queue.row} if self._queue.request else self._rows
+            place = next((row for row in range(source) if row not in taken), None)
+            if place is None:
+                return  # except the one whose prompt is being prefilled
+            self._rows[place] = self._rows.pop(source)
+            self.engine.move(source, place)
+            self._disturbed = True
+
+    def _collect(self, step: InFlightStep) -> dict[Request, list[int]]:
+        """Reads a step's results; frees the rows that finished."""
+        waited = self.engine.runner.depth == 1 or not self.engine.ring.ready(step.sequence)
+        results = self.engine.ring.read(step.sequence, max(step.requests) + 1)
+        self._report(step, results, self._clock.arrived(waited))
+        emitted: dict[Request, list[int]] = {}
+        for row, request in sorted(step.requests.items()):
+            if request.finish_reason is not None:
+                continue  # it ended in a step that was read after this one was launched
+            emitted[request] = tokens = request.record(results[row], step.k)
+            top = self._calls[request].top_logprobs
+            if top is not None:
+                logprobs, pairs = self.engine.ring.logprobs(step.sequence, row, len(tokens), top)
+                request.logprobs += logprobs
+                request.top_logprobs += pairs
+            if request.finish_reason is not None:
+                self._free_row(request, running=results[row].finish == RUNNING)
+                self._end(request, request.finish_reason)
+        return emitted
+
+    def _report(self, step: InFlightStep, results: list[RowResult], seconds: float | None) -> None:
+        """Tells a call's policy what a step did to the rows that it found running; not of steps that calls share."""
+        going = {row for row, request in step.requests.items() if request.finish_reason is None}
+        calls = {self._calls[step.requests[row]] for row in going}
+        policy = calls.pop().policy if len(calls) == 1 else None
+        if policy is None or step.first_token or constrained(step.requests):
+            return  # such a step drafts as its grammars have it, or is for first tokens alone
+        accepted = {row: results[row].accepted for row in sorted(going) if results[row].accepted >= 0}
+        drafting = tuple(count for row, count in accepted.items() if row in step.drafting)
+        quiet = self.engine.share_seconds(seconds if step.timed else None)
+        policy.observe(Observation(step.k, step.bucket, drafting, quiet, step.resumed, len(accepted)))

@@ -1,0 +1,148 @@
+"""Generators on 1, 2 and 4 processes over gloo: the same text, with every proposer, and with none."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.distributed import tasks
+from tests.helpers import quantised
+from tests.helpers.rank_processes import Processes, Rank
+
+CALLS: list[dict[str, Any]] = [
+    {"num_speculative_tokens": 0},
+    {"num_speculative_tokens": 4},
+    {"prompts": 1, "num_speculative_tokens": 2},
+    {**tasks.SAMPLED, "seed": 7},
+    {"repetition_penalty": 1.2, "logprobs": 2},
+]
+Pair = tuple[str, str]
+
+
+def one(options: dict[str, Any], calls: list[dict[str, Any]]) -> list[Any]:
+    """What one rank gives, in this process."""
+    here = Rank(0, 1, None)  # type: ignore[arg-type]  # which waits for nobody
+    tasks.open_generator(here, "one", {"tensor_parallel": 1, **options})
+    found = tasks.texts(here, "one", calls)
+    here.kept["one"].close()
+    return found
+
+
+def test_two_and_four_ranks_give_the_text_of_one(pair: Pair, two: Processes, four: Processes) -> None:
+    want = one({"pair": pair}, CALLS)
+    assert want[0] == want[1], "drafts change nothing"
+    for ranks, processes in ((2, two), (4, four)):
+        said = processes.run(tasks.open_generator, "pair", {"pair": pair, "tensor_parallel": ranks})
+        assert all("the same text on 1, 2, 4 and 8 ranks; draft whole on every rank" in each for each in said), said
+        assert processes.run(tasks.texts, "pair", CALLS) == [want] * ranks
+
+
+def test_a_quantised_target_is_cut(pair: Pair, two: Processes, tmp_path: Path) -> None:
+    settings = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}
+    quantised.write(Path(pair[0]), tmp_path / "awq", settings, quantised.awq(32))
+    options = {"pair": (str(tmp_path / "awq"), pair[1])}
+    want = one(options, CALLS)
+    assert want != one({"pair": pair}, CALLS)
+    two.run(tasks.open_generator, "awq", {**options, "tensor_parallel": 2})
+    assert two.run(tasks.texts, "awq", CALLS) == [want, want]
+
+
+@pytest.mark.parametrize("form", ["fp8", pytest.param("int8", marks=pytest.mark.slow), "int4"])
+def test_a_target_that_is_rounded_while_it_is_loaded_has_one_text_on_all_ranks(
+    form: str, pair: Pair, two: Processes
+) -> None:
+    """With drafts and without; each rank rounds its slices by themselves, so that text is another than one rank's."""
+    said = two.run(tasks.open_generator, form, {"pair": pair, "tensor_parallel": 2, "target_quantization": form})
+    assert all("text may differ from that of another number of ranks" in each for each in said), said
+    first, second = two.run(tasks.texts, form, CALLS)
+    assert first == second
+    assert first[0] == first[1], "drafts change nothing"
+    assert first != one({"pair": pair}, CALLS), "it was rounded"
+
+
+OTHER_WAYS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "a draft that is split": ({"draft_tensor_parallel": "split"}, {}),
+    "lookup alone": ({"lookup": True, "plain": True}, {}),
+    "lookup before the draft": ({"lookup": True}, {}),
+    "a proposer of one's own that reads hidden states": ({"own": True, "plain": True}, {}),
+    "coupled": ({"verification": "coupled"}, {**tasks.SAMPLED, "seed": 3}),
+    "rejection": ({"verification": "rejection"}, {**tasks.SAMPLED, "seed": 3}),
+}
+
+
+@pytest.mark.parametrize("way", OTHER_WAYS)
+def test_two_ranks_give_the_text_of_one_in_every_other_way(way: str, pair: Pair, two: Processes) -> None:
+    options, call = OTHER_WAYS[way]
+    (want,) = one({"pair": pair, **{k: v for k, v in options.items() if k != "draft_tensor_parallel"}}, [call])
+    two.run(tasks.open_generator, way, {"pair": pair, "tensor_parallel": "auto", **options})
+    assert two.run(tasks.text, way, call) == [want, want]
+
+
+def test_ranks_draw_alike_without_a_seed_and_choose_k_alike(pair: Pair, two: Processes) -> None:
+    two.run(tasks.open_generator, "auto", {"pair": pair, "tensor_parallel": 2, "num_speculative_tokens": "auto"})
+    first, second = two.run(tasks.text, "auto", {})
+    assert first == second, "k is chosen by the times of rank 0"
+    first, second = two.run(tasks.texts, "auto", [{**tasks.SAMPLED, "max_new_tokens": 30}] * 2)
+    assert first == second, "seeds are those of rank 0"
+    assert first[0] != first[1], "which draws others for every call"
+
+
+def test_a_stream_that_all_ranks_leave_at_the_same_place_leaves_the_generator_usable(
+    pair: Pair, two: Processes
+) -> None:
+    two.run(tasks.open_generator, "streams", {"pair": pair, "tensor_parallel": 2})
+    first, second = two.run(tasks.streamed, "streams", 3)
+    assert first == second
+    assert len(first) == 3
+    assert two.run(tasks.text, "streams", {}) == one({"pair": pair}, [{}]) * 2
+
+
+def test_an_argument_that_differs_on_one_rank_is_named_before_anything_is_launched(pair: Pair, two: Processes) -> None:
+    two.run(tasks.open_generator, "differs", {"pair": pair, "tensor_parallel": 2})
+    for options, named in (
+        ([{"prompts": 1}, {"prompts": 2}], "rank 1 was asked for another prompts"),
+        ([{"top_k": 4, **tasks.SAMPLED}, tasks.SAMPLED], "rank 1 was asked for another option top_k than rank 0"),
+        ([{}, {"prompts": 1, "logprobs": 2}], "another prompts and option logprobs than rank 0"),
+        ([{}, {"eos_token_id": [3]}], "another option eos_token_id than rank 0"),
+    ):
+        for found in two.run(tasks.call_with, "differs", options):
+            assert named in found, found
+    first, second = two.run(tasks.call_with, "differs", [{}, {"top_p": 7.0}])
+    assert "rank 1 refused what this rank would do: ValueError" in first
+    assert second.startswith("ValueError: top_p")
+    for found in two.run(tasks.warm_up_with, "differs", [(1,), (2,)]):
+        assert "rank 1 was asked for another warm-up than rank 0" in found, found
+    first, second = two.run(tasks.warm_up_with, "differs", [(1,), (99,)])
+    assert "rank 1 refused what this rank would do: ValueError: num_speculative_tokens=99" in first
+    assert second.startswith("ValueError: num_speculative_tokens=99")
+    assert two.run(tasks.warm_up_with, "differs", [("auto",), ("auto",)]) == ["ready"] * 2
+    assert two.run(tasks.text, "differs", {}) == one({"pair": pair}, [{}]) * 2, "it stays usable"
+
+
+def test_a_generator_that_differs_on_one_rank_is_refused_by_all(pair: Pair, two: Processes) -> None:
+    same = {"pair": pair, "tensor_parallel": 2}
+    for options, named in (
+        ([same, {**same, "pair": (pair[1], pair[1])}], "another checkpoint"),
+        ([same, {**same, "max_batch_size": 3}], "another option"),
+        ([same, {**same, "prefill_budget": 64}], "another option"),
+        ([same, {**same, "draft_tensor_parallel": "split"}], "another draft_tensor_parallel"),
+    ):
+        for found in two.run(tasks.open_with, options):
+            assert named in found, found
+    first, second = two.run(tasks.open_with, [same, {**same, "pair": ("/nowhere/at/all", None)}])
+    assert "rank 1 refused" in first
+    assert second.startswith("CheckpointError")
+    for wrong, error in (
+        ({"exact": None}, "ValueError: exact must be True or False"),
+        ({"draft_tensor_parallel": "halved"}, "UnsupportedOption: draft_tensor_parallel='halved' is not supported"),
+        ({"tensor_parallel": 4}, "UnsupportedOption: tensor_parallel=4, and there are 2 processes"),
+        ({"tensor_parallel": 3}, "UnsupportedOption: tensor_parallel=3 is not supported"),
+        ({"proposer": "draft"}, "ValueError: proposer str has no propose"),
+    ):  # what a rank can tell from its own arguments ends the others' wait, too
+        first, second = two.run(tasks.open_with, [same, {**same, **wrong}])
+        assert second.startswith(error), second
+        assert "rank 1 refused what this rank would do" in first, first
+    # the shorter rows of one rank are those of all
+    two.run(tasks.open_generator, "short", same)
