@@ -17,6 +17,7 @@ from fastspec.cli.imports import import_all
 from fastspec.cli.output import write_text
 from fastspec.cli.progress import Progress
 from fastspec.errors import InvalidLogits
+from fastspec.text.chat_template import ChatTemplate, ConversationError
 
 if TYPE_CHECKING:
     from fastspec.generator import FastSpecGenerator
@@ -94,12 +95,12 @@ class Conversation:
         tokenizer = self.generator.tokenizer
         if tokenizer is None:
             raise ValueError("the target brings no tokenizer; put its tokenizer.json beside its config.json")
-        self._tokenizer = tokenizer
+        self._tokenizer, self._template = tokenizer, ChatTemplate(tokenizer)
 
     @property
     def templated(self) -> bool:
         """Whether the checkpoint says how a conversation is written."""
-        return bool(self._tokenizer.chat_template)
+        return self._template.exists
 
     @property
     def manner(self) -> str:
@@ -180,16 +181,11 @@ class Conversation:
             return list(
                 self._tokenizer((self.system or "") + "".join(f"{text}\n" for _, text in self.said))["input_ids"]
             )
-        from jinja2.exceptions import TemplateError
-
         head = [{"role": "system", "content": self.system}] if self.system else []
-        messages = [*head, *({"role": role, "content": text} for role, text in self.said)]
         try:
-            made: Any = self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
-        except Exception as error:  # a template is the checkpoint's program: it may fail in any way
-            told = f"{type(error).__name__}: {error}" if not isinstance(error, TemplateError) else error
-            raise ValueError(f"the chat template refuses this: {told}; leave out --system, or /clear") from error
-        return list(made["input_ids"])
+            return self._template.ids([*head, *({"role": role, "content": text} for role, text in self.said)])
+        except ConversationError as error:
+            raise ValueError(f"{error}; leave out --system, or /clear") from error
 
 
 def _lines() -> Iterator[str]:

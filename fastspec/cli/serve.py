@@ -43,6 +43,13 @@ def serve(
     api_key: Annotated[
         str | None, typer.Option(metavar="KEY|@FILE", help="Clients must send it; @FILE reads it from a file.")
     ] = None,
+    sanitize_control_tokens: Annotated[
+        bool,
+        typer.Option(
+            "--sanitize-control-tokens",
+            help="Read control tokens in messages, such as <|im_end|>, as plain text: a user cannot forge a turn.",
+        ),
+    ] = False,
     limits: Annotated[
         list[str] | None,
         typer.Option(
@@ -87,7 +94,9 @@ def serve(
                 if on is None:  # rank 0 answers
                     follow(generator)
                     return
-                service = Service(generator, name or _name(target), limited)
+                service = Service(
+                    generator, name or _name(target), limited, sanitize_control_tokens=sanitize_control_tokens
+                )
                 address = f"http://{f'[{host}]' if ':' in host else host}:{on.getsockname()[1]}/v1"
 
                 def started() -> None:

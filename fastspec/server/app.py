@@ -167,9 +167,10 @@ def check_api_key(key: str | None) -> None:
 
 
 def _check_key(request: Request, key: str | None) -> None:
-    given = request.headers.get("authorization", "")
-    # headers are bytes, read as latin-1 on the way
-    if key is not None and not secrets.compare_digest(given.encode("latin-1"), f"Bearer {key}".encode()):
+    scheme, _, given = request.headers.get("authorization", "").partition(" ")
+    # the scheme has no case (RFC 9110, 11.1); headers are bytes, read as latin-1 on the way
+    sent = given.strip(" ").encode("latin-1") if scheme.lower() == "bearer" else b""
+    if key is not None and not secrets.compare_digest(sent, key.encode()):
         raise Refusal(
             "this server wants its API key: send the header Authorization: Bearer KEY",
             status=401,

@@ -21,7 +21,6 @@ _TEMPLATED = frozenset(
 )
 _ID = re.compile("0|[1-9][0-9]{0,17}")
 _TOLD = 80  # characters of a value that a message repeats
-_ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 class StreamOptions(BaseModel):
@@ -193,6 +192,7 @@ class Chat(Body):
     parallel_tool_calls: Literal[True] | None = None
     modalities: list[Literal["text"]] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    sanitize_control_tokens: bool | None = None
 
     @model_validator(mode="after")
     def _together(self) -> Chat:
@@ -218,32 +218,6 @@ class Chat(Body):
         if self.max_completion_tokens is not None:
             return "max_completion_tokens", self.max_completion_tokens
         return "max_tokens", self.max_tokens
-
-    def conversation(self) -> list[dict[str, Any]]:
-        """The messages as a chat template takes them: contents are texts.
-
-        Raises:
-            Refusal: a message without a role, or with a content that is no text.
-        """
-        return [_message(index, dict(message)) for index, message in enumerate(self.messages)]
-
-
-def _message(index: int, message: dict[str, Any]) -> dict[str, Any]:
-    place = f"messages[{index}]"
-    if message.get("role") not in _ROLES:
-        raise Refusal(f"{place}.role must be one of {', '.join(_ROLES)}, got {message.get('role')!r}", "messages")
-    content = message.get("content")
-    if isinstance(content, list):
-        if not all(isinstance(part, dict) and part.get("type") == "text" for part in content):
-            raise Refusal(
-                f"{place}.content may have parts of type text alone; this server reads nothing else", "messages"
-            )
-        if not all(isinstance(part.get("text"), str) for part in content):
-            raise Refusal(f"{place}.content: the text of each part must be a text", "messages")
-        content = "".join(part["text"] for part in content)
-    if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
-        raise Refusal(f"{place}.content must be a text, got {content!r}", "messages")
-    return message | {"content": content or ""}
 
 
 def _id(key: str) -> int:

@@ -23,7 +23,10 @@ def listening(host: str, port: int) -> socket.socket:
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        return socket.create_server((host, port), family=family, backlog=1024)
+        made = socket.create_server((host, port), family=family, backlog=1024)
+        # accepted connections inherit it; asyncio sets it only on sockets whose protocol number is IPPROTO_TCP
+        made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return made
     except OSError as error:
         raise ValueError(f"cannot listen on {host}, port {port}: {error}; take another --host or --port") from error
 

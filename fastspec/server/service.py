@@ -8,7 +8,6 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import Any
 
-from jinja2.exceptions import TemplateError
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from transformers import PreTrainedTokenizerBase
 
@@ -19,6 +18,7 @@ from fastspec.inputs.values import whole
 from fastspec.server.errors import Refusal, failed, going_down, of_option, too_late
 from fastspec.server.fields import Body, Chat, Completion
 from fastspec.server.texts import Answer, Piece
+from fastspec.text.chat_template import ChatTemplate, ConversationError
 
 COMPLETION_TOKENS = 16  # of /v1/completions where the request does not say, as OpenAI has it
 
@@ -50,10 +50,26 @@ class Limits:
             raise ValueError(f"limits: seconds must be a number above 0, got {self.seconds!r}")
 
 
-class Meters:
-    """What /metrics tells, in a registry of its own."""
+# seconds, the bounds of histograms: each about twice the one before
+_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 
-    def __init__(self) -> None:
+
+def buckets_to(longest: float) -> list[float]:
+    """Upper bounds in seconds of a histogram's buckets, up to the longest time that a request may take."""
+    bounds = [each for each in _BUCKETS if each < longest]
+    while bounds and bounds[-1] * 2 < longest:
+        bounds.append(bounds[-1] * 2)
+    return [*bounds, longest]
+
+
+class Meters:
+    """The metrics of one server, in a registry of its own.
+
+    Args:
+        longest: seconds that a request may take.
+    """
+
+    def __init__(self, longest: float) -> None:
         self.registry = CollectorRegistry()
         to: dict[str, Any] = {"registry": self.registry}
         self.requests = Counter("fastspec_requests", "Requests answered, by HTTP status.", ["status"], **to)
@@ -61,6 +77,7 @@ class Meters:
         self.tokens = Counter(
             "fastspec_tokens", "Tokens: of prompts, of those cached; completed, drafted, accepted.", ["kind"], **to
         )
+        to["buckets"] = buckets_to(longest)
         self.first = Histogram("fastspec_first_token_seconds", "From a request to its first token.", **to)
         self.whole = Histogram("fastspec_answer_seconds", "From a request to the end of its answer.", **to)
 
@@ -183,6 +200,7 @@ class Service:
         generator: its tokenizer is needed.
         name: of the model, in requests and answers.
         limits: of requests.
+        sanitize_control_tokens: encode control tokens in messages as plain text, whatever a request says.
 
     Attributes:
         cut_off: requests that `end` has stopped.
@@ -192,12 +210,21 @@ class Service:
         ValueError: the checkpoint brings no tokenizer.
     """
 
-    def __init__(self, generator: FastSpecGenerator, name: str, limits: Limits | None = None) -> None:
+    def __init__(
+        self,
+        generator: FastSpecGenerator,
+        name: str,
+        limits: Limits | None = None,
+        *,
+        sanitize_control_tokens: bool = False,
+    ) -> None:
         if generator.tokenizer is None:
             raise ValueError("the target brings no tokenizer; put its tokenizer.json beside its config.json")
         self.generator, self.name, self.limits = generator, name, limits or Limits()
         self.tokenizer: PreTrainedTokenizerBase = generator.tokenizer
-        self.meters = Meters()
+        self.template = ChatTemplate(self.tokenizer)
+        self.sanitize_control_tokens = sanitize_control_tokens
+        self.meters = Meters(self.limits.seconds)
         self.created = int(time.time())
         self.cut_off, self._ended = 0, False
         self._running = 0
@@ -293,28 +320,20 @@ class Service:
         return answers, sum(map(len, prompts))
 
     def _templated(self, body: Chat) -> list[int]:
-        if not self.tokenizer.chat_template:
+        if not self.template.exists:
             raise Refusal(
                 f"{self.name} has no chat template, so it takes no messages; send a prompt to /v1/completions",
                 "messages",
             )
-        messages = body.conversation()
-        tools: Any = None if body.tool_choice == "none" else body.tools
         try:
-            made: Any = self.tokenizer.apply_chat_template(
-                messages,
-                tools=tools,
-                add_generation_prompt=True,
-                tokenize=True,
-                return_dict=True,
-                **body.chat_template_kwargs or {},
+            return self.template.ids(
+                body.messages,
+                tools=None if body.tool_choice == "none" else body.tools,
+                sanitize=self.sanitize_control_tokens or bool(body.sanitize_control_tokens),
+                variables=body.chat_template_kwargs,
             )
-        except (
-            Exception
-        ) as error:  # a template is the checkpoint's program: it may fail in any way, with these messages
-            told = f"{type(error).__name__}: {error}" if not isinstance(error, TemplateError) else error
-            raise Refusal(f"the chat template refuses these messages: {told}", "messages") from error
-        return list(made["input_ids"])
+        except ConversationError as error:
+            raise Refusal(str(error), "messages") from error
 
     def _prompts(self, body: Body) -> list[list[int]]:
         assert isinstance(body, Completion), "there are two kinds"

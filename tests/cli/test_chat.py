@@ -104,9 +104,11 @@ def test_what_could_not_be_answered_was_not_said(gen: FastSpecGenerator, monkeyp
 
 def test_a_template_that_refuses_is_no_end(gen: FastSpecGenerator, monkeypatch: pytest.MonkeyPatch) -> None:
     for fault, says in (("raise_exception('no system role')", "no system role"), ("1 / 0", "ZeroDivisionError: .*")):
-        template = "{% if messages[0].role == 'system' %}{{ " + fault + " }}{% endif %}<assistant>"
+        template = (
+            "{% if messages[0].role == 'system' %}{{ " + fault + " }}{% endif %}{{ messages[-1].content }}<assistant>"
+        )
         monkeypatch.setattr(gen.tokenizer, "chat_template", template)
-        with pytest.raises(ValueError, match=f"the chat template refuses this: {says}; leave out --system"):
+        with pytest.raises(ValueError, match=f"the chat template refuses these messages: {says}; leave out --system"):
             Conversation(gen, "be brief", 5, {}).answer("one", lambda piece: None)
         Conversation(gen, None, 5, {}).answer("one", lambda piece: None)
 

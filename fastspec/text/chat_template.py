@@ -1,0 +1,288 @@
+"""Conversations to token ids, by a checkpoint's chat template.
+
+Templates differ in what they read of a message: its content as a text or as a list of parts, the arguments of a tool
+call as a mapping or as JSON text. `ChatTemplate` finds out by rendering short trial conversations, and gives a template
+the form that it writes into the prompt. What a template would leave out is an error.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Message: TypeAlias = "dict[str, Any]"
+
+ROLES: Final = ("system", "developer", "user", "assistant", "tool")
+# fields of OpenAI's messages; those of the second line change no prompt where a template does not read them
+_FIELDS: Final = {
+    *("role", "content", "tool_calls", "tool_call_id"),
+    *("name", "reasoning_content", "reasoning", "thinking", "refusal", "annotations"),
+}
+_MARK: Final = "fastspecmark"  # a word that no template writes by itself
+_OTHER: Final = "fastspecword"
+_CALL_ID: Final = "abcdef123"  # nine letters and digits, as Mistral's templates ask
+_SHOWN: Final = 80  # characters of a value that an error repeats
+
+
+class ConversationError(ValueError):
+    """A conversation that cannot be rendered as it is; the message names the place and the next step."""
+
+
+@dataclass(frozen=True, slots=True)
+class ContentForm:
+    """How a template reads the content of one role's messages.
+
+    Attributes:
+        text: it writes a content that is a text.
+        parts: it writes the texts of a content that is a list of parts.
+        failed: it raised an error in every trial, so nothing is known.
+    """
+
+    text: bool
+    parts: bool
+    failed: bool = False
+
+    def of(self, content: str | list[Message]) -> str | list[Message]:
+        """The content in a form that the template writes."""
+        if isinstance(content, str):
+            return [{"type": "text", "text": content}] if self.parts and not self.text else content
+        return content if self.parts else "".join(part["text"] for part in content)
+
+
+@dataclass(frozen=True, slots=True)
+class CallForm:
+    """How a template reads an assistant's tool calls.
+
+    Attributes:
+        mapping: it writes arguments that are a mapping.
+        text: it writes arguments that are JSON text.
+        empty: a content of None must be given as an empty text, or the template writes "None".
+    """
+
+    mapping: bool
+    text: bool
+    empty: bool
+
+
+class ChatTemplate:
+    """Renders conversations by the chat template of a tokenizer.
+
+    Args:
+        tokenizer: with a chat template, or several by name.
+
+    Attributes:
+        tokenizer: the same.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.tokenizer = tokenizer
+        self._contents: dict[tuple[str, str], ContentForm] = {}  # by template and role
+        self._calls: dict[str, CallForm] = {}
+
+    @property
+    def exists(self) -> bool:
+        """True if the checkpoint brings a chat template."""
+        return bool(self.tokenizer.chat_template)
+
+    def ids(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: list[Message] | None = None,
+        sanitize: bool = False,
+        variables: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """Token ids of a conversation, up to the place where the assistant's next message begins.
+
+        Args:
+            messages: with `role` and `content`, as in OpenAI's protocol.
+            tools: JSON schemas of functions, as in OpenAI's protocol.
+            sanitize: encode control tokens in messages and tools as plain text, as in transformers.
+            variables: of the template.
+
+        Raises:
+            ConversationError: the template cannot render the conversation, or would leave a part of it out.
+        """
+        template = self.tokenizer.get_chat_template(tools=tools)
+        given = [self._message(template, index, dict(message)) for index, message in enumerate(messages)]
+        if tools and not self._writes(template, tools):
+            raise ConversationError("the chat template does not write tools into the prompt; leave tools out")
+        options: dict[str, Any] = dict(variables or {})
+        if sanitize:
+            options["sanitize_control_tokens"] = True
+            if "sanitize_control_tokens" not in inspect.signature(self.tokenizer.apply_chat_template).parameters:
+                raise ConversationError("sanitize_control_tokens needs a newer transformers: upgrade it")
+        try:
+            made: Any = self.tokenizer.apply_chat_template(
+                given, tools=tools, add_generation_prompt=True, tokenize=True, return_dict=True, **options
+            )
+        except Exception as error:  # a template is the checkpoint's program: it may fail in any way
+            raise ConversationError(f"the chat template refuses these messages: {_told(error)}") from error
+        return list(made["input_ids"])
+
+    def _message(self, template: str, index: int, message: Message) -> Message:
+        place = f"messages[{index}]"
+        role = message.get("role")
+        if role not in ROLES:
+            raise ConversationError(f"{place}.role must be one of {', '.join(ROLES)}, got {role!r}")
+        message = {name: value for name, value in message.items() if value is not None or name == "content"}
+        for name in message.keys() - _FIELDS:
+            if not re.search(rf"\b{re.escape(name)}\b", template):
+                raise ConversationError(
+                    f"{place}.{name} is not supported, and the chat template does not read it; leave it out"
+                )
+        calls = message.get("tool_calls")
+        if calls:
+            form = self._call_form(template)
+            message["tool_calls"] = [
+                _call(form, f"{place}.tool_calls[{number}]", call) for number, call in enumerate(_list(place, calls))
+            ]
+        content = message.get("content")
+        if content is None:
+            if not calls:
+                raise ConversationError(f"{place}.content must be a text, got None")
+            return message | {"content": "" if self._call_form(template).empty else None}
+        content, known = _content(place, content), role
+        shown = self._content_form(template, role)
+        if role == "developer" and not (shown.text or shown.parts):  # OpenAI's newer name of the system role
+            known = "system"
+            shown = self._content_form(template, known)
+        if content and not (shown.text or shown.parts or shown.failed):
+            raise ConversationError(f"{place}: the chat template writes no messages of role {role}; leave it out")
+        return message | {"role": known, "content": shown.of(content)}
+
+    def _content_form(self, template: str, role: str) -> ContentForm:
+        if (template, role) not in self._contents:
+            text = self._shows(template, role, _MARK)
+            parts = self._shows(template, role, [{"type": "text", "text": _MARK}])
+            self._contents[template, role] = ContentForm(bool(text), bool(parts), text is None and parts is None)
+        return self._contents[template, role]
+
+    def _shows(self, template: str, role: str, content: str | list[Message]) -> bool | None:
+        """True if the content's mark is written as text; None: every trial conversation raised an error."""
+        shown = None
+        for conversation in _with_content(role, content):
+            text = self._rendered(template, conversation)
+            if text is not None:
+                if _MARK in text and not re.search(r"""['"](type|text)['"]""", _around(text)):
+                    return True
+                shown = False
+        return shown
+
+    def _call_form(self, template: str) -> CallForm:
+        if template not in self._calls:
+            mapping, text = {_MARK: _OTHER}, json.dumps({_MARK: _OTHER})
+            null = [self._rendered_call(template, arguments, None) for arguments in (mapping, text)]
+            bare = [self._rendered_call(template, arguments, "") for arguments in (mapping, text)]
+            of_mapping, of_text = (one or other or "" for one, other in zip(null, bare, strict=True))
+            fails = not any(null) or any("None" in text for text in null if text)
+            self._calls[template] = CallForm(
+                mapping=_MARK in of_mapping and f"'{_MARK}'" not in of_mapping,
+                text=_MARK in of_text and f'\\"{_MARK}' not in of_text,
+                empty=fails and any(text and "None" not in text for text in bare),
+            )
+        return self._calls[template]
+
+    def _rendered_call(self, template: str, arguments: Any, content: str | None) -> str | None:
+        """A trial conversation with a tool call that is written as text; None: it raised an error or left it out."""
+        call = {"id": _CALL_ID, "type": "function", "function": {"name": _OTHER, "arguments": arguments}}
+        asked, answer = {"role": "user", "content": _OTHER}, {"role": "tool", "tool_call_id": _CALL_ID, "content": "1"}
+        called = {"role": "assistant", "content": content, "tool_calls": [call]}
+        for conversation in ([asked, called, answer], [asked, called]):
+            text = self._rendered(template, conversation)
+            if text is not None and _MARK in text:
+                return text
+        return None
+
+    def _writes(self, template: str, tools: list[Message]) -> bool:
+        """True if the template writes tools into the prompt, or cannot be tried."""
+        plain = [{"role": "user", "content": self._content_form(template, "user").of(_OTHER)}]
+        without, having = self._rendered(template, plain), self._rendered(template, plain, tools)
+        return without is None or having is None or without != having
+
+    def _rendered(self, template: str, conversation: list[Message], tools: list[Message] | None = None) -> str | None:
+        """A trial conversation as text; None: the template raised an error."""
+        try:
+            text: Any = self.tokenizer.apply_chat_template(
+                conversation, tools=tools, chat_template=template, tokenize=False, add_generation_prompt=True
+            )
+        except Exception:  # noqa: BLE001  # as in `ids`
+            return None
+        return str(text)
+
+
+def _with_content(role: str, content: str | list[Message]) -> list[list[Message]]:
+    """Trial conversations in which a message of a role has this content, and the others are texts or parts alike."""
+    word: Any = _OTHER if isinstance(content, str) else [{"type": "text", "text": _OTHER}]
+    user, marked = {"role": "user", "content": word}, {"role": role, "content": content}
+    if role == "user":
+        return [[marked], [{"role": "system", "content": word}, marked]]
+    if role == "assistant":
+        return [[user, marked], [user, marked, user]]
+    if role == "tool":
+        call = {"id": _CALL_ID, "type": "function", "function": {"name": _OTHER, "arguments": {_OTHER: _OTHER}}}
+        told = marked | {"tool_call_id": _CALL_ID, "name": _OTHER}
+        calls = [{"role": "assistant", "content": each, "tool_calls": [call]} for each in (None, "")]
+        text = call | {"function": {"name": _OTHER, "arguments": json.dumps({_OTHER: _OTHER})}}
+        calls += [{"role": "assistant", "content": each, "tool_calls": [text]} for each in (None, "")]
+        return [*([user, called, told] for called in calls), [user, told]]
+    return [[marked, user], [marked, {"role": "user", "content": _OTHER}]]
+
+
+def _around(text: str) -> str:
+    """The text next to the mark, where a list of parts that was printed as it is shows its keys."""
+    at = text.index(_MARK)
+    return text[max(0, at - 30) : at + len(_MARK) + 30]
+
+
+def _content(place: str, content: Any) -> str | list[Message]:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise ConversationError(f"{place}.content must be a text, got {str(content)[:_SHOWN]!r}")
+    if not all(isinstance(part, dict) and part.get("type") == "text" for part in content):
+        raise ConversationError(f"{place}.content may have parts of type text alone; nothing else is read here")
+    for part in content:
+        if not isinstance(part.get("text"), str):
+            raise ConversationError(f"{place}.content: the text of each part must be a text")
+    return [{"type": "text", "text": part["text"]} for part in content]
+
+
+def _list(place: str, calls: Any) -> list[Any]:
+    if not isinstance(calls, list):
+        raise ConversationError(f"{place}.tool_calls must be a list, got {str(calls)[:_SHOWN]!r}")
+    return calls
+
+
+def _call(form: CallForm, place: str, call: Any) -> Message:
+    """A tool call whose arguments have the form that the template writes."""
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise ConversationError(f"{place} must have a function with a name and arguments, got {str(call)[:_SHOWN]!r}")
+    if not (form.mapping or form.text):
+        raise ConversationError(f"{place}: the chat template writes no tool calls; leave tool_calls out")
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        try:
+            read = json.loads(arguments or "{}")
+        except json.JSONDecodeError as error:
+            raise ConversationError(f"{place}.function.arguments must be JSON text: {error}") from None
+    else:
+        read = {} if arguments is None else arguments
+    if not isinstance(read, dict):
+        raise ConversationError(f"{place}.function.arguments must be a JSON object, got {str(arguments)[:_SHOWN]!r}")
+    as_text = arguments if isinstance(arguments, str) and arguments else json.dumps(read, ensure_ascii=False)
+    return call | {"function": function | {"arguments": read if form.mapping else as_text}}
+
+
+def _told(error: Exception) -> str:
+    from jinja2 import TemplateError
+
+    return str(error) if isinstance(error, TemplateError) else f"{type(error).__name__}: {error}"
