@@ -5,9 +5,11 @@ A mask is a function of the grammar, the vocabulary and the text so far.
 
 from __future__ import annotations
 
+import copy
+import json
 import threading
 from collections import OrderedDict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from fastspec.errors import UnsupportedOption
 from fastspec.grammar.row import RowGrammar
@@ -18,6 +20,11 @@ if TYPE_CHECKING:
 
 _KEPT = 64  # compiled grammars
 _QUOTED = 300  # characters of the library's message, or of a grammar, that an error quotes
+# the values of a schema's `format` that llguidance turns into a grammar
+_FORMATS: Final = frozenset(
+    ["date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uri", "uuid", "unknown"]
+)
+_VALUES: Final = frozenset(["const", "enum", "default", "examples"])  # keywords whose values are data, not schemas
 
 
 class Grammars:
@@ -31,6 +38,7 @@ class Grammars:
         self._vocab_size = vocab_size
         self._lock = threading.Lock()
         self._tokenizer: tuple[Any, LLTokenizer] | None = None  # the last tokenizer, of transformers and of llguidance
+        self._dropped: list[int] = []  # of that tokenizer: `_dropped_blanks`
         self._compiled: OrderedDict[GrammarSpec, LLMatcher] = OrderedDict()
 
     def row(self, spec: GrammarSpec, tokenizer: Any, prompt: list[int], stop_ids: tuple[int, ...]) -> RowGrammar:
@@ -54,7 +62,7 @@ class Grammars:
             vocabulary = self._vocabulary(spec, tokenizer)
             matcher = self._matcher(spec, vocabulary).deep_copy()
         ends = [token for token in vocabulary.eos_tokens if token < self._vocab_size]
-        row = RowGrammar(matcher, self._vocab_size, stop_ids, ends, prompt)
+        row = RowGrammar(matcher, self._vocab_size, stop_ids, ends, prompt, self._dropped)
         if not row.possible:
             raise ValueError(
                 f"{spec.kind} allows no text that this vocabulary can write, got {_short(spec.text)}; loosen it"
@@ -72,7 +80,8 @@ class Grammars:
 
     def _vocabulary(self, spec: GrammarSpec, tokenizer: Any) -> LLTokenizer:
         if self._tokenizer is None or self._tokenizer[0] is not tokenizer:
-            self._tokenizer = tokenizer, _vocabulary(spec, tokenizer, self._vocab_size)
+            vocabulary = _vocabulary(spec, tokenizer, self._vocab_size)
+            self._tokenizer, self._dropped = (tokenizer, vocabulary), _dropped_blanks(tokenizer, vocabulary)
             self._compiled.clear()
         return self._tokenizer[1]
 
@@ -80,18 +89,53 @@ class Grammars:
 def _vocabulary(spec: GrammarSpec, tokenizer: Any, vocab_size: int) -> LLTokenizer:
     """The tokenizer as llguidance reads it."""
     try:
-        from llguidance.hf import from_tokenizer
+        from llguidance import LLTokenizer
     except ImportError:
         raise UnsupportedOption(
-            f"{spec.kind} needs the package llguidance, which is not installed: pip install 'fastspec[grammar]'"
+            f"{spec.kind} needs the package llguidance, which is not installed: pip install 'llguidance>=1.9'"
         ) from None
     try:
-        return from_tokenizer(tokenizer, n_vocab=max(vocab_size, len(tokenizer)))
-    except (ValueError, RuntimeError) as error:
+        described = _described(tokenizer)
+        return LLTokenizer(described, n_vocab=max(vocab_size, len(tokenizer)), eos_token=tokenizer.eos_token_id)
+    except (ValueError, RuntimeError, AttributeError) as error:
         raise UnsupportedOption(
             f"{spec.kind} needs a fast tokenizer of bytes or with byte fallback; llguidance cannot read this "
             f"{type(tokenizer).__name__}: {_short(str(error))}"
         ) from None
+
+
+def _described(tokenizer: Any) -> str:
+    """A fast tokenizer as JSON in which every blank of a token is written as a blank.
+
+    llguidance takes the bytes of tokens from the decoder. It knows `Replace`, but takes the mark of a `Metaspace`
+    decoder for a character of the text, so the latter is written as the former.
+    """
+    backend = copy.copy(tokenizer.backend_tokenizer)
+    backend.no_padding()
+    backend.no_truncation()
+    described: dict[str, Any] = json.loads(backend.to_str())
+    decoder = described.get("decoder") or {}
+    parts = decoder.get("decoders", [decoder]) if decoder.get("type") in ("Sequence", "Metaspace") else []
+    if any(part.get("type") == "Metaspace" for part in parts):
+        parts = [_blanks(part) if part.get("type") == "Metaspace" else part for part in parts]
+        if all(part.get("type") != "ByteFallback" for part in parts):
+            parts = [*parts, {"type": "ByteFallback"}]
+        described["decoder"] = {"type": "Sequence", "decoders": [*parts, {"type": "Fuse"}]}
+    return json.dumps(described)
+
+
+def _blanks(metaspace: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "Replace", "pattern": {"String": metaspace["replacement"]}, "content": " "}
+
+
+def _dropped_blanks(tokenizer: Any, vocabulary: LLTokenizer) -> list[int]:
+    """Ids of tokens whose leading blank `decode` drops at the start of a text; empty: it drops none."""
+    blank = [token for token in range(vocabulary.vocab_size) if vocabulary.decode_bytes([token])[:1] == b" "]
+    probe = next((token for token in blank if len(vocabulary.decode_bytes([token])) > 1), None)
+    if probe is None or probe >= len(tokenizer):
+        return []
+    text = str(tokenizer.decode([probe], clean_up_tokenization_spaces=False))
+    return [] if text[:1] == " " else blank
 
 
 def _compiled(spec: GrammarSpec, vocabulary: LLTokenizer) -> LLMatcher:
@@ -103,7 +147,7 @@ def _compiled(spec: GrammarSpec, vocabulary: LLTokenizer) -> LLMatcher:
         reason = f"character {error.start} is {spec.text[error.start]!r}, which is no text"
         raise ValueError(f"{spec.kind} cannot be used: {reason}; write it in UTF-8") from None
     if spec.kind == JSON_SCHEMA:
-        source = LLMatcher.grammar_from_json_schema(spec.text)
+        source = LLMatcher.grammar_from_json_schema(json.dumps(_without_other_formats(json.loads(spec.text))))
     elif spec.kind == REGEX:
         source = LLMatcher.grammar_from_regex(spec.text)
     else:
@@ -113,6 +157,22 @@ def _compiled(spec: GrammarSpec, vocabulary: LLTokenizer) -> LLMatcher:
         reason = _short(matcher.get_error().strip())
         raise ValueError(f"{spec.kind} cannot be used: {reason}. Got {_short(spec.text)}; mend it")
     return matcher
+
+
+def _without_other_formats(schema: Any) -> Any:
+    """A JSON schema without the formats that llguidance does not know.
+
+    Such a `format` is an annotation, which constrains nothing (JSON Schema 2020-12, Validation, 7.2.1).
+    """
+    if isinstance(schema, list):
+        return [_without_other_formats(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    return {
+        name: value if name in _VALUES else _without_other_formats(value)
+        for name, value in schema.items()
+        if name != "format" or not isinstance(value, str) or value in _FORMATS
+    }
 
 
 def _short(text: str) -> str:

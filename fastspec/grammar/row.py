@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Protocol
 
 import numpy as np
@@ -74,6 +75,8 @@ class RowGrammar:
         stop_ids: end the row; they are allowed where the text is complete.
         ends: ids that end a text for the matcher, which does not know `stop_ids`; never allowed.
         prompt: token ids of the row's prompt, for lookup.
+        dropped: ids whose leading blank is dropped where a text begins with them. They are not allowed as the first
+            token while others are, so that the decoded text is the one that the grammar has read.
     """
 
     def __init__(
@@ -83,18 +86,21 @@ class RowGrammar:
         stop_ids: Sequence[int],
         ends: Sequence[int] = (),
         prompt: Sequence[int] = (),
+        dropped: Sequence[int] = (),
     ) -> None:
         self._matcher, self._stop_ids, self._vocab_size = matcher, tuple(stop_ids), vocab_size
         self._words = words_of(vocab_size)
         self._not_known = ~_bits(range(vocab_size), self._words)
         self._ends, self._stops = _bits(ends, self._words), _bits(stop_ids, self._words)
+        self._dropped = _bits([token for token in dropped if token < vocab_size], self._words)
+        self._begun = False  # some token was emitted
         self._lookup = _Lookup(prompt)
         self._next: tuple[int, GrammarStep] | None = None  # the last answer of `next_step`, with its `max_drafts`
 
     @property
     def possible(self) -> bool:
         """Whether any token is allowed next."""
-        return bool(self._mask().any())
+        return bool(self._mask(first=not self._begun).any())
 
     def advance(self, tokens: Sequence[int]) -> int | None:
         """Takes in what a step emitted.
@@ -104,6 +110,7 @@ class RowGrammar:
             end the row; None where the row goes on, or a stop id ended it.
         """
         self._next = None
+        self._begun = self._begun or bool(tokens)
         for index, token in enumerate(tokens):
             if token in self._stop_ids:
                 return None
@@ -130,13 +137,19 @@ class RowGrammar:
         consumed = 0
         while run := self._run(drafts, max_drafts - len(drafts)):
             for token in run:
-                masks.append(self._mask())
+                mask = self._mask(first=not self._begun and not drafts)
+                if not _holds(mask, token):
+                    return self._rolled_back(drafts, [*masks, mask], consumed)
+                masks.append(mask)
                 if self._must_end:
                     return self._ended([*drafts, token], masks, consumed)
                 self._matcher.consume_tokens([token])
                 drafts.append(token)
                 consumed += 1
-        masks.append(self._mask())
+        masks.append(self._mask(first=not self._begun and not drafts))
+        return self._rolled_back(drafts, masks, consumed)
+
+    def _rolled_back(self, drafts: list[int], masks: list[NDArray[np.int32]], consumed: int) -> GrammarStep:
         if consumed:
             self._matcher.rollback(consumed)
         return GrammarStep(drafts, np.stack(masks))
@@ -156,9 +169,10 @@ class RowGrammar:
         run = [token for token in self._matcher.compute_ff_tokens()[:room] if token < self._vocab_size]
         if not run:
             run = self._lookup.after(drafts, room)
+        run = list(takewhile(lambda token: token not in self._stop_ids, run))  # a stop id ends the row
         return run[: self._matcher.validate_tokens(run)] if run else []
 
-    def _mask(self) -> NDArray[np.int32]:
+    def _mask(self, *, first: bool) -> NDArray[np.int32]:
         """The ids allowed next, int32 [W]; all ids where the text has ended and the host will cut the row."""
         if self._must_end and not self._stop_ids:
             return ~self._not_known
@@ -167,7 +181,10 @@ class RowGrammar:
             data = self._matcher.compute_bitmask()
             found = np.frombuffer(data + bytes(-len(data) % 4), dtype=np.int32)[: self._words]
             allowed[: len(found)] = found
-            allowed &= ~(self._not_known | self._ends)
+            # a stop id may be a token of the grammar, too: it ends the row, so it comes only where the text is complete
+            allowed &= ~(self._not_known | self._ends | self._stops)
+            if first and (others := allowed & ~self._dropped).any():
+                allowed = others
             if self._matcher.is_accepting():
                 allowed |= self._stops
         return allowed
@@ -176,6 +193,11 @@ class RowGrammar:
 def words_of(vocab_size: int) -> int:
     """W, the number of int32 words of a mask: ceil(vocab_size / 32)."""
     return -(-vocab_size // _BITS)
+
+
+def _holds(mask: NDArray[np.int32], token: int) -> bool:
+    """True if the mask allows the token."""
+    return bool(int(mask[token // _BITS]) >> token % _BITS & 1)
 
 
 def _bits(ids: Iterable[int], words: int) -> NDArray[np.int32]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from typing import Any
@@ -100,7 +101,40 @@ def test_the_library_comes_in_when_it_is_asked_for() -> None:
 def test_without_llguidance_a_grammar_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "llguidance", None)
     monkeypatch.setitem(sys.modules, "llguidance.hf", None)
-    with pytest.raises(
-        UnsupportedOption, match=r"regex needs the package llguidance.*pip install 'fastspec\[grammar\]'"
-    ):
+    with pytest.raises(UnsupportedOption, match=r"regex needs the package llguidance.*pip install 'llguidance>=1.9'"):
         Grammars(259).row(GrammarSpec("regex", "a"), byte_tokenizer(), [], ())
+
+
+FORMATS = ["path", "password", "binary", "base64", "ipvanyaddress", "ipv4network", "int32", "decimal", "byte", "regex"]
+
+
+@pytest.mark.parametrize("where", ["property", "items", "definition", "branch"])
+@pytest.mark.parametrize("form", FORMATS)
+def test_a_format_that_is_not_known_constrains_nothing(form: str, where: str) -> None:
+    inner = {"type": "integer" if form == "int32" else "string", "format": form}
+    schema: dict[str, Any] = {
+        "property": {"type": "object", "properties": {"format": inner}, "required": ["format"]},
+        "items": {"type": "array", "items": inner, "minItems": 1},
+        "definition": {"$defs": {"D": inner}, "$ref": "#/$defs/D"},
+        "branch": {"anyOf": [inner, {"type": "null"}]},
+    }[where]
+    plain = json.loads(json.dumps(schema).replace(f', "format": "{form}"', ""))
+    row, other = (
+        Grammars(259).row(GrammarSpec("json_schema", json.dumps(each)), byte_tokenizer(), [], ())
+        for each in (schema, plain)
+    )
+    assert (row.next_step(0).masks == other.next_step(0).masks).all()
+
+
+def test_a_known_format_constrains_and_data_are_no_schemas() -> None:
+    known = GrammarSpec("json_schema", json.dumps({"type": "string", "format": "uuid"}))
+    data = GrammarSpec("json_schema", json.dumps({"const": {"format": "path"}}))
+    tokenizer = byte_tokenizer()
+    quote, letter = tokenizer.convert_tokens_to_ids('"'), tokenizer.convert_tokens_to_ids("z")
+    row = Grammars(259).row(known, tokenizer, [], ())
+    row.advance([quote])
+    assert not row.next_step(0).masks[0, letter // 32] >> letter % 32 & 1
+    row = Grammars(259).row(data, tokenizer, [], ())
+    for token in tokenizer('{"format": "path"}')["input_ids"]:
+        assert row.next_step(0).masks[0, token // 32] >> token % 32 & 1
+        row.advance([token])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import random
+import re
 from typing import Any
 
 import numpy as np
@@ -12,7 +14,7 @@ from numpy.typing import NDArray
 from fastspec.grammar.library import Grammars
 from fastspec.grammar.row import RowGrammar, words_of
 from fastspec.grammar.spec import GrammarSpec
-from tests.helpers.tokenizers import byte_tokenizer, word_tokenizer
+from tests.helpers.tokenizers import byte_tokenizer, metaspace_tokenizer, word_tokenizer
 
 END, VOCAB = 258, 270  # the target's logits are wider than the vocabulary
 SCHEMA = {
@@ -113,3 +115,55 @@ def test_words_with_byte_fallback() -> None:
     row = Grammars(len(tokenizer)).row(GrammarSpec("regex", "é|\u00e8"), tokenizer, [], ())
     named = set(tokenizer.convert_ids_to_tokens(ids_of(row.next_step(0).masks[0])))
     assert named == {"é", "<0xC3>"}
+
+
+TOKENIZERS = {
+    "words": word_tokenizer,
+    **{how: (lambda how=how: metaspace_tokenizer(how)) for how in ("bytes, metaspace", "metaspace, bytes, fuse")},
+}
+TEXTS = ["[^ ]{4}", "a word( a)*", "(word|words)(.| word){2}", ".{3}", "é+ words?", r"\{a: word\}"]
+
+
+@pytest.mark.parametrize("regex", TEXTS)
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_the_decoded_text_matches_whatever_stands_for_a_blank(name: str, regex: str) -> None:
+    tokenizer, rng = TOKENIZERS[name](), random.Random(regex)
+    size = len(tokenizer)
+    grammars = Grammars(size + 1)
+    for _ in range(30):
+        row, ids = grammars.row(GrammarSpec("regex", regex), tokenizer, [], (size,)), []
+        while True:
+            step = row.next_step(rng.choice((0, 3)))
+            allowed = ids_of(step.masks[0])
+            assert all(draft in ids_of(step.masks[place]) for place, draft in enumerate(step.drafts))
+            assert allowed, f"nothing may follow {tokenizer.decode(ids)!r}"
+            # bytes that make no character are not what is tried here: their text is U+FFFD
+            words = [token for token in allowed if token > 256 or token in map(ord, ":{}") or token == size]
+            token = rng.choice([one for one in words if one != size] or allowed) if len(ids) < 9 else allowed[-1]
+            if token == size or (size in allowed and rng.random() < 0.5):
+                break
+            row.advance([token])
+            ids.append(token)
+        assert re.fullmatch(regex, tokenizer.decode(ids)), ids
+
+
+@pytest.mark.parametrize("stop", ["a", "the", '"', " "])
+def test_a_stop_id_that_is_a_token_of_the_text_comes_at_its_end_alone(stop: str) -> None:
+    tokenizer, rng = byte_tokenizer(), random.Random(stop)
+    stop_id = tokenizer.convert_tokens_to_ids("Ġ" if stop == " " else stop)
+    schema = {"type": "array", "items": {"enum": ["the a", "he, a"]}, "minItems": 1, "maxItems": 3}
+    if stop == '"':
+        schema = {"type": "array", "items": {"type": "integer"}, "minItems": 1, "maxItems": 3}
+    if stop in ("a", " "):
+        schema["items"] = {"enum": ["the", "he,"]}
+    for _ in range(20):
+        row, ids = row_of({"json_schema": schema}, (END, stop_id), "no"), []
+        while True:
+            step = row.next_step(rng.choice((0, 4)))
+            assert stop_id not in step.drafts[:-1]
+            token = rng.choice(ids_of(step.masks[0]))
+            if token in (END, stop_id):
+                break
+            row.advance([token])
+            ids.append(token)
+        assert 1 <= len(json.loads(tokenizer.decode(ids))) <= 3

@@ -32,6 +32,21 @@ def word_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>", eos_token="<eos>")
 
 
+def metaspace_tokenizer(how: str) -> PreTrainedTokenizerFast:
+    """Words that begin with a mark in place of a blank, and bytes.
+
+    Args:
+        how: the parts of its decoder, in order, such as "bytes, metaspace".
+    """
+    words = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "▁a", "▁word", "word", "▁{", "s", ".", "é"]
+    vocab = {word: index for index, word in enumerate(words)}
+    backend = Tokenizer(models.BPE(vocab=vocab, merges=[], byte_fallback=True, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace()
+    parts = {"bytes": decoders.ByteFallback(), "metaspace": decoders.Metaspace(), "fuse": decoders.Fuse()}
+    backend.decoder = decoders.Sequence([parts[part] for part in how.split(", ")])
+    return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>", eos_token="<eos>")
+
+
 def mended(tokenizer: PreTrainedTokenizerFast, ids: list[int], *, skip: bool = True) -> list[int]:
     """Ids whose runs of byte tokens are text: every byte of no character has become a U+FFFD."""
     special = set(tokenizer.all_special_ids) if skip else set()
