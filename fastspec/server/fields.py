@@ -65,7 +65,8 @@ class Body(BaseModel):
     """What both kinds of completion have in common.
 
     A field that is null counts as left out. Fields of other servers that this one has, too: `top_k` (-1 is 0),
-    `min_p`, `repetition_penalty`, `min_tokens`, `ignore_eos`. Its own: `speculative_tokens`, drafts a step, or "auto".
+    `min_p`, `repetition_penalty`, `min_tokens`, `ignore_eos`,
+    `skip_special_tokens`. Its own: `speculative_tokens`, drafts a step, or "auto".
     """
 
     model_config = ConfigDict(extra="forbid", strict=True)
@@ -88,6 +89,7 @@ class Body(BaseModel):
     min_tokens: Annotated[int, Field(ge=0)] | None = None
     ignore_eos: bool = False
     response_format: ResponseFormat | None = None
+    skip_special_tokens: bool = True
     speculative_tokens: Annotated[int, Field(ge=0)] | Literal["auto"] | None = None
     # these name the client or the purpose, and change no answer
     user: str | None = None

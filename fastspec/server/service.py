@@ -316,7 +316,8 @@ class Service:
                     raise of_option(error, set(type(body).model_fields)) from None
                 except RuntimeError as error:
                     raise failed(error) from error
-                answers.append(Answer(len(answers), handle, self.tokenizer, body.stops))
+                skip = body.skip_special_tokens
+                answers.append(Answer(len(answers), handle, self.tokenizer, body.stops, skip_special_tokens=skip))
         return answers, sum(map(len, prompts))
 
     def _templated(self, body: Chat) -> list[int]:

@@ -9,7 +9,9 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from fastspec.scheduling.handle import Handle
-from fastspec.text.text_stream import TextStream
+from fastspec.text.text_stream import TextStream, bytes_of
+
+_BROKEN = "\ufffd"  # what a decoder writes for a part of a character
 
 
 class Visible:
@@ -22,10 +24,18 @@ class Visible:
         tokenizer: the target's.
         prompt: ids before the answer.
         stops: texts that end it.
+        skip_special_tokens: leave special tokens out of the text, as in `decode`.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, prompt: list[int], stops: list[str]) -> None:
-        self._stream = TextStream(tokenizer, prompt)
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        prompt: list[int],
+        stops: list[str],
+        *,
+        skip_special_tokens: bool = True,
+    ) -> None:
+        self._stream = TextStream(tokenizer, prompt, skip_special_tokens=skip_special_tokens)
         self._stops, self._held, self._ended = stops, "", False
 
     def push(self, tokens: list[int]) -> str:
@@ -78,12 +88,23 @@ class Answer:
         handle: its tokens.
         tokenizer: the target's.
         stops: texts that end it.
+        skip_special_tokens: leave special tokens out of the text.
     """
 
-    def __init__(self, index: int, handle: Handle, tokenizer: PreTrainedTokenizerBase, stops: list[str]) -> None:
+    def __init__(
+        self,
+        index: int,
+        handle: Handle,
+        tokenizer: PreTrainedTokenizerBase,
+        stops: list[str],
+        *,
+        skip_special_tokens: bool = True,
+    ) -> None:
         self.index, self.handle, self._tokenizer, self._stops = index, handle, tokenizer, stops
+        self._skip = skip_special_tokens
         self.request = handle.call.requests[0]
-        self._placed, self._offsets = TextStream(tokenizer, self.request.prompt), [0]
+        self._placed = TextStream(tokenizer, self.request.prompt, skip_special_tokens=skip_special_tokens)
+        self._offsets = [0]
 
     async def pieces(self) -> AsyncIterator[Piece]:
         """Its text as it comes, the last piece with the reason of the end.
@@ -91,7 +112,7 @@ class Answer:
         Raises:
             InvalidLogits, RuntimeError: as `Handle.result`.
         """
-        visible = Visible(self._tokenizer, self.request.prompt, self._stops)
+        visible = Visible(self._tokenizer, self.request.prompt, self._stops, skip_special_tokens=self._skip)
         shown, stop_ids = 0, self.handle.call.options.stop_ids
         async for start, shown in self.handle.pieces_in_loop():
             new = self.request.new_tokens[start:shown]
@@ -114,11 +135,15 @@ class Answer:
         """The same as /v1/completions tells them."""
         if self.handle.call.options.top_logprobs is None:
             return None
+        chosen, values = self.request.new_tokens[start:stop], self.request.logprobs[start:stop]
         tops = self.request.top_logprobs[start:stop]
         return {
-            "tokens": [self._name(token) for token in self.request.new_tokens[start:stop]],
-            "token_logprobs": self.request.logprobs[start:stop],
-            "top_logprobs": [{self._name(token): value for token, value in pairs} for pairs in tops],
+            "tokens": [self._key(token) for token in chosen],
+            "token_logprobs": values,
+            "top_logprobs": [
+                self._by_text({token: value, **dict(pairs)})
+                for token, value, pairs in zip(chosen, values, tops, strict=True)
+            ],
             "text_offset": self._offsets_of(start, stop),
         }
 
@@ -130,8 +155,22 @@ class Answer:
 
     def _entry(self, token: int, logprob: float) -> dict[str, Any]:
         name = self._name(token)
-        whole = "\ufffd" not in name  # a decoder does not give the bytes of an incomplete character
-        return {"token": name, "logprob": logprob, "bytes": list(name.encode()) if whole else None}
+        made = bytes_of(self._tokenizer, token) if _BROKEN in name else name.encode()
+        return {"token": name, "logprob": logprob, "bytes": None if made is None else list(made)}
+
+    def _by_text(self, values: dict[int, float]) -> dict[str, float]:
+        """Log-probabilities by the text of each token. Of two tokens with the same text, the second goes by its id."""
+        named: dict[str, float] = {}
+        for token, value in values.items():
+            name = self._key(token)
+            named[f"token_id:{token}" if name in named else name] = value
+        return named
+
+    def _key(self, token: int) -> str:
+        """The text of a token; of one that is a part of a character, its bytes in OpenAI's notation."""
+        name = self._name(token)
+        made = bytes_of(self._tokenizer, token) if _BROKEN in name else None
+        return name if made is None else "bytes:" + "".join(f"\\x{byte:02x}" for byte in made)
 
     def _name(self, token: int) -> str:
         """The text of a token behind others: some decoders drop the space at the beginning of a text."""

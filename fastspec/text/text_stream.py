@@ -15,6 +15,27 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _REACH = 4  # tokens that the window keeps where the last character may not be whole
 
 
+def bytes_of(tokenizer: PreTrainedTokenizerBase, token: int) -> bytes | None:
+    """The bytes of a token that a decoder cannot show alone, since they are a part of a character.
+
+    Returns:
+        They, of a byte token such as `<0xE9>` or of a token that byte-level BPE writes one letter a byte
+        (`tokenizers`' ByteLevel, after GPT-2); None: the tokenizer writes its tokens otherwise.
+    """
+    name = str(tokenizer.convert_ids_to_tokens(token))
+    if found := _BYTE_TOKEN.fullmatch(name):
+        return bytes([int(found[1], 16)])
+    letters = _byte_letters()
+    return bytes(letters[letter] for letter in name) if all(letter in letters for letter in name) else None
+
+
+def _byte_letters() -> dict[str, int]:
+    """The letter that byte-level BPE writes for each byte: itself if it is printable, else one from U+0100 on."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(0x100 + at): byte for at, byte in enumerate(others)}
+
+
 class TextStream:
     """Turns token ids into pieces of text, each of them final.
 

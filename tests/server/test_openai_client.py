@@ -206,8 +206,8 @@ def test_log_probabilities_are_those_of_generate(client: Any, gen: FastSpecGener
     told = whole.choices[0].logprobs
     assert told.token_logprobs == output.logprobs[0]
     assert [sorted(each.values()) for each in told.top_logprobs] == [
-        sorted({gen.tokenizer.decode([token]): value for token, value in pairs}.values())  # type: ignore[union-attr]
-        for pairs in output.top_logprobs[0]
+        sorted({token: value, **dict(pairs)}.values())
+        for token, value, pairs in zip(output.new_tokens[0], output.logprobs[0], output.top_logprobs[0], strict=True)
     ]
     streamed: list[float] = []
     for chunk in client.completions.create(model="small", prompt=PROMPT, max_tokens=12, logprobs=3, stream=True):

@@ -8,8 +8,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tokenizers import pre_tokenizers
 
 from fastspec.server.texts import Answer, Visible
+from fastspec.text.text_stream import _byte_letters, bytes_of
 from tests.helpers.services import opened
 from tests.helpers.tokenizers import byte_tokenizer, word_tokenizer
 
@@ -67,5 +69,41 @@ def test_tokens_are_told_with_their_places_in_the_text(made: Any) -> None:
             names += told["tokens"]
             offsets += told["text_offset"]
         for name, at in zip(names, offsets, strict=True):
-            assert name == "\ufffd" or text[at:].startswith(name), (name, at)
+            assert name.startswith("bytes:") or text[at:].startswith(name), (name, at)
             assert name != "\ufffd" or text[at] == "€"
+
+
+def test_special_tokens_are_text_where_they_are_asked_for(pair: tuple[Path, Path]) -> None:
+    tokenizer: Any = byte_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["[CALL]"]})
+    ids = tokenizer("a[CALL]b")["input_ids"]
+    texts = []
+    for skip in (True, False):
+        visible = Visible(tokenizer, [40], [], skip_special_tokens=skip)
+        texts.append("".join([visible.push([one]) for one in ids]) + visible.finish())
+    assert texts == ["ab", "a[CALL]b"]
+
+
+@pytest.mark.parametrize("made", [byte_tokenizer, word_tokenizer])
+def test_log_probabilities_of_tokens_that_print_the_same_are_all_there(made: Any) -> None:
+    """Parts of characters have the names of their bytes; of two tokens with one text the chosen one keeps it."""
+    tokenizer = made()
+    names = ["<0xE2>", "<0x82>", "<0xAC>"] if made is word_tokenizer else ["â", "Ĥ", "¬"]
+    parts = tokenizer.convert_tokens_to_ids(names)
+    twin = tokenizer.convert_tokens_to_ids("<0x73>" if made is word_tokenizer else "t")
+    letter = tokenizer.convert_tokens_to_ids("s")
+    request = SimpleNamespace(prompt=[40], new_tokens=[parts[0], letter], logprobs=[-3.0, -4.0])
+    request.top_logprobs = [[(parts[1], -1.0), (parts[2], -2.0)], [(twin, -0.5), (letter, -4.0)]]
+    call = SimpleNamespace(requests=[request], options=SimpleNamespace(top_logprobs=2))
+    told: Any = Answer(0, SimpleNamespace(call=call), tokenizer, []).text_logprobs(0, 2)  # type: ignore[arg-type]
+    assert told["tokens"] == ["bytes:\\xe2", "s"]
+    assert told["top_logprobs"][0] == {"bytes:\\xe2": -3.0, "bytes:\\x82": -1.0, "bytes:\\xac": -2.0}
+    assert told["top_logprobs"][1]["s"] == -4.0
+    assert sorted(told["top_logprobs"][1].values()) == [-4.0, -0.5]
+
+
+def test_bytes_are_those_of_the_tokenizers() -> None:
+    assert set(_byte_letters()) == set(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer: Any = byte_tokenizer()
+    for text in ("é", "漢字", " x", "\n"):
+        assert b"".join(bytes_of(tokenizer, one) or b"" for one in tokenizer(text)["input_ids"]) == text.encode()
