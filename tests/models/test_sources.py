@@ -13,7 +13,7 @@ import huggingface_hub
 import pytest
 import torch
 from huggingface_hub import constants
-from transformers import GenerationConfig
+from transformers import AutoTokenizer, GenerationConfig
 
 from fastspec.errors import CheckpointError, UnsupportedModel, UnsupportedOption
 from fastspec.models.checkpoints.load import load_weights
@@ -21,6 +21,7 @@ from fastspec.models.checkpoints.shards import MAX_JSON_BYTES
 from fastspec.models.checkpoints.sources import load_tokenizer, resolve
 from tests.helpers.checkpoints import edit, make_checkpoint, make_model, refusal, write_tokenizer
 from tests.helpers.damage import INDEX, SINGLE
+from tests.helpers.tokenizers import byte_tokenizer
 
 
 def test_a_directory_as_path_or_str(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -282,7 +283,7 @@ def test_a_download_is_checked_before_its_weights_and_pinned_to_one_commit(
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fake)
     resolve("owner/tiny", role="target", revision="v1")
-    assert [call["revision"] for call in calls] == ["v1", directory.name]
+    assert [call["revision"] for call in calls] == ["v1", directory.name, directory.name]
 
     def fetched(call: dict[str, Any], file: str) -> bool:
         allowed = any(fnmatch(file, pattern) for pattern in call["allow_patterns"])
@@ -294,6 +295,8 @@ def test_a_download_is_checked_before_its_weights_and_pinned_to_one_commit(
     assert all(fetched(calls[1], file) for file in wanted)
     never = ["pytorch_model.bin", "model.pth", "modeling_x.py", "original/model.safetensors", "onnx/config.json"]
     assert not any(fetched(calls[1], file) for file in [*never, "consolidated.safetensors", "model.gguf", "x.pkl"])
+    assert fetched(calls[2], "additional_chat_templates/tool_use.jinja")
+    assert not any(fetched(calls[2], file) for file in [*wanted, *never, "additional_chat_templates/x.py"])
 
     calls.clear()
     edit(directory / "config.json", model_type="mamba")
@@ -390,3 +393,31 @@ def test_damaged_or_foreign_tokenizers_are_refused(directory: Path, file: str) -
     (directory / file).write_text((directory / file).read_text()[:-20])
     with pytest.raises(CheckpointError, match=file):
         load_tokenizer(checkpoint)
+
+
+def test_a_template_of_a_processor_and_templates_beside_the_default(tmp_path: Path, directory: Path) -> None:
+    shutil.copytree(directory, tmp_path / "processor")
+    byte_tokenizer().save_pretrained(tmp_path / "processor")
+    (tmp_path / "processor/chat_template.json").write_text(json.dumps({"chat_template": "a processor's"}))
+    loaded: Any = load_tokenizer(resolve(tmp_path / "processor", role="target"))
+    assert loaded.chat_template == "a processor's"
+
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = {"default": "plain", "tool_use": "with tools"}  # type: ignore[assignment]
+    tokenizer.save_pretrained(tmp_path / "processor", save_jinja_files=True)
+    assert (tmp_path / "processor/additional_chat_templates/tool_use.jinja").is_file()
+    loaded = load_tokenizer(resolve(tmp_path / "processor", role="target"))
+    own: Any = AutoTokenizer.from_pretrained(tmp_path / "processor")
+    for tools in (None, [{}]):
+        assert loaded.get_chat_template(tools=tools) == own.get_chat_template(tools=tools)
+
+
+def test_a_long_text_gives_no_advice(tmp_path: Path, directory: Path, caplog: pytest.LogCaptureFixture) -> None:
+    shutil.copytree(directory, tmp_path / "short")
+    tokenizer = byte_tokenizer()
+    tokenizer.model_max_length = 4
+    tokenizer.save_pretrained(tmp_path / "short")
+    loaded: Any = load_tokenizer(resolve(tmp_path / "short", role="target"))
+    with caplog.at_level("WARNING", logger="transformers"):
+        assert len(loaded("a" * 20)["input_ids"]) == 20
+    assert caplog.records == []

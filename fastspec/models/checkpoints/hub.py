@@ -16,6 +16,7 @@ CONFIG_FILES: Final = ("*.json",)
 WEIGHT_FILES: Final = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
 # Copies of the same weights in other formats: subfolders, and Mistral's own single file.
 IGNORED_FILES: Final = ("*/*", "consolidated*")
+TEMPLATES: Final = ("additional_chat_templates/*.jinja",)  # for tools, for retrieval: chosen as AutoTokenizer does
 COMMIT: Final = re.compile(r"[0-9a-f]{40}")
 OF_FILES: Final = (".safetensors", ".bin", ".pt", ".pth", ".json", ".gguf")  # which are no models by themselves
 HUB_ID: Final = re.compile(r"(\w[\w.-]{0,95}/)?\w[\w.-]{0,95}", re.ASCII)
@@ -44,10 +45,17 @@ def download(source: str | os.PathLike[str], revision: str | None, check: Callab
         )
     directory = _snapshot(source, revision, CONFIG_FILES, check)
     # A snapshot's directory is named by its commit, so a branch that moves in between cannot mix two commits.
-    return _snapshot(source, directory.name, WEIGHT_FILES, find_shards)
+    directory = _snapshot(source, directory.name, WEIGHT_FILES, find_shards)
+    return _snapshot(source, directory.name, TEMPLATES, find_shards, ignored=())
 
 
-def _snapshot(repo: str, revision: str | None, files: tuple[str, ...], check: Callable[[Path], object]) -> Path:
+def _snapshot(
+    repo: str,
+    revision: str | None,
+    files: tuple[str, ...],
+    check: Callable[[Path], object],
+    ignored: tuple[str, ...] = IGNORED_FILES,
+) -> Path:
     """Files of a Hub id at a revision, from the cache or downloaded, that pass the check."""
     import huggingface_hub
     from huggingface_hub.errors import HfHubHTTPError
@@ -59,7 +67,7 @@ def _snapshot(repo: str, revision: str | None, files: tuple[str, ...], check: Ca
         repo,
         revision=revision,
         allow_patterns=list(files),
-        ignore_patterns=list(IGNORED_FILES),
+        ignore_patterns=list(ignored),
     )
     try:
         found = Path(fetch())

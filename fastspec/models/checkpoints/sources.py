@@ -59,7 +59,9 @@ if TYPE_CHECKING:
 
 MODELOPT: Final = "hf_quant_config.json"
 QUANTISED_FIELDS: Final = ("quantization_config", "compression_config")
+PROCESSOR_TEMPLATE: Final = "chat_template.json"  # as processors of images and text were saved before 2025
 TOKENIZER_CONFIG: Final = "tokenizer_config.json"
+PROCESSOR_TEMPLATE: Final = "chat_template.json"  # older processors of images and text keep their template in it
 TEXT_CONFIG: Final = "text_config"
 ADAPTER: Final = "adapter_config.json"
 # Of a classifier, which is never built: transformers would make a table of as many labels as the file asks for.
@@ -197,6 +199,10 @@ def load_tokenizer(checkpoint: Checkpoint) -> PreTrainedTokenizerBase | None:
         raise CheckpointError(
             f"{checkpoint.role}: {directory}: cannot load its tokenizer: {error}; save it again with save_pretrained"
         ) from error
+    # the generator checks lengths itself, by its own max_length: a text beyond model_max_length needs no warning
+    tokenizer.deprecation_warnings["sequence-length-is-longer-than-the-specified-maximum"] = True
+    if not tokenizer.chat_template and (directory / PROCESSOR_TEMPLATE).is_file():
+        tokenizer.chat_template = read_json(directory / PROCESSOR_TEMPLATE).get("chat_template")
     return tokenizer
 
 

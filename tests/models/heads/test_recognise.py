@@ -245,7 +245,7 @@ def test_the_config_is_read_strictly(target: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["head", "model"])
 def test_a_hub_id_is_looked_up_once(kind: str, target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its config, and then the weights of that commit; whatever it turns out to be."""
+    """Its config, then the weights and the further chat templates of that commit; whatever it turns out to be."""
     draft = write_eagle3(tmp_path / "a", eagle3_tensors()) if kind == "head" else make_checkpoint(tmp_path, "llama3")
     asked: list[str] = []
 
@@ -255,7 +255,7 @@ def test_a_hub_id_is_looked_up_once(kind: str, target: Path, tmp_path: Path, mon
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fake)
     _, found = resolve_pair(target, "owner/draft", (None, None), (None, None))
-    assert asked == ["owner/draft"] * 2
+    assert asked == ["owner/draft"] * 3
     assert found is not None
     assert found.name == "owner/draft"
     assert isinstance(found, HeadCheckpoint) == (kind == "head")
