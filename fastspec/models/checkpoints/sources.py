@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import os
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from dataclasses import field as dataclass_field
@@ -254,7 +254,7 @@ def _from_directory(directory: Path, name: str, role: str) -> Checkpoint:
     check_mxfp4(shards, quantisation, name)
     stored, scales = "", {}
     if quantisation is not None:
-        scales = _cache_scales(shards, quantisation, f"{role}: {name}")
+        scales = _cache_scales(shards, quantisation, tensor_shapes(spec), f"{role}: {name}")
         shards = quantised = QuantisedShards(shards, quantisation, tensor_shapes(spec))
         stored = quantised.describe() or f"experts in {quantisation.method}"
     tensors = named(shards, spec)
@@ -268,8 +268,10 @@ def _from_directory(directory: Path, name: str, role: str) -> Checkpoint:
     return Checkpoint(name, role, spec, directory, None, settings, quantisation, stored, scales, mtp=mtp)
 
 
-def _cache_scales(shards: Stored, quantisation: Quantisation, name: str) -> dict[int, CacheScales]:
-    scales = cache_scales.read(shards)
+def _cache_scales(
+    shards: Stored, quantisation: Quantisation, parameters: Collection[str], name: str
+) -> dict[int, CacheScales]:
+    scales = cache_scales.read(shards, parameters)
     if scales or quantisation.cache:
         warnings.warn(
             f"{name}: the checkpoint is meant for K and V in 8 bits ({len(scales)} layers with scales); "

@@ -8,11 +8,14 @@ from typing import Final, NamedTuple
 
 from fastspec.errors import CheckpointError
 from fastspec.kernels.common.kv_scales import KVScales
-from fastspec.models.checkpoints.names import Stored
+from fastspec.models.checkpoints.names import PREFIX, Stored, parameter
 
 _ATTENTION: Final = r"layers\.(\d+)\.(?:self_attn|mixer)\."
 # as the tools spell them; kv_scale is both
 NAMES: Final = re.compile(_ATTENTION + r"(?:(?:attn\.|[kv]_proj\.|qkv_proj\.)?(k|v|kv)_scale|(k|v)_cache\.scale)$")
+
+
+_LAYER: Final = re.compile(re.escape(PREFIX) + r"layers\.\d+\.")
 
 
 class CacheScales(NamedTuple):
@@ -22,19 +25,38 @@ class CacheScales(NamedTuple):
     v: tuple[float, ...] = (1.0,)
 
 
-def names_of(infos: Collection[str]) -> list[str]:
-    """The stored names that are such scales."""
-    return [name for name in infos if NAMES.search(name)]
+def names_of(infos: Collection[str], parameters: Collection[str]) -> list[str]:
+    """The stored names that are scales of the model's layers, not of a vision tower's or of MTP layers.
+
+    Args:
+        infos: stored names.
+        parameters: names of the model's parameters.
+    """
+    layers = {found[0]: name for name in parameters if (found := _LAYER.match(name))}
+
+    def is_ours(name: str) -> bool:
+        found = NAMES.search(name)
+        if found is None:
+            return False
+        layer = name[: found.end(1)] + "."
+        mine = layers.get(f"{PREFIX}layers.{found[1]}.")
+        return mine is not None and parameter(layer + mine.removeprefix(f"{PREFIX}layers.{found[1]}."), [mine]) == mine
+
+    return [name for name in infos if is_ours(name)]
 
 
-def read(stored: Stored) -> dict[int, CacheScales]:
+def read(stored: Stored, parameters: Collection[str]) -> dict[int, CacheScales]:
     """The scales of a checkpoint by layer.
+
+    Args:
+        stored: what the files hold.
+        parameters: names of the model's parameters.
 
     Raises:
         CheckpointError: one that is not a positive number.
     """
     found: dict[int, CacheScales] = {}
-    names = names_of(stored.infos())
+    names = names_of(stored.infos(), parameters)
     if not names:
         return found
     with stored.open():

@@ -6,7 +6,7 @@ The tensors themselves show which matrices are quantised; the config says how.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, Final, NoReturn
@@ -29,6 +29,26 @@ UNSUPPORTED: Final[Mapping[str, str]] = {
     "mxfp4": "it is read for the experts of gpt_oss alone; take another checkpoint",
 }
 SUPPORTED: Final = "compressed-tensors, fp8, awq, gptq, modelopt"
+# Fields that change no value of a matrix: how it was quantised, which kernels ran, what wrote the file. The lists are
+# closed: a field of no list is refused, since it may change values.
+_OF_ALL: Final = frozenset(
+    ["quant_method", "is_quantized", "model_name_or_path", "producer", "provider", "meta", "tokenizer", "dataset"]
+)
+_FP8: Final = frozenset(["dequantize", "kv_cache_scheme", "kv_cache_quant_algo", "linear_dtype"])
+_OF_INT4: Final = {  # of AWQ and GPTQ, which one tool writes today
+    *("backend", "exllama_config", "use_exllama", "disable_exllama", "pack_dtype", "lm_head", "true_sequential"),
+    *("damp_percent", "damp_auto_increment", "static_groups", "mse", "act_group_aware", "quant_log", "device"),
+    *("max_input_length", "batch_size", "pad_token_id", "offload_to_disk", "offload_to_disk_path", "sym"),
+}
+_AWQ: Final = _OF_INT4 | {"do_fuse", "fuse_max_seq_len", "modules_to_fuse", "desc_act", "format", "checkpoint_format"}
+_GPTQ: Final = _OF_INT4 | {
+    *("model_file_base_name", "block_name_to_quantize", "modules_in_block_to_quantize", "cache_block_outputs"),
+    *("module_name_preceding_first_block", "model_seqlen", "use_cuda_fp16", "is_marlin_format"),
+}
+_COMPRESSED: Final = frozenset(["global_compression_ratio", "kv_cache_scheme", "version"])
+_COMPRESSED_GROUP: Final = frozenset(["input_activations", "output_activations"])
+_COMPRESSED_WEIGHTS: Final = frozenset(["observer", "observer_kwargs", "scale_dtype", "zp_dtype", "dynamic"])
+_MODELOPT: Final = frozenset(["kv_cache_quant_algo", "kv_cache_scheme", "config_groups", "has_zero_point"])
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +57,7 @@ class Quantisation:
 
     Attributes:
         method: the config's `quant_method`.
-        scheme_of: of a module's name, such as "model.layers.0.mlp.up_proj".
+        scheme_of: of a module's name in the checkpoint, such as "model.layers.0.mlp.up_proj".
         cache: whether the config speaks of quantised K/V.
         weights: whether it speaks of quantised matrices.
     """
@@ -95,16 +115,29 @@ class _Fields:
         """Says what was got and what was wanted."""
         raise UnsupportedModel(f"{self.name}.{field}={value!r} is not supported: {wanted}")
 
+    def close(self, *known: str, off: Collection[str] = ()) -> None:
+        """Refuses a field that none of these lists has.
+
+        Args:
+            known: fields that the caller reads.
+            off: fields that change no value.
+        """
+        for field, value in self.values.items():
+            if field not in known and field not in off and field not in _OF_ALL and value not in (None, "", [], {}):
+                self.refuse(field, value, "it is not known whether it changes values; leave it out if it does not")
+
     def choice(self, field: str, wanted: tuple[Any, ...], default: Any = None) -> Any:
-        """A field's value, one of those wanted."""
-        value = self.values.get(field, default)
+        """A field's value, one of those wanted; null counts as absent."""
+        value = self.values.get(field)
+        value = default if value is None else value
         if value not in wanted or isinstance(value, bool) != isinstance(wanted[0], bool):
             self.refuse(field, value, "wanted " + " or ".join(repr(each) for each in wanted))
         return value
 
     def group(self, field: str = "group_size", default: int | None = None) -> int | None:
         """Columns of a group; None: a whole row, which is written as -1."""
-        value = self.values.get(field, default)
+        value = self.values.get(field)
+        value = default if value is None else value
         if value == -1:
             return None
         if type(value) is not int or value < 1:
@@ -130,6 +163,14 @@ class _Fields:
 
 
 def _fp8(fields: _Fields) -> Quantisation:
+    fields.close(
+        *("activation_scheme", "fmt", "scale_fmt", "weight_block_size"),
+        *("modules_to_not_convert", "ignored_layers", "ignore"),
+        off=_FP8,
+    )
+    fields.choice("activation_scheme", ("dynamic", "static"), "dynamic")
+    fields.choice("fmt", ("e4m3", "float8_e4m3fn"), "e4m3")
+    fields.choice("scale_fmt", (None, "ue8m0", "float", "float32"))
     block = None if fields.values.get("weight_block_size") is None else fields.block("weight_block_size")
     ignored = fields.names("modules_to_not_convert", "ignored_layers", "ignore")
     scheme = Float8(block, "weight_scale_inv" if block else "weight_scale")
@@ -137,6 +178,9 @@ def _fp8(fields: _Fields) -> Quantisation:
 
 
 def _awq(fields: _Fields) -> Quantisation:
+    fields.close(
+        *("bits", "w_bit", "zero_point", "version", "group_size", "q_group_size", "modules_to_not_convert"), off=_AWQ
+    )
     fields.choice("bits", (4,), fields.values.get("w_bit"))
     fields.choice("zero_point", (True,), True)
     version = str(fields.values.get("version", "gemm")).lower()
@@ -148,7 +192,10 @@ def _awq(fields: _Fields) -> Quantisation:
 
 
 def _gptq(fields: _Fields) -> Quantisation:
-    layout = fields.choice("checkpoint_format", ("gptq", "gptq_v2"), "gptq")
+    fields.close("bits", "group_size", "desc_act", "checkpoint_format", "format", "dynamic", off=_GPTQ)
+    layout = fields.choice("format", ("gptq", "gptq_v2"), fields.values.get("checkpoint_format") or "gptq")
+    if fields.choice("checkpoint_format", ("gptq", "gptq_v2"), layout) != layout:  # one field by two names
+        fields.refuse("checkpoint_format", fields.values["checkpoint_format"], f"format says {layout!r}")
     usual = _gptq_scheme(fields, layout)
     rules = fields.values.get("dynamic") or {}
     if not isinstance(rules, Mapping):
@@ -158,11 +205,13 @@ def _gptq(fields: _Fields) -> Quantisation:
         leave, name = pattern.startswith("-:"), pattern.removeprefix("-:").removeprefix("+:")
         _compiled(fields, "dynamic", name)
         change = _Fields(f"{fields.name}.dynamic[{pattern!r}]", change or {})
+        change.close("bits", "group_size", "desc_act", off=_GPTQ)
         merged = _Fields(change.name, {**fields.values, **change.values})
         own.append((name, None if leave else _gptq_scheme(merged, layout)))
 
     def scheme_of(module: str) -> Scheme | None:
-        return next((scheme for pattern, scheme in own if re.match(pattern, module)), usual)
+        found = (scheme for pattern, scheme in own if any(re.match(pattern, name) for name in spellings(module)))
+        return next(found, usual)
 
     return Quantisation("gptq", scheme_of)
 
@@ -171,11 +220,17 @@ def _gptq_scheme(fields: _Fields, layout: str) -> Scheme:
     group = fields.group(default=128)
     if fields.values.get("desc_act") and group is not None:
         fields.refuse("desc_act", True, "groups in the order of activations; take one quantised with desc_act=false")
-    return Gptq(fields.choice("bits", (4, 8)), group, less_one=layout == "gptq")
+    symmetric = fields.values.get("sym")
+    if symmetric not in (None, True, False):
+        fields.refuse("sym", symmetric, "wanted true or false")
+    return Gptq(fields.choice("bits", (4, 8)), group, less_one=layout == "gptq", symmetric=bool(symmetric))
 
 
 def _modelopt(fields: _Fields) -> Quantisation:
+    fields.close("quant_algo", "exclude_modules", "ignore", "group_size", "pre_quant_scale", off=_MODELOPT)
     algorithm = fields.choice("quant_algo", ("NVFP4", "FP8"))
+    if fields.values.get("pre_quant_scale"):
+        fields.refuse("pre_quant_scale", True, "inputs are scaled before each product; take a checkpoint without")
     ignored = fields.names("exclude_modules", "ignore")
     if algorithm == "FP8":
         scheme: Scheme = Float8(None)
@@ -186,12 +241,21 @@ def _modelopt(fields: _Fields) -> Quantisation:
         scheme = Float4(16, weight="weight", overall="weight_scale_2")
 
     def scheme_of(module: str) -> Scheme | None:
-        return None if any(fnmatchcase(module, name) or _inside(module, name) for name in ignored) else scheme
+        by_pattern = any(fnmatchcase(spelling, name) for spelling in spellings(module) for name in ignored)
+        return None if by_pattern or _within(module, ignored) else scheme
 
     return Quantisation("modelopt", scheme_of, cache=bool(fields.values.get("kv_cache_quant_algo")))
 
 
 def _compressed(fields: _Fields) -> Quantisation:
+    fields.close(
+        *("quantization_status", "sparsity_config", "ignore", "config_groups", "format", "transform_config"),
+        off=_COMPRESSED,
+    )
+    if transforms := fields.values.get("transform_config"):
+        rotated = isinstance(transforms, Mapping) and not transforms.get("config_groups")
+        if not rotated:
+            fields.refuse("transform_config", transforms, "weights are rotated; take a checkpoint without transforms")
     status = fields.values.get("quantization_status", "compressed")
     if status not in ("compressed", "frozen"):
         fields.refuse("quantization_status", status, "wanted 'compressed': save the model compressed")
@@ -204,6 +268,7 @@ def _compressed(fields: _Fields) -> Quantisation:
     schemes: list[tuple[tuple[str, ...], Scheme]] = []
     for name in groups:
         group = fields.sub("config_groups").sub(name)
+        group.close("weights", "targets", "format", off=_COMPRESSED_GROUP)
         if group.values.get("weights") is not None:
             schemes.append((group.names("targets"), _compressed_scheme(group, fields.values.get("format"))))
     for target in (*ignored, *(name for targets, _ in schemes for name in targets)):
@@ -211,10 +276,10 @@ def _compressed(fields: _Fields) -> Quantisation:
             _compiled(fields, "ignore or targets", target[3:])
 
     def scheme_of(module: str) -> Scheme | None:
-        if any(_matches(module, name) for name in ignored):
+        if _matches(module, ignored):
             return None
         # a name says more than a class
-        found = [scheme for targets, scheme in schemes if any(_matches(module, name) for name in targets)]
+        found = [scheme for targets, scheme in schemes if _matches(module, targets)]
         found += [scheme for targets, scheme in schemes if "Linear" in targets]
         return found[0] if found else None
 
@@ -230,7 +295,11 @@ def _compressed_scheme(group: _Fields, usual: object) -> Scheme:
         weights.refuse("actorder", weights.values["actorder"], "groups in the order of activations; take one without")
     if weights.values.get("dynamic"):
         weights.refuse("dynamic", weights.values["dynamic"], "wanted weights quantised beforehand")
-    strategy = weights.choice("strategy", ("tensor", "channel", "group", "block", "tensor_group"), "tensor")
+    weights.close(
+        *("num_bits", "type", "symmetric", "group_size", "strategy", "block_structure", "actorder"),
+        off=_COMPRESSED_WEIGHTS,
+    )
+    strategy = weights.choice("strategy", ("tensor", "channel", "group", "block", "tensor_group"), _strategy(weights))
     if (bits, kind) == (4, "float"):
         return _float4(group, weights, layout)
     symmetric = weights.choice("symmetric", (True, False), True)
@@ -271,15 +340,42 @@ def _compiled(fields: _Fields, field: str, pattern: str) -> None:
         fields.refuse(field, pattern, f"not a regular expression: {error}")
 
 
-def _matches(module: str, target: str) -> bool:
-    """Whether a module is meant by a target of compressed-tensors: a name, or `re:` and a pattern of its beginning."""
-    if target.startswith("re:"):
-        return re.match(target[3:], module) is not None
-    return module == target
+def _strategy(weights: _Fields) -> str:
+    """The strategy that compressed-tensors infers from the sizes, where none is written."""
+    if weights.values.get("block_structure") is not None:
+        return "block"
+    group = weights.values.get("group_size")
+    if group is None:
+        return "tensor"
+    return "channel" if group == -1 else "group"
+
+
+def _matches(module: str, targets: tuple[str, ...]) -> bool:
+    """True if a target of compressed-tensors means a module: its name, or `re:` and a pattern of its beginning."""
+    return any(
+        re.match(target[3:], name) is not None if target.startswith("re:") else name == target
+        for name in spellings(module)
+        for target in targets
+    )
+
+
+def spellings(module: str) -> tuple[str, ...]:
+    """Names that a config may have for a module that the files call `module`.
+
+    A base model's files leave out `model.`. The text part of a multimodal model is `language_model.model` in files of
+    older releases of transformers, and `model.language_model` in configs of newer ones, or the other way round.
+    """
+    old, new = "language_model.model.", "model.language_model."
+    for here, there in ((old, new), (new, old)):
+        if module.startswith(here):
+            return module, there + module.removeprefix(here)
+    if "language_model." in module:
+        return (module,)
+    return (module, module.removeprefix("model.") if module.startswith("model.") else f"model.{module}")
 
 
 def _within(module: str, names: tuple[str, ...]) -> bool:
-    return any(_inside(module, name) for name in names)
+    return any(_inside(spelling, name) for spelling in spellings(module) for name in names)
 
 
 def _inside(module: str, name: str) -> bool:

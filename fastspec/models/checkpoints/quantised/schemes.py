@@ -291,11 +291,13 @@ class Gptq:
         bits: 4 or 8; of 8 bits every zero point must be 128.
         group: rows of `qweight` that share a scale; None: all.
         less_one: zero points are stored less one (v1).
+        symmetric: the config says so, and every zero point of 4 bits must be 8.
     """
 
     bits: int
     group: int | None
     less_one: bool
+    symmetric: bool = False
 
     def parts(self, shape: tuple[int, int]) -> dict[str, Part]:
         """As the protocol has it."""
@@ -323,6 +325,12 @@ class Gptq:
             zeros = zeros + 1 & (1 << self.bits) - 1
         scales = _scales(tensors["scales"].t(), kind, shape)
         if self.bits == 4:
+            if self.symmetric and bool((zeros != 8).any()):
+                stored = "7, zero points less one" if self.less_one else "8"
+                raise ValueError(
+                    f"sym is true, and qzeros are not all {stored}: libraries read such a matrix differently; "
+                    "set checkpoint_format to the one that wrote it (gptq or gptq_v2), or sym to false"
+                )
             return Codes(kind, codes, scales, zeros.contiguous())
         if bool((zeros != 128).any()):
             raise ValueError("qzeros of 8 bits are not all 128; wanted symmetric quantisation")

@@ -65,7 +65,7 @@ class QuantisedShards:
             for part in matrix.parts:
                 del self._infos[f"{matrix.module}.{part}"]
             self._infos[name] = TensorInfo(matrix.shape, torch.float32, where)  # what values are computed in
-        for name in cache_scales.names_of(self._infos.keys()):
+        for name in cache_scales.names_of(self._infos.keys(), shapes.keys()):
             del self._infos[name]
 
     def _found(self, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[str, Matrix]]:
@@ -74,7 +74,7 @@ class QuantisedShards:
             name = parameter(module + WEIGHT, shapes.keys())
             if name not in shapes:
                 continue  # some other model's: named among what is not used
-            scheme = self._quantisation.scheme_of(name.removesuffix(WEIGHT))
+            scheme = self._quantisation.scheme_of(module)  # a config has the checkpoint's names
             if scheme is None:
                 raise CheckpointError(
                     f"{self.directory}: {module} is stored quantised, and the config's {self._quantisation.method} "
