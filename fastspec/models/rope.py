@@ -103,6 +103,7 @@ def ropes_of(fields: ConfigFields, head_dim: int, family: ModelFamily) -> tuple[
 def _rope(
     fields: ConfigFields, parameters: Mapping[str, Any], dim: int, family: ModelFamily, layer: str | None
 ) -> RopeSpec:
+    parameters = {name: value for name, value in parameters.items() if value is not None}  # null counts as absent
     kind = parameters.get("rope_type", parameters.get("type", "default"))
     if kind == "dynamic" and parameters.get("alpha"):
         kind = "ntk_alpha"

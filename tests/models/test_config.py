@@ -89,6 +89,19 @@ def test_old_and_new_rope_spellings_mean_the_same() -> None:
     assert spec_of(rope_theta=500000.0).rope != spec_of(rope_theta=10000.0).rope
 
 
+ROPE_NULLS = ["partial_rotary_factor", "factor", "attention_factor", "beta_fast", "mscale", "rope_type", "alpha"]
+
+
+@pytest.mark.parametrize("field", ROPE_NULLS)
+@pytest.mark.parametrize("kind", ["Llama", "Qwen3", "Mistral"])
+def test_a_rope_setting_that_is_null_counts_as_absent(kind: str, field: str) -> None:
+    absent = {"rope_theta": 500000.0, "rope_type": "default"}
+    assert spec_of(kind, rope_parameters={**absent, field: None}) == spec_of(kind, rope_parameters=absent)
+    if field not in LLAMA3 and field != "partial_rotary_factor":  # with which transformers fails, too
+        scaled = {**LLAMA3, "rope_theta": 500000.0}
+        assert spec_of("Llama", rope_parameters={**scaled, field: None}) == spec_of("Llama", rope_parameters=scaled)
+
+
 def test_llama3_factor_changes_the_low_frequencies_only() -> None:
     plain = spec_of(rope_theta=500000.0).rope.inv_freq
     scaled = spec_of(rope_theta=500000.0, rope_scaling=LLAMA3).rope.inv_freq
