@@ -109,7 +109,7 @@ $(VENV)/.torch-$(KEY): $(VENV)/.made
 $(VENV)/.run-$(KEY): EXTRA = [serve]
 $(VENV)/.run-$(KEY): MODULES = torch transformers safetensors huggingface_hub psutil tqdm typer
 $(VENV)/.dev-$(KEY): EXTRA = [dev]
-$(VENV)/.dev-$(KEY): MODULES = torch transformers safetensors fastapi hypothesis llguidance matplotlib openai prometheus_client pytest pytest_timeout tokenizers uvicorn
+$(VENV)/.dev-$(KEY): MODULES = torch transformers safetensors fastapi hypothesis jsonschema llguidance matplotlib openai prometheus_client pytest pytest_timeout tokenizers uvicorn
 $(VENV)/.run-$(KEY) $(VENV)/.dev-$(KEY): $(VENV)/.torch-$(KEY) pyproject.toml $(CONSTRAINTS)
 	@if [ -z '$(OFFLINE)' ]; then echo 'Installing fastspec$(EXTRA) and what it needs into $(VENV).'; \
 	  set -ex; $(PIP) $(CONSTRAINTS:%=-c %) -q -e '.$(EXTRA)'; \

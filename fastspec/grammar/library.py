@@ -24,6 +24,7 @@ _QUOTED = 300  # characters of the library's message, or of a grammar, that an e
 _FORMATS: Final = frozenset(
     ["date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uri", "uuid", "unknown"]
 )
+_BY_NAME: Final = frozenset(["properties", "patternProperties", "$defs", "definitions", "dependentSchemas", "schemas"])
 _VALUES: Final = frozenset(["const", "enum", "default", "examples"])  # keywords whose values are data, not schemas
 
 
@@ -147,7 +148,7 @@ def _compiled(spec: GrammarSpec, vocabulary: LLTokenizer) -> LLMatcher:
         reason = f"character {error.start} is {spec.text[error.start]!r}, which is no text"
         raise ValueError(f"{spec.kind} cannot be used: {reason}; write it in UTF-8") from None
     if spec.kind == JSON_SCHEMA:
-        source = LLMatcher.grammar_from_json_schema(json.dumps(_without_other_formats(json.loads(spec.text))))
+        source = LLMatcher.grammar_from_json_schema(json.dumps(_constraints(json.loads(spec.text))))
     elif spec.kind == REGEX:
         source = LLMatcher.grammar_from_regex(spec.text)
     else:
@@ -159,20 +160,32 @@ def _compiled(spec: GrammarSpec, vocabulary: LLTokenizer) -> LLMatcher:
     return matcher
 
 
-def _without_other_formats(schema: Any) -> Any:
-    """A JSON schema without the formats that llguidance does not know.
-
-    Such a `format` is an annotation, which constrains nothing (JSON Schema 2020-12, Validation, 7.2.1).
-    """
+def _constraints(schema: Any) -> Any:
+    """A JSON schema without keywords that constrain nothing and that llguidance refuses."""
     if isinstance(schema, list):
-        return [_without_other_formats(each) for each in schema]
+        return [_constraints(each) for each in schema]
     if not isinstance(schema, dict):
         return schema
-    return {
-        name: value if name in _VALUES else _without_other_formats(value)
-        for name, value in schema.items()
-        if name != "format" or not isinstance(value, str) or value in _FORMATS
-    }
+    kept = {name: value for name, value in schema.items() if not _is_annotation(name, value)}
+    for name, value in kept.items():
+        if name in _BY_NAME and isinstance(value, dict):  # its keys are names, not keywords
+            kept[name] = {key: _constraints(each) for key, each in value.items()}
+        elif name not in _VALUES:
+            kept[name] = _constraints(value)
+    return kept
+
+
+def _is_annotation(name: str, value: Any) -> bool:
+    """True if a keyword constrains nothing.
+
+    An unknown `format` is an annotation (JSON Schema 2020-12, Validation, 7.2.1). zod writes `propertyNames` for every
+    record, though names are texts anyway.
+    """
+    if name == "format":
+        return isinstance(value, str) and value not in _FORMATS
+    if name == "uniqueItems":
+        return value is False
+    return name == "propertyNames" and value in ({}, {"type": "string"}, True)
 
 
 def _short(text: str) -> str:
