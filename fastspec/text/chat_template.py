@@ -119,9 +119,10 @@ class ChatTemplate:
             options["sanitize_control_tokens"] = True
             if "sanitize_control_tokens" not in inspect.signature(self.tokenizer.apply_chat_template).parameters:
                 raise ConversationError("sanitize_control_tokens needs a newer transformers: upgrade it")
+        offered: Any = tools  # transformers also takes functions, so its type is another list
         try:
             made: Any = self.tokenizer.apply_chat_template(
-                given, tools=tools, add_generation_prompt=True, tokenize=True, return_dict=True, **options
+                given, tools=offered, add_generation_prompt=True, tokenize=True, return_dict=True, **options
             )
         except Exception as error:  # a template is the checkpoint's program: it may fail in any way
             raise ConversationError(f"the chat template refuses these messages: {_told(error)}") from error
@@ -193,8 +194,9 @@ class ChatTemplate:
     def _rendered_call(self, template: str, arguments: Any, content: str | None) -> str | None:
         """A trial conversation with a tool call that is written as text; None: it raised an error or left it out."""
         call = {"id": _CALL_ID, "type": "function", "function": {"name": _OTHER, "arguments": arguments}}
-        asked, answer = {"role": "user", "content": _OTHER}, {"role": "tool", "tool_call_id": _CALL_ID, "content": "1"}
-        called = {"role": "assistant", "content": content, "tool_calls": [call]}
+        asked: Message = {"role": "user", "content": _OTHER}
+        called: Message = {"role": "assistant", "content": content, "tool_calls": [call]}
+        answer: Message = {"role": "tool", "tool_call_id": _CALL_ID, "content": "1"}
         for conversation in ([asked, called, answer], [asked, called]):
             text = self._rendered(template, conversation)
             if text is not None and _MARK in text:
@@ -203,15 +205,16 @@ class ChatTemplate:
 
     def _writes(self, template: str, tools: list[Message]) -> bool:
         """True if the template writes tools into the prompt, or cannot be tried."""
-        plain = [{"role": "user", "content": self._content_form(template, "user").of(_OTHER)}]
+        plain: list[Message] = [{"role": "user", "content": self._content_form(template, "user").of(_OTHER)}]
         without, having = self._rendered(template, plain), self._rendered(template, plain, tools)
         return without is None or having is None or without != having
 
     def _rendered(self, template: str, conversation: list[Message], tools: list[Message] | None = None) -> str | None:
         """A trial conversation as text; None: the template raised an error."""
+        offered: Any = tools
         try:
             text: Any = self.tokenizer.apply_chat_template(
-                conversation, tools=tools, chat_template=template, tokenize=False, add_generation_prompt=True
+                conversation, tools=offered, chat_template=template, tokenize=False, add_generation_prompt=True
             )
         except Exception:  # noqa: BLE001  # as in `ids`
             return None
@@ -279,7 +282,7 @@ def _call(form: CallForm, place: str, call: Any) -> Message:
     if not isinstance(read, dict):
         raise ConversationError(f"{place}.function.arguments must be a JSON object, got {str(arguments)[:_SHOWN]!r}")
     as_text = arguments if isinstance(arguments, str) and arguments else json.dumps(read, ensure_ascii=False)
-    return call | {"function": function | {"arguments": read if form.mapping else as_text}}
+    return {**call, "function": {**function, "arguments": read if form.mapping else as_text}}
 
 
 def _told(error: Exception) -> str:

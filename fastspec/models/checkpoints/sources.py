@@ -61,7 +61,6 @@ MODELOPT: Final = "hf_quant_config.json"
 QUANTISED_FIELDS: Final = ("quantization_config", "compression_config")
 PROCESSOR_TEMPLATE: Final = "chat_template.json"  # as processors of images and text were saved before 2025
 TOKENIZER_CONFIG: Final = "tokenizer_config.json"
-PROCESSOR_TEMPLATE: Final = "chat_template.json"  # older processors of images and text keep their template in it
 TEXT_CONFIG: Final = "text_config"
 ADAPTER: Final = "adapter_config.json"
 # Of a classifier, which is never built: transformers would make a table of as many labels as the file asks for.
