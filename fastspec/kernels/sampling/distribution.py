@@ -28,11 +28,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from fastspec.kernels.common.launch import has_pdl, launch
 from fastspec.kernels.reference.step import Record
 from fastspec.kernels.sampling import bounds, logprobs
-from fastspec.kernels.sampling import groups as sampled_groups
 from fastspec.kernels.sampling import logits as sampled_parts
-from fastspec.kernels.sampling.bounds import described, filtered, merged
-from fastspec.kernels.sampling.candidates import gather, list_groups, noted, read_off
-from fastspec.kernels.sampling.groups import _groups_kernel
+from fastspec.kernels.sampling.bounds import described, filtered, gather, list_groups, merged, noted, read_off
 from fastspec.kernels.sampling.logits import (
     BEST,
     COUNT_ABOVE,
@@ -61,17 +58,119 @@ from fastspec.kernels.sampling.logits import (
     SampledWork,
     kept,
     key_of,
+    level_of,
+    penalised_at,
     processed,
     scaled,
+    tempered,
     view_of,
 )
+from fastspec.kernels.sampling.logprobs import record_line
 from fastspec.kernels.sampling.threshold import PIECE, RANKED, fixed, normaliser_of, rank_candidates, search
+
+# --- the first launch ---
+
+
+CHUNK = 2048  # ids per program
+STAGES = 3  # places that are summed up or in flight, where a program has several
+GROUPS_LAUNCH = {"num_warps": 4, "maxnreg": 80}  # six programs a multiprocessor: 96 KiB in flight
+_GROUP = tl.constexpr(GROUP)
+
+
+def piece_of(chunk: int) -> int:
+    """Ids that a penalised row's programs take at a time."""
+    return max(GROUP, chunk // 4)
+
+
+@triton.jit
+def _sum_up(x, tops_ptr, chunk, groups, weighs, CHUNK: tl.constexpr):
+    """Stores the largest of every group of a chunk's scaled logits, and its mass if that is asked for."""
+    x = tl.reshape(x, [CHUNK // _GROUP, _GROUP])
+    tops = tl.max(x, axis=1)
+    group = chunk * (CHUNK // _GROUP) + tl.arange(0, CHUNK // _GROUP)
+    tl.store(tops_ptr + group, tops, mask=group < groups)
+    if weighs:
+        # a group of -inf alone weighs exp(-inf) = 0; one with +inf makes the line invalid, whatever it weighs
+        masses = tl.sum(tl.exp(x - level_of(tops)[:, None]), axis=1)
+        tl.store(tops_ptr + groups + group, masses, mask=group < groups)
+
+
+@triton.jit
+def _in_pieces(view, tops_ptr, groups, weighs, CHUNK: tl.constexpr, PIECE: tl.constexpr, STOPS: tl.constexpr):
+    """A chunk of a penalised row in pieces, because penalties take registers."""
+    for piece in range(0, CHUNK // PIECE):
+        which = tl.program_id(0) * (CHUNK // PIECE) + piece
+        x = scaled(view, which * PIECE + tl.arange(0, PIECE), STOPS)
+        _sum_up(x, tops_ptr, which, groups, weighs, PIECE)
+
+
+@triton.jit(do_not_specialize=[*INTS, "parts", "top", "state_places"])
+def _groups_kernel(
+    source,
+    groups_ptr,
+    recorded,  # RecordRows of logprobs.py
+    places,
+    first,
+    parts,  # programs that share out the places of a chunk
+    top,
+    state_places,  # K + 1
+    CHUNK: tl.constexpr,
+    PIECE: tl.constexpr,
+    STAGES: tl.constexpr,
+    GROUPS: tl.constexpr,
+    TOP: tl.constexpr,
+    STOPS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    row, part = tl.program_id(1) // parts, tl.program_id(1) % parts
+    # loaded together, also for rows that do not run: no load waits for another
+    running = tl.load(source.finish + row) == RUNNING
+    end = places
+    if source.counts is not None:
+        end = tl.minimum(places, tl.load(source.counts + row).to(tl.int32) + 1 - first)
+    # what top-k keeps is weighed by the next launch, whatever the others weigh
+    top_k = tl.load(source.top_k + row)
+    weighs = (tl.load(source.temperature + row) > 0) & ((top_k <= 0) | (top_k >= source.vocab))
+    biased = tl.load(source.unbiased + row) == 0
+    length, least = tl.load(source.lengths + row), tl.load(source.min_lengths + row)
+    view = view_of(source, row * places, row, first)
+    vocab, groups = source.vocab, source.groups
+    stride, width = tl.cast(source.logits_stride, tl.int64), tl.cast(groups, tl.int64) * 2
+    row_ptr = groups_ptr + row * places * width
+    if running & view.penalised:
+        for at in range(part, end, parts):
+            there = penalised_at(view, at * stride, length + first + at < least, first + at)
+            _in_pieces(there, row_ptr + at * width, groups, weighs, CHUNK, PIECE, STOPS)
+    elif running:
+        index = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
+        known = index < vocab
+        bias = tl.load(view.bias + index, mask=known & biased, other=0.0)
+        for at in tl.range(part, end, parts, num_stages=STAGES):
+            x = tl.load(view.logits + at * stride + index, mask=known, other=-float("inf")) + bias
+            x = tempered(view.stop_ids, length + first + at < least, view.temperature, x, index, known, STOPS)
+            _sum_up(x, row_ptr + at * width, tl.program_id(0), groups, weighs, CHUNK)
+    if recorded.levels is not None:  # noqa: SIM102  (what is known when it is compiled comes alone)
+        if running:
+            index = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
+            for at in range(part, end, parts):
+                line_ptr = source.logits + (row * places + at) * stride
+                x = tl.load(line_ptr + index, mask=index < vocab, other=-float("inf"))
+                record_line(
+                    *(x, recorded, line_ptr, row * places + at, row * state_places + at),
+                    *(tl.program_id(0), tl.num_programs(0), vocab, top, CHUNK, GROUPS, TOP),
+                )
+
+
+# --- the second launch ---
+
 
 # a program runs its code once, so it waits for instructions: many threads, each with few of them
 LAUNCH = {"num_warps": 16}
 CROWDED = {"maxnreg": 64}  # where there are more lines than PROGRAMS: two programs share a multiprocessor
 PROGRAMS = 132  # of a launch, about: more do not find a line's distribution any sooner
-_GROUP = tl.constexpr(GROUP)
 _RECORD = tl.constexpr(RECORD)
 _COUNTERS = tl.constexpr(COUNTERS)
 
@@ -341,8 +440,7 @@ def find_distributions(
     batch, places, vocab = logits.shape
     source, pdl = sampled_parts.source_of(logits, rows, ragged=ragged), has_pdl(logits.device)
     shared = {"STOPS": rows.stop_ids.shape[1], "PDL": pdl, "launch_pdl": pdl, **sampled_parts.OPTIONS}
-    chunk = sampled_groups.CHUNK
-    chunks = triton.cdiv(vocab, chunk)
+    chunks = triton.cdiv(vocab, CHUNK)
     parts = sampled_parts.parts_of(batch, places, chunks)
     top, _ = logprobs.sizes_of(record)
     launch(
@@ -350,10 +448,10 @@ def find_distributions(
         (chunks, batch * parts),
         *(source, work.groups, logprobs.record_rows(record, rows)._replace(details=None)),
         *(places, first, parts, top, rows.block.shape[1]),
-        CHUNK=chunk,
-        PIECE=sampled_groups.piece_of(chunk),
-        STAGES=sampled_groups.STAGES if parts < places else 1,
-        **(sampled_groups.LAUNCH if record is None else {}),
+        CHUNK=CHUNK,
+        PIECE=piece_of(CHUNK),
+        STAGES=STAGES if parts < places else 1,
+        **(GROUPS_LAUNCH if record is None else {}),
         **(shared | logprobs.constants_of(record, rows, vocab)),
     )
     lines = batch * places

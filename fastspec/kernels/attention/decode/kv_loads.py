@@ -5,8 +5,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from fastspec.kernels.attention.decode.mma_layouts import key_layout, value_layout
-from fastspec.kernels.attention.decode.mma_tiles import KEYS, _along
+from fastspec.kernels.attention.decode.mma_tiles import KEYS, _along, key_layout, value_layout
 
 
 @gluon.jit

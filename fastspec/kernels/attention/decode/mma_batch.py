@@ -17,7 +17,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from fastspec.kernels.attention.decode.combine_mma import combine_splits, join, softmax_memory
+from fastspec.kernels.attention.decode.combine import combine_splits, join, softmax_memory
 from fastspec.kernels.attention.decode.kv_loads import (
     key_pages,
     load_keys,
