@@ -1,16 +1,20 @@
-"""Between which logits a line's threshold must lie, by what the first launch says of its groups (groups.py).
+"""Bounds of a line's threshold, and the ids between them (candidates).
 
-- At most as many groups as ids reach a value, so what k of the groups' maxima reach is at most the k-th logit. Nor do
-  more sets of four groups: for a small k these give as good a bound, and are a quarter of the sums;
-- the ids below t of a group whose largest reaches t weigh no more than the group does without that one, and at most
-  31 exp(t); those of any other group weigh what it does. Where all of them together weigh less than top-p may remove,
-  none of them is kept. With few likely ids, most of which are alone in their group, little more is kept.
+Top-k, top-p and min-p keep the ids from a threshold on. The first launch of distribution.py leaves the largest logit
+and the mass of each group of 32 ids. From these alone follow bounds:
 
-Where that leaves more candidates than the next launch can hold, one id of each group is a sample of the
-distribution: bounds follow from it at 3.5 standard deviations (a flat one), or as many of the likeliest ids as can be
-held (one with a heavy head, of which a sample says little). Such bounds are checked afterwards.
+- top-k: each group whose largest logit reaches t has an id that does. So if k groups reach t, t is at most the k-th
+  largest logit. The same holds for sets of four groups; for a small k these give as good a bound for a quarter of the
+  sums.
+- top-p: of a group whose largest logit reaches t, the ids below t have at most the group's mass without that logit, and
+  at most 31 exp(t). Any other group has all its mass below t. If these sum to less than top-p may remove, no id below t
+  is kept.
 
-Sums are taken in one order, over pieces that do not depend on the number of rows, so a line's record does not either.
+If too many candidates remain, one id of each group serves as a sample of the distribution. A flat distribution gets
+bounds at 3.5 standard deviations of the sample. One with a few likely ids gets as many of the likeliest ids as fit.
+Such bounds are guesses (GUESSED) and are checked afterwards.
+
+Sums are taken in one order, over pieces that do not depend on the number of rows. So a line's record does not either.
 """
 
 from __future__ import annotations
@@ -38,26 +42,26 @@ from fastspec.kernels.sampling.logits import (
 )
 from fastspec.kernels.sampling.threshold import fixed
 
-DEVIATIONS = tl.constexpr(3.5)  # of a sample's estimate: one line in two thousand misses its threshold
+DEVIATIONS = tl.constexpr(3.5)  # of a sample's estimate: for one line in two thousand the guess is wrong
 STRIDE = tl.constexpr(29)  # the sample of group g is its id 29 g mod 32
-REACH = tl.constexpr(16.0)  # below the largest, where the k-th of the groups' maxima is looked for first
-SET = tl.constexpr(4)  # groups whose largest are taken as one, where k is
-FEW = tl.constexpr(16)  # times less than the groups
-ROUNDED = tl.constexpr(1e-6)  # of a mass: more than a sum of groups is rounded by
-PIVOTS = tl.constexpr(8)  # tried in a step: more take longer to sum than they save
-MAX_GROUPS = 4096  # at a time: of larger vocabularies several are merged, for registers
+REACH = tl.constexpr(16.0)  # the k-th of the groups' maxima is first searched for from largest - REACH on
+SET = tl.constexpr(4)  # groups that count as one, where FEW * k is at most the number of groups
+FEW = tl.constexpr(16)
+ROUNDED = tl.constexpr(1e-6)  # of a mass: more than the rounding error of a sum of groups
+PIVOTS = tl.constexpr(8)  # values tried in a step: more take longer to sum than they save
+MAX_GROUPS = 4096  # larger vocabularies merge several groups to one, to save registers
 _GROUP = tl.constexpr(GROUP)
 
 
 @triton.jit
 def filtered(top_k, top_p, min_p, vocab):
-    """Whether a distribution keeps less than all ids."""
+    """True if top-k, top-p or min-p can remove ids."""
     return ((top_k > 0) & (top_k < vocab)) | (top_p < 1.0) | (min_p > 0)
 
 
 @triton.jit
 def _narrowed(low, high, light):
-    """The part of [low, high] between the last of evenly spaced pivots that is light, and the next."""
+    """Narrows [low, high] to the step between the last of evenly spaced pivots that is `light`, and the next one."""
     step = (high - low) / (PIVOTS + 1)
     number = tl.sum(light.to(tl.int32), axis=0).to(tl.float32)
     return low + number * step, tl.minimum(low + (number + 1.0) * step, high)
@@ -65,13 +69,16 @@ def _narrowed(low, high, light):
 
 @triton.jit
 def added(values):
-    """The sum of [1, N]."""
+    """Sums values [1, N]."""
     return tl.sum(tl.sum(values, axis=1), axis=0)
 
 
 @triton.jit
 def largest_with(keys, weights, least):
-    """The largest key t, int64, for which `weights` of keys [1, N] >= t sum to at least `least`; the lowest if none."""
+    """Finds the largest key t (int64) for which `weights` of keys [1, N] >= t sum to at least `least`.
+
+    Returns the lowest key if there is none.
+    """
     low = tl.zeros([], tl.int64) + KEY_LOWEST
     reached = added(weights)  # by keys >= low
     high = tl.where(reached >= least, tl.max(tl.max(keys, axis=1), axis=0).to(tl.int64), low)
@@ -85,7 +92,7 @@ def largest_with(keys, weights, least):
         low += tl.sum(enough.to(tl.int32), axis=0) * step
         high = tl.minimum(high, low + step - 1)
     if low < high:
-        # as many as are wanted are left: the least of them
+        # exactly `least` keys are left: take the smallest of them
         left = tl.where((keys >= low) & (weights > 0), keys, 0x7FFFFFFF)
         low = tl.min(tl.min(left, axis=1), axis=0).to(tl.int64)
     return low
@@ -93,9 +100,10 @@ def largest_with(keys, weights, least):
 
 @triton.jit
 def _largest_below(x, weights, rest, groups, largest, max_mass, WIDTH):
-    """A value t: what lies below it weighs at most `max_mass`, by weights of groups whose maxima are x [1, N].
+    """Finds a value t below which ids have a mass of at most `max_mass`, by groups with maxima x [1, N].
 
-    `rest` is what a group weighs without its largest, which is not below t where that reaches t.
+    `weights` are the groups' masses, `rest` the same without the group's largest id: that id is not below t if it
+    reaches t.
     """
     low = largest + tl.minimum(tl.log(max_mass / (groups * WIDTH)), 0.0)
     high = largest
@@ -109,7 +117,9 @@ def _largest_below(x, weights, rest, groups, largest, max_mass, WIDTH):
 
 @triton.jit
 def _quantile(x, weights, max_mass, low, high):
-    """(t below, t above) the largest t in [low, high] for which the `weights` of x < t sum to at most `max_mass`."""
+    """Finds (below, above): neighbours of the largest t in [low, high] where `weights` of x < t sum to at most
+    `max_mass`.
+    """
     for _ in range(4):
         pivots = low + (tl.arange(0, PIVOTS) + 1) * ((high - low) / (PIVOTS + 1))
         below = tl.sum(tl.where(x < pivots[:, None], weights, 0.0), axis=1)
@@ -119,7 +129,7 @@ def _quantile(x, weights, max_mass, low, high):
 
 @triton.jit
 def _reached_by(tops, largest, least):
-    """The key of a value that at least `least` of tops [1, N] reach, and few more; KEY_LOWEST if so many do not exist.
+    """Finds the key of a value that at least `least` of tops [1, N] reach, and few more; KEY_LOWEST if there is none.
 
     Pivots are evenly spaced values, not keys: logits are spread like that, so one to three steps are enough.
     """
@@ -139,14 +149,14 @@ def _reached_by(tops, largest, least):
             low = last
         else:
             high = low
-            low = largest + (low - largest) * 64.0  # the fifth time by more than logits of a model can be apart
+            low = largest + (low - largest) * 64.0  # the fifth time beyond all logits of a model
         steps += 1
     return tl.where(reached >= least, key_of(low + 0.0), KEY_LOWEST).to(tl.int64)
 
 
 @triton.jit
 def _kth_at_least(tops, largest, top_k, GROUPS: tl.constexpr):
-    """The key of a value that is at most the k-th largest logit, by the groups' maxima [1, GROUPS]."""
+    """Finds a key that is at most that of the k-th largest logit, by the groups' maxima [1, GROUPS]."""
     if top_k * FEW <= GROUPS:
         sets = tl.max(tl.reshape(tops, [GROUPS // SET, SET]), axis=1)
         key = _reached_by(sets[None, :], largest, top_k)
@@ -159,23 +169,23 @@ def _kth_at_least(tops, largest, top_k, GROUPS: tl.constexpr):
 def _guessed(
     source, lower, upper, largest, normaliser, top_k, top_p, groups, GROUPS: tl.constexpr, WIDTH, MAX_FOUND, STOPS
 ):
-    """(lower, upper, whether they are a guess) from one id of each group, unless the bounds given leave few enough."""
+    """Guesses (lower, upper, 1 if guessed) from one id of each group, unless the given bounds leave few enough ids."""
     group = tl.arange(0, GROUPS)[None, :]
     x = scaled(view_of(*source), tl.where(group < groups, group * WIDTH + (group * STRIDE) % _GROUP, -1), STOPS)
     keys = key_of(x)
     ones = (keys > KEY_LOWEST).to(tl.int32)
-    room = tl.maximum(tl.zeros([], tl.int32) + MAX_FOUND * 4 // 5 // WIDTH, 1)  # samples of what can be held
+    room = tl.maximum(tl.zeros([], tl.int32) + MAX_FOUND * 4 // 5 // WIDTH, 1)  # samples that stand for MAX_FOUND * 4 / 5 ids
     low, high = lower, upper
     if added((keys >= lower).to(tl.int32)) > room:
         rank = top_k.to(tl.float32) / WIDTH
         reach = DEVIATIONS * tl.sqrt(rank) + 2.0
-        below = tl.ceil(rank + reach).to(tl.int32)  # so many samples reach the lower bound
-        above = tl.floor(rank - reach).to(tl.int32)  # and so many the upper one; 0: none is known
+        below = tl.ceil(rank + reach).to(tl.int32)  # number of samples at or above the lower bound
+        above = tl.floor(rank - reach).to(tl.int32)  # number at or above the upper bound; 0: no upper bound
         if top_k == 0:
             low, high = _sampled_edge(
                 x, largest, (1.0 - top_p) * normaliser, value_of(lower.to(tl.int32)), upper, WIDTH
             )
-            # few ids may hold most of the mass: then the likeliest ones, as many as can be held
+            # if few ids hold most of the mass, take as many of the likeliest as fit
             many = added(((keys >= low) & (keys < high)).to(tl.int32)) > room
             below = tl.where(many, room, 0)
             high = tl.where(many, upper, high)
@@ -193,11 +203,11 @@ def _guessed(
 
 @triton.jit
 def _sampled_edge(x, largest, light, least, upper, WIDTH):
-    """Keys below and above the edge of top-p, by a sample of ids x [1, N] that stand for WIDTH each."""
+    """Finds keys below and above the threshold of top-p, by a sample of ids x [1, N] that stand for WIDTH ids each."""
     weights = tl.exp(x - largest) * WIDTH
     low, high = least, largest
     error, under, wide = light * 0.0, least, light
-    # the edge itself; then below it, if the sample has too little there; then above it, if too much
+    # side 0: the threshold by the sample; 1: its lower bound; 2: its upper bound, by the sample's error
     for side in range(3):
         edge, over = _quantile(x, weights, wide, low, high)
         if side == 0:
@@ -217,7 +227,7 @@ def _sampled_edge(x, largest, light, least, upper, WIDTH):
 
 @triton.jit
 def _bounded(source, tops, lower, largest, normaliser, top_k, top_p, min_p, groups, GROUPS, WIDTH, MAX_FOUND, STOPS):
-    """(lower, upper, guessed): every threshold lies at a key in [lower, upper), as far as it can be known here."""
+    """Finds (lower, upper, guessed): the threshold's key is in [lower, upper), unless `guessed` is wrong."""
     limits_k = (top_k > 0) & (top_k < source[0].vocab)
     limits_p = top_p < 1.0
     floor = key_of(largest + tl.log(tl.maximum(min_p, 1e-37)) - 1e-3).to(tl.int64)
@@ -227,7 +237,7 @@ def _bounded(source, tops, lower, largest, normaliser, top_k, top_p, min_p, grou
     guessed = tl.zeros([], tl.int32)
     both = limits_k & limits_p
     if (limits_k | limits_p) == 0:
-        upper = lower  # nothing to look for: all from here on are taken together
+        upper = lower  # min-p alone: the threshold is known
     elif both:
         pass
     elif added((key_of(tops) >= lower).to(tl.int32)) * WIDTH > MAX_FOUND:
@@ -240,9 +250,9 @@ def _bounded(source, tops, lower, largest, normaliser, top_k, top_p, min_p, grou
 
 @triton.jit
 def merged(tops_ptr, masses_ptr, groups, GROUPS: tl.constexpr, EACH: tl.constexpr):
-    """(largest logit, mass relative to that) fp32 [1, GROUPS] of every EACH stored groups together.
+    """Merges every EACH stored groups: (largest logit, mass relative to that), fp32 [1, GROUPS].
 
-    Masses of a line that is greedy or has a top-k are anything.
+    Masses of a greedy line, or of one with a top-k, are not stored: they may be any value.
     """
     group = tl.arange(0, GROUPS)[None, :] * EACH
     tops = tl.load(tops_ptr + group, mask=group < groups, other=-float("inf"))
@@ -272,7 +282,7 @@ def described(
     MAX_FOUND: tl.constexpr,
     STOPS: tl.constexpr,
 ):
-    """(kind, largest, normaliser, best, lower, upper, guessed) of a line with groups [1, GROUPS], WIDTH ids each."""
+    """Describes a line by groups [1, GROUPS] of WIDTH ids: (kind, largest, normaliser, best, lower, upper, guessed)."""
     vocab = source[0].vocab
     largest = tl.max(tl.max(tops, axis=1), axis=0)
     lower = tl.zeros([], tl.int64) + KEY_LOWEST + 1
@@ -289,16 +299,16 @@ def described(
         best = tl.min(tl.where(scaled(view_of(*source), index, STOPS) == largest, index, 0x7FFFFFFF), axis=0)
     else:
         if (top_k > 0) & (top_k < vocab):
-            # the normaliser is what is kept, whatever the others weigh
+            # the normaliser is the mass of kept ids: the mass of a group is not needed
             lower = tl.maximum(lower, _kth_at_least(tops, largest, top_k.to(tl.int32), GROUPS))
         else:
             relative = tl.exp(tops - largest)
             masses = masses * relative
             normaliser = added(masses)
             if top_p < 1.0:
-                # a little less, for sums of groups are rounded
+                # a little less, because sums of groups are rounded
                 max_mass = tl.maximum((1.0 - top_p) * 0.999 - ROUNDED, 1e-30) * normaliser
-                # a group's largest weighs exactly one of the group's mass
+                # the largest id of a group has exactly 1 of the group's relative mass
                 rest = tl.maximum(masses - relative, 0.0)
                 under = _largest_below(tops, masses, rest, groups, largest, max_mass, WIDTH)
                 lower = tl.maximum(lower, key_of(under + 0.0).to(tl.int64))
@@ -313,12 +323,12 @@ def described(
 # --- candidates ---
 
 
-LISTED_PIECE = tl.constexpr(128)  # listed groups that are read at a time
+LISTED_PIECE = tl.constexpr(128)  # listed groups read at a time
 
 
 @triton.jit
 def _note(source, start, counters_ptr, found_ptr, largest, min_p, lower, upper, CHUNK, MAX_FOUND, STOPS):
-    """Counts and weighs what is above the bounds in a chunk; notes the candidates between them."""
+    """Counts and sums the ids above `upper` in a chunk, and stores the candidates in [lower, upper)."""
     index = start + tl.arange(0, CHUNK)
     x = scaled(view_of(*source), index, STOPS)
     keys = key_of(x)
@@ -342,29 +352,29 @@ def _note(source, start, counters_ptr, found_ptr, largest, min_p, lower, upper, 
 
 @triton.jit
 def noted(source, tops_ptr, counters_ptr, found_ptr, largest, min_p, lower, upper, groups, CHUNK, MAX_FOUND, STOPS):
-    """Notes this program's chunks of a line; whether all of them have been noted now, by all programs."""
-    # what is computed ahead of a loop takes registers
+    """Stores the candidates of this program's chunks. True for the last program of the line to finish."""
+    # disable_licm: values hoisted out of the loop would take registers
     for chunk in tl.range(tl.program_id(0), tl.cdiv(source[0].vocab, CHUNK), tl.num_programs(0), disable_licm=True):
         group = chunk * (CHUNK // _GROUP) + tl.arange(0, CHUNK // _GROUP)
         tops = tl.load(tops_ptr + group, mask=group < groups, other=-float("inf"))
         if key_of(tl.max(tops, axis=0)) >= lower:
             _note(source, chunk * CHUNK, counters_ptr, found_ptr, largest, min_p, lower, upper, CHUNK, MAX_FOUND, STOPS)
-    # the counting thread's release covers its own stores; the barrier hands it those of the others
+    # the atomic's release covers one thread's stores; the barrier adds those of all others
     tl.debug_barrier()
     return tl.atomic_add(counters_ptr + ARRIVED, 1, sem="acq_rel") == tl.num_programs(0) - 1
 
 
 @triton.jit
 def read_off(counters_ptr, word):
-    """A counter that all have added to."""
+    """Loads a counter that several programs have added to."""
     return tl.load(counters_ptr + word, cache_modifier=".cg")
 
 
 @triton.jit
 def _places_of(near):
-    """(place of each that is near, in their order; how many are) of near int32 [ROWS, COLUMNS].
+    """Numbers the true elements of near int32 [ROWS, COLUMNS] in their order: (index of each, how many).
 
-    By two short scans: a long one, through all of a program's threads, takes longer than what it is for.
+    Two short scans are faster than a long one through all threads of a program.
     """
     in_row = tl.sum(near, axis=1)
     before = tl.cumsum(in_row, axis=0) - in_row
@@ -373,7 +383,10 @@ def _places_of(near):
 
 @triton.jit
 def list_groups(tops_ptr, groups, lower, listed_ptr, lists, max_listed, SIZE: tl.constexpr, EACH: tl.constexpr):
-    """Counts the up to SIZE * EACH groups that reach `lower`; if it `lists`, stores the first `max_listed` in order."""
+    """Counts the groups, up to SIZE * EACH, whose largest key reaches `lower`.
+
+    If `lists`, stores the first `max_listed` of them in ascending order.
+    """
     COLUMNS: tl.constexpr = min(_GROUP, SIZE)
     ROWS: tl.constexpr = SIZE // COLUMNS
     number = groups * 0
@@ -393,11 +406,11 @@ def list_groups(tops_ptr, groups, lower, listed_ptr, lists, max_listed, SIZE: tl
 
 @triton.jit
 def gather(source, listed_ptr, found_ptr, number, lower, MAX_FOUND: tl.constexpr, STOPS: tl.constexpr):
-    """Notes the ids from `lower` on of all listed groups, in their order; how many there are."""
+    """Stores the ids of all listed groups whose key is at least `lower`, in their order. Returns how many there are."""
     count = number * 0
     for start in tl.range(0, number, LISTED_PIECE, disable_licm=True):
         slot = start + tl.arange(0, LISTED_PIECE)
-        # an id below zero is none
+        # group -1 gives ids below zero, which `scaled` masks
         group = tl.load(listed_ptr + slot, mask=slot < number, other=-1)
         index = group[:, None] * _GROUP + tl.arange(0, _GROUP)[None, :]
         keys = key_of(scaled(view_of(*source), index, STOPS))
