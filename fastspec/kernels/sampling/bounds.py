@@ -174,7 +174,7 @@ def _guessed(
     x = scaled(view_of(*source), tl.where(group < groups, group * WIDTH + (group * STRIDE) % _GROUP, -1), STOPS)
     keys = key_of(x)
     ones = (keys > KEY_LOWEST).to(tl.int32)
-    room = tl.maximum(tl.zeros([], tl.int32) + MAX_FOUND * 4 // 5 // WIDTH, 1)  # samples that stand for MAX_FOUND * 4 / 5 ids
+    room = tl.maximum(tl.zeros([], tl.int32) + MAX_FOUND * 4 // 5 // WIDTH, 1)  # samples in 4/5 MAX_FOUND ids
     low, high = lower, upper
     if added((keys >= lower).to(tl.int32)) > room:
         rank = top_k.to(tl.float32) / WIDTH

@@ -48,7 +48,7 @@ NO_ID_UNIT = tl.constexpr(2.0**-25)
 # the mass of 2^19 ids is at most 2^19
 GROUP_UNIT = tl.constexpr(2.0**40)
 NO_GROUP_UNIT = tl.constexpr(2.0**-40)
-_WIDTH = tl.constexpr(GROUP)  # not _GROUP as in logits.py: Triton's cache needs one value for each global name of a kernel
+_WIDTH = tl.constexpr(GROUP)  # not _GROUP as in logits.py: Triton's cache needs one value for a name in a kernel
 _MAX_TOP = tl.constexpr(MAX_TOP)
 
 
