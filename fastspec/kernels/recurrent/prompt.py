@@ -1,9 +1,28 @@
-"""The gated delta rule over the tokens of a prompt, in four launches; the formulas stand in `chunks.py`.
+"""The gated delta rule over the tokens of a prompt, by chunks, in four launches.
 
-1. Prepare: the convolved q, k and v, beta and the logarithm of the decay of all tokens in parallel, in fp32.
-2. Solve: U, W and P of all chunks in parallel.
-3. Scan: a program goes through the chunks of a row with BLOCK values of one value head and keeps its part of the state.
-4. Keep: the inputs of the last tokens are stored for the convolution of later passes.
+1. `_prepare_kernel`: the convolved q, k and v, beta and the logarithm of the decay of all tokens in parallel, in fp32.
+2. `solve_kernel`: U, W and P of all chunks in parallel. 3. `_scan_kernel`: a program goes through the chunks of a row.
+It has BLOCK values of one value head, and keeps its part of the state in registers. 4. `_keep_kernel`: stores the
+inputs of the last tokens for the convolution of later passes.
+
+The formulas are those of Gated DeltaNet (arXiv 2412.06464, section 3.3). S is the state before a chunk, with keys k_t,
+queries q_t, values v_t and factors beta_t. g_t is the logarithm of the product of all decays of the chunk up to token
+t. Token t adds u_t k_t^T to the state, where
+
+    u_t = beta_t (v_t - e^g_t S k_t - sum over i < t of e^(g_t - g_i) (k_t . k_i) u_i)
+
+With A_ti = beta_t e^(g_t - g_i) (k_t . k_i) below the diagonal, that is
+
+    u   = U - W S^T             U = (I + A)^-1 (beta v), W = (I + A)^-1 (beta e^g k)
+    out = e^g q S^T + P u       P_ti = e^(g_t - g_i) (q_t . k_i) for i <= t
+    S'  = e^g_last S + sum over i of e^(g_last - g_i) u_i k_i^T
+
+Chunks are on a grid of positions from 0 on, so a pass may have parts of its first and last chunk:
+
+    positions   | 0 .. C-1 | C .. 2C-1 | 2C .. 3C-1 | ...
+    a pass      | [start ................. end)
+
+A token's bits do not depend on how a prompt is cut into passes, if each pass begins where a chunk does.
 """
 
 from __future__ import annotations
@@ -23,7 +42,7 @@ from fastspec.shapes import DeltaRule
 
 
 class Prepared(NamedTuple):
-    """Results of the first launch, in fp32: what the convolution made of all tokens.
+    """Results of `_prepare_kernel`, in fp32.
 
     Attributes:
         q, k: [B, Q, key_heads, key_dim].
@@ -40,7 +59,7 @@ class Prepared(NamedTuple):
 
 
 class Chunks(NamedTuple):
-    """Results of `solve_kernel`, in fp32, of C = CHUNK positions of a value head each; letters as above.
+    """Results of `solve_kernel`, in fp32, for chunks of C = CHUNK positions of a value head; letters as above.
 
     Attributes:
         erased: W, [B, chunks, value_heads, C, key_dim].
@@ -57,10 +76,10 @@ class Chunks(NamedTuple):
 
 @triton.jit
 def _inverse(a, CHUNK: tl.constexpr, PRECISION: tl.constexpr):
-    """(I + a)^-1 of a strictly lower triangular a [CHUNK, CHUNK], CHUNK being 64 at most.
+    """Inverts I + a, for a strictly lower triangular a [CHUNK, CHUNK] with CHUNK of at most 64.
 
-    Its diagonal blocks of 16 are inverted row by row; what joins them is nilpotent: of N = D off the fourth power is 0,
-    so (I + N)^-1 = (I - N)(I + N^2).
+    Its diagonal blocks D of 16 are inverted row by row. With the blocks `off` the diagonal, N = D^-1 off is nilpotent:
+    N^4 = 0. So (I + N)^-1 = (I - N)(I + N^2).
     """
     BLOCKS: tl.constexpr = CHUNK // 16
     block, line = tl.arange(0, BLOCKS), tl.arange(0, 16)
@@ -97,7 +116,7 @@ def solve_kernel(
     CHUNK: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Programs by chunk, value head and row."""
+    """Computes U, W and P of one chunk; programs by chunk, value head and row."""
     KEY_DIM: tl.constexpr = DIMS[0]
     VALUE_DIM: tl.constexpr = DIMS[1]
     piece, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
@@ -139,18 +158,18 @@ def solve_kernel(
         tl.store(chunks.scores + (place * CHUNK + line)[:, None] * CHUNK + line[None, :], scores)
 
 
-_PREPARED = 16  # tokens of one program of `_prepare_kernel`
-_KEPT = 1024  # channels of one program of `_keep_kernel`
+_PREPARED = 16  # tokens per program of `_prepare_kernel`
+_KEPT = 1024  # channels per program of `_keep_kernel`
 
 
 class Plan(NamedTuple):
-    """How chunks are computed.
+    """Sizes and precision of the kernels over chunks.
 
     Attributes:
         chunk: positions of a chunk, a divisor of DELTA_CHUNK.
-        block: values of one program of the scan.
+        block: values per program of the scan.
         solve_warps, scan_warps, stages: of the launches.
-        precision: how fp32 is multiplied.
+        precision: of fp32 products.
     """
 
     chunk: int
@@ -161,9 +180,9 @@ class Plan(NamedTuple):
     precision: str
 
 
-# measured on an H100; products of bf16 halves leave out what is below 2^-16 of a factor, much less than 16 bits keep
+# measured on an H100. bf16x3 products drop what is below 2^-16 of a factor, far below the rounding to 16 bits
 IN_16_BITS = Plan(chunk=32, block=16, solve_warps=4, scan_warps=4, stages=2, precision="bf16x3")
-IN_FP32 = Plan(chunk=16, block=16, solve_warps=8, scan_warps=8, stages=1, precision="ieee")  # not timed
+IN_FP32 = Plan(chunk=16, block=16, solve_warps=8, scan_warps=8, stages=1, precision="ieee")  # not measured
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -180,7 +199,7 @@ def _prepare_kernel(
     PLACES: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
-    """Programs by block of tokens, row, and head: key heads first, then value heads."""
+    """Convolves a block of tokens; programs by block of tokens, row, and head: key heads first, then value heads."""
     KEY_DIM: tl.constexpr = DIMS[0]
     VALUE_DIM: tl.constexpr = DIMS[1]
     CHANNELS: tl.constexpr = 2 * KEY_HEADS * KEY_DIM + VALUE_HEADS * VALUE_DIM
@@ -194,7 +213,7 @@ def _prepare_kernel(
         inputs_ptr = slots.inputs + tl.load(slots.state_rows + row) * (PLACES * CHANNELS)
         at = product_ptr + (row * num_tokens + first) * ROWS
         to = row * num_tokens + first + token
-        if head < KEY_HEADS:  # the branches share no variable name: Triton wants one shape for a name
+        if head < KEY_HEADS:  # the branches share no variable name: a name has one shape in Triton
             key = tl.arange(0, triton.next_power_of_2(KEY_DIM))
             has_key, of_q = key < KEY_DIM, head * KEY_DIM + key
             of_k = of_q + KEY_HEADS * KEY_DIM
@@ -241,7 +260,7 @@ def _scan_kernel(
     KEEPS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Programs by row, value head, and block of its values."""
+    """Runs through the chunks of a row; programs by row, value head, and block of its values."""
     KEY_DIM: tl.constexpr = DIMS[0]
     VALUE_DIM: tl.constexpr = DIMS[1]
     SIZE: tl.constexpr = VALUE_DIM * KEY_DIM
@@ -289,7 +308,7 @@ def _scan_kernel(
             tl.store(kept.state + head * SIZE + within, state, mask=whole & reached)
     newest = (start + count + SLOTS - 1) % SLOTS * (VALUE_HEADS * SIZE)
     tl.store(states_ptr + newest + within, state, mask=whole & (count > 0))
-    nothing = tl.zeros([CHUNK, BLOCK], out_ptr.dtype.element_ty)  # masked tokens must be finite for what reads them
+    nothing = tl.zeros([CHUNK, BLOCK], out_ptr.dtype.element_ty)  # the next product reads masked tokens, too
     for begin_at in range(0, num_tokens, CHUNK):
         t = begin_at + line
         masked = ((t < first) | (t >= first + count)) & (t < num_tokens)
@@ -310,9 +329,9 @@ def _keep_kernel(
     BLOCK: tl.constexpr,
     KEEPS: tl.constexpr,
 ):
-    """Stores the inputs of a row's last tokens: programs by row, token counted from the end, and block of channels.
+    """Stores the inputs of a row's last tokens, and those of the last tokens before `kept.at`.
 
-    Those of the last tokens before `kept.at` as well.
+    Programs by row, token counted from the end, and block of channels.
     """
     row, channel = tl.program_id(0).to(tl.int64), tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
     first, count = span(slots.write_mask + row * num_tokens, num_tokens, OF_PROMPTS)
@@ -364,7 +383,7 @@ def prompt_rule(
         enable_fp_fusion=False,
     )
     plan = IN_FP32 if product.dtype == torch.float32 else IN_16_BITS
-    precision = "ieee" if product.device.type == "cpu" else plan.precision  # the interpreter has one precision
+    precision = "ieee" if product.device.type == "cpu" else plan.precision  # the interpreter supports only this
     chunk, products = plan.chunk, dict[str, Any](CHUNK=plan.chunk, PRECISION=precision)
     pieces = triton.cdiv(tokens + chunk - 1, chunk)
 

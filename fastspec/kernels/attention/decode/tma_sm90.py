@@ -152,7 +152,7 @@ def _attend_splits(
         first, end = keys_of(split, share.begin, share.stop, SPLIT_SIZES)
         top, total, out = _empty_softmax(KEYS, D)
         for here in range(first, end, KEYS):
-            # the next keys are multiplied while this tile's weights are computed; after the last tile, the same keys again
+            # the next keys are multiplied while this tile's weights are computed; after the last tile, its keys again
             following = gl.where((here + KEYS < end) | (i + 1 < share.mine), step + 2, step)
             k_place, v_place = following % STAGES, (step + 1) % STAGES
             mbarrier.wait(full.index(k_place), following // STAGES & 1)
