@@ -106,7 +106,9 @@ def new_tokens(
     write_mask: Tensor,
     scales: KVScales | None = None,
 ) -> NewTokens:
-    """The group of these tensors, whose shapes are checked; norms as in `reference.attend`, scales of 8-bit caches."""
+    """Groups these tensors, whose shapes are checked. norms are as in `reference.attend`, scales those of an 8-bit
+    cache.
+    """
     q_norm, k_norm, eps = norms or (None, None, 0.0)
     num_angles = 0 if cos is None else cos.shape[0]
     factors = (None, None) if scales is None else (1.0 / scales.k, 1.0 / scales.v)
@@ -114,7 +116,7 @@ def new_tokens(
 
 
 def scoring_of(rule: AttentionRule, sinks: Tensor | None, dim: int, scales: KVScales | None = None) -> Scoring:
-    """The group of this rule and of sinks whose shape is checked, for heads of this dim."""
+    """Groups the numbers of `rule`, and sinks whose shape is checked, for heads of `dim`."""
     factor, value_scale = rule.factor(dim), None if scales is None else scales.v
     if scales is not None:
         factor *= scales.k
@@ -124,5 +126,5 @@ def scoring_of(rule: AttentionRule, sinks: Tensor | None, dim: int, scales: KVSc
 
 
 def paged_cache(keys: Tensor, values: Tensor, block_table: Tensor) -> PagedCache:
-    """The group of these tensors, whose shapes are checked."""
+    """Groups these tensors, whose shapes are checked."""
     return PagedCache(keys, values, block_table, block_table.stride(0), block_table.shape[1], keys.shape[0])

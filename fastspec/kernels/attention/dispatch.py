@@ -84,12 +84,12 @@ class AttendWork:
 
 
 def attend_work(device: torch.device, max_rows: int, max_positions: int, heads: tuple[int, int, int]) -> AttendWork:
-    """What `attend` needs for decoding passes of a model.
+    """Allocates the work area of `attend` for the decoding passes of a model.
 
     Args:
         device: of the model.
         max_rows: B * Q of the largest decoding pass.
-        max_positions: that the block table has room for.
+        max_positions: number of positions that the block table has room for.
         heads: (query heads, key heads, head_dim).
     """
     counters, partials = plan.work_sizes(max_rows, max_positions, heads)

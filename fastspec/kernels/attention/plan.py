@@ -248,7 +248,7 @@ CONCURRENT_SPLITS = 2
 
 
 def max_ctas_alone(gpu: Gpu) -> int:
-    """Up to so many CTAs have two warps for each part of a split, and an SM to themselves.
+    """Most CTAs with two warps for each part of a split, and an SM of their own.
 
     With fewer threads, the next kernel's early CTAs on the same SM would slow them down.
     """

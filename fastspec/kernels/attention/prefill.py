@@ -163,8 +163,8 @@ def _attend_blocks(
         else:
             k = tl.load(cache.k + place + slot)
             v = tl.load(cache.v + place + slot)
-        k, v = k.to(q.dtype), v.to(q.dtype)  # from an 8-bit cache
-        scores, scale = tl.dot(q, tl.trans(k), input_precision="ieee"), scoring.factor
+        k, v = k.to(q.dtype), v.to(q.dtype)  # [BLOCK_N, BLOCK_D]; converts values of an 8-bit cache
+        scores, scale = tl.dot(q, tl.trans(k), input_precision="ieee"), scoring.factor  # [ROWS, BLOCK_N]
         if scoring.cap is not None:
             scores, scale = scoring.cap * tanh(scores * scale), 1.0
         if MASKED:
@@ -180,7 +180,7 @@ def _attend_blocks(
         weights = tl.exp2(scores * scale - shift[:, None])
         keep = tl.exp2(top - shift)
         total = total * keep + tl.sum(weights, axis=1)
-        out = tl.dot(weights.to(v.dtype), v, out * keep[:, None], input_precision="ieee")
+        out = tl.dot(weights.to(v.dtype), v, out * keep[:, None], input_precision="ieee")  # [ROWS, BLOCK_D]
         top = new_top
     return top, total, out
 
@@ -217,7 +217,7 @@ def _flash_kernel(
     mask = valid[:, None] & (dim < HEAD_DIM)[None, :]
     position = tl.load(position_ptr + batch * num_queries + row, mask=valid, other=-1)  # padding rows see no key
     at = ((batch * num_queries + row) * (KV_HEADS * GROUP) + head) * HEAD_DIM
-    q = tl.load(query_ptr + at[:, None] + dim[None, :], mask=mask, other=0.0)
+    q = tl.load(query_ptr + at[:, None] + dim[None, :], mask=mask, other=0.0)  # [ROWS, BLOCK_D]
     newest = tl.minimum(tl.max(position, axis=0), limit - 1).to(tl.int32)
     oldest = tl.minimum(tl.min(tl.where(valid, position, newest), axis=0), newest).to(tl.int32)
     begin, whole = 0, (oldest + 1) // BLOCK_N * BLOCK_N

@@ -37,7 +37,7 @@ from fastspec.kernels.product.few_rows import sum_of_splits, words_at
 from fastspec.kernels.product.quantised.conversion import code_halves, joined_halves, words_layout
 
 BLOCK = gl.constexpr(8)  # pairs per product
-TIMES = gl.constexpr(2.0**62)  # sums are multiplied by this: stored scales are smaller, see `common.experts`
+TIMES = gl.constexpr(2.0**62)  # sums are 2^-62 too small: codes as bf16 by 2^-126, stored scales 2^64 too large
 PIECE = gl.constexpr(256)  # words of 16 rows in a chunk
 BOTH = gl.constexpr(0x00800080)  # times an exponent: a pair of bf16 with that exponent
 
@@ -227,7 +227,7 @@ def _multiply(
         rows = rows + (gl.expand_dims(gl.expand_dims(row, 0), 1) * (K // 2) + word,)
         sums = sums + (gl.zeros([S, R, BLOCK], gl.float32, mma),)
     for i in gl.static_range(T):
-        units = _operands(ws[0][0], ws[0][1], left)
+        units = _operands(ws[0][0], ws[0][1], left)  # two of [S, R, 64]
         ws = ws[1:]
         if i + D < T:
             ws = ws + (_chunk(at, of, i + D, inside, RAGGED and i + D == T - 1, S),)

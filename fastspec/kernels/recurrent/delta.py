@@ -78,7 +78,7 @@ def _delta_kernel(
     product_ptr += row * num_tokens * ROWS
     out_ptr += (row * num_tokens * VALUE_HEADS + head) * VALUE_DIM
     states_ptr = slots.states + (held * SLOTS * VALUE_HEADS + head) * (VALUE_DIM * KEY_DIM)
-    within = value[:, None] * KEY_DIM + key[None, :]
+    within = value[:, None] * KEY_DIM + key[None, :]  # of the state [BLOCK, KEYS]
     whole = has_value[:, None] & has_key[None, :]
     # if the mask has no token, nothing is read or written, so any position will do
     start = tl.load(slots.positions + row * num_tokens + first, mask=count > 0, other=0).to(tl.int32)
@@ -117,7 +117,7 @@ def _delta_kernel(
     )  # fmt: skip
     beta, softplus = gates(product_ptr + token * ROWS + (ROWS - 2 * VALUE_HEADS) + head, more, mine, VALUE_HEADS)
     decay = tl.exp(-rate * softplus)
-    q, k = units(q) * KEY_DIM**-0.5, units(k)
+    q, k = units(q) * KEY_DIM**-0.5, units(k)  # [TOKENS, KEYS]
     kept = inputs_ptr + ((start + token) % PLACES * CHANNELS)[:, None]
     keeps_qk = mine[:, None] & (has_key & (head % SERVED == 0) & (tile == 0))[None, :]
     tl.store(kept + q_channel[None, :], q_in, mask=keeps_qk)

@@ -1,9 +1,10 @@
 """The gated delta rule over the tokens of a prompt, by chunks, in four launches.
 
 1. `_prepare_kernel`: the convolved q, k and v, beta and the logarithm of the decay of all tokens in parallel, in fp32.
-2. `solve_kernel`: U, W and P of all chunks in parallel. 3. `_scan_kernel`: a program goes through the chunks of a row.
-It has BLOCK values of one value head, and keeps its part of the state in registers. 4. `_keep_kernel`: stores the
-inputs of the last tokens for the convolution of later passes.
+2. `solve_kernel`: U, W and P of all chunks in parallel.
+3. `_scan_kernel`: a program goes through the chunks of a row. It has BLOCK values of one value head, and keeps its part
+   of the state in registers.
+4. `_keep_kernel`: stores the inputs of the last tokens for the convolution of later passes.
 
 The formulas are those of Gated DeltaNet (arXiv 2412.06464, section 3.3). S is the state before a chunk, with keys k_t,
 queries q_t, values v_t and factors beta_t. g_t is the logarithm of the product of all decays of the chunk up to token
@@ -132,12 +133,12 @@ def solve_kernel(
         at = row * num_tokens + first + token
         of_key = ((at * KEY_HEADS + head // (VALUE_HEADS // KEY_HEADS)) * KEY_DIM)[:, None] + key[None, :]
         has_key = there[:, None] & (key < KEY_DIM)[None, :]
-        k = tl.load(ready.k + of_key, mask=has_key, other=0.0)
+        k = tl.load(ready.k + of_key, mask=has_key, other=0.0)  # [CHUNK, keys]
         beta = tl.load(ready.beta + at * VALUE_HEADS + head, mask=there, other=0.0)
         decay = tl.cumsum(tl.load(ready.decay + at * VALUE_HEADS + head, mask=there, other=0.0), axis=0)
         before = line[:, None] > line[None, :]
         ratio = tl.exp(tl.where(before, decay[:, None] - decay[None, :], 0.0))
-        inner = tl.dot(k, tl.trans(k), input_precision=PRECISION)
+        inner = tl.dot(k, tl.trans(k), input_precision=PRECISION)  # [CHUNK, CHUNK]
         solved = _inverse(tl.where(before, beta[:, None] * ratio * inner, 0.0), CHUNK, PRECISION)
         place = (row * tl.num_programs(0) + piece) * VALUE_HEADS + head
         tl.store(chunks.decay + place * CHUNK + line, decay)
@@ -292,10 +293,10 @@ def _scan_kernel(
         last = tl.load(chunks.decay + place * CHUNK + CHUNK - 1)
         weighted = tl.load(chunks.erased + lines[:, None] * KEY_DIM + key[None, :], mask=has_key[None, :], other=0.0)
         new = tl.load(chunks.written + lines[:, None] * VALUE_DIM + value[None, :], mask=has_value[None, :], other=0.0)
-        new -= tl.dot(weighted, state, input_precision=PRECISION)
+        new -= tl.dot(weighted, state, input_precision=PRECISION)  # u = U - W S^T, [CHUNK, BLOCK]
         q = tl.load(ready.q + of_key, mask=there[:, None] & has_key[None, :], other=0.0)
         scores = tl.load(chunks.scores + lines[:, None] * CHUNK + line[None, :])
-        out = tl.dot(q * tl.exp(decay)[:, None], state, input_precision=PRECISION)
+        out = tl.dot(q * tl.exp(decay)[:, None], state, input_precision=PRECISION)  # [CHUNK, BLOCK]
         out += tl.dot(scores, new, input_precision=PRECISION)
         of_out = ((at * VALUE_HEADS + head) * VALUE_DIM)[:, None] + value[None, :]
         tl.store(out_ptr + of_out, out.to(out_ptr.dtype.element_ty), mask=there[:, None] & has_value[None, :])

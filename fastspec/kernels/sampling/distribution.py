@@ -3,13 +3,13 @@
 The definition is `distribution.compute_probs` of `processors.process`. A *line* is one scored position of one row.
 
 1. `_groups_kernel` reads the logits once. It stores the largest logit and the mass of each group of 32 ids. A group's
-mass is relative to its own largest logit, so programs share nothing. A program takes CHUNK ids of a row and goes
-through its places, with the logits of STAGES - 1 places in flight: its speed depends on the number of loads in flight.
-If log-probabilities are recorded (logprobs.py), it reads the raw logits again, from L2. 2. `_distribution_kernel` finds
-bounds of each line's threshold (bounds.py). If few groups of ids reach the lower bound, as with language models, one
-program reads these groups alone, in ascending order. Otherwise all programs of the line share its chunks: they count
-ids and masses above the bounds and store the candidates between them. The last program to finish finds the threshold
-among the candidates (threshold.py).
+   mass is relative to its own largest logit, so programs share nothing. A program takes CHUNK ids of a row and goes
+   through its places, with the logits of STAGES - 1 places in flight: its speed depends on the number of loads in
+   flight. If log-probabilities are recorded (logprobs.py), it reads the raw logits again, from L2.
+2. `_distribution_kernel` finds bounds of each line's threshold (bounds.py). If few groups of ids reach the lower bound,
+   as with language models, one program reads these groups alone, in ascending order. Otherwise all programs of the line
+   share its chunks: they count ids and masses above the bounds and store the candidates between them. The last program
+   to finish finds the threshold among the candidates (threshold.py).
 
 Fields of a line's record:
 

@@ -2,10 +2,11 @@
 
 The definition is `reference.step.record_logprobs`. A line is one scored position of one row.
 
-1. The kernel that reads the logits first (greedy_commit.py, or the first launch of distribution.py) stores the largest
-of every 64 logits, and the sum of exp(x - largest) over them (their mass). 2. The last program of a line to finish sums
-these and ranks. The n largest logits are in the n groups with the largest maxima. Among equals the lowest group, then
-the lowest id, comes first. 3. The program that commits a row reads the logits of its emitted tokens.
+1. The first kernel to read the logits is that of greedy_commit.py, or the first one of distribution.py. It stores the
+   largest of every 64 logits, and the sum of exp(x - largest) over them (their mass).
+2. The last program of a line to finish sums these and ranks. The n largest logits are in the n groups with the largest
+   maxima. Among equals the lowest group, then the lowest id, comes first.
+3. The program that commits a row reads the logits of its emitted tokens.
 
 Sums are in fixed point, so they do not depend on chunks, on the order of programs, or on how a reduction is compiled. A
 line has the same bits in a greedy step and in one that samples.

@@ -255,7 +255,7 @@ def sample_dense(
         tops = tl.load(tops_ptr + group, mask=group < groups, other=-float("inf"))
         if key_of(tl.max(tops, axis=0)) >= dist.key:
             index = chunk * CHUNK + tl.arange(0, CHUNK)
-            p = probabilities(dist, view, index, min_p, STOPS)
+            p = probabilities(dist, view, index, min_p, STOPS)  # [CHUNK]
             time = times(seed, position, TARGET, chunk * CHUNK, CHUNK)
             excess = tl.zeros_like(p)
             if beyond:
@@ -263,7 +263,7 @@ def sample_dense(
             rank = _entry(p, excess, time)
             if RULE == BY_BLOCK:
                 shares += (tl.sum(tl.reshape(excess, [LANES, 4]), axis=1) * SHARE).to(tl.int64)
-            ranks = tl.reshape(rank, [LANES, 4])
+            ranks = tl.reshape(rank, [LANES, 4])  # LANES = CHUNK / 4
             highest = tl.max(ranks, axis=1)
             first = tl.min(tl.where(ranks == highest[:, None], tl.reshape(index, [LANES, 4]), 0x7FFFFFFF), axis=1)
             # ids ascend, so with equal ranks the first one seen stays

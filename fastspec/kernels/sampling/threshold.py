@@ -63,7 +63,7 @@ def budget_of(total, top_p):
 
 @triton.jit
 def _ranks(found_ptr, keys, largest, count, SIZE: tl.constexpr):
-    """For each of keys [SIZE]: (candidates at or above it, candidates above it, fixed-point mass above it)."""
+    """Counts for each of keys [SIZE]: (candidates at or above it, candidates above it, fixed-point mass above it)."""
     reach = tl.zeros([OTHERS, SIZE], tl.int32)
     above = tl.zeros([OTHERS, SIZE], tl.int64)
     column = tl.arange(0, OTHERS)

@@ -31,7 +31,7 @@ def gpu_of(device: torch.device) -> Gpu:
 
 @dataclass(frozen=True, slots=True)
 class DecodingPass:
-    """One decoding pass, for all its launches.
+    """Arguments of one decoding pass, for all its launches.
 
     Attributes:
         tokens: read.

@@ -1,7 +1,7 @@
 """Device code of mma.py and mma_batch.py: layouts, products over keys out of registers, and their partial sums.
 
-A product may take its inner index in any order if both operands use the same. So K and q are read in this order, 32
-values of a head at a time (lane t of 4, pairs p of neighbouring values):
+A product may take its inner index in any order if both operands use the same. K and q use this order, for each run of
+32 values of a head, with lane t of 4 and pairs p:
 
     memory          8 t + 2 j + p     lane t loads its 8 values, j = 0..3, in one 16-byte load
     operand         8 j + 2 t + p     tensor core, 16 values a product: j = 0, 1 first, then j = 2, 3

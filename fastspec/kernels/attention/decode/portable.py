@@ -138,9 +138,9 @@ def _merged(mean_ptr, weight_ptr, first, last, rows, row, valid, HEAD_DIM: tl.co
     out = tl.zeros([R, BLOCK_D], tl.float32)
     part = tl.arange(0, FAN)
     for begin in tl.range(first // FAN * FAN, last + 1, FAN, disable_licm=True):
-        number = begin + part[None, :]  # along axis 1: there a thread keeps all of them to itself
+        number = begin + part[None, :]  # along axis 1, of which a thread has all elements
         there = valid[:, None] & (number >= first) & (number <= last)
-        at = number * rows + row[:, None]
+        at = number * rows + row[:, None]  # [R, FAN]
         mask = there[:, :, None] & inside[None, None, :]
         means = tl.load(
             mean_ptr + (at[:, :, None] * HEAD_DIM + dim[None, None, :]), mask=mask, other=0.0, cache_modifier=".cg"
@@ -259,8 +259,8 @@ def attend_split(
             k2 = tl.load(half + HEAD_DIM // 2, mask=half_mask, other=0.0).to(q1.dtype)
             scores = tl.dot(q2, tl.trans(k2), scores, input_precision="ieee") * scoring.factor
         else:
-            k = tl.load(cache.k + place + slot, mask=mask, other=0.0).to(q.dtype)
-            scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scoring.factor
+            k = tl.load(cache.k + place + slot, mask=mask, other=0.0).to(q.dtype)  # [BLOCK_N, BLOCK_D]
+            scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scoring.factor  # [ROWS, BLOCK_N]
         v = tl.load(cache.v + place + slot, mask=mask, other=0.0).to(q1.dtype)
         top, totals, out = weighed(scores, v, at, position, top, totals, out, scoring, WINDOW)
     return averaged(out, top, tl.sum(totals, axis=1))

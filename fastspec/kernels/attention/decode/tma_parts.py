@@ -85,8 +85,8 @@ def tile_layout(D, NARROW):
 def in_pieces(memory, PIECE: gl.constexpr, NARROW: gl.constexpr = False):
     """Views tiles [COUNT, ROWS, D] as pieces [PIECE, W], one for each TMA copy, with W = `width_of` values.
 
-        tile [ROWS, D]   piece 0: rows 0 .. PIECE-1, first W values     piece 1: the next rows     ...
-                         then all rows again, with the next W values
+    tile [ROWS, D]   piece 0: rows 0 .. PIECE-1, first W values     piece 1: the next rows     ...
+                     then all rows again, with the next W values
     """
     WIDE: gl.constexpr = width_of(memory.shape[2], NARROW)
     count: gl.constexpr = memory.shape[0] * memory.shape[1] * memory.shape[2] // (PIECE * WIDE)
