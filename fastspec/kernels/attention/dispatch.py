@@ -65,7 +65,7 @@ from fastspec.kernels.common.launch import has_pdl
 from fastspec.kernels.common.packing import BLOCK
 from fastspec.shapes import KEY_BLOCK, AttentionRule
 
-MAX_SPLIT_QUERIES = 17  # more query tokens are a prompt chunk, which fills the device without splitting keys
+MAX_SPLIT_QUERIES = 17  # more query tokens are a prompt chunk, which fills the device without split keys
 
 
 @dataclass(frozen=True, slots=True)

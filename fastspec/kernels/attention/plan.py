@@ -26,8 +26,8 @@ ROW_GROUP = 8  # tiles of decode/mma.py have groups of so many query rows [EIGHT
 PARTS = 4  # parts of a split of decode/mma.py, each with a softmax of its own [PARTS]
 SPLIT = PARTS * 32  # keys of a split of decode/mma.py [PARTS * KEYS]
 TMA_TILE_ROWS = 64  # query rows of a tile of decode/tma_sm90.py [ROWS]
-TMA_WARPS = 4  # of its CTA that multiply [WARPS]
-GATHER_WARPS = 4  # of a CTA of combine.py [GATHER_WARPS]
+TMA_WARPS = 4  # warps of its CTA that multiply [WARPS]
+GATHER_WARPS = 4  # warps of a CTA of `gather_kernel` [GATHER_WARPS]
 FAN = 16  # partial sums that `_decode_kernel` combines at a time [FAN]
 
 # registers per thread, for up to eight warps: an SM has no more. Without this limit the assembler spills, to fit one
@@ -326,7 +326,7 @@ def ctas_of_early_tile(gpu: Gpu, dim: int, tiles: int, splits: int, concurrent: 
 
 # --- decode/tma_sm90.py and decode/combine.py ---
 
-TMA_TILE_KEYS = {64: 128, 128: 64}  # of a tile by head_dim; splits are whole tiles. Part of the bits as well
+TMA_TILE_KEYS = {64: 128, 128: 64}  # keys of a tile by head_dim; splits are whole tiles. The bits of a row depend on it
 # (CTAs per SM, bytes of K and V in the pipeline of each): first for up to MAX_DEEP_TILES tiles, which have few
 # splits for many CTAs; then for more tiles, where one of two CTAs reads while the other begins or ends
 TMA_PIPELINES, MAX_DEEP_TILES = ((1, 112 * 1024), (2, 64 * 1024)), 31
@@ -334,7 +334,7 @@ TMA_PIPELINES, MAX_DEEP_TILES = ((1, 112 * 1024), (2, 64 * 1024)), 31
 # one CTA per SM has at most two splits, then elsewhere
 NARROW_PIPELINES = ((1, 8, 6), (2, 4, 4))
 TMA_REGISTERS = 128  # per thread of five warps; the loading warp hands most of its own to the others
-MAX_CTAS_PER_TILE = 8  # unless there are too few tiles for the device
+MAX_CTAS_PER_TILE = 8  # more only if the tiles are too few to fill the device
 CTA_OVERHEAD = 0.02  # start and end of a CTA, as a fraction of the time for a tile's keys
 GATHER_REGISTERS = 255  # per thread: a warp holds two sets of partial sums
 

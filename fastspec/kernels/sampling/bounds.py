@@ -149,7 +149,7 @@ def _reached_by(tops, largest, least):
             low = last
         else:
             high = low
-            low = largest + (low - largest) * 64.0  # the fifth time beyond all logits of a model
+            low = largest + (low - largest) * 64.0  # five times: more than the range of a model's logits
         steps += 1
     return tl.where(reached >= least, key_of(low + 0.0), KEY_LOWEST).to(tl.int64)
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from fastspec.kernels.common.checks import check_logits, told
 from fastspec.sampling import verify
 
-GROUP = 32  # neighbouring ids whose largest logit and mass are kept
+GROUP = 32  # neighbouring ids whose largest logit and mass are stored
 CHUNK = 4096  # ids per program
 PROGRAMS = 768  # of a launch: as many fill the device, so places of a row are not split further
 MAX_IDS = 2**19 - 1  # largest vocabulary: fixed-point masses stay below 2^63

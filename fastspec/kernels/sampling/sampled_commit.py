@@ -3,22 +3,21 @@
 The definition is `fastspec.sampling.verify`: `rejection` (Leviathan et al. 2022, Chen et al. 2023), `block` (Sun et al.
 2024) or `coupled`, with p = `distribution.compute_probs` of `processors.process`. Invalid places are handled as by
 `processors.flag_invalid`. Then come `verify.commit` and `processors.count`. A greedy row's distribution is 1 on its
-argmax, so it accepts drafts that equal it, whatever the rule.
+argmax. So it accepts drafts that equal it, whatever the rule.
 
-    launch 1, 2   distribution.py: a record per line (one scored position of one row)
-    launch 3      every program: c_i of `verify.block`, and uniform numbers, from the records -> the places where
-                                 the row may still end (`span`)
-                  its ids at those places: the best sample under p and under max(c p - q, 0), and the sum of the latter
-                  last program of a row: accepts, commits (commit.py)
+    launch 1, 2   distribution.py fills a record per line (one scored position of one row)
+    launch 3      each program reads the records of its row, and finds the places where the row may end (`span`)
+                  it samples among its ids at these places, under p and under max(c p - q, 0), and sums the latter
+                  the last program of a row accepts drafts and commits the row (commit.py)
 
-| rule | places at which a row may still end |
-|---|---|
-| rejection | one |
-| block | the last, if the last draft's number is below its probability; else all before it |
-| coupled | all |
+| rule      | places where a row may end, given its records and uniform numbers                             |
+|-----------|-----------------------------------------------------------------------------------------------|
+| rejection | one                                                                                           |
+| block     | the place after all drafts, if the last draft's number is below its probability; else all before |
+| coupled   | all                                                                                           |
 
 Samples are merged by an atomic maximum, and sums are fixed point. So neither the split into chunks nor the order of
-programs changes a bit. If every such place has few ids (NUM_LISTED), each place takes one program. A row that samples
+programs changes a bit. If all these places have few ids (NUM_LISTED), each place takes one program. A row that samples
 nothing takes one program. Random numbers are those of `distribution.PhiloxDraws`.
 
 | argument    | shape, dtype     | notes                                                                        |
