@@ -39,7 +39,9 @@ from fastspec.shapes import DeltaRule
 STEP_TILE, WARPS = 2048, 1  # elements of the state per program, and its warps
 FEW_ROWS, FEW_TILE = 2, 1024  # up to FEW_ROWS rows a program has fewer elements: all programs still run at once
 AHEAD = tl.constexpr(2)  # up to so many tokens, registers suffice to load older inputs before the wait
-_LEAST = 256  # least elements of a block of keys: a lane then loads 16 bytes of a key, the most it can, for any dtype
+_LEAST = (
+    256  # least elements of keys [TOKENS, KEYS]: a lane then loads 16 bytes of a key, the most it can, in any dtype
+)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -132,7 +134,7 @@ def _delta_kernel(
         tl.store(out_ptr + (first + t) * (VALUE_HEADS * VALUE_DIM) + value, out, mask=has_value)
         place = (start + t) % SLOTS * (VALUE_HEADS * VALUE_DIM * KEY_DIM)
         tl.store(states_ptr + place + within, state, mask=whole)
-    nothing = tl.zeros(value.shape, out_ptr.dtype.element_ty)  # the next product reads masked tokens, too
+    nothing = tl.zeros(value.shape, out_ptr.dtype.element_ty)  # finite: the next product reads masked tokens
     for t in range(0, num_tokens):
         if (t < first) | (t >= first + count):
             tl.store(out_ptr + t * (VALUE_HEADS * VALUE_DIM) + value, nothing, mask=has_value)

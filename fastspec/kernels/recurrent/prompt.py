@@ -309,7 +309,7 @@ def _scan_kernel(
             tl.store(kept.state + head * SIZE + within, state, mask=whole & reached)
     newest = (start + count + SLOTS - 1) % SLOTS * (VALUE_HEADS * SIZE)
     tl.store(states_ptr + newest + within, state, mask=whole & (count > 0))
-    nothing = tl.zeros([CHUNK, BLOCK], out_ptr.dtype.element_ty)  # the next product reads masked tokens, too
+    nothing = tl.zeros([CHUNK, BLOCK], out_ptr.dtype.element_ty)  # finite: the next product reads masked tokens
     for begin_at in range(0, num_tokens, CHUNK):
         t = begin_at + line
         masked = ((t < first) | (t >= first + count)) & (t < num_tokens)
