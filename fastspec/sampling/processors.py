@@ -117,9 +117,7 @@ def first_invalid(places: Tensor) -> Tensor:
 
 
 def drawable(probs: Tensor) -> Tensor:
-    """Replaces invalid distributions in probs [B, V] by one with probability 1 on id 0. Verification is right for any
-    draft.
-    """
+    """Replaces invalid distributions in probs [B, V] by probability 1 on id 0. Verification is right for any draft."""
     none = probs.isnan().any(dim=-1, keepdim=True)
     first = torch.arange(probs.shape[1], device=probs.device) == 0
     return torch.where(none, first.to(probs.dtype), probs)

@@ -47,9 +47,7 @@ def accept_probability(p: Tensor, q: Tensor) -> Tensor:
 
 
 def residual(p: Tensor, q: Tensor) -> Tensor:
-    """Computes max(p - q, 0) over the last axis, not normalised. Returns p where that is all zero (p = q up to
-    rounding).
-    """
+    """Computes max(p - q, 0) over the last axis, not normalised; p where that is all zero (p = q up to rounding)."""
     excess = (p - q).clamp_min(0.0)
     return torch.where(excess.sum(-1, keepdim=True) > 0, excess, p)
 
@@ -70,9 +68,7 @@ def greedy(logits: Tensor, drafts: Tensor, counts: Tensor) -> tuple[Tensor, Tens
 
 
 def agreeing(picks: Tensor, drafts: Tensor, counts: Tensor) -> Tensor:
-    """Counts the leading drafts that equal picks int64 [B, k+1], the target's tokens: int64 [B]. Other arguments as
-    `greedy`.
-    """
+    """Counts the leading drafts that equal picks int64 [B, k+1], the target's tokens: int64 [B]. See `greedy`."""
     return _leading(picks[:, :-1] == drafts, counts)
 
 
@@ -104,8 +100,7 @@ def rejection(
 def block(
     p: Tensor, q: Tensor | None, drafts: Tensor, counts: Tensor, positions: Tensor, draws: Draws, purpose: int
 ) -> tuple[Tensor, Tensor]:
-    """Verifies k drafts a row as one block, which keeps the target's distribution; arguments and results as
-    `rejection`.
+    """Verifies k drafts a row as one block, keeping the target's distribution; arguments and results as `rejection`.
 
     Sun et al. 2024, arXiv 2403.10444, algorithm 2, with c_0 = 1 and c_i = min(c_{i-1} p(x_i)/q(x_i), 1):
 
@@ -214,8 +209,7 @@ def synthetic(
     draws: Draws,
     number: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Accepts as many drafts [B, k] as `rule` says, at most `counts` [B], then emits one of the target's picks [B,
-    k+1].
+    """Accepts as many drafts [B, k] as `rule` says, at most `counts` [B], then emits a pick of the target.
 
     Args:
         rule: a rate or a pattern.

@@ -106,9 +106,7 @@ def new_tokens(
     write_mask: Tensor,
     scales: KVScales | None = None,
 ) -> NewTokens:
-    """Groups these tensors, whose shapes are checked. norms are as in `reference.attend`, scales those of an 8-bit
-    cache.
-    """
+    """Groups these tensors, whose shapes are checked; norms as in `reference.attend`, scales of an 8-bit cache."""
     q_norm, k_norm, eps = norms or (None, None, 0.0)
     num_angles = 0 if cos is None else cos.shape[0]
     factors = (None, None) if scales is None else (1.0 / scales.k, 1.0 / scales.v)

@@ -50,9 +50,7 @@ def cache_of_row(cache, batch):
 
 @triton.jit
 def columns(HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Returns (element of the head, True if it is one) for each of BLOCK_D columns: each half is padded to BLOCK_D /
-    2.
-    """
+    """Returns (element of the head, True if there is one) for each of BLOCK_D columns; each half is padded."""
     HALF: tl.constexpr = HEAD_DIM // 2
     column = tl.arange(0, BLOCK_D)
     if HEAD_DIM == BLOCK_D:
@@ -101,9 +99,7 @@ def apply_rope(x1, x2, position, valid, tokens, norm_ptr, HEAD_DIM: tl.constexpr
 
 @triton.jit
 def as_stored(x, factor, DTYPE: tl.constexpr):
-    """Converts x to the cache's dtype, see kv_scales.py. e4m3 is made from bits, because conversions differ between
-    GPUs.
-    """
+    """Converts x to the cache's dtype, see kv_scales.py. e4m3 is made from bits: GPUs convert differently."""
     if factor is None:
         return x
     else:

@@ -1,6 +1,4 @@
-"""Launches the kernels of experts: pairs (row, chosen expert) are sorted by expert, and a tile size is chosen by their
-number.
-"""
+"""Launches the kernels of experts: sorts pairs (row, chosen expert) by expert, and chooses a tile by their number."""
 
 from __future__ import annotations
 

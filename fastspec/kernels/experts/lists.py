@@ -64,9 +64,7 @@ def _few(
     PART: tl.constexpr,
     TILES: tl.constexpr,
 ):
-    """Makes the lists for up to PART pairs, which are all compared with each other; no tensor has an axis of
-    experts.
-    """
+    """Makes the lists for up to PART pairs, which are all compared with each other; no loop over experts."""
     p = tl.arange(0, PART)
     there = p < pairs
     ids = tl.load(ids_ptr + p, mask=there, other=E)

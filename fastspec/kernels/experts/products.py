@@ -213,8 +213,7 @@ def sum_kernel(
     ROUND_FIRST: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Computes [residual +] outputs of a row's experts times their factors, in the order of ids [+ the shared expert's
-    output].
+    """Computes [residual +] outputs of a row's experts times their factors, in the order of ids [+ shared output].
 
     With a norm, a program has a whole row.
     """

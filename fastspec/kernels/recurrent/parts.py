@@ -56,7 +56,7 @@ def sigmoid(x):
 
 @triton.jit
 def _before(inputs_ptr, position, older, channel, CHANNELS: tl.constexpr, PLACES: tl.constexpr):
-    """Loads inputs at positions [T] and channels [C] from the ring, where `older` [T, C] and the position is not
+    """Loads inputs at positions [T] and channels [C] from the ring, where `older` [T, C] and positions are not
     negative.
     """
     place = (position + PLACES) % PLACES
@@ -132,9 +132,7 @@ def convs(
 
 @triton.jit
 def gates(b_ptr, more, there, VALUE_HEADS: tl.constexpr):
-    """Computes beta = sigmoid(b) and softplus(a + step), the base of the decay, for some tokens and one head, in
-    fp32.
-    """
+    """Computes fp32 beta = sigmoid(b) and softplus(a + step), the base of the decay, for some tokens and one head."""
     b = tl.load(b_ptr, mask=there, other=0.0)
     a = tl.load(b_ptr + VALUE_HEADS, mask=there, other=0.0).to(tl.float32) + more
     beta = sigmoid(b.to(tl.float32)).to(b.dtype).to(tl.float32)

@@ -117,9 +117,7 @@ def _largest_below(x, weights, rest, groups, largest, max_mass, WIDTH):
 
 @triton.jit
 def _quantile(x, weights, max_mass, low, high):
-    """Finds (below, above): neighbours of the largest t in [low, high] where `weights` of x < t sum to at most
-    `max_mass`.
-    """
+    """Finds neighbours (below, above) of the largest t in [low, high] with a mass of x < t of at most `max_mass`."""
     for _ in range(4):
         pivots = low + (tl.arange(0, PIVOTS) + 1) * ((high - low) / (PIVOTS + 1))
         below = tl.sum(tl.where(x < pivots[:, None], weights, 0.0), axis=1)

@@ -241,9 +241,7 @@ def _commit_kernel(
 
 
 def scratch_of(batch: int, max_drafts: int, device: torch.device) -> Tensor:
-    """Allocates the counters of launches over up to `batch` rows: committed rows, programs done per row, best key per
-    place.
-    """
+    """Allocates counters for up to `batch` rows: committed rows, programs done per row, best key per place."""
     return torch.zeros(1 + batch * (max_drafts + 2), dtype=torch.int64, device=device)
 
 

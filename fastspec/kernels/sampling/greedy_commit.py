@@ -66,8 +66,7 @@ def _larger(a, b):
 
 @triton.jit
 def _best_of(x, index):
-    """Packs the largest x fp32 and its index into int64 > 0, as torch.argmax orders: NaN first, the lowest index among
-    equals.
+    """Packs the largest x fp32 and its index into int64 > 0, in torch.argmax's order: NaN first, then the lowest index.
 
     Two such integers compare as (x, -index) do, with -0 equal to 0.
     """

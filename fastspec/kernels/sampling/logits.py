@@ -167,7 +167,7 @@ _View = tl.constexpr(View)
 
 
 def source_of(logits: Tensor, rows: Any, *, ragged: bool = True) -> Source:
-    """Builds the kernels' argument for logits [B, R, V]. If not `ragged`, places behind a row's valid drafts are needed
+    """Builds the kernels' argument for logits [B, R, V]. If not `ragged`, places behind valid drafts are needed,
     too.
     """
     does, sampler = rows.processors, rows.sampler

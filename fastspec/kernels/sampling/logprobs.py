@@ -121,7 +121,7 @@ def _weigh(groups_ptr, groups, SIZE: tl.constexpr):
 
 @triton.jit
 def _first_groups(groups_ptr, groups, top, GROUPS: tl.constexpr):
-    """Finds the `top` groups with the largest maxima, the lowest among equals: int32 [MAX_TOP], padded with
+    """Finds the `top` groups with the largest maxima, lowest first among equals: int32 [MAX_TOP], padded with
     `groups`.
     """
     group = tl.arange(0, GROUPS)

@@ -66,8 +66,7 @@ def store_entry(
     places,  # K + 1
     drafting,
 ):
-    """Stores entry `sequence` without its number, in the order of its elements: scattered stores cross to the host
-    slowly.
+    """Stores entry `sequence` without its number, element after element: scattered stores reach the host slowly.
 
     Only one program may call it. Its loads bypass L1, because other programs may have stored the values in this launch.
     """

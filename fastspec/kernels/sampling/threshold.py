@@ -1,5 +1,4 @@
-"""The threshold of a line, found among the candidates of bounds.py, or by reading the whole line where these do not
-suffice.
+"""Finds the threshold of a line among the candidates of bounds.py, or in the whole line where these do not suffice.
 
 Up to RANKED candidates are all compared with each other. More of them, and whole lines, are searched by one loop. It
 reads the ids once per turn and tests some pivots at a time. The loop has one read for all cases: less code is fetched,

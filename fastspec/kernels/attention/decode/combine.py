@@ -45,8 +45,7 @@ MAX_SUMS_IN_FLIGHT = gl.constexpr(8)
 
 @gluon.jit
 def joined(top, total, out, weight, mean):
-    """Adds the partial sum of one more split, as `store_partial` stores it, to the state (top, total, out) of some
-    splits.
+    """Adds the partial sum of one more split, as `store_partial` stores it, to the state (top, total, out).
 
     The state's average is out [R, D] / total [R]; top [R] is log2. A split without keys for a row, weight = -inf, does
     not change its bits.
@@ -123,9 +122,7 @@ def _combine(
 
 @gluon.jit
 def softmax_memory(R: gl.constexpr, D: gl.constexpr, REGROUP: gl.constexpr):
-    """Allocates shared memory for the state of an online softmax of R rows, as `joined` returns it, without any
-    split.
-    """
+    """Allocates shared memory for the state of an online softmax of R rows, without any split; `joined` updates it."""
     layout: gl.constexpr = merged_layout(gl.num_warps(), R, D, REGROUP)
     row: gl.constexpr = gl.SliceLayout(1, layout)
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -137,9 +134,7 @@ def softmax_memory(R: gl.constexpr, D: gl.constexpr, REGROUP: gl.constexpr):
 
 @gluon.jit
 def join(memory, splits):
-    """Joins `splits`, as `merge_parts` returns them, to a `softmax_memory`. Returns (average [R, D], weight [R]) of
-    all.
-    """
+    """Joins `splits`, as `merge_parts` returns them, to a `softmax_memory`: (average [R, D], weight [R]) of all."""
     layout: gl.constexpr = splits[0][0].type.layout
     row: gl.constexpr = gl.SliceLayout(1, layout)
     top, total, out = memory[0].load(row), memory[1].load(row), memory[2].load(layout)

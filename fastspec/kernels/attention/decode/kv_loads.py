@@ -83,9 +83,7 @@ def _two_of_four(words, DTYPE: gl.constexpr, CONTROL: gl.constexpr):
 
 @gluon.jit
 def widened(words, DTYPE: gl.constexpr):
-    """Converts words [A, B, C] of four e4m3 numbers to words [A, B, 2 C] of two DTYPE values, exactly. NaN becomes
-    +-480.
-    """
+    """Converts words [A, B, C] of four e4m3 numbers to words [A, B, 2 C] of two values, exactly; NaN becomes +-480."""
     two = gl.join(_two_of_four(words, DTYPE, "0x9180"), _two_of_four(words, DTYPE, "0xB3A2"))
     return gl.reshape(two, [words.shape[0], words.shape[1], 2 * words.shape[2]])
 
@@ -112,9 +110,7 @@ def values_of(words, N: gl.constexpr, DTYPE: gl.constexpr, CACHED: gl.constexpr)
 
 @gluon.jit
 def page_of(cache, first, s, key, PAGE_SIZE: gl.constexpr):
-    """Loads the pages of keys first + s * KEYS + key, int32. There is one for all keys of a warp if a page holds
-    them.
-    """
+    """Loads the pages of keys first + s * KEYS + key, int32; a single one if it holds all keys of a warp."""
     at = first + s * KEYS
     if PAGE_SIZE % KEYS != 0:
         at = at + key

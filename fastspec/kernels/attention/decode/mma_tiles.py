@@ -78,9 +78,7 @@ def value_layout(WARPS, S, D, RUN):
 
 @gluon.constexpr_function
 def exchange_memory(S, R, D):
-    """Shared memory of sums [S, R, D] in the order of products' lanes: the values of a lane in one product are
-    adjacent.
-    """
+    """Shared memory of sums [S, R, D] in the order of products' lanes: a lane's values of one product are adjacent."""
     pair = [[0, 0, 1], *[[0, r, 0] for r in _bits(8, R)]]
     lanes = [[0, 0, 2], [0, 0, 4], [0, 1, 0], [0, 2, 0], [0, 4, 0]]
     return gl.SharedLinearLayout([*pair, *lanes, *[[0, 0, d] for d in _bits(8, D)], *[[s, 0, 0] for s in _bits(1, S)]])
@@ -101,8 +99,9 @@ def exchange_layout(WARPS, R, D):
 
 @gluon.constexpr_function
 def _columns(bases, REGROUP):
-    """Maps bases [row, column] of a head's columns to `epilogue.regrouped`: of 64 columns, (h, c, t) becomes (t, h,
-    c).
+    """Maps bases [row, column] of a head's columns to the order of `epilogue.regrouped`.
+
+    Of 64 columns, (h, c, t) becomes (t, h, c).
     """
     to = {2: 16, 4: 32, 8: 2, 16: 4, 32: 8} if REGROUP else {}
     return [[row, to.get(column, column)] for row, column in bases]
@@ -180,7 +179,7 @@ def places_of(
     PAGE_SIZE: gl.constexpr,
     S: gl.constexpr,
 ):
-    """Computes addresses and key positions of K [S, KEYS, D / 2] (first halves) and V [S, KEYS, D], for keys first..
+    """Computes addresses and key positions of K [S, KEYS, D / 2] (first halves) and V [S, KEYS, D] from key `first`
     on.
     """
     kl: gl.constexpr = key_layout(gl.num_warps(), S, D // 2, 8)
@@ -332,9 +331,7 @@ def tanh(x):
 
 @gluon.jit
 def share_of_keys(weight, head, scoring):
-    """Computes the softmax weight of all keys together, beside the sink of a row's `head`; `weight` of the keys is
-    log2.
-    """
+    """Computes the softmax weight of all keys together, beside the sink of `head`; `weight` of the keys is log2."""
     sink = gl.load(scoring.sinks + head).to(gl.float32) * LOG2E
     return 1.0 / (1.0 + gl.exp2(sink - weight))
 
@@ -376,8 +373,8 @@ def begun(scores, v, S: gl.constexpr):
 
 @gluon.jit
 def averaged(out, top, total):
-    """Computes (out / total, top + log2(total)): the average of values, and its weight as log2; without keys (0,
-    -inf).
+    """Computes (out / total, top + log2(total)): the average of values and its weight as log2; (0, -inf) without
+    keys.
     """
     share = 1.0 / gl.where(total == 0.0, 1.0, total)
     return out * gl.expand_dims(share, 1), top + fast_log2f(total)
@@ -437,9 +434,7 @@ def merge_parts(top, totals, out, S: gl.constexpr, R: gl.constexpr, REGROUP: gl.
 
 @gluon.jit
 def _merge_split(tops, sums, place, REGROUP: gl.constexpr):
-    """Does `merge_parts` for one split, whose parts' largest scores, sums of weights and sums of values are in shared
-    memory.
-    """
+    """Does `merge_parts` for one split, from its parts' largest scores, sums of weights and sums of values."""
     R: gl.constexpr = place.shape[1]
     D: gl.constexpr = place.shape[2]
     layout: gl.constexpr = exchange_layout(gl.num_warps(), R, D)

@@ -84,8 +84,8 @@ FAN = tl.constexpr(16)  # splits of a group
 
 @triton.jit
 def averaged(out, top, total):
-    """Computes (out / total, top + log2(total)): the average of values, and its weight as log2; without keys (0,
-    -inf).
+    """Computes (out / total, top + log2(total)): the average of values and its weight as log2; (0, -inf) without
+    keys.
     """
     return out / tl.where(total == 0.0, 1.0, total)[:, None], top + tl.log2(total)
 
@@ -179,9 +179,7 @@ def combine(
     BLOCK_D: tl.constexpr,
     R: tl.constexpr,
 ):
-    """Combines partial sums source + begin .. source + end of rows row_start..: to the output if `final`, else to
-    `target`.
-    """
+    """Combines partial sums source + begin .. source + end of some rows: to the output if `final`, else to `target`."""
     source_mean, source_weight = mean_ptr + source * rows * HEAD_DIM, weight_ptr + source * rows
     for first_row in tl.range(row_start, row_stop, R, disable_licm=True):
         row = first_row + tl.arange(0, R)

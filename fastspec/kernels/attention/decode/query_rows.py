@@ -15,8 +15,9 @@ NEVER = gl.constexpr(2**30)  # beyond every position
 
 @gluon.constexpr_function
 def head_layout(HALF, WARPS):
-    """Layout of halves of heads [R, HALF], 8 values to a lane. rope.py is compiled to the same, so the norm's sum has
-    its order.
+    """Layout of halves of heads [R, HALF], 8 values to a lane.
+
+    rope.py is compiled to the same layout, so both add up a norm's sum in one order.
     """
     return gl.BlockedLayout([1, 8], [256 // HALF, HALF // 8], [WARPS, 1], [1, 0])
 
@@ -47,8 +48,7 @@ def kv_range(
     GROUP: gl.constexpr,
     WARPS: gl.constexpr,
 ):
-    """Finds (first new position, oldest visible key, newest visible key) for the rows of a tile at positions low ..
-    high-1.
+    """Finds (first new position, oldest visible key, newest visible key) for a tile's rows at positions low .. high-1.
 
     The newest is -1 if there are no such rows.
     """

@@ -141,9 +141,7 @@ def masked(scores, here, position, WINDOW: gl.constexpr):
 
 @gluon.jit
 def rescaled(top, scores, scale):
-    """Updates the maximum of the online softmax with one more tile: (maximum, shift of scores, factor on previous
-    sums).
-    """
+    """Updates the maximum of the online softmax with one more tile: (maximum, shift of scores, factor on old sums)."""
     new_top = gl.maximum(top, gl.max(scores, axis=1) * scale)
     shift = shift_of(new_top)
     return new_top, shift, power(top - shift)

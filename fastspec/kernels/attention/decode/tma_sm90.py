@@ -128,9 +128,7 @@ def _attend_splits(
     SPLIT_SIZES: gl.constexpr, LATE_FROM: gl.constexpr, WINDOW: gl.constexpr, KV_HEADS: gl.constexpr,
     GROUP: gl.constexpr,
 ):  # fmt: skip
-    """Attends to the CTA's splits, one by one. Stores a partial sum of each, or the output if the tile has one
-    split.
-    """
+    """Attends to the CTA's splits, one by one. Stores a partial sum of each, or the output of a tile's only split."""
     tile, batch, kv_head = share.tile, share.batch, share.kv_head
     tiles, full, free = pipeline.tiles, pipeline.full, pipeline.free
     STAGES: gl.constexpr = tiles.shape[0]
