@@ -48,9 +48,7 @@ class RowNorm(NamedTuple):
 
 @triton.jit
 def _ordered(x):
-    """Converts fp32 x to int32 with the same order and equal zeros: a warp finds a largest integer in one
-    instruction.
-    """
+    """Converts fp32 x to int32 with the same order and equal zeros: a warp finds the largest in one instruction."""
     bits = (x + 0.0).to(tl.int32, bitcast=True)
     return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
 

@@ -56,9 +56,7 @@ def sigmoid(x):
 
 @triton.jit
 def _before(inputs_ptr, position, older, channel, CHANNELS: tl.constexpr, PLACES: tl.constexpr):
-    """Loads inputs at positions [T] and channels [C] from the ring, where `older` [T, C] and positions are not
-    negative.
-    """
+    """Loads inputs at positions [T] and channels [C] from the ring, where `older` [T, C] and positions are valid."""
     place = (position + PLACES) % PLACES
     older = older & (position >= 0)[:, None]
     return tl.load(inputs_ptr + place[:, None] * CHANNELS + channel[None, :], mask=older, other=0.0)

@@ -167,9 +167,7 @@ _View = tl.constexpr(View)
 
 
 def source_of(logits: Tensor, rows: Any, *, ragged: bool = True) -> Source:
-    """Builds the kernels' argument for logits [B, R, V]. If not `ragged`, places behind valid drafts are needed,
-    too.
-    """
+    """Builds the kernels' argument for logits [B, R, V]; if not `ragged`, places behind valid drafts count, too."""
     does, sampler = rows.processors, rows.sampler
     vocab = logits.shape[2]
     return Source(

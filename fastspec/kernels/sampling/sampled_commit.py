@@ -161,18 +161,14 @@ def span(p, q, place, counts, seed, length, RULE: tl.constexpr, PLACES: tl.const
 
 @triton.jit
 def is_shared(num_listed, kinds, place, first, last, MAX_LISTED):
-    """True if one of the places first..last has more ids than one program samples: all programs of the row share
-    them.
-    """
+    """True if one of the places first..last has more ids than one program samples: then the row's programs share it."""
     many = ((num_listed < 0) | (num_listed > MAX_LISTED)) & (kinds < GREEDY) & (place >= first) & (place <= last)
     return tl.max(many.to(tl.int32), axis=0) > 0
 
 
 @triton.jit
 def place_of(record_ptr, drafts_ptr, carried, place, at, counts, vocab):
-    """Loads (distribution, draft, c) of one place; the draft is -1 if there is none, or if it is no id below
-    `vocab`.
-    """
+    """Loads (distribution, draft, c) of one place; the draft is -1 if there is none, or if it is not below `vocab`."""
     draft = tl.load(drafts_ptr + at, mask=at < counts, other=-1)
     draft = tl.where((draft >= 0) & (draft < vocab), draft, -1).to(tl.int32)
     return load_distribution(record_ptr + at * _RECORD), draft, at_place(carried, place, at)

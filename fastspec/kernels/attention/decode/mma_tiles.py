@@ -179,9 +179,7 @@ def places_of(
     PAGE_SIZE: gl.constexpr,
     S: gl.constexpr,
 ):
-    """Computes addresses and key positions of K [S, KEYS, D / 2] (first halves) and V [S, KEYS, D] from key `first`
-    on.
-    """
+    """Computes addresses and positions of K [S, KEYS, D / 2] (first halves) and V [S, KEYS, D] from key `first` on."""
     kl: gl.constexpr = key_layout(gl.num_warps(), S, D // 2, 8)
     s, n = _along(S, 0, kl), _along(KEYS, 1, kl)
     slot, offset = _slots(cache, first, s, n, kv_head, KV_HEADS, D, PAGE_SIZE)
@@ -373,9 +371,7 @@ def begun(scores, v, S: gl.constexpr):
 
 @gluon.jit
 def averaged(out, top, total):
-    """Computes (out / total, top + log2(total)): the average of values and its weight as log2; (0, -inf) without
-    keys.
-    """
+    """Computes (out / total, top + log2(total)): the average of values, its weight as log2; (0, -inf) without keys."""
     share = 1.0 / gl.where(total == 0.0, 1.0, total)
     return out * gl.expand_dims(share, 1), top + fast_log2f(total)
 

@@ -84,9 +84,7 @@ FAN = tl.constexpr(16)  # splits of a group
 
 @triton.jit
 def averaged(out, top, total):
-    """Computes (out / total, top + log2(total)): the average of values and its weight as log2; (0, -inf) without
-    keys.
-    """
+    """Computes (out / total, top + log2(total)): the average of values, its weight as log2; (0, -inf) without keys."""
     return out / tl.where(total == 0.0, 1.0, total)[:, None], top + tl.log2(total)
 
 
