@@ -5,8 +5,8 @@
 A program computes BLOCK values of one value head of one row. It loads its part of the state once, and stores it after
 each token. The number of tokens is a runtime argument, the largest number a constant (TOKENS). Plain steps (one token)
 have a kernel of their own. So have few rows, where a program has a smaller part of the state. A token's bits are the
-same in all of them. A sum over the elements of a key stays in one warp, and its lanes have the same elements of the key
-in each (`_LEAST`).
+same in all of them. A sum over the elements of a key stays in one warp. A lane has the same elements of the key in all
+of them (`_LEAST`).
 
 Every program that needs q and k of a head computes their convolution again. One of them stores their inputs in a ring
 by position. No program reads the places that are written in the same launch: both cover consecutive positions, and the
