@@ -20,7 +20,7 @@ from fastspec.kernels.reference.step import Record, record_logprobs
 from fastspec.models.interface import CausalModel, VocabParallel
 from fastspec.proposers.features import hand_over_prompt, hand_over_step
 from fastspec.proposers.interface import Proposer, features_of
-from fastspec.sampling import distribution, masks, processors, verify
+from fastspec.sampling import distribution, processors, verify
 from fastspec.sampling.rules import SyntheticAcceptance
 from fastspec.shapes import FULL, GRAMMAR_ONLY, LONG_PROMPT, NO_LIMIT, ForwardBatch, StepShape, keep_draft_probs
 from fastspec.state import IDLE, PAUSED, PREFILLED, RUNNING, DecodeState, Outbox
@@ -236,7 +236,7 @@ def verify_and_commit(
         return
     # log-probabilities are those of the raw target, without masks, so they are recorded separately
     apart = record is not None
-    _judge(modules, state, shape, draws, masks.allowed(logits, state.masks), None if apart else entry, None)
+    _judge(modules, state, shape, draws, processors.allowed(logits, state.masks), None if apart else entry, None)
     if record is not None:
         _record(modules, state, shape, record, logits, entry)
 

@@ -1,1 +1,1 @@
-"""The sampling distribution, the verification rules and the randomness, as pure torch functions."""
+"""The sampling distribution, verification rules and random numbers, as pure torch functions."""

@@ -1,8 +1,8 @@
-"""The sampler's distribution and its randomness.
+"""The sampler's distribution and its random numbers.
 
-Randomness is counter-based (Philox4x32-10, Salmon et al., SC 2011): every number is a pure function of
-(row seed, absolute position, purpose, token), never of a slot, a batch or a step. So a row's text does not
-depend on its neighbours, and rolling back costs nothing: a number at a position is consumed by the one
+Random numbers come from Philox4x32-10 (Salmon et al., SC 2011), a counter-based generator. Each number is a function of
+(row seed, absolute position, purpose, token). It does not depend on the batch, the step or the row's slot. So a row's
+text does not depend on its neighbours. A rollback needs no bookkeeping, because a position's numbers decide only the
 token that finally stands there.
 """
 
@@ -19,12 +19,12 @@ _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
 _MASK = 0xFFFFFFFF
 _ROUNDS = 10
-# the largest fp32 below one: with an infinite time a token of positive probability could never be drawn
+# the largest fp32 below 1: a uniform number of 1 gives an infinite time, and such a token could never be drawn
 _BELOW_ONE = 1.0 - 2.0**-24
 
 
 def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
-    """Philox4x32-10 on int64 tensors holding unsigned 32-bit words, all broadcastable to one shape."""
+    """Computes Philox4x32-10 on int64 tensors that hold unsigned 32-bit words. All broadcast to one shape."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(_ROUNDS):
@@ -41,13 +41,13 @@ def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Te
 
 
 def _unit(high: Tensor, low: Tensor) -> Tensor:
-    """fp32 in (0, 1) from 64 random bits; small values keep full relative precision."""
+    """Converts 64 random bits to fp32 in (0, 1). Small values keep full relative precision."""
     value = high.float() * 2.0**-32 + (low.float() + 0.5) * 2.0**-64
     return value.clamp(max=_BELOW_ONE)
 
 
 def exponentials(seeds: Tensor, positions: Tensor, purpose: int, num_tokens: int) -> Tensor:
-    """Exponential(1) times fp32 [B, num_tokens] keyed by (seeds [B], positions [B], purpose, token)."""
+    """Draws Exponential(1) times fp32 [B, num_tokens], keyed by (seeds [B], positions [B], purpose, token)."""
     pairs = torch.arange((num_tokens + 1) // 2, device=seeds.device)
     words = philox(
         (pairs, positions[:, None] & _MASK, torch.full_like(pairs, purpose), positions[:, None] >> 32),
@@ -58,7 +58,7 @@ def exponentials(seeds: Tensor, positions: Tensor, purpose: int, num_tokens: int
 
 
 def uniforms(seeds: Tensor, positions: Tensor, purpose: int) -> Tensor:
-    """fp32 in (0, 1), of positions' shape [B, k], keyed by (seeds [B], positions, purpose)."""
+    """Draws fp32 numbers in (0, 1) of positions' shape [B, k], keyed by (seeds [B], positions, purpose)."""
     zero = torch.zeros_like(positions)
     words = philox(
         (zero, positions & _MASK, zero + purpose, positions >> 32),
@@ -69,19 +69,19 @@ def uniforms(seeds: Tensor, positions: Tensor, purpose: int) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class PhiloxDraws:
-    """Uniform numbers and samples of B rows with seeds int64 [B]."""
+    """Uniform numbers and samples for B rows with seeds int64 [B]."""
 
     seeds: Tensor
 
     def accept(self, probability: Tensor, positions: Tensor) -> Tensor:
-        """True where a uniform falls below `probability` [B, k]; a probability of one always accepts."""
+        """Returns True where a uniform number is below `probability` [B, k]; a probability of 1 always accepts."""
         return uniforms(self.seeds, positions, ACCEPT) < probability
 
     def sample(self, probs: Tensor, positions: Tensor, purpose: int) -> Tensor:
-        """Draws ids [B] from probs [B, V]: the token with the least time/probability wins (Gumbel-max).
+        """Draws ids [B] from probs [B, V]: the token with the least time / probability wins (Gumbel-max).
 
-        P(token wins) = probs / sum(probs) exactly, without a cumulative sum; ties go to the lowest id. With probs
-        [B, R, V] and positions [B, R] the same at R places a row: ids [B, R].
+        P(token wins) = probs / sum(probs) exactly, without a cumulative sum; ties go to the lowest id. With probs [B,
+        R, V] and positions [B, R] it returns ids [B, R].
         """
         seeds = self.seeds.view(-1, *[1] * (positions.dim() - 1)).expand_as(positions).flatten()
         times = exponentials(seeds, positions.flatten(), purpose, probs.shape[-1])
@@ -90,8 +90,13 @@ class PhiloxDraws:
 
 @dataclass(frozen=True, slots=True)
 class SamplerRows:
-    """Sampling options of B rows, each [B]: temperature fp32 (0 = greedy), top_k int64 (0 = all),
-    top_p fp32 (1 = all), min_p fp32 (0 = all).
+    """Sampling options of B rows.
+
+    Attributes:
+        temperature: fp32 [B]; 0 is greedy.
+        top_k: int64 [B]; 0 keeps all ids.
+        top_p: fp32 [B]; 1 keeps all ids.
+        min_p: fp32 [B]; 0 keeps all ids.
     """
 
     temperature: Tensor
@@ -101,11 +106,11 @@ class SamplerRows:
 
 
 def compute_probs(logits: Tensor, options: SamplerRows) -> Tensor:
-    """Probabilities [B, R, V] that logits [B, R, V] stand for, in transformers' order and meaning.
+    """Computes probabilities [B, R, V] from logits [B, R, V], in the order and with the meaning of transformers.
 
-    Temperature, then top-k (keeps everything that ties with the k-th), then top-p (the smallest set, by falling
-    probability, that reaches top_p), then min-p (at least min_p times the largest). A greedy row puts all on the
-    lowest id among the largest logits, so greedy and random rows share one path.
+    Temperature comes first. Top-k keeps all ids that tie with the k-th. Top-p keeps the smallest set, by falling
+    probability, that reaches top_p. Min-p keeps ids with at least min_p times the largest probability. A greedy row has
+    probability 1 on the lowest id among the largest logits.
     """
     greedy_rows = (options.temperature <= 0)[:, None, None]
     scaled = logits / torch.where(greedy_rows, 1.0, options.temperature[:, None, None])
@@ -115,7 +120,7 @@ def compute_probs(logits: Tensor, options: SamplerRows) -> Tensor:
 
 
 def _filter(scaled: Tensor, options: SamplerRows) -> Tensor:
-    """Logits [B, R, V] with -inf where top-k, top-p or min-p removes a token."""
+    """Returns logits [B, R, V] with -inf where top-k, top-p or min-p removes a token."""
     order = scaled.sort(dim=-1, descending=True, stable=True)
     kept = _kept_by_rank(order.values, options)
     scaled = scaled.masked_fill(~torch.zeros_like(kept).scatter(-1, order.indices, kept), -torch.inf)
@@ -125,13 +130,13 @@ def _filter(scaled: Tensor, options: SamplerRows) -> Tensor:
 
 
 def _kept_by_rank(descending: Tensor, options: SamplerRows) -> Tensor:
-    """Which of the sorted logits [B, R, V] survive top-k and then top-p: bool [B, R, V]."""
+    """Marks the sorted logits [B, R, V] that survive top-k and then top-p: bool [B, R, V]."""
     vocab = descending.shape[-1]
     top_k = torch.where(options.top_k > 0, options.top_k, vocab).clamp(1, vocab)[:, None, None]
     kth = descending.gather(-1, (top_k - 1).expand(*descending.shape[:-1], 1))
     kept = descending >= kth
     probs = descending.masked_fill(~kept, -torch.inf).softmax(-1)
-    # the tail from a rank on, summed from the smallest up as transformers does; a rank goes when its tail is light
+    # mass from each rank to the end, summed from the smallest up as transformers does; a light tail is removed
     tail = probs.flip(-1).cumsum(-1).flip(-1)
     heavy = (tail > 1.0 - options.top_p[:, None, None]) | (options.top_p >= 1.0)[:, None, None]
     first = torch.arange(vocab, device=descending.device) == 0

@@ -1,11 +1,11 @@
-"""What stands between a model's logits and its distribution: biases, penalties, and ids that may not come yet.
+"""Logits processors: token masks, biases, penalties, and stop ids before the minimum length.
 
 The order is that of transformers' `LogitsProcessorList`: bias (`SequenceBiasLogitsProcessor`), repetition penalty
-(`RepetitionPenaltyLogitsProcessor`), ids that are banned, stop ids before the least number of new tokens
-(`MinNewTokensLengthLogitsProcessor`). vLLM's frequency and presence penalties come after the repetition penalty, as
-there. A banned id has a bias of -inf: nothing that comes later brings it back, so one table does for both.
+(`RepetitionPenaltyLogitsProcessor`), banned ids, stop ids before the minimum number of new tokens
+(`MinNewTokensLengthLogitsProcessor`). Frequency and presence penalties are vLLM's, and come after the repetition
+penalty. A banned id has a bias of -inf. No later processor can undo that, so one table serves biases and bans.
 
-All of it is pure but `count`. Shapes depend on no values, so a step with any of it is captured once.
+All functions but `count` are pure. No shape depends on values, so one captured step serves all options.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class ProcessorRows:
-    """What B rows do to logits; the neutral values change no bit of them.
+    """Processor options and token counts of B rows. Neutral values change no bit of the logits.
 
     Attributes:
         bias: fp32 [B, V], added; -inf bans an id. Neutral: 0.
-        in_prompt: bool [B, V], ids of the prompt.
+        in_prompt: bool [B, V], True for ids of the prompt.
         output_counts: int32 [B, V], how often an id was emitted.
-        repetition: fp32 [B], divides positive logits of ids in prompt or output and multiplies others. Neutral: 1.
-        presence: fp32 [B], taken off the logits of ids in the output. Neutral: 0.
-        frequency: fp32 [B], taken off as often as the id was emitted. Neutral: 0.
+        repetition: fp32 [B], divides positive logits and multiplies others, for ids in prompt or output. Neutral: 1.
+        presence: fp32 [B], subtracted from logits of ids in the output. Neutral: 0.
+        frequency: fp32 [B], subtracted once for each time the id was emitted. Neutral: 0.
         stop_ids: int64 [B, S], padded with -1.
-        min_lengths: int64 [B], tokens of prompt and output that a row has before a stop id may come. Neutral: 0.
+        min_lengths: int64 [B], tokens of prompt and output that a row needs before a stop id may come. Neutral: 0.
     """
 
     bias: Tensor
@@ -42,14 +42,14 @@ class ProcessorRows:
 
 
 def process(logits: Tensor, rows: ProcessorRows, lengths: Tensor, drafts: Tensor) -> Tensor:
-    """Logits [B, R, V] as a row's options make them, each place as if the drafts before it had been emitted.
+    """Applies the options of `rows` to logits [B, R, V]. Each place is treated as if the drafts before it were emitted.
 
     Args:
-        logits: of the ids 0..V-1, of which there may be fewer than `rows` know.
+        logits: of the ids 0..V-1; V may be less than the vocabulary of `rows`.
         rows: options and counts of committed tokens.
         lengths: int64 [B], committed tokens.
-        drafts: int64 [B, D] with D >= R - 1: place r comes after the first D - R + 1 + r of them. What a row's later
-            places hold is of no use where its drafts do not count.
+        drafts: int64 [B, D] with D >= R - 1. Place r comes after the first D - R + 1 + r drafts. Places behind a row's
+            last valid draft are not used.
     """
     places, vocab = logits.shape[1:]
     counts = counts_at(rows.output_counts[:, :vocab], drafts, places)
@@ -64,7 +64,10 @@ def process(logits: Tensor, rows: ProcessorRows, lengths: Tensor, drafts: Tensor
 
 
 def counts_at(counts: Tensor, drafts: Tensor, places: int) -> Tensor:
-    """int32 [B, R, V]: counts [B, V] and, at place r, the first D - R + 1 + r of drafts [B, D]; no other ids."""
+    """Counts ids at each place: int32 [B, R, V].
+
+    Place r has counts [B, V] plus the first D - R + 1 + r of drafts [B, D]. Ids outside 0..V-1 are ignored.
+    """
     vocab = counts.shape[1]
     before = drafts.shape[1] - places + 1
     known = ((drafts >= 0) & (drafts < vocab)).to(counts.dtype)
@@ -76,7 +79,7 @@ def counts_at(counts: Tensor, drafts: Tensor, places: int) -> Tensor:
 
 
 def _among(ids: Tensor, vocab: int) -> Tensor:
-    """bool [B, V]: which ids below V are among int64 [B, S]."""
+    """Marks the ids below V that are in `ids` int64 [B, S]: bool [B, V]."""
     at = torch.where((ids >= 0) & (ids < vocab), ids, vocab)
     found = torch.zeros(len(ids), vocab + 1, dtype=torch.bool, device=ids.device)
     return found.scatter_(1, at, True)[:, :vocab]
@@ -90,31 +93,44 @@ def count(counts: Tensor, block: Tensor, emitted: Tensor) -> None:
 
 
 def invalid(logits: Tensor) -> Tensor:
-    """bool [B, R]: places where no token can be chosen by logits [B, R, V]: a NaN, an infinity, or all -inf."""
+    """Marks places without a distribution: bool [B, R]. Their logits have a NaN or an infinity, or are all -inf."""
     return ~logits.amax(dim=-1).isfinite()
 
 
 def flag_invalid(accepted: Tensor, places: Tensor) -> Tensor:
-    """Accepted drafts int64 [B], so that nothing chosen at an invalid place is emitted; -1 where that leaves nothing.
+    """Cuts `accepted` int64 [B], so that no token chosen at an invalid place is emitted. Returns -1 where none is left.
 
-    Drafts before that place are emitted: a row may end with one of them, and else the next step begins at that place.
+    Drafts before the invalid place are still emitted. A row that does not end there begins its next step at that place.
 
     Args:
         accepted: int64 [B]; a row's tokens are chosen at places 0..accepted.
-        places: bool [B, k+1], which are invalid.
+        places: bool [B, k+1], True where a place is invalid.
     """
     first = first_invalid(places)
     return torch.where(first <= accepted, first - 1, accepted)
 
 
 def first_invalid(places: Tensor) -> Tensor:
-    """int64 [B]: the first invalid one of places bool [B, k+1]; k + 1 where there is none."""
+    """Finds the first True of places bool [B, k+1]: int64 [B], k + 1 where there is none."""
     index = torch.arange(places.shape[1], device=places.device)
     return torch.where(places, index, places.shape[1]).amin(dim=1)
 
 
 def drawable(probs: Tensor) -> Tensor:
-    """Distributions [B, V] to draft from; where a row has none, one on id 0: any draft is judged correctly."""
+    """Replaces invalid distributions in probs [B, V] by probability 1 on id 0. Verification is right for any draft."""
     none = probs.isnan().any(dim=-1, keepdim=True)
     first = torch.arange(probs.shape[1], device=probs.device) == 0
     return torch.where(none, first.to(probs.dtype), probs)
+
+
+def allowed(logits: Tensor, masks: Tensor) -> Tensor:
+    """Applies grammar masks: logits fp32 [B, R, V] become -inf for ids whose bit is not set. Others keep their bits.
+
+    Args:
+        logits: of R places.
+        masks: int32 [B, R or more, W] with 32 W >= V: id i is bit i % 32 of word i // 32.
+    """
+    batch, places, vocab = logits.shape
+    parts = masks[:, :places].contiguous().view(torch.uint8)  # little-endian: byte 0 has bits 0..7
+    bits = parts[..., None] & (1 << torch.arange(8, dtype=torch.uint8, device=logits.device))
+    return logits.masked_fill((bits == 0).view(batch, places, -1)[..., :vocab], -torch.inf)

@@ -1,6 +1,4 @@
-"""How drafts are judged: the names of the rules in `fastspec.sampling.verify`, and synthetic acceptance for
-benchmarks.
-"""
+"""Names of the verification rules in `fastspec.sampling.verify`, and synthetic acceptance for benchmarks."""
 
 from __future__ import annotations
 
@@ -17,11 +15,11 @@ class SyntheticAcceptance:
     """Accepts drafts at a given rate, for benchmarks only: the text does not follow the model's distribution.
 
     Args:
-        rate: each draft, until the first that is refused, is accepted with this probability, whatever it is.
-        pattern: instead of a rate, drafts to accept in one step after the other, over and over (1 to 64 of them).
+        rate: probability that a draft is accepted, whatever it is, if all drafts before it were.
+        pattern: used in place of a rate: number of drafts to accept in each step, repeated (1 to 64 numbers).
 
     Raises:
-        ValueError: not exactly one of the two, or a value out of range.
+        ValueError: both or neither are given, or a value is out of range.
     """
 
     rate: float | None = None
@@ -39,7 +37,7 @@ class SyntheticAcceptance:
             object.__setattr__(self, "pattern", counts)  # hashable, and the caller's list stays the caller's
 
     def __str__(self) -> str:
-        """The rule in words."""
+        """Describes the rule in words."""
         if self.pattern is None:
             return f"synthetic acceptance at a rate of {self.rate:g}"
         return f"synthetic acceptance of {', '.join(map(str, self.pattern))} drafts in turn"
@@ -49,7 +47,7 @@ Verification: TypeAlias = "str | SyntheticAcceptance"
 
 
 def checked(verification: object) -> Verification:
-    """The same, once it is one of MODES or a SyntheticAcceptance.
+    """Returns `verification` if it is one of MODES or a SyntheticAcceptance.
 
     Raises:
         ValueError: it is neither.
@@ -63,16 +61,16 @@ def checked(verification: object) -> Verification:
 
 
 def needs_draft_probs(verification: Verification) -> bool:
-    """Whether the rule judges a draft by the distribution that it was drawn from."""
+    """True if the rule needs the distributions that drafts were drawn from."""
     return verification in (REJECTION, BLOCK)
 
 
 def synthetic_name(verification: Verification) -> str | None:
-    """What drafts are accepted by, when the text is not the model's; None for a rule that keeps the distribution."""
+    """Describes synthetic acceptance in words; None for a rule that keeps the model's distribution."""
     return str(verification) if isinstance(verification, SyntheticAcceptance) else None
 
 
 def announce_synthetic(verification: Verification) -> None:
-    """Warns the caller of a constructor when the text will not be the model's."""
+    """Warns the caller of a constructor that the text will not follow the model's distribution."""
     if name := synthetic_name(verification):
         warnings.warn(f"{name}: for benchmarks only, the text is not the model's", stacklevel=3)

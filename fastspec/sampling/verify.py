@@ -1,17 +1,18 @@
-"""Acceptance of drafted tokens: the definition of correct, and the op the step runs where no kernel does.
+"""Verification of drafts: the definition of correct, and the op of a step where no kernel does it.
 
-p is the target's distribution, q the draft's; drafts x_1..x_k were drawn from q. Three rules, after each of which the
-emitted tokens follow p exactly:
+p is the target's distribution, q the draft's. Drafts x_1..x_k were drawn from q. With each of three rules the emitted
+tokens follow p exactly:
 
-- `rejection`: draft j is accepted with probability min(1, p(x)/q(x)); the first rejected place is filled from the
-  residual norm(max(p - q, 0)); after k acceptances one more token comes from p (Leviathan et al., arXiv 2211.17192,
-  theorem 3.5; Chen et al., arXiv 2302.01318).
-- `block`: the drafts are judged together, which accepts at least as many on average as any rule that keeps the
-  distribution (Sun et al., arXiv 2403.10444, algorithm 2).
-- `coupled`: the target picks with the numbers that the draft picked with, and its pick is what is emitted; a draft is
-  accepted where the two agree (Daliri, Musco and Suresh, arXiv 2408.07978).
+- `rejection`: draft j is accepted with probability min(1, p(x)/q(x)). The first rejected place gets a token from the
+  residual norm(max(p - q, 0)). After k acceptances one more token comes from p (Leviathan et al. 2022, arXiv
+  2211.17192, theorem 3.5; Chen et al. 2023, arXiv 2302.01318).
+- `block`: judges all drafts together. On average it accepts at least as many as any rule that keeps the distribution
+  (Sun et al. 2024, arXiv 2403.10444, algorithm 2).
+- `coupled`: the target samples with the random numbers that the draft used, and its sample is emitted. A draft is
+  accepted where both are equal (Daliri, Musco and Suresh, arXiv 2408.07978).
 
-Every function but `commit` is pure; uniform numbers and draws are arguments.
+A *place* is one of the k + 1 positions that a step scores in a row. All functions but `commit` are pure: random numbers
+are arguments.
 """
 
 from __future__ import annotations
@@ -23,43 +24,41 @@ from torch import Tensor
 
 from fastspec.sampling.rules import SyntheticAcceptance
 
-RUNNING, STOPPED, AT_LIMIT = 0, 1, 2  # what a commit leaves in `finish`; fastspec.state has more
+RUNNING, STOPPED, AT_LIMIT = 0, 1, 2  # values of `finish` after a commit; fastspec.state has more
 
 
 class Draws(Protocol):
-    """Where randomness enters. `fastspec.sampling.distribution.PhiloxDraws` in use, an enumerator of all outcomes in
-    tests.
-    """
+    """Source of random numbers: `PhiloxDraws` in use, an enumerator of all outcomes in tests."""
 
     def accept(self, probability: Tensor, positions: Tensor) -> Tensor:
-        """bool [B, k], True with `probability` [B, k]; positions int64 [B, k] key the randomness."""
+        """Returns bool [B, k], True with `probability` [B, k]; positions int64 [B, k] key the numbers."""
 
     def sample(self, probs: Tensor, positions: Tensor, purpose: int) -> Tensor:
-        """Ids int64 [B] drawn from probs [B, V] (rows need not sum to one); positions int64 [B].
+        """Draws ids int64 [B] from probs [B, V], which need not sum to 1; positions int64 [B] key the numbers.
 
-        With probs [B, R, V] and positions [B, R], ids [B, R].
+        With probs [B, R, V] and positions [B, R] it returns ids [B, R].
         """
 
 
 def accept_probability(p: Tensor, q: Tensor) -> Tensor:
-    """min(1, p/q) elementwise; 0 where p is 0, 1 where only q is 0 (such a token cannot have been drawn)."""
+    """Computes min(1, p/q) elementwise: 0 where p is 0, 1 where only q is 0 (such a token cannot have been drawn)."""
     ratio = torch.where(q > 0, p / q.clamp_min(torch.finfo(q.dtype).tiny), 1.0)
     return torch.where(p > 0, ratio.clamp(max=1.0), 0.0)
 
 
 def residual(p: Tensor, q: Tensor) -> Tensor:
-    """max(p - q, 0) over the last axis, unnormalised; p itself where that vanishes (p = q up to rounding)."""
+    """Computes max(p - q, 0) over the last axis, not normalised; p where that is all zero (p = q up to rounding)."""
     excess = (p - q).clamp_min(0.0)
     return torch.where(excess.sum(-1, keepdim=True) > 0, excess, p)
 
 
 def greedy(logits: Tensor, drafts: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
-    """Accepts drafts that equal the target's pick, the lowest id among equals.
+    """Accepts drafts that equal the target's argmax, which is the lowest id among equals.
 
     Args:
         logits: [B, k+1, V] of the target at the drafted places and after them.
         drafts: int64 [B, k].
-        counts: int64 [B], how many of a row's drafts count; the others are never accepted.
+        counts: int64 [B], number of valid drafts in a row; the others are never accepted.
 
     Returns:
         (accepted int64 [B], block int64 [B, k+1]): block[:, :accepted+1] are the tokens to emit.
@@ -69,23 +68,23 @@ def greedy(logits: Tensor, drafts: Tensor, counts: Tensor) -> tuple[Tensor, Tens
 
 
 def agreeing(picks: Tensor, drafts: Tensor, counts: Tensor) -> Tensor:
-    """int64 [B], how many leading drafts are the target's picks int64 [B, k+1]; others as for `greedy`."""
+    """Counts the leading drafts that equal picks int64 [B, k+1], the target's tokens: int64 [B]. See `greedy`."""
     return _leading(picks[:, :-1] == drafts, counts)
 
 
 def rejection(
     p: Tensor, q: Tensor | None, drafts: Tensor, counts: Tensor, positions: Tensor, draws: Draws, purpose: int
 ) -> tuple[Tensor, Tensor]:
-    """Lossless rejection sampling of k drafts a row.
+    """Verifies k drafts a row by rejection sampling, which keeps the target's distribution.
 
     Args:
         p: [B, k+1, V], the target's distribution at each place.
         q: [B, k, V], the distribution each draft was drawn from; None: drafts are deterministic.
         drafts: int64 [B, k].
-        counts: int64 [B], how many of a row's drafts count; after them the target's distribution decides.
+        counts: int64 [B], number of valid drafts in a row; the token after them comes from the target's distribution.
         positions: int64 [B, k+1], absolute positions of the places.
-        draws: uniform numbers and draws.
-        purpose: keys the draw of the last token apart from the draft's own draws.
+        draws: source of random numbers.
+        purpose: keys the draw of the last token, apart from the draft's own draws.
 
     Returns:
         (accepted int64 [B], block int64 [B, k+1]) as `greedy`.
@@ -101,19 +100,20 @@ def rejection(
 def block(
     p: Tensor, q: Tensor | None, drafts: Tensor, counts: Tensor, positions: Tensor, draws: Draws, purpose: int
 ) -> tuple[Tensor, Tensor]:
-    """Lossless verification of k drafts a row as one block; arguments and results as `rejection`.
+    """Verifies k drafts a row as one block, keeping the target's distribution; arguments and results as `rejection`.
 
-    Sun et al., arXiv 2403.10444, algorithm 2. With c_0 = 1 and c_i = min(c_{i-1} p(x_i)/q(x_i), 1), the first i drafts
-    are accepted, for the largest i whose uniform number is below s_i / (s_i + 1 - c_i), where s_i is the sum of
-    max(c_i p - q, 0) at the place after draft i; at the last draft, below c_k. What follows comes from
-    norm(max(c_i p - q, 0)), or from p after all drafts.
+    Sun et al. 2024, arXiv 2403.10444, algorithm 2, with c_0 = 1 and c_i = min(c_{i-1} p(x_i)/q(x_i), 1):
+
+        accepted  the largest i whose uniform number is below s_i / (s_i + 1 - c_i); at the last draft, below c_k
+        s_i       the sum of max(c_i p - q, 0) at the place after draft i
+        next      a token from norm(max(c_i p - q, 0)), or from p after all drafts
     """
     k = drafts.shape[1]
     q = _deterministic(drafts, p) if q is None else q
     carried = _carried(p, q, drafts)
     scaled = carried[:, :, None] * p
     places = torch.arange(1, k + 1, device=p.device)
-    # the excess after draft i is that of place i, which the last draft's place lacks
+    # s_i after draft i is summed at place i; after the last draft it is not needed
     excess = (scaled[:, 1:k] - q[:, 1:]).clamp_min(0.0).sum(-1)
     excess = torch.cat((excess, excess.new_zeros(len(p), min(k, 1))), dim=1)
     chance = block_probability(excess, carried[:, 1:], places == counts[:, None])
@@ -123,17 +123,17 @@ def block(
 
 
 def block_probability(excess: Tensor, carried: Tensor, last: Tensor) -> Tensor:
-    """[B, k]: what uniform numbers must be below, from s_i, c_i and whether it is the last draft that counts."""
+    """Computes thresholds [B, k] for the uniform numbers, from s_i, c_i and `last`, True at the last valid draft."""
     missing = 1.0 - carried
     inner = excess / (excess + missing).clamp_min(torch.finfo(excess.dtype).tiny)
     return torch.where(last, carried, inner)
 
 
 def _carried(p: Tensor, q: Tensor, drafts: Tensor) -> Tensor:
-    """c_0 .. c_k of `block`: [B, k+1]."""
+    """Computes c_0 .. c_k of `block`: [B, k+1]."""
     at = drafts[:, :, None]
     over, under = p[:, : drafts.shape[1]].gather(2, at)[:, :, 0], q.gather(2, at)[:, :, 0]
-    # where q is 0 the token cannot have been drawn
+    # a token with q = 0 cannot have been drawn: any ratio will do
     ratio = torch.where(under > 0, over / under.clamp_min(torch.finfo(q.dtype).tiny), 1.0)
     carried = [torch.ones_like(p[:, 0, 0])]
     for j in range(drafts.shape[1]):
@@ -142,7 +142,7 @@ def _carried(p: Tensor, q: Tensor, drafts: Tensor) -> Tensor:
 
 
 def _deterministic(drafts: Tensor, p: Tensor) -> Tensor:
-    """The distribution [B, k, V] of deterministic drafts: one on each."""
+    """Builds the distribution [B, k, V] of deterministic drafts: probability 1 on each draft."""
     return torch.zeros_like(p[:, : drafts.shape[1]]).scatter_(2, drafts[:, :, None], 1.0)
 
 
@@ -157,7 +157,10 @@ def _ended(
     draws: Draws,
     purpose: int,
 ) -> Tensor:
-    """Blocks [B, k+1] of the accepted drafts and a last token: of `scaled` beyond q, of p where no draft was left."""
+    """Builds blocks [B, k+1]: the accepted drafts, then a last token.
+
+    The last token comes from the residual max(scaled - q, 0) after a rejection, else from p.
+    """
     k = drafts.shape[1]
     row = torch.arange(len(p), device=p.device)
     last = p[row, accepted]
@@ -168,7 +171,7 @@ def _ended(
 
 
 def closed(drafts: Tensor, accepted: Tensor, last: Tensor) -> Tensor:
-    """int64 [B, k+1]: drafts [B, k], but `last` [B] at place `accepted` [B]."""
+    """Returns int64 [B, k+1]: drafts [B, k], with `last` [B] at place `accepted` [B]."""
     places = torch.arange(drafts.shape[1] + 1, device=drafts.device)
     padded = torch.cat((drafts, drafts.new_zeros(len(drafts), 1)), dim=1)
     return torch.where(places == accepted[:, None], last[:, None], padded)
@@ -177,17 +180,17 @@ def closed(drafts: Tensor, accepted: Tensor, last: Tensor) -> Tensor:
 def coupled(
     p: Tensor, drafts: Tensor, counts: Tensor, positions: Tensor, draws: Draws, purpose: int
 ) -> tuple[Tensor, Tensor]:
-    """Accepts drafts that equal the target's own pick; what is emitted is always that pick.
+    """Accepts drafts that equal the target's own sample, and always emits that sample (arXiv 2408.07978).
 
-    Draft j must have been picked with the numbers of positions[:, j] and of `purpose`. The emitted token at a position
-    is a function of the text before it and of these numbers, so it does not depend on drafts at all. arXiv 2408.07978.
+    Draft j must have been drawn with the numbers of positions[:, j] and `purpose`. The emitted token depends on the
+    text before it and on these numbers alone, never on drafts.
 
     Args:
-        p: [B, k+1, V], the target's distribution at each place; the rows need not sum to one.
+        p: [B, k+1, V], the target's distribution at each place; the rows need not sum to 1.
         drafts: int64 [B, k].
-        counts: int64 [B], how many of a row's drafts count.
+        counts: int64 [B], number of valid drafts in a row.
         positions: int64 [B, k+1], absolute positions of the places.
-        draws: draws that are a function of position, purpose and token.
+        draws: random numbers that are a function of position, purpose and token.
         purpose: the one that the drafts were drawn with.
 
     Returns:
@@ -206,13 +209,13 @@ def synthetic(
     draws: Draws,
     number: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Accepts as many of `counts` [B] drafts [B, k] as the rule says, and then picks [B, k+1] of the target.
+    """Accepts as many drafts [B, k] as `rule` says, at most `counts` [B], then emits a pick of the target.
 
     Args:
         rule: a rate or a pattern.
-        picks: int64 [B, k+1], what the target picks at each place.
+        picks: int64 [B, k+1], the target's token at each place.
         drafts, counts, positions, draws: as in `rejection`.
-        number: int64 [1], of this step.
+        number: int64 [1], the number of this step.
 
     Returns:
         (accepted, block) as `greedy`.
@@ -230,13 +233,13 @@ def synthetic(
 
 
 def _leading(flags: Tensor, counts: Tensor) -> Tensor:
-    """Number of leading True among the first `counts` [B] of each row of bool [B, k]: int64 [B]."""
+    """Counts the leading True values among the first `counts` [B] of each row of bool [B, k]: int64 [B]."""
     counted = torch.arange(flags.shape[1], device=flags.device) < counts[:, None]
     return (flags & counted).long().cumprod(dim=1).sum(dim=1)
 
 
 class CommitRows(Protocol):
-    """The tensors of B rows that a commit reads and writes; `fastspec.state.DecodeState` has and explains them."""
+    """Tensors of B rows that a commit reads and writes; `fastspec.state.DecodeState` has and explains them."""
 
     @property
     def tokens(self) -> Tensor:
@@ -296,18 +299,18 @@ class CommitRows(Protocol):
 
 
 def commit(rows: CommitRows, accepted: Tensor, block: Tensor) -> None:
-    """Appends block[:, :accepted+1], cut at the first stop id or at the row's limit, whichever is first.
+    """Appends block[:, :accepted+1] to each running row, cut at the first stop id or the row's limit.
 
     Args:
-        rows: changed in place; rows that are not running keep what counts.
-        accepted: int64 [B], drafts accepted; -1 or less: nothing is emitted, and the row stays as it is.
+        rows: changed in place; rows that do not run keep their tokens and lengths.
+        accepted: int64 [B], accepted drafts; if it is negative, nothing is emitted and the row is unchanged.
         block: int64 [B, k+1], the accepted drafts and one more token.
     """
     k = block.shape[1] - 1
     running = rows.finish == RUNNING
     places = torch.arange(k + 1, device=block.device)
     is_stop = (block[:, :, None] == rows.stop_ids[:, None, :]).any(-1) & (places <= accepted[:, None])
-    # one more than the place of the first stop id; k + 2 where there is none
+    # tokens up to and with the first stop id; k + 2 where there is none
     upto_stop = torch.where(is_stop, places + 1, k + 2).amin(dim=1)
     room = rows.limits - rows.lengths
     count = torch.minimum(torch.minimum(accepted + 1, upto_stop), room).clamp_min(0)

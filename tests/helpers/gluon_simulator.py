@@ -27,7 +27,7 @@ from tests.helpers.gluon_machine import MACHINE, Barrier, BarrierLayout, Describ
 from tests.helpers.gluon_values import Number
 
 KERNELS = Path(__file__).parents[2] / "fastspec" / "kernels"
-ATTENTION = ["query_rows", "mma_layouts", "mma_tiles", "kv_loads", "tma_parts", "tma_sm90", "combine"]
+ATTENTION = ["query_rows", "mma_tiles", "kv_loads", "tma_parts", "tma_sm90", "combine"]
 MODULES = [
     "k_steps",
     "epilogue",

@@ -45,6 +45,10 @@ def penalties() -> None:
     processors.test_presence_and_frequency_by_their_formula(0)
 
 
+def masked() -> None:
+    processors.test_ids_without_a_bit_are_forbidden(33)
+
+
 def at_least_one() -> None:
     for options in ({"top_p": 0.0}, {"min_p": 1.0}):
         processors.test_at_least_one_token_is_kept(options, 1)
@@ -215,7 +219,7 @@ TABLE: dict[str, list[tuple[str, str, Check]]] = {
         ("rows.presence[:, None, None] * (counts > 0)", "rows.presence[:, None, None] * seen", penalties),
         ("at < rows.min_lengths", "at <= rows.min_lengths", least),
         ("early & _among", "early | _among", least),
-        (", -torch.inf)", ", -30.0)", least),
+        (")[:, None], -torch.inf)", ")[:, None], -30.0)", least),
         (".cumsum(dim=1, dtype=counts.dtype)", "", everything),
         ("drafts < vocab)", "drafts < vocab + 999)", narrow),
         ("first = counts.scatter_add", "first = 0 * counts.scatter_add", penalties),
@@ -226,6 +230,8 @@ TABLE: dict[str, list[tuple[str, str, Check]]] = {
         ("first - 1, accepted", "first, accepted", marks),
         ("places.shape[1]).amin", "places.shape[1]).amax", marks),
         (".isnan().any(", ".isnan().all(", no_draft_law),
+        ("bits == 0", "bits != 0", masked),
+        ("masks[:, :places]", "masks[:, -places:]", masked),
     ],
     "sampling.distribution": [
         ("range(_ROUNDS)", "range(_ROUNDS - 1)", vectors),

@@ -1,8 +1,9 @@
-"""Arguments of attention kernels, in groups: tensors, and the sizes that belong to them.
+"""Arguments of attention kernels, grouped: tensors, and the sizes that belong to them.
 
 Triton compiles for the values of integers inside a tuple: whether one is 1, and whether it is a multiple of 16. So a
-group holds integers of one model and of its cache alone. Those that differ from pass to pass are parameters of their
-own, named in a kernel's `do_not_specialize`. A field may not be called `values` or `type`, which Triton's tuples have.
+group holds only integers of one model and its cache. Integers that differ between passes are parameters of their own,
+named in a kernel's `do_not_specialize`. A field may not be called `values` or `type`, which are attributes of Triton's
+tuples.
 """
 
 from __future__ import annotations
@@ -14,21 +15,21 @@ from torch import Tensor
 from fastspec.kernels.common.kv_scales import KVScales
 from fastspec.shapes import AttentionRule
 
-LOG2E = 1.4426950408889634  # kernels take powers of 2, so scores times this
+LOG2E = 1.4426950408889634  # kernels use exp2: scores are multiplied with this
 
 
 class NewTokens(NamedTuple):
-    """The new tokens of a pass, Q of each of B rows, and what their heads are made with.
+    """New tokens of a pass, Q of each of B rows, and the weights and angles of their heads.
 
     Attributes:
         qkv: [B, Q, (H + 2 Hkv) D] bf16, fp16 or fp32.
         positions: int64 [B, Q].
-        write_mask: bool [B, Q]: K and V of other tokens are not stored.
-        cos, sin: fp32 [num_angles, D / 2]; None: heads are not rotated.
+        write_mask: bool [B, Q]; K and V of tokens with False are not stored.
+        cos, sin: fp32 [num_angles, D / 2]; None: no rotary embedding.
         q_norm, k_norm: [D], weights of the head norms; None: the model has no such norms.
-        num_angles: positions that `cos` and `sin` have.
+        num_angles: number of positions that `cos` and `sin` have.
         eps: of the head norms.
-        k_factor, v_factor: on K and V before they are stored in 8 bits, 1 / scale; None: they are stored as they are.
+        k_factor, v_factor: 1 / scale, multiplied with K and V before they are stored in 8 bits; None: no 8-bit cache.
     """
 
     qkv: Any
@@ -45,13 +46,13 @@ class NewTokens(NamedTuple):
 
 
 class PagedCache(NamedTuple):
-    """K and V of one layer, and which pages rows have.
+    """K and V of one layer, and the block table.
 
     Attributes:
         k, v: [num_pages, page_size, Hkv, D].
         block_table: int64 [B, table_width], rows at `table_stride`; after `cache_of_row` in a kernel, one row of it.
         table_stride: elements from one row of the table to the next.
-        table_width: pages that a row has room for.
+        table_width: number of pages that a row can have.
         num_pages: of the cache.
     """
 
@@ -64,17 +65,17 @@ class PagedCache(NamedTuple):
 
 
 class Scoring(NamedTuple):
-    """How products q . k become the scores that powers of 2 are taken of.
+    """Conversion of products q . k to scores, which are exponents of 2.
 
         score = factor * (q . k), with a cap: cap * tanh(factor * (q . k))
 
-    Where K and V are stored in 8 bits, k and v are what is stored: the scale of K is part of the factor.
+    In an 8-bit cache, k and v are the stored numbers: the scale of K is part of the factor.
 
     Attributes:
-        factor: on q . k.
+        factor: multiplied with q . k.
         cap: the softcap, times log2(e); None: none.
-        sinks: [H] in fp32 or the cache's dtype: of each head, the score of one more key, of value zero; None: none.
-        value_scale: on sums of values; None: 1.
+        sinks: [H] in fp32 or the cache's dtype, for each head the score of one more key, of value zero; None: none.
+        value_scale: multiplied with sums of values; None: 1.
     """
 
     factor: Any
@@ -84,7 +85,7 @@ class Scoring(NamedTuple):
 
 
 class WorkArea(NamedTuple):
-    """Where CTAs that share a row leave their parts.
+    """Partial results of CTAs that share a row.
 
     Attributes:
         partials: fp32 [B * Hkv, splits, Q * GROUP, D], averages of values; then [B * Hkv, splits, Q * GROUP], log2 of
@@ -105,7 +106,7 @@ def new_tokens(
     write_mask: Tensor,
     scales: KVScales | None = None,
 ) -> NewTokens:
-    """The group of these tensors, whose shapes are checked; norms as in `reference.attend`, scales of 8-bit caches."""
+    """Groups these tensors, whose shapes are checked; norms as in `reference.attend`, scales of an 8-bit cache."""
     q_norm, k_norm, eps = norms or (None, None, 0.0)
     num_angles = 0 if cos is None else cos.shape[0]
     factors = (None, None) if scales is None else (1.0 / scales.k, 1.0 / scales.v)
@@ -113,7 +114,7 @@ def new_tokens(
 
 
 def scoring_of(rule: AttentionRule, sinks: Tensor | None, dim: int, scales: KVScales | None = None) -> Scoring:
-    """The group of this rule and of sinks whose shape is checked, for heads of this dim."""
+    """Groups the numbers of `rule`, and sinks whose shape is checked, for heads of `dim`."""
     factor, value_scale = rule.factor(dim), None if scales is None else scales.v
     if scales is not None:
         factor *= scales.k
@@ -123,5 +124,5 @@ def scoring_of(rule: AttentionRule, sinks: Tensor | None, dim: int, scales: KVSc
 
 
 def paged_cache(keys: Tensor, values: Tensor, block_table: Tensor) -> PagedCache:
-    """The group of these tensors, whose shapes are checked."""
+    """Groups these tensors, whose shapes are checked."""
     return PagedCache(keys, values, block_table, block_table.stride(0), block_table.shape[1], keys.shape[0])

@@ -3,8 +3,8 @@
     out[b, i, h] = sum_j softmax_j(s[j]) v[j],  s[j] = scale q[b, i, h] . k[j],  j <= positions[b, i]
                                                        and with a window W also j > positions[b, i] - W
 
-With a softcap c scores are c tanh(s[j] / c), before the mask. A sink of a head is the score of one more key, of value
-zero. Every kernel takes all of these.
+With a softcap c, scores are c tanh(s[j] / c), before the mask. A sink of a head is the score of one more key, of value
+zero. Every kernel supports all of these.
 
 | argument     | shape, dtype                                   | notes                                             |
 |--------------|------------------------------------------------|---------------------------------------------------|
@@ -13,30 +13,37 @@ zero. Every kernel takes all of these.
 | keys, values | [num_pages, page_size, Hkv, D], as qkv or e4m3 | contiguous; may exceed 2^31 elements              |
 | block_table  | [B, P] int64                                   | rows may be views of a longer table               |
 | positions    | [B, Q] int64                                   | >= 0, ascending in a row where `write_mask`       |
-| write_mask   | [B, Q] bool                                    | else K/V are not stored, and outputs are junk     |
+| write_mask   | [B, Q] bool                                    | False: K/V are not stored, the output is undefined |
 | sinks        | [H] fp32 or as qkv                             | contiguous; None: none                            |
 
-A decoding pass (Q <= MAX_SPLIT_QUERIES) splits the keys: CTA (t, s) has query tile t of one row and kv head and
-the keys at positions s * split_keys and up. It stores the new K/V that fall among its keys, reads all its keys back
-from the cache in blocks, and stores the average of the values and its weight. The last CTA of a tile to arrive,
-by an integer counter, combines these in ascending order: FAN splits to a group, then the groups. So does
-`_decode_kernel` of decode/portable.py. Where `plan.uses_mma`, other kernels do the same out of registers and without
-groups: decode/mma.py or, with several splits to a CTA, decode/mma_batch.py; for rows at `plan.LATE_FROM` and later,
-decode/tma_sm90.py. A pass that has room for both launches both, and each skips the other's rows. A prompt chunk
-(more rows) appends in one launch (rope.py) and attends in a second (prefill.py).
+Kernels:
 
-Row invariance. The bits of a row are those of the row alone: which kernel runs and how it cuts keys depends on the
-model and on the row's position, for `_decode_kernel` on the room of its cache; blocks and splits lie at absolute
-positions, sums over them are taken in ascending order, and a block or split that is masked for a row is an exact no-op
-for it. A sink takes its share where all keys of a row have come together, once, whatever the number of splits. No
-product is fused with a sum (enable_fp_fusion=False): every product is rounded where it stands, so that K has the same
-bits whichever kernel writes it, and the torch twin's.
+| pass                                 | kernels                                                            |
+|--------------------------------------|--------------------------------------------------------------------|
+| prompt chunk (Q > MAX_SPLIT_QUERIES) | rope.py appends, prefill.py attends                                |
+| decoding, where `plan.uses_mma`      | decode/mma.py or mma_batch.py: rows below position `plan.LATE_FROM` |
+|                                      | decode/tma_sm90.py: rows from there on                             |
+| decoding, else                       | `_decode_kernel` of decode/portable.py                             |
 
-Programmatic launch (PDL): the next kernel may start at once. Before its wait none of these kernels reads what the
-product before it writes. `_decode_kernel` reads positions and table early, bypassing L1, to prefetch keys into L2 while
-that product ends; stale values prefetch the wrong lines and change nothing. Where `plan.EARLY` says so, it relies on
-what it has read of them. The other kernels read positions, table, and K and V of earlier passes before their wait, and
-rely on them: see what `attend` asks of its caller.
+A pass that may have rows of both kinds launches both kernels. Each skips the other's rows.
+
+A decoding pass splits the keys (as Flash-Decoding). CTA (t, s) has query tile t of one row and kv head, and the keys at
+positions s * split_keys and up. It stores the new K/V that fall among its keys. It reads all its keys back from the
+cache in blocks, and stores the average of the values and its weight. The last CTA of a tile, found by an integer
+counter, combines these in ascending order. `_decode_kernel` combines FAN splits to a group, then the groups. The other
+kernels have no groups.
+
+Row invariance. The bits of a row do not depend on other rows. Which kernel runs and where it splits keys depends on the
+model and the row's position, for `_decode_kernel` on the size of its cache. Blocks and splits begin at absolute
+positions, and sums over them run in ascending order. A block or split that is masked for a row does not change it. A
+sink is added once, when all keys of a row are combined. No product is fused with a sum (enable_fp_fusion=False). So K
+has the same bits from each kernel, and those of the torch definition.
+
+Programmatic launch (PDL): the next kernel may start at once. Before its wait, none of these kernels reads what the
+preceding product writes. `_decode_kernel` reads positions and the table early, past L1, to prefetch keys into L2. Stale
+values prefetch the wrong lines and change no result. Where `plan.EARLY` says so, it uses these early reads. The other
+kernels read positions, the table, and K and V of earlier passes before their wait, and use them: see what `attend` asks
+of its caller.
 """
 
 from __future__ import annotations
@@ -58,15 +65,15 @@ from fastspec.kernels.common.launch import has_pdl
 from fastspec.kernels.common.packing import BLOCK
 from fastspec.shapes import KEY_BLOCK, AttentionRule
 
-MAX_SPLIT_QUERIES = 17  # more query tokens are a prompt chunk, which fills the device without splitting keys
+MAX_SPLIT_QUERIES = 17  # more query tokens are a prompt chunk, which fills the device without split keys
 
 
 @dataclass(frozen=True, slots=True)
 class AttendWork:
-    """Memory that the decoding passes of one model work in, one pass at a time.
+    """Work area of the decoding passes of one model, for one pass at a time.
 
     Attributes:
-        split_keys: keys of one partial sum of `_decode_kernel`; part of what the bits of a row depend on.
+        split_keys: keys of one partial sum of `_decode_kernel`. The bits of a row depend on it.
         counters: int32, zero between launches.
         partials: fp32.
     """
@@ -77,12 +84,12 @@ class AttendWork:
 
 
 def attend_work(device: torch.device, max_rows: int, max_positions: int, heads: tuple[int, int, int]) -> AttendWork:
-    """What `attend` needs for decoding passes of a model.
+    """Allocates the work area of `attend` for the decoding passes of a model.
 
     Args:
         device: of the model.
         max_rows: B * Q of the largest decoding pass.
-        max_positions: that the block table has room for.
+        max_positions: number of positions that the block table has room for.
         heads: (query heads, key heads, head_dim).
     """
     counters, partials = plan.work_sizes(max_rows, max_positions, heads)

@@ -1,15 +1,17 @@
-"""Launch plans of decoding attention: which kernel decodes which rows, and with what grid, tile sizes and registers.
+"""Launch plans of decoding attention: kernel, grid, tile sizes and registers.
 
-Integers alone, without Triton. A plan depends on a GPU's compute capability and its number of SMs, on the model, and on
-the sizes of a pass. The bits of a row depend on the model and on the room of its cache, on nothing else here: which
-kernel runs (`uses_mma`), where it splits the keys (`SPLIT`, `split_keys_for`, LATE_SPLITS), and the order of its sums.
+Only integers, without Triton. A plan depends on a GPU's compute capability and number of SMs, on the model, and on the
+sizes of a pass. The bits of a row depend only on the model and the size of its cache: through the kernel (`uses_mma`),
+the splits (`SPLIT`, `split_keys_for`, LATE_SPLITS), and the order of sums.
+
+A row is *early* if its position is below LATE_FROM, else *late*: a long row.
 
 | kernel            | file                | rows                                                           |
 |-------------------|---------------------|----------------------------------------------------------------|
 | `_decode_kernel`  | decode/portable.py  | all, where `uses_mma` is false                                 |
-| `fragment_kernel` | decode/mma.py       | at positions before LATE_FROM; a CTA has one split             |
-| `batch_kernel`    | decode/mma_batch.py | the same rows; a CTA has several splits                        |
-| `shares_kernel`   | decode/tma_sm90.py  | at LATE_FROM and later; `gather_kernel` combines their splits  |
+| `fragment_kernel` | decode/mma.py       | early; a CTA has one split                                     |
+| `batch_kernel`    | decode/mma_batch.py | early; a CTA has several splits                                |
+| `shares_kernel`   | decode/tma_sm90.py  | late; `gather_kernel` combines their splits                    |
 """
 
 from __future__ import annotations
@@ -19,16 +21,17 @@ from typing import Any
 
 from fastspec.shapes import EARLY_BLOCKS, KEY_BLOCK
 
-# What the kernels have under the names in brackets; test_plan.py holds them together
-ROW_GROUP = 8  # query rows that tiles of decode/mma.py are made of [EIGHT]
+# constants of kernels, under the names in brackets; test_plan.py compares them
+ROW_GROUP = 8  # tiles of decode/mma.py have groups of so many query rows [EIGHT]
 PARTS = 4  # parts of a split of decode/mma.py, each with a softmax of its own [PARTS]
 SPLIT = PARTS * 32  # keys of a split of decode/mma.py [PARTS * KEYS]
 TMA_TILE_ROWS = 64  # query rows of a tile of decode/tma_sm90.py [ROWS]
-TMA_WARPS = 4  # of its CTA that multiply [WARPS]
-GATHER_WARPS = 4  # of a CTA of combine.py [GATHER_WARPS]
+TMA_WARPS = 4  # warps of its CTA that multiply [WARPS]
+GATHER_WARPS = 4  # warps of a CTA of `gather_kernel` [GATHER_WARPS]
 FAN = 16  # partial sums that `_decode_kernel` combines at a time [FAN]
 
-# of a thread, of eight warps at most: an SM has no more. Without this limit the assembler spills to keep one more CTA
+# registers per thread, for up to eight warps: an SM has no more. Without this limit the assembler spills, to fit one
+# more CTA
 MAX_REGISTERS = 255
 
 
@@ -46,7 +49,7 @@ class Pass:
 
     Attributes:
         num_rows: query rows of one kv head, Q * H / Hkv.
-        pairs: (row of the batch, kv head), B * Hkv of them.
+        pairs: number of pairs (row of the batch, kv head), B * Hkv.
         dim: of a head.
     """
 
@@ -57,7 +60,7 @@ class Pass:
 
 @dataclass(frozen=True, slots=True)
 class LaunchPlan:
-    """One launch of the kernel of that name; `constants` are its constexpr arguments, `options` those of the launch."""
+    """Launch of the kernel of that name: `constants` are its constexpr arguments, `options` those of the launch."""
 
     kernel: str
     grid: tuple[int, ...]
@@ -76,41 +79,41 @@ class Tiles:
 
 
 def cdiv(a: int, b: int) -> int:
-    """a / b, rounded up."""
+    """Computes a / b, rounded up."""
     return -(-a // b)
 
 
 def padded_dim(dim: int) -> int:
-    """head_dim as tiles have it: a power of two, 16 or more."""
+    """Pads head_dim to a power of two, 16 or more."""
     return max(16, 1 << (dim - 1).bit_length())
 
 
 # --- which kernel ---
 
 MMA_DIMS = (64, 128)  # head_dim that decode/mma.py and decode/tma_sm90.py are used for
-# position: rows at this one and later ones are decoded by decode/tma_sm90.py. A block after 4096, so that with
-# max_length 4096 the drafts of a last step are early, too
+# decode/tma_sm90.py decodes rows from this position on. It is a block after 4096: with max_length 4096 the drafts of a
+# last step are still early
 LATE_FROM = EARLY_BLOCKS * KEY_BLOCK
 
 
 def uses_tma(gpu: Gpu, page_size: int) -> bool:
-    """Whether decode/tma_sm90.py can read a cache: with wgmma, and 8 keys or more of a page to each TMA copy."""
+    """True if decode/tma_sm90.py can run: on a GPU with wgmma, with pages of a multiple of 8 keys."""
     return page_size % 8 == 0 and gpu.capability == (9, 0)
 
 
 def uses_mma(
     gpu: Gpu, itemsize: int, dim: int, page_size: int, capacity: int, cached: int | None = None
 ) -> bool:  # fmt: skip
-    """Whether a model's decoding passes run by the kernels for tensor cores; else `_decode_kernel` has all rows.
+    """True if the tensor-core kernels run a model's decoding passes; else `_decode_kernel` runs all rows.
 
     Args:
         gpu: the device.
         itemsize: bytes of an element of queries.
         dim: of a head.
         page_size: of the cache.
-        capacity: positions that a row of the cache has room for. Where some lie at LATE_FROM or later, `uses_tma` must
-            hold, for no other kernel decodes those.
-        cached: bytes of an element of K and V, 1 or as many as `itemsize`; None: as many.
+        capacity: number of positions that a row of the cache can have. If it exceeds LATE_FROM, `uses_tma` must hold,
+            because no other kernel decodes late rows.
+        cached: bytes of an element of K and V, 1 or `itemsize`; None: `itemsize`.
     """
     fits = itemsize == 2 and dim in MMA_DIMS and gpu.capability >= (9, 0)
     return fits and (capacity <= LATE_FROM or uses_tma(gpu, page_size))
@@ -119,7 +122,7 @@ def uses_mma(
 def described(
     gpu: Gpu, itemsize: int, dim: int, page_size: int, capacity: int, cached: int | None = None
 ) -> str:  # fmt: skip
-    """Which kernels decode, and where it is the portable one why; arguments as of `uses_mma`."""
+    """Names the kernels that decode, and for the portable one the reason; arguments as of `uses_mma`."""
     if uses_mma(gpu, itemsize, dim, page_size, capacity, cached):
         early = "decode_mma" if cached in (None, itemsize) else "decode_mma_batch, K and V in 8 bits"
         if capacity <= LATE_FROM:
@@ -139,13 +142,13 @@ def described(
 
 # --- where keys are split ---
 
-# (first position, keys of a split from there on): whole splits of whole blocks, 128 keys, up to the next position.
-# The bits of a late row depend on all of it but not on how long a cache or a pass is
+# (first position, keys of a split from there on). Splits are whole blocks of 128 keys and end at the next position.
+# The bits of a late row depend on this table, but not on the length of a cache or a pass
 LATE_SPLITS: tuple[tuple[int, int], ...] = ((0, 128), (1024, 256), (4096, 512), (16384, 1024), (65536, 2048))
 
 
 def split_sizes() -> tuple[tuple[int, int, int], ...]:
-    """LATE_SPLITS as (first position, keys of a split, number of the first split)."""
+    """Returns LATE_SPLITS as (first position, keys of a split, number of the first split)."""
     found: list[tuple[int, int, int]] = []
     for position, keys in LATE_SPLITS:
         before = found[-1] if found else (0, 1, 0)
@@ -154,12 +157,12 @@ def split_sizes() -> tuple[tuple[int, int, int], ...]:
 
 
 def early_splits(room: int) -> int:
-    """Splits of decode/mma.py that the positions below `room` lie in."""
+    """Number of splits of decode/mma.py in the positions below `room`."""
     return cdiv(room, SPLIT)
 
 
 def late_splits(room: int) -> int:
-    """Splits of decode/tma_sm90.py that the positions below `room` lie in."""
+    """Number of splits of decode/tma_sm90.py in the positions below `room`."""
     position, keys, number = [each for each in split_sizes() if each[0] < room][-1]
     return number + cdiv(room - position, keys)
 
@@ -171,23 +174,23 @@ def early_and_late(begin: int, room: int) -> tuple[int, int]:
 
 
 def partial_sums(*splits: int) -> int:
-    """Partial sums that are left of a row: as many as the most splits, none of a single one."""
+    """Number of partial sums of a row: the largest of `splits`, or 0 if no kernel has more than one."""
     return max(each if each > 1 else 0 for each in splits)
 
 
 def split_keys_for(max_positions: int, dim: int) -> int:
-    """Keys of a split of `_decode_kernel` in a cache of rows of `max_positions`: never by how many are in use."""
+    """Keys of a split of `_decode_kernel`, by the positions that a row of the cache can have, not by those in use."""
     if max_positions <= 4096:
         return 64 if padded_dim(dim) == 256 else 128
     return 256 if max_positions <= 8192 else 512
 
 
 def work_sizes(max_rows: int, max_positions: int, heads: tuple[int, int, int]) -> tuple[int, int]:
-    """Elements of (counters, partial sums) that are enough for every decoding pass, by whichever kernel.
+    """Elements of (counters, partial sums) that suffice for every decoding pass, by each kernel.
 
     Args:
         max_rows: B * Q of the largest pass.
-        max_positions: that the block table has room for.
+        max_positions: number of positions that the block table has room for.
         heads: (query heads, kv heads, head_dim).
     """
     num_heads, kv_heads, dim = heads
@@ -217,11 +220,11 @@ TILES = {
     (4, 256): Tiles(16, 16, 8, 1),
     (4, 512): Tiles(16, 16, 8, 1),
 }
-EARLY = {(2, 256)}  # tiles of kernels that read positions, writes and the table before their wait
+EARLY = {(2, 256)}  # tiles with which the kernel reads positions, write mask and table before its wait, and uses them
 
 
 def tiles_plan(sizes: Pass, itemsize: int, splits: int) -> LaunchPlan:
-    """The launch of `_decode_kernel`."""
+    """Plans the launch of `_decode_kernel`."""
     block_d = padded_dim(sizes.dim)
     tile = TILES[itemsize, block_d]
     constants = {"HEAD_DIM": sizes.dim, "BLOCK_D": block_d}
@@ -233,33 +236,33 @@ def tiles_plan(sizes: Pass, itemsize: int, splits: int) -> LaunchPlan:
 
 # --- decode/mma.py and decode/mma_batch.py ---
 
-# by head_dim: registers of a thread, and CTAs that run on one SM with as many
+# by head_dim: registers of a thread, and CTAs per SM with as many
 MMA_REGISTERS, CTAS_PER_SM = {64: 168, 128: MAX_REGISTERS}, {64: 3, 128: 2}
 MAX_ROW_GROUPS = 4  # of 8 query rows in a tile
-# (capability, SMs) of a GPU, by head_dim: up to so many groups of 8 rows in a whole pass, a tile has one group.
-# Timed on H100 and H200; other GPUs: half their SMs, not timed
+# (capability, SMs) of a GPU, by head_dim: a pass of up to so many groups of 8 rows has tiles of one group.
+# Measured on H100 and H200; other GPUs use half their SMs, not measured
 MAX_SINGLE_GROUPS = {((9, 0), 132): {64: 64, 128: 63}}
-# splits that a CTA that owns its SM reads concurrently, each by warps of its own: fewer CTAs leave sums to be combined,
-# and where one has all splits of a tile, none does
+# splits that a CTA with an SM of its own reads at a time, each by its own warps. Fewer CTAs leave fewer partial sums to
+# combine, and none if one CTA has all splits of a tile
 CONCURRENT_SPLITS = 2
 
 
 def max_ctas_alone(gpu: Gpu) -> int:
-    """Up to so many CTAs have two warps for each part of a split, and an SM to themselves.
+    """Most CTAs with two warps for each part of a split, and an SM of their own.
 
-    With fewer threads, what starts early on the same SM slows them down.
+    With fewer threads, the next kernel's early CTAs on the same SM would slow them down.
     """
     return gpu.sms // 2
 
 
 def early_plan(gpu: Gpu, sizes: Pass, splits: int, narrow: bool = False) -> LaunchPlan:
-    """The launch of `fragment_kernel` or `batch_kernel`, which give a row the same bits.
+    """Plans the launch of `fragment_kernel` or `batch_kernel`, which give a row the same bits.
 
     Args:
         gpu: the device.
         sizes: of the pass.
-        splits: that the pass has room for.
-        narrow: K and V are in 8 bits, which `batch_kernel` alone reads, be it a split to a CTA.
+        splits: number of splits that the longest row of the pass may have.
+        narrow: K and V are in 8 bits, which only `batch_kernel` reads, even with one split to a CTA.
     """
     groups = tile_groups(gpu, sizes)
     tiles = sizes.pairs * cdiv(cdiv(sizes.num_rows, ROW_GROUP), groups)
@@ -276,7 +279,7 @@ def early_plan(gpu: Gpu, sizes: Pass, splits: int, narrow: bool = False) -> Laun
 
 
 def even_groups(num_rows: int, max_groups: int) -> int:
-    """Groups of 8 rows in a tile, at most `max_groups`: tiles of about the same size."""
+    """Groups of 8 rows in a tile, at most `max_groups`, so that tiles have about the same size."""
     groups = cdiv(num_rows, ROW_GROUP)
     return cdiv(groups, cdiv(groups, max_groups))
 
@@ -284,7 +287,8 @@ def even_groups(num_rows: int, max_groups: int) -> int:
 def tile_groups(gpu: Gpu, sizes: Pass) -> int:
     """Groups of 8 query rows in a tile, for which K and V are read once.
 
-    As few of 2 .. MAX_ROW_GROUPS as leave no more tiles than SMs, or MAX_ROW_GROUPS; tiles of about the same size.
+    It is 1 for small passes. Else it is the least of 2 .. MAX_ROW_GROUPS with no more tiles than SMs, or MAX_ROW_GROUPS
+    with tiles of about the same size.
     """
     groups = cdiv(sizes.num_rows, ROW_GROUP)
     single = MAX_SINGLE_GROUPS.get((gpu.capability, gpu.sms), {}).get(sizes.dim, gpu.sms // 2)
@@ -295,25 +299,24 @@ def tile_groups(gpu: Gpu, sizes: Pass) -> int:
 
 
 def reads_concurrently(gpu: Gpu, dim: int, tiles: int, groups: int, splits: int) -> bool:
-    """Whether CTAs read CONCURRENT_SPLITS splits concurrently, each CTA on an SM of its own.
+    """True if a CTA reads CONCURRENT_SPLITS splits at a time, on an SM of its own.
 
-    They do where one then has all splits of a tile, or where as many warps run otherwise, too. Not CTAs of few tiles
-    of one group, which are faster with more CTAs. Nor where there is room for CONCURRENT_SPLITS splits alone: what they
-    gain with all of them they lose with the first.
+    That helps if one CTA then has all splits of a tile, or if the number of warps stays the same. Few tiles of one
+    group are faster with more CTAs. It does not help if there are at most CONCURRENT_SPLITS splits.
     """
     as_many_warps = groups > 1 and CTAS_PER_SM[dim] <= CONCURRENT_SPLITS
     return splits > CONCURRENT_SPLITS and tiles <= gpu.sms and (as_many_warps or tiles > gpu.sms // 2)
 
 
 def ctas_of_early_tile(gpu: Gpu, dim: int, tiles: int, splits: int, concurrent: bool) -> int:
-    """CTAs that share the splits of a tile, so that all CTAs run at a time; 0: each split has a CTA of its own.
+    """Number of CTAs that share the splits of a tile, so that all CTAs run at once; 0: each split has its own CTA.
 
     Args:
         gpu: the device.
         dim: of a head.
         tiles: of the pass.
-        splits: that the pass has room for.
-        concurrent: as `reads_concurrently` returned; then there are no more tiles than SMs.
+        splits: number of splits that the longest row of the pass may have.
+        concurrent: as `reads_concurrently` returned; if True, there are no more tiles than SMs.
     """
     if concurrent:
         return min(cdiv(splits, CONCURRENT_SPLITS), gpu.sms // tiles)
@@ -323,27 +326,30 @@ def ctas_of_early_tile(gpu: Gpu, dim: int, tiles: int, splits: int, concurrent: 
 
 # --- decode/tma_sm90.py and decode/combine.py ---
 
-TMA_TILE_KEYS = {64: 128, 128: 64}  # of a tile by head_dim; splits are whole tiles. Part of the bits as well
-# (CTAs per SM, bytes of K and V in the pipeline of each): for passes of up to MAX_DEEP_TILES tiles, which have few
-# splits for many CTAs, and of more, where one of two reads while the other one begins or ends
+TMA_TILE_KEYS = {64: 128, 128: 64}  # keys of a tile by head_dim; splits are whole tiles. The bits of a row depend on it
+# (CTAs per SM, bytes of K and V in the pipeline of each): first for up to MAX_DEEP_TILES tiles, which have few
+# splits for many CTAs; then for more tiles, where one of two CTAs reads while the other begins or ends
 TMA_PIPELINES, MAX_DEEP_TILES = ((1, 112 * 1024), (2, 64 * 1024)), 31
-# the same of K and V in 8 bits (CTAs per SM, tiles in the pipeline of each, tiles of 16 bits made of them), where one
-# CTA to an SM leaves each two splits at most, and elsewhere
+# for K and V in 8 bits (CTAs per SM, tiles in the pipeline of each, tiles of 16 bits converted from them): first where
+# one CTA per SM has at most two splits, then elsewhere
 NARROW_PIPELINES = ((1, 8, 6), (2, 4, 4))
-TMA_REGISTERS = 128  # of five warps; the one that loads leaves most of its own to the others
-MAX_CTAS_PER_TILE = 8  # unless there are too few tiles for the device
-CTA_OVERHEAD = 0.02  # of the time for a tile's keys: what a CTA takes before and after its part of them
-GATHER_REGISTERS = 255  # of warps that load two sets of partial sums at a time
+TMA_REGISTERS = 128  # per thread of five warps; the loading warp hands most of its own to the others
+MAX_CTAS_PER_TILE = 8  # more only if the tiles are too few to fill the device
+CTA_OVERHEAD = 0.02  # start and end of a CTA, as a fraction of the time for a tile's keys
+GATHER_REGISTERS = 255  # per thread: a warp holds two sets of partial sums
 
 
 def ctas_of_late_tile(tiles: int, resident: int) -> int:
-    """CTAs that share the splits of a tile, by how many times the device fills with `resident` CTAs."""
+    """Number of CTAs that share the splits of a tile, if `resident` CTAs run at a time.
+
+    It minimises the number of waves times the time of a CTA.
+    """
     max_ctas = max(resident // tiles, MAX_CTAS_PER_TILE)
     return min(range(1, max_ctas + 1), key=lambda ctas: cdiv(tiles * ctas, resident) * (1 / ctas + CTA_OVERHEAD))
 
 
 def late_plan(gpu: Gpu, sizes: Pass, splits: int, narrow: bool = False) -> LaunchPlan:
-    """The launch of `shares_kernel`; arguments as of `early_plan`."""
+    """Plans the launch of `shares_kernel`; arguments as of `early_plan`."""
     tiles = sizes.pairs * cdiv(sizes.num_rows, TMA_TILE_ROWS)
     keys = TMA_TILE_KEYS[sizes.dim]
     ctas_per_sm, pipeline = TMA_PIPELINES[tiles > MAX_DEEP_TILES]
@@ -357,7 +363,7 @@ def late_plan(gpu: Gpu, sizes: Pass, splits: int, narrow: bool = False) -> Launc
 
 
 def gather_plan(sizes: Pass) -> LaunchPlan:
-    """The launch of `gather_kernel` after `late_plan`."""
+    """Plans the launch of `gather_kernel` after `late_plan`."""
     constants = {"SPLIT_SIZES": split_sizes(), "LATE_FROM": LATE_FROM, "D": sizes.dim, "TILE": TMA_TILE_ROWS}
     options = {"num_warps": GATHER_WARPS, "maxnreg": GATHER_REGISTERS}
     return LaunchPlan("gather_kernel", (sizes.pairs * sizes.num_rows,), constants, options)

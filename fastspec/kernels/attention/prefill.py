@@ -11,12 +11,16 @@
 | positions    | [B, Q] int64                          | >= 0                                                |
 | sinks        | [H] fp32 or query's dtype             | contiguous; None: none                              |
 
-Made for prompt chunks: a CTA takes a tile of query rows of one head and all the keys they see, without a mask
-where every row of the tile sees all of a block (online softmax, arXiv 2205.14135). Decoding passes: dispatch.py.
+Used for prompt chunks; dispatch.py has the decoding passes. A CTA takes a tile of query rows of one head and all keys
+that they see. The algorithm is that of FlashAttention-2 (Dao 2023, arXiv 2307.08691): online softmax over blocks of
+keys. Blocks that every row of the tile sees are computed without a mask:
 
-Products accumulate in fp32, fp32 inputs in IEEE precision. Slots above a tile's newest position are never read into
-a sum: they may hold NaN. A block that is masked for a row leaves it as it was, to the bit, and a block that is not
-has the same bits with the mask and without.
+    keys        0 ........... oldest row's position ......... newest row's position
+    blocks      [ no mask ][ no mask ][ mask ][ mask ]      (with a window: all with a mask)
+
+Products accumulate in fp32; fp32 inputs use IEEE precision. Slots above a tile's newest position are not read: they may
+hold NaN. A block that is masked for a row does not change its bits. A block that the row sees has the same bits with
+the mask and without.
 """
 
 from __future__ import annotations
@@ -53,14 +57,14 @@ LAUNCH = {
     (4, 256): Tiles(16, 16, 8, 1),
     (4, 512): Tiles(16, 16, 8, 1),
 }
-# for warpgroup products: where a block may have LARGE_SHARED bytes
+# for warpgroup products: GPUs with LARGE_SHARED bytes of shared memory per block
 LARGE = {
     (2, 64): Tiles(128, 128, 8, 3),
     (2, 128): Tiles(128, 128, 8, 3),
     (2, 256): Tiles(128, 32, 8, 2),
 }
 LARGE_SHARED = 225 * 1024
-# the same where so large tiles leave SMs idle: half the rows, by half the warps, so that a row keeps its bits
+# where such large tiles leave SMs idle: half the rows and half the warps, so that a row keeps its bits
 HALVES = {
     (2, 64): Tiles(64, 128, 4, 3),
     (2, 128): Tiles(64, 128, 4, 3),
@@ -69,14 +73,14 @@ HALVES = {
 
 @triton.jit
 def pages_of(cache, first, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Pages of the keys first .. first + BLOCK_N - 1: [BLOCK_N], or one where a page holds them all.
+    """Loads the pages of keys first .. first + BLOCK_N - 1: [BLOCK_N], or one if a single page holds them all.
 
-    Their lower 32 bits are read in halves: loads as narrow are not staged through shared memory by a pipelined loop.
+    It reads the lower 32 bits in two halves: a pipelined loop does not stage such narrow loads through shared memory.
     """
     at = first
     if PAGE_SIZE % BLOCK_N != 0:
         at = first + tl.arange(0, BLOCK_N)
-    # in range for every valid table and position; clamped all the same, because both are data
+    # in range for every valid table and position; clamped because both are data
     entry = cache.block_table + tl.minimum(at // PAGE_SIZE, cache.table_width - 1)
     half = entry.to(tl.pointer_type(tl.int16), bitcast=True)
     page = (tl.load(half).to(tl.int32) & 0xFFFF) | (tl.load(half + 1).to(tl.int32) << 16)
@@ -93,7 +97,11 @@ def slots_of(
     PAGE_SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Where in the cache the keys first.. lie in what `pages_of` returned: (offset of all, offsets [BLOCK_N, 1])."""
+    """Computes the offsets of keys first.. in the cache, from the result of `pages_of`.
+
+    Returns:
+        (offset of the block, offsets [BLOCK_N, 1] within it).
+    """
     key = tl.arange(0, BLOCK_N)
     if PAGE_SIZE % BLOCK_N == 0:
         place = ((page * PAGE_SIZE + first % PAGE_SIZE) * KV_HEADS + kv_head) * HEAD_DIM  # int64 from page
@@ -105,7 +113,7 @@ def slots_of(
 
 @triton.jit
 def tanh(x):
-    """tanh(x) to 3 units of 2^-23 of it: an odd polynomial near zero, elsewhere by a power of 2."""
+    """Computes tanh(x) with a relative error of 3 * 2^-23: an odd polynomial near zero, elsewhere by a power of 2."""
     squared = x * x
     series = -0.006276390049606562 * squared + 0.021116215735673904
     series = (series * squared - 0.053875137120485306) * squared + 0.13332924246788025
@@ -116,7 +124,7 @@ def tanh(x):
 
 @triton.jit
 def sink_of(scoring, head):
-    """Scores of the sinks of these heads, as scores of keys are: times log2(e)."""
+    """Loads the sinks of these heads as scores: times log2(e)."""
     return tl.load(scoring.sinks + head).to(tl.float32) * _LOG2E
 
 
@@ -141,7 +149,7 @@ def _attend_blocks(
     BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """The online softmax over keys begin .. stop-1; without MASKED every row sees them all, in whole blocks."""
+    """Runs the online softmax over keys begin .. stop-1. Without MASKED every row sees all keys, in whole blocks."""
     for first in tl.range(begin, stop, BLOCK_N, num_stages=STAGES):
         at = first + tl.arange(0, BLOCK_N)
         page = pages_of(cache, first, PAGE_SIZE, BLOCK_N)
@@ -155,8 +163,8 @@ def _attend_blocks(
         else:
             k = tl.load(cache.k + place + slot)
             v = tl.load(cache.v + place + slot)
-        k, v = k.to(q.dtype), v.to(q.dtype)  # of a cache in 8 bits
-        scores, scale = tl.dot(q, tl.trans(k), input_precision="ieee"), scoring.factor
+        k, v = k.to(q.dtype), v.to(q.dtype)  # [BLOCK_N, BLOCK_D]; converts values of an 8-bit cache
+        scores, scale = tl.dot(q, tl.trans(k), input_precision="ieee"), scoring.factor  # [ROWS, BLOCK_N]
         if scoring.cap is not None:
             scores, scale = scoring.cap * tanh(scores * scale), 1.0
         if MASKED:
@@ -167,12 +175,12 @@ def _attend_blocks(
         new_top = tl.maximum(top, tl.max(scores, axis=1) * scale)
         shift = new_top
         if MASKED:
-            # a row that has seen nothing keeps top = -inf; shifting by 0 makes its weights exp2(-inf) = 0, not NaN
+            # a row without a key so far has top = -inf; with shift 0 its weights are exp2(-inf) = 0, not NaN
             shift = tl.where(new_top == -float("inf"), 0.0, new_top)
         weights = tl.exp2(scores * scale - shift[:, None])
         keep = tl.exp2(top - shift)
         total = total * keep + tl.sum(weights, axis=1)
-        out = tl.dot(weights.to(v.dtype), v, out * keep[:, None], input_precision="ieee")
+        out = tl.dot(weights.to(v.dtype), v, out * keep[:, None], input_precision="ieee")  # [ROWS, BLOCK_D]
         top = new_top
     return top, total, out
 
@@ -184,7 +192,7 @@ def _flash_kernel(
     position_ptr,
     out_ptr,  # [B, Q, H, D]; may be query itself
     num_queries,
-    limit,  # positions from here on are not looked at
+    limit,  # keys from this position on are not read
     scoring,  # Scoring
     WINDOW: tl.constexpr,  # 0: none
     KV_HEADS: tl.constexpr,
@@ -200,22 +208,22 @@ def _flash_kernel(
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
-    # the tiles with most keys first: CTAs that start last are short
+    # the tiles with most keys start first, so the last CTAs are short
     tile = tl.num_programs(1) - 1 - tl.program_id(1)
     head, batch = tl.program_id(0), tl.program_id(2).to(tl.int64)
     row = tile * ROWS + tl.arange(0, ROWS)
     valid = row < num_queries
     dim = tl.arange(0, BLOCK_D)
     mask = valid[:, None] & (dim < HEAD_DIM)[None, :]
-    position = tl.load(position_ptr + batch * num_queries + row, mask=valid, other=-1)  # padding sees nothing
+    position = tl.load(position_ptr + batch * num_queries + row, mask=valid, other=-1)  # padding rows see no key
     at = ((batch * num_queries + row) * (KV_HEADS * GROUP) + head) * HEAD_DIM
-    q = tl.load(query_ptr + at[:, None] + dim[None, :], mask=mask, other=0.0)
+    q = tl.load(query_ptr + at[:, None] + dim[None, :], mask=mask, other=0.0)  # [ROWS, BLOCK_D]
     newest = tl.minimum(tl.max(position, axis=0), limit - 1).to(tl.int32)
     oldest = tl.minimum(tl.min(tl.where(valid, position, newest), axis=0), newest).to(tl.int32)
     begin, whole = 0, (oldest + 1) // BLOCK_N * BLOCK_N
     if WINDOW > 0:
         begin = tl.maximum(oldest - WINDOW + 1, 0) // BLOCK_N * BLOCK_N
-        whole = begin  # no block is seen whole by every row unless the window is wide: all are masked
+        whole = begin  # unless the window is wide, no block is visible to every row as a whole: all are masked
     position = position.to(tl.int32)
 
     top = tl.full([ROWS], -float("inf"), tl.float32)
@@ -242,12 +250,13 @@ def _flash_kernel(
 def launch_of(
     device: torch.device, itemsize: int, block_d: int, converted: bool = False, heads: int = 0, rows: int = 0
 ) -> Tiles:
-    """The launch entry for a device: a large one where its shared memory holds it.
+    """Chooses the tiles for a device: large ones if its shared memory holds them.
 
-    Not for heads of 256 where K and V are converted on the way, for whose values no registers are left.
+    Heads of 256 with an 8-bit cache use small tiles: the conversion leaves too few registers.
 
     Args:
-        heads: query heads of all rows of the batch. rows: query tokens of one of them; 0: many.
+        heads: query heads of all rows of the batch.
+        rows: query tokens of one row; 0: many.
     """
     small = LAUNCH[itemsize, block_d]
     if (converted and block_d > 128) or shared_memory(device) < LARGE_SHARED:
@@ -271,10 +280,10 @@ def paged_attention(
     out: Tensor | None = None,
     kv_scales: KVScales | None = None,
 ) -> Tensor:
-    """As `reference.paged_attention`, which defines it; `tiling` is ignored, because rows are invariant anyway.
+    """Computes `reference.paged_attention`. `tiling` is ignored, because rows are invariant with any.
 
     Args:
-        out: where the result goes, like query and contiguous; query itself may be given.
+        out: the output, contiguous and like query; query itself may be given.
 
     Raises:
         ValueError: shapes, dtypes or layouts that do not fit each other, or a head_dim without tiles.

@@ -1,5 +1,4 @@
-"""Head norms, rotary embedding and K/V append for CUDA: what dispatch.py does in place, and a prompt chunk in one
-launch.
+"""Head norms, rotary embedding and K/V append for CUDA: device code for dispatch.py, and one launch for a prompt chunk.
 
     x -> rmsnorm(x) over D, if the model has it;  (x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin),  x = [x1 | x2]
 
@@ -11,11 +10,11 @@ launch.
 |              | or e4m3                                  | then `kv_scales` are given                |
 | block_table  | [B, P] int64                             | rows may be views of a longer table       |
 | positions    | [B, Q] int64                             | >= 0; beyond the table: its last row      |
-| write_mask   | [B, Q] bool                              | K/V of other rows are not stored          |
+| write_mask   | [B, Q] bool                              | False: K/V are not stored                 |
 
-One function stores K, in tiles of NEW_ROWS rows and four warps, for decoding and prompts alike: the norm's sum runs
-in the same order in both. Callers launch with enable_fp_fusion=False, so that every product is rounded where it
-stands: the result is the torch twin's to the bit, but for the norm, whose sum torch takes in an order of its own.
+One function stores K for decoding and prompts, in tiles of NEW_ROWS rows and four warps: so the norm's sum has the same
+order in both. Callers launch with enable_fp_fusion=False, so every product is rounded. The result has the bits of the
+torch definition, except for the norm, whose sum torch takes in another order.
 """
 
 from __future__ import annotations
@@ -38,20 +37,20 @@ NUM_WARPS = 4
 
 @triton.constexpr_function
 def _chunk_rows(block_d: int) -> int:
-    """Rows of one head that a CTA of a prompt chunk takes: registers hold no more of the widest heads."""
+    """Rows of one head per CTA of a prompt chunk: the widest heads need more registers."""
     return 32 if block_d <= 256 else 8
 
 
 @triton.jit
 def cache_of_row(cache, batch):
-    """A cache with one row of its block table."""
+    """Returns the cache with one row of its block table."""
     table = cache.block_table + batch * cache.table_stride
     return PagedCache(cache.k, cache.v, table, cache.table_stride, cache.table_width, cache.num_pages)
 
 
 @triton.jit
 def columns(HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
-    """(which element of a head each of BLOCK_D columns is, whether it is one): each half padded to BLOCK_D / 2."""
+    """Returns (element of the head, True if there is one) for each of BLOCK_D columns; each half is padded."""
     HALF: tl.constexpr = HEAD_DIM // 2
     column = tl.arange(0, BLOCK_D)
     if HEAD_DIM == BLOCK_D:
@@ -63,7 +62,7 @@ def columns(HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
 
 @triton.jit
 def _scaled(x, factor, weight):
-    """weight * (x * factor), rounded to x's dtype after each product; with a weight in fp32 once."""
+    """Computes weight * (x * factor), rounded to x's dtype after each product; with an fp32 weight only once."""
     normed = x.to(tl.float32) * factor[:, None]
     if weight.dtype != tl.float32:
         normed = normed.to(x.dtype).to(tl.float32)
@@ -72,9 +71,9 @@ def _scaled(x, factor, weight):
 
 @triton.jit
 def apply_rope(x1, x2, position, valid, tokens, norm_ptr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Normed and rotated heads of which x1, x2 [R, BLOCK_D / 2] are the halves, zero beyond HEAD_DIM / 2.
+    """Normalises and rotates heads with halves x1, x2 [R, BLOCK_D / 2], which are zero beyond HEAD_DIM / 2.
 
-    norm_ptr is one of the norms of `tokens`; position [R] of each head, `valid` for those that there are.
+    `norm_ptr` is one of the norms of `tokens`; position [R] of each head; `valid` is False for padding.
     """
     HALF: tl.constexpr = HEAD_DIM // 2
     column = tl.arange(0, BLOCK_D // 2)
@@ -100,7 +99,7 @@ def apply_rope(x1, x2, position, valid, tokens, norm_ptr, HEAD_DIM: tl.constexpr
 
 @triton.jit
 def as_stored(x, factor, DTYPE: tl.constexpr):
-    """x as a cache of this dtype keeps it, see kv_scales.py: e4m3 by the bits, for conversions of GPUs differ."""
+    """Converts x to the cache's dtype, see kv_scales.py. e4m3 is made from bits: GPUs convert differently."""
     if factor is None:
         return x
     else:
@@ -108,9 +107,9 @@ def as_stored(x, factor, DTYPE: tl.constexpr):
         bits = wide.to(tl.int32, bitcast=True)
         size = tl.minimum(tl.abs(wide), 448.0)
         size_bits = size.to(tl.int32, bitcast=True)
-        # to nearest even at bit 20, and another bias of the exponent
+        # rounds to nearest even at bit 20, and changes the bias of the exponent
         normal = ((size_bits + 0x7FFFF + ((size_bits >> 20) & 1)) >> 20) - 960
-        # below 2^-6 there are steps of 2^-9, which are those of numbers from 2^14 on
+        # below 2^-6 e4m3 has steps of 2^-9; fp32 has the same steps from 2^14 on, so adding 2^14 rounds
         small = (size + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
         code = tl.where(size < 0.015625, small, normal)
         code = tl.where(wide == wide, code, 0x7F) | ((bits >> 24) & 0x80)
@@ -131,9 +130,9 @@ def new_places(
     HEAD_DIM: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
 ):
-    """Of rows first_row .. first_row + NEW_ROWS - 1: (number, position, slot in the cache, whether they are stored).
+    """Loads (index, position, slot in the cache, True if stored) of rows first_row .. first_row + NEW_ROWS - 1.
 
-    Nothing of it is written by the product before; read past L1, where an older content of the same memory may lie.
+    The preceding product writes none of this. Loads bypass L1, which may hold older contents of the same memory.
     """
     row = first_row + tl.arange(0, NEW_ROWS)
     at = batch * num_queries + row  # int64 from batch
@@ -196,7 +195,7 @@ def _rotate_kernel(
     PAGE_SIZE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Program (rows, head, batch): heads below H are queries, the others K with its V."""
+    """Rotates and stores heads. Program (rows, head, batch): heads below H are queries, the others K with its V."""
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -240,7 +239,7 @@ def store_heads(
     norms: tuple[Tensor, Tensor, float] | None = None,
     kv_scales: KVScales | None = None,
 ) -> Tensor:
-    """As `reference.store_heads`, which defines it; nothing is written for page 0.
+    """Computes `reference.store_heads`; nothing is written to page 0.
 
     Raises:
         ValueError: shapes, dtypes or layouts that are not as above.

@@ -1,4 +1,4 @@
-"""Launches the kernels of experts: pairs of rows and experts are listed by expert, and tiles chosen by their number."""
+"""Launches the kernels of experts: sorts pairs (row, chosen expert) by expert, and chooses a tile by their number."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from fastspec.shapes import ClampedGate
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """Tile of one program for values.
+    """Tile of one program for 16-bit or fp32 weights.
 
     Attributes:
         rows: pairs of a row and an expert.
@@ -36,11 +36,12 @@ class Tile:
 
 @dataclass(frozen=True, slots=True)
 class CodesTile:
-    """Tile of one program for mxfp4.
+    """Tile of one program for mxfp4 weights.
 
     Attributes:
         rows: pairs, 8 or a power of two times that.
-        weight_rows: 16 or 32. depth: chunks of a warp's weights in flight.
+        weight_rows: 16 or 32.
+        depth: chunks of a warp's weights in flight.
     """
 
     rows: int
@@ -48,24 +49,24 @@ class CodesTile:
     depth: int
 
 
-# by element size of values: the first tile that holds what an expert is likely to have, else the last. A row's bits do
-# not depend on the tile; fp32 has only one, because there they would
+# by element size of the weights: the first tile that holds an expert's likely pairs, else the last. A row's bits do
+# not depend on the tile. fp32 has one tile, because there they would
 LAUNCH = {
     2: (Tile(8, 16, 1, 6), Tile(16, 16, 1, 5), Tile(32, 32, 2, 4), Tile(64, 32, 4, 3)),
     4: (Tile(8, 16, 4, 3),),
 }
 CODES_LAUNCH = (CodesTile(8, 16, 1), CodesTile(16, 16, 1), CodesTile(32, 16, 1), CodesTile(64, 16, 1))
-BLOCK_K = {2: 128, 4: 64}  # by element size of values: it sets the order of sums, so it is the same for all rows
-SPLIT_K = 4  # of mxfp4: one warp for each split of K, so it sets the order of sums
+BLOCK_K = {2: 128, 4: 64}  # by element size of the weights. It sets the order of sums, so it is the same for all rows
+SPLIT_K = 4  # for mxfp4, one warp for each split of K. It sets the order of sums
 SUM_BLOCK = 512
-# bytes of an expert's rows up to which a program of the product of pairs of one row loads all of its weights ahead: for
-# more a warp has no registers. Of several rows there are more programs than run at once, and those that come later
-# have nothing to wait for
+# up to so many bytes of a weight row, a program of the second product of a single row loads all its weights before the
+# wait: a warp has no registers for more. With several rows, more programs exist than run at once, and later ones do not
+# wait
 AHEAD_BYTES = 1536
 
 
 def keeps_experts(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether these kernels read a stack of such matrices (N, K) in mxfp4, with activations of `dtype`."""
+    """True if these kernels can read a stack of such matrices (N, K) in mxfp4, with activations of `dtype`."""
     fits = dtype == torch.bfloat16 and shape[0] % 16 == 0 and shape[1] % 64 == 0
     return fits and (device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 0))
 
@@ -126,7 +127,7 @@ def experts_normed(
 def _expert_outputs(
     x: Tensor, ids: Tensor, factors: Tensor, weights: ExpertWeights, clamp: ClampedGate | None, pdl: bool
 ) -> Tensor | None:
-    """[R * chosen, K], the output of each pair's expert; None where there are no rows."""
+    """Computes the output of each pair's expert, [R * chosen, K]; None if there are no rows."""
     count, double, hidden = weights.gate_up.shape
     rows = x.reshape(-1, hidden).contiguous()
     num_rows, chosen = ids.shape
@@ -148,7 +149,7 @@ def _expert_outputs(
 def _add_up(
     outputs: Tensor, factors: Tensor, others: tuple[Tensor | None, ...], out: Tensor, norm: Norm | None, pdl: bool
 ) -> None:
-    """Writes sums of rows to `out`, and their norms; `others`: shared, shared_logits and residual of `experts`."""
+    """Writes sums of rows to `out`, and their norms; `others` are shared, shared_logits and residual of `experts`."""
     (rows, chosen), hidden = factors.shape, outputs.shape[1]
     added = [None if each is None else each.reshape(rows, -1).contiguous() for each in others]
     block = SUM_BLOCK if norm is None else triton.next_power_of_2(hidden)
@@ -160,7 +161,7 @@ def _add_up(
 
 
 def tile_of(stack: ExpertStack, ids: Tensor) -> Tile | CodesTile:
-    """The tile for rows with these ids [R, chosen]: twice the pairs that experts have on average should fit."""
+    """Chooses the tile for rows with ids [R, chosen]: it should hold twice the average number of pairs of an expert."""
     likely = min(len(ids), 2 * triton.cdiv(ids.numel(), stack.shape[0]))
     tiles: tuple[Tile | CodesTile, ...] = LAUNCH[stack.dtype.itemsize] if stack.scales is None else CODES_LAUNCH
     return next((tile for tile in tiles if likely <= tile.rows), tiles[-1])
@@ -185,7 +186,7 @@ def _product(
     *,
     gated: bool,
 ) -> Tensor:
-    """[R * chosen, N], or N / 2: the gated product of rows, or the product of pairs."""
+    """Computes [R * chosen, N] for pairs, or the gated product [R * chosen, N / 2] for rows."""
     _, n, k = stack.shape
     pairs = of.ids.numel()
     out = torch.empty(pairs, n // 2 if gated else n, dtype=x.dtype, device=x.device)

@@ -1,9 +1,14 @@
-"""Pairs (row, expert) by expert, cut into tiles of pairs of one expert each; nothing is read on the host.
+"""Sorts pairs (row, chosen expert) by expert, and cuts them into tiles of pairs of one expert, on the device.
 
-| result | shape, dtype      | what it is                                                                          |
-|--------|-------------------|-------------------------------------------------------------------------------------|
-| order  | [R * chosen] int32 | numbers of pairs, row * chosen + place, by expert and then as they were             |
-| tiles  | [T, 3] int32      | expert, place in `order` of a tile's first pair, its pairs; 0 pairs where none is left |
+| result | shape, dtype       | meaning                                                                             |
+|--------|--------------------|-------------------------------------------------------------------------------------|
+| order  | [R * chosen] int32 | numbers of pairs, row * chosen + place, sorted by expert; a stable sort             |
+| tiles  | [T, 3] int32       | expert, index in `order` of the tile's first pair, number of pairs; 0 pairs: unused |
+
+Example with R = 2, chosen = 2, ids [[5, 1], [5, 0]] and up to 2 pairs a tile:
+
+    pair     0  1  2  3        order    3  1  0  2
+    expert   5  1  5  0        tiles    (0, 0, 1)  (1, 1, 1)  (5, 2, 2)
 """
 
 from __future__ import annotations
@@ -16,8 +21,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from fastspec.kernels.common.launch import launch, new_ids, pdl_options
 
-FEW_ROWS = 64  # up to so many rows one program makes the lists
-PART = 64  # pairs that are compared at a time
+FEW_ROWS = 64  # up to so many rows, one program makes the lists
+PART = 64  # pairs compared at a time
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -30,13 +35,13 @@ def list_kernel(
     E: tl.constexpr,
     CHOSEN: tl.constexpr,
     EACH: tl.constexpr,  # pairs of a tile
-    PAIRS: tl.constexpr,  # that there is room for, of PART of them at a time
+    PAIRS: tl.constexpr,  # most pairs, a multiple of PART
     PART: tl.constexpr,
     EXPERTS: tl.constexpr,  # powers of two, for E and T
     TILES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program for all rows."""
+    """Makes both lists, in one program for all rows."""
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -59,19 +64,19 @@ def _few(
     PART: tl.constexpr,
     TILES: tl.constexpr,
 ):
-    """Pairs that are compared with each other at once: nothing is as long as there are experts."""
+    """Makes the lists for up to PART pairs, which are all compared with each other; no loop over experts."""
     p = tl.arange(0, PART)
     there = p < pairs
     ids = tl.load(ids_ptr + p, mask=there, other=E)
     same, earlier = ids[None, :] == ids[:, None], p[None, :] < p[:, None]
     ahead = (ids[None, :] < ids[:, None]) | (same & earlier)
-    # three numbers of up to PART each in one sum: those ahead, those of the same expert ahead, those of the same expert
+    # three counts of up to PART in one sum: pairs sorted before, those of them with the same expert, all with the same
     packed = ahead.to(tl.int32) + ((same & earlier).to(tl.int32) << 8) + (same.to(tl.int32) << 16)
     sums = tl.sum(packed, axis=1)
     rank, within = sums & 0xFF, (sums >> 8) & 0xFF
     left = (sums >> 16) - within
     tl.store(order_ptr + rank, p, mask=there)
-    # a tile begins at every EACH-th pair of an expert; how many others begin ahead of it is its number
+    # a tile begins at every EACH-th pair of an expert; its number is how many tiles begin before it
     begins = there & (within % EACH == 0)
     number = tl.sum((ahead & begins[None, :]).to(tl.int32), axis=1)
     at = tiles_ptr + number * 3
@@ -97,7 +102,7 @@ def _many(
     EXPERTS: tl.constexpr,
     TILES: tl.constexpr,
 ):
-    """More of them: what experts have is counted by expert."""
+    """Makes the lists for more pairs, which are counted by expert."""
     e = tl.arange(0, EXPERTS)
     counts = tl.zeros((EXPERTS,), tl.int32)
     for first in range(0, PAIRS, PART):
@@ -115,7 +120,7 @@ def _many(
     starts = tl.cumsum(counts, axis=0) - counts
     each = (counts + EACH - 1) // EACH
     ends = tl.cumsum(each, axis=0)
-    for i in range(0, tl.cdiv(pairs, EACH)):  # rows of NaN have the same expert in all their pairs
+    for i in range(0, tl.cdiv(pairs, EACH)):  # pairs, not rows: a row of NaN has one expert in all its pairs
         at = tiles_ptr + (ends - each + i) * 3
         here = i < each
         tl.store(at, e, mask=here)
@@ -126,7 +131,7 @@ def _many(
 
 
 def tiles_of(pairs: int, experts: int, each: int) -> int:
-    """Tiles of `each` pairs that so many pairs may come to: an expert's last one may have fewer."""
+    """Most tiles of `each` pairs that so many pairs may need: an expert's last tile may have fewer."""
     return min(pairs, pairs // each + experts)
 
 
@@ -154,7 +159,7 @@ def lists_of(ids: Tensor, experts: int, each: int, *, pdl: bool = False) -> tupl
 
 
 def _by_sorting(pairs: Tensor, experts: int, each: int, count: int) -> tuple[Tensor, Tensor]:
-    """As `lists_of`, of ids [R * chosen]."""
+    """Computes `lists_of` with torch.sort, for ids [R * chosen]."""
     order = pairs.sort(stable=True).indices.int()
     counts = torch.zeros(experts, dtype=torch.int32, device=pairs.device)
     counts = counts.scatter_add(0, pairs.long(), torch.ones_like(pairs))

@@ -1,11 +1,16 @@
-"""The products of chosen experts in mxfp4: codes become operands of the tensor core in registers.
+"""Products of chosen experts in mxfp4: codes become operands of the tensor core in registers.
 
-A program has R weight rows of one expert, and up to 8 BLOCKS of the pairs (row, expert) that chose it. S warps take
-every S-th chunk of 128 values of K; a lane's 16 bytes are 32 codes of a row. Masks and shifts make bf16 of them, which
-are multiplied with the scale's power of two: exactly, for both have few bits.
+A program has R weight rows of one expert, and up to 8 BLOCKS of the pairs (row, chosen expert) with that expert. S
+warps take every S-th chunk of 128 values of K. A lane's 16 bytes are 32 codes of a row:
 
-Row invariance: S sums, each in ascending order, then added in order. A pair's bits depend neither on how many pairs its
-expert has nor on its place among them.
+    K        | chunk 0: 128 values | chunk 1 | ... | chunk S-1 | chunk S | ...
+    warp     | 0                   | 1       | ... | S-1       | 0       | ...
+
+Masks and shifts convert codes to bf16, which are multiplied by the scale, a power of two. Both steps are exact, because
+these numbers have few bits.
+
+Row invariance: S sums, each in ascending order, then added in order. A pair's bits do not depend on the number of its
+expert's pairs, nor on its place among them.
 """
 
 # mypy: disable-error-code="assignment,misc,var-annotated"
@@ -31,14 +36,14 @@ from fastspec.kernels.product.epilogue import (
 from fastspec.kernels.product.few_rows import sum_of_splits, words_at
 from fastspec.kernels.product.quantised.conversion import code_halves, joined_halves, words_layout
 
-BLOCK = gl.constexpr(8)  # pairs of one product
-TIMES = gl.constexpr(2.0**62)  # what sums are smaller by, see `common.experts`
+BLOCK = gl.constexpr(8)  # pairs per product
+TIMES = gl.constexpr(2.0**62)  # sums are 2^-62 too small: codes as bf16 by 2^-126, stored scales 2^64 too large
 PIECE = gl.constexpr(256)  # words of 16 rows in a chunk
-BOTH = gl.constexpr(0x00800080)  # by which an exponent becomes a pair of bf16
+BOTH = gl.constexpr(0x00800080)  # times an exponent: a pair of bf16 with that exponent
 
 
 class Operands(NamedTuple):
-    """What is multiplied.
+    """Operands of a product.
 
     Attributes:
         x: int32 words [R, K / 2] of bf16, or a row for each pair.
@@ -51,10 +56,11 @@ class Operands(NamedTuple):
 
 
 class Epilogue(NamedTuple):
-    """What comes after the product.
+    """Bias and output of a product.
 
     Attributes:
-        bias: [E, N] or None. out: [R * CHOSEN, N], or N / 2 where gated.
+        bias: [E, N] or None.
+        out: [R * CHOSEN, N], or N / 2 where gated.
     """
 
     bias: Any
@@ -63,14 +69,14 @@ class Epilogue(NamedTuple):
 
 @gluon.jit
 def _chunk(at, of, i: gl.constexpr, inside, RAGGED: gl.constexpr, S: gl.constexpr):
-    """Codes [S, R, 16] and scales [S, R] of chunk number i of every split of K."""
+    """Loads codes [S, R, 16] and scales [S, R] of chunk number i of every split of K."""
     codes = words_at(at[0], of[0] + i * (S * PIECE), inside[0], RAGGED, "evict_first")
     return codes, words_at(at[1], of[1] + i * (S * 16), inside[1], RAGGED, "")
 
 
 @gluon.jit
 def _scaled(pairs, scales, i: gl.constexpr):
-    """Pairs [S, R, 16] of codes times the power of two of byte i of scales [S, R]."""
+    """Multiplies pairs [S, R, 16] of codes by the power of two in byte i of scales [S, R]."""
     factor = gl.expand_dims(((scales >> (8 * i)) & 0xFF) * BOTH, 2)
     factor, _ = gl.broadcast(factor, pairs)
     return times_gamma(pairs, factor, gl.bfloat16)
@@ -78,7 +84,7 @@ def _scaled(pairs, scales, i: gl.constexpr):
 
 @gluon.jit
 def _operands(codes, scales, left: gl.constexpr):
-    """The two left operands [S, R, 64] of a chunk."""
+    """Builds the two left operands [S, R, 64] of a chunk."""
     first, second = code_halves(codes, "fp4", 0)
     third, fourth = code_halves(codes, "fp4", 1)
     low = joined_halves(_scaled(first, scales, 0), _scaled(second, scales, 1))
@@ -88,7 +94,7 @@ def _operands(codes, scales, left: gl.constexpr):
 
 @gluon.jit
 def _pair_of(chosen, first, count, j):
-    """Numbers of the pairs at places j of a program's; places beyond the last repeat it."""
+    """Returns the numbers of the pairs at indices j of a program; indices beyond the last repeat it."""
     if chosen.order is None:
         return first + j * 0
     else:
@@ -97,7 +103,7 @@ def _pair_of(chosen, first, count, j):
 
 @gluon.jit
 def _activated(total, alpha, limit, GATED: gl.constexpr, CLAMPED: gl.constexpr):
-    """Sums [A, 2, 8, BM] -> what is stored, of a gated product [A, 8, BM]."""
+    """Applies the gate to sums [A, 2, 8, BM]: [A, 8, BM]. Without a gate it returns the sums."""
     if GATED:
         gate, up = gl.split(gl.permute(total, (0, 2, 3, 1)))
         if CLAMPED:
@@ -115,7 +121,7 @@ def _write(
     total, tile, expert, pair, valid, epilogue, alpha, limit,
     N: gl.constexpr, R: gl.constexpr, GATED: gl.constexpr, CLAMPED: gl.constexpr,
 ):  # fmt: skip
-    """Bias, activation, one rounding, store: sums [R / 16, 2, 8, BM] of pairs [BM]."""
+    """Adds the bias, applies the activation, rounds once and stores: sums [R / 16, 2, 8, BM] of pairs [BM]."""
     WIDTH: gl.constexpr = N // 2 if GATED else N
     if GATED:
         column = weight_numbers(total, tile * (R // 2), 8, 0)
@@ -154,10 +160,10 @@ def mxfp4_kernel(
     CLAMPED: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """R weight rows of an expert by up to 8 BLOCKS of its pairs.
+    """Multiplies R weight rows of an expert with up to 8 BLOCKS of its pairs.
 
-    The product of pairs loads which they are, and weights, before it waits for the one of rows, which writes x alone:
-    that one lets it start only once what lists pairs has ended.
+    With OF_PAIRS (the second product) it loads the list of pairs, and weights, before it waits. The first product, for
+    which it waits, writes only x. That one lets it start only after the kernel that lists pairs has ended.
     """
     if PDL:
         if not OF_PAIRS:
@@ -182,11 +188,11 @@ def _multiply(
     N: gl.constexpr, K: gl.constexpr, S: gl.constexpr, R: gl.constexpr, BLOCKS: gl.constexpr, D: gl.constexpr,
     CHOSEN: gl.constexpr, OF_PAIRS: gl.constexpr, GATED: gl.constexpr, CLAMPED: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """A program that has pairs."""
+    """Runs a program that has pairs."""
     mma: gl.constexpr = gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[S, 1, 1], instr_shape=[1, 16, 8])
     left: gl.constexpr = gl.DotOperandLayout(0, mma, 8)
     right: gl.constexpr = gl.DotOperandLayout(1, mma, 8)
-    x: gl.constexpr = gl.DotOperandLayout(1, mma, 4)  # of words: half as many contiguous ones
+    x: gl.constexpr = gl.DotOperandLayout(1, mma, 4)  # in words: half as many are contiguous
     w: gl.constexpr = words_layout(S, R)
     CHUNKS: gl.constexpr = (K + 127) // 128
     T: gl.constexpr = (CHUNKS + S - 1) // S
@@ -195,7 +201,7 @@ def _multiply(
     s = gl.expand_dims(gl.arange(0, S, layout=gl.SliceLayout(1, gl.SliceLayout(2, w))), 1)
     r = gl.expand_dims(gl.arange(0, R, layout=gl.SliceLayout(0, gl.SliceLayout(2, w))), 0)
     k = gl.expand_dims(gl.expand_dims(gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(1, w))), 0), 1)
-    group = gl.minimum(tile * (R // 16) + r // 16, N // 16 - 1)  # rows beyond the last tile repeat it
+    group = gl.minimum(tile * (R // 16) + r // 16, N // 16 - 1)  # row groups beyond the end repeat the last one
     scales_of = (group * CHUNKS + s) * 16 + r % 16
     of = (gl.expand_dims(scales_of, 2) * 16 + k, scales_of)
     there = (T - 1) * S + s < CHUNKS
@@ -208,7 +214,7 @@ def _multiply(
     if PDL and OF_PAIRS:
         gdc_wait()
     else:
-        thread_barrier()  # the assembler would move these loads down to where they are needed
+        thread_barrier()  # else the assembler would move these loads down to their use
 
     s = gl.expand_dims(gl.expand_dims(gl.arange(0, S, layout=gl.SliceLayout(1, gl.SliceLayout(2, x))), 1), 2)
     k = gl.expand_dims(gl.expand_dims(gl.arange(0, 32, layout=gl.SliceLayout(0, gl.SliceLayout(2, x))), 0), 2)
@@ -221,7 +227,7 @@ def _multiply(
         rows = rows + (gl.expand_dims(gl.expand_dims(row, 0), 1) * (K // 2) + word,)
         sums = sums + (gl.zeros([S, R, BLOCK], gl.float32, mma),)
     for i in gl.static_range(T):
-        units = _operands(ws[0][0], ws[0][1], left)
+        units = _operands(ws[0][0], ws[0][1], left)  # two of [S, R, 64]
         ws = ws[1:]
         if i + D < T:
             ws = ws + (_chunk(at, of, i + D, inside, RAGGED and i + D == T - 1, S),)

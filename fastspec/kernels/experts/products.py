@@ -1,11 +1,11 @@
-"""The products of chosen experts: an expert's weights are read once for all rows that chose it; others are not read.
+"""Products of chosen experts: an expert's weights are read once for all rows that chose it; other experts are not read.
 
-A pair is a row and one of its chosen experts; its number is row * CHOSEN + place. A program has pairs of one expert:
-a tile of the lists that `lists` makes, or of one row a single pair.
+A pair is a row and one of its chosen experts; its number is row * CHOSEN + place. A program has pairs of one expert: a
+tile of the lists of lists.py, or for a single row one pair.
 
-Row invariance: as in `product/portable`. The weights are the left operand, in tiles of at most 32 rows, and an element
-is one chain over k, whatever the number of rows and wherever a row lies. fp32 has one tile for every call. Stacks in
-mxfp4 have a kernel of their own, in `mxfp4`.
+Row invariance: as in `product/portable`. The weights are the left operand, in tiles of at most 32 rows. An element is
+one chain of sums over k, for any number of rows and any place of a row. fp32 has one tile for every call. Stacks in
+mxfp4 have a kernel of their own, in mxfp4.py.
 """
 
 # mypy: disable-error-code="assignment"
@@ -23,12 +23,12 @@ from fastspec.kernels.norm import normed_row, weight_of
 
 
 class Chosen(NamedTuple):
-    """Which pairs each program has.
+    """The pairs of each program.
 
     Attributes:
-        ids: int32 [R * CHOSEN], the expert of each pair. Without `tiles` each pair has programs of its own.
-        order: int32 [R * CHOSEN], pairs by expert, or None.
-        tiles: int32 [T, 3], expert, place in `order` of its first pair and how many there are, 0 for none; or None.
+        ids: int32 [R * CHOSEN], the expert of each pair. Without `tiles` each pair has its own programs.
+        order: int32 [R * CHOSEN], pairs sorted by expert, or None.
+        tiles: int32 [T, 3], expert, index in `order` of the first pair, number of pairs (0: unused); or None.
     """
 
     ids: Any
@@ -37,10 +37,12 @@ class Chosen(NamedTuple):
 
 
 class Norm(NamedTuple):
-    """The norm of a sum; None: there is none.
+    """The norm of a sum; all None if there is none.
 
     Attributes:
-        weight: [K]. out: [R, K]. eps: epsilon.
+        weight: [K].
+        out: [R, K].
+        eps: epsilon.
     """
 
     weight: Any
@@ -49,11 +51,12 @@ class Norm(NamedTuple):
 
 
 class Stack(NamedTuple):
-    """What is multiplied.
+    """Operands of a product.
 
     Attributes:
         x: [R, K], or a row for each pair.
-        weight: [E, N, K]. bias: [E, N], or None.
+        weight: [E, N, K].
+        bias: [E, N], or None.
     """
 
     x: Any
@@ -63,7 +66,7 @@ class Stack(NamedTuple):
 
 @triton.jit
 def _pairs_of(chosen, number, ROWS: tl.constexpr):
-    """The expert of a tile, its pairs, and which of them are valid."""
+    """Loads the expert of a tile, its pairs [ROWS], and True for the valid ones."""
     at = tl.arange(0, ROWS)
     if chosen.tiles is None:
         return tl.load(chosen.ids + number), number + at * 0, at < 1
@@ -75,7 +78,7 @@ def _pairs_of(chosen, number, ROWS: tl.constexpr):
 
 @triton.jit
 def _values_product(x_at, weight_at, here, out, K: tl.constexpr, BLOCK_K: tl.constexpr):
-    """out + weight rows x rows^T; x_at [1, ROWS] and weight_at [BLOCK_N, 1] point to the rows' starts."""
+    """Computes out + weight rows x rows^T; x_at [1, ROWS] and weight_at [BLOCK_N, 1] point to the rows' starts."""
     k = tl.arange(0, BLOCK_K)
     for at in range(0, K, BLOCK_K):
         if K % BLOCK_K == 0:
@@ -91,7 +94,7 @@ def _values_product(x_at, weight_at, here, out, K: tl.constexpr, BLOCK_K: tl.con
 
 @triton.jit
 def _weights_ahead(weight_at, some, K: tl.constexpr, BLOCK_K: tl.constexpr):
-    """All weight rows, in blocks of K: loads that are under way while a program waits. some: whether it has pairs."""
+    """Loads all weight rows in blocks of K, while the program waits. `some` is True if it has pairs."""
     k = tl.arange(0, BLOCK_K)
     blocks = ()
     for at in tl.static_range(0, K, BLOCK_K):
@@ -102,7 +105,7 @@ def _weights_ahead(weight_at, some, K: tl.constexpr, BLOCK_K: tl.constexpr):
 
 @triton.jit
 def _product_of_loaded(x_at, blocks, here, out, K: tl.constexpr, BLOCK_K: tl.constexpr):
-    """As `_values_product`, of what `_weights_ahead` gave: the same chain over k."""
+    """Computes `_values_product` from the result of `_weights_ahead`, with the same chain over k."""
     k = tl.arange(0, BLOCK_K)
     xs = ()
     for at in tl.static_range(0, K, BLOCK_K):
@@ -115,7 +118,7 @@ def _product_of_loaded(x_at, blocks, here, out, K: tl.constexpr, BLOCK_K: tl.con
 
 @triton.jit
 def _gated_values_product(x_at, weight_at, here, up_of, gate, up, K: tl.constexpr, BLOCK_K: tl.constexpr):
-    """As `_values_product`, of gate rows and of up rows, which lie `up_of` elements after the gate rows."""
+    """Computes `_values_product` for gate rows, and for up rows, `up_of` elements after the gate rows."""
     k = tl.arange(0, BLOCK_K)
     for at in range(0, K, BLOCK_K):
         if K % BLOCK_K == 0:
@@ -148,13 +151,14 @@ def expert_kernel(
     GATED: tl.constexpr,
     CLAMPED: tl.constexpr,
     OF_PAIRS: tl.constexpr,  # x has a row for each pair
-    AHEAD: tl.constexpr,  # with OF_PAIRS: all weights are loaded before x is there
+    AHEAD: tl.constexpr,  # with OF_PAIRS: all weights are loaded before the wait for x
     PDL: tl.constexpr,
 ):
-    """BLOCK_N columns of the result for up to ROWS pairs of one expert.
+    """Computes BLOCK_N columns of the result for up to ROWS pairs of one expert.
 
-    The product of pairs loads which they are, and with AHEAD their weights, before it waits for the one of rows, which
-    writes x alone: that one lets it start only once what lists pairs has ended.
+    With OF_PAIRS (the second product) it loads the list of pairs, and with AHEAD the weights, before it waits. The
+    first product, for which it waits, writes only x. That one lets it start only after the kernel that lists pairs has
+    ended.
     """
     if PDL:
         if not OF_PAIRS:
@@ -209,9 +213,9 @@ def sum_kernel(
     ROUND_FIRST: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """[residual +] outputs of a row's experts times their factors, in the order of ids [+ shared expert's output].
+    """Computes [residual +] outputs of a row's experts times their factors, in the order of ids [+ shared output].
 
-    With a norm a program has a whole row.
+    With a norm, a program has a whole row.
     """
     if PDL:
         gdc_launch_dependents()

@@ -1,11 +1,11 @@
-"""The router: which experts each row has, and with what factors. One program a row, and one more for its norm.
+"""The router's choice: the experts of each row, and their factors. One program per row, and one more for its norm.
 
-| argument   | shape, dtype   | notes                                    |
-|------------|----------------|------------------------------------------|
-| logits     | [R, N] fp32    | contiguous; of E experts, and a gate     |
-| correction | [E] fp32       | or None: added to scores to choose alone |
+| argument   | shape, dtype   | notes                                             |
+|------------|----------------|---------------------------------------------------|
+| logits     | [R, N] fp32    | contiguous; of E experts, and a gate              |
+| correction | [E] fp32       | or None: added to scores for the choice alone     |
 
-E is up to `MAX_EXPERTS`. The order of a sum over all experts depends on E alone; scores of chosen experts are added in
+E is up to `MAX_EXPERTS`. The order of a sum over all experts depends only on E. Scores of chosen experts are added in
 the order of choice.
 """
 
@@ -24,17 +24,20 @@ from fastspec.kernels.common.launch import launch, new_ids, pdl_options
 from fastspec.kernels.norm import normed_row, weight_of
 from fastspec.shapes import RoutingRule
 
-MAX_EXPERTS = 4096  # logits that one program holds
+MAX_EXPERTS = 4096  # most logits of one program
 SCORES = {"softmax": 0, "sigmoid": 1, "logits": 2}
-ONE_WARP = 2048  # experts, or elements of a norm, up to which a program is one warp: no sum waits for others
-LEAST = tl.constexpr(-(2**31))  # below the keys of all scores
+ONE_WARP = 2048  # up to so many experts, or elements of a norm, a program is one warp: no sum needs a barrier
+LEAST = tl.constexpr(-(2**31))  # a key below those of all scores
 
 
 class RowNorm(NamedTuple):
-    """What is computed beside the choice; None: nothing.
+    """The norm that is computed beside the choice; all None if there is none.
 
     Attributes:
-        x: [R, K], rows whose norm is computed. weight: [K]. normed: [R, K]. eps: epsilon.
+        x: [R, K], rows whose norm is computed.
+        weight: [K].
+        normed: [R, K], written.
+        eps: epsilon.
     """
 
     x: Any
@@ -45,21 +48,21 @@ class RowNorm(NamedTuple):
 
 @triton.jit
 def _ordered(x):
-    """int32 in the order of fp32 x, both zeros alike: a warp finds the largest of integers in one instruction."""
+    """Converts fp32 x to int32 with the same order and equal zeros: a warp finds the largest in one instruction."""
     bits = (x + 0.0).to(tl.int32, bitcast=True)
     return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
 
 
 @triton.jit
 def _largest(keys, at, none):
-    """The largest of int32 keys, and the lowest index `at` that has it."""
+    """Finds the largest of int32 keys, and the lowest index `at` that has it."""
     best = tl.max(keys, axis=0)
     return best, tl.min(tl.where(keys == best, at, none), axis=0)
 
 
 @triton.jit
 def _in_kept_groups(ranked, e, E: tl.constexpr, GROUPS: tl.constexpr, KEPT: tl.constexpr, BLOCK: tl.constexpr):
-    """`ranked`, with -inf in all groups but the KEPT ones. A group ranks by the sum of its two largest scores."""
+    """Sets `ranked` to -inf outside of the KEPT best groups. A group ranks by the sum of its two largest scores."""
     SIZE: tl.constexpr = E // GROUPS
     group = tl.arange(0, BLOCK)  # there are at most as many groups as experts
     keys = _ordered(ranked)
@@ -89,7 +92,7 @@ def route_kernel(
     E: tl.constexpr,
     CHOSEN: tl.constexpr,
     HELD: tl.constexpr,  # CHOSEN, and one more with a shared expert
-    GATED: tl.constexpr,  # whose gate is the logit behind those of the experts
+    GATED: tl.constexpr,  # the shared expert's gate is the logit after those of the experts
     SCORES: tl.constexpr,
     NORMED: tl.constexpr,
     GROUPS: tl.constexpr,
@@ -101,7 +104,7 @@ def route_kernel(
     WIDE: tl.constexpr,  # a power of two, for K
     PDL: tl.constexpr,
 ):
-    """One row: its experts, or its norm."""
+    """Computes the experts of one row, or its norm."""
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -139,7 +142,7 @@ def _choose(
     BLOCK: tl.constexpr,
     PLACES: tl.constexpr,
 ):
-    """The experts of a row and their factors."""
+    """Chooses the experts of a row and computes their factors."""
     e = tl.arange(0, BLOCK)
     logits_ptr += row * (E + GATED)
     scores = tl.load(logits_ptr + e, mask=e < E, other=float("-inf"))
@@ -154,7 +157,7 @@ def _choose(
     ranked = tl.where(e < E, ranked, float("-inf"))
     if GROUPS > 1:
         ranked = _in_kept_groups(ranked, e, E, GROUPS, KEPT, BLOCK)
-    keys = tl.where(e < E, _ordered(ranked), LEAST)  # below those of all numbers, and of what is none
+    keys = tl.where(e < E, _ordered(ranked), LEAST)  # LEAST is below the keys of all numbers and of NaN
     found = _ordered(scores)
     place = tl.arange(0, PLACES)
     ids = tl.zeros((PLACES,), tl.int32) + E

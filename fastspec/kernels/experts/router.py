@@ -2,13 +2,13 @@
 
 | argument | shape, dtype                      | notes                                            |
 |----------|-----------------------------------|--------------------------------------------------|
-| x        | [..., K] bf16, fp16 or fp32       | any number of rows, K up to `MAX_WIDTH`         |
+| x        | [..., K] bf16, fp16 or fp32       | any number of rows, K up to `MAX_WIDTH`          |
 | weight   | [K], x's dtype or fp32            | contiguous; see `reference.norm` for its meaning |
 | router   | `Weight` [N, K] in x's dtype      | stored as rows                                   |
 | bias     | [N], x's dtype                    | or None                                          |
 
-A program holds BLOCK_N rows of the router, loaded before it waits for x, and makes their logits of one row of x after
-the other. An element is one sum whose order belongs to K alone, so a row's bits do not depend on other rows.
+A program has BLOCK_N rows of the router, loaded before it waits for x. It computes their logits for one row of x after
+the other. The order of an element's sum depends only on K, so a row's bits do not depend on other rows.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from fastspec.kernels.norm import normed_row, weight_of
 
 MAX_WIDTH = 8192
 BLOCK_N = 8
-PROGRAMS = 1024  # from here on a program has several rows of x
+PROGRAMS = 1024  # with more programs than this, each has several rows of x
 
 
 @triton.jit(do_not_specialize=["rows", "each"])
@@ -39,7 +39,7 @@ def router_kernel(
     logits_ptr,  # fp32 [R, N]
     eps,
     rows,  # R
-    each,  # rows of x of a program
+    each,  # rows of x per program
     N: tl.constexpr,
     K: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -47,7 +47,7 @@ def router_kernel(
     ROUND_FIRST: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """BLOCK_N logits of `each` rows; the first program of a row stores its norm."""
+    """Computes BLOCK_N logits of `each` rows. The first program of a row stores its norm."""
     if PDL:
         gdc_launch_dependents()
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)

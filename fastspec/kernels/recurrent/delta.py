@@ -1,13 +1,16 @@
 """The gated delta rule over the tokens of a step, with the convolution before it, in one launch.
 
-A program computes BLOCK values of one value head of one row. It reads its part of the state once, and stores it after
-each token. The number of tokens is a runtime argument. Room for them is a constant: plain steps have a kernel of their
-own, and so have few rows, of which a program has a smaller part of the state. A token's bits are the same in all of
-them: a sum over the elements of a key stays in one warp, whose lanes have the same elements of it (`_LEAST`).
+    for each token:   S <- e^g S;   S <- S + beta (v - S k) k^T;   out = S q        (Gated DeltaNet, arXiv 2412.06464)
 
-Every program that needs q and k of a head computes their convolution again, and one of them stores their inputs. It
-writes to ring places that no program reads in the same launch: the inputs that are read and those that are written are
-at consecutive positions, and the ring has as many places as both together.
+A program computes BLOCK values of one value head of one row. It loads its part of the state once, and stores it after
+each token. The number of tokens is a runtime argument, the largest number a constant (TOKENS). Plain steps (one token)
+have a kernel of their own. So have few rows, where a program has a smaller part of the state. A token's bits are the
+same in all of them. A sum over the elements of a key stays in one warp. A lane has the same elements of the key in all
+of them (`_LEAST`).
+
+Every program that needs q and k of a head computes their convolution again. One of them stores their inputs in a ring
+by position. No program reads the places that are written in the same launch: both cover consecutive positions, and the
+ring is as long as both together.
 """
 
 from __future__ import annotations
@@ -33,10 +36,12 @@ from fastspec.kernels.recurrent.parts import (
 )
 from fastspec.shapes import DeltaRule
 
-STEP_TILE, WARPS = 2048, 1  # elements of the state that one program holds, and its warps
-FEW_ROWS, FEW_TILE = 2, 1024  # up to so many rows it holds fewer: there are no more programs than run at once
-AHEAD = tl.constexpr(2)  # tokens up to which there are registers for older inputs before the product is there
-_LEAST = 256  # elements of keys from which on a lane loads 16 bytes of a key, the most it can, of any dtype
+STEP_TILE, WARPS = 2048, 1  # elements of the state per program, and its warps
+FEW_ROWS, FEW_TILE = 2, 1024  # up to FEW_ROWS rows a program has fewer elements: all programs still run at once
+AHEAD = tl.constexpr(2)  # up to so many tokens, registers suffice to load older inputs before the wait
+_LEAST = (
+    256  # least elements of keys [TOKENS, KEYS]: a lane then loads 16 bytes of a key, the most it can, in any dtype
+)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -55,7 +60,7 @@ def _delta_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Programs by row, value head, and block of its values."""
+    """Computes one block of values; programs by row, value head, and block of its values."""
     if PDL:
         gdc_launch_dependents()
     KEY_DIM: tl.constexpr = DIMS[0]
@@ -75,9 +80,9 @@ def _delta_kernel(
     product_ptr += row * num_tokens * ROWS
     out_ptr += (row * num_tokens * VALUE_HEADS + head) * VALUE_DIM
     states_ptr = slots.states + (held * SLOTS * VALUE_HEADS + head) * (VALUE_DIM * KEY_DIM)
-    within = value[:, None] * KEY_DIM + key[None, :]
+    within = value[:, None] * KEY_DIM + key[None, :]  # of the state [BLOCK, KEYS]
     whole = has_value[:, None] & has_key[None, :]
-    # where the mask has no token, any position will do: nothing is read or written
+    # if the mask has no token, nothing is read or written, so any position will do
     start = tl.load(slots.positions + row * num_tokens + first, mask=count > 0, other=0).to(tl.int32)
     slot = (start + SLOTS - 1) % SLOTS
     known = whole & (start > 0) & (count > 0)
@@ -99,7 +104,7 @@ def _delta_kernel(
         )
     if PDL:
         gdc_wait()  # the product comes from the previous kernel; states and older inputs come from earlier passes
-    # all tokens at once: their loads do not wait for each other
+    # all tokens at once, so that their loads overlap
     q, q_in = convs(
         product_ptr, inputs_ptr, weights.conv, q_channel, has_key, token, mine, start, ROWS, CHANNELS, WIDTH, PLACES,
         q_ahead,
@@ -114,7 +119,7 @@ def _delta_kernel(
     )  # fmt: skip
     beta, softplus = gates(product_ptr + token * ROWS + (ROWS - 2 * VALUE_HEADS) + head, more, mine, VALUE_HEADS)
     decay = tl.exp(-rate * softplus)
-    q, k = units(q) * KEY_DIM**-0.5, units(k)
+    q, k = units(q) * KEY_DIM**-0.5, units(k)  # [TOKENS, KEYS]
     kept = inputs_ptr + ((start + token) % PLACES * CHANNELS)[:, None]
     keeps_qk = mine[:, None] & (has_key & (head % SERVED == 0) & (tile == 0))[None, :]
     tl.store(kept + q_channel[None, :], q_in, mask=keeps_qk)
@@ -129,7 +134,7 @@ def _delta_kernel(
         tl.store(out_ptr + (first + t) * (VALUE_HEADS * VALUE_DIM) + value, out, mask=has_value)
         place = (start + t) % SLOTS * (VALUE_HEADS * VALUE_DIM * KEY_DIM)
         tl.store(states_ptr + place + within, state, mask=whole)
-    nothing = tl.zeros(value.shape, out_ptr.dtype.element_ty)  # masked tokens must be finite for what reads them
+    nothing = tl.zeros(value.shape, out_ptr.dtype.element_ty)  # finite: the next product reads masked tokens
     for t in range(0, num_tokens):
         if (t < first) | (t >= first + count):
             tl.store(out_ptr + t * (VALUE_HEADS * VALUE_DIM) + value, nothing, mask=has_value)
@@ -160,17 +165,17 @@ def step_rule(product: Tensor, weights: Weights, slots: StateSlots, out: Tensor,
 
 
 def room_of(rule: DeltaRule, tokens: int, slots: int) -> int:
-    """Tokens that are convolved at once: the one of a plain step, else as many as a step may have; a power of two."""
+    """Tokens that are convolved at once: 1 for a plain step, else the most that a step may have; a power of two."""
     least = _LEAST // triton.next_power_of_2(rule.key_dim)
     return int(max(1, least, 1 if tokens == 1 else triton.next_power_of_2(slots)))
 
 
 def block_of(rule: DeltaRule, tile: int) -> int:
-    """Values of a head that one program computes, of a state of which it holds `tile` elements."""
+    """Values of a head per program, which holds `tile` elements of the state."""
     return int(min(triton.next_power_of_2(rule.value_dim), max(4, tile // triton.next_power_of_2(rule.key_dim))))
 
 
 def sizes_of(rule: DeltaRule) -> dict[str, Any]:
-    """The compile-time sizes of the kernels, by name."""
+    """Returns the compile-time sizes of the kernels, by name."""
     dims = rule.key_dim, rule.value_dim
     return {"KEY_HEADS": rule.key_heads, "VALUE_HEADS": rule.value_heads, "DIMS": dims}

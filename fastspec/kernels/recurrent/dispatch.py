@@ -1,4 +1,4 @@
-"""The gated delta rule: which kernels run, and their arguments.
+"""Chooses the kernels of the gated delta rule, and checks their arguments.
 
 | argument              | shape, dtype                                       | notes                                 |
 |-----------------------|----------------------------------------------------|---------------------------------------|
@@ -10,7 +10,8 @@
 | state_rows            | int64 [B]                                          | contiguous, all different             |
 | positions, write_mask | int64 and bool [B, Q]                              | contiguous                            |
 
-Up to `slots` tokens a row (a step) take the one kernel of `delta`, more (a prompt) those of `prompt`.
+Passes of up to `slots` tokens a row (steps) use the one kernel of delta.py. Longer ones (prompts) use those of
+prompt.py.
 """
 
 from __future__ import annotations

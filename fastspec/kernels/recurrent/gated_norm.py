@@ -1,5 +1,7 @@
 """The gated norm after a recurrent layer, and the gate after attention, in one launch each.
 
+    gated_norm:  rmsnorm(x) weight silu(gate)      gated:  x sigmoid(gate)
+
 | argument | shape, dtype                         | notes                                             |
 |----------|--------------------------------------|---------------------------------------------------|
 | x        | [B, Q, heads * D] bf16, fp16 or fp32 | contiguous                                        |
@@ -20,7 +22,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from fastspec.kernels.common.checks import told
 from fastspec.kernels.common.launch import has_pdl, launch, pdl_options
 
-_ELEMENTS = 1024  # of a program
+_ELEMENTS = 1024  # per program
 
 
 @triton.jit
@@ -37,7 +39,7 @@ def _gated_norm_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Programs by token and group of heads."""
+    """Computes GROUP heads of one token; programs by token and group of heads."""
     if PDL:
         gdc_launch_dependents()
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1) * GROUP + tl.arange(0, GROUP)
@@ -58,7 +60,7 @@ def _gated_norm_kernel(
 
 @triton.jit
 def _gate_kernel(x_ptr, gate_ptr, out_ptr, gate_stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """Programs by token and BLOCK of its elements."""
+    """Computes BLOCK elements of one token; programs by token and block."""
     if PDL:
         gdc_launch_dependents()
     token, at = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -73,7 +75,7 @@ def _gate_kernel(x_ptr, gate_ptr, out_ptr, gate_stride, WIDTH: tl.constexpr, BLO
 
 
 def gated(x: Tensor, gate: Tensor) -> Tensor:
-    """As `reference.gated`, which defines it.
+    """Computes `reference.gated`.
 
     Raises:
         ValueError: a tensor is not as above.
@@ -88,7 +90,7 @@ def gated(x: Tensor, gate: Tensor) -> Tensor:
 
 
 def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """As `reference.gated_norm`, which defines it.
+    """Computes `reference.gated_norm`.
 
     Raises:
         ValueError: a tensor is not as above.
@@ -121,7 +123,7 @@ def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def _stride_of(x: Tensor, gate: Tensor) -> int:
-    """Elements from one token's gate to the next one's."""
+    """Returns the elements from one token's gate to the next one's, after checking x and gate."""
     if x.dim() != 3 or not x.is_contiguous():
         raise ValueError(f"x is {told(x)}; wanted contiguous [B, Q, heads * D]")
     stride = gate.stride(1) if gate.dim() == 3 else 0

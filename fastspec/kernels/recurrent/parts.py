@@ -1,4 +1,4 @@
-"""Shared by the kernels of the gated delta rule: argument groups, and the arithmetic of one token."""
+"""Device code that the kernels of the gated delta rule share: argument groups, and the arithmetic of one token."""
 
 # mypy: disable-error-code="assignment"
 # ruff: noqa: RUF005  (Triton adds tuples, and knows no starred ones)
@@ -13,7 +13,7 @@ import triton.language as tl
 from fastspec.kernels.reference.recurrent import L2_EPS
 
 _EPS = tl.constexpr(L2_EPS)
-_OF_STEPS = tl.constexpr(64)  # tokens whose mask is loaded at once: of a step, and of a prompt
+_OF_STEPS = tl.constexpr(64)  # tokens whose mask is loaded at a time, in steps and in prompts
 OF_PROMPTS = tl.constexpr(1024)
 
 
@@ -26,7 +26,7 @@ class Weights(NamedTuple):
 
 
 class StateSlots(NamedTuple):
-    """The states of a layer and the places of tokens in them, as `reference.delta_rule` describes them."""
+    """The states of a layer and the positions of tokens, as `reference.delta_rule` describes them."""
 
     states: Any
     inputs: Any
@@ -37,7 +37,7 @@ class StateSlots(NamedTuple):
 
 @triton.jit
 def span(mask_ptr, num_tokens, SCANNED: tl.constexpr = _OF_STEPS):
-    """The first token of a row that the write mask has, and how many it has."""
+    """Finds (first token of a row in the write mask, number of tokens in it)."""
     first = num_tokens
     count = num_tokens * 0
     for start in range(0, num_tokens, SCANNED):
@@ -50,13 +50,13 @@ def span(mask_ptr, num_tokens, SCANNED: tl.constexpr = _OF_STEPS):
 
 @triton.jit
 def sigmoid(x):
-    """1 / (1 + exp(-x))."""
+    """Computes 1 / (1 + exp(-x))."""
     return 1.0 / (1.0 + tl.exp(-x))
 
 
 @triton.jit
 def _before(inputs_ptr, position, older, channel, CHANNELS: tl.constexpr, PLACES: tl.constexpr):
-    """Inputs at positions [T] and channels [C] from the ring, where `older` [T, C] and there is such a position."""
+    """Loads inputs at positions [T] and channels [C] from the ring, where `older` [T, C] and positions are valid."""
     place = (position + PLACES) % PLACES
     older = older & (position >= 0)[:, None]
     return tl.load(inputs_ptr + place[:, None] * CHANNELS + channel[None, :], mask=older, other=0.0)
@@ -75,7 +75,7 @@ def convs_ahead(
     WIDTH: tl.constexpr,
     PLACES: tl.constexpr,
 ):
-    """What `convs` reads beside the product: of each tap the inputs of older positions, and its weights."""
+    """Loads the inputs of `convs` that do not come from the product: for each tap, older inputs and weights."""
     loaded = ()
     for tap in tl.static_range(WIDTH):
         at = token - (WIDTH - 1 - tap)
@@ -101,10 +101,10 @@ def convs(
     PLACES: tl.constexpr,
     ahead=None,
 ):
-    """silu of the convolution at some tokens [T] and channels [C], and the inputs of those tokens.
+    """Computes silu of the convolution at tokens [T] and channels [C], and returns the inputs of those tokens as well.
 
-    `product_ptr` points to token 0 of the pass that counts, at position `start`. Inputs of older positions are in the
-    ring `inputs_ptr`. Of tokens that are not `there` nothing is read. ahead: what `convs_ahead` has loaded, or None.
+    `product_ptr` points to the first token in the write mask, at position `start`. Inputs of older positions are in the
+    ring `inputs_ptr`. Nothing is read of tokens that are not `there`. `ahead` is the result of `convs_ahead`, or None.
 
     Returns:
         Both [T, C]: the first in fp32 and rounded to the product's dtype, the second in that dtype.
@@ -130,7 +130,7 @@ def convs(
 
 @triton.jit
 def gates(b_ptr, more, there, VALUE_HEADS: tl.constexpr):
-    """beta = sigmoid(b) and softplus(a + step), of which the decay is made, of some tokens and one head, in fp32."""
+    """Computes fp32 beta = sigmoid(b) and softplus(a + step), the base of the decay, for some tokens and one head."""
     b = tl.load(b_ptr, mask=there, other=0.0)
     a = tl.load(b_ptr + VALUE_HEADS, mask=there, other=0.0).to(tl.float32) + more
     beta = sigmoid(b.to(tl.float32)).to(b.dtype).to(tl.float32)
@@ -139,19 +139,19 @@ def gates(b_ptr, more, there, VALUE_HEADS: tl.constexpr):
 
 @triton.jit
 def units(x):
-    """x / |x| of each row of x [T, D]."""
+    """Normalises each row of x [T, D]: x / |x|."""
     return x * (1.0 / tl.sqrt_rn(tl.sum(x * x, axis=1) + _EPS))[:, None]
 
 
 @triton.jit
 def row_of(x, one):
-    """The row of x [T, D] where `one` [T] is true."""
+    """Returns the row of x [T, D] where `one` [T] is true."""
     return tl.sum(tl.where(one[:, None], x, 0.0), axis=0)
 
 
 @triton.jit
 def advanced(state, q, k, v, decay, beta):
-    """The state [values, keys] after one more token, and the output [values] of that token."""
+    """Advances the state [values, keys] by one token: (new state, output [values] of that token)."""
     state = state * decay
     delta = (v - tl.sum(state * k[None, :], axis=1)) * beta
     state = state + delta[:, None] * k[None, :]

@@ -1,9 +1,29 @@
-"""The gated delta rule over the tokens of a prompt, in four launches; the formulas stand in `chunks.py`.
+"""The gated delta rule over the tokens of a prompt, by chunks, in four launches.
 
-1. Prepare: the convolved q, k and v, beta and the logarithm of the decay of all tokens in parallel, in fp32.
-2. Solve: U, W and P of all chunks in parallel.
-3. Scan: a program goes through the chunks of a row with BLOCK values of one value head and keeps its part of the state.
-4. Keep: the inputs of the last tokens are stored for the convolution of later passes.
+1. `_prepare_kernel`: the convolved q, k and v, beta and the logarithm of the decay of all tokens in parallel, in fp32.
+2. `solve_kernel`: U, W and P of all chunks in parallel.
+3. `_scan_kernel`: a program goes through the chunks of a row. It has BLOCK values of one value head, and keeps its part
+   of the state in registers.
+4. `_keep_kernel`: stores the inputs of the last tokens for the convolution of later passes.
+
+The formulas are those of Gated DeltaNet (arXiv 2412.06464, section 3.3). S is the state before a chunk, with keys k_t,
+queries q_t, values v_t and factors beta_t. g_t is the logarithm of the product of all decays of the chunk up to token
+t. Token t adds u_t k_t^T to the state, where
+
+    u_t = beta_t (v_t - e^g_t S k_t - sum over i < t of e^(g_t - g_i) (k_t . k_i) u_i)
+
+With A_ti = beta_t e^(g_t - g_i) (k_t . k_i) below the diagonal, that is
+
+    u   = U - W S^T             U = (I + A)^-1 (beta v), W = (I + A)^-1 (beta e^g k)
+    out = e^g q S^T + P u       P_ti = e^(g_t - g_i) (q_t . k_i) for i <= t
+    S'  = e^g_last S + sum over i of e^(g_last - g_i) u_i k_i^T
+
+Chunks are on a grid of positions from 0 on, so a pass may have parts of its first and last chunk:
+
+    positions   | 0 .. C-1 | C .. 2C-1 | 2C .. 3C-1 | ...
+    a pass      | [start ................. end)
+
+A token's bits do not depend on how a prompt is cut into passes, if each pass begins where a chunk does.
 """
 
 from __future__ import annotations
@@ -16,24 +36,141 @@ import triton.language as tl
 from torch import Tensor
 
 from fastspec.kernels.common.launch import launch
-from fastspec.kernels.recurrent.chunks import Chunks, Prepared, solve_kernel
 from fastspec.kernels.recurrent.delta import sizes_of
 from fastspec.kernels.recurrent.parts import OF_PROMPTS, StateSlots, Weights, convs, gates, span, units
 from fastspec.kernels.reference.recurrent import KeptState
 from fastspec.shapes import DeltaRule
 
-_PREPARED = 16  # tokens of one program of `_prepare_kernel`
-_KEPT = 1024  # channels of one program of `_keep_kernel`
+
+class Prepared(NamedTuple):
+    """Results of `_prepare_kernel`, in fp32.
+
+    Attributes:
+        q, k: [B, Q, key_heads, key_dim].
+        v: [B, Q, values].
+        beta: [B, Q, value_heads].
+        decay: [B, Q, value_heads], the logarithm.
+    """
+
+    q: Any
+    k: Any
+    v: Any
+    beta: Any
+    decay: Any
+
+
+class Chunks(NamedTuple):
+    """Results of `solve_kernel`, in fp32, for chunks of C = CHUNK positions of a value head; letters as above.
+
+    Attributes:
+        erased: W, [B, chunks, value_heads, C, key_dim].
+        written: U, [B, chunks, value_heads, C, value_dim].
+        scores: P, [B, chunks, value_heads, C, C].
+        decay: g, [B, chunks, value_heads, C].
+    """
+
+    erased: Any
+    written: Any
+    scores: Any
+    decay: Any
+
+
+@triton.jit
+def _inverse(a, CHUNK: tl.constexpr, PRECISION: tl.constexpr):
+    """Inverts I + a, for a strictly lower triangular a [CHUNK, CHUNK] with CHUNK of at most 64.
+
+    Its diagonal blocks D of 16 are inverted row by row. With the blocks `off` the diagonal, N = D^-1 off is nilpotent:
+    N^4 = 0. So (I + N)^-1 = (I - N)(I + N^2).
+    """
+    BLOCKS: tl.constexpr = CHUNK // 16
+    block, line = tl.arange(0, BLOCKS), tl.arange(0, 16)
+    same = (block[:, None] == block[None, :])[:, None, :, None]
+    own = tl.sum(tl.where(same, tl.reshape(a, [BLOCKS, 16, BLOCKS, 16]), 0.0), axis=2)
+    inverse = tl.where(line[:, None] == line[None, :], 1.0, 0.0)[None, :, :] + tl.zeros_like(own)
+    for i in range(1, 16):
+        here = (line == i)[None, :, None]
+        factors = tl.sum(tl.where(here, own, 0.0), axis=1)
+        new = tl.sum(factors[:, :, None] * inverse, axis=1)
+        inverse = tl.where(here, inverse - new[:, None, :], inverse)
+    diagonal = tl.reshape(tl.where(same, inverse[:, :, None, :], 0.0), [CHUNK, CHUNK])
+    whole = diagonal
+    if BLOCKS > 1:
+        at = tl.arange(0, CHUNK) // 16
+        off = tl.where(at[:, None] == at[None, :], 0.0, a)
+        joins = tl.dot(diagonal, off, input_precision=PRECISION)
+        if BLOCKS > 2:  # else N^2 is 0 already
+            twice = tl.dot(joins, joins, input_precision=PRECISION)
+            whole = diagonal + tl.dot(twice, diagonal, input_precision=PRECISION)
+        whole -= tl.dot(joins, whole, input_precision=PRECISION)
+    return whole
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def solve_kernel(
+    slots,  # StateSlots
+    ready,  # Prepared
+    chunks,  # Chunks
+    num_tokens,
+    KEY_HEADS: tl.constexpr,
+    VALUE_HEADS: tl.constexpr,
+    DIMS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Computes U, W and P of one chunk; programs by chunk, value head and row."""
+    KEY_DIM: tl.constexpr = DIMS[0]
+    VALUE_DIM: tl.constexpr = DIMS[1]
+    piece, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    first, count = span(slots.write_mask + row * num_tokens, num_tokens, OF_PROMPTS)
+    start = tl.load(slots.positions + row * num_tokens + first, mask=count > 0, other=0).to(tl.int32)
+    begin = (start // CHUNK + piece) * CHUNK - start  # chunks lie on a grid of positions
+    if begin < count:
+        line = tl.arange(0, CHUNK)
+        key = tl.arange(0, triton.next_power_of_2(KEY_DIM))
+        value = tl.arange(0, triton.next_power_of_2(VALUE_DIM))
+        token = begin + line
+        there = (token >= 0) & (token < count)
+        at = row * num_tokens + first + token
+        of_key = ((at * KEY_HEADS + head // (VALUE_HEADS // KEY_HEADS)) * KEY_DIM)[:, None] + key[None, :]
+        has_key = there[:, None] & (key < KEY_DIM)[None, :]
+        k = tl.load(ready.k + of_key, mask=has_key, other=0.0)  # [CHUNK, keys]
+        beta = tl.load(ready.beta + at * VALUE_HEADS + head, mask=there, other=0.0)
+        decay = tl.cumsum(tl.load(ready.decay + at * VALUE_HEADS + head, mask=there, other=0.0), axis=0)
+        before = line[:, None] > line[None, :]
+        ratio = tl.exp(tl.where(before, decay[:, None] - decay[None, :], 0.0))
+        inner = tl.dot(k, tl.trans(k), input_precision=PRECISION)  # [CHUNK, CHUNK]
+        solved = _inverse(tl.where(before, beta[:, None] * ratio * inner, 0.0), CHUNK, PRECISION)
+        place = (row * tl.num_programs(0) + piece) * VALUE_HEADS + head
+        tl.store(chunks.decay + place * CHUNK + line, decay)
+        weighted = tl.dot(solved, (beta * tl.exp(decay))[:, None] * k, input_precision=PRECISION)
+        to_key = (place * CHUNK + line)[:, None] * KEY_DIM + key[None, :]
+        tl.store(chunks.erased + to_key, weighted, mask=(key < KEY_DIM)[None, :])
+        has_value = (value < VALUE_DIM)[None, :]
+        of_value = ((at * VALUE_HEADS + head) * VALUE_DIM)[:, None] + value[None, :]
+        v = tl.load(ready.v + of_value, mask=there[:, None] & has_value, other=0.0)
+        to_value = (place * CHUNK + line)[:, None] * VALUE_DIM + value[None, :]
+        tl.store(
+            chunks.written + to_value, tl.dot(solved, beta[:, None] * v, input_precision=PRECISION), mask=has_value
+        )
+        q = tl.load(ready.q + of_key, mask=has_key, other=0.0)
+        scores = tl.where(
+            line[:, None] >= line[None, :], ratio * tl.dot(q, tl.trans(k), input_precision=PRECISION), 0.0
+        )
+        tl.store(chunks.scores + (place * CHUNK + line)[:, None] * CHUNK + line[None, :], scores)
+
+
+_PREPARED = 16  # tokens per program of `_prepare_kernel`
+_KEPT = 1024  # channels per program of `_keep_kernel`
 
 
 class Plan(NamedTuple):
-    """How chunks are computed.
+    """Sizes and precision of the kernels over chunks.
 
     Attributes:
         chunk: positions of a chunk, a divisor of DELTA_CHUNK.
-        block: values of one program of the scan.
+        block: values per program of the scan.
         solve_warps, scan_warps, stages: of the launches.
-        precision: how fp32 is multiplied.
+        precision: of fp32 products.
     """
 
     chunk: int
@@ -44,9 +181,9 @@ class Plan(NamedTuple):
     precision: str
 
 
-# measured on an H100; products of bf16 halves leave out what is below 2^-16 of a factor, much less than 16 bits keep
+# measured on an H100. bf16x3 products drop what is below 2^-16 of a factor, far below the rounding to 16 bits
 IN_16_BITS = Plan(chunk=32, block=16, solve_warps=4, scan_warps=4, stages=2, precision="bf16x3")
-IN_FP32 = Plan(chunk=16, block=16, solve_warps=8, scan_warps=8, stages=1, precision="ieee")  # not timed
+IN_FP32 = Plan(chunk=16, block=16, solve_warps=8, scan_warps=8, stages=1, precision="ieee")  # not measured
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -63,7 +200,7 @@ def _prepare_kernel(
     PLACES: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
-    """Programs by block of tokens, row, and head: key heads first, then value heads."""
+    """Convolves a block of tokens; programs by block of tokens, row, and head: key heads first, then value heads."""
     KEY_DIM: tl.constexpr = DIMS[0]
     VALUE_DIM: tl.constexpr = DIMS[1]
     CHANNELS: tl.constexpr = 2 * KEY_HEADS * KEY_DIM + VALUE_HEADS * VALUE_DIM
@@ -77,7 +214,7 @@ def _prepare_kernel(
         inputs_ptr = slots.inputs + tl.load(slots.state_rows + row) * (PLACES * CHANNELS)
         at = product_ptr + (row * num_tokens + first) * ROWS
         to = row * num_tokens + first + token
-        if head < KEY_HEADS:  # the branches share no variable name: Triton wants one shape for a name
+        if head < KEY_HEADS:  # the branches share no variable name: a name has one shape in Triton
             key = tl.arange(0, triton.next_power_of_2(KEY_DIM))
             has_key, of_q = key < KEY_DIM, head * KEY_DIM + key
             of_k = of_q + KEY_HEADS * KEY_DIM
@@ -124,7 +261,7 @@ def _scan_kernel(
     KEEPS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Programs by row, value head, and block of its values."""
+    """Runs through the chunks of a row; programs by row, value head, and block of its values."""
     KEY_DIM: tl.constexpr = DIMS[0]
     VALUE_DIM: tl.constexpr = DIMS[1]
     SIZE: tl.constexpr = VALUE_DIM * KEY_DIM
@@ -156,10 +293,10 @@ def _scan_kernel(
         last = tl.load(chunks.decay + place * CHUNK + CHUNK - 1)
         weighted = tl.load(chunks.erased + lines[:, None] * KEY_DIM + key[None, :], mask=has_key[None, :], other=0.0)
         new = tl.load(chunks.written + lines[:, None] * VALUE_DIM + value[None, :], mask=has_value[None, :], other=0.0)
-        new -= tl.dot(weighted, state, input_precision=PRECISION)
+        new -= tl.dot(weighted, state, input_precision=PRECISION)  # u = U - W S^T, [CHUNK, BLOCK]
         q = tl.load(ready.q + of_key, mask=there[:, None] & has_key[None, :], other=0.0)
         scores = tl.load(chunks.scores + lines[:, None] * CHUNK + line[None, :])
-        out = tl.dot(q * tl.exp(decay)[:, None], state, input_precision=PRECISION)
+        out = tl.dot(q * tl.exp(decay)[:, None], state, input_precision=PRECISION)  # [CHUNK, BLOCK]
         out += tl.dot(scores, new, input_precision=PRECISION)
         of_out = ((at * VALUE_HEADS + head) * VALUE_DIM)[:, None] + value[None, :]
         tl.store(out_ptr + of_out, out.to(out_ptr.dtype.element_ty), mask=there[:, None] & has_value[None, :])
@@ -172,7 +309,7 @@ def _scan_kernel(
             tl.store(kept.state + head * SIZE + within, state, mask=whole & reached)
     newest = (start + count + SLOTS - 1) % SLOTS * (VALUE_HEADS * SIZE)
     tl.store(states_ptr + newest + within, state, mask=whole & (count > 0))
-    nothing = tl.zeros([CHUNK, BLOCK], out_ptr.dtype.element_ty)  # masked tokens must be finite for what reads them
+    nothing = tl.zeros([CHUNK, BLOCK], out_ptr.dtype.element_ty)  # finite: the next product reads masked tokens
     for begin_at in range(0, num_tokens, CHUNK):
         t = begin_at + line
         masked = ((t < first) | (t >= first + count)) & (t < num_tokens)
@@ -193,9 +330,9 @@ def _keep_kernel(
     BLOCK: tl.constexpr,
     KEEPS: tl.constexpr,
 ):
-    """Stores the inputs of a row's last tokens: programs by row, token counted from the end, and block of channels.
+    """Stores the inputs of a row's last tokens, and those of the last tokens before `kept.at`.
 
-    Those of the last tokens before `kept.at` as well.
+    Programs by row, token counted from the end, and block of channels.
     """
     row, channel = tl.program_id(0).to(tl.int64), tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
     first, count = span(slots.write_mask + row * num_tokens, num_tokens, OF_PROMPTS)
@@ -247,7 +384,7 @@ def prompt_rule(
         enable_fp_fusion=False,
     )
     plan = IN_FP32 if product.dtype == torch.float32 else IN_16_BITS
-    precision = "ieee" if product.device.type == "cpu" else plan.precision  # the interpreter has one precision
+    precision = "ieee" if product.device.type == "cpu" else plan.precision  # the interpreter supports only this
     chunk, products = plan.chunk, dict[str, Any](CHUNK=plan.chunk, PRECISION=precision)
     pieces = triton.cdiv(tokens + chunk - 1, chunk)
 

@@ -1,1 +1,1 @@
-"""What happens to the logits: distribution, draws, acceptance, commit, results."""
+"""Kernels on logits: distributions, draws, verification, commit, published results."""

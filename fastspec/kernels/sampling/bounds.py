@@ -1,16 +1,20 @@
-"""Between which logits a line's threshold must lie, by what the first launch says of its groups (groups.py).
+"""Bounds of a line's threshold, and the ids between them (candidates).
 
-- At most as many groups as ids reach a value, so what k of the groups' maxima reach is at most the k-th logit. Nor do
-  more sets of four groups: for a small k these give as good a bound, and are a quarter of the sums;
-- the ids below t of a group whose largest reaches t weigh no more than the group does without that one, and at most
-  31 exp(t); those of any other group weigh what it does. Where all of them together weigh less than top-p may remove,
-  none of them is kept. With few likely ids, most of which are alone in their group, little more is kept.
+Top-k, top-p and min-p keep the ids from a threshold on. The first launch of distribution.py leaves the largest logit
+and the mass of each group of 32 ids. From these alone follow bounds:
 
-Where that leaves more candidates than the next launch can hold, one id of each group is a sample of the
-distribution: bounds follow from it at 3.5 standard deviations (a flat one), or as many of the likeliest ids as can be
-held (one with a heavy head, of which a sample says little). Such bounds are checked afterwards.
+- top-k: each group whose largest logit reaches t has an id that does. So if k groups reach t, t is at most the k-th
+  largest logit. The same holds for sets of four groups; for a small k these give as good a bound for a quarter of the
+  sums.
+- top-p: of a group whose largest logit reaches t, the ids below t have at most the group's mass without that logit, and
+  at most 31 exp(t). Any other group has all its mass below t. If these sum to less than top-p may remove, no id below t
+  is kept.
 
-Sums are taken in one order, over pieces that do not depend on the number of rows, so a line's record does not either.
+If too many candidates remain, one id of each group serves as a sample of the distribution. A flat distribution gets
+bounds at 3.5 standard deviations of the sample. One with a few likely ids gets as many of the likeliest ids as fit.
+Such bounds are guesses (GUESSED) and are checked afterwards.
+
+Sums are taken in one order, over pieces that do not depend on the number of rows. So a line's record does not either.
 """
 
 from __future__ import annotations
@@ -19,39 +23,45 @@ import triton
 import triton.language as tl
 
 from fastspec.kernels.sampling.logits import (
+    ARRIVED,
+    COUNT_ABOVE,
+    FOUND,
     GREEDY,
     GROUP,
     INVALID,
+    KEPT_ABOVE,
     KEY_LOWEST,
     KEY_OPEN,
     KNOWN,
+    MASS_ABOVE,
     SEARCHED,
     key_of,
     scaled,
     value_of,
     view_of,
 )
+from fastspec.kernels.sampling.threshold import fixed
 
-DEVIATIONS = tl.constexpr(3.5)  # of a sample's estimate: one line in two thousand misses its threshold
+DEVIATIONS = tl.constexpr(3.5)  # of a sample's estimate: for one line in two thousand the guess is wrong
 STRIDE = tl.constexpr(29)  # the sample of group g is its id 29 g mod 32
-REACH = tl.constexpr(16.0)  # below the largest, where the k-th of the groups' maxima is looked for first
-SET = tl.constexpr(4)  # groups whose largest are taken as one, where k is
-FEW = tl.constexpr(16)  # times less than the groups
-ROUNDED = tl.constexpr(1e-6)  # of a mass: more than a sum of groups is rounded by
-PIVOTS = tl.constexpr(8)  # tried in a step: more take longer to sum than they save
-MAX_GROUPS = 4096  # at a time: of larger vocabularies several are merged, for registers
+REACH = tl.constexpr(16.0)  # the k-th of the groups' maxima is first searched for from largest - REACH on
+SET = tl.constexpr(4)  # groups that count as one, where FEW * k is at most the number of groups
+FEW = tl.constexpr(16)
+ROUNDED = tl.constexpr(1e-6)  # of a mass: more than the rounding error of a sum of groups
+PIVOTS = tl.constexpr(8)  # values tried in a step: more take longer to sum than they save
+MAX_GROUPS = 4096  # larger vocabularies merge several groups to one, to save registers
 _GROUP = tl.constexpr(GROUP)
 
 
 @triton.jit
 def filtered(top_k, top_p, min_p, vocab):
-    """Whether a distribution keeps less than all ids."""
+    """True if top-k, top-p or min-p can remove ids."""
     return ((top_k > 0) & (top_k < vocab)) | (top_p < 1.0) | (min_p > 0)
 
 
 @triton.jit
 def _narrowed(low, high, light):
-    """The part of [low, high] between the last of evenly spaced pivots that is light, and the next."""
+    """Narrows [low, high] to the step between the last of evenly spaced pivots that is `light`, and the next one."""
     step = (high - low) / (PIVOTS + 1)
     number = tl.sum(light.to(tl.int32), axis=0).to(tl.float32)
     return low + number * step, tl.minimum(low + (number + 1.0) * step, high)
@@ -59,13 +69,16 @@ def _narrowed(low, high, light):
 
 @triton.jit
 def added(values):
-    """The sum of [1, N]."""
+    """Sums values [1, N]."""
     return tl.sum(tl.sum(values, axis=1), axis=0)
 
 
 @triton.jit
 def largest_with(keys, weights, least):
-    """The largest key t, int64, for which `weights` of keys [1, N] >= t sum to at least `least`; the lowest if none."""
+    """Finds the largest key t (int64) for which `weights` of keys [1, N] >= t sum to at least `least`.
+
+    Returns the lowest key if there is none.
+    """
     low = tl.zeros([], tl.int64) + KEY_LOWEST
     reached = added(weights)  # by keys >= low
     high = tl.where(reached >= least, tl.max(tl.max(keys, axis=1), axis=0).to(tl.int64), low)
@@ -79,7 +92,7 @@ def largest_with(keys, weights, least):
         low += tl.sum(enough.to(tl.int32), axis=0) * step
         high = tl.minimum(high, low + step - 1)
     if low < high:
-        # as many as are wanted are left: the least of them
+        # exactly `least` keys are left: take the smallest of them
         left = tl.where((keys >= low) & (weights > 0), keys, 0x7FFFFFFF)
         low = tl.min(tl.min(left, axis=1), axis=0).to(tl.int64)
     return low
@@ -87,9 +100,10 @@ def largest_with(keys, weights, least):
 
 @triton.jit
 def _largest_below(x, weights, rest, groups, largest, max_mass, WIDTH):
-    """A value t: what lies below it weighs at most `max_mass`, by weights of groups whose maxima are x [1, N].
+    """Finds a value t below which ids have a mass of at most `max_mass`, by groups with maxima x [1, N].
 
-    `rest` is what a group weighs without its largest, which is not below t where that reaches t.
+    `weights` are the groups' masses, `rest` the same without the group's largest id: that id is not below t if it
+    reaches t.
     """
     low = largest + tl.minimum(tl.log(max_mass / (groups * WIDTH)), 0.0)
     high = largest
@@ -103,7 +117,7 @@ def _largest_below(x, weights, rest, groups, largest, max_mass, WIDTH):
 
 @triton.jit
 def _quantile(x, weights, max_mass, low, high):
-    """(t below, t above) the largest t in [low, high] for which the `weights` of x < t sum to at most `max_mass`."""
+    """Finds neighbours (below, above) of the largest t in [low, high] with a mass of x < t of at most `max_mass`."""
     for _ in range(4):
         pivots = low + (tl.arange(0, PIVOTS) + 1) * ((high - low) / (PIVOTS + 1))
         below = tl.sum(tl.where(x < pivots[:, None], weights, 0.0), axis=1)
@@ -113,7 +127,7 @@ def _quantile(x, weights, max_mass, low, high):
 
 @triton.jit
 def _reached_by(tops, largest, least):
-    """The key of a value that at least `least` of tops [1, N] reach, and few more; KEY_LOWEST if so many do not exist.
+    """Finds the key of a value that at least `least` of tops [1, N] reach, and few more; KEY_LOWEST if there is none.
 
     Pivots are evenly spaced values, not keys: logits are spread like that, so one to three steps are enough.
     """
@@ -133,14 +147,14 @@ def _reached_by(tops, largest, least):
             low = last
         else:
             high = low
-            low = largest + (low - largest) * 64.0  # the fifth time by more than logits of a model can be apart
+            low = largest + (low - largest) * 64.0  # five times: more than the range of a model's logits
         steps += 1
     return tl.where(reached >= least, key_of(low + 0.0), KEY_LOWEST).to(tl.int64)
 
 
 @triton.jit
 def _kth_at_least(tops, largest, top_k, GROUPS: tl.constexpr):
-    """The key of a value that is at most the k-th largest logit, by the groups' maxima [1, GROUPS]."""
+    """Finds a key that is at most that of the k-th largest logit, by the groups' maxima [1, GROUPS]."""
     if top_k * FEW <= GROUPS:
         sets = tl.max(tl.reshape(tops, [GROUPS // SET, SET]), axis=1)
         key = _reached_by(sets[None, :], largest, top_k)
@@ -153,23 +167,23 @@ def _kth_at_least(tops, largest, top_k, GROUPS: tl.constexpr):
 def _guessed(
     source, lower, upper, largest, normaliser, top_k, top_p, groups, GROUPS: tl.constexpr, WIDTH, MAX_FOUND, STOPS
 ):
-    """(lower, upper, whether they are a guess) from one id of each group, unless the bounds given leave few enough."""
+    """Guesses (lower, upper, 1 if guessed) from one id of each group, unless the given bounds leave few enough ids."""
     group = tl.arange(0, GROUPS)[None, :]
     x = scaled(view_of(*source), tl.where(group < groups, group * WIDTH + (group * STRIDE) % _GROUP, -1), STOPS)
     keys = key_of(x)
     ones = (keys > KEY_LOWEST).to(tl.int32)
-    room = tl.maximum(tl.zeros([], tl.int32) + MAX_FOUND * 4 // 5 // WIDTH, 1)  # samples of what can be held
+    room = tl.maximum(tl.zeros([], tl.int32) + MAX_FOUND * 4 // 5 // WIDTH, 1)  # samples in 4/5 MAX_FOUND ids
     low, high = lower, upper
     if added((keys >= lower).to(tl.int32)) > room:
         rank = top_k.to(tl.float32) / WIDTH
         reach = DEVIATIONS * tl.sqrt(rank) + 2.0
-        below = tl.ceil(rank + reach).to(tl.int32)  # so many samples reach the lower bound
-        above = tl.floor(rank - reach).to(tl.int32)  # and so many the upper one; 0: none is known
+        below = tl.ceil(rank + reach).to(tl.int32)  # number of samples at or above the lower bound
+        above = tl.floor(rank - reach).to(tl.int32)  # number at or above the upper bound; 0: no upper bound
         if top_k == 0:
             low, high = _sampled_edge(
                 x, largest, (1.0 - top_p) * normaliser, value_of(lower.to(tl.int32)), upper, WIDTH
             )
-            # few ids may hold most of the mass: then the likeliest ones, as many as can be held
+            # if few ids hold most of the mass, take as many of the likeliest as fit
             many = added(((keys >= low) & (keys < high)).to(tl.int32)) > room
             below = tl.where(many, room, 0)
             high = tl.where(many, upper, high)
@@ -187,11 +201,11 @@ def _guessed(
 
 @triton.jit
 def _sampled_edge(x, largest, light, least, upper, WIDTH):
-    """Keys below and above the edge of top-p, by a sample of ids x [1, N] that stand for WIDTH each."""
+    """Finds keys below and above the threshold of top-p, by a sample of ids x [1, N] that stand for WIDTH ids each."""
     weights = tl.exp(x - largest) * WIDTH
     low, high = least, largest
     error, under, wide = light * 0.0, least, light
-    # the edge itself; then below it, if the sample has too little there; then above it, if too much
+    # side 0: the threshold by the sample; 1: its lower bound; 2: its upper bound, by the sample's error
     for side in range(3):
         edge, over = _quantile(x, weights, wide, low, high)
         if side == 0:
@@ -211,7 +225,7 @@ def _sampled_edge(x, largest, light, least, upper, WIDTH):
 
 @triton.jit
 def _bounded(source, tops, lower, largest, normaliser, top_k, top_p, min_p, groups, GROUPS, WIDTH, MAX_FOUND, STOPS):
-    """(lower, upper, guessed): every threshold lies at a key in [lower, upper), as far as it can be known here."""
+    """Finds (lower, upper, guessed): the threshold's key is in [lower, upper), unless `guessed` is wrong."""
     limits_k = (top_k > 0) & (top_k < source[0].vocab)
     limits_p = top_p < 1.0
     floor = key_of(largest + tl.log(tl.maximum(min_p, 1e-37)) - 1e-3).to(tl.int64)
@@ -221,7 +235,7 @@ def _bounded(source, tops, lower, largest, normaliser, top_k, top_p, min_p, grou
     guessed = tl.zeros([], tl.int32)
     both = limits_k & limits_p
     if (limits_k | limits_p) == 0:
-        upper = lower  # nothing to look for: all from here on are taken together
+        upper = lower  # min-p alone: the threshold is known
     elif both:
         pass
     elif added((key_of(tops) >= lower).to(tl.int32)) * WIDTH > MAX_FOUND:
@@ -234,9 +248,9 @@ def _bounded(source, tops, lower, largest, normaliser, top_k, top_p, min_p, grou
 
 @triton.jit
 def merged(tops_ptr, masses_ptr, groups, GROUPS: tl.constexpr, EACH: tl.constexpr):
-    """(largest logit, mass relative to that) fp32 [1, GROUPS] of every EACH stored groups together.
+    """Merges every EACH stored groups: (largest logit, mass relative to that), fp32 [1, GROUPS].
 
-    Masses of a line that is greedy or has a top-k are anything.
+    Masses of a greedy line, or of one with a top-k, are not stored: they may be any value.
     """
     group = tl.arange(0, GROUPS)[None, :] * EACH
     tops = tl.load(tops_ptr + group, mask=group < groups, other=-float("inf"))
@@ -266,7 +280,7 @@ def described(
     MAX_FOUND: tl.constexpr,
     STOPS: tl.constexpr,
 ):
-    """(kind, largest, normaliser, best, lower, upper, guessed) of a line with groups [1, GROUPS], WIDTH ids each."""
+    """Describes a line by groups [1, GROUPS] of WIDTH ids: (kind, largest, normaliser, best, lower, upper, guessed)."""
     vocab = source[0].vocab
     largest = tl.max(tl.max(tops, axis=1), axis=0)
     lower = tl.zeros([], tl.int64) + KEY_LOWEST + 1
@@ -283,16 +297,16 @@ def described(
         best = tl.min(tl.where(scaled(view_of(*source), index, STOPS) == largest, index, 0x7FFFFFFF), axis=0)
     else:
         if (top_k > 0) & (top_k < vocab):
-            # the normaliser is what is kept, whatever the others weigh
+            # the normaliser is the mass of kept ids: the mass of a group is not needed
             lower = tl.maximum(lower, _kth_at_least(tops, largest, top_k.to(tl.int32), GROUPS))
         else:
             relative = tl.exp(tops - largest)
             masses = masses * relative
             normaliser = added(masses)
             if top_p < 1.0:
-                # a little less, for sums of groups are rounded
+                # a little less, because sums of groups are rounded
                 max_mass = tl.maximum((1.0 - top_p) * 0.999 - ROUNDED, 1e-30) * normaliser
-                # a group's largest weighs exactly one of the group's mass
+                # the largest id of a group has exactly 1 of the group's relative mass
                 rest = tl.maximum(masses - relative, 0.0)
                 under = _largest_below(tops, masses, rest, groups, largest, max_mass, WIDTH)
                 lower = tl.maximum(lower, key_of(under + 0.0).to(tl.int64))
@@ -302,3 +316,107 @@ def described(
                 source, tops, lower, largest, normaliser, top_k, top_p, min_p, groups, GROUPS, WIDTH, MAX_FOUND, STOPS
             )
     return kind, largest, normaliser, best, lower, upper, guessed
+
+
+# --- candidates ---
+
+
+LISTED_PIECE = tl.constexpr(128)  # listed groups read at a time
+
+
+@triton.jit
+def _note(source, start, counters_ptr, found_ptr, largest, min_p, lower, upper, CHUNK, MAX_FOUND, STOPS):
+    """Counts and sums the ids above `upper` in a chunk, and stores the candidates in [lower, upper)."""
+    index = start + tl.arange(0, CHUNK)
+    x = scaled(view_of(*source), index, STOPS)
+    keys = key_of(x)
+    if upper < KEY_OPEN:
+        e = tl.exp(x - largest)
+        above = keys >= upper
+        tl.atomic_add(counters_ptr + COUNT_ABOVE, tl.sum(above.to(tl.int32), axis=0).to(tl.int64), sem="relaxed")
+        mass = fixed(tl.sum(tl.where(above, e, 0.0), axis=0))
+        tl.atomic_add(counters_ptr + MASS_ABOVE, mass, sem="relaxed")
+        mass = fixed(tl.sum(tl.where(above & (e >= min_p), e, 0.0), axis=0))
+        tl.atomic_add(counters_ptr + KEPT_ABOVE, mass, sem="relaxed")
+    near = ((keys >= lower) & (keys < upper)).to(tl.int32)
+    number = tl.sum(near, axis=0)
+    if number > 0:
+        before = tl.atomic_add(counters_ptr + FOUND, number.to(tl.int64), sem="relaxed")
+        slot = before + tl.cumsum(near, axis=0) - near
+        fits = (near > 0) & (slot < MAX_FOUND)
+        tl.store(found_ptr + slot, keys, mask=fits)
+        tl.store(found_ptr + MAX_FOUND + slot, index, mask=fits)
+
+
+@triton.jit
+def noted(source, tops_ptr, counters_ptr, found_ptr, largest, min_p, lower, upper, groups, CHUNK, MAX_FOUND, STOPS):
+    """Stores the candidates of this program's chunks. True for the last program of the line to finish."""
+    # disable_licm: values hoisted out of the loop would take registers
+    for chunk in tl.range(tl.program_id(0), tl.cdiv(source[0].vocab, CHUNK), tl.num_programs(0), disable_licm=True):
+        group = chunk * (CHUNK // _GROUP) + tl.arange(0, CHUNK // _GROUP)
+        tops = tl.load(tops_ptr + group, mask=group < groups, other=-float("inf"))
+        if key_of(tl.max(tops, axis=0)) >= lower:
+            _note(source, chunk * CHUNK, counters_ptr, found_ptr, largest, min_p, lower, upper, CHUNK, MAX_FOUND, STOPS)
+    # the atomic's release covers one thread's stores; the barrier adds those of all others
+    tl.debug_barrier()
+    return tl.atomic_add(counters_ptr + ARRIVED, 1, sem="acq_rel") == tl.num_programs(0) - 1
+
+
+@triton.jit
+def read_off(counters_ptr, word):
+    """Loads a counter that several programs have added to."""
+    return tl.load(counters_ptr + word, cache_modifier=".cg")
+
+
+@triton.jit
+def _places_of(near):
+    """Numbers the true elements of near int32 [ROWS, COLUMNS] in their order: (index of each, how many).
+
+    Two short scans are faster than a long one through all threads of a program.
+    """
+    in_row = tl.sum(near, axis=1)
+    before = tl.cumsum(in_row, axis=0) - in_row
+    return before[:, None] + tl.cumsum(near, axis=1) - near, tl.sum(in_row, axis=0)
+
+
+@triton.jit
+def list_groups(tops_ptr, groups, lower, listed_ptr, lists, max_listed, SIZE: tl.constexpr, EACH: tl.constexpr):
+    """Counts the groups, up to SIZE * EACH, whose largest key reaches `lower`.
+
+    If `lists`, stores the first `max_listed` of them in ascending order.
+    """
+    COLUMNS: tl.constexpr = min(_GROUP, SIZE)
+    ROWS: tl.constexpr = SIZE // COLUMNS
+    number = groups * 0
+    for piece in range(EACH):
+        group = piece * SIZE + tl.arange(0, ROWS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+        x = tl.load(tops_ptr + group, mask=group < groups, other=-float("inf"))
+        near = (key_of(x) >= lower).to(tl.int32)
+        if lists:
+            place, more = _places_of(near)
+            slot = number + place
+            tl.store(listed_ptr + slot, group, mask=(near > 0) & (slot < max_listed))
+        else:
+            more = tl.sum(tl.sum(near, axis=1), axis=0)
+        number += more
+    return number
+
+
+@triton.jit
+def gather(source, listed_ptr, found_ptr, number, lower, MAX_FOUND: tl.constexpr, STOPS: tl.constexpr):
+    """Stores the ids of all listed groups whose key is at least `lower`, in their order. Returns how many there are."""
+    count = number * 0
+    for start in tl.range(0, number, LISTED_PIECE, disable_licm=True):
+        slot = start + tl.arange(0, LISTED_PIECE)
+        # group -1 gives ids below zero, which `scaled` masks
+        group = tl.load(listed_ptr + slot, mask=slot < number, other=-1)
+        index = group[:, None] * _GROUP + tl.arange(0, _GROUP)[None, :]
+        keys = key_of(scaled(view_of(*source), index, STOPS))
+        near = (keys >= lower).to(tl.int32)
+        place, more = _places_of(near)
+        place += count
+        fits = (near > 0) & (place < MAX_FOUND)
+        tl.store(found_ptr + place, keys, mask=fits)
+        tl.store(found_ptr + MAX_FOUND + place, index, mask=fits)
+        count += more
+    return count

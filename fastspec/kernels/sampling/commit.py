@@ -1,15 +1,15 @@
-"""A step's bookkeeping in one launch, for steps that sample; greedy_commit.py ends greedy steps by the same code.
+"""Commits a step in one launch, for steps that sample; greedy_commit.py ends greedy steps by the same code.
 
-The definition is `fastspec.sampling.verify.commit`. A program commits one row; the last one publishes the
-step's entry (publish.py).
+The definition is `fastspec.sampling.verify.commit`. A program commits one row. The last program publishes the step's
+entry (publish.py).
 
-| argument   | shape, dtype         | notes                                                                    |
-|------------|----------------------|--------------------------------------------------------------------------|
-| accepted   | [B] int64            |                                                                          |
-| block      | [B, k+1] int64       | rows may be views of a longer table                                      |
-| rows       | fields of B rows     | as `fastspec.state.DecodeState`; tables may be row slices of longer ones |
-| scratch    | scratch_of(...)      | zero between launches: the last program to use a counter clears it       |
-| publish_to | (entries, counter)   | as publish.py                                                            |
+| argument   | shape, dtype         | notes                                                                        |
+|------------|----------------------|------------------------------------------------------------------------------|
+| accepted   | [B] int64            |                                                                              |
+| block      | [B, k+1] int64       | rows may be views of a longer table                                          |
+| rows       | fields of B rows     | as `fastspec.state.DecodeState`; tables may be row slices of longer ones     |
+| scratch    | scratch_of(...)      | zero between launches: the last program to use a counter clears it           |
+| publish_to | (entries, counter)   | as publish.py                                                                |
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ AT_LIMIT = tl.constexpr(verify.AT_LIMIT)
 NUM_WARPS = 2
 STATE_INTS = ["batch", "num_drafts", "places", "slots", "entry_width", "block_stride", "stop_stride", "tokens_width"]
 COLUMNS = ("lengths", "limits", "draft_lengths", "finish", "draft_counts", "emitted", "accepted")
-DETAILS_BLOCK = tl.constexpr(512)  # words of log-probabilities at a time
+DETAILS_BLOCK = tl.constexpr(512)  # int32 elements of log-probabilities that are stored at a time
 _MIN_PLACES = 32  # one compiled kernel for all usual k
 
 
 class StateRows(NamedTuple):
-    """The fields of `fastspec.state.DecodeState` that a commit reads and writes, and the stride of a row of tokens."""
+    """Fields of `fastspec.state.DecodeState` that a commit reads and writes, and the stride of a row of tokens."""
 
     tokens: Any
     lengths: Any
@@ -57,7 +57,7 @@ class StateRows(NamedTuple):
 
 
 class RowSizes(NamedTuple):
-    """Integers that a commit needs. They vary between launches, so kernels take them one by one (`STATE_INTS`)."""
+    """Integers of a commit. They vary between launches, so kernels take each as a parameter (`STATE_INTS`)."""
 
     tokens_width: Any
     stop_stride: Any
@@ -103,11 +103,12 @@ def commit_row(
     TOP: tl.constexpr,
     BLOCKS: tl.constexpr,  # CommitBlocks
 ):
-    """`verify.commit` of one row; the last row to come publishes the step's entry.
+    """Commits one row as `verify.commit` does. The last row to be committed publishes the step's entry.
 
-    Where they are recorded, the log-probabilities of what is emitted are stored before.
+    If log-probabilities are recorded, those of the emitted tokens are stored before.
 
-    Returns how many tokens were emitted.
+    Returns:
+        The number of emitted tokens.
     """
     PLACES: tl.constexpr = BLOCKS.PLACES
     STOPS: tl.constexpr = BLOCKS.STOPS
@@ -125,7 +126,7 @@ def commit_row(
     counts = tl.load(state.draft_counts + row)
     stop_ids = tl.load(state.stop_ids + row * stop_stride + stop, mask=stop < NUM_STOPS, other=-1)
     if entries_ptr is not None:
-        # the step is counted only after every row has been committed
+        # `store_sequence` counts the step only after every row is committed
         sequence = tl.load(counter_ptr) + 1
         beyond = (place > num_drafts) & (place < places)
         old_block = tl.load(state.block + row * block_stride + place, mask=beyond, other=0)
@@ -140,9 +141,9 @@ def commit_row(
     accepted = tl.where(running, accepted, -1)
     fed = length - 1 + tl.minimum(counts, count)
 
-    # every warp has read the row before any of them writes to it
+    # all warps must have read the row before one of them writes to it
     tl.debug_barrier()
-    # in range for every valid length; clamped all the same, because lengths are data
+    # in range for every valid length; clamped because lengths are data
     at = tl.minimum(tl.maximum(length + place, 0), tokens_width - 1)
     tl.store(state.tokens + row * state.tokens_stride + at, block, mask=place < count)
     tl.store(state.draft_lengths + row, fed, mask=running & (counts > 0) & (num_drafts > 0))
@@ -164,12 +165,12 @@ def commit_row(
             tl.store(entry_ptr + 3, finish)
             tl.store(entry_ptr + 4 + place, tl.where(place <= num_drafts, block, old_block), mask=place < places)
         else:
-            # the counting thread's release covers its own stores; the barrier hands it those of the others
+            # the atomic's release covers one thread's stores; the barrier adds those of all others
             tl.debug_barrier()
             before = tl.atomic_add(scratch_ptr, 1, sem="acq_rel")
         if before == batch - 1:
             tl.store(scratch_ptr, 0)
-            if batch > 1:  # by one program: a row's fence would wait until the host's memory has what it stored
+            if batch > 1:  # by one program: a fence per row would wait until its stores have reached the host's memory
                 tl.debug_barrier()
                 store_entry(
                     entries_ptr,
@@ -187,7 +188,7 @@ def commit_row(
                     num_drafts > 0,
                 )
             if recorded.details is not None:
-                tl.debug_barrier()  # a lone row's log-probabilities are there for all threads
+                tl.debug_barrier()  # with one row, its threads stored the log-probabilities just now
                 slot_ptr = recorded.details + sequence % slots * details_width
                 total = batch * places * (1 + 2 * TOP)
                 stored = recorded.logprobs, recorded.top_ids, recorded.top_logprobs
@@ -203,7 +204,7 @@ def _commit_kernel(
     state,
     scratch_ptr,
     ring,
-    recorded,  # RecordRows: nothing is recorded
+    recorded,  # RecordRows, all None
     given_stride,
     tokens_width,
     stop_stride,
@@ -240,7 +241,7 @@ def _commit_kernel(
 
 
 def scratch_of(batch: int, max_drafts: int, device: torch.device) -> Tensor:
-    """What the launches over up to `batch` rows count in: committed rows, arrivals of a row, best of a place."""
+    """Allocates counters for up to `batch` rows: committed rows, programs done per row, best key per place."""
     return torch.zeros(1 + batch * (max_drafts + 2), dtype=torch.int64, device=device)
 
 
@@ -251,7 +252,7 @@ def commit(
     scratch: Tensor,
     publish_to: tuple[Tensor, Tensor] | None = None,
 ) -> None:
-    """As `reference.commit`, which defines it; the junk column of `rows.tokens` is left alone.
+    """Computes `reference.commit`, but leaves the junk column of `rows.tokens` unchanged.
 
     Raises:
         ValueError: a layout is not as above, or the scratch is too small.
@@ -283,7 +284,11 @@ def commit(
 
 
 def check_rows(rows: CommitRows, batch: int, num_drafts: int, scratch: Tensor) -> None:
-    """Raises ValueError at what the kernels would misread or write beyond."""
+    """Checks the arguments of the kernels.
+
+    Raises:
+        ValueError: a layout that the kernels would misread, or a buffer that is too small.
+    """
     for name in COLUMNS:
         check(name, getattr(rows, name), (batch,), torch.int64)
     for name, width in (("tokens", 1), ("stop_ids", 1), ("block", num_drafts + 1), ("draft_tokens", num_drafts)):
@@ -292,7 +297,7 @@ def check_rows(rows: CommitRows, batch: int, num_drafts: int, scratch: Tensor) -
 
 
 def state_of(rows: CommitRows) -> StateRows:
-    """The kernels' argument."""
+    """Builds the kernels' argument from `rows`."""
     return StateRows(
         rows.tokens,
         rows.lengths,
@@ -309,7 +314,7 @@ def state_of(rows: CommitRows) -> StateRows:
 
 
 def sizes_of(rows: CommitRows, publish_to: tuple[Tensor, Tensor] | None) -> tuple[int, ...]:
-    """tokens_width to entry_width, in the kernels' order."""
+    """Returns tokens_width to entry_width, in the kernels' order."""
     if publish_to is not None:
         check_ring(publish_to[0], rows)
     slots, width = (1, 1) if publish_to is None else publish_to[0].shape

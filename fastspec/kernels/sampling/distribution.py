@@ -1,19 +1,30 @@
-"""Sampling distributions in two launches and without a sort: processors, temperature, top-k, top-p, min-p.
+"""Distributions of a sampled step in two launches without a sort: processors, temperature, top-k, top-p, min-p.
 
-The definition is `distribution.compute_probs` of `processors.process`. The first launch (groups.py) reads the logits
-once. In the second, a line's programs find between which logits its threshold lies (bounds.py). Where few groups of ids
-reach that far, as in language models, one program looks through these groups alone, in the order of ids. Otherwise all
-of the line's programs take turns at its chunks: they count and weigh what lies above the bounds and note the candidates
-between them, and the last to arrive goes on. The threshold is then found among the candidates (threshold.py).
+The definition is `distribution.compute_probs` of `processors.process`. A *line* is one scored position of one row.
 
-What stands in the record of a line is its distribution: p(id) = exp(x - MAX) / NORMALISER where `kept` of logits.py, 0
-elsewhere; for a GREEDY line one on BEST; for an INVALID line there is none. P_DRAFT and Q_DRAFT are the probabilities
-of the draft at this place under the target's and the draft's distribution. NUM_LISTED is how many ids `found` lists,
-among them all that the distribution keeps, in an order that depends on the line alone; -1 where it may list others, or
-not all.
+1. `_groups_kernel` reads the logits once. It stores the largest logit and the mass of each group of 32 ids. A group's
+   mass is relative to its own largest logit, so programs share nothing. A program takes CHUNK ids of a row and goes
+   through its places, with the logits of STAGES - 1 places in flight: its speed depends on the number of loads in
+   flight. If log-probabilities are recorded (logprobs.py), it reads the raw logits again, from L2.
+2. `_distribution_kernel` finds bounds of each line's threshold (bounds.py). If few groups of ids reach the lower bound,
+   as with language models, one program reads these groups alone, in ascending order. Otherwise all programs of the line
+   share its chunks: they count ids and masses above the bounds and store the candidates between them. The last program
+   to finish finds the threshold among the candidates (threshold.py).
 
-Differences to torch: sums are rounded otherwise, so where top-p falls within that rounding of an id's edge, one id
-more or less may be kept. Ids that tie at the edge of top-p are kept in the order of ids, as torch's stable sort does.
+Fields of a line's record:
+
+| field | meaning |
+|---|---|
+| MAX, NORMALISER, KEY, CUT | p(id) = exp(x - MAX) / NORMALISER where `kept` of logits.py holds, else 0 |
+| KIND | of a GREEDY line p is 1 on BEST; an INVALID line has no distribution |
+| P_DRAFT, Q_DRAFT | probabilities of this place's draft under the target's and the draft's distribution |
+| NUM_LISTED | number of ids in `found`; they include all that the distribution keeps. -1: unknown |
+
+The order of the ids in `found` depends on the line alone if NUM_LISTED is not negative.
+
+Differences to torch: sums are rounded in another order. So if top-p is within that rounding of an id's cumulative
+probability, one id more or less may be kept. Ids that tie at the threshold of top-p are kept in ascending order, as
+with torch's stable sort.
 """
 
 from __future__ import annotations
@@ -28,11 +39,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from fastspec.kernels.common.launch import has_pdl, launch
 from fastspec.kernels.reference.step import Record
 from fastspec.kernels.sampling import bounds, logprobs
-from fastspec.kernels.sampling import groups as sampled_groups
 from fastspec.kernels.sampling import logits as sampled_parts
-from fastspec.kernels.sampling.bounds import described, filtered, merged
-from fastspec.kernels.sampling.candidates import gather, list_groups, noted, read_off
-from fastspec.kernels.sampling.groups import _groups_kernel
+from fastspec.kernels.sampling.bounds import described, filtered, gather, list_groups, merged, noted, read_off
 from fastspec.kernels.sampling.logits import (
     BEST,
     COUNT_ABOVE,
@@ -61,23 +69,125 @@ from fastspec.kernels.sampling.logits import (
     SampledWork,
     kept,
     key_of,
+    level_of,
+    penalised_at,
     processed,
     scaled,
+    tempered,
     view_of,
 )
+from fastspec.kernels.sampling.logprobs import record_line
 from fastspec.kernels.sampling.threshold import PIECE, RANKED, fixed, normaliser_of, rank_candidates, search
 
-# a program runs its code once, so it waits for instructions: many threads, each with few of them
-LAUNCH = {"num_warps": 16}
-CROWDED = {"maxnreg": 64}  # where there are more lines than PROGRAMS: two programs share a multiprocessor
-PROGRAMS = 132  # of a launch, about: more do not find a line's distribution any sooner
+# --- the first launch ---
+
+
+CHUNK = 2048  # ids per program of the first launch
+STAGES = 3  # places in the pipeline of a program that has several
+GROUPS_LAUNCH = {"num_warps": 4, "maxnreg": 80}  # six programs per SM: 96 KiB in flight
 _GROUP = tl.constexpr(GROUP)
+
+
+def piece_of(chunk: int) -> int:
+    """Number of ids that a program takes at a time in a row with penalties, which need more registers."""
+    return max(GROUP, chunk // 4)
+
+
+@triton.jit
+def _sum_up(x, tops_ptr, chunk, groups, weighs, CHUNK: tl.constexpr):
+    """Stores the largest scaled logit of every group of a chunk, and if `weighs` the group's mass."""
+    x = tl.reshape(x, [CHUNK // _GROUP, _GROUP])
+    tops = tl.max(x, axis=1)
+    group = chunk * (CHUNK // _GROUP) + tl.arange(0, CHUNK // _GROUP)
+    tl.store(tops_ptr + group, tops, mask=group < groups)
+    if weighs:
+        # a group of -inf alone has mass exp(-inf) = 0; one with +inf makes the line invalid, whatever its mass
+        masses = tl.sum(tl.exp(x - level_of(tops)[:, None]), axis=1)
+        tl.store(tops_ptr + groups + group, masses, mask=group < groups)
+
+
+@triton.jit
+def _in_pieces(view, tops_ptr, groups, weighs, CHUNK: tl.constexpr, PIECE: tl.constexpr, STOPS: tl.constexpr):
+    """Sums up a chunk of a row with penalties in pieces, because penalties take registers."""
+    for piece in range(0, CHUNK // PIECE):
+        which = tl.program_id(0) * (CHUNK // PIECE) + piece
+        x = scaled(view, which * PIECE + tl.arange(0, PIECE), STOPS)
+        _sum_up(x, tops_ptr, which, groups, weighs, PIECE)
+
+
+@triton.jit(do_not_specialize=[*INTS, "parts", "top", "state_places"])
+def _groups_kernel(
+    source,
+    groups_ptr,
+    recorded,  # RecordRows of logprobs.py
+    places,
+    first,
+    parts,  # programs among which the places of a chunk are split
+    top,
+    state_places,  # K + 1
+    CHUNK: tl.constexpr,
+    PIECE: tl.constexpr,
+    STAGES: tl.constexpr,
+    GROUPS: tl.constexpr,
+    TOP: tl.constexpr,
+    STOPS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    row, part = tl.program_id(1) // parts, tl.program_id(1) % parts
+    # loaded before any branch, also for rows that do not run: the loads overlap
+    running = tl.load(source.finish + row) == RUNNING
+    end = places
+    if source.counts is not None:
+        end = tl.minimum(places, tl.load(source.counts + row).to(tl.int32) + 1 - first)
+    # with top-k the next launch sums the mass of the kept ids: masses of groups are not needed
+    top_k = tl.load(source.top_k + row)
+    weighs = (tl.load(source.temperature + row) > 0) & ((top_k <= 0) | (top_k >= source.vocab))
+    biased = tl.load(source.unbiased + row) == 0
+    length, least = tl.load(source.lengths + row), tl.load(source.min_lengths + row)
+    view = view_of(source, row * places, row, first)
+    vocab, groups = source.vocab, source.groups
+    stride, width = tl.cast(source.logits_stride, tl.int64), tl.cast(groups, tl.int64) * 2
+    row_ptr = groups_ptr + row * places * width
+    if running & view.penalised:
+        for at in range(part, end, parts):
+            there = penalised_at(view, at * stride, length + first + at < least, first + at)
+            _in_pieces(there, row_ptr + at * width, groups, weighs, CHUNK, PIECE, STOPS)
+    elif running:
+        index = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
+        known = index < vocab
+        bias = tl.load(view.bias + index, mask=known & biased, other=0.0)
+        for at in tl.range(part, end, parts, num_stages=STAGES):
+            x = tl.load(view.logits + at * stride + index, mask=known, other=-float("inf")) + bias
+            x = tempered(view.stop_ids, length + first + at < least, view.temperature, x, index, known, STOPS)
+            _sum_up(x, row_ptr + at * width, tl.program_id(0), groups, weighs, CHUNK)
+    if recorded.levels is not None:  # noqa: SIM102  (a condition known at compile time stands alone)
+        if running:
+            index = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
+            for at in range(part, end, parts):
+                line_ptr = source.logits + (row * places + at) * stride
+                x = tl.load(line_ptr + index, mask=index < vocab, other=-float("inf"))
+                record_line(
+                    *(x, recorded, line_ptr, row * places + at, row * state_places + at),
+                    *(tl.program_id(0), tl.num_programs(0), vocab, top, CHUNK, GROUPS, TOP),
+                )
+
+
+# --- the second launch ---
+
+
+# a program runs its code once and waits for instruction fetches: many threads with few instructions each
+LAUNCH = {"num_warps": 16}
+CROWDED = {"maxnreg": 64}  # for more lines than PROGRAMS: two programs share an SM
+PROGRAMS = 132  # about so many per launch: more do not make a line faster
 _RECORD = tl.constexpr(RECORD)
 _COUNTERS = tl.constexpr(COUNTERS)
 
 
 class Scratch(NamedTuple):
-    """The buffers of a `SampledWork` for the kernel: tensors here, pointers there."""
+    """Buffers of a `SampledWork`: tensors on the host, pointers in the kernel."""
 
     counters: Any
     records: Any
@@ -87,12 +197,12 @@ class Scratch(NamedTuple):
 
 
 class LineDistribution(NamedTuple):
-    """What a line's record says of its distribution, as scalars on the device; the module docstring has the formula.
+    """Distribution of a line as scalars on the device; the module docstring has the formula.
 
     Attributes:
         kind: int32, one of SEARCHED, KNOWN, GREEDY and INVALID.
         largest, normaliser: fp32, MAX and NORMALISER.
-        key, cut: int32, the lowest key that is kept, and up to which id among equals.
+        key, cut: int32, the lowest key that is kept, and the last id that is kept among ids with this key.
         best: int32, the id of a GREEDY line.
     """
 
@@ -109,7 +219,7 @@ LINE_DISTRIBUTION = tl.constexpr(LineDistribution)
 
 @triton.jit
 def load_distribution(record_ptr):
-    """The distribution of a line from its record."""
+    """Loads the distribution of a line from its record."""
     return LINE_DISTRIBUTION(
         tl.load(record_ptr + KIND),
         tl.load(record_ptr + MAX).to(tl.float32, bitcast=True),
@@ -122,7 +232,7 @@ def load_distribution(record_ptr):
 
 @triton.jit
 def share(dist, x, index, min_p):
-    """fp32 probabilities under a distribution that is neither invalid nor greedy, of ids with scaled logits x."""
+    """Computes fp32 probabilities of ids with scaled logits x, for a line that is neither INVALID nor GREEDY."""
     e = tl.exp(x - dist.largest)
     p = tl.div_rn(e, dist.normaliser + tl.zeros_like(e))
     return tl.where(kept(key_of(x), index, e, dist.key, dist.cut, min_p), p, 0.0)
@@ -130,7 +240,7 @@ def share(dist, x, index, min_p):
 
 @triton.jit
 def probabilities(dist, view, index, min_p, STOPS: tl.constexpr):
-    """fp32 probabilities under a distribution that is not invalid, at index int32."""
+    """Computes fp32 probabilities at ids index int32, for a line that is not INVALID."""
     p = (index == dist.best).to(tl.float32)
     if dist.kind != GREEDY:
         p = share(dist, scaled(view, index, STOPS), index, min_p)
@@ -143,7 +253,7 @@ def _find_threshold(
     found_ptr,
     largest,
     normaliser,
-    count,  # candidates
+    count,  # number of candidates
     count_above,
     mass_above,
     kept_above,
@@ -158,7 +268,7 @@ def _find_threshold(
     PIECE: tl.constexpr,
     STOPS: tl.constexpr,
 ):
-    """(key, cut, fp32 normaliser) of a line whose candidates are all noted."""
+    """Finds (key, cut, fp32 normaliser) of a line once all its candidates are stored."""
     vocab = source[0].vocab
     top_k = tl.where(top_k < vocab, top_k, 0).to(tl.int32)
     lower, upper = lower.to(tl.int32), upper.to(tl.int32)
@@ -169,7 +279,7 @@ def _find_threshold(
             *(guessed, top_k, top_p, min_p, vocab, MAX_FOUND, RANKED),
         )
     if sound == 0:
-        # if ranking the candidates did not decide, searching them would not either
+        # where `rank_candidates` did not decide, a search of the candidates would not either: read the line
         key, cut, mass = search(
             *(source, found_ptr, (count > MAX_FOUND) | (count <= RANKED), largest, normaliser, count, count_above),
             *(mass_above, kept_above, lower, upper, guessed, top_k, top_p, min_p, MAX_FOUND, PIECE, STOPS),
@@ -192,8 +302,8 @@ def _store_distribution(record_ptr, dist, upper, guessed, num_listed):
 
 @triton.jit
 def _draft_at(draft, logits_ptr, bias_ptr, q_ptr):
-    """(logit, bias, probability when drafted) fp32 [16] of a draft int32 [16], as they lie in memory."""
-    known = draft >= 0  # else it is no id
+    """Loads (logit, bias, probability under the draft's distribution) fp32 [16] of a draft int32 [16]; -1 is no id."""
+    known = draft >= 0
     x = tl.load(logits_ptr + draft, mask=known, other=-float("inf"))
     bias = tl.load(bias_ptr + draft, mask=known, other=0.0)
     q = tl.full(draft.shape, 1.0, tl.float32)
@@ -204,10 +314,10 @@ def _draft_at(draft, logits_ptr, bias_ptr, q_ptr):
 
 @triton.jit
 def _weigh_draft(source, draft, read, dist, record_ptr, min_p, STOPS: tl.constexpr):
-    """Stores the draft's probabilities under the target's and the draft's distribution, by what `_draft_at` read."""
+    """Stores P_DRAFT and Q_DRAFT, from `read` as `_draft_at` returned it."""
     x = processed(view_of(*source), read[0] + read[1], draft, draft >= 0, STOPS)
     p = tl.max(share(dist, x, draft, min_p), axis=0)
-    # nothing follows from an invalid line, and no comparison with NaN holds
+    # NaN: every comparison with it is false, so a draft at an invalid line is never accepted
     p = tl.where(dist.kind > GREEDY, float("nan"), p)
     tl.store(record_ptr + P_DRAFT, p.to(tl.int32, bitcast=True))
     tl.store(record_ptr + Q_DRAFT, tl.max(read[2], axis=0).to(tl.int32, bitcast=True))
@@ -220,12 +330,12 @@ def _distribution_kernel(
     q_ptr,  # None: the proposer is deterministic
     places,
     first,
-    drafts,  # places that a draft stands at; 0: none is weighed
+    drafts,  # number of places with a draft; 0: no probabilities of drafts are stored
     q_row,
     q_place,
     CHUNK: tl.constexpr,
     GROUPS: tl.constexpr,
-    EACH: tl.constexpr,  # groups that are described as one
+    EACH: tl.constexpr,  # groups that are merged to one
     MAX_FOUND: tl.constexpr,
     LISTED: tl.constexpr,
     RANKED: tl.constexpr,
@@ -239,7 +349,7 @@ def _distribution_kernel(
     line = tl.program_id(1)
     vocab, groups = source.vocab, source.groups
     row, place = (line // places).to(tl.int64), first + line % places
-    # loaded together, also for lines that are not wanted: no load waits for another
+    # loaded before any branch, also for lines that are not needed: the loads overlap
     wanted = tl.load(source.finish + row) == RUNNING
     if source.counts is not None:
         wanted = wanted & (place <= tl.load(source.counts + row))
@@ -248,14 +358,14 @@ def _distribution_kernel(
     drafted = tl.load(source.draft_tokens + row * source.drafts_stride + place, mask=place < drafts, other=-1)
     tops_ptr = work.groups + line.to(tl.int64) * groups * 2
     tops, masses = merged(tops_ptr, tops_ptr + groups, groups, GROUPS // EACH, EACH)
-    # what may need more than one program is described by each for itself, all alike
+    # a line that may need several programs is described by each of them, with equal results
     shared = (temperature > 0) & filtered(top_k, top_p, min_p, vocab)
     if wanted & (shared | (tl.program_id(0) == 0)):
-        # from it each makes a view for itself: kept in between, a view takes half the registers
+        # each function builds its view from this: a view that lived on would take half the registers
         at = source, line, row, place
         mine = tl.program_id(0) == 0
         weighs = (place < drafts) & (temperature > 0)  # a greedy row is judged by match
-        # loaded now and used at the end, so that nothing waits for it
+        # loaded now and used at the end: the latency is hidden
         drafted = tl.where(weighs & (drafted >= 0) & (drafted < vocab), drafted, -1)
         draft = drafted.to(tl.int32) + tl.zeros([16], tl.int32)
         line_ptr = source.logits + line * tl.cast(source.logits_stride, tl.int64)
@@ -273,7 +383,7 @@ def _distribution_kernel(
             line_found = work.found + line.to(tl.int64) * (2 * MAX_FOUND)
             line_counters = work.counters + line * _COUNTERS
             line_listed = work.listed + line.to(tl.int64) * LISTED
-            # without a bound above, or with nothing to look for
+            # no upper bound, or the threshold is known: only ids from `lower` on matter
             alone = (upper == KEY_OPEN) | (upper == lower)
             lists = mine & alone
             number = list_groups(tops_ptr, groups, lower, line_listed, lists, LISTED, GROUPS // EACH, EACH)
@@ -281,7 +391,7 @@ def _distribution_kernel(
             mass_above, kept_above = tl.zeros([], tl.int64), tl.zeros([], tl.int64)
             if (number <= LISTED) & alone:
                 if mine:
-                    tl.debug_barrier()  # others read what is listed
+                    tl.debug_barrier()  # other threads read the list
                     count = gather(at, line_listed, line_found, number, lower, MAX_FOUND, STOPS)
                     num_listed = tl.where(count <= MAX_FOUND, count, -1)
             else:
@@ -294,7 +404,7 @@ def _distribution_kernel(
                     count_above = read_off(line_counters, COUNT_ABOVE).to(tl.int32)
                     mass_above, kept_above = read_off(line_counters, MASS_ABOVE), read_off(line_counters, KEPT_ABOVE)
             if mine:
-                tl.debug_barrier()  # candidates are read by other threads, counters have been read by all
+                tl.debug_barrier()  # other threads read the candidates; all threads have read the counters
                 for word in tl.static_range(KEPT_ABOVE + 1):
                     tl.store(line_counters + word, 0)
                 key, cut, normaliser = _find_threshold(
@@ -311,7 +421,7 @@ def _distribution_kernel(
 
 
 def launch_of(lines: int) -> dict[str, int]:
-    """Options of a launch, of which those that sums depend on are the same for all."""
+    """Launch options for so many lines. Options that change the order of sums are the same for all."""
     return LAUNCH | (CROWDED if lines > PROGRAMS else {})
 
 
@@ -329,20 +439,19 @@ def find_distributions(
     """Fills the records of `work` for logits [B, R, V] of places first.. of each row, in two launches.
 
     Args:
-        logits: fp32, of the ids 0..V-1, of which there may be fewer than the state knows.
+        logits: fp32, of the ids 0..V-1; V may be less than the vocabulary of the state.
         rows: the state of the rows.
-        work: as large as these lines need.
+        work: large enough for these lines.
         first: the first place; place j comes after the row's first j drafts.
         drafts: places below this hold a draft, whose probabilities are recorded.
         draft_probs: [B, K, V] that drafts were drawn from; None: the proposer is deterministic.
-        ragged: places beyond a row's draft_counts are left out.
-        record: log-probabilities to record of the raw logits, but for those of the tokens that are not known yet.
+        ragged: skips places behind a row's draft_counts.
+        record: log-probabilities of the raw logits to record. Those of the emitted tokens come later, at the commit.
     """
     batch, places, vocab = logits.shape
     source, pdl = sampled_parts.source_of(logits, rows, ragged=ragged), has_pdl(logits.device)
     shared = {"STOPS": rows.stop_ids.shape[1], "PDL": pdl, "launch_pdl": pdl, **sampled_parts.OPTIONS}
-    chunk = sampled_groups.CHUNK
-    chunks = triton.cdiv(vocab, chunk)
+    chunks = triton.cdiv(vocab, CHUNK)
     parts = sampled_parts.parts_of(batch, places, chunks)
     top, _ = logprobs.sizes_of(record)
     launch(
@@ -350,10 +459,10 @@ def find_distributions(
         (chunks, batch * parts),
         *(source, work.groups, logprobs.record_rows(record, rows)._replace(details=None)),
         *(places, first, parts, top, rows.block.shape[1]),
-        CHUNK=chunk,
-        PIECE=sampled_groups.piece_of(chunk),
-        STAGES=sampled_groups.STAGES if parts < places else 1,
-        **(sampled_groups.LAUNCH if record is None else {}),
+        CHUNK=CHUNK,
+        PIECE=piece_of(CHUNK),
+        STAGES=STAGES if parts < places else 1,
+        **(GROUPS_LAUNCH if record is None else {}),
         **(shared | logprobs.constants_of(record, rows, vocab)),
     )
     lines = batch * places

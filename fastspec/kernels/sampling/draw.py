@@ -1,16 +1,16 @@
-"""A draft's token drawn from its distribution, and that distribution written out, in three launches.
+"""Draws a draft token from its distribution, and stores that distribution, in three launches.
 
-The definition is `reference.sampled_draw`. distribution.py finds the rows' distributions; here a program takes CHUNK
-ids of a row, stores their probabilities where these are kept, and samples among them with the numbers of
-`distribution.PhiloxDraws`. Winners are merged by an atomic maximum; the last program to arrive at a row stores its
-token. A row without a distribution (NaN or infinite logits, or none but -inf) drafts id 0, with probability one. Rows
-that do not run are left as they are.
+The definition is `reference.sampled_draw`. distribution.py finds the rows' distributions in two launches. In the third,
+a program takes CHUNK ids of a row. It stores their probabilities if the state needs them, and samples among them with
+the numbers of `distribution.PhiloxDraws`. An atomic maximum merges the winners. The last program of a row to finish
+stores its token. A row without a distribution (NaN or infinite logits, or all -inf) drafts id 0 with probability 1.
+Rows that do not run are unchanged.
 
 | argument    | shape, dtype     | notes                                                                   |
 |-------------|------------------|-------------------------------------------------------------------------|
 | logits      | [B, 1, V'] fp32  | V' <= V; contiguous over the vocabulary                                  |
-| draft_probs | [B, K, V] fp32   | of the state; zero from V' on. Not written where it is not kept         |
-| work        | sampled_work     | counters are zero between launches: the last to use them clears          |
+| draft_probs | [B, K, V] fp32   | of the state; zero from V' on. Not written if not kept                   |
+| work        | sampled_work     | counters are zero between launches: the last program to use them clears them |
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def _draw_kernel(
     counters_ptr,
     records_ptr,
     groups_ptr,
-    draft_probs_ptr,  # None: the distribution is not kept
+    draft_probs_ptr,  # None: the distribution is not stored
     first,
     draft_probs_row,
     width,
@@ -98,7 +98,7 @@ def _draw_kernel(
                 kind == GREEDY, dist.best, tl.where(kind == INVALID, 0, winning_id(tl.maximum(sampled, 1)))
             )
             tl.store(source.draft_tokens + row * source.drafts_stride + j, drawn.to(tl.int64))
-            tl.debug_barrier()  # all have read
+            tl.debug_barrier()  # all threads have read WINNER
             tl.store(line_counters + WINNER, 0)
             tl.store(line_counters + ARRIVED, 0)
 
@@ -113,7 +113,7 @@ def sampled_draw(
     keep_draft_probs: bool,
     draws: object = None,
 ) -> None:
-    """As `reference.sampled_draw`, which defines it; draws are those of the rows' seeds, whatever `draws` is.
+    """Computes `reference.sampled_draw`. Random numbers come from the rows' seeds; `draws` is ignored.
 
     Raises:
         ValueError: a layout is not as above, or the work area is too small.

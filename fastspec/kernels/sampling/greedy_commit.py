@@ -1,15 +1,15 @@
-"""Greedy verification and the step's bookkeeping in one launch.
+"""Verifies drafts of greedy rows and commits the step, in one launch.
 
-The definition is `fastspec.sampling.verify`: `greedy`, with places flagged as by
-`fastspec.sampling.processors.flag_invalid`, then `commit`. A program takes CHUNK logits of one place. It finds their
-largest, the lowest id among equals, as one integer whose order is that of (logit, -id), and merges it into the place's
-integer by an atomic maximum: exact, so neither chunks nor the order of arrival can matter. The last program to arrive
-at a row of the batch commits that row (commit.py).
+The definition is `fastspec.sampling.verify`: `greedy`, with invalid places handled as by
+`fastspec.sampling.processors.flag_invalid`, then `commit`. A program takes CHUNK logits of one place. It packs their
+largest and its lowest id into one integer that orders as (logit, -id). An atomic maximum merges it into the place's
+integer. That is exact, so neither the chunks nor the order of programs changes a bit. The last program of a row to
+finish commits that row (commit.py).
 
 | argument | shape, dtype     | notes                                                |
 |----------|------------------|------------------------------------------------------|
 | logits   | [B, k+1, V] fp32 | V < 2^31; contiguous, or places at one common stride |
-|          | `PartKeys`       | in place of logits: the keys of 2, 4 or 8 parts      |
+|          | `PartKeys`       | in place of logits: the keys of 2, 4 or 8 parts of the vocabulary |
 
 The other arguments are those of commit.py.
 """
@@ -42,12 +42,13 @@ from fastspec.kernels.sampling.commit import (
 from fastspec.kernels.sampling.logprobs import RECORD_INTS, check_record, record_line, record_rows
 from fastspec.sampling.verify import CommitRows
 
-# (places of the whole batch from which it holds, logits per program, warps): exact arithmetic, so it may depend on them
+# (number of places in the batch from which on it is used, logits per program, warps). The arithmetic is exact, so this
+# choice changes no bits
 LAUNCH = ((48, 8192, 8), (0, 4096, 4))
 
 
 class Lines(NamedTuple):
-    """Logits, the drafts that are judged by them, and their sizes."""
+    """Logits, the drafts that they verify, and their sizes. A line is one scored position of one row."""
 
     logits: Any  # fp32 [B (k+1), V]; None where there are keys
     drafts: Any  # int64 [B, >= k]
@@ -65,7 +66,7 @@ def _larger(a, b):
 
 @triton.jit
 def _best_of(x, index):
-    """int64 > 0 of the largest x fp32 as torch.argmax sees it: NaN above all, the lowest index among equals.
+    """Packs the largest x fp32 and its index into int64 > 0, in torch.argmax's order: NaN first, then the lowest index.
 
     Two such integers compare as (x, -index) do, with -0 equal to 0.
     """
@@ -116,7 +117,7 @@ def _verify_kernel(
         key = tl.load(given.keys + line.to(tl.int64) * CHUNK + index)
         best = tl.max(tl.where(key > 0, key - index * given.width, 0), axis=0)
     else:
-        # what lies beyond the vocabulary comes last among equals, and is never the largest alone
+        # padding beyond the vocabulary is -inf: it loses ties because its index is higher
         x = tl.load(logits_ptr + line.to(tl.int64) * logits_stride + index, mask=index < vocab, other=-float("inf"))
         if recorded.levels is not None:
             line_ptr = logits_ptr + line.to(tl.int64) * logits_stride
@@ -124,7 +125,7 @@ def _verify_kernel(
                 *(x, recorded, line_ptr, line),
                 *(row * places + line % (num_drafts + 1), chunk, tl.num_programs(0), vocab, top, CHUNK, GROUPS, TOP),
             )
-            tl.debug_barrier()  # what all threads stored is there before the row is told
+            tl.debug_barrier()  # all threads have stored before the row's counter is incremented
         best = _best_of(x, index)
     row_arrivals_ptr = scratch_ptr + 1 + row
     tl.atomic_max(scratch_ptr + 1 + batch + line, best, sem="relaxed")
@@ -138,7 +139,7 @@ def _verify_kernel(
         drafts = tl.load(given.drafts + row * given.drafts_stride + place, mask=place < num_drafts, other=-2)
         counted = place < tl.load(state.draft_counts + row)
         accepted = tl.min(tl.where((picks == drafts) & counted, PLACES, place), axis=0).to(tl.int64)
-        # the largest of all is NaN or infinite: nothing can be chosen there
+        # a place whose largest logit is NaN or infinite is invalid
         level = (ranked >> 31) - 0x80000000
         lowest = -0x7F800001 if given.keys is not None else -0x7F800000  # of negative infinity
         invalid = in_block & ((level >= 0x7F800000) | (level <= lowest))
@@ -170,7 +171,7 @@ def verify_commit(
     publish_to: tuple[Tensor, Tensor] | None = None,
     record: Record | None = None,
 ) -> None:
-    """As `reference.verify_commit`, which defines it; the junk column of `rows.tokens` is left alone.
+    """Computes `reference.verify_commit`, but leaves the junk column of `rows.tokens` unchanged.
 
     Raises:
         ValueError: a layout is not as above, or the scratch is too small.
@@ -204,7 +205,7 @@ def verify_commit(
 
 
 def _lines_of(logits: Tensor | PartKeys, drafts: Tensor, *, recorded: bool) -> tuple[Lines, int, int]:
-    """What the kernel reads, how much of it a program takes, and its warps."""
+    """Returns the kernel's `Lines`, the logits (or keys) per program, and its warps."""
     if isinstance(logits, PartKeys):
         keys, parts = logits.keys, logits.keys.shape[-1]
         if recorded or keys.dtype != torch.int64 or not keys.is_contiguous() or parts & (parts - 1):
@@ -216,6 +217,6 @@ def _lines_of(logits: Tensor | PartKeys, drafts: Tensor, *, recorded: bool) -> t
     check_logits(logits)
     batch, places, vocab = logits.shape
     lines = logits.flatten(0, 1)  # a view where places lie at one stride, a copy otherwise
-    # where log-probabilities are recorded, a program ranks one place at most: more of them wait for less
+    # if log-probabilities are recorded, smaller chunks: one program ranks a place, and more programs hide its latency
     chunk, warps = next(entry[1:] for entry in LAUNCH if entry[0] <= (0 if recorded else batch * places))
     return Lines(lines, drafts, vocab, lines.stride(0), drafts.stride(0)), chunk, warps

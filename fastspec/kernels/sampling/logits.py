@@ -1,8 +1,11 @@
-"""What the kernels of a sampled step share: a place's scaled logits, their order as integers, and the random numbers.
+"""Device code and sizes that all kernels of a sampled step share: scaled logits, their integer order, random numbers.
 
-A *line* is one place of one row: line r of a launch belongs to row r // places, and its place is first + r % places.
-Everything that has to be the same wherever it is computed is computed by a function here, with roundings that are those
-of torch: no multiplication is fused with an addition (`OPTIONS`), and divisions are exact to the last bit.
+A *place* is one of the k + 1 positions that a step scores in a row. A *line* is one place of one row. Line r of a
+launch belongs to row r // places, and its place is first + r % places. A *group* is GROUP neighbouring ids of a line.
+The *mass* of ids is the sum of exp(x - largest) over their scaled logits x.
+
+A value that several kernels need is computed by one function here, so it has the same bits everywhere. Its roundings
+are those of torch: no fused multiply-add (`OPTIONS`), and divisions round to nearest.
 """
 
 from __future__ import annotations
@@ -18,43 +21,43 @@ from torch import Tensor
 from fastspec.kernels.common.checks import check_logits, told
 from fastspec.sampling import verify
 
-GROUP = 32  # neighbouring ids whose largest logit and mass are kept
+GROUP = 32  # neighbouring ids whose largest logit and mass are stored
 CHUNK = 4096  # ids per program
-PROGRAMS = 768  # of a launch: with as many, those of a row need not be spread any further
-MAX_IDS = 2**19 - 1  # of a vocabulary, so that fixed-point masses stay below 2^63
-CANDIDATES = 8192  # ids of a line among which a threshold is looked for exactly
-LISTED = 1024  # groups with candidates that one program looks through alone
+PROGRAMS = 768  # of a launch: as many fill the device, so places of a row are not split further
+MAX_IDS = 2**19 - 1  # largest vocabulary: fixed-point masses stay below 2^63
+CANDIDATES = 8192  # ids near the threshold that a line can store
+LISTED = 1024  # groups with candidates that one program handles alone
 OPTIONS = {"enable_fp_fusion": False}
 
 RUNNING = tl.constexpr(verify.RUNNING)
 # int32 keys that compare as the fp32 values do
 KEY_LOWEST = tl.constexpr(-2139095041)  # -inf
 KEY_OPEN = tl.constexpr(2139095041)  # above every value
-# fixed point: the mass of an id is at most one
+# fixed point: the mass of an id is at most 1
 UNIT = tl.constexpr(2.0**44)
 NO_UNIT = tl.constexpr(2.0**-44)
 
-# a line's record: int32 words
+# fields of a line's record: int32
 RECORD = 16
 MAX, NORMALISER, KEY, CUT, UPPER, KIND, P_DRAFT, Q_DRAFT, BEST, GUESSED, NUM_LISTED = map(tl.constexpr, range(11))
-SEARCHED, KNOWN, GREEDY, INVALID = map(tl.constexpr, range(4))  # kinds of a line: how its distribution is found
-# a line's counters: int64 words, zero between launches
+SEARCHED, KNOWN, GREEDY, INVALID = map(tl.constexpr, range(4))  # kinds of a line; SEARCHED becomes KNOWN later
+# fields of a line's counters: int64, zero between launches
 COUNTERS = 8
 ARRIVED, FOUND, COUNT_ABOVE, MASS_ABOVE, KEPT_ABOVE, WINNER, RESIDUAL_WINNER, RESIDUAL = map(tl.constexpr, range(8))
 
-# Triton does not compile for the values of these (do_not_specialize). Integers inside a tuple cannot be excluded so:
-# sizes that vary between launches stay parameters of their own; those in `Source` are one model's and one state's.
+# for do_not_specialize: one compiled kernel for all values of these. Integers inside a tuple cannot be listed there, so
+# sizes that vary between launches are parameters of their own. Those in `Source` belong to one model and one state
 INTS = ["places", "first"]
 
 
 @dataclass(frozen=True, slots=True)
 class SampledWork:
-    """What the kernels of a sampled step work in.
+    """Work area of the kernels of a sampled step.
 
     Attributes:
-        counters: int64 [lines, COUNTERS] zeros; every step leaves them so.
-        arrivals: int64 [B] zeros, likewise.
-        records: int32 [lines, RECORD]: a line's distribution in short.
+        counters: int64 [lines, COUNTERS], zero between steps.
+        arrivals: int64 [B], programs of a row that have finished; zero between steps.
+        records: int32 [lines, RECORD], the distribution of each line.
         groups: fp32 [lines, 2, V / GROUP]: largest scaled logit of a group, and its mass relative to that.
         found: int32 [lines, 2, CANDIDATES]: keys and ids near the threshold.
         listed: int32 [lines, LISTED]: groups that hold such ids.
@@ -69,7 +72,7 @@ class SampledWork:
 
 
 def sampled_work(batch: int, max_drafts: int, vocab: int, device: torch.device) -> SampledWork:
-    """Allocates what steps of up to `batch` rows, `max_drafts` drafts and `vocab` ids work in."""
+    """Allocates the work area for up to `batch` rows, `max_drafts` drafts and `vocab` ids."""
     lines = batch * (max_drafts + 1)
     return SampledWork(
         torch.zeros(lines, COUNTERS, dtype=torch.int64, device=device),
@@ -88,24 +91,25 @@ def sampled_work_bytes(batch: int, max_drafts: int, vocab: int) -> int:
 
 
 def parts_of(batch: int, places: int, programs: int) -> int:
-    """Into how many parts the places of a row are divided; each part has `programs` programs of its own.
+    """Number of parts that the places of a row are split into; each part has `programs` programs of its own.
 
-    No more than fill the device: a program that goes through several places of a row finds what they share in L1.
+    More parts than fill the device would not help: a program that handles several places of a row finds their common
+    data in L1.
     """
     return min(places, int(triton.cdiv(PROGRAMS, batch * programs)))
 
 
 class Source(NamedTuple):
-    """What the kernels of a sampled step read of B rows: logits and everything that `processors.process` takes.
+    """Inputs of the kernels of a sampled step: logits of B rows, and everything that `processors.process` reads.
 
-    Tables are [B, ...] with rows at a stride; the other tensors are [B]. Sizes are one model's and one state's, so
-    Triton may compile for their alignment.
+    Tables are [B, ...] with a stride between rows; the other tensors are [B]. The sizes belong to one model and one
+    state, so Triton may compile for their alignment.
 
     Attributes:
         logits: fp32 [B, R, V], places at `logits_stride`.
-        counts: int64 [B], drafts that count; None: every place of a row is wanted.
-        groups: groups of GROUP ids.
-        bias to finish: the fields of `fastspec.state.DecodeState`.
+        counts: int64 [B], number of valid drafts; None: every place of a row is needed.
+        groups: number of groups of GROUP ids.
+        bias to finish: fields of `fastspec.state.DecodeState`.
     """
 
     logits: Any
@@ -137,11 +141,11 @@ class Source(NamedTuple):
     stop_stride: int
 
 
-SOURCE = Source._fields[1 : Source._fields.index("unbiased")]  # what has to have B rows
+SOURCE = Source._fields[1 : Source._fields.index("unbiased")]  # fields that must have B rows
 
 
 class View(NamedTuple):
-    """What `scaled` needs to know of a line: pointers to its tables, and the values of its row."""
+    """Inputs of `scaled` for one line: pointers to its tables, and the values of its row."""
 
     logits: Any
     bias: Any
@@ -163,7 +167,7 @@ _View = tl.constexpr(View)
 
 
 def source_of(logits: Tensor, rows: Any, *, ragged: bool = True) -> Source:
-    """The kernels' argument for logits [B, R, V]; not ragged: places beyond a row's drafts are wanted too."""
+    """Builds the kernels' argument for logits [B, R, V]; if not `ragged`, places behind valid drafts count, too."""
     does, sampler = rows.processors, rows.sampler
     vocab = logits.shape[2]
     return Source(
@@ -178,7 +182,11 @@ def source_of(logits: Tensor, rows: Any, *, ragged: bool = True) -> Source:
 
 
 def check_source(logits: Tensor, rows: Any, work: SampledWork) -> None:
-    """Raises ValueError at what the kernels would misread or write beyond."""
+    """Checks the arguments of the kernels.
+
+    Raises:
+        ValueError: a layout that the kernels would misread, or a buffer that is too small.
+    """
     check_logits(logits)
     batch, places, vocab = logits.shape
     if min(batch, places) > 1 and logits.stride(0) != places * logits.stride(1):
@@ -204,7 +212,11 @@ def check_source(logits: Tensor, rows: Any, work: SampledWork) -> None:
 
 
 def check_draft_probs(probs: Tensor | None, vocab: int) -> None:
-    """Raises ValueError at probabilities of drafts, [B, K, V] or [B, V], that do not hold the ids of the logits."""
+    """Checks probabilities of drafts, [B, K, V] or [B, V].
+
+    Raises:
+        ValueError: they have fewer ids than the logits, or are not contiguous over ids.
+    """
     if probs is not None and (probs.stride(-1) != 1 or probs.shape[-1] < vocab):
         raise ValueError(
             f"draft_probs is {told(probs)}; wanted {vocab} ids or more, contiguous over them: allocate the state so"
@@ -213,26 +225,26 @@ def check_draft_probs(probs: Tensor | None, vocab: int) -> None:
 
 @triton.jit
 def key_of(x):
-    """int32 that compares as x does; x has no NaN and no -0."""
+    """Converts fp32 x to an int32 that compares as x does; x has no NaN and no -0."""
     bits = x.to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
 def value_of(key):
-    """The inverse of key_of."""
+    """Inverts `key_of`."""
     return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def level_of(largest):
-    """What masses are relative to: nothing that is finite weighs more than one, and no NaN comes of an infinity."""
+    """Returns `largest` where it is finite, else 0. Masses are relative to it, so an infinity never gives NaN."""
     return tl.where((largest > -float("inf")) & (largest < float("inf")), largest, 0.0)
 
 
 @triton.jit
 def view_of(source, line, row, place):
-    """The `View` of a line."""
+    """Loads the `View` of a line."""
     row = row.to(tl.int64)
     repetition = tl.load(source.repetition + row)
     presence = tl.load(source.presence + row)
@@ -260,7 +272,7 @@ def view_of(source, line, row, place):
 
 @triton.jit
 def penalised_at(view, offset, early, place):
-    """The view of another place of the same row, which is penalised."""
+    """Returns the view of another place of the same row, for a row with penalties."""
     return _View(
         view.logits + offset,
         view.bias,
@@ -281,7 +293,7 @@ def penalised_at(view, offset, early, place):
 
 @triton.jit
 def scaled(view, index, NUM_STOPS: tl.constexpr):
-    """fp32 logits at index int32: `processors.process`, over temperature; +inf for a NaN, -inf beyond V."""
+    """Computes `processors.process`, divided by temperature, at ids index int32: +inf for a NaN, -inf beyond V."""
     known = (index >= 0) & (index < view.vocab)
     x = tl.load(view.logits + index, mask=known, other=-float("inf"))
     return processed(view, x + tl.load(view.bias + index, mask=known, other=0.0), index, known, NUM_STOPS)
@@ -289,7 +301,7 @@ def scaled(view, index, NUM_STOPS: tl.constexpr):
 
 @triton.jit
 def processed(view, x, index, known, NUM_STOPS: tl.constexpr):
-    """`scaled` of logits x with biases."""
+    """Computes `scaled` from logits x that have their biases."""
     prompt_ptr, output_ptr, drafts_ptr, place = view.in_prompt, view.output_counts, view.draft_tokens, view.place
     if view.penalised:
         repetition, presence, frequency = view.repetition, view.presence, view.frequency
@@ -306,32 +318,32 @@ def processed(view, x, index, known, NUM_STOPS: tl.constexpr):
 
 @triton.jit
 def tempered(stop_ptr, early, temperature, x, index, known, NUM_STOPS: tl.constexpr):
-    """The end of `scaled`, for logits x with biases and penalties."""
+    """Ends `scaled`, for logits x that have biases and penalties: stop ids, temperature, NaN."""
     if early:
         for stop in range(0, NUM_STOPS):
             x = tl.where(index == tl.load(stop_ptr + stop).to(tl.int32), -float("inf"), x)
     if temperature != 1.0:
         x = tl.div_rn(x, temperature + tl.zeros_like(x))
-    # adding zero makes +0 of -0: equal values have equal keys
+    # adding zero turns -0 into +0, so that equal values have equal keys
     return tl.where(known, tl.where(x == x, x, float("inf")) + 0.0, -float("inf"))
 
 
 @triton.jit
 def _unit(high, low):
-    """`distribution._unit` of uint32 words."""
+    """Converts uint32 words as `distribution._unit` does."""
     value = high.to(tl.float32) * 2.3283064365386963e-10 + (low.to(tl.float32) + 0.5) * 5.421010862427522e-20
     return tl.minimum(value, 0.999999940395355224609375)
 
 
 @triton.jit
 def _exponential(u):
-    """-log1p(-u) for u in (0, 1), good to a few ulp: the compiler's own fast logarithm is not, near one."""
+    """Computes -log1p(-u) for u in (0, 1) to a few ulp. The compiler's fast logarithm is less exact near 1."""
     rest = 1.0 - u
     bits = rest.to(tl.int32, bitcast=True)
     # rest = 2^power * fraction with fraction in [sqrt(1/2), sqrt(2))
     power = (bits - 0x3F3504F3) >> 23
     fraction = (bits - (power << 23)).to(tl.float32, bitcast=True)
-    over = tl.where(power == 0, -u, fraction - 1.0)  # 1 - u has lost bits of a small u; u has not
+    over = tl.where(power == 0, -u, fraction - 1.0)  # for a small u, 1 - u has lost bits that u still has
     s = tl.div_rn(over, 2.0 + over)
     z = s * s
     series = 0.15384615384615385 * z + 0.18181818181818182
@@ -345,7 +357,7 @@ def _exponential(u):
 
 @triton.jit
 def times(seed, position, PURPOSE: tl.constexpr, start, SIZE: tl.constexpr):
-    """`distribution.exponentials` fp32 [SIZE] of the ids start..start+SIZE-1; start and SIZE are even."""
+    """Computes `distribution.exponentials` fp32 [SIZE] of the ids start..start+SIZE-1; start and SIZE are even."""
     pair = start // 2 + tl.arange(0, SIZE // 2)
     low = (position & 0xFFFFFFFF).to(tl.uint32)
     high = ((position >> 32) & 0xFFFFFFFF).to(tl.uint32)
@@ -356,7 +368,7 @@ def times(seed, position, PURPOSE: tl.constexpr, start, SIZE: tl.constexpr):
 
 @triton.jit
 def times_of(seed, position, PURPOSE: tl.constexpr, index):
-    """`times` of the ids at index int32."""
+    """Computes `times` of the ids at index int32."""
     low = (position & 0xFFFFFFFF).to(tl.uint32)
     high = ((position >> 32) & 0xFFFFFFFF).to(tl.uint32)
     zeros = tl.zeros_like(index).to(tl.uint32)
@@ -367,7 +379,7 @@ def times_of(seed, position, PURPOSE: tl.constexpr, index):
 
 @triton.jit
 def uniform(seed, position, PURPOSE: tl.constexpr):
-    """`distribution.uniforms` at position int64 [N]."""
+    """Computes `distribution.uniforms` at position int64 [N]."""
     low = (position & 0xFFFFFFFF).to(tl.uint32)
     high = ((position >> 32) & 0xFFFFFFFF).to(tl.uint32)
     zeros = tl.zeros_like(low)
@@ -377,7 +389,7 @@ def uniform(seed, position, PURPOSE: tl.constexpr):
 
 @triton.jit
 def winner(weights, time, index):
-    """int64 that compares as (weight / time, -index) of the sampled id does; 0 where no weight is positive."""
+    """Packs the sampled id to an int64 that compares as (weight / time, -index); 0 where no weight is positive."""
     speed = tl.where(weights > 0, weights / time, -1.0)
     best = tl.max(speed, axis=0)
     first = tl.min(tl.where(speed == best, index, 0x7FFFFFFF), axis=0)
@@ -387,11 +399,15 @@ def winner(weights, time, index):
 
 @triton.jit
 def winning_id(packed):
-    """The id in what `winner` gave."""
+    """Unpacks the id from an integer of `winner`."""
     return 0x7FFFFFFF - ((packed - 1) & 0x7FFFFFFF)
 
 
 @triton.jit
 def kept(key, index, e, threshold, cut, min_p):
-    """Which ids are kept: above the threshold, among equals up to id `cut`, and at least min_p of the largest."""
+    """Marks the ids that top-k, top-p and min-p keep.
+
+    An id is kept if its key is above the threshold, or equals it with an id up to `cut`. It also needs min_p of the
+    largest mass.
+    """
     return ((key > threshold) | ((key == threshold) & (index <= cut))) & (key > KEY_LOWEST) & (e >= min_p)

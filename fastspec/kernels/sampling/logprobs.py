@@ -1,22 +1,25 @@
-"""Log-probabilities of what a step emits and of the likeliest ids, by the kernels that end it: no launch of their own.
+"""Log-probabilities of emitted tokens and of the likeliest ids, by the kernels that end a step: no launch of their own.
 
-The definition is `reference.step.record_logprobs`. The kernel that reads the logits first (greedy_commit.py, or
-groups.py) stores the largest of every 64 of them, and what they weigh relative to it. The last program to arrive at a
-line adds that up, and ranks: the n largest logits lie in the n groups whose largest come first, the lowest group and
-then the lowest id among equals. When a row's block is known, the program that commits it reads its tokens' logits.
+The definition is `reference.step.record_logprobs`. A line is one scored position of one row.
 
-Sums are of fixed point, so neither chunks nor arrival order nor the way a compiler lays out a sum can matter: a line
-has the same bits in a greedy step and in one that samples.
+1. The first kernel to read the logits is that of greedy_commit.py, or the first one of distribution.py. It stores the
+   largest of every 64 logits, and the sum of exp(x - largest) over them (their mass).
+2. The last program of a line to finish sums these and ranks. The n largest logits are in the n groups with the largest
+   maxima. Among equals the lowest group, then the lowest id, comes first.
+3. The program that commits a row reads the logits of its emitted tokens.
+
+Sums are in fixed point, so they do not depend on chunks, on the order of programs, or on how a reduction is compiled. A
+line has the same bits in a greedy step and in one that samples.
 
 | argument | shape, dtype                | notes                                                                     |
 |----------|-----------------------------|---------------------------------------------------------------------------|
 | logits   | [B, k+1, V] fp32            | V < 2^19                                                                  |
-| arrivals | [lines] int64               | zero between launches: the last program to arrive clears it               |
-| groups   | [lines, 2, >= V / 64] fp32  | largest of a group, and the group's mass relative to that                 |
-| levels   | [lines, 2] fp32             | largest of a line, and the logarithm of the line's mass relative to that  |
-| the rest | as in publish.py            | logprobs are stored at places that are emitted                            |
+| arrivals | [lines] int64               | zero between launches: the last program to finish clears it               |
+| groups   | [lines, 2, >= V / 64] fp32  | largest logit of a group, and the group's mass relative to that           |
+| levels   | [lines, 2] fp32             | largest logit of a line, and the logarithm of its mass relative to that   |
+| the rest | as in publish.py            | logprobs are stored at emitted places                                     |
 
-A line whose largest logit is NaN or infinite emits nothing, and what is recorded of it means nothing.
+A line whose largest logit is NaN or infinite emits nothing; its recorded values have no meaning.
 """
 
 from __future__ import annotations
@@ -34,25 +37,25 @@ from fastspec.kernels.sampling.logits import MAX_IDS, OPTIONS, key_of, level_of,
 from fastspec.kernels.sampling.publish import check_details, check_recorded
 from fastspec.sampling.verify import CommitRows
 
-GROUP = 64  # neighbouring ids whose largest and mass are kept
-PIECE = tl.constexpr(1024)  # groups that are weighed at a time
-MAX_TOP = 32  # of the likeliest ids, and so of groups that are looked through
+GROUP = 64  # neighbouring ids whose largest logit and mass are stored
+PIECE = tl.constexpr(1024)  # groups that are summed at a time
+MAX_TOP = 32  # most likeliest ids of a line, and so most groups to read
 NUM_WARPS = 8  # of a launch that records: ranking takes registers
-RECORD_INTS = ["top", "details_width"]  # not specialised on: one kernel for whatever is asked for
-NONE = tl.constexpr(-2147483648)  # key of what is not there, or has been ranked already
-# fixed point, unsigned: 64 ids weigh at most 64 relative to their largest
+RECORD_INTS = ["top", "details_width"]  # for do_not_specialize: one compiled kernel for all values
+NONE = tl.constexpr(-2147483648)  # key of padding, and of ids that are ranked already
+# fixed point, unsigned: the mass of 64 ids is at most 64
 ID_UNIT = tl.constexpr(2.0**25)
 NO_ID_UNIT = tl.constexpr(2.0**-25)
-# 2^19 ids weigh at most 2^19
+# the mass of 2^19 ids is at most 2^19
 GROUP_UNIT = tl.constexpr(2.0**40)
 NO_GROUP_UNIT = tl.constexpr(2.0**-40)
-_WIDTH = tl.constexpr(GROUP)  # not _GROUP: a kernel with two values of one name has no stable key
+_WIDTH = tl.constexpr(GROUP)  # not _GROUP as in logits.py: Triton's cache needs one value for a name in a kernel
 _MAX_TOP = tl.constexpr(MAX_TOP)
 
 
 @dataclass(frozen=True, slots=True)
 class RecordWork:
-    """What log-probabilities are recorded in; shapes as above."""
+    """Work area for recording log-probabilities; shapes as above."""
 
     arrivals: Tensor
     groups: Tensor
@@ -60,7 +63,7 @@ class RecordWork:
 
 
 class RecordRows(NamedTuple):
-    """The tensors of `RecordWork`, and where what is recorded goes; all None where nothing is."""
+    """Tensors of `RecordWork`, and the outputs; all None if nothing is recorded."""
 
     arrivals: Any = None
     groups: Any = None
@@ -72,7 +75,7 @@ class RecordRows(NamedTuple):
 
 
 def record_work(batch: int, max_drafts: int, vocab: int, device: torch.device) -> RecordWork:
-    """Allocates what steps of up to `batch` rows, `max_drafts` drafts and `vocab` ids are recorded in."""
+    """Allocates the work area for up to `batch` rows, `max_drafts` drafts and `vocab` ids."""
     lines = batch * (max_drafts + 1)
     return RecordWork(
         torch.zeros(lines, dtype=torch.int64, device=device),
@@ -100,7 +103,7 @@ def _sum_up(x, groups_ptr, chunk, groups, CHUNK: tl.constexpr):
 
 @triton.jit
 def _weigh(groups_ptr, groups, SIZE: tl.constexpr):
-    """(level, logarithm of the mass relative to it) of a line, by SIZE groups at a time."""
+    """Computes (level, logarithm of the mass relative to it) of a line, by SIZE groups at a time."""
     largest = tl.full([SIZE], -float("inf"), tl.float32)
     for first in tl.range(0, groups, SIZE):
         group = first + tl.arange(0, SIZE)
@@ -118,7 +121,7 @@ def _weigh(groups_ptr, groups, SIZE: tl.constexpr):
 
 @triton.jit
 def _first_groups(groups_ptr, groups, top, GROUPS: tl.constexpr):
-    """int32 [MAX_TOP]: the `top` groups with the largest maxima, the lowest among equals; then `groups`, for none."""
+    """Finds the `top` groups with the largest maxima, lowest first if equal: int32 [MAX_TOP], padded with `groups`."""
     group = tl.arange(0, GROUPS)
     rank = tl.arange(0, _MAX_TOP)
     largest = tl.load(groups_ptr + group, mask=group < groups, other=0.0, cache_modifier=".cg")
@@ -134,7 +137,7 @@ def _first_groups(groups_ptr, groups, top, GROUPS: tl.constexpr):
 
 @triton.jit
 def _rank(line_ptr, groups_ptr, top_ids_ptr, top_logprobs_ptr, level, log_mass, groups, vocab, top, GROUPS):
-    """Stores the `top` largest of a line's logits, in order, as ids and log-probabilities."""
+    """Stores the `top` largest logits of a line, in order, as ids and log-probabilities."""
     group = _first_groups(groups_ptr, groups, top, GROUPS)
     index = tl.reshape(group[:, None] * _WIDTH + tl.arange(0, _WIDTH)[None, :], [_MAX_TOP * _WIDTH])
     x = tl.load(line_ptr + index, mask=index < vocab, other=0.0)
@@ -152,8 +155,8 @@ def record_line(
     x,  # fp32 [CHUNK], -inf beyond V
     record,  # RecordRows
     line_ptr,
-    line,  # of the launch
-    place,  # that of the line among all of the state's
+    line,  # index among the lines of the launch
+    place,  # index of the line among all places of the state
     chunk,
     chunks,
     vocab,
@@ -162,14 +165,14 @@ def record_line(
     GROUPS: tl.constexpr,
     TOP: tl.constexpr,
 ):
-    """Records of a line what its chunk of logits x says, and, where all others have done so, what they say together."""
+    """Records one chunk of logits x of a line. The last program of the line sums and ranks all chunks."""
     line, place = line.to(tl.int64), place.to(tl.int64) * TOP
     groups = tl.cdiv(vocab, _WIDTH)
     arrivals_ptr, groups_ptr = record.arrivals + line, record.groups + line * groups * 2
     levels_ptr = record.levels + line * 2
     top_ids_ptr, top_logprobs_ptr = record.top_ids + place, record.top_logprobs + place
     _sum_up(x, groups_ptr, chunk, groups, CHUNK)
-    # the counting thread's release covers its own stores; the barrier hands it those of the others
+    # the atomic's release covers one thread's stores; the barrier adds those of all others
     tl.debug_barrier()
     if tl.atomic_add(arrivals_ptr, 1, sem="acq_rel") == chunks - 1:
         tl.store(arrivals_ptr, 0)
@@ -192,7 +195,7 @@ def record_block(logits_ptr, logits_stride, levels_ptr, logprobs_ptr, row, block
 
 
 def record_rows(record: Record | None, rows: CommitRows) -> RecordRows:
-    """The kernels' argument."""
+    """Builds the kernels' argument."""
     if record is None:
         return RecordRows()
     work, found = record.work, (rows.top_ids, rows.top_logprobs, rows.logprobs)
@@ -200,19 +203,19 @@ def record_rows(record: Record | None, rows: CommitRows) -> RecordRows:
 
 
 def sizes_of(record: Record | None) -> tuple[int, int]:
-    """top and details_width, in the kernels' order."""
+    """Returns top and details_width, in the kernels' order."""
     if record is None:
         return 0, 0
     return record.top, 0 if record.details is None else record.details.stride(0)
 
 
 def width_of(record: Record | None, rows: CommitRows) -> int:
-    """TOP: for how many of the likeliest ids the state has room; 0 where nothing is recorded."""
+    """Returns TOP, the number of likeliest ids that the state has room for; 0 if nothing is recorded."""
     return 0 if record is None else rows.top_ids.shape[2]
 
 
 def constants_of(record: Record | None, rows: CommitRows, vocab: int) -> dict[str, Any]:
-    """Block shapes and options of a launch: roundings are those of all launches that record."""
+    """Block shapes and options of a launch. Roundings are the same in all launches that record."""
     if record is None:
         return {"GROUPS": 0, "TOP": width_of(record, rows)}
     groups = max(16, triton.next_power_of_2(triton.cdiv(vocab, GROUP)))
@@ -220,7 +223,11 @@ def constants_of(record: Record | None, rows: CommitRows, vocab: int) -> dict[st
 
 
 def check_record(record: Record, rows: CommitRows, vocab: int, places: int) -> None:
-    """Raises ValueError at what kernels that record would misread or write beyond."""
+    """Checks the arguments of kernels that record.
+
+    Raises:
+        ValueError: a layout that the kernels would misread, or a buffer that is too small.
+    """
     work, batch = record.work, rows.top_ids.shape[0]
     if not isinstance(work, RecordWork):
         raise ValueError(f"record.work is {work!r}; wanted one of record_work({batch}, {places - 1}, {vocab}, ...)")

@@ -1,15 +1,15 @@
-"""A step's results, stored where the host polls for them: no copy, no synchronization, the same from a CUDA graph.
+"""Publishes a step's results in a ring that the host polls: no copy, no synchronisation, the same in a CUDA graph.
 
-`entries` is a ring of int64 [slots, 1 + Bmax * (5 + K)]; on CUDA it lies in pinned host memory, which the kernel
-writes directly. The n-th launch (counting from 1 in `counter` int64 [1], on the device) fills slot n % slots:
+`entries` is a ring of int64 [slots, 1 + Bmax * (5 + K)]. On CUDA it is in pinned host memory, which the kernel writes
+directly. Launch n (from 1, counted in `counter` int64 [1] on the device) fills slot n % slots:
 
-    n, then for each row b: emitted, accepted, drafts that counted, finish, block[0..K]
+    n, then for each row b: emitted, accepted, valid drafts, finish, block[0..K]
 
-The sequence number n is stored last, after a fence at system scope: a host that reads n there sees the entry whole.
+The sequence number n is stored last, after a fence at system scope. A host that reads n there sees the whole entry.
 
 | argument                                | shape, dtype                    | notes                                |
 |-----------------------------------------|---------------------------------|--------------------------------------|
-| entries, counter                        | above                           | rows from B on are left              |
+| entries, counter                        | above                           | rows from B on are unchanged         |
 | emitted, accepted, draft_counts, finish | [B] int64                       | of `rows`                            |
 | block                                   | [B, K+1] int64                  | of `rows`                            |
 | details                                 | [slots, Bmax, K+1, 1+2N] int32  | optional: log-probability, N ids,    |
@@ -31,16 +31,16 @@ from fastspec.kernels.common.checks import check, told
 from fastspec.kernels.common.launch import has_pdl, launch
 from fastspec.sampling.verify import CommitRows
 
-WORDS = tl.constexpr(256)  # of an entry at a time
+WORDS = tl.constexpr(256)  # elements of an entry that are stored at a time
 NUM_WARPS = 8
 DETAILS_BLOCK = 2048
 
 
 class Details(NamedTuple):
-    """Log-probabilities for a kernel: tensors here, pointers there; all None where none are published.
+    """Log-probabilities to publish: tensors on the host, pointers in the kernel; all None if none are published.
 
     Attributes:
-        ring: int32 [slots, Bmax, K+1, 1+2N], where they go.
+        ring: int32 [slots, Bmax, K+1, 1+2N], written.
         logprobs, top_ids, top_logprobs: of the rows, as in the table above.
     """
 
@@ -66,9 +66,9 @@ def store_entry(
     places,  # K + 1
     drafting,
 ):
-    """Stores all of entry `sequence` but its number, word after word: few words at a time cross to the host slowly.
+    """Stores entry `sequence` without its number, element after element: scattered stores reach the host slowly.
 
-    One program alone may do so. Read past L1: others may have stored what is read in this launch.
+    Only one program may call it. Its loads bypass L1, because other programs may have stored the values in this launch.
     """
     entry_ptr = entries_ptr + sequence % slots * entry_width + 1
     for first in range(0, batch * (4 + places), WORDS):
@@ -87,9 +87,9 @@ def store_entry(
 
 @triton.jit
 def store_sequence(entries_ptr, counter_ptr, slots, entry_width, sequence):
-    """Stores the sequence number of an entry whose rest this program has stored, and counts it."""
-    # the barrier hands the stores of all threads to the one that goes on; its fence, at system scope, is that of an
-    # atomic on the counter, since few machines have atomics on the host's memory
+    """Stores the sequence number of an entry whose other elements this program has stored, and counts it."""
+    # the barrier makes all threads' stores visible to one thread. The fence at system scope comes from an
+    # atomic on the counter, because few machines support atomics on host memory
     tl.debug_barrier()
     tl.atomic_xchg(counter_ptr, sequence, sem="acq_rel", scope="sys")
     tl.store(entries_ptr + sequence % slots * entry_width, sequence)
@@ -105,7 +105,7 @@ def store_details(
     TOP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Bits of the log-probabilities of all places, `total` words in all; one program alone, as `store_entry`."""
+    """Stores `total` elements: the bits of the log-probabilities of all places. Only one program may call it."""
     width: tl.constexpr = 1 + 2 * TOP
     for first in range(0, total, BLOCK):
         word = first + tl.arange(0, BLOCK)
@@ -171,7 +171,7 @@ def _publish_kernel(
 def publish(
     entries: Tensor, counter: Tensor, rows: CommitRows, *, drafting: bool, details: Tensor | None = None
 ) -> None:
-    """As `reference.publish`, which defines it.
+    """Computes `reference.publish`.
 
     Raises:
         ValueError: the ring does not fit the rows, or a layout is not as above.
@@ -210,7 +210,11 @@ def publish(
 
 
 def check_ring(entries: Tensor, rows: CommitRows) -> None:
-    """Raises ValueError at a ring that an entry of `rows` does not fit, or that the device cannot write to."""
+    """Checks the ring of entries.
+
+    Raises:
+        ValueError: an entry of `rows` does not fit, or the device cannot write to it.
+    """
     batch, places = rows.block.shape
     width, words = 4 + places, entries.shape[1]
     if not entries.is_contiguous() or (words - 1) % width or words <= batch * width:
@@ -222,7 +226,11 @@ def check_ring(entries: Tensor, rows: CommitRows) -> None:
 
 
 def check_recorded(rows: CommitRows) -> None:
-    """Raises ValueError at log-probabilities of `rows` that would be misread."""
+    """Checks the log-probabilities of `rows`.
+
+    Raises:
+        ValueError: a shape, dtype or layout that the kernel would misread.
+    """
     batch, places, top = rows.top_ids.shape
     check("logprobs", rows.logprobs, (batch, places), torch.float32)
     check("top_ids", rows.top_ids, (batch, places, top), torch.int64)
@@ -230,7 +238,11 @@ def check_recorded(rows: CommitRows) -> None:
 
 
 def check_details(details: Tensor, rows: CommitRows) -> None:
-    """Raises ValueError at a ring of log-probabilities that does not fit `rows`, or that cannot be written to."""
+    """Checks the ring of log-probabilities.
+
+    Raises:
+        ValueError: it does not fit `rows`, or the device cannot write to it.
+    """
     batch, places, top = rows.top_ids.shape
     fits = details.dim() == 4 and details.shape[1] >= batch and details.shape[2:] == (places, 1 + 2 * top)
     if not fits or not details.is_contiguous():

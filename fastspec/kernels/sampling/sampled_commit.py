@@ -1,23 +1,31 @@
-"""The end of a sampled step in three launches: distributions, then acceptance, the last token and the bookkeeping.
+"""Verifies drafts of sampled rows and commits the step, in three launches.
 
-The definition is `fastspec.sampling.verify`: `rejection`, `block` or `coupled` over `distribution.compute_probs` of
-`processors.process`, with places flagged as by `processors.flag_invalid`, then `commit` and `processors.count`.
-distribution.py finds every line's distribution in two launches. In the third, every program computes the row's carried
-ratios and its uniform numbers for itself, and so knows at which places the row may still end: under rejection one;
-under block one if the last draft's number is below its probability, else all before it; under coupled all. At those a
-program samples among some ids under p and under max(c p - q, 0), and sums the latter. Winners are merged by an atomic
-maximum and sums in fixed point, so neither chunks nor the order of arrival can matter. The last program to arrive at a
-row accepts and commits it (commit.py). Where the distribution of every such place has few ids, one program a place
-takes part, and where nothing is sampled, one. Random numbers are those of `distribution.PhiloxDraws`.
+The definition is `fastspec.sampling.verify`: `rejection` (Leviathan et al. 2022, Chen et al. 2023), `block` (Sun et al.
+2024) or `coupled`, with p = `distribution.compute_probs` of `processors.process`. Invalid places are handled as by
+`processors.flag_invalid`. Then come `verify.commit` and `processors.count`. A greedy row's distribution is 1 on its
+argmax. So it accepts drafts that equal it, whatever the rule.
 
-A greedy row's distribution is one on its argmax, so it is judged by match, whatever the rule.
+    launch 1, 2   distribution.py fills a record per line (one scored position of one row)
+    launch 3      each program reads the records of its row, and finds the places where the row may end (`span`)
+                  it samples among its ids at these places, under p and under max(c p - q, 0), and sums the latter
+                  the last program of a row accepts drafts and commits the row (commit.py)
 
-| argument    | shape, dtype     | notes                                                            |
-|-------------|------------------|------------------------------------------------------------------|
-| logits      | [B, k+1, V] fp32 | V < 2^19; contiguous, or places at one common stride             |
-| draft_probs | [B, K, V] fp32   | of the state; not read where drafts are deterministic                 |
-| scratch     | as commit.py     |                                                                  |
-| work        | sampled_work     | counters are zero between launches: the last to use them clears  |
+| rule      | places where a row may end, given its records and uniform numbers                             |
+|-----------|-----------------------------------------------------------------------------------------------|
+| rejection | one                                                                                           |
+| block     | the place after all drafts, if the last draft's number is below its probability; else all before |
+| coupled   | all                                                                                           |
+
+Samples are merged by an atomic maximum, and sums are fixed point. So neither the split into chunks nor the order of
+programs changes a bit. If all these places have few ids (NUM_LISTED), each place takes one program. A row that samples
+nothing takes one program. Random numbers are those of `distribution.PhiloxDraws`.
+
+| argument    | shape, dtype     | notes                                                                        |
+|-------------|------------------|------------------------------------------------------------------------------|
+| logits      | [B, k+1, V] fp32 | V < 2^19; contiguous, or places at one common stride                         |
+| draft_probs | [B, K, V] fp32   | of the state; not read where drafts are deterministic                        |
+| scratch     | as commit.py     |                                                                              |
+| work        | sampled_work     | counters are zero between launches: the last program to use them clears them |
 """
 
 from __future__ import annotations
@@ -34,26 +42,26 @@ from fastspec.kernels.reference.step import Record
 from fastspec.kernels.sampling import commit as committing
 from fastspec.kernels.sampling import logits as sampled_parts
 from fastspec.kernels.sampling import logprobs
-from fastspec.kernels.sampling.accept import (
-    BY_COUPLING,
-    RULES,
-    is_shared,
-    judged,
-    listed_from,
-    place_of,
-    reported,
-    sample_dense,
-    sample_listed,
-    span,
-)
 from fastspec.kernels.sampling.commit import SIZES, STATE_INTS, Ring, commit_row
-from fastspec.kernels.sampling.distribution import find_distributions
+from fastspec.kernels.sampling.distribution import (
+    LINE_DISTRIBUTION,
+    find_distributions,
+    load_distribution,
+    probabilities,
+    share,
+)
 from fastspec.kernels.sampling.logits import (
+    BEST,
     COUNTERS,
     GREEDY,
     GROUP,
     INVALID,
+    KEY_LOWEST,
+    KIND,
+    KNOWN,
     NUM_LISTED,
+    P_DRAFT,
+    Q_DRAFT,
     RECORD,
     RESIDUAL,
     RESIDUAL_WINNER,
@@ -62,18 +70,279 @@ from fastspec.kernels.sampling.logits import (
     SampledWork,
     check_draft_probs,
     check_source,
+    key_of,
+    times,
+    times_of,
+    uniform,
+    value_of,
     view_of,
+    winning_id,
 )
 from fastspec.kernels.sampling.logprobs import check_record
-from fastspec.sampling.rules import COUPLED, REJECTION
+from fastspec.sampling import distribution
+from fastspec.sampling.rules import BLOCK, COUPLED, REJECTION
 
-LAUNCH = {"num_warps": 8, "maxnreg": 128}
-PROGRAMS = 264  # of a launch, about: two a multiprocessor
-MAX_LISTED = 1024  # listed ids that one program samples among
-LISTED = 128  # of them at a time: mostly there are fewer, and less code starts sooner
+RULES = {REJECTION: 0, BLOCK: 1, COUPLED: 2}
+BY_REJECTION, BY_BLOCK, BY_COUPLING = map(tl.constexpr, RULES.values())
+ACCEPT, TARGET = tl.constexpr(distribution.ACCEPT), tl.constexpr(distribution.TARGET)
+# fixed point: the residual sums to 1 at most
+SHARE = tl.constexpr(2.0**60)
+NO_SHARE = tl.constexpr(2.0**-60)
+AT_ONCE = tl.constexpr(4)  # places whose sums are computed together
+TINY = tl.constexpr(1.1754943508222875e-38)
+NO_RANK = tl.constexpr(-2147483648)
 _GROUP = tl.constexpr(GROUP)
 _RECORD = tl.constexpr(RECORD)
 _COUNTERS = tl.constexpr(COUNTERS)
+
+
+@triton.jit
+def at_place(values, place, index):
+    """Returns the element of values [PLACES] at one place."""
+    return tl.sum(tl.where(place == index, values, 0.0), axis=0)
+
+
+@triton.jit
+def reported(record_ptr, place, num_places):
+    """Loads (P_DRAFT, Q_DRAFT, NUM_LISTED, KIND) [PLACES] of a row's lines; undefined where not recorded."""
+    record_ptr += place * _RECORD
+    known = place < num_places
+    p = tl.load(record_ptr + P_DRAFT, mask=known, other=0).to(tl.float32, bitcast=True)
+    q = tl.load(record_ptr + Q_DRAFT, mask=known, other=0).to(tl.float32, bitcast=True)
+    num_listed = tl.load(record_ptr + NUM_LISTED, mask=known, other=0)
+    return p, q, num_listed, tl.load(record_ptr + KIND, mask=known, other=INVALID)
+
+
+@triton.jit
+def _ratios(p, q, place, counts, seed, length, RULE: tl.constexpr):
+    """Computes (p/q of the draft at each place, its uniform number, c_i before each place): fp32 [PLACES].
+
+    The definitions are `verify.accept_probability` and `verify._carried`.
+    """
+    counted = place < counts
+    p, q = tl.where(counted, p, 0.0), tl.where(counted, q, 0.0)
+    ratio = tl.where(q > 0, tl.div_rn(p, tl.maximum(q, TINY)), 1.0)
+    accept_u = uniform(seed, length + place, ACCEPT)
+    carried = tl.full(place.shape, 1.0, tl.float32)
+    if RULE == BY_BLOCK:
+        c = tl.full([], 1.0, tl.float32)
+        for start in range(0, counts, AT_ONCE):
+            # sums of AT_ONCE places overlap, because none needs another; beyond the last place the ratio is 1
+            for more in tl.static_range(AT_ONCE):
+                c = c * at_place(ratio, place, start + more)
+                c = tl.where(c > 1.0, 1.0, c)  # a NaN stays a NaN
+                carried = tl.where(place == start + more + 1, c, carried)
+    else:
+        ratio = tl.where(p > 0, tl.where(ratio > 1.0, 1.0, ratio), tl.where(p == p, 0.0, p))
+    return ratio, accept_u, carried
+
+
+@triton.jit
+def _leading(flags, place, counts, PLACES: tl.constexpr):
+    """Counts the leading True values among the first `counts` flags [PLACES]."""
+    return tl.min(tl.where(flags & (place < counts), PLACES, place), axis=0)
+
+
+@triton.jit
+def span(p, q, place, counts, seed, length, RULE: tl.constexpr, PLACES: tl.constexpr):
+    """Finds (first, last) of the places at which a row may end, and c_i [PLACES]."""
+    ratio, accept_u, carried = _ratios(p, q, place, counts, seed, length, RULE)
+    first = counts * 0
+    last = counts
+    if RULE == BY_REJECTION:
+        first = _leading(accept_u < ratio, place, counts, PLACES)
+        last = first
+    if RULE == BY_BLOCK:
+        below = (counts == 0) | (at_place(accept_u, place, counts - 1) < at_place(carried, place, counts))
+        first = tl.where(below, counts, 0)
+        last = tl.where(below, counts, counts - 1)
+    return first, last, carried
+
+
+@triton.jit
+def is_shared(num_listed, kinds, place, first, last, MAX_LISTED):
+    """True if one of the places first..last has more ids than one program samples: then the row's programs share it."""
+    many = ((num_listed < 0) | (num_listed > MAX_LISTED)) & (kinds < GREEDY) & (place >= first) & (place <= last)
+    return tl.max(many.to(tl.int32), axis=0) > 0
+
+
+@triton.jit
+def place_of(record_ptr, drafts_ptr, carried, place, at, counts, vocab):
+    """Loads (distribution, draft, c) of one place; the draft is -1 if there is none, or if it is not below `vocab`."""
+    draft = tl.load(drafts_ptr + at, mask=at < counts, other=-1)
+    draft = tl.where((draft >= 0) & (draft < vocab), draft, -1).to(tl.int32)
+    return load_distribution(record_ptr + at * _RECORD), draft, at_place(carried, place, at)
+
+
+@triton.jit
+def _drafted(p, index, q_ptr, draft):
+    """Returns probabilities of ids under the draft's distribution; undefined where p is not positive."""
+    q = (index == draft).to(tl.float32)
+    if q_ptr is not None:
+        q = tl.load(q_ptr + index, mask=p > 0, other=0.0)
+    return q
+
+
+@triton.jit
+def _excess(p, q, c):
+    """Computes the residual max(c p - q, 0), not normalised."""
+    return tl.where(c * p > q, c * p - q, 0.0)
+
+
+@triton.jit
+def _entry(p, excess, time):
+    """Computes an int32 rank of each id: the highest is sampled (probability over an exponential time, `PhiloxDraws`).
+
+    Ranks under the residual are not negative, so they win over ranks under p. Those count only if the residual is zero.
+    An id without probability has the lowest rank.
+    """
+    weights = tl.where(excess > 0, excess, p)
+    bits = tl.where(weights > 0, weights / time, 0.0).to(tl.int32, bitcast=True)
+    return tl.where(excess > 0, bits, bits | NO_RANK)
+
+
+@triton.jit
+def _merge(rank, index, share, counters_ptr, RULE: tl.constexpr):
+    """Merges the best rank of some ids, and their sum of the residual, into the counters of a place."""
+    best = tl.max(rank, axis=0)
+    first = tl.min(tl.where(rank == best, index, 0x7FFFFFFF), axis=0)
+    if best != NO_RANK:
+        packed = (((best & 0x7FFFFFFF).to(tl.int64) << 31) | (0x7FFFFFFF - first)) + 1
+        tl.atomic_max(counters_ptr + tl.where(best < 0, WINNER, RESIDUAL_WINNER), packed, sem="relaxed")
+    if RULE == BY_BLOCK:
+        total = tl.sum(share, axis=0)
+        if total > 0:
+            tl.atomic_add(counters_ptr + RESIDUAL, total, sem="relaxed")
+
+
+@triton.jit
+def sample_dense(
+    q_ptr,
+    dist,
+    view,
+    tops_ptr,
+    groups,
+    counters_ptr,
+    draft,
+    c,
+    beyond,
+    seed,
+    position,
+    begin,
+    min_p,
+    RULE,
+    CHUNK,
+    STOPS,
+):
+    """Ranks the ids of this program's chunks at a place, and sums the residual.
+
+    It keeps the best of every 4 ids and compares all of these at the end, so no chunk waits for a reduction. Sums of 4
+    ids are added as integers, so the split into chunks does not matter.
+    """
+    LANES: tl.constexpr = CHUNK // 4
+    # the line is not greedy here; constants save registers
+    known, none = tl.full([], KNOWN, tl.int32), tl.full([], -1, tl.int32)
+    dist = LINE_DISTRIBUTION(known, dist.largest, dist.normaliser, dist.key, dist.cut, none)
+    best = tl.zeros([LANES], tl.int32) + NO_RANK
+    who = tl.zeros([LANES], tl.int32)
+    shares = tl.zeros([LANES], tl.int64)
+    # disable_licm: values hoisted out of the loop would take registers
+    for chunk in tl.range(begin, tl.cdiv(view.vocab, CHUNK), tl.num_programs(0), disable_licm=True):
+        group = chunk * (CHUNK // _GROUP) + tl.arange(0, CHUNK // _GROUP)
+        tops = tl.load(tops_ptr + group, mask=group < groups, other=-float("inf"))
+        if key_of(tl.max(tops, axis=0)) >= dist.key:
+            index = chunk * CHUNK + tl.arange(0, CHUNK)
+            p = probabilities(dist, view, index, min_p, STOPS)  # [CHUNK]
+            time = times(seed, position, TARGET, chunk * CHUNK, CHUNK)
+            excess = tl.zeros_like(p)
+            if beyond:
+                excess = _excess(p, _drafted(p, index, q_ptr, draft), c)
+            rank = _entry(p, excess, time)
+            if RULE == BY_BLOCK:
+                shares += (tl.sum(tl.reshape(excess, [LANES, 4]), axis=1) * SHARE).to(tl.int64)
+            ranks = tl.reshape(rank, [LANES, 4])  # LANES = CHUNK / 4
+            highest = tl.max(ranks, axis=1)
+            first = tl.min(tl.where(ranks == highest[:, None], tl.reshape(index, [LANES, 4]), 0x7FFFFFFF), axis=1)
+            # ids ascend, so with equal ranks the first one seen stays
+            who = tl.where(highest > best, first, who)
+            best = tl.maximum(highest, best)
+    _merge(best, who, shares, counters_ptr, RULE)
+
+
+@triton.jit
+def listed_from(start, end, found_ptr, MAX_FOUND: tl.constexpr, SIZE: tl.constexpr):
+    """Loads (keys, ids) int32 [SIZE] from the list, from `start` on; undefined from `end` on."""
+    slot = start + tl.arange(0, SIZE)
+    there = slot < end
+    return tl.load(found_ptr + slot, mask=there, other=0), tl.load(found_ptr + MAX_FOUND + slot, mask=there, other=0)
+
+
+@triton.jit
+def sample_listed(
+    q_ptr, dist, few, found_ptr, number, counters_ptr, draft, c, beyond, seed, position, min_p, RULE, MAX_FOUND, SIZE
+):
+    """Does `sample_dense` for a line whose ids are all listed; `few` has the first of them, already loaded."""
+    key, index = few
+    best = tl.zeros([SIZE], tl.int32) + NO_RANK
+    who = tl.zeros([SIZE], tl.int32)
+    shares = tl.zeros([SIZE], tl.int64)
+    for start in range(0, number, SIZE):
+        there = start + tl.arange(0, SIZE) < number
+        p = share(dist, value_of(tl.where(there, key, KEY_LOWEST)), index, min_p)
+        q = _drafted(tl.where(beyond, p, 0.0), index, q_ptr, draft)
+        # overlaps with the loads above
+        time = times_of(seed, position, TARGET, index)
+        excess = tl.where(beyond, _excess(p, q, c), 0.0)
+        rank = _entry(p, excess, time)
+        shares += (excess * SHARE).to(tl.int64)
+        better = (rank > best) | ((rank == best) & (index < who))
+        who = tl.where(better, index, who)
+        best = tl.maximum(rank, best)
+        key, index = listed_from(start + SIZE, number, found_ptr, MAX_FOUND, SIZE)
+    _merge(best, who, shares, counters_ptr, RULE)
+
+
+@triton.jit
+def judged(ends, record_ptr, counters_ptr, drafts_ptr, place, counts, num_drafts, vocab, seed, length, RULE, PLACES):
+    """Computes (accepted, block [PLACES]) of a running row whose places have all been sampled.
+
+    `ends` is what `span` returned, `counts` the row's drafts up to the first place without a distribution.
+    """
+    valid = place <= counts
+    kinds = tl.load(record_ptr + place * _RECORD + KIND, mask=valid, other=0)
+    bests = tl.load(record_ptr + place * _RECORD + BEST, mask=valid, other=0)
+    winners = tl.load(counters_ptr + place * _COUNTERS + WINNER, mask=valid, other=0, cache_modifier=".cg")
+    beyond = tl.load(counters_ptr + place * _COUNTERS + RESIDUAL_WINNER, mask=valid, other=0, cache_modifier=".cg")
+    shares = tl.load(counters_ptr + place * _COUNTERS + RESIDUAL, mask=valid, other=0, cache_modifier=".cg")
+    drafts = tl.load(drafts_ptr + place, mask=place < num_drafts, other=0)
+    picks = tl.where(kinds == GREEDY, bests, winning_id(tl.maximum(winners, 1)).to(tl.int32)).to(tl.int64)
+    greedy = tl.sum(tl.where((place == 0) & (kinds == GREEDY), 1, 0), axis=0) > 0
+    matched = _leading((picks == drafts) & (kinds != INVALID), place, counts, PLACES)
+    accepted = matched
+    if (RULE != BY_COUPLING) & (greedy == 0):
+        first, last, carried = ends
+        accepted = last
+        if RULE == BY_BLOCK:
+            excess = shares.to(tl.float32) * NO_SHARE
+            chance = tl.div_rn(excess, tl.maximum(excess + (1.0 - carried), TINY))
+            chance = tl.where(kinds == INVALID, 0.0, chance)
+            # place i comes after i drafts: the uniform number of draft i is that of place i - 1
+            below = (uniform(seed, length + place - 1, ACCEPT) < chance) & (place > 0) & (place < counts)
+            accepted = tl.where(first == counts, counts, tl.max(tl.where(below, place, 0), axis=0))
+        residual = (accepted < counts) & (at_place(beyond.to(tl.float32), place, accepted) > 0)
+        picks = tl.where(residual, winning_id(tl.maximum(beyond, 1)), picks)
+        picks = tl.where(place == accepted, picks, drafts)
+    invalid = (kinds == INVALID) & valid
+    first_invalid = tl.min(tl.where(invalid, place, PLACES), axis=0)
+    block = tl.where(valid, picks, drafts)
+    block = tl.minimum(tl.maximum(block, 0), vocab - 1)
+    return tl.where(first_invalid <= accepted, first_invalid - 1, accepted), tl.where(place <= num_drafts, block, -1)
+
+
+LAUNCH = {"num_warps": 8, "maxnreg": 128}
+PROGRAMS = 264  # about so many per launch: two per SM
+MAX_LISTED = 1024  # listed ids of a place up to which one program samples alone
+LISTED = 128  # of these at a time: mostly there are fewer, and a smaller kernel starts sooner
 
 
 class EndWork(NamedTuple):
@@ -91,8 +360,11 @@ class EndBlocks(NamedTuple):
     """Constants of the last launch.
 
     Attributes:
-        RULE: by which drafts are judged, of accept.RULES. TOP: of logprobs.width_of. CHUNK: ids per program.
-        MAX_FOUND: ids of a place that were listed at most. MAX_LISTED, LISTED: as above, no more than these.
+        RULE: a value of RULES.
+        TOP: as `logprobs.width_of` returns it.
+        CHUNK: ids per program.
+        MAX_FOUND: room of a place's list.
+        MAX_LISTED, LISTED: as above, at most MAX_FOUND.
     """
 
     RULE: int
@@ -104,7 +376,7 @@ class EndBlocks(NamedTuple):
 
 
 def end_chunk() -> int:
-    """Ids per program of the last launch: fewer, for sampling takes more registers than the distribution."""
+    """Ids per program of the last launch: fewer than before, because sampling takes more registers."""
     return max(GROUP, sampled_parts.CHUNK // 4)
 
 
@@ -125,7 +397,7 @@ def _end_kernel(
     entry_width,
     batch,
     places,  # K + 1
-    parts,  # programs that share out the places of a row
+    parts,  # programs among which the places of a row are split
     details_width,
     LAUNCHED: tl.constexpr,  # EndBlocks
     BLOCKS: tl.constexpr,  # CommitBlocks
@@ -145,16 +417,16 @@ def _end_kernel(
     row, part = (tl.program_id(1) // parts).to(tl.int64), tl.program_id(1) % parts
     place = tl.arange(0, PLACES)
     row_records = records_ptr + row * num_places * _RECORD
-    # loaded together, wanted or not: no load waits for another
+    # loaded before any branch: the loads overlap
     running = tl.load(source.finish + row) == RUNNING
     counts = tl.minimum(tl.load(source.counts + row).to(tl.int32), num_places - 1)
     seed, length = tl.load(source.seeds + row), tl.load(source.lengths + row)
     temperature = tl.load(source.temperature + row)
     p, q, num_listed, kinds = reported(row_records, place, num_places)
-    # drafts behind a place without a distribution do not count; places behind the drafts are not among these
+    # drafts from the first place without a distribution on are not valid; places behind the drafts are not counted
     counts = tl.minimum(counts, tl.min(tl.where(kinds == INVALID, place, PLACES), axis=0))
     handled = ((tl.program_id(0) == 0) & (part == 0)).to(tl.int32)
-    workers = tl.full([], 1, tl.int32)  # a row that samples nothing is judged by its first program alone
+    workers = tl.full([], 1, tl.int32)  # in a row that samples nothing, the first program commits alone
     low, high, carried = counts * 0, counts, tl.full([PLACES], 1.0, tl.float32)
     if running & (temperature > 0):
         low, high, carried = span(p, q, place, counts, seed, length, RULE, PLACES)
@@ -167,7 +439,7 @@ def _end_kernel(
                     row_records, source.draft_tokens + row * source.drafts_stride, carried, place, at, counts, vocab
                 )
                 if dist.kind < GREEDY:
-                    # a place begins with the program after the last of the place before
+                    # the chunks of a place start with the program after that of the previous place's last chunk
                     turn = ((at - low) // parts * chunks) % tl.num_programs(0)
                     begin = (tl.program_id(0) + tl.num_programs(0) - turn) % tl.num_programs(0)
                     line, min_p = row * num_places + at, tl.load(source.min_p + row)
@@ -208,7 +480,7 @@ def _end_kernel(
     if (handled > 0) & (last == 0):
         last = tl.atomic_add(arrivals_ptr + row, handled, sem="acq_rel") == workers - handled
     if last:
-        tl.debug_barrier()  # if it works alone, its own threads have ranked ids
+        tl.debug_barrier()  # a program that works alone waits for the atomics of its own threads
         num_drafts, row_counters = num_places - 1, counters_ptr + row * num_places * _COUNTERS
         row_drafts = source.draft_tokens + row * source.drafts_stride
         drafts = tl.load(row_drafts + place, mask=place < num_drafts, other=0)
@@ -235,7 +507,7 @@ def _end_kernel(
             BLOCKS,
         )
         tl.atomic_add(source.output_counts + row * source.output_stride + block, 1, mask=place < emitted, sem="relaxed")
-        # after the barrier in commit_row: all have read
+        # after the barrier in commit_row all threads have read the counters
         used = place <= num_drafts
         zeros = tl.zeros([PLACES], tl.int64)
         tl.store(row_counters + place * _COUNTERS + WINNER, zeros, mask=used)
@@ -256,7 +528,7 @@ def sampled_commit(
     draws: object = None,
     record: Record | None = None,
 ) -> None:
-    """As `reference.sampled_commit`, which defines it; draws are those of the rows' seeds, whatever `draws` is.
+    """Computes `reference.sampled_commit`. Random numbers come from the rows' seeds; `draws` is ignored.
 
     Raises:
         ValueError: a layout is not as above, or a work area is too small.
@@ -276,9 +548,9 @@ def sampled_commit(
     pdl = has_pdl(logits.device)
     chunk = end_chunk()
     chunks, max_found = triton.cdiv(vocab, chunk), work.found.shape[2]
-    # under rejection one place of a row is sampled
+    # under rejection a row samples at one place
     parts = 1 if rule == REJECTION else sampled_parts.parts_of(batch, places, chunks)
-    # all of a row's chunks at a place, unless there are rows enough to fill the device
+    # a program for each chunk, unless the rows alone fill the device
     programs = max(1, min(chunks, PROGRAMS // (batch * parts)))
     launch(
         _end_kernel,

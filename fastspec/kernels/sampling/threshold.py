@@ -1,12 +1,11 @@
-"""The threshold of a line: among the candidates near it, or by reading the whole line when they do not decide.
+"""Finds the threshold of a line among the candidates of bounds.py, or in the whole line where these do not suffice.
 
-Few candidates are ranked against each other all at once. More of them, and whole lines, are searched by one loop with
-one read in it, some pivots to a read: what runs once is fetched once, and a kernel of few instructions that loops is
-faster than one that has every case written out.
+Up to RANKED candidates are all compared with each other. More of them, and whole lines, are searched by one loop. It
+reads the ids once per turn and tests some pivots at a time. The loop has one read for all cases: less code is fetched,
+which is faster than a loop for each case.
 
-All sums are integers, masses in fixed point (`UNIT`), so that the order in which candidates came cannot matter. A
-distribution is (largest logit, normaliser, key, cut): it keeps the ids whose key is larger than `key`, those that equal
-it up to id `cut`, and of these what is at least min_p of the largest (`kept` of logits.py).
+All sums are integers, masses in fixed point (`UNIT`), so the order of candidates cannot matter. A distribution is
+(largest logit, normaliser, key, cut): `kept` of logits.py says which ids it keeps.
 """
 
 from __future__ import annotations
@@ -26,44 +25,44 @@ from fastspec.kernels.sampling.logits import (
     view_of,
 )
 
-RANKED = 128  # candidates that are ranked
-PIECE = 1024  # ids that a search reads at a time
-OTHERS = tl.constexpr(32)  # candidates that all are compared with at a time
-COUNTED = tl.constexpr(53)  # up to 512 fixed-point masses sum to less than 2 to this
-_PIVOTS = tl.constexpr(4)  # another name than in bounds.py: a kernel with two values of one name has no stable key
+RANKED = 128  # up to so many candidates are compared with each other
+PIECE = 1024  # ids that `search` reads at a time
+OTHERS = tl.constexpr(32)  # candidates compared with all others at a time
+COUNTED = tl.constexpr(53)  # up to 512 fixed-point masses sum to less than 2^COUNTED
+_PIVOTS = tl.constexpr(4)  # not PIVOTS as in bounds.py: Triton's cache needs one value for each global name of a kernel
 MAX_MASS = tl.constexpr(2**62)
 ASK_COUNT, FIND_KTH, ASK_TOTAL, FIND_EDGE, ASK_ABOVE, ASK_EQUALS, FIND_CUT, SUM_UP = map(tl.constexpr, range(8))
 
 
 @triton.jit
 def fixed(mass):
-    """int64 fixed point of fp32."""
+    """Converts a mass from fp32 to int64 fixed point."""
     return (mass * UNIT).to(tl.int64)
 
 
 @triton.jit
 def mass_of(key, largest):
-    """int64 fixed-point mass of the id with a key."""
+    """Computes the int64 fixed-point mass of the id with a key."""
     return fixed(tl.exp(value_of(key) - largest))
 
 
 @triton.jit
 def taken_of_equals(mass, above, budget):
-    """How many ids of one mass are kept, one after the other, while what is above them weighs less than the budget."""
+    """Counts the ids of equal mass that top-p keeps: one after the other while the mass above is below the budget."""
     each = tl.maximum(mass, 1)
     return (budget - above + each - 1) // each
 
 
 @triton.jit
 def budget_of(total, top_p):
-    """Fixed-point mass that what is kept must reach: all but 1 - top_p, which is formed in fp32 as torch does."""
+    """Computes the fixed-point mass that top-p must keep: all but 1 - top_p, which is fp32 as in torch."""
     light = ((1.0 - top_p).to(tl.float64) * total.to(tl.float64)).to(tl.int64)
     return tl.maximum(total - light, 1)
 
 
 @triton.jit
 def _ranks(found_ptr, keys, largest, count, SIZE: tl.constexpr):
-    """(how many candidates are at least each of keys [SIZE], how many are above it, and their mass)."""
+    """Counts for each of keys [SIZE]: (candidates at or above it, candidates above it, fixed-point mass above it)."""
     reach = tl.zeros([OTHERS, SIZE], tl.int32)
     above = tl.zeros([OTHERS, SIZE], tl.int64)
     column = tl.arange(0, OTHERS)
@@ -72,7 +71,7 @@ def _ranks(found_ptr, keys, largest, count, SIZE: tl.constexpr):
         column = start + OTHERS + tl.arange(0, OTHERS)
         # loaded one iteration ahead
         later = tl.load(found_ptr + column, mask=column < count, other=KEY_LOWEST, cache_modifier=".cg")
-        # their number and their mass in one word: two sums for one
+        # number and mass in one integer: one sum gives both
         weights = mass_of(others, largest) + (tl.full([], 1, tl.int64) << COUNTED)
         reach += (others[:, None] >= keys[None, :]).to(tl.int32)
         above += tl.where(others[:, None] > keys[None, :], weights[:, None], 0)
@@ -116,7 +115,7 @@ def rank_candidates(
     MAX_FOUND: tl.constexpr,
     SIZE: tl.constexpr,
 ):
-    """(key, cut, fixed-point normaliser, whether these hold) from few candidates."""
+    """Finds (key, cut, fixed-point normaliser, 1 if these hold) from up to SIZE candidates."""
     slot = tl.arange(0, SIZE)
     there = slot < count
     keys = tl.load(found_ptr + slot, mask=there, other=KEY_LOWEST, cache_modifier=".cg")
@@ -127,10 +126,10 @@ def rank_candidates(
     sound = tl.full([], 1, tl.int1)
     if (top_k > 0) | (top_p < 1.0):
         reach, over, above = _ranks(found_ptr, keys, largest, count, SIZE)
-        # where there are fewer than k, all of them
+        # with fewer than k candidates, take all of them
         rank = tl.where(top_k > 0, tl.minimum(top_k - count_above, count), count)
         enough = there & (reach >= rank)
-        # up to a larger key there is less: the k-th and what weighs as much as it or more, by one sum
+        # the mass at or above a key falls as the key grows: one reduction finds the k-th key and the mass from it on
         upto = mass_above + above + (reach - over) * mass
         kth, inside = tl.reduce((tl.where(enough, keys, KEY_LOWEST), tl.where(enough, upto, MAX_MASS)), 0, _max_and_min)
         inside = tl.where(count > 0, inside, mass_above)
@@ -166,7 +165,7 @@ def rank_candidates(
 
 @triton.jit
 def _id_of_rank(ids, equal, rank, vocab):
-    """The smallest id up to which there are at least `rank` of those that are equal."""
+    """Finds the smallest id up to which at least `rank` ids are `equal`."""
     low, high = vocab * 0, vocab - 1
     while low < high:
         middle = (low + high) // 2
@@ -180,7 +179,10 @@ def _id_of_rank(ids, equal, rank, vocab):
 def _weigh(
     source, found_ptr, whole, count, pivots, cuts, largest, least, by_mass, MAX_FOUND, SIZE: tl.constexpr, STOPS
 ):
-    """int64 [PIVOTS]: how many are above a pivot, or equal it up to an id, and at least `least`; or what they weigh."""
+    """Counts, or sums the mass of, ids above each pivot or equal to it up to an id of `cuts`: int64 [PIVOTS].
+
+    Ids with a mass below `least` do not count.
+    """
     sums = tl.zeros([_PIVOTS, SIZE], tl.int64)
     for start in tl.range(0, count, SIZE, disable_licm=True):
         index = start + tl.arange(0, SIZE)
@@ -200,7 +202,7 @@ def _weigh(
 def search(
     source,
     found_ptr,
-    whole,  # reads the line instead of candidates
+    whole,  # True: read the line in place of candidates
     largest,
     normaliser,
     count,
@@ -217,11 +219,15 @@ def search(
     SIZE: tl.constexpr,
     STOPS: tl.constexpr,
 ):
-    """(key, cut, fixed-point normaliser), always right: where candidates do not decide, the whole line is read.
+    """Finds (key, cut, fixed-point normaliser). It reads the whole line if the candidates do not decide.
 
-    What is asked for in turn: how many there are; the k-th; what weighs as much as it or more; the threshold of top-p;
-    what is above it; how many equal it; up to which id these are kept; the normaliser. A threshold is the largest key
-    that enough are at least as large as, be it by their number or their mass.
+    A threshold is the largest key with enough ids at or above it, by their number or their mass. Each turn asks one
+    question, in this order (`asked`):
+
+        ASK_COUNT   how many ids there are       FIND_KTH    the k-th largest key
+        ASK_TOTAL   the mass at or above it      FIND_EDGE   the threshold of top-p
+        ASK_ABOVE   the mass above it            ASK_EQUALS  how many ids equal it
+        FIND_CUT    the last of these kept       SUM_UP      the normaliser
     """
     vocab = source[0].vocab
     turn = tl.arange(0, _PIVOTS)
@@ -230,12 +236,12 @@ def search(
     asked = tl.where(top_k > 0, ASK_COUNT, edge)
     low, high = lower, lower
     first, last, cut = vocab * 0, vocab - 1, vocab
-    # what is to be reached: the k-th's rank, a mass, a rank among equals; in the end the normaliser
+    # the sum to reach: rank of the k-th, a mass, or a rank among equals; in the end the normaliser
     goal = tl.zeros([], tl.int64) + top_k - count_above
     fails = whole
     while asked <= SUM_UP:
         if fails:
-            # once more, by the line
+            # the candidates do not decide: start again, with the whole line
             whole, asked = tl.full([], 1, tl.int1), tl.where(top_k > 0, ASK_COUNT, edge)
             low, upper, guessed = low * 0 + (KEY_LOWEST + 1), upper * 0 + KEY_OPEN, guessed * 0
             count, count_above, mass_above, kept_above = vocab, count_above * 0, mass_above * 0, kept_above * 0
@@ -288,5 +294,5 @@ def search(
 
 @triton.jit
 def normaliser_of(mass):
-    """fp32 of a fixed-point mass."""
+    """Converts a fixed-point mass to fp32."""
     return mass.to(tl.float32) * NO_UNIT

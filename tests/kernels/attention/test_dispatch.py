@@ -32,9 +32,8 @@ from tests.helpers.gluon_on_cpu import interpreted
 
 CPU_PARTS = (
     "attention/decode/query_rows",
-    "attention/decode/mma_layouts",
     "attention/decode/mma_tiles",
-    "attention/decode/combine_mma",
+    "attention/decode/combine",
 )
 CPU_FRAGMENTS = (*CPU_PARTS, "attention/decode/mma")
 CPU_BATCH = (*CPU_PARTS, "attention/decode/kv_loads", "attention/decode/mma_batch")

@@ -14,7 +14,7 @@ from tests.helpers.devices import devices
 pytest.importorskip("triton", reason="Triton ships for Linux only")
 
 from fastspec.kernels.attention import plan
-from fastspec.kernels.attention.decode import combine, mma_layouts, mma_tiles, portable, tma_sm90
+from fastspec.kernels.attention.decode import combine, mma_tiles, portable, tma_sm90
 from tests.house.test_house import BLOCK_TRITON, run_python
 from tests.kernels.attention.test_dispatch import SHAPES, attend, check, choose, dtype_for, set_ctas
 
@@ -92,8 +92,8 @@ def test_eight_bits_have_two_ctas_to_an_sm_where_there_are_many_splits(splits: i
 
 def test_what_the_plan_says_of_kernels_is_so() -> None:
     assert mma_tiles.EIGHT.value == plan.ROW_GROUP
-    assert plan.PARTS == mma_layouts.PARTS
-    assert mma_layouts.PARTS * mma_tiles.KEYS.value == plan.SPLIT
+    assert plan.PARTS == mma_tiles.PARTS
+    assert mma_tiles.PARTS * mma_tiles.KEYS.value == plan.SPLIT
     assert (tma_sm90.ROWS.value, tma_sm90.WARPS.value) == (plan.TMA_TILE_ROWS, plan.TMA_WARPS)
     assert combine.GATHER_WARPS.value == plan.GATHER_WARPS
     assert portable.FAN.value == plan.FAN

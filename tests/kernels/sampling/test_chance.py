@@ -23,7 +23,6 @@ triton: Any = pytest.importorskip("triton", reason="Triton ships for Linux only"
 
 from fastspec.kernels.sampling import distribution as sampled_laws  # noqa: E402
 from fastspec.kernels.sampling import draw as sampled_draw_module  # noqa: E402
-from fastspec.kernels.sampling import groups as sampled_groups  # noqa: E402
 from fastspec.kernels.sampling import logits as sampled_parts  # noqa: E402
 from fastspec.kernels.sampling import sampled_commit as sampled_commit_module  # noqa: E402
 from fastspec.kernels.sampling.commit import scratch_of  # noqa: E402
@@ -125,10 +124,11 @@ def assert_follows(counts: Tensor, law: Tensor) -> None:
 
 def made_small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Programs no larger than eight ids need."""
-    for part in (sampled_parts, sampled_groups):
+    for part in (sampled_parts, sampled_laws):
         monkeypatch.setattr(part, "CHUNK", 64)
     monkeypatch.setattr(sampled_parts, "CANDIDATES", 64)
-    for part in (sampled_groups, sampled_laws, sampled_draw_module, sampled_commit_module):
+    monkeypatch.setattr(sampled_laws, "GROUPS_LAUNCH", {"num_warps": 2})
+    for part in (sampled_laws, sampled_draw_module, sampled_commit_module):
         monkeypatch.setattr(part, "LAUNCH", {"num_warps": 2})
 
 

@@ -16,15 +16,9 @@ from tests.helpers.sampled import INF, logits_for, mixed_state, plain_state
 triton: Any = pytest.importorskip("triton", reason="Triton ships for Linux only")
 import triton.language as tl  # noqa: E402
 
-from fastspec.kernels.sampling import (  # noqa: E402
-    bounds,
-    candidates,
-)
+from fastspec.kernels.sampling import bounds  # noqa: E402
 from fastspec.kernels.sampling import (  # noqa: E402
     distribution as sampled_laws,
-)
-from fastspec.kernels.sampling import (  # noqa: E402
-    groups as sampled_groups,
 )
 from fastspec.kernels.sampling import (  # noqa: E402
     logits as sampled_parts,
@@ -47,7 +41,7 @@ def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def chunks_of(ids: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    for part in (sampled_parts, sampled_groups):
+    for part in (sampled_parts, sampled_laws):
         monkeypatch.setattr(part, "CHUNK", ids)
 
 
@@ -388,7 +382,7 @@ kept, scaled, largest_below = sampled_parts.kept, sampled_parts.scaled, bounds._
 ranks, weigh = sampled_search._ranks, sampled_search._weigh
 budget_of, taken_of_equals = sampled_search.budget_of, sampled_search.taken_of_equals
 reached_by = bounds._reached_by
-ALL = (sampled_groups, bounds, candidates, sampled_laws, sampled_search)
+ALL = (bounds, sampled_laws, sampled_search)
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="compiled kernels do not see what is planted")

@@ -19,7 +19,7 @@ from tests.helpers.states import copy_of
 
 triton: Any = pytest.importorskip("triton", reason="Triton ships for Linux only")
 
-from fastspec.kernels.sampling import groups as sampled_groups  # noqa: E402
+from fastspec.kernels.sampling import distribution as sampled_laws  # noqa: E402
 from fastspec.kernels.sampling import logits as sampled_parts  # noqa: E402
 from fastspec.kernels.sampling.commit import scratch_of  # noqa: E402
 from fastspec.kernels.sampling.draw import sampled_draw  # noqa: E402
@@ -34,7 +34,7 @@ LAW = {"rtol": 4e-6, "atol": 1e-9}
 
 @pytest.fixture(autouse=True)
 def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    for part in (sampled_parts, sampled_groups):
+    for part in (sampled_parts, sampled_laws):
         monkeypatch.setattr(part, "CHUNK", 64 if INTERPRETED else 256)
 
 

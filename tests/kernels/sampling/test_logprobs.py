@@ -21,11 +21,11 @@ from tests.helpers.states import copy_of, random_state
 triton: Any = pytest.importorskip("triton", reason="Triton ships for Linux only")
 
 from fastspec.kernels.sampling import (  # noqa: E402
-    greedy_commit,
-    logprobs,
+    distribution as sampled_laws,
 )
 from fastspec.kernels.sampling import (  # noqa: E402
-    groups as sampled_groups,
+    greedy_commit,
+    logprobs,
 )
 from fastspec.kernels.sampling import (  # noqa: E402
     logits as sampled_parts,
@@ -52,7 +52,7 @@ def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def chunks_of(monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
     monkeypatch.setattr(greedy_commit, "LAUNCH", ((0, chunk, 4),))
-    monkeypatch.setattr(sampled_groups, "CHUNK", chunk)
+    monkeypatch.setattr(sampled_laws, "CHUNK", chunk)
     monkeypatch.setattr(sampled_parts, "CHUNK", max(64, chunk))
 
 

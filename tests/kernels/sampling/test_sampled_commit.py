@@ -22,11 +22,9 @@ from tests.helpers.states import copy_of
 triton: Any = pytest.importorskip("triton", reason="Triton ships for Linux only")
 import triton.language as tl  # noqa: E402
 
-from fastspec.kernels.sampling import accept as module  # noqa: E402
 from fastspec.kernels.sampling import distribution  # noqa: E402
-from fastspec.kernels.sampling import groups as sampled_groups  # noqa: E402
 from fastspec.kernels.sampling import logits as sampled_parts  # noqa: E402
-from fastspec.kernels.sampling import sampled_commit as sampled_commit_module  # noqa: E402
+from fastspec.kernels.sampling import sampled_commit as module  # noqa: E402
 from fastspec.kernels.sampling.commit import scratch_of  # noqa: E402
 from fastspec.kernels.sampling.draw import sampled_draw  # noqa: E402
 from fastspec.kernels.sampling.logits import SampledWork, sampled_work  # noqa: E402
@@ -39,7 +37,7 @@ INTERPRETED = not torch.cuda.is_available()
 @pytest.fixture(autouse=True)
 def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several programs a line, however few ids."""
-    for part in (sampled_parts, sampled_groups):
+    for part in (sampled_parts, distribution):
         monkeypatch.setattr(part, "CHUNK", 64 if INTERPRETED else 256)
 
 
@@ -220,7 +218,7 @@ def test_programs_that_take_turns_at_chunks(device: str, monkeypatch: pytest.Mon
     drafted(state, draft, BLOCK)
     left = []
     for programs in (1, 18, 768):
-        for part in (sampled_parts, distribution, sampled_commit_module):
+        for part in (sampled_parts, distribution, module):
             monkeypatch.setattr(part, "PROGRAMS", programs)
         rows, work = copy_of(state), sampled_work(3, k, vocab, target.device)
         sampled_commit(target, rows, scratch_of(3, k, target.device), work, rule=BLOCK, deterministic=False)
@@ -236,8 +234,8 @@ def test_races_of_listed_ids_and_of_chunks(rule: str, device: str, monkeypatch: 
     """One program lets few ids race, as all programs would; tokens and counts of them are those of the definition."""
     k, vocab = 2, 150
     for raced, piece, listed in ((1024, 256, 1024), (1024, 16, 1024), (16, 16, 1024), (1024, 256, 0)):
-        monkeypatch.setattr(sampled_commit_module, "MAX_LISTED", raced)
-        monkeypatch.setattr(sampled_commit_module, "LISTED", piece)
+        monkeypatch.setattr(module, "MAX_LISTED", raced)
+        monkeypatch.setattr(module, "LISTED", piece)
         monkeypatch.setattr(sampled_parts, "LISTED", listed)
         for seed in range(1 if INTERPRETED else 10):
             state = plain_state(3, k, vocab, device)
@@ -361,9 +359,7 @@ module_is_shared = module.is_shared
     ],
 )
 def test_planted_bugs_are_seen(name: str, bug: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    for place in (module, sampled_commit_module):
-        if hasattr(place, name):
-            monkeypatch.setattr(place, name, bug)
+    monkeypatch.setattr(module, name, bug)
     with pytest.raises(AssertionError):
         many_mixes()
 

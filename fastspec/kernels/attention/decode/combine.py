@@ -1,7 +1,19 @@
-"""The second launch of a decoding pass over a long cache: combines the partial sums of all splits of a row."""
+"""Combines the partial sums of a row's splits: in the CTA that finishes last, or in a launch of its own.
 
-# mypy: disable-error-code="assignment, misc"
-# blocks change their layout under one name
+| function         | called by                                                | combines                        |
+|------------------|----------------------------------------------------------|---------------------------------|
+| `join`           | mma_batch.py, by a CTA that has all splits of a tile     | splits, in shared memory        |
+| `combine_splits` | mma.py and mma_batch.py, by the CTA that finishes last   | the stored splits of a tile     |
+| `gather_kernel`  | after `shares_kernel` of tma_sm90.py, a CTA for each row | the stored splits of a row      |
+
+A partial sum of a split is (mean, weight): the average of its values, and log2 of the sum of their softmax weights.
+
+    weight = log2(2^weight_1 + 2^weight_2 + ...),   mean = (2^weight_1 mean_1 + 2^weight_2 mean_2 + ...) / 2^weight
+"""
+
+# mypy: disable-error-code="assignment, misc, var-annotated"
+# ruff: noqa: RUF005  (Triton adds tuples, and knows no starred ones)
+# tuples of blocks grow in unrolled loops, and blocks change their layout under one name
 
 from __future__ import annotations
 
@@ -10,11 +22,170 @@ from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from fastspec.kernels.attention.decode.kv_loads import split_of, start_of
-from fastspec.kernels.attention.decode.mma_tiles import _along, share_of_keys, shift_of
+from fastspec.kernels.attention.decode.mma_tiles import (
+    EIGHT,
+    _along,
+    averaged,
+    merged_layout,
+    share_of_keys,
+    shift_of,
+    softmax_memory_layout,
+    store_output,
+)
 from fastspec.kernels.attention.decode.query_rows import kv_range, new_positions
+from fastspec.kernels.common.gluon_compat import thread_barrier
+
+# --- within mma.py and mma_batch.py ---
+
+
+# partial sums loaded at a time, for rows with few splits and for others
+MIN_SUMS_IN_FLIGHT = gl.constexpr(4)
+MAX_SUMS_IN_FLIGHT = gl.constexpr(8)
+
+
+@gluon.jit
+def joined(top, total, out, weight, mean):
+    """Adds the partial sum of one more split, as `store_partial` stores it, to the state (top, total, out).
+
+    The state's average is out [R, D] / total [R]; top [R] is log2. A split without keys for a row, weight = -inf, does
+    not change its bits.
+    """
+    new_top = gl.maximum(top, weight)
+    fade, share = gl.exp2(top - shift_of(new_top)), gl.exp2(weight - shift_of(new_top))
+    out = out * gl.expand_dims(fade, 1) + mean * gl.expand_dims(share, 1)
+    return new_top, total * fade + share, out
+
+
+@gluon.constexpr_function
+def _row_layout(D, WARPS):
+    """Layout of rows [128 / D for each warp, D]: a lane has 4 values of a head."""
+    return gl.BlockedLayout([1, 4], [128 // D, D // 4], [WARPS, 1], [1, 0])
+
+
+@gluon.jit
+def _combine(
+    mean_ptr,
+    weight_ptr,
+    first,
+    last,
+    out_ptr,
+    batch,
+    kv_head,
+    tile,
+    rows,
+    num_queries,
+    scoring,  # Scoring
+    KV_HEADS: gl.constexpr,
+    GROUP: gl.constexpr,
+    D: gl.constexpr,
+    G: gl.constexpr,
+    WARPS: gl.constexpr,
+    AT_ONCE: gl.constexpr,
+):
+    """Writes the output of a tile of G groups of rows: joins splits first .. last in ascending order.
+
+    AT_ONCE partial sums of each row are loaded before the first is used. Loads bypass L1, which may hold older contents
+    of the same memory.
+    """
+    layout: gl.constexpr = _row_layout(D, WARPS)
+    of_rows: gl.constexpr = gl.SliceLayout(1, layout)
+    d = gl.expand_dims(gl.arange(0, D, layout=gl.SliceLayout(0, layout)), 0)
+    row = tile * (G * EIGHT) + gl.arange(0, EIGHT, layout=of_rows)
+    tops, totals, outs = (), (), ()
+    for _g in gl.static_range(G):
+        tops += (gl.full([EIGHT], -float("inf"), gl.float32, of_rows),)
+        totals += (gl.zeros([EIGHT], gl.float32, of_rows),)
+        outs += (gl.zeros([EIGHT, D], gl.float32, layout),)
+    for begin in range(first, last + 1, AT_ONCE):
+        weights, means = (), ()
+        for g in gl.static_range(G):
+            for i in gl.static_range(AT_ONCE):
+                there = (row + g * EIGHT < rows) & (begin + i <= last)
+                at = (begin + i) * rows + row + g * EIGHT
+                weights += (gl.load(weight_ptr + at, mask=there, other=-float("inf"), cache_modifier=".cg"),)
+                at, there = gl.expand_dims(at, 1) * D + d, gl.expand_dims(there, 1)
+                means += (gl.load(mean_ptr + at, mask=there, other=0.0, cache_modifier=".cg"),)
+        for i in gl.static_range(AT_ONCE):
+            if begin + i <= last:
+                new_tops, new_totals, new_outs = (), (), ()
+                for g in gl.static_range(G):
+                    mean, weight = means[g * AT_ONCE + i], weights[g * AT_ONCE + i]
+                    top, total, out = joined(tops[g], totals[g], outs[g], weight, mean)
+                    new_tops, new_totals, new_outs = new_tops + (top,), new_totals + (total,), new_outs + (out,)
+                tops, totals, outs = new_tops, new_totals, new_outs
+    for g in gl.static_range(G):
+        mean, weight = averaged(outs[g], tops[g], totals[g])
+        store_output(
+            out_ptr, batch, kv_head, row + g * EIGHT, rows, num_queries, mean, weight, scoring, KV_HEADS, GROUP
+        )
+
+
+@gluon.jit
+def softmax_memory(R: gl.constexpr, D: gl.constexpr, REGROUP: gl.constexpr):
+    """Allocates shared memory for the state of an online softmax of R rows, without any split; `joined` updates it."""
+    layout: gl.constexpr = merged_layout(gl.num_warps(), R, D, REGROUP)
+    row: gl.constexpr = gl.SliceLayout(1, layout)
+    flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    top = gl.allocate_shared_memory(gl.float32, [R], flat, gl.full([R], -float("inf"), gl.float32, row))
+    total = gl.allocate_shared_memory(gl.float32, [R], flat, gl.zeros([R], gl.float32, row))
+    out = gl.zeros([R, D], gl.float32, layout)
+    return top, total, gl.allocate_shared_memory(gl.float32, [R, D], softmax_memory_layout(R, D, REGROUP), out)
+
+
+@gluon.jit
+def join(memory, splits):
+    """Joins `splits`, as `merge_parts` returns them, to a `softmax_memory`: (average [R, D], weight [R]) of all."""
+    layout: gl.constexpr = splits[0][0].type.layout
+    row: gl.constexpr = gl.SliceLayout(1, layout)
+    top, total, out = memory[0].load(row), memory[1].load(row), memory[2].load(layout)
+    for i in gl.static_range(len(splits)):
+        top, total, out = joined(top, total, out, splits[i][1], splits[i][0])
+    memory[0].store(top)
+    memory[1].store(total)
+    memory[2].store(out)
+    return averaged(out, top, total)
+
+
+@gluon.jit
+def combine_splits(
+    mean_ptr,
+    weight_ptr,
+    count_ptr,  # of the tile
+    first,
+    last,
+    mine,  # number of splits that this CTA has stored
+    out_ptr,
+    batch,
+    kv_head,
+    tile,
+    rows,
+    num_queries,
+    scoring,  # Scoring
+    KV_HEADS: gl.constexpr,
+    GROUP: gl.constexpr,
+    D: gl.constexpr,
+    G: gl.constexpr,
+    WARPS: gl.constexpr,
+):
+    """Combines splits first .. last of a tile in the CTA that stores the last of them, found by a counter."""
+    thread_barrier()  # other threads' stores are read below, and one thread increments the counter for all
+    if gl.atomic_add(count_ptr, mine, sem="acq_rel") + mine <= last - first:
+        return
+    gl.store(count_ptr, 0)
+    thread_barrier()
+    sums = (mean_ptr, weight_ptr, first, last, out_ptr, batch, kv_head, tile, rows, num_queries, scoring)
+    # more rows with so many sums do not fit into registers; with few splits the longer code costs more than it saves
+    if G <= 2 and last - first >= MIN_SUMS_IN_FLIGHT:
+        _combine(*sums, KV_HEADS, GROUP, D, G, WARPS, MAX_SUMS_IN_FLIGHT)
+    else:
+        _combine(*sums, KV_HEADS, GROUP, D, G, WARPS, MIN_SUMS_IN_FLIGHT)
+
+
+# --- after tma_sm90.py ---
+
 
 GATHER_WARPS = gl.constexpr(4)
-# neighbouring splits that a warp takes at a time; with GATHER_WARPS, part of the bits of a row
+# neighbouring splits that a warp takes at a time. The bits of a row depend on this and on GATHER_WARPS
 SPLITS_PER_WARP = gl.constexpr(8)
 
 
@@ -22,9 +193,10 @@ SPLITS_PER_WARP = gl.constexpr(8)
 def _left(
     mean_ptr, weight_ptr, begin, first, last, row, rows, D: gl.constexpr, WARPS: gl.constexpr, layout: gl.constexpr
 ):  # fmt: skip
-    """The partial sums of a row that each warp takes: SPLITS_PER_WARP of the splits from `begin` on.
+    """Loads the partial sums that each warp takes: SPLITS_PER_WARP of the splits from `begin` on.
 
-    Averages [WARPS, SPLITS_PER_WARP, D], and their weights as log2 [WARPS, SPLITS_PER_WARP, 1].
+    Returns:
+        Averages [WARPS, SPLITS_PER_WARP, D], and their weights as log2 [WARPS, SPLITS_PER_WARP, 1].
     """
     number = begin + _along(WARPS, 0, layout) * SPLITS_PER_WARP + _along(SPLITS_PER_WARP, 1, layout)
     there = (number >= first) & (number <= last)
@@ -37,7 +209,7 @@ def _left(
 
 @gluon.jit
 def _taken(top, total, out, means, weights):
-    """(top, total, out) of each warp, with what `_left` returned added to them."""
+    """Adds partial sums, as `_left` returned them, to the state (top, total, out) of each warp."""
     new_top = gl.maximum(top, gl.max(weights, axis=1))
     shift = shift_of(new_top)
     weights = gl.exp2(weights - gl.expand_dims(shift, 1))
@@ -47,11 +219,11 @@ def _taken(top, total, out, means, weights):
 
 @gluon.jit
 def _average(top, total, out):
-    """The average [D] of all warps' sums, added up from the first warp to the last, and its weight [1] as log2."""
+    """Adds up the states of all warps, from the first to the last: the average [D] and its weight [1] as log2."""
     WARPS: gl.constexpr = out.shape[0]
     all_top = gl.max(top, axis=0)
     fade = gl.exp2(top - gl.expand_dims(shift_of(all_top), 0))
-    # a thread then has all warps' sums of a column
+    # in this layout a thread has the sums of all warps for a column
     columns: gl.constexpr = gl.BlockedLayout([WARPS, 1], [1, 32], [1, WARPS], [1, 0])
     out = gl.sum(gl.convert_layout(out * fade, columns), axis=0)
     total = gl.sum(gl.convert_layout(total * fade, columns), axis=0)
@@ -68,7 +240,7 @@ def gather_kernel(
     splits,
     scoring,  # Scoring
     SPLIT_SIZES: gl.constexpr,
-    LATE_FROM: gl.constexpr,  # position: rows at earlier ones are left alone
+    LATE_FROM: gl.constexpr,  # rows at positions below this are skipped
     WINDOW: gl.constexpr,
     KV_HEADS: gl.constexpr,
     GROUP: gl.constexpr,
@@ -76,14 +248,16 @@ def gather_kernel(
     TILE: gl.constexpr,  # query rows of a tile of shares_kernel
     PDL: gl.constexpr,
 ):
-    """CTA i of B * Hkv * Q * GROUP combines the splits that the tile of row i has keys in.
+    """Combines the splits of one row: CTA i has row i of B * Hkv * Q * GROUP.
 
-    Each warp takes SPLITS_PER_WARP of every WARPS * SPLITS_PER_WARP splits, counted from the first of all: a split
-    without keys for a row changes no bit of it. The kernel waits for memory more than it computes. So no two warps do
-    the same work, and a warp loads its next splits before it adds up the last ones.
+        split    0 .. 7   8 .. 15   16 .. 23   24 .. 31   32 .. 39   ...     with WARPS = 4, SPLITS_PER_WARP = 8
+        warp     0        1         2          3          0          ...
 
-    partial_ptr: fp32 [B * Hkv, splits, Q * GROUP, D], averages of values; then [B * Hkv, splits, Q * GROUP], log2 of
-    the sums of their weights.
+    Splits are counted from position 0, and a split without keys for a row changes no bit. The kernel waits for memory
+    more than it computes. So each partial sum is loaded by one warp, which loads its next splits before it adds up the
+    last ones.
+
+    partial_ptr: as `WorkArea.partials`.
     """
     WARPS: gl.constexpr = GATHER_WARPS
     AT_ONCE: gl.constexpr = WARPS * SPLITS_PER_WARP
@@ -97,8 +271,8 @@ def gather_kernel(
     limit = start_of(splits, SPLIT_SIZES)
     _f, oldest, newest = kv_range(new, row // TILE, LATE_FROM, limit, TILE, WINDOW, GROUP, WARPS)
     first, last = split_of(oldest, SPLIT_SIZES), split_of(newest, SPLIT_SIZES)
-    # a row with one split has its output already, and rows at earlier positions are not this kernel's. The first CTA
-    # waits all the same: the next kernel waits for this one alone, so this one must not end before shares_kernel
+    # a row with one split has its output already, and rows below LATE_FROM belong to another kernel. The first CTA
+    # waits all the same: the next kernel waits only for this one, so this one must not end before shares_kernel
     at = gl.load(position_ptr + batch * num_queries + row // GROUP, cache_modifier=".cg")
     nothing = (at < LATE_FROM) | (newest < 0) | (first == last)
     if nothing & (gl.program_id(0) > 0):

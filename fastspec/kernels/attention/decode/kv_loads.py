@@ -1,17 +1,19 @@
-"""Where the splits of long rows lie, and K and V as 32-bit words that a loop carries."""
+"""Splits of late rows (plan.py), and loads of K and V as 32-bit words for mma_batch.py.
+
+A loop keeps K and V as int32 words between iterations. Two 16-bit values would be unpacked into separate registers.
+"""
 
 from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from fastspec.kernels.attention.decode.mma_layouts import key_layout, value_layout
-from fastspec.kernels.attention.decode.mma_tiles import KEYS, _along
+from fastspec.kernels.attention.decode.mma_tiles import KEYS, _along, key_layout, value_layout
 
 
 @gluon.jit
 def split_of(position, SPLIT_SIZES: gl.constexpr):
-    """The split that a position lies in; SPLIT_SIZES as `plan.split_sizes` returns them."""
+    """Finds the split of a position; SPLIT_SIZES as `plan.split_sizes` returns them."""
     split = position // SPLIT_SIZES[0][1]
     for i in gl.static_range(1, len(SPLIT_SIZES)):
         beyond = SPLIT_SIZES[i][2] + (position - SPLIT_SIZES[i][0]) // SPLIT_SIZES[i][1]
@@ -21,7 +23,7 @@ def split_of(position, SPLIT_SIZES: gl.constexpr):
 
 @gluon.jit
 def start_of(split, SPLIT_SIZES: gl.constexpr):
-    """The first position of a split."""
+    """Computes the first position of a split."""
     start = split * SPLIT_SIZES[0][1]
     for i in gl.static_range(1, len(SPLIT_SIZES)):
         start = gl.where(
@@ -32,13 +34,13 @@ def start_of(split, SPLIT_SIZES: gl.constexpr):
 
 @gluon.jit
 def words_of(pointer):
-    """The same place as 32-bit words: a loop carries these as they are, and pairs of 16-bit values torn apart."""
+    """Casts a pointer to int32, so that values are loaded and kept as packed words."""
     return pointer.to(gl.pointer_type(gl.int32), bitcast=True)
 
 
 @gluon.jit
 def halves(words, DTYPE: gl.constexpr):
-    """Words [A, B, C] as their values [A, B, C, 2]; of fp32, which only the interpreter has here, [A, B, C, 1]."""
+    """Unpacks words [A, B, C] to values [A, B, C, 2]. fp32, only in the interpreter: [A, B, C, 1]."""
     if DTYPE.primitive_bitwidth == 32:
         return gl.expand_dims(words.to(DTYPE, bitcast=True), 3)
     else:
@@ -48,9 +50,13 @@ def halves(words, DTYPE: gl.constexpr):
 
 @gluon.constexpr_function
 def _widening(DTYPE, TO, OF, CONTROL):
-    """Instructions that make two values of DTYPE of the bytes of a word that CONTROL of prmt names, with their signs.
+    """PTX that converts two e4m3 numbers to DTYPE: `prmt` selects their bytes in a word by CONTROL, with their signs.
 
-    An e4m3 number's bits, put where those of the other float begin, are that float, 2^120 times too small (fp16: 2^8).
+    Shifted to the place of the other format's exponent, the bits of an e4m3 number are that number times 2^-120 (fp16:
+    2^-8). The multiplication corrects this.
+
+        e4m3   s eeee mmm
+        bf16   s 0000eeee mmm0000     fp16   s 0eeee mmm0000000
     """
     brain = str(DTYPE) in ("bf16", "bfloat16")
     shift, mask, factor = (4, "0x87F087F0", "0x7B807B80") if brain else (7, "0xBF80BF80", "0x5C005C00")
@@ -64,7 +70,7 @@ def _widening(DTYPE, TO, OF, CONTROL):
 
 @gluon.constexpr_function
 def widening_of_four(DTYPE):
-    """`_widening` of a word of four e4m3 numbers, to two words."""
+    """PTX of `_widening` for a word of four e4m3 numbers, to two words."""
     return _widening(DTYPE, "$0", "$2", "0x9180") + " " + _widening(DTYPE, "$1", "$2", "0xB3A2")
 
 
@@ -77,20 +83,20 @@ def _two_of_four(words, DTYPE: gl.constexpr, CONTROL: gl.constexpr):
 
 @gluon.jit
 def widened(words, DTYPE: gl.constexpr):
-    """Words [A, B, C] of four e4m3 numbers as words [A, B, 2 C] of two values of DTYPE, exactly; NaN become +-480."""
+    """Converts words [A, B, C] of four e4m3 numbers to words [A, B, 2 C] of two values, exactly; NaN becomes +-480."""
     two = gl.join(_two_of_four(words, DTYPE, "0x9180"), _two_of_four(words, DTYPE, "0xB3A2"))
     return gl.reshape(two, [words.shape[0], words.shape[1], 2 * words.shape[2]])
 
 
 @gluon.jit
 def _byte(words, PLACE: gl.constexpr, CACHED: gl.constexpr):
-    """One of each word's four e4m3 numbers as fp32; for the interpreter."""
+    """Extracts one of each word's four e4m3 numbers as fp32; for the interpreter."""
     return ((words >> (8 * PLACE)) & 255).to(gl.uint8).to(CACHED, bitcast=True).to(gl.float32)
 
 
 @gluon.jit
 def values_of(words, N: gl.constexpr, DTYPE: gl.constexpr, CACHED: gl.constexpr):
-    """Words of K or V as values [S, KEYS, N] of DTYPE, as products take them; CACHED is what the cache holds."""
+    """Unpacks words of K or V to values [S, KEYS, N] of DTYPE, as products take them; CACHED is the cache's dtype."""
     if CACHED.primitive_bitwidth == 8:
         if DTYPE.primitive_bitwidth == 32:
             even = gl.join(_byte(words, 0, CACHED), _byte(words, 2, CACHED))
@@ -104,7 +110,7 @@ def values_of(words, N: gl.constexpr, DTYPE: gl.constexpr, CACHED: gl.constexpr)
 
 @gluon.jit
 def page_of(cache, first, s, key, PAGE_SIZE: gl.constexpr):
-    """Pages of the keys first + s * KEYS + key, int32; one for all keys of a warp where a page holds them."""
+    """Loads the pages of keys first + s * KEYS + key, int32; a single one if it holds all keys of a warp."""
     at = first + s * KEYS
     if PAGE_SIZE % KEYS != 0:
         at = at + key
@@ -115,7 +121,7 @@ def page_of(cache, first, s, key, PAGE_SIZE: gl.constexpr):
 
 @gluon.jit
 def _slot(page, first, s, key, kv_head, WORDS: gl.constexpr, KV_HEADS: gl.constexpr, PAGE_SIZE: gl.constexpr):
-    """(int64 offset, int32 offset) in words of the keys whose pages `page_of` returned."""
+    """Computes (int64 offset, int32 offset) in words of the keys whose pages `page_of` returned."""
     if PAGE_SIZE % KEYS != 0:
         within = (first + s * KEYS + key) % PAGE_SIZE
         return ((page.to(gl.int64) * PAGE_SIZE + within) * KV_HEADS + kv_head) * WORDS, key * 0
@@ -128,7 +134,7 @@ def _slot(page, first, s, key, kv_head, WORDS: gl.constexpr, KV_HEADS: gl.conste
 def key_pages(
     cache, first, WORDS: gl.constexpr, PAGE_SIZE: gl.constexpr, S: gl.constexpr, D: gl.constexpr
 ):  # fmt: skip
-    """Pages of a block of keys, for `load_keys`."""
+    """Loads the pages of a block of keys, for `load_keys`."""
     layout: gl.constexpr = key_layout(gl.num_warps(), S, WORDS // 2, 8 * WORDS // D)
     return page_of(cache, first, _along(S, 0, layout), _along(KEYS, 1, layout), PAGE_SIZE)
 
@@ -137,7 +143,7 @@ def key_pages(
 def value_pages(
     cache, first, WORDS: gl.constexpr, PAGE_SIZE: gl.constexpr, S: gl.constexpr, D: gl.constexpr
 ):  # fmt: skip
-    """Pages of a block of keys, for `load_values`."""
+    """Loads the pages of a block of keys, for `load_values`."""
     layout: gl.constexpr = value_layout(gl.num_warps(), S, WORDS, 8 * WORDS // D)
     return page_of(cache, first, _along(S, 0, layout), _along(KEYS, 1, layout), PAGE_SIZE)
 
@@ -150,16 +156,16 @@ def load_keys(
     kv_head,
     low,
     high,
-    old,  # what keys outside of low .. high-1 keep, or None: 0
+    old,  # value of keys outside of low .. high-1; None: 0
     WORDS: gl.constexpr,  # of a head
     KV_HEADS: gl.constexpr,
     PAGE_SIZE: gl.constexpr,
     S: gl.constexpr,
     D: gl.constexpr,
 ):
-    """Words of both halves of a block of K [S, KEYS, WORDS / 2].
+    """Loads words of both halves of a block of K [S, KEYS, WORDS / 2].
 
-    The slots of later positions than high-1 hold anything, NaN included: they must not come into a product.
+    Slots from position `high` on may hold NaN: they must not be part of a product.
     """
     layout: gl.constexpr = key_layout(gl.num_warps(), S, WORDS // 2, 8 * WORDS // D)
     s, key = _along(S, 0, layout), _along(KEYS, 1, layout)
@@ -189,7 +195,7 @@ def load_values(
     S: gl.constexpr,
     D: gl.constexpr,
 ):
-    """Words of a block of V [S, KEYS, WORDS], as `load_keys`."""
+    """Loads words of a block of V [S, KEYS, WORDS]; arguments as `load_keys`."""
     layout: gl.constexpr = value_layout(gl.num_warps(), S, WORDS, 8 * WORDS // D)
     s, key = _along(S, 0, layout), _along(KEYS, 1, layout)
     slot, offset = _slot(page, first, s, key, kv_head, WORDS, KV_HEADS, PAGE_SIZE)

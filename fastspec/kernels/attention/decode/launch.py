@@ -1,4 +1,4 @@
-"""Launches of the decoding kernels, as plan.py has planned them."""
+"""Launches of the decoding kernels, as plan.py plans them."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ def gpu_of(device: torch.device) -> Gpu:
 
 @dataclass(frozen=True, slots=True)
 class DecodingPass:
-    """One decoding pass, for all its launches.
+    """Arguments of one decoding pass, for all its launches.
 
     Attributes:
-        tokens: what it reads.
-        cache: that it writes K and V to, and attends to.
+        tokens: read.
+        cache: K and V, written and read.
         out: [B, Q, H * D], written.
-        work: its partials are written: room for B * Q * H * splits * (D + 1) where there is more than one split.
-        pdl: whether its kernels start early.
+        work: partials are written: room for B * Q * H * splits * (D + 1) if there is more than one split.
+        pdl: True if its kernels use programmatic dependent launch.
         rule, sinks: as in `reference.attend`.
-        scales: of a cache in 8 bits.
+        scales: of an 8-bit cache.
     """
 
     tokens: NewTokens
@@ -65,18 +65,18 @@ class DecodingPass:
 
     @property
     def narrow(self) -> bool:
-        """Whether K and V are in 8 bits."""
+        """True if K and V are in 8 bits."""
         return bool(self.cache.k.dtype.itemsize == 1)
 
     @property
     def sizes(self) -> Pass:
-        """What plans depend on of a pass."""
+        """Sizes that plans depend on."""
         kv_heads, dim = self.cache.k.shape[2:]
         return Pass(self.num_queries * self.group, len(self.tokens.positions) * kv_heads, dim)
 
     @property
     def scoring(self) -> Scoring:
-        """How products become scores."""
+        """Conversion of products to scores."""
         return scoring_of(self.rule, self.sinks, self.sizes.dim, self.scales)
 
 
@@ -96,19 +96,19 @@ def _start(kernel: Any, planned: LaunchPlan, call: DecodingPass, *arguments: Any
 
 
 def start_tiles(call: DecodingPass, planned: LaunchPlan, split_keys: int) -> None:
-    """Launches `_decode_kernel` as `plan.tiles_plan` planned it, with so many keys to a split."""
+    """Launches `_decode_kernel` as `plan.tiles_plan` planned it, with `split_keys` keys to a split."""
     counts = (split_keys, call.num_queries, call.sizes.pairs)
     arguments = (call.tokens, call.cache, call.out, call.work, *counts, call.scoring)
     _start(_decode_kernel, planned, call, *arguments, PAGE_SIZE=call.cache.k.shape[1])
 
 
 def start_early(call: DecodingPass, splits: int, regroup: bool) -> None:
-    """Launches fragment_kernel or batch_kernel. Rows of the pass that lie beyond the splits are left as junk.
+    """Launches fragment_kernel or batch_kernel. The output of rows beyond the splits is undefined.
 
     Args:
         call: the pass.
-        splits: that it has room for.
-        regroup: rows of out are left as the TMA pipeline of the next product reads them.
+        splits: number of splits that its longest early row may have.
+        regroup: writes rows of out in the order in which the TMA pipeline of the next product reads them.
     """
     planned = plan.early_plan(gpu_of(call.out.device), call.sizes, splits, call.narrow)
     kernel = batch_kernel if planned.kernel == "batch_kernel" else fragment_kernel
@@ -117,11 +117,11 @@ def start_early(call: DecodingPass, splits: int, regroup: bool) -> None:
 
 
 def start_late(call: DecodingPass, splits: int) -> None:
-    """Launches shares_kernel, then gather_kernel where there is more than one split.
+    """Launches shares_kernel, then gather_kernel if there is more than one split.
 
     Args:
         call: the pass.
-        splits: of the longest row that it has room for.
+        splits: number of splits that its longest row may have.
     """
     keys, values, partials = call.cache.k, call.cache.v, call.work.partials
     page_size, kv_heads, dim = keys.shape[1:]

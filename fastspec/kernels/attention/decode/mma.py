@@ -1,14 +1,11 @@
-"""The decoding kernel of dispatch.py for 16-bit caches with heads of 64 or 128, out of registers.
-
-K and V go from the cache straight into the operands of the tensor core: 16 contiguous bytes of a lane are its part of
-two products, and nothing of them passes through shared memory. S warps share a block of S * KEYS keys, each with an
-online softmax of its own; what they end with is added up in order. Queries come ROWS to a product, of which all but
-the tile's own are padding: their number changes no bit of a row.
+"""Decoding kernel for early rows (below plan.LATE_FROM), 16-bit caches and heads of 64 or 128; operands in registers.
 
     scores [ROWS, KEYS] = q [ROWS, D] K^T [D, KEYS];   out [ROWS, D] += weights [ROWS, KEYS] V [KEYS, D]
 
-A product may take its inner index in any order, as long as both sides agree: K and q are read in runs of 8 values of
-a head. And the columns of V in any order, undone at the end: a lane's 8 neighbouring values of V belong to 8 products.
+K and V are loaded from the cache directly into the tensor core's operands, without shared memory. A lane loads 16
+contiguous bytes, which are its part of two products. mma_tiles.py draws this order. S warps share a block of S * KEYS
+keys. Each runs an online softmax of its own; the results are added up in order. Products have ROWS queries. Those
+beyond the tile's own are padding and change no bit of a row.
 """
 
 # mypy: disable-error-code="assignment, misc"
@@ -20,7 +17,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from fastspec.kernels.attention.decode.combine_mma import combine_splits
+from fastspec.kernels.attention.decode.combine import combine_splits
 from fastspec.kernels.attention.decode.mma_tiles import (
     EIGHT,
     KEYS,
@@ -61,7 +58,7 @@ def fragment_kernel(
     work,  # WorkArea
     num_queries,
     num_pairs,  # B * Hkv
-    splits,  # that the pass has room for
+    splits,  # number of splits that the longest row may have
     scoring,  # Scoring
     WINDOW: gl.constexpr,
     KV_HEADS: gl.constexpr,
@@ -69,11 +66,11 @@ def fragment_kernel(
     D: gl.constexpr,
     PAGE_SIZE: gl.constexpr,
     G: gl.constexpr,  # groups of 8 query rows in a tile
-    S: gl.constexpr,  # parts of a block of keys, each with a softmax of its own; a warp has one, or two have
+    S: gl.constexpr,  # parts of a block of keys, each with its own softmax, and with one warp or two
     REGROUP: gl.constexpr,  # out is as the TMA pipeline of the next product reads it
     PDL: gl.constexpr,
 ):
-    """As `_decode_kernel` of portable.py, whose arguments these are."""
+    """Attends to one split of one tile; arguments as `_decode_kernel` of portable.py."""
     HALF: gl.constexpr = D // 2
     SPLIT: gl.constexpr = S * KEYS
     TILE: gl.constexpr = G * EIGHT
@@ -90,7 +87,7 @@ def fragment_kernel(
     if PDL:
         gdc_launch_dependents()
 
-    # up to the wait nothing is read that the product before this kernel writes: see `attend` of dispatch.py.
+    # before the wait, nothing is read that the preceding product writes: see `attend` of dispatch.py
     new = new_positions(at_batch, num_queries, WARPS)
     head_of: gl.constexpr = head_layout(HALF, WARPS)
     staged = gl.arange(0, STAGED, layout=gl.SliceLayout(1, head_of))
@@ -105,7 +102,7 @@ def fragment_kernel(
         return
     stop = gl.minimum(start + SPLIT, newest + 1)
 
-    # K and V of earlier passes are loaded now, the others once this pass has stored them
+    # K and V of earlier passes are loaded now, those of this pass after they are stored
     where = places_of(row_cache, start, kv_head, KV_HEADS, D, PAGE_SIZE, S)
     keys = keys_at(where, 0, gl.minimum(first_new, stop), None, HALF)
     values = values_at(where, 0, gl.minimum(first_new, stop), None)
@@ -137,7 +134,7 @@ def fragment_kernel(
     nodes, base = num_pairs * splits * rows, pair * splits * rows
     mean_ptr, weight_ptr = work.partials + base.to(gl.int64) * D, work.partials + (nodes.to(gl.int64) * D + base)
     scores = scores_of(queries, keys, start, positions, scoring, WINDOW, S, HALF)
-    # product after product: the sums of one leave their registers before those of the next take any
+    # one product after the other: the registers of one product's sums are free before the next begins
     for p in gl.static_range(STAGED // ROWS):
         top, totals, out = begun(scores[p], values, S)
         mean, weight = merge_parts(top, totals, out, S, rows_of(G, p), REGROUP)[0]

@@ -1,11 +1,14 @@
-"""The decoding kernel of early rows for many splits: as mma.py, with several splits to a CTA.
+"""Decoding kernel for early rows with many splits: as mma.py, with several splits to a CTA.
 
-Where there is room for more splits than CTAs run at a time, a CTA for each would spend more instructions on queries,
-positions and addresses than on keys. So a CTA takes a run of neighbouring splits of its tile, in blocks of AT_ONCE
-splits, each split read by warps of its own. All CTAs of a tile have about as many blocks. How many it has, the kernel
-finds from the positions: a captured graph knows only the room of a pass. The loads of the next block begin as soon as a
-product has taken the keys or values of this one from registers. A CTA that has all splits of a tile joins each to those
-before it in shared memory, so that no partial sums are stored. The bits are those of mma.py.
+If there are more splits than CTAs run at a time, one CTA per split would spend most instructions on queries, positions
+and addresses. So a CTA takes a run of neighbouring splits of its tile:
+
+    splits of a tile   | block 0: AT_ONCE splits | block 1 | block 2 | block 3 | ...      a split is read by S warps
+    CTAs               | CTA 0                             | CTA 1             | ...      about as many blocks each
+
+The kernel finds the number of blocks from the positions, because a captured graph knows only the largest number of
+splits. Loads of the next block begin as soon as a product has taken this block's keys or values from registers. A CTA
+that has all splits of a tile joins them in shared memory, without stored partial sums. The bits are those of mma.py.
 """
 
 # mypy: disable-error-code="assignment, misc"
@@ -17,7 +20,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from fastspec.kernels.attention.decode.combine_mma import combine_splits, join, softmax_memory
+from fastspec.kernels.attention.decode.combine import combine_splits, join, softmax_memory
 from fastspec.kernels.attention.decode.kv_loads import (
     key_pages,
     load_keys,
@@ -63,7 +66,7 @@ def batch_kernel(
     work,  # WorkArea
     num_queries,
     num_pairs,  # B * Hkv
-    splits,  # that the pass has room for
+    splits,  # number of splits that the longest row may have
     scoring,  # Scoring
     WINDOW: gl.constexpr,
     KV_HEADS: gl.constexpr,
@@ -76,7 +79,7 @@ def batch_kernel(
     REGROUP: gl.constexpr,  # out is as the TMA pipeline of the next product reads it
     PDL: gl.constexpr,
 ):
-    """As `_decode_kernel` of portable.py, whose arguments these are."""
+    """Attends to a run of splits of one tile; arguments as `_decode_kernel` of portable.py."""
     HALF: gl.constexpr = D // 2
     SPLIT: gl.constexpr = S * KEYS
     ALL: gl.constexpr = S * AT_ONCE
@@ -96,7 +99,7 @@ def batch_kernel(
     if PDL:
         gdc_launch_dependents()
 
-    # up to the wait nothing is read that the product before this kernel writes: see `attend` of dispatch.py
+    # before the wait, nothing is read that the preceding product writes: see `attend` of dispatch.py
     new = new_positions(tokens.positions + at_batch, num_queries, WARPS)
     first_new, oldest, newest = kv_range(new, tile, 0, splits * SPLIT, TILE, WINDOW, GROUP, WARPS)
     first, last = oldest // SPLIT, (newest + SPLIT) // SPLIT - 1
@@ -108,7 +111,7 @@ def batch_kernel(
         idle(newest, PDL)
         return
     begin, stop = mine_first * BLOCK, gl.minimum(mine_last * BLOCK + BLOCK, newest + 1)
-    # K and V of earlier passes are loaded now, the others once this pass has stored them
+    # K and V of earlier passes are loaded now, those of this pass after they are stored
     key_words_ptr, value_words_ptr = words_of(cache.k), words_of(cache.v)
     k_page = key_pages(row_cache, begin, WORDS, PAGE_SIZE, ALL, D)
     v_page = value_pages(row_cache, begin, WORDS, PAGE_SIZE, ALL, D)
@@ -143,7 +146,7 @@ def batch_kernel(
         )  # fmt: skip
         append(tokens, row_cache, slots, kv_head, KV_HEADS, GROUP, D, head_of)
     thread_barrier()  # what other threads stored is read below
-    if (G > 2) | (begin + BLOCK > first_new):  # (a branch costs larger tiles registers)
+    if (G > 2) | (begin + BLOCK > first_new):  # G > 2: no branch, because it costs registers
         keys = load_keys(
             key_words_ptr, k_page, begin, kv_head, first_new, stop, keys, WORDS, KV_HEADS, PAGE_SIZE, ALL, D
         )
@@ -155,7 +158,7 @@ def batch_kernel(
 
     nodes, base = num_pairs * splits * rows, pair * splits * rows
     mean_ptr, weight_ptr = work.partials + base.to(gl.int64) * D, work.partials + (nodes.to(gl.int64) * D + base)
-    owns_tile = (mine_first == first_block) & (mine_last == last_block)  # the tile has no other CTA
+    owns_tile = (mine_first == first_block) & (mine_last == last_block)  # this CTA has all splits of the tile
     softmaxes = ()
     for p in gl.static_range(STAGED // ROWS):
         softmaxes += (softmax_memory(rows_of(G, p), D, REGROUP),)
@@ -169,13 +172,13 @@ def batch_kernel(
         v = values_of(values, D, DTYPE, CACHED)
         for p in gl.static_range(STAGED // ROWS):
             top, totals, out = begun(scores[p], v, ALL)
-            # not sooner: registers hold one block, or the sums of a product with its values
+            # not sooner: the registers hold either one block, or a product's sums and values
             if p == STAGED // ROWS - 1:
                 values = load_values(
                     value_words_ptr, v_page, following, kv_head, 0, stop, None, WORDS, KV_HEADS, PAGE_SIZE, ALL, D
                 )
                 v_page = value_pages(row_cache, following + BLOCK, WORDS, PAGE_SIZE, ALL, D)
-            # product after product: the sums of one leave their registers before those of the next take any
+            # one product after the other: the registers of one product's sums are free before the next begins
             left = merge_parts(top, totals, out, S, rows_of(G, p), REGROUP)
             mean, weight = left[0]
             done = gl.arange(0, mean.shape[0], layout=gl.SliceLayout(1, mean.type.layout)) + tile * TILE + p * ROWS

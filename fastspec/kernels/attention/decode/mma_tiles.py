@@ -1,4 +1,17 @@
-"""Pieces of the kernel of mma.py: products over keys out of registers, and what they leave."""
+"""Device code of mma.py and mma_batch.py: layouts, products over keys out of registers, and their partial sums.
+
+A product may take its inner index in any order if both operands use the same. K and q use this order, for each run of
+32 values of a head, with lane t of 4 and pairs p:
+
+    memory          8 t + 2 j + p     lane t loads its 8 values, j = 0..3, in one 16-byte load
+    operand         8 j + 2 t + p     tensor core, 16 values a product: j = 0, 1 first, then j = 2, 3
+
+V may have its columns in any order, which is undone at the end. A lane's 8 neighbouring values go to 8 products (e, c),
+at column g of each:
+
+    memory          64 c + 8 g + e (D = 128)    8 g + 4 c + e (D = 64)
+    operand, sums   columns in the order (e, c, g)
+"""
 
 # mypy: disable-error-code="assignment"
 # tuples grow in unrolled loops
@@ -10,25 +23,122 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.language.extra.cuda.libdevice import fast_log2f
 
-from fastspec.kernels.attention.decode.mma_layouts import (
-    exchange_layout,
-    exchange_memory,
-    key_layout,
-    merged_layout,
-    operands,
-    value_layout,
-)
 from fastspec.kernels.attention.decode.query_rows import NEVER
 
-KEYS = gl.constexpr(32)  # of one warp's products
-ROWS = gl.constexpr(16)  # query rows of a product; of the last one of a tile half may be padding
+# --- layouts ---
+
+
+PARTS = 4  # parts of a split, KEYS keys each, with a softmax each. The bits of a row depend on it
+
+
+@gluon.constexpr_function
+def operands(WARPS, S):
+    """Layout of scores [S, ROWS, KEYS] and of out [S, ROWS, D]: each of the S parts has a warp, or two."""
+    return gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[S, 1, WARPS // S], instr_shape=[1, 16, 8])
+
+
+@gluon.constexpr_function
+def _bits(first, stop):
+    """Lists the powers of two from `first` on that are less than `stop`."""
+    return [1 << bit for bit in range(first.bit_length() - 1, stop.bit_length() - 1)]
+
+
+@gluon.constexpr_function
+def _linear(bits, lanes, warps, shape):
+    """Builds a linear layout of a tensor: registers have those of `bits` that warps do not have."""
+    registers = [each for each in bits if each not in warps]
+    return gl.DistributedLinearLayout(registers, lanes, warps, [], shape)
+
+
+@gluon.constexpr_function
+def _parts(S):
+    """Bits of the first of three axes, which warps have."""
+    return [[s, 0, 0] for s in _bits(1, S)]
+
+
+@gluon.constexpr_function
+def key_layout(WARPS, S, D, RUN):
+    """Layout of K [S, KEYS, D]: RUN neighbouring values of a key to a lane, 4 lanes to a key, 8 keys to a load."""
+    bits = [*[[0, 0, d] for d in _bits(1, RUN)], [0, 8, 0], [0, 16, 0], *[[0, 0, d] for d in _bits(4 * RUN, D)]]
+    lanes = [[0, 0, RUN], [0, 0, 2 * RUN], [0, 1, 0], [0, 2, 0], [0, 4, 0]]
+    return _linear(bits, lanes, [*([[0, 8, 0]] if WARPS == 2 * S else []), *_parts(S)], [S, 32, D])
+
+
+@gluon.constexpr_function
+def value_layout(WARPS, S, D, RUN):
+    """Layout of V [S, KEYS, D]: RUN neighbouring values of a key to a lane, 8 lanes to a key, 4 keys to a load.
+
+    If two warps share a part, each has 64 of 128 values, or of 64 values half of each lane's run.
+    """
+    near, far = [[0, 0, d] for d in _bits(1, RUN)], [[0, 0, d] for d in _bits(8 * RUN, D)]
+    lanes = [[0, 2, 0], [0, 4, 0], [0, 0, RUN], [0, 0, 2 * RUN], [0, 0, 4 * RUN]]
+    apart = (far or near[-1:]) if WARPS == 2 * S else []
+    return _linear([*near, [0, 1, 0], [0, 8, 0], [0, 16, 0], *far], lanes, [*apart, *_parts(S)], [S, 32, D])
+
+
+@gluon.constexpr_function
+def exchange_memory(S, R, D):
+    """Shared memory of sums [S, R, D] in the order of products' lanes: a lane's values of one product are adjacent."""
+    pair = [[0, 0, 1], *[[0, r, 0] for r in _bits(8, R)]]
+    lanes = [[0, 0, 2], [0, 0, 4], [0, 1, 0], [0, 2, 0], [0, 4, 0]]
+    return gl.SharedLinearLayout([*pair, *lanes, *[[0, 0, d] for d in _bits(8, D)], *[[s, 0, 0] for s in _bits(1, S)]])
+
+
+@gluon.constexpr_function
+def exchange_layout(WARPS, R, D):
+    """Layout of sums [PARTS, R, D] in the lanes of products: a lane has all PARTS of a sum, and neighbours e of a head.
+
+    Warps have, in this order: what is left of e, c, the other half of rows, or g, and more of e.
+    """
+    half = [[0, 8, 0]] if R == 16 else []
+    apart = [*([[0, 0, 64]] if D == 128 else []), [0, 0, 8], *half, [0, 0, 1], [0, 0, 32]]
+    bits = [[0, 0, 16], [0, 0, 32], [0, 0, 1], *half, [1, 0, 0], [2, 0, 0]]
+    lanes = [[0, 0, 2], [0, 0, 4], [0, 1, 0], [0, 2, 0], [0, 4, 0]]
+    return _linear(bits, lanes, apart[: WARPS.bit_length() - 1], [PARTS, R, D])
+
+
+@gluon.constexpr_function
+def _columns(bases, REGROUP):
+    """Maps bases [row, column] of a head's columns to the order of `epilogue.regrouped`.
+
+    Of 64 columns, (h, c, t) becomes (t, h, c).
+    """
+    to = {2: 16, 4: 32, 8: 2, 16: 4, 32: 8} if REGROUP else {}
+    return [[row, to.get(column, column)] for row, column in bases]
+
+
+@gluon.constexpr_function
+def merged_layout(WARPS, R, D, REGROUP):
+    """Layout of sums [R, D] once PARTS are added up, columns as in a head; REGROUP: as the next product reads them."""
+    half = [[8, 0]] if R == 16 else []
+    apart = [[0, 4], *([[0, 64]] if D == 128 else []), *half, [0, 8], [0, 2]]
+    # adjacent in memory, adjacent in a lane
+    bits = [[0, 1], [0, 8], [0, 2], *half] if REGROUP else [[0, 1], [0, 2], [0, 8], *half]
+    lanes = [[0, 16], [0, 32], [1, 0], [2, 0], [4, 0]]
+    apart = _columns(apart[: WARPS.bit_length() - 1], REGROUP)
+    return _linear(_columns(bits, REGROUP), _columns(lanes, REGROUP), apart, [R, D])
+
+
+@gluon.constexpr_function
+def softmax_memory_layout(R, D, REGROUP):
+    """Shared memory of averages [R, D] in `merged_layout`: the values of a warp are adjacent."""
+    rest = [[0, 8], *([[0, 64]] if D == 128 else []), *([[8, 0]] if R == 16 else [])]
+    bits = [[0, 1], [0, 2], [0, 16], [0, 32], [1, 0], [2, 0], [4, 0], [0, 4], *rest]
+    return gl.SharedLinearLayout(_columns(bits, REGROUP))
+
+
+# --- loads, products and what they leave ---
+
+
+KEYS = gl.constexpr(32)  # keys of a part
+ROWS = gl.constexpr(16)  # query rows of a product; in the last product of a tile half may be padding
 LOG2E = gl.constexpr(1.4426950408889634)
-EIGHT = gl.constexpr(8)  # that rows of a tile come in
+EIGHT = gl.constexpr(8)  # rows of a group; a tile has G groups
 
 
 @gluon.jit
 def _along(n: gl.constexpr, axis: gl.constexpr, layout: gl.constexpr):
-    """0 .. n-1 along one axis of a 3-D layout."""
+    """Returns 0 .. n-1 along one axis of a 3-D layout."""
     if axis == 0:
         return gl.expand_dims(
             gl.expand_dims(gl.arange(0, n, layout=gl.SliceLayout(1, gl.SliceLayout(2, layout))), 1), 2
@@ -45,7 +155,7 @@ def _along(n: gl.constexpr, axis: gl.constexpr, layout: gl.constexpr):
 
 @gluon.jit
 def _slots(cache, first, s, key, kv_head, KV_HEADS: gl.constexpr, D: gl.constexpr, PAGE_SIZE: gl.constexpr):
-    """(int64 offset, int32 offset) of key `first + s * KEYS + key`; s and key broadcast against each other."""
+    """Computes (int64 offset, int32 offset) of key `first + s * KEYS + key`; s and key broadcast against each other."""
     at = first + s * KEYS
     if PAGE_SIZE % KEYS != 0:  # else one page holds all keys of a warp
         at = at + key
@@ -69,7 +179,7 @@ def places_of(
     PAGE_SIZE: gl.constexpr,
     S: gl.constexpr,
 ):
-    """Where K [S, KEYS, D / 2] (first halves) and V [S, KEYS, D] of the keys first.. are, and which keys they are."""
+    """Computes addresses and positions of K [S, KEYS, D / 2] (first halves) and V [S, KEYS, D] from key `first` on."""
     kl: gl.constexpr = key_layout(gl.num_warps(), S, D // 2, 8)
     s, n = _along(S, 0, kl), _along(KEYS, 1, kl)
     slot, offset = _slots(cache, first, s, n, kv_head, KV_HEADS, D, PAGE_SIZE)
@@ -82,9 +192,9 @@ def places_of(
 
 @gluon.jit
 def keys_at(places, low, high, old, HALF: gl.constexpr):
-    """Halves of K at `places`, of which the keys low .. high-1 are loaded and the others as in `old`, or 0.
+    """Loads both halves of K at `places` for keys low .. high-1; other keys are as in `old`, or 0.
 
-    The slots of later positions than high-1 hold anything, NaN included: they must not come into a product.
+    Slots from position `high` on may hold NaN: they must not be part of a product.
     """
     at, key, _v_at, _v_key = places
     inside = (key >= low) & (key < high)
@@ -97,7 +207,7 @@ def keys_at(places, low, high, old, HALF: gl.constexpr):
 
 @gluon.jit
 def values_at(places, low, high, old):
-    """V at `places`, as `keys_at`."""
+    """Loads V at `places`; arguments as `keys_at`."""
     _k_at, _k_key, at, key = places
     inside = (key >= low) & (key < high)
     if old is None:
@@ -108,9 +218,9 @@ def values_at(places, low, high, old):
 
 @gluon.jit
 def _key_operand(k):
-    """Half of K [S, KEYS, N] as right operand [S, N, KEYS], values (c, t, j, p) as (c, j, t, p): none of it moves.
+    """Converts half of K [S, KEYS, N] to a right operand [S, N, KEYS]. No value moves between lanes.
 
-    What a lane, t, has loaded of a key are parts of two products, side by side.
+    Values (c, t, j, p) become (c, j, t, p), see the drawing above; c counts runs of 32 values.
     """
     S: gl.constexpr = k.shape[0]
     N: gl.constexpr = k.shape[2]
@@ -120,16 +230,16 @@ def _key_operand(k):
 
 @gluon.jit
 def _in_order(q):
-    """Halves of queries [rows, N], their values in the order of `_key_operand`."""
+    """Permutes halves of queries [rows, N] to the order of `_key_operand`."""
     apart = gl.permute(gl.reshape(q, [q.shape[0], q.shape[1] // 32, 4, 4, 2]), (0, 1, 3, 2, 4))
     return gl.reshape(apart, [q.shape[0], q.shape[1]])
 
 
 @gluon.jit
 def value_operand(v):
-    """V [S, KEYS, D] as right operand, its columns in the order (e, c, g): pairs of keys come together, no more.
+    """Converts V [S, KEYS, D] to a right operand with columns in the order (e, c, g). Only pairs of keys are packed.
 
-    Values are (c, g, e) of a head of 128, and (g, c, e) of a head of 64.
+    Values are (c, g, e) in a head of 128, and (g, c, e) in a head of 64.
     """
     S: gl.constexpr = v.shape[0]
     D: gl.constexpr = v.shape[2]
@@ -142,7 +252,7 @@ def value_operand(v):
 
 @gluon.jit
 def _in_order_of_heads(out):
-    """Sums [R, D], their columns from the order of `value_operand` to that of a head."""
+    """Permutes the columns of sums [R, D] from the order of `value_operand` to that of a head."""
     R: gl.constexpr = out.shape[0]
     D: gl.constexpr = out.shape[1]
     if D == 128:
@@ -154,19 +264,19 @@ def _in_order_of_heads(out):
 
 @gluon.constexpr_function
 def staged_rows(G):
-    """Rows of queries that are staged for G groups of EIGHT: of whole products, and a power of two."""
+    """Rows of queries in shared memory for G groups of EIGHT: whole products, and a power of two."""
     return 16 if G <= 2 else 32
 
 
 @gluon.constexpr_function
 def rows_of(G, P):
-    """How many rows of product P are used by G groups: ROWS, or EIGHT if G is odd and it is the last."""
+    """Rows of product P that G groups use: ROWS, or EIGHT in the last product if G is odd."""
     return 16 if G > 2 * P + 1 else 8
 
 
 @gluon.jit
 def stage_q(q1, q2):
-    """Halves of queries [rows, D / 2] in shared memory, for `scores_of`."""
+    """Stores halves of queries [rows, D / 2] in shared memory, for `scores_of`."""
     shared: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
     first = gl.allocate_shared_memory(q1.dtype, q1.shape, shared, _in_order(q1))
     return first, gl.allocate_shared_memory(q2.dtype, q2.shape, shared, _in_order(q2))
@@ -174,7 +284,7 @@ def stage_q(q1, q2):
 
 @gluon.jit
 def _queries_of(staged, P: gl.constexpr, S: gl.constexpr, HALF: gl.constexpr):
-    """Halves of ROWS queries, from number P * ROWS of the staged ones on, as left operands [S, ROWS, HALF]."""
+    """Loads halves of ROWS staged queries, from number P * ROWS on, as left operands [S, ROWS, HALF]."""
     left: gl.constexpr = gl.DotOperandLayout(0, operands(gl.num_warps(), S), 2)
     found = ()
     for i in gl.static_range(2):
@@ -186,12 +296,12 @@ def _queries_of(staged, P: gl.constexpr, S: gl.constexpr, HALF: gl.constexpr):
 
 @gluon.jit
 def positions_of(position_ptr, first_row, rows, STAGED: gl.constexpr, GROUP: gl.constexpr, S: gl.constexpr):
-    """Positions [1, ROWS, 1] of STAGED rows from first_row on, by products; of what is not below `rows`, -1."""
+    """Loads positions [1, ROWS, 1] of STAGED rows from first_row on, one tensor per product; -1 from row `rows` on."""
     mma: gl.constexpr = operands(gl.num_warps(), S)
     found = ()
     for p in gl.static_range(STAGED // ROWS):
         row = first_row + p * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(0, gl.SliceLayout(2, mma)))
-        # a padding row sees nothing
+        # -1: a padding row sees no key
         position = gl.load(position_ptr + row // GROUP, mask=row < rows, other=-1, cache_modifier=".cg")
         found += (gl.expand_dims(gl.expand_dims(gl.minimum(position, NEVER).to(gl.int32), 0), 2),)
     return found
@@ -199,7 +309,7 @@ def positions_of(position_ptr, first_row, rows, STAGED: gl.constexpr, GROUP: gl.
 
 @gluon.jit
 def scores_of(staged, keys, first, positions, scoring, WINDOW: gl.constexpr, S: gl.constexpr, HALF: gl.constexpr):
-    """`_scored` of every product, of staged queries and their `positions_of`."""
+    """Computes `_scored` for every product, from staged queries and their `positions_of`."""
     found = ()
     for p in gl.static_range(len(positions)):
         found += (_scored(_queries_of(staged, p, S, HALF), keys, first, positions[p], scoring, WINDOW, S),)
@@ -208,7 +318,7 @@ def scores_of(staged, keys, first, positions, scoring, WINDOW: gl.constexpr, S: 
 
 @gluon.jit
 def tanh(x):
-    """As `tanh` of prefill.py."""
+    """Computes tanh(x) with the bits of `tanh` in prefill.py."""
     squared = x * x
     series = -0.006276390049606562 * squared + 0.021116215735673904
     series = (series * squared - 0.053875137120485306) * squared + 0.13332924246788025
@@ -219,20 +329,20 @@ def tanh(x):
 
 @gluon.jit
 def share_of_keys(weight, head, scoring):
-    """The share that keys have of the output of a row of `head` beside its sink; `weight` of all keys is as log2."""
+    """Computes the softmax weight of all keys together, beside the sink of `head`; `weight` of the keys is log2."""
     sink = gl.load(scoring.sinks + head).to(gl.float32) * LOG2E
     return 1.0 / (1.0 + gl.exp2(sink - weight))
 
 
 @gluon.jit
 def _scored(queries, keys, first, position, scoring, WINDOW: gl.constexpr, S: gl.constexpr):
-    """Scores [S, ROWS, KEYS] of the keys first.., times log2(e); -inf where a row does not see a key."""
+    """Computes scores [S, ROWS, KEYS] of the keys first.., times log2(e); -inf where a row does not see a key."""
     mma: gl.constexpr = operands(gl.num_warps(), S)
     scores = mma_v2(queries[0], _key_operand(keys[0]), gl.zeros([S, ROWS, KEYS], gl.float32, mma))
     scores = mma_v2(queries[1], _key_operand(keys[1]), scores) * scoring.factor
     if scoring.cap is not None:
         scores = scoring.cap * tanh(scores)
-    newest = position - first - _along(S, 0, mma) * KEYS  # of a warp's keys; of a padding row before them all
+    newest = position - first - _along(S, 0, mma) * KEYS  # among the warp's keys; negative for a padding row
     key = _along(KEYS, 2, mma)
     seen = key <= newest
     if WINDOW > 0:
@@ -242,16 +352,16 @@ def _scored(queries, keys, first, position, scoring, WINDOW: gl.constexpr, S: gl
 
 @gluon.jit
 def shift_of(top):
-    """What to take from logarithms of weights of which `top` is the largest.
+    """Returns the value to subtract from exponents whose maximum is `top`.
 
-    Of nothing top = -inf; taking 0 makes its weights exp2(-inf) = 0, not NaN.
+    If there are no keys, top = -inf. Subtracting 0 then makes the weights exp2(-inf) = 0, not NaN.
     """
     return gl.where(top == -float("inf"), 0.0, top)
 
 
 @gluon.jit
 def begun(scores, v, S: gl.constexpr):
-    """The online softmax (top, totals, out) of a first block of keys."""
+    """Starts the online softmax with a first block of keys: (top, totals, out)."""
     mma: gl.constexpr = operands(gl.num_warps(), S)
     top = gl.max(scores, axis=2)
     weights = gl.exp2(scores - gl.expand_dims(shift_of(top), 2))
@@ -261,21 +371,21 @@ def begun(scores, v, S: gl.constexpr):
 
 @gluon.jit
 def averaged(out, top, total):
-    """(out / total, top + log2(total)): an average of values, and how much it weighs; of nothing, (0, -inf)."""
+    """Computes (out / total, top + log2(total)): the average of values, its weight as log2; (0, -inf) without keys."""
     share = 1.0 / gl.where(total == 0.0, 1.0, total)
     return out * gl.expand_dims(share, 1), top + fast_log2f(total)
 
 
 @gluon.jit
 def _summed(totals):
-    """Sums [S, ROWS] of [S, ROWS, KEYS], in one order however many warps there are."""
+    """Sums totals [S, ROWS, KEYS] to [S, ROWS], in one order for any number of warps."""
     pairs = gl.sum(gl.reshape(totals, [totals.shape[0], ROWS, 2, 2, 8]), axis=2)
     return gl.sum(gl.sum(pairs, axis=3), axis=2)
 
 
 @gluon.jit
 def _upper(x):
-    """The first EIGHT of ROWS [S, ROWS] or [S, ROWS, N]."""
+    """Returns the first EIGHT of ROWS rows of x [S, ROWS] or [S, ROWS, N]."""
     S: gl.constexpr = x.shape[0]
     if len(x.shape) == 2:
         halves = gl.permute(gl.reshape(x, [S, 2, EIGHT]), (0, 2, 1))
@@ -287,7 +397,7 @@ def _upper(x):
 
 @gluon.jit
 def _regrouped(out):
-    """Sums [R, D], their columns from the order of a head to that which `epilogue.regrouped` gives words."""
+    """Permutes the columns of sums [R, D] from the order of a head to that of `epilogue.regrouped`."""
     R: gl.constexpr = out.shape[0]
     D: gl.constexpr = out.shape[1]
     return gl.reshape(gl.permute(gl.reshape(out, [R, D // 64, 2, 4, 4, 2]), (0, 1, 4, 2, 3, 5)), [R, D])
@@ -295,12 +405,12 @@ def _regrouped(out):
 
 @gluon.jit
 def merge_parts(top, totals, out, S: gl.constexpr, R: gl.constexpr, REGROUP: gl.constexpr = False):
-    """For each split, (averages [R, D], their weights as log2 [R]) of what its S parts have, added up in order.
+    """Adds up the S parts of each split, in order: (averages [R, D], their weights as log2 [R]) for each split.
 
-    A lane then has the S values of one sum, and 4 neighbours of a head.
+    A lane then has the S values of one sum, and 4 neighbouring values of a head.
 
     Args:
-        R: as `rows_of` has it.
+        R: as `rows_of` returns it.
         REGROUP: columns are in the order in which the next product's TMA pipeline reads them.
     """
     ALL: gl.constexpr = out.shape[0]
@@ -320,7 +430,7 @@ def merge_parts(top, totals, out, S: gl.constexpr, R: gl.constexpr, REGROUP: gl.
 
 @gluon.jit
 def _merge_split(tops, sums, place, REGROUP: gl.constexpr):
-    """`merge_parts` of one split, whose parts' largest scores, sums of weights and of values are in shared memory."""
+    """Does `merge_parts` for one split, from its parts' largest scores, sums of weights and sums of values."""
     R: gl.constexpr = place.shape[1]
     D: gl.constexpr = place.shape[2]
     layout: gl.constexpr = exchange_layout(gl.num_warps(), R, D)
@@ -340,7 +450,7 @@ def _merge_split(tops, sums, place, REGROUP: gl.constexpr):
 
 @gluon.jit
 def store_partial(mean_ptr, weight_ptr, at, valid, mean, weight, LASTING: gl.constexpr = False):
-    """Stores partial sums of rows, as `merge_parts` returns them, as numbers `at`; LASTING: kept in L2 longest."""
+    """Stores partial sums of rows, as `merge_parts` returns them, at index `at`; LASTING keeps them in L2 longest."""
     policy: gl.constexpr = "evict_last" if LASTING else ""
     D: gl.constexpr = mean.shape[1]
     gl.store(weight_ptr + at, weight, mask=valid, eviction_policy=policy)
@@ -353,7 +463,7 @@ def store_partial(mean_ptr, weight_ptr, at, valid, mean, weight, LASTING: gl.con
 def store_output(
     out_ptr, batch, kv_head, row, stop, num_queries, mean, weight, scoring, KV_HEADS: gl.constexpr, GROUP: gl.constexpr
 ):  # fmt: skip
-    """Stores averages as the output of rows that are before `stop`; `weight` of their keys is as log2."""
+    """Stores averages as the output of rows below `stop`; `weight` of their keys is log2."""
     if scoring.sinks is not None:
         mean = mean * gl.expand_dims(share_of_keys(weight, kv_head * GROUP + row % GROUP, scoring), 1)
     if scoring.value_scale is not None:

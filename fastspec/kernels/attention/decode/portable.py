@@ -1,4 +1,13 @@
-"""The portable decoding kernel, for every GPU, dtype and head_dim: see dispatch.py."""
+"""Portable decoding kernel, for every GPU, dtype and head_dim: see dispatch.py.
+
+While the preceding product runs, it prefetches K, V, norm weights and angles into L2. A prefetch changes no value. If
+the positions it used are stale, it is useless but harmless.
+
+A row's splits are combined in two levels, in ascending order, each by the CTA that finishes last:
+
+    splits   0 .. FAN - 1   FAN .. 2 FAN - 1   ...
+    groups   0              1                  ...     -> output
+"""
 
 from __future__ import annotations
 
@@ -6,22 +15,82 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from fastspec.kernels.attention.decode.prefetch import peek, warm
 from fastspec.kernels.attention.prefill import pages_of, sink_of, slots_of, tanh
 from fastspec.kernels.attention.rope import NEW_ROWS, append, apply_rope, cache_of_row, columns, new_places
 
-FAN = tl.constexpr(16)  # partial sums that a CTA combines at a time
+PEEK_KEYS = tl.constexpr(256)  # most keys that a CTA prefetches
+
+
+@triton.jit
+def _prefetch(pointers, wanted):
+    """Prefetches the 128-byte lines at `pointers` into L2 where `wanted`."""
+    tl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.ne.s32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.u32 $0, 0; }",
+        "=r,l,r",
+        [pointers, wanted.to(tl.int32)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
+def peek(
+    cache,  # PagedCache
+    position_ptr,
+    batch,
+    kv_head,
+    start,
+    num_queries,
+    split_keys,
+    WINDOW: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+):
+    """Prefetches the first PEEK_KEYS keys and values of this CTA, by the current contents of positions and table."""
+    newest = tl.load(position_ptr + (batch + 1) * num_queries - 1, cache_modifier=".cg")
+    at = start + tl.arange(0, PEEK_KEYS)
+    wanted = (at <= newest) & (at < start + split_keys)
+    if WINDOW > 0:
+        wanted = wanted & (at > newest - num_queries - WINDOW)
+    entry = tl.minimum(at // PAGE_SIZE, cache.table_width - 1)
+    page = tl.load(cache.block_table + batch * cache.table_stride + entry, mask=wanted, other=0, cache_modifier=".cg")
+    page = tl.minimum(tl.maximum(page, 0), cache.num_pages - 1)
+    slot = ((page * PAGE_SIZE + at % PAGE_SIZE) * KV_HEADS + kv_head) * HEAD_DIM
+    LINE: tl.constexpr = 1024 // cache.k.dtype.element_ty.primitive_bitwidth  # elements of 128 bytes
+    for column in tl.static_range(0, HEAD_DIM, LINE):
+        _prefetch(cache.k + slot + column, wanted)
+        _prefetch(cache.v + slot + column, wanted)
+
+
+@triton.jit
+def warm(tokens, position, valid, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Prefetches norm weights, and the angles of new rows at `position`."""
+    line = tl.arange(0, BLOCK_D // 32) * 32  # 128 bytes of fp32; for 16-bit weights every line is named twice
+    if tokens.q_norm is not None:
+        _prefetch(tokens.q_norm + line, line < HEAD_DIM)
+        _prefetch(tokens.k_norm + line, line < HEAD_DIM)
+    if tokens.cos is not None:
+        HALF: tl.constexpr = HEAD_DIM // 2
+        angle = tl.minimum(tl.maximum(position, 0), tokens.num_angles - 1)[:, None] * HALF + line[None, :]
+        wanted = valid[:, None] & (line < HALF)[None, :]
+        _prefetch(tokens.cos + angle, wanted)
+        _prefetch(tokens.sin + angle, wanted)
+
+
+FAN = tl.constexpr(16)  # splits of a group
 
 
 @triton.jit
 def averaged(out, top, total):
-    """(out / total, top + log2(total)): an average of values, and how much it weighs; of nothing, (0, -inf)."""
+    """Computes (out / total, top + log2(total)): the average of values, its weight as log2; (0, -inf) without keys."""
     return out / tl.where(total == 0.0, 1.0, total)[:, None], top + tl.log2(total)
 
 
 @triton.jit
 def store_partial(mean_ptr, weight_ptr, at, valid, mean, weight, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Stores averages of rows [R] and their weights as numbers `at`."""
+    """Stores averages of rows [R] and their weights at index `at`."""
     dim, inside = columns(HEAD_DIM, BLOCK_D)
     tl.store(weight_ptr + at, weight, mask=valid)
     tl.store(mean_ptr + at[:, None] * HEAD_DIM + dim[None, :], mean, mask=valid[:, None] & inside[None, :])
@@ -42,7 +111,7 @@ def store_output(
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Stores averages as the output of rows; sinks take their share of it here, where all keys have come together."""
+    """Stores averages as the output of rows. Sinks are added here, where all keys are combined."""
     dim, inside = columns(HEAD_DIM, BLOCK_D)
     head = (batch * num_queries + row // GROUP) * (KV_HEADS * GROUP) + kv_head * GROUP + row % GROUP
     mask = (row < num_queries * GROUP)[:, None] & inside[None, :]
@@ -56,9 +125,9 @@ def store_output(
 
 @triton.jit
 def _merged(mean_ptr, weight_ptr, first, last, rows, row, valid, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Numbers `first` .. `last` of what `store_partial` stored of rows [R], combined in ascending order.
+    """Combines the stored partial sums `first` .. `last` of rows [R] in ascending order.
 
-    Read past L1, where an older content of the same memory may lie.
+    Loads bypass L1, which may hold older contents of the same memory.
     """
     R: tl.constexpr = row.shape[0]
     dim, inside = columns(HEAD_DIM, BLOCK_D)
@@ -67,9 +136,9 @@ def _merged(mean_ptr, weight_ptr, first, last, rows, row, valid, HEAD_DIM: tl.co
     out = tl.zeros([R, BLOCK_D], tl.float32)
     part = tl.arange(0, FAN)
     for begin in tl.range(first // FAN * FAN, last + 1, FAN, disable_licm=True):
-        number = begin + part[None, :]  # along axis 1: there a thread keeps all of them to itself
+        number = begin + part[None, :]  # along axis 1, of which a thread has all elements
         there = valid[:, None] & (number >= first) & (number <= last)
-        at = number * rows + row[:, None]
+        at = number * rows + row[:, None]  # [R, FAN]
         mask = there[:, :, None] & inside[None, None, :]
         means = tl.load(
             mean_ptr + (at[:, :, None] * HEAD_DIM + dim[None, None, :]), mask=mask, other=0.0, cache_modifier=".cg"
@@ -108,7 +177,7 @@ def combine(
     BLOCK_D: tl.constexpr,
     R: tl.constexpr,
 ):
-    """Numbers source + begin .. source + end of rows row_start.. together: the output if `final`, else `target`."""
+    """Combines partial sums source + begin .. source + end of some rows: to the output if `final`, else to `target`."""
     source_mean, source_weight = mean_ptr + source * rows * HEAD_DIM, weight_ptr + source * rows
     for first_row in tl.range(row_start, row_stop, R, disable_licm=True):
         row = first_row + tl.arange(0, R)
@@ -124,7 +193,7 @@ def combine(
 
 @triton.jit
 def weighed(scores, v, at, position, top, totals, out, scoring, WINDOW: tl.constexpr):
-    """The running (top, totals, out) of a softmax after one more block of keys `at` [BLOCK_N]."""
+    """Updates the state (top, totals, out) of an online softmax with one more block of keys `at` [BLOCK_N]."""
     if scoring.cap is not None:
         scores = scoring.cap * tanh(scores)
     seen = at[None, :] <= position[:, None]
@@ -132,7 +201,7 @@ def weighed(scores, v, at, position, top, totals, out, scoring, WINDOW: tl.const
         seen = seen & (at[None, :] > position[:, None] - WINDOW)
     scores = tl.where(seen, scores, -float("inf"))
     new_top = tl.maximum(top, tl.max(scores, axis=1))
-    # a row that has seen nothing keeps top = -inf; shifting by 0 makes its weights exp2(-inf) = 0, not NaN
+    # a row without a key so far has top = -inf; with shift 0 its weights are exp2(-inf) = 0, not NaN
     shift = tl.where(new_top == -float("inf"), 0.0, new_top)
     weights = tl.exp2(scores - shift[:, None])
     keep = tl.exp2(top - shift)[:, None]
@@ -158,17 +227,17 @@ def attend_split(
     BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """What rows see of the keys begin .. stop-1 (online softmax): averages of values and their weights as log2.
+    """Attends to keys begin .. stop-1 by online softmax: averages of values and their weights as log2.
 
     q1 and q2 [ROWS, BLOCK_D / 2] are the halves of the queries.
     """
     dim, inside = columns(HEAD_DIM, BLOCK_D)
     top = tl.full([ROWS], -float("inf"), tl.float32)
-    totals = tl.zeros([ROWS, BLOCK_N], tl.float32)  # added up at the end: a sum over threads less in the loop
+    totals = tl.zeros([ROWS, BLOCK_N], tl.float32)  # summed at the end: this saves a reduction over threads in the loop
     out = tl.zeros([ROWS, BLOCK_D], tl.float32)
     HALVES: tl.constexpr = (
         BLOCK_D > 128 and q1.dtype.primitive_bitwidth == 32
-    )  # a product without tensor cores holds rows
+    )  # a product without tensor cores holds whole rows in registers
     if not HALVES:
         q = tl.reshape(tl.permute(tl.join(q1, q2), (0, 2, 1)), ROWS, BLOCK_D)
     for first in tl.range(begin, stop, BLOCK_N, num_stages=STAGES):
@@ -176,7 +245,7 @@ def attend_split(
         place, row_slot = slots_of(page, first, kv_head, KV_HEADS, HEAD_DIM, PAGE_SIZE, BLOCK_N)
         slot = row_slot + dim[None, :]
         at = first + tl.arange(0, BLOCK_N)
-        # the slots of later positions hold anything, NaN included: they must not come into a product
+        # slots of later positions may hold NaN: they must not be part of a product
         mask = (at < stop)[:, None] & inside[None, :]
         if HALVES:
             column = tl.arange(0, BLOCK_D // 2)
@@ -186,8 +255,8 @@ def attend_split(
             k2 = tl.load(half + HEAD_DIM // 2, mask=half_mask, other=0.0).to(q1.dtype)
             scores = tl.dot(q2, tl.trans(k2), scores, input_precision="ieee") * scoring.factor
         else:
-            k = tl.load(cache.k + place + slot, mask=mask, other=0.0).to(q.dtype)
-            scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scoring.factor
+            k = tl.load(cache.k + place + slot, mask=mask, other=0.0).to(q.dtype)  # [BLOCK_N, BLOCK_D]
+            scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scoring.factor  # [ROWS, BLOCK_N]
         v = tl.load(cache.v + place + slot, mask=mask, other=0.0).to(q1.dtype)
         top, totals, out = weighed(scores, v, at, position, top, totals, out, scoring, WINDOW)
     return averaged(out, top, tl.sum(totals, axis=1))
@@ -212,7 +281,7 @@ def _decode_kernel(
     ROWS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
-    EARLY: tl.constexpr,  # positions, writes and the table are read before the wait
+    EARLY: tl.constexpr,  # positions, write mask and table are read before the wait, and used
     PDL: tl.constexpr,
 ):
     split = tl.program_id(1)
@@ -234,9 +303,9 @@ def _decode_kernel(
     row = tile * ROWS + tl.arange(0, ROWS)
     valid = row < rows
     at = batch * num_queries + row // GROUP
-    # a padding row sees nothing
+    # -1: a padding row sees no key
     position = tl.load(tokens.positions + at, mask=valid, other=-1, cache_modifier=".cg")
-    # the splits that this tile looks into; positions beyond the launch are clamped to it
+    # splits in which this tile has keys; positions beyond the launch are clamped to it
     newest = tl.minimum(tl.max(position, axis=0), tl.num_programs(1) * split_keys - 1).to(tl.int32)
     oldest = 0
     if WINDOW > 0:
@@ -244,7 +313,7 @@ def _decode_kernel(
         oldest = tl.minimum(tl.maximum(oldest, 0), newest).to(tl.int32)
     first, last = oldest // split_keys, newest // split_keys
     if (split < first) | (split > last):
-        return  # other CTAs of the tile wait
+        return  # without `gdc_wait`: other CTAs of the tile call it
     begin, stop = tl.maximum(start, oldest // BLOCK_N * BLOCK_N), tl.minimum(start + split_keys, newest + 1)
     places = new_places(tokens, row_cache, batch, kv_head, 0, start, stop, num_queries, KV_HEADS, HEAD_DIM, PAGE_SIZE)
     if EARLY and PDL:
@@ -283,13 +352,13 @@ def _decode_kernel(
     store_partial(mean_ptr, weight_ptr, split * rows + row, valid, mean, weight, HEAD_DIM, BLOCK_D)
     group = split // FAN
     begin, end = tl.maximum(first, group * FAN), tl.minimum(last, group * FAN + FAN - 1)
-    tl.debug_barrier()  # the counter is raised by one thread, for all
+    tl.debug_barrier()  # one thread increments the counter for all
     if tl.atomic_add(count_ptr + 1 + group, 1, sem="acq_rel") != end - begin:
         return
     tl.store(count_ptr + 1 + group, 0)
     tl.debug_barrier()
     only = first // FAN == last // FAN
-    AT_ONCE: tl.constexpr = min(ROWS, 512 // BLOCK_D)  # rows of which FAN averages are held
+    AT_ONCE: tl.constexpr = min(ROWS, 512 // BLOCK_D)  # rows for which FAN averages fit into registers
     row_start, row_stop = tile * ROWS, tl.minimum(rows, tile * ROWS + ROWS)
     combine(
         mean_ptr, weight_ptr, 0, begin, end, splits + group, only, out_ptr, batch, kv_head,

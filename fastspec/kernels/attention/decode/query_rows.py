@@ -15,20 +15,23 @@ NEVER = gl.constexpr(2**30)  # beyond every position
 
 @gluon.constexpr_function
 def head_layout(HALF, WARPS):
-    """Halves of heads [R, HALF], 8 values to a lane: as the compiler lays them out in rope.py, for the norm's sum."""
+    """Layout of halves of heads [R, HALF], 8 values to a lane.
+
+    rope.py is compiled to the same layout, so both add up a norm's sum in one order.
+    """
     return gl.BlockedLayout([1, 8], [256 // HALF, HALF // 8], [WARPS, 1], [1, 0])
 
 
 @gluon.jit
 def cache_of_row(cache, batch):
-    """A cache with one row of its block table."""
+    """Returns the cache with one row of its block table."""
     table = cache.block_table + batch * cache.table_stride
     return PagedCache(cache.k, cache.v, table, cache.table_stride, cache.table_width, cache.num_pages)
 
 
 @gluon.jit
 def new_positions(position_ptr, num_queries, WARPS: gl.constexpr):
-    """int32 [PADDED_QUERIES]: the positions of the new tokens of a row, then NEVER; each warp has them all."""
+    """Loads the positions of a row's new tokens, padded with NEVER: int32 [PADDED_QUERIES]. Each warp has them all."""
     query = gl.arange(0, PADDED_QUERIES, layout=gl.BlockedLayout([1], [32], [WARPS], [0]))
     position = gl.load(position_ptr + query, mask=query < num_queries, other=NEVER, cache_modifier=".cg")
     return gl.minimum(position, NEVER).to(gl.int32)
@@ -45,9 +48,9 @@ def kv_range(
     GROUP: gl.constexpr,
     WARPS: gl.constexpr,
 ):
-    """(first new, oldest seen, newest seen) position, the latter of those rows of a tile that are at low .. high-1.
+    """Finds (first new position, oldest visible key, newest visible key) for a tile's rows at positions low .. high-1.
 
-    Newest is -1 where there are none.
+    The newest is -1 if there are no such rows.
     """
     query = gl.arange(0, PADDED_QUERIES, layout=gl.BlockedLayout([1], [32], [WARPS], [0]))
     mine = (query >= tile * TILE // GROUP) & (query <= (tile * TILE + TILE - 1) // GROUP)
@@ -62,10 +65,10 @@ def kv_range(
 
 @gluon.jit
 def idle(newest, PDL: gl.constexpr):
-    """What a CTA without work does; newest as `kv_range` found it.
+    """Waits, if it must, in a CTA without work; newest as `kv_range` found it.
 
-    Where no row of a tile is this kernel's, the first CTA waits all the same: the next kernel waits for this one alone,
-    so this one must not end before its predecessor.
+    If no row of a tile belongs to this kernel, the first CTA waits all the same. The next kernel waits only for this
+    one, so this one must not end before its predecessor.
     """
     if PDL and (newest < 0) & (gl.program_id(0) == 0) & (gl.program_id(1) == 0):
         gdc_wait()
@@ -73,7 +76,7 @@ def idle(newest, PDL: gl.constexpr):
 
 @gluon.jit
 def _scaled(x, factor, weight):
-    """weight * (x * factor), rounded to x's dtype after each product; with a weight in fp32 once."""
+    """Computes weight * (x * factor), rounded to x's dtype after each product; with an fp32 weight only once."""
     normed = x.to(gl.float32) * gl.expand_dims(factor, 1)
     kind: gl.constexpr = weight.dtype
     if gl.float32 != kind:
@@ -83,7 +86,7 @@ def _scaled(x, factor, weight):
 
 @gluon.jit
 def angles(position, valid, tokens, HALF: gl.constexpr, layout: gl.constexpr):
-    """(cos, sin) [R, HALF] of positions [R]; nothing where heads are not rotated."""
+    """Loads (cos, sin) [R, HALF] of positions [R]; an empty tuple if there is no rotary embedding."""
     if tokens.cos is None:
         return ()
     else:
@@ -96,7 +99,7 @@ def angles(position, valid, tokens, HALF: gl.constexpr, layout: gl.constexpr):
 
 @gluon.jit
 def apply_rope(x1, x2, cos_sin, norm_ptr, eps, HALF: gl.constexpr):
-    """Normed and rotated heads of which x1, x2 [R, HALF] are the halves; `cos_sin` is what `angles` returned."""
+    """Normalises and rotates heads with halves x1, x2 [R, HALF]; `cos_sin` is the result of `angles`."""
     layout: gl.constexpr = x1.type.layout
     if norm_ptr is not None:
         column = gl.arange(0, HALF, layout=gl.SliceLayout(0, layout))
@@ -127,9 +130,9 @@ def slots_of(
     PAGE_SIZE: gl.constexpr,
     layout: gl.constexpr,
 ):
-    """Of rows first_row .. first_row + NEW_ROWS - 1: (index, where K and V go, whether they do, angles).
+    """Loads (index, slot in the cache, True if stored, angles) of rows first_row .. first_row + NEW_ROWS - 1.
 
-    They go to the cache where their position lies in start..stop-1.
+    A row is stored if its position is in start..stop-1 and its write mask is set.
     """
     row = first_row + gl.arange(0, NEW_ROWS, layout=gl.SliceLayout(1, layout))
     valid = row < num_queries
@@ -146,7 +149,7 @@ def slots_of(
 
 @gluon.jit
 def as_stored(x, factor, CACHED: gl.constexpr):
-    """x as a cache of this dtype keeps it: as `as_stored` of rope.py, to the bit."""
+    """Converts x to the cache's dtype, with the bits of `as_stored` in rope.py."""
     if factor is None:
         return x
     else:
@@ -154,9 +157,9 @@ def as_stored(x, factor, CACHED: gl.constexpr):
         bits = wide.to(gl.int32, bitcast=True)
         size = gl.minimum(gl.maximum(wide, -wide), 448.0)
         size_bits = size.to(gl.int32, bitcast=True)
-        # to nearest even at bit 20, and another bias of the exponent
+        # rounds to nearest even at bit 20, and changes the bias of the exponent
         normal = ((size_bits + 0x7FFFF + ((size_bits >> 20) & 1)) >> 20) - 960
-        # below 2^-6 there are steps of 2^-9, which are those of numbers from 2^14 on
+        # below 2^-6 e4m3 has steps of 2^-9; fp32 has the same steps from 2^14 on, so adding 2^14 rounds
         small = (size + 16384.0).to(gl.int32, bitcast=True) - 0x46800000
         code = gl.where(size < 0.015625, small, normal)
         code = gl.where(wide == wide, code, 0x7F) | ((bits >> 24) & 0x80)

@@ -1,4 +1,4 @@
-"""Pieces of tma_sm90.py: the splits of a CTA, the softmax, the warp that loads tiles."""
+"""Device code of tma_sm90.py: the splits of a CTA, the softmax, the warps that load tiles."""
 
 # mypy: disable-error-code="assignment, misc"
 # ruff: noqa: RUF005  (Triton adds tuples, and knows no starred ones)
@@ -15,16 +15,16 @@ from fastspec.kernels.attention.decode.kv_loads import start_of, widening_of_fou
 from fastspec.kernels.attention.decode.mma_tiles import shift_of
 from fastspec.kernels.common.gluon_compat import REINTERPRETS, load_block, thread_barrier
 
-WIDTH = gl.constexpr(64)  # values of a head that lie in 128 bytes, as TMA writes them for wgmma
-WIDENING_WARPS = gl.constexpr(4)  # that widen tiles of 8 bits to 16, one to each scheduler of an SM
+WIDTH = gl.constexpr(64)  # 16-bit values in 128 bytes, the row that TMA writes for wgmma
+WIDENING_WARPS = gl.constexpr(4)  # warps that convert tiles from 8 bits to 16, one per scheduler of an SM
 
 
 class Pipeline(NamedTuple):
-    """Shared memory that the loading warp fills and the multiplying warps read.
+    """Ring of tiles in shared memory, which the loading warps fill and the multiplying warps read.
 
     Attributes:
-        tiles: [STAGES, KEYS, D] of K and V, alternating; uint8 where TMA brings those of a cache in 8 bits.
-        full, free: barriers [STAGES]: a stage's tile has come; it has been read.
+        tiles: [STAGES, KEYS, D] of K and V, alternating; uint8 for an 8-bit cache.
+        full, free: barriers [STAGES]: a stage's tile has arrived; it has been read.
         stored: one barrier: new K and V are in the cache.
     """
 
@@ -38,12 +38,12 @@ class Share(NamedTuple):
     """The splits of one query tile that one CTA has.
 
     Attributes:
-        batch, kv_head, tile: which query tile: number `tile` of this row of the batch and kv head.
-        mine: how many splits the CTA has.
-        cta, ctas: it is CTA `cta` of the `ctas` that the query tile has.
+        batch, kv_head, tile: query tile number `tile` of this row of the batch and kv head.
+        mine: number of splits that the CTA has.
+        cta, ctas: number of this CTA, and of all CTAs of the query tile.
         last: the last split of the query tile.
-        only: whether that is its only split.
-        begin, stop: the query tile sees keys at positions begin .. stop-1; `begin` is that of a whole tile of keys.
+        only: True if that is its only split.
+        begin, stop: the query tile sees keys at positions begin .. stop-1; `begin` is the start of a tile of keys.
         first_new: the first position of this pass.
     """
 
@@ -62,7 +62,7 @@ class Share(NamedTuple):
 
 @gluon.constexpr_function
 def piece_of(PAGE_SIZE, KEYS):
-    """Those of a tile's KEYS keys, a power of two, that always lie in one page."""
+    """Number of neighbouring keys, of a tile's KEYS, that always lie in one page; a power of two."""
     piece = KEYS
     while PAGE_SIZE % piece:
         piece //= 2
@@ -71,21 +71,22 @@ def piece_of(PAGE_SIZE, KEYS):
 
 @gluon.constexpr_function
 def width_of(D, NARROW):
-    """Values of a head that one TMA copy brings: 128 bytes of them, or a whole head of 8 bits."""
+    """Values of a head that one TMA copy loads: 128 bytes of them, or a whole head in 8 bits."""
     return D if NARROW else 64
 
 
 @gluon.constexpr_function
 def tile_layout(D, NARROW):
-    """Shared memory of tiles [KEYS, D], of 16 bits or of 8."""
+    """Layout of tiles [KEYS, D] in shared memory, in 16 bits or 8."""
     return gl.NVMMASharedLayout(D, 8, 2) if NARROW else gl.NVMMASharedLayout(128, 16, 2)
 
 
 @gluon.jit
 def in_pieces(memory, PIECE: gl.constexpr, NARROW: gl.constexpr = False):
-    """Tiles [COUNT, ROWS, D] as pieces [PIECE, W] of W = `width_of` values.
+    """Views tiles [COUNT, ROWS, D] as pieces [PIECE, W], one for each TMA copy, with W = `width_of` values.
 
-    Of a tile, first come those of all rows' first W values.
+    tile [ROWS, D]   piece 0: rows 0 .. PIECE-1, first W values     piece 1: the next rows     ...
+                     then all rows again, with the next W values
     """
     WIDE: gl.constexpr = width_of(memory.shape[2], NARROW)
     count: gl.constexpr = memory.shape[0] * memory.shape[1] * memory.shape[2] // (PIECE * WIDE)
@@ -98,14 +99,17 @@ def in_pieces(memory, PIECE: gl.constexpr, NARROW: gl.constexpr = False):
 
 @gluon.jit
 def splits_of(cta, ctas, splits):
-    """How many of `splits` splits a CTA has, the i-th of which is `split_number`."""
+    """Counts the splits of a CTA, out of `splits` of its tile; the i-th of them is `split_number`."""
     backwards = splits // ctas % 2 == 1
     return splits // ctas + gl.where(gl.where(backwards, ctas - 1 - cta, cta) < splits % ctas, 1, 0)
 
 
 @gluon.jit
 def split_number(i, share):
-    """A CTA's i-th split: dealt out from the last and largest on, in reverse order every second time.
+    """Finds the CTA's i-th split. Splits are dealt from the last and largest down, in alternating direction.
+
+        ctas = 3:   CTA 0 has last, last - 5, last - 6, ...    CTA 1: last - 1, last - 4, ...    CTA 2: last - 2, last -
+            3, ...
 
     So all CTAs have about as many keys.
     """
@@ -115,29 +119,29 @@ def split_number(i, share):
 
 @gluon.jit
 def keys_of(split, begin, stop, SPLIT_SIZES: gl.constexpr):
-    """(first, end) of a split's keys, of those from `begin` on and before `stop`."""
+    """Returns (first, end) of a split's keys, limited to positions begin .. stop-1."""
     return gl.maximum(begin, start_of(split, SPLIT_SIZES)), gl.minimum(stop, start_of(split + 1, SPLIT_SIZES))
 
 
 @gluon.jit
 def power(x):
-    """2^x in one instruction; 0 for what fp32 has no normal number for."""
+    """Computes 2^x in one instruction; 0 where fp32 would be subnormal."""
     return gl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
 
 
 @gluon.jit
 def masked(scores, here, position, WINDOW: gl.constexpr):
-    """-inf where a row does not see a key of the tile that begins at `here`."""
+    """Sets scores to -inf where a row does not see a key of the tile that begins at `here`."""
     number = gl.arange(0, scores.shape[1], layout=gl.SliceLayout(0, scores.type.layout))
     number = here + gl.expand_dims(number, 0)
-    # how far back a key lies: of a later one, and of any for a padding row, negative and so beyond every reach
+    # distance back to a key. Later keys, and all keys of a padding row, have a negative one: huge as uint32
     seen = (position - number).to(gl.uint32) < (WINDOW if WINDOW > 0 else 2**31)
     return gl.where(seen, scores, -float("inf"))
 
 
 @gluon.jit
 def rescaled(top, scores, scale):
-    """The online softmax's maximum with another tile of scores: (maximum, shift of scores, factor on sums so far)."""
+    """Updates the maximum of the online softmax with one more tile: (maximum, shift of scores, factor on old sums)."""
     new_top = gl.maximum(top, gl.max(scores, axis=1) * scale)
     shift = shift_of(new_top)
     return new_top, shift, power(top - shift)
@@ -145,7 +149,7 @@ def rescaled(top, scores, scale):
 
 @gluon.jit
 def _slots_at(cache, here, PIECES: gl.constexpr, PIECE: gl.constexpr, PAGE_SIZE: gl.constexpr):
-    """Where each piece of the tile of keys `here` and on is, among all slots of the cache."""
+    """Finds the slot in the cache of each piece of the tile of keys that begins at `here`."""
     slots = ()
     for i in gl.static_range(PIECES):
         at = here + i * PIECE
@@ -177,9 +181,9 @@ def _load_tile(
 def load_tiles(
     key_desc, value_desc, pipeline, cache, column, share, SPLIT_SIZES: gl.constexpr, PAGE_SIZE: gl.constexpr,
 ):  # fmt: skip
-    """The loading warp: loads tile by tile, keys and then their values.
+    """Runs the loading warp: it loads tile after tile, keys and then their values.
 
-    It need not wait for the previous kernel. Where a tile holds keys of this pass, from `first_new` on, it waits for
+    It does not wait for the previous kernel. Before a tile with keys of this pass, from `first_new` on, it waits for
     the barrier `stored`.
     """
     STAGES: gl.constexpr = pipeline.tiles.shape[0]
@@ -194,7 +198,7 @@ def load_tiles(
     first, end = keys_of(split_number(0, share), share.begin, share.stop, SPLIT_SIZES)
     slots = _slots_at(cache, first, PIECES, PIECE, PAGE_SIZE)
     for i in range(share.mine):
-        # the next tile's pages, also of another split, are looked up before the copies of this tile are issued
+        # the next tile's pages, even of another split, are loaded before the copies of this tile are issued
         then = split_number(gl.minimum(i + 1, share.mine - 1), share)
         next_first, next_end = keys_of(then, share.begin, share.stop, SPLIT_SIZES)
         for here in range(first, end, KEYS):
@@ -211,10 +215,10 @@ def load_tiles(
 
 @gluon.constexpr_function
 def _slice_layout(D):
-    """Of half a tile of 8 bits: a thread takes 16 numbers of each of two keys.
+    """Layout of half a tile in 8 bits: a thread takes 16 numbers of each of two keys.
 
-    Of the eight threads whose words come and go together four have another key than the others: such that neither what
-    they load nor the 16-bit values that they store lie in the same banks.
+    Of each eight threads whose accesses go together, four have another key than the others. So neither the loads nor
+    the stores of 16-bit values have bank conflicts.
     """
     lanes, warps = (
         ([[5, 0], [2, 0], [4, 0]], [[0, 64], [8, 0]])
@@ -231,7 +235,7 @@ def _slice_layout(D):
 
 @gluon.jit
 def _widened(four, DTYPE: gl.constexpr):
-    """Rows [N, D] of e4m3 numbers, as uint8, as values of DTYPE."""
+    """Converts rows [N, D] of e4m3 numbers, as uint8, to DTYPE."""
     INTO: gl.constexpr = widening_of_four(DTYPE)
     if gl.bfloat16 == DTYPE:
         return gl.inline_asm_elementwise(INTO, "=r,=r,r", [four], dtype=gl.bfloat16, is_pure=True, pack=4)
@@ -241,7 +245,7 @@ def _widened(four, DTYPE: gl.constexpr):
 
 @gluon.jit
 def _widen(narrow, wide, step):
-    """Makes a tile of 16 bits of tile `step` of 8, one half and then the other, once both rings let it."""
+    """Converts tile `step` from 8 bits to 16, one half after the other, once both rings permit."""
     STAGES: gl.constexpr = narrow.tiles.shape[0]
     WIDE: gl.constexpr = wide.tiles.shape[0]
     KEYS: gl.constexpr = wide.tiles.shape[1]
@@ -265,7 +269,7 @@ def _widen(narrow, wide, step):
 
 @gluon.jit
 def _next_tile(i, here, end, share, KEYS: gl.constexpr, SPLIT_SIZES: gl.constexpr):
-    """(number among the CTA's splits, first key, end of the split) of the tile after the one that these say."""
+    """Finds the tile after the given one: (number among the CTA's splits, first key, end of the split)."""
     then = split_number(gl.minimum(i + 1, share.mine - 1), share)
     first, last = keys_of(then, share.begin, share.stop, SPLIT_SIZES)
     inside = here + KEYS < end
@@ -279,8 +283,8 @@ def _load_next(
 ):  # fmt: skip
     """Issues the copies of a tile of keys and of its values, if one is left.
 
-    Tile, split and end are as `_next_tile` has them, `slots` as `_slots_at`; `issued` counts tiles. Returns these five
-    of the next tile.
+    `i`, `here` and `end` are as `_next_tile` returns them, `slots` as `_slots_at`; `issued` counts tiles. Returns these
+    five for the next tile.
     """
     STAGES: gl.constexpr = narrow.tiles.shape[0]
     PIECE: gl.constexpr = piece_of(PAGE_SIZE, KEYS)
@@ -299,9 +303,9 @@ def _load_next(
 def load_and_widen(
     key_desc, value_desc, narrow, wide, cache, column, share, SPLIT_SIZES: gl.constexpr, PAGE_SIZE: gl.constexpr
 ):  # fmt: skip
-    """The loading warps of a cache in 8 bits: they widen its tiles to 16 bits for the multiplying warps.
+    """Runs the loading warps of an 8-bit cache: they convert its tiles to 16 bits for the multiplying warps.
 
-    Copies are issued STAGES tiles ahead, a tile of keys and then its values, as `load_tiles` does.
+    Copies are issued STAGES tiles ahead, a tile of keys and then its values, as in `load_tiles`.
 
     Args:
         narrow, wide: Pipelines of uint8 and of 16 bits.
@@ -314,7 +318,7 @@ def load_and_widen(
     BYTES: gl.constexpr = KEYS * D
     pieces = in_pieces(narrow.tiles, PIECE, True)
     first, end = keys_of(split_number(0, share), share.begin, share.stop, SPLIT_SIZES)
-    i, here, last = 0, first, end  # the tile that is loaded next, and its pages
+    i, here, last = 0, first, end  # the next tile to load, and its pages
     slots = _slots_at(cache, here, PIECES, PIECE, PAGE_SIZE)
     issued, step = 0, 0
     for _ahead in range(STAGES // 2 - 1):
@@ -325,7 +329,7 @@ def load_and_widen(
     for split in range(share.mine):
         begin, stop = keys_of(split_number(split, share), share.begin, share.stop, SPLIT_SIZES)
         for _key in range(begin, stop, KEYS):
-            # the stages of the two tiles before these are free
+            # the stages of the previous two tiles are free
             issued, i, here, last, slots = _load_next(
                 key_desc, value_desc, pieces, narrow, cache, column, share, issued, i, here, last, slots,
                 KEYS, BYTES, SPLIT_SIZES, PAGE_SIZE,

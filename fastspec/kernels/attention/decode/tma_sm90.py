@@ -1,25 +1,26 @@
-"""The decoding kernel for late rows (long caches) on sm_90: K and V come through a TMA pipeline and are read once.
+"""Decoding kernel for late rows (from plan.LATE_FROM on: long caches) on sm_90: TMA brings K and V, each read once.
 
-One warp issues TMA copies of tiles of KEYS keys and of their values, as many ahead as the pipeline holds. Four others
-multiply as one warp group (wgmma), whose products have ROWS rows: 16 queries of 4 heads to a kv head cost the time of
-one.
+    loading warp         TMA copies of K0, V0, K1, V1, ... -> ring of STAGES tiles [KEYS, D] in shared memory
+    4 multiplying warps  scores [ROWS, KEYS] = q [ROWS, D] K^T;   out [ROWS, D] += weights [ROWS, KEYS] V    (wgmma)
 
-    scores [ROWS, KEYS] = q [ROWS, D] K^T;   out [ROWS, D] += weights [ROWS, KEYS] V
+The warps are specialised as in FlashAttention-3 (Shah et al. 2024, arXiv 2407.08608). While the weights of a tile are
+computed, the scores of the next one are multiplied. A product has ROWS rows: 16 queries of 4 heads to a kv head take as
+long as one.
 
-Splits grow with their position: short rows need many CTAs that read concurrently, long ones few partial sums. The
-partial sums are combined by `gather_kernel`, which is launched next with a CTA for every row. Splits are dealt out to
-as many CTAs as run at a time, and the pipeline keeps loading from one split to the next. It takes half to three
-quarters of an SM's memory, which is enough to read at full speed. The rest stays L1, where loads in flight of the
-layer's products need it (carveout.py).
+Splits grow with their position: short rows need many CTAs that read at a time, long rows few partial sums.
+`gather_kernel`, launched next, combines these. Splits are dealt to as many CTAs as run at a time, and the pipeline
+keeps loading from one split to the next. It takes half to three quarters of an SM's memory, which suffices for full
+bandwidth. The rest stays L1, for loads in flight of the layer's products (carveout.py).
 
-Rows of a product do not affect each other, and which CTA has a split changes no bit of its partial sums: a row's bits
-are those of the row alone.
+Rows of a product do not affect each other, and the partial sums of a split do not depend on its CTA. So a row's bits do
+not depend on other rows.
 
-New K and V are stored by the CTA whose splits they lie in; its loading warp waits for that before it loads such a tile.
+New K and V are stored by the CTA whose splits contain them. Its loading warp waits for that before it loads such a
+tile.
 
-Of a cache in 8 bits, TMA brings tiles of e4m3 numbers. Four warps ask for them and make tiles of 16 bits of them,
-exactly, in a second ring of shared memory, which the others multiply: so a row has the bits of a cache that holds those
-numbers. Two such CTAs share an SM, whose four schedulers have one of those warps of each.
+In an 8-bit cache, TMA loads tiles of e4m3 numbers. Four warps issue these loads and convert the tiles to 16 bits,
+exactly, into a second ring. The multiplying warps read that one, so a row has the bits of a 16-bit cache with the same
+numbers. Two such CTAs share an SM: each of its four schedulers has one converting warp of each.
 """
 
 # mypy: disable-error-code="assignment, misc"
@@ -69,8 +70,8 @@ from fastspec.kernels.attention.decode.tma_parts import (
 )
 from fastspec.kernels.common.gluon_compat import thread_barrier
 
-ROWS = gl.constexpr(64)  # of a product: what a warp group multiplies
-WARPS = gl.constexpr(4)  # that multiply
+ROWS = gl.constexpr(64)  # rows of a warp group's product
+WARPS = gl.constexpr(4)  # warps that multiply
 
 
 @gluon.constexpr_function
@@ -87,7 +88,7 @@ def _fence_stored():
 
 @gluon.jit
 def _clear_tail(tile, count):
-    """Zeros in the rows of a tile from `count` on: memory after the newest key may be NaN, and NaN * 0 is NaN."""
+    """Zeroes the rows of a tile from `count` on. Memory after the newest key may be NaN, and NaN * 0 is NaN."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
     row = gl.expand_dims(gl.arange(0, tile.shape[0], layout=gl.SliceLayout(1, layout)), 1)
     tile.store(gl.where(row < count, tile.load(layout), 0.0))
@@ -103,7 +104,7 @@ def _products(q, keys):
 
 @gluon.jit
 def _stage_queries(qs, q1, q2):
-    """Puts both halves of heads [ROWS, D / 2] into shared memory [1, ROWS, D], as products take them."""
+    """Stores both halves of heads [ROWS, D / 2] in shared memory [1, ROWS, D], in the layout of products."""
     D: gl.constexpr = qs.shape[2]
     pieces = in_pieces(qs, ROWS)
     if D == 2 * WIDTH:
@@ -115,7 +116,7 @@ def _stage_queries(qs, q1, q2):
 
 @gluon.jit
 def _empty_softmax(KEYS: gl.constexpr, D: gl.constexpr):
-    """(top, total, out) before the first key of a split."""
+    """Returns (top, total, out) before the first key of a split."""
     row: gl.constexpr = gl.SliceLayout(1, _sums_layout(KEYS))
     out = gl.zeros([ROWS, D], gl.float32, _sums_layout(D))
     return gl.full([ROWS], -float("inf"), gl.float32, row), gl.zeros([ROWS], gl.float32, row), out
@@ -149,7 +150,7 @@ def _attend_splits(
         first, end = keys_of(split, share.begin, share.stop, SPLIT_SIZES)
         top, total, out = _empty_softmax(KEYS, D)
         for here in range(first, end, KEYS):
-            # the next keys are multiplied while this tile's weights are found; after the last tile, the same again
+            # the next keys are multiplied while this tile's weights are computed; after the last tile, its keys again
             following = gl.where((here + KEYS < end) | (i + 1 < share.mine), step + 2, step)
             k_place, v_place = following % STAGES, (step + 1) % STAGES
             mbarrier.wait(full.index(k_place), following // STAGES & 1)
@@ -185,7 +186,7 @@ def _attend_splits(
                 scoring, KV_HEADS, GROUP,
             )  # fmt: skip
         else:
-            # K and V that stream through L2 are more than it holds; partial sums must stay there until gather_kernel
+            # more K and V stream through L2 than it holds, but partial sums should stay there for gather_kernel
             store_partial(
                 mean_ptr, weight_ptr, split * rows + row, row < rows, mean, top + gl.log2(total), LASTING=True
             )
@@ -197,7 +198,7 @@ def _append_more(
     SPLIT_SIZES: gl.constexpr, KV_HEADS: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, PAGE_SIZE: gl.constexpr,
     layout: gl.constexpr,
 ):  # fmt: skip
-    """Stores new K and V that lie in the CTA's splits, except the first NEW_ROWS rows of the first split."""
+    """Stores new K and V in the CTA's splits, except the first NEW_ROWS rows of the first split."""
     for i in range(share.mine):
         low, high = keys_of(split_number(i, share), 0, share.stop, SPLIT_SIZES)
         if high > share.first_new:
@@ -215,7 +216,7 @@ def _consumer(
     SPLIT_SIZES: gl.constexpr, LATE_FROM: gl.constexpr, WINDOW: gl.constexpr, KV_HEADS: gl.constexpr,
     GROUP: gl.constexpr, PAGE_SIZE: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """The multiplying warps: append K and V to their splits, stage q, then multiply tile after tile."""
+    """Runs the multiplying warps: they append K and V to their splits, stage q, then multiply tile after tile."""
     KEYS: gl.constexpr = pipeline.tiles.shape[1]
     D: gl.constexpr = pipeline.tiles.shape[2]
     HALF: gl.constexpr = D // 2
@@ -230,7 +231,7 @@ def _consumer(
     cos_sin = angles(q_position, valid, tokens, HALF, head_of)
     own = tile * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, _sums_layout(KEYS)))
     at_own = batch * num_queries + own // GROUP
-    # a padding row sees nothing
+    # -1: a padding row sees no key
     position = gl.load(tokens.positions + at_own, mask=own < rows, other=-1, cache_modifier=".cg")
     position = gl.expand_dims(gl.minimum(position, NEVER).to(gl.int32), 1)
     low, high = keys_of(split_number(0, share), 0, share.stop, SPLIT_SIZES)
@@ -262,7 +263,7 @@ def _consumer(
 def _pipeline(
     dtype: gl.constexpr, stored, STAGES: gl.constexpr, KEYS: gl.constexpr, D: gl.constexpr, layout: gl.constexpr
 ):  # fmt: skip
-    """An empty ring of tiles."""
+    """Allocates an empty ring of tiles."""
     tiles = gl.allocate_shared_memory(dtype, [STAGES, KEYS, D], layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -282,20 +283,20 @@ def shares_kernel(
     partial_ptr,  # as `WorkArea.partials`
     num_queries,
     num_pairs,  # B * Hkv
-    splits,  # that a row has room for
+    splits,  # number of splits that a row may have
     scoring,  # Scoring
     SPLIT_SIZES: gl.constexpr,  # (first position, keys, number of the first) of splits of one size
-    LATE_FROM: gl.constexpr,  # position: rows at earlier ones are left alone
+    LATE_FROM: gl.constexpr,  # rows at positions below this are skipped
     WINDOW: gl.constexpr,
     KV_HEADS: gl.constexpr,
     GROUP: gl.constexpr,
     D: gl.constexpr,
     PAGE_SIZE: gl.constexpr,
-    KEYS: gl.constexpr,  # of a tile; part of the bits of a row
+    KEYS: gl.constexpr,  # keys of a tile; the bits of a row depend on it
     STAGES: gl.constexpr,  # tiles of K or V in the pipeline; of a cache in 8 bits also of 16 bits made of them, else 0
     PDL: gl.constexpr,
 ):
-    """As `_decode_kernel` of portable.py, whose arguments these are: CTA (t, i) has part i of tile t's splits."""
+    """Attends to part i of the splits of tile t in CTA (t, i); arguments as `_decode_kernel` of portable.py."""
     DTYPE: gl.constexpr = tokens.qkv.dtype.element_ty
     NARROW: gl.constexpr = STAGES[1] > 0
     tiles = (num_queries * GROUP + ROWS - 1) // ROWS
@@ -304,7 +305,7 @@ def shares_kernel(
     row_cache = cache_of_row(cache, batch)
     if PDL:
         gdc_launch_dependents()
-    # up to the wait nothing is read that the product before this kernel writes: see `attend` of dispatch.py
+    # before the wait, nothing is read that the preceding product writes: see `attend` of dispatch.py
     new = new_positions(tokens.positions + batch * num_queries, num_queries, WARPS)
     limit = start_of(splits, SPLIT_SIZES)
     first_new, oldest, newest = kv_range(new, tile, LATE_FROM, limit, ROWS, WINDOW, GROUP, WARPS)
@@ -325,7 +326,7 @@ def shares_kernel(
     fence_async_shared()
 
     share = Share(batch, kv_head, tile, mine, cta, ctas, last, first == last, begin, stop, first_new)
-    # after the parts: how many more warps they have, and how many registers their threads need
+    # the two lists after the functions: warps of the second function, and registers of its threads
     # fmt: off
     if NARROW:
         gl.warp_specialize(
