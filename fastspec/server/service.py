@@ -193,8 +193,6 @@ class Service:
     """
 
     def __init__(self, generator: FastSpecGenerator, name: str, limits: Limits | None = None) -> None:
-        if generator.tokenizer is None:
-            raise ValueError("the target brings no tokenizer; put its tokenizer.json beside its config.json")
         self.generator, self.name, self.limits = generator, name, limits or Limits()
         self.tokenizer: PreTrainedTokenizerBase = generator.tokenizer
         self.meters = Meters()

@@ -39,7 +39,7 @@ def test_a_seeded_run_keeps_its_order(pair: tuple[Path, Path], monkeypatch: pyte
             pass
         assert in_short(steps) == CALL
         steps.clear()
-        with gen._session.loop.turn:  # no step is made until all of them are there
+        with gen._loop.turn:  # no step is made until all of them are there
             handles = [
                 gen.submit([10 + at, *range(2 + 3 * at)], max_new_tokens=4 + 3 * at, seed=at, **options)
                 for at in range(6)
