@@ -18,7 +18,7 @@ from transformers import GenerationConfig
 
 from fastspec.adaptive.controller import AUTO
 from fastspec.errors import UnsupportedOption
-from fastspec.inputs.row_options import RowOptions, derive_seed, rows_of
+from fastspec.inputs.row_options import COLUMNS, RowOptions, derive_seed, rows_of
 from fastspec.inputs.table import ADVICE, ARGUMENTS, IGNORED, MAX_RETURN_SEQUENCES, OFF, OPTIONS
 from fastspec.inputs.values import flag, is_array, is_list, listed, scalar, whole
 from fastspec.state import MAX_STOP_IDS, MAX_TOP_LOGPROBS
@@ -27,7 +27,7 @@ __all__ = ["OWN", "PER_ROW", "SUPPORTED", "Options", "RowOptions", "derive_seed"
 
 SUPPORTED = tuple(option.keyword for option in OPTIONS if option.in_transformers)
 OWN = tuple(option.keyword for option in OPTIONS if not option.in_transformers)
-PER_ROW = tuple(option.keyword for option in OPTIONS if option.in_transformers and option.per_row)
+PER_ROW = tuple(name for name in COLUMNS if name in SUPPORTED)  # one value, or a list with one per prompt
 _ROW_FIELDS = {field.name for field in fields(RowOptions)}
 # transformers' options that end up in `RowOptions`
 _OF_ROWS = tuple(option.keyword for option in OPTIONS if option.in_transformers and _ROW_FIELDS & {*option.sets})

@@ -97,7 +97,7 @@ def rows_of(
         ValueError: a value out of range, a list of another length, or no id left that a row could begin with.
         UnsupportedOption: a banned or biased sequence of several ids.
     """
-    columns = {name: values.column(name, given[name], num_rows) for name in (*_COLUMNS, *KINDS)}
+    columns = {name: values.column(name, given[name], num_rows) for name in (*COLUMNS, *KINDS)}
     ids = _Ids.of(given, num_rows, vocab_size, stop_ids)
     seeds = _seeds(given["seed"], num_rows, copies, do_sample)
     rows = []
@@ -109,7 +109,7 @@ def rows_of(
     return tuple(rows)
 
 
-_COLUMNS = (*NUMBERS, "min_new_tokens", "num_speculative_tokens")
+COLUMNS = (*NUMBERS, "min_new_tokens", "num_speculative_tokens")
 
 
 def _numbers(row: Mapping[str, Any], do_sample: bool, max_new_tokens: int) -> dict[str, Any]:

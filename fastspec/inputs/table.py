@@ -268,6 +268,7 @@ OPTIONS: Final[tuple[Option, ...]] = (
         group=_SAMPLING,
         type="int",
         meaning="Draws from the k most probable tokens; 0 is all.",
+        takes="0 and more",
         per_row=True,
         number=Number("top_k", 0, 0, 2**31 - 1),
         sets=("top_k",),
