@@ -185,7 +185,7 @@ class FastSpecGenerator(OfOneProcess):
             )
             self._trial = trial_of(self._draft, layout.draft_dtype, released=release_source, ranks=ranks.size)
             self._numbers = RequestNumbers()
-            make_ready = partial(warm_up_for, engine, progress=progress, loaded=ranks.world.wait_for_all)
+            make_ready = partial(warm_up_for, progress=progress, loaded=ranks.world.wait_for_all)
             self._loop = _loop_of(engine, make_ready, self.max_length, ranks, self._numbers)
             with filling(weights, self.device) as loaded:
                 self._warm_up(self._drafting.for_warmup(None, GREEDY), 0, loaded, compilers)
@@ -497,7 +497,7 @@ class FastSpecGenerator(OfOneProcess):
             requests = requests_of(inputs.prompts, inputs.options, inputs.tokenizer, self.max_length, self._grammars)
             return PreparedCall(requests, inputs.options, inputs.raw, self._drafting.for_call(inputs.options))
 
-        alone = submitted or loop.leads
+        alone = self._ranks.size == 1 or submitted or loop.leads
         return make() if alone else self._ranks.agreed_call(make, lambda call: (call.requests, call.options))
 
     def _open(self) -> Loop:

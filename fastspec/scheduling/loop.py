@@ -24,7 +24,7 @@ from fastspec.scheduling.requests import CallPlan, PreparedCall, Request, check_
 from fastspec.scheduling.scheduler import Scheduler
 
 Emitted: TypeAlias = dict[int, list[int]]  # row of a call -> its new tokens
-MakeReady: TypeAlias = Callable[[int, DraftChoice, int, int], None]
+MakeReady: TypeAlias = Callable[[Engine, int, DraftChoice, int, int], None]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -74,8 +74,8 @@ class Loop:
 
     Args:
         scheduler: others may step it only while they hold `turn`.
-        make_ready: captures the steps that a call may need. Takes the rows at once, the drafts, the tokens of the
-            longest row and those of the shortest prompt. Called while no request is there.
+        make_ready: captures the steps that a call may need. Takes the engine, the rows at once, the drafts, the tokens
+            of the longest row and those of the shortest prompt. Called while no request is there.
         longest: tokens that a row of the generator may get.
         ranks: that make every call alike; several make one call at a time.
         before_turn: takes all messages before the thread handles them.
@@ -187,8 +187,8 @@ class Loop:
 
     def make_ready(self, requests: list[Request], choice: DraftChoice) -> None:
         """Captures the steps that these requests may need, where no others join them."""
-        rows = min(len(requests), self._scheduler.engine.state.batch)
-        self._make_ready(rows, choice, *lengths_of(requests))
+        engine = self._scheduler.engine
+        self._make_ready(engine, min(len(requests), engine.state.batch), choice, *lengths_of(requests))
 
     def run(self, call: PreparedCall) -> Iterator[Emitted]:
         """Runs a call to its end; yields new tokens by row, after each step or after a few.
@@ -385,9 +385,9 @@ class Loop:
 
     def _make_all_ready(self, call: PreparedCall) -> None:
         """Captures the steps that a call may need, for all rows and lengths: calls that join later find them."""
-        rows = self._scheduler.engine.state.batch
+        engine = self._scheduler.engine
         for lengths in dict.fromkeys((lengths_of(call.requests), (self._longest, 0))):
-            self._make_ready(rows, call.choice, *lengths)
+            self._make_ready(engine, engine.state.batch, call.choice, *lengths)
 
     def _plan_of(self, request: Request, call: PreparedCall) -> CallPlan:
         """Returns the plan of a request. Requests that ask for the same kind of steps share one.
