@@ -24,8 +24,8 @@ from fastspec.models.checkpoints.load import DecoderWeights, load_weights
 from fastspec.models.checkpoints.pair import AS_STORED
 from fastspec.models.checkpoints.sources import Checkpoint
 from fastspec.models.decoder import Decoder
-from fastspec.proposers.combined import LookupThenModel
 from fastspec.proposers.draft_model import DraftModel
+from fastspec.proposers.interface import drafter_of
 from fastspec.scheduling.calibrate import FixedPolicy, again
 from fastspec.scheduling.draft_length import DraftChoice, DraftPlan
 from fastspec.scheduling.requests import CallPlan, Request, lengths_of
@@ -229,8 +229,7 @@ def trial_of(draft: object, dtype: torch.dtype, *, released: bool, ranks: int = 
 
 def _drafter(engine: Engine) -> Decoder | None:
     """Returns the model that drafts, alone or after a lookup."""
-    proposer = engine.modules.proposer
-    proposer = proposer.model if isinstance(proposer, LookupThenModel) else proposer
+    proposer = drafter_of(engine.modules.proposer)
     model = proposer.model if isinstance(proposer, DraftModel) else None
     return model if isinstance(model, Decoder) else None
 
