@@ -4,38 +4,50 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor
+from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from torch import Tensor
 
 from fastspec.adaptive.controller import AUTO
 from fastspec.distributed.agreed import agreed_warmup
-from fastspec.distributed.following import Reader
+from fastspec.distributed.following import (
+    Leader,
+    Reader,
+    RequestNumbers,
+    check_submits,
+    check_tokenizer_is_stored,
+    follow,
+)
 from fastspec.distributed.ranks import Ranks
 from fastspec.engine.arguments import PlanOptions, Source, checked_arguments
 from fastspec.engine.build import PREFILL_BUDGET, build
+from fastspec.engine.engine import Engine
 from fastspec.engine.explain import break_even_advice, explain
 from fastspec.engine.memory import MemoryPlan
 from fastspec.engine.settings import announce
-from fastspec.engine.warmup import compilers_for, filling
-from fastspec.errors import InvalidLogits
+from fastspec.engine.warmup import compilers_for, filling, warm_up_for
+from fastspec.errors import InvalidLogits, UnsupportedOption
 from fastspec.grammar.library import Grammars
+from fastspec.inputs.call import CallArguments, ModelLimits, check_streamer, one_prompt, read_call
+from fastspec.inputs.table import GenerateOptions
 from fastspec.models.checkpoints.sources import load_tokenizer
 from fastspec.models.vocab import shared_vocab
-from fastspec.output import GenerateOutput
+from fastspec.output import GenerateOutput, Stats
 from fastspec.proposers.interface import Proposer
-from fastspec.sampling.rules import BLOCK, Verification, announce_synthetic
-from fastspec.scheduling import calls
-from fastspec.scheduling.calibrate import CALIBRATION_TOKENS, Calibration
-from fastspec.scheduling.draft_length import DraftPlan
+from fastspec.sampling.rules import BLOCK, Verification, announce_synthetic, synthetic_name
+from fastspec.scheduling.calibrate import CALIBRATION_TOKENS, Calibration, calibrate
+from fastspec.scheduling.draft_length import DraftChoice, DraftPlan
 from fastspec.scheduling.format_trial import trial_of
-from fastspec.scheduling.handle import Handle
-from fastspec.scheduling.one_process import OfOneProcess
+from fastspec.scheduling.handle import Delivery, Handle, OfOneProcess
+from fastspec.scheduling.loop import Loop, MakeReady
+from fastspec.scheduling.requests import PreparedCall, output_of, requests_of
 from fastspec.scheduling.scheduler import Scheduler
-from fastspec.scheduling.session import Session
 from fastspec.shapes import GREEDY
 from fastspec.torch_settings import shielded
 
@@ -141,8 +153,8 @@ class FastSpecGenerator(OfOneProcess):
             "draft_vocab": draft_vocab,
             "prefix_cache": prefix_cache,
         }
-        ranks = Ranks.of(tensor_parallel, draft_tensor_parallel)
-        progress = progress and ranks.first
+        self._ranks = ranks = Ranks.of(tensor_parallel, draft_tensor_parallel)
+        self._progress = progress = progress and ranks.first
         modes: dict[str, Any] = {"ranks": ranks, "exact": exact, "graphs": graphs, "compile": compile}
         modes["prefill_budget"] = prefill_budget
         with compilers_for(target, device, graphs, ranks.world.rank, ranks.size) as compilers:  # it may take longest
@@ -171,10 +183,12 @@ class FastSpecGenerator(OfOneProcess):
                 prefill_budget=prefill_budget,
                 ranks=ranks,
             )
-            trial = trial_of(self._draft, layout.draft_dtype, released=release_source, ranks=ranks.size)
-            self._session = Session(Scheduler(engine), self._settings, self._drafting, progress, ranks, trial)
+            self._trial = trial_of(self._draft, layout.draft_dtype, released=release_source, ranks=ranks.size)
+            self._numbers = RequestNumbers()
+            make_ready = partial(warm_up_for, progress=progress, loaded=ranks.world.wait_for_all)
+            self._loop = _loop_of(engine, make_ready, self.max_length, ranks, self._numbers)
             with filling(weights, self.device) as loaded:
-                self._session.warm_up(self._drafting.for_warmup(None, GREEDY), 0, loaded, compilers)
+                self._warm_up(self._drafting.for_warmup(None, GREEDY), 0, loaded, compilers)
 
     @classmethod
     def plan(cls, target: Source, draft: Source | None = None, **options: Unpack[PlanOptions]) -> MemoryPlan:
@@ -199,11 +213,62 @@ class FastSpecGenerator(OfOneProcess):
         return self._target.generation_config
 
     @property
-    def tokenizer(self) -> PreTrainedTokenizerBase | None:
-        """The target's tokenizer, loaded on first use; None when the checkpoint brings none."""
+    def has_tokenizer(self) -> bool:
+        """True if the target's checkpoint brings a tokenizer; loads it on first use."""
+        return self._stored_tokenizer() is not None
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The target's tokenizer, loaded on first use.
+
+        Raises:
+            ValueError: the checkpoint brings none; see `has_tokenizer`.
+        """
+        tokenizer = self._stored_tokenizer()
+        if tokenizer is None:
+            raise ValueError("the target brings no tokenizer; put its tokenizer.json beside its config.json")
+        return tokenizer
+
+    def _stored_tokenizer(self) -> PreTrainedTokenizerBase | None:
         if self._tokenizer is None:
             self._tokenizer = load_tokenizer(self._target)
         return self._tokenizer
+
+    @overload
+    def generate(
+        self,
+        input_ids: Any = None,
+        attention_mask: Any = None,
+        generation_config: GenerationConfig | None = None,
+        streamer: BaseStreamer | None = None,
+        *,
+        return_dict_in_generate: Literal[True],
+        **keywords: Unpack[GenerateOptions],
+    ) -> GenerateOutput: ...
+
+    @overload
+    def generate(
+        self,
+        input_ids: Any = None,
+        attention_mask: Any = None,
+        generation_config: None = None,
+        streamer: BaseStreamer | None = None,
+        *,
+        return_dict_in_generate: Literal[False] | None = None,
+        **keywords: Unpack[GenerateOptions],
+    ) -> Tensor: ...
+
+    @overload
+    def generate(
+        self,
+        input_ids: Any = None,
+        attention_mask: Any = None,
+        generation_config: GenerationConfig | None = None,
+        streamer: BaseStreamer | None = None,
+        *,
+        return_dict_in_generate: bool | None = None,
+        **keywords: Unpack[GenerateOptions],
+    ) -> Tensor | GenerateOutput: ...
 
     def generate(
         self,
@@ -217,15 +282,12 @@ class FastSpecGenerator(OfOneProcess):
 
         Args:
             input_ids: LongTensor [B, T] (left padding marked by the mask), a 1-D tensor, an array, a list of lists of
-                ids, or what a tokenizer returns. `inputs` is another name for it, as in transformers.
-            attention_mask: like input_ids, 0 for left padding and 1 for the prompt. Default: pad_token_id on the left
-                of a tensor or an array is padding, unless it is a stop id too.
-            generation_config: a transformers GenerationConfig; keywords come on top of it.
+                ids, or the result of a tokenizer. `inputs` is another name for it, as in transformers.
+            attention_mask: shape of input_ids, 0 for left padding and 1 for the prompt. Default: pad_token_id on the
+                left of a tensor or an array is padding, unless it is a stop id too.
+            generation_config: a transformers GenerationConfig; keywords take precedence.
             streamer: gets the prompt, then the tokens of each step, then end(); for one prompt.
-            **keywords: generation options (most take one value, or one per prompt), `seed`,
-                `num_speculative_tokens` to draft fewer than the generator was made for, or "auto", `json_schema`,
-                `regex` or `grammar` that the text follows, and `tokenizer` for these and for stop_strings where it is
-                not the checkpoint's.
+            **keywords: generation options, most of them one value or one per prompt: docs/options.md lists all.
 
         Returns:
             LongTensor [B, T + new] on the prompts' device, right-padded; a GenerateOutput with return_dict_in_generate.
@@ -233,55 +295,59 @@ class FastSpecGenerator(OfOneProcess):
         Raises:
             ValueError: a bad prompt or option value, named with its place; nothing was launched.
             UnsupportedOption: an option outside the supported list.
-            InvalidLogits: the target gave NaN or infinite logits, or the options left no token; the other rows end
-                first, and the error's `output` holds them.
+            InvalidLogits: the target gave NaN or infinite logits, or the options left no token. The other rows end
+                first; the error's `output` holds them.
             RuntimeError: the generator is closed, or a step failed.
         """
-        call = self._prepare(input_ids, attention_mask, generation_config, keywords)
-        requests, options = call.requests, call.options
-        calls.check_streamer(streamer, len(requests))
+        call = self._prepare(CallArguments(input_ids, attention_mask, generation_config, keywords))
+        requests = call.requests
+        check_streamer(streamer, len(requests))
         if streamer is not None:
             streamer.put(torch.tensor([requests[0].prompt], device="cpu"))
-        session, start = self._open(), time.perf_counter()
+        loop, start = self._open(), time.perf_counter()
         try:
-            with session.guarded():
-                for emitted in session.run(call):
+            # an error of one rank, the streamer's too, ends a call that all ranks make
+            with nullcontext() if loop.leads else self._ranks.guarded("generating"):
+                for emitted in loop.run(call):
                     if streamer is not None and emitted.get(0):
                         streamer.put(torch.tensor(emitted[0], device="cpu"))
         except InvalidLogits as error:
-            error.output = calls.output_of(call, session.stats(call, start, time.perf_counter()))
+            error.output = output_of(call, self._stats(call, start, time.perf_counter()))
             raise
         if streamer is not None:
             streamer.end()
-        stats = session.stats(call, start, time.perf_counter())
+        stats = self._stats(call, start, time.perf_counter())
         free = all(request.grammar is None for request in requests)  # a grammar drafts without a pass
         if free and (advice := break_even_advice(stats, self._settings.layout)):
             warnings.warn(advice, stacklevel=2)
-        output = calls.output_of(call, stats)
-        return output if options.return_dict else output.sequences
+        output = output_of(call, stats)
+        return output if call.options.return_dict else output.sequences
 
     def stream(
         self,
         input_ids: Any = None,
         attention_mask: Any = None,
         generation_config: GenerationConfig | None = None,
-        **keywords: Any,
+        **keywords: Unpack[GenerateOptions],
     ) -> Iterator[dict[int, list[int]]]:
         """Like `generate`, but yields after each step the new tokens of every prompt that got some, by its index.
 
-        With num_return_sequences the index counts rows, a prompt's one after the other. Leaving the iteration early
+        With num_return_sequences the index counts rows, all rows of a prompt in sequence. Leaving the iteration early
         ends the call; the generator stays usable. InvalidLogits comes when the rows that could go on have ended.
         """
-        return self._open().run(self._prepare(input_ids, attention_mask, generation_config, keywords))
+        arguments = CallArguments(input_ids, attention_mask, generation_config, {**keywords})
+        return self._open().run(self._prepare(arguments))
 
-    def submit(self, prompt_ids: Any, generation_config: GenerationConfig | None = None, **keywords: Any) -> Handle:
-        """Continues one prompt beside whatever runs: calls, and other handles. From any thread, at any time.
+    def submit(
+        self, prompt_ids: Any, generation_config: GenerationConfig | None = None, **keywords: Unpack[GenerateOptions]
+    ) -> Handle:
+        """Continues one prompt beside running calls and other handles. From any thread, at any time.
 
         Rows of all requests share steps, which a thread of the generator makes from the first `submit` on; each row's
         text is what it is alone. Requests that find no free row or pages wait, first come first served.
 
         Args:
-            prompt_ids: ids of one prompt: a list, a 1-D tensor or array, or what `generate` takes for one prompt.
+            prompt_ids: ids of one prompt: a list, a 1-D tensor or array, or any form that `generate` takes.
             generation_config, **keywords: as in `generate`.
 
         Returns:
@@ -293,12 +359,22 @@ class FastSpecGenerator(OfOneProcess):
             RuntimeError: the generator is closed, or several ranks are in a call that all of them make.
             RankFailed: another rank has failed.
         """
-        self._open().check_submits()
-        prompt = calls.one_prompt(prompt_ids)
-        return self._open().submit(self._prepare(prompt, None, generation_config, keywords, submitted=True))
+        loop = self._open()
+        check_submits(self._ranks, loop)
+        arguments = CallArguments(one_prompt(prompt_ids), None, generation_config, {**keywords})
+        call = self._prepare(arguments, submitted=True)
+        if (rows := len(call.requests)) != 1:
+            raise UnsupportedOption(f"submit takes one prompt and one text of it, got {rows}; submit each")
+        delivery = Delivery(call.requests)
+        loop.join(call, delivery)
+
+        def stats() -> Stats:
+            return self._stats(call, delivery.started, delivery.ended or time.perf_counter())
+
+        return Handle(call, delivery, lambda: loop.leave(call.requests), stats)
 
     def follow(self) -> None:
-        """Makes the steps of what rank 0 submits, on every other rank, until rank 0 closes its generator.
+        """Makes the steps of rank 0's requests, on every other rank, until rank 0 closes its generator.
 
         With `tensor_parallel` rank 0 alone calls `submit`, and from then on `generate` and `stream` as well.
 
@@ -307,19 +383,21 @@ class FastSpecGenerator(OfOneProcess):
             RankFailed: a rank has failed; end all processes.
             RuntimeError: the generator is closed, or in a call.
         """
-        self._open().follow(Reader(self.max_length, self._drafting.for_call, lambda: self.tokenizer, self._grammars))
+        reader = Reader(self.max_length, self._drafting.for_call, self._stored_tokenizer, self._grammars)
+        follow(self._ranks, self._open(), reader, self._numbers)
 
     def calibrate(
         self,
         input_ids: Any = None,
         attention_mask: Any = None,
         generation_config: GenerationConfig | None = None,
-        **keywords: Any,
+        **keywords: Unpack[GenerateOptions],
     ) -> Calibration:
         """Tries every k on these prompts, plain decoding included, and says what limits the speed-up.
 
         The ks are those that "auto" chooses from; their steps are captured first where they are not yet. "auto" learns
-        from the trial.
+        from the trial. If draft_quantization="auto" rounded the draft, the first call also tries the draft as it is
+        stored, and the faster format stays.
 
         Args:
             input_ids, attention_mask, generation_config, **keywords: as in `generate`; max_new_tokens is by default as
@@ -331,8 +409,17 @@ class FastSpecGenerator(OfOneProcess):
         Raises:
             ValueError: a bad prompt or option, nothing that drafts, or texts that end before a step could be timed.
         """
-        given = input_ids, attention_mask, generation_config, keywords, CALIBRATION_TOKENS
-        return self._open().calibrate(self._prepare(*given))
+        loop = self._open()
+        arguments = CallArguments(input_ids, attention_mask, generation_config, {**keywords})
+        call = self._prepare(arguments, CALIBRATION_TOKENS)
+        requests, stop_ids = call.requests, call.options.stop_ids
+        choice = self._drafting.for_calibration(call.options)
+        with loop.alone() as scheduler, self._ranks.guarded("calibrating"):
+            if self._trial is not None:
+                self._trial.run(scheduler, requests, choice, stop_ids, loop.make_ready, self._drafting)
+            loop.make_ready(requests, choice)
+            found = calibrate(scheduler, requests, stop_ids, choice)
+        return replace(found, draft_format=self._draft_format)
 
     def warmup(
         self, num_speculative_tokens: int | str | None = None, *, sampler: str = GREEDY, length: int = 0
@@ -352,36 +439,95 @@ class FastSpecGenerator(OfOneProcess):
             ValueError: a value out of range.
             RuntimeError: a step could not be captured, which is named.
         """
-        session = self._open()
-        session.warm_up(*agreed_warmup(session, self._drafting, (num_speculative_tokens, sampler, length)))
+        asked = num_speculative_tokens, sampler, length
+        self._warm_up(*agreed_warmup(self._ranks, self._open(), self._drafting, self.max_length, asked))
+
+    def _warm_up(
+        self,
+        choice: DraftChoice,
+        length: int,
+        loaded: Callable[[], None] = lambda: None,
+        compilers: Executor | None = None,
+    ) -> None:
+        """Captures the steps that calls with such drafts may need.
+
+        Args:
+            choice: drafts of the calls.
+            length: tokens of the longest row.
+            loaded: waits for weights that another thread still fills.
+            compilers: of `Engine.compile`.
+        """
+
+        def all_ready() -> None:  # GPUs must not wait in an exchange for a rank that still compiles
+            loaded()
+            self._ranks.world.wait_for_all()
+
+        with self._open().alone() as scheduler, self._ranks.guarded("warming up"):
+            engine = scheduler.engine
+            rows = engine.state.batch
+            for shortest in dict.fromkeys((0, length)):  # prompts of any length, then long ones alone
+                warm_up_for(
+                    engine,
+                    rows,
+                    choice,
+                    length,
+                    shortest,
+                    progress=self._progress,
+                    prompts=not shortest,
+                    loaded=all_ready,
+                    compilers=compilers,
+                )
 
     def _prepare(
-        self,
-        input_ids: Any,
-        attention_mask: Any,
-        generation_config: GenerationConfig | None,
-        keywords: dict[str, Any],
-        default_new_tokens: int | None = None,
-        submitted: bool = False,
-    ) -> calls.PreparedCall:
-        """Checks a call, which other ranks make, too, if it is not submitted; touches no device memory."""
-        session = self._open()
-        arguments = calls.CallArguments(input_ids, attention_mask, generation_config, keywords)
-        context = self.max_length, lambda: self.tokenizer, default_new_tokens, self._grammars
-        make = partial(calls.prepare, self._target, arguments, *context)
-        call = session.prepared(make, submitted, keywords.get("tokenizer") in (None, self._tokenizer))
-        self._drafting.for_call(call.options)
-        return call
+        self, arguments: CallArguments, default_new_tokens: int | None = None, *, submitted: bool = False
+    ) -> PreparedCall:
+        """Checks a call and makes its requests, on all ranks alike unless others follow this one.
 
-    def _open(self) -> Session:
-        self._session.check_open()
-        return self._session
+        Touches no device memory.
+        """
+        loop, spec = self._open(), self._target.spec
+        model = ModelLimits(
+            spec.vocab_size, spec.max_length, self.max_length, self.generation_config, self._stored_tokenizer
+        )
+
+        def make() -> PreparedCall:
+            if self._ranks.size > 1 and alone:
+                check_tokenizer_is_stored(arguments.keywords.get("tokenizer"), self._tokenizer)
+            inputs = read_call(arguments, model, default_new_tokens)
+            requests = requests_of(inputs.prompts, inputs.options, inputs.tokenizer, self.max_length, self._grammars)
+            return PreparedCall(requests, inputs.options, inputs.raw, self._drafting.for_call(inputs.options))
+
+        alone = self._ranks.size == 1 or submitted or loop.leads
+        return make() if alone else self._ranks.agreed_call(make, lambda call: (call.requests, call.options))
+
+    def _open(self) -> Loop:
+        self._loop.check_open()
+        return self._loop
+
+    @property
+    def _draft_format(self) -> str | None:
+        """The format that "auto" chose for the draft, and why; None where it chose none."""
+        return None if self._trial is None else str(self._trial)
+
+    def _stats(self, call: PreparedCall, start: float, end: float) -> Stats:
+        """Counts of a call; `start` and `end` are times of `time.perf_counter`."""
+        threads = self._loop.threads
+        return Stats.of(
+            tuple(request.stats() for request in call.requests),
+            call.choice.k,
+            end - start,
+            synthetic=synthetic_name(self._settings.verification),
+            auto=call.choice.note,
+            exact=self._settings.exact,
+            threads=threads.now if threads else None,
+            same_text_on=self._ranks.same_text_on,
+            draft_format=self._draft_format,
+        )
 
     def explain(self) -> str:
         """What runs how, in a few lines for people."""
-        session = self._open()
-        models = self._target, session.trial.draft if session.trial else self._draft, self._shared_vocab
-        return explain(self._settings, session.engine, *models, self._drafting)
+        draft = self._draft if self._trial is None else self._trial.draft
+        return explain(self._settings, self._open().engine, self._target, draft, self._shared_vocab, self._drafting)
 
     def close(self) -> None:
         """Cancels requests of handles, and frees everything. Closing twice is fine; any other use later is an error.
@@ -389,10 +535,28 @@ class FastSpecGenerator(OfOneProcess):
         Raises:
             RuntimeError: a call of `generate` or `stream` is still running.
         """
-        self._session.close()
+        self._loop.close()
 
     def __enter__(self) -> FastSpecGenerator:
         return self
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+
+def _loop_of(engine: Engine, make_ready: MakeReady, max_length: int, ranks: Ranks, numbers: RequestNumbers) -> Loop:
+    """Makes the loop of a generator; rank 0 of several tells the others what joins and leaves."""
+    if ranks.size == 1:
+        return Loop(Scheduler(engine), make_ready, max_length, ranks)
+    if not ranks.first:
+        return Loop(Scheduler(engine), make_ready, max_length, ranks, on_end=numbers.forget)
+    leader = Leader(ranks.world, numbers)
+    return Loop(
+        Scheduler(engine),
+        make_ready,
+        max_length,
+        ranks,
+        before_turn=leader.tell,
+        on_end=numbers.forget,
+        on_close=leader.end,
+    )

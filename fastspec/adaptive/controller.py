@@ -20,6 +20,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from fastspec.adaptive.estimates import Acceptance, StepTimes, tokens_per_step
 
@@ -90,6 +91,24 @@ class Observation:
     def tokens(self) -> float:
         """Emitted by a row, the mean."""
         return 1 + sum(self.accepted) / max(self.rows or len(self.accepted), 1)
+
+
+class DraftLengthPolicy(Protocol):
+    """Chooses k for a scheduler, and is told what every step did.
+
+    Attributes:
+        few: how many rows the next step drafts in, when it drafts: those that take the least to catch up. None: all.
+    """
+
+    @property
+    def few(self) -> int | None:
+        """Rows that draft in the next step; None: all."""
+
+    def choose(self, context: StepContext) -> int:
+        """Drafts for the next step; may be asked again before it is launched."""
+
+    def observe(self, step: Observation) -> None:
+        """Takes in what a step did, in the order of the steps."""
 
 
 @dataclass(slots=True)

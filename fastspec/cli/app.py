@@ -8,7 +8,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -60,6 +60,7 @@ def main(
 
 
 @app.command()
+@flags.with_options
 def generate(
     context: typer.Context,
     prompt: Annotated[str, typer.Option(help="Text to continue.")],
@@ -69,25 +70,7 @@ def generate(
         typer.Option(help="Directory or Hub id of the draft model or head, or mtp: the target's own MTP layer."),
     ] = None,
     stream: Annotated[bool, typer.Option(help="Print text as it comes, or all at the end.")] = True,
-    max_new_tokens: flags.MaxNewTokens = 128,
     num_speculative_tokens: flags.Drafts = 4,
-    temperature: flags.Temperature = 0.0,
-    top_k: flags.TopK = None,
-    top_p: flags.TopP = None,
-    min_p: flags.MinP = None,
-    repetition_penalty: flags.Repetition = None,
-    presence_penalty: flags.Presence = None,
-    frequency_penalty: flags.Frequency = None,
-    logit_bias: flags.LogitBias = None,
-    allowed_token_ids: flags.AllowedIds = None,
-    suppress_tokens: flags.BannedIds = None,
-    min_new_tokens: flags.MinNewTokens = None,
-    stop_strings: flags.StopStrings = None,
-    json_schema: flags.JsonSchema = None,
-    regex: flags.Regex = None,
-    grammar: flags.Grammar = None,
-    num_return_sequences: flags.Sequences = 1,
-    seed: flags.Seed = None,
     verification: flags.Rule = None,
     proposer: flags.Drafter = None,
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16.")] = None,
@@ -96,6 +79,7 @@ def generate(
     tensor_parallel: flags.TensorParallel = None,
     draft_quantization: flags.DraftFormat = None,
     kv_dtype: flags.KVDtype = None,
+    **shaping: object,
 ) -> None:
     """Continues a prompt and prints the new text; a line on stderr says how it went."""
     if draft is not None and target is None:
@@ -105,9 +89,10 @@ def generate(
     if target is None:
         target, draft = map(str, demo_pair())
     start_ranks(tensor_parallel, device)
-    asked = flags.options_of(context.params)
+    flags.check_values(context.params)
+    asked = flags.options_of(shaping)
     options: dict[str, Any] = {"dtype": dtype, "device": device, "max_length": max_length}
-    options["max_batch_size"] = min(num_return_sequences, _AT_ONCE)
+    options["max_batch_size"] = min(asked.get("num_return_sequences", 1), _AT_ONCE)
     options |= flags.given(draft_quantization=draft_quantization, kv_dtype=kv_dtype)
     if verification is not None:
         options["verification"] = verification
@@ -126,7 +111,7 @@ def generate(
         with _opened(context, target, draft, num_speculative_tokens, options) as generator:
             progress.stage("decoding")
             write = show if stream else pieces.append
-            output = _generate(generator, prompt, write, max_new_tokens=max_new_tokens, **asked)
+            output = _generate(generator, prompt, write, **asked)
             where = generator.device
             progress.stage(None)
         write_text("".join([*pieces, "\n"]))
@@ -256,8 +241,6 @@ def _generate(
     generator: FastSpecGenerator, prompt: str, write: Callable[[str], object], **options: Any
 ) -> GenerateOutput:
     tokenizer = generator.tokenizer
-    if tokenizer is None:
-        raise ValueError("the target brings no tokenizer; put its tokenizer.json beside its config.json")
     from fastspec.text.stop_strings import StoppedWriter
 
     ids = tokenizer(prompt)["input_ids"]
@@ -267,8 +250,7 @@ def _generate(
 
     several = options.get("num_return_sequences", 1) > 1
     streamer = None if several else writer()
-    output = generator.generate([ids], streamer=streamer, return_dict_in_generate=True, **options)
-    result = cast("GenerateOutput", output)
+    result: GenerateOutput = generator.generate([ids], streamer=streamer, return_dict_in_generate=True, **options)
     for index, tokens in enumerate(result.new_tokens if several else ()):
         write(f"{chr(10) * (index > 0)}--- {index + 1} of {len(result.new_tokens)}\n")
         _replay(writer(), ids, tokens)

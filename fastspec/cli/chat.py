@@ -92,10 +92,8 @@ class Conversation:
     said: list[tuple[str, str]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        tokenizer = self.generator.tokenizer
-        if tokenizer is None:
-            raise ValueError("the target brings no tokenizer; put its tokenizer.json beside its config.json")
-        self._tokenizer, self._template = tokenizer, ChatTemplate(tokenizer)
+        self._tokenizer = self.generator.tokenizer
+        self._template = ChatTemplate(self._tokenizer)
 
     @property
     def templated(self) -> bool:

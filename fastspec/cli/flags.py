@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -12,16 +13,25 @@ import typer
 
 from fastspec.adaptive.controller import AUTO
 from fastspec.demo import demo_pair
+from fastspec.inputs.table import NUMBERS, OPTIONS, ROWS, Flag, Form
 from fastspec.models.pairs import natural_pairs
 from fastspec.sampling.rules import MODES
 
 if TYPE_CHECKING:
     from fastspec.generator import FastSpecGenerator
-    from fastspec.inputs.row_options import Number
     from fastspec.proposers.ngram import NGram
 
+_MADE_WITH = "num_speculative_tokens"  # the command line hands it to the constructor
+
+
+def _help(keyword: str) -> str:
+    flag = ROWS[keyword].flag
+    assert isinstance(flag, Flag), f"{keyword} has a flag"
+    return flag.help
+
+
 Device = Annotated[str | None, typer.Option(help="cpu or cuda. Default: cuda where there is one.")]
-MaxNewTokens = Annotated[int, typer.Option(help="New tokens at most.")]
+MaxNewTokens = Annotated[int, typer.Option(help=_help("max_new_tokens"))]
 
 
 def _drafts(text: object) -> int | str:
@@ -39,7 +49,7 @@ Drafts = Annotated[
     typer.Option(
         parser=_drafts,
         metavar="INTEGER|auto",
-        help="Tokens drafted per step; 0 decodes plainly, auto chooses while decoding.",
+        help=_help(_MADE_WITH),
     ),
 ]
 Target = Annotated[str | None, typer.Argument(help="Directory or Hub id; else the shipped pair.")]
@@ -58,31 +68,9 @@ DraftFormat = Annotated[
 KVDtype = Annotated[
     str | None, typer.Option(metavar="fp8", help="Keep K and V in 8 bits: half the memory, and another text.")
 ]
-Temperature = Annotated[float, typer.Option(help="0 is greedy; above, tokens are drawn.")]
-TopK = Annotated[int | None, typer.Option(help="Draw from the k most probable tokens; 0 is all.")]
-TopP = Annotated[float | None, typer.Option(help="Draw from the smallest set of tokens that reaches p.")]
-MinP = Annotated[float | None, typer.Option(help="Draw from tokens of at least min-p times the largest probability.")]
-Repetition = Annotated[float | None, typer.Option(help="Above 1, against tokens of prompt and text.")]
-Presence = Annotated[float | None, typer.Option(help="Taken off the logit of every token of the text.")]
-Frequency = Annotated[float | None, typer.Option(help="Taken off as often as a token is in the text.")]
-LogitBias = Annotated[
-    list[str] | None, typer.Option(metavar="ID=BIAS", help="Added to a token's logit; -inf bans it. Repeatable.")
-]
-AllowedIds = Annotated[str | None, typer.Option(metavar="ID,ID,..", help="The only tokens that may come.")]
-BannedIds = Annotated[str | None, typer.Option(metavar="ID,ID,..", help="Tokens that may not come.")]
-MinNewTokens = Annotated[int | None, typer.Option(help="No stop token before so many.")]
-StopStrings = Annotated[
-    list[str] | None, typer.Option("--stop-string", metavar="TEXT", help="Text to stop behind. Repeatable.")
-]
-JsonSchema = Annotated[
-    Path | None, typer.Option(metavar="FILE", exists=True, dir_okay=False, help="JSON schema that the text follows.")
-]
-Regex = Annotated[str | None, typer.Option(help="Regular expression that the whole text matches.")]
-Grammar = Annotated[
-    Path | None, typer.Option(metavar="FILE", exists=True, dir_okay=False, help="Lark grammar that the text follows.")
-]
-Sequences = Annotated[int, typer.Option(help="Texts to draw, printed at their ends.")]
-Seed = Annotated[int | None, typer.Option(help="Makes a draw repeatable.")]
+Temperature = Annotated[float, typer.Option(help=_help("temperature"))]
+TopP = Annotated[float | None, typer.Option(help=_help("top_p"))]
+Seed = Annotated[int | None, typer.Option(help=_help("seed"))]
 Rule = Annotated[str | None, typer.Option(help=f"How drafts are judged: {', '.join(MODES)}. Default: block.")]
 TensorParallel = Annotated[
     int | None, typer.Option(help="Processes that share the target, each on a GPU of its own: 1, 2, 4 or 8.")
@@ -96,51 +84,70 @@ Drafter = Annotated[
 ]
 
 
-def _numbers() -> tuple[Number, ...]:
-    """Options that are numbers, but for the temperature, which a flag gives a meaning of its own."""
-    from fastspec.inputs.row_options import NUMBERS  # which imports torch: `--help` does without
+def with_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Gives a command a flag for every row of OPTIONS that has one; its `**asked` gets their values."""
+    own = inspect.signature(command, eval_str=True)
+    kinds = {row.keyword: _annotated(row.flag) for row in OPTIONS if isinstance(row.flag, Flag)}
+    del kinds[_MADE_WITH]
+    rows = [
+        inspect.Parameter(keyword, inspect.Parameter.KEYWORD_ONLY, annotation=kind, default=_default(keyword))
+        for keyword, kind in kinds.items()
+    ]
+    named = [one for one in own.parameters.values() if one.kind is not inspect.Parameter.VAR_KEYWORD]
+    parameters = [one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in named] + rows
+    command.__signature__ = own.replace(parameters=parameters)  # type: ignore[attr-defined]
+    return command
 
-    return tuple(each for each in NUMBERS if each.name != "temperature")
+
+def _default(keyword: str) -> float | None:
+    flag = ROWS[keyword].flag
+    return flag.default if isinstance(flag, Flag) else None
+
+
+def _annotated(flag: Flag) -> Any:
+    """The annotation by which typer makes a flag."""
+    told: dict[str, Any] = {"help": flag.help, "metavar": flag.metavar or None}
+    names = [flag.name] if flag.name else []
+    if flag.form is Form.FILE:
+        return Annotated[Path | None, typer.Option(*names, **told, exists=True, dir_okay=False)]
+    if flag.form in (Form.BIASES, Form.TEXTS):
+        return Annotated[list[str] | None, typer.Option(*names, **told)]
+    kind: Any = flag.kind
+    return Annotated[kind if flag.default is not None else kind | None, typer.Option(*names, **told)]
 
 
 def options_of(flags: Mapping[str, Any]) -> dict[str, Any]:
-    """Keywords of `generate`, of the flags that were given: all others keep the checkpoint's defaults.
+    """Keywords of `generate` for the flags that were given: all others keep the checkpoint's defaults.
 
     Raises:
         typer.BadParameter: a flag that cannot be read, or that would have no effect.
     """
-    shaping = (*(each.name for each in _numbers()), "min_new_tokens", "seed", "regex")
-    options: dict[str, Any] = {name: flags[name] for name in shaping if flags.get(name) is not None}
-    check_values(flags)
-    for name in ("allowed_token_ids", "suppress_tokens"):
-        if flags[name] is not None:
-            options[name] = _ids(flags[name], _flag(name))
-    if flags["logit_bias"]:
-        options["logit_bias"] = _biases(flags["logit_bias"])
-    if flags["stop_strings"]:
-        options["stop_strings"] = list(flags["stop_strings"])
-    for name in ("json_schema", "grammar"):
-        if flags[name] is not None:
-            options[name] = _text_of(Path(flags[name]), _flag(name))  # some versions of typer give the text
-    if flags["num_return_sequences"] != 1:
-        options["num_return_sequences"] = flags["num_return_sequences"]
+    options: dict[str, Any] = {}
+    for row in OPTIONS:
+        value = flags.get(row.keyword)
+        if not isinstance(row.flag, Flag) or row.keyword in (_MADE_WITH, "temperature") or value is None:
+            continue
+        if row.flag.form in (Form.BIASES, Form.TEXTS) and not value:
+            continue
+        options[row.keyword] = _READERS[row.flag.form](value, _flag(row.keyword))
     return options | drawing(options, flags["temperature"])
 
 
 def drawing(options: Mapping[str, Any], temperature: float) -> dict[str, Any]:
-    """`do_sample` and `temperature` that `FastSpecGenerator` takes for `--temperature`.
+    """Returns `do_sample` and `temperature` of `generate` for `--temperature`.
 
     Raises:
         typer.BadParameter: an option for sampling with a temperature of 0, where nothing is sampled.
     """
     if temperature:
         return {"do_sample": True, "temperature": temperature}
-    if idle := [_flag(each.name) for each in _numbers() if not each.changes_greedy and each.name in options]:
+    if idle := [_flag(name) for name, each in NUMBERS.items() if not each.changes_greedy and name in options]:
         raise typer.BadParameter("has no effect at temperature 0; give --temperature too", param_hint=", ".join(idle))
     return {"do_sample": False}
 
 
-def _text_of(path: Path, flag: str) -> str:
+def _text_of(file: Path | str, flag: str) -> str:
+    path = Path(file)  # some versions of typer give the text
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -163,11 +170,11 @@ def proposer_of(flag: str | None) -> NGram | None:
 
 def check_values(flags: Mapping[str, Any]) -> None:
     """Refuses numbers out of range and texts that are not UTF-8, before models are loaded."""
-    from fastspec.inputs.row_options import NUMBERS
+    from fastspec.inputs.row_options import read_number  # imports torch: `--help` does without
     from fastspec.inputs.values import whole
 
     least = {"max_new_tokens": 1, "num_return_sequences": 1, "min_new_tokens": 0}
-    checks: dict[str, Callable[[Any], object]] = {each.name: each.read for each in NUMBERS}
+    checks: dict[str, Callable[[Any], object]] = {name: partial(read_number, name) for name in NUMBERS}
     checks |= {name: partial(whole, name, low=low) for name, low in least.items()}
     for name, check in checks.items():
         try:
@@ -199,6 +206,14 @@ def _flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
+def _texts(texts: Sequence[str], flag: str) -> list[str]:
+    return list(texts)
+
+
+def _value(value: object, flag: str) -> object:
+    return value
+
+
 def _ids(text: str, flag: str) -> list[int]:
     try:
         return [int(part) for part in text.split(",")]
@@ -206,15 +221,24 @@ def _ids(text: str, flag: str) -> list[int]:
         raise typer.BadParameter(f"got {text!r}, wanted token ids with commas: 3,17", param_hint=flag) from None
 
 
-def _biases(pairs: Sequence[str]) -> dict[int, float]:
+def _biases(pairs: Sequence[str], flag: str) -> dict[int, float]:
     found = {}
     for pair in pairs:
         try:
             token, bias = pair.split("=")
             found[int(token)] = float(bias)
         except ValueError:
-            raise typer.BadParameter(f"got {pair!r}, wanted ID=BIAS: 17=-2.5", param_hint="--logit-bias") from None
+            raise typer.BadParameter(f"got {pair!r}, wanted ID=BIAS: 17=-2.5", param_hint=flag) from None
     return found
+
+
+_READERS: Mapping[Form, Callable[[Any, str], object]] = {
+    Form.VALUE: _value,
+    Form.IDS: _ids,
+    Form.BIASES: _biases,
+    Form.TEXTS: _texts,
+    Form.FILE: _text_of,
+}
 
 
 def pair_of(target: str | None, draft: str | None) -> tuple[str, str | None]:

@@ -209,8 +209,7 @@ def self_check(
         )
     found: dict[str, Any] = {}
     with generator:
-        tokenizer = generator.tokenizer
-        prompt = tokenizer(PROMPT)["input_ids"] if tokenizer else [1, 2, 3, 4]
+        prompt = generator.tokenizer(PROMPT)["input_ids"] if generator.has_tokenizer else [1, 2, 3, 4]
         deadline: Any = _Deadline(clock, budget)
 
         def run(name: str, new_tokens: int = NEW_TOKENS, **options: Any) -> None:

@@ -20,8 +20,8 @@ from fastspec.models.config import ModelSpec
 from fastspec.models.heads.checkpoint import HeadCheckpoint
 from fastspec.models.hosted.info import HostedInfo
 from fastspec.models.hosted.share import share_info, sizes_to_cut
-from fastspec.scheduling.draft_length import Choice, DraftPlan
-from fastspec.scheduling.session import Session
+from fastspec.scheduling.draft_length import DraftChoice, DraftPlan
+from fastspec.scheduling.loop import Loop
 
 
 def agreed_settings(
@@ -87,11 +87,12 @@ def agreed_settings(
 
 
 def agreed_warmup(
-    session: Session, drafting: DraftPlan, asked: tuple[int | str | None, str, int]
-) -> tuple[Choice, int]:
+    ranks: Ranks, loop: Loop, drafting: DraftPlan, max_length: int, asked: tuple[int | str | None, str, int]
+) -> tuple[DraftChoice, int]:
     """Steps to be made ready and tokens of the longest row, once all ranks were asked for the same.
 
     Args:
+        max_length: tokens that a row of the generator may get.
         asked: drafts of a step, sampler, and tokens of the longest row, as `warmup` takes them.
 
     Raises:
@@ -101,12 +102,12 @@ def agreed_warmup(
     """
     drafts, sampler, length = asked
 
-    def make() -> tuple[Choice, int]:
-        longest = check_range("length", length, 0, session.settings.max_length)
+    def make() -> tuple[DraftChoice, int]:
+        longest = check_range("length", length, 0, max_length)
         return drafting.for_warmup(drafts, sampler), longest
 
-    with session.alone():
-        made, _ = session.ranks.agreed(make, lambda made: {"warm-up": (made[0].ks, sampler, made[1])}, starting=True)
+    with loop.alone():
+        made, _ = ranks.agreed(make, lambda made: {"warm-up": (made[0].ks, sampler, made[1])}, starting=True)
     return made
 
 

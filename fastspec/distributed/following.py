@@ -7,24 +7,25 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import asdict, replace
 from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from fastspec.distributed.ranks import Ranks
 from fastspec.distributed.turns import Turns
 from fastspec.distributed.world import World
+from fastspec.errors import UnsupportedOption
 from fastspec.grammar.library import Grammars
 from fastspec.grammar.spec import GrammarSpec
 from fastspec.inputs.options import Options, RowOptions
 from fastspec.inputs.prompts import RawPrompts
-from fastspec.scheduling.calls import PreparedCall, requests_of
-from fastspec.scheduling.delivery import Delivery
-from fastspec.scheduling.draft_length import Choice
-from fastspec.scheduling.messages import Joining, Leaving, Message
-from fastspec.scheduling.requests import Request
+from fastspec.scheduling.draft_length import DraftChoice
+from fastspec.scheduling.handle import Delivery
+from fastspec.scheduling.loop import Joining, Leaving, Loop, Message
+from fastspec.scheduling.requests import PreparedCall, Request, requests_of
 
 
 class RequestNumbers:
@@ -87,6 +88,62 @@ class Leader:
             self._turns.wait_for_end()
 
 
+def check_submits(ranks: Ranks, loop: Loop) -> None:
+    """Checks that `submit` may be called on this rank.
+
+    Raises:
+        UnsupportedOption: other ranks share the model, and this is not rank 0.
+        RankFailed: a rank has failed.
+        RuntimeError: a call that all ranks make goes on.
+    """
+    if ranks.size == 1:
+        return
+    ranks.world.check()
+    if not ranks.first:
+        raise UnsupportedOption(
+            f"submit() is for rank 0, and this is rank {ranks.world.rank}: call follow() here, which makes "
+            "the steps of what rank 0 submits"
+        )
+    if loop.called and not loop.running:
+        raise RuntimeError("a call that all ranks make goes on; submit when it has ended")
+
+
+def check_tokenizer_is_stored(tokenizer: object, stored: object) -> None:
+    """Raises UnsupportedOption if a call that ranks follow brings a tokenizer of its own, which they do not have."""
+    if tokenizer not in (None, stored):
+        raise UnsupportedOption(
+            "a tokenizer of its own does not go with submit() and tensor_parallel, for the other ranks have the "
+            "checkpoint's alone: leave tokenizer out, or make the call with generate() on all ranks alike"
+        )
+
+
+def follow(ranks: Ranks, loop: Loop, reader: Reader, numbers: RequestNumbers) -> None:
+    """Makes every step that rank 0 makes, until it closes its generator.
+
+    Args:
+        reader: reads rank 0's messages.
+        numbers: of the requests that have not ended.
+
+    Raises:
+        UnsupportedOption: there are no other ranks, or this is rank 0.
+        RankFailed: a rank has failed.
+        RuntimeError: a call goes on here.
+    """
+    if ranks.size == 1 or ranks.first:
+        raise UnsupportedOption("follow() is for the ranks behind rank 0, which submits; here call submit()")
+    ranks.world.check()
+    with loop.following():
+        turns = Turns(ranks.world)
+    with closing(turns), ranks.guarded("following rank 0"):
+        turns.begin()
+        messages: list[Message] = []
+        while None not in messages:
+            messages = reader.read(turns.next(), numbers)
+            loop.make_turn(messages)
+            ranks.world.check()
+        turns.end()
+
+
 def written(messages: list[Message], numbers: RequestNumbers) -> str:
     """Messages as `read` takes them; numbers those that join."""
     return json.dumps([_written(each, numbers) for each in messages])
@@ -118,7 +175,7 @@ class Reader:
     def __init__(
         self,
         max_length: int,
-        choose: Callable[[Options], Choice],
+        choose: Callable[[Options], DraftChoice],
         tokenizer: Callable[[], PreTrainedTokenizerBase | None],
         grammars: Grammars,
     ) -> None:
@@ -143,8 +200,8 @@ class Reader:
         requests = requests_of(entry["join"], chosen, tokenizer, self._max_length, self._grammars)
         for request in requests:
             numbers.add(request)
-        call = PreparedCall(requests, chosen, RawPrompts(entry["join"], None, False, torch.device("cpu")))
-        return Joining(call, self._choose(chosen), Delivery(requests))
+        prompts = RawPrompts(entry["join"], None, False, torch.device("cpu"))
+        return Joining(PreparedCall(requests, chosen, prompts, self._choose(chosen)), Delivery(requests))
 
 
 def _row(entry: dict[str, Any]) -> RowOptions:

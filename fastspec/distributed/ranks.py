@@ -17,25 +17,11 @@ from fastspec.distributed.world import World
 from fastspec.errors import InvalidLogits, OutOfPages, UnsupportedOption
 from fastspec.inputs.options import Options
 from fastspec.inputs.row_options import RowOptions
+from fastspec.inputs.table import keywords_of
 
 T = TypeVar("T")
 REPLICATED, SPLIT = "replicated", "split"
 SYMMETRIC = (InvalidLogits, OutOfPages)  # raised by all ranks at the same place
-# fields of options by what `generate` calls them, where that is something else
-_CALLED = {
-    "stop_ids": "eos_token_id",
-    "across_prompt": "stop_across_prompt",
-    "padding": "pad_token_id",
-    "copies": "num_return_sequences",
-    "return_dict": "return_dict_in_generate",
-    "top_logprobs": "logprobs",
-    "seeded": "seed",
-    "auto": "num_speculative_tokens",
-    "draft_limit": "num_speculative_tokens",
-    "bias": "logit_bias or banned ids",
-    "allowed": "allowed_token_ids",
-    "grammar": "json_schema, regex or grammar",
-}
 
 
 class Row(Protocol):
@@ -246,11 +232,11 @@ def _by_name(rows: Sequence[RowOptions], chosen: Options) -> dict[str, object]:
     found: dict[str, list[object]] = {}
     for field in fields(chosen):
         if field.name != "rows":
-            found.setdefault(_CALLED.get(field.name, field.name), []).append(getattr(chosen, field.name))
+            found.setdefault(keywords_of(field.name), []).append(getattr(chosen, field.name))
     for field in fields(RowOptions):
         values = [getattr(row, field.name) for row in rows]
         same = all(value == values[0] for value in values)  # then another number of prompts is no difference here
-        found.setdefault(_CALLED.get(field.name, field.name), []).append(values[0] if same else values)
+        found.setdefault(keywords_of(field.name), []).append(values[0] if same else values)
     return {f"option {name}": values for name, values in found.items()}
 
 

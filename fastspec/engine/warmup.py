@@ -1,8 +1,8 @@
-"""Warm-up of a call: captures its steps, and times them where k is to be chosen. Then runs the call."""
+"""Warm-up of a call: captures its steps, and times them where k is to be chosen."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import islice
@@ -15,16 +15,14 @@ from fastspec.engine.engine import Engine
 from fastspec.kernels.select import compilers as kernel_compilers
 from fastspec.models.interface import Pending
 from fastspec.proposers.readings import choose_reading
-from fastspec.scheduling.draft_length import Choice
-from fastspec.scheduling.requests import Call, Request, lengths_of
-from fastspec.scheduling.scheduler import Scheduler
+from fastspec.scheduling.draft_length import DraftChoice
 from fastspec.shapes import GREEDY
 
 
 def warm_up_for(
     engine: Engine,
     rows: int,
-    choice: Choice,
+    choice: DraftChoice,
     longest: int,
     shortest: int,
     *,
@@ -117,17 +115,7 @@ def filling(pending: Sequence[Pending], device: torch.device) -> Iterator[Callab
                 weights.cancel()
 
 
-def decode(
-    scheduler: Scheduler, requests: list[Request], stop_ids: tuple[int, ...], choice: Choice
-) -> Generator[dict[int, list[int]], None, None]:
-    """Runs requests to their end on an engine that is ready for them; yields what each step emitted."""
-    if choice.controller is not None:
-        choice.controller.begin()
-    settings = choice.sampler, lambda made: choice.k, choice.top_logprobs, choice.controller, lengths_of(requests)
-    yield from scheduler.run(requests, Call(stop_ids, *settings))
-
-
-def _time(engine: Engine, rows: int, choice: Choice, lengths: tuple[int, int], progress: bool) -> None:
+def _time(engine: Engine, rows: int, choice: DraftChoice, lengths: tuple[int, int], progress: bool) -> None:
     """Times the steps that the controller has no time for yet."""
     controller = choice.controller
     assert controller is not None, "the caller saw to it"

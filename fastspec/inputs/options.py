@@ -1,7 +1,7 @@
-"""Generation options: what transformers means by them, or an error that names them. A closed list.
+"""Generation options with transformers' meaning. The list is closed: an error names any other option.
 
-Effective values come from the checkpoint's generation config, then the caller's `generation_config`, then
-keywords, merged by transformers' own `GenerationConfig.update` and completed by its own defaults.
+Keywords come before the caller's `generation_config`, that before the checkpoint's, and that before transformers'
+defaults. transformers' own `GenerationConfig.update` merges them.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from functools import cache
 from typing import Any
@@ -18,113 +18,22 @@ from transformers import GenerationConfig
 
 from fastspec.adaptive.controller import AUTO
 from fastspec.errors import UnsupportedOption
-from fastspec.grammar.spec import KINDS
-from fastspec.inputs.row_options import NUMBERS, RowOptions, derive_seed, rows_of
+from fastspec.inputs.row_options import COLUMNS, RowOptions, derive_seed, rows_of
+from fastspec.inputs.table import ADVICE, ARGUMENTS, IGNORED, MAX_RETURN_SEQUENCES, OFF, OPTIONS
 from fastspec.inputs.values import flag, is_array, is_list, listed, scalar, whole
 from fastspec.state import MAX_STOP_IDS, MAX_TOP_LOGPROBS
 
 __all__ = ["OWN", "PER_ROW", "SUPPORTED", "Options", "RowOptions", "derive_seed", "resolve"]
 
-_SHARED_NUMBERS = tuple(each.name for each in NUMBERS if each.in_transformers)
-SUPPORTED = (
-    "max_new_tokens",
-    "max_length",
-    "do_sample",
-    *_SHARED_NUMBERS,
-    "sequence_bias",
-    "bad_words_ids",
-    "suppress_tokens",
-    "min_length",
-    "min_new_tokens",
-    "stop_strings",
-    "num_return_sequences",
-    "eos_token_id",
-    "pad_token_id",
-    "return_dict_in_generate",
-)
-# ours, besides the fields of GenerationConfig
-OWN = (
-    "seed",
-    "num_speculative_tokens",
-    "logprobs",
-    *(each.name for each in NUMBERS if not each.in_transformers),
-    "logit_bias",
-    "allowed_token_ids",
-    "stop_across_prompt",
-    *KINDS,
-)
-# one value, or one per prompt; of ids and biases likewise, but their one value is a list or a dict
-PER_ROW = (*_SHARED_NUMBERS, "min_new_tokens")
-_IDS = ("sequence_bias", "bad_words_ids", "suppress_tokens")
-MAX_RETURN_SEQUENCES = 2**16
-# entries of a config that are not read: those that its `to_dict` leaves out, and whether a checkpoint's own drafter is
-# used, which changes no text, and which the generator's arguments say here
+SUPPORTED = tuple(option.keyword for option in OPTIONS if option.in_transformers)
+OWN = tuple(option.keyword for option in OPTIONS if not option.in_transformers)
+PER_ROW = tuple(name for name in COLUMNS if name in SUPPORTED)  # one value, or a list with one per prompt
+_ROW_FIELDS = {field.name for field in fields(RowOptions)}
+# transformers' options that end up in `RowOptions`
+_OF_ROWS = tuple(option.keyword for option in OPTIONS if option.in_transformers and _ROW_FIELDS & {*option.sets})
+# entries of a checkpoint's config that are not read: `to_dict` leaves the first three out; the generator's arguments
+# say whether the checkpoint's own drafter is used
 _UNSAVED = ("_commit_hash", "_original_object_hash", "_mask_length", "use_mtp")
-
-# fields without any effect on what plain decoding returns
-_NO_EFFECT = frozenset(
-    [
-        "_commit_hash",
-        "_from_model_config",
-        "transformers_version",
-        "bos_token_id",
-        "decoder_start_token_id",
-        "early_stopping",
-        "length_penalty",
-        "is_assistant",
-        "num_assistant_tokens",
-        "num_assistant_tokens_schedule",
-        "assistant_confidence_threshold",
-        "assistant_lookbehind",
-        "target_lookbehind",
-        "max_matching_ngram_size",
-        "use_cache",  # without one transformers computes the same text more slowly; many checkpoints say false
-        "compile_config",
-        "disable_compile",
-        "cache_config",
-        "max_cache_len",
-        "prefill_chunk_size",
-        "continuous_batching_config",
-        "low_memory",
-        "renormalize_logits",  # a distribution is normalised whatever is added to all its logits
-    ]
-)
-# the values of the other fields that mean "off"; anything else is refused
-_OFF: Mapping[str, tuple[Any, ...]] = {
-    "num_beams": (None, 1),
-    "num_beam_groups": (None, 1),
-    "cache_implementation": (None, "dynamic", "static", "hybrid", "hybrid_chunked", "sliding_window"),
-    "typical_p": (None, 1.0),
-    "top_h": (None, 1.0),
-    "epsilon_cutoff": (None, 0.0),
-    "eta_cutoff": (None, 0.0),
-    "encoder_repetition_penalty": (None, 1.0),
-    "no_repeat_ngram_size": (None, 0),
-    "encoder_no_repeat_ngram_size": (None, 0),
-    "diversity_penalty": (None, 0.0),
-    "guidance_scale": (None, 1.0),
-    "penalty_alpha": (None, 0.0),
-}
-# arguments of transformers' `generate` that are no fields of its config, and what there is in their place
-_ARGUMENTS: Mapping[str, str] = {
-    "logits_processor": "use logit_bias, allowed_token_ids, penalties, or a regex or grammar",
-    "stopping_criteria": "use stop_strings or eos_token_id, or leave the iteration over stream()",
-    "prefix_allowed_tokens_fn": "use allowed_token_ids, or a regex or grammar",
-    "assistant_model": "the draft is the generator's: FastSpecGenerator(target, draft)",
-    "synced_gpus": "leave it out",
-    "negative_prompt_ids": "leave it out",
-    "negative_prompt_attention_mask": "leave it out",
-    "custom_generate": "leave it out",
-    "use_model_defaults": "give the options that are to hold",
-    "position_ids": "positions follow from attention_mask",
-    "inputs_embeds": "give token ids",
-    "past_key_values": "prompts that begin alike are read once, see prefix_cache",
-}
-_ADVICE: Mapping[str, str] = {
-    "max_time": "stop the iteration over stream() when the time is up",
-    "prompt_lookup_num_tokens": "pass a draft model",
-    "assistant_early_exit": "pass a draft model",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,19 +41,19 @@ class Options:
     """Checked options of one call.
 
     Attributes:
-        max_new_tokens: new tokens per row at most.
+        max_new_tokens: most new tokens of a row.
         stop_ids: ids that end a row; empty for none.
         stop_strings: texts that end a row; empty for none.
-        across_prompt: they may begin in the prompt, as in transformers.
+        across_prompt: True if they may begin in the prompt, as in transformers.
         pad_token_id: fills rows that ended early.
-        padding: the pad_token_id that the caller or the checkpoint names, which may fill prompts too; None: neither.
-        rows: `copies` per prompt, one prompt's after the other.
+        padding: pad_token_id as the caller or the checkpoint names it; it may fill prompts too. None: neither does.
+        rows: `copies` of the first prompt, then of the second, and so on.
         copies: num_return_sequences.
-        return_dict: return a GenerateOutput instead of a tensor.
-        num_speculative_tokens: drafts per step asked for, the most of all rows; None for the generator's.
-        auto: some row asks for "auto".
-        seeded: the caller gave a seed.
-        top_logprobs: record the emitted tokens' log-probabilities, and this many alternatives; None: neither.
+        return_dict: True if `generate` returns a GenerateOutput, not a tensor.
+        num_speculative_tokens: largest number of drafts that a row asks for; None: the generator's.
+        auto: True if a row asks for "auto".
+        seeded: True if the caller gave a seed.
+        top_logprobs: alternatives to record beside the new tokens' log-probabilities; None: record neither.
     """
 
     max_new_tokens: int
@@ -163,7 +72,7 @@ class Options:
 
     @property
     def plain(self) -> bool:
-        """Whether every row takes the model's largest logit, as it is."""
+        """True if every row takes the largest unchanged logit."""
         return all(row.plain for row in self.rows)
 
 
@@ -185,11 +94,11 @@ def resolve(
         keywords: the caller's keywords.
         num_rows: prompts in the call.
         prompt_length: padded prompt length, from which `max_length` counts as in transformers.
-        vocab_size: of the target; stop and pad ids must lie below it.
+        vocab_size: of the target; stop and pad ids lie below it.
         context: the target's max_position_embeddings; only the default length is cut to it.
 
     Raises:
-        UnsupportedOption: a field outside the supported list is set to something that would change the output.
+        UnsupportedOption: an option outside the supported list has a value that would change the output.
         ValueError: a value out of range, or per-row values that do not match the number of prompts.
     """
     if given is not None and not isinstance(given, GenerationConfig):
@@ -197,7 +106,7 @@ def resolve(
             f"generation_config must be a transformers GenerationConfig, got {type(given).__name__}"
         )
     keywords = dict(keywords)
-    for name, advice in _ARGUMENTS.items():
+    for name, advice in ARGUMENTS.items():
         value = keywords.pop(name, None)
         if value is not None and value is not False and not (isinstance(value, list) and not value):
             raise UnsupportedOption(f"{name} is not supported; {advice}")
@@ -208,7 +117,7 @@ def resolve(
     do_sample = flag("do_sample", merged.do_sample)
     if not do_sample and {**keywords, **per_row}.get("temperature") is not None:
         warnings.warn("temperature has no effect: do_sample is False, as transformers reads it", stacklevel=6)
-    values = own | {name: per_row.get(name, getattr(merged, name, None)) for name in (*PER_ROW, *_IDS)}
+    values = own | {name: per_row.get(name, getattr(merged, name, None)) for name in _OF_ROWS}
     max_new_tokens = _max_new_tokens(checkpoint, given, merged, keywords, prompt_length, context)
     if values["min_new_tokens"] is None and merged.min_length is not None:
         values["min_new_tokens"] = _beyond_prompt(merged.min_length, prompt_length, max_new_tokens)
@@ -247,7 +156,7 @@ def _asks_for_auto(drafts: Any) -> bool:
 
 
 def _top_logprobs(value: Any, vocab_size: int) -> int | None:
-    """`logprobs`: False or None records nothing, True the emitted tokens', n also the n most probable."""
+    """Reads `logprobs`: False and None record nothing, True the new tokens, n also the n most probable."""
     value = scalar(value)
     if value is None or value is False:
         return None
@@ -272,7 +181,7 @@ def _stop_strings(value: Any) -> tuple[str, ...]:
 
 @cache
 def _names() -> frozenset[str]:
-    """Options that transformers knows."""
+    """Names of the options that transformers knows."""
     return frozenset(vars(GenerationConfig()))
 
 
@@ -282,7 +191,8 @@ def _merge(
     merged = copy.deepcopy(given) if given is not None else GenerationConfig()
     if checkpoint is not None:
         entries = {name: value for name, value in vars(checkpoint).items() if name not in _UNSAVED}
-        merged.update(**entries, defaults_only=True, allow_custom_entries=True)  # its values are read alone
+        # entries that it does not check are never read
+        merged.update(**entries, defaults_only=True, allow_custom_entries=True)
     merged.update(**merged._get_default_generation_params(), defaults_only=True)
     known = _names() | set(merged._get_default_generation_params())
     for name in keywords:
@@ -299,16 +209,16 @@ def _merge(
 def _refuse_unsupported(merged: GenerationConfig) -> None:
     neutral = merged._get_default_generation_params()
     for name, value in vars(merged).items():
-        if name in SUPPORTED or name in _NO_EFFECT:
+        if name in SUPPORTED or name in IGNORED:
             continue
         if name not in _names() and name not in neutral:
-            continue  # a custom entry of a checkpoint's file, which transformers ignores too
-        off = _OFF.get(name, (None, False, neutral.get(name)))
+            continue  # transformers ignores custom entries of a checkpoint's file too
+        off = OFF.get(name, (None, False, neutral.get(name)))
         if any(value is accepted for accepted in off):
             continue
         given = scalar(value)
         if is_array(given) or not any(given is accepted or given == accepted for accepted in off):
-            advice = _ADVICE.get(name, f"leave {name} unset")
+            advice = ADVICE.get(name, f"leave {name} unset")
             raise UnsupportedOption(
                 f"option {name}={value!r} is not supported; {advice}. Supported: {', '.join((*SUPPORTED, *OWN))}"
             )
@@ -326,7 +236,7 @@ def _max_new_tokens(
         return whole("max_new_tokens", merged.max_new_tokens, low=1)
     configs = [config for config in (given, checkpoint) if config is not None]
     if keywords.get("max_length") is None and all(config.max_length is None for config in configs):
-        # transformers' default: its default max_length counts new tokens, cut to the model's context
+        # as in transformers: its default max_length counts new tokens, cut to the model's context
         return max(1, min(int(merged.max_length), context - prompt_length))
     total = whole("max_length", merged.max_length, low=1)
     if total <= prompt_length:
@@ -338,7 +248,7 @@ def _max_new_tokens(
 
 
 def _beyond_prompt(min_length: Any, prompt_length: int, max_new_tokens: int) -> int:
-    """New tokens that `min_length` asks for: it counts the padded prompt, as in transformers."""
+    """Converts `min_length`, which counts the padded prompt as in transformers, to new tokens."""
     least = whole("min_length", min_length, low=0)
     if least > prompt_length + max_new_tokens:
         raise ValueError(
@@ -357,6 +267,6 @@ def _stop_ids(value: Any, vocab_size: int) -> tuple[int, ...]:
 
 def _pad_id(value: Any, vocab_size: int) -> int | None:
     value = scalar(value)
-    if value is None or (isinstance(value, int) and value == -1):  # which some checkpoints write for "none"
+    if value is None or (isinstance(value, int) and value == -1):  # some checkpoints write -1 for "none"
         return None
     return whole("pad_token_id", value, low=0, high=vocab_size - 1)

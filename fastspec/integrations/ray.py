@@ -13,7 +13,7 @@ import numpy as np
 
 from fastspec.errors import InvalidLogits, UnsupportedOption
 from fastspec.generator import FastSpecGenerator
-from fastspec.inputs.options import OWN, PER_ROW, SUPPORTED
+from fastspec.inputs.table import OPTIONS
 from fastspec.inputs.values import is_list, listed
 from fastspec.output import GenerateOutput
 
@@ -68,7 +68,6 @@ class Generate:
         prompts = [self._ids(prompt) for prompt in batch[self._prompts]]
         of_rows = {name: [_plain(value) for value in batch[name]] for name in self._columns}
         output = self._generate(prompts, {**self._options, **of_rows})
-        tokenizer = self._generator.tokenizer
         added: Columns = {
             "generated_ids": _objects([np.asarray(tokens, dtype=np.int64) for tokens in output.new_tokens]),
             "finish_reason": np.asarray(output.finish_reasons),
@@ -79,8 +78,8 @@ class Generate:
         }
         if output.logprobs is not None:
             added["logprobs"] = _objects([np.asarray(values, dtype=np.float32) for values in output.logprobs])
-        if tokenizer is not None:
-            decoded = (tokenizer.decode(ids, skip_special_tokens=True) for ids in output.new_tokens)
+        if self._generator.has_tokenizer:
+            decoded = (self._generator.tokenizer.decode(ids, skip_special_tokens=True) for ids in output.new_tokens)
             added["generated_text"] = _objects(output.texts or list(decoded))
         return {**batch, **added}
 
@@ -109,21 +108,20 @@ class Generate:
                     f"column {self._prompts!r} holds {type(prompt).__name__}; wanted texts, or lists of token ids"
                 )
             return listed(prompt)
-        tokenizer = self._generator.tokenizer
-        if tokenizer is None:
+        if not self._generator.has_tokenizer:
             raise ValueError("the target brings no tokenizer; give prompts as lists of token ids")
-        ids: list[int] = tokenizer(prompt)["input_ids"]
+        ids: list[int] = self._generator.tokenizer(prompt)["input_ids"]
         return ids
 
 
 def _check(columns: tuple[str, ...], options: Mapping[str, Any]) -> None:
     """Refuses what `generate` would refuse for every batch, before a model is loaded."""
-    known = {*SUPPORTED, *OWN} - {"return_dict_in_generate", "num_return_sequences"}
+    known = {option.keyword for option in OPTIONS} - {"return_dict_in_generate", "num_return_sequences"}
     if unknown := sorted({*options} - known):
         raise UnsupportedOption(
             f"options {', '.join(unknown)} are not known, wanted some of {', '.join(sorted(known))}"
         )
-    of_rows = {*PER_ROW, *OWN} - {"logprobs", "stop_across_prompt"}
+    of_rows = {option.keyword for option in OPTIONS if option.per_row}
     if unknown := sorted({*columns} - of_rows):
         raise UnsupportedOption(
             f"option_columns {', '.join(unknown)}: no row has such an option of its own, wanted some of "

@@ -19,7 +19,7 @@ from fastspec.state import DecodeState
 
 
 class ChainHead(Protocol):
-    """The passes of a head that can read its own hidden states (g) in place of the target's: `Eagle3` and `Mtp`."""
+    """Passes of a head that can read its own hidden states (g) in place of the target's: `Eagle3` and `Mtp`."""
 
     @property
     def head(self) -> HeadSpec:
@@ -51,7 +51,7 @@ class ChainHead(Protocol):
         """fp32 logits [..., vocab_size] of what `drafted` returned."""
 
     def argmax(self, hidden: Tensor, limit: int, tiling: Tiling, out: Tensor) -> None:
-        """As `CausalModel.argmax`, of what `drafted` returned."""
+        """Writes the argmax of what `drafted` returned, as `CausalModel.argmax`."""
 
 
 class ChainDrafts(LearnedDrafts[ChainHead]):
@@ -83,19 +83,19 @@ class ChainDrafts(LearnedDrafts[ChainHead]):
         self.readings, self.sample = readings, sample
 
     def read(self, reading: tuple[int, ...]) -> None:
-        """As `LearnedDrafts.read`; there is nothing left to choose."""
+        """Reads these hidden states from now on; leaves no other reading to choose."""
         super().read(reading)
         self.readings = (reading,)
 
     def first_drafts(self, features: Tensor, rows: ForwardBatch) -> Tensor:
-        """The first draft after every place of rows [B, Q]: int64 [B, Q], in the target's ids; see `HasReadings`."""
+        """The first draft after every place of rows [B, Q]: int64 [B, Q], in the target's ids; by `choose_reading`."""
         x = self.model.drafted(self.model.condense(features, rows.tiling), rows)
         flat = x.view(-1, 1, x.shape[-1])
         ids = self.model.logits(flat, rows.tiling).argmax(-1).view(rows.ids.shape)
         return self._target_ids(ids)
 
     def take_features(self, state: DecodeState, shape: StepShape, features: Tensor, rows: ForwardBatch) -> Tensor:
-        """As `FeatureReader.take_features`; what the first draft after a position goes on from is returned."""
+        """Reads hidden states; returns the entries from which the first draft after each position starts."""
         return self.model.absorb(self.model.condense(features, rows.tiling), rows)
 
     def propose(

@@ -1,4 +1,4 @@
-"""Which proposer a generator gets from its arguments `draft` and `proposer`."""
+"""Chooses a generator's proposer by the arguments `draft` and `proposer`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fastspec.proposers.combined import ContinuesDrafts, LookupThenModel
-from fastspec.proposers.interface import Proposer, features_of, is_deterministic, kept_in_pages, takes_features
+from fastspec.proposers.interface import Proposer, Wrapping
 from fastspec.proposers.ngram import NGram
 from fastspec.sampling.verify import Draws
 from fastspec.shapes import StepShape
@@ -18,10 +18,10 @@ _NEEDED = ("propose", "catch_up", "max_length", "deterministic")
 
 
 def check(proposer: object, *, with_draft: bool) -> None:
-    """Refuses what cannot be used, before anything is loaded.
+    """Refuses an unusable proposer, before anything is loaded.
 
     Raises:
-        ValueError: it is no proposer, or cannot go with a draft.
+        ValueError: the object is not a proposer, or cannot go with a draft.
     """
     if proposer is None:
         return
@@ -48,7 +48,7 @@ def check(proposer: object, *, with_draft: bool) -> None:
 
 
 def choose(proposer: Proposer | None, model: ContinuesDrafts | None, vocab_size: int) -> Proposer | None:
-    """The proposer of a generator: the draft model or head, what the caller brought, or lookup before the model."""
+    """Returns the draft model or head, the caller's own proposer, or lookup before the model."""
     if proposer is None:
         return model
     if isinstance(proposer, NGram):
@@ -56,35 +56,28 @@ def choose(proposer: Proposer | None, model: ContinuesDrafts | None, vocab_size:
     return Guarded(proposer, vocab_size)
 
 
-class Guarded:
-    """A caller's proposer; its drafts are cut before the first id that the target does not know.
+class Guarded(Wrapping):
+    """A caller's proposer. Its drafts are cut before the first id that the target does not know.
 
     Inside a step nothing can raise, and an unknown id would be looked up in the target's distribution.
 
     Args:
-        proposer: what is guarded.
+        proposer: the caller's.
         vocab_size: the target's.
     """
 
     def __init__(self, proposer: Proposer, vocab_size: int) -> None:
-        self.proposer, self.max_length, self.deterministic = proposer, proposer.max_length, is_deterministic(proposer)
-        self.features, self.in_pages = features_of(proposer), kept_in_pages(proposer)
-        if takes_features(proposer):
-            self.take_features, self.kept = proposer.take_features, proposer.kept  # type: ignore[attr-defined]
+        super().__init__(proposer)
         self._vocab_size = vocab_size
 
     def __str__(self) -> str:
         """The name of its class."""
-        return type(self.proposer).__name__
+        return type(self._inner).__name__
 
     def propose(self, state: DecodeState, shape: StepShape, draws: Draws, **features: Tensor) -> None:
-        """As the proposer; then cuts."""
-        self.proposer.propose(state, shape, draws, **features)
+        """Lets the proposer draft; then cuts its drafts."""
+        self._inner.propose(state, shape, draws, **features)
         drafts = state.draft_tokens[:, : shape.num_drafts]
         known = ((drafts >= 0) & (drafts < self._vocab_size)).long().cumprod(dim=1).sum(dim=1)
         state.draft_counts.copy_(torch.minimum(state.draft_counts.clamp_min(0), known))
         drafts.clamp_(0, self._vocab_size - 1)
-
-    def catch_up(self, state: DecodeState, shape: StepShape, chunk: int) -> None:
-        """As the guarded proposer's."""
-        self.proposer.catch_up(state, shape, chunk)

@@ -34,8 +34,6 @@ class DFlashDrafts(LearnedDrafts[DFlash]):
         model, ops, vocab_map, mark, work: as for `LearnedDrafts`.
     """
 
-    kept: tuple[int, ...] = ()
-
     def __init__(
         self,
         model: DFlash,
@@ -48,7 +46,7 @@ class DFlashDrafts(LearnedDrafts[DFlash]):
         super().__init__(model, ops, reading, vocab_map, mark, work)
 
     def take_features(self, state: DecodeState, shape: StepShape, features: Tensor, rows: ForwardBatch) -> None:
-        """As `FeatureReader.take_features`; nothing is kept but keys and values."""
+        """Writes keys and values of the positions; keeps nothing else. See `FeatureReader`."""
         self.model.store_context(features, rows)
 
     def propose(
@@ -95,7 +93,7 @@ class DFlashDrafts(LearnedDrafts[DFlash]):
         return shape.forward_batch(ids, positions, write_mask, state.block_table)
 
     def _pick(self, state: DecodeState, shape: StepShape, x: Tensor, lookup: tuple[Tensor, Tensor] | None) -> None:
-        """The most probable token at each place, of hidden states [B, k, hidden]."""
+        """Picks the most probable token at each place, of hidden states [B, k, hidden]."""
         k, model = shape.num_drafts, self.model
         # zeros: while kernels are only compiled nothing is picked, and ids are looked up all the same
         picks = torch.zeros(x.shape[0] * k, dtype=torch.int64, device=x.device)

@@ -12,12 +12,13 @@ from torch import Tensor
 
 from fastspec.kernels.ops import Ops
 from fastspec.models.interface import CausalModel, is_recurrent
+from fastspec.proposers.interface import ProposerBase
 from fastspec.sampling.verify import Draws
 from fastspec.shapes import GREEDY, ForwardBatch, StepShape, keep_draft_probs, purpose_of
 from fastspec.state import DecodeState
 
 
-class DraftModel:
+class DraftModel(ProposerBase):
     """Drafts with a causal model.
 
     The first pass of a step feeds a row's last two tokens: after full acceptance the last draft was never fed
@@ -36,7 +37,6 @@ class DraftModel:
             never drafted. None: the draft's ids are the target's.
     """
 
-    deterministic = False
     in_pages = True
 
     def __init__(

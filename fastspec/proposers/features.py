@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import cast
 
 import torch
 from torch import Tensor
 
-from fastspec.proposers.interface import Proposer, takes_features
+from fastspec.proposers.interface import FeatureReader, Proposer, takes_features
 from fastspec.shapes import ForwardBatch, StepShape
 from fastspec.state import DecodeState
 
@@ -20,7 +21,7 @@ def hand_over_step(
     rows: ForwardBatch,
     buffer: Tensor | None,
 ) -> None:
-    """Hands over what a step found, after its commit.
+    """Hands over the hidden states of a step, after its commit.
 
     Newly committed positions are handed over with the tokens that follow them, which are those that the step emitted;
     also those of rows that ended in the step, because their pages may be kept for later prompts.
@@ -36,7 +37,8 @@ def hand_over_step(
         count = state.emitted  # 0 of rows that did not step
         committed = torch.arange(features.shape[1], device=count.device) < count[:, None]
         following = state.block[:, : features.shape[1]].contiguous()
-        _tell(proposer, state, shape, features, replace(rows, ids=following, write_mask=committed), count, buffer)
+        reader = cast("FeatureReader", proposer)
+        _tell(reader, state, shape, features, replace(rows, ids=following, write_mask=committed), count, buffer)
     elif buffer is not None:
         kept = buffer[: state.batch, : features.shape[1]]
         kept.copy_(torch.where(state.running[:, None, None, None], features, kept))
@@ -50,20 +52,21 @@ def hand_over_prompt(
     rows: ForwardBatch,
     buffer: Tensor | None,
 ) -> None:
-    """Hands over what a pass over a piece of a prompt found; arguments as those of `hand_over_step`, for one row.
+    """Hands over the hidden states of a pass over a piece of a prompt; arguments as of `hand_over_step`, for one row.
 
     Args:
         rows: what the pass fed.
     """
     if takes_features(proposer):
         following = state.tokens.gather(1, (rows.positions + 1).clamp(max=state.tokens.shape[1] - 1))
-        _tell(proposer, state, shape, features, replace(rows, ids=following), rows.write_mask.sum(dim=1), buffer)
+        reader = cast("FeatureReader", proposer)
+        _tell(reader, state, shape, features, replace(rows, ids=following), rows.write_mask.sum(dim=1), buffer)
     elif buffer is not None:
         _keep_newest(features, rows.write_mask.sum(dim=1), buffer[:, 0])
 
 
 def _tell(
-    proposer: object,
+    proposer: FeatureReader,
     state: DecodeState,
     shape: StepShape,
     features: Tensor,
@@ -71,8 +74,8 @@ def _tell(
     count: Tensor,
     buffer: Tensor | None,
 ) -> None:
-    found = proposer.take_features(state, shape, features, rows)  # type: ignore[attr-defined]
-    if buffer is not None:
+    found = proposer.take_features(state, shape, features, rows)
+    if buffer is not None and found is not None:
         _keep_newest(found, count, buffer[: state.batch])
 
 

@@ -1,4 +1,4 @@
-"""A learned drafter out of its checkpoint: weights allocated, model and proposer made."""
+"""Proposers of EAGLE-3 heads and MTP layers, and `build_head`, which makes the proposer of any learned head."""
 
 from __future__ import annotations
 
@@ -19,10 +19,24 @@ from fastspec.models.heads.eagle3_spec import Eagle3Spec
 from fastspec.models.heads.mtp import Mtp
 from fastspec.models.heads.mtp_spec import MtpSpec
 from fastspec.models.heads.weights import PendingHead, allocate_head
+from fastspec.proposers.chain import ChainDrafts
 from fastspec.proposers.combined import ContinuesDrafts
 from fastspec.proposers.dflash import DFlashDrafts
-from fastspec.proposers.eagle3 import Eagle3Drafts
-from fastspec.proposers.mtp import MtpDrafts
+
+
+class Eagle3Drafts(ChainDrafts):
+    """Drafts with an EAGLE-3 head; see `ChainDrafts`."""
+
+    article = "an"
+
+
+class MtpDrafts(ChainDrafts):
+    """Drafts with the MTP layer of the target's own checkpoint; see `ChainDrafts`."""
+
+    def __str__(self) -> str:
+        """A short description, for messages and `explain()`."""
+        ids = f", which drafts {self.model.vocab_size} of {self._target.vocab_size} ids" if self._map else ""
+        return f"the checkpoint's own {self.model.head.found}{ids}"
 
 
 def build_head(
@@ -38,7 +52,7 @@ def build_head(
     mark: Callable[[str], AbstractContextManager[object]],
     work: Any,
 ) -> tuple[ContinuesDrafts, PendingHead]:
-    """The proposer of a head, and its weights, to be filled before it is used.
+    """Makes the proposer of a head, and its weights, which must be filled before use.
 
     Args:
         checkpoint: checked against its target.

@@ -1,4 +1,4 @@
-"""What proposers with a learned head have in common, whatever the head's passes are."""
+"""Base of the proposers with a learned head."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from fastspec.kernels.ops import Ops
 from fastspec.models.heads.boundaries import as_layers, described
 from fastspec.models.heads.spec import HeadSpec
 from fastspec.proposers.draft_model import VocabMap, sample
+from fastspec.proposers.interface import ProposerBase
 from fastspec.sampling.verify import Draws
 from fastspec.shapes import StepShape
 from fastspec.state import DecodeState
@@ -32,8 +33,8 @@ class HeadModel(Protocol):
 Model = TypeVar("Model", bound=HeadModel)
 
 
-class LearnedDrafts(Generic[Model]):
-    """A proposer whose K/V cache is never behind: hidden states of a step or a prompt are taken in at once.
+class LearnedDrafts(ProposerBase, Generic[Model]):
+    """A proposer with a learned head. It reads hidden states as they are computed, so its cache is never behind.
 
     Args:
         model: the head.
@@ -44,9 +45,8 @@ class LearnedDrafts(Generic[Model]):
         work: from `ops.sampled_work`.
     """
 
-    deterministic = False
+    features: tuple[int, ...] = ()
     in_pages = True
-    max_length = 0
     article = "a"  # of the head's name
 
     def __init__(
@@ -65,11 +65,11 @@ class LearnedDrafts(Generic[Model]):
         self._map = None if vocab_map is None else VocabMap.of(vocab_map, self._target.vocab_size)
 
     def read(self, reading: tuple[int, ...]) -> None:
-        """Reads these hidden states of the target, and only these, from now on."""
+        """Reads these hidden states of the target from now on, and no others."""
         self.reading, self.features = reading, self.layers_of(reading)
 
     def layers_of(self, reading: tuple[int, ...]) -> tuple[int, ...]:
-        """A reading as the target's layers, see `Proposer.features`."""
+        """Converts a reading to the target's layers, see `Proposer.features`."""
         return as_layers(reading, self._target.layers)
 
     def __str__(self) -> str:
@@ -79,10 +79,10 @@ class LearnedDrafts(Generic[Model]):
         return f"{self.article} {self.model.head.found} that reads {boundaries}{ids}"
 
     def catch_up(self, state: DecodeState, shape: StepShape, chunk: int) -> None:
-        """There is nothing left to take in."""
+        """Does nothing: hidden states are read as soon as they are computed."""
 
     def _target_ids(self, drafted: Tensor) -> Tensor:
-        """The target's ids of ids that the head drafted."""
+        """Converts drafted ids of the head to ids of the target."""
         return drafted if self._map is None else self._map.places[drafted]
 
     def _sample(self, state: DecodeState, shape: StepShape, draws: Draws, logits: Tensor, j: int) -> None:

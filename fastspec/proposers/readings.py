@@ -1,44 +1,17 @@
-"""Which hidden states a head was trained on: where its config can be read in several ways, tried on a short text."""
+"""Chooses the hidden states that a head reads, by a trial on a short text, where its config is ambiguous."""
 
 from __future__ import annotations
 
 import warnings
-from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from fastspec.models.heads.boundaries import described
 from fastspec.models.interface import CausalModel
-from fastspec.proposers.combined import LookupThenModel
+from fastspec.proposers.chain import ChainDrafts
+from fastspec.proposers.interface import drafter_of
 from fastspec.shapes import ForwardBatch, StepShape, Tiling
-
-
-@runtime_checkable
-class HasReadings(Protocol):
-    """A proposer that may have to choose.
-
-    Attributes:
-        readings: the ways of reading, as boundaries; the most likely first.
-        sample: ids of a text to try them on.
-    """
-
-    readings: tuple[tuple[int, ...], ...]
-    sample: tuple[int, ...]
-
-    def read(self, reading: tuple[int, ...]) -> None:
-        """Reads these hidden states, and only these, from now on."""
-
-    def layers_of(self, reading: tuple[int, ...]) -> tuple[int, ...]:
-        """A reading as the target's layers, see `Proposer.features`."""
-
-    def first_drafts(self, features: Tensor, rows: ForwardBatch) -> Tensor:
-        """The first draft after every place of rows [B, Q]: int64 [B, Q], in the target's ids.
-
-        Args:
-            features: [B, Q, layers, hidden] of the positions.
-            rows: as `FeatureReader.take_features` has them.
-        """
 
 
 def choose_reading(target: CausalModel, proposer: object, shape: StepShape, tiling: Tiling, pages: Tensor) -> None:
@@ -53,8 +26,8 @@ def choose_reading(target: CausalModel, proposer: object, shape: StepShape, tili
         tiling: of products of a step.
         pages: int64 [1, P], pages that no row owns.
     """
-    head = proposer.model if isinstance(proposer, LookupThenModel) else proposer
-    if not isinstance(head, HasReadings) or len(head.readings) < 2:
+    head = drafter_of(proposer)
+    if not isinstance(head, ChainDrafts) or len(head.readings) < 2:
         return
     shares = _accepted(target, head, shape, tiling, pages)
     best = max(range(len(shares)), key=lambda index: shares[index])  # the first of equals
@@ -71,8 +44,8 @@ def choose_reading(target: CausalModel, proposer: object, shape: StepShape, tili
     )
 
 
-def _accepted(target: CausalModel, head: HasReadings, shape: StepShape, tiling: Tiling, pages: Tensor) -> list[float]:
-    """For each reading, the share of places of the text where the first draft is the target's argmax."""
+def _accepted(target: CausalModel, head: ChainDrafts, shape: StepShape, tiling: Tiling, pages: Tensor) -> list[float]:
+    """Returns, for each reading, the share of places of the text where the first draft is the target's argmax."""
     chunk = shape.tiling.queries
     assert chunk is not None, "passes over prompts have a size"
     text = head.sample[:chunk]

@@ -1,6 +1,6 @@
-"""Fills a row of the state with a request, and sends draft tokens and masks to rows that follow a grammar.
+"""Writes a request into a row of the state, and sends draft tokens and masks to rows that follow a grammar.
 
-Nothing here waits for the device.
+The host never waits for the device here.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from fastspec.grammar.row import ALL, GrammarStep
-from fastspec.inputs.row_options import NUMBERS, RowOptions
+from fastspec.inputs.row_options import RowOptions
+from fastspec.inputs.table import NUMBERS
 from fastspec.shapes import FULL
 from fastspec.state import IDLE, MAX_STOP_IDS, RUNNING, DecodeState
 
@@ -27,10 +28,12 @@ def fill_prompt(
     stop_ids: tuple[int, ...],
     draft_length: int = 0,
 ) -> None:
-    """Fills what passes over a prompt read of a row, and its stop ids; the row idles until its prompt is prefilled.
+    """Fills the fields of a row that passes over its prompt read, and its stop ids.
+
+    The row idles until its prompt is prefilled.
 
     Args:
-        state, row: where.
+        state, row: written.
         prompt: token ids.
         pages: of the K/V cache.
         stop_ids: end the row.
@@ -50,18 +53,18 @@ def fill_prompt(
 def fill_options(
     state: DecodeState, row: int, prompt_length: int, limit: int, options: RowOptions, sampler: str
 ) -> None:
-    """Fills all other fields that admission writes by `DecodeState`: what steps read of a row.
+    """Fills the fields of a row that steps read.
 
     Args:
-        state, row: where.
+        state, row: written.
         prompt_length: tokens of the prompt.
-        limit: largest length.
+        limit: largest length of the row, in tokens.
         options: of the row.
-        sampler: of the steps to come; only the full one reads biases and counts, so only for it they are filled.
+        sampler: of the steps to come. Biases and counts are filled only for FULL, which alone reads them.
     """
     numbers = {
         "limits": limit,
-        **{each.fills: getattr(options, each.name) for each in NUMBERS},
+        **{each.fills: getattr(options, name) for name, each in NUMBERS.items()},
         "seeds": options.seed,
         "min_lengths": prompt_length + options.min_new_tokens,
         "draft_limits": draft_limit(options, state.draft_tokens.shape[1]),
@@ -79,7 +82,7 @@ def _fill(state: DecodeState, row: int, numbers: Mapping[str, float]) -> None:
 
 
 def allow(state: DecodeState, steps: Mapping[int, GrammarStep], k: int, ready: int = RUNNING) -> None:
-    """Queues the copy of draft tokens and masks to the device, and lets the rows run; waits for nothing.
+    """Queues the copy of draft tokens and masks to the device, and lets the rows run.
 
     Args:
         state: the rows of `steps` are written.
@@ -104,12 +107,12 @@ def allow(state: DecodeState, steps: Mapping[int, GrammarStep], k: int, ready: i
 
 
 def draft_limit(options: RowOptions, max_drafts: int) -> int:
-    """Drafts of a row that may count in a step of at most `max_drafts`."""
+    """Returns the number of drafts of a row that may count in a step of at most `max_drafts`."""
     return max_drafts if options.draft_limit is None else min(options.draft_limit, max_drafts)
 
 
 def fill_tables(state: DecodeState, row: int, prompt_length: int, options: RowOptions) -> None:
-    """Biases, and counts of a row that has emitted nothing, or whose options do not ask for counts."""
+    """Fills the biases and counts of a row that has emitted nothing, or whose options do not read counts."""
     prompt = state.tokens[row, :prompt_length]
     state.output_counts[row].zero_()
     state.in_prompt[row].zero_().index_fill_(0, prompt, True)
@@ -119,12 +122,12 @@ def fill_tables(state: DecodeState, row: int, prompt_length: int, options: RowOp
         bias.index_fill_(0, _send(options.allowed, torch.int64, bias.device), 0.0)
     if options.bias:
         ids, values = zip(*options.bias, strict=True)
-        # added, so that a bias does not bring back what is not allowed
+        # added, so that a bias cannot allow an id that is not allowed
         bias.index_add_(0, _send(ids, torch.int64, bias.device), _send(values, torch.float32, bias.device))
 
 
 def _send(values: list[int] | tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Values on the device; on CUDA by way of pinned memory, so that the host does not wait."""
+    """Copies values to the device; on CUDA through pinned memory, so that the host does not wait."""
     if dtype == torch.int64 and values:  # an array is read in a third of the time
         return _moved(torch.frombuffer(array("q", values), dtype=dtype), device)
     return _moved(torch.tensor(values, dtype=dtype, device="cpu"), device)

@@ -24,8 +24,8 @@ from fastspec.adaptive.estimates import tokens_per_step
 from fastspec.engine.engine import Engine
 from fastspec.graphs.keys import PartKey, StepKey
 from fastspec.sampling.distribution import PhiloxDraws
-from fastspec.scheduling.draft_length import Choice
-from fastspec.scheduling.requests import Call, Request, lengths_of
+from fastspec.scheduling.draft_length import DraftChoice
+from fastspec.scheduling.requests import CallPlan, Request, lengths_of
 from fastspec.scheduling.scheduler import Scheduler
 from fastspec.shapes import StepShape
 from fastspec.step import propose, score
@@ -78,12 +78,14 @@ class Calibration:
         rows: that decoded at once.
         trials: by k, ascending, 0 first.
         survival: the chance that the first 1, 2, .. drafts are all accepted.
+        draft_format: the draft's format and why; None where draft_quantization="auto" chose none.
     """
 
     device: str
     rows: int
     trials: tuple[Trial, ...]
     survival: tuple[float, ...]
+    draft_format: str | None = None
 
     @property
     def best(self) -> int:
@@ -119,7 +121,8 @@ class Calibration:
         else:
             shown = self._shown()
             first = f"best: k = 0. Drafting does not pay here: at its best, k = {shown.k}, it is {shown.measured:.2f}x"
-        return [first, f"what limits it: {self._in_words(self.limit)}"]
+        form = [] if self.draft_format is None else [f"the draft's format: {self.draft_format}"]
+        return [first, f"what limits it: {self._in_words(self.limit)}", *form]
 
     def _shown(self) -> Trial:
         """The fastest k that drafts."""
@@ -193,7 +196,9 @@ class FixedPolicy:
         return [count for step in self.steps for count in step.accepted]
 
 
-def calibrate(scheduler: Scheduler, requests: list[Request], stop_ids: tuple[int, ...], choice: Choice) -> Calibration:
+def calibrate(
+    scheduler: Scheduler, requests: list[Request], stop_ids: tuple[int, ...], choice: DraftChoice
+) -> Calibration:
     """Runs the requests with every k of a choice, and times drafting and scoring by themselves.
 
     Args:
@@ -210,7 +215,7 @@ def calibrate(scheduler: Scheduler, requests: list[Request], stop_ids: tuple[int
     for turn in range(ROUNDS):
         for k in choice.ks if turn % 2 == 0 else reversed(choice.ks):
             trial = again(requests)
-            call = Call(stop_ids, choice.sampler, lambda made: 0, policy=runs[k], lengths=lengths_of(trial))
+            call = CallPlan(stop_ids, choice.sampler, lambda made: 0, policy=runs[k], lengths=lengths_of(trial))
             for _ in scheduler.run(trial, call):
                 pass
     bucket = engine.bucket(min(len(requests), engine.state.batch))
@@ -232,12 +237,12 @@ def again(requests: list[Request]) -> list[Request]:
 
 
 def _parts(
-    scheduler: Scheduler, requests: list[Request], choice: Choice, bucket: int
+    scheduler: Scheduler, requests: list[Request], choice: DraftChoice, bucket: int
 ) -> dict[int, tuple[float, float]]:
     """Seconds of drafting and of scoring by k: {k: (drafting, scoring)}, over rows in the middle of their texts."""
     engine = scheduler.engine
     rows = again(requests)[: engine.state.batch]
-    call = Call((), choice.sampler, lambda made: choice.ks[-1], lengths=lengths_of(rows))
+    call = CallPlan((), choice.sampler, lambda made: choice.ks[-1], lengths=lengths_of(rows))
     running = scheduler.run(rows, call)
     for _ in range(_LIVE_STEPS):
         next(running, None)

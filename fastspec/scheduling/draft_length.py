@@ -17,7 +17,7 @@ _FIXED_K_NOTE = (
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class DraftChoice:
     """Drafts of one call.
 
     Attributes:
@@ -76,7 +76,7 @@ class DraftPlan:
             )
         return asked
 
-    def for_call(self, chosen: Options) -> Choice:
+    def for_call(self, chosen: Options) -> DraftChoice:
         """The drafts of a call.
 
         Raises:
@@ -89,7 +89,7 @@ class DraftPlan:
         alone = all(follow) and choice.controller is None
         return replace(choice, grammars=(GRAMMAR_ONLY,) if alone else (None, *GRAMMARS))
 
-    def _without_grammars(self, chosen: Options) -> Choice:
+    def _without_grammars(self, chosen: Options) -> DraftChoice:
         """As `for_call`, for rows without grammars."""
         sampler = GREEDY if chosen.plain else FULL
         k = self.check(chosen.num_speculative_tokens)
@@ -97,13 +97,13 @@ class DraftPlan:
             self.check(row.draft_limit)
         opted_out = {0} if any(row.draft_limit == 0 for row in chosen.rows) else set()
         if not self.max_drafts or not (chosen.auto or (self.auto and chosen.num_speculative_tokens is None)):
-            return Choice(k, tuple(sorted({k, *opted_out})), sampler, chosen.top_logprobs)
+            return DraftChoice(k, tuple(sorted({k, *opted_out})), sampler, chosen.top_logprobs)
         if chosen.seeded and needs_draft_probs(self.verification) and any(row.temperature for row in chosen.rows):
             k = max(one for one in self.ks if one <= REPEATABLE)
             note = _FIXED_K_NOTE.format(k=k, rule=self.verification)
-            return Choice(k, tuple(sorted({k, *opted_out})), sampler, chosen.top_logprobs, note=note)
+            return DraftChoice(k, tuple(sorted({k, *opted_out})), sampler, chosen.top_logprobs, note=note)
         controller = self.controller(sampler, chosen.top_logprobs)
-        return Choice(self.max_drafts, self.ks, sampler, chosen.top_logprobs, controller, AUTO)
+        return DraftChoice(self.max_drafts, self.ks, sampler, chosen.top_logprobs, controller, AUTO)
 
     @property
     def ks(self) -> tuple[int, ...]:
@@ -115,7 +115,7 @@ class DraftPlan:
         key = (sampler, top_logprobs)
         return self.controllers.get(key) or self.controllers.setdefault(key, Controller(self.ks))  # in any thread
 
-    def for_warmup(self, asked: int | str | None, sampler: str) -> Choice:
+    def for_warmup(self, asked: int | str | None, sampler: str) -> DraftChoice:
         """Steps that a call without further options may need, and plain decoding: for `warmup`.
 
         Raises:
@@ -126,11 +126,11 @@ class DraftPlan:
         auto = isinstance(asked, str) and asked == AUTO
         asked = None if auto or asked is None else whole("num_speculative_tokens", asked, low=0)
         if (auto or (self.auto and asked is None)) and self.max_drafts:
-            return Choice(self.max_drafts, self.ks, sampler, None, self.controller(sampler, None), AUTO)
+            return DraftChoice(self.max_drafts, self.ks, sampler, None, self.controller(sampler, None), AUTO)
         k = self.check(asked)
-        return Choice(k, tuple(sorted({0, k})), sampler, None)
+        return DraftChoice(k, tuple(sorted({0, k})), sampler, None)
 
-    def for_calibration(self, chosen: Options) -> Choice:
+    def for_calibration(self, chosen: Options) -> DraftChoice:
         """All ks there are, for a trial of each; the controller of such calls may learn from it.
 
         Raises:
@@ -145,7 +145,7 @@ class DraftPlan:
         if grammar := next((row.grammar for row in chosen.rows if row.grammar), None):
             raise ValueError(f"calibrate tries what drafts, and a grammar brings its own; leave out {grammar.kind}")
         sampler = GREEDY if chosen.plain else FULL
-        return Choice(self.max_drafts, self.ks, sampler, None, self.controller(sampler, None), AUTO)
+        return DraftChoice(self.max_drafts, self.ks, sampler, None, self.controller(sampler, None), AUTO)
 
     def describe(self) -> list[str]:
         """A line for every kind of call that "auto" has chosen k for."""

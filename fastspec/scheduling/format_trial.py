@@ -1,10 +1,9 @@
-"""Measures whether the format that "auto" chose for a draft pays: a trial on prompts of one of the first calls.
+"""The trial of a draft's format, a part of `calibrate`: the rounded draft against the draft as it is stored.
 
 A draft in fewer bits has shorter passes, but fewer of its drafts are accepted; how many fewer depends on the prompts.
-So once enough tokens were asked for, the prompts of the next call are continued by the same steps, twice with the draft
-in the chosen format and twice with the draft as it is stored, which is loaded once more. The draft that gave more
-tokens a second is kept, the other is freed. The text of the trial is thrown away; the text of calls is the same with
-either draft.
+So the prompts are continued by the same steps, twice with the draft in the chosen format and twice with the draft as it
+is stored, which is loaded once more. The draft with more tokens a second stays, the other is freed. Text is the same
+with either draft.
 """
 
 from __future__ import annotations
@@ -25,24 +24,22 @@ from fastspec.models.checkpoints.load import DecoderWeights, load_weights
 from fastspec.models.checkpoints.pair import AS_STORED
 from fastspec.models.checkpoints.sources import Checkpoint
 from fastspec.models.decoder import Decoder
-from fastspec.proposers.combined import LookupThenModel
 from fastspec.proposers.draft_model import DraftModel
+from fastspec.proposers.interface import drafter_of
 from fastspec.scheduling.calibrate import FixedPolicy, again
-from fastspec.scheduling.draft_length import Choice, DraftPlan
-from fastspec.scheduling.requests import Call, Request, lengths_of
+from fastspec.scheduling.draft_length import DraftChoice, DraftPlan
+from fastspec.scheduling.requests import CallPlan, Request, lengths_of
 from fastspec.scheduling.scheduler import Scheduler
 
-ENOUGH: Final = 512  # new tokens asked for: for fewer, a trial would take longer than the better draft could save
 NEW: Final = 256  # tokens that a draft makes in a turn, in all rows together
 _LEAST: Final = 32  # in a row
 _TURNS: Final = 2  # of each draft, alternating: a machine that slows down slows both
-_ATTEMPTS: Final = 3  # where texts end before a step could be timed
 _DRAFTS: Final = 4  # of a step, where k is chosen while decoding
 
 
 @dataclass(slots=True)
 class DraftRate:
-    """What one draft did in a trial.
+    """Speed of one draft in a trial.
 
     Attributes:
         tokens: emitted by a step, a row.
@@ -60,83 +57,77 @@ class DraftRate:
 
 @dataclass(slots=True, eq=False)
 class FormatTrial:
-    """Tries a rounded draft against itself as it is stored, once, and keeps the better one.
+    """Tries a rounded draft against the same draft as it is stored, and keeps the faster one.
 
     Args:
-        draft: as it was loaded; its `rounded` was chosen by "auto".
+        draft: as it was loaded; "auto" chose its `rounded`.
         dtype: of its activations.
-        released: its module gave its memory away, so that it cannot be read again.
+        released: True if its module gave its memory away, so that it cannot be read again.
 
     Attributes:
         draft: as it is loaded now; its `stored` says what was found.
-        found: that in a few words; empty: nothing was tried yet.
+        found: the result in a few words; empty before the first trial.
+        decided: True once both drafts were measured. There is no second trial.
     """
 
     draft: Checkpoint
     dtype: torch.dtype
     released: bool = False
     found: str = ""
+    decided: bool = False
     _form: CodeFormat | None = field(init=False)
     _chosen: str = field(init=False)
-    _requested: int = 0
-    _attempts: int = 0
 
     def __post_init__(self) -> None:
         self._form, self._chosen = self.draft.rounded, self.draft.stored
-        self._say("not tried yet against the draft as it is stored")
-        if self.draft.module is not None and self.released:
-            self._decide("not tried: release_source gave the draft as it was stored away")
+        self._say("not tried yet against the draft as it is stored: calibrate() does")
 
     def __str__(self) -> str:
         """The format that drafts now, and why."""
         return f"{self.draft.rounded or AS_STORED}: {self.found or 'not tried yet'}"
 
-    def before(
+    def run(
         self,
         scheduler: Scheduler,
         requests: list[Request],
-        choice: Choice,
+        choice: DraftChoice,
         stop_ids: tuple[int, ...],
-        make_ready: Callable[[Choice, tuple[int, int]], None],
+        make_ready: Callable[[list[Request], DraftChoice], None],
         drafting: DraftPlan,
     ) -> None:
-        """Tries both drafts on a call that is about to begin, if it is time; nothing else runs meanwhile.
+        """Tries both drafts on these requests, unless both were measured before; nothing else runs meanwhile.
 
         Args:
             scheduler: has no request.
-            requests, choice, stop_ids: of the call; they stay as they are.
-            make_ready: captures the steps that a call with such drafts and lengths may come to.
-            drafting: its controllers forget what they learned where the draft becomes another one.
+            requests: as a call has them; they stay unchanged.
+            choice: its sampler, and its largest k up to 4, are those of the trial.
+            stop_ids: end a row.
+            make_ready: captures the steps that such requests and drafts may need.
+            drafting: its controllers forget what they learned if the draft changes.
         """
-        fit = [each for each in requests if each.grammar is None and each.options.draft_limit != 0]
-        if self.found or not fit or not choice.k:
-            return
-        self._requested += sum(request.max_new_tokens for request in fit)
-        if self._requested < ENOUGH:
+        if self.decided:
             return
         engine, drafter = scheduler.engine, _drafter(scheduler.engine)
+        device = engine.state.lengths.device
         as_stored = replace(self.draft, rounded=None, stored="")
-        need = as_stored.bytes_loaded(self.dtype, engine.state.lengths.device, engine.modules.ops)
-        if self._attempts >= _ATTEMPTS:
-            self._decide("not tried: texts end before steps could be timed, or steps failed")
+        need = as_stored.bytes_loaded(self.dtype, device, engine.modules.ops)
+        if self.draft.module is not None and self.released:
+            self._say_found("not tried: release_source gave the draft as it was stored away")
             return
-        if drafter is None or free_bytes(engine.state.lengths.device) < 1.1 * need:
-            self._decide(f"not tried: the draft as it is stored needs {need / 2**20:.0f} MiB more for a moment")
+        if drafter is None or free_bytes(device) < 1.1 * need:
+            self._say_found(f"not tried: the draft as it is stored needs {need / 2**20:.0f} MiB more for a moment")
             return
-        self._attempts, self._requested = self._attempts + 1, 0
-        rows = fit[: engine.state.batch]
-        k = _DRAFTS if choice.controller is not None else choice.k
-        k = max(each for each in (*choice.ks, choice.k) if each <= k)
-        plain = replace(choice, k=k, ks=(k,), controller=None, top_logprobs=None, note=None, grammars=(None,))
+        k = max(each for each in choice.ks if each <= _DRAFTS)
+        plain = replace(choice, k=k, ks=(k,), controller=None, note=None)
         try:
-            with engine.runner.on_stream():  # in no other mode: threads fill these tensors
+            with engine.runner.on_stream():  # not in inference mode: threads fill these tensors
                 stored = load_weights(
                     as_stored, dtype=self.dtype, device=drafter.weights.norm.device, progress=False, ops=drafter.ops
                 )
-            self._try(scheduler, rows, plain, stop_ids, make_ready, drafter, stored)
-        except (RuntimeError, ValueError, OSError) as error:  # the call itself can go on with the draft that is there
-            self._decide(f"not tried: {error}")
-            warnings.warn(f"the draft stays in {self._form}, not tried against what is stored: {error}", stacklevel=2)
+            self._try(scheduler, requests[: engine.state.batch], plain, stop_ids, make_ready, drafter, stored)
+        except (RuntimeError, ValueError, OSError) as error:  # the draft that is there still works
+            self._say_found(f"not tried: {error}")
+            warnings.warn(f"the draft stays in {self._form}, not tried against what is stored: {error}", stacklevel=3)
         if self.draft.rounded is None:
             for controller in drafting.controllers.values():
                 controller.forget()
@@ -145,9 +136,9 @@ class FormatTrial:
         self,
         scheduler: Scheduler,
         rows: list[Request],
-        choice: Choice,
+        choice: DraftChoice,
         stop_ids: tuple[int, ...],
-        make_ready: Callable[[Choice, tuple[int, int]], None],
+        make_ready: Callable[[list[Request], DraftChoice], None],
         drafter: Decoder,
         stored: DecoderWeights,
     ) -> None:
@@ -162,13 +153,15 @@ class FormatTrial:
             for turn in range(_TURNS):
                 for form in both if turn % 2 == 0 else reversed(both):
                     with self._drafting(engine, drafter, form, both[form]):
-                        make_ready(choice, lengths_of(texts))
+                        make_ready(texts, choice)
                         _run(scheduler, texts, choice, stop_ids, runs[form])
             rates = {form: _rate_of(run, bucket) for form, run in runs.items()}
             one, other = rates[self._form], rates[None]
             if one is not None and other is not None:
                 winner = self._judge(one, other)
-        finally:  # also after an error, which leaves the draft that was chosen
+            else:
+                self._say_found("not tried: texts end before steps could be timed")
+        finally:  # after an error, the chosen draft stays
             self._use(engine, drafter, winner, both[winner])
             engine.finish()
             engine.runner.forget_variant(None if winner is None else AS_STORED)
@@ -177,7 +170,7 @@ class FormatTrial:
     def _drafting(
         self, engine: Engine, drafter: Decoder, form: CodeFormat | None, weights: DecoderWeights
     ) -> Iterator[None]:
-        """A context in which steps draft with these weights; all of them have ended when it is left."""
+        """Lets steps draft with these weights; all of them have ended when the context is left."""
         self._use(engine, drafter, form, weights)
         try:
             yield
@@ -186,14 +179,19 @@ class FormatTrial:
 
     def _use(self, engine: Engine, drafter: Decoder, form: CodeFormat | None, weights: DecoderWeights) -> None:
         """Lets steps draft with these weights, with graphs and kept prompts of their own."""
-        variant = None if form == self._form else AS_STORED  # what was there before the trial has no name
+        variant = None if form == self._form else AS_STORED  # graphs from before the trial have no variant
         drafter.weights = weights
         engine.runner.use_variant(variant)
         if engine.prefix is not None:
             engine.prefix.use_variant(variant)
 
     def _judge(self, one: DraftRate, other: DraftRate) -> CodeFormat | None:
-        """The format that stays, of a draft that was rounded and of the same as it is stored."""
+        """Decides which format stays, and says why.
+
+        Args:
+            one: of the rounded draft.
+            other: of the draft as it is stored.
+        """
         ratio = one.rate / other.rate
         facts = (
             f"{one.tokens:.2f} tokens a step in {self._form} and {other.tokens:.2f} as stored, steps of "
@@ -208,6 +206,10 @@ class FormatTrial:
         return self._form
 
     def _decide(self, found: str) -> None:
+        self.decided = True
+        self._say_found(found)
+
+    def _say_found(self, found: str) -> None:
         self.found = found
         self._say(found)
 
@@ -216,9 +218,9 @@ class FormatTrial:
 
 
 def trial_of(draft: object, dtype: torch.dtype, *, released: bool, ranks: int = 1) -> FormatTrial | None:
-    """The trial of a draft whose format "auto" has chosen; None: there is nothing to try.
+    """Returns the trial of a draft whose format "auto" has chosen; None where there is nothing to try.
 
-    Several ranks try nothing: each would measure times of its own, and all must decide alike.
+    Several ranks try nothing: each would measure other times, and all must decide alike.
     """
     if not isinstance(draft, Checkpoint) or not draft.chosen or ranks > 1:
         return None
@@ -226,24 +228,23 @@ def trial_of(draft: object, dtype: torch.dtype, *, released: bool, ranks: int = 
 
 
 def _drafter(engine: Engine) -> Decoder | None:
-    """The model that drafts, alone or after a lookup."""
-    proposer = engine.modules.proposer
-    proposer = proposer.model if isinstance(proposer, LookupThenModel) else proposer
+    """Returns the model that drafts, alone or after a lookup."""
+    proposer = drafter_of(engine.modules.proposer)
     model = proposer.model if isinstance(proposer, DraftModel) else None
     return model if isinstance(model, Decoder) else None
 
 
 def _run(
-    scheduler: Scheduler, texts: list[Request], choice: Choice, stop_ids: tuple[int, ...], policy: FixedPolicy
+    scheduler: Scheduler, texts: list[Request], choice: DraftChoice, stop_ids: tuple[int, ...], policy: FixedPolicy
 ) -> None:  # fmt: skip
-    """Continues the prompts, by steps that a policy records."""
+    """Continues the prompts; `policy` records the steps."""
     requests = again(texts)
-    call = Call(stop_ids, choice.sampler, lambda made: choice.k, policy=policy, lengths=lengths_of(requests))
+    call = CallPlan(stop_ids, choice.sampler, lambda made: choice.k, policy=policy, lengths=lengths_of(requests))
     for _ in scheduler.run(requests, call):
         pass
 
 
 def _rate_of(run: FixedPolicy, bucket: int) -> DraftRate | None:
-    """What the steps over that many rows did; None: none could be timed."""
+    """Returns the speed of the steps over `bucket` rows; None if no step could be timed."""
     seconds, accepted = run.seconds(bucket), run.accepted
     return DraftRate(1 + statistics.mean(accepted), statistics.median(seconds)) if seconds and accepted else None

@@ -1,15 +1,174 @@
-"""The handle of one request: its tokens while they come, and its result."""
+"""The handle of one request, and `Delivery`: tokens go from the thread that makes steps to the threads that wait."""
 
 from __future__ import annotations
 
+import asyncio
+import os
+import threading
 import time
 from collections.abc import AsyncIterator, Callable, Generator, Iterator
+from contextlib import suppress
+from typing import ClassVar, NoReturn
 
-from fastspec.errors import InvalidLogits
+from fastspec.errors import InvalidLogits, RankFailed
 from fastspec.output import GenerateOutput, Stats
-from fastspec.scheduling.calls import PreparedCall, check_valid, output_of
-from fastspec.scheduling.delivery import Delivery
-from fastspec.scheduling.one_process import OfOneProcess
+from fastspec.scheduling.requests import PreparedCall, Request, check_valid, output_of
+
+
+class OfOneProcess:
+    """Refuses to be copied or pickled, and says what to do instead.
+
+    Attributes:
+        instead: what to do, for the error.
+    """
+
+    instead: ClassVar[str] = "make one in each process"
+
+    def __reduce__(self) -> NoReturn:
+        """Refuses.
+
+        Raises:
+            TypeError: always.
+        """
+        raise TypeError(f"a {type(self).__name__} cannot be copied or pickled; {self.instead}")
+
+
+FORKED = (
+    "the thread that makes this generator's steps is in another process, which this one was forked from; make a "
+    "generator in each process"
+)
+
+
+class Delivery:
+    """The requests of one call, as threads see them that do not make its steps.
+
+    The thread that makes steps reports every token and every end; no other changes a request meanwhile. Nothing is
+    queued: tokens lie in their requests, and a count says how many of them may be read.
+
+    Args:
+        requests: of the call.
+
+    Attributes:
+        counts: tokens of each request that may be read, their log-probabilities with them.
+        begun: tokens of each request that were emitted before that thread began to make its steps.
+        error: what ended the requests, where it was an error of the device or of a step.
+        started, ended: by `time.perf_counter`; `ended` is None while some request goes on.
+    """
+
+    def __init__(self, requests: list[Request]) -> None:
+        self.requests = requests
+        self.counts = [0] * len(requests)
+        self.begun = [0] * len(requests)
+        self.error: BaseException | None = None
+        self.started = time.perf_counter()
+        self.ended: float | None = None
+        self._places = {request: index for index, request in enumerate(requests)}
+        self._left = len(requests)
+        self._version = 0
+        self._process = os.getpid()
+        self._changed = threading.Condition()
+        self._wakers: list[Callable[[], None]] = []
+
+    @property
+    def done(self) -> bool:
+        """Whether all requests have ended."""
+        return self.ended is not None
+
+    def take(self, request: Request) -> None:
+        """A step has emitted tokens of a request, or ended it."""
+        with self._changed:
+            self.counts[self._places[request]] = len(request.new_tokens)
+            self._left -= request.finish_reason is not None
+            self._tell(self._left == 0)
+
+    def begin(self) -> None:
+        """The thread takes over from a caller that made the steps so far, and that has read its tokens."""
+        with self._changed:
+            self.counts = [len(request.new_tokens) for request in self.requests]
+            self.begun = list(self.counts)
+            self._left = sum(request.finish_reason is None for request in self.requests)
+            self._tell(self._left == 0)
+
+    def fail(self, error: BaseException) -> None:
+        """An error has ended the requests."""
+        with self._changed:
+            self.error = error
+            self._tell(True)
+
+    def _tell(self, ended: bool) -> None:
+        if ended and self.ended is None:
+            self.ended = time.perf_counter()
+        self._version += 1
+        self._changed.notify_all()
+        wakers, self._wakers = self._wakers, []
+        for wake in wakers:
+            wake()
+
+    def check(self) -> None:
+        """Raises RuntimeError where an error has ended the requests: RankFailed where no other can begin."""
+        if isinstance(self.error, RankFailed):
+            raise RankFailed(str(self.error)) from self.error
+        if self.error is not None:
+            raise RuntimeError(
+                f"a step failed, and with it all requests that were there: {self.error}. Submit them again"
+            ) from self.error
+
+    def wait(self, version: int, timeout: float | None = None) -> int:
+        """Waits until there is more than at that version, or the end; returns the version there is now.
+
+        Raises:
+            TimeoutError: nothing came for so many seconds.
+            RuntimeError: nothing can come, for this process was forked from the one that steps.
+        """
+        if not self.done and os.getpid() != self._process:  # before any lock, which a thread may have held then
+            raise RuntimeError(FORKED)
+        with self._changed:
+            if not self._changed.wait_for(lambda: self.done or self._version != version, timeout):
+                raise TimeoutError(f"no token came for {timeout} s; the request goes on, cancel() ends it")
+            return self._version
+
+    def follow(self, version: int) -> Iterator[dict[int, list[int]]]:
+        """What another thread's steps emit, from that version on: new tokens by the request's index.
+
+        Raises:
+            RuntimeError: as in `check`.
+        """
+        shown = list(self.begun)
+        while True:
+            counts = list(self.counts)
+            emitted = {
+                index: request.new_tokens[shown[index] : counts[index]]
+                for index, request in enumerate(self.requests)
+                if counts[index] > shown[index]
+            }
+            if emitted:
+                shown = counts
+                yield emitted
+            elif self.done:
+                self.check()
+                return
+            else:
+                version = self.wait(version)
+
+    async def wait_in_loop(self, version: int) -> int:
+        """As `wait`, in an event loop, whose thread goes on."""
+        loop = asyncio.get_running_loop()
+        woken = asyncio.Event()
+
+        def wake() -> None:
+            with suppress(RuntimeError):  # the loop has been closed: no one waits in it any more
+                loop.call_soon_threadsafe(woken.set)
+
+        with self._changed:
+            if self.done or self._version != version:
+                return self._version
+            self._wakers.append(wake)
+        try:
+            await woken.wait()
+        finally:
+            with self._changed, suppress(ValueError):
+                self._wakers.remove(wake)
+        return self._version
 
 
 class Handle(OfOneProcess):

@@ -1,23 +1,57 @@
-"""The thread that makes steps for requests of any thread, and sleeps while there is nothing to do."""
+"""The steps of all calls of a generator: made in the caller's thread, or by a thread that sleeps without work.
+
+A call that is alone makes its steps itself, in its caller's thread. From the first `submit` on, or from the first call
+that comes while another one runs, a thread makes all steps. Calls and handles then go on together.
+"""
 
 from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Hashable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from queue import SimpleQueue
 from types import TracebackType
-from typing import Any
+from typing import TypeAlias
 
-from fastspec.scheduling.delivery import FORKED, Delivery
-from fastspec.scheduling.messages import Joining, Leaving, Message
-from fastspec.scheduling.requests import Call, Request
+from fastspec.distributed.ranks import Ranks
+from fastspec.engine.engine import Engine
+from fastspec.engine.threads import Threads
+from fastspec.scheduling.draft_length import DraftChoice
+from fastspec.scheduling.handle import FORKED, Delivery
+from fastspec.scheduling.requests import CallPlan, PreparedCall, Request, check_valid, lengths_of
 from fastspec.scheduling.scheduler import Scheduler
+
+Emitted: TypeAlias = dict[int, list[int]]  # row of a call -> its new tokens
+MakeReady: TypeAlias = Callable[[Engine, int, DraftChoice, int, int], None]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Joining:
+    """Message: a call joins.
+
+    Attributes:
+        call: checked.
+        delivery: receives its tokens.
+    """
+
+    call: PreparedCall
+    delivery: Delivery
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Leaving:
+    """Message: nobody waits for these requests any more."""
+
+    requests: list[Request]
+
+
+Message: TypeAlias = "Joining | Leaving | None"  # None: the end
 
 
 class _Caught:
-    """A context that keeps the error that ends it, for the threads that wait for the work."""
+    """Context that keeps the error that ends it, for the threads that wait for the work."""
 
     def __init__(self) -> None:
         self.error: BaseException | None = None
@@ -33,17 +67,20 @@ class _Caught:
 
 
 class Loop:
-    """A thread that steps a scheduler as long as there is work.
+    """Runs calls on one scheduler, from the making of a generator to its close.
 
-    The thread starts with the first message and ends with `stop`, or when this object is collected: while it sleeps
-    it keeps no reference to it. Messages may come from any thread, and from finalisers.
+    The thread starts with the first message and ends with `close`, or when this object is collected. While it sleeps it
+    keeps no reference to this object. Messages may come from any thread, and from finalisers.
 
     Args:
         scheduler: others may step it only while they hold `turn`.
-        make_ready: captures and times the steps that a call may need; called while no request is there.
-        guarded: gives a context in which work on the device is done.
-        before_turn: called with all messages before they are handled.
-        on_end: called with each request that has ended.
+        make_ready: captures the steps that a call may need. Takes the engine, the rows at once, the drafts, the tokens
+            of the longest row and those of the shortest prompt. Called while no request is there.
+        longest: tokens that a row of the generator may get.
+        ranks: that make every call alike; several make one call at a time.
+        before_turn: takes all messages before the thread handles them.
+        on_end: takes each request that has ended.
+        on_close: called when the last step was made.
 
     Attributes:
         turn: lock, held while a step is made.
@@ -53,19 +90,25 @@ class Loop:
     def __init__(
         self,
         scheduler: Scheduler,
-        make_ready: Callable[[Joining], None],
+        make_ready: MakeReady,
+        longest: int,
+        ranks: Ranks | None = None,
         *,
-        guarded: Callable[[], AbstractContextManager[Any]] = nullcontext,
         before_turn: Callable[[list[Message]], None] = lambda messages: None,
         on_end: Callable[[Request], None] = lambda request: None,
+        on_close: Callable[[], None] = lambda: None,
     ) -> None:
-        self._guarded, self._before_turn, self._on_end = guarded, before_turn, on_end
+        self._ranks = ranks or Ranks.alone()
+        self._before_turn, self._on_end, self._on_close = before_turn, on_end, on_close
+        self._scheduler, self._make_ready, self._longest = scheduler, make_ready, longest
         self.turn = threading.Lock()
         self.deliveries: dict[Request, Delivery] = {}
-        self._scheduler, self._make_ready = scheduler, make_ready
+        self._closed = False
+        self._joining = threading.Lock()  # held while a call joins, so that nothing joins during `close`
+        self._calls: set[Delivery] = set()  # that callers of `run` wait for
         self._messages: SimpleQueue[Message] = SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._calls: dict[Hashable, tuple[Call, int]] = {}  # shared by requests of one kind, and how many those are
+        self._plans: dict[Hashable, tuple[CallPlan, int]] = {}  # key -> plan, and the number of requests that share it
         self._keys: dict[Request, Hashable] = {}
         self._leaving: list[Request] = []
         self._begun = False
@@ -73,50 +116,202 @@ class Loop:
 
     @property
     def running(self) -> bool:
-        """Whether the thread makes the steps."""
+        """True if the thread makes the steps."""
         return self._thread is not None
 
-    def check_here(self) -> None:
-        """Raises RuntimeError in a forked child: it has its parent's objects, but not its threads."""
-        if self._thread is not None and not self._thread.is_alive():
-            raise RuntimeError(FORKED)
+    @property
+    def leads(self) -> bool:
+        """True if the other ranks follow this one, so that calls are made here alone."""
+        return self._ranks.size > 1 and self.running
+
+    @property
+    def threads(self) -> Threads | None:
+        """The choice of CPU threads; None on a GPU, and once the generator is closed."""
+        return None if self._closed else self._scheduler.engine.threads
 
     @property
     def idle(self) -> bool:
-        """Whether no request is there."""
+        """True if there is no request of the thread."""
         return not self.deliveries and self._messages.empty()
 
-    def join(self, joining: Joining) -> None:
-        """Adds a call; the first one starts the thread. One caller at a time."""
-        if self._thread is None:
-            inbox, reference = self._messages, weakref.ref(self)
-            thread = threading.Thread(target=_work, args=(inbox, reference), name="fastspec-steps", daemon=True)
-            weakref.finalize(self, _end, inbox, thread)
-            thread.start()
-            self._thread = thread  # last: whoever submits meanwhile sees none, or one that is alive
-        self._messages.put(joining)
+    @property
+    def called(self) -> bool:
+        """True if a caller of `run` waits."""
+        return bool(self._calls)
+
+    @property
+    def in_use(self) -> bool:
+        """True if a call or a handle has not ended."""
+        return self.called or not self.idle
+
+    @property
+    def scheduler(self) -> Scheduler:
+        """The scheduler.
+
+        Raises:
+            RuntimeError: the generator is closed.
+        """
+        self.check_open()
+        return self._scheduler
+
+    @property
+    def engine(self) -> Engine:
+        """The engine that the scheduler runs on."""
+        return self.scheduler.engine
+
+    def check_open(self) -> None:
+        """Raises RuntimeError if the generator is closed, or in a forked child, which lacks its parent's threads."""
+        if self._closed:
+            raise RuntimeError("this generator is closed; make a new one")
+        if self._thread is not None and not self._thread.is_alive():
+            raise RuntimeError(FORKED)
+
+    @contextmanager
+    def alone(self) -> Iterator[Scheduler]:
+        """Lends the scheduler for work that needs the device for itself.
+
+        Raises:
+            RuntimeError: a call or a handle goes on, the generator is closed, or other ranks follow this one.
+        """
+        scheduler = self.scheduler
+        if self.leads:
+            raise RuntimeError("this is for all ranks alike, and they follow rank 0 from its first submit() on")
+        if not self.turn.acquire(blocking=False):
+            raise RuntimeError("this generator is in use by another call; wait for it")
+        try:
+            if self.in_use:
+                raise RuntimeError("this generator is in use by other calls or handles; wait for them, or cancel them")
+            yield scheduler
+        finally:
+            self.turn.release()
+
+    def make_ready(self, requests: list[Request], choice: DraftChoice) -> None:
+        """Captures the steps that these requests may need, where no others join them."""
+        engine = self._scheduler.engine
+        self._make_ready(engine, min(len(requests), engine.state.batch), choice, *lengths_of(requests))
+
+    def run(self, call: PreparedCall) -> Iterator[Emitted]:
+        """Runs a call to its end; yields new tokens by row, after each step or after a few.
+
+        Raises:
+            RuntimeError: the generator is closed, or a step failed.
+            InvalidLogits: a row has failed; the others are complete.
+        """
+        delivery = Delivery(call.requests)
+        with self._joining:
+            self.check_open()
+            here = not self.in_use and not self.running
+            if not here and self._ranks.size > 1 and not self.leads:
+                raise RuntimeError("this generator is in use by another call; several ranks make one call at a time")
+            self._calls.add(delivery)
+        try:
+            if here:
+                with self._ranks.guarded("generating"):
+                    yield from self._step_here(call, delivery)
+            else:
+                self.join(call, delivery)
+                yield from delivery.follow(0)
+        finally:
+            self._calls.discard(delivery)
+            self.leave(call.requests)
+        check_valid(call.requests, call.options.copies)
+
+    def _step_here(self, call: PreparedCall, delivery: Delivery) -> Iterator[Emitted]:
+        """Makes the steps of a call, until the thread takes over."""
+        steps = None
+        try:
+            while True:
+                with self.turn:
+                    if self.running:
+                        break
+                    if steps is None:
+                        self.make_ready(call.requests, call.choice)
+                        steps = self._scheduler.run_call(call.requests, call.options.stop_ids, call.choice)
+                        self.deliveries.update(dict.fromkeys(call.requests, delivery))
+                    emitted = next(steps, None)
+                if emitted is None:
+                    return
+                yield emitted
+            if steps is None:
+                self.join(call, delivery)
+            yield from delivery.follow(0 if steps is None else delivery.wait(0))
+        finally:
+            if steps is not None:
+                steps.close()
+
+    def join(self, call: PreparedCall, delivery: Delivery) -> None:
+        """Adds a call to the requests of the thread, from any thread; the first one starts it.
+
+        Raises:
+            OutOfPages: a request needs more pages than there are.
+            RuntimeError: the generator is closed.
+        """
+        with self._joining:
+            for request in call.requests:
+                self.scheduler.check(request)
+            if self._thread is None:
+                inbox, reference = self._messages, weakref.ref(self)
+                thread = threading.Thread(target=_work, args=(inbox, reference), name="fastspec-steps", daemon=True)
+                weakref.finalize(self, _end, inbox, thread)
+                thread.start()
+                self._thread = thread  # after the start: other threads see no thread, or a living one
+            self._messages.put(Joining(call, delivery))
 
     def leave(self, requests: list[Request]) -> None:
-        """Ends requests, those of them that have not ended; from anywhere, also while an object is being collected."""
+        """Ends requests that have not ended; from any thread, also while an object is being collected."""
         if self._thread is not None:
             self._messages.put(Leaving(requests))
             return
         for request in requests:
             self.deliveries.pop(request, None)
 
-    def stop(self) -> None:
-        """Cancels all requests, waits for the end of the thread, and lets the scheduler go; nothing comes after it."""
+    @contextmanager
+    def following(self) -> Iterator[None]:
+        """Reserves the loop for `make_turn`: no call joins at the beginning.
+
+        Raises:
+            RuntimeError: a call goes on here, or the generator is closed.
+        """
+        with self._joining, self.alone():
+            yield
+
+    def close(self) -> None:
+        """Cancels handles, ends the thread, waits for the device and lets the scheduler go, with all its buffers.
+
+        Closing twice is fine.
+
+        Raises:
+            RuntimeError: a call is still running.
+        """
+        with self._joining:
+            if self._closed:
+                return
+            if self._calls or not (self.running or self.turn.acquire(blocking=False)):
+                raise RuntimeError("this generator is in use by another call; close it after that call")
+            self._closed = True
+        engine = self._scheduler.engine
+        try:
+            self._stop()
+            self._on_close()
+            engine.finish()
+        finally:
+            if not self.running:
+                self.turn.release()
+            self._ranks.close()
+
+    def _stop(self) -> None:
+        """Cancels all requests, waits for the end of the thread, and lets the scheduler go."""
         if self._thread is not None:
             _end(self._messages, self._thread)
         while not self._messages.empty():
             message = self._messages.get_nowait()
             if isinstance(message, Joining):
                 message.delivery.fail(RuntimeError("this generator was closed"))
-        self._calls.clear()
+        self._plans.clear()
         del self._scheduler, self._make_ready, self._before_turn
 
     def work(self, first: Message) -> bool:
-        """Handles messages and makes steps until there is nothing to do; returns whether the thread is to go on.
+        """Handles messages and makes steps until there is nothing to do; returns False at the end of the thread.
 
         Args:
             first: the message that woke the thread.
@@ -135,7 +330,7 @@ class Loop:
             self.make_turn(messages)
             if None in messages:
                 return False
-            # after a step that failed, the next one frees what its requests held; if that fails too, nothing else will
+            # after a failed step, the next one frees what its requests held; if that fails too, nothing else will
             if self._messages.empty() and (self._scheduler.idle or self._failures > 1):
                 return True
             messages = []
@@ -147,15 +342,18 @@ class Loop:
                 self._handle(message)
             self._step()
 
+    def _stepping(self) -> AbstractContextManager[None]:
+        return self._ranks.stepping() if self._ranks.size > 1 else nullcontext()
+
     def _refuse(self, messages: list[Message], error: BaseException) -> None:
-        """Ends all requests, also those that would have joined, with an error."""
+        """Ends all requests with an error, also those that would have joined."""
         joining = [each.delivery for each in messages if isinstance(each, Joining)]
         with self.turn:
             for delivery in dict.fromkeys([*self.deliveries.values(), *joining]):
                 self._give_up(delivery, error)
 
     def _take_over(self) -> None:
-        """Takes over the requests that a caller stepped in its own thread, when this one has just started."""
+        """Takes over the requests that a caller stepped in its own thread before this thread started."""
         if not self._begun:
             self._begun = True
             for delivery in dict.fromkeys(self.deliveries.values()):
@@ -165,47 +363,54 @@ class Loop:
 
     def _handle(self, message: Message) -> None:
         if isinstance(message, Joining):
-            self._join(message)
+            self._admit(message)
             return
         for request in list(self.deliveries) if message is None else message.requests:
             if request in self.deliveries:
                 self._scheduler.cancel(request)
                 self._leaving.append(request)
 
-    def _join(self, joining: Joining) -> None:
-        requests, delivery = joining.call.requests, joining.delivery
-        with _Caught() as caught, self._guarded():
-            if self._scheduler.idle or not self.deliveries:  # any request that is left then has no consumer
-                self._make_ready(joining)
+    def _admit(self, joining: Joining) -> None:
+        call, delivery = joining.call, joining.delivery
+        with _Caught() as caught, self._stepping():
+            if self._scheduler.idle or not self.deliveries:  # requests that are left then have no consumer
+                self._make_all_ready(call)
             self._scheduler.engine.runner.wait_for_caller()
-            for request in requests:
-                self._scheduler.add(request, self._call_of(request, joining))
+            for request in call.requests:
+                self._scheduler.add(request, self._plan_of(request, call))
                 self.deliveries[request] = delivery
         self._failures = 0
         if caught.error is not None:
             self._give_up(delivery, caught.error)
 
-    def _call_of(self, request: Request, joining: Joining) -> Call:
-        """What the scheduler knows a request's call as: requests that ask for the same kind of steps share one.
+    def _make_all_ready(self, call: PreparedCall) -> None:
+        """Captures the steps that a call may need, for all rows and lengths: calls that join later find them."""
+        engine = self._scheduler.engine
+        for lengths in dict.fromkeys((lengths_of(call.requests), (self._longest, 0))):
+            self._make_ready(engine, engine.state.batch, call.choice, *lengths)
+
+    def _plan_of(self, request: Request, call: PreparedCall) -> CallPlan:
+        """Returns the plan of a request. Requests that ask for the same kind of steps share one.
 
         So their steps cost the host no more than those of one call, and "auto" learns from them as from one.
         """
-        choice, stop_ids = joining.choice, joining.call.options.stop_ids
+        choice, stop_ids = call.choice, call.options.stop_ids
         key = (stop_ids, choice.sampler, choice.k, choice.top_logprobs, id(choice.controller))
-        call, count = self._calls.get(key, (None, 0))
-        if call is None:
+        plan, count = self._plans.get(key, (None, 0))
+        if plan is None:
             if choice.controller is not None:
                 choice.controller.begin()
             k = choice.k
-            call = Call(stop_ids, choice.sampler, lambda made: k, choice.top_logprobs, choice.controller, joined=True)
-        longest, shortest = call.lengths if count else (0, len(request.prompt))
-        call.lengths = max(longest, request.limit), min(shortest, len(request.prompt))
-        self._calls[key], self._keys[request] = (call, count + 1), key
-        return call
+            settings = choice.sampler, lambda made: k, choice.top_logprobs, choice.controller
+            plan = CallPlan(stop_ids, *settings, joined=True)
+        longest, shortest = plan.lengths if count else (0, len(request.prompt))
+        plan.lengths = max(longest, request.limit), min(shortest, len(request.prompt))
+        self._plans[key], self._keys[request] = (plan, count + 1), key
+        return plan
 
     def _step(self) -> None:
-        """One step; tells the deliveries of its requests."""
-        with _Caught() as caught, self._guarded():
+        """Makes one step; tells the deliveries of its requests."""
+        with _Caught() as caught, self._stepping():
             emitted = self._scheduler.step()
         if caught.error is not None:
             self._failures += 1
@@ -230,13 +435,13 @@ class Loop:
         self.deliveries.pop(request, None)
         self._on_end(request)
         key = self._keys.pop(request, None)
-        if key in self._calls:
-            call, count = self._calls.pop(key)
+        if key in self._plans:
+            plan, count = self._plans.pop(key)
             if count > 1:
-                self._calls[key] = call, count - 1
+                self._plans[key] = plan, count - 1
 
     def _give_up(self, delivery: Delivery, error: BaseException) -> None:
-        """Ends all requests of a call by an error."""
+        """Ends all requests of a call with an error."""
         for request in delivery.requests:
             self._scheduler.cancel(request)
             self._forget(request)
@@ -244,7 +449,7 @@ class Loop:
 
 
 def _work(messages: SimpleQueue[Message], reference: weakref.ReferenceType[Loop]) -> None:
-    """What the thread does. It holds the loop only while there is work."""
+    """Runs in the thread. Holds the loop only while there is work."""
     goes_on = True
     while goes_on:
         message = messages.get()

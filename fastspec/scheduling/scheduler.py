@@ -11,8 +11,9 @@ the next step empties.
 
 from __future__ import annotations
 
+import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import replace
 from queue import SimpleQueue
 
@@ -21,11 +22,22 @@ from fastspec.engine.engine import Engine
 from fastspec.errors import OutOfPages
 from fastspec.graphs.results import RowResult
 from fastspec.scheduling import admission
+from fastspec.scheduling.draft_length import DraftChoice
 from fastspec.scheduling.prefill import PrefillQueue, lag_of, passes_of
-from fastspec.scheduling.requests import Call, InFlightStep, Request, constrained, due, grammar_steps, may_draft
-from fastspec.scheduling.step_timer import StepTimer
+from fastspec.scheduling.requests import (
+    CallPlan,
+    InFlightStep,
+    Request,
+    constrained,
+    due,
+    grammar_steps,
+    lengths_of,
+    may_draft,
+)
 from fastspec.shapes import FULL, GRAMMAR_ONLY, GREEDY, MIXED_DRAFTS, StepShape
 from fastspec.state import IDLE, PREFILLED, RUNNING
+
+_NOTICED = 0.25  # of an interval: a longer pause of the reader may be what made it long
 
 
 class Scheduler:
@@ -37,8 +49,8 @@ class Scheduler:
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self._arrivals: SimpleQueue[tuple[Request, Call | None]] = SimpleQueue()  # None: cancel
-        self._calls: dict[Request, Call] = {}  # of every request that has not ended
+        self._arrivals: SimpleQueue[tuple[Request, CallPlan | None]] = SimpleQueue()  # None: cancel
+        self._calls: dict[Request, CallPlan] = {}  # of every request that has not ended
         self._queue = PrefillQueue(engine)
         self._rows: dict[int, Request] = {}  # row of the state -> request in it that steps
         self._in_flight: deque[InFlightStep] = deque()
@@ -52,7 +64,7 @@ class Scheduler:
         """Whether no request waits or runs."""
         return not self._calls and self._arrivals.empty()
 
-    def add(self, request: Request, call: Call) -> None:
+    def add(self, request: Request, call: CallPlan) -> None:
         """Queues a request; from any thread.
 
         Raises:
@@ -88,7 +100,7 @@ class Scheduler:
             self._interrupted = False
         return emitted
 
-    def run(self, requests: list[Request], call: Call) -> Iterator[dict[int, list[int]]]:
+    def run(self, requests: list[Request], call: CallPlan) -> Iterator[dict[int, list[int]]]:
         """Runs requests to their end; yields, after every step, the new tokens of those that got some, by index.
 
         Other requests of the scheduler go on meanwhile. Leaving the iteration cancels the requests of this one.
@@ -108,6 +120,15 @@ class Scheduler:
             for request in requests:
                 if request.finish_reason is None:
                     self.cancel(request)
+
+    def run_call(
+        self, requests: list[Request], stop_ids: tuple[int, ...], choice: DraftChoice
+    ) -> Generator[dict[int, list[int]], None, None]:
+        """Runs the requests of a new call as `run`, with the drafts of a choice; its steps are captured already."""
+        if choice.controller is not None:
+            choice.controller.begin()
+        settings = choice.sampler, lambda made: choice.k, choice.top_logprobs, choice.controller, lengths_of(requests)
+        yield from self.run(requests, CallPlan(stop_ids, *settings))
 
     def _reset(self) -> None:
         """Starts anew after a step was interrupted: what is in rows has ended, what waits goes on waiting."""
@@ -226,7 +247,7 @@ class Scheduler:
             request.prefilled, request.draft_lag = False, True
         return True
 
-    def _ready(self, rows: int, shape: StepShape, calls: set[Call]) -> bool:
+    def _ready(self, rows: int, shape: StepShape, calls: set[CallPlan]) -> bool:
         """Whether such a step can be launched now. One that is not captured yet is, once all results are read."""
         foreseen = len(calls) == 1 and not any(call.joined for call in calls) and not constrained(self._rows)
         if not foreseen and not self.engine.ready(rows, shape):
@@ -236,7 +257,7 @@ class Scheduler:
             self._disturbed = True
         return True
 
-    def _shape(self, k: int, calls: set[Call], requests: dict[int, Request]) -> StepShape:
+    def _shape(self, k: int, calls: set[CallPlan], requests: dict[int, Request]) -> StepShape:
         """The shape of the next step: what any of the running calls needs."""
         if self.engine.runner.static:  # one kind of captured step serves a whole call
             longest, shortest = max(call.lengths[0] for call in calls), min(call.lengths[1] for call in calls)
@@ -263,7 +284,7 @@ class Scheduler:
                 self._limit_drafts(row, request, limits.get(row, 0))
         return largest, frozenset(limits)
 
-    def _drafts_of_call(self, call: Call, requests: dict[int, Request]) -> tuple[int, frozenset[int]]:
+    def _drafts_of_call(self, call: CallPlan, requests: dict[int, Request]) -> tuple[int, frozenset[int]]:
         """Drafts that one call wants, and the rows of it that draft."""
         willing = may_draft(requests)
         if not willing:
@@ -313,7 +334,7 @@ class Scheduler:
             self._rows[queue.row] = request
         queue.flush()
 
-    def _budget(self, call: Call) -> int | None:
+    def _budget(self, call: CallPlan) -> int | None:
         """Prompt tokens of a call that are prefilled between two steps; None: all, no other call's rows wait."""
         alone = not self._rows or (not call.joined and all(self._calls[other] is call for other in self._rows.values()))
         return None if alone else self.engine.prefill_budget
@@ -335,7 +356,7 @@ class Scheduler:
         self._queue.plan(drafting=drafting, max_tokens=budget)
         return request
 
-    def _draft_follows(self, call: Call) -> bool:
+    def _draft_follows(self, call: CallPlan) -> bool:
         """Whether the next steps of a call are going to draft."""
         if not self.engine.reads_prompts:
             return False
@@ -394,3 +415,42 @@ class Scheduler:
         drafting = tuple(count for row, count in accepted.items() if row in step.drafting)
         quiet = self.engine.share_seconds(seconds if step.timed else None)
         policy.observe(Observation(step.k, step.bucket, drafting, quiet, step.resumed, len(accepted)))
+
+
+class StepTimer:
+    """Intervals between results.
+
+    Args:
+        ahead: steps are launched ahead, so that the device works while the reader of the results does something else.
+        clock: seconds.
+    """
+
+    def __init__(self, ahead: bool, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._ahead = ahead
+        self._clock = clock
+        self._last: float | None = None
+        self._left = 0.0
+        self._away = 0.0
+
+    def leave(self) -> None:
+        """The reader of the results takes over."""
+        self._left = self._clock()
+
+    def back(self) -> None:
+        """The scheduler has control again."""
+        self._away += self._clock() - self._left
+
+    def arrived(self, waited: bool) -> float | None:
+        """A result was read: seconds since the one before it, the reader's own time left out.
+
+        None where there is none before it, or where the reader was away so long that the time of arrival is not known.
+
+        Args:
+            waited: it was not there yet when the scheduler came to read it.
+        """
+        now = self._clock()
+        interval = None if self._last is None else now - self._last
+        away, self._last, self._away = self._away, now, 0.0
+        if interval is None or not self._ahead:
+            return None if interval is None else interval - away  # without steps ahead the device rested meanwhile
+        return interval if waited or away < _NOTICED * interval else None

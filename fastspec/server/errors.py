@@ -5,15 +5,10 @@ from __future__ import annotations
 import re
 from typing import Any
 
-# names of our options that a message may begin with -> the field that set them
-_FIELDS = {
-    "stop_strings": "stop",
-    "num_speculative_tokens": "speculative_tokens",
-    "max_new_tokens": "max_tokens",
-    "min_new_tokens": "min_tokens",
-    "num_return_sequences": "n",
-    "json_schema": "response_format",
-}
+from fastspec.inputs.table import OPTIONS
+
+# keyword that a message may begin with -> field of the request that set it
+_FIELDS = {row.keyword: row.field for row in OPTIONS if not row.field.startswith("-")}
 
 
 class Refusal(Exception):
@@ -42,7 +37,7 @@ class Refusal(Exception):
 
 
 def of_option(error: Exception, fields: set[str]) -> Refusal:
-    """What `submit` has refused, with the name of the field that set the option."""
+    """Makes a refusal of an error of `submit`; names the field that set the option."""
     message = str(error)
     found = re.match(r"(?:option )?(\w+)", message)
     name = _FIELDS.get(found[1], found[1]) if found else ""

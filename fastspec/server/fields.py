@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import inspect
 import re
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model, model_validator
+from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 from transformers import PreTrainedTokenizerBase
 
+from fastspec.inputs.table import NUMBERS, ROWS
 from fastspec.server.errors import Refusal
 from fastspec.state import MAX_TOP_LOGPROBS
 
 Stop = Annotated[str, Field(min_length=1, max_length=256)]
 Ids = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
-# what transformers' method takes, and what it calls the messages on their way to the template
+# parameters of transformers' method, and its names for the messages on their way to the template
 _TEMPLATED = frozenset(
     [*inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters, "conversations", "messages"]
 )
@@ -53,7 +56,7 @@ class ResponseFormat(BaseModel):
 
     @property
     def schema_of_text(self) -> dict[str, Any] | None:
-        """The JSON schema of the answer; None: any text."""
+        """JSON schema of the answer; None: any text."""
         if (self.type == "json_schema") != (self.json_schema is not None):
             raise Refusal("response_format of type json_schema, and no other, has a json_schema", "response_format")
         if self.json_schema is not None:
@@ -61,8 +64,26 @@ class ResponseFormat(BaseModel):
         return {"type": "object"} if self.type == "json_object" else None
 
 
-class Body(BaseModel):
-    """What both kinds of completion have in common.
+# ranges of the protocol, where they are not those of the option
+_RANGES: Mapping[str, FieldInfo] = {
+    "temperature": Field(ge=0, le=2),
+    "top_k": Field(ge=-1),
+    "repetition_penalty": Field(gt=0, le=10),
+}
+
+
+def _numeric_fields() -> dict[str, Any]:
+    """Fields for the options that are one number a row, by the names that the protocol has for them."""
+    fields: dict[str, Any] = {}
+    for keyword, number in NUMBERS.items():
+        kind: Any = int if isinstance(number.neutral, int) else float
+        limits = _RANGES.get(keyword) or Field(ge=number.low, le=number.high)
+        fields[ROWS[keyword].field] = (Annotated[kind, limits] | None, None)
+    return fields
+
+
+class Body(create_model("Numbers", **_numeric_fields())):  # type: ignore[misc]
+    """Fields that both kinds of completion share.
 
     A field that is null counts as left out. Fields of other servers that this one has, too: `top_k` (-1 is 0),
     `min_p`, `repetition_penalty`, `min_tokens`, `ignore_eos`,
@@ -76,13 +97,6 @@ class Body(BaseModel):
     stream_options: StreamOptions | None = None
     n: Annotated[int, Field(ge=1, le=64)] = 1
     max_tokens: Annotated[int, Field(ge=1)] | None = None
-    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=-1)] | None = None
-    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    repetition_penalty: Annotated[float, Field(gt=0, le=10)] | None = None
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
     stop: Stop | Annotated[list[Stop], Field(max_length=16)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
@@ -111,25 +125,24 @@ class Body(BaseModel):
 
     @property
     def recorded(self) -> int | None:
-        """Most probable tokens to tell at each place; None: no log-probabilities."""
+        """Number of most probable tokens to tell at each place; None: no log-probabilities."""
         raise NotImplementedError
 
     @property
     def limit(self) -> tuple[str, int | None]:
-        """The field that says how many tokens there may be, and what it says."""
+        """Name and value of the field that limits the number of tokens."""
         return "max_tokens", self.max_tokens
 
     def options(self) -> dict[str, Any]:
-        """Keywords of `submit` for what was given: all others keep the checkpoint's defaults."""
-        same = ("top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
-        options: dict[str, Any] = {name: getattr(self, name) for name in same if getattr(self, name) is not None}
-        if self.top_k == -1:
+        """Keywords of `submit` for the given fields: all others keep the checkpoint's defaults."""
+        given = {keyword: getattr(self, ROWS[keyword].field) for keyword in NUMBERS}
+        options: dict[str, Any] = {keyword: value for keyword, value in given.items() if value is not None}
+        if options.get("top_k") == -1:
             options["top_k"] = 0
-        if self.temperature is not None:
-            options |= (
-                {"do_sample": True, "temperature": self.temperature} if self.temperature else {"do_sample": False}
-            )
-        elif {"top_p", "top_k", "min_p"} & options.keys():
+        if options.get("temperature") == 0:
+            del options["temperature"]
+            options["do_sample"] = False
+        elif any(not NUMBERS[keyword].changes_greedy for keyword in options):
             options["do_sample"] = True
         if self.min_tokens is not None:
             options["min_new_tokens"] = self.min_tokens
@@ -170,7 +183,7 @@ class Completion(Body):
 
     @property
     def recorded(self) -> int | None:
-        """As in Body."""
+        """The field `logprobs`, a number here."""
         return self.logprobs
 
     @property
@@ -211,12 +224,12 @@ class Chat(Body):
 
     @property
     def recorded(self) -> int | None:
-        """As in Body."""
+        """The field `top_logprobs`, where `logprobs` is true."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
     @property
     def limit(self) -> tuple[str, int | None]:
-        """As in Body."""
+        """`max_completion_tokens`, else `max_tokens`."""
         if self.max_completion_tokens is not None:
             return "max_completion_tokens", self.max_completion_tokens
         return "max_tokens", self.max_tokens
@@ -229,12 +242,12 @@ def _id(key: str) -> int:
 
 
 def _of_union(place: str) -> bool:
-    """Whether it names a member of a union, which pydantic puts between the names of fields."""
+    """True if it names a member of a union; pydantic puts these between the names of fields."""
     return place in ("str", "int") or place.startswith(("constrained-", "list[", "literal["))
 
 
 def read(kind: type[Body], data: bytes) -> Any:
-    """The checked body of a request.
+    """Reads the body of a request, and checks it.
 
     Raises:
         Refusal: it is no JSON, lacks a field, or has one that is not served or out of range; the error names it.
@@ -252,12 +265,12 @@ def read(kind: type[Body], data: bytes) -> Any:
 
 
 def _names(error: ErrorDetails) -> list[str]:
-    """The way to the value that an error is about."""
+    """Names the fields on the way to the value that an error is about."""
     return [str(part) for part in error["loc"] if not _of_union(str(part))]
 
 
 def _nearest(place: tuple[int | str, ...], errors: list[ErrorDetails]) -> list[str]:
-    """What is wrong with one field, said once for each type of a union that has understood most of it."""
+    """Says what is wrong with one field, once for each type of a union that matched deepest."""
     each: dict[object, ErrorDetails] = {}
     for error in errors:
         if error["loc"][:1] == place[:1]:

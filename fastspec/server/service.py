@@ -218,8 +218,6 @@ class Service:
         *,
         sanitize_control_tokens: bool = False,
     ) -> None:
-        if generator.tokenizer is None:
-            raise ValueError("the target brings no tokenizer; put its tokenizer.json beside its config.json")
         self.generator, self.name, self.limits = generator, name, limits or Limits()
         self.tokenizer: PreTrainedTokenizerBase = generator.tokenizer
         self.template = ChatTemplate(self.tokenizer)

@@ -210,9 +210,15 @@ def test_other_errors_keep_their_traceback() -> None:
 
 
 def test_a_target_without_a_tokenizer() -> None:
-    stub = Stub()
-    stub.tokenizer = None  # type: ignore[assignment]
-    result = invoke(stub, "generate", "--prompt", "x")
+    class Without(Stub):
+        @property
+        def tokenizer(self) -> Any:
+            raise ValueError("the target brings no tokenizer")
+
+        @tokenizer.setter
+        def tokenizer(self, value: Any) -> None: ...
+
+    result = invoke(Without(), "generate", "--prompt", "x")
     assert result.exit_code == 2
     assert "brings no tokenizer" in result.stderr
 

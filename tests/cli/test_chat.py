@@ -69,7 +69,7 @@ def test_ctrl_c_stops_the_answer_and_not_the_conversation(
     assert talk.said == [("user", "one"), ("assistant", whole[:5])]
     talk.answer("two", pieces.append)
     assert [who for who, _ in talk.said] == ["user", "assistant"] * 2
-    assert gen._open().scheduler.idle or not gen._session.loop.deliveries
+    assert gen._open().scheduler.idle or not gen._loop.deliveries
 
 
 def test_a_long_conversation_loses_its_first_turns(gen: FastSpecGenerator, capsys: pytest.CaptureFixture[str]) -> None:

@@ -20,23 +20,9 @@ from fastspec import FastSpecGenerator, NGram, demo_pair
 from fastspec.cli import app as cli
 from fastspec.cli.app import app
 from fastspec.errors import InvalidLogits
-from fastspec.inputs import options
+from fastspec.inputs.table import OPTIONS, Flag
 from tests.cli.test_app import Stub, invoke
 from tests.helpers.tokenizers import byte_tokenizer
-
-# the same by another name, or not a matter of one text's shape
-OTHERWISE = {
-    "max_length": "a flag of this name makes room for prompt and text",
-    "min_length": "--min-new-tokens",
-    "do_sample": "--temperature",
-    "sequence_bias": "--logit-bias",
-    "bad_words_ids": "--suppress-tokens",
-    "eos_token_id": "the checkpoint's",
-    "pad_token_id": "nothing is padded",
-    "return_dict_in_generate": "text is printed",
-    "logprobs": "text is printed",
-    "stop_across_prompt": "as with transformers: a stop string may begin in the prompt",
-}
 
 SHAPING = (
     "--temperature 0.8 --top-k 20 --top-p 0.9 --min-p 0.05 --repetition-penalty 1.2 --presence-penalty 0.5 "
@@ -47,7 +33,11 @@ SHAPING = (
 
 def test_every_option_has_a_flag() -> None:
     flags = set(inspect.signature(cli.generate).parameters)
-    assert {*options.SUPPORTED, *options.OWN} - flags == {*OTHERWISE} - {"max_length"}
+    assert {row.keyword for row in OPTIONS if isinstance(row.flag, Flag)} <= flags
+    assert {row.keyword for row in OPTIONS} - flags == {
+        *("min_length", "do_sample", "sequence_bias", "bad_words_ids", "eos_token_id", "pad_token_id", "tokenizer"),
+        *("return_dict_in_generate", "logprobs", "stop_across_prompt"),
+    }
     assert {"verification", "proposer"} <= flags
     shown = click.unstyle(CliRunner().invoke(app, ["generate", "--help"]).stdout)
     assert all(flag in shown for flag in SHAPING.split() if flag.startswith("--"))

@@ -105,7 +105,7 @@ class Fails:
 
 def fail(here: Rank, name: str, how: str, patience: float) -> list[list[int]]:
     """A call in whose middle rank 1 fails."""
-    here.kept[name]._session.ranks.world.patience = patience
+    here.kept[name]._ranks.world.patience = patience
     return text(here, name, {"prompts": 1, "max_new_tokens": 40, "streamer": Fails(here, how)})
 
 
@@ -162,7 +162,7 @@ def fail_in_a_step(here: Rank, name: str, how: str) -> Any:
 
 
 def _fail_in_a_step(here: Rank, name: str, how: str) -> None:
-    scheduler, steps = here.kept[name]._session.scheduler, 0
+    scheduler, steps = here.kept[name]._loop.scheduler, 0
     real = scheduler.step
 
     def step() -> Any:

@@ -236,9 +236,9 @@ class Calls(RuleBasedStateMachine):
 
     @invariant()
     def no_call_is_left_running(self) -> None:
-        session = self.gen._session
-        assert not session._calls
-        assert session.loop.running or session.loop.idle
+        loop = self.gen._loop
+        assert not loop.called
+        assert loop.running or loop.idle
 
 
 def calls_to(pair: Pair, how: How, max_rows: int = 4, *, copies: bool = True) -> st.SearchStrategy[Call]:

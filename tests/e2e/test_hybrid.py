@@ -20,7 +20,7 @@ from fastspec.engine.engine import Engine
 from fastspec.inputs.row_options import RowOptions
 from fastspec.models.checkpoints.sources import resolve
 from fastspec.models.decoder import Decoder
-from fastspec.scheduling.requests import Call, Request, lengths_of
+from fastspec.scheduling.requests import CallPlan, Request, lengths_of
 from fastspec.scheduling.scheduler import Scheduler
 from fastspec.shapes import GREEDY
 from tests.helpers.checkpoints import make_checkpoint
@@ -150,7 +150,7 @@ class One:
         prompt = self.model.prompts[row]
         self.proposer.text, self.proposer.script, self.proposer.steps = prompt + self.model.texts[row], script, 0
         request = Request(prompt, new, RowOptions(**PLAIN))
-        call = Call((), GREEDY, lambda made: ks[made % len(ks)], lengths=lengths_of([request]))
+        call = CallPlan((), GREEDY, lambda made: ks[made % len(ks)], lengths=lengths_of([request]))
         for _ in Scheduler(self.engine).run([request], call):
             pass
         fed, states, inputs = request.length - 1, self.states.states, self.states.inputs
@@ -228,7 +228,7 @@ class Pair:
         ]
         lengths = lengths_of(requests)
         calls = [
-            Call((), GREEDY, lambda made, own=own: own[made % len(own)], lengths=lengths, joined=True)  # type: ignore[misc]
+            CallPlan((), GREEDY, lambda made, own=own: own[made % len(own)], lengths=lengths, joined=True)  # type: ignore[misc]
             for own in ks
         ]
         scheduler, steps = Scheduler(self.engine), 0

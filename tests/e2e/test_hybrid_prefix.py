@@ -15,7 +15,7 @@ from fastspec import FastSpecGenerator, GenerateOutput
 from fastspec.engine.engine import Engine
 from fastspec.inputs.row_options import RowOptions
 from fastspec.models.interface import states_of
-from fastspec.scheduling.requests import Call, Request
+from fastspec.scheduling.requests import CallPlan, Request
 from fastspec.scheduling.scheduler import Scheduler
 from fastspec.shapes import GREEDY
 from tests.helpers.hybrid import VOCAB, make_hybrid
@@ -123,7 +123,7 @@ def test_a_prompt_that_is_cancelled_half_way_keeps_nothing(root: Path) -> None:
         scheduler, options = Scheduler(engine), RowOptions(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0)
         running, late = Request(drawn(rng, 10), 60, options), Request(drawn(rng, 200), 4, options)
         for request in (running, late):
-            scheduler.add(request, Call((), GREEDY, lambda made: 3, lengths=(300, 10), joined=True))
+            scheduler.add(request, CallPlan((), GREEDY, lambda made: 3, lengths=(300, 10), joined=True))
             for _ in range(3):  # of `late`, all passes but the last one
                 scheduler.step()
         assert len(engine.prefix_states) == 1
@@ -141,6 +141,6 @@ def test_after_an_error_nothing_is_kept(root: Path) -> None:
         assert engine.prefix_states is not None
         output(gen, prompt)
         assert len(engine.prefix_states) == 1
-        gen._session.scheduler._reset()
+        gen._loop.scheduler._reset()
         assert not len(engine.prefix_states)
         assert output(gen, prompt).stats.cached_tokens == 0

@@ -77,7 +77,7 @@ def test_the_plan_has_half_the_bytes_and_the_caches_have_them(plain: FastSpecGen
     whole = FastSpecGenerator.plan(*demo_pair(), **sizes)
     assert 2 * half.target_cache == whole.target_cache
     assert 2 * half.draft_cache == whole.draft_cache
-    cache = plain._session.engine.modules.target.cache  # type: ignore[attr-defined]
+    cache = plain._loop.engine.modules.target.cache  # type: ignore[attr-defined]
     assert cache.keys.dtype == FP8
     assert cache.keys.nbytes + cache.values.nbytes == plain.memory_plan.target_cache
     assert "K and V of the target in 8 bits" in plain.explain()
@@ -89,8 +89,8 @@ def test_the_drafts_keys_alone_leave_the_text_as_it_is(plain: FastSpecGenerator)
     with FastSpecGenerator(demo_pair()[0], **options) as wide:
         alone: Any = wide.generate(ids_of(plain)[:1], **asked)
     with FastSpecGenerator(*demo_pair(), **{**options, "kv_dtype": (None, "fp8")}) as made:
-        assert made._session.engine.modules.target.cache.keys.dtype == torch.float32  # type: ignore[attr-defined]
-        assert made._session.engine.modules.proposer.model.cache.keys.dtype == FP8  # type: ignore[union-attr]
+        assert made._loop.engine.modules.target.cache.keys.dtype == torch.float32  # type: ignore[attr-defined]
+        assert made._loop.engine.modules.proposer.model.cache.keys.dtype == FP8  # type: ignore[union-attr]
         assert "K and V of the draft in 8 bits" in made.explain()
         assert "the text stays as it is" in made.explain()
         drafted: Any = made.generate(ids_of(plain)[:1], **asked)
@@ -121,7 +121,7 @@ def test_scales_of_a_checkpoint_are_used(tmp_path: Path) -> None:
     ids = torch.arange(5, 25)[None] % 97
     made.generate(ids, max_new_tokens=2)
     without.generate(ids, max_new_tokens=2)
-    kept, wide = (each._session.engine.modules.target.cache for each in (made, without))  # type: ignore[attr-defined]
+    kept, wide = (each._loop.engine.modules.target.cache for each in (made, without))  # type: ignore[attr-defined]
     assert kept.scales[:2] == (KVScales(0.03125, 0.5), KVScales())
     assert wide.scales == ()
     # what is stored of the first layer, which no rounding of earlier keys has touched

@@ -193,9 +193,7 @@ def test_steps_for_long_prompts_are_captured_ahead(pair: Pair) -> None:
     """`warmup` of a length has both kinds that calls of such rows may come to."""
     gen = pair.generator(page_size=16, batch=1)
     engine = replace(tiny_engine(batch=1, max_length=9000), runner=Recorder())
-    session = gen._open()
-    longer = replace(session.settings, max_length=9000)
-    with mock.patch.object(session, "_scheduler", Scheduler(engine)), mock.patch.object(session, "settings", longer):
+    with mock.patch.object(gen._open(), "_scheduler", Scheduler(engine)), mock.patch.object(gen, "max_length", 9000):
         gen.warmup(0, length=100)
         assert [shape.first_token for _, shape in engine.missing(1, {0}, GREEDY, None, 9000)] == [False, True]
         gen.warmup(0, length=9000)
@@ -209,7 +207,7 @@ def test_a_longer_request_that_joins_finds_steps_with_room_for_it() -> None:
     for longest in (100, 5000):
         for rows, shape in engine.missing(2, {4}, GREEDY, None, longest):
             engine.capture(rows, shape)
-    scheduler, call = Scheduler(engine), request_module.Call((), GREEDY, lambda made: 4, joined=True)
+    scheduler, call = Scheduler(engine), request_module.CallPlan((), GREEDY, lambda made: 4, joined=True)
     for place, new in enumerate((60, 2000)):
         request = Request([1 + place] * 20, new, ROWS[0])
         call.lengths = request.limit, 20

@@ -13,7 +13,7 @@ from fastspec.engine.engine import Engine
 from fastspec.inputs.options import RowOptions
 from fastspec.scheduling import admission
 from fastspec.scheduling.prefill import PrefillQueue
-from fastspec.scheduling.requests import Call, Request, lengths_of
+from fastspec.scheduling.requests import CallPlan, Request, lengths_of
 from fastspec.scheduling.scheduler import Scheduler
 from fastspec.shapes import GREEDY, chunks_of
 from fastspec.state import DecodeState
@@ -42,7 +42,7 @@ def watched(engine: Engine, prompts: list[list[int]], caps: list[int]) -> tuple[
     capture_all(engine, {4}, GREEDY, 5)
     scheduler, watching = Scheduler(engine), Watched(engine)
     scheduler._queue, watching.kept = watching, {}
-    for _ in scheduler.run(requests, Call((), GREEDY, lambda made: 4, 5, lengths=lengths_of(requests))):
+    for _ in scheduler.run(requests, CallPlan((), GREEDY, lambda made: 4, 5, lengths=lengths_of(requests))):
         pass
     return {index: watching.kept[request] for index, request in enumerate(requests)}, requests
 

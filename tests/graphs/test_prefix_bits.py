@@ -69,7 +69,7 @@ def test_passes_that_are_alike_leave_the_same_bits(
     """
     prompt = prompt_of()
     with made(draft_quantization=draft_quantization) as gen:
-        engine = gen._session.engine
+        engine = gen._loop.engine
         assert engine.same_bits == (64, 128, 256, 512, 1024, 2048)
         of_draft = engine.draft_chunks or engine.same_bits
         assert of_draft == (engine.same_bits if draft_quantization is None else engine.same_bits[1:])

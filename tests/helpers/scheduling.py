@@ -6,11 +6,11 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
+from fastspec.adaptive.controller import DraftLengthPolicy
 from fastspec.engine.engine import Engine
 from fastspec.kv_cache.prefix import PrefixCache
-from fastspec.scheduling.requests import Call, Request, lengths_of
+from fastspec.scheduling.requests import CallPlan, Request, lengths_of
 from fastspec.scheduling.scheduler import Scheduler
-from fastspec.scheduling.step_timer import DraftLengthPolicy
 
 
 def run_all(
@@ -23,7 +23,7 @@ def run_all(
     policy: DraftLengthPolicy | None = None,
 ) -> Iterator[dict[int, list[int]]]:
     """Yields, after every step, the new tokens of each request that stepped, by its index."""
-    call = Call(stop_ids, sampler, choose_k, top_logprobs, policy, lengths_of(requests))
+    call = CallPlan(stop_ids, sampler, choose_k, top_logprobs, policy, lengths_of(requests))
     return Scheduler(engine).run(requests, call)
 
 

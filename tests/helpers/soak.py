@@ -132,16 +132,16 @@ class Soak:
 
         A server may learn late that a client is gone; its requests come to their ends then, which is waited for.
         """
-        session, end = self.gen._open(), time.monotonic() + HANGS
-        while session.loop.deliveries and self.port is not None and time.monotonic() < end:
+        loop, end = self.gen._open(), time.monotonic() + HANGS
+        while loop.deliveries and self.port is not None and time.monotonic() < end:
             self.gen.submit([1], max_new_tokens=1).result()
         self.gen.submit([1], max_new_tokens=1).result()
-        assert not session.loop.deliveries
-        assert not session.loop._keys
-        assert not session.loop._calls
-        assert session.scheduler.idle
-        session.engine.pages.check_integrity()
-        assert session.engine.pages.num_free + session.engine.pages.num_idle == session.engine.pages.num_pages - 1
+        assert not loop.deliveries
+        assert not loop._keys
+        assert not loop._plans
+        assert loop.scheduler.idle
+        loop.engine.pages.check_integrity()
+        assert loop.engine.pages.num_free + loop.engine.pages.num_idle == loop.engine.pages.num_pages - 1
 
 
 def main() -> None:

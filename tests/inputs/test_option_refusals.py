@@ -10,7 +10,7 @@ import torch
 from transformers import GenerationConfig, GenerationMixin, LogitNormalization, LogitsProcessorList
 
 from fastspec.errors import UnsupportedOption
-from fastspec.inputs import options
+from fastspec.inputs import options, table
 from tests.helpers.options import resolve
 
 
@@ -102,7 +102,7 @@ CHANGES: dict[str, Any] = {
 def test_every_field_of_the_installed_transformers_is_supported_or_refused_or_without_effect() -> None:
     """A new field of a newer transformers shows up here, not as a silently ignored option."""
     fields = set(vars(GenerationConfig())) | set(GenerationConfig()._get_default_generation_params())
-    undecided = fields - set(options.SUPPORTED) - options._NO_EFFECT - CHANGES.keys()
+    undecided = fields - set(options.SUPPORTED) - table.IGNORED - CHANGES.keys()
     assert not undecided
 
 
@@ -121,7 +121,7 @@ def test_such_a_field_in_the_checkpoints_config_is_refused(name: str) -> None:
         resolve(config)
 
 
-@pytest.mark.parametrize("name", sorted(options._OFF))
+@pytest.mark.parametrize("name", sorted(table.OFF))
 def test_values_that_switch_an_unsupported_option_off_are_accepted(name: str) -> None:
-    for value in options._OFF[name]:
+    for value in table.OFF[name]:
         resolve(**{name: value})

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fastspec.kernels.ops import TORCH_OPS
 from fastspec.proposers import draft_model
-from fastspec.proposers.eagle3 import Eagle3Drafts
+from fastspec.proposers.heads import Eagle3Drafts
 from fastspec.shapes import ForwardBatch, Tiling
 from fastspec.step import StepModules
 from tests.helpers.tables import TableModel

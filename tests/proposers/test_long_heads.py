@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fastspec import SyntheticAcceptance
-from fastspec.proposers.eagle3 import Eagle3Drafts
+from fastspec.proposers.heads import Eagle3Drafts
 from fastspec.shapes import ForwardBatch
 from tests.helpers.checkpoints import make_checkpoint
 from tests.helpers.heads import LAYERS, eagle3_tensors, engine_with, write_speculators

@@ -13,7 +13,7 @@ import torch
 from fastspec import FastSpecGenerator, GenerateOutput, NGram, SyntheticAcceptance
 from fastspec.adaptive.controller import Controller, Observation, StepContext
 from fastspec.scheduling.requests import Request
-from fastspec.scheduling.step_timer import StepTimer
+from fastspec.scheduling.scheduler import StepTimer
 from fastspec.shapes import GREEDY
 from tests.helpers.checkpoints import make_checkpoint
 from tests.helpers.devices import devices

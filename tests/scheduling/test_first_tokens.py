@@ -70,7 +70,7 @@ def test_a_request_may_leave_before_its_first_token() -> None:
     scheduler = scheduler_of(depth=2)
     (running, leaving) = (Turn(TOKENS[:10], 30).request(), Turn(TOKENS[:65], 9).request())
     for request in (running, leaving):
-        scheduler.add(request, scheduler_module.Call((), "greedy", lambda made: 0))
+        scheduler.add(request, scheduler_module.CallPlan((), "greedy", lambda made: 0))
     while not leaving.prefilled and not leaving.steps:
         scheduler.step()
     scheduler.cancel(leaving)

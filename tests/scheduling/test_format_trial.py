@@ -1,4 +1,4 @@
-"""The trial of a draft that "auto" has rounded: the faster draft stays, texts are the same, and it is said."""
+"""`calibrate` tries a draft that "auto" has rounded: the faster draft stays, texts are the same, and it is said."""
 
 from __future__ import annotations
 
@@ -44,7 +44,6 @@ def trying(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], list[str]]:
     def begin(ratio: float) -> list[str]:
         keeping(monkeypatch)
         monkeypatch.setattr(draft_format, "LEAST", 0)
-        monkeypatch.setattr(format_trial, "ENOUGH", 2 * NEW)
         monkeypatch.setattr(format_trial, "free_bytes", lambda device: 2**40)
         monkeypatch.setattr(format_trial, "_LEAST", 8)
         monkeypatch.setattr(format_trial, "NEW", 8)
@@ -88,22 +87,24 @@ def test_the_faster_draft_stays(
             return made.generate(IDS, max_new_tokens=NEW, return_dict_in_generate=True)
 
         first = call()
-        assert not used, "one call of few tokens is no reason"
+        assert not used, "a call tries nothing"
         assert first.stats.draft_format == "int4: not tried yet"
-        assert "not tried yet against the draft as it is stored" in made.explain()
-        second = call()
+        assert "not tried yet against the draft as it is stored: calibrate() does" in made.explain()
+        found = made.calibrate(IDS, max_new_tokens=NEW)
         assert used == ["int4", "stored", "stored", "int4", form]
-        weights = made._session.engine.modules.proposer.model.weights.layers[0].down.unpack()
+        weights = made._loop.engine.modules.proposer.model.weights.layers[0].down.unpack()  # type: ignore[union-attr]
         assert (len(weights.unflatten(1, (-1, 128))[0, 0].unique()) <= 16) == (form == "int4")
-        third = call()
+        second = call()
+        made.calibrate(IDS, max_new_tokens=NEW)
         assert len(used) == 5, "once"
-        for each in (first, second, third):
+        for each in (first, second):
             assert torch.equal(each.sequences, text)
         said = "int4 kept" if form == "int4" else "int4 undone"
-        assert said in third.stats.draft_format
+        assert found.draft_format == second.stats.draft_format
+        assert said in second.stats.draft_format
+        assert said in str(found)
         assert said in made.explain()
-        assert third.stats.draft_format.startswith(form if form == "int4" else "as it is stored")
-        assert third.stats.accepted == (second if form == "int4" else third).stats.accepted
+        assert second.stats.draft_format.startswith(form if form == "int4" else "as it is stored")
 
 
 @pytest.fixture
@@ -158,38 +159,46 @@ def test_what_is_not_tried(chosen: Checkpoint) -> None:
     assert trial_of(replace(chosen, chosen=False), torch.bfloat16, **one) is None
     assert trial_of(chosen, torch.bfloat16, **one, ranks=2) is None
     assert trial_of(None, torch.bfloat16, **one) is None
-    live = replace(chosen, module=torch.nn.Module())
-    gone = FormatTrial(live, torch.bfloat16, released=True)
-    assert gone.found == "not tried: release_source gave the draft as it was stored away"
-    assert gone.draft.stored.endswith(gone.found)
-    assert not FormatTrial(live, torch.bfloat16).found
+    assert not FormatTrial(replace(chosen, module=torch.nn.Module()), torch.bfloat16).found
 
 
-def test_texts_that_end_before_steps_are_timed_are_tried_anew_and_then_no_more(
+def test_a_released_draft_is_not_tried(
+    pair: tuple[Path, Path], trying: Callable[[float], list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    used = trying(1.0)
+    with FastSpecGenerator(*pair, num_speculative_tokens=3, **OPTIONS) as made:
+        trial: Any = made._trial
+        trial.released, trial.draft = True, replace(trial.draft, module=torch.nn.Module())
+        monkeypatch.setattr(Checkpoint, "bytes_loaded", lambda *given: 0)
+        said = made.calibrate(IDS, max_new_tokens=NEW).draft_format
+    assert (said, used) == ("int4: not tried: release_source gave the draft as it was stored away", [])
+
+
+def test_texts_that_end_before_steps_are_timed_may_be_tried_anew(
     pair: tuple[Path, Path], trying: Callable[[float], list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     used = trying(100.0)
-    monkeypatch.setattr(format_trial, "_rate_of", lambda run, bucket: None)
     with FastSpecGenerator(*pair, num_speculative_tokens=3, **OPTIONS) as made:
-        found = []
-        for _ in range(9):
-            output = made.generate(IDS, max_new_tokens=NEW, return_dict_in_generate=True)
-            found.append((used.count("stored"), output.stats.draft_format))
-        assert [count for count, _ in found] == [0, 2, 2, 4, 4, 6, 6, 6, 6], "after every two calls, three times"
+        with monkeypatch.context() as short:
+            short.setattr(format_trial, "_rate_of", lambda run, bucket: None)
+            found = made.calibrate(IDS, max_new_tokens=NEW)
         assert used[-1] == "int4"
-        assert {said for _, said in found[:7]} == {"int4: not tried yet"}
-        assert found[-1][1] == "int4: not tried: texts end before steps could be timed, or steps failed"
+        assert found.draft_format == "int4: not tried: texts end before steps could be timed"
         assert "not tried: texts end" in made.explain()
+        used.clear()
+        assert "int4 kept, 1.00x" in str(made.calibrate(IDS, max_new_tokens=NEW))
+        assert used == ["int4", "stored", "stored", "int4", "int4"]
 
 
-def test_calls_that_join_and_a_lookup_before_the_draft(
-    pair: tuple[Path, Path], trying: Callable[[float], list[str]]
-) -> None:
+def test_handles_and_a_lookup_before_the_draft(pair: tuple[Path, Path], trying: Callable[[float], list[str]]) -> None:
     used = trying(100.0)
     with FastSpecGenerator(*pair, proposer=NGram(), num_speculative_tokens="auto", **OPTIONS) as made:
-        texts = [made.submit(IDS, max_new_tokens=NEW).result().new_tokens[0] for _ in range(3)]
+        texts = [made.submit(IDS, max_new_tokens=NEW).result().new_tokens[0]]
+        assert not used
+        made.calibrate(IDS, max_new_tokens=NEW)
         assert used[-1] == "stored"
-        assert texts[0] == texts[1] == texts[2]
+        texts.append(made.submit(IDS, max_new_tokens=NEW).result().new_tokens[0])
+        assert texts[0] == texts[1]
         assert "int4 undone" in made.explain()
     with FastSpecGenerator(pair[0], **OPTIONS) as plain:
         assert plain.generate(IDS, max_new_tokens=NEW)[0, IDS.shape[1] :].tolist() == texts[0]
@@ -201,8 +210,7 @@ def test_what_keeps_it_from_being_tried_is_said(
     used = trying(1.0)
     monkeypatch.setattr(format_trial, "free_bytes", lambda device: 0)
     with FastSpecGenerator(*pair, num_speculative_tokens=3, **OPTIONS) as made:
-        for _ in range(2):
-            made.generate(IDS, max_new_tokens=NEW)
+        made.calibrate(IDS, max_new_tokens=NEW)
         assert not used
         assert "not tried: the draft as it is stored needs" in made.explain()
 
@@ -219,7 +227,7 @@ def test_an_error_meanwhile_leaves_the_draft_that_was_chosen(
     with FastSpecGenerator(*pair, num_speculative_tokens=3, **OPTIONS) as made:
         first = made.generate(IDS, max_new_tokens=NEW)
         with pytest.warns(UserWarning, match="the draft stays in int4, not tried against what is stored: no such step"):
-            assert torch.equal(made.generate(IDS, max_new_tokens=NEW), first)
+            made.calibrate(IDS, max_new_tokens=NEW)
         assert used[-1] == "int4"
         assert "not tried: no such step" in made.explain()
         assert torch.equal(made.generate(IDS, max_new_tokens=NEW), first)

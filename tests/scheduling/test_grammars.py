@@ -20,7 +20,7 @@ from fastspec.grammar.row import RowGrammar
 from fastspec.grammar.spec import GrammarSpec
 from fastspec.graphs.keys import StepKey
 from fastspec.inputs.row_options import RowOptions
-from fastspec.scheduling.requests import Call, Request, lengths_of
+from fastspec.scheduling.requests import CallPlan, Request, lengths_of
 from fastspec.scheduling.scheduler import Scheduler
 from fastspec.shapes import FULL, GRAMMAR_ONLY, GREEDY, MIXED_DRAFTS, StepShape
 from tests.engine.test_recapture import Recorder
@@ -306,7 +306,7 @@ def test_steps_that_run_ahead(which: str, monkeypatch: pytest.MonkeyPatch) -> No
         engine = tiny_engine(depth=depth, batch=4)
         scheduler, shapes = Scheduler(engine), _watched(engine, monkeypatch)
         requests = _requests(which)
-        call = Call((), GREEDY, lambda made, k=k: k, lengths=lengths_of(requests))
+        call = CallPlan((), GREEDY, lambda made, k=k: k, lengths=lengths_of(requests))
         for _ in scheduler.run(requests, call):
             grammars = [[each for each in step.requests.values() if each.grammar] for step in scheduler._in_flight]
             waiting = [request for step in grammars for request in step]
@@ -323,7 +323,7 @@ def test_steps_that_run_ahead(which: str, monkeypatch: pytest.MonkeyPatch) -> No
             assert kinds == {GRAMMAR_ONLY}
     assert all(text == texts[0] for text in texts)
     free = _requests("f" * len(which))
-    for _ in Scheduler(tiny_engine(batch=4)).run(free, Call((), GREEDY, lambda made: 0, lengths=lengths_of(free))):
+    for _ in Scheduler(tiny_engine(batch=4)).run(free, CallPlan((), GREEDY, lambda made: 0, lengths=lengths_of(free))):
         pass
     for letter, text, alone in zip(which, texts[0], free, strict=True):
         assert (text == alone.new_tokens) == (letter == "f")
@@ -337,7 +337,7 @@ def test_steps_of_any_kind_leave_the_same(sampler: str, device: str) -> None:
     for depth, k in ((1, 0), (2, 4)):
         engine = tiny_engine(device=device, depth=depth, batch=4, graphs=device == "cuda" and depth == 2)
         requests = _requests("gfgfg")
-        call = Call((), sampler, lambda made, k=k: k, 2, joined=True, lengths=lengths_of(requests))
+        call = CallPlan((), sampler, lambda made, k=k: k, 2, joined=True, lengths=lengths_of(requests))
         for _ in Scheduler(engine).run(requests, call):
             pass
         texts.append([request.new_tokens for request in requests])

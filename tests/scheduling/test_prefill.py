@@ -10,7 +10,7 @@ import pytest
 from fastspec.adaptive.controller import Observation, StepContext
 from fastspec.engine.engine import Engine
 from fastspec.scheduling.prefill import PrefillQueue
-from fastspec.scheduling.requests import Call, Request
+from fastspec.scheduling.requests import CallPlan, Request
 from fastspec.scheduling.scheduler import Scheduler
 from fastspec.shapes import GREEDY
 from tests.helpers.scheduling import check_pages, nothing_leaked, with_prefix_cache
@@ -98,7 +98,7 @@ def test_requests_that_join_a_call_wait_for_each_other_no_longer_than_others_do(
     """Requests of many users may be one call to the scheduler."""
     scheduler = Scheduler(with_prefix_cache(tiny_engine(k=3, batch=3), 32))
     requests = [Turn((place, *HEAD[:90]), 9).request() for place in range(3)]
-    call = Call((), GREEDY, lambda made: 3, joined=True)
+    call = CallPlan((), GREEDY, lambda made: 3, joined=True)
     for request in requests:
         scheduler.add(request, call)
     scheduler.step()
@@ -122,7 +122,7 @@ def test_the_draft_takes_a_prompt_in_beside_the_target(fed: list[tuple[bool, int
 def test_a_crowd_of_short_prompts_comes_in_quickly(joined: int, after: list[int]) -> None:
     """Four budgets in a step where four times as many wait as run; a long prompt among them is fed by its budget."""
     scheduler = Scheduler(with_prefix_cache(tiny_engine(k=3, batch=6, max_length=260, prefill_batch_tokens=joined), 32))
-    call = Call((), GREEDY, lambda made: 3, joined=True)
+    call = CallPlan((), GREEDY, lambda made: 3, joined=True)
     requests = [Turn(HEAD[place : place + 20], 60).request() for place in range(5)]
     for request in requests[:1]:
         scheduler.add(request, call)
@@ -182,13 +182,13 @@ def test_where_k_is_chosen_the_draft_comes_along_while_steps_draft(fed: list[tup
         policy = Steered()
         policy.k = k
         other = Request(list(HEAD[30:50]), 60, GREEDY_ROW)
-        scheduler.add(other, Call((), GREEDY, lambda made: 0, policy=policy))
+        scheduler.add(other, CallPlan((), GREEDY, lambda made: 0, policy=policy))
         while not other.new_tokens:
             scheduler.step()
         scheduler._last_k = k
         fed.clear()
         request = Request(list(LONG), 3, GREEDY_ROW)
-        scheduler.add(request, Call((), GREEDY, lambda made: 0, policy=policy))
+        scheduler.add(request, CallPlan((), GREEDY, lambda made: 0, policy=policy))
         while scheduler._queue.request is not request:
             scheduler.step()
         while scheduler._queue.request is request:

@@ -16,7 +16,7 @@ from fastspec.engine.engine import Engine
 from fastspec.inputs.options import RowOptions
 from fastspec.scheduling import prefill as prefill_queue
 from fastspec.scheduling.prefill import PrefillQueue
-from fastspec.scheduling.requests import Call, Request, lengths_of
+from fastspec.scheduling.requests import CallPlan, Request, lengths_of
 from fastspec.scheduling.scheduler import Scheduler
 from fastspec.shapes import FULL, UNTILED, chunks_of
 from tests.helpers.devices import devices
@@ -53,8 +53,8 @@ def found(request: Request) -> Found:
     return request.new_tokens, request.logprobs, request.accepted
 
 
-def call_of(requests: list[Request], k: int) -> Call:
-    return Call((), FULL, lambda made: k, 1, lengths=lengths_of(requests))
+def call_of(requests: list[Request], k: int) -> CallPlan:
+    return CallPlan((), FULL, lambda made: k, 1, lengths=lengths_of(requests))
 
 
 def together(scheduler: Scheduler, turns: list[Turn], each_step: Callable[[], None] = lambda: None) -> list[Request]:
@@ -256,7 +256,7 @@ def test_short_passes_of_several_prompts_are_one(monkeypatch: pytest.MonkeyPatch
     assert all(request.accepted == request.drafted > 0 for request in requests), "the draft has read each to its end"
 
 
-def run_as_one(scheduler: Scheduler, requests: list[Request], call: Call) -> None:
+def run_as_one(scheduler: Scheduler, requests: list[Request], call: CallPlan) -> None:
     for request in requests:
         scheduler.add(request, call)
     finish(scheduler)

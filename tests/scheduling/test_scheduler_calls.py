@@ -11,7 +11,7 @@ import pytest
 from fastspec.engine.engine import Engine
 from fastspec.errors import OutOfPages
 from fastspec.inputs.options import RowOptions
-from fastspec.scheduling.requests import Call, Request, lengths_of
+from fastspec.scheduling.requests import CallPlan, Request, lengths_of
 from fastspec.scheduling.scheduler import Scheduler
 from fastspec.shapes import FULL, GREEDY
 from tests.helpers.devices import devices
@@ -22,8 +22,8 @@ from tests.scheduling.test_scheduler import GREEDY_ROW, prompts, sampled_row
 PENALISED = replace(sampled_row(5), repetition_penalty=1.4, presence_penalty=0.5, bias=((3, 2.0),))
 
 
-def call_of(requests: list[Request], sampler: str = GREEDY, k: int = 4, top: int | None = None) -> Call:
-    return Call((), sampler, lambda made: k, top, lengths=lengths_of(requests))
+def call_of(requests: list[Request], sampler: str = GREEDY, k: int = 4, top: int | None = None) -> CallPlan:
+    return CallPlan((), sampler, lambda made: k, top, lengths=lengths_of(requests))
 
 
 def alone(engine: Engine, request: Request, sampler: str = GREEDY, k: int = 4) -> list[int]:

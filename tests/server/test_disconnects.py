@@ -37,10 +37,10 @@ def settled(server: Running) -> None:
     while server.service._running:
         get(server, "/health")  # lets the server's loop go on
     assert post(server, TEXT)[0] == 200
-    session = server.service.generator._open()
-    assert not session.loop.deliveries
-    session.engine.pages.check_integrity()
-    assert session.engine.pages.num_free + session.engine.pages.num_idle == session.engine.pages.num_pages - 1
+    loop = server.service.generator._open()
+    assert not loop.deliveries
+    loop.engine.pages.check_integrity()
+    assert loop.engine.pages.num_free + loop.engine.pages.num_idle == loop.engine.pages.num_pages - 1
 
 
 def test_a_client_that_goes_before_its_body_is_no_error(server: Running, caplog: pytest.LogCaptureFixture) -> None:

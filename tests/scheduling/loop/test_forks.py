@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from fastspec.scheduling.delivery import FORKED
+from fastspec.scheduling.handle import FORKED
 from tests.helpers.limits import HANGS
 from tests.helpers.services import opened
 
@@ -21,7 +21,7 @@ def test_a_forked_process_is_told_instead_of_waiting_for_ever(pair: tuple[Path, 
     """As `multiprocessing` forks, and servers that load and then fork."""
     with opened(pair) as gen:
         gen.submit(PROMPT, max_new_tokens=1).result()
-        with gen._session.loop.turn:  # no step is made meanwhile
+        with gen._loop.turn:  # no step is made meanwhile
             running = gen.submit(PROMPT, **LONG)
             child = os.fork()
             if not child:

@@ -53,7 +53,7 @@ def same(one: GenerateOutput, other: GenerateOutput) -> None:
 def settled(gen: FastSpecGenerator) -> None:
     """Nothing is left of earlier requests: messages are obeyed in their order, so they are before a later result."""
     gen.submit([1, 2], max_new_tokens=1).result()
-    assert not gen._session.loop.deliveries
+    assert not gen._loop.deliveries
     pages = gen._open().engine.pages
     pages.check_integrity()
     assert pages.num_free + pages.num_idle == pages.num_pages - 1
@@ -116,12 +116,12 @@ def test_whoever_submits_while_the_thread_starts_sees_no_dead_one(
 ) -> None:
     start = threading.Thread.start
     with opened(pair) as gen:
-        loop = gen._session.loop
+        loop = gen._loop
 
         def slowly(thread: threading.Thread) -> None:
-            loop.check_here()
+            loop.check_open()
             start(thread)
-            loop.check_here()
+            loop.check_open()
 
         monkeypatch.setattr(threading.Thread, "start", slowly)
         assert len(gen.submit(PROMPTS[0], max_new_tokens=4).result().new_tokens[0]) == 4
@@ -133,7 +133,7 @@ def test_a_stream_that_is_under_way_goes_on_beside_handles(pair: tuple[Path, Pat
         whole = gen.generate(PROMPTS[:2], max_new_tokens=20, return_dict_in_generate=True).new_tokens  # type: ignore[union-attr]
         other = alone(gen, PROMPTS[3], max_new_tokens=20)
         for steps in (0, 1, 3, 8):
-            assert not gen._session.loop.running or steps
+            assert not gen._loop.running or steps
             stream = gen.stream(PROMPTS[:2], max_new_tokens=20)
             pieces = [next(stream) for _ in range(steps)]
             same(gen.submit(PROMPTS[3], max_new_tokens=20).result(), other)
@@ -147,12 +147,12 @@ def test_a_thread_takes_over_from_a_caller(pair: tuple[Path, Path], steps: int) 
     with opened(pair, max_batch_size=3) as gen:
         whole = gen.generate(PROMPTS[:2], max_new_tokens=20, return_dict_in_generate=True).new_tokens  # type: ignore[union-attr]
         other = alone(gen, PROMPTS[3], max_new_tokens=20)
-        assert not gen._session.loop.running
+        assert not gen._loop.running
         stream = gen.stream(PROMPTS[:2], max_new_tokens=20)
         pieces = [next(stream) for _ in range(steps)]
         handle = gen.submit(PROMPTS[3], max_new_tokens=20)
         same(handle.result(), other)
-        assert gen._session.loop.running
+        assert gen._loop.running
         pieces += list(stream)
         assert [[token for piece in pieces for token in piece.get(row, [])] for row in (0, 1)] == whole
         settled(gen)
@@ -176,7 +176,7 @@ def dropped_in_a_cycle(gen: FastSpecGenerator) -> None:
 
 
 def cancelled(gen: FastSpecGenerator) -> None:
-    with gen._session.loop.turn:  # no step is made meanwhile
+    with gen._loop.turn:  # no step is made meanwhile
         handle = gen.submit(PROMPTS[0], max_new_tokens=90)
         handle.cancel()
     output = handle.result()
@@ -185,7 +185,7 @@ def cancelled(gen: FastSpecGenerator) -> None:
 
 
 def timed_out(gen: FastSpecGenerator) -> None:
-    with gen._session.loop.turn:  # no step is made meanwhile
+    with gen._loop.turn:  # no step is made meanwhile
         handle = gen.submit(PROMPTS[0], max_new_tokens=90)
         with pytest.raises(TimeoutError, match="has not ended within 0 s; it goes on"):
             handle.result(timeout=0)
@@ -330,22 +330,22 @@ def test_what_is_refused_is_refused_at_once(gen: FastSpecGenerator) -> None:
 
 
 def test_requests_alike_are_one_call(gen: FastSpecGenerator) -> None:
-    loop, seen = gen._session.loop, set()
+    loop, seen = gen._loop, set()
     handles = [gen.submit(prompt, max_new_tokens=30, num_speculative_tokens="auto") for prompt in PROMPTS[:3]]
     for _ in handles[0]:
-        seen.add(len(loop._calls))
+        seen.add(len(loop._plans))
     for handle in handles:
         handle.result()
     assert seen <= {0, 1}
     assert 1 in seen
     settled(gen)
-    assert not loop._calls
+    assert not loop._plans
     assert not loop._keys
 
 
 def test_the_thread_sleeps_when_there_is_nothing_to_do(gen: FastSpecGenerator, monkeypatch: pytest.MonkeyPatch) -> None:
     settled(gen)
-    loop = gen._session.loop
+    loop = gen._loop
     with loop.turn:
         pass
     scheduler, steps, ran = gen._open().scheduler, [], threading.Event()
@@ -368,7 +368,7 @@ def test_the_thread_sleeps_when_there_is_nothing_to_do(gen: FastSpecGenerator, m
 def test_close_cancels_handles_and_ends_the_thread(pair: tuple[Path, Path]) -> None:
     gen = opened(pair)
     handles = [gen.submit(prompt, max_new_tokens=20) for prompt in PROMPTS]
-    thread = gen._session.loop._thread
+    thread = gen._loop._thread
     stream = gen.stream(PROMPTS[:1], max_new_tokens=20)
     next(stream)
     with pytest.raises(RuntimeError, match="in use by another call"):
@@ -390,8 +390,8 @@ def test_close_cancels_handles_and_ends_the_thread(pair: tuple[Path, Path]) -> N
 def test_a_closed_generator_holds_no_buffers(submitted: bool, pair: tuple[Path, Path]) -> None:
     """While the object itself is still there."""
     gen = FastSpecGenerator(*pair, progress=False, max_length=64)
-    modules = gen._session.engine.modules
-    held = [weakref.ref(tensor) for tensor in (gen._session.engine.state.tokens, modules.target.cache.keys)]
+    modules = gen._loop.engine.modules
+    held = [weakref.ref(tensor) for tensor in (gen._loop.engine.state.tokens, modules.target.cache.keys)]
     del modules
     if submitted:
         gen.submit([1, 2], max_new_tokens=3).result()
@@ -405,7 +405,7 @@ def test_a_closed_generator_holds_no_buffers(submitted: bool, pair: tuple[Path, 
 def test_a_generator_that_is_dropped_takes_its_thread_along(pair: tuple[Path, Path]) -> None:
     gen = opened(pair)
     gen.submit(PROMPTS[0], max_new_tokens=3).result()
-    thread, engine = gen._session.loop._thread, weakref.ref(gen._open().engine.ring)
+    thread, engine = gen._loop._thread, weakref.ref(gen._open().engine.ring)
     assert thread is not None
     del gen
     gc.collect()

@@ -1,0 +1,133 @@
+"""The arguments of a generator as one value: given once, checked once, compared by ranks."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypedDict
+
+import torch
+
+from fastspec.adaptive.controller import AUTO
+from fastspec.errors import UnsupportedOption
+from fastspec.inputs.values import flag, scalar
+from fastspec.proposers.choose import check
+from fastspec.proposers.interface import Proposer
+from fastspec.sampling.rules import BLOCK, Verification
+
+if TYPE_CHECKING:  # transformers' models are heavy to import, and a directory needs none of them
+    from transformers import PreTrainedModel
+
+PREFILL_BUDGET: Final = 256  # prompt tokens: on a GPU reading the weights still takes most of the time of such a pass
+_MAX_BUDGET: Final = 2**31 - 1
+# of this process alone, so ranks may differ in them; `tensor_parallel` and its draft's are compared by `Ranks`
+_OF_ONE_RANK: Final = frozenset(
+    ["device", "progress", "nvtx", "release_source", "tensor_parallel", "draft_tensor_parallel"]
+)
+
+Source: TypeAlias = "str | os.PathLike[str] | PreTrainedModel"
+
+
+class PlanOptions(TypedDict, total=False):
+    """Arguments of `FastSpecGenerator` that memory depends on: keywords of `plan`. Defaults are those of `Config`."""
+
+    proposer: Proposer | None
+    verification: Verification
+    num_speculative_tokens: int | str
+    max_batch_size: int
+    max_length: int | None
+    page_size: int
+    dtype: torch.dtype | str | None
+    device: torch.device | str | None
+    target_revision: str | None
+    draft_revision: str | None
+    target_quantization: str | None
+    draft_quantization: str | None
+    feature_layers: Sequence[int] | None
+    draft_vocab: Sequence[int] | None
+    kv_dtype: str | Sequence[str | None] | None
+    prefix_cache: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Config:
+    """Arguments of `FastSpecGenerator` beside target and draft, as they were given; its docstring says what they mean.
+
+    `check` refuses bad values. `engine.settings.settings_of` completes the rest with what the models are.
+    """
+
+    proposer: Proposer | None = None
+    verification: Verification = BLOCK
+    num_speculative_tokens: int | str = 4
+    max_batch_size: int = 8
+    max_length: int | None = None
+    page_size: int = 64
+    dtype: torch.dtype | str | None = None
+    device: torch.device | str | None = None
+    target_revision: str | None = None
+    draft_revision: str | None = None
+    target_quantization: str | None = None
+    draft_quantization: str | None = AUTO
+    kv_dtype: str | Sequence[str | None] | None = None
+    feature_layers: Sequence[int] | None = None
+    draft_vocab: Sequence[int] | None = None
+    release_source: bool = False
+    prefix_cache: bool = True
+    prefill_budget: int | None = PREFILL_BUDGET
+    exact: bool = True
+    graphs: bool | None = None
+    compile: bool = False
+    nvtx: bool = False
+    progress: bool = True
+    tensor_parallel: int | str | None = None
+    draft_tensor_parallel: str | None = None
+
+    @property
+    def chooses_format(self) -> bool:
+        """True if the format of the draft's weights is to be chosen."""
+        return self.draft_quantization == AUTO
+
+    @property
+    def formats(self) -> tuple[str | None, str | None]:
+        """Formats that the weights of target and draft are rounded to; None: not rounded, or not chosen yet."""
+        return self.target_quantization, None if self.chooses_format else self.draft_quantization
+
+    def shared(self) -> dict[str, object]:
+        """Arguments by name that must be equal on all ranks of a generator."""
+        return {each.name: getattr(self, each.name) for each in fields(self) if each.name not in _OF_ONE_RANK}
+
+    def check(self, *, with_draft: bool) -> None:
+        """Refuses what can be told from the arguments alone.
+
+        Args:
+            with_draft: there is a draft.
+
+        Raises:
+            ValueError: a flag that is no bool, a budget out of range, or an object that is not a Proposer.
+            UnsupportedOption: an option of a draft, without one.
+        """
+        check(self.proposer, with_draft=with_draft)
+        for name in ("prefix_cache", "exact", "graphs", "compile", "release_source", "nvtx"):
+            value = getattr(self, name)
+            if value is None and name in ("prefix_cache", "exact", "compile"):  # None would be taken for False
+                raise ValueError(f"{name} must be True or False, got None; leave it out for the default")
+            flag(name, value)  # a text such as "no" would be true
+        if self.prefill_budget is not None:
+            check_range("prefill_budget", self.prefill_budget, 1, _MAX_BUDGET)
+        if not with_draft and self.draft_quantization not in (None, AUTO):
+            raise UnsupportedOption(
+                f"draft_quantization={self.draft_quantization!r}, and there is no draft; leave it out"
+            )
+
+
+def check_range(name: str, value: Any, low: int, high: int) -> int:
+    """Returns a whole number from low to high, also one that an array holds.
+
+    Raises:
+        ValueError: anything else; names the argument.
+    """
+    value = scalar(value)
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise ValueError(f"{name} must be a whole number between {low} and {high}, got {value!r}")
+    return value

@@ -1,0 +1,136 @@
+"""Prompts and options of one call of `generate`, `stream`, `submit` or `calibrate`, checked together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, cast
+
+from transformers import GenerationConfig, PreTrainedTokenizerBase
+
+from fastspec.errors import UnsupportedOption
+from fastspec.inputs.options import Options, resolve
+from fastspec.inputs.prompts import RawPrompts, read
+from fastspec.inputs.values import is_list
+
+_CALLER = 6  # stack levels from `RawPrompts.prompts` to the user's line; the generator has two, and a closure
+
+
+@dataclass(frozen=True, slots=True)
+class CallArguments:
+    """Arguments of a call, as the user passed them.
+
+    Attributes:
+        input_ids, attention_mask, generation_config: as in `generate`.
+        keywords: all others; reading them takes entries out.
+    """
+
+    input_ids: Any
+    attention_mask: Any
+    generation_config: GenerationConfig | None
+    keywords: dict[str, Any]
+
+    def prompts(self) -> RawPrompts:
+        """Reads the prompts from `input_ids`, or from the keyword `inputs`, which is transformers' name for them."""
+        inputs = self.keywords.pop("inputs", None)
+        if inputs is not None and self.input_ids is not None:
+            raise ValueError("prompts are given twice, as input_ids and as inputs; leave one out")
+        return read(self.input_ids if inputs is None else inputs, self.attention_mask)
+
+    @property
+    def unlimited(self) -> bool:
+        """True if neither the keywords nor the config limit the number of tokens."""
+        names = ("max_new_tokens", "max_length")
+        return all(self.keywords.get(name, getattr(self.generation_config, name, None)) is None for name in names)
+
+
+@dataclass(frozen=True, slots=True)
+class CallInputs:
+    """Checked prompts and options of a call.
+
+    Attributes:
+        prompts: token ids of each prompt, without padding.
+        options: of the call and of each row.
+        raw: the prompts with the caller's padding.
+        tokenizer: reads stop strings and grammars; None where the call has neither, or where there is none.
+    """
+
+    prompts: list[list[int]]
+    options: Options
+    raw: RawPrompts
+    tokenizer: PreTrainedTokenizerBase | None
+
+
+@dataclass(frozen=True, slots=True)
+class ModelLimits:
+    """Facts about the target that bound a call.
+
+    Attributes:
+        vocab_size: token ids lie below it.
+        context: tokens that the model was made for.
+        max_length: tokens of prompt and output that the generator has room for in a row.
+        generation_config: defaults of the checkpoint; None: it has none.
+        tokenizer: loads the checkpoint's tokenizer; gives None where it has none.
+    """
+
+    vocab_size: int
+    context: int
+    max_length: int
+    generation_config: GenerationConfig | None
+    tokenizer: Callable[[], PreTrainedTokenizerBase | None]
+
+
+def read_call(arguments: CallArguments, model: ModelLimits, default_new_tokens: int | None = None) -> CallInputs:
+    """Reads and checks the arguments of a call. Touches no device memory.
+
+    Args:
+        arguments: their keywords are taken apart.
+        model: the target.
+        default_new_tokens: new tokens of a call that sets no limit, cut to the room behind the prompts. None: as in
+            transformers.
+
+    Raises:
+        ValueError, UnsupportedOption: as in `generate`.
+    """
+    keywords, raw = arguments.keywords, arguments.prompts()
+    tokenizer = _checked_tokenizer(keywords.pop("tokenizer", None))
+    if default_new_tokens is not None and arguments.unlimited:
+        keywords["max_new_tokens"] = max(1, min(default_new_tokens, model.max_length - raw.width))
+    chosen = resolve(
+        model.generation_config,
+        arguments.generation_config,
+        keywords,
+        num_rows=len(raw.rows),
+        prompt_length=raw.width,
+        vocab_size=model.vocab_size,
+        context=min(model.context, model.max_length),
+    )
+    if tokenizer is None and (chosen.stop_strings or any(row.grammar for row in chosen.rows)):
+        tokenizer = model.tokenizer()
+    prompts = raw.prompts(model.vocab_size, chosen.padding, chosen.stop_ids, stacklevel=_CALLER)
+    return CallInputs(prompts, chosen, raw, tokenizer)
+
+
+def _checked_tokenizer(tokenizer: Any) -> PreTrainedTokenizerBase | None:
+    """Returns the tokenizer that a call brings.
+
+    Raises:
+        ValueError: the object is not a tokenizer.
+    """
+    if tokenizer is not None and not all(hasattr(tokenizer, name) for name in ("decode", "convert_ids_to_tokens")):
+        inner = "; pass its .tokenizer" if hasattr(tokenizer, "tokenizer") else ""
+        raise ValueError(f"tokenizer must be one of transformers' tokenizers, got {type(tokenizer).__name__}{inner}")
+    return cast("PreTrainedTokenizerBase | None", tokenizer)
+
+
+def check_streamer(streamer: object, rows: int) -> None:
+    """Raises UnsupportedOption for an object without `put` and `end`, or for a streamer with several rows."""
+    if streamer is not None and not (hasattr(streamer, "put") and hasattr(streamer, "end")):
+        raise UnsupportedOption(f"streamer needs put() and end(), as in transformers; got {type(streamer).__name__}")
+    if streamer is not None and rows != 1:
+        raise UnsupportedOption(f"a streamer takes one prompt, got {rows}; use stream() for a batch")
+
+
+def one_prompt(ids: Any) -> Any:
+    """Wraps a plain list of ids as a batch of one; returns anything else unchanged."""
+    return [ids] if isinstance(ids, list | tuple | range) and not any(is_list(one) for one in ids) else ids

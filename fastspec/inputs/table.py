@@ -1,0 +1,586 @@
+"""OPTIONS: one row for every keyword of `generate`, `stream` and `submit`.
+
+The parser, the command line, the server, the ranks and docs/options.md read this table. `GenerateOptions` gives the
+keywords' types to type checkers; a test keeps both equal. No torch: the command line prints its help from here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypedDict
+
+from fastspec.adaptive.controller import AUTO
+
+if TYPE_CHECKING:
+    import numpy as np
+    from torch import Tensor
+    from transformers import PreTrainedTokenizerBase
+
+MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-4, 1e4
+MAX_PENALTY = 2.0  # of presence and frequency, either way, as in vLLM
+MAX_REPETITION = 1e4
+MAX_RETURN_SEQUENCES = 2**16
+
+# one value, or one per prompt
+Numbers: TypeAlias = "float | Sequence[float | None] | Tensor | np.ndarray[Any, Any] | None"
+Wholes: TypeAlias = "int | Sequence[int | None] | Tensor | np.ndarray[Any, Any] | None"
+Texts: TypeAlias = "str | Sequence[str | None] | None"
+Schema: TypeAlias = "str | Mapping[str, Any] | type[Any] | None"  # JSON, its dict, or a class of pydantic's
+Biases: TypeAlias = "Mapping[int, float] | Sequence[Mapping[int, float] | None] | None"
+
+
+class GenerateOptions(TypedDict, total=False):
+    """Types of the keywords, for `Unpack`. `return_dict_in_generate` is not here: it decides the type of the result."""
+
+    inputs: Any
+    max_new_tokens: int | None
+    max_length: int | None
+    min_new_tokens: Wholes
+    min_length: int | None
+    eos_token_id: int | Sequence[int] | Tensor | None
+    stop_strings: str | Sequence[str] | None
+    stop_across_prompt: bool | None
+    pad_token_id: int | None
+    do_sample: bool | None
+    temperature: Numbers
+    top_k: Wholes
+    top_p: Numbers
+    min_p: Numbers
+    seed: Wholes
+    num_return_sequences: int | None
+    repetition_penalty: Numbers
+    presence_penalty: Numbers
+    frequency_penalty: Numbers
+    logit_bias: Biases
+    sequence_bias: Any
+    bad_words_ids: Sequence[Sequence[int]] | Sequence[Sequence[Sequence[int]] | None] | None
+    suppress_tokens: Sequence[int] | Sequence[Sequence[int] | None] | None
+    allowed_token_ids: Sequence[int] | Sequence[Sequence[int] | None] | None
+    json_schema: Schema | Sequence[Schema]
+    regex: Texts
+    grammar: Texts
+    num_speculative_tokens: int | str | Sequence[int | str | None] | None
+    logprobs: bool | int | None
+    tokenizer: PreTrainedTokenizerBase | None
+
+
+@dataclass(frozen=True, slots=True)
+class Number:
+    """Facts of an option that is one number a row.
+
+    Attributes:
+        fills: buffer of `DecodeState` that admission sets to the value.
+        neutral: value that changes nothing; None from the caller means it. An int admits whole numbers only.
+        low, high: least and largest value.
+        changes_greedy: True if it changes logits, so the tokens of a greedy row too; else it acts on the distribution.
+    """
+
+    fills: str
+    neutral: float
+    low: float
+    high: float
+    changes_greedy: bool = False
+
+
+class Form(Enum):
+    """How a flag of the command line is written."""
+
+    VALUE = "one value, of the option's own type"
+    IDS = "token ids with commas"
+    BIASES = "ID=BIAS, repeatable"
+    TEXTS = "a text, repeatable"
+    FILE = "the name of a file that holds the value"
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    """The flag of `fastspec generate` for an option.
+
+    Attributes:
+        help: one line.
+        kind: type of the value on the command line.
+        form: how it is written.
+        default: value where the flag is left out; None: the checkpoint's.
+        name: "--name", where it is not the keyword with dashes.
+        metavar: stands for the value in the help; empty: typer's own.
+    """
+
+    help: str
+    kind: type = str
+    form: Form = Form.VALUE
+    default: float | None = None
+    name: str = ""
+    metavar: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Option:
+    """One keyword.
+
+    Attributes:
+        keyword: of `generate`.
+        group: heading in docs/options.md.
+        meaning: one or two sentences.
+        takes: accepted values, for people; empty: the range of `number`.
+        default: for people; empty: the neutral value of `number`.
+        type: for people.
+        per_row: True if a list gives one value per prompt.
+        in_transformers: True for a field of transformers' GenerationConfig; else the option is fastspec's own.
+        number: facts of an option that is one number a row; None for others.
+        sets: fields of `Options` and `RowOptions` that hold the value.
+        flag: on the command line; a str says why there is none.
+        field: of a request to the server; a str that begins with "-" says why there is none.
+    """
+
+    keyword: str
+    group: str
+    type: str
+    meaning: str
+    takes: str = ""
+    default: str = ""
+    per_row: bool = False
+    in_transformers: bool = True
+    number: Number | None = None
+    sets: tuple[str, ...] = ()
+    flag: Flag | str
+    field: str
+
+
+_LENGTH, _SAMPLING, _LOGITS = "Length and end", "Sampling", "Changes to logits"
+_TEXT, _DRAFTS, _OUTPUT = "Structured text", "Drafts", "Output"
+
+OPTIONS: Final[tuple[Option, ...]] = (
+    Option(
+        keyword="max_new_tokens",
+        group=_LENGTH,
+        type="int",
+        meaning="New tokens of a row at most.",
+        takes="1 and more",
+        default="20, as in transformers; at most the context",
+        sets=("max_new_tokens",),
+        flag=Flag("New tokens at most.", int, default=128),
+        field="max_tokens",
+    ),
+    Option(
+        keyword="max_length",
+        group=_LENGTH,
+        type="int",
+        meaning="Tokens of the padded prompt and the output at most. `max_new_tokens` takes precedence.",
+        takes="more than the prompt has",
+        default="none",
+        flag="a flag of this name makes room for prompt and text",
+        field="-max_tokens counts new tokens",
+    ),
+    Option(
+        keyword="min_new_tokens",
+        group=_LENGTH,
+        type="int",
+        meaning="No stop id comes before so many new tokens.",
+        takes="0 to max_new_tokens",
+        default="0",
+        per_row=True,
+        sets=("min_new_tokens",),
+        flag=Flag("No stop token before so many.", int),
+        field="min_tokens",
+    ),
+    Option(
+        keyword="min_length",
+        group=_LENGTH,
+        type="int",
+        meaning="The same, counted with the padded prompt. `min_new_tokens` takes precedence.",
+        takes="0 to all tokens that there may be",
+        default="0",
+        flag="--min-new-tokens",
+        field="-min_tokens",
+    ),
+    Option(
+        keyword="eos_token_id",
+        group=_LENGTH,
+        type="int or list",
+        meaning="Ids that end a row; the id is part of the row. An empty list: none.",
+        takes="up to 64 ids of the vocabulary",
+        default="the checkpoint's",
+        sets=("stop_ids",),
+        flag="the checkpoint's",
+        field="ignore_eos",
+    ),
+    Option(
+        keyword="stop_strings",
+        group=_LENGTH,
+        type="str or list",
+        meaning="Texts that end a row. `GenerateOutput.texts` ends with the text; tokens end with the one that "
+        "completed it. Needs a tokenizer.",
+        takes="non-empty texts",
+        default="none",
+        sets=("stop_strings",),
+        flag=Flag("Text to stop behind. Repeatable.", form=Form.TEXTS, name="--stop-string", metavar="TEXT"),
+        field="stop",
+    ),
+    Option(
+        keyword="stop_across_prompt",
+        group=_LENGTH,
+        type="bool",
+        meaning="A stop string may begin in the prompt, as in transformers.",
+        takes="True, False",
+        default="True",
+        in_transformers=False,
+        sets=("across_prompt",),
+        flag="as with transformers: a stop string may begin in the prompt",
+        field="-False in the server: an answer is read alone",
+    ),
+    Option(
+        keyword="pad_token_id",
+        group=_LENGTH,
+        type="int",
+        meaning="Fills rows that ended early. On the left of an array without a mask it is padding.",
+        takes="an id of the vocabulary",
+        default="the checkpoint's, else the first stop id, else 0",
+        sets=("pad_token_id", "padding"),
+        flag="nothing is padded",
+        field="-nothing is padded",
+    ),
+    Option(
+        keyword="do_sample",
+        group=_SAMPLING,
+        type="bool",
+        meaning="Draws tokens. False takes the largest logit, whatever the temperature.",
+        takes="True, False",
+        default="False",
+        flag="--temperature",
+        field="-temperature",
+    ),
+    Option(
+        keyword="temperature",
+        group=_SAMPLING,
+        type="float",
+        meaning="Divides the logits. 0 is greedy. Without effect unless do_sample=True.",
+        takes=f"0, or {MIN_TEMPERATURE:g} to {MAX_TEMPERATURE:g}",
+        per_row=True,
+        number=Number("temperature", 1.0, 0.0, MAX_TEMPERATURE),
+        sets=("temperature",),
+        flag=Flag("0 is greedy; above, tokens are drawn.", float, default=0.0),
+        field="temperature",
+    ),
+    Option(
+        keyword="top_k",
+        group=_SAMPLING,
+        type="int",
+        meaning="Draws from the k most probable tokens; 0 is all.",
+        takes="0 and more",
+        per_row=True,
+        number=Number("top_k", 0, 0, 2**31 - 1),
+        sets=("top_k",),
+        default="50, as in transformers",
+        flag=Flag("Draw from the k most probable tokens; 0 is all.", int),
+        field="top_k",
+    ),
+    Option(
+        keyword="top_p",
+        group=_SAMPLING,
+        type="float",
+        meaning="Draws from the smallest set of tokens whose probabilities reach p.",
+        per_row=True,
+        number=Number("top_p", 1.0, 0.0, 1.0),
+        sets=("top_p",),
+        flag=Flag("Draw from the smallest set of tokens that reaches p.", float),
+        field="top_p",
+    ),
+    Option(
+        keyword="min_p",
+        group=_SAMPLING,
+        type="float",
+        meaning="Draws from tokens of at least min_p times the largest probability.",
+        per_row=True,
+        number=Number("min_p", 0.0, 0.0, 1.0),
+        sets=("min_p",),
+        flag=Flag("Draw from tokens of at least min-p times the largest probability.", float),
+        field="min_p",
+    ),
+    Option(
+        keyword="seed",
+        group=_SAMPLING,
+        type="int",
+        meaning="Makes a draw repeatable. A list has one seed a row; one number gives each row its own seed.",
+        takes="-2^63 to 2^63 - 1",
+        default="drawn from torch's CPU generator",
+        per_row=True,
+        in_transformers=False,
+        sets=("seed", "seeded"),
+        flag=Flag("Makes a draw repeatable.", int),
+        field="seed",
+    ),
+    Option(
+        keyword="num_return_sequences",
+        group=_SAMPLING,
+        type="int",
+        meaning="Texts of each prompt; they differ in their seeds. Needs do_sample=True.",
+        takes=f"1 to {MAX_RETURN_SEQUENCES}",
+        default="1",
+        sets=("copies",),
+        flag=Flag("Texts to draw, printed at their ends.", int),
+        field="n",
+    ),
+    Option(
+        keyword="repetition_penalty",
+        group=_LOGITS,
+        type="float",
+        meaning="Divides positive logits of tokens of prompt and text, and multiplies negative ones.",
+        takes=f"{1 / MAX_REPETITION:g} to {MAX_REPETITION:g}",
+        per_row=True,
+        number=Number("repetition", 1.0, 1 / MAX_REPETITION, MAX_REPETITION, changes_greedy=True),
+        sets=("repetition_penalty",),
+        flag=Flag("Above 1, against tokens of prompt and text.", float),
+        field="repetition_penalty",
+    ),
+    Option(
+        keyword="presence_penalty",
+        group=_LOGITS,
+        type="float",
+        meaning="Is taken off the logit of every token of the text.",
+        per_row=True,
+        in_transformers=False,
+        number=Number("presence", 0.0, -MAX_PENALTY, MAX_PENALTY, changes_greedy=True),
+        sets=("presence_penalty",),
+        flag=Flag("Taken off the logit of every token of the text.", float),
+        field="presence_penalty",
+    ),
+    Option(
+        keyword="frequency_penalty",
+        group=_LOGITS,
+        type="float",
+        meaning="Is taken off a token's logit once for each time that the text has it.",
+        per_row=True,
+        in_transformers=False,
+        number=Number("frequency", 0.0, -MAX_PENALTY, MAX_PENALTY, changes_greedy=True),
+        sets=("frequency_penalty",),
+        flag=Flag("Taken off as often as a token is in the text.", float),
+        field="frequency_penalty",
+    ),
+    Option(
+        keyword="logit_bias",
+        group=_LOGITS,
+        type="dict[int, float]",
+        meaning="Is added to the logits of these ids; -inf bans an id.",
+        takes="ids of the vocabulary to numbers, or -inf",
+        default="none",
+        per_row=True,
+        in_transformers=False,
+        sets=("bias",),
+        flag=Flag("Added to a token's logit; -inf bans it. Repeatable.", form=Form.BIASES, metavar="ID=BIAS"),
+        field="logit_bias",
+    ),
+    Option(
+        keyword="sequence_bias",
+        group=_LOGITS,
+        type="list or dict",
+        meaning="transformers' form of the same: [[[id], bias], ...] or {(id,): bias}, added to logit_bias.",
+        takes="sequences of one id",
+        default="none",
+        sets=("bias",),
+        flag="--logit-bias",
+        field="-logit_bias",
+    ),
+    Option(
+        keyword="bad_words_ids",
+        group=_LOGITS,
+        type="list of lists",
+        meaning="Ids that may not come, as [[id], [id], ...]. Stop ids among them are ignored, as in transformers.",
+        takes="lists of one id",
+        default="none",
+        per_row=True,
+        sets=("bias",),
+        flag="--suppress-tokens",
+        field="-logit_bias",
+    ),
+    Option(
+        keyword="suppress_tokens",
+        group=_LOGITS,
+        type="list",
+        meaning="Ids that may not come.",
+        takes="ids of the vocabulary",
+        default="none",
+        per_row=True,
+        sets=("bias",),
+        flag=Flag("Tokens that may not come.", form=Form.IDS, metavar="ID,ID,.."),
+        field="-logit_bias",
+    ),
+    Option(
+        keyword="allowed_token_ids",
+        group=_LOGITS,
+        type="list",
+        meaning="The only ids that may come.",
+        takes="ids of the vocabulary",
+        default="all",
+        per_row=True,
+        in_transformers=False,
+        sets=("allowed",),
+        flag=Flag("The only tokens that may come.", form=Form.IDS, metavar="ID,ID,.."),
+        field="-response_format",
+    ),
+    Option(
+        keyword="json_schema",
+        group=_TEXT,
+        type="dict or str",
+        meaning="The text is a JSON value of this schema. Needs `fastspec[grammar]`, as the next two.",
+        takes="a schema",
+        default="none",
+        per_row=True,
+        in_transformers=False,
+        sets=("grammar",),
+        flag=Flag("JSON schema that the text follows.", form=Form.FILE, metavar="FILE"),
+        field="response_format",
+    ),
+    Option(
+        keyword="regex",
+        group=_TEXT,
+        type="str",
+        meaning="The whole text matches this regular expression.",
+        takes="an expression",
+        default="none",
+        per_row=True,
+        in_transformers=False,
+        sets=("grammar",),
+        flag=Flag("Regular expression that the whole text matches."),
+        field="-response_format",
+    ),
+    Option(
+        keyword="grammar",
+        group=_TEXT,
+        type="str",
+        meaning="The text follows this Lark grammar.",
+        takes="a grammar",
+        default="none",
+        per_row=True,
+        in_transformers=False,
+        sets=("grammar",),
+        flag=Flag("Lark grammar that the text follows.", form=Form.FILE, metavar="FILE"),
+        field="-response_format",
+    ),
+    Option(
+        keyword="tokenizer",
+        group=_TEXT,
+        type="tokenizer",
+        meaning="Reads stop_strings and grammars, where it is not the checkpoint's own.",
+        takes="one of transformers' tokenizers",
+        default="the checkpoint's",
+        in_transformers=False,
+        flag="the checkpoint's",
+        field="-the checkpoint's",
+    ),
+    Option(
+        keyword="num_speculative_tokens",
+        group=_DRAFTS,
+        type=f'int or "{AUTO}"',
+        meaning=f"Drafts a step at most; 0 decodes plainly; {AUTO!r} chooses while decoding. It does not change the "
+        "distribution of the text.",
+        takes=f"0 to the generator's own, {AUTO!r}",
+        default="the generator's",
+        per_row=True,
+        in_transformers=False,
+        sets=("num_speculative_tokens", "auto", "draft_limit"),
+        flag=Flag("Tokens drafted per step; 0 decodes plainly, auto chooses while decoding.", default=4),
+        field="speculative_tokens",
+    ),
+    Option(
+        keyword="return_dict_in_generate",
+        group=_OUTPUT,
+        type="bool",
+        meaning="Returns a GenerateOutput in place of a tensor.",
+        takes="True, False",
+        default="False",
+        sets=("return_dict",),
+        flag="text is printed",
+        field="-an answer is JSON",
+    ),
+    Option(
+        keyword="logprobs",
+        group=_OUTPUT,
+        type="bool or int",
+        meaning="Records log-probabilities of the new tokens; n adds the n most probable tokens at each place.",
+        takes="False, True, 0 to 20",
+        default="False",
+        in_transformers=False,
+        sets=("top_logprobs",),
+        flag="text is printed",
+        field="logprobs",
+    ),
+)
+
+ROWS: Final[Mapping[str, Option]] = {option.keyword: option for option in OPTIONS}
+NUMBERS: Final[Mapping[str, Number]] = {
+    option.keyword: option.number for option in OPTIONS if option.number is not None
+}
+
+# entries of a config that change nothing in the text of plain decoding
+IGNORED: Final = frozenset(
+    [
+        "_commit_hash",
+        "_from_model_config",
+        "transformers_version",
+        "bos_token_id",
+        "decoder_start_token_id",
+        "early_stopping",
+        "length_penalty",
+        "is_assistant",
+        "num_assistant_tokens",
+        "num_assistant_tokens_schedule",
+        "assistant_confidence_threshold",
+        "assistant_lookbehind",
+        "target_lookbehind",
+        "max_matching_ngram_size",
+        "use_cache",  # without a cache transformers computes the same text more slowly; many checkpoints say False
+        "compile_config",
+        "disable_compile",
+        "cache_config",
+        "max_cache_len",
+        "prefill_chunk_size",
+        "continuous_batching_config",
+        "low_memory",
+        "renormalize_logits",  # a number added to all logits does not change the distribution
+    ]
+)
+# entries of a config that are refused unless they have one of these values
+OFF: Final[Mapping[str, tuple[Any, ...]]] = {
+    "num_beams": (None, 1),
+    "num_beam_groups": (None, 1),
+    "cache_implementation": (None, "dynamic", "static", "hybrid", "hybrid_chunked", "sliding_window"),
+    "typical_p": (None, 1.0),
+    "top_h": (None, 1.0),
+    "epsilon_cutoff": (None, 0.0),
+    "eta_cutoff": (None, 0.0),
+    "encoder_repetition_penalty": (None, 1.0),
+    "no_repeat_ngram_size": (None, 0),
+    "encoder_no_repeat_ngram_size": (None, 0),
+    "diversity_penalty": (None, 0.0),
+    "guidance_scale": (None, 1.0),
+    "penalty_alpha": (None, 0.0),
+}
+# entries of a config that are refused, and what to do instead
+ADVICE: Final[Mapping[str, str]] = {
+    "max_time": "stop the iteration over stream() when the time is up",
+    "prompt_lookup_num_tokens": "pass a draft model",
+    "assistant_early_exit": "pass a draft model",
+}
+# arguments of transformers' `generate` that are not in its config, and what to do instead
+ARGUMENTS: Final[Mapping[str, str]] = {
+    "logits_processor": "use logit_bias, allowed_token_ids, penalties, or a regex or grammar",
+    "stopping_criteria": "use stop_strings or eos_token_id, or leave the iteration over stream()",
+    "prefix_allowed_tokens_fn": "use allowed_token_ids, or a regex or grammar",
+    "assistant_model": "the draft is the generator's: FastSpecGenerator(target, draft)",
+    "synced_gpus": "leave it out",
+    "negative_prompt_ids": "leave it out",
+    "negative_prompt_attention_mask": "leave it out",
+    "custom_generate": "leave it out",
+    "use_model_defaults": "give the options that are to hold",
+    "position_ids": "positions follow from attention_mask",
+    "inputs_embeds": "give token ids",
+    "past_key_values": "prompts that begin alike are read once, see prefix_cache",
+}
+
+
+def keywords_of(field: str) -> str:
+    """Names the keywords that set a field of `Options` or `RowOptions`, for messages; `field` itself if none does."""
+    found = [option.keyword for option in OPTIONS if field in option.sets] or [field]
+    return " or ".join([", ".join(found[:-1]), found[-1]]) if len(found) > 1 else found[0]
