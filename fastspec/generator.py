@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from fastspec.adaptive.controller import AUTO
+from fastspec.config import PREFILL_BUDGET, Config, PlanOptions, Source
 from fastspec.distributed.agreed import agreed_warmup
 from fastspec.distributed.following import (
     Leader,
@@ -25,8 +26,8 @@ from fastspec.distributed.following import (
     follow,
 )
 from fastspec.distributed.ranks import Ranks
-from fastspec.engine.arguments import PlanOptions, Source, checked_arguments
-from fastspec.engine.build import PREFILL_BUDGET, build
+from fastspec.engine.arguments import checked_arguments
+from fastspec.engine.build import build
 from fastspec.engine.engine import Engine
 from fastspec.engine.explain import break_even_advice, explain
 from fastspec.engine.memory import MemoryPlan
@@ -135,32 +136,38 @@ class FastSpecGenerator(OfOneProcess):
         tensor_parallel: int | str | None = None,
         draft_tensor_parallel: str | None = None,
     ) -> None:
-        options: PlanOptions = {
-            "proposer": proposer,
-            "verification": verification,
-            "num_speculative_tokens": num_speculative_tokens,
-            "max_batch_size": max_batch_size,
-            "max_length": max_length,
-            "page_size": page_size,
-            "dtype": dtype,
-            "device": device,
-            "target_revision": target_revision,
-            "draft_revision": draft_revision,
-            "target_quantization": target_quantization,
-            "draft_quantization": draft_quantization,
-            "kv_dtype": kv_dtype,
-            "feature_layers": feature_layers,
-            "draft_vocab": draft_vocab,
-            "prefix_cache": prefix_cache,
-        }
         self._ranks = ranks = Ranks.of(tensor_parallel, draft_tensor_parallel)
-        self._progress = progress = progress and ranks.first
-        modes: dict[str, Any] = {"ranks": ranks, "exact": exact, "graphs": graphs, "compile": compile}
-        modes["prefill_budget"] = prefill_budget
+        config = Config(
+            proposer=proposer,
+            verification=verification,
+            num_speculative_tokens=num_speculative_tokens,
+            max_batch_size=max_batch_size,
+            max_length=max_length,
+            page_size=page_size,
+            dtype=dtype,
+            device=device,
+            target_revision=target_revision,
+            draft_revision=draft_revision,
+            target_quantization=target_quantization,
+            draft_quantization=draft_quantization,
+            kv_dtype=kv_dtype,
+            feature_layers=feature_layers,
+            draft_vocab=draft_vocab,
+            release_source=release_source,
+            prefix_cache=prefix_cache,
+            prefill_budget=prefill_budget,
+            exact=exact,
+            graphs=graphs,
+            compile=compile,
+            nvtx=nvtx,
+            tensor_parallel=tensor_parallel,
+            draft_tensor_parallel=draft_tensor_parallel,
+            progress=progress and ranks.first,
+        )
         with compilers_for(target, device, graphs, ranks.world.rank, ranks.size) as compilers:  # it may take longest
-            self._target, self._draft, self._settings = checked_arguments(target, draft, options, **modes)
+            self._target, self._draft, self._settings = checked_arguments(target, draft, config, ranks)
             announce_synthetic(verification)
-            if progress:
+            if config.progress:
                 announce(self._settings)
             self.device, self.max_length = self._settings.device, self._settings.max_length
             self.memory_plan: MemoryPlan = self._settings.memory
@@ -171,21 +178,11 @@ class FastSpecGenerator(OfOneProcess):
             self._tokenizer: PreTrainedTokenizerBase | None = None
             self._grammars = Grammars(self.vocab_size)
             engine, weights = build(
-                self._settings,
-                self._target,
-                self._draft,
-                proposer=proposer,
-                shared_vocab=self._shared_vocab,
-                release_source=release_source,
-                nvtx=nvtx,
-                progress=progress,
-                prefix_cache=prefix_cache,
-                prefill_budget=prefill_budget,
-                ranks=ranks,
+                self._settings, self._target, self._draft, shared_vocab=self._shared_vocab, ranks=ranks
             )
             self._trial = trial_of(self._draft, layout.draft_dtype, released=release_source, ranks=ranks.size)
             self._numbers = RequestNumbers()
-            make_ready = partial(warm_up_for, progress=progress, loaded=ranks.world.wait_for_all)
+            make_ready = partial(warm_up_for, progress=config.progress, loaded=ranks.world.wait_for_all)
             self._loop = _loop_of(engine, make_ready, self.max_length, ranks, self._numbers)
             with filling(weights, self.device) as loaded:
                 self._warm_up(self._drafting.for_warmup(None, GREEDY), 0, loaded, compilers)
@@ -198,9 +195,12 @@ class FastSpecGenerator(OfOneProcess):
             target, draft, **options: the constructor's, but for those that take no memory.
 
         Raises:
+            TypeError: another argument.
             MemoryError: it does not fit; the message names what does.
         """
-        return checked_arguments(target, draft, options)[2].memory
+        if others := sorted(options.keys() - PlanOptions.__annotations__.keys()):
+            raise TypeError(f"plan() got an unexpected keyword argument {others[0]!r}, which takes no memory")
+        return checked_arguments(target, draft, Config(**options), Ranks.alone())[2].memory
 
     @property
     def vocab_size(self) -> int:
@@ -472,7 +472,7 @@ class FastSpecGenerator(OfOneProcess):
                     choice,
                     length,
                     shortest,
-                    progress=self._progress,
+                    progress=self._settings.config.progress,
                     prompts=not shortest,
                     loaded=all_ready,
                     compilers=compilers,

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import torch
 
+from fastspec.config import Config, check_range
 from fastspec.distributed.agreement import sources
 from fastspec.distributed.draft import memory_rate, splitting_pays
 from fastspec.distributed.ranks import Ranks, check_places, place_of
 from fastspec.distributed.slices import SIZES
-from fastspec.engine.settings import Settings, check_range, device_of, dtype_of, settings_of
+from fastspec.engine.settings import Settings, device_of, dtype_of, settings_of
 from fastspec.errors import UnsupportedModel, UnsupportedOption
 from fastspec.models.checkpoints.sliced import fingerprint, same_text_on, sliced
 from fastspec.models.checkpoints.sources import Checkpoint
@@ -27,40 +28,37 @@ from fastspec.scheduling.loop import Loop
 def agreed_settings(
     ranks: Ranks,
     pair: Callable[[], tuple[Checkpoint, Checkpoint | HeadCheckpoint | None]],
-    equal: Mapping[str, object],
-    **asked: Any,
+    config: Config,
 ) -> tuple[Checkpoint, Checkpoint | HeadCheckpoint | None, Settings]:
     """Target, draft and settings of one rank, on which all ranks agree: the rows are as long as all have room for.
 
     Args:
         pair: finds target and draft.
-        equal: further arguments of the constructor that must be equal on all ranks.
-        **asked: as in `settings_of`.
+        config: arguments of the constructor.
 
     Raises:
         As `settings_of`, and UnsupportedOption where ranks were asked for different things or a model does not divide.
     """
-    asked["device"] = ranks.device(asked["device"])
+    config = replace(config, device=ranks.device(config.device))
 
     def make() -> tuple[Checkpoint, Checkpoint | HeadCheckpoint | None, Settings]:
         whole, draft_whole = pair()
-        device = device_of(asked["device"], whole)
+        device = device_of(config.device, whole)
         on_cpu = device.type == "cpu"
-        _decide_draft(draft_whole, ranks, device, asked["dtype"])
+        _decide_draft(draft_whole, ranks, device, config.dtype)
         target, draft = _own(whole, ranks, on_cpu=on_cpu), draft_whole
         if isinstance(draft, Checkpoint):
             draft = _own(draft, ranks, on_cpu=on_cpu)
-        if ranks.asked and asked.get("compile"):
+        if ranks.asked and config.compile:
             raise UnsupportedOption("compile=True does not go with tensor_parallel; leave one of them out")
-        return target, draft, settings_of(target, draft, **asked)
+        return target, draft, settings_of(target, draft, config)
 
     def of_all(made: tuple[Checkpoint, Checkpoint | HeadCheckpoint | None, Settings]) -> dict[str, object]:
-        same = {name: value for name, value in asked.items() if name != "device"}
         models = [None if each is None else fingerprint(each) for each in made[:2]]
         return {
             "version of fastspec or torch": (sources(), torch.__version__),
             "checkpoint": models,
-            "option": (same, equal),
+            **{f"option {name}": value for name, value in config.shared().items()},
             "draft_tensor_parallel": ranks.split_draft,
         }
 
@@ -71,7 +69,7 @@ def agreed_settings(
     lengths, places = zip(*of_each, strict=True)
     check_places(places)
     if (shortest := min(lengths)) < made.max_length:
-        shorter = settings_of(target, draft, **{**asked, "max_length": shortest})
+        shorter = settings_of(target, draft, replace(config, max_length=shortest))
         made = replace(shorter, length_reason="what all ranks have room for")
     cut = target.spec.cut if isinstance(target.spec, HostedInfo) else None
     if cut is not None:

@@ -14,11 +14,10 @@ from fastspec.distributed.exchange import Exchange
 from fastspec.distributed.ranks import Ranks
 from fastspec.engine.engine import Engine, grid_unit_of
 from fastspec.engine.memory import Layout
-from fastspec.engine.settings import Settings, check_range
+from fastspec.engine.settings import Settings
 from fastspec.engine.threads import sampling_alone
 from fastspec.graphs.results import ResultRing
 from fastspec.graphs.runner import EagerRunner, GraphRunner, Runner
-from fastspec.inputs.values import flag
 from fastspec.kernels.common.kv_scales import FP8
 from fastspec.kernels.common.launch import brief
 from fastspec.kernels.common.packing import PACKED_ROWS
@@ -60,7 +59,6 @@ from fastspec.shapes import DELTA_CHUNK
 from fastspec.state import DecodeState
 from fastspec.step import PromptEnd, StepModules
 
-PREFILL_BUDGET = 256  # prompt tokens: on a GPU reading the weights still takes most of the time of such a pass
 _PREFILL_BATCH_TOKENS = 256  # tokens of a pass over several short prompts: with fewer it waits for the weights
 # tokens of a pass, by compute capability: from here on one kernel multiplies packed weights, in one order of sums
 _SAME_BITS_FROM = {(9, 0): 64}
@@ -74,46 +72,31 @@ def build(
     target: Checkpoint,
     draft: Checkpoint | HeadCheckpoint | None,
     *,
-    proposer: Proposer | None,
     shared_vocab: int,
-    release_source: bool,
-    nvtx: bool,
-    progress: bool,
-    prefix_cache: bool = True,
-    prefill_budget: int | None = PREFILL_BUDGET,
     ranks: Ranks | None = None,
 ) -> tuple[Engine, list[Pending]]:
     """Makes the engine of a generator, and the weights that must be filled before anything is run.
 
     Args:
-        settings: checked arguments of the generator.
+        settings: completed arguments of the generator.
         target, draft: where the weights come from.
-        proposer: the caller's own, or a lookup before the draft.
         shared_vocab: ids below this mean the same to draft and target.
-        release_source, progress: as in `allocate_weights`.
-        nvtx: name steps and their phases to a profiler.
         ranks: that share the models; None: this process is alone.
-        prefix_cache, prefill_budget: of the generator.
 
     Raises:
-        ValueError: a budget out of range, or a flag that is no bool.
         CheckpointError, UnsupportedModel: from loading; nothing is kept.
     """
-    flag("release_source", release_source)
-    flag("nvtx", nvtx)
-    if prefill_budget is not None:
-        prefill_budget = check_range("prefill_budget", prefill_budget, 1, _MAX_BUDGET)
-    layout, device, length = settings.layout, settings.device, settings.max_length
+    config, layout, device, length = settings.config, settings.layout, settings.device, settings.max_length
     ops = layout.ops if device.type == "cuda" else sampling_alone(layout.ops)
     ranks = ranks or Ranks.alone()
-    only_ours = not settings.compiled and proposer is None and not any(_hosted(each) for each in (target, draft))
-    runner = _runner(settings, nvtx=nvtx, only_ours=only_ours)
-    mark = torch.cuda.nvtx.range if nvtx and device.type == "cuda" else nullcontext
+    only_ours = not config.compile and config.proposer is None and not any(_hosted(each) for each in (target, draft))
+    runner = _runner(settings, only_ours=only_ours)
+    mark = torch.cuda.nvtx.range if config.nvtx and device.type == "cuda" else nullcontext
 
     with runner.on_stream():
         exchange = ranks.exchange(device, *layout.exchanged(length)) if ranks.asked else None
         work = ops.sampled_work(layout.batch, layout.max_drafts, layout.target.vocab_size, device)
-        made = _Models(settings, ops, ranks, exchange, mark, work, release_source, progress, prefix_cache)
+        made = _Models(settings, ops, ranks, exchange, mark, work)
         scoring = made.model(target, layout.target_dtype)
         drafter = made.drafter(draft, scoring, shared_vocab)
         state = DecodeState.allocate(
@@ -128,12 +111,12 @@ def build(
         sizes = layout.batch, layout.max_drafts, state.top_ids.shape[2]
         watch = ranks.world if ranks.size > 1 else None
         ring = ResultRing(*sizes, device, pinned=ops.name == "triton", watch=watch)
-        chosen = choose(proposer, drafter, scoring.vocab_size)
+        chosen = choose(config.proposer, drafter, scoring.vocab_size)
         modules = _modules(layout, ops, scoring, chosen, ring, mark, work, device)
     pages, chunks = PageTable(layout.num_pages(length), layout.page_size), layout.chunks_for(length)
     same_bits, draft_chunks = _pass_sizes(chunks, made, device)
     prefix = prefix_states = None
-    if prefix_cache and (not takes_features(chosen) or kept_in_pages(chosen)):
+    if config.prefix_cache and (not takes_features(chosen) or kept_in_pages(chosen)):
         grid_unit = grid_unit_of(chunks, same_bits, settings.decode_tiling.rows is not None)
         salt = target.name, draft.name if draft else None
         prefix, prefix_states = _prefix_cache(pages, grid_unit, made.models, reads_ahead(chosen), salt)
@@ -153,7 +136,7 @@ def build(
         prefix=prefix,
         prefix_states=prefix_states,
         prefill_batch_tokens=_PREFILL_BATCH_TOKENS if batches_prompts else 0,
-        prefill_budget=prefill_budget,
+        prefill_budget=config.prefill_budget,
         mean_weight=_mean_weight(settings, target),
         share_seconds=ranks.world.share_seconds,
         sharing=(ranks.world.rank, ranks.size),
@@ -161,13 +144,13 @@ def build(
     return engine, made.pending
 
 
-def _runner(settings: Settings, *, nvtx: bool, only_ours: bool) -> Runner:
+def _runner(settings: Settings, *, only_ours: bool) -> Runner:
     """What launches steps, or replays them; `only_ours`: nothing but this package's kernels runs in them."""
     if not settings.graphs:
         return EagerRunner(settings.device)
     if only_ours:
-        return GraphRunner(settings.device, nvtx=nvtx, warm_ups=1, warming=brief)
-    return GraphRunner(settings.device, nvtx=nvtx)
+        return GraphRunner(settings.device, nvtx=settings.config.nvtx, warm_ups=1, warming=brief)
+    return GraphRunner(settings.device, nvtx=settings.config.nvtx)
 
 
 def _modules(
@@ -212,8 +195,6 @@ class _Models:
         ranks: that share the models.
         exchange: between them; None: this process is alone.
         mark, work: as for `DraftModel`.
-        release_source, progress: as in `allocate_weights`.
-        keeps_prefixes: prompts may begin from states that earlier ones left, if there are recurrent layers.
 
     Attributes:
         models: target and draft model, as far as they are made.
@@ -230,15 +211,11 @@ class _Models:
         exchange: Exchange | None,
         mark: Callable[[str], AbstractContextManager[object]],
         work: Any,
-        release_source: bool,
-        progress: bool,
-        keeps_prefixes: bool,
     ) -> None:
         layout, length = settings.layout, settings.max_length
         self._settings, self._ops, self._ranks, self._exchange = settings, ops, ranks, exchange
-        self._mark, self._work, self._release_source, self._progress = mark, work, release_source, progress
-        self._keeps_prefixes = keeps_prefixes
-        self._inside = compiled(ops) if settings.compiled else ops
+        self._mark, self._work, self._config = mark, work, settings.config
+        self._inside = compiled(ops) if self._config.compile else ops
         self._sizes: dict[str, Any] = {
             "max_positions": layout.pages_per_row(length) * layout.page_size,
             "batch": layout.batch,
@@ -274,7 +251,7 @@ class _Models:
             ops=self._inside,
             sizes=self._sizes,
             length=self._settings.max_length,
-            progress=self._progress,
+            progress=self._config.progress,
             mark=self._mark,
             work=self._work,
         )
@@ -289,7 +266,7 @@ class _Models:
         exchange = None if spec.cut is None else self._exchange
         where: dict[str, Any] = {"dtype": dtype, "device": settings.device}
         model = HostedModel(spec, self._ops, **where, exchange=exchange, **pages, **self._sizes)
-        load_hosted(checkpoint, model, **where, release=self._release_source, progress=self._progress)
+        load_hosted(checkpoint, model, **where, release=self._config.release_source, progress=self._config.progress)
         if exchange is not None:
             self._ranks.world.wait_for_all()
         admit(model, checkpoint.name, settings.decode_tiling, self._sizes["max_queries"])
@@ -301,8 +278,8 @@ class _Models:
             checkpoint,
             dtype=dtype,
             device=self._settings.device,
-            progress=self._progress,
-            release_source=self._release_source,
+            progress=self._config.progress,
+            release_source=self._config.release_source,
             ops=self._inside,
         )
         self.pending.append(allocated)
@@ -312,7 +289,7 @@ class _Models:
         sliced = checkpoint.sliced
         if sliced is not None and sliced.share.parts > 1 and self._exchange is not None:
             return ParallelDecoder(*own, sliced=sliced, exchange=self._exchange, **self._sizes)
-        return (CompiledDecoder if self._settings.compiled else Decoder)(*own, **self._sizes)
+        return (CompiledDecoder if self._config.compile else Decoder)(*own, **self._sizes)
 
     def _cache(
         self,
@@ -325,7 +302,7 @@ class _Models:
         layout, length = self._settings.layout, self._settings.max_length
         sizes = len(spec.attending), layout.num_pages(length), layout.page_size, spec.num_kv_heads, spec.head_dim
         rows, where = (layout.batch, layout.max_drafts), dict[str, Any](dtype=dtype, device=self._settings.device)
-        kept = layout.kept_states if self._keeps_prefixes else 0
+        kept = layout.kept_states if self._config.prefix_cache else 0
         states = StateCache.allocate(spec.deltas, *rows, **where, kept=kept) if spec.deltas else None
         scales = for_layers(found or {}, spec.attending) if of_pages == FP8 else ()
         return PagedKVCache.allocate(*sizes, **{**where, "dtype": of_pages}, states=states, scales=scales)
@@ -392,7 +369,7 @@ def _matrices(weights: DecoderWeights | HeadWeights) -> Iterator[Weight]:
 
 def _mean_weight(settings: Settings, target: Checkpoint) -> float | None:
     """Elements of one of the target's matrices, in the mean; None where threads of the CPU are not ours to choose."""
-    if settings.device.type != "cpu" or settings.compiled or target.ranks > 1:
+    if settings.device.type != "cpu" or settings.config.compile or target.ranks > 1:
         return None
     dtype = settings.layout.target_dtype
     return target.spec.weight_bytes(dtype) / dtype.itemsize / (4 * target.spec.num_layers + 1)

@@ -12,8 +12,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Final
 
-import torch
-
+from fastspec.config import Config
 from fastspec.engine.settings import device_of, dtype_of
 from fastspec.kernels.common.codes import CodeFormat
 from fastspec.kernels.common.rounding import FORMATS, kind_for
@@ -40,25 +39,23 @@ LEAST: Final = 32 * 2**20  # bytes of a pass: fewer stay in the L2 cache of larg
 def with_format(
     target: Checkpoint,
     draft: Checkpoint | HeadCheckpoint | None,
+    config: Config,
     *,
-    device: torch.device | str | None = None,
-    dtype: torch.dtype | str | None = None,
-    max_batch_size: int = 8,
-    ours: bool = True,
+    alone: bool = True,
 ) -> Checkpoint | HeadCheckpoint | None:
     """The draft, rounded to the format with the least estimated time; its `stored` says which, and why.
 
     Args:
         target, draft: as resolved.
-        device, dtype, max_batch_size: arguments of the generator.
-        ours: this package's kernels multiply (no torch.compile), and the draft is on one rank only.
+        config: arguments of the generator.
+        alone: no other rank shares the models.
     """
     if draft is None or draft.stored:  # a quantised checkpoint keeps its format
         return draft
-    if kind := _left(draft, ours):
+    if kind := _left(draft, ours=alone and not config.compile):
         return replace(draft, stored=f'{AS_STORED}: "auto" leaves a draft that is {kind}')
-    on = device_of(device, target)
-    run_in, ops = dtype_of(dtype, draft.spec, on), ops_for(on)
+    on = device_of(config.device, target)
+    run_in, ops = dtype_of(config.dtype, draft.spec, on), ops_for(on)
     if not any(ops.keeps_codes(_SOME, some, run_in, on) for form in FORMATS if (some := kind_for(form, _SOME))):
         return replace(draft, stored=f'{AS_STORED}: "auto" found that {_ALIKE}')
     made: dict[CodeFormat | None, Checkpoint | HeadCheckpoint] = {form: rounded_to(draft, form) for form in FORMATS}
@@ -67,9 +64,11 @@ def with_format(
     if isinstance(draft, HeadCheckpoint) and draft.spec.own_embed:
         unread = run_in.itemsize * math.prod(draft.spec.tensors["embed_tokens.weight"])
     sizes = {form: one.bytes_loaded(run_in, on, ops) - unread for form, one in made.items()}
-    best = best_of(sizes, max_batch_size) if sizes[None] >= LEAST else None
+    best = best_of(sizes, config.max_batch_size) if sizes[None] >= LEAST else None
     if best is None:
-        why = f"at {max_batch_size} rows it is fastest" if sizes[None] >= LEAST else "reading so few takes no time"
+        why = (
+            f"at {config.max_batch_size} rows it is fastest" if sizes[None] >= LEAST else "reading so few takes no time"
+        )
         why = _ALIKE if min(sizes.values()) == sizes[None] else why
         return replace(draft, stored=f'{AS_STORED}, {sizes[None] / 2**20:.0f} MiB a pass: "auto" found that {why}')
     text = (
@@ -79,7 +78,7 @@ def with_format(
     return replace(rounded, chosen=True) if isinstance(rounded, Checkpoint) else rounded
 
 
-def _left(draft: Checkpoint | HeadCheckpoint, ours: bool) -> str:
+def _left(draft: Checkpoint | HeadCheckpoint, *, ours: bool) -> str:
     """What a draft is that stays as it is; empty: it may be rounded."""
     if not ours:
         return "compiled by torch, or beside a target that ranks share"

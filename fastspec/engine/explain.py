@@ -214,7 +214,7 @@ def attention_kernels(settings: Settings) -> dict[str, str]:
 
 
 def _products(settings: Settings) -> str:
-    if settings.compiled:
+    if settings.config.compile:
         return (
             "compile=True: passes of steps by torch.compile, one graph a shape; prompts as they are; a row's bits may "
             "depend on k and on its neighbours"

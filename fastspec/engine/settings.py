@@ -1,26 +1,25 @@
-"""The constructor's arguments, checked and completed: device, dtypes, sizes, and what they need in memory."""
+"""Completes a generator's arguments: device, dtypes, sizes, and the memory that they need."""
 
 from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, cast
+from typing import cast
 
 import torch
 from tqdm import tqdm
 
 from fastspec.adaptive.controller import AUTO, MAX_USEFUL
+from fastspec.config import Config, check_range
 from fastspec.engine.memory import FREE_SHARE, Layout, MemoryPlan, free_bytes
-from fastspec.inputs.values import scalar
 from fastspec.kernels.common.kv_scales import FP8
 from fastspec.kernels.ops import TORCH_OPS
 from fastspec.kernels.select import ops_for
 from fastspec.models.heads.checkpoint import HeadCheckpoint
 from fastspec.models.interface import ModelInfo, ModelSource
 from fastspec.proposers.interface import feature_shape, features_of, is_deterministic
-from fastspec.sampling.rules import BLOCK, Verification, checked, needs_draft_probs
+from fastspec.sampling.rules import Verification, checked, needs_draft_probs
 from fastspec.shapes import UNTILED, Tiling
 
 MAX_DRAFTS = 16
@@ -34,29 +33,29 @@ _CHUNKS = {"cpu": (64,), "cuda": (64, 128, 256, 512, 1024, 2048)}
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """A generator's checked arguments with their defaults, before anything is loaded or allocated.
+    """A generator's arguments, completed with what its models are, before anything is loaded or allocated.
 
     Attributes:
+        config: the arguments as they were given.
         device: where everything lies.
         layout: sizes and dtypes.
         max_length: tokens per row.
         length_reason: why max_length is what it is, for people.
         decode_tiling: shapes of a step's matrix products.
         graphs: capture steps as CUDA graphs.
-        compiled: run the models' passes through torch.compile.
         memory: the plan.
         verification: how drafts are judged.
         auto: calls that say nothing choose k while they decode.
         ranks: which other processes have a part of the model, in words; empty: none.
     """
 
+    config: Config
     device: torch.device
     layout: Layout
     max_length: int
     length_reason: str
     decode_tiling: Tiling
     graphs: bool
-    compiled: bool
     memory: MemoryPlan
     verification: Verification
     auto: bool = False
@@ -68,92 +67,57 @@ class Settings:
         return self.decode_tiling.rows is not None
 
 
-class Caches(NamedTuple):
-    """Arguments of the generator about caches."""
-
-    kv_dtype: str | Sequence[str | None] | None = None
-    prefix_cache: bool = True
-
-
-USUAL_CACHES = Caches()
-
-
-def settings_of(
-    target: ModelSource,
-    draft: ModelSource | None,
-    *,
-    num_speculative_tokens: int | str = 4,
-    max_batch_size: int = 8,
-    max_length: int | None = None,
-    page_size: int = 64,
-    dtype: torch.dtype | str | None = None,
-    device: torch.device | str | None = None,
-    exact: bool = True,
-    graphs: bool | None = None,
-    compile: bool = False,
-    verification: object = BLOCK,
-    proposer: object | None = None,
-    caches: Caches = USUAL_CACHES,
-) -> Settings:
-    """Checks the arguments and completes them with their defaults; allocates nothing.
+def settings_of(target: ModelSource, draft: ModelSource | None, config: Config) -> Settings:
+    """Checks the arguments against the models and completes them with their defaults; allocates nothing.
 
     Args:
-        target, draft: what they are is read here, not their weights.
-        num_speculative_tokens, max_batch_size, max_length, page_size, dtype, device, exact, graphs, verification,
-            proposer: the generator's arguments.
-        caches: those of them about caches.
+        target, draft: their specs are read here, not their weights.
+        config: arguments of the generator.
 
     Raises:
         ValueError: a value out of range.
         MemoryError: the plan does not fit; the message names the largest length that does.
     """
-    drafts = _drafts(num_speculative_tokens, draft, proposer)
-    max_batch_size = check_range("max_batch_size", max_batch_size, 1, 1024)
-    page_size = check_range("page_size", page_size, 1, 4096)
-    on, rule = device_of(device, target), checked(verification)
+    drafts = _drafts(config.num_speculative_tokens, draft, config.proposer)
+    max_batch_size = check_range("max_batch_size", config.max_batch_size, 1, 1024)
+    page_size = check_range("page_size", config.page_size, 1, 4096)
+    on, rule, proposer = device_of(config.device, target), checked(config.verification), config.proposer
     layout = Layout(
         batch=max_batch_size,
         max_drafts=drafts if draft or proposer else 0,
         page_size=page_size,
         target=target.spec,
-        target_dtype=dtype_of(dtype, target.spec, on),
+        target_dtype=dtype_of(config.dtype, target.spec, on),
         draft=draft.spec if draft else None,
-        draft_dtype=dtype_of(dtype, (draft or target).spec, on),  # of a head's spec that is the target's
+        draft_dtype=dtype_of(config.dtype, (draft or target).spec, on),  # of a head's spec that is the target's
         chunks=_CHUNKS[on.type],
         ops=ops_for(on),
         keep_draft_probs=needs_draft_probs(rule) and not (proposer and is_deterministic(proposer) and not draft),
-        keeps_prefixes=caches.prefix_cache,
+        keeps_prefixes=config.prefix_cache,
         ranks=target.ranks,
     )
-    layout = replace(layout, kv_dtypes=_kv_dtypes(caches.kv_dtype, layout, target, draft, on, compile))
+    layout = replace(layout, kv_dtypes=_kv_dtypes(config, layout, target, draft, on))
     read, kept = _features(target, draft, proposer, drafts)
     layout = replace(layout, feature_layers=read, feature_elements=kept)
-    layout = replace(layout, weights=_weights(layout, target, draft, on, compile))
-    length, reason = _max_length(max_length, layout, on, _free_bytes(on, target))
-    tiling = _DECODE_TILING[on.type] if exact else UNTILED
+    layout = replace(layout, weights=_weights(layout, target, draft, on, config.compile))
+    length, reason = _max_length(config.max_length, layout, on, _free_bytes(on, target))
+    tiling = _DECODE_TILING[on.type] if config.exact else UNTILED
     memory = layout.plan(length, _free_bytes(on, target))
-    _check_compile(compile, exact, on, head=draft if isinstance(draft, HeadCheckpoint) else None)
-    _check_hosted(target, draft, compile, layout.feature_layers)
-    _check_recurrent(target, draft, compile)
-    auto = isinstance(num_speculative_tokens, str) and layout.max_drafts > 0
-    return Settings(on, layout, length, reason, tiling, _graphs(graphs, on), compile, memory, rule, auto)
+    _check_compile(config, on, head=draft if isinstance(draft, HeadCheckpoint) else None)
+    _check_hosted(target, draft, config.compile, layout.feature_layers)
+    _check_recurrent(target, draft, config.compile)
+    auto = isinstance(config.num_speculative_tokens, str) and layout.max_drafts > 0
+    return Settings(config, on, layout, length, reason, tiling, _graphs(config.graphs, on), memory, rule, auto)
 
 
 def _kv_dtypes(
-    asked: str | Sequence[str | None] | None,
-    layout: Layout,
-    target: ModelSource,
-    draft: ModelSource | None,
-    device: torch.device,
-    compile: bool,
+    config: Config, layout: Layout, target: ModelSource, draft: ModelSource | None, device: torch.device
 ) -> tuple[torch.dtype, torch.dtype] | None:
-    """Dtypes of the K/V pages of target and draft; None: as the models.
+    """Dtypes of the K/V pages of target and draft; None: those of the models.
 
     The few layers of a head keep keys in the model's dtype.
-
-    Args:
-        asked: for both, or for target and draft apart.
     """
+    asked = config.kv_dtype
     apart = tuple(asked) if isinstance(asked, tuple | list) else (asked, asked)
     if len(apart) != 2 or any(each not in ("fp8", None) for each in apart):
         raise ValueError(
@@ -165,7 +129,7 @@ def _kv_dtypes(
     hosted = [each.name for each in (target, draft) if each is not None and each.spec.hosting]
     if hosted:
         raise ValueError(f"kv_dtype='fp8' is for native families alone, and {hosted[0]} is hosted: leave it out")
-    if compile:
+    if config.compile:
         raise ValueError("kv_dtype='fp8' does not go with compile=True; leave one of them out")
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < _FP8_FROM and layout.ops.name == "triton":
         raise ValueError(
@@ -198,14 +162,6 @@ def announce(settings: Settings) -> None:
     """Prints the chosen length and the plan on stderr."""
     line = f"fastspec: max_length = {settings.max_length} ({settings.length_reason}); {settings.memory}"
     tqdm.write(line, file=sys.stderr)
-
-
-def check_range(name: str, value: Any, low: int, high: int) -> int:
-    """A whole number from low to high, also one that an array holds; anything else is a ValueError."""
-    value = scalar(value)
-    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        raise ValueError(f"{name} must be a whole number between {low} and {high}, got {value!r}")
-    return value
 
 
 def _drafts(asked: int | str, draft: ModelSource | None, proposer: object | None) -> int:
@@ -256,12 +212,13 @@ def _graphs(asked: bool | None, device: torch.device) -> bool:
     return possible if asked is None else asked
 
 
-def _check_compile(compile: bool, exact: bool, device: torch.device, head: HeadCheckpoint | None = None) -> None:
+def _check_compile(config: Config, device: torch.device, head: HeadCheckpoint | None) -> None:
+    compile = config.compile
     if compile and head:
         raise ValueError(
             f"compile=True is for draft models, and {head.name} is a head ({head.spec.found}): leave it out"
         )
-    if compile and exact:
+    if compile and config.exact:
         raise ValueError(
             "compile=True needs exact=False: the compiler chooses by shape, so a row's bits depend on what runs beside "
             "it"

@@ -125,8 +125,8 @@ def test_a_generator_that_differs_on_one_rank_is_refused_by_all(pair: Pair, two:
     same = {"pair": pair, "tensor_parallel": 2}
     for options, named in (
         ([same, {**same, "pair": (pair[1], pair[1])}], "another checkpoint"),
-        ([same, {**same, "max_batch_size": 3}], "another option"),
-        ([same, {**same, "prefill_budget": 64}], "another option"),
+        ([same, {**same, "max_batch_size": 3}], "another option max_batch_size than"),
+        ([same, {**same, "prefill_budget": 64}], "another option prefill_budget than"),
         ([same, {**same, "draft_tensor_parallel": "split"}], "another draft_tensor_parallel"),
     ):
         for found in two.run(tasks.open_with, options):

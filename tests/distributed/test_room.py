@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from fastspec.config import Config
 from fastspec.distributed import devices
 from fastspec.distributed.exchange import Alone, Sums
 from fastspec.distributed.world import World
@@ -83,7 +84,7 @@ def test_sums_have_room_for_what_fits_and_is_faster_at_once() -> None:
 
 def test_the_plan_of_a_rank_has_it_on_gpus_and_shortens_rows_by_it(pair: tuple[str, str]) -> None:
     target = resolve(pair[0], role="target")
-    settings = settings_of(target, None, device="cpu", max_length=100)
+    settings = settings_of(target, None, Config(device="cpu", max_length=100))
     alone = replace(settings.layout, ops=replace(TORCH_OPS, name="triton"), chunks=(64, 2 * PROMPT))
     several = replace(alone, ranks=2)
     free = alone.plan(100, 0).total + 2 * MIB

@@ -3,27 +3,33 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any
+from dataclasses import fields
 
 import pytest
 
 from fastspec import FastSpecGenerator, UnsupportedOption, demo_pair
-from fastspec.engine.arguments import PlanOptions
-from fastspec.engine.settings import Caches, settings_of
+from fastspec.config import Config, PlanOptions
+
+NO_MEMORY = {"release_source", "prefill_budget", "exact", "graphs", "compile", "nvtx", "progress"}
+OF_RANKS = {"tensor_parallel", "draft_tensor_parallel"}
 
 
-def defaults(function: Any) -> dict[str, Any]:
-    return {name: each.default for name, each in inspect.signature(function).parameters.items()}
+def test_the_constructor_its_plan_and_the_config_have_the_same_arguments_and_defaults() -> None:
+    parameters = inspect.signature(FastSpecGenerator).parameters.values()
+    constructor = {each.name: each.default for each in parameters if each.kind is each.KEYWORD_ONLY}
+    assert constructor == {each.name: each.default for each in fields(Config)}
+    assert PlanOptions.__annotations__.keys() == constructor.keys() - NO_MEMORY - OF_RANKS
 
 
-def test_a_plan_has_the_defaults_of_a_generator() -> None:
-    ours, theirs = defaults(FastSpecGenerator), {**defaults(settings_of), **Caches._field_defaults}
-    assert ours.keys() >= PlanOptions.__annotations__.keys()
-    shared = ours.keys() & theirs.keys() - {"target", "draft"}
-    assert len(shared) == 13
-    assert {name: ours[name] for name in shared} == {name: theirs[name] for name in shared}
-    others = {name: ours[name] for name in PlanOptions.__annotations__ if name not in theirs and ours[name] is not None}
-    assert others == {"draft_quantization": "auto"}
+def test_ranks_compare_every_argument_but_those_of_one_process() -> None:
+    of_one_process = {"device", "progress", "nvtx", "release_source"}
+    assert Config().shared().keys() == {each.name for each in fields(Config)} - of_one_process - OF_RANKS
+
+
+@pytest.mark.parametrize("name", sorted(NO_MEMORY | OF_RANKS))
+def test_a_plan_takes_no_argument_without_memory(name: str) -> None:
+    with pytest.raises(TypeError, match=f"unexpected keyword argument '{name}', which takes no memory"):
+        FastSpecGenerator.plan(*demo_pair(), **{name: None})  # type: ignore[misc]
 
 
 @pytest.mark.parametrize("name", ["prefix_cache", "exact", "graphs", "compile", "release_source", "nvtx"])

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from fastspec import FastSpecGenerator
+from fastspec.config import Config
 from fastspec.engine import draft_format
 from fastspec.engine.draft_format import SHARES, best_of, share, with_format
 from fastspec.errors import UnsupportedOption
@@ -56,7 +57,7 @@ def test_the_format_is_chosen_where_codes_are_kept(plain: Path, monkeypatch: pyt
     monkeypatch.setattr(draft_format, "LEAST", 0)
     target, draft = resolve_pair(plain, plain, (None, None), (None, None))
     options = {"device": "cpu", "dtype": torch.bfloat16}
-    few, many = (with_format(target, draft, max_batch_size=rows, **options) for rows in (1, 500))
+    few, many = (with_format(target, draft, Config(max_batch_size=rows, **options)) for rows in (1, 500))
     assert few is not None
     assert many is not None
     assert (few.rounded, many.rounded) == ("int4", None)
@@ -95,10 +96,10 @@ def test_a_draft_that_cannot_be_tried_stays(plain: Path, monkeypatch: pytest.Mon
     keeping(monkeypatch)
     target, draft = resolve_pair(plain, plain, (None, None), (None, None))
     options = {"device": "cpu", "dtype": torch.bfloat16, "max_batch_size": 1}
-    small = with_format(target, draft, **options)
+    small = with_format(target, draft, Config(**options))
     assert small is not None
     assert "reading so few takes no time" in small.stored
     monkeypatch.setattr(draft_format, "LEAST", 0)
-    shared = with_format(target, draft, **options, ours=False)
+    shared = with_format(target, draft, Config(**options), alone=False)
     assert shared is not None
     assert '"auto" leaves a draft that is compiled by torch, or beside a target that ranks share' in shared.stored

@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from fastspec import FastSpecGenerator, NGram, demo_pair
+from fastspec.config import Config
 from fastspec.engine import settings
 from fastspec.kernels.common.kv_scales import FP8, KVScales
 from fastspec.models.checkpoints.quantised.cache_scales import CacheScales, for_layers
@@ -156,11 +157,11 @@ def test_older_gpus_and_hosted_models_are_refused(monkeypatch: pytest.MonkeyPatc
     on = torch.device("cuda", 0)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
     with pytest.raises(ValueError, match=r"compute capability 8\.9 or later, and cuda:0 has 8\.6"):
-        settings._kv_dtypes("fp8", layout, model, None, on, False)
+        settings._kv_dtypes(Config(kv_dtype="fp8"), layout, model, None, on)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
-    assert settings._kv_dtypes("fp8", layout, model, model, on, False) == (FP8, FP8)
+    assert settings._kv_dtypes(Config(kv_dtype="fp8"), layout, model, model, on) == (FP8, FP8)
     with pytest.raises(ValueError, match="for native families alone, and m is hosted"):
-        settings._kv_dtypes("fp8", layout, model, hosted, on, False)
+        settings._kv_dtypes(Config(kv_dtype="fp8"), layout, model, hosted, on)
 
 
 @pytest.mark.parametrize("family", ["gemma2", "gpt_oss", "qwen3_moe", "recurrent"])

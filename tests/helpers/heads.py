@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from fastspec.distributed.ranks import Ranks
+from fastspec.config import Config
 from fastspec.engine.build import build
 from fastspec.engine.engine import Engine
 from fastspec.engine.settings import settings_of
@@ -196,22 +196,19 @@ def engine_with(
 ) -> Engine:
     """An engine over a target and a head, both from their files, with weights filled."""
     found, drafting = resolve_pair(target, head, (None, None), (quantization, None), feature_layers, draft_vocab)
-    settings = settings_of(
-        found,
-        drafting,
+    config = Config(
         num_speculative_tokens=k,
         max_batch_size=batch,
         max_length=max_length,
         page_size=16,
-        dtype=None,
         device="cpu",
         verification=verification,
         proposer=proposer,
         exact=exact,
+        progress=False,
     )
-    common: dict[str, Any] = {"release_source": False, "nvtx": False, "progress": False, "ranks": Ranks.alone()}
-    vocab = found.spec.vocab_size
-    engine, pending = build(settings, found, drafting, proposer=proposer, shared_vocab=vocab, **common)
+    settings = settings_of(found, drafting, config)
+    engine, pending = build(settings, found, drafting, shared_vocab=found.spec.vocab_size)
     for weights in pending:
         weights.fill()
     return engine

@@ -256,7 +256,7 @@ def test_the_wheel_holds_the_package_and_the_pair_and_nothing_else(tmp_path: Pat
             assert f"fastspec/demo/{model}/{file}" in names
 
 
-MAX_ROOT_MODULES, MAX_FILES = 8, 16
+MAX_ROOT_MODULES, MAX_FILES = 9, 16
 # private words that the field's terms have replaced (see perf/LOG.md); a word joins them once no source uses it
 BANNED_WORDS = {
     *("CertainProposer", "Launched", "Outlook", "Pacer", "PassRows", "_settle", "_settle_by_fiat", "keeps_laws"),
@@ -341,7 +341,7 @@ def within(path: Path) -> str:
 def test_folders_are_small() -> None:
     counts = Counter(str(path.parent.relative_to(PACKAGE)) for path in SOURCES)
     assert large_folders(counts) == []
-    assert large_folders({".": 9, "text": 17, "kernels/product": 16}) == [".", "text"]
+    assert large_folders({".": 10, "text": 17, "kernels/product": 16}) == [".", "text"]
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=relative)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from fastspec.config import Config
 from fastspec.engine import explain
 from fastspec.engine.settings import Settings, settings_of
 from fastspec.kernels.ops import Ops
@@ -61,20 +62,8 @@ class Source:
 
 
 def settings(target: Source, draft: Source | None, **changes: Any) -> Settings:
-    given: dict[str, Any] = {
-        "num_speculative_tokens": 4,
-        "max_batch_size": 2,
-        "max_length": None,
-        "page_size": 16,
-        "dtype": None,
-        "device": "cpu",
-        "exact": True,
-        "graphs": None,
-        "compile": False,
-        "verification": "rejection",
-        "proposer": None,
-    }
-    return settings_of(target, draft, **{**given, **changes})
+    given: dict[str, Any] = {"max_batch_size": 2, "page_size": 16, "device": "cpu", "verification": "rejection"}
+    return settings_of(target, draft, Config(**{**given, **changes}))
 
 
 def test_a_model_of_another_package_is_planned_for() -> None:

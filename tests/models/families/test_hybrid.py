@@ -13,8 +13,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from fastspec.config import Config
 from fastspec.engine.build import build
-from fastspec.engine.settings import Caches, settings_of
+from fastspec.engine.settings import settings_of
 from fastspec.errors import UnsupportedModel
 from fastspec.models.checkpoints.load import LayerWeights, load_weights
 from fastspec.models.checkpoints.sources import resolve
@@ -184,19 +185,9 @@ def test_a_recurrent_layer_with_a_fused_tail_is_no_plan() -> None:
 
 def test_the_memory_plan_has_the_states(case: Case) -> None:
     checkpoint = resolve(case.model, role="target")
-    settings = settings_of(
-        checkpoint, checkpoint, num_speculative_tokens=3, max_batch_size=2, max_length=64, device="cpu"
-    )
-    engine, pending = build(
-        settings,
-        checkpoint,
-        checkpoint,
-        proposer=None,
-        shared_vocab=VOCAB,
-        release_source=False,
-        nvtx=False,
-        progress=False,
-    )
+    config = Config(num_speculative_tokens=3, max_batch_size=2, max_length=64, device="cpu", progress=False)
+    settings = settings_of(checkpoint, checkpoint, config)
+    engine, pending = build(settings, checkpoint, checkpoint, shared_vocab=VOCAB)
     for each in pending:
         each.cancel()
     proposer: Any = engine.modules.proposer
@@ -207,7 +198,5 @@ def test_the_memory_plan_has_the_states(case: Case) -> None:
         kept = cache.states.kept.rows
         held = (cache.keys, cache.values, cache.states.states, cache.states.inputs, kept.states, kept.inputs)
         assert sum(each.nbytes for each in held) == getattr(settings.memory, planned)
-    without = settings_of(
-        checkpoint, checkpoint, max_batch_size=2, max_length=64, device="cpu", caches=Caches(prefix_cache=False)
-    )
+    without = settings_of(checkpoint, checkpoint, replace(config, prefix_cache=False))
     assert without.layout.kept_states == 0
