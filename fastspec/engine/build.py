@@ -30,7 +30,7 @@ from fastspec.kv_cache.pages import PageTable
 from fastspec.kv_cache.prefix import PrefixCache
 from fastspec.kv_cache.prefix_states import PrefixStates
 from fastspec.kv_cache.states import StateCache
-from fastspec.models.checkpoints.load import DecoderWeights, allocate_weights
+from fastspec.models.checkpoints.load import allocate_weights
 from fastspec.models.checkpoints.quantised.cache_scales import CacheScales, for_layers
 from fastspec.models.checkpoints.sources import Checkpoint
 from fastspec.models.compiled import CompiledDecoder
@@ -43,6 +43,7 @@ from fastspec.models.hosted.info import HostedInfo
 from fastspec.models.hosted.load import load_hosted
 from fastspec.models.hosted.model import HostedModel
 from fastspec.models.interface import CausalModel, Pending, is_recurrent, states_of
+from fastspec.models.layer_table import DecoderWeights
 from fastspec.models.parallel import ParallelDecoder
 from fastspec.proposers.choose import choose
 from fastspec.proposers.combined import ContinuesDrafts

@@ -10,7 +10,7 @@ from fastspec.kernels.common.weights import Weight
 from fastspec.models.families.plan import LayerPlan
 
 if TYPE_CHECKING:
-    from fastspec.models.checkpoints.load import LayerWeights
+    from fastspec.models.layer_table import LayerWeights
 
 
 def one_of_each(plans: Sequence[LayerPlan], layers: Sequence[LayerWeights]) -> list[int]:

@@ -16,11 +16,11 @@ from fastspec.kernels.common.weights import Weight
 from fastspec.kernels.ops import Ops
 from fastspec.kernels.reference.linear import PartKeys
 from fastspec.kv_cache.cache import PagedKVCache
-from fastspec.models.checkpoints.load import DecoderWeights, LayerWeights
 from fastspec.models.checkpoints.sliced import Sliced
 from fastspec.models.config import ModelSpec
 from fastspec.models.decoder import Decoder
 from fastspec.models.families.plan import LayerPlan
+from fastspec.models.layer_table import DecoderWeights, LayerWeights, axes_of, pieces_of, rows_of
 from fastspec.shapes import Tiling
 
 
@@ -71,26 +71,23 @@ class ParallelDecoder(Decoder):
         for plan, whole, layer in zip(spec.plans, sliced.spec.plans, weights.layers, strict=True):
             self._split_layer(plan, whole, layer, sliced.spec)
         rows = spec.vocab_size if self._splits_vocab else self._head.shape[0] * sliced.share.parts
-        self._pieces[id(self._head)] = self._rows_of(self._head, rows)
+        self._pieces[id(self._head)] = self._rows_of(self._head, rows // sliced.share.parts)
 
     def _split_layer(self, plan: LayerPlan, whole: LayerPlan, layer: LayerWeights, spec: ModelSpec) -> None:
         """Finds the pieces of a layer's matrices; `whole` and `spec` are those of all ranks."""
-        parts = self._share.parts
-        # rows of q, k and v of all ranks, of which each part of the finest cut has whole heads
-        self._pieces[id(layer.qkv)] = self._rows_of(layer.qkv, parts * spec.head_dim)
-        if (rule := whole.delta) is not None and self._share.one_tree:
-            gates = [rule.value_heads // parts] * (2 * self._share.own_parts)
-            sections = [rule.keys // parts] * 2 + [rule.values // parts] * 2
-            sizes = [size for size in sections for _ in range(self._share.own_parts)]
-            apart = layer.delta is not None and layer.delta.gates is not None
-            self._pieces[id(layer.qkv)] = _split(layer.qkv, sizes if apart else [*sizes, *gates])
-            if layer.delta is not None and layer.delta.gates is not None:
-                self._pieces[id(layer.delta.gates)] = _split(layer.delta.gates, gates)
-        self._pieces[id(layer.o)] = self._columns_of(layer.o)
-        if layer.gate_up is not None:
-            inner = spec.intermediate_size if whole.experts is None else whole.experts.shared
-            self._pieces[id(layer.mlp[0])] = self._rows_of(layer.mlp[0], inner)
-            self._pieces[id(layer.mlp[1])] = self._columns_of(layer.mlp[1])
+        own, share = axes_of(self.spec, plan), self._share
+        for row in rows_of(self.spec, plan):
+            weight, gates, cut = layer.matrix(row.place), layer.matrix(row.apart), row.cut(own)
+            if weight is None or cut is None:
+                continue
+            if cut == "columns":
+                self._pieces[id(weight)] = self._columns_of(weight)
+                continue
+            sizes = pieces_of(row, spec, whole, own, share.parts)
+            if gates is not None:  # b and a of every part
+                self._pieces[id(gates)] = self._rows_of(gates, sizes[-2 * share.own_parts :])
+                sizes = sizes[: -2 * share.own_parts]
+            self._pieces[id(weight)] = self._rows_of(weight, sizes)
         if plan.experts is not None and layer.experts is not None:
             self._experts[id(layer)] = self._experts_of(layer.experts, plan.experts.width)
 
@@ -103,11 +100,11 @@ class ParallelDecoder(Decoder):
         first = 1 if self._share.rank == 0 else 0
         return parts[:first] + [replace(part, down_bias=None) for part in parts[first:]]
 
-    def _rows_of(self, weight: Weight, total: int) -> Pieces:
-        """A weight in pieces of total / parts rows; in one where nothing depends on that."""
+    def _rows_of(self, weight: Weight, rows: int | list[int]) -> Pieces:
+        """A weight in pieces of these rows; in one where bits may depend on the number of ranks."""
         if not self._share.one_tree:
             return Pieces((weight,), ())
-        return _split(weight, total // self._share.parts)
+        return Pieces(tuple(Weight(piece) for piece in weight.data.split(rows)), ())
 
     def _columns_of(self, weight: Weight) -> Pieces:
         """A weight by the parts of K that are this rank's."""
@@ -282,8 +279,3 @@ def _head(weights: DecoderWeights, spec: ModelSpec, share: Share) -> Weight:
     each = 16 if weights.head.format == "packed" else 1
     part = weights.head.data[cut.start // each : cut.stop // each]
     return Weight(part, weights.head.format, whole=weights.head.shape)
-
-
-def _split(weight: Weight, rows: int | list[int]) -> Pieces:
-    """A weight by its rows: so many a piece, or as many as a list says."""
-    return Pieces(tuple(Weight(piece) for piece in weight.data.split(rows)), ())

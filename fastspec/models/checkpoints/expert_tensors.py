@@ -22,9 +22,7 @@ import torch
 
 from fastspec.errors import CheckpointError
 from fastspec.kernels.common.codes import Codes, CodesKind
-from fastspec.kernels.common.experts import MXFP4, ExpertWeights, power_of_two
-from fastspec.kernels.common.weights import Weight
-from fastspec.models.checkpoints.shapes import CORRECTION, DOWN, GATE_UP
+from fastspec.kernels.common.experts import MXFP4, power_of_two
 from fastspec.models.checkpoints.shards import TensorInfo
 from fastspec.models.families import FAMILIES
 
@@ -33,10 +31,10 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from fastspec.models.checkpoints.loader import Loader, TensorSource
+    from fastspec.models.checkpoints.loader import TensorSource
     from fastspec.models.checkpoints.quantised.configs import Quantisation
     from fastspec.models.config import ModelSpec
-    from fastspec.models.families.plan import ExpertsPlan, LayerNames
+    from fastspec.models.families.plan import ExpertsPlan
 
 PLACE: Final = re.compile(r"(.*layers\.\d+\.)(mlp|block_sparse_moe)\.(.+)")
 MIXTRAL: Final = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
@@ -294,45 +292,3 @@ class ExpertTensors:
                 if not self._left[stored]:
                     free.append(stored)
         self._source.release(free)
-
-
-def expert_weights(loader: Loader, names: LayerNames, plan: ExpertsPlan, prefix: str) -> ExpertWeights:
-    """Loads router and experts of a layer, under the names of `tensor_shapes`."""
-    router, gate = f"{prefix}{names.router}", f"{prefix}{names.shared_gate}.weight"
-    at = [f"{prefix}{names.experts}.{expert}." for expert in range(plan.count)]
-    ups: list[tuple[str, ...]] = [tuple(f"{each}{part}.weight" for part in GATE_UP) for each in at]
-    downs: list[tuple[str, ...]] = [(f"{each}{DOWN}.weight",) for each in at]
-    joined = joins_shared(loader, names, plan, prefix)
-    routers = [f"{router}.weight"]
-    if joined:
-        ups.append(tuple(f"{prefix}{part}.weight" for part in names.shared_gate_up))
-        downs.append((f"{prefix}{names.shared_down}.weight",))
-        routers += [gate] * plan.shared_gate
-
-    def bias(*parts: str) -> Tensor | None:
-        if not plan.bias:
-            return None
-        return loader.tensor(*(f"{each}{part}.bias" for each in at for part in parts)).view(plan.count, -1)
-
-    return ExpertWeights(
-        router=Weight(loader.tensor(*routers)) if joined else loader.weight(*routers),
-        gate_up=loader.stack(ups, gated=True),
-        down=loader.stack(downs),
-        router_bias=loader.tensor(f"{router}.bias") if plan.router_bias else None,
-        correction=loader.tensor(f"{router}.{CORRECTION}", dtype=torch.float32) if plan.correction else None,
-        gate_up_bias=bias(*GATE_UP),
-        down_bias=bias(DOWN),
-        shared_gate=loader.weight(gate) if plan.shared_gate and not joined else None,
-        joined=joined,
-    )
-
-
-def joins_shared(loader: Loader, names: LayerNames, plan: ExpertsPlan, prefix: str) -> bool:
-    """Whether the shared expert of a layer is loaded as the last of its experts.
-
-    It has to be as wide as they are, and without codes, and the layer whole: ranks cut the two by other rules.
-    """
-    if plan.shared != plan.width or plan.bias or plan.router_bias:
-        return False
-    parts = (*names.shared_gate_up, names.shared_down, names.router, *([names.shared_gate] * plan.shared_gate))
-    return loader.joins_shared(*(f"{prefix}{part}.weight" for part in parts))

@@ -12,10 +12,10 @@ from torch import nn
 
 from fastspec.errors import UnsupportedModel
 from fastspec.models.checkpoints.live_checks import check_unchanged
-from fastspec.models.checkpoints.shapes import CORRECTION
 from fastspec.models.checkpoints.shards import TensorInfo
 from fastspec.models.config import DTYPES, supported_models
 from fastspec.models.families import FAMILIES
+from fastspec.models.layer_table import CORRECTION
 
 if TYPE_CHECKING:
     from torch import Tensor

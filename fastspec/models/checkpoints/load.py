@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -19,27 +19,33 @@ from tqdm import tqdm
 
 from fastspec.errors import CheckpointError, UnsupportedOption
 from fastspec.kernels.common.codes import CodesKind
-from fastspec.kernels.common.experts import ExpertWeights
+from fastspec.kernels.common.experts import ExpertStack, ExpertWeights
 from fastspec.kernels.common.rounding import kind_for
 from fastspec.kernels.common.weights import Weight
 from fastspec.kernels.ops import TORCH_OPS, Ops
-from fastspec.models.checkpoints.expert_tensors import by_expert, expert_weights
-from fastspec.models.checkpoints.layouts import delta_order, qkv_order, rotary_order
+from fastspec.models.checkpoints.expert_tensors import by_expert
 from fastspec.models.checkpoints.live import ModuleTensors
 from fastspec.models.checkpoints.loader import Loader, Rounding, TensorSource
-from fastspec.models.checkpoints.names import EMBED, HEAD, NamedTensors, Stored
+from fastspec.models.checkpoints.names import NamedTensors, Stored
 from fastspec.models.checkpoints.quantised.tensors import QuantisedShards
-from fastspec.models.checkpoints.shapes import (
+from fastspec.models.checkpoints.shapes import check_no_others, check_tensors
+from fastspec.models.checkpoints.shards import ShardTensors
+from fastspec.models.checkpoints.sliced import SlicedTensors
+from fastspec.models.config import DTYPES
+from fastspec.models.layer_table import (
+    EMBED,
+    HEAD,
     NORM,
     NORM_BIAS,
-    check_no_others,
-    check_tensors,
-    layer_norms,
+    DecoderWeights,
+    DeltaWeights,
+    LayerWeights,
+    Row,
+    axes_of,
+    rows_of,
+    slices_of,
     tensor_shapes,
 )
-from fastspec.models.checkpoints.shards import ShardTensors
-from fastspec.models.checkpoints.sliced import SlicedTensors, slices_of
-from fastspec.models.config import DTYPES
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -47,104 +53,6 @@ if TYPE_CHECKING:
     from fastspec.models.checkpoints.sources import Checkpoint
     from fastspec.models.config import ModelSpec
     from fastspec.models.families.plan import LayerPlan
-    from fastspec.shapes import DeltaRule
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class DeltaWeights:
-    """Tensors of a recurrent layer besides its projections; sizes as in `DeltaRule`.
-
-    Attributes:
-        conv: [channels, 1, width], of the convolution.
-        decay: fp32 [value_heads], log A (`A_log` in checkpoints).
-        step: fp32 [value_heads], the bias that is added to a (`dt_bias`).
-        norm: [value_dim], of the gated norm.
-        gates: [2 * value_heads, hidden], the rows of b and a where these alone are not quantised; None: they lie in
-            `LayerWeights.qkv`.
-    """
-
-    conv: Tensor
-    decay: Tensor
-    step: Tensor
-    norm: Tensor
-    gates: Weight | None = None
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class LayerWeights:
-    """One decoder layer. H query heads, Hkv key heads, D head_dim; a bias or norm is None where the spec has
-    none.
-
-    Where its plans ask for it, elements of a query or key head lie in another order than in the checkpoint, the same
-    for both (`ModelSpec.head_order`), and norm weights are fp32 (`ModelSpec.norm_dtype`).
-
-    Attributes:
-        input_norm, post_norm: [hidden] norm weights before attention and before the MLP.
-        attended_norm, mlp_norm: [hidden] norm weights of what attention and MLP add to the residual stream.
-        input_norm_bias, post_norm_bias: [hidden].
-        qkv: [(H + 2 * Hkv) * D, hidden], query rows first, then key, then value; after them the rows of an output
-            gate. qkv_bias: its bias. Of a recurrent layer [DeltaRule.rows, hidden]: q, k, v, z, b and a.
-        q_norm, k_norm: [D], or [H * D] and [Hkv * D] of a norm over all heads.
-        o: [hidden, H * D]. o_bias: [hidden].
-        gate_up: [2 * intermediate, hidden], gate rows first; without a gate half of it. gate_up_bias: its bias.
-        down: [hidden, intermediate]. down_bias: [hidden].
-        delta: what a recurrent layer has besides, whose `o` is [hidden, DeltaRule.values]; None: the layer attends.
-        experts: the MLP is a mixture of experts; gate_up and down are those of a shared expert
-            beside them, else None.
-        sinks: [H], of each head the score of one more key without a value.
-    """
-
-    input_norm: Tensor | None
-    post_norm: Tensor | None
-    qkv: Weight
-    qkv_bias: Tensor | None
-    q_norm: Tensor | None
-    k_norm: Tensor | None
-    o: Weight
-    o_bias: Tensor | None
-    gate_up: Weight | None
-    gate_up_bias: Tensor | None
-    down: Weight | None
-    down_bias: Tensor | None
-    attended_norm: Tensor | None = None
-    mlp_norm: Tensor | None = None
-    input_norm_bias: Tensor | None = None
-    post_norm_bias: Tensor | None = None
-    delta: DeltaWeights | None = None
-    experts: ExpertWeights | None = None
-    sinks: Tensor | None = None
-
-    @property
-    def mlp(self) -> tuple[Weight, Weight]:
-        """gate_up and down, of a layer that has an MLP or a shared expert."""
-        assert self.gate_up is not None, "a mixture without a shared expert has no MLP"
-        assert self.down is not None, "gate_up does not come alone"
-        return self.gate_up, self.down
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class DecoderWeights:
-    """All weights of one decoder, of one dtype on one device.
-
-    Attributes:
-        embed: [V, hidden]. head: [V, hidden]; `head is embed` when tied.
-        norm, norm_bias: [hidden], of the norm before the head.
-    """
-
-    embed: Weight
-    layers: tuple[LayerWeights, ...]
-    norm: Tensor
-    head: Weight
-    norm_bias: Tensor | None = None
-
-    def nbytes(self) -> int:
-        """Bytes of device memory that the weights take; a tied head is counted once."""
-        held: list[Any] = [self.embed, self.norm, self.norm_bias, self.head]
-        for layer in self.layers:
-            for part in (layer, layer.delta):
-                held += [] if part is None else [getattr(part, each.name) for each in fields(part)]
-        held = [each for each in held if not isinstance(each, DeltaWeights)]
-        return sum({id(each): each.nbytes for each in held if each is not None}.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -296,103 +204,111 @@ def named(stored: Stored, spec: ModelSpec) -> NamedTensors:
 def _assemble(loader: Loader, spec: ModelSpec) -> DecoderWeights:
     embed = loader.weight(EMBED)
     head = embed if spec.tied else loader.weight(HEAD)  # what is largest is begun first
-    layers = tuple(_layer(loader, spec, plan, f"model.layers.{index}.") for index, plan in enumerate(spec.plans))
-    norm = _norm(loader, spec, NORM)
-    bias = _norm(loader, spec, NORM_BIAS) if spec.plans[-1].norm_bias else None
+    layers = tuple(layer_weights(loader, spec, index) for index in range(spec.num_layers))
+    norm = norm_weight(loader, spec, NORM)
+    bias = norm_weight(loader, spec, NORM_BIAS) if spec.plans[-1].norm_bias else None
     return DecoderWeights(embed=embed, layers=layers, norm=norm, head=head, norm_bias=bias)
 
 
-def _norm(loader: Loader, spec: ModelSpec, name: str, order: list[int] | None = None) -> Tensor:
-    """A norm's weight as the sum of it and what the kind of norm adds to it, or a norm's bias."""
+def norm_weight(loader: Loader, spec: ModelSpec, name: str, order: list[int] | None = None) -> Tensor:
+    """A norm's bias, or its weight plus what the kind of norm adds to it."""
     plus_one = spec.plans[0].norm == "rms_plus_one"
     return loader.tensor(name, order=order, dtype=spec.norm_dtype(loader.dtype), plus=1.0 if plus_one else 0.0)
 
 
-def _layer(loader: Loader, spec: ModelSpec, plan: LayerPlan, prefix: str) -> LayerWeights:
-    names = spec.names
+def layer_weights(loader: Loader, spec: ModelSpec, index: int, prefix: str | None = None) -> LayerWeights:
+    """The fields of one layer, filled as the rows of `LAYER` say.
 
-    def bias(part: str) -> Tensor | None:
-        return loader.tensor(f"{prefix}{part}.bias") if plan.mlp_bias else None
-
-    given: dict[str, Any] = {"input_norm": None, "post_norm": None}
-    for field, part in layer_norms(spec).items():
-        given[field] = _norm(loader, spec, f"{prefix}{part}.weight")
-        if plan.norm_bias:
-            given[f"{field}_bias"] = _norm(loader, spec, f"{prefix}{part}.bias")
-    rule = plan.delta
-    given |= _attention(loader, spec, plan, prefix) if rule is None else _delta(loader, spec, rule, prefix)
-    gate_up, down = names.gate_up, names.down
-    if plan.experts is not None:
-        given["experts"] = expert_weights(loader, names, plan.experts, prefix)
-        gate_up, down = names.shared_gate_up, names.shared_down
-    has_mlp = plan.experts is None or (plan.experts.shared > 0 and not given["experts"].joined)
-    return LayerWeights(
-        gate_up=loader.weight(*(f"{prefix}{part}.weight" for part in gate_up), gated=plan.gated) if has_mlp else None,
-        gate_up_bias=loader.tensor(*(f"{prefix}{part}.bias" for part in gate_up)) if plan.mlp_bias else None,
-        down=loader.weight(f"{prefix}{down}.weight", tree=plan.experts is None) if has_mlp else None,
-        down_bias=bias(down),
-        **given,
-    )
+    Args:
+        prefix: of its stored names; None: that of a model's layers.
+    """
+    return _Layer(loader, spec, spec.plans[index], f"model.layers.{index}." if prefix is None else prefix).weights()
 
 
-def _attention(loader: Loader, spec: ModelSpec, plan: LayerPlan, prefix: str) -> dict[str, Any]:
-    """The fields of attention in `LayerWeights`."""
-    names, order = spec.names, qkv_order(spec, plan)
+class _Layer:
+    """Makes the fields of one layer."""
 
-    def bias(parts: tuple[str, ...], when: bool, order: list[int] | None = None) -> Tensor | None:
-        return loader.tensor(*(f"{prefix}{part}.bias" for part in parts), order=order) if when else None
+    def __init__(self, loader: Loader, spec: ModelSpec, plan: LayerPlan, prefix: str) -> None:
+        self._loader, self._spec, self._plan, self._prefix = loader, spec, plan, prefix
+        self._rows = rows_of(spec, plan)
+        self._joined = self._joins_shared()
+        self._made: dict[str, Weight | ExpertStack | Tensor | None] = {}
 
-    def head_norm(part: str, heads: int) -> Tensor | None:
-        if plan.qk_norm is None:
-            return None
-        of_heads = rotary_order(spec, heads if plan.qk_norm == "projection" else 1)
-        return _norm(loader, spec, f"{prefix}{part}.weight", of_heads)
+    def weights(self) -> LayerWeights:
+        for row in self._rows:
+            if not (self._joined and row.joins):
+                self._take(row)
+        fields: dict[str, Any] = {name: made for name, made in self._made.items() if "." not in name}
+        parts: dict[str, dict[str, Any]] = {}
+        for name, made in self._made.items():
+            part, _, field = name.partition(".")
+            if field:
+                parts.setdefault(part, {})[field] = made
+        if "delta" in parts:
+            fields["delta"] = DeltaWeights(**parts["delta"])
+        if "experts" in parts:
+            fields["experts"] = ExpertWeights(**parts["experts"], joined=self._joined)
+        return LayerWeights(**fields)
 
-    return {
-        "qkv": loader.weight(*(f"{prefix}{part}.weight" for part in names.qkv), order=order),
-        "qkv_bias": bias(names.qkv, plan.qkv_bias, order),
-        "q_norm": head_norm(names.q_norm, spec.num_heads),
-        "k_norm": head_norm(names.k_norm, spec.num_kv_heads),
-        "o": loader.weight(f"{prefix}{names.o}.weight", tree=True),
-        "o_bias": bias((names.o,), plan.o_bias),
-        "sinks": loader.tensor(f"{prefix}{names.sinks}") if plan.sinks else None,
-    }
+    def _take(self, row: Row) -> None:
+        """Makes the field of a row, and that of its bias."""
+        loader, order, place = self._loader, row.order(self._spec, self._plan), row.place
+        names, biases = self._names(row, row.leaf), self._names(row, ".bias") if row.bias(self._plan) else []
+        if row.kind == "stack":
+            self._take_stack(row, names, biases)
+            return
+        if row.kind == "norm":
+            self._made[place] = norm_weight(loader, self._spec, *names, order=order)
+            if biases:
+                self._made[f"{place}_bias"] = norm_weight(loader, self._spec, *biases)
+            return
+        if row.kind == "matrix":
+            self._take_matrix(row, names, order)
+        else:
+            self._made[place] = loader.tensor(*names, order=order, dtype=torch.float32 if row.kind == "exact" else None)
+        if biases:
+            self._made[f"{place}_bias"] = loader.tensor(*biases, order=order)
 
+    def _take_matrix(self, row: Row, names: list[str], order: list[int] | None) -> None:
+        loader, more = self._loader, self._joining(row)
+        if self._joined and row.takes_shared:  # a joined router is read as rows, with or without a gate below it
+            self._made[row.place] = Weight(loader.tensor(*names, *(name for each in more for name in each)))
+        elif row.apart and not loader.same_format(*names):
+            half, rows = len(names) // 2, sum(axes_of(self._spec, self._plan)[axis].size for axis in row.axes[:-2])
+            first, last = (None, None) if order is None else (order[:rows], [at - rows for at in order[rows:]])
+            self._made[row.place] = loader.weight(*names[:half], order=first)
+            self._made[row.apart] = loader.weight(*names[half:], order=last)
+        else:
+            gated = row.gated and self._plan.gated
+            self._made[row.place] = loader.weight(*names, gated=gated, order=order, tree=row.tree)
 
-def _delta(loader: Loader, spec: ModelSpec, rule: DeltaRule, prefix: str) -> dict[str, Any]:
-    """The fields of a recurrent layer in `LayerWeights`, in place of those of attention."""
-    names = spec.names
-    qkv, gates = _projections(loader, rule, [f"{prefix}{part}.weight" for part in names.delta])
-    own = DeltaWeights(
-        conv=loader.tensor(f"{prefix}{names.delta_conv}.weight"),
-        decay=loader.tensor(f"{prefix}{names.delta_decay}", dtype=torch.float32),
-        step=loader.tensor(f"{prefix}{names.delta_step}", dtype=torch.float32),
-        norm=loader.tensor(f"{prefix}{names.delta_norm}.weight"),
-        gates=gates,
-    )
-    return {
-        "qkv": qkv,
-        **dict.fromkeys(("qkv_bias", "q_norm", "k_norm", "o_bias")),
-        "o": loader.weight(f"{prefix}{names.delta_out}.weight"),
-        "delta": own,
-    }
+    def _take_stack(self, row: Row, names: list[str], biases: list[str]) -> None:
+        experts = self._plan.experts
+        assert experts is not None, "other layers have no stack"
+        by_expert = [tuple(names[expert :: experts.count]) for expert in range(experts.count)]
+        self._made[row.place] = self._loader.stack([*by_expert, *self._joining(row)], gated=row.gated)
+        if biases:
+            of_all = [name for expert in range(experts.count) for name in biases[expert :: experts.count]]
+            self._made[f"{row.place}_bias"] = self._loader.tensor(*of_all).view(experts.count, -1)
 
+    def _names(self, row: Row, leaf: str) -> list[str]:
+        """Names of the stored tensors of a row; of a stack each name for all experts."""
+        count = self._plan.experts.count if row.kind == "stack" and self._plan.experts is not None else 1
+        names = row.names(self._spec.names)
+        return [f"{self._prefix}{name.format(expert)}{leaf}" for name in names for expert in range(count)]
 
-def _projections(loader: Loader, rule: DeltaRule, parts: list[str]) -> tuple[Weight, Weight | None]:
-    """The projections of a recurrent layer as one matrix, or those of b and a apart where they alone are plain."""
-    order = delta_order(rule) if len(parts) == 2 else None  # others are stored as they are multiplied
-    if loader.same_format(*parts):
-        return loader.weight(*parts, order=order), None
-    half, rows = len(parts) // 2, rule.channels + rule.values
-    first, behind = (None, None) if order is None else (order[:rows], [at - rows for at in order[rows:]])
-    return loader.weight(*parts[:half], order=first), loader.weight(*parts[half:], order=behind)
+    def _joining(self, row: Row) -> list[tuple[str, ...]]:
+        """Names of the tensors of a shared expert that are added to a row of the experts."""
+        joining = [other for other in self._rows if self._joined and other.joins == row.name]
+        return [tuple(self._names(other, other.leaf)) for other in joining]
 
+    def _joins_shared(self) -> bool:
+        """True if the shared expert is loaded as the last of the experts.
 
-def layer_weights(loader: Loader, spec: ModelSpec, index: int) -> LayerWeights:
-    """One layer of a model, by the names of its parameters."""
-    return _layer(loader, spec, spec.plans[index], f"model.layers.{index}.")
-
-
-def norm_weight(loader: Loader, spec: ModelSpec, name: str) -> Tensor:
-    """A norm of the kind that a model has, as its ops want it."""
-    return _norm(loader, spec, name)
+        It must be as wide as they are and unquantised, and the layer whole: ranks cut the two by other rules.
+        """
+        experts = self._plan.experts
+        if experts is None or experts.shared != experts.width or experts.bias or experts.router_bias:
+            return False
+        matrices = [row for row in self._rows if row.joins or (row.takes_shared and row.kind == "matrix")]
+        return self._loader.joins_shared(*(name for row in matrices for name in self._names(row, row.leaf)))

@@ -10,6 +10,7 @@ import torch
 
 from fastspec.errors import CheckpointError
 from fastspec.models.checkpoints.shards import INDEX, TensorInfo
+from fastspec.models.layer_table import EMBED, HEAD
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -18,8 +19,6 @@ if TYPE_CHECKING:
 
     from fastspec.kernels.common.codes import Codes, CodesKind
 
-EMBED: Final = "model.embed_tokens.weight"
-HEAD: Final = "lm_head.weight"
 PREFIX: Final = "model."
 TEXT: Final = ("language_model.", "text_model.")
 COMPARED_ROWS: Final = 4096  # of two matrices at a time

@@ -10,15 +10,14 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from fastspec.distributed.slices import SIZES, Cut, Share, divides
+from fastspec.distributed.slices import SIZES, Share, divides
 from fastspec.errors import UnsupportedOption
 from fastspec.kernels.common.codes import join
 from fastspec.kernels.common.packing import can_pack
 from fastspec.kernels.product.plan import TREES_ON, split_for
-from fastspec.models.checkpoints.names import HEAD
-from fastspec.models.checkpoints.shapes import DOWN, GATE_UP
 from fastspec.models.checkpoints.shards import TensorInfo
 from fastspec.models.config import ModelSpec
+from fastspec.models.layer_table import Slice
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -26,20 +25,12 @@ if TYPE_CHECKING:
     from fastspec.kernels.common.codes import Codes, CodesKind
     from fastspec.models.checkpoints.loader import TensorSource
     from fastspec.models.checkpoints.sources import Checkpoint
-    from fastspec.models.families.plan import LayerNames, LayerPlan
+    from fastspec.models.families.plan import LayerPlan
     from fastspec.models.heads.checkpoint import HeadCheckpoint
-    from fastspec.shapes import DeltaRule
 
 
 _SAMPLE, _SAMPLES = 4096, 256  # bytes of a file that are looked at, at how many places
 _MXFP4_UNIT = 64  # columns of a matrix in mxfp4 that kernels read together
-
-
-class Slice(NamedTuple):
-    """What is read of a tensor: ranges of rows, under each other, and one of columns; None: all columns."""
-
-    rows: tuple[Cut, ...]
-    columns: Cut | None = None
 
 
 class Sliced(NamedTuple):
@@ -157,93 +148,6 @@ def _in_trees(spec: ModelSpec, ranks: int, dtype: torch.dtype) -> bool:
         for k in (heads, inner)
     )
     return trees and all(can_pack((each, hidden), dtype) for each in rows)
-
-
-def slices_of(spec: ModelSpec, share: Share, unit: int = 1) -> dict[str, Slice]:
-    """What a rank reads of the tensors that are cut, by name; of all others it reads everything.
-
-    Args:
-        spec: of the whole model. unit: as in `local_spec`.
-    """
-    of_plan = {plan: _slices_of_layer(spec, plan, share, unit) for plan in dict.fromkeys(spec.plans)}
-    found = {
-        f"model.layers.{layer}.{name}": each for layer, plan in enumerate(spec.plans) for name, each in of_plan[plan]
-    }
-    if not spec.tied:
-        found[HEAD] = Slice((share.vocab_cut(spec.vocab_size),))
-    return found
-
-
-Named = Iterator["tuple[str, Slice]"]
-
-
-def _slices_of_layer(spec: ModelSpec, plan: LayerPlan, share: Share, unit: int) -> list[tuple[str, Slice]]:
-    names, hidden = spec.names, Cut(0, spec.hidden_size)
-    found = list(
-        _of_attention(spec, plan, share) if plan.delta is None else _of_delta(names, plan.delta, share, hidden)
-    )
-    if plan.experts is not None:
-        experts = plan.experts
-        inner = share.cut(experts.width, unit)
-        for expert in range(experts.count):
-            at = f"{names.experts}.{expert}."
-            found += _by_rows(tuple(at + part for part in GATE_UP), [inner] * 2, [experts.width] * 2, experts.bias)
-            found.append((f"{at}{DOWN}.weight", Slice((hidden,), inner)))
-        if not experts.shared:
-            return found
-        (gate_up, down, size, bias) = names.shared_gate_up, names.shared_down, experts.shared, False
-    else:
-        (gate_up, down, size, bias) = names.gate_up, names.down, spec.intermediate_size, plan.mlp_bias
-    inner, halves = share.cut(size), 2 if plan.gated else 1
-    found += _by_rows(gate_up, [inner] * halves, [size] * halves, bias)
-    found.append((f"{down}.weight", Slice((hidden,), inner)))
-    return found
-
-
-def _of_attention(spec: ModelSpec, plan: LayerPlan, share: Share) -> Named:
-    names, dim = spec.names, spec.head_dim
-    heads, kv_heads = share.cut(spec.num_heads), share.kv_cut(spec.num_kv_heads)
-    each = (1 + plan.output_gate) * dim  # rows of a query head
-    q_rows, kv_rows = spec.num_heads * each, spec.num_kv_heads * dim
-    keys = _times(kv_heads, dim)
-    yield from _by_rows(names.qkv, [_times(heads, each), keys, keys], [q_rows, kv_rows, kv_rows], plan.qkv_bias)
-    yield f"{names.o}.weight", Slice((Cut(0, spec.hidden_size),), _times(heads, dim))
-    if plan.sinks:
-        yield names.sinks, Slice((heads,))
-
-
-def _of_delta(names: LayerNames, rule: DeltaRule, share: Share, hidden: Cut) -> Named:
-    keys, values = share.cut(rule.keys), share.cut(rule.values)
-    heads, channels = share.cut(rule.value_heads), _under([keys, keys, values], [rule.keys, rule.keys, rule.values])
-    if len(names.delta) == 2:  # whose rows are grouped by key head
-        first, second = share.cut(rule.channels + rule.values), share.cut(2 * rule.value_heads)
-        rows: list[tuple[Cut, ...]] = [(first,), (second,)]
-    else:
-        rows = [channels, (values,), (heads,), (heads,)]
-    yield from ((f"{part}.weight", Slice(each)) for part, each in zip(names.delta, rows, strict=True))
-    yield f"{names.delta_conv}.weight", Slice(channels)
-    yield names.delta_decay, Slice((heads,))
-    yield names.delta_step, Slice((heads,))
-    yield f"{names.delta_out}.weight", Slice((hidden,), values)
-
-
-def _by_rows(parts: tuple[str, ...], cuts: list[Cut], sizes: list[int], bias: bool) -> Named:
-    """Rows of tensors that hold a part each, or of one that holds all parts under each other."""
-    rows = [(cut,) for cut in cuts] if len(parts) == len(cuts) else [_under(cuts, sizes)]
-    for part, each in zip(parts, rows, strict=True):
-        yield f"{part}.weight", Slice(each)
-        if bias:
-            yield f"{part}.bias", Slice(each)
-
-
-def _under(cuts: list[Cut], sizes: list[int]) -> tuple[Cut, ...]:
-    """Ranges of matrices of so many rows, in the one in which they lie under each other."""
-    starts = [sum(sizes[:index]) for index in range(len(sizes))]
-    return tuple(Cut(start + cut.start, start + cut.stop) for start, cut in zip(starts, cuts, strict=True))
-
-
-def _times(cut: Cut, by: int) -> Cut:
-    return Cut(cut.start * by, cut.stop * by)
 
 
 class SlicedTensors:

@@ -27,12 +27,12 @@ from fastspec.models.checkpoints.leftovers import name_others, warn_of_other_par
 from fastspec.models.checkpoints.live import ModuleTensors
 from fastspec.models.checkpoints.live_checks import as_built, check_as_built
 from fastspec.models.checkpoints.load import named, planned_bytes
-from fastspec.models.checkpoints.names import EMBED, HEAD, NamedTensors, Stored, has_own_head
+from fastspec.models.checkpoints.names import NamedTensors, Stored, has_own_head
 from fastspec.models.checkpoints.quantised import cache_scales
 from fastspec.models.checkpoints.quantised.cache_scales import CacheScales
 from fastspec.models.checkpoints.quantised.configs import Quantisation, quantisation_of
 from fastspec.models.checkpoints.quantised.tensors import QuantisedShards
-from fastspec.models.checkpoints.shapes import check_no_others, check_tensors, tensor_shapes
+from fastspec.models.checkpoints.shapes import check_no_others, check_tensors
 from fastspec.models.checkpoints.shards import INDEX, SINGLE, ShardTensors, read_json
 from fastspec.models.config import (
     ModelSpec,
@@ -45,6 +45,7 @@ from fastspec.models.fields import check_sizes, with_floats
 from fastspec.models.hosted.codes import hosted_bytes, quantised_products
 from fastspec.models.hosted.info import HostedInfo, hosted_info
 from fastspec.models.hosted.live import check_hosted_module, is_hostable, known_type
+from fastspec.models.layer_table import EMBED, HEAD, tensor_shapes
 from fastspec.models.remote_code import AUTO_MAP, names_causal_model, refuse_remote_code, with_known_type
 from fastspec.models.text_parts import native_text_part
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from fastspec.models.families.plan import LayerNames, LayerPlan, ModelFamily, ModelScales, windows_by_layer_type
+from fastspec.models.families.plan import LayerPlan, ModelFamily, ModelScales, windows_by_layer_type
 from fastspec.models.fields import ConfigFields
 
-_NAMES = LayerNames(post_norm="pre_feedforward_layernorm")
+_NAMES = {"post_norm": ("pre_feedforward_layernorm",)}
 _ACT = ("hidden_activation", "gelu_pytorch_tanh")
 
 

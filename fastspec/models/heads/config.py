@@ -141,30 +141,6 @@ def _plans(
     )
 
 
-def layer_tensors(decoder: ModelSpec, layer: int, width: int) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of a layer whose attention reads `width` elements, but for the norms before its attention."""
-    at, hidden, inner = f"layers.{layer}.", decoder.hidden_size, decoder.intermediate_size
-    heads, kv_heads = decoder.num_heads * decoder.head_dim, decoder.num_kv_heads * decoder.head_dim
-    attention, mlp = f"{at}self_attn.", f"{at}mlp."
-    matrices = {
-        f"{attention}q_proj": (heads, width, decoder.qkv_bias),
-        f"{attention}k_proj": (kv_heads, width, decoder.qkv_bias),
-        f"{attention}v_proj": (kv_heads, width, decoder.qkv_bias),
-        f"{attention}o_proj": (hidden, heads, decoder.o_bias),
-        f"{mlp}gate_proj": (inner, hidden, decoder.mlp_bias),
-        f"{mlp}up_proj": (inner, hidden, decoder.mlp_bias),
-        f"{mlp}down_proj": (hidden, inner, decoder.mlp_bias),
-    }
-    shapes: dict[str, tuple[int, ...]] = {}
-    for name, (rows, columns, bias) in matrices.items():
-        shapes[f"{name}.weight"] = (rows, columns)
-        if bias:
-            shapes[f"{name}.bias"] = (rows,)
-    if decoder.qk_norm:
-        shapes |= {f"{attention}{which}_norm.weight": (decoder.head_dim,) for which in ("q", "k")}
-    return shapes | {f"{at}post_attention_layernorm.weight": (hidden,)}
-
-
 def check_verifier(raw: Mapping[str, Any], target: TargetSizes, architecture: str) -> None:
     """Refuses a head that names the model it was trained on, where the target is another.
 

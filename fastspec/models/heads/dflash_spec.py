@@ -15,9 +15,10 @@ from fastspec.models.checkpoints.shards import TensorInfo
 from fastspec.models.config import ModelSpec
 from fastspec.models.families.plan import ModelScales
 from fastspec.models.heads.boundaries import Reading, asked_boundaries, readings_of
-from fastspec.models.heads.config import decoder_of, flag, ids_of, inner_config, layer_tensors
+from fastspec.models.heads.config import decoder_of, flag, ids_of, inner_config
 from fastspec.models.heads.recognise import Recognised
 from fastspec.models.heads.spec import HeadSpec, TargetSizes
+from fastspec.models.layer_table import layer_shapes
 
 MASK_NAMES: Final = ("mask_token_id", "dspark_noise_token_id", "pard_token", "ptd_token_id")
 MASK_FILE: Final = "mask_embedding"
@@ -287,8 +288,7 @@ def _tensors(
         "norm.weight": (hidden,),
     }
     for layer in range(decoder.num_layers):
-        shapes[f"layers.{layer}.input_layernorm.weight"] = (hidden,)
-        shapes |= layer_tensors(decoder, layer, hidden)
+        shapes |= layer_shapes(decoder, layer, f"layers.{layer}.", hidden)
         if sinks:
             shapes[SINKS.format(layer)] = (decoder.num_heads,)
     if own_embed:

@@ -11,9 +11,10 @@ from fastspec.errors import CheckpointError, UnsupportedModel
 from fastspec.models.checkpoints.shards import TensorInfo
 from fastspec.models.config import ModelSpec
 from fastspec.models.heads.boundaries import NORMED, Reading, asked_boundaries, default_boundaries, readings_of
-from fastspec.models.heads.config import decoder_of, flag, ids_of, inner_config, layer_tensors, size
+from fastspec.models.heads.config import decoder_of, flag, ids_of, inner_config, size
 from fastspec.models.heads.recognise import Recognised
 from fastspec.models.heads.spec import HeadSpec, TargetSizes
+from fastspec.models.layer_table import layer_shapes
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,6 +213,5 @@ def _tensors(spec: Eagle3Spec, count: int) -> dict[str, tuple[int, ...]]:
     if spec.own_head:
         shapes["lm_head.weight"] = (spec.vocab_size, hidden)
     for layer in range(spec.num_layers):
-        shapes[f"layers.{layer}.input_layernorm.weight"] = (hidden,)
-        shapes |= layer_tensors(decoder, layer, hidden if layer else 2 * hidden)
+        shapes |= layer_shapes(decoder, layer, f"layers.{layer}.", hidden if layer else 2 * hidden)
     return shapes

@@ -14,9 +14,8 @@ from torch import Tensor
 
 from fastspec.errors import CheckpointError, UnsupportedModel, UnsupportedOption
 from fastspec.models.checkpoints.load import named
-from fastspec.models.checkpoints.names import EMBED, HEAD, NamedTensors, RenamedTensors, Stored
+from fastspec.models.checkpoints.names import NamedTensors, RenamedTensors, Stored
 from fastspec.models.checkpoints.quantised.tensors import QuantisedShards
-from fastspec.models.checkpoints.shapes import tensor_shapes
 from fastspec.models.checkpoints.shards import ShardTensors, TensorInfo
 from fastspec.models.config import ModelSpec
 from fastspec.models.families.plan import LayerPlan
@@ -26,6 +25,7 @@ from fastspec.models.heads.mtp_names import EMBED_NORM, FC, HIDDEN_NORM, LAYER, 
 from fastspec.models.heads.recognise import Recognised
 from fastspec.models.heads.spec import HeadSpec
 from fastspec.models.heads.tensors import check_head_tensors
+from fastspec.models.layer_table import EMBED, HEAD, tensor_shapes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -14,7 +14,7 @@ from fastspec.kernels.common.codes import CodesKind
 from fastspec.kernels.common.rounding import kind_for
 from fastspec.kernels.common.weights import Weight
 from fastspec.kernels.ops import Ops
-from fastspec.models.checkpoints.load import DecoderWeights, LayerWeights, layer_weights, norm_weight
+from fastspec.models.checkpoints.load import layer_weights, norm_weight
 from fastspec.models.checkpoints.loader import Loader, Rounding, TensorSource
 from fastspec.models.heads.checkpoint import HeadCheckpoint
 from fastspec.models.heads.dflash_spec import DFlashSpec
@@ -22,6 +22,7 @@ from fastspec.models.heads.mtp_names import EMBED_NORM, FC, HIDDEN_NORM, NORM
 from fastspec.models.heads.mtp_spec import MtpSpec, mtp_source
 from fastspec.models.heads.spec import HeadSpec
 from fastspec.models.heads.tensors import HeadTensors
+from fastspec.models.layer_table import DecoderWeights
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -136,7 +137,7 @@ def _of_mtp(loader: Loader, spec: MtpSpec, target: DecoderWeights) -> HeadWeight
 def _assemble(loader: Loader, spec: HeadSpec, target: DecoderWeights) -> HeadWeights:
     if isinstance(spec, MtpSpec):
         return _of_mtp(loader, spec, target)
-    layers = tuple(_layer(loader, spec, f"layers.{index}.") for index in range(spec.num_layers))
+    layers = tuple(layer_weights(loader, spec.decoder, index, f"layers.{index}.") for index in range(spec.num_layers))
     decoder = DecoderWeights(
         embed=loader.weight("embed_tokens.weight") if spec.own_embed else target.embed,
         layers=layers,
@@ -152,31 +153,3 @@ def _assemble(loader: Loader, spec: HeadSpec, target: DecoderWeights) -> HeadWei
     for name, parts in spec.joined.items():
         others[name] = loader.weight(*parts) if len(spec.tensors[parts[0]]) == 2 else loader.tensor(*parts)
     return HeadWeights(decoder, others)
-
-
-def _layer(loader: Loader, spec: HeadSpec, at: str) -> LayerWeights:
-    def bias(*parts: str) -> Tensor | None:
-        names = [f"{at}{part}.bias" for part in parts]
-        return loader.tensor(*names) if names[0] in spec.tensors else None
-
-    def weight(*parts: str, **options: Any) -> Weight:
-        return loader.weight(*(f"{at}{part}.weight" for part in parts), **options)
-
-    def norm(part: str) -> Tensor | None:
-        return loader.tensor(f"{at}{part}.weight") if f"{at}{part}.weight" in spec.tensors else None
-
-    qkv = tuple(f"self_attn.{which}_proj" for which in "qkv")
-    return LayerWeights(
-        input_norm=norm("input_layernorm"),
-        post_norm=norm("post_attention_layernorm"),
-        qkv=weight(*qkv),
-        qkv_bias=bias(*qkv),
-        q_norm=norm("self_attn.q_norm"),
-        k_norm=norm("self_attn.k_norm"),
-        o=weight("self_attn.o_proj"),
-        o_bias=bias("self_attn.o_proj"),
-        gate_up=weight("mlp.gate_proj", "mlp.up_proj", gated=True),
-        gate_up_bias=bias("mlp.gate_proj", "mlp.up_proj"),
-        down=weight("mlp.down_proj"),
-        down_bias=bias("mlp.down_proj"),
-    )

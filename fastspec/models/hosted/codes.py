@@ -21,11 +21,12 @@ from fastspec.models.checkpoints.names import Stored, parameter
 from fastspec.models.checkpoints.quantised.configs import Quantisation
 from fastspec.models.checkpoints.quantised.tensors import QuantisedShards
 from fastspec.models.checkpoints.shards import ShardTensors
-from fastspec.models.checkpoints.sliced import Slice, SlicedTensors
+from fastspec.models.checkpoints.sliced import SlicedTensors
 from fastspec.models.hosted.cuts import HostedCut
 from fastspec.models.hosted.info import HostedInfo, shell_of
 from fastspec.models.hosted.share import part_shell
 from fastspec.models.hosted.swaps import is_product
+from fastspec.models.layer_table import Slice
 
 if TYPE_CHECKING:
     from fastspec.models.checkpoints.sources import Checkpoint
