@@ -23,7 +23,7 @@ from fastspec.engine.settings import announce
 from fastspec.engine.warmup import compilers_for, filling
 from fastspec.errors import InvalidLogits
 from fastspec.grammar.library import Grammars
-from fastspec.models.checkpoints.sources import load_tokenizer
+from fastspec.models.checkpoints.resolve import load_tokenizer
 from fastspec.models.vocab import shared_vocab
 from fastspec.output import GenerateOutput
 from fastspec.proposers.interface import Proposer

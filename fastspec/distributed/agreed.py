@@ -14,8 +14,8 @@ from fastspec.distributed.ranks import Ranks, check_places, place_of
 from fastspec.distributed.slices import SIZES
 from fastspec.engine.settings import Settings, check_range, device_of, dtype_of, settings_of
 from fastspec.errors import UnsupportedModel, UnsupportedOption
-from fastspec.models.checkpoints.sliced import fingerprint, same_text_on, sliced
-from fastspec.models.checkpoints.sources import Checkpoint
+from fastspec.models.checkpoints.rank_slices import fingerprint, same_text_on, sliced
+from fastspec.models.checkpoints.resolve import Checkpoint
 from fastspec.models.config import ModelSpec
 from fastspec.models.heads.checkpoint import HeadCheckpoint
 from fastspec.models.hosted.info import HostedInfo

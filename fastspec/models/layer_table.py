@@ -157,19 +157,19 @@ class Axis(NamedTuple):
     """Elements along one axis of a tensor, and how ranks share them.
 
     Attributes:
-        count: units of all ranks, such as heads.
+        units: of all ranks, such as heads.
         rule: see the table above.
         each: elements of a unit.
     """
 
-    count: int
+    units: int
     rule: Rule = "whole"
     each: int = 1
 
     @property
     def size(self) -> int:
         """Elements of all ranks."""
-        return self.count * self.each
+        return self.units * self.each
 
     def part(self, share: Share, unit: int = 1) -> Cut:
         """The elements of one rank.
@@ -180,11 +180,11 @@ class Axis(NamedTuple):
         if self.rule == "whole":
             return Cut(0, self.size)
         if self.rule == "kv_heads":
-            found = share.kv_cut(self.count)
+            found = share.kv_cut(self.units)
         elif self.rule == "vocab":
-            found = share.vocab_cut(self.count)
+            found = share.vocab_cut(self.units)
         else:
-            found = share.cut(self.count, unit if self.rule == "packed" else 1)
+            found = share.cut(self.units, unit if self.rule == "packed" else 1)
         return Cut(found.start * self.each, found.stop * self.each)
 
     def piece(self, parts: int) -> int:
@@ -573,7 +573,7 @@ def stored_tensors(spec: ModelSpec, plan: LayerPlan, reads: int | None = None) -
     axes, rows = axes_of(spec, plan, reads), rows_of(spec, plan)
     for stack, some in groupby(rows, lambda row: row.kind == "stack"):
         together = tuple(some)
-        for expert in range(axes["experts"].count if stack else 1):
+        for expert in range(axes["experts"].units if stack else 1):
             for row in together:
                 yield from _stored(row, row.names(spec.names), axes, plan, expert)
 

@@ -8,8 +8,8 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
-from fastspec.models.checkpoints.shards import read_json
-from fastspec.models.checkpoints.sources import TOKENIZER_CONFIG, load_tokenizer
+from fastspec.models.checkpoints.resolve import TOKENIZER_CONFIG, load_tokenizer
+from fastspec.models.checkpoints.safetensors_files import read_json
 from fastspec.models.heads.checkpoint import HeadCheckpoint
 from fastspec.models.pairs import suggestion
 from fastspec.models.remote_code import refuse_remote_code
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from transformers import PreTrainedTokenizerBase
 
-    from fastspec.models.checkpoints.sources import Checkpoint
+    from fastspec.models.checkpoints.resolve import Checkpoint
 
 _TOKENIZER: Final = "tokenizer.json"
 _FILES: Final = (

@@ -19,7 +19,7 @@ from fastspec.distributed.slices import Share, check_divides, share_of
 from fastspec.errors import UnsupportedModel, UnsupportedOption
 from fastspec.kernels.common.code_packing import can_pack_codes
 from fastspec.kernels.ops import TORCH_OPS, Ops
-from fastspec.models.checkpoints.sources import Checkpoint, resolve
+from fastspec.models.checkpoints.resolve import Checkpoint, resolve
 from fastspec.models.hosted.admission import admit
 from fastspec.models.hosted.cuts import PLAN
 from fastspec.models.hosted.info import HostedInfo, hosted_info

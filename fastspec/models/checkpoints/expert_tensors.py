@@ -23,7 +23,7 @@ import torch
 from fastspec.errors import CheckpointError
 from fastspec.kernels.common.codes import Codes, CodesKind
 from fastspec.kernels.common.experts import MXFP4, power_of_two
-from fastspec.models.checkpoints.shards import TensorInfo
+from fastspec.models.checkpoints.safetensors_files import TensorInfo
 from fastspec.models.families import FAMILIES
 
 if TYPE_CHECKING:
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from fastspec.models.checkpoints.loader import TensorSource
     from fastspec.models.checkpoints.quantised.configs import Quantisation
+    from fastspec.models.checkpoints.weight_loader import TensorSource
     from fastspec.models.config import ModelSpec
     from fastspec.models.families.plan import ExpertsPlan
 

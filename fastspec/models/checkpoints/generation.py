@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from fastspec.errors import CheckpointError, UnsupportedModel
-from fastspec.models.checkpoints.shards import read_json
+from fastspec.models.checkpoints.safetensors_files import read_json
 
 if TYPE_CHECKING:
     from torch import nn

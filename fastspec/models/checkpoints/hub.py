@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Final, cast
 
 from fastspec.errors import CheckpointError, UnsupportedModel
-from fastspec.models.checkpoints.shards import find_shards
+from fastspec.models.checkpoints.safetensors_files import find_shards
 
 CONFIG_FILES: Final = ("*.json",)
 WEIGHT_FILES: Final = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")

@@ -6,8 +6,8 @@ import warnings
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from fastspec.models.checkpoints.names import NamedTensors
-from fastspec.models.checkpoints.shapes import listing
+from fastspec.models.checkpoints.parameter_names import NamedTensors
+from fastspec.models.checkpoints.tensor_checks import listing
 from fastspec.models.heads.mtp_names import find_mtp
 from fastspec.models.text_parts import text_name
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final, TypeVar
 
 from fastspec.errors import UnsupportedOption
 from fastspec.kernels.common.rounding import FORMATS
-from fastspec.models.checkpoints.sources import Checkpoint, resolve
+from fastspec.models.checkpoints.resolve import Checkpoint, resolve
 from fastspec.models.heads.checkpoint import HeadCheckpoint, draft_files, resolve_head
 from fastspec.models.heads.mtp_spec import MTP, resolve_mtp
 from fastspec.models.hosted.info import HostedInfo

@@ -15,8 +15,8 @@ from torch import Tensor
 from fastspec.errors import CheckpointError, UnsupportedModel, UnsupportedOption
 from fastspec.models.checkpoints.generation import CONFIG
 from fastspec.models.checkpoints.hub import download
-from fastspec.models.checkpoints.shards import INDEX, SINGLE, ShardTensors, TensorInfo, read_json
-from fastspec.models.checkpoints.sources import Checkpoint, check_before_download, load_tokenizer
+from fastspec.models.checkpoints.resolve import Checkpoint, check_before_download, load_tokenizer
+from fastspec.models.checkpoints.safetensors_files import INDEX, SINGLE, ShardTensors, TensorInfo, read_json
 from fastspec.models.config import ModelSpec
 from fastspec.models.families import FAMILIES
 from fastspec.models.heads.config import check_verifier

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from fastspec.errors import CheckpointError, UnsupportedModel, UnsupportedOption
-from fastspec.models.checkpoints.load import named
-from fastspec.models.checkpoints.names import NamedTensors, RenamedTensors, Stored
+from fastspec.models.checkpoints.decoder_weights import named
+from fastspec.models.checkpoints.parameter_names import NamedTensors, RenamedTensors, Stored
 from fastspec.models.checkpoints.quantised.tensors import QuantisedShards
-from fastspec.models.checkpoints.shards import ShardTensors, TensorInfo
+from fastspec.models.checkpoints.safetensors_files import ShardTensors, TensorInfo
 from fastspec.models.config import ModelSpec
 from fastspec.models.families.plan import LayerPlan
 from fastspec.models.heads.boundaries import NORMED
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from fastspec.kernels.common.codes import Codes, CodesKind
-    from fastspec.models.checkpoints.loader import TensorSource
-    from fastspec.models.checkpoints.sources import Checkpoint
+    from fastspec.models.checkpoints.resolve import Checkpoint
+    from fastspec.models.checkpoints.weight_loader import TensorSource
 
 MTP: Final = "mtp"
 """The value of `draft` that stands for the target's own MTP layer."""

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from fastspec.errors import CheckpointError, UnsupportedModel
-from fastspec.models.checkpoints.loader import TensorSource
-from fastspec.models.checkpoints.names import RenamedTensors
-from fastspec.models.checkpoints.shapes import listing
-from fastspec.models.checkpoints.shards import INDEX, SINGLE, ShardTensors
+from fastspec.models.checkpoints.parameter_names import RenamedTensors
+from fastspec.models.checkpoints.safetensors_files import INDEX, SINGLE, ShardTensors
+from fastspec.models.checkpoints.tensor_checks import listing
+from fastspec.models.checkpoints.weight_loader import TensorSource
 from fastspec.models.heads.recognise import plain_name
 from fastspec.models.heads.spec import HeadSpec
 

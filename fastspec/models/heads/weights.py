@@ -14,8 +14,8 @@ from fastspec.kernels.common.codes import CodesKind
 from fastspec.kernels.common.rounding import kind_for
 from fastspec.kernels.common.weights import Weight
 from fastspec.kernels.ops import Ops
-from fastspec.models.checkpoints.load import layer_weights, norm_weight
-from fastspec.models.checkpoints.loader import Loader, Rounding, TensorSource
+from fastspec.models.checkpoints.decoder_weights import layer_weights, norm_weight
+from fastspec.models.checkpoints.weight_loader import Loader, Rounding, TensorSource
 from fastspec.models.heads.checkpoint import HeadCheckpoint
 from fastspec.models.heads.dflash_spec import DFlashSpec
 from fastspec.models.heads.mtp_names import EMBED_NORM, FC, HIDDEN_NORM, NORM

@@ -17,11 +17,11 @@ from fastspec.kernels.common.codes import CodesKind
 from fastspec.kernels.common.rounding import kind_for, rounded
 from fastspec.kernels.common.weights import Weight
 from fastspec.kernels.ops import Ops
-from fastspec.models.checkpoints.names import Stored, parameter
+from fastspec.models.checkpoints.parameter_names import Stored, parameter
 from fastspec.models.checkpoints.quantised.configs import Quantisation
 from fastspec.models.checkpoints.quantised.tensors import QuantisedShards
-from fastspec.models.checkpoints.shards import ShardTensors
-from fastspec.models.checkpoints.sliced import SlicedTensors
+from fastspec.models.checkpoints.rank_slices import SlicedTensors
+from fastspec.models.checkpoints.safetensors_files import ShardTensors
 from fastspec.models.hosted.cuts import HostedCut
 from fastspec.models.hosted.info import HostedInfo, shell_of
 from fastspec.models.hosted.share import part_shell
@@ -29,7 +29,7 @@ from fastspec.models.hosted.swaps import is_product
 from fastspec.models.layer_table import Slice
 
 if TYPE_CHECKING:
-    from fastspec.models.checkpoints.sources import Checkpoint
+    from fastspec.models.checkpoints.resolve import Checkpoint
 
 _WEIGHT = ".weight"
 

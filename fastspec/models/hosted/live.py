@@ -7,8 +7,8 @@ from typing import Any
 from torch import nn
 
 from fastspec.errors import UnsupportedModel
-from fastspec.models.checkpoints.live import check_devices
 from fastspec.models.checkpoints.live_checks import changed_constants, check_unchanged
+from fastspec.models.checkpoints.live_module import check_devices
 from fastspec.models.families import FAMILIES
 from fastspec.models.hosted.info import shell_of
 

@@ -16,8 +16,8 @@ from safetensors.torch import save_file
 from fastspec.engine.build import build
 from fastspec.engine.settings import Caches, settings_of
 from fastspec.errors import UnsupportedModel
-from fastspec.models.checkpoints.load import load_weights
-from fastspec.models.checkpoints.sources import resolve
+from fastspec.models.checkpoints.decoder_weights import load_weights
+from fastspec.models.checkpoints.resolve import resolve
 from fastspec.models.config import spec_from_config
 from fastspec.models.families.plan import LayerPlan
 from fastspec.models.layer_table import LayerWeights

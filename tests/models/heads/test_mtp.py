@@ -15,7 +15,7 @@ from transformers import Qwen3_5ForCausalLM
 from fastspec.errors import CheckpointError, UnsupportedModel, UnsupportedOption
 from fastspec.kernels.ops import TORCH_OPS
 from fastspec.kv_cache.cache import PagedKVCache
-from fastspec.models.checkpoints.load import load_weights
+from fastspec.models.checkpoints.decoder_weights import load_weights
 from fastspec.models.checkpoints.pair import resolve_pair
 from fastspec.models.heads.checkpoint import HeadCheckpoint
 from fastspec.models.heads.mtp import Mtp

@@ -8,7 +8,7 @@ from typing import Final, NamedTuple
 
 from fastspec.errors import CheckpointError
 from fastspec.kernels.common.kv_scales import KVScales
-from fastspec.models.checkpoints.names import Stored
+from fastspec.models.checkpoints.parameter_names import Stored
 
 _ATTENTION: Final = r"layers\.(\d+)\.(?:self_attn|mixer)\."
 # as the tools spell them; kv_scale is both

@@ -13,11 +13,11 @@ from torch import Tensor
 
 from fastspec.errors import CheckpointError
 from fastspec.kernels.common.codes import Codes, CodesKind
-from fastspec.models.checkpoints.names import Stored, parameter
+from fastspec.models.checkpoints.parameter_names import Stored, parameter
 from fastspec.models.checkpoints.quantised import cache_scales
 from fastspec.models.checkpoints.quantised.configs import Quantisation
 from fastspec.models.checkpoints.quantised.schemes import Over, Scheme
-from fastspec.models.checkpoints.shards import STORED_DTYPES, TensorInfo
+from fastspec.models.checkpoints.safetensors_files import STORED_DTYPES, TensorInfo
 
 WEIGHT = ".weight"
 # what names a matrix as quantised, and what may stand beside it

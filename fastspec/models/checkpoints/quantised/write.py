@@ -28,10 +28,10 @@ from fastspec.errors import CheckpointError, UnsupportedOption
 from fastspec.kernels.common.codes import CodeFormat, Codes
 from fastspec.kernels.common.rounding import FORMATS, kind_for, rounded
 from fastspec.models.checkpoints.generation import CONFIG
-from fastspec.models.checkpoints.names import parameter
+from fastspec.models.checkpoints.parameter_names import parameter
 from fastspec.models.checkpoints.quantised.tensors import WEIGHT
-from fastspec.models.checkpoints.shards import INDEX, ShardTensors, read_json
-from fastspec.models.checkpoints.sources import resolve
+from fastspec.models.checkpoints.resolve import resolve
+from fastspec.models.checkpoints.safetensors_files import INDEX, ShardTensors, read_json
 from fastspec.models.layer_table import EMBED, HEAD, tensor_shapes
 
 _LAYOUTS: Final = {"fp8": "float-quantized", "int8": "pack-quantized", "int4": "pack-quantized"}

@@ -12,7 +12,7 @@ from torch import nn
 
 from fastspec.errors import UnsupportedModel
 from fastspec.models.checkpoints.live_checks import check_unchanged
-from fastspec.models.checkpoints.shards import TensorInfo
+from fastspec.models.checkpoints.safetensors_files import TensorInfo
 from fastspec.models.config import DTYPES, supported_models
 from fastspec.models.families import FAMILIES
 from fastspec.models.layer_table import CORRECTION

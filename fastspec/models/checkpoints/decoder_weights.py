@@ -24,13 +24,13 @@ from fastspec.kernels.common.rounding import kind_for
 from fastspec.kernels.common.weights import Weight
 from fastspec.kernels.ops import TORCH_OPS, Ops
 from fastspec.models.checkpoints.expert_tensors import by_expert
-from fastspec.models.checkpoints.live import ModuleTensors
-from fastspec.models.checkpoints.loader import Loader, Rounding, TensorSource
-from fastspec.models.checkpoints.names import NamedTensors, Stored
+from fastspec.models.checkpoints.live_module import ModuleTensors
+from fastspec.models.checkpoints.parameter_names import NamedTensors, Stored
 from fastspec.models.checkpoints.quantised.tensors import QuantisedShards
-from fastspec.models.checkpoints.shapes import check_no_others, check_tensors
-from fastspec.models.checkpoints.shards import ShardTensors
-from fastspec.models.checkpoints.sliced import SlicedTensors
+from fastspec.models.checkpoints.rank_slices import SlicedTensors
+from fastspec.models.checkpoints.safetensors_files import ShardTensors
+from fastspec.models.checkpoints.tensor_checks import check_no_others, check_tensors
+from fastspec.models.checkpoints.weight_loader import Loader, Rounding, TensorSource
 from fastspec.models.config import DTYPES
 from fastspec.models.layer_table import (
     EMBED,
@@ -50,7 +50,7 @@ from fastspec.models.layer_table import (
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from fastspec.models.checkpoints.sources import Checkpoint
+    from fastspec.models.checkpoints.resolve import Checkpoint
     from fastspec.models.config import ModelSpec
     from fastspec.models.families.plan import LayerPlan
 
@@ -258,9 +258,9 @@ class _Layer:
             self._take_stack(row, names, biases)
             return
         if row.kind == "norm":
-            self._made[place] = norm_weight(loader, self._spec, *names, order=order)
+            self._made[place] = norm_weight(loader, self._spec, names[0], order)
             if biases:
-                self._made[f"{place}_bias"] = norm_weight(loader, self._spec, *biases)
+                self._made[f"{place}_bias"] = norm_weight(loader, self._spec, biases[0])
             return
         if row.kind == "matrix":
             self._take_matrix(row, names, order)

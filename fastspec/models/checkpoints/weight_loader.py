@@ -27,7 +27,7 @@ from fastspec.kernels.common.experts import MXFP4, ExpertStack
 from fastspec.kernels.common.rounding import rounded
 from fastspec.kernels.common.weights import Weight
 from fastspec.kernels.ops import Ops
-from fastspec.models.checkpoints.shards import TensorInfo
+from fastspec.models.checkpoints.safetensors_files import TensorInfo
 
 READERS = 4  # threads that fill weights on CUDA
 _PINNED_BYTES = 32 * 2**20  # of each reader

@@ -20,20 +20,20 @@ from typing import TYPE_CHECKING, Any, Final
 from torch import nn
 
 from fastspec.errors import CheckpointError, UnsupportedModel, UnsupportedOption
+from fastspec.models.checkpoints.decoder_weights import named, planned_bytes
 from fastspec.models.checkpoints.expert_tensors import by_expert, check_mxfp4
 from fastspec.models.checkpoints.generation import CONFIG, settings_of_directory, settings_of_module
 from fastspec.models.checkpoints.hub import download
 from fastspec.models.checkpoints.leftovers import name_others, warn_of_other_parts
-from fastspec.models.checkpoints.live import ModuleTensors
 from fastspec.models.checkpoints.live_checks import as_built, check_as_built
-from fastspec.models.checkpoints.load import named, planned_bytes
-from fastspec.models.checkpoints.names import NamedTensors, Stored, has_own_head
+from fastspec.models.checkpoints.live_module import ModuleTensors
+from fastspec.models.checkpoints.parameter_names import NamedTensors, Stored, has_own_head
 from fastspec.models.checkpoints.quantised import cache_scales
 from fastspec.models.checkpoints.quantised.cache_scales import CacheScales
 from fastspec.models.checkpoints.quantised.configs import Quantisation, quantisation_of
 from fastspec.models.checkpoints.quantised.tensors import QuantisedShards
-from fastspec.models.checkpoints.shapes import check_no_others, check_tensors
-from fastspec.models.checkpoints.shards import INDEX, SINGLE, ShardTensors, read_json
+from fastspec.models.checkpoints.safetensors_files import INDEX, SINGLE, ShardTensors, read_json
+from fastspec.models.checkpoints.tensor_checks import check_no_others, check_tensors
 from fastspec.models.config import (
     ModelSpec,
     refuse_other_architectures,
@@ -55,8 +55,8 @@ if TYPE_CHECKING:
 
     from fastspec.kernels.common.codes import CodeFormat
     from fastspec.kernels.ops import Ops
-    from fastspec.models.checkpoints.shards import TensorInfo
-    from fastspec.models.checkpoints.sliced import Sliced
+    from fastspec.models.checkpoints.rank_slices import Sliced
+    from fastspec.models.checkpoints.safetensors_files import TensorInfo
 
 MODELOPT: Final = "hf_quant_config.json"
 QUANTISED_FIELDS: Final = ("quantization_config", "compression_config")

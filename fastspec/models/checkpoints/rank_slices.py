@@ -15,7 +15,7 @@ from fastspec.errors import UnsupportedOption
 from fastspec.kernels.common.codes import join
 from fastspec.kernels.common.packing import can_pack
 from fastspec.kernels.product.plan import TREES_ON, split_for
-from fastspec.models.checkpoints.shards import TensorInfo
+from fastspec.models.checkpoints.safetensors_files import TensorInfo
 from fastspec.models.config import ModelSpec
 from fastspec.models.layer_table import Slice
 
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from fastspec.kernels.common.codes import Codes, CodesKind
-    from fastspec.models.checkpoints.loader import TensorSource
-    from fastspec.models.checkpoints.sources import Checkpoint
+    from fastspec.models.checkpoints.resolve import Checkpoint
+    from fastspec.models.checkpoints.weight_loader import TensorSource
     from fastspec.models.families.plan import LayerPlan
     from fastspec.models.heads.checkpoint import HeadCheckpoint
 

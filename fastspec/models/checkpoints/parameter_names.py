@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 import torch
 
 from fastspec.errors import CheckpointError
-from fastspec.models.checkpoints.shards import INDEX, TensorInfo
+from fastspec.models.checkpoints.safetensors_files import INDEX, TensorInfo
 from fastspec.models.layer_table import EMBED, HEAD
 
 if TYPE_CHECKING:
