@@ -15,8 +15,8 @@ from fastspec.engine.draft_format import with_format
 from fastspec.engine.settings import Caches, Settings, settings_of
 from fastspec.errors import UnsupportedOption
 from fastspec.inputs.values import flag
+from fastspec.models.checkpoints.checkpoint import Checkpoint
 from fastspec.models.checkpoints.pair import resolve_pair
-from fastspec.models.checkpoints.resolve import Checkpoint
 from fastspec.models.heads.checkpoint import HeadCheckpoint
 from fastspec.proposers.choose import check
 from fastspec.proposers.interface import Proposer

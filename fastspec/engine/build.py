@@ -30,9 +30,9 @@ from fastspec.kv_cache.pages import PageTable
 from fastspec.kv_cache.prefix import PrefixCache
 from fastspec.kv_cache.prefix_states import PrefixStates
 from fastspec.kv_cache.states import StateCache
+from fastspec.models.checkpoints.checkpoint import Checkpoint
 from fastspec.models.checkpoints.decoder_weights import allocate_weights
 from fastspec.models.checkpoints.quantised.cache_scales import CacheScales, for_layers
-from fastspec.models.checkpoints.resolve import Checkpoint
 from fastspec.models.compiled import CompiledDecoder
 from fastspec.models.config import ModelSpec
 from fastspec.models.decoder import Decoder

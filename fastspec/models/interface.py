@@ -107,7 +107,7 @@ class ModelSource(Protocol):
         """Processes that share it, each with its slices."""
 
     def bytes_loaded(self, dtype: torch.dtype, device: torch.device, ops: Ops) -> int:
-        """Bytes that its weights take on a device, as these ops want them, with activations of `dtype`."""
+        """Bytes that its weights take on a device, as `ops` store them, with activations of `dtype`."""
 
     @property
     def module(self) -> nn.Module | None:

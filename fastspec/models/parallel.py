@@ -16,7 +16,7 @@ from fastspec.kernels.common.weights import Weight
 from fastspec.kernels.ops import Ops
 from fastspec.kernels.reference.linear import PartKeys
 from fastspec.kv_cache.cache import PagedKVCache
-from fastspec.models.checkpoints.rank_slices import Sliced
+from fastspec.models.checkpoints.checkpoint import Sliced
 from fastspec.models.config import ModelSpec
 from fastspec.models.decoder import Decoder
 from fastspec.models.families.plan import LayerPlan

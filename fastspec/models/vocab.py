@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from transformers import PreTrainedTokenizerBase
 
-    from fastspec.models.checkpoints.resolve import Checkpoint
+    from fastspec.models.checkpoints.checkpoint import Checkpoint
 
 _TOKENIZER: Final = "tokenizer.json"
 _FILES: Final = (

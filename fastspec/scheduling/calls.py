@@ -15,7 +15,7 @@ from fastspec.grammar.library import Grammars
 from fastspec.inputs.options import Options, resolve
 from fastspec.inputs.prompts import RawPrompts, read
 from fastspec.inputs.values import is_list
-from fastspec.models.checkpoints.resolve import Checkpoint
+from fastspec.models.checkpoints.checkpoint import Checkpoint
 from fastspec.output import GenerateOutput, Stats
 from fastspec.scheduling.requests import Request
 from fastspec.text.stop_strings import StopWatch

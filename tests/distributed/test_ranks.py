@@ -12,7 +12,8 @@ from fastspec.distributed.ranks import Ranks, check_places, place_of
 from fastspec.distributed.slices import SIZES, Share
 from fastspec.distributed.world import World
 from fastspec.errors import UnsupportedOption
-from fastspec.models.checkpoints.rank_slices import Sliced, same_text_on
+from fastspec.models.checkpoints.checkpoint import Sliced
+from fastspec.models.checkpoints.rank_slices import same_text_on
 from fastspec.models.checkpoints.resolve import resolve
 
 

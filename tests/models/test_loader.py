@@ -17,9 +17,10 @@ from fastspec.errors import CheckpointError
 from fastspec.kernels.common.rounding import FORMATS
 from fastspec.kernels.select import ops_for
 from fastspec.models.checkpoints import weight_loader
+from fastspec.models.checkpoints.checkpoint import Checkpoint
 from fastspec.models.checkpoints.decoder_weights import allocate_weights, load_weights
 from fastspec.models.checkpoints.pair import resolve_pair
-from fastspec.models.checkpoints.resolve import Checkpoint, resolve
+from fastspec.models.checkpoints.resolve import resolve
 from fastspec.models.checkpoints.weight_loader import Loader
 from tests.helpers.checkpoints import make_checkpoint
 from tests.models.test_weights import CPU, GATE, rewrite, tensors_of

@@ -15,8 +15,9 @@ from transformers import AutoModelForCausalLM
 
 from fastspec.errors import CheckpointError, UnsupportedModel, UnsupportedOption
 from fastspec.kernels.common.weights import Weight
+from fastspec.models.checkpoints.checkpoint import Checkpoint
 from fastspec.models.checkpoints.decoder_weights import load_weights
-from fastspec.models.checkpoints.resolve import Checkpoint, resolve
+from fastspec.models.checkpoints.resolve import resolve
 from fastspec.models.checkpoints.weight_loader import Loader
 from fastspec.models.layer_table import DecoderWeights, LayerWeights, tensor_shapes
 from tests.helpers.checkpoints import FAMILIES, make_checkpoint, make_model

@@ -23,14 +23,16 @@ from fastspec.kernels.common.experts import ExpertStack, ExpertWeights
 from fastspec.kernels.common.rounding import kind_for
 from fastspec.kernels.common.weights import Weight
 from fastspec.kernels.ops import TORCH_OPS, Ops
+from fastspec.models.checkpoints.checkpoint import Checkpoint
 from fastspec.models.checkpoints.expert_tensors import by_expert
 from fastspec.models.checkpoints.live_module import ModuleTensors
-from fastspec.models.checkpoints.parameter_names import NamedTensors, Stored
+from fastspec.models.checkpoints.parameter_names import named
 from fastspec.models.checkpoints.quantised.tensors import QuantisedShards
 from fastspec.models.checkpoints.rank_slices import SlicedTensors
 from fastspec.models.checkpoints.safetensors_files import ShardTensors
 from fastspec.models.checkpoints.tensor_checks import check_no_others, check_tensors
-from fastspec.models.checkpoints.weight_loader import Loader, Rounding, TensorSource
+from fastspec.models.checkpoints.tensor_source import TensorSource
+from fastspec.models.checkpoints.weight_loader import Loader, Rounding
 from fastspec.models.config import DTYPES
 from fastspec.models.layer_table import (
     EMBED,
@@ -50,7 +52,6 @@ from fastspec.models.layer_table import (
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from fastspec.models.checkpoints.resolve import Checkpoint
     from fastspec.models.config import ModelSpec
     from fastspec.models.families.plan import LayerPlan
 
@@ -134,7 +135,7 @@ def allocate_weights(
     return PendingWeights(weights, fill, loader.cancel)
 
 
-def planned_bytes(checkpoint: Checkpoint, *, dtype: torch.dtype, device: torch.device, ops: Ops) -> int:
+def planned_bytes(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, ops: Ops) -> int:
     """Bytes that `allocate_weights` with these arguments takes; nothing is allocated, and no value is read."""
     if checkpoint.quantisation is None and checkpoint.rounded is None and checkpoint.sliced is None:
         return checkpoint.native.weight_bytes(dtype)
@@ -190,15 +191,10 @@ def source_of(checkpoint: Checkpoint) -> TensorSource:
         return by_expert(ModuleTensors(checkpoint.module), whole, checkpoint.name)
     if checkpoint.directory is None:
         raise CheckpointError(f"{checkpoint.name}: has neither a directory nor a module; make it with resolve()")
-    stored: Stored = by_expert(ShardTensors(checkpoint.directory), whole, checkpoint.name)
+    stored: TensorSource = by_expert(ShardTensors(checkpoint.directory), whole, checkpoint.name)
     if checkpoint.quantisation is not None:
         stored = QuantisedShards(stored, checkpoint.quantisation, tensor_shapes(whole))
     return named(stored, whole)
-
-
-def named(stored: Stored, spec: ModelSpec) -> NamedTensors:
-    """The tensors of a directory by the names of the parameters of `spec`."""
-    return NamedTensors(stored, tensor_shapes(spec).keys(), spec.tied)
 
 
 def _assemble(loader: Loader, spec: ModelSpec) -> DecoderWeights:

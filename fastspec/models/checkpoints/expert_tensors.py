@@ -13,26 +13,22 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import TYPE_CHECKING, Final
 
 import torch
 
 from fastspec.errors import CheckpointError
 from fastspec.kernels.common.codes import Codes, CodesKind
 from fastspec.kernels.common.experts import MXFP4, power_of_two
-from fastspec.models.checkpoints.safetensors_files import TensorInfo
+from fastspec.models.checkpoints.tensor_source import TensorInfo, TensorSource, WrappedSource
 from fastspec.models.families import FAMILIES
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from torch import Tensor
 
     from fastspec.models.checkpoints.quantised.configs import Quantisation
-    from fastspec.models.checkpoints.weight_loader import TensorSource
     from fastspec.models.config import ModelSpec
     from fastspec.models.families.plan import ExpertsPlan
 
@@ -44,7 +40,7 @@ _CODES_OF_BLOCK = 16  # bytes, of 32 values
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class ExpertPart:
     """Where the matrix or bias of one expert lies in a tensor of all of them.
 
     Attributes:
@@ -65,10 +61,7 @@ class Part:
         return (mine.t() if self.transposed else mine)[self.rows]
 
 
-_Source = TypeVar("_Source", bound="TensorSource")
-
-
-def by_expert(source: _Source, spec: ModelSpec, name: str) -> _Source | ExpertTensors:
+def by_expert(source: TensorSource, spec: ModelSpec, name: str) -> TensorSource:
     """The source, in `ExpertTensors` if layers of the spec have experts; arguments and errors are its own."""
     return ExpertTensors(source, spec, name) if any(plan.experts for plan in spec.plans) else source
 
@@ -90,7 +83,7 @@ def check_mxfp4(source: object, quantisation: Quantisation | None, name: str) ->
         )
 
 
-class ExpertTensors:
+class ExpertTensors(WrappedSource):
     """The tensors of a source, with each expert's matrices and biases as tensors of their own.
 
     Args:
@@ -98,34 +91,27 @@ class ExpertTensors:
         spec: whose layers have experts.
         name: of the checkpoint, for messages.
 
-    Attributes:
-        directory, unnamed: as in `ShardTensors`.
-
     Raises:
         CheckpointError: a tensor with all experts does not have the shape that follows from the config, a scale is
             missing, or a parameter is stored twice.
     """
 
-    directory: Path
-    unnamed: frozenset[str]
-
     def __init__(self, source: TensorSource, spec: ModelSpec, name: str) -> None:
-        self._source, self._name = source, name
-        self.directory = getattr(source, "directory", None)  # type: ignore[assignment]
+        super().__init__(source)
+        self._name = name
         plan = next(plan.experts for plan in spec.plans if plan.experts is not None)
         self._plan, self._hidden, self._interleaved = plan, spec.hidden_size, plan.clamp is not None
         may_be_transposed = FAMILIES[spec.family].transposed_experts
         self._transposed = self._interleaved or (may_be_transposed and self._look_transposed(source.infos()))
         self._names: dict[str, str] = {}
-        self._parts: dict[str, Part] = {}
+        self._parts: dict[str, ExpertPart] = {}
         self._infos: dict[str, TensorInfo] = {}
         for stored, info in source.infos().items():
             self._take(stored, info)
         self._left: dict[str, set[str]] = {}
         for here, part in self._parts.items():
             self._left.setdefault(part.stored, set()).add(here)
-        unnamed: frozenset[str] = getattr(source, "unnamed", frozenset())
-        self.unnamed = frozenset(here for here in self._infos if self._stored(here) in unnamed)
+        self.unnamed = frozenset(here for here in self._infos if self._names[here] in source.unnamed)
 
     @property
     def quantised(self) -> bool:
@@ -165,7 +151,7 @@ class ExpertTensors:
 
     def _enter(self, here: str, stored: str, info: TensorInfo) -> None:
         if here in self._infos:
-            both = f"{self._stored(here)!r} and {stored!r}"
+            both = f"{self._inner(here)!r} and {stored!r}"
             raise CheckpointError(f"{self._name}: {both} are both the parameter {here}; keep one")
         self._names[here], self._infos[here] = stored, info
 
@@ -194,7 +180,7 @@ class ExpertTensors:
             for expert in range(plan.count):
                 here = f"{experts}.{expert}.{part}.{'bias' if bias else 'weight'}"
                 self._enter(here, stored, shown)
-                self._parts[here] = Part(stored.removesuffix(BLOCKS), expert, where, transposed)
+                self._parts[here] = ExpertPart(stored.removesuffix(BLOCKS), expert, where, transposed)
         if blocks:
             self._check_scales(stored.removesuffix(BLOCKS) + SCALES, (plan.count, rows, width // 32))
 
@@ -220,49 +206,43 @@ class ExpertTensors:
             raise CheckpointError(f"{self._name}: {stored} is missing; the mxfp4 experts beside it need it")
         self._check(stored, info, wanted)
 
-    def _stored(self, here: str) -> str:
-        return self._names[here]
+    def _inner(self, name: str) -> str:
+        return self._names[name]
 
     def infos(self) -> Mapping[str, TensorInfo]:
         """Every tensor by its name here."""
         return self._infos
-
-    @contextmanager
-    def open(self) -> Iterator[None]:
-        """As of the source."""
-        with self._source.open():
-            yield
 
     def read(self, name: str) -> Tensor:
         """The tensor on the source's device; for mxfp4 its fp32 values."""
         codes = self.codes(name, torch.device("cpu"))
         if codes is not None:
             return codes.dequantise(torch.float32)
-        part, whole = self._parts.get(name), self._source.read(self._names[name])
+        part, whole = self._parts.get(name), super().read(name)
         return whole if part is None else part.of(whole)
 
     def read_part(self, name: str, rows: slice, columns: slice) -> Tensor:
         """Rows and, of a matrix, columns of a tensor."""
         if name in self._parts:
             return self.read(name)[(rows, columns)[: len(self._infos[name].shape)]]
-        return self._source.read_part(self._names[name], rows, columns)
+        return super().read_part(name, rows, columns)
 
     def kind(self, name: str) -> CodesKind | None:
         """`MXFP4` for experts that are stored so; else the kind that the source says."""
         if self._in_blocks(name):
             return MXFP4
-        return None if name in self._parts else self._source.kind(self._names[name])
+        return None if name in self._parts else super().kind(name)
 
     def codes(self, name: str, device: torch.device) -> Codes | None:
         """The codes of a quantised matrix on `device`; None: it is not quantised."""
         if not self._in_blocks(name):
-            return None if name in self._parts else self._source.codes(self._names[name], device)
+            return None if name in self._parts else super().codes(name, device)
         return self._codes_of(name, slice(None), slice(None), device)
 
     def codes_part(self, name: str, rows: slice, columns: slice, device: torch.device) -> Codes | None:
         """As `codes`, of rows and columns; the columns are whole blocks of mxfp4 or they are cut out of all."""
         if not self._in_blocks(name):
-            return None if name in self._parts else self._source.codes_part(self._names[name], rows, columns, device)
+            return None if name in self._parts else super().codes_part(name, rows, columns, device)
         height, width = self._infos[name].shape
         start, stop = columns.indices(width)[:2]
         size = MXFP4.block[1]

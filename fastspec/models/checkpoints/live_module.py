@@ -3,8 +3,7 @@ to."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Final
 
 import torch
@@ -12,7 +11,7 @@ from torch import nn
 
 from fastspec.errors import UnsupportedModel
 from fastspec.models.checkpoints.live_checks import check_unchanged
-from fastspec.models.checkpoints.safetensors_files import TensorInfo
+from fastspec.models.checkpoints.tensor_source import TensorInfo, TensorSource
 from fastspec.models.config import DTYPES, supported_models
 from fastspec.models.families import FAMILIES
 from fastspec.models.layer_table import CORRECTION
@@ -79,7 +78,7 @@ def check_devices(module: nn.Module, name: str) -> None:
         )
 
 
-class ModuleTensors:
+class ModuleTensors(TensorSource):
     """The parameters of a live model, by their checkpoint names.
 
     Args:
@@ -106,27 +105,9 @@ class ModuleTensors:
         """Every parameter by name; a tied head is listed under both names."""
         return self._infos
 
-    @contextmanager
-    def open(self) -> Iterator[None]:
-        """Nothing to hold open."""
-        yield
-
     def read(self, name: str) -> Tensor:
         """The parameter itself, detached; the caller copies it."""
         return self._parameters[name].detach()
-
-    def read_part(self, name: str, rows: slice, columns: slice) -> Tensor:
-        """Rows and, of a matrix, columns of a parameter."""
-        return self.read(name)[(rows, columns)[: self.read(name).dim()]]
-
-    def kind(self, name: str) -> None:
-        """None: nothing is quantised here."""
-
-    def codes(self, name: str, device: torch.device) -> None:
-        """None: nothing is quantised here."""
-
-    def codes_part(self, name: str, rows: slice, columns: slice, device: torch.device) -> None:
-        """None: nothing is quantised here."""
 
     def release(self, names: list[str]) -> None:
         """Puts an empty meta tensor in place of each named parameter, so that its memory can go.

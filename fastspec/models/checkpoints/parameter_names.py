@@ -2,62 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING, Final, Protocol
+from collections.abc import Collection, Mapping
+from typing import Final
 
 import torch
 
 from fastspec.errors import CheckpointError
-from fastspec.models.checkpoints.safetensors_files import INDEX, TensorInfo
-from fastspec.models.layer_table import EMBED, HEAD
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from torch import Tensor
-
-    from fastspec.kernels.common.codes import Codes, CodesKind
+from fastspec.models.checkpoints.safetensors_files import INDEX
+from fastspec.models.checkpoints.tensor_source import TensorInfo, TensorSource, WrappedSource
+from fastspec.models.config import ModelSpec
+from fastspec.models.layer_table import EMBED, HEAD, tensor_shapes
 
 PREFIX: Final = "model."
 TEXT: Final = ("language_model.", "text_model.")
 COMPARED_ROWS: Final = 4096  # of two matrices at a time
 
 
-class Stored(Protocol):
-    """The tensors of a checkpoint directory by their stored names: `ShardTensors`, or what stands in its place.
-
-    Attributes:
-        directory: that checkpoint.
-        unnamed: tensors that lie in a file of the index, but that the index does not name.
-    """
-
-    directory: Path
-    unnamed: frozenset[str]
-
-    def infos(self) -> Mapping[str, TensorInfo]:
-        """What is known of each."""
-
-    def open(self) -> AbstractContextManager[None]:
-        """Holds files open while tensors are read."""
-
-    def read(self, name: str) -> Tensor:
-        """The tensor where it lies."""
-
-    def read_part(self, name: str, rows: slice, columns: slice) -> Tensor:
-        """Rows and, of a matrix, columns of a tensor."""
-
-    def kind(self, name: str) -> CodesKind | None:
-        """What a matrix is quantised to; None: it is not."""
-
-    def codes(self, name: str, device: torch.device) -> Codes | None:
-        """A quantised matrix on a device; None: it is not quantised."""
-
-    def codes_part(self, name: str, rows: slice, columns: slice, device: torch.device) -> Codes | None:
-        """Rows and columns of a quantised matrix."""
-
-
-class RenamedTensors:
+class RenamedTensors(WrappedSource):
     """The tensors of a checkpoint directory under other names than they are stored by.
 
     Args:
@@ -65,42 +26,17 @@ class RenamedTensors:
         stored: their names here, and those they are stored by.
     """
 
-    def __init__(self, source: Stored, stored: Mapping[str, str]) -> None:
-        self._source, self._stored = source, stored
+    def __init__(self, source: TensorSource, stored: Mapping[str, str]) -> None:
+        super().__init__(source)
+        self._stored = stored
+
+    def _inner(self, name: str) -> str:
+        return self._stored[name]
 
     def infos(self) -> Mapping[str, TensorInfo]:
         """Every tensor, by its name here."""
         infos = self._source.infos()
         return {name: infos[stored] for name, stored in self._stored.items()}
-
-    @contextmanager
-    def open(self) -> Iterator[None]:
-        """As of the source."""
-        with self._source.open():
-            yield
-
-    def read(self, name: str) -> Tensor:
-        """As of the source, by its name here."""
-        return self._source.read(self._stored[name])
-
-    def read_part(self, name: str, rows: slice, columns: slice) -> Tensor:
-        """As of the source, by its name here."""
-        return self._source.read_part(self._stored[name], rows, columns)
-
-    def kind(self, name: str) -> CodesKind | None:
-        """As of the source, by its name here."""
-        return self._source.kind(self._stored[name])
-
-    def codes(self, name: str, device: torch.device) -> Codes | None:
-        """As of the source, by its name here."""
-        return self._source.codes(self._stored[name], device)
-
-    def codes_part(self, name: str, rows: slice, columns: slice, device: torch.device) -> Codes | None:
-        """As of the source, by its name here."""
-        return self._source.codes_part(self._stored[name], rows, columns, device)
-
-    def release(self, names: list[str]) -> None:
-        """Nothing to do: see `ShardTensors.release`."""
 
 
 class NamedTensors(RenamedTensors):
@@ -118,7 +54,7 @@ class NamedTensors(RenamedTensors):
         CheckpointError: two stored tensors are one parameter, or the index does not name one that is needed.
     """
 
-    def __init__(self, source: Stored, wanted: Collection[str], tied: bool) -> None:
+    def __init__(self, source: TensorSource, wanted: Collection[str], tied: bool) -> None:
         wanted = {*wanted, EMBED, HEAD}
         names: dict[str, str] = {}
         self._others: list[str] = []
@@ -143,6 +79,11 @@ class NamedTensors(RenamedTensors):
         return self._others
 
 
+def named(stored: TensorSource, spec: ModelSpec) -> NamedTensors:
+    """The tensors of a directory by the names of the parameters of `spec`."""
+    return NamedTensors(stored, tensor_shapes(spec).keys(), spec.tied)
+
+
 def parameter(stored: str, wanted: Collection[str]) -> str:
     """The parameter among those wanted that a stored name means, which may lack `model.` or have it twice."""
     text = stored.removeprefix(PREFIX)
@@ -156,20 +97,7 @@ def parameter(stored: str, wanted: Collection[str]) -> str:
     return stored
 
 
-class Readable(Protocol):
-    """Tensors by name."""
-
-    def infos(self) -> Mapping[str, TensorInfo]:
-        """What is known of each."""
-
-    def open(self) -> AbstractContextManager[None]:
-        """Holds files open while tensors are read."""
-
-    def read(self, name: str) -> Tensor:
-        """The tensor where it lies."""
-
-
-def has_own_head(source: Readable) -> bool:
+def has_own_head(source: TensorSource) -> bool:
     """Whether a head is stored whose values are not the embedding's; a dtype alone makes no difference.
 
     Reads both matrices up to the first rows that differ. Their shapes must be equal.

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -15,7 +13,8 @@ from fastspec.errors import UnsupportedOption
 from fastspec.kernels.common.codes import join
 from fastspec.kernels.common.packing import can_pack
 from fastspec.kernels.product.plan import TREES_ON, split_for
-from fastspec.models.checkpoints.safetensors_files import TensorInfo
+from fastspec.models.checkpoints.checkpoint import Checkpoint, Sliced
+from fastspec.models.checkpoints.tensor_source import TensorInfo, TensorSource, WrappedSource
 from fastspec.models.config import ModelSpec
 from fastspec.models.layer_table import Slice
 
@@ -23,28 +22,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from fastspec.kernels.common.codes import Codes, CodesKind
-    from fastspec.models.checkpoints.resolve import Checkpoint
-    from fastspec.models.checkpoints.weight_loader import TensorSource
     from fastspec.models.families.plan import LayerPlan
-    from fastspec.models.heads.checkpoint import HeadCheckpoint
 
 
-_SAMPLE, _SAMPLES = 4096, 256  # bytes of a file that are looked at, at how many places
 _MXFP4_UNIT = 64  # columns of a matrix in mxfp4 that kernels read together
-
-
-class Sliced(NamedTuple):
-    """What of a checkpoint one rank loads.
-
-    Attributes:
-        share: its part.
-        spec: of the whole model.
-        unit: columns of experts that stay together, as packed weights need them.
-    """
-
-    share: Share
-    spec: ModelSpec
-    unit: int = 1
 
 
 def sliced(checkpoint: Checkpoint, share: Share) -> Checkpoint:
@@ -66,25 +47,6 @@ def sliced(checkpoint: Checkpoint, share: Share) -> Checkpoint:
 
 def _experts_divide(spec: ModelSpec, unit: int) -> bool:
     return all(plan.experts is None or plan.experts.width % unit == 0 for plan in spec.plans)
-
-
-def fingerprint(checkpoint: Checkpoint | HeadCheckpoint) -> str:
-    """A short hash of a checkpoint: config, headers, sizes, and samples of the stored bytes of every file."""
-    cut, of_hosted = getattr(checkpoint, "sliced", None), getattr(checkpoint.spec, "cut", None)
-    whole = (checkpoint.spec if of_hosted is None else of_hosted.whole) if cut is None else cut.spec
-    found = hashlib.sha256(repr((whole, checkpoint.stored, checkpoint.rounded)).encode())
-    if checkpoint.directory is not None:
-        for file in sorted(checkpoint.directory.glob("*.safetensors")):
-            size = file.stat().st_size
-            found.update(f"{file.name} {size}".encode())
-            with file.open("rb") as opened:
-                for start in range(0, size, max(_SAMPLE, size // _SAMPLES)):
-                    opened.seek(start)
-                    found.update(opened.read(_SAMPLE))
-    elif checkpoint.module is not None:
-        for name, tensor in checkpoint.module.named_parameters():
-            found.update(repr((name, tuple(tensor.shape), tensor.detach().flatten()[:8].tolist())).encode())
-    return found.hexdigest()[:16]
 
 
 def local_spec(spec: ModelSpec, share: Share, unit: int = 1) -> ModelSpec:
@@ -150,22 +112,17 @@ def _in_trees(spec: ModelSpec, ranks: int, dtype: torch.dtype) -> bool:
     return trees and all(can_pack((each, hidden), dtype) for each in rows)
 
 
-class SlicedTensors:
+class SlicedTensors(WrappedSource):
     """A source of whole tensors, seen through slices: shapes are those of the slices, and so is what is read."""
 
     def __init__(self, source: TensorSource, slices: Mapping[str, Slice]) -> None:
-        self._source, self._slices = source, slices
+        super().__init__(source)
+        self._slices = slices
         self._infos = {name: self._cut(name, info) for name, info in source.infos().items()}
 
     def infos(self) -> Mapping[str, TensorInfo]:
         """Every tensor, with the shape of its slice."""
         return self._infos
-
-    @contextmanager
-    def open(self) -> Iterator[None]:
-        """As of the source."""
-        with self._source.open():
-            yield
 
     def read(self, name: str) -> Tensor:
         """The slice of a tensor."""
@@ -177,8 +134,7 @@ class SlicedTensors:
 
     def read_part(self, name: str, rows: slice, columns: slice) -> Tensor:
         """Part of the slice of a tensor."""
-        tensor = self.read(name)[rows]
-        return tensor if tensor.dim() == 1 else tensor[:, columns]
+        return TensorSource.read_part(self, name, rows, columns)
 
     def kind(self, name: str) -> CodesKind | None:
         """What the codes of the slice of a tensor will be; None: it is not quantised."""
@@ -212,10 +168,6 @@ class SlicedTensors:
             place.indices(size)[:2] for place, size in zip((rows, columns), codes.shape, strict=True)
         )
         return codes.part([(top, bottom)], (left, right))
-
-    def release(self, names: list[str]) -> None:
-        """As of the source."""
-        self._source.release(names)
 
     def _cut(self, name: str, info: TensorInfo) -> TensorInfo:
         each = self._slices.get(name)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from fastspec.errors import CheckpointError, UnsupportedModel
-from fastspec.models.checkpoints.safetensors_files import TensorInfo
+from fastspec.models.checkpoints.tensor_source import TensorInfo
 from fastspec.models.layer_table import EMBED, HEAD, tensor_shapes
 
 if TYPE_CHECKING:

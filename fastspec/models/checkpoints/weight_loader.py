@@ -12,9 +12,8 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager
 from functools import partial
-from typing import NoReturn, Protocol
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -22,12 +21,12 @@ from tqdm import tqdm
 
 from fastspec.errors import CheckpointError
 from fastspec.kernels.common.code_packing import PackedCodes
-from fastspec.kernels.common.codes import Codes, CodesKind, join, joined_kind
+from fastspec.kernels.common.codes import CodesKind, join, joined_kind
 from fastspec.kernels.common.experts import MXFP4, ExpertStack
 from fastspec.kernels.common.rounding import rounded
 from fastspec.kernels.common.weights import Weight
 from fastspec.kernels.ops import Ops
-from fastspec.models.checkpoints.safetensors_files import TensorInfo
+from fastspec.models.checkpoints.tensor_source import TensorInfo, TensorSource
 
 READERS = 4  # threads that fill weights on CUDA
 _PINNED_BYTES = 32 * 2**20  # of each reader
@@ -39,34 +38,6 @@ Rounding = Callable[[str, tuple[int, int]], "CodesKind | None"]
 
 def _as_it_is(name: str, shape: tuple[int, int]) -> None:
     """A `Rounding` that rounds no matrix."""
-
-
-class TensorSource(Protocol):
-    """Named tensors of a checkpoint, described before they are read."""
-
-    def infos(self) -> Mapping[str, TensorInfo]:
-        """Shape, stored dtype and place of every tensor, without reading any."""
-
-    def open(self) -> AbstractContextManager[None]:
-        """Holds files open while tensors are read."""
-
-    def read(self, name: str) -> Tensor:
-        """The tensor where it lies: a view of the mapped file, or the module's own parameter. Threads may call it."""
-
-    def read_part(self, name: str, rows: slice, columns: slice) -> Tensor:
-        """Rows and, of a matrix, columns of a tensor. Threads may call it."""
-
-    def kind(self, name: str) -> CodesKind | None:
-        """What a matrix is quantised to; None: it is not."""
-
-    def codes(self, name: str, device: torch.device) -> Codes | None:
-        """A quantised matrix on a device; None: it is not quantised. Threads may call it."""
-
-    def codes_part(self, name: str, rows: slice, columns: slice, device: torch.device) -> Codes | None:
-        """Rows and columns of a quantised matrix, as `Codes.part` has them; no more is read than stored words need."""
-
-    def release(self, names: list[str]) -> None:
-        """Lets go of the source's memory for tensors that have been copied."""
 
 
 class Loader:

@@ -11,7 +11,7 @@ from typing import Any, Final, NoReturn
 import torch
 
 from fastspec.errors import CheckpointError, UnsupportedModel
-from fastspec.models.checkpoints.safetensors_files import TensorInfo
+from fastspec.models.checkpoints.tensor_source import TensorInfo
 from fastspec.models.config import ModelSpec
 from fastspec.models.families.plan import ModelScales
 from fastspec.models.heads.boundaries import Reading, asked_boundaries, readings_of

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fastspec.errors import CheckpointError, UnsupportedModel
-from fastspec.models.checkpoints.safetensors_files import TensorInfo
+from fastspec.models.checkpoints.tensor_source import TensorInfo
 from fastspec.models.config import ModelSpec
 from fastspec.models.heads.boundaries import NORMED, Reading, asked_boundaries, default_boundaries, readings_of
 from fastspec.models.heads.config import decoder_of, flag, ids_of, inner_config, size

@@ -15,13 +15,13 @@ from fastspec.kernels.common.rounding import kind_for
 from fastspec.kernels.common.weights import Weight
 from fastspec.kernels.ops import Ops
 from fastspec.models.checkpoints.decoder_weights import layer_weights, norm_weight
-from fastspec.models.checkpoints.weight_loader import Loader, Rounding, TensorSource
-from fastspec.models.heads.checkpoint import HeadCheckpoint
+from fastspec.models.checkpoints.tensor_source import TensorSource
+from fastspec.models.checkpoints.weight_loader import Loader, Rounding
+from fastspec.models.heads.checkpoint import HeadCheckpoint, HeadTensors
 from fastspec.models.heads.dflash_spec import DFlashSpec
 from fastspec.models.heads.mtp_names import EMBED_NORM, FC, HIDDEN_NORM, NORM
 from fastspec.models.heads.mtp_spec import MtpSpec, mtp_source
 from fastspec.models.heads.spec import HeadSpec
-from fastspec.models.heads.tensors import HeadTensors
 from fastspec.models.layer_table import DecoderWeights
 
 
@@ -96,16 +96,20 @@ def allocate_head(
     return PendingHead(weights, fill, loader.cancel)
 
 
-def planned_head_bytes(checkpoint: HeadCheckpoint, *, dtype: torch.dtype, device: torch.device, ops: Ops) -> int:
-    """Bytes that `allocate_head` with these arguments takes; nothing is allocated, and no value is read."""
+def head_bytes(checkpoint: HeadCheckpoint, dtype: torch.dtype, device: torch.device, ops: Ops) -> int:
+    """Bytes of a head's weights and of its table of ids; nothing is allocated, and no value is read."""
+    spec, ids = checkpoint.spec, checkpoint.vocab_map
+    tables = 0 if ids is None else 8 * (len(ids) + spec.target.vocab_size)
+    if checkpoint.rounded is None:
+        return spec.weight_bytes(dtype) + tables
     bar: tqdm[NoReturn] = tqdm(disable=True)
     how: dict[str, Any] = {"rounds_to": _rounding(checkpoint), "planned": True, "later": True}
     loader = Loader(_source_of(checkpoint), dtype, device, ops, bar, **how)
     nothing = Weight.empty((0, 0), "rows", False, dtype, torch.device("meta"))  # what is shared takes no more
     shared = DecoderWeights(embed=nothing, layers=(), norm=nothing.data, head=nothing)
-    weights, spec = _assemble(loader, checkpoint.spec, shared), checkpoint.spec
+    weights = _assemble(loader, spec, shared)
     mask = spec.hidden_size * dtype.itemsize if isinstance(spec, DFlashSpec) and spec.mask_file is not None else 0
-    return weights.decoder.nbytes() + sum(each.nbytes for each in weights.others.values()) + mask
+    return weights.decoder.nbytes() + sum(each.nbytes for each in weights.others.values()) + mask + tables
 
 
 def _rounding(checkpoint: HeadCheckpoint) -> Rounding:

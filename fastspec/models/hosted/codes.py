@@ -17,11 +17,12 @@ from fastspec.kernels.common.codes import CodesKind
 from fastspec.kernels.common.rounding import kind_for, rounded
 from fastspec.kernels.common.weights import Weight
 from fastspec.kernels.ops import Ops
-from fastspec.models.checkpoints.parameter_names import Stored, parameter
+from fastspec.models.checkpoints.parameter_names import parameter
 from fastspec.models.checkpoints.quantised.configs import Quantisation
 from fastspec.models.checkpoints.quantised.tensors import QuantisedShards
 from fastspec.models.checkpoints.rank_slices import SlicedTensors
 from fastspec.models.checkpoints.safetensors_files import ShardTensors
+from fastspec.models.checkpoints.tensor_source import TensorSource
 from fastspec.models.hosted.cuts import HostedCut
 from fastspec.models.hosted.info import HostedInfo, shell_of
 from fastspec.models.hosted.share import part_shell
@@ -29,12 +30,12 @@ from fastspec.models.hosted.swaps import is_product
 from fastspec.models.layer_table import Slice
 
 if TYPE_CHECKING:
-    from fastspec.models.checkpoints.resolve import Checkpoint
+    from fastspec.models.checkpoints.checkpoint import Checkpoint
 
 _WEIGHT = ".weight"
 
 
-def quantised_products(shards: Stored, quantisation: Quantisation, info: HostedInfo) -> QuantisedShards:
+def quantised_products(shards: TensorSource, quantisation: Quantisation, info: HostedInfo) -> QuantisedShards:
     """The tensors of a quantised checkpoint, with the weight of every nn.Linear as one (quantised) matrix.
 
     Raises:
@@ -154,8 +155,10 @@ def rounded_weight(rows: Tensor, kind: CodesKind, ops: Ops) -> Weight:
     return made
 
 
-def hosted_bytes(checkpoint: Checkpoint, info: HostedInfo, dtype: torch.dtype, device: torch.device, ops: Ops) -> int:
+def hosted_bytes(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, ops: Ops) -> int:
     """Bytes that a hosted model's weights take, with activations of `dtype`."""
+    info = checkpoint.spec
+    assert isinstance(info, HostedInfo), "a native model is counted by `planned_bytes`"
     total = info.weight_bytes(dtype)
     if checkpoint.quantisation is not None:
         kinds = ProductCodes(checkpoint, info).kinds()

@@ -32,7 +32,7 @@ from fastspec.models.hosted.swaps import STACKS, Embedding, Product, expert_laye
 from fastspec.models.text_parts import text_values
 
 if TYPE_CHECKING:
-    from fastspec.models.checkpoints.resolve import Checkpoint
+    from fastspec.models.checkpoints.checkpoint import Checkpoint
 
 
 def load_hosted(

@@ -8,7 +8,7 @@ from typing import Final, NamedTuple
 
 from fastspec.errors import CheckpointError
 from fastspec.kernels.common.kv_scales import KVScales
-from fastspec.models.checkpoints.parameter_names import Stored
+from fastspec.models.checkpoints.tensor_source import TensorSource
 
 _ATTENTION: Final = r"layers\.(\d+)\.(?:self_attn|mixer)\."
 # as the tools spell them; kv_scale is both
@@ -27,7 +27,7 @@ def names_of(infos: Collection[str]) -> list[str]:
     return [name for name in infos if NAMES.search(name)]
 
 
-def read(stored: Stored) -> dict[int, CacheScales]:
+def read(stored: TensorSource) -> dict[int, CacheScales]:
     """The scales of a checkpoint by layer.
 
     Raises:

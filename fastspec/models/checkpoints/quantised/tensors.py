@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -13,11 +12,12 @@ from torch import Tensor
 
 from fastspec.errors import CheckpointError
 from fastspec.kernels.common.codes import Codes, CodesKind
-from fastspec.models.checkpoints.parameter_names import Stored, parameter
+from fastspec.models.checkpoints.parameter_names import parameter
 from fastspec.models.checkpoints.quantised import cache_scales
 from fastspec.models.checkpoints.quantised.configs import Quantisation
 from fastspec.models.checkpoints.quantised.schemes import Over, Scheme
-from fastspec.models.checkpoints.safetensors_files import STORED_DTYPES, TensorInfo
+from fastspec.models.checkpoints.safetensors_files import STORED_DTYPES
+from fastspec.models.checkpoints.tensor_source import TensorInfo, TensorSource, WrappedSource
 
 WEIGHT = ".weight"
 # what names a matrix as quantised, and what may stand beside it
@@ -35,7 +35,7 @@ class Matrix(NamedTuple):
     parts: tuple[str, ...]
 
 
-class QuantisedShards:
+class QuantisedShards(WrappedSource):
     """As `ShardTensors`, with the parts of each quantised matrix taken for one tensor, `<module>.weight`.
 
     Args:
@@ -43,16 +43,13 @@ class QuantisedShards:
         quantisation: what the config says.
         shapes: of the model's parameters, by name.
 
-    Attributes:
-        directory, unnamed: as of `ShardTensors`.
-
     Raises:
         CheckpointError: parts are missing or have another shape or dtype, or the config leaves their matrix out.
     """
 
-    def __init__(self, stored: Stored, quantisation: Quantisation, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        self._stored, self._quantisation = stored, quantisation
-        self.directory, self.unnamed = stored.directory, stored.unnamed
+    def __init__(self, stored: TensorSource, quantisation: Quantisation, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        super().__init__(stored)
+        self._quantisation = quantisation
         self._matrices = dict(self._found(shapes))
         if quantisation.weights and not self._matrices:
             raise CheckpointError(
@@ -69,7 +66,7 @@ class QuantisedShards:
             del self._infos[name]
 
     def _found(self, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[str, Matrix]]:
-        infos = self._stored.infos()
+        infos = self._source.infos()
         for module in _modules(infos):
             name = parameter(module + WEIGHT, shapes.keys())
             if name not in shapes:
@@ -85,7 +82,7 @@ class QuantisedShards:
 
     def _parts(self, module: str, scheme: Scheme, shape: tuple[int, int]) -> tuple[str, ...]:
         """The parts that are there, each of a shape and dtype that it may have."""
-        infos, there = self._stored.infos(), []
+        infos, there = self._source.infos(), []
         for part, wanted in scheme.parts(shape).items():
             info = infos.get(f"{module}.{part}")
             if info is None:
@@ -109,25 +106,19 @@ class QuantisedShards:
         """Every tensor, a quantised matrix as one."""
         return self._infos
 
-    @contextmanager
-    def open(self) -> Iterator[None]:
-        """As of `ShardTensors`."""
-        with self._stored.open():
-            yield
-
     def read(self, name: str) -> Tensor:
         """A tensor by its stored name; a quantised matrix as fp32 values."""
         codes = self.codes(name, torch.device("cpu"))
-        return self._stored.read(name) if codes is None else codes.dequantise(torch.float32)
+        return self._source.read(name) if codes is None else codes.dequantise(torch.float32)
 
     def read_part(self, name: str, rows: slice, columns: slice) -> Tensor:
         """Part of a tensor; all of a quantised matrix is read for it."""
-        return self.read(name)[(rows, columns)[: len(self._infos[name].shape)]]
+        return TensorSource.read_part(self, name, rows, columns)
 
     def kind(self, name: str) -> CodesKind | None:
         """What the codes of a tensor will be; None: it is not quantised."""
         matrix = self._matrices.get(name)
-        return self._stored.kind(name) if matrix is None else matrix.scheme.kind(matrix.shape)
+        return self._source.kind(name) if matrix is None else matrix.scheme.kind(matrix.shape)
 
     def codes(self, name: str, device: torch.device) -> Codes | None:
         """A quantised matrix, its parts brought to the device and taken apart there; None: it is not quantised.
@@ -137,8 +128,8 @@ class QuantisedShards:
         """
         matrix = self._matrices.get(name)
         if matrix is None:
-            return self._stored.codes(name, device)
-        parts = {part: self._stored.read(f"{matrix.module}.{part}").to(device) for part in matrix.parts}
+            return self._source.codes(name, device)
+        parts = {part: self._source.read(f"{matrix.module}.{part}").to(device) for part in matrix.parts}
         try:
             return matrix.scheme.codes(parts, matrix.shape)
         except ValueError as error:
@@ -152,7 +143,7 @@ class QuantisedShards:
         """
         matrix = self._matrices.get(name)
         if matrix is None:
-            return self._stored.codes_part(name, rows, columns, device)
+            return self._source.codes_part(name, rows, columns, device)
         parts = {part: found.over for part, found in matrix.scheme.parts(matrix.shape).items() if part in matrix.parts}
         meant = {"N": range(matrix.shape[0])[rows], "K": range(matrix.shape[1])[columns]}
         read = {axis: self._whole(matrix, parts, axis, each) for axis, each in meant.items()}
@@ -168,7 +159,7 @@ class QuantisedShards:
 
     def _whole(self, matrix: Matrix, parts: Mapping[str, Over], axis: str, meant: range) -> range:
         """The smallest range of rows or columns around `meant` that whole stored elements make up."""
-        shapes = {part: self._stored.infos()[f"{matrix.module}.{part}"].shape for part in parts}
+        shapes = {part: self._source.infos()[f"{matrix.module}.{part}"].shape for part in parts}
         over = [pair for part, each in parts.items() for pair in zip(shapes[part], each, strict=False)]
         unit = math.lcm(*(by for size, (of, by) in over if of == axis and size > 1))
         stop = matrix.shape["NK".index(axis)]
@@ -179,11 +170,11 @@ class QuantisedShards:
         name = f"{matrix.module}.{part}"
         places = [
             slice(None) if size == 1 else slice(read[axis].start // by, -(-read[axis].stop // by))
-            for size, (axis, by) in zip(self._stored.infos()[name].shape, over, strict=False)
+            for size, (axis, by) in zip(self._source.infos()[name].shape, over, strict=False)
         ]
         if all(place == slice(None) for place in places):
-            return self._stored.read(name)
-        return self._stored.read_part(name, *places, *([slice(None)] * (2 - len(places))))
+            return self._source.read(name)
+        return self._source.read_part(name, *places, *([slice(None)] * (2 - len(places))))
 
     def describe(self) -> str:
         """How many matrices are stored how."""

@@ -14,9 +14,10 @@ from fastspec.kernels.common.packing import can_pack
 from fastspec.kernels.common.rounding import FORMATS, kind_for, rounded
 from fastspec.kernels.ops import TORCH_OPS
 from fastspec.models.checkpoints import weight_loader
+from fastspec.models.checkpoints.checkpoint import Checkpoint
 from fastspec.models.checkpoints.decoder_weights import load_weights
 from fastspec.models.checkpoints.pair import resolve_pair
-from fastspec.models.checkpoints.resolve import Checkpoint, resolve
+from fastspec.models.checkpoints.resolve import resolve
 from fastspec.models.checkpoints.weight_loader import Loader
 from tests.helpers import quantised
 from tests.helpers.checkpoints import make_checkpoint
