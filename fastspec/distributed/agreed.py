@@ -19,8 +19,8 @@ from fastspec.models.checkpoints.pair import fingerprint
 from fastspec.models.checkpoints.rank_slices import same_text_on, sliced
 from fastspec.models.config import ModelSpec
 from fastspec.models.heads.checkpoint import HeadCheckpoint
+from fastspec.models.hosted.cuts import share_info, sizes_to_cut
 from fastspec.models.hosted.info import HostedInfo
-from fastspec.models.hosted.share import share_info, sizes_to_cut
 from fastspec.scheduling.draft_length import Choice, DraftPlan
 from fastspec.scheduling.session import Session
 

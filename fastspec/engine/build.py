@@ -32,7 +32,7 @@ from fastspec.kv_cache.prefix_states import PrefixStates
 from fastspec.kv_cache.states import StateCache
 from fastspec.models.checkpoints.checkpoint import Checkpoint
 from fastspec.models.checkpoints.decoder_weights import allocate_weights
-from fastspec.models.checkpoints.quantised.cache_scales import CacheScales, for_layers
+from fastspec.models.checkpoints.quantised.tensors import CacheScales, scales_of_layers
 from fastspec.models.compiled import CompiledDecoder
 from fastspec.models.config import ModelSpec
 from fastspec.models.decoder import Decoder
@@ -328,7 +328,7 @@ class _Models:
         rows, where = (layout.batch, layout.max_drafts), dict[str, Any](dtype=dtype, device=self._settings.device)
         kept = layout.kept_states if self._keeps_prefixes else 0
         states = StateCache.allocate(spec.deltas, *rows, **where, kept=kept) if spec.deltas else None
-        scales = for_layers(found or {}, spec.attending) if of_pages == FP8 else ()
+        scales = scales_of_layers(found or {}, spec.attending) if of_pages == FP8 else ()
         return PagedKVCache.allocate(*sizes, **{**where, "dtype": of_pages}, states=states, scales=scales)
 
 

@@ -216,7 +216,7 @@ def _as_stored(spec: ModelSpec, plan: LayerPlan) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class TableRow:
     """One tensor of a layer, or several stored tensors that are fused into one.
 
     Attributes:
@@ -362,7 +362,7 @@ _CHANNELS = ("keys", "keys", "values")
 _HIDDEN = ("hidden",)
 
 
-def _rows(when: Condition, *rows: Row) -> tuple[Row, ...]:
+def _rows(when: Condition, *rows: TableRow) -> tuple[TableRow, ...]:
     """Rows of plans that fulfil `when` besides their own condition."""
 
     def both(own: Condition) -> Condition:
@@ -371,18 +371,18 @@ def _rows(when: Condition, *rows: Row) -> tuple[Row, ...]:
     return tuple(replace(row, when=both(row.when)) for row in rows)
 
 
-LAYER: Final[tuple[Row, ...]] = (
+LAYER: Final[tuple[TableRow, ...]] = (
     *_rows(
         lambda plan: plan.delta is None,
-        Row("qkv", _QKV, ("q", "k", "v"), ("read",), bias=lambda plan: plan.qkv_bias, order=qkv_order),
-        Row("o", ("self_attn.o_proj",), _HIDDEN, ("heads",), bias=lambda plan: plan.o_bias, tree=True),
-        Row("q_norm", ("self_attn.q_norm",), ("q_norm",), (), "norm", when=_norms_heads, order=q_norm_order),
-        Row("k_norm", ("self_attn.k_norm",), ("k_norm",), (), "norm", when=_norms_heads, order=k_norm_order),
-        Row("sinks", ("self_attn.sinks",), ("query_heads",), (), "vector", when=lambda plan: plan.sinks, leaf=""),
+        TableRow("qkv", _QKV, ("q", "k", "v"), ("read",), bias=lambda plan: plan.qkv_bias, order=qkv_order),
+        TableRow("o", ("self_attn.o_proj",), _HIDDEN, ("heads",), bias=lambda plan: plan.o_bias, tree=True),
+        TableRow("q_norm", ("self_attn.q_norm",), ("q_norm",), (), "norm", when=_norms_heads, order=q_norm_order),
+        TableRow("k_norm", ("self_attn.k_norm",), ("k_norm",), (), "norm", when=_norms_heads, order=k_norm_order),
+        TableRow("sinks", ("self_attn.sinks",), ("query_heads",), (), "vector", when=lambda plan: plan.sinks, leaf=""),
     ),
     *_rows(
         lambda plan: plan.delta is not None,
-        Row(
+        TableRow(
             "delta",
             _DELTA,
             (_CHANNELS, "values", "value_heads", "value_heads"),
@@ -390,7 +390,7 @@ LAYER: Final[tuple[Row, ...]] = (
             field="qkv",
             apart="delta.gates",
         ),
-        Row(
+        TableRow(
             "delta_grouped",
             (),
             ((*_CHANNELS, "values"), ("value_heads", "value_heads")),
@@ -400,21 +400,21 @@ LAYER: Final[tuple[Row, ...]] = (
             order=delta_order,
             mixed=True,
         ),
-        Row("delta_out", ("linear_attn.out_proj",), _HIDDEN, ("values",), field="o"),
-        Row("delta.conv", ("linear_attn.conv1d",), (_CHANNELS,), ("one", "taps"), "vector"),
-        Row("delta.decay", ("linear_attn.A_log",), ("value_heads",), (), "exact", leaf=""),
-        Row("delta.step", ("linear_attn.dt_bias",), ("value_heads",), (), "exact", leaf=""),
-        Row("delta.norm", ("linear_attn.norm",), ("value_dim",), (), "vector"),
+        TableRow("delta_out", ("linear_attn.out_proj",), _HIDDEN, ("values",), field="o"),
+        TableRow("delta.conv", ("linear_attn.conv1d",), (_CHANNELS,), ("one", "taps"), "vector"),
+        TableRow("delta.decay", ("linear_attn.A_log",), ("value_heads",), (), "exact", leaf=""),
+        TableRow("delta.step", ("linear_attn.dt_bias",), ("value_heads",), (), "exact", leaf=""),
+        TableRow("delta.norm", ("linear_attn.norm",), ("value_dim",), (), "vector"),
     ),
     *_rows(
         lambda plan: plan.experts is None,
-        Row("gate_up", _MLP, ("gate", "inner"), _HIDDEN, bias=lambda plan: plan.mlp_bias, gated=True),
-        Row("down", ("mlp.down_proj",), _HIDDEN, ("inner",), bias=lambda plan: plan.mlp_bias, tree=True),
+        TableRow("gate_up", _MLP, ("gate", "inner"), _HIDDEN, bias=lambda plan: plan.mlp_bias, gated=True),
+        TableRow("down", ("mlp.down_proj",), _HIDDEN, ("inner",), bias=lambda plan: plan.mlp_bias, tree=True),
     ),
     *_rows(
         lambda plan: plan.experts is not None,
-        Row("experts.router", (_ROUTER,), ("experts",), _HIDDEN, bias=_asks("router_bias")),
-        Row(
+        TableRow("experts.router", (_ROUTER,), ("experts",), _HIDDEN, bias=_asks("router_bias")),
+        TableRow(
             "experts.correction",
             (f"{_ROUTER}.{CORRECTION}",),
             ("experts",),
@@ -423,7 +423,7 @@ LAYER: Final[tuple[Row, ...]] = (
             when=_asks("correction"),
             leaf="",
         ),
-        Row(
+        TableRow(
             "experts.gate_up",
             tuple(_EXPERT + part for part in GATE_UP),
             ("width", "width"),
@@ -432,8 +432,8 @@ LAYER: Final[tuple[Row, ...]] = (
             bias=_asks("bias"),
             gated=True,
         ),
-        Row("experts.down", (_EXPERT + DOWN,), _HIDDEN, ("width",), "stack", bias=_asks("bias")),
-        Row(
+        TableRow("experts.down", (_EXPERT + DOWN,), _HIDDEN, ("width",), "stack", bias=_asks("bias")),
+        TableRow(
             "shared_gate_up",
             tuple(_SHARED + part for part in GATE_UP),
             ("shared", "shared"),
@@ -443,7 +443,7 @@ LAYER: Final[tuple[Row, ...]] = (
             gated=True,
             joins="experts.gate_up",
         ),
-        Row(
+        TableRow(
             "shared_down",
             (_SHARED + DOWN,),
             _HIDDEN,
@@ -452,7 +452,7 @@ LAYER: Final[tuple[Row, ...]] = (
             field="down",
             joins="experts.down",
         ),
-        Row(
+        TableRow(
             "experts.shared_gate",
             ("mlp.shared_expert_gate",),
             ("one",),
@@ -463,8 +463,8 @@ LAYER: Final[tuple[Row, ...]] = (
     ),
     *_rows(
         lambda plan: plan.pre_norm,
-        Row("input_norm", ("input_layernorm",), _HIDDEN, (), "norm", bias=lambda plan: plan.norm_bias),
-        Row(
+        TableRow("input_norm", ("input_layernorm",), _HIDDEN, (), "norm", bias=lambda plan: plan.norm_bias),
+        TableRow(
             "post_norm",
             (_AFTER_ATTENTION,),
             _HIDDEN,
@@ -476,14 +476,14 @@ LAYER: Final[tuple[Row, ...]] = (
     ),
     *_rows(
         lambda plan: plan.post_norm,
-        Row("attended_norm", (_AFTER_ATTENTION,), _HIDDEN, (), "norm"),
-        Row("mlp_norm", ("post_feedforward_layernorm",), _HIDDEN, (), "norm"),
+        TableRow("attended_norm", (_AFTER_ATTENTION,), _HIDDEN, (), "norm"),
+        TableRow("mlp_norm", ("post_feedforward_layernorm",), _HIDDEN, (), "norm"),
     ),
 )
-MODEL: Final[tuple[Row, ...]] = (
-    Row("embed", ("model.embed_tokens",), ("vocab",), _HIDDEN),
-    Row("norm", ("model.norm",), _HIDDEN, (), "norm", bias=lambda plan: plan.norm_bias),
-    Row("head", ("lm_head",), ("head",), _HIDDEN),
+MODEL: Final[tuple[TableRow, ...]] = (
+    TableRow("embed", ("model.embed_tokens",), ("vocab",), _HIDDEN),
+    TableRow("norm", ("model.norm",), _HIDDEN, (), "norm", bias=lambda plan: plan.norm_bias),
+    TableRow("head", ("lm_head",), ("head",), _HIDDEN),
 )
 
 
@@ -563,7 +563,7 @@ class StoredTensor(NamedTuple):
         return None
 
 
-def rows_of(spec: ModelSpec, plan: LayerPlan) -> tuple[Row, ...]:
+def rows_of(spec: ModelSpec, plan: LayerPlan) -> tuple[TableRow, ...]:
     """Rows of the table that a layer has."""
     return tuple(row for row in LAYER if row.when(plan) and row.names(spec.names))
 
@@ -579,7 +579,7 @@ def stored_tensors(spec: ModelSpec, plan: LayerPlan, reads: int | None = None) -
 
 
 def _stored(
-    row: Row, names: tuple[str, ...], axes: Mapping[str, Axis], plan: LayerPlan, expert: int = 0
+    row: TableRow, names: tuple[str, ...], axes: Mapping[str, Axis], plan: LayerPlan, expert: int = 0
 ) -> Iterator[StoredTensor]:
     for name, group in zip(names, row.groups(len(names)), strict=True):
         rows = tuple(axes[axis] for axis in group if axes[axis].size)
@@ -627,7 +627,7 @@ def weight_bytes(spec: ModelSpec, dtype: torch.dtype) -> int:
     return sum(math.prod(each.shape) * sizes.get(each.kind, dtype.itemsize) for _, each in _by_layer(spec))
 
 
-def pieces_of(row: Row, spec: ModelSpec, plan: LayerPlan, own: Mapping[str, Axis], parts: int) -> list[int]:
+def pieces_of(row: TableRow, spec: ModelSpec, plan: LayerPlan, own: Mapping[str, Axis], parts: int) -> list[int]:
     """Rows of each product that a rank makes of a field, if bits must not depend on the number of ranks.
 
     Args:

@@ -8,7 +8,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from fastspec.models.heads.boundaries import described
+from fastspec.models.heads.spec import described
 from fastspec.models.interface import CausalModel
 from fastspec.proposers.combined import LookupThenModel
 from fastspec.shapes import ForwardBatch, StepShape, Tiling

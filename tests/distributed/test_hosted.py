@@ -23,12 +23,11 @@ from fastspec.models.checkpoints.checkpoint import Checkpoint
 from fastspec.models.checkpoints.resolve import resolve
 from fastspec.models.hosted.admission import admit
 from fastspec.models.hosted.codes import hosted_bytes
-from fastspec.models.hosted.cuts import PLAN
+from fastspec.models.hosted.cuts import PLAN, share_info, sizes_to_cut
 from fastspec.models.hosted.info import HostedInfo, hosted_info
 from fastspec.models.hosted.load import load_hosted
 from fastspec.models.hosted.model import HostedModel, trial_ids
-from fastspec.models.hosted.parts import PartProduct
-from fastspec.models.hosted.share import share_info, sizes_to_cut
+from fastspec.models.hosted.swaps import PartProduct
 from fastspec.shapes import ForwardBatch, Tiling
 from tests.distributed import tasks
 from tests.distributed.test_generator import CALLS, one

@@ -12,8 +12,8 @@ from torch import nn
 
 from fastspec.distributed.slices import Share
 from fastspec.errors import UnsupportedModel
-from fastspec.models.checkpoints.quantised.cache_scales import CacheScales
 from fastspec.models.checkpoints.quantised.configs import Quantisation
+from fastspec.models.checkpoints.quantised.tensors import CacheScales
 from fastspec.models.config import ModelSpec
 from fastspec.models.hosted.info import HostedInfo
 

@@ -42,7 +42,7 @@ from fastspec.models.layer_table import (
     DecoderWeights,
     DeltaWeights,
     LayerWeights,
-    Row,
+    TableRow,
     axes_of,
     rows_of,
     slices_of,
@@ -246,7 +246,7 @@ class _Layer:
             fields["experts"] = ExpertWeights(**parts["experts"], joined=self._joined)
         return LayerWeights(**fields)
 
-    def _take(self, row: Row) -> None:
+    def _take(self, row: TableRow) -> None:
         """Makes the field of a row, and that of its bias."""
         loader, order, place = self._loader, row.order(self._spec, self._plan), row.place
         names, biases = self._names(row, row.leaf), self._names(row, ".bias") if row.bias(self._plan) else []
@@ -265,7 +265,7 @@ class _Layer:
         if biases:
             self._made[f"{place}_bias"] = loader.tensor(*biases, order=order)
 
-    def _take_matrix(self, row: Row, names: list[str], order: list[int] | None) -> None:
+    def _take_matrix(self, row: TableRow, names: list[str], order: list[int] | None) -> None:
         loader, more = self._loader, self._joining(row)
         if self._joined and row.takes_shared:  # a joined router is read as rows, with or without a gate below it
             self._made[row.place] = Weight(loader.tensor(*names, *(name for each in more for name in each)))
@@ -278,7 +278,7 @@ class _Layer:
             gated = row.gated and self._plan.gated
             self._made[row.place] = loader.weight(*names, gated=gated, order=order, tree=row.tree)
 
-    def _take_stack(self, row: Row, names: list[str], biases: list[str]) -> None:
+    def _take_stack(self, row: TableRow, names: list[str], biases: list[str]) -> None:
         experts = self._plan.experts
         assert experts is not None, "other layers have no stack"
         by_expert = [tuple(names[expert :: experts.count]) for expert in range(experts.count)]
@@ -287,13 +287,13 @@ class _Layer:
             of_all = [name for expert in range(experts.count) for name in biases[expert :: experts.count]]
             self._made[f"{row.place}_bias"] = self._loader.tensor(*of_all).view(experts.count, -1)
 
-    def _names(self, row: Row, leaf: str) -> list[str]:
+    def _names(self, row: TableRow, leaf: str) -> list[str]:
         """Names of the stored tensors of a row; of a stack each name for all experts."""
         count = self._plan.experts.count if row.kind == "stack" and self._plan.experts is not None else 1
         names = row.names(self._spec.names)
         return [f"{self._prefix}{name.format(expert)}{leaf}" for name in names for expert in range(count)]
 
-    def _joining(self, row: Row) -> list[tuple[str, ...]]:
+    def _joining(self, row: TableRow) -> list[tuple[str, ...]]:
         """Names of the tensors of a shared expert that are added to a row of the experts."""
         joining = [other for other in self._rows if self._joined and other.joins == row.name]
         return [tuple(self._names(other, other.leaf)) for other in joining]

@@ -1,23 +1,258 @@
-"""A caller's live transformers model as a source of weights: checked, read, and changed only when asked
-to."""
+"""A caller's live transformers model as a source of weights: checked, read, and changed only if asked to."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Final
+import copy
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from functools import partial
+from types import FunctionType, MethodType
+from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import torch
 from torch import nn
+from torch.nn.modules import module as torch_module
 
 from fastspec.errors import UnsupportedModel
-from fastspec.models.checkpoints.live_checks import check_unchanged
 from fastspec.models.checkpoints.tensor_source import TensorInfo, TensorSource
-from fastspec.models.config import DTYPES, supported_models
+from fastspec.models.config import DTYPES, MAKING, spec_from_config, supported_models
 from fastspec.models.families import FAMILIES
 from fastspec.models.layer_table import CORRECTION
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from fastspec.models.config import ModelSpec
+    from fastspec.models.rope import RopeSpec
+
+
+# Hooks of transformers that leave what a layer returns as it is: they mark it for gradients, or note it down.
+HARMLESS_HOOKS: Final = ("transformers.modeling_utils", "transformers.utils.output_capturing")
+
+TRAINING_HOOKS: Final = ("transformers.integrations.neftune",)  # noise, in training alone
+
+GLOBAL_HOOKS: Final = ("_global_forward_hooks", "_global_forward_pre_hooks")
+
+PLAIN: Final = (bool, int, float, str, type(None))
+# Numbers that no forward pass reads: sizes follow from the weights, the rest is for training, cache or messages.
+UNREAD: Final = (
+    *("vocab_size", "hidden_size", "intermediate_size", "in_features", "out_features"),
+    *("num_embeddings", "embedding_dim", "padding_idx", "sparse", "scale_grad_by_freq"),
+    *("training", "loss_type", "gradient_checkpointing", "layer_idx", "p"),
+    *("attention_dropout", "residual_dropout", "embedding_dropout"),
+    *("max_seq_len_cached", "original_max_seq_len", "name_or_path", "kernel_config"),
+)
+
+DROPOUTS: Final = ("attention_dropout", "residual_dropout", "embedding_dropout")  # of layers, in training alone
+
+ROTARY: Final = ("inv_freq", "attention_scaling")  # carried into the spec
+
+
+def check_unchanged(module: nn.Module) -> None:
+    """Refuses hooks, replaced methods, special tensors and dropout anywhere in a live model.
+
+    Backward and state-dict hooks are none of these: neither the model's text nor a copy of its parameters depends on
+    them.
+
+    Args:
+        module: a transformers model. Not modified.
+
+    Raises:
+        UnsupportedModel: names the submodule, what was found there, and what to do.
+    """
+    for kind in GLOBAL_HOOKS:
+        for hook in getattr(torch_module, kind).values():
+            raise UnsupportedModel(
+                f"{kind.removeprefix('_')} of torch.nn holds {_name_of(hook)}, which runs in every module; remove it "
+                "(its handle's remove()) before the model is passed"
+            )
+    for path, part in module.named_modules():
+        refuse = partial(_refuse, module, path)
+        if hasattr(part, "_hf_hook"):
+            refuse(
+                f"a device hook of accelerate, {type(part._hf_hook).__name__}",
+                "load the model without device_map, or call accelerate.hooks.remove_hook_from_module(model, "
+                "recurse=True) once all of it is on one device",
+            )
+        _check_hooks(part, refuse)
+        _check_methods(part, refuse)
+        _check_parameters(part, refuse)
+        for name in ("p",) if isinstance(part, nn.Dropout) else DROPOUTS:
+            if part.training and getattr(part, name, 0):
+                refuse(f"{name}={getattr(part, name)} in training mode", "call model.eval()")
+    _check_attention(module)
+
+
+Refuse = Callable[[str, str], NoReturn]
+
+
+def _refuse(module: nn.Module, path: str, found: str, advice: str) -> NoReturn:
+    where = f"submodule {path!r}" if path else "the model itself"
+    raise UnsupportedModel(
+        f"{type(module).__name__}: {where} has {found}, which changes the text and is not part of the weights; {advice}"
+    )
+
+
+def _name_of(function: Any) -> str:
+    while isinstance(function, partial):
+        function = function.func
+    named = function if hasattr(function, "__qualname__") else type(function)
+    return f"{named.__module__}.{named.__qualname__}"
+
+
+def _check_hooks(part: nn.Module, refuse: Refuse) -> None:
+    for kind, hooks in (("forward hook", part._forward_hooks), ("forward pre-hook", part._forward_pre_hooks)):
+        for hook in hooks.values():
+            home = getattr(hook, "__module__", "")
+            if home not in HARMLESS_HOOKS and (part.training or home not in TRAINING_HOOKS):
+                refuse(
+                    f"the {kind} {_name_of(hook)}",
+                    "remove it (its handle's remove(), or remove_parametrizations, remove_weight_norm, prune.remove), "
+                    "or generate with transformers",
+                )
+
+
+def _check_methods(part: nn.Module, refuse: Refuse) -> None:
+    kind = type(part)
+    advice = "delete the attribute, or generate with transformers"
+    for name, value in vars(part).items():
+        method = inspect.getattr_static(kind, name, None)
+        if isinstance(method, FunctionType | property | classmethod | staticmethod) and not _is_own(part, name, value):
+            refuse(f"its method {name!r} replaced by {_name_of(value)}", advice)
+    owner = next(base for base in kind.__mro__ if "forward" in vars(base))
+    forward = vars(owner)["forward"]
+    if forward.__module__ != owner.__module__:
+        refuse(f"the class {kind.__name__}, whose forward is {_name_of(forward)}", "undo the patch of that class")
+
+
+def _is_own(part: nn.Module, name: str, value: Any) -> bool:
+    """Whether an attribute is the class's own method, bound again or compiled."""
+    value = getattr(value, "_torchdynamo_orig_callable", value)
+    own = inspect.getattr_static(type(part), name)
+    return isinstance(value, MethodType) and value.__self__ is part and value.__func__ is own
+
+
+def _check_parameters(part: nn.Module, refuse: Refuse) -> None:
+    for name, parameter in part._parameters.items():
+        if parameter is not None and type(parameter) is not nn.Parameter:
+            refuse(
+                f"a parameter {name!r} of class {_name_of(type(parameter))}",
+                "load the model unquantised and whole, on one device",
+            )
+
+
+def _check_attention(module: nn.Module) -> None:
+    """Refuses attention and masks that are not those of transformers, whatever their name in the config."""
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    name = getattr(module.config, "_attn_implementation", None)
+    tables: tuple[Mapping[Any, Any], ...] = (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS)
+    for table in tables:
+        function = table.get(name)
+        if function is not None and not _name_of(function).startswith("transformers."):
+            _refuse(
+                module,
+                "",
+                f"the attention implementation {name!r}, which is {_name_of(function)}",
+                "call model.set_attn_implementation('sdpa') if it computes the same",
+            )
+
+
+def check_as_built(module: nn.Module, spec: ModelSpec) -> None:
+    """Compares the classes and constants of a live model with those of a new one of the same config.
+
+    Args:
+        module: a model that `check_unchanged` passed, whose parameters are those of the spec.
+        spec: of its config.
+
+    Raises:
+        UnsupportedModel: names the submodule, the constant, both values, and what to do.
+    """
+    config: Any = copy.deepcopy(module.config)
+    config._attn_implementation = "eager"  # which every machine has, and which is compared elsewhere
+    with MAKING, torch.device("meta"):
+        built = dict(type(module)(config).named_modules())
+    for path, part in module.named_modules():
+        refuse = partial(_refuse, module, path)
+        like = built.get(path)
+        if like is None or not _same_kind(part, like):
+            wanted = "nothing" if like is None else f"a {type(like).__name__}"
+            refuse(f"a {type(part).__name__} where its config puts {wanted}", "load the model again")
+        own = vars(part).get("config")
+        if own is not None and own is not module.config and not _same_config(own, spec):
+            refuse("a config of its own that says something else", "save the model and pass the directory")
+        for name, value in changed_constants(part, like):
+            refuse(
+                f"{name}={value!r} where the config gives {vars(like).get(name)!r}",
+                "set it in the config, save the model and pass the directory; or load it again",
+            )
+
+
+def _same_kind(part: nn.Module, like: nn.Module) -> bool:
+    from transformers.activations import SiLUActivation
+
+    return type(part) is type(like) or {type(part), type(like)} == {nn.SiLU, SiLUActivation}
+
+
+def _same_config(own: Any, spec: ModelSpec) -> bool:
+    return replace(spec_from_config(own), dtype=spec.dtype, tied=spec.tied) == spec
+
+
+def changed_constants(part: nn.Module, like: nn.Module) -> Iterator[tuple[str, object]]:
+    """Plain constants of `part` that differ from those of `like`, with their values."""
+    missing = object()
+    for name, wanted in vars(like).items():
+        if name.startswith("_") or name in UNREAD or name.endswith(ROTARY) or not isinstance(wanted, PLAIN):
+            continue
+        value = vars(part).get(name, missing)
+        if not isinstance(value, PLAIN) or value != wanted:
+            yield name, value
+
+
+def as_built(module: nn.Module, spec: ModelSpec) -> ModelSpec:
+    """The spec with the rotary frequencies that a live model holds: its `.to(dtype)` rounds them, as do its owners.
+
+    Raises:
+        UnsupportedModel: they are not one positive finite number per pair of a head's elements that is turned.
+    """
+    rotary = module.get_submodule("model.rotary_emb")
+    layers = FAMILIES[spec.family].rope_layers
+    prefixes = [f"{layer}_" for layer in layers] if layers else [""]
+    # a kind of layer that the model does not have has no frequencies there
+    kinds = ["", *(f"{kind}_" for kind in getattr(module.config, "layer_types", None) or ())]
+    ropes = [
+        _rope_as_built(module, rotary, rope, prefix) if prefix in kinds else rope
+        for rope, prefix in zip(spec.ropes, prefixes, strict=True)
+    ]
+    return replace(spec, ropes=tuple(ropes))
+
+
+def _rope_as_built(module: nn.Module, rotary: nn.Module, rope: RopeSpec, prefix: str) -> RopeSpec:
+    scaling, held = vars(rotary).get(f"{prefix}attention_scaling", 1.0), rotary.get_buffer(f"{prefix}inv_freq")
+    inv_freq = held.detach().to("cpu", torch.float32)
+    whole = inv_freq.shape == (len(rope.inv_freq),) and bool((inv_freq.isfinite() & (inv_freq >= 0)).all())
+    if not whole or isinstance(scaling, bool) or not isinstance(scaling, int | float):
+        _refuse(
+            module,
+            "model.rotary_emb",
+            f"{prefix}inv_freq of shape {list(held.shape)} and {prefix}attention_scaling={scaling!r}",
+            f"wanted {len(rope.inv_freq)} finite frequencies and a number; load the model again",
+        )
+    found = tuple(inv_freq.tolist())
+    if not rope.long_inv_freq:
+        return replace(rope, inv_freq=found, scaling=float(scaling))
+    # transformers swaps the two by the length of the last text
+    if found not in (rope.inv_freq, rope.long_inv_freq) or scaling != rope.scaling:
+        _refuse(
+            module,
+            "model.rotary_emb",
+            "frequencies that are neither the short nor the long ones of its config",
+            "keep them in float32 (model.to(dtype) rounds them): load the model again with dtype=",
+        )
+    return rope
+
 
 PLAIN_LAYERS: Final = (nn.Linear, nn.Embedding, nn.ModuleList, nn.SiLU, nn.LayerNorm, nn.Dropout, nn.Conv1d)
 

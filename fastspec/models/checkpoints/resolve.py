@@ -24,16 +24,12 @@ from fastspec.models.checkpoints.decoder_weights import planned_bytes
 from fastspec.models.checkpoints.expert_tensors import by_expert, check_mxfp4
 from fastspec.models.checkpoints.generation import CONFIG, settings_of_directory, settings_of_module
 from fastspec.models.checkpoints.hub import download
-from fastspec.models.checkpoints.leftovers import name_others, warn_of_other_parts
-from fastspec.models.checkpoints.live_checks import as_built, check_as_built
-from fastspec.models.checkpoints.live_module import ModuleTensors
+from fastspec.models.checkpoints.live_module import ModuleTensors, as_built, check_as_built
 from fastspec.models.checkpoints.parameter_names import NamedTensors, has_own_head, named
-from fastspec.models.checkpoints.quantised import cache_scales
-from fastspec.models.checkpoints.quantised.cache_scales import CacheScales
 from fastspec.models.checkpoints.quantised.configs import Quantisation, quantisation_of
-from fastspec.models.checkpoints.quantised.tensors import QuantisedShards
+from fastspec.models.checkpoints.quantised.tensors import CacheScales, QuantisedShards, read_cache_scales
 from fastspec.models.checkpoints.safetensors_files import INDEX, SINGLE, ShardTensors, read_json
-from fastspec.models.checkpoints.tensor_checks import check_no_others, check_tensors
+from fastspec.models.checkpoints.tensor_checks import check_no_others, check_tensors, name_others, warn_of_other_parts
 from fastspec.models.checkpoints.tensor_source import TensorSource
 from fastspec.models.config import (
     ModelSpec,
@@ -44,8 +40,7 @@ from fastspec.models.config import (
 from fastspec.models.families import FAMILIES
 from fastspec.models.fields import check_sizes, with_floats
 from fastspec.models.hosted.codes import hosted_bytes, quantised_products
-from fastspec.models.hosted.info import HostedInfo, hosted_info
-from fastspec.models.hosted.live import check_hosted_module, is_hostable, known_type
+from fastspec.models.hosted.info import HostedInfo, check_hosted_module, hosted_info, is_hostable, known_type
 from fastspec.models.layer_table import EMBED, HEAD, tensor_shapes
 from fastspec.models.remote_code import AUTO_MAP, names_causal_model, refuse_remote_code, with_known_type
 from fastspec.models.text_parts import native_text_part
@@ -212,7 +207,7 @@ def _from_directory(directory: Path, name: str, role: str) -> Checkpoint:
 
 
 def _cache_scales(shards: TensorSource, quantisation: Quantisation, name: str) -> dict[int, CacheScales]:
-    scales = cache_scales.read(shards)
+    scales = read_cache_scales(shards)
     if scales or quantisation.cache:
         warnings.warn(
             f"{name}: the checkpoint is meant for K and V in 8 bits ({len(scales)} layers with scales); "

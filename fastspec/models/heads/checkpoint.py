@@ -18,8 +18,7 @@ from fastspec.models.checkpoints.safetensors_files import INDEX, SINGLE, ShardTe
 from fastspec.models.checkpoints.tensor_checks import listing
 from fastspec.models.checkpoints.tensor_source import TensorSource
 from fastspec.models.config import ModelSpec
-from fastspec.models.heads.recognise import plain_name
-from fastspec.models.heads.spec import HeadSpec, TargetSizes
+from fastspec.models.heads.spec import HeadSpec, TargetSizes, plain_name
 
 if TYPE_CHECKING:
     from fastspec.kernels.common.codes import CodeFormat

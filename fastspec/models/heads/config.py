@@ -11,8 +11,7 @@ from fastspec.models.config import ModelSpec
 from fastspec.models.families import FAMILIES
 from fastspec.models.families.plan import HeadNorm, LayerPlan, ModelScales
 from fastspec.models.fields import SIZE_LIMITS, ConfigFields
-from fastspec.models.heads.recognise import SUPPORTED
-from fastspec.models.heads.spec import TargetSizes
+from fastspec.models.heads.spec import SUPPORTED, TargetSizes
 from fastspec.models.rope import ropes_of
 
 INNER: Final = "transformer_layer_config"

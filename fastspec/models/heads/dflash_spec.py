@@ -14,10 +14,8 @@ from fastspec.errors import CheckpointError, UnsupportedModel
 from fastspec.models.checkpoints.tensor_source import TensorInfo
 from fastspec.models.config import ModelSpec
 from fastspec.models.families.plan import ModelScales
-from fastspec.models.heads.boundaries import Reading, asked_boundaries, readings_of
 from fastspec.models.heads.config import decoder_of, flag, ids_of, inner_config
-from fastspec.models.heads.recognise import Recognised
-from fastspec.models.heads.spec import HeadSpec, TargetSizes
+from fastspec.models.heads.spec import HeadSpec, Reading, Recognised, TargetSizes, asked_boundaries, readings_of
 from fastspec.models.layer_table import layer_shapes
 
 MASK_NAMES: Final = ("mask_token_id", "dspark_noise_token_id", "pard_token", "ptd_token_id")

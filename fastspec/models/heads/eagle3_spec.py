@@ -10,10 +10,17 @@ from typing import Any
 from fastspec.errors import CheckpointError, UnsupportedModel
 from fastspec.models.checkpoints.tensor_source import TensorInfo
 from fastspec.models.config import ModelSpec
-from fastspec.models.heads.boundaries import NORMED, Reading, asked_boundaries, default_boundaries, readings_of
 from fastspec.models.heads.config import decoder_of, flag, ids_of, inner_config, size
-from fastspec.models.heads.recognise import Recognised
-from fastspec.models.heads.spec import HeadSpec, TargetSizes
+from fastspec.models.heads.spec import (
+    NORMED,
+    HeadSpec,
+    Reading,
+    Recognised,
+    TargetSizes,
+    asked_boundaries,
+    default_boundaries,
+    readings_of,
+)
 from fastspec.models.layer_table import layer_shapes
 
 

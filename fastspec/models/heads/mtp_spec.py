@@ -19,11 +19,9 @@ from fastspec.models.checkpoints.safetensors_files import ShardTensors
 from fastspec.models.checkpoints.tensor_source import TensorInfo, WrappedSource
 from fastspec.models.config import ModelSpec
 from fastspec.models.families.plan import LayerPlan
-from fastspec.models.heads.boundaries import NORMED
 from fastspec.models.heads.checkpoint import HeadCheckpoint, sizes_of
 from fastspec.models.heads.mtp_names import EMBED_NORM, FC, HIDDEN_NORM, LAYER, NORM, find_mtp
-from fastspec.models.heads.recognise import Recognised
-from fastspec.models.heads.spec import HeadSpec
+from fastspec.models.heads.spec import NORMED, HeadSpec, Recognised
 from fastspec.models.layer_table import EMBED, HEAD, tensor_shapes
 
 if TYPE_CHECKING:

@@ -33,8 +33,7 @@ from fastspec.models.heads.config import check_verifier
 from fastspec.models.heads.dflash_spec import dflash_spec
 from fastspec.models.heads.eagle3_spec import eagle3_spec
 from fastspec.models.heads.mtp_spec import MTP, mtp_source, mtp_spec
-from fastspec.models.heads.recognise import HeadKind, Recognised, recognise, says_head
-from fastspec.models.heads.spec import HeadSpec, TargetSizes
+from fastspec.models.heads.spec import HeadKind, HeadSpec, Recognised, TargetSizes, recognise, says_head
 from fastspec.models.heads.weights import head_bytes
 from fastspec.models.layer_table import HEAD
 

@@ -23,9 +23,8 @@ from fastspec.models.checkpoints.quantised.tensors import QuantisedShards
 from fastspec.models.checkpoints.rank_slices import SlicedTensors
 from fastspec.models.checkpoints.safetensors_files import ShardTensors
 from fastspec.models.checkpoints.tensor_source import TensorSource
-from fastspec.models.hosted.cuts import HostedCut
-from fastspec.models.hosted.info import HostedInfo, shell_of
-from fastspec.models.hosted.share import part_shell
+from fastspec.models.hosted.cuts import part_shell
+from fastspec.models.hosted.info import HostedCut, HostedInfo, shell_of
 from fastspec.models.hosted.swaps import is_product
 from fastspec.models.layer_table import Slice
 

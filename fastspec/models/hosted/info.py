@@ -1,35 +1,73 @@
-"""What is known of a hosted model before its weights are loaded: its class, its sizes, its attention calls."""
+"""A hosted model before its weights are loaded: its class, sizes and attention calls, and checks of a live module."""
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import torch
 import transformers
 from torch import nn
 
+from fastspec.distributed.slices import Share
 from fastspec.errors import UnsupportedModel
+from fastspec.models.checkpoints.live_module import changed_constants, check_devices, check_unchanged
 from fastspec.models.config import DTYPES, MAKING
 from fastspec.models.families import FAMILIES
-from fastspec.models.hosted.cuts import HostedCut
-from fastspec.models.hosted.hooks import register
-from fastspec.models.hosted.norms import KnownNorm, known_norm
 from fastspec.models.hosted.probe import FOREIGN, Probed, probe
-from fastspec.models.hosted.rotations import rotates
-from fastspec.models.hosted.swaps import expert_layers, is_product, use_fixed_experts
+from fastspec.models.hosted.swaps import (
+    KnownNorm,
+    expert_layers,
+    is_product,
+    known_norm,
+    register,
+    rotates,
+    use_fixed_experts,
+)
 from fastspec.models.text_parts import check_whole_class, text_class, text_part_of
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
+
 
 # Rotary frequencies that depend on the longest row of a pass, so on a row's neighbours: those of "dynamic" where it is
 # beyond max_position_embeddings, and no row is longer here; those of "longrope" beyond a length that is checked.
 _ROPES_OF_LENGTH: Final = ("dynamic", "longrope")
 
 _WARNS: Final = "warn_if_padding_and_no_attention_mask"
+
 _TRIED: Final = f" (by the module of transformers {transformers.__version__})"
+
+CutKind = Literal["rows", "columns", "experts", "first"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HostedCut:
+    """What one rank has of a hosted model.
+
+    Attributes:
+        share: its part.
+        kinds: what is cut, by the name of its module, or of its parameter ("first": along the first axis).
+        whole: the `HostedInfo` of all ranks.
+    """
+
+    share: Share
+    kinds: Mapping[str, CutKind]
+    whole: HostedInfo
+
+    @property
+    def said(self) -> str:
+        """What is cut, for `explain()`."""
+        counts = {kind: list(self.kinds.values()).count(kind) for kind in ("rows", "columns", "experts")}
+        experts = f", and columns of {counts['experts']} expert layers" if counts["experts"] else ""
+        if self.share.size == 1:
+            return "sums as on several ranks"
+        return (
+            f"cut by transformers' plan: {counts['rows']} products by rows, {counts['columns']} by columns{experts}; "
+            "the rest, its head too, is whole on every rank"
+        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -303,3 +341,49 @@ def _norms(shell: nn.Module) -> list[tuple[KnownNorm, int]]:
         if known is not None:
             found.append((known, shapes[0][0]))
     return found
+
+
+def known_type(model_type: str) -> bool:
+    """Whether transformers has a config of this type."""
+    from transformers import CONFIG_MAPPING
+
+    return model_type in CONFIG_MAPPING
+
+
+def is_hostable(module: nn.Module) -> bool:
+    """Whether a live module is a causal model of transformers of no native family."""
+    from transformers import PretrainedConfig
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    config: Any = getattr(module, "config", None)
+    if not isinstance(config, PretrainedConfig) or config.model_type in FAMILIES:
+        return False
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return False
+    kinds = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    return type(module) in (kinds if isinstance(kinds, tuple) else (kinds,))
+
+
+def check_hosted_module(module: Any) -> None:
+    """Refuses a live module that is not as its config builds it, or whose parameters are not all on one device.
+
+    Raises:
+        UnsupportedModel: names the submodule and what was found.
+    """
+    name = type(module).__name__
+    check_devices(module, name)
+    check_unchanged(module)
+    built = dict(shell_of(type(module), module.config).named_modules())
+    for path, part in module.named_modules():
+        like = built.get(path)
+        if like is None or type(like) is not type(part):
+            wanted = "nothing" if like is None else f"a {type(like).__name__}"
+            raise UnsupportedModel(
+                f"{name}: submodule {path!r} is a {type(part).__name__} where its config puts {wanted}; merge "
+                "adapters, load the model unquantised, or pass the directory"
+            )
+        for constant, value in changed_constants(part, like):
+            raise UnsupportedModel(
+                f"{name}: submodule {path!r} has {constant}={value!r} where the config gives "
+                f"{vars(like).get(constant)!r}; set it in the config, save the model and pass the directory"
+            )

@@ -13,10 +13,9 @@ from torch import Tensor, nn
 from fastspec.distributed.exchange import Alone, Exchange
 from fastspec.errors import UnsupportedOption
 from fastspec.kernels.ops import Ops
-from fastspec.models.hosted.hooks import NoCache, attach
 from fastspec.models.hosted.info import HostedInfo
 from fastspec.models.hosted.probe import base_name, base_of
-from fastspec.models.hosted.swaps import FixedShapes, our_op
+from fastspec.models.hosted.swaps import FixedShapes, NoCache, attach, our_op
 from fastspec.shapes import UNTILED, ForwardBatch, Tiling
 
 TRIAL_PROMPT = 4  # tokens that admission feeds before those of a step

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from fastspec.distributed.exchange import Alone
 from fastspec.errors import UnsupportedModel
 from fastspec.kernels.common.checks import MAX_HEAD_DIM
-from fastspec.models.hosted.hooks import ATTENTION, PROBED, NoCache, attach
+from fastspec.models.hosted.swaps import ATTENTION, PROBED, NoCache, attach
 from fastspec.shapes import AttentionRule
 
 # Tensors that attention may be given beside q, k, v and mask.
@@ -33,7 +33,7 @@ FOREIGN: Final = (
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class ProbedOp:
     """What one attention call of every pass asks for.
 
     Attributes:
@@ -72,7 +72,7 @@ class Probed:
         hidden_size: width of its last hidden state.
     """
 
-    calls: tuple[Call, ...]
+    calls: tuple[ProbedOp, ...]
     cache_name: str
     whole: Mapping[str, None]
     output: Any
@@ -158,7 +158,7 @@ class _Prober:
 
     def __init__(self, names: dict[int, str]) -> None:
         self._names = names
-        self.calls: list[Call] = []
+        self.calls: list[ProbedOp] = []
         self._pairs: list[tuple[Tensor, Tensor]] = []
         self._masks: list[tuple[Any, Any]] = []
 
@@ -188,10 +188,10 @@ class _Prober:
         rule = AttentionRule(None, _scale(module, query, given), given.get("softcap"))
         name, width = self._names.get(id(module), ""), max(key.shape[3], value.shape[3])
         sizes = query.shape[1], key.shape[1], width, value.shape[3]
-        self.calls.append(Call(slot, name, *sizes, rule, "s_aux" in given))
+        self.calls.append(ProbedOp(slot, name, *sizes, rule, "s_aux" in given))
         return query.new_zeros(_BATCH, _QUERIES, query.shape[1], value.shape[3])
 
-    def ruled(self) -> tuple[Call, ...]:
+    def ruled(self) -> tuple[ProbedOp, ...]:
         """The calls, each with the window of its mask."""
         windows: dict[Any, int | None] = {}
         calls = []

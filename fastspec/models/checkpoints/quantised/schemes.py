@@ -32,7 +32,7 @@ AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # where in a word column j of eight lies, 
 Over = tuple[tuple[Literal["N", "K"], int], ...]
 
 
-class Part(NamedTuple):
+class StoredPart(NamedTuple):
     """One stored tensor of a matrix.
 
     Attributes:
@@ -52,7 +52,7 @@ class Part(NamedTuple):
 class Scheme(Protocol):
     """One way to store a matrix."""
 
-    def parts(self, shape: tuple[int, int]) -> dict[str, Part]:
+    def parts(self, shape: tuple[int, int]) -> dict[str, StoredPart]:
         """Its tensors, by what stands after the module's name and a dot."""
 
     def kind(self, shape: tuple[int, int]) -> CodesKind:
@@ -81,11 +81,11 @@ class Float8:
     block: tuple[int, int] | None
     scale: str = "weight_scale"
 
-    def parts(self, shape: tuple[int, int]) -> dict[str, Part]:
+    def parts(self, shape: tuple[int, int]) -> dict[str, StoredPart]:
         """As the protocol has it."""
         return {
-            "weight": Part((shape,), ("F8_E4M3",)),
-            self.scale: Part(_scale_shapes(shape, self.block), SCALES, over=_over(self.kind(shape))),
+            "weight": StoredPart((shape,), ("F8_E4M3",)),
+            self.scale: StoredPart(_scale_shapes(shape, self.block), SCALES, over=_over(self.kind(shape))),
             **_unused(shape, self.block),
         }
 
@@ -112,12 +112,12 @@ class Int8:
 
     group: int | None = None
 
-    def parts(self, shape: tuple[int, int]) -> dict[str, Part]:
+    def parts(self, shape: tuple[int, int]) -> dict[str, StoredPart]:
         """As the protocol has it."""
         block = None if self.group is None else (1, self.group)
         return {
-            "weight": Part((shape,), ("I8",)),
-            "weight_scale": Part(_scale_shapes(shape, block), SCALES, over=_over(self.kind(shape))),
+            "weight": StoredPart((shape,), ("I8",)),
+            "weight_scale": StoredPart(_scale_shapes(shape, block), SCALES, over=_over(self.kind(shape))),
             **_unused(shape, block),
         }
 
@@ -150,20 +150,20 @@ class PackedInt:
     group: int | None
     symmetric: bool
 
-    def parts(self, shape: tuple[int, int]) -> dict[str, Part]:
+    def parts(self, shape: tuple[int, int]) -> dict[str, StoredPart]:
         """As the protocol has it."""
         rows, columns = shape
         scales = self.kind(shape).scales_shape(shape)
         per_word = 32 // self.bits
         found = {
-            "weight_packed": Part(((rows, -(-columns // per_word)),), ("I32",), over=(("N", 1), ("K", per_word))),
-            "weight_scale": Part((scales,), SCALES, over=_over(self.kind(shape))),
-            "weight_shape": Part(((2,),), ("I64", "I32"), required=False, over=()),
-            "weight_g_idx": Part(((columns,),), ("I32", "I64"), required=False, over=(("K", 1),)),
+            "weight_packed": StoredPart(((rows, -(-columns // per_word)),), ("I32",), over=(("N", 1), ("K", per_word))),
+            "weight_scale": StoredPart((scales,), SCALES, over=_over(self.kind(shape))),
+            "weight_shape": StoredPart(((2,),), ("I64", "I32"), required=False, over=()),
+            "weight_g_idx": StoredPart(((columns,),), ("I32", "I64"), required=False, over=(("K", 1),)),
         }
         if not self.symmetric:
             over: Over = (("N", per_word), ("K", self.kind(shape).block[1]))
-            found["weight_zero_point"] = Part(((-(-rows // per_word), scales[1]),), ("I32",), over=over)
+            found["weight_zero_point"] = StoredPart(((-(-rows // per_word), scales[1]),), ("I32",), over=over)
         return found
 
     def kind(self, shape: tuple[int, int]) -> CodesKind:
@@ -207,21 +207,21 @@ class Float4:
     overall: str | None = None
     divides: bool = False
 
-    def parts(self, shape: tuple[int, int]) -> dict[str, Part]:
+    def parts(self, shape: tuple[int, int]) -> dict[str, StoredPart]:
         """As the protocol has it."""
         rows, columns = shape
         found = {
-            self.weight: Part(((rows, columns // 2),), ("U8",), over=(("N", 1), ("K", 2))),
-            "weight_scale": Part(
+            self.weight: StoredPart(((rows, columns // 2),), ("U8",), over=(("N", 1), ("K", 2))),
+            "weight_scale": StoredPart(
                 ((rows, columns // self.group),),
                 ("F8_E4M3",) if self.overall else ("U8", "F8_E8M0"),
                 over=_over(self.kind(shape)),
             ),
         }
         if self.overall:
-            found[self.overall] = Part(((), (1,)), ("F32",))
+            found[self.overall] = StoredPart(((), (1,)), ("F32",))
         for name in ("input_scale", "input_global_scale"):
-            found[name] = Part(((), (1,)), SCALES, required=False)
+            found[name] = StoredPart(((), (1,)), SCALES, required=False)
         return found
 
     def kind(self, shape: tuple[int, int]) -> CodesKind:
@@ -253,15 +253,15 @@ class Awq:
 
     group: int | None
 
-    def parts(self, shape: tuple[int, int]) -> dict[str, Part]:
+    def parts(self, shape: tuple[int, int]) -> dict[str, StoredPart]:
         """As the protocol has it."""
         rows, columns = shape
         group = self.group or columns
         groups = -(-columns // group)
         return {
-            "qweight": Part(((columns, rows // 8),), ("I32",), over=(("K", 1), ("N", 8))),
-            "qzeros": Part(((groups, rows // 8),), ("I32",), over=(("K", group), ("N", 8))),
-            "scales": Part(((groups, rows),), SCALES, over=(("K", group), ("N", 1))),
+            "qweight": StoredPart(((columns, rows // 8),), ("I32",), over=(("K", 1), ("N", 8))),
+            "qzeros": StoredPart(((groups, rows // 8),), ("I32",), over=(("K", group), ("N", 8))),
+            "scales": StoredPart(((groups, rows),), SCALES, over=(("K", group), ("N", 1))),
         }
 
     def kind(self, shape: tuple[int, int]) -> CodesKind:
@@ -297,16 +297,16 @@ class Gptq:
     group: int | None
     less_one: bool
 
-    def parts(self, shape: tuple[int, int]) -> dict[str, Part]:
+    def parts(self, shape: tuple[int, int]) -> dict[str, StoredPart]:
         """As the protocol has it."""
         rows, columns = shape
         group, per_word = self.group or columns, 32 // self.bits
         groups = -(-columns // group)
         return {
-            "qweight": Part(((columns // per_word, rows),), ("I32",), over=(("K", per_word), ("N", 1))),
-            "qzeros": Part(((groups, rows // per_word),), ("I32",), over=(("K", group), ("N", per_word))),
-            "scales": Part(((groups, rows),), SCALES, over=(("K", group), ("N", 1))),
-            "g_idx": Part(((columns,),), ("I32",), required=False, over=(("K", 1),)),
+            "qweight": StoredPart(((columns // per_word, rows),), ("I32",), over=(("K", per_word), ("N", 1))),
+            "qzeros": StoredPart(((groups, rows // per_word),), ("I32",), over=(("K", group), ("N", per_word))),
+            "scales": StoredPart(((groups, rows),), SCALES, over=(("K", group), ("N", 1))),
+            "g_idx": StoredPart(((columns,),), ("I32",), required=False, over=(("K", 1),)),
         }
 
     def kind(self, shape: tuple[int, int]) -> CodesKind:
@@ -350,11 +350,11 @@ def _scale_shapes(shape: tuple[int, int], block: tuple[int, int] | None) -> tupl
     return (CodesKind("fp8", block).scales_shape(shape),)
 
 
-def _unused(shape: tuple[int, int], block: tuple[int, int] | None) -> dict[str, Part]:
+def _unused(shape: tuple[int, int], block: tuple[int, int] | None) -> dict[str, StoredPart]:
     """What may be stored beside: scales of activations, which stay as they are here, and zero points that are 0."""
     over = _over(CodesKind("int8", block or (1, shape[1])))
-    zeros = Part(_scale_shapes(shape, block), ("I8", "I32", "I64", "F8_E4M3", *SCALES), required=False, over=over)
-    return {"input_scale": Part(((), (1,)), SCALES, required=False), "weight_zero_point": zeros}
+    zeros = StoredPart(_scale_shapes(shape, block), ("I8", "I32", "I64", "F8_E4M3", *SCALES), required=False, over=over)
+    return {"input_scale": StoredPart(((), (1,)), SCALES, required=False), "weight_zero_point": zeros}
 
 
 def _check_no_zeros(tensors: Mapping[str, Tensor]) -> None:

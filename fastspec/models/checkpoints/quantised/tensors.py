@@ -1,28 +1,78 @@
-"""The tensors of a quantised checkpoint, in which every quantised matrix is one tensor [N, K] again."""
+"""Tensors of a quantised checkpoint: each quantised matrix is one tensor [N, K]; and stored scales of 8-bit K and V."""
 
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from typing import NamedTuple
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fastspec.errors import CheckpointError
 from fastspec.kernels.common.codes import Codes, CodesKind
+from fastspec.kernels.common.kv_scales import KVScales
 from fastspec.models.checkpoints.parameter_names import parameter
-from fastspec.models.checkpoints.quantised import cache_scales
 from fastspec.models.checkpoints.quantised.configs import Quantisation
 from fastspec.models.checkpoints.quantised.schemes import Over, Scheme
 from fastspec.models.checkpoints.safetensors_files import STORED_DTYPES
 from fastspec.models.checkpoints.tensor_source import TensorInfo, TensorSource, WrappedSource
 
+_ATTENTION: Final = r"layers\.(\d+)\.(?:self_attn|mixer)\."
+# as the tools spell them; kv_scale is both
+_SCALE_NAMES: Final = re.compile(
+    _ATTENTION + r"(?:(?:attn\.|[kv]_proj\.|qkv_proj\.)?(k|v|kv)_scale|(k|v)_cache\.scale)$"
+)
+
+
+class CacheScales(NamedTuple):
+    """What K and V of one layer were divided by: one number, or one for each key head. 1 where nothing is stored."""
+
+    k: tuple[float, ...] = (1.0,)
+    v: tuple[float, ...] = (1.0,)
+
+
+def cache_scale_names(infos: Collection[str]) -> list[str]:
+    """The stored names that are such scales."""
+    return [name for name in infos if _SCALE_NAMES.search(name)]
+
+
+def read_cache_scales(stored: TensorSource) -> dict[int, CacheScales]:
+    """The scales of a checkpoint by layer.
+
+    Raises:
+        CheckpointError: one that is not a positive number.
+    """
+    found: dict[int, CacheScales] = {}
+    names = cache_scale_names(stored.infos())
+    if not names:
+        return found
+    with stored.open():
+        for name in names:
+            match = _SCALE_NAMES.search(name)
+            assert match is not None
+            layer, which = int(match[1]), match[2] or match[3]
+            values = tuple(stored.read(name).float().flatten().tolist())
+            if not all(0 < value < float("inf") for value in values):
+                raise CheckpointError(f"{stored.directory}: {name} is {list(values)}, wanted positive numbers")
+            found[layer] = found.get(layer, CacheScales())._replace(**dict.fromkeys(which, values))
+    return found
+
+
+def scales_of_layers(found: Mapping[int, CacheScales], layers: Iterable[int]) -> tuple[KVScales, ...]:
+    """The scales by which K and V of these layers are stored here: of several heads the largest, which holds all."""
+    named = [found.get(layer, CacheScales()) for layer in layers]
+    return tuple(KVScales(max(each.k), max(each.v)) for each in named)
+
+
 WEIGHT = ".weight"
 # what names a matrix as quantised, and what may stand beside it
 MARKS = ("weight_packed", "weight_scale", "weight_scale_inv", "qweight", "scales")
+
 GROUP_INDICES = frozenset(("g_idx", "weight_g_idx"))  # of each column, in which group it is
+
 DTYPE_NAMES = {dtype: name for name, dtype in STORED_DTYPES.items()}
 
 
@@ -62,7 +112,7 @@ class QuantisedShards(WrappedSource):
             for part in matrix.parts:
                 del self._infos[f"{matrix.module}.{part}"]
             self._infos[name] = TensorInfo(matrix.shape, torch.float32, where)  # what values are computed in
-        for name in cache_scales.names_of(self._infos.keys()):
+        for name in cache_scale_names(self._infos.keys()):
             del self._infos[name]
 
     def _found(self, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[str, Matrix]]:
