@@ -142,7 +142,7 @@ class DecoderWeights:
 
     def nbytes(self) -> int:
         """Bytes of device memory that the weights take; a tied head is counted once."""
-        held = [self.embed, self.norm, self.norm_bias, self.head]
+        held: list[Weight | ExpertWeights | Tensor | None] = [self.embed, self.norm, self.norm_bias, self.head]
         held += [tensor for layer in self.layers for part in (layer, layer.delta) for tensor in _held(part)]
         return sum({id(each): each.nbytes for each in held if each is not None}.values())
 

@@ -67,7 +67,7 @@ class NamedTensors(RenamedTensors):
                 both = f"{names[name]!r} and {stored!r}"
                 raise CheckpointError(f"{source.directory}: {both} are both the parameter {name}; keep one")
             if stored in source.unnamed:
-                where = source.directory / info.where
+                where = f"{source.directory}/{info.where}"
                 raise CheckpointError(f"{where}: holds {stored!r}, which weight_map in {INDEX} does not name")
             names[name] = stored
         if tied and EMBED not in names and HEAD in names:

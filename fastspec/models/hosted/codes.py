@@ -72,10 +72,10 @@ class ProductCodes:
         known = [name for name, _ in shell.named_parameters()]
         quantised = [name for name in self._whole.infos() if self._whole.kind(name) is not None]
         self._stored = {parameter(name, known): name for name in quantised}
-        self.tensors: QuantisedShards | SlicedTensors = self._whole
+        self.tensors: TensorSource = self._whole
         if info.cut is not None:
             slices = self._slices(info.cut)
-            self.tensors = SlicedTensors(self._whole, slices)  # type: ignore[arg-type]  # of which none is released
+            self.tensors = SlicedTensors(self._whole, slices)
 
     def _slices(self, cut: HostedCut) -> dict[str, Slice]:
         """What one rank reads of the quantised products that are cut, by their stored names."""

@@ -146,7 +146,7 @@ class QuantisedShards(WrappedSource):
             if info.shape not in wanted.shapes or dtype not in wanted.dtypes:
                 shapes = " or ".join(str(list(each)) for each in wanted.shapes)
                 raise CheckpointError(
-                    f"{self.directory / info.where}: {module}.{part} is {dtype} {list(info.shape)}, wanted "
+                    f"{self.directory}/{info.where}: {module}.{part} is {dtype} {list(info.shape)}, wanted "
                     f"{' or '.join(wanted.dtypes)} {shapes} of a matrix {list(shape)} in {scheme.describe()}"
                 )
             there.append(part)
