@@ -76,7 +76,7 @@ class ModelSpec:
 
     @property
     def head_order(self) -> list[int] | None:
-        """As `rope.head_order` says; None: heads lie as kernels want them."""
+        """The stored element of each element of a head; None: heads lie as kernels want them. See `rope.head_order`."""
         return head_order(len(self.rope.inv_freq), self.head_dim, interleaved=FAMILIES[self.family].interleaved)
 
     def for_length(self, max_length: int) -> ModelSpec:
@@ -90,7 +90,7 @@ class ModelSpec:
 
     @property
     def attention_shapes(self) -> tuple[tuple[int, int, int], ...]:
-        """As in `ModelInfo`: all layers that attend have one."""
+        """Query heads, key heads and head_dim of each layer that attends."""
         return ((self.num_heads, self.num_kv_heads, self.head_dim),) * len(self.attending)
 
     @property
@@ -170,7 +170,7 @@ class ModelSpec:
         return max(each, default=0)
 
     def _of_shared(self, plan: ExpertsPlan) -> int:
-        """As `routed_elements`, of a shared expert: another of the token's, or with products of its own."""
+        """Elements that a shared expert needs: as one more expert of the token, or with products of its own."""
         return max(3 * plan.shared, (plan.width + self.hidden_size) * (plan.shared == plan.width))
 
     def norm_dtype(self, dtype: torch.dtype) -> torch.dtype:
@@ -277,7 +277,7 @@ def _refuse_quantised(fields: ConfigFields) -> None:
 
 
 def says_quantised(value: object) -> bool:
-    """Whether a config's `quantization_config` asks for anything: None, or only fields that are null or off, do not."""
+    """True if a config's `quantization_config` asks for anything. None, and fields that are null or off, do not."""
     if not isinstance(value, Mapping):
         return value is not None
     if value.get("load_in_4bit") is False and value.get("load_in_8bit") is False:

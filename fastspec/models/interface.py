@@ -1,4 +1,4 @@
-"""What the rest of the library needs of a model: passes for steps and proposers, sizes for memory and settings."""
+"""The interface of a model: passes for steps and proposers, sizes for memory and settings."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class ModelInfo(Protocol):
 
     @property
     def hosting(self) -> str:
-        """What runs and what is swapped where transformers' own module is run, for people; else empty."""
+        """A description of the swapped parts if transformers' own module runs; else empty."""
 
     @property
     def windows(self) -> tuple[int | None, ...]:
@@ -96,11 +96,11 @@ class ModelSource(Protocol):
 
     @property
     def stored(self) -> str:
-        """How its matrices are stored where they are quantised; else empty."""
+        """A description of how quantised matrices are stored; else empty."""
 
     @property
     def mtp(self) -> bool:
-        """Whether MTP layers lie beside it, which may draft for it."""
+        """True if MTP layers lie beside it, which may draft for it."""
 
     @property
     def ranks(self) -> int:
@@ -115,7 +115,7 @@ class ModelSource(Protocol):
 
 
 class CausalModel(Protocol):
-    """What the step needs of a model; tests put tables of logits in its place."""
+    """A model as the step sees it; tests put tables of logits in its place."""
 
     @property
     def vocab_size(self) -> int:
@@ -125,7 +125,7 @@ class CausalModel(Protocol):
         """Feeds rows, writes their K/V; returns hidden states [B, Q, hidden] for `logits` and `argmax`."""
 
     def hidden_with_features(self, rows: ForwardBatch, layers: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-        """As `hidden`, and the residual stream after each of `layers`, [B, Q, len(layers), hidden].
+        """The result of `hidden`, and the residual stream after each of `layers`, [B, Q, len(layers), hidden].
 
         Layer -1 is the embedding; one layer more than there are is the last one's stream after the final norm.
         Called only where a proposer has `features`.
@@ -153,7 +153,7 @@ class VocabParallel(Protocol):
 
 
 def is_recurrent(model: object) -> bool:
-    """Whether a model has recurrent states beside its K/V, which a pass changes and a length alone does not mask."""
+    """True if a model has recurrent states beside its K/V. A pass changes them, and a length does not mask them."""
     return states_of(model) is not None
 
 

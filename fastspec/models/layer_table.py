@@ -271,7 +271,7 @@ class TableRow:
         return tuple(axis for part in self.rows for axis in ((part,) if isinstance(part, str) else part))
 
     def cut(self, axes: Mapping[str, Axis]) -> Literal["rows", "columns"] | None:
-        """Which of its axes ranks share; None: every rank has all of it."""
+        """The side that ranks share; None: every rank has all of it."""
         if any(axes[axis].rule != "whole" for axis in self.axes):
             return "rows"
         return "columns" if self.columns and axes[self.columns[0]].rule != "whole" else None
@@ -547,11 +547,11 @@ class StoredTensor(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the whole tensor."""
+        """The shape of the whole tensor."""
         return (sum(axis.size for axis in self.rows), *(axis.size for axis in self.columns))
 
     def part(self, share: Share, unit: int) -> Slice | None:
-        """What a rank reads of it; None: everything."""
+        """The slice that a rank reads; None: everything."""
         if any(axis.rule != "whole" for axis in self.rows):
             if self.mixed:
                 return Slice((share.cut(self.shape[0]),))

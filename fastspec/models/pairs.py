@@ -63,7 +63,7 @@ GROUPS: Final = tuple(_group(row) for row in json.loads(_TABLE.read_text("utf-8"
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What the table says of one model.
+    """The entry of the table for one model.
 
     Attributes:
         model: as it was named.
@@ -129,7 +129,7 @@ def suggestion(*models: str) -> str:
 
 
 def public_name(model: str) -> str:
-    """What others call a model: a directory's name, or its Hub id."""
+    """The public name of a model: a directory's name, or its Hub id."""
     directory = Path(os.path.expanduser(model))
     return directory.resolve().name if directory.exists() else model
 

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from fastspec.distributed.exchange import Exchange, Sums, tree_sum
 from fastspec.distributed.slices import Cut, Share
@@ -187,7 +188,7 @@ class ParallelDecoder(Decoder):
         return made
 
     def _experts_tail(self, index: int, attended: Tensor, x: Tensor, tiling: Tiling) -> tuple[Tensor, Tensor | None]:
-        """As `Decoder`. The router is whole on every rank; of each expert and the shared one a rank has some columns.
+        """See `Decoder`. The router is whole on every rank. A rank has some columns of each expert and the shared one.
 
         What the experts of a row give is added up in fp32 for each part of the columns, and parts are added as a tree.
         """
@@ -228,8 +229,8 @@ class ParallelDecoder(Decoder):
             normed.append(whole.unflatten(-1, (size // every, -1))[..., rank // every, :])
         return torch.cat([*normed, value], dim=-1)
 
+    @override
     def head_logits(self, x: Tensor, tiling: Tiling, **options: Any) -> Tensor:
-        """As `Decoder`: all logits, on every rank."""
         logits = self._own_logits(x, tiling, **options)
         return self.exchange.gather(logits) if self._splits_vocab else logits
 
@@ -238,7 +239,7 @@ class ParallelDecoder(Decoder):
         return self._product(x, self._head, None, tiling, out_dtype=torch.float32, **options)
 
     def best_keys(self, hidden: Tensor, tiling: Tiling) -> PartKeys | None:
-        """By which greedy picks are found, of hidden [B, Q, hidden]: 8 bytes a place and rank are exchanged, no logits.
+        """Keys of the largest logits of hidden [B, Q, hidden]. Ranks exchange 8 bytes a position, and no logits.
 
         None where all logits must be seen: they are scaled, or each rank has all of them.
         """
@@ -259,8 +260,8 @@ class ParallelDecoder(Decoder):
             keys.view(torch.int64).copy_(reference.keys_of(self._own_logits(x, tiling, **options), limit))
         return keys
 
+    @override
     def head_argmax(self, x: Tensor, limit: int, tiling: Tiling, out: Tensor, work: Any = None, **options: Any) -> None:
-        """As `Decoder`, from this rank's largest and the others'."""
         if not self._splits_vocab:
             out.copy_(self._own_logits(x, tiling, **options)[..., :limit].argmax(dim=-1))
             return

@@ -1,4 +1,4 @@
-"""Which token ids two models share: the same id must mean the same text in both, or a draft means nothing."""
+"""Token ids that two models share: the same id must mean the same text in both, or a draft means nothing."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def _ids_of_equal_files(target: Checkpoint, draft: Checkpoint) -> list[int]:
 
 
 def _equal(path: Path, other: Path) -> bool:
-    """Whether neither file is there, or both have the same bytes."""
+    """True if neither file is there, or both have the same bytes."""
     if not (path.is_file() and other.is_file()):
         return path.is_file() == other.is_file()
     return filecmp.cmp(path, other, shallow=False)

@@ -28,7 +28,7 @@ ByteCount = Callable[["Checkpoint", torch.dtype, torch.device, "Ops"], int]
 
 
 class Sliced(NamedTuple):
-    """What of a checkpoint one rank loads.
+    """The part of a checkpoint that one rank loads.
 
     Attributes:
         share: its part.

@@ -148,7 +148,7 @@ def planned_bytes(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.devi
 
 
 def _rounding(checkpoint: Checkpoint) -> Rounding:
-    """How matrices are rounded while they are loaded: those of layers, and of a draft the head, which is as large.
+    """The `Rounding` of a checkpoint: matrices of layers, and the head of a draft, which is as large as they are.
 
     A head of a target stays as it is, as in published checkpoints. One in 4 bits would lose the most: it has 8.
     """
@@ -166,19 +166,19 @@ def _rounding(checkpoint: Checkpoint) -> Rounding:
 
 
 def load_weights(checkpoint: Checkpoint, **options: Any) -> DecoderWeights:
-    """What `allocate_weights` makes with the same arguments, filled; raises the same."""
+    """Allocates weights and fills them at once; arguments and errors are those of `allocate_weights`."""
     pending = allocate_weights(checkpoint, **options)
     pending.fill()
     return pending.weights
 
 
 def _whole(checkpoint: Checkpoint) -> ModelSpec:
-    """The spec of what is stored, of which one rank may load a part."""
+    """The spec of the stored model. One rank may load a part of it."""
     return checkpoint.native if checkpoint.sliced is None else checkpoint.sliced.spec
 
 
 def _own(source: TensorSource, checkpoint: Checkpoint) -> TensorSource:
-    """What is loaded here of a source."""
+    """This rank's part of a source; all of it without ranks."""
     if checkpoint.sliced is None:
         return source
     return SlicedTensors(source, slices_of(checkpoint.sliced.spec, checkpoint.sliced.share, checkpoint.sliced.unit))

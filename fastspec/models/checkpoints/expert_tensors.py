@@ -41,7 +41,7 @@ _CODES_OF_BLOCK = 16  # bytes, of 32 values
 
 @dataclass(frozen=True, slots=True)
 class ExpertPart:
-    """Where the matrix or bias of one expert lies in a tensor of all of them.
+    """The place of one expert's matrix or bias in a tensor of all experts.
 
     Attributes:
         stored: name of that tensor; of mxfp4 without `_blocks`.
@@ -115,11 +115,11 @@ class ExpertTensors(WrappedSource):
 
     @property
     def quantised(self) -> bool:
-        """Whether experts are stored as mxfp4."""
+        """True if experts are stored as mxfp4."""
         return any(part.stored + BLOCKS in self._source.infos() for part in self._parts.values())
 
     def _look_transposed(self, infos: Mapping[str, TensorInfo]) -> bool:
-        """Whether a stack has the shape of its transpose: square ones do not tell, and of no layer all are square."""
+        """True if a stack has the shape of its transpose. No layer has only square stacks, which do not tell."""
         for stored, info in infos.items():
             name = found[3].removeprefix("experts.") if (found := PLACE.fullmatch(stored)) else ""
             if name not in _STACKS:
@@ -240,7 +240,7 @@ class ExpertTensors(WrappedSource):
         return self._codes_of(name, slice(None), slice(None), device)
 
     def codes_part(self, name: str, rows: slice, columns: slice, device: torch.device) -> Codes | None:
-        """As `codes`, of rows and columns; the columns are whole blocks of mxfp4 or they are cut out of all."""
+        """Rows and columns of the codes. Columns that are not whole blocks of mxfp4 are cut out of all columns."""
         if not self._in_blocks(name):
             return None if name in self._parts else super().codes_part(name, rows, columns, device)
         height, width = self._infos[name].shape

@@ -79,7 +79,7 @@ def _snapshot(repo: str, revision: str | None, files: tuple[str, ...], check: Ca
 
 
 def _way_out(repo: str, error: Exception) -> str:
-    """What to do about an error of the Hub's client."""
+    """Advice for an error of the Hub's client."""
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
 
     if isinstance(error, GatedRepoError):  # which is also a RepositoryNotFoundError

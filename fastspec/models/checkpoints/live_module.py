@@ -127,7 +127,7 @@ def _check_methods(part: nn.Module, refuse: Refuse) -> None:
 
 
 def _is_own(part: nn.Module, name: str, value: Any) -> bool:
-    """Whether an attribute is the class's own method, bound again or compiled."""
+    """True if an attribute is the class's own method, bound again or compiled."""
     value = getattr(value, "_torchdynamo_orig_callable", value)
     own = inspect.getattr_static(type(part), name)
     return isinstance(value, MethodType) and value.__self__ is part and value.__func__ is own

@@ -98,7 +98,7 @@ def parameter(stored: str, wanted: Collection[str]) -> str:
 
 
 def has_own_head(source: TensorSource) -> bool:
-    """Whether a head is stored whose values are not the embedding's; a dtype alone makes no difference.
+    """True if the stored head has other values than the embedding. Dtypes are not compared.
 
     Reads both matrices up to the first rows that differ. Their shapes must be equal.
     """

@@ -1,4 +1,4 @@
-"""A rank's own slices of a checkpoint, by the names of the whole tensors: nothing else of them is read."""
+"""A rank's slices of a checkpoint, by the names of the whole tensors. Nothing else is read."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def _local_plan(plan: LayerPlan, share: Share, unit: int) -> LayerPlan:
 
 
 def same_text_on(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> tuple[int, ...]:
-    """Of the numbers of ranks that this one is among, those that give the same bits; this one alone where none does.
+    """Numbers of ranks that give the same bits as this number, with itself among them.
 
     On a GPU the sums over K of o and down are one tree where every part of it, of the most ranks, is a product of a
     kernel that has it.
@@ -100,7 +100,7 @@ def same_text_on(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.devic
 
 
 def _in_trees(spec: ModelSpec, ranks: int, dtype: torch.dtype) -> bool:
-    """Whether each of so many ranks has subtrees of the sums over K, and multiplies all else as one rank does."""
+    """True if each of `ranks` ranks sums whole subtrees over K and multiplies all else as one rank does."""
     if not divides(spec, ranks):
         return False
     hidden, heads, inner = spec.hidden_size, spec.num_heads * spec.head_dim, spec.intermediate_size
@@ -137,7 +137,7 @@ class SlicedTensors(WrappedSource):
         return TensorSource.read_part(self, name, rows, columns)
 
     def kind(self, name: str) -> CodesKind | None:
-        """What the codes of the slice of a tensor will be; None: it is not quantised."""
+        """The kind of the codes of a slice; None: it is not quantised."""
         kind, each = self._source.kind(name), self._slices.get(name)
         return kind if kind is None or each is None else kind.of_part(each.rows, self._infos[name].shape[1])
 

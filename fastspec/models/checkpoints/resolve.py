@@ -1,4 +1,4 @@
-"""Where a checkpoint comes from: a local directory, a Hub id, or a live transformers model.
+"""Finds and checks a checkpoint: a local directory, a Hub id, or a live transformers model.
 
 `resolve` checks everything that can be checked without reading a weight: the raw JSON first, then the config
 object that transformers makes of it, then the names, shapes and dtypes in the safetensors headers. No code of

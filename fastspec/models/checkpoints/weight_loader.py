@@ -110,11 +110,11 @@ class Loader:
         return made
 
     def same_format(self, *names: str) -> bool:
-        """Whether all the named matrices are stored quantised, or none."""
+        """True if all the named matrices are stored quantised, or none."""
         return len({self._source.kind(name) is None for name in names}) == 1
 
     def joins_shared(self, *names: str) -> bool:
-        """Whether ops want the named matrices of a shared expert and a router among those of all experts.
+        """True if ops want the named matrices of a shared expert and a router among those of all experts.
 
         Of codes they stay apart, and where ranks share matrices.
         """
@@ -125,7 +125,7 @@ class Loader:
         return wanted and plain and not rounded and self._whole is None
 
     def stack(self, experts: list[tuple[str, ...]], gated: bool = False) -> ExpertStack:
-        """Of each expert the named matrices under each other, as one stack: in mxfp4 where all are and ops read it.
+        """One stack of the named matrices of each expert. It is mxfp4 if all are stored so and `ops` read it.
 
         gated: the first half of the rows is a gate.
         """
@@ -243,7 +243,7 @@ class Loader:
             place.fill(values(self._rows(names, place, order, staging)))
 
     def _rounded(self, kind: CodesKind | None, rows: Tensor) -> Tensor:
-        """What codes of a kind stand for, of rows that are rounded to it; None: the rows."""
+        """Rows rounded to a kind and turned back to values; with None the rows themselves."""
         return rows if kind is None else rounded(rows, kind).dequantise(self.dtype)
 
     def _pack_rounded(self, place: PackedCodes, tile: int, rows: Tensor) -> Tensor:

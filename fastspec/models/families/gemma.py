@@ -16,7 +16,7 @@ _ACT = ("hidden_activation", "gelu_pytorch_tanh")
 
 
 def _plan(fields: ConfigFields) -> LayerPlan:
-    """What every layer of Gemma 2 and 3 has."""
+    """The plan that layers of Gemma 2 and 3 share."""
     if fields.flag("use_bidirectional_attention"):
         fields.refuse("use_bidirectional_attention", True, "false: a query sees older keys only")
     bias = fields.flag("attention_bias")

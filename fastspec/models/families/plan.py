@@ -1,4 +1,4 @@
-"""What a layer does, in order, and how a family says so."""
+"""The plan of a layer: its arithmetic, in order; and the record of a family, which makes plans."""
 
 from __future__ import annotations
 
@@ -126,12 +126,12 @@ class LayerPlan:
 
     @property
     def fused_tail(self) -> bool:
-        """Whether `Ops.layer_tail` computes what follows attention: that part is as in Llama's layers."""
+        """True if `Ops.layer_tail` computes the layer from attention on, which is as in Llama's layers."""
         return self._plain and self.fused_norm and self.fused_gate and self.experts is None
 
     @property
     def sandwiched(self) -> bool:
-        """Whether `Ops.add_norm` computes what stands between products: norms, before and after attention and MLP."""
+        """True if `Ops.add_norm` computes the norms and sums between products, before and after attention and MLP."""
         norms = self.post_norm and self.pre_norm and self.norm == "rms_plus_one" and self.gated
         return norms and self.residual_scale == 1.0 and self.delta is None
 
@@ -141,7 +141,7 @@ class LayerPlan:
 
     @property
     def fused_norm(self) -> bool:
-        """Whether `Ops.linear` computes the norm before a product."""
+        """True if `Ops.linear` computes the norm before a product."""
         return self.norm == "rms" and self.pre_norm
 
     @property
@@ -151,18 +151,18 @@ class LayerPlan:
 
     @property
     def fused_gate(self) -> bool:
-        """Whether the MLP is gated by silu."""
+        """True if the MLP is gated by silu."""
         return self.gated and self.activation == "silu"
 
     @property
     def rule(self) -> AttentionRule:
-        """How `Ops.attend` scores queries against keys."""
+        """The rule by which `Ops.attend` scores queries against keys."""
         return AttentionRule(self.window, self.attention_scale, self.softcap)
 
 
 @dataclass(frozen=True, slots=True)
 class ModelScales:
-    """What a model does outside of its layers: x = embed * scale, logits = softcap(logits_scale * (norm(x) Whead)).
+    """Factors outside of layers: x = embed * scale, logits = softcap(logits_scale * (norm(x) Whead)).
 
     Attributes:
         embed: factor on the embedding, rounded to the dtype of the model as transformers does.

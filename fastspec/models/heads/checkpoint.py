@@ -179,7 +179,7 @@ def naming(what: str) -> Iterator[None]:
 
 
 def sizes_of(target: Checkpoint) -> TargetSizes:
-    """What a head must know of its target.
+    """The sizes of a target that a head must know.
 
     Raises:
         UnsupportedModel: the target is hosted, so that its layers' hidden states are not ours to read.

@@ -75,7 +75,7 @@ class DFlashSpec(HeadSpec):
 
     @property
     def joined(self) -> Mapping[str, tuple[str, ...]]:
-        """As of `HeadSpec`: k and v of all layers for the context, and the sinks of all layers."""
+        """Names of tensors that are loaded joined: k and v of all layers for the context, and all sinks."""
         projections = [f"layers.{layer}.self_attn.{which}_proj" for layer in range(self.num_layers) for which in "kv"]
         found = {"context.weight": tuple(f"{each}.weight" for each in projections)}
         if self.decoder.qkv_bias:
@@ -83,7 +83,7 @@ class DFlashSpec(HeadSpec):
         return found | ({"sinks": tuple(map(SINKS.format, range(self.num_layers)))} if self.sinks else {})
 
     def weight_bytes(self, dtype: torch.dtype) -> int:
-        """As of `HeadSpec`; what is joined for the context is there twice."""
+        """Bytes of its own weights in `dtype`. Tensors joined for the context count twice."""
         twice = [part for name, parts in self.joined.items() if name != "sinks" for part in parts]
         again = sum(math.prod(self.tensors[part]) for part in twice)
         mask = 0 if self.mask_file is None else self.hidden_size

@@ -137,7 +137,7 @@ def _check_target(
 
 
 def _inputs(infos: Mapping[str, TensorInfo], target: TargetSizes, decoder: ModelSpec) -> int:
-    """How many hidden states of the target it reads, by the width of its first product."""
+    """The number of hidden states of the target that it reads, by the width of its first product."""
     if "fc.weight" not in infos:
         if decoder.hidden_size != target.hidden_size:
             raise CheckpointError(

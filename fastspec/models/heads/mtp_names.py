@@ -55,7 +55,7 @@ class StoredMtp:
 
     @property
     def hidden_first(self) -> bool:
-        """Whether the hidden state comes before the embedding in what the first product multiplies."""
+        """True if the first product reads the hidden state before the embedding."""
         return self.layout == "mimo"
 
 

@@ -1,4 +1,4 @@
-"""MTP layers of a target's own checkpoint: found and checked before a weight is read."""
+"""The MTP layer in a target's own checkpoint: its spec and its stored tensors."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from fastspec.errors import CheckpointError, UnsupportedModel
 from fastspec.models.checkpoints.parameter_names import NamedTensors, RenamedTensors, named
@@ -59,7 +60,7 @@ class MtpSpec(HeadSpec):
         return (self.attention_inputs,)
 
     def weight_bytes(self, dtype: torch.dtype) -> int:
-        """As of any head, but norms may be in fp32."""
+        """Bytes of its own weights in `dtype`; norms may be in fp32."""
         sizes = {2: dtype.itemsize, 1: self.decoder.norm_dtype(dtype).itemsize}
         return sum(sizes.get(len(shape), dtype.itemsize) * math.prod(shape) for shape in self.tensors.values())
 
@@ -90,7 +91,7 @@ class WithSomeRows(WrappedSource):
         self._name = HEAD if HEAD in model.infos() else EMBED
 
     def infos(self) -> Mapping[str, TensorInfo]:
-        """As of the layer, and of the head; of one that is quantised and not stored so, nothing."""
+        """Tensors of the layer and of the head. A head without plain values is left out."""
         whole = self._model.infos().get(self._name)
         if whole is None:
             return super().infos()
@@ -113,16 +114,16 @@ class WithSomeRows(WrappedSource):
         """Rows and, of a matrix, columns of a tensor."""
         return self.read(name)[rows, columns] if name == HEAD else super().read_part(name, rows, columns)
 
+    @override
     def kind(self, name: str) -> CodesKind | None:
-        """As of the layer; the head is not quantised."""
         return None if name == HEAD else super().kind(name)
 
+    @override
     def codes(self, name: str, device: torch.device) -> Codes | None:
-        """As of the layer; the head is not quantised."""
         return None if name == HEAD else super().codes(name, device)
 
+    @override
     def codes_part(self, name: str, rows: slice, columns: slice, device: torch.device) -> Codes | None:
-        """As of the layer; the head is not quantised."""
         return None if name == HEAD else super().codes_part(name, rows, columns, device)
 
 

@@ -9,6 +9,7 @@ from typing import Any, Final, TypeVar
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
+from typing_extensions import override
 
 from fastspec.errors import CheckpointError
 from fastspec.kernels.ops import Ops
@@ -35,14 +36,14 @@ class HeadDecoder(Decoder):
         """Takes the target, which multiplies with the output matrix where that is the target's own."""
         self._lender = target if self.weights.head is target.weights.head else None
 
+    @override
     def head_logits(self, x: Tensor, tiling: Tiling, **options: Any) -> Tensor:
-        """As `Decoder`."""
         if self._lender is not None:
             return self._lender.head_logits(x, tiling, **options)
         return super().head_logits(x, tiling, **options)
 
+    @override
     def head_argmax(self, x: Tensor, limit: int, tiling: Tiling, out: Tensor, **options: Any) -> None:
-        """As `Decoder`."""
         if self._lender is not None:
             self._lender.head_argmax(x, limit, tiling, out, **options)
         else:
@@ -120,7 +121,7 @@ class Eagle3(HeadDecoder):
         return torch.cat((x, qkv), dim=-1)
 
     def resumed(self, made: Tensor, rows: ForwardBatch) -> Tensor:
-        """What `drafted` returns, from what `absorb` returned of these positions; `rows.ids` are not read."""
+        """The result of `drafted`, from the result of `absorb` for these positions. `rows.ids` are not read."""
         return self._resumed(made, rows)
 
     def feature(self, x: Tensor) -> Tensor:
@@ -196,7 +197,7 @@ class Mtp(HeadDecoder):
         return torch.cat((x, qkv), dim=-1)
 
     def resumed(self, made: Tensor, rows: ForwardBatch) -> Tensor:
-        """What `drafted` returns, from what `absorb` returned of these positions; `rows.ids` are not read."""
+        """The result of `drafted`, from the result of `absorb` for these positions. `rows.ids` are not read."""
         return self._norm(self.spec.plans[0], self._resumed(made, rows), self.weights.norm)
 
     def feature(self, x: Tensor) -> Tensor:
@@ -331,7 +332,7 @@ def _there(found: _T | None) -> _T:
 
 
 def mask_embedding(file: Path, hidden: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """What masks are embedded as, [hidden], out of a safetensors file with the tensor `mask_embedding`.
+    """The embedding of masks, [hidden], from a safetensors file with the tensor `mask_embedding`.
 
     Raises:
         CheckpointError: the file is damaged, or holds another tensor.

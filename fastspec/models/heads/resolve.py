@@ -53,7 +53,7 @@ HeadFiles = tuple[Path, dict[str, Any], Recognised]
 
 @dataclass(frozen=True, slots=True)
 class DraftFiles:
-    """What a look at a draft has found.
+    """The result of a look at a draft.
 
     Attributes:
         head: its files, if it is a head.

@@ -74,7 +74,7 @@ _OLD_NAMES: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Recognised:
-    """What a checkpoint was found to be."""
+    """The kind and layout of a head."""
 
     kind: HeadKind
     layout: Layout
@@ -93,7 +93,7 @@ def plain_name(stored: str) -> str:
 
 
 def says_head(raw: Mapping[str, Any]) -> bool:
-    """Whether a config is plainly a drafter's: what can be said before any weight is fetched.
+    """True if a config alone shows that it is a drafter's, before any weight is fetched.
 
     A head whose config looks like an ordinary model's is recognised later, by its tensors.
     """
@@ -160,7 +160,7 @@ Reading = tuple[int, ...]
 
 
 def default_boundaries(layers: int) -> Reading:
-    """What EAGLE-3 reads of a target where nothing is said: low, middle, high."""
+    """The boundaries that EAGLE-3 reads if its config names none: low, middle, high."""
     return (2, layers // 2, layers - 3)
 
 
@@ -220,7 +220,7 @@ def described(reading: Reading) -> str:
 
 @dataclass(frozen=True, slots=True)
 class TargetSizes:
-    """What a head must know of its target.
+    """Sizes of a target that a head must know.
 
     Attributes:
         name: for messages.
@@ -318,7 +318,7 @@ class HeadSpec:
 
     @property
     def attention_shapes(self) -> tuple[tuple[int, int, int], ...]:
-        """As in `ModelInfo`."""
+        """See `ModelInfo`."""
         return self.decoder.attention_shapes
 
     @property
@@ -362,7 +362,7 @@ class HeadSpec:
         return self.decoder.intermediate_size
 
     def rotary_bytes(self, positions: int) -> int:
-        """As in `ModelInfo`."""
+        """See `ModelInfo`."""
         return self.decoder.rotary_bytes(positions)
 
     def state_bytes(self, max_drafts: int, dtype: torch.dtype) -> int:

@@ -50,7 +50,7 @@ class HeadWeights:
 
 @dataclass(frozen=True, slots=True)
 class PendingHead:
-    """As `PendingWeights`, of a head."""
+    """Weights of a head that are allocated, and filled later; see `PendingWeights`."""
 
     weights: HeadWeights
     fill: Callable[[], None]

@@ -78,7 +78,7 @@ class ProductCodes:
             self.tensors = SlicedTensors(self._whole, slices)
 
     def _slices(self, cut: HostedCut) -> dict[str, Slice]:
-        """What one rank reads of the quantised products that are cut, by their stored names."""
+        """One rank's slices of the quantised products that are cut, by stored name."""
         found = {}
         for name, stored in self._stored.items():
             kind, (rows, columns) = cut.kinds.get(name.removesuffix(_WEIGHT)), self._whole.infos()[stored].shape

@@ -31,7 +31,7 @@ _EXPERTS: Final = "moe_tp_experts"
 
 
 class SizesToCut(NamedTuple):
-    """What must divide; as `distributed.slices.Sizes` asks.
+    """Sizes that ranks must divide; see `distributed.slices.Sizes`.
 
     Attributes:
         num_heads, num_kv_heads: 0 where the plan leaves attention whole.
@@ -45,7 +45,7 @@ class SizesToCut(NamedTuple):
 
 
 def kinds_of(shell: nn.Module, plan: Mapping[str, str] | None) -> dict[str, CutKind]:
-    """What a plan cuts of a model on the meta device, by full names.
+    """The parts of a model on the meta device that a plan cuts, by full names.
 
     Raises:
         UnsupportedModel: there is no plan, it cuts nothing, or something in a way that is not known here.
@@ -128,7 +128,7 @@ def cut_shell(shell: nn.Module, cut: HostedCut) -> None:
 
 
 def own_part(part: nn.Module, key: str, tensor: Tensor, kind: CutKind, share: Share) -> Tensor:
-    """What a rank has of one parameter of a cut module.
+    """A rank's part of one parameter of a cut module.
 
     Args:
         part: the module, or the like; for experts its flags are read.
@@ -172,7 +172,7 @@ def _along(tensor: Tensor, axis: int, start: int, stop: int) -> Tensor:
 
 
 def sizes_to_cut(info: HostedInfo) -> SizesToCut:
-    """What must divide for a hosted model to be cut among ranks.
+    """Sizes of a hosted model that ranks must divide.
 
     Raises:
         UnsupportedModel: transformers' plan cuts nothing of it, or in a way that is not known here.
@@ -190,7 +190,7 @@ def sizes_to_cut(info: HostedInfo) -> SizesToCut:
 
 
 def share_info(info: HostedInfo, share: Share) -> HostedInfo:
-    """What one rank runs of a model.
+    """The part of a model that one rank runs.
 
     Raises:
         UnsupportedModel: with a part of its matrices the module cannot run, or attends otherwise than to its own heads.
@@ -229,6 +229,6 @@ def _plan(info: HostedInfo) -> dict[str, str] | None:
 
 
 def _is_cut(call: ProbedOp, kinds: object) -> bool:
-    """Whether products of the module that makes this attention call are cut."""
+    """True if products of the module that makes this attention call are cut."""
     assert isinstance(kinds, dict)
     return any(name.startswith(f"{call.layer}.") for name in kinds)

@@ -45,7 +45,7 @@ CutKind = Literal["rows", "columns", "experts", "first"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HostedCut:
-    """What one rank has of a hosted model.
+    """One rank's part of a hosted model.
 
     Attributes:
         share: its part.
@@ -59,7 +59,7 @@ class HostedCut:
 
     @property
     def said(self) -> str:
-        """What is cut, for `explain()`."""
+        """The parts that are cut, for `explain()`."""
         counts = {kind: list(self.kinds.values()).count(kind) for kind in ("rows", "columns", "experts")}
         experts = f", and columns of {counts['experts']} expert layers" if counts["experts"] else ""
         if self.share.size == 1:
@@ -112,7 +112,7 @@ class HostedInfo:
 
     @property
     def attention_shapes(self) -> tuple[tuple[int, int, int], ...]:
-        """As `ModelInfo.attention_shapes`."""
+        """Query heads, key heads and head_dim of each K/V slot."""
         return self.slots
 
     @property
@@ -142,7 +142,7 @@ class HostedInfo:
 
     @property
     def hosting(self) -> str:
-        """What is swapped and what is not, for people."""
+        """The swapped parts, and the others, for people."""
         norms = f", {self.norms} norms" if self.norms else ""
         norms += f", {self.rotations} rotations" if self.rotations else ""
         experts = f", {self.experts} expert layers in fixed shapes" if self.experts else ""
@@ -280,7 +280,7 @@ def _refuse_config(config: Any) -> None:
 
 
 def _advice_on(config: Any) -> str:
-    """What can be done with a model that reads more than text: its language model may be hosted by itself, or not."""
+    """Advice for a model that reads more than text: its language model may be hosted by itself, or not."""
     text = getattr(config, "text_config", None)
     if text is None:
         return ": wanted a text model; save its language model by itself"
@@ -344,14 +344,14 @@ def _norms(shell: nn.Module) -> list[tuple[KnownNorm, int]]:
 
 
 def known_type(model_type: str) -> bool:
-    """Whether transformers has a config of this type."""
+    """True if transformers has a config of this type."""
     from transformers import CONFIG_MAPPING
 
     return model_type in CONFIG_MAPPING
 
 
 def is_hostable(module: nn.Module) -> bool:
-    """Whether a live module is a causal model of transformers of no native family."""
+    """True if a live module is a causal model of transformers of no native family."""
     from transformers import PretrainedConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 

@@ -78,7 +78,7 @@ def load_hosted(
 
 @contextmanager
 def _bars(shown: bool) -> Iterator[None]:
-    """Whether transformers shows progress bars; the caller's setting comes back."""
+    """Sets whether transformers shows progress bars, and restores the caller's setting."""
     before = logging.is_progress_bar_enabled()
     if not shown:
         logging.disable_progress_bar()

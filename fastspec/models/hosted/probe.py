@@ -34,7 +34,7 @@ FOREIGN: Final = (
 
 @dataclass(frozen=True, slots=True)
 class ProbedOp:
-    """What one attention call of every pass asks for.
+    """One attention call of every pass: its place and its arguments.
 
     Attributes:
         slot: which K/V pages it reads and writes; calls with the keys and values of an earlier one share its slot.
@@ -62,7 +62,7 @@ class ProbedOp:
 
 @dataclass(frozen=True, slots=True)
 class Probed:
-    """What a probe found.
+    """The findings of a probe.
 
     Attributes:
         calls: attention calls of a pass, in order.

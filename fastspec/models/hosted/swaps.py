@@ -33,7 +33,7 @@ _PASS: Final = "fastspec_pass"
 
 
 class HostedPass(Protocol):
-    """What handles the attention calls of one module's passes."""
+    """The handler of the attention calls of one module's passes."""
 
     def attend(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, options: dict[str, Any]
@@ -120,7 +120,7 @@ _ROWS: Final = 64  # rows that a reduction on CUDA gets at least: fewer change h
 
 
 class Running(Protocol):
-    """What a swapped part needs of the pass that runs."""
+    """The parts of a running pass that a swapped module needs."""
 
     ops: Ops
     exchange: Exchange
@@ -293,7 +293,7 @@ def padded_reduction(func: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
 
 
 def is_product(part: nn.Module) -> bool:
-    """Whether a module is a plain matrix product: no subclass, which may compute something else."""
+    """True if a module is a plain matrix product. A subclass is not: it may compute something else."""
     from transformers.pytorch_utils import Conv1D
 
     return type(part) in (nn.Linear, Conv1D)
@@ -399,7 +399,7 @@ _SCALES: Final = (1.0, 0.001, 40.0, 1e-5)  # of trial rows: the last shows epsil
 
 
 class KnownNorm(NamedTuple):
-    """What an RMSNorm does with its weight w.
+    """The formula by which an RMSNorm uses its weight w.
 
     Attributes:
         form: "rounded": rounded before w is multiplied, as Llama's. "wide": rounded after it, as Helium's.
@@ -437,7 +437,7 @@ class NormSwap(nn.Module):
 
 
 def known_norm(part: nn.Module) -> KnownNorm | None:
-    """How a module is an RMSNorm over the last axis; None: it is none.
+    """The formula of a module that is an RMSNorm over the last axis; None: it is not one.
 
     It has a weight [K] and nothing else, and gives what a form above gives, to the bit, in bf16 and in fp32.
     """
@@ -474,7 +474,7 @@ DEPRECATION: Final = "transformers.utils.deprecation"
 
 
 def rotates(part: nn.Module) -> bool:
-    """Whether a module's forward rotates heads by a function of that name that computes `reference.rotate`."""
+    """True if a module's forward rotates heads by a function named `ROTATE` that computes `reference.rotate`."""
     forward = _forward(part)
     return (
         forward is not None
@@ -529,7 +529,7 @@ def use_our_rotation(part: nn.Module, running: Running) -> None:
 
 
 def _fits(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> bool:
-    """Whether `Ops.rotate` takes tensors of these shapes and dtypes."""
+    """True if `Ops.rotate` takes tensors of these shapes and dtypes."""
     if not q.dim() == k.dim() == 4 or cos.dim() != 3 or sin.shape != cos.shape:
         return False
     tensors, (batch, _, tokens, dim) = (q, k, cos, sin), q.shape

@@ -33,7 +33,7 @@ SUPPORTED: Final = "compressed-tensors, fp8, awq, gptq, modelopt"
 
 @dataclass(frozen=True, slots=True)
 class Quantisation:
-    """How the matrices of a checkpoint are stored.
+    """The quantisation of the matrices of a checkpoint.
 
     Attributes:
         method: the config's `quant_method`.
@@ -272,7 +272,7 @@ def _compiled(fields: _Fields, field: str, pattern: str) -> None:
 
 
 def _matches(module: str, target: str) -> bool:
-    """Whether a module is meant by a target of compressed-tensors: a name, or `re:` and a pattern of its beginning."""
+    """True if a target of compressed-tensors means a module. A target is a name, or `re:` and a pattern."""
     if target.startswith("re:"):
         return re.match(target[3:], module) is not None
     return module == target
@@ -283,5 +283,5 @@ def _within(module: str, names: tuple[str, ...]) -> bool:
 
 
 def _inside(module: str, name: str) -> bool:
-    """Whether a module has this name, at its beginning or end, or lies in one that has it."""
+    """True if a module has this name, at its beginning or end, or lies in a module that has it."""
     return module == name or module.startswith(name + ".") or module.endswith("." + name) or f".{name}." in module

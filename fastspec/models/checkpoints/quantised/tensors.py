@@ -28,7 +28,7 @@ _SCALE_NAMES: Final = re.compile(
 
 
 class CacheScales(NamedTuple):
-    """What K and V of one layer were divided by: one number, or one for each key head. 1 where nothing is stored."""
+    """Divisors of K and V of one layer: one number, or one for each key head. 1 if none is stored."""
 
     k: tuple[float, ...] = (1.0,)
     v: tuple[float, ...] = (1.0,)
@@ -86,7 +86,7 @@ class Matrix(NamedTuple):
 
 
 class QuantisedShards(WrappedSource):
-    """As `ShardTensors`, with the parts of each quantised matrix taken for one tensor, `<module>.weight`.
+    """Stored tensors, in which the parts of each quantised matrix are one tensor, `<module>.weight`.
 
     Args:
         stored: what the files hold.
@@ -166,7 +166,7 @@ class QuantisedShards(WrappedSource):
         return TensorSource.read_part(self, name, rows, columns)
 
     def kind(self, name: str) -> CodesKind | None:
-        """What the codes of a tensor will be; None: it is not quantised."""
+        """The kind of the codes of a tensor; None: it is not quantised."""
         matrix = self._matrices.get(name)
         return self._source.kind(name) if matrix is None else matrix.scheme.kind(matrix.shape)
 
@@ -227,7 +227,7 @@ class QuantisedShards(WrappedSource):
         return self._source.read_part(name, *places, *([slice(None)] * (2 - len(places))))
 
     def describe(self) -> str:
-        """How many matrices are stored how."""
+        """Counts of matrices by scheme, for people."""
         kinds = Counter(matrix.scheme.describe() for matrix in self._matrices.values())
         return ", ".join(f"{count} matrices in {kind}" for kind, count in sorted(kinds.items()))
 
