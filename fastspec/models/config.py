@@ -42,7 +42,7 @@ class ModelSpec:
         max_length: the config's max_position_embeddings, in tokens.
         rms_eps: epsilon of all norms.
         ropes: the rotary embeddings that plans name.
-        scales: what is done outside of layers.
+        scales: factors outside of layers.
         plans: what each layer does. All layers hold the same kinds of tensors, except that a recurrent one has others
             in place of attention's.
         tied: the head is the embedding matrix.

@@ -142,7 +142,7 @@ OURS: Final[dict[str, type[PretrainedConfig]]] = {
 
 
 def config_class(model_type: str) -> type[PretrainedConfig]:
-    """The class that reads configs of a type: transformers' own where there is none here.
+    """The class that reads configs of a type: transformers' own if there is none here.
 
     Raises:
         KeyError: transformers has none.

@@ -77,7 +77,7 @@ class ModelInfo(Protocol):
         """Bytes of its rotary tables for that many positions."""
 
     def state_bytes(self, max_drafts: int, dtype: torch.dtype) -> int:
-        """Bytes of the recurrent states of one row, for steps of up to `max_drafts` drafts; 0: it attends alone."""
+        """Bytes of the recurrent states of one row, for steps of up to `max_drafts` drafts; 0: it has none."""
 
     def weight_bytes(self, dtype: torch.dtype) -> int:
         """Bytes of all weights as loaded in `dtype`, a matrix that is used twice counted once."""
@@ -146,7 +146,7 @@ def states_of(model: object) -> StateCache | None:
 
 @runtime_checkable
 class VocabParallel(Protocol):
-    """A model whose vocabulary is split over ranks: a greedy step needs the largest logit of each rank alone."""
+    """A model whose vocabulary is split over ranks: a greedy step needs only the largest logit of each rank."""
 
     def best_keys(self, hidden: Tensor, tiling: Tiling) -> PartKeys | None:
         """Argmax keys of what `hidden` returned, one for each rank; None where a step needs the logits themselves."""

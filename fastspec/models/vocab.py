@@ -98,7 +98,7 @@ def _same_source(target: Checkpoint, draft: Checkpoint) -> bool:
 def _ids_of_equal_files(target: Checkpoint, draft: Checkpoint) -> list[int]:
     """The ids of the tokenizer that both checkpoints have, by its files: reading one is faster than loading two.
 
-    Empty where they have different ones, or files of another kind.
+    Empty if they have different ones, or files of another kind.
     """
     first, second = target.directory, draft.directory
     if first is None or second is None or not all(_equal(first / name, second / name) for name in _FILES):

@@ -1,4 +1,4 @@
-"""A checkpoint that has been found and checked: what it is and where its weights lie. Nothing is loaded here."""
+"""A checkpoint that has been found and checked: its spec, and the place of its weights. Nothing is loaded here."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Sliced(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Checkpoint:
-    """One resolved source of a model: what it is, and where its weights lie.
+    """One resolved source of a model: its spec, and the place of its weights.
 
     Attributes:
         name: path, Hub id or class name, for messages.

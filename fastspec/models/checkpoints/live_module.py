@@ -143,7 +143,7 @@ def _check_parameters(part: nn.Module, refuse: Refuse) -> None:
 
 
 def _check_attention(module: nn.Module) -> None:
-    """Refuses attention and masks that are not those of transformers, whatever their name in the config."""
+    """Refuses attention and masks of other packages than transformers, under any name."""
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 

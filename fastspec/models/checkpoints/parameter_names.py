@@ -1,4 +1,4 @@
-"""Stored names to names of parameters, by the rules of transformers: a prefix, a tied head, and what is left over."""
+"""Names of parameters for stored names, by the rules of transformers: a prefix, a tied head, and unused tensors."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ def _experts_divide(spec: ModelSpec, unit: int) -> bool:
 
 
 def local_spec(spec: ModelSpec, share: Share, unit: int = 1) -> ModelSpec:
-    """The spec of what one rank runs: fewer heads, and narrower MLPs and experts.
+    """The spec of one rank's part: fewer heads, and narrower MLPs and experts.
 
     Args:
         unit: columns of experts that stay together.
@@ -83,7 +83,7 @@ def same_text_on(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.devic
     kernel that has it.
 
     Args:
-        checkpoint: one rank's part; what is rounded while it is loaded has scales of its own on each rank.
+        checkpoint: one rank's part. Matrices rounded while loading have scales of their own on each rank.
         dtype, device: of its weights.
     """
     assert checkpoint.sliced is not None, "as `sliced` made it"
@@ -113,7 +113,7 @@ def _in_trees(spec: ModelSpec, ranks: int, dtype: torch.dtype) -> bool:
 
 
 class SlicedTensors(WrappedSource):
-    """A source of whole tensors, seen through slices: shapes are those of the slices, and so is what is read."""
+    """A source of whole tensors, seen through slices: shapes and values are those of the slices."""
 
     def __init__(self, source: TensorSource, slices: Mapping[str, Slice]) -> None:
         super().__init__(source)

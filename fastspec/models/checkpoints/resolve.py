@@ -246,7 +246,7 @@ def _hosted_info(directory: Path, raw: dict[str, Any], config: PretrainedConfig)
 
 
 def check_before_download(directory: Path) -> None:
-    """Refuses a model by its config alone, before its weights are fetched."""
+    """Refuses a model by its config, before its weights are fetched."""
     raw = check_config_file(directory)
     config = _build_config(directory, raw)
     if raw["model_type"] not in FAMILIES and native_text_part(config) is None:

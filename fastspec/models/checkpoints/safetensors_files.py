@@ -145,7 +145,7 @@ class ShardTensors(TensorSource):
             self.unnamed = frozenset(self._infos.keys() - weight_map.keys())
 
     def infos(self) -> Mapping[str, TensorInfo]:
-        """Every stored tensor by name, from the headers alone."""
+        """Every stored tensor by name, from the headers."""
         return self._infos
 
     @contextmanager

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def check_tensors(infos: Mapping[str, TensorInfo], spec: ModelSpec, name: str) -> None:
-    """Compares what a checkpoint holds with what its config promises, before anything is allocated.
+    """Compares the stored tensors with those that the config asks for, before anything is allocated.
 
     Args:
         infos: the stored tensors. spec: of the same checkpoint. name: the checkpoint, for messages.
@@ -96,7 +96,7 @@ def warn_of_other_parts(stored: Iterable[str], name: str) -> list[str]:
 
 
 def name_others(tensors: NamedTensors, spec: ModelSpec, name: str, *, is_part: bool) -> bool:
-    """Warns of tensors that are not used, but for MTP layers, which `draft="mtp"` may use.
+    """Warns of unused tensors. MTP layers are no reason: `draft="mtp"` may use them.
 
     Args:
         tensors: the model's tensors by their names here.

@@ -174,7 +174,7 @@ class Loader:
                     done.result()
 
     def cancel(self) -> None:
-        """Makes `fill` end soon, in whatever thread it runs."""
+        """Makes `fill` end soon, in any thread."""
         self._copies.clear()
 
     def _copy(self, copy: Callable[[_Staging | None], None]) -> None:

@@ -37,11 +37,11 @@ class HeadCheckpoint:
 
     Attributes:
         name: path or Hub id, for messages.
-        spec: what it is.
+        spec: its kind and sizes.
         directory: local files.
         vocab_map: int64 [spec.vocab_size] on the CPU, the target's id of each id of the head; None: the same ids.
         sample: the target's ids of a short text, to try readings on.
-        source: the target, where its own checkpoint holds the head; None: it lies alone.
+        source: the target, if its checkpoint holds the head; None: the head has a checkpoint of its own.
         stored: what its matrices are rounded to while they are loaded, for people; empty: they are not.
         module: None, because heads are read from files.
         ranks: 1, because several processes do not share a head.
@@ -115,7 +115,7 @@ def conversion(directory: Path | str) -> str:
 
 
 def check_head_tensors(tensors: TensorSource, spec: HeadSpec) -> None:
-    """Compares what is stored with what the spec wants, before anything is allocated.
+    """Compares the stored tensors with those of the spec, before anything is allocated.
 
     Raises:
         CheckpointError: a tensor is missing, of another shape, or has no place.
@@ -171,7 +171,7 @@ def target_ids(tensors: HeadTensors, spec: HeadSpec) -> Tensor | None:
 
 @contextmanager
 def naming(what: str) -> Iterator[None]:
-    """Adds to an error what it is about, in front of the reason."""
+    """Puts a subject in front of the reason of an error."""
     try:
         yield
     except (CheckpointError, UnsupportedModel, UnsupportedOption) as error:

@@ -1,4 +1,4 @@
-"""The parts of a head's config that all kinds have: the sizes of its layers, and what it says of its target."""
+"""The parts of a head's config that all kinds have: sizes of its layers, and facts of its target."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def size(raw: Mapping[str, Any], name: str, default: int) -> int:
 
 
 def ids_of(value: object, name: str) -> tuple[int, ...] | None:
-    """A list of layer ids; None where there is none.
+    """A list of layer ids; None if there is none.
 
     Raises:
         CheckpointError: it is none.

@@ -101,7 +101,7 @@ def dflash_spec(
     """The spec of a DFlash head, by its config and the shapes of its tensors.
 
     Args:
-        found: what it was recognised as.
+        found: its kind and layout.
         raw: `config.json`.
         infos: its tensors, by `plain_name`.
         target: the model that it is to draft for.
@@ -163,7 +163,7 @@ class _Settings:
         return cls(own or {}, raw)
 
     def get(self, name: str, default: object = None) -> Any:
-        """The value, or the default where there is none, or null."""
+        """The value; the default if there is none, or null."""
         found = self.own.get(name)
         found = self.raw.get(name) if found is None else found
         return default if found is None else found
@@ -175,7 +175,7 @@ class _Settings:
         return flag({name: self.get(name)}, name, default)
 
     def number(self, name: str) -> float:
-        """A positive number, 1 where there is none."""
+        """A positive number; 1 if there is none."""
         value = self.get(name, 1.0)
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 2**31:
             self.refuse(name, "a positive number")
@@ -262,7 +262,7 @@ def _attention(
 
 
 def _check_shared(decoder: ModelSpec, target: TargetSizes, *, own_embed: bool, own_head: bool) -> None:
-    """Refuses to share what the target has in another form."""
+    """Refuses to share a matrix that the target has in another form."""
     hidden, vocab = decoder.hidden_size, decoder.vocab_size
     if hidden != target.hidden_size and not (own_embed and own_head):
         raise CheckpointError(

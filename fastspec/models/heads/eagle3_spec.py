@@ -50,7 +50,7 @@ class Eagle3Spec(HeadSpec):
 
     @property
     def kept(self) -> tuple[int, ...]:
-        """Shape of what is kept of a row's newest position, for its first draft; see `Eagle3.absorb`."""
+        """Shape of the tensor kept of a row's newest position, for its first draft; see `Eagle3.absorb`."""
         return (self.attention_inputs,)
 
 
@@ -65,7 +65,7 @@ def eagle3_spec(
     """The spec of an EAGLE-3 head, by its config and the shapes of its tensors.
 
     Args:
-        found: what it was recognised as.
+        found: its kind and layout.
         raw: `config.json`.
         infos: its tensors, by `plain_name`.
         target: the model that it is to draft for.
@@ -185,7 +185,7 @@ def _readings(
 
 
 def _check_shared(spec: Eagle3Spec) -> None:
-    """Refuses to share what the target has in another form."""
+    """Refuses to share a matrix that the target has in another form."""
     target = spec.target
     if not spec.own_embed and spec.hidden_size != target.hidden_size:
         raise CheckpointError(

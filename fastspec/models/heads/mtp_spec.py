@@ -56,7 +56,7 @@ class MtpSpec(HeadSpec):
 
     @property
     def kept(self) -> tuple[int, ...]:
-        """Shape of what is kept of a row's newest position, for its first draft; see `Mtp.absorb`."""
+        """Shape of the tensor kept of a row's newest position, for its first draft; see `Mtp.absorb`."""
         return (self.attention_inputs,)
 
     def weight_bytes(self, dtype: torch.dtype) -> int:
@@ -191,7 +191,7 @@ def mtp_spec(target: Checkpoint, directory: Path) -> MtpSpec:
 
 
 def _plan(model: ModelSpec) -> LayerPlan:
-    """The plan of the last layer with attention; of one without a sliding window where there is any."""
+    """The plan of the last layer with attention. Layers without a sliding window come first."""
     attending = [model.plans[layer] for layer in model.attending]
     return next((plan for plan in reversed(attending) if plan.window is None), attending[-1])
 

@@ -33,7 +33,7 @@ class HeadDecoder(Decoder):
     _lender: Decoder | None = None
 
     def borrow(self, target: Decoder) -> None:
-        """Takes the target, which multiplies with the output matrix where that is the target's own."""
+        """Takes the target, which multiplies with the output matrix if the head has the target's."""
         self._lender = target if self.weights.head is target.weights.head else None
 
     @override
@@ -63,14 +63,14 @@ class HeadDecoder(Decoder):
 
 
 class Eagle3(HeadDecoder):
-    """Weights and cache of an EAGLE-3 head, and its passes.
+    """Weights and cache of an EAGLE-3 head (arXiv 2503.01840), and its passes. `Eagle3Spec` has the formulas.
 
     In every pass position i stands for the hidden state at i and the token that follows it, i + 1: `rows.ids` are those
     tokens. So its cache ends one position before its target's.
 
     Args:
         spec: what distinguishes this head.
-        weights: its own, and what it shares.
+        weights: its own, and those that it shares with the target.
         cache: pages of its layers, under the target's page table.
         ops, sizes: as for `Decoder`.
     """
@@ -143,7 +143,7 @@ class Eagle3(HeadDecoder):
 
 
 class Mtp(HeadDecoder):
-    """Weights and cache of an MTP layer, and its passes.
+    """Weights and cache of an MTP layer (arXiv 2412.19437), and its passes. `MtpSpec` has the formulas.
 
     In every pass, position i joins the target's hidden state of position i with token i + 1; `rows.ids` are these next
     tokens. So its K/V cache is one position shorter than the target's.
@@ -183,7 +183,7 @@ class Mtp(HeadDecoder):
         return self._norm(self.spec.plans[0], x, self.weights.norm)
 
     def absorb(self, g: Tensor, rows: ForwardBatch) -> Tensor:
-        """Writes K and V; skips attention where one op stores K and V alone.
+        """Writes K and V; skips attention if an op can store K and V only.
 
         Returns:
             [B, Q, attention_inputs], what `resumed` goes on from.
@@ -234,11 +234,22 @@ _T = TypeVar("_T")
 
 
 class DFlash(HeadDecoder):
-    """Weights and cache of a DFlash head, and its passes.
+    """Weights and cache of a DFlash head (arXiv 2602.06036), and its passes. `DFlashSpec` has the settings.
+
+        c = norm([f_1 .. f_n] Wfc)                        f: the target's hidden states at one position
+        context: k, v of every layer = c Wk, c Wv         at the positions of accepted tokens, kept in the cache
+        block:   x = embeddings of [last token, mask ..]  at the positions after them
+                 x = x + attention(norm(x)), over the keys of the context and of the block;  x = x + mlp(norm(x))
+        logits = norm(x) Whead
+
+    All rows of a block see each other, but `Ops.attend` only reads keys at or before a row's position. So the keys of
+    the block are stored first, in the pages after the context. Then all rows attend as if they were at the last
+    position; each was rotated by its own position before. Only one pass uses these keys. A pass stores its block before
+    it reads there, and `store_context` stored all keys before the block over those of earlier blocks.
 
     Args:
         spec: what distinguishes this head.
-        weights: its own, and what it shares.
+        weights: its own, and those that it shares with the target.
         cache: pages of its layers, under the target's page table.
         ops: implementations of everything a pass does.
         max_positions: that a row may have, its last block's among them.
@@ -271,7 +282,7 @@ class DFlash(HeadDecoder):
         """Writes K and V of accepted tokens, of all layers, by one product.
 
         Args:
-            features: [B, Q, n, target's hidden], what the target left at these tokens.
+            features: [B, Q, n, target's hidden], hidden states of the target at these tokens.
             rows: where they are, and which of them count; ids are not read.
         """
         context = self.ops.linear(features.flatten(2), self._fc, None, rows.tiling)

@@ -1,4 +1,4 @@
-"""Finds a learned drafter: a head that lies alone, or an MTP layer in its target's checkpoint."""
+"""Finds a learned drafter: a head in a checkpoint of its own, or an MTP layer in its target's."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def draft_files(source: object, revision: str | None) -> DraftFiles:
     """Looks whether a draft is a head.
 
     Args:
-        source: what a user gave as draft. Of a Hub id the files are fetched.
+        source: the user's `draft`. Files of a Hub id are fetched.
         revision: of a Hub id.
 
     Raises:
@@ -127,7 +127,7 @@ def resolve_head(
     Args:
         found: as `draft_files` has it.
         name: for messages.
-        target: what it is to draft for.
+        target: the model that it is to draft for.
         feature_layers: the caller's own choice of boundaries; None: the config's.
 
     Raises:
@@ -204,7 +204,7 @@ def _checked_ids(vocab: Sequence[int], known: int) -> Tensor:
 
 
 def _sample(target: Checkpoint, spec: HeadSpec) -> tuple[int, ...]:
-    """Ids of a short text, where there is something to try on it."""
+    """Ids of a short text, if there are readings to try on it; else none."""
     if len(spec.readings) < 2:
         return ()
     tokenizer = load_tokenizer(target)

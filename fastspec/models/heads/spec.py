@@ -193,7 +193,7 @@ def readings_of(ids: Sequence[int], layers: int, first: int, others: Sequence[in
     Args:
         ids: as the config names them.
         layers: of the target.
-        first: what the engine of this layout adds to an id to get a boundary.
+        first: the number that the engine of this layout adds to an id to get a boundary.
         others: what other engines add.
 
     Raises:
@@ -243,7 +243,7 @@ class HeadSpec:
     A head runs in its target's dtype, for it reads that model's hidden states, and may share its embedding.
 
     Attributes:
-        found: what it is.
+        found: its kind and layout.
         decoder: its layers, as those of a model; vocab_size is that of its own logits.
         target: the model that it drafts for.
         readings: which hidden states of the target it reads, as boundaries: b is the residual stream after b layers,
@@ -267,7 +267,7 @@ class HeadSpec:
 
     @property
     def kept(self) -> tuple[int, ...]:
-        """Shape of what is kept of a row between steps, see `Proposer.kept`; (): nothing."""
+        """Shape of the tensor kept of a row between steps, see `Proposer.kept`; (): none is kept."""
         return ()
 
     @property
@@ -308,7 +308,7 @@ class HeadSpec:
 
     @property
     def max_length(self) -> int:
-        """The target's context: what a head's config says about positions is about its training texts."""
+        """The target's context. Lengths in a head's config are those of its training texts."""
         return self.target.max_length
 
     @property
@@ -370,5 +370,5 @@ class HeadSpec:
         return 0
 
     def weight_bytes(self, dtype: torch.dtype) -> int:
-        """Bytes of its own weights in `dtype`; what it shares with the target is not counted."""
+        """Bytes of its own weights in `dtype`; weights shared with the target are not counted."""
         return dtype.itemsize * sum(math.prod(shape) for shape in self.tensors.values())

@@ -31,7 +31,7 @@ class HeadWeights:
 
     Attributes:
         decoder: its layers, its norm, its embedding and its head; the last two may be the target's.
-        others: whatever else it has, by name: "fc.weight" as a `Weight`, norms and biases as tensors.
+        others: its other tensors by name: "fc.weight" as a `Weight`, norms and biases as tensors.
     """
 
     decoder: DecoderWeights
@@ -66,7 +66,7 @@ def allocate_head(
     ops: Ops,
     progress: bool = True,
 ) -> PendingHead:
-    """Allocates all weights of a head in `dtype` on `device`; what it lacks is the target's, and not copied.
+    """Allocates the weights of a head in `dtype` on `device`. Matrices that it lacks are the target's, and not copied.
 
     Matrices are rounded to `checkpoint.rounded`, but for an embedding. As of a draft model, its head has 8 bits at
     least, and what is the target's stays as it is.

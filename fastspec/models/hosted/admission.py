@@ -102,7 +102,7 @@ class _Trial:
         return hidden
 
     def _check_cut(self, own: Tensor) -> None:
-        """Compares what ranks give together with what the whole module gave before it was cut."""
+        """Compares the results of all ranks with those of the whole module before it was cut."""
         cut, wanted = self._model.info.cut, self._model.wanted
         if cut is None or wanted is None:
             return

@@ -144,7 +144,7 @@ def own_part(part: nn.Module, key: str, tensor: Tensor, kind: CutKind, share: Sh
 
 
 def _own_experts(part: Any, key: str, tensor: Tensor, share: Share) -> Tensor:
-    """This rank's [parts, ...] of a stack of all experts [experts, ...]; what is no stack is returned whole."""
+    """This rank's [parts, ...] of a stack of all experts [experts, ...]. Other tensors are returned whole."""
     if key not in STACKS:
         return tensor
     if key == "down_proj_bias":  # added once

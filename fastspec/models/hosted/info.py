@@ -49,7 +49,7 @@ class HostedCut:
 
     Attributes:
         share: its part.
-        kinds: what is cut, by the name of its module, or of its parameter ("first": along the first axis).
+        kinds: the cut of each module, or of each parameter ("first": along the first axis), by name.
         whole: the `HostedInfo` of all ranks.
     """
 
@@ -80,9 +80,9 @@ class HostedInfo:
         norms, wide_norms: RMSNorms whose formula is known; elements of those whose weights are kept in fp32.
         rotations: attention modules whose rotation of heads is known.
         whole: name of the class whose text model it is; empty: it is no part of another.
-        probed: what a traced pass showed.
+        probed: findings of a traced pass.
         parameters, kept_bytes: elements of its parameters, shared ones once; bytes of its buffers.
-        cut: what one rank of several has of it, which sizes and calls then describe; None: all of it.
+        cut: one rank's part, which sizes and calls then describe; None: all of it.
     """
 
     family: str

@@ -151,7 +151,7 @@ class _Filler:
         self._kinds: Mapping[str, CutKind] = {} if cut is None else cut.kinds
 
     def fill(self) -> None:
-        """Swaps products and the embedding, then copies what is left."""
+        """Swaps products and the embedding, then copies the other tensors."""
         embedding, head = self.shell.get_input_embeddings(), self.shell.get_output_embeddings()
         self._stored = self.source.get_input_embeddings().weight.dtype
         swapped: dict[str, nn.Module] = {}
@@ -215,7 +215,7 @@ class _Filler:
         return self.held[key]
 
     def _moved(self, tensor: Tensor) -> Tensor:
-        """A copy on the device; values in the checkpoint's dtype become `dtype`, what is kept wider stays."""
+        """A copy on the device. Values in the checkpoint's dtype become `dtype`; wider values stay."""
         kept = tensor.dtype != self._stored
         return tensor.detach().to(self.device, tensor.dtype if kept else self.dtype, copy=True)
 

@@ -68,7 +68,7 @@ class Probed:
         calls: attention calls of a pass, in order.
         cache_name: name of the argument of the base model that takes a cache.
         whole: arguments with which the base model leaves no token of a pass out.
-        output: the class of what the base model returns.
+        output: the class of the base model's result.
         hidden_size: width of its last hidden state.
     """
 
@@ -116,7 +116,7 @@ def probe(module: nn.Module) -> Probed:
 
 
 def base_name(module: nn.Module) -> str:
-    """Name of the submodule that is everything but the head; empty where there is none."""
+    """Name of the submodule that holds everything except the head; empty if there is none."""
     return next((name for name in (str(module.base_model_prefix), "model") if name in module._modules), "")
 
 

@@ -1,4 +1,4 @@
-"""Modules and functions of ours in the place of those of transformers, in models that they define.
+"""Modules and functions of ours that replace those of transformers in hosted models.
 
 Products, embeddings, norms and rotations run by our ops. Each is recognised by its computation, not by its name.
 Attention calls and the cache find the running pass by an attribute of the calling module, so no state is global: see
@@ -75,7 +75,7 @@ def _probe_mask(*, q_length: int, mask_function: Any = None, device: Any = "cpu"
 
 
 class NoCache:
-    """Stands in the place of a transformers Cache and keeps nothing: keys and values go to attention as they come."""
+    """Stands for a transformers Cache and keeps nothing: keys and values go to attention as they come."""
 
     is_compileable = False
     is_sliding: tuple[bool, ...] = ()
@@ -141,7 +141,7 @@ def our_op(running: Running) -> Iterator[None]:
 
 
 class Product(nn.Module):
-    """y = x W^T + b by our op, in the place of an nn.Linear or a Conv1D."""
+    """y = x W^T + b by our op, for an nn.Linear or a Conv1D."""
 
     _running: Running
 
@@ -162,7 +162,7 @@ class Product(nn.Module):
 
 
 class Embedding(nn.Module):
-    """Rows of a weight by ids, in the place of an nn.Embedding."""
+    """Rows of a weight by ids, for an nn.Embedding."""
 
     _running: Running
 
@@ -418,7 +418,7 @@ class KnownNorm(NamedTuple):
 
 
 class NormSwap(nn.Module):
-    """x / sqrt(mean(x^2) + eps) * weight by our op, in the place of an RMSNorm."""
+    """x / sqrt(mean(x^2) + eps) * weight by our op, for an RMSNorm."""
 
     _running: Running
 
@@ -439,7 +439,7 @@ class NormSwap(nn.Module):
 def known_norm(part: nn.Module) -> KnownNorm | None:
     """The formula of a module that is an RMSNorm over the last axis; None: it is not one.
 
-    It has a weight [K] and nothing else, and gives what a form above gives, to the bit, in bf16 and in fp32.
+    It has only a weight [K]. Its results are those of a form above, bit for bit, in bf16 and in fp32.
     """
     names = [name for name, _ in part.named_parameters()]
     if names != ["weight"] or any(True for _ in part.children()) or any(True for _ in part.buffers()):
@@ -509,7 +509,7 @@ def _is_known_rotation(function: Any) -> bool:
 
 
 def use_our_rotation(part: nn.Module, running: Running) -> None:
-    """Lets a module that `rotates` do so by our op, where that takes heads and angles."""
+    """Makes a module that `rotates` use our op, if the op takes its heads and angles."""
     forward = _forward(part)
     assert forward is not None, "it rotates"
     own, theirs = proxy(running), forward.__globals__[ROTATE]
@@ -539,7 +539,7 @@ def _fits(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> bool:
 
 
 class PartProduct(nn.Module):
-    """A rank's rows or columns of y = x W^T + b, in the place of an nn.Linear.
+    """A rank's rows or columns of y = x W^T + b, for an nn.Linear.
 
     Args:
         running: which owns this module.

@@ -49,7 +49,7 @@ class Quantisation:
 
 
 def quantisation_of(config: Mapping[str, Any], modelopt: Mapping[str, Any] | None = None) -> Quantisation | None:
-    """Reads what a checkpoint says of its quantisation.
+    """Reads the quantisation settings of a checkpoint.
 
     Args:
         config: `config.json`.

@@ -89,8 +89,8 @@ class QuantisedShards(WrappedSource):
     """Stored tensors, in which the parts of each quantised matrix are one tensor, `<module>.weight`.
 
     Args:
-        stored: what the files hold.
-        quantisation: what the config says.
+        stored: tensors of the files.
+        quantisation: settings of the config.
         shapes: of the model's parameters, by name.
 
     Raises:
@@ -186,7 +186,7 @@ class QuantisedShards(WrappedSource):
             raise CheckpointError(f"{self.directory}: {matrix.module}: {error}") from error
 
     def codes_part(self, name: str, rows: slice, columns: slice, device: torch.device) -> Codes | None:
-        """Rows and columns of a quantised matrix; of what is stored no more is read than whole words and scales need.
+        """Rows and columns of a quantised matrix. Reads only the stored words and scales that they need.
 
         Raises:
             CheckpointError: impossible values.

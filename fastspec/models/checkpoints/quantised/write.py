@@ -173,7 +173,7 @@ def _settings(form: CodeFormat, groups: dict[int | None, list[str]], kept: list[
 
 
 def _copy_others(source: Path, directory: Path) -> None:
-    """Tokenizer, generation settings and whatever else lies beside the weights; no pickled file."""
+    """Tokenizer, generation settings and other files beside the weights, but no pickled file."""
     for path in source.iterdir():
         written = path.suffix in _WEIGHTS or path.name in (INDEX, CONFIG)
         if path.is_file() and not written and not path.name.startswith("."):
