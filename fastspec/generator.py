@@ -37,7 +37,7 @@ from fastspec.errors import InvalidLogits, UnsupportedOption
 from fastspec.grammar.library import Grammars
 from fastspec.inputs.call import CallArguments, ModelLimits, check_streamer, one_prompt, read_call
 from fastspec.inputs.table import GenerateOptions
-from fastspec.models.checkpoints.sources import load_tokenizer
+from fastspec.models.checkpoints.resolve import load_tokenizer
 from fastspec.models.vocab import shared_vocab
 from fastspec.output import GenerateOutput, Stats
 from fastspec.proposers.interface import Proposer

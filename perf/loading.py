@@ -25,9 +25,10 @@ import torch
 from fastspec.kernels.common.rounding import FORMATS
 from fastspec.kernels.ops import Ops
 from fastspec.kernels.select import ops_for
-from fastspec.models.checkpoints.load import DecoderWeights, load_weights, planned_bytes
+from fastspec.models.checkpoints.checkpoint import Checkpoint
+from fastspec.models.checkpoints.decoder_weights import load_weights, planned_bytes
 from fastspec.models.checkpoints.pair import resolve_pair
-from fastspec.models.checkpoints.sources import Checkpoint
+from fastspec.models.layer_table import DecoderWeights
 from perf import records
 from perf.pairs import unplanted
 from perf.records import Row

@@ -39,7 +39,7 @@ times = {"begun": time.time()}
 import torch
 times["torch"] = time.time()
 from fastspec import FastSpecGenerator
-from fastspec.models.checkpoints.loader import Loader
+from fastspec.models.checkpoints.weight_loader import Loader
 from fastspec.distributed.ranks import Ranks
 from fastspec.distributed.world import World
 from fastspec.engine.engine import Engine

@@ -15,12 +15,13 @@ from fastspec.distributed.ranks import Ranks, check_places, place_of
 from fastspec.distributed.slices import SIZES
 from fastspec.engine.settings import Settings, device_of, dtype_of, settings_of
 from fastspec.errors import UnsupportedModel, UnsupportedOption
-from fastspec.models.checkpoints.sliced import fingerprint, same_text_on, sliced
-from fastspec.models.checkpoints.sources import Checkpoint
+from fastspec.models.checkpoints.checkpoint import Checkpoint
+from fastspec.models.checkpoints.pair import fingerprint
+from fastspec.models.checkpoints.rank_slices import same_text_on, sliced
 from fastspec.models.config import ModelSpec
 from fastspec.models.heads.checkpoint import HeadCheckpoint
+from fastspec.models.hosted.cuts import share_info, sizes_to_cut
 from fastspec.models.hosted.info import HostedInfo
-from fastspec.models.hosted.share import share_info, sizes_to_cut
 from fastspec.scheduling.draft_length import DraftChoice, DraftPlan
 from fastspec.scheduling.loop import Loop
 

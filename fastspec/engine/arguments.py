@@ -9,8 +9,8 @@ from fastspec.distributed.agreed import agreed_settings
 from fastspec.distributed.ranks import Ranks
 from fastspec.engine.draft_format import with_format
 from fastspec.engine.settings import Settings, settings_of
+from fastspec.models.checkpoints.checkpoint import Checkpoint
 from fastspec.models.checkpoints.pair import resolve_pair
-from fastspec.models.checkpoints.sources import Checkpoint
 from fastspec.models.heads.checkpoint import HeadCheckpoint
 
 Pair: TypeAlias = "tuple[Checkpoint, Checkpoint | HeadCheckpoint | None]"

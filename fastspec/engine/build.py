@@ -29,9 +29,9 @@ from fastspec.kv_cache.pages import PageTable
 from fastspec.kv_cache.prefix import PrefixCache
 from fastspec.kv_cache.prefix_states import PrefixStates
 from fastspec.kv_cache.states import StateCache
-from fastspec.models.checkpoints.load import DecoderWeights, allocate_weights
-from fastspec.models.checkpoints.quantised.cache_scales import CacheScales, for_layers
-from fastspec.models.checkpoints.sources import Checkpoint
+from fastspec.models.checkpoints.checkpoint import Checkpoint
+from fastspec.models.checkpoints.decoder_weights import allocate_weights
+from fastspec.models.checkpoints.quantised.tensors import CacheScales, scales_of_layers
 from fastspec.models.compiled import CompiledDecoder
 from fastspec.models.config import ModelSpec
 from fastspec.models.decoder import Decoder
@@ -42,6 +42,7 @@ from fastspec.models.hosted.info import HostedInfo
 from fastspec.models.hosted.load import load_hosted
 from fastspec.models.hosted.model import HostedModel
 from fastspec.models.interface import CausalModel, Pending, is_recurrent, states_of
+from fastspec.models.layer_table import DecoderWeights
 from fastspec.models.parallel import ParallelDecoder
 from fastspec.proposers.choose import choose
 from fastspec.proposers.combined import ContinuesDrafts
@@ -304,7 +305,7 @@ class _Models:
         rows, where = (layout.batch, layout.max_drafts), dict[str, Any](dtype=dtype, device=self._settings.device)
         kept = layout.kept_states if self._config.prefix_cache else 0
         states = StateCache.allocate(spec.deltas, *rows, **where, kept=kept) if spec.deltas else None
-        scales = for_layers(found or {}, spec.attending) if of_pages == FP8 else ()
+        scales = scales_of_layers(found or {}, spec.attending) if of_pages == FP8 else ()
         return PagedKVCache.allocate(*sizes, **{**where, "dtype": of_pages}, states=states, scales=scales)
 
 

@@ -17,8 +17,8 @@ from fastspec.engine.settings import device_of, dtype_of
 from fastspec.kernels.common.codes import CodeFormat
 from fastspec.kernels.common.rounding import FORMATS, kind_for
 from fastspec.kernels.select import ops_for
+from fastspec.models.checkpoints.checkpoint import Checkpoint
 from fastspec.models.checkpoints.pair import AS_STORED, rounded_to
-from fastspec.models.checkpoints.sources import Checkpoint
 from fastspec.models.heads.checkpoint import HeadCheckpoint
 
 # by format: (up to so many rows, share of an H100's memory bandwidth that products reach); the last share holds for

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from fastspec.kernels.compiled_ops import INDUCTOR, MAX_QUERIES, PerShape
 from fastspec.models.decoder import Decoder
@@ -30,18 +31,18 @@ class CompiledDecoder(Decoder):
         self._compiled_logits = PerShape(_logits, backend)
         self._compiled_pick = PerShape(_pick, backend)
 
+    @override
     def hidden(self, rows: ForwardBatch) -> Tensor:
-        """As Decoder's."""
         if rows.ids.shape[1] > MAX_QUERIES:
             return super().hidden(rows)
         return self._compiled_hidden(self, rows.ids, rows.positions, rows.write_mask, rows.block_table)
 
+    @override
     def logits(self, hidden: Tensor, tiling: Tiling) -> Tensor:
-        """As Decoder's; any number of rows at once."""
         return self._compiled_logits(self, hidden)
 
+    @override
     def argmax(self, hidden: Tensor, limit: int, tiling: Tiling, out: Tensor) -> None:
-        """As Decoder's; any number of rows at once."""
         # not written by the graph: out is a column, which may lie where vector stores of the compiler's cannot
         out.copy_(self._compiled_pick(self, hidden, limit))
 

@@ -17,8 +17,9 @@ import torch
 from fastspec.errors import UnsupportedModel
 from fastspec.kv_cache.states import row_bytes
 from fastspec.models.families import FAMILIES
-from fastspec.models.families.plan import ExpertsPlan, LayerNames, LayerPlan, ModelScales
+from fastspec.models.families.plan import ExpertsPlan, LayerPlan, ModelScales
 from fastspec.models.fields import ConfigFields
+from fastspec.models.layer_table import weight_bytes
 from fastspec.models.rope import RopeSpec, head_order, ropes_of
 from fastspec.shapes import DeltaRule
 
@@ -41,7 +42,7 @@ class ModelSpec:
         max_length: the config's max_position_embeddings, in tokens.
         rms_eps: epsilon of all norms.
         ropes: the rotary embeddings that plans name.
-        scales: what is done outside of layers.
+        scales: factors outside of layers.
         plans: what each layer does. All layers hold the same kinds of tensors, except that a recurrent one has others
             in place of attention's.
         tied: the head is the embedding matrix.
@@ -69,13 +70,13 @@ class ModelSpec:
         return self.ropes[0]
 
     @property
-    def names(self) -> LayerNames:
-        """Names of a layer's tensors in a checkpoint."""
+    def names(self) -> Mapping[str, tuple[str, ...]]:
+        """Stored names that differ from those of `layer_table.LAYER`, by row."""
         return FAMILIES[self.family].names
 
     @property
     def head_order(self) -> list[int] | None:
-        """As `rope.head_order` says; None: heads lie as kernels want them."""
+        """The stored element of each element of a head; None: heads lie as kernels want them. See `rope.head_order`."""
         return head_order(len(self.rope.inv_freq), self.head_dim, interleaved=FAMILIES[self.family].interleaved)
 
     def for_length(self, max_length: int) -> ModelSpec:
@@ -89,7 +90,7 @@ class ModelSpec:
 
     @property
     def attention_shapes(self) -> tuple[tuple[int, int, int], ...]:
-        """As in `ModelInfo`: all layers that attend have one."""
+        """Query heads, key heads and head_dim of each layer that attends."""
         return ((self.num_heads, self.num_kv_heads, self.head_dim),) * len(self.attending)
 
     @property
@@ -159,19 +160,7 @@ class ModelSpec:
 
     def weight_bytes(self, dtype: torch.dtype) -> int:
         """Bytes of the fused weights in `dtype`."""
-        embeddings = self.vocab_size * self.hidden_size * (1 if self.tied else 2)
-        matrices = embeddings + sum(self._mlp_elements(plan) + self._mixing_elements(plan) for plan in self.plans)
-        exact = sum(2 * each.value_heads for each in self.deltas)  # in fp32, as the next ones
-        exact += sum(plan.experts.count for plan in self.plans if plan.experts and plan.experts.correction)
-        return matrices * dtype.itemsize + 4 * exact + self._norm_elements() * self.norm_dtype(dtype).itemsize
-
-    def _mixing_elements(self, plan: LayerPlan) -> int:
-        """Elements of attention, or of what takes its place in a layer, without norms."""
-        heads, kv_heads = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        if (rule := plan.delta) is not None:
-            return self.hidden_size * (rule.rows + rule.values) + rule.channels * rule.width + rule.value_dim
-        qkv = ((1 + plan.output_gate) * heads + 2 * kv_heads) * (self.hidden_size + plan.qkv_bias)
-        return qkv + self.hidden_size * (heads + plan.o_bias)
+        return weight_bytes(self, dtype)
 
     @property
     def routed_elements(self) -> int:
@@ -181,33 +170,12 @@ class ModelSpec:
         return max(each, default=0)
 
     def _of_shared(self, plan: ExpertsPlan) -> int:
-        """As `routed_elements`, of a shared expert: another of the token's, or with products of its own."""
+        """Elements that a shared expert needs: as one more expert of the token, or with products of its own."""
         return max(3 * plan.shared, (plan.width + self.hidden_size) * (plan.shared == plan.width))
-
-    def _mlp_elements(self, plan: LayerPlan) -> int:
-        """Elements of a layer's MLP, experts, router and sinks."""
-        sinks = self.num_heads if plan.sinks else 0
-        if plan.experts is None:
-            mlp = (1 + plan.gated) * self.intermediate_size * (self.hidden_size + self.mlp_bias)
-            return mlp + self.hidden_size * (self.intermediate_size + self.mlp_bias) + sinks
-        experts, hidden = plan.experts, self.hidden_size
-        each = 2 * experts.width * (hidden + experts.bias) + hidden * (experts.width + experts.bias)
-        return (
-            experts.count * (each + hidden + experts.router_bias)
-            + (3 * experts.shared + experts.shared_gate) * hidden
-            + sinks
-        )
 
     def norm_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype of norm weights beside matrices in `dtype`: fp32 where norms are rounded after their weight."""
         return dtype if self.plans[0].norm == "rms" else torch.float32
-
-    def _norm_elements(self) -> int:
-        plan, attends = self.plans[0], self._attends
-        each = self.hidden_size * (1 + plan.norm_bias)
-        of_heads = {None: 0, "projection": self.num_heads + self.num_kv_heads}.get(attends.qk_norm, 2) * self.head_dim
-        of_layer = each * ((1 if plan.parallel else 2) * plan.pre_norm + 2 * plan.post_norm)
-        return self.num_layers * of_layer + len(self.attending) * of_heads + each
 
 
 def supported_models() -> str:
@@ -309,7 +277,7 @@ def _refuse_quantised(fields: ConfigFields) -> None:
 
 
 def says_quantised(value: object) -> bool:
-    """Whether a config's `quantization_config` asks for anything: None, or only fields that are null or off, do not."""
+    """True if a config's `quantization_config` asks for anything. None, and fields that are null or off, do not."""
     if not isinstance(value, Mapping):
         return value is not None
     if value.get("load_in_4bit") is False and value.get("load_in_8bit") is False:

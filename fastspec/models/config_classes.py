@@ -27,7 +27,7 @@ _READ_AS_QWEN: Final = ("qwen2", "qwen3")
 
 
 class _Config(PretrainedConfig):
-    """What the four have in common. Meanings are in the docstrings of transformers."""
+    """Fields that the four classes have in common, as transformers documents them."""
 
     vocab_size: int = 32000
     hidden_size: int = 4096
@@ -54,7 +54,7 @@ class _Config(PretrainedConfig):
 
 
 class LlamaConfig(_Config):
-    """As `transformers.LlamaConfig`."""
+    """Fields of `transformers.LlamaConfig`."""
 
     model_type = "llama"
 
@@ -82,7 +82,7 @@ class LlamaConfig(_Config):
 
 
 class MistralConfig(_Config):
-    """As `transformers.MistralConfig`."""
+    """Fields of `transformers.MistralConfig`."""
 
     model_type = "mistral"
 
@@ -101,7 +101,7 @@ class MistralConfig(_Config):
 
 
 class Qwen2Config(_Config):
-    """As `transformers.Qwen2Config`."""
+    """Fields of `transformers.Qwen2Config`."""
 
     model_type = "qwen2"
 
@@ -125,7 +125,7 @@ class Qwen2Config(_Config):
 
 
 class Qwen3Config(Qwen2Config):
-    """As `transformers.Qwen3Config`."""
+    """Fields of `transformers.Qwen3Config`."""
 
     model_type = "qwen3"
 
@@ -142,7 +142,7 @@ OURS: Final[dict[str, type[PretrainedConfig]]] = {
 
 
 def config_class(model_type: str) -> type[PretrainedConfig]:
-    """The class that reads configs of a type: transformers' own where there is none here.
+    """The class that reads configs of a type: transformers' own if there is none here.
 
     Raises:
         KeyError: transformers has none.

@@ -13,10 +13,10 @@ from fastspec.kernels.common.weights import Weight
 from fastspec.kernels.ops import Ops
 from fastspec.kernels.reference.layer import Reduce
 from fastspec.kv_cache.cache import PagedKVCache
-from fastspec.models.checkpoints.load import DecoderWeights, LayerWeights
 from fastspec.models.config import ModelSpec
 from fastspec.models.families.plan import LayerPlan
 from fastspec.models.layer_kinds import one_of_each
+from fastspec.models.layer_table import DecoderWeights, LayerWeights
 from fastspec.shapes import AttentionRule, ForwardBatch, Tiling
 
 Rotation: TypeAlias = "tuple[Tensor, Tensor]"  # cosines and sines, each fp32 [positions, D/2]

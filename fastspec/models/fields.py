@@ -81,7 +81,7 @@ class ConfigFields:
 
     Attributes:
         config: a transformers config object; it is not modified.
-        supported: what is supported, for the end of error messages.
+        supported: a list of supported models, for the end of error messages.
     """
 
     config: PretrainedConfig
@@ -92,7 +92,7 @@ class ConfigFields:
         raise UnsupportedModel(f"{field}={got!r} is not supported, wanted {wanted}; {self.supported}")
 
     def get(self, field: str) -> Any:
-        """The value as it is, None where there is none."""
+        """The value as it is; None if there is none."""
         # A family's config class declares only its own fields, and transformers itself reads the others this way.
         return getattr(self.config, field, None)
 
@@ -112,7 +112,7 @@ class ConfigFields:
         return int(value)
 
     def flag(self, field: str) -> bool:
-        """True or false; false where there is none."""
+        """True or false; false if there is none."""
         value = self.get(field)
         if value is not None and type(value) is not bool:
             self.refuse(field, value, "true or false")
@@ -123,7 +123,7 @@ class ConfigFields:
         return self.check_positive(self.get(field), field)
 
     def optional_positive(self, field: str) -> float | None:
-        """A positive number, None where there is none."""
+        """A positive number; None if there is none."""
         return None if self.get(field) is None else self.positive(field)
 
     def check_positive(self, value: object, field: str) -> float:

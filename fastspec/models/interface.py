@@ -1,4 +1,4 @@
-"""What the rest of the library needs of a model: passes for steps and proposers, sizes for memory and settings."""
+"""The interface of a model: passes for steps and proposers, sizes for memory and settings."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class ModelInfo(Protocol):
 
     @property
     def hosting(self) -> str:
-        """What runs and what is swapped where transformers' own module is run, for people; else empty."""
+        """A description of the swapped parts if transformers' own module runs; else empty."""
 
     @property
     def windows(self) -> tuple[int | None, ...]:
@@ -77,7 +77,7 @@ class ModelInfo(Protocol):
         """Bytes of its rotary tables for that many positions."""
 
     def state_bytes(self, max_drafts: int, dtype: torch.dtype) -> int:
-        """Bytes of the recurrent states of one row, for steps of up to `max_drafts` drafts; 0: it attends alone."""
+        """Bytes of the recurrent states of one row, for steps of up to `max_drafts` drafts; 0: it has none."""
 
     def weight_bytes(self, dtype: torch.dtype) -> int:
         """Bytes of all weights as loaded in `dtype`, a matrix that is used twice counted once."""
@@ -96,18 +96,18 @@ class ModelSource(Protocol):
 
     @property
     def stored(self) -> str:
-        """How its matrices are stored where they are quantised; else empty."""
+        """A description of how quantised matrices are stored; else empty."""
 
     @property
     def mtp(self) -> bool:
-        """Whether MTP layers lie beside it, which may draft for it."""
+        """True if MTP layers lie beside it, which may draft for it."""
 
     @property
     def ranks(self) -> int:
         """Processes that share it, each with its slices."""
 
     def bytes_loaded(self, dtype: torch.dtype, device: torch.device, ops: Ops) -> int:
-        """Bytes that its weights take on a device, as these ops want them, with activations of `dtype`."""
+        """Bytes that its weights take on a device, as `ops` store them, with activations of `dtype`."""
 
     @property
     def module(self) -> nn.Module | None:
@@ -115,7 +115,7 @@ class ModelSource(Protocol):
 
 
 class CausalModel(Protocol):
-    """What the step needs of a model; tests put tables of logits in its place."""
+    """A model as the step sees it; tests put tables of logits in its place."""
 
     @property
     def vocab_size(self) -> int:
@@ -125,7 +125,7 @@ class CausalModel(Protocol):
         """Feeds rows, writes their K/V; returns hidden states [B, Q, hidden] for `logits` and `argmax`."""
 
     def hidden_with_features(self, rows: ForwardBatch, layers: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-        """As `hidden`, and the residual stream after each of `layers`, [B, Q, len(layers), hidden].
+        """The result of `hidden`, and the residual stream after each of `layers`, [B, Q, len(layers), hidden].
 
         Layer -1 is the embedding; one layer more than there are is the last one's stream after the final norm.
         Called only where a proposer has `features`.
@@ -146,14 +146,14 @@ def states_of(model: object) -> StateCache | None:
 
 @runtime_checkable
 class VocabParallel(Protocol):
-    """A model whose vocabulary is split over ranks: a greedy step needs the largest logit of each rank alone."""
+    """A model whose vocabulary is split over ranks: a greedy step needs only the largest logit of each rank."""
 
     def best_keys(self, hidden: Tensor, tiling: Tiling) -> PartKeys | None:
         """Argmax keys of what `hidden` returned, one for each rank; None where a step needs the logits themselves."""
 
 
 def is_recurrent(model: object) -> bool:
-    """Whether a model has recurrent states beside its K/V, which a pass changes and a length alone does not mask."""
+    """True if a model has recurrent states beside its K/V. A pass changes them, and a length does not mask them."""
     return states_of(model) is not None
 
 

@@ -10,14 +10,14 @@ from fastspec.kernels.common.weights import Weight
 from fastspec.models.families.plan import LayerPlan
 
 if TYPE_CHECKING:
-    from fastspec.models.checkpoints.load import LayerWeights
+    from fastspec.models.layer_table import LayerWeights
 
 
 def one_of_each(plans: Sequence[LayerPlan], layers: Sequence[LayerWeights]) -> list[int]:
     """Layers that together launch all that the model launches, in order: the first of each kind, and the last.
 
     A layer's kind is its plan and how its matrices are stored, and that of the next layer, whose first product it
-    makes. All layers where some are recurrent: what one layer hands to the next has a size of its own there.
+    makes. All layers if some are recurrent: the tensor that a layer hands to the next has a size of its own there.
     """
     count = len(layers)
     if any(plan.delta is not None for plan in plans):

@@ -1,4 +1,4 @@
-"""Natural pairs: small published models that have the tokenizer of larger ones, as a table. Needs no network.
+"""Natural pairs: small published models that have the tokenizer of larger ones, from `pairs.json`. Needs no network.
 
 A name in the table is a hint. What is loaded is compared token by token all the same (`vocab.shared_vocab`).
 """
@@ -47,142 +47,23 @@ class TokenizerGroup:
 
 
 _EXPERTS: Final = ("num_experts", "num_local_experts", "n_routed_experts")
-_PREFIX: Final = {
-    "Llama 3": "meta-llama/Llama-",
-    "Qwen3": "Qwen/Qwen3-",
-    "Qwen2.5": "Qwen/Qwen2.5-",
-    "R1 Qwen": "deepseek-ai/DeepSeek-R1-Distill-Qwen-",
-    "R1 Llama": "deepseek-ai/DeepSeek-R1-Distill-Llama-",
-    "Gemma 3": "google/gemma-3-",
-    "Gemma 2": "google/gemma-2-",
-    "SmolLM2": "HuggingFaceTB/SmolLM2-",
-    "OLMo 2": "allenai/OLMo-2-",
-}
+_TABLE: Final = Path(__file__).with_suffix(".json")
 
 
-def _group(
-    name: str, tokenizer: str, types: str, sizes: tuple[int, ...], marker: tuple[int, str] | None, models: str
-) -> TokenizerGroup:
-    """A row of the table: `models` are names, each followed by a blank and its billions of parameters."""
-    words = models.split()
-    named = [(f"{_PREFIX.get(name, '')}{one}", float(size)) for one, size in zip(words[::2], words[1::2], strict=True)]
-    return TokenizerGroup(name, tokenizer, tuple(types.split()), sizes, marker, tuple(named))
+def _group(row: dict[str, Any]) -> TokenizerGroup:
+    """One group of the table, in which lists stand for tuples and `models` is an object."""
+    marker, lists = row["marker"], {name: tuple(row[name]) for name in ("types", "vocab_sizes")}
+    return TokenizerGroup(
+        row["name"], row["tokenizer"], **lists, marker=marker and tuple(marker), models=tuple(row["models"].items())
+    )
 
 
-GROUPS: Final[tuple[TokenizerGroup, ...]] = (
-    _group(
-        "Llama 3",
-        "llama3",
-        "llama",
-        (128256,),
-        (128000, "<|begin_of_text|>"),
-        "3.2-1B-Instruct 1.2 3.2-3B-Instruct 3.2 3.1-8B-Instruct 8 3.1-70B-Instruct 70.6 3.3-70B-Instruct 70.6",
-    ),
-    _group(
-        "R1 Llama",
-        "r1-llama",
-        "llama",
-        (128256,),
-        (128000, "<｜begin▁of▁sentence｜>"),  # noqa: RUF001
-        "8B 8 70B 70.6",
-    ),
-    _group(
-        "Qwen3",
-        "qwen2",
-        "qwen3 qwen3_moe qwen3_vl qwen3_vl_moe",
-        (151936,),
-        (151644, "<|im_start|>"),
-        "0.6B 0.6 1.7B 1.7 4B 4 8B 8.2 14B 14.8 30B-A3B 30.5 32B 32.8 235B-A22B 235",
-    ),
-    _group(
-        "Qwen2.5",
-        "qwen2",
-        "qwen2 qwen2_vl qwen2_5_vl",
-        (151936, 152064),
-        (151644, "<|im_start|>"),
-        "0.5B-Instruct 0.5 1.5B-Instruct 1.5 3B-Instruct 3.1 7B-Instruct 7.6 Coder-7B-Instruct 7.6 "
-        "14B-Instruct 14.8 32B-Instruct 32.8 Coder-32B-Instruct 32.8 72B-Instruct 72.7",
-    ),
-    _group(
-        "R1 Qwen",
-        "r1-qwen",
-        "qwen2",
-        (151936, 152064),
-        (151646, "<｜begin▁of▁sentence｜>"),  # noqa: RUF001
-        "1.5B 1.8 7B 7.6 14B 14.8 32B 32.8",
-    ),
-    _group(
-        "Gemma 3",
-        "gemma3",
-        "gemma3_text gemma3",
-        (262144, 262208),
-        (105, "<start_of_turn>"),
-        "270m-it 0.27 1b-it 1 4b-it 4.3 12b-it 12.2 27b-it 27.4",
-    ),
-    _group(
-        "Gemma 2",
-        "gemma2",
-        "gemma2",
-        (256000,),
-        (106, "<start_of_turn>"),
-        "2b-it 2.6 9b-it 9.2 27b-it 27.2",
-    ),
-    _group(
-        "SmolLM2",
-        "smollm2",
-        "llama",
-        (49152,),
-        (1, "<|im_start|>"),
-        "135M-Instruct 0.135 360M-Instruct 0.36 1.7B-Instruct 1.7",
-    ),
-    _group(
-        "OLMo 2",
-        "olmo2",
-        "olmo2",
-        (100352,),
-        (100257, "<|endoftext|>"),
-        "0425-1B-Instruct 1.5 1124-7B-Instruct 7.3 1124-13B-Instruct 13.7 0325-32B-Instruct 32.2",
-    ),
-    _group(
-        "gpt-oss",
-        "o200k_harmony",
-        "gpt_oss",
-        (201088,),
-        (200006, "<|start|>"),
-        "openai/gpt-oss-20b 20.9 openai/gpt-oss-120b 116.8",
-    ),
-    _group(
-        "EXAONE 4",
-        "exaone4",
-        "exaone4",
-        (102400,),
-        None,
-        "LGAI-EXAONE/EXAONE-4.0-1.2B 1.3 LGAI-EXAONE/EXAONE-4.0-32B 32",
-    ),
-    _group(
-        "Ministral 3",
-        "tekken",
-        "ministral3 mistral3",
-        (131072,),
-        None,
-        "mistralai/Ministral-3-3B-Instruct-2512 3.8 mistralai/Ministral-3-8B-Instruct-2512 8.8 "
-        "mistralai/Ministral-3-14B-Instruct-2512 13.9",
-    ),
-    _group(
-        "Qwen3.5",
-        "qwen3.5",
-        "qwen3_5 qwen3_5_text qwen3_5_moe",
-        (248320,),
-        None,
-        "Qwen/Qwen3.5-0.8B 0.9 Qwen/Qwen3.5-2B 2.3 Qwen/Qwen3.5-4B 4.7 Qwen/Qwen3.5-9B 9.7 Qwen/Qwen3.5-27B 27.8 "
-        "Qwen/Qwen3.5-35B-A3B 36",
-    ),
-)
+GROUPS: Final = tuple(_group(row) for row in json.loads(_TABLE.read_text("utf-8")))
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What the table says of one model.
+    """The entry of the table for one model.
 
     Attributes:
         model: as it was named.
@@ -248,7 +129,7 @@ def suggestion(*models: str) -> str:
 
 
 def public_name(model: str) -> str:
-    """What others call a model: a directory's name, or its Hub id."""
+    """The public name of a model: a directory's name, or its Hub id."""
     directory = Path(os.path.expanduser(model))
     return directory.resolve().name if directory.exists() else model
 

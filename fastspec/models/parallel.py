@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from fastspec.distributed.exchange import Exchange, Sums, tree_sum
 from fastspec.distributed.slices import Cut, Share
@@ -16,11 +17,11 @@ from fastspec.kernels.common.weights import Weight
 from fastspec.kernels.ops import Ops
 from fastspec.kernels.reference.linear import PartKeys
 from fastspec.kv_cache.cache import PagedKVCache
-from fastspec.models.checkpoints.load import DecoderWeights, LayerWeights
-from fastspec.models.checkpoints.sliced import Sliced
+from fastspec.models.checkpoints.checkpoint import Sliced
 from fastspec.models.config import ModelSpec
 from fastspec.models.decoder import Decoder
 from fastspec.models.families.plan import LayerPlan
+from fastspec.models.layer_table import DecoderWeights, LayerWeights, axes_of, pieces_of, rows_of
 from fastspec.shapes import Tiling
 
 
@@ -71,26 +72,23 @@ class ParallelDecoder(Decoder):
         for plan, whole, layer in zip(spec.plans, sliced.spec.plans, weights.layers, strict=True):
             self._split_layer(plan, whole, layer, sliced.spec)
         rows = spec.vocab_size if self._splits_vocab else self._head.shape[0] * sliced.share.parts
-        self._pieces[id(self._head)] = self._rows_of(self._head, rows)
+        self._pieces[id(self._head)] = self._rows_of(self._head, rows // sliced.share.parts)
 
     def _split_layer(self, plan: LayerPlan, whole: LayerPlan, layer: LayerWeights, spec: ModelSpec) -> None:
         """Finds the pieces of a layer's matrices; `whole` and `spec` are those of all ranks."""
-        parts = self._share.parts
-        # rows of q, k and v of all ranks, of which each part of the finest cut has whole heads
-        self._pieces[id(layer.qkv)] = self._rows_of(layer.qkv, parts * spec.head_dim)
-        if (rule := whole.delta) is not None and self._share.one_tree:
-            gates = [rule.value_heads // parts] * (2 * self._share.own_parts)
-            sections = [rule.keys // parts] * 2 + [rule.values // parts] * 2
-            sizes = [size for size in sections for _ in range(self._share.own_parts)]
-            apart = layer.delta is not None and layer.delta.gates is not None
-            self._pieces[id(layer.qkv)] = _split(layer.qkv, sizes if apart else [*sizes, *gates])
-            if layer.delta is not None and layer.delta.gates is not None:
-                self._pieces[id(layer.delta.gates)] = _split(layer.delta.gates, gates)
-        self._pieces[id(layer.o)] = self._columns_of(layer.o)
-        if layer.gate_up is not None:
-            inner = spec.intermediate_size if whole.experts is None else whole.experts.shared
-            self._pieces[id(layer.mlp[0])] = self._rows_of(layer.mlp[0], inner)
-            self._pieces[id(layer.mlp[1])] = self._columns_of(layer.mlp[1])
+        own, share = axes_of(self.spec, plan), self._share
+        for row in rows_of(self.spec, plan):
+            weight, gates, cut = layer.matrix(row.place), layer.matrix(row.apart), row.cut(own)
+            if weight is None or cut is None:
+                continue
+            if cut == "columns":
+                self._pieces[id(weight)] = self._columns_of(weight)
+                continue
+            sizes = pieces_of(row, spec, whole, own, share.parts)
+            if gates is not None:  # b and a of every part
+                self._pieces[id(gates)] = self._rows_of(gates, sizes[-2 * share.own_parts :])
+                sizes = sizes[: -2 * share.own_parts]
+            self._pieces[id(weight)] = self._rows_of(weight, sizes)
         if plan.experts is not None and layer.experts is not None:
             self._experts[id(layer)] = self._experts_of(layer.experts, plan.experts.width)
 
@@ -103,11 +101,11 @@ class ParallelDecoder(Decoder):
         first = 1 if self._share.rank == 0 else 0
         return parts[:first] + [replace(part, down_bias=None) for part in parts[first:]]
 
-    def _rows_of(self, weight: Weight, total: int) -> Pieces:
-        """A weight in pieces of total / parts rows; in one where nothing depends on that."""
+    def _rows_of(self, weight: Weight, rows: int | list[int]) -> Pieces:
+        """A weight in pieces of these rows; in one where bits may depend on the number of ranks."""
         if not self._share.one_tree:
             return Pieces((weight,), ())
-        return _split(weight, total // self._share.parts)
+        return Pieces(tuple(Weight(piece) for piece in weight.data.split(rows)), ())
 
     def _columns_of(self, weight: Weight) -> Pieces:
         """A weight by the parts of K that are this rank's."""
@@ -190,7 +188,7 @@ class ParallelDecoder(Decoder):
         return made
 
     def _experts_tail(self, index: int, attended: Tensor, x: Tensor, tiling: Tiling) -> tuple[Tensor, Tensor | None]:
-        """As `Decoder`. The router is whole on every rank; of each expert and the shared one a rank has some columns.
+        """See `Decoder`. The router is whole on every rank. A rank has some columns of each expert and the shared one.
 
         What the experts of a row give is added up in fp32 for each part of the columns, and parts are added as a tree.
         """
@@ -231,8 +229,8 @@ class ParallelDecoder(Decoder):
             normed.append(whole.unflatten(-1, (size // every, -1))[..., rank // every, :])
         return torch.cat([*normed, value], dim=-1)
 
+    @override
     def head_logits(self, x: Tensor, tiling: Tiling, **options: Any) -> Tensor:
-        """As `Decoder`: all logits, on every rank."""
         logits = self._own_logits(x, tiling, **options)
         return self.exchange.gather(logits) if self._splits_vocab else logits
 
@@ -241,7 +239,7 @@ class ParallelDecoder(Decoder):
         return self._product(x, self._head, None, tiling, out_dtype=torch.float32, **options)
 
     def best_keys(self, hidden: Tensor, tiling: Tiling) -> PartKeys | None:
-        """By which greedy picks are found, of hidden [B, Q, hidden]: 8 bytes a place and rank are exchanged, no logits.
+        """Keys of the largest logits of hidden [B, Q, hidden]. Ranks exchange 8 bytes a position, and no logits.
 
         None where all logits must be seen: they are scaled, or each rank has all of them.
         """
@@ -262,8 +260,8 @@ class ParallelDecoder(Decoder):
             keys.view(torch.int64).copy_(reference.keys_of(self._own_logits(x, tiling, **options), limit))
         return keys
 
+    @override
     def head_argmax(self, x: Tensor, limit: int, tiling: Tiling, out: Tensor, work: Any = None, **options: Any) -> None:
-        """As `Decoder`, from this rank's largest and the others'."""
         if not self._splits_vocab:
             out.copy_(self._own_logits(x, tiling, **options)[..., :limit].argmax(dim=-1))
             return
@@ -282,8 +280,3 @@ def _head(weights: DecoderWeights, spec: ModelSpec, share: Share) -> Weight:
     each = 16 if weights.head.format == "packed" else 1
     part = weights.head.data[cut.start // each : cut.stop // each]
     return Weight(part, weights.head.format, whole=weights.head.shape)
-
-
-def _split(weight: Weight, rows: int | list[int]) -> Pieces:
-    """A weight by its rows: so many a piece, or as many as a list says."""
-    return Pieces(tuple(Weight(piece) for piece in weight.data.split(rows)), ())

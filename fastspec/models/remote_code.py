@@ -70,13 +70,13 @@ def _type_of_names(raw: Mapping[str, Any]) -> str | None:
 
 
 def _asked_for(asked: Any) -> str:
-    """What `auto_map` names as the causal model, or all of it."""
+    """The causal model that `auto_map` names; all of `auto_map` if it names none."""
     named = asked.get("AutoModelForCausalLM") if isinstance(asked, dict) else None
     return str(named or asked)
 
 
 def _own_names(raw: Mapping[str, Any]) -> str:
-    """What was wanted in place of such names."""
+    """The names that were wanted instead, for messages."""
     import transformers
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -91,7 +91,7 @@ def _own_names(raw: Mapping[str, Any]) -> str:
 
 
 def names_causal_model(named: str, model_type: str) -> bool:
-    """Whether an entry of `architectures` is the causal model that transformers has for a type.
+    """True if an entry of `architectures` is the causal model that transformers has for a type.
 
     A publisher's own name counts where only the case of letters differs, as "PhiMoEForCausalLM", or where transformers
     reads the type with a class of another type, as EXAONE 3.5 with Llama's.
@@ -111,7 +111,7 @@ def _names(value: str | tuple[str, ...] | None) -> tuple[str, ...]:
 
 
 def _is_own(asked: Any, raw: Mapping[str, Any]) -> bool:
-    """Whether `auto_map` and `architectures` name the causal model that transformers has for this type.
+    """True if `auto_map` and `architectures` name the causal model that transformers has for this type.
 
     The config's class may have another name, as Hunyuan-A13B's: it holds fields, and transformers' own reads them.
     """

@@ -63,7 +63,7 @@ class RopeSpec:
 
 
 def head_order(rotated: int, dim: int, *, interleaved: bool) -> list[int] | None:
-    """How a head's `dim` elements must lie for kernels that rotate i with i + dim / 2: new from old; None: as they do.
+    """The stored element of each element of a head, for kernels that rotate i with i + dim / 2; None: as stored.
 
     Scores are sums over a head, so queries and keys may lie in any order that both have.
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final
 
 from fastspec.errors import UnsupportedModel
-from fastspec.models.checkpoints.shards import ShardTensors
+from fastspec.models.checkpoints.safetensors_files import ShardTensors
 from fastspec.models.families import FAMILIES
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""Which token ids two models share: the same id must mean the same text in both, or a draft means nothing."""
+"""Token ids that two models share: the same id must mean the same text in both, or a draft means nothing."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
-from fastspec.models.checkpoints.shards import read_json
-from fastspec.models.checkpoints.sources import TOKENIZER_CONFIG, load_tokenizer
+from fastspec.models.checkpoints.resolve import TOKENIZER_CONFIG, load_tokenizer
+from fastspec.models.checkpoints.safetensors_files import read_json
 from fastspec.models.heads.checkpoint import HeadCheckpoint
 from fastspec.models.pairs import suggestion
 from fastspec.models.remote_code import refuse_remote_code
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from transformers import PreTrainedTokenizerBase
 
-    from fastspec.models.checkpoints.sources import Checkpoint
+    from fastspec.models.checkpoints.checkpoint import Checkpoint
 
 _TOKENIZER: Final = "tokenizer.json"
 _FILES: Final = (
@@ -98,7 +98,7 @@ def _same_source(target: Checkpoint, draft: Checkpoint) -> bool:
 def _ids_of_equal_files(target: Checkpoint, draft: Checkpoint) -> list[int]:
     """The ids of the tokenizer that both checkpoints have, by its files: reading one is faster than loading two.
 
-    Empty where they have different ones, or files of another kind.
+    Empty if they have different ones, or files of another kind.
     """
     first, second = target.directory, draft.directory
     if first is None or second is None or not all(_equal(first / name, second / name) for name in _FILES):
@@ -125,7 +125,7 @@ def _ids_of_equal_files(target: Checkpoint, draft: Checkpoint) -> list[int]:
 
 
 def _equal(path: Path, other: Path) -> bool:
-    """Whether neither file is there, or both have the same bytes."""
+    """True if neither file is there, or both have the same bytes."""
     if not (path.is_file() and other.is_file()):
         return path.is_file() == other.is_file()
     return filecmp.cmp(path, other, shallow=False)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fastspec.kernels.ops import Ops
-from fastspec.models.heads.dflash import DFlash
+from fastspec.models.heads.passes import DFlash
 from fastspec.proposers.draft_model import overwrite_draft
 from fastspec.proposers.learned import LearnedDrafts
 from fastspec.sampling.verify import Draws

@@ -12,12 +12,10 @@ from fastspec.kernels.ops import Ops
 from fastspec.kv_cache.cache import PagedKVCache
 from fastspec.models.decoder import Decoder
 from fastspec.models.heads.checkpoint import HeadCheckpoint
-from fastspec.models.heads.dflash import DFlash, mask_embedding
 from fastspec.models.heads.dflash_spec import DFlashSpec
-from fastspec.models.heads.eagle3 import Eagle3
 from fastspec.models.heads.eagle3_spec import Eagle3Spec
-from fastspec.models.heads.mtp import Mtp
 from fastspec.models.heads.mtp_spec import MtpSpec
+from fastspec.models.heads.passes import DFlash, Eagle3, Mtp, mask_embedding
 from fastspec.models.heads.weights import PendingHead, allocate_head
 from fastspec.proposers.chain import ChainDrafts
 from fastspec.proposers.combined import ContinuesDrafts

@@ -9,8 +9,7 @@ from typing import Any, Generic, Protocol, TypeVar
 from torch import Tensor
 
 from fastspec.kernels.ops import Ops
-from fastspec.models.heads.boundaries import as_layers, described
-from fastspec.models.heads.spec import HeadSpec
+from fastspec.models.heads.spec import HeadSpec, as_layers, described
 from fastspec.proposers.draft_model import VocabMap, sample
 from fastspec.proposers.interface import ProposerBase
 from fastspec.sampling.verify import Draws

@@ -7,7 +7,7 @@ import warnings
 import torch
 from torch import Tensor
 
-from fastspec.models.heads.boundaries import described
+from fastspec.models.heads.spec import described
 from fastspec.models.interface import CausalModel
 from fastspec.proposers.chain import ChainDrafts
 from fastspec.proposers.interface import drafter_of

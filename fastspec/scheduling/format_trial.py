@@ -20,10 +20,11 @@ import torch
 from fastspec.engine.engine import Engine
 from fastspec.engine.memory import free_bytes
 from fastspec.kernels.common.codes import CodeFormat
-from fastspec.models.checkpoints.load import DecoderWeights, load_weights
+from fastspec.models.checkpoints.checkpoint import Checkpoint
+from fastspec.models.checkpoints.decoder_weights import load_weights
 from fastspec.models.checkpoints.pair import AS_STORED
-from fastspec.models.checkpoints.sources import Checkpoint
 from fastspec.models.decoder import Decoder
+from fastspec.models.layer_table import DecoderWeights
 from fastspec.proposers.draft_model import DraftModel
 from fastspec.proposers.interface import drafter_of
 from fastspec.scheduling.calibrate import FixedPolicy, again

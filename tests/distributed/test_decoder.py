@@ -10,9 +10,10 @@ from torch import Tensor
 
 from fastspec.distributed.exchange import Alone
 from fastspec.distributed.slices import share_of
-from fastspec.models.checkpoints.load import load_weights
-from fastspec.models.checkpoints.sliced import sliced
-from fastspec.models.checkpoints.sources import Checkpoint, resolve
+from fastspec.models.checkpoints.checkpoint import Checkpoint
+from fastspec.models.checkpoints.decoder_weights import load_weights
+from fastspec.models.checkpoints.rank_slices import sliced
+from fastspec.models.checkpoints.resolve import resolve
 from fastspec.models.parallel import ParallelDecoder
 from fastspec.shapes import Tiling
 from tests.helpers import hybrid

@@ -19,14 +19,15 @@ from fastspec.distributed.slices import Share, check_divides, share_of
 from fastspec.errors import UnsupportedModel, UnsupportedOption
 from fastspec.kernels.common.code_packing import can_pack_codes
 from fastspec.kernels.ops import TORCH_OPS, Ops
-from fastspec.models.checkpoints.sources import Checkpoint, resolve
+from fastspec.models.checkpoints.checkpoint import Checkpoint
+from fastspec.models.checkpoints.resolve import resolve
 from fastspec.models.hosted.admission import admit
-from fastspec.models.hosted.cuts import PLAN
+from fastspec.models.hosted.codes import hosted_bytes
+from fastspec.models.hosted.cuts import PLAN, share_info, sizes_to_cut
 from fastspec.models.hosted.info import HostedInfo, hosted_info
 from fastspec.models.hosted.load import load_hosted
 from fastspec.models.hosted.model import HostedModel, trial_ids
-from fastspec.models.hosted.parts import PartProduct
-from fastspec.models.hosted.share import share_info, sizes_to_cut
+from fastspec.models.hosted.swaps import PartProduct
 from fastspec.shapes import ForwardBatch, Tiling
 from tests.distributed import tasks
 from tests.distributed.test_generator import CALLS, one
@@ -52,7 +53,7 @@ def live(name: str, **changes: Any) -> Checkpoint:
         setattr(config, field, value)
     info = hosted_info(config)
     model: PreTrainedModel = fill(info.kind(info.config)).eval()
-    return Checkpoint(name, "target", info, None, model, None)
+    return Checkpoint(name, "target", info, None, model, None, count=hosted_bytes)
 
 
 def info_of(checkpoint: Checkpoint) -> HostedInfo:

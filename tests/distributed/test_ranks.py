@@ -12,8 +12,9 @@ from fastspec.distributed.ranks import Ranks, check_places, place_of
 from fastspec.distributed.slices import SIZES, Share
 from fastspec.distributed.world import World
 from fastspec.errors import UnsupportedOption
-from fastspec.models.checkpoints.sliced import Sliced, same_text_on
-from fastspec.models.checkpoints.sources import resolve
+from fastspec.models.checkpoints.checkpoint import Sliced
+from fastspec.models.checkpoints.rank_slices import same_text_on
+from fastspec.models.checkpoints.resolve import resolve
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from fastspec.distributed.world import World
 from fastspec.engine.settings import settings_of
 from fastspec.kernels.ops import TORCH_OPS
 from fastspec.kernels.room import BLOCK, EMPTY, MAX_ELEMENTS, elements_of, room_bytes, takes_prompts
-from fastspec.models.checkpoints.sources import resolve
+from fastspec.models.checkpoints.resolve import resolve
 
 MIB = 2**20
 HIDDEN, VOCAB, PROMPT = 4096, 128256, 2048  # of an 8B target, and its longest pass over a prompt

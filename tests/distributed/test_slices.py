@@ -18,10 +18,11 @@ from fastspec.distributed.ranks import Ranks
 from fastspec.distributed.slices import Share, check_divides, divides, share_of
 from fastspec.errors import UnsupportedOption
 from fastspec.kernels.reference import keys_of, largest_of
-from fastspec.models.checkpoints.load import load_weights, source_of
-from fastspec.models.checkpoints.shards import ShardTensors
-from fastspec.models.checkpoints.sliced import SlicedTensors, sliced, slices_of
-from fastspec.models.checkpoints.sources import resolve
+from fastspec.models.checkpoints.decoder_weights import load_weights, source_of
+from fastspec.models.checkpoints.rank_slices import SlicedTensors, sliced
+from fastspec.models.checkpoints.resolve import resolve
+from fastspec.models.checkpoints.safetensors_files import ShardTensors
+from fastspec.models.layer_table import slices_of
 from tests.helpers import quantised
 from tests.helpers.checkpoints import make_checkpoint
 from tests.helpers.families import make_family

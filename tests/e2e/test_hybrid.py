@@ -18,7 +18,7 @@ from fastspec import DeterministicProposer, FastSpecGenerator, GenerateOutput, U
 from fastspec.distributed.slices import check_divides
 from fastspec.engine.engine import Engine
 from fastspec.inputs.row_options import RowOptions
-from fastspec.models.checkpoints.sources import resolve
+from fastspec.models.checkpoints.resolve import resolve
 from fastspec.models.decoder import Decoder
 from fastspec.scheduling.requests import CallPlan, Request, lengths_of
 from fastspec.scheduling.scheduler import Scheduler

@@ -20,9 +20,9 @@ from transformers import AutoModelForCausalLM
 
 from fastspec.generator import FastSpecGenerator
 from fastspec.kernels.common.weights import Weight
-from fastspec.models.checkpoints.load import DecoderWeights
 from fastspec.models.config import ModelSpec
 from fastspec.models.decoder import Decoder
+from fastspec.models.layer_table import DecoderWeights
 from fastspec.output import GenerateOutput
 from tests.helpers.checkpoints import make_checkpoint
 from tests.helpers.devices import devices

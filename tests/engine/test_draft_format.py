@@ -15,9 +15,9 @@ from fastspec.engine.draft_format import SHARES, best_of, share, with_format
 from fastspec.errors import UnsupportedOption
 from fastspec.kernels.common.code_packing import can_pack_codes
 from fastspec.kernels.ops import TORCH_OPS
+from fastspec.models.checkpoints.checkpoint import Checkpoint
 from fastspec.models.checkpoints.pair import AS_STORED, resolve_pair
 from fastspec.models.checkpoints.quantised.write import write_quantised
-from fastspec.models.checkpoints.sources import Checkpoint
 from tests.helpers.checkpoints import make_checkpoint
 
 LARGE = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32, "tie_word_embeddings": False}

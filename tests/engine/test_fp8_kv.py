@@ -18,7 +18,7 @@ from fastspec import FastSpecGenerator, NGram, demo_pair
 from fastspec.config import Config
 from fastspec.engine import settings
 from fastspec.kernels.common.kv_scales import FP8, KVScales
-from fastspec.models.checkpoints.quantised.cache_scales import CacheScales, for_layers
+from fastspec.models.checkpoints.quantised.tensors import CacheScales, scales_of_layers
 from fastspec.models.checkpoints.quantised.write import write_quantised
 from tests.helpers.checkpoints import make_checkpoint
 from tests.helpers.families import make_family
@@ -133,7 +133,7 @@ def test_scales_of_a_checkpoint_are_used(tmp_path: Path) -> None:
 
 
 def test_of_several_heads_the_largest_scale_holds_all() -> None:
-    found = for_layers({1: CacheScales((0.5, 0.75), (2.0,))}, (0, 1))
+    found = scales_of_layers({1: CacheScales((0.5, 0.75), (2.0,))}, (0, 1))
     assert found == (KVScales(), KVScales(0.75, 2.0))
 
 

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from fastspec.errors import CheckpointError
-from fastspec.models.checkpoints.sources import resolve
+from fastspec.models.checkpoints.resolve import resolve
 
 COMMON: dict[str, Any] = {
     "num_hidden_layers": 2,

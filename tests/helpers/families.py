@@ -11,9 +11,9 @@ from transformers import PreTrainedModel
 
 from fastspec.kernels.ops import TORCH_OPS
 from fastspec.kv_cache.cache import PagedKVCache
-from fastspec.models.checkpoints.load import DecoderWeights
 from fastspec.models.config import ModelSpec
 from fastspec.models.decoder import Decoder
+from fastspec.models.layer_table import DecoderWeights
 from fastspec.shapes import UNTILED, ForwardBatch, Tiling
 
 VOCAB = 128

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from fastspec.models.checkpoints.load import DecoderWeights, load_weights
-from fastspec.models.checkpoints.sources import resolve
+from fastspec.models.checkpoints.decoder_weights import load_weights
+from fastspec.models.checkpoints.resolve import resolve
 from fastspec.models.config import ModelSpec
 from fastspec.models.decoder import Decoder
+from fastspec.models.layer_table import DecoderWeights
 from tests.helpers.families import as_configured
 from tests.helpers.hybrid import logits_of
 

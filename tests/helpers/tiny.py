@@ -14,10 +14,10 @@ from fastspec.kernels.common.weights import Weight
 from fastspec.kernels.select import ops_for
 from fastspec.kv_cache.cache import PagedKVCache
 from fastspec.kv_cache.pages import PageTable
-from fastspec.models.checkpoints.load import DecoderWeights, LayerWeights
 from fastspec.models.config import ModelSpec
 from fastspec.models.decoder import Decoder
 from fastspec.models.families.plan import LayerPlan
+from fastspec.models.layer_table import DecoderWeights, LayerWeights
 from fastspec.models.rope import RopeSpec
 from fastspec.proposers.draft_model import DraftModel
 from fastspec.shapes import LONG_PROMPT, Tiling

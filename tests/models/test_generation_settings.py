@@ -12,7 +12,7 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from fastspec.errors import CheckpointError, UnsupportedModel
-from fastspec.models.checkpoints.sources import resolve
+from fastspec.models.checkpoints.resolve import resolve
 from tests.helpers.checkpoints import edit, make_checkpoint, make_model, refusal
 
 VALUES: dict[str, Any] = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from fastspec.errors import UnsupportedModel
-from fastspec.models.checkpoints.sources import resolve
+from fastspec.models.checkpoints.resolve import resolve
 from tests.helpers.checkpoints import make_model, refusal
 
 

@@ -20,8 +20,8 @@ from transformers.models.llama import modeling_llama
 
 from fastspec import FastSpecGenerator
 from fastspec.errors import CheckpointError, UnsupportedModel
-from fastspec.models.checkpoints.load import load_weights
-from fastspec.models.checkpoints.sources import resolve
+from fastspec.models.checkpoints.decoder_weights import load_weights
+from fastspec.models.checkpoints.resolve import resolve
 from tests.helpers.checkpoints import FAMILIES, make_model, refusal
 
 PROMPT = [1, 5, 9, 11, 3, 7, 20, 30]

@@ -16,11 +16,12 @@ from fastspec.engine.engine import Engine
 from fastspec.errors import CheckpointError
 from fastspec.kernels.common.rounding import FORMATS
 from fastspec.kernels.select import ops_for
-from fastspec.models.checkpoints import loader
-from fastspec.models.checkpoints.load import allocate_weights, load_weights
-from fastspec.models.checkpoints.loader import Loader
+from fastspec.models.checkpoints import weight_loader
+from fastspec.models.checkpoints.checkpoint import Checkpoint
+from fastspec.models.checkpoints.decoder_weights import allocate_weights, load_weights
 from fastspec.models.checkpoints.pair import resolve_pair
-from fastspec.models.checkpoints.sources import Checkpoint, resolve
+from fastspec.models.checkpoints.resolve import resolve
+from fastspec.models.checkpoints.weight_loader import Loader
 from tests.helpers.checkpoints import make_checkpoint
 from tests.models.test_weights import CPU, GATE, rewrite, tensors_of
 
@@ -77,7 +78,7 @@ def test_threads_copy_the_same_bits_piece_by_piece(
     """Also where a tensor goes through pinned memory in pieces that end anywhere, and into packed weights."""
     make_checkpoint(tmp_path, "llama2", dtype=stored, hidden_size=256, intermediate_size=384, num_hidden_layers=5)
     checkpoint = resolve(tmp_path, role="target")
-    monkeypatch.setattr(loader, "_PINNED_BYTES", 4 * 1001)
+    monkeypatch.setattr(weight_loader, "_PINNED_BYTES", 4 * 1001)
     formats = {"ops": ops_for(CUDA)}
     pending = pending_of(tmp_path, CUDA, dtype, **formats)
     pending.fill()

@@ -13,9 +13,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from fastspec.models.checkpoints.load import DecoderWeights, load_weights
-from fastspec.models.checkpoints.names import COMPARED_ROWS, EMBED, HEAD
-from fastspec.models.checkpoints.sources import resolve
+from fastspec.models.checkpoints.decoder_weights import load_weights
+from fastspec.models.checkpoints.parameter_names import COMPARED_ROWS
+from fastspec.models.checkpoints.resolve import resolve
+from fastspec.models.layer_table import EMBED, HEAD, DecoderWeights
 from tests.helpers.checkpoints import edit, make_checkpoint, make_model, refusal
 
 SINGLE = "model.safetensors"

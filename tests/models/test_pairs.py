@@ -9,7 +9,7 @@ import pytest
 
 from fastspec import FastSpecGenerator
 from fastspec.models.families import FAMILIES as NATIVE
-from fastspec.models.hosted.live import known_type
+from fastspec.models.hosted.info import known_type
 from fastspec.models.pairs import GROUPS, LARGEST_SHARE, natural_pairs, refuse_strangers, suggestion
 from tests.helpers.checkpoints import make_checkpoint, write_tokenizer
 

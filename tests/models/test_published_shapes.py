@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from fastspec.models.checkpoints.load import load_weights
-from fastspec.models.checkpoints.sources import load_tokenizer, resolve
+from fastspec.models.checkpoints.decoder_weights import load_weights
+from fastspec.models.checkpoints.resolve import load_tokenizer, resolve
 from tests.helpers.checkpoints import write_tokenizer
 
 ALL: dict[str, Any] = {"hidden_act": "silu", "initializer_range": 0.02, "use_cache": True, "bos_token_id": 1}

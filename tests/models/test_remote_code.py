@@ -9,7 +9,7 @@ import pytest
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from fastspec.errors import UnsupportedModel
-from fastspec.models.checkpoints.sources import resolve
+from fastspec.models.checkpoints.resolve import resolve
 from fastspec.models.hosted.info import HostedInfo
 from fastspec.models.remote_code import names_causal_model, refuse_remote_code
 from tests.helpers.checkpoints import edit, make_checkpoint, refusal

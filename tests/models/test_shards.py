@@ -13,8 +13,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from fastspec.models.checkpoints.load import load_weights
-from fastspec.models.checkpoints.sources import resolve
+from fastspec.models.checkpoints.decoder_weights import load_weights
+from fastspec.models.checkpoints.resolve import resolve
 from tests.helpers.checkpoints import edit, make_checkpoint, refusal
 from tests.helpers.damage import INDEX, SINGLE
 

@@ -16,9 +16,9 @@ from huggingface_hub import constants
 from transformers import AutoTokenizer, GenerationConfig
 
 from fastspec.errors import CheckpointError, UnsupportedModel, UnsupportedOption
-from fastspec.models.checkpoints.load import load_weights
-from fastspec.models.checkpoints.shards import MAX_JSON_BYTES
-from fastspec.models.checkpoints.sources import load_tokenizer, resolve
+from fastspec.models.checkpoints.decoder_weights import load_weights
+from fastspec.models.checkpoints.resolve import load_tokenizer, resolve
+from fastspec.models.checkpoints.safetensors_files import MAX_JSON_BYTES
 from tests.helpers.checkpoints import edit, make_checkpoint, make_model, refusal, write_tokenizer
 from tests.helpers.damage import INDEX, SINGLE
 from tests.helpers.tokenizers import byte_tokenizer

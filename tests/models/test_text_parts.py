@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from fastspec.errors import CheckpointError, UnsupportedModel
 from fastspec.generator import FastSpecGenerator
-from fastspec.models.checkpoints.sources import resolve
+from fastspec.models.checkpoints.resolve import resolve
 from fastspec.models.config import ModelSpec
 from fastspec.models.families import FAMILIES
 from fastspec.models.hosted.info import HostedInfo

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from fastspec.models import vocab
-from fastspec.models.checkpoints.sources import Checkpoint, load_tokenizer, resolve
+from fastspec.models.checkpoints.checkpoint import Checkpoint
+from fastspec.models.checkpoints.resolve import load_tokenizer, resolve
 from fastspec.models.vocab import frequent_ids, shared_vocab
 from tests.helpers.checkpoints import edit, make_checkpoint, make_model, write_tokenizer
 

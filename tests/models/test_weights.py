@@ -15,10 +15,11 @@ from transformers import AutoModelForCausalLM
 
 from fastspec.errors import CheckpointError, UnsupportedModel, UnsupportedOption
 from fastspec.kernels.common.weights import Weight
-from fastspec.models.checkpoints.load import DecoderWeights, LayerWeights, load_weights
-from fastspec.models.checkpoints.loader import Loader
-from fastspec.models.checkpoints.shapes import tensor_shapes
-from fastspec.models.checkpoints.sources import Checkpoint, resolve
+from fastspec.models.checkpoints.checkpoint import Checkpoint
+from fastspec.models.checkpoints.decoder_weights import load_weights
+from fastspec.models.checkpoints.resolve import resolve
+from fastspec.models.checkpoints.weight_loader import Loader
+from fastspec.models.layer_table import DecoderWeights, LayerWeights, tensor_shapes
 from tests.helpers.checkpoints import FAMILIES, make_checkpoint, make_model
 
 CPU = torch.device("cpu")

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from fastspec import FastSpecGenerator, NGram
 from fastspec.engine.engine import Engine
-from fastspec.models.heads.dflash import DFlash
+from fastspec.models.heads.passes import DFlash
 from fastspec.proposers.dflash import DFlashDrafts
 from fastspec.shapes import FULL, GREEDY, ForwardBatch
 from fastspec.state import DecodeState

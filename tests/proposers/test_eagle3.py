@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from fastspec import FastSpecGenerator, NGram, SyntheticAcceptance
 from fastspec.engine.engine import Engine
-from fastspec.models.heads.eagle3 import Eagle3
+from fastspec.models.heads.passes import Eagle3
 from fastspec.proposers.heads import Eagle3Drafts
 from fastspec.sampling.verify import Draws
 from fastspec.shapes import FULL, GREEDY, ForwardBatch, StepShape

@@ -14,7 +14,7 @@ from fastspec import FastSpecGenerator, GenerateOutput, UnsupportedOption
 from fastspec.kernels.common.rounding import FORMATS, kind_for, rounded
 from fastspec.kernels.common.weights import Weight
 from fastspec.kernels.ops import TORCH_OPS
-from fastspec.models.checkpoints.load import load_weights
+from fastspec.models.checkpoints.decoder_weights import load_weights
 from fastspec.models.checkpoints.pair import AS_STORED, resolve_pair
 from fastspec.models.heads.checkpoint import HeadCheckpoint
 from fastspec.models.heads.weights import HeadWeights, allocate_head

@@ -13,8 +13,8 @@ import torch
 from fastspec import FastSpecGenerator, NGram
 from fastspec.engine import draft_format
 from fastspec.kv_cache.prefix import PrefixCache
+from fastspec.models.checkpoints.checkpoint import Checkpoint
 from fastspec.models.checkpoints.pair import resolve_pair
-from fastspec.models.checkpoints.sources import Checkpoint
 from fastspec.scheduling import format_trial
 from fastspec.scheduling.calibrate import FixedPolicy
 from fastspec.scheduling.format_trial import DraftRate, FormatTrial, trial_of

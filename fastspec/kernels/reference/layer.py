@@ -13,7 +13,7 @@ from fastspec.shapes import Tiling
 
 
 class Layer(Protocol):
-    """The products and norms of one decoder layer, as `models.checkpoints.load.LayerWeights` describes them."""
+    """The products and norms of one decoder layer, as `models.layer_table.LayerWeights` describes them."""
 
     input_norm: Tensor
     post_norm: Tensor

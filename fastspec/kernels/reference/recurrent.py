@@ -19,7 +19,7 @@ L2_EPS = 1e-6  # in the norms of queries and keys; configs have no field for it,
 
 
 class DeltaParts(Protocol):
-    """Weights of a recurrent layer, as `models.checkpoints.load.DeltaWeights` describes them."""
+    """Weights of a recurrent layer, as `models.layer_table.DeltaWeights` describes them."""
 
     conv: Tensor
     decay: Tensor

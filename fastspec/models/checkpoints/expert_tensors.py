@@ -13,30 +13,24 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import TYPE_CHECKING, Final
 
 import torch
 
 from fastspec.errors import CheckpointError
 from fastspec.kernels.common.codes import Codes, CodesKind
-from fastspec.kernels.common.experts import MXFP4, ExpertWeights, power_of_two
-from fastspec.kernels.common.weights import Weight
-from fastspec.models.checkpoints.shapes import CORRECTION, DOWN, GATE_UP
-from fastspec.models.checkpoints.shards import TensorInfo
+from fastspec.kernels.common.experts import MXFP4, power_of_two
+from fastspec.models.checkpoints.tensor_source import TensorInfo, TensorSource, WrappedSource
 from fastspec.models.families import FAMILIES
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from torch import Tensor
 
-    from fastspec.models.checkpoints.loader import Loader, TensorSource
     from fastspec.models.checkpoints.quantised.configs import Quantisation
     from fastspec.models.config import ModelSpec
-    from fastspec.models.families.plan import ExpertsPlan, LayerNames
+    from fastspec.models.families.plan import ExpertsPlan
 
 PLACE: Final = re.compile(r"(.*layers\.\d+\.)(mlp|block_sparse_moe)\.(.+)")
 MIXTRAL: Final = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
@@ -46,8 +40,8 @@ _CODES_OF_BLOCK = 16  # bytes, of 32 values
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """Where the matrix or bias of one expert lies in a tensor of all of them.
+class ExpertPart:
+    """The place of one expert's matrix or bias in a tensor of all experts.
 
     Attributes:
         stored: name of that tensor; of mxfp4 without `_blocks`.
@@ -67,10 +61,7 @@ class Part:
         return (mine.t() if self.transposed else mine)[self.rows]
 
 
-_Source = TypeVar("_Source", bound="TensorSource")
-
-
-def by_expert(source: _Source, spec: ModelSpec, name: str) -> _Source | ExpertTensors:
+def by_expert(source: TensorSource, spec: ModelSpec, name: str) -> TensorSource:
     """The source, in `ExpertTensors` if layers of the spec have experts; arguments and errors are its own."""
     return ExpertTensors(source, spec, name) if any(plan.experts for plan in spec.plans) else source
 
@@ -92,7 +83,7 @@ def check_mxfp4(source: object, quantisation: Quantisation | None, name: str) ->
         )
 
 
-class ExpertTensors:
+class ExpertTensors(WrappedSource):
     """The tensors of a source, with each expert's matrices and biases as tensors of their own.
 
     Args:
@@ -100,42 +91,35 @@ class ExpertTensors:
         spec: whose layers have experts.
         name: of the checkpoint, for messages.
 
-    Attributes:
-        directory, unnamed: as in `ShardTensors`.
-
     Raises:
         CheckpointError: a tensor with all experts does not have the shape that follows from the config, a scale is
             missing, or a parameter is stored twice.
     """
 
-    directory: Path
-    unnamed: frozenset[str]
-
     def __init__(self, source: TensorSource, spec: ModelSpec, name: str) -> None:
-        self._source, self._name = source, name
-        self.directory = getattr(source, "directory", None)  # type: ignore[assignment]
+        super().__init__(source)
+        self._name = name
         plan = next(plan.experts for plan in spec.plans if plan.experts is not None)
         self._plan, self._hidden, self._interleaved = plan, spec.hidden_size, plan.clamp is not None
         may_be_transposed = FAMILIES[spec.family].transposed_experts
         self._transposed = self._interleaved or (may_be_transposed and self._look_transposed(source.infos()))
         self._names: dict[str, str] = {}
-        self._parts: dict[str, Part] = {}
+        self._parts: dict[str, ExpertPart] = {}
         self._infos: dict[str, TensorInfo] = {}
         for stored, info in source.infos().items():
             self._take(stored, info)
         self._left: dict[str, set[str]] = {}
         for here, part in self._parts.items():
             self._left.setdefault(part.stored, set()).add(here)
-        unnamed: frozenset[str] = getattr(source, "unnamed", frozenset())
-        self.unnamed = frozenset(here for here in self._infos if self._stored(here) in unnamed)
+        self.unnamed = frozenset(here for here in self._infos if self._names[here] in source.unnamed)
 
     @property
     def quantised(self) -> bool:
-        """Whether experts are stored as mxfp4."""
+        """True if experts are stored as mxfp4."""
         return any(part.stored + BLOCKS in self._source.infos() for part in self._parts.values())
 
     def _look_transposed(self, infos: Mapping[str, TensorInfo]) -> bool:
-        """Whether a stack has the shape of its transpose: square ones do not tell, and of no layer all are square."""
+        """True if a stack has the shape of its transpose. No layer has only square stacks, which do not tell."""
         for stored, info in infos.items():
             name = found[3].removeprefix("experts.") if (found := PLACE.fullmatch(stored)) else ""
             if name not in _STACKS:
@@ -167,7 +151,7 @@ class ExpertTensors:
 
     def _enter(self, here: str, stored: str, info: TensorInfo) -> None:
         if here in self._infos:
-            both = f"{self._stored(here)!r} and {stored!r}"
+            both = f"{self._inner(here)!r} and {stored!r}"
             raise CheckpointError(f"{self._name}: {both} are both the parameter {here}; keep one")
         self._names[here], self._infos[here] = stored, info
 
@@ -196,7 +180,7 @@ class ExpertTensors:
             for expert in range(plan.count):
                 here = f"{experts}.{expert}.{part}.{'bias' if bias else 'weight'}"
                 self._enter(here, stored, shown)
-                self._parts[here] = Part(stored.removesuffix(BLOCKS), expert, where, transposed)
+                self._parts[here] = ExpertPart(stored.removesuffix(BLOCKS), expert, where, transposed)
         if blocks:
             self._check_scales(stored.removesuffix(BLOCKS) + SCALES, (plan.count, rows, width // 32))
 
@@ -222,49 +206,43 @@ class ExpertTensors:
             raise CheckpointError(f"{self._name}: {stored} is missing; the mxfp4 experts beside it need it")
         self._check(stored, info, wanted)
 
-    def _stored(self, here: str) -> str:
-        return self._names[here]
+    def _inner(self, name: str) -> str:
+        return self._names[name]
 
     def infos(self) -> Mapping[str, TensorInfo]:
         """Every tensor by its name here."""
         return self._infos
-
-    @contextmanager
-    def open(self) -> Iterator[None]:
-        """As of the source."""
-        with self._source.open():
-            yield
 
     def read(self, name: str) -> Tensor:
         """The tensor on the source's device; for mxfp4 its fp32 values."""
         codes = self.codes(name, torch.device("cpu"))
         if codes is not None:
             return codes.dequantise(torch.float32)
-        part, whole = self._parts.get(name), self._source.read(self._names[name])
+        part, whole = self._parts.get(name), super().read(name)
         return whole if part is None else part.of(whole)
 
     def read_part(self, name: str, rows: slice, columns: slice) -> Tensor:
         """Rows and, of a matrix, columns of a tensor."""
         if name in self._parts:
             return self.read(name)[(rows, columns)[: len(self._infos[name].shape)]]
-        return self._source.read_part(self._names[name], rows, columns)
+        return super().read_part(name, rows, columns)
 
     def kind(self, name: str) -> CodesKind | None:
         """`MXFP4` for experts that are stored so; else the kind that the source says."""
         if self._in_blocks(name):
             return MXFP4
-        return None if name in self._parts else self._source.kind(self._names[name])
+        return None if name in self._parts else super().kind(name)
 
     def codes(self, name: str, device: torch.device) -> Codes | None:
         """The codes of a quantised matrix on `device`; None: it is not quantised."""
         if not self._in_blocks(name):
-            return None if name in self._parts else self._source.codes(self._names[name], device)
+            return None if name in self._parts else super().codes(name, device)
         return self._codes_of(name, slice(None), slice(None), device)
 
     def codes_part(self, name: str, rows: slice, columns: slice, device: torch.device) -> Codes | None:
-        """As `codes`, of rows and columns; the columns are whole blocks of mxfp4 or they are cut out of all."""
+        """Rows and columns of the codes. Columns that are not whole blocks of mxfp4 are cut out of all columns."""
         if not self._in_blocks(name):
-            return None if name in self._parts else self._source.codes_part(self._names[name], rows, columns, device)
+            return None if name in self._parts else super().codes_part(name, rows, columns, device)
         height, width = self._infos[name].shape
         start, stop = columns.indices(width)[:2]
         size = MXFP4.block[1]
@@ -294,45 +272,3 @@ class ExpertTensors:
                 if not self._left[stored]:
                     free.append(stored)
         self._source.release(free)
-
-
-def expert_weights(loader: Loader, names: LayerNames, plan: ExpertsPlan, prefix: str) -> ExpertWeights:
-    """Loads router and experts of a layer, under the names of `tensor_shapes`."""
-    router, gate = f"{prefix}{names.router}", f"{prefix}{names.shared_gate}.weight"
-    at = [f"{prefix}{names.experts}.{expert}." for expert in range(plan.count)]
-    ups: list[tuple[str, ...]] = [tuple(f"{each}{part}.weight" for part in GATE_UP) for each in at]
-    downs: list[tuple[str, ...]] = [(f"{each}{DOWN}.weight",) for each in at]
-    joined = joins_shared(loader, names, plan, prefix)
-    routers = [f"{router}.weight"]
-    if joined:
-        ups.append(tuple(f"{prefix}{part}.weight" for part in names.shared_gate_up))
-        downs.append((f"{prefix}{names.shared_down}.weight",))
-        routers += [gate] * plan.shared_gate
-
-    def bias(*parts: str) -> Tensor | None:
-        if not plan.bias:
-            return None
-        return loader.tensor(*(f"{each}{part}.bias" for each in at for part in parts)).view(plan.count, -1)
-
-    return ExpertWeights(
-        router=Weight(loader.tensor(*routers)) if joined else loader.weight(*routers),
-        gate_up=loader.stack(ups, gated=True),
-        down=loader.stack(downs),
-        router_bias=loader.tensor(f"{router}.bias") if plan.router_bias else None,
-        correction=loader.tensor(f"{router}.{CORRECTION}", dtype=torch.float32) if plan.correction else None,
-        gate_up_bias=bias(*GATE_UP),
-        down_bias=bias(DOWN),
-        shared_gate=loader.weight(gate) if plan.shared_gate and not joined else None,
-        joined=joined,
-    )
-
-
-def joins_shared(loader: Loader, names: LayerNames, plan: ExpertsPlan, prefix: str) -> bool:
-    """Whether the shared expert of a layer is loaded as the last of its experts.
-
-    It has to be as wide as they are, and without codes, and the layer whole: ranks cut the two by other rules.
-    """
-    if plan.shared != plan.width or plan.bias or plan.router_bias:
-        return False
-    parts = (*names.shared_gate_up, names.shared_down, names.router, *([names.shared_gate] * plan.shared_gate))
-    return loader.joins_shared(*(f"{prefix}{part}.weight" for part in parts))

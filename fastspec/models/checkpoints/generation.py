@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from fastspec.errors import CheckpointError, UnsupportedModel
-from fastspec.models.checkpoints.shards import read_json
+from fastspec.models.checkpoints.safetensors_files import read_json
 
 if TYPE_CHECKING:
     from torch import nn
@@ -22,7 +22,7 @@ UNREACHABLE: Final = ("eos_token_id", "pad_token_id", "suppress_tokens")
 
 
 def settings_of_directory(directory: Path, raw: Mapping[str, Any], vocab_size: int) -> GenerationConfig:
-    """The settings of `generation_config.json`; without that file, those that `config.json` holds.
+    """The settings of `generation_config.json`; without that file, the settings in `config.json`.
 
     Args:
         directory: a local checkpoint.
@@ -48,7 +48,7 @@ def settings_of_directory(directory: Path, raw: Mapping[str, Any], vocab_size: i
 
 
 def settings_of_module(module: nn.Module, vocab_size: int) -> GenerationConfig | None:
-    """A copy of a live model's own `generation_config`, None where it has none.
+    """A copy of a live model's own `generation_config`; None if it has none.
 
     Raises:
         UnsupportedModel: a generation setting was put on `model.config`, where transformers' `generate` refuses it.

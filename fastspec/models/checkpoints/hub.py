@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Final, cast
 
 from fastspec.errors import CheckpointError, UnsupportedModel
-from fastspec.models.checkpoints.shards import find_shards
+from fastspec.models.checkpoints.safetensors_files import find_shards
 
 CONFIG_FILES: Final = ("*.json",)
 WEIGHT_FILES: Final = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
@@ -87,7 +87,7 @@ def _snapshot(
 
 
 def _way_out(repo: str, error: Exception) -> str:
-    """What to do about an error of the Hub's client."""
+    """Advice for an error of the Hub's client."""
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
 
     if isinstance(error, GatedRepoError):  # which is also a RepositoryNotFoundError

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Sequence
 from dataclasses import replace
@@ -9,9 +10,11 @@ from typing import TYPE_CHECKING, Final, TypeVar
 
 from fastspec.errors import UnsupportedOption
 from fastspec.kernels.common.rounding import FORMATS
-from fastspec.models.checkpoints.sources import Checkpoint, resolve
-from fastspec.models.heads.checkpoint import HeadCheckpoint, draft_files, resolve_head
-from fastspec.models.heads.mtp_spec import MTP, resolve_mtp
+from fastspec.models.checkpoints.checkpoint import Checkpoint
+from fastspec.models.checkpoints.resolve import resolve
+from fastspec.models.heads.checkpoint import HeadCheckpoint
+from fastspec.models.heads.mtp_spec import MTP
+from fastspec.models.heads.resolve import draft_files, resolve_head, resolve_mtp
 from fastspec.models.hosted.info import HostedInfo
 from fastspec.models.pairs import refuse_strangers
 
@@ -21,6 +24,7 @@ if TYPE_CHECKING:
     from fastspec.kernels.common.codes import CodeFormat
 
 Source = TypeVar("Source", bound=Checkpoint | HeadCheckpoint)
+_SAMPLE, _SAMPLES = 4096, 256  # bytes of a file that are looked at, at how many places
 AS_STORED: Final = "as it is stored"  # how `Checkpoint.stored` begins where "auto" rounds nothing
 
 
@@ -109,3 +113,22 @@ def rounded_to(checkpoint: Source, form: CodeFormat) -> Source:
     draft = isinstance(checkpoint, HeadCheckpoint) or checkpoint.role == "draft"
     effect = "which never changes the text" if draft else "another model than the one that is stored"
     return replace(checkpoint, rounded=form, stored=f"matrices rounded to {form} while loading, {effect}")
+
+
+def fingerprint(checkpoint: Checkpoint | HeadCheckpoint) -> str:
+    """A short hash of a checkpoint: config, headers, sizes, and samples of the stored bytes of every file."""
+    cut, of_hosted = getattr(checkpoint, "sliced", None), getattr(checkpoint.spec, "cut", None)
+    whole = (checkpoint.spec if of_hosted is None else of_hosted.whole) if cut is None else cut.spec
+    found = hashlib.sha256(repr((whole, checkpoint.stored, checkpoint.rounded)).encode())
+    if checkpoint.directory is not None:
+        for file in sorted(checkpoint.directory.glob("*.safetensors")):
+            size = file.stat().st_size
+            found.update(f"{file.name} {size}".encode())
+            with file.open("rb") as opened:
+                for start in range(0, size, max(_SAMPLE, size // _SAMPLES)):
+                    opened.seek(start)
+                    found.update(opened.read(_SAMPLE))
+    elif checkpoint.module is not None:
+        for name, tensor in checkpoint.module.named_parameters():
+            found.update(repr((name, tuple(tensor.shape), tensor.detach().flatten()[:8].tolist())).encode())
+    return found.hexdigest()[:16]

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from fastspec.models.families.plan import LayerNames, LayerPlan, ModelFamily, ModelScales, windows_by_layer_type
+from fastspec.models.families.plan import LayerPlan, ModelFamily, ModelScales, windows_by_layer_type
 from fastspec.models.fields import ConfigFields
 
-_NAMES = LayerNames(post_norm="pre_feedforward_layernorm")
+_NAMES = {"post_norm": ("pre_feedforward_layernorm",)}
 _ACT = ("hidden_activation", "gelu_pytorch_tanh")
 
 
 def _plan(fields: ConfigFields) -> LayerPlan:
-    """What every layer of Gemma 2 and 3 has."""
+    """The plan that layers of Gemma 2 and 3 share."""
     if fields.flag("use_bidirectional_attention"):
         fields.refuse("use_bidirectional_attention", True, "false: a query sees older keys only")
     bias = fields.flag("attention_bias")

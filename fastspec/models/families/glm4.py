@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from fastspec.models.families.plan import LayerNames, LayerPlan, ModelFamily, without_windows
+from fastspec.models.families.plan import LayerPlan, ModelFamily, without_windows
 from fastspec.models.fields import ConfigFields
 
 
@@ -25,9 +25,11 @@ def _plans4v(fields: ConfigFields, layers: int) -> tuple[LayerPlan, ...]:
     return tuple(replace(plan, qkv_bias=True) for plan in _plans4(fields, layers))
 
 
-_NAMES = LayerNames(
-    gate_up=("mlp.gate_up_proj",), attended_norm="post_self_attn_layernorm", mlp_norm="post_mlp_layernorm"
-)
+_NAMES = {
+    "gate_up": ("mlp.gate_up_proj",),
+    "attended_norm": ("post_self_attn_layernorm",),
+    "mlp_norm": ("post_mlp_layernorm",),
+}
 GLM = ModelFamily("GlmForCausalLM", _plans, _NAMES, interleaved=True, partial_rope=True)
 GLM4 = ModelFamily("Glm4ForCausalLM", _plans4, _NAMES, interleaved=True, partial_rope=True)
 GLM4V = replace(GLM4, architecture="Glm4vForConditionalGeneration", plans=_plans4v, text_part=True)

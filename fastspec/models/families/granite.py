@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from fastspec.models.families.plan import LayerNames, LayerPlan, ModelFamily, ModelScales, without_windows
+from fastspec.models.families.plan import LayerPlan, ModelFamily, ModelScales, without_windows
 from fastspec.models.fields import ConfigFields
 
 
@@ -51,6 +51,6 @@ GRANITE4 = replace(
     GRANITE,
     architecture="GraniteMoeHybridForCausalLM",
     plans=_plans4,
-    names=LayerNames(gate_up=("shared_mlp.input_linear",), down="shared_mlp.output_linear"),
+    names={"gate_up": ("shared_mlp.input_linear",), "down": ("shared_mlp.output_linear",)},
     inner="shared_intermediate_size",
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fastspec.models.families.plan import LayerNames, LayerPlan, ModelFamily, without_windows
+from fastspec.models.families.plan import LayerPlan, ModelFamily, without_windows
 from fastspec.models.fields import ConfigFields
 
 
@@ -15,6 +15,6 @@ def _plans(fields: ConfigFields, layers: int) -> tuple[LayerPlan, ...]:
 HUNYUAN = ModelFamily(
     "HunYuanDenseV1ForCausalLM",
     _plans,
-    LayerNames(q_norm="self_attn.query_layernorm", k_norm="self_attn.key_layernorm"),
+    {"q_norm": ("self_attn.query_layernorm",), "k_norm": ("self_attn.key_layernorm",)},
     rope_kinds=("default", "ntk_alpha"),
 )

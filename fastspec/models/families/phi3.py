@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fastspec.models.families.plan import LayerNames, LayerPlan, ModelFamily, one_window
+from fastspec.models.families.plan import LayerPlan, ModelFamily, one_window
 from fastspec.models.fields import ConfigFields
 
 
@@ -13,7 +13,7 @@ def _plans(fields: ConfigFields, layers: int) -> tuple[LayerPlan, ...]:
 PHI3 = ModelFamily(
     "Phi3ForCausalLM",
     _plans,
-    LayerNames(qkv=("self_attn.qkv_proj",), gate_up=("mlp.gate_up_proj",)),
+    {"qkv": ("self_attn.qkv_proj",), "gate_up": ("mlp.gate_up_proj",)},
     rope_kinds=("default", "longrope"),
     partial_rope=True,
 )

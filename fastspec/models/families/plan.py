@@ -1,8 +1,8 @@
-"""What a layer does, in order, and how a family says so."""
+"""The plan of a layer: its arithmetic, in order; and the record of a family, which makes plans."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -126,12 +126,12 @@ class LayerPlan:
 
     @property
     def fused_tail(self) -> bool:
-        """Whether `Ops.layer_tail` computes what follows attention: that part is as in Llama's layers."""
+        """True if `Ops.layer_tail` computes the layer from attention on, which is as in Llama's layers."""
         return self._plain and self.fused_norm and self.fused_gate and self.experts is None
 
     @property
     def sandwiched(self) -> bool:
-        """Whether `Ops.add_norm` computes what stands between products: norms, before and after attention and MLP."""
+        """True if `Ops.add_norm` computes the norms and sums between products, before and after attention and MLP."""
         norms = self.post_norm and self.pre_norm and self.norm == "rms_plus_one" and self.gated
         return norms and self.residual_scale == 1.0 and self.delta is None
 
@@ -141,7 +141,7 @@ class LayerPlan:
 
     @property
     def fused_norm(self) -> bool:
-        """Whether `Ops.linear` computes the norm before a product."""
+        """True if `Ops.linear` computes the norm before a product."""
         return self.norm == "rms" and self.pre_norm
 
     @property
@@ -151,59 +151,18 @@ class LayerPlan:
 
     @property
     def fused_gate(self) -> bool:
-        """Whether the MLP is gated by silu."""
+        """True if the MLP is gated by silu."""
         return self.gated and self.activation == "silu"
 
     @property
     def rule(self) -> AttentionRule:
-        """How `Ops.attend` scores queries against keys."""
+        """The rule by which `Ops.attend` scores queries against keys."""
         return AttentionRule(self.window, self.attention_scale, self.softcap)
 
 
 @dataclass(frozen=True, slots=True)
-class LayerNames:
-    """Names of one layer's tensors in a checkpoint, under `model.layers.N.`; those of matrices without `.weight`.
-
-    Attributes:
-        qkv: q, k and v, or one matrix that holds them in this order. gate_up: likewise; without a gate one matrix.
-        input_norm, post_norm: the norms before attention and before the MLP.
-        attended_norm, mlp_norm: the norms of what attention and MLP add.
-        delta: projections of a recurrent layer, either four: qkv, z, b and a; or two: qkvz and ba, whose rows are
-            grouped by key head (for each its q, k, v and z; for each its b and a).
-        delta_conv, delta_decay, delta_step, delta_norm, delta_out: its convolution, log of its decay, the bias that is
-            added to a, its gated norm, its output projection.
-        router, experts: of a layer with experts; `experts` stands before an expert's number.
-        shared_gate_up, shared_down, shared_gate: of its shared expert.
-        sinks: the attention sinks; the whole name, without `.weight`.
-    """
-
-    qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-    q_norm: str = "self_attn.q_norm"
-    k_norm: str = "self_attn.k_norm"
-    o: str = "self_attn.o_proj"
-    gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
-    down: str = "mlp.down_proj"
-    input_norm: str = "input_layernorm"
-    post_norm: str = "post_attention_layernorm"
-    attended_norm: str = "post_attention_layernorm"
-    mlp_norm: str = "post_feedforward_layernorm"
-    delta: tuple[str, ...] = tuple(f"linear_attn.in_proj_{part}" for part in ("qkv", "z", "b", "a"))
-    delta_conv: str = "linear_attn.conv1d"
-    delta_decay: str = "linear_attn.A_log"
-    delta_step: str = "linear_attn.dt_bias"
-    delta_norm: str = "linear_attn.norm"
-    delta_out: str = "linear_attn.out_proj"
-    router: str = "mlp.gate"
-    experts: str = "mlp.experts"
-    shared_gate_up: tuple[str, ...] = ("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj")
-    shared_down: str = "mlp.shared_expert.down_proj"
-    shared_gate: str = "mlp.shared_expert_gate"
-    sinks: str = "self_attn.sinks"
-
-
-@dataclass(frozen=True, slots=True)
 class ModelScales:
-    """What a model does outside of its layers: x = embed * scale, logits = softcap(logits_scale * (norm(x) Whead)).
+    """Factors outside of layers: x = embed * scale, logits = softcap(logits_scale * (norm(x) Whead)).
 
     Attributes:
         embed: factor on the embedding, rounded to the dtype of the model as transformers does.
@@ -228,7 +187,7 @@ class ModelFamily:
         architecture: the class of transformers that a config names, and that a live module must have.
         plans: from a config, whose number of layers is checked, the plan of each layer. Refuses a setting that
             changes the arithmetic and has no place in a plan.
-        names: of the tensors of a layer.
+        names: stored names of a layer's tensors, by the row of `layer_table.LAYER`, if others than there.
         scales: from a config, what is done outside of layers.
         eps: the config's field with the epsilon of norms.
         inner: the config's field with the elements between the products of an MLP.
@@ -245,7 +204,7 @@ class ModelFamily:
 
     architecture: str
     plans: Callable[[ConfigFields, int], tuple[LayerPlan, ...]]
-    names: LayerNames = field(default_factory=LayerNames)
+    names: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     scales: Callable[[ConfigFields], ModelScales] = _no_scales
     eps: str = "rms_norm_eps"
     inner: str = "intermediate_size"

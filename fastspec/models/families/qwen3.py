@@ -23,7 +23,7 @@ def _plans(fields: ConfigFields, layers: int) -> tuple[LayerPlan, ...]:
 
 
 def hybrid_plans(fields: ConfigFields, layers: int) -> tuple[LayerPlan, ...]:
-    """What layers of Qwen3-Next and Qwen3.5 do, with a dense MLP in each."""
+    """Plans of the layers of Qwen3-Next and Qwen3.5, each with a dense MLP."""
     types = fields.layer_types(layers, "linear_attention", "full_attention")
     if types is None:
         fields.refuse("layer_types", None, "'linear_attention' or 'full_attention' for each layer")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fastspec.models.families.plan import LayerNames, LayerPlan, ModelFamily, one_window
+from fastspec.models.families.plan import LayerPlan, ModelFamily, one_window
 from fastspec.models.fields import ConfigFields
 
 
@@ -24,7 +24,7 @@ def _plans(fields: ConfigFields, layers: int) -> tuple[LayerPlan, ...]:
 STARCODER2 = ModelFamily(
     "Starcoder2ForCausalLM",
     _plans,
-    LayerNames(gate_up=("mlp.c_fc",), down="mlp.c_proj"),
+    {"gate_up": ("mlp.c_fc",), "down": ("mlp.c_proj",)},
     eps="norm_epsilon",
     act=("hidden_act", "gelu_pytorch_tanh"),
 )

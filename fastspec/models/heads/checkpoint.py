@@ -1,43 +1,34 @@
-"""A learned drafter on disk, checked against its target before a weight is read."""
+"""A learned drafter on disk: its spec, where its weights lie, and its stored tensors, checked against the spec."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import torch
 from torch import Tensor
 
 from fastspec.errors import CheckpointError, UnsupportedModel, UnsupportedOption
-from fastspec.models.checkpoints.generation import CONFIG
-from fastspec.models.checkpoints.hub import download
-from fastspec.models.checkpoints.shards import INDEX, SINGLE, ShardTensors, TensorInfo, read_json
-from fastspec.models.checkpoints.sources import Checkpoint, check_before_download, load_tokenizer
+from fastspec.models.checkpoints.checkpoint import Checkpoint
+from fastspec.models.checkpoints.parameter_names import RenamedTensors
+from fastspec.models.checkpoints.safetensors_files import INDEX, SINGLE, ShardTensors
+from fastspec.models.checkpoints.tensor_checks import listing
+from fastspec.models.checkpoints.tensor_source import TensorSource
 from fastspec.models.config import ModelSpec
-from fastspec.models.families import FAMILIES
-from fastspec.models.heads.config import check_verifier
-from fastspec.models.heads.dflash_spec import dflash_spec
-from fastspec.models.heads.eagle3_spec import eagle3_spec
-from fastspec.models.heads.recognise import HeadKind, Recognised, recognise, says_head
-from fastspec.models.heads.spec import HeadSpec, TargetSizes
-from fastspec.models.heads.tensors import HeadTensors, check_head_tensors, conversion, refuse_pickled, target_ids
+from fastspec.models.heads.spec import HeadSpec, TargetSizes, plain_name
 
 if TYPE_CHECKING:
     from fastspec.kernels.common.codes import CodeFormat
     from fastspec.kernels.ops import Ops
 
-SpecReader = Callable[
-    [Recognised, Mapping[str, Any], Mapping[str, TensorInfo], TargetSizes, "Sequence[int] | None", Path], HeadSpec
-]
-SAMPLE: Final = """The water cycle describes how water moves between the oceans, the air and the land. Heat from the sun
-turns water at the surface of the sea into vapour, which rises and cools. As it cools it condenses into small drops that
-form clouds. When the drops become heavy enough, they fall as rain or snow. def mean(values): return sum(values) /
-len(values). What is the capital of France? The capital of France is Paris, and the capital of Italy is Rome."""
-READERS: Final[Mapping[HeadKind, SpecReader]] = {"eagle3": eagle3_spec, "dflash": dflash_spec}
+HeadCount = Callable[["HeadCheckpoint", torch.dtype, torch.device, "Ops"], int]
+OFFSETS: Final = "d2t"
+PICKLED: Final = "pytorch_model.bin"
+# what trainers save beside a head, or may: nothing of it is computed with
+UNUSED: Final = ("t2d", "verifier_lm_head.weight", "verifier_norm.weight", "rotary_emb.inv_freq")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -46,16 +37,17 @@ class HeadCheckpoint:
 
     Attributes:
         name: path or Hub id, for messages.
-        spec: what it is.
+        spec: its kind and sizes.
         directory: local files.
         vocab_map: int64 [spec.vocab_size] on the CPU, the target's id of each id of the head; None: the same ids.
         sample: the target's ids of a short text, to try readings on.
-        source: the target, where its own checkpoint holds the head; None: it lies alone.
+        source: the target, if its checkpoint holds the head; None: the head has a checkpoint of its own.
         stored: what its matrices are rounded to while they are loaded, for people; empty: they are not.
         module: None, because heads are read from files.
         ranks: 1, because several processes do not share a head.
         mtp: False: a head holds no MTP layer for `draft="mtp"`.
         rounded: the format of `stored`; None: matrices stay as they are stored.
+        count: computes `bytes_loaded`.
     """
 
     name: str
@@ -69,121 +61,117 @@ class HeadCheckpoint:
     ranks: int = 1
     mtp: bool = False
     rounded: CodeFormat | None = None
+    count: HeadCount = field(kw_only=True)
 
     def bytes_loaded(self, dtype: torch.dtype, device: torch.device, ops: Ops) -> int:
-        """Bytes that its weights take on a device, as these ops want them, with activations of `dtype`."""
-        from fastspec.models.heads.weights import planned_head_bytes  # which needs what is defined here
-
-        tables = 0 if self.vocab_map is None else 8 * (len(self.vocab_map) + self.spec.target.vocab_size)
-        if self.rounded is None:
-            return self.spec.weight_bytes(dtype) + tables
-        return planned_head_bytes(self, dtype=dtype, device=device, ops=ops) + tables
+        """Bytes of its weights and of its table of ids on a device, with activations of `dtype`."""
+        return self.count(self, dtype, device, ops)
 
 
-HeadFiles = tuple[Path, dict[str, Any], Recognised]
-"""Where a head's files lie, its config, and what it is."""
-
-
-@dataclass(frozen=True, slots=True)
-class DraftFiles:
-    """What a look at a draft has found.
-
-    Attributes:
-        head: its files, if it is a head.
-        fetched: where the files of a Hub id lie, so that they are looked up once; None: it is no Hub id.
-    """
-
-    head: HeadFiles | None = None
-    fetched: Path | None = None
-
-
-def draft_files(source: object, revision: str | None) -> DraftFiles:
-    """Looks whether a draft is a head.
+class HeadTensors(RenamedTensors):
+    """The tensors of a directory.
 
     Args:
-        source: what a user gave as draft. Of a Hub id the files are fetched.
-        revision: of a Hub id.
+        directory: of a head.
 
     Raises:
-        CheckpointError: it is a head whose weights cannot be read, or a Hub id that could not be downloaded.
-        UnsupportedModel: it is a drafter of an unsupported kind.
+        CheckpointError: weights are missing, damaged, pickled, or two stored tensors are one.
     """
-    if not isinstance(source, str | os.PathLike):
-        return DraftFiles()
-    with naming("draft"):
-        directory = Path(os.path.abspath(os.path.expanduser(source)))
-        if os.path.isdir(directory):
-            return DraftFiles() if revision is not None else DraftFiles(_head_files(directory))  # `resolve` refuses it
-        if not isinstance(source, str):
-            return DraftFiles()
-        fetched = _fetched(source, revision)
-        return DraftFiles(_head_files(fetched), fetched)
 
-
-def _head_files(directory: Path) -> HeadFiles | None:
-    if not (directory / CONFIG).is_file():
-        return None
-    raw = read_json(directory / CONFIG)
-    if says_head(raw):
+    def __init__(self, directory: Path) -> None:
         refuse_pickled(directory)
-    if not any((directory / file).is_file() for file in (SINGLE, INDEX)):
-        return None
-    found = recognise(raw, ShardTensors(directory).infos().keys())
-    return None if found is None else (directory, raw, found)
+        source, names = ShardTensors(directory), dict[str, str]()
+        for stored in source.infos():
+            name = plain_name(stored)
+            if name in names:
+                raise CheckpointError(
+                    f"{directory}: {names[name]!r} and {stored!r} are both the tensor {name}; keep one"
+                )
+            names[name] = stored
+        super().__init__(source, names)
 
 
-def _fetched(source: str, revision: str | None) -> Path:
-    says: list[bool] = []
-
-    def check(directory: Path) -> None:
-        raw = read_json(directory / CONFIG) if (directory / CONFIG).is_file() else {}
-        says.append(says_head(raw))
-        if not says[-1]:
-            check_before_download(directory)
-
-    try:
-        return download(source, revision, check)
-    except CheckpointError as error:
-        if says and says[-1] and SINGLE in str(error):
-            raise CheckpointError(f"{error}. A .bin must be converted once: {conversion('DIRECTORY')}") from error
-        raise
-
-
-def resolve_head(
-    found: HeadFiles,
-    name: str,
-    target: Checkpoint,
-    feature_layers: Sequence[int] | None,
-) -> HeadCheckpoint:
-    """The head that `draft_files` has found, checked against its target; nothing is allocated.
-
-    Args:
-        found: as `draft_files` has it.
-        name: for messages.
-        target: what it is to draft for.
-        feature_layers: the caller's own choice of boundaries; None: the config's.
+def refuse_pickled(directory: Path) -> None:
+    """Refuses a directory whose only weights are pickled, as the first heads were published.
 
     Raises:
-        CheckpointError: it is damaged, or of a target with other sizes.
-        UnsupportedModel: a setting that is not implemented, or a target whose hidden states cannot be read.
-        UnsupportedOption: `feature_layers` that the target does not have.
+        CheckpointError: with the line that converts them.
     """
-    directory, raw, kind = found
-    sizes = sizes_of(target)
-    reader = READERS.get(kind.kind)
-    if reader is None:
-        raise UnsupportedModel(f"draft: {name}: an {kind} cannot be run yet; use an EAGLE-3 head, or a draft model")
-    tensors = HeadTensors(directory)
-    with naming(f"draft: {name}"):
-        check_verifier(raw, sizes, FAMILIES[target.native.family].architecture)
-        spec = reader(kind, raw, tensors.infos(), sizes, feature_layers, directory / CONFIG)
-        check_head_tensors(tensors, spec)
-        return HeadCheckpoint(name, spec, directory, target_ids(tensors, spec), _sample(target, spec))
+    if not (directory / PICKLED).is_file() or any((directory / name).is_file() for name in (SINGLE, INDEX)):
+        return
+    raise CheckpointError(
+        f"{directory}: has {PICKLED} alone, which is pickled and never loaded here; convert it once, if you trust it: "
+        + conversion(directory)
+    )
+
+
+def conversion(directory: Path | str) -> str:
+    """The command that turns pickled weights of a directory into safetensors."""
+    return (
+        f'cd {directory} && python -c "import torch; from safetensors.torch import save_file; save_file({{k: '
+        f"v.clone() for k, v in torch.load('{PICKLED}', map_location='cpu', weights_only=True).items()}}, "
+        f"'{SINGLE}')\""
+    )
+
+
+def check_head_tensors(tensors: TensorSource, spec: HeadSpec) -> None:
+    """Compares the stored tensors with those of the spec, before anything is allocated.
+
+    Raises:
+        CheckpointError: a tensor is missing, of another shape, or has no place.
+        UnsupportedModel: one is stored in a dtype other than bfloat16, float16 or float32.
+    """
+    infos = tensors.infos()
+    missing = [wanted for wanted in spec.tensors if wanted not in infos]
+    if missing:
+        raise CheckpointError(f"{listing(missing)} missing; this {spec.found} needs them")
+    others = [each for each in infos if each not in spec.tensors and each not in (*UNUSED, OFFSETS)]
+    if others:
+        raise CheckpointError(
+            f"{listing(others)} unexpected; there is no place for them in this {spec.found}, and leaving them "
+            "out would change what it drafts"
+        )
+    for wanted, shape in spec.tensors.items():
+        info = infos[wanted]
+        if info.shape != shape:
+            raise CheckpointError(
+                f"{wanted} in {info.where} has shape {list(info.shape)}, wanted {list(shape)} from its config "
+                f"and the target {spec.target.name} (hidden_size={spec.target.hidden_size}, "
+                f"vocab_size={spec.target.vocab_size})"
+            )
+        if isinstance(info.dtype, str):
+            raise UnsupportedModel(f"{wanted} is stored as {info.dtype}, wanted BF16, F16 or F32")
+
+
+def target_ids(tensors: HeadTensors, spec: HeadSpec) -> Tensor | None:
+    """The target's id of each id of the head, int64 [vocab_size] on the CPU, by its table of offsets; None: the same.
+
+    Raises:
+        CheckpointError: there is no table, or it names ids that the target does not have, or one twice.
+    """
+    drafted, known = spec.vocab_size, spec.target.vocab_size
+    if OFFSETS not in tensors.infos():
+        if drafted == known:
+            return None
+        raise CheckpointError(
+            f"it drafts {drafted} of the target's {known} ids and holds no {OFFSETS}, which says which they are"
+        )
+    with tensors.open():
+        offsets = tensors.read(OFFSETS).to(torch.int64).clone()
+    if offsets.shape != (drafted,):
+        raise CheckpointError(f"{OFFSETS} has shape {list(offsets.shape)}, wanted [{drafted}]")
+    ids = offsets + torch.arange(drafted, device="cpu")
+    if int(ids.min()) < 0 or int(ids.max()) >= known or ids.unique().numel() < drafted:
+        raise CheckpointError(
+            f"{OFFSETS} leads to ids {int(ids.min())} to {int(ids.max())}, wanted {drafted} different ids "
+            f"below the target's {known}: it was made for another target"
+        )
+    return None if drafted == known and torch.equal(offsets, torch.zeros_like(offsets)) else ids
 
 
 @contextmanager
 def naming(what: str) -> Iterator[None]:
-    """Adds to an error what it is about, in front of the reason."""
+    """Puts a subject in front of the reason of an error."""
     try:
         yield
     except (CheckpointError, UnsupportedModel, UnsupportedOption) as error:
@@ -191,7 +179,7 @@ def naming(what: str) -> Iterator[None]:
 
 
 def sizes_of(target: Checkpoint) -> TargetSizes:
-    """What a head must know of its target.
+    """The sizes of a target that a head must know.
 
     Raises:
         UnsupportedModel: the target is hosted, so that its layers' hidden states are not ours to read.
@@ -211,15 +199,3 @@ def sizes_of(target: Checkpoint) -> TargetSizes:
         dtype=spec.dtype,
         embed_scale=spec.scales.embed,
     )
-
-
-def _sample(target: Checkpoint, spec: HeadSpec) -> tuple[int, ...]:
-    """Ids of a short text, where there is something to try on it."""
-    if len(spec.readings) < 2:
-        return ()
-    tokenizer = load_tokenizer(target)
-    ids = tokenizer(SAMPLE)["input_ids"] if tokenizer is not None else []
-    known = tuple(each for each in ids if 0 <= each < spec.target.vocab_size)
-    if len(known) >= 16:
-        return known
-    return tuple(index * 7919 % spec.target.vocab_size for index in range(64))  # without a tokenizer any text will do

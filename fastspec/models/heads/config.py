@@ -1,4 +1,4 @@
-"""The parts of a head's config that all kinds have: the sizes of its layers, and what it says of its target."""
+"""The parts of a head's config that all kinds have: sizes of its layers, and facts of its target."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from fastspec.models.config import ModelSpec
 from fastspec.models.families import FAMILIES
 from fastspec.models.families.plan import HeadNorm, LayerPlan, ModelScales
 from fastspec.models.fields import SIZE_LIMITS, ConfigFields
-from fastspec.models.heads.recognise import SUPPORTED
-from fastspec.models.heads.spec import TargetSizes
+from fastspec.models.heads.spec import SUPPORTED, TargetSizes
 from fastspec.models.rope import ropes_of
 
 INNER: Final = "transformer_layer_config"
@@ -60,7 +59,7 @@ def size(raw: Mapping[str, Any], name: str, default: int) -> int:
 
 
 def ids_of(value: object, name: str) -> tuple[int, ...] | None:
-    """A list of layer ids; None where there is none.
+    """A list of layer ids; None if there is none.
 
     Raises:
         CheckpointError: it is none.
@@ -139,30 +138,6 @@ def _plans(
         )
         for kind in types
     )
-
-
-def layer_tensors(decoder: ModelSpec, layer: int, width: int) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of a layer whose attention reads `width` elements, but for the norms before its attention."""
-    at, hidden, inner = f"layers.{layer}.", decoder.hidden_size, decoder.intermediate_size
-    heads, kv_heads = decoder.num_heads * decoder.head_dim, decoder.num_kv_heads * decoder.head_dim
-    attention, mlp = f"{at}self_attn.", f"{at}mlp."
-    matrices = {
-        f"{attention}q_proj": (heads, width, decoder.qkv_bias),
-        f"{attention}k_proj": (kv_heads, width, decoder.qkv_bias),
-        f"{attention}v_proj": (kv_heads, width, decoder.qkv_bias),
-        f"{attention}o_proj": (hidden, heads, decoder.o_bias),
-        f"{mlp}gate_proj": (inner, hidden, decoder.mlp_bias),
-        f"{mlp}up_proj": (inner, hidden, decoder.mlp_bias),
-        f"{mlp}down_proj": (hidden, inner, decoder.mlp_bias),
-    }
-    shapes: dict[str, tuple[int, ...]] = {}
-    for name, (rows, columns, bias) in matrices.items():
-        shapes[f"{name}.weight"] = (rows, columns)
-        if bias:
-            shapes[f"{name}.bias"] = (rows,)
-    if decoder.qk_norm:
-        shapes |= {f"{attention}{which}_norm.weight": (decoder.head_dim,) for which in ("q", "k")}
-    return shapes | {f"{at}post_attention_layernorm.weight": (hidden,)}
 
 
 def check_verifier(raw: Mapping[str, Any], target: TargetSizes, architecture: str) -> None:

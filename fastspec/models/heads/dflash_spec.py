@@ -11,13 +11,12 @@ from typing import Any, Final, NoReturn
 import torch
 
 from fastspec.errors import CheckpointError, UnsupportedModel
-from fastspec.models.checkpoints.shards import TensorInfo
+from fastspec.models.checkpoints.tensor_source import TensorInfo
 from fastspec.models.config import ModelSpec
 from fastspec.models.families.plan import ModelScales
-from fastspec.models.heads.boundaries import Reading, asked_boundaries, readings_of
-from fastspec.models.heads.config import decoder_of, flag, ids_of, inner_config, layer_tensors
-from fastspec.models.heads.recognise import Recognised
-from fastspec.models.heads.spec import HeadSpec, TargetSizes
+from fastspec.models.heads.config import decoder_of, flag, ids_of, inner_config
+from fastspec.models.heads.spec import HeadSpec, Reading, Recognised, TargetSizes, asked_boundaries, readings_of
+from fastspec.models.layer_table import layer_shapes
 
 MASK_NAMES: Final = ("mask_token_id", "dspark_noise_token_id", "pard_token", "ptd_token_id")
 MASK_FILE: Final = "mask_embedding"
@@ -76,7 +75,7 @@ class DFlashSpec(HeadSpec):
 
     @property
     def joined(self) -> Mapping[str, tuple[str, ...]]:
-        """As of `HeadSpec`: k and v of all layers for the context, and the sinks of all layers."""
+        """Names of tensors that are loaded joined: k and v of all layers for the context, and all sinks."""
         projections = [f"layers.{layer}.self_attn.{which}_proj" for layer in range(self.num_layers) for which in "kv"]
         found = {"context.weight": tuple(f"{each}.weight" for each in projections)}
         if self.decoder.qkv_bias:
@@ -84,7 +83,7 @@ class DFlashSpec(HeadSpec):
         return found | ({"sinks": tuple(map(SINKS.format, range(self.num_layers)))} if self.sinks else {})
 
     def weight_bytes(self, dtype: torch.dtype) -> int:
-        """As of `HeadSpec`; what is joined for the context is there twice."""
+        """Bytes of its own weights in `dtype`. Tensors joined for the context count twice."""
         twice = [part for name, parts in self.joined.items() if name != "sinks" for part in parts]
         again = sum(math.prod(self.tensors[part]) for part in twice)
         mask = 0 if self.mask_file is None else self.hidden_size
@@ -102,7 +101,7 @@ def dflash_spec(
     """The spec of a DFlash head, by its config and the shapes of its tensors.
 
     Args:
-        found: what it was recognised as.
+        found: its kind and layout.
         raw: `config.json`.
         infos: its tensors, by `plain_name`.
         target: the model that it is to draft for.
@@ -164,7 +163,7 @@ class _Settings:
         return cls(own or {}, raw)
 
     def get(self, name: str, default: object = None) -> Any:
-        """The value, or the default where there is none, or null."""
+        """The value; the default if there is none, or null."""
         found = self.own.get(name)
         found = self.raw.get(name) if found is None else found
         return default if found is None else found
@@ -176,7 +175,7 @@ class _Settings:
         return flag({name: self.get(name)}, name, default)
 
     def number(self, name: str) -> float:
-        """A positive number, 1 where there is none."""
+        """A positive number; 1 if there is none."""
         value = self.get(name, 1.0)
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 2**31:
             self.refuse(name, "a positive number")
@@ -263,7 +262,7 @@ def _attention(
 
 
 def _check_shared(decoder: ModelSpec, target: TargetSizes, *, own_embed: bool, own_head: bool) -> None:
-    """Refuses to share what the target has in another form."""
+    """Refuses to share a matrix that the target has in another form."""
     hidden, vocab = decoder.hidden_size, decoder.vocab_size
     if hidden != target.hidden_size and not (own_embed and own_head):
         raise CheckpointError(
@@ -287,8 +286,7 @@ def _tensors(
         "norm.weight": (hidden,),
     }
     for layer in range(decoder.num_layers):
-        shapes[f"layers.{layer}.input_layernorm.weight"] = (hidden,)
-        shapes |= layer_tensors(decoder, layer, hidden)
+        shapes |= layer_shapes(decoder, layer, f"layers.{layer}.", hidden)
         if sinks:
             shapes[SINKS.format(layer)] = (decoder.num_heads,)
     if own_embed:

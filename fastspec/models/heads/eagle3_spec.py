@@ -8,12 +8,20 @@ from pathlib import Path
 from typing import Any
 
 from fastspec.errors import CheckpointError, UnsupportedModel
-from fastspec.models.checkpoints.shards import TensorInfo
+from fastspec.models.checkpoints.tensor_source import TensorInfo
 from fastspec.models.config import ModelSpec
-from fastspec.models.heads.boundaries import NORMED, Reading, asked_boundaries, default_boundaries, readings_of
-from fastspec.models.heads.config import decoder_of, flag, ids_of, inner_config, layer_tensors, size
-from fastspec.models.heads.recognise import Recognised
-from fastspec.models.heads.spec import HeadSpec, TargetSizes
+from fastspec.models.heads.config import decoder_of, flag, ids_of, inner_config, size
+from fastspec.models.heads.spec import (
+    NORMED,
+    HeadSpec,
+    Reading,
+    Recognised,
+    TargetSizes,
+    asked_boundaries,
+    default_boundaries,
+    readings_of,
+)
+from fastspec.models.layer_table import layer_shapes
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +50,7 @@ class Eagle3Spec(HeadSpec):
 
     @property
     def kept(self) -> tuple[int, ...]:
-        """Shape of what is kept of a row's newest position, for its first draft; see `Eagle3.absorb`."""
+        """Shape of the tensor kept of a row's newest position, for its first draft; see `Eagle3.absorb`."""
         return (self.attention_inputs,)
 
 
@@ -57,7 +65,7 @@ def eagle3_spec(
     """The spec of an EAGLE-3 head, by its config and the shapes of its tensors.
 
     Args:
-        found: what it was recognised as.
+        found: its kind and layout.
         raw: `config.json`.
         infos: its tensors, by `plain_name`.
         target: the model that it is to draft for.
@@ -129,7 +137,7 @@ def _check_target(
 
 
 def _inputs(infos: Mapping[str, TensorInfo], target: TargetSizes, decoder: ModelSpec) -> int:
-    """How many hidden states of the target it reads, by the width of its first product."""
+    """The number of hidden states of the target that it reads, by the width of its first product."""
     if "fc.weight" not in infos:
         if decoder.hidden_size != target.hidden_size:
             raise CheckpointError(
@@ -177,7 +185,7 @@ def _readings(
 
 
 def _check_shared(spec: Eagle3Spec) -> None:
-    """Refuses to share what the target has in another form."""
+    """Refuses to share a matrix that the target has in another form."""
     target = spec.target
     if not spec.own_embed and spec.hidden_size != target.hidden_size:
         raise CheckpointError(
@@ -212,6 +220,5 @@ def _tensors(spec: Eagle3Spec, count: int) -> dict[str, tuple[int, ...]]:
     if spec.own_head:
         shapes["lm_head.weight"] = (spec.vocab_size, hidden)
     for layer in range(spec.num_layers):
-        shapes[f"layers.{layer}.input_layernorm.weight"] = (hidden,)
-        shapes |= layer_tensors(decoder, layer, hidden if layer else 2 * hidden)
+        shapes |= layer_shapes(decoder, layer, f"layers.{layer}.", hidden if layer else 2 * hidden)
     return shapes

@@ -1,4 +1,4 @@
-"""Finds multi-token prediction (MTP) layers among the tensors of a checkpoint, by their names alone.
+"""Finds multi-token prediction (MTP) layers among the tensors of a checkpoint, by their names.
 
 DeepSeek-V3 (arXiv 2412.19437, section 2.2) has the formulas; publishers store the same parts under different names.
 """
@@ -55,7 +55,7 @@ class StoredMtp:
 
     @property
     def hidden_first(self) -> bool:
-        """Whether the hidden state comes before the embedding in what the first product multiplies."""
+        """True if the first product reads the hidden state before the embedding."""
         return self.layout == "mimo"
 
 

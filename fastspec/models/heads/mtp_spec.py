@@ -1,9 +1,9 @@
-"""MTP layers of a target's own checkpoint: found and checked before a weight is read."""
+"""The MTP layer in a target's own checkpoint: its spec and its stored tensors."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,28 +11,26 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
-from fastspec.errors import CheckpointError, UnsupportedModel, UnsupportedOption
-from fastspec.models.checkpoints.load import named
-from fastspec.models.checkpoints.names import EMBED, HEAD, NamedTensors, RenamedTensors, Stored
+from fastspec.errors import CheckpointError, UnsupportedModel
+from fastspec.models.checkpoints.parameter_names import NamedTensors, RenamedTensors, named
 from fastspec.models.checkpoints.quantised.tensors import QuantisedShards
-from fastspec.models.checkpoints.shapes import tensor_shapes
-from fastspec.models.checkpoints.shards import ShardTensors, TensorInfo
+from fastspec.models.checkpoints.safetensors_files import ShardTensors
+from fastspec.models.checkpoints.tensor_source import TensorInfo, WrappedSource
 from fastspec.models.config import ModelSpec
 from fastspec.models.families.plan import LayerPlan
-from fastspec.models.heads.boundaries import NORMED
-from fastspec.models.heads.checkpoint import HeadCheckpoint, naming, sizes_of
+from fastspec.models.heads.checkpoint import HeadCheckpoint, sizes_of
 from fastspec.models.heads.mtp_names import EMBED_NORM, FC, HIDDEN_NORM, LAYER, NORM, find_mtp
-from fastspec.models.heads.recognise import Recognised
-from fastspec.models.heads.spec import HeadSpec
-from fastspec.models.heads.tensors import check_head_tensors
+from fastspec.models.heads.spec import NORMED, HeadSpec, Recognised
+from fastspec.models.layer_table import EMBED, HEAD, tensor_shapes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from fastspec.kernels.common.codes import Codes, CodesKind
-    from fastspec.models.checkpoints.loader import TensorSource
-    from fastspec.models.checkpoints.sources import Checkpoint
+    from fastspec.models.checkpoints.checkpoint import Checkpoint
+    from fastspec.models.checkpoints.tensor_source import TensorSource
 
 MTP: Final = "mtp"
 """The value of `draft` that stands for the target's own MTP layer."""
@@ -58,66 +56,13 @@ class MtpSpec(HeadSpec):
 
     @property
     def kept(self) -> tuple[int, ...]:
-        """Shape of what is kept of a row's newest position, for its first draft; see `Mtp.absorb`."""
+        """Shape of the tensor kept of a row's newest position, for its first draft; see `Mtp.absorb`."""
         return (self.attention_inputs,)
 
     def weight_bytes(self, dtype: torch.dtype) -> int:
-        """As of any head, but norms may be in fp32."""
+        """Bytes of its own weights in `dtype`; norms may be in fp32."""
         sizes = {2: dtype.itemsize, 1: self.decoder.norm_dtype(dtype).itemsize}
         return sum(sizes.get(len(shape), dtype.itemsize) * math.prod(shape) for shape in self.tensors.values())
-
-
-def resolve_mtp(
-    target: Checkpoint,
-    revision: str | None,
-    asked: object,
-    vocab: Sequence[int] | None = None,
-) -> HeadCheckpoint:
-    """The MTP layer of a target's checkpoint; nothing is allocated.
-
-    Args:
-        target: resolved.
-        revision, asked: the caller's draft_revision and feature_layers; both must be None.
-        vocab: ids that the layer may draft; None: all.
-
-    Raises:
-        CheckpointError: the checkpoint has no MTP layer, or tensors of it are missing.
-        UnsupportedModel: the target is hosted, has several MTP layers, or one of experts beside dense layers.
-        UnsupportedOption: an option that does not go with an MTP layer, or a live module as target.
-        ValueError: `vocab` is empty, or has an id twice or one that the target does not know.
-    """
-    for name, value in (("draft_revision", revision), ("feature_layers", asked)):
-        if value is not None:
-            raise UnsupportedOption(
-                f"{name}={value!r} does not go with draft='{MTP}', which is a layer of the target's checkpoint; leave "
-                "it out"
-            )
-    if target.directory is None:
-        raise UnsupportedOption(
-            f"draft='{MTP}': {target.name} is a live module, which does not have its checkpoint's MTP layers; pass its "
-            "directory or Hub id as target"
-        )
-    with naming(f"draft='{MTP}'"):
-        spec, ids = _spec(target, target.directory), None
-        if vocab is not None:
-            ids = _checked_ids(vocab, target.native.vocab_size)
-            decoder, tensors = replace(spec.decoder, vocab_size=len(ids), tied=False), dict(spec.tensors)
-            tensors[HEAD] = (len(ids), spec.hidden_size)
-            spec = replace(spec, decoder=decoder, tensors=tensors, own_head=True)
-        found = HeadCheckpoint(f"the MTP layer of {target.name}", spec, target.directory, ids, (), source=target)
-        check_head_tensors(mtp_source(found), spec)
-    return found
-
-
-def _checked_ids(vocab: Sequence[int], known: int) -> Tensor:
-    """The ids in ascending order, int64 [n] on the CPU."""
-    ids = sorted({each for each in vocab if type(each) is int and 0 <= each < known})
-    if not ids or len(ids) != len(vocab):
-        raise ValueError(
-            f"draft_vocab has {len(vocab)} entries, of which {len(ids)} are different ids from 0 to {known - 1}; "
-            "wanted different ids of the target, and one at least: frequent_ids() counts them"
-        )
-    return torch.tensor(ids, dtype=torch.int64, device="cpu")
 
 
 def mtp_source(checkpoint: HeadCheckpoint) -> TensorSource:
@@ -131,7 +76,7 @@ def mtp_source(checkpoint: HeadCheckpoint) -> TensorSource:
     return WithSomeRows(layer, named(ShardTensors(checkpoint.directory), target.native), checkpoint.vocab_map)
 
 
-class WithSomeRows:
+class WithSomeRows(WrappedSource):
     """The tensors of an MTP layer, with some rows of the target's output matrix as its head.
 
     Args:
@@ -141,20 +86,21 @@ class WithSomeRows:
     """
 
     def __init__(self, layer: RenamedTensors, model: NamedTensors, ids: Tensor) -> None:
-        self._layer, self._model, self._ids = layer, model, ids
+        super().__init__(layer)
+        self._model, self._ids = model, ids
         self._name = HEAD if HEAD in model.infos() else EMBED
 
     def infos(self) -> Mapping[str, TensorInfo]:
-        """As of the layer, and of the head; of one that is quantised and not stored so, nothing."""
+        """Tensors of the layer and of the head. A head without plain values is left out."""
         whole = self._model.infos().get(self._name)
         if whole is None:
-            return self._layer.infos()
-        return {**self._layer.infos(), HEAD: replace(whole, shape=(len(self._ids), *whole.shape[1:]))}
+            return super().infos()
+        return {**super().infos(), HEAD: replace(whole, shape=(len(self._ids), *whole.shape[1:]))}
 
     @contextmanager
     def open(self) -> Iterator[None]:
         """Opens both sources."""
-        opened: list[AbstractContextManager[None]] = [self._layer.open(), self._model.open()]
+        opened: list[AbstractContextManager[None]] = [self._source.open(), self._model.open()]
         with ExitStack() as stack:
             for each in opened:
                 stack.enter_context(each)
@@ -162,26 +108,23 @@ class WithSomeRows:
 
     def read(self, name: str) -> Tensor:
         """The tensor; of the head a copy."""
-        return self._model.read(self._name)[self._ids] if name == HEAD else self._layer.read(name)
+        return self._model.read(self._name)[self._ids] if name == HEAD else super().read(name)
 
     def read_part(self, name: str, rows: slice, columns: slice) -> Tensor:
         """Rows and, of a matrix, columns of a tensor."""
-        return self.read(name)[rows, columns] if name == HEAD else self._layer.read_part(name, rows, columns)
+        return self.read(name)[rows, columns] if name == HEAD else super().read_part(name, rows, columns)
 
+    @override
     def kind(self, name: str) -> CodesKind | None:
-        """As of the layer; the head is not quantised."""
-        return None if name == HEAD else self._layer.kind(name)
+        return None if name == HEAD else super().kind(name)
 
+    @override
     def codes(self, name: str, device: torch.device) -> Codes | None:
-        """As of the layer; the head is not quantised."""
-        return None if name == HEAD else self._layer.codes(name, device)
+        return None if name == HEAD else super().codes(name, device)
 
+    @override
     def codes_part(self, name: str, rows: slice, columns: slice, device: torch.device) -> Codes | None:
-        """As of the layer; the head is not quantised."""
-        return None if name == HEAD else self._layer.codes_part(name, rows, columns, device)
-
-    def release(self, names: list[str]) -> None:
-        """Nothing to do: see `ShardTensors.release`."""
+        return None if name == HEAD else super().codes_part(name, rows, columns, device)
 
 
 def mtp_tensors(target: Checkpoint, spec: MtpSpec) -> RenamedTensors:
@@ -190,7 +133,7 @@ def mtp_tensors(target: Checkpoint, spec: MtpSpec) -> RenamedTensors:
     Matrices may be quantised as the target's are, or lie as they are beside a quantised target.
     """
     assert target.directory is not None, "checked by `resolve_mtp`"
-    stored: Stored = ShardTensors(target.directory)
+    stored: TensorSource = ShardTensors(target.directory)
     layers = target.native.num_layers
     found = find_mtp(stored.infos().keys(), layers)
     assert found is not None, "there was one when it was resolved"
@@ -210,7 +153,13 @@ def mtp_tensors(target: Checkpoint, spec: MtpSpec) -> RenamedTensors:
     return RenamedTensors(stored, found.names)
 
 
-def _spec(target: Checkpoint, directory: Path) -> MtpSpec:
+def mtp_spec(target: Checkpoint, directory: Path) -> MtpSpec:
+    """The spec of the MTP layer in a target's directory.
+
+    Raises:
+        CheckpointError: there is none.
+        UnsupportedModel: there are several, or one of experts beside dense layers.
+    """
     sizes, model = sizes_of(target), target.native
     found = find_mtp(ShardTensors(directory).infos().keys(), model.num_layers)
     if found is None:
@@ -242,7 +191,7 @@ def _spec(target: Checkpoint, directory: Path) -> MtpSpec:
 
 
 def _plan(model: ModelSpec) -> LayerPlan:
-    """The plan of the last layer with attention; of one without a sliding window where there is any."""
+    """The plan of the last layer with attention. Layers without a sliding window come first."""
     attending = [model.plans[layer] for layer in model.attending]
     return next((plan for plan in reversed(attending) if plan.window is None), attending[-1])
 

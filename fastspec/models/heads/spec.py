@@ -1,24 +1,226 @@
-"""What a learned drafter is, before its weights are loaded."""
+"""A learned drafter before its weights are loaded: its kind, its sizes, and the hidden states that it reads.
+
+The kind follows from its tensors and its config, never from its name.
+
+A boundary b is the residual stream after b layers, `hidden_states[b]` of transformers. 0 is the embedding. The last
+one is the number of layers, before the final norm. Configs name layers in two ways: as boundaries (vLLM, speculators),
+or as the layers whose output is read, one less (SGLang, SpecForge). So a config may have more than one reading.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Final, Literal, NoReturn
 
 import torch
 
+from fastspec.errors import CheckpointError, UnsupportedModel
 from fastspec.models.config import ModelSpec
-from fastspec.models.heads.recognise import Recognised
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 
+HeadKind = Literal["eagle3", "dflash", "mtp"]
+
+Layout = Literal["eagle", "z-lab", "speculators", "mtp", "nextn", "mimo"]
+
+NAMES: Final[Mapping[HeadKind, str]] = {"eagle3": "EAGLE-3", "dflash": "DFlash", "mtp": "MTP"}
+
+LAYOUTS: Final[Mapping[Layout, str]] = {
+    "eagle": "layout of EAGLE and SGLang",
+    "z-lab": "layout of z-lab",
+    "speculators": "layout of speculators",
+    "mtp": "layout of Qwen",
+    "nextn": "layout of DeepSeek and GLM",
+    "mimo": "layout of MiMo",
+}
+
+SPECULATORS: Final = "speculators_model_type"
+
+SUPPORTED: Final = "supported heads: EAGLE-3 and DFlash, each in its first layout and in that of speculators"
+
+_WITHIN: Final = (
+    "an MTP layer drafts for the model in whose checkpoint it lies: give that checkpoint as target, with draft='mtp'; "
+    "put the layer's tensors into the target's directory where they lie apart"
+)
+# config keys and tensors that only the relatives of these heads have
+_RELATIVES_BY_KEY: Final = {
+    "medusa_num_heads": "Medusa",
+    "dspark_noise_token_id": "DSpark",
+    "dspark_config": "DSpark",
+    "dflash2_config": "DFlash2",
+    "xpress_config": "XPress",
+}
+
+_RELATIVES_BY_TENSOR: Final = {
+    "mask_hidden": "P-EAGLE",
+    "markov_head.": "DSpark",
+    "confidence_head.": "DSpark",
+    "medusa_head.": "Medusa",
+    "mtp.": "MTP",
+    "mtp_layers.": "MTP",
+    ".eh_proj.": "MTP",  # after the number of a layer, in the layout of DeepSeek and GLM
+}
+
+_PREFIXES: Final = (("model.", ""), ("midlayer.", "layers.0."))
+
+_OLD_NAMES: Final = {
+    f"aux_norm_{place}.weight": f"fc_norm.{index}.weight" for index, place in enumerate(("low", "mid", "high"))
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Recognised:
+    """The kind and layout of a head."""
+
+    kind: HeadKind
+    layout: Layout
+
+    def __str__(self) -> str:
+        """A short description, for messages and `explain()`."""
+        return f"{NAMES[self.kind]} head ({LAYOUTS[self.layout]})"
+
+
+def plain_name(stored: str) -> str:
+    """The name of a head's tensor here: one name for layouts that differ only in names."""
+    for old, new in _PREFIXES:
+        if stored.startswith(old):
+            stored = new + stored.removeprefix(old)
+    return _OLD_NAMES.get(stored, stored)
+
+
+def says_head(raw: Mapping[str, Any]) -> bool:
+    """True if a config alone shows that it is a drafter's, before any weight is fetched.
+
+    A head whose config looks like an ordinary model's is recognised later, by its tensors.
+    """
+    keys = {SPECULATORS, "speculators_config", "eagle_config", "draft_vocab_size", "dflash_config", *_RELATIVES_BY_KEY}
+    marks = ("eagle3", "dflash", "dspark", "medusa", "speculator", "peagle")
+    return bool(keys & raw.keys()) or any(mark in _architectures(raw).lower() for mark in marks)
+
+
+def recognise(raw: Mapping[str, Any], stored: Collection[str]) -> Recognised | None:
+    """The head that a config and the names of the stored tensors make, None for an ordinary model.
+
+    Args:
+        raw: `config.json`.
+        stored: names of tensors, as they are stored.
+
+    Raises:
+        UnsupportedModel: it is a drafter of another kind; the message names the kind.
+    """
+    names = {plain_name(name) for name in stored}
+    _refuse_relatives(raw, stored, names)
+    layout: Layout | None = "speculators" if SPECULATORS in raw or "speculators_config" in raw else None
+    if "layers.0.hidden_norm.weight" in names:
+        return Recognised("eagle3", layout or "eagle")
+    if {"fc.weight", "hidden_norm.weight"} <= names:
+        return Recognised("dflash", layout or "z-lab")
+    if "fc.weight" in names and "layers.0.input_layernorm.weight" not in names:
+        _refuse("EAGLE-1 or EAGLE-2")
+    if layout:
+        _refuse(f"{SPECULATORS}={raw.get(SPECULATORS)!r} with tensors of none of these")
+    return None
+
+
+def _architectures(raw: Mapping[str, Any]) -> str:
+    named = raw.get("architectures")
+    return " ".join(map(str, named)) if isinstance(named, list) else ""
+
+
+def _refuse_relatives(raw: Mapping[str, Any], stored: Collection[str], names: Collection[str]) -> None:
+    asked = raw.get(SPECULATORS)
+    if asked not in (None, "eagle3", "dflash"):
+        _refuse(f"{SPECULATORS}={asked!r}", _WITHIN if asked == "mtp" else SUPPORTED)
+    for key, relative in _RELATIVES_BY_KEY.items():
+        if raw.get(key) is not None:
+            _refuse(f"{relative} ({key} in the config)")
+    if "dflash2" in _architectures(raw).lower():
+        _refuse("DFlash2")
+    embeds = any(name.endswith("embed_tokens.weight") and name.startswith("model.") for name in stored)
+    whole = embeds and not says_head(raw)  # an ordinary model may have MTP layers after its own
+    for mark, relative in _RELATIVES_BY_TENSOR.items():
+        found = next((name for name in names if name.startswith(mark) or (mark[0] == "." and mark in name)), None)
+        if found is not None and not whole:
+            _refuse(f"{relative} (it holds {found})", _WITHIN if relative == NAMES["mtp"] else SUPPORTED)
+
+
+def _refuse(what: str, instead: str = SUPPORTED) -> NoReturn:
+    raise UnsupportedModel(f"this is a learned drafter that is not supported: {what}; {instead}")
+
+
+NORMED: Final = -1
+
+"""In place of a boundary: the hidden state after all layers and the final norm."""
+
+Reading = tuple[int, ...]
+
+
+def default_boundaries(layers: int) -> Reading:
+    """The boundaries that EAGLE-3 reads if its config names none: low, middle, high."""
+    return (2, layers // 2, layers - 3)
+
+
+def asked_boundaries(asked: Sequence[int], layers: int, count: int | None) -> Reading:
+    """The caller's own choice, checked.
+
+    Args:
+        asked: boundaries.
+        layers: of the target.
+        count: how many the head's tensors are made for; None: any number.
+
+    Raises:
+        ValueError: one is not there, or there are too few or too many.
+    """
+    reading = tuple(asked)
+    for boundary in reading:
+        if isinstance(boundary, bool) or not isinstance(boundary, int) or not 0 <= boundary <= layers:
+            raise ValueError(
+                f"feature_layers={reading}: {boundary!r} is none of the target's boundaries 0 to {layers}; boundary b "
+                "is the hidden state after b layers"
+            )
+    if count is not None and len(reading) != count:
+        raise ValueError(f"feature_layers={reading} has {len(reading)} entries, and the head reads {count}")
+    return reading
+
+
+def readings_of(ids: Sequence[int], layers: int, first: int, others: Sequence[int] = ()) -> tuple[Reading, ...]:
+    """All readings of a config's ids that the target has layers for.
+
+    Args:
+        ids: as the config names them.
+        layers: of the target.
+        first: the number that the engine of this layout adds to an id to get a boundary.
+        others: what other engines add.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    found = [tuple(each + shift for each in ids) for shift in (first, *others)]
+    possible = [reading for reading in found if all(0 <= boundary <= layers for boundary in reading)]
+    if not possible:
+        raise CheckpointError(
+            f"the head reads layers {list(ids)}, and the target has {layers} layers: it was made for another target"
+        )
+    return tuple(dict.fromkeys(possible))
+
+
+def as_layers(reading: Reading, layers: int) -> tuple[int, ...]:
+    """A reading as `Proposer.features` names hidden states: layers from 0, -1 and `layers` for the ends."""
+    return tuple(layers if boundary == NORMED else boundary - 1 for boundary in reading)
+
+
+def described(reading: Reading) -> str:
+    """A short description, for messages and `explain()`."""
+    return ", ".join("final norm" if boundary == NORMED else str(boundary) for boundary in reading)
+
+
 @dataclass(frozen=True, slots=True)
 class TargetSizes:
-    """What a head must know of its target.
+    """Sizes of a target that a head must know.
 
     Attributes:
         name: for messages.
@@ -41,7 +243,7 @@ class HeadSpec:
     A head runs in its target's dtype, for it reads that model's hidden states, and may share its embedding.
 
     Attributes:
-        found: what it is.
+        found: its kind and layout.
         decoder: its layers, as those of a model; vocab_size is that of its own logits.
         target: the model that it drafts for.
         readings: which hidden states of the target it reads, as boundaries: b is the residual stream after b layers,
@@ -65,7 +267,7 @@ class HeadSpec:
 
     @property
     def kept(self) -> tuple[int, ...]:
-        """Shape of what is kept of a row between steps, see `Proposer.kept`; (): nothing."""
+        """Shape of the tensor kept of a row between steps, see `Proposer.kept`; (): none is kept."""
         return ()
 
     @property
@@ -106,7 +308,7 @@ class HeadSpec:
 
     @property
     def max_length(self) -> int:
-        """The target's context: what a head's config says about positions is about its training texts."""
+        """The target's context. Lengths in a head's config are those of its training texts."""
         return self.target.max_length
 
     @property
@@ -116,7 +318,7 @@ class HeadSpec:
 
     @property
     def attention_shapes(self) -> tuple[tuple[int, int, int], ...]:
-        """As in `ModelInfo`."""
+        """See `ModelInfo`."""
         return self.decoder.attention_shapes
 
     @property
@@ -160,7 +362,7 @@ class HeadSpec:
         return self.decoder.intermediate_size
 
     def rotary_bytes(self, positions: int) -> int:
-        """As in `ModelInfo`."""
+        """See `ModelInfo`."""
         return self.decoder.rotary_bytes(positions)
 
     def state_bytes(self, max_drafts: int, dtype: torch.dtype) -> int:
@@ -168,5 +370,5 @@ class HeadSpec:
         return 0
 
     def weight_bytes(self, dtype: torch.dtype) -> int:
-        """Bytes of its own weights in `dtype`; what it shares with the target is not counted."""
+        """Bytes of its own weights in `dtype`; weights shared with the target are not counted."""
         return dtype.itemsize * sum(math.prod(shape) for shape in self.tensors.values())

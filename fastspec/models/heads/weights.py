@@ -14,14 +14,15 @@ from fastspec.kernels.common.codes import CodesKind
 from fastspec.kernels.common.rounding import kind_for
 from fastspec.kernels.common.weights import Weight
 from fastspec.kernels.ops import Ops
-from fastspec.models.checkpoints.load import DecoderWeights, LayerWeights, layer_weights, norm_weight
-from fastspec.models.checkpoints.loader import Loader, Rounding, TensorSource
-from fastspec.models.heads.checkpoint import HeadCheckpoint
+from fastspec.models.checkpoints.decoder_weights import layer_weights, norm_weight
+from fastspec.models.checkpoints.tensor_source import TensorSource
+from fastspec.models.checkpoints.weight_loader import Loader, Rounding
+from fastspec.models.heads.checkpoint import HeadCheckpoint, HeadTensors
 from fastspec.models.heads.dflash_spec import DFlashSpec
 from fastspec.models.heads.mtp_names import EMBED_NORM, FC, HIDDEN_NORM, NORM
 from fastspec.models.heads.mtp_spec import MtpSpec, mtp_source
 from fastspec.models.heads.spec import HeadSpec
-from fastspec.models.heads.tensors import HeadTensors
+from fastspec.models.layer_table import DecoderWeights
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -30,7 +31,7 @@ class HeadWeights:
 
     Attributes:
         decoder: its layers, its norm, its embedding and its head; the last two may be the target's.
-        others: whatever else it has, by name: "fc.weight" as a `Weight`, norms and biases as tensors.
+        others: its other tensors by name: "fc.weight" as a `Weight`, norms and biases as tensors.
     """
 
     decoder: DecoderWeights
@@ -49,7 +50,7 @@ class HeadWeights:
 
 @dataclass(frozen=True, slots=True)
 class PendingHead:
-    """As `PendingWeights`, of a head."""
+    """Weights of a head that are allocated, and filled later; see `PendingWeights`."""
 
     weights: HeadWeights
     fill: Callable[[], None]
@@ -65,7 +66,7 @@ def allocate_head(
     ops: Ops,
     progress: bool = True,
 ) -> PendingHead:
-    """Allocates all weights of a head in `dtype` on `device`; what it lacks is the target's, and not copied.
+    """Allocates the weights of a head in `dtype` on `device`. Matrices that it lacks are the target's, and not copied.
 
     Matrices are rounded to `checkpoint.rounded`, but for an embedding. As of a draft model, its head has 8 bits at
     least, and what is the target's stays as it is.
@@ -95,16 +96,20 @@ def allocate_head(
     return PendingHead(weights, fill, loader.cancel)
 
 
-def planned_head_bytes(checkpoint: HeadCheckpoint, *, dtype: torch.dtype, device: torch.device, ops: Ops) -> int:
-    """Bytes that `allocate_head` with these arguments takes; nothing is allocated, and no value is read."""
+def head_bytes(checkpoint: HeadCheckpoint, dtype: torch.dtype, device: torch.device, ops: Ops) -> int:
+    """Bytes of a head's weights and of its table of ids; nothing is allocated, and no value is read."""
+    spec, ids = checkpoint.spec, checkpoint.vocab_map
+    tables = 0 if ids is None else 8 * (len(ids) + spec.target.vocab_size)
+    if checkpoint.rounded is None:
+        return spec.weight_bytes(dtype) + tables
     bar: tqdm[NoReturn] = tqdm(disable=True)
     how: dict[str, Any] = {"rounds_to": _rounding(checkpoint), "planned": True, "later": True}
     loader = Loader(_source_of(checkpoint), dtype, device, ops, bar, **how)
     nothing = Weight.empty((0, 0), "rows", False, dtype, torch.device("meta"))  # what is shared takes no more
     shared = DecoderWeights(embed=nothing, layers=(), norm=nothing.data, head=nothing)
-    weights, spec = _assemble(loader, checkpoint.spec, shared), checkpoint.spec
+    weights = _assemble(loader, spec, shared)
     mask = spec.hidden_size * dtype.itemsize if isinstance(spec, DFlashSpec) and spec.mask_file is not None else 0
-    return weights.decoder.nbytes() + sum(each.nbytes for each in weights.others.values()) + mask
+    return weights.decoder.nbytes() + sum(each.nbytes for each in weights.others.values()) + mask + tables
 
 
 def _rounding(checkpoint: HeadCheckpoint) -> Rounding:
@@ -136,7 +141,7 @@ def _of_mtp(loader: Loader, spec: MtpSpec, target: DecoderWeights) -> HeadWeight
 def _assemble(loader: Loader, spec: HeadSpec, target: DecoderWeights) -> HeadWeights:
     if isinstance(spec, MtpSpec):
         return _of_mtp(loader, spec, target)
-    layers = tuple(_layer(loader, spec, f"layers.{index}.") for index in range(spec.num_layers))
+    layers = tuple(layer_weights(loader, spec.decoder, index, f"layers.{index}.") for index in range(spec.num_layers))
     decoder = DecoderWeights(
         embed=loader.weight("embed_tokens.weight") if spec.own_embed else target.embed,
         layers=layers,
@@ -152,31 +157,3 @@ def _assemble(loader: Loader, spec: HeadSpec, target: DecoderWeights) -> HeadWei
     for name, parts in spec.joined.items():
         others[name] = loader.weight(*parts) if len(spec.tensors[parts[0]]) == 2 else loader.tensor(*parts)
     return HeadWeights(decoder, others)
-
-
-def _layer(loader: Loader, spec: HeadSpec, at: str) -> LayerWeights:
-    def bias(*parts: str) -> Tensor | None:
-        names = [f"{at}{part}.bias" for part in parts]
-        return loader.tensor(*names) if names[0] in spec.tensors else None
-
-    def weight(*parts: str, **options: Any) -> Weight:
-        return loader.weight(*(f"{at}{part}.weight" for part in parts), **options)
-
-    def norm(part: str) -> Tensor | None:
-        return loader.tensor(f"{at}{part}.weight") if f"{at}{part}.weight" in spec.tensors else None
-
-    qkv = tuple(f"self_attn.{which}_proj" for which in "qkv")
-    return LayerWeights(
-        input_norm=norm("input_layernorm"),
-        post_norm=norm("post_attention_layernorm"),
-        qkv=weight(*qkv),
-        qkv_bias=bias(*qkv),
-        q_norm=norm("self_attn.q_norm"),
-        k_norm=norm("self_attn.k_norm"),
-        o=weight("self_attn.o_proj"),
-        o_bias=bias("self_attn.o_proj"),
-        gate_up=weight("mlp.gate_proj", "mlp.up_proj", gated=True),
-        gate_up_bias=bias("mlp.gate_proj", "mlp.up_proj"),
-        down=weight("mlp.down_proj"),
-        down_bias=bias("mlp.down_proj"),
-    )

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from fastspec.errors import UnsupportedModel
-from fastspec.models.hosted.hooks import ATTENTION
 from fastspec.models.hosted.layerwise import Layers, errors
 from fastspec.models.hosted.model import TRIAL_PROMPT, HostedModel, trial_ids
 from fastspec.models.hosted.probe import base_name
+from fastspec.models.hosted.swaps import ATTENTION
 from fastspec.shapes import ForwardBatch, Tiling
 
 # What rounding explains without a look at single layers, as a share of the norm of the hidden states: sums are taken in
@@ -102,7 +102,7 @@ class _Trial:
         return hidden
 
     def _check_cut(self, own: Tensor) -> None:
-        """Compares what ranks give together with what the whole module gave before it was cut."""
+        """Compares the results of all ranks with those of the whole module before it was cut."""
         cut, wanted = self._model.info.cut, self._model.wanted
         if cut is None or wanted is None:
             return

@@ -17,23 +17,24 @@ from fastspec.kernels.common.codes import CodesKind
 from fastspec.kernels.common.rounding import kind_for, rounded
 from fastspec.kernels.common.weights import Weight
 from fastspec.kernels.ops import Ops
-from fastspec.models.checkpoints.names import Stored, parameter
+from fastspec.models.checkpoints.parameter_names import parameter
 from fastspec.models.checkpoints.quantised.configs import Quantisation
 from fastspec.models.checkpoints.quantised.tensors import QuantisedShards
-from fastspec.models.checkpoints.shards import ShardTensors
-from fastspec.models.checkpoints.sliced import Slice, SlicedTensors
-from fastspec.models.hosted.cuts import HostedCut
-from fastspec.models.hosted.info import HostedInfo, shell_of
-from fastspec.models.hosted.share import part_shell
+from fastspec.models.checkpoints.rank_slices import SlicedTensors
+from fastspec.models.checkpoints.safetensors_files import ShardTensors
+from fastspec.models.checkpoints.tensor_source import TensorSource
+from fastspec.models.hosted.cuts import part_shell
+from fastspec.models.hosted.info import HostedCut, HostedInfo, shell_of
 from fastspec.models.hosted.swaps import is_product
+from fastspec.models.layer_table import Slice
 
 if TYPE_CHECKING:
-    from fastspec.models.checkpoints.sources import Checkpoint
+    from fastspec.models.checkpoints.checkpoint import Checkpoint
 
 _WEIGHT = ".weight"
 
 
-def quantised_products(shards: Stored, quantisation: Quantisation, info: HostedInfo) -> QuantisedShards:
+def quantised_products(shards: TensorSource, quantisation: Quantisation, info: HostedInfo) -> QuantisedShards:
     """The tensors of a quantised checkpoint, with the weight of every nn.Linear as one (quantised) matrix.
 
     Raises:
@@ -71,13 +72,13 @@ class ProductCodes:
         known = [name for name, _ in shell.named_parameters()]
         quantised = [name for name in self._whole.infos() if self._whole.kind(name) is not None]
         self._stored = {parameter(name, known): name for name in quantised}
-        self.tensors: QuantisedShards | SlicedTensors = self._whole
+        self.tensors: TensorSource = self._whole
         if info.cut is not None:
             slices = self._slices(info.cut)
-            self.tensors = SlicedTensors(self._whole, slices)  # type: ignore[arg-type]  # of which none is released
+            self.tensors = SlicedTensors(self._whole, slices)
 
     def _slices(self, cut: HostedCut) -> dict[str, Slice]:
-        """What one rank reads of the quantised products that are cut, by their stored names."""
+        """One rank's slices of the quantised products that are cut, by stored name."""
         found = {}
         for name, stored in self._stored.items():
             kind, (rows, columns) = cut.kinds.get(name.removesuffix(_WEIGHT)), self._whole.infos()[stored].shape
@@ -153,8 +154,10 @@ def rounded_weight(rows: Tensor, kind: CodesKind, ops: Ops) -> Weight:
     return made
 
 
-def hosted_bytes(checkpoint: Checkpoint, info: HostedInfo, dtype: torch.dtype, device: torch.device, ops: Ops) -> int:
+def hosted_bytes(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, ops: Ops) -> int:
     """Bytes that a hosted model's weights take, with activations of `dtype`."""
+    info = checkpoint.spec
+    assert isinstance(info, HostedInfo), "a native model is counted by `planned_bytes`"
     total = info.weight_bytes(dtype)
     if checkpoint.quantisation is not None:
         kinds = ProductCodes(checkpoint, info).kinds()

@@ -1,36 +1,37 @@
-"""What each rank has of a hosted model, by the plan that transformers publishes with its config.
+"""One rank's part of a hosted model, by the plan that transformers publishes with its config.
 
 The plan (`base_model_tp_plan`) names products that are cut by rows or by columns, and experts whose columns are cut.
-What it leaves whole, or gathers right after the product, is whole on every rank here.
+Parts that the plan leaves whole, or gathers right after the product, are whole on every rank here.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Final, Literal, NamedTuple
+from dataclasses import replace
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from fastspec.distributed.slices import Cut, Share
 from fastspec.errors import UnsupportedModel
-from fastspec.models.hosted.probe import base_name
+from fastspec.models.hosted.info import CutKind, HostedCut, HostedInfo, shell_of, steady_shell
+from fastspec.models.hosted.probe import ProbedOp, base_name, probe
 from fastspec.models.hosted.swaps import PARTS, STACKS, expert_layers
 
-Kind = Literal["rows", "columns", "experts", "first"]
 PLAN: Final = "base_model_tp_plan"
 # styles of the plan whose module takes and gives what every rank has: whole on every rank
 _WHOLE: Final = (
     *("replicate", "replicated_with_grad_allreduce", "local_params", "mla_kv_a_proj", "embedding_rowwise"),
     *("embedding_colwise", "colwise_gather_output", "colwise_rep", "rowwise_split_input", "rowwise_rep"),
 )
+
 _EXPERTS: Final = "moe_tp_experts"
 
 
-class Sizes(NamedTuple):
-    """What must divide; as `distributed.slices.Sizes` asks.
+class SizesToCut(NamedTuple):
+    """Sizes that ranks must divide; see `distributed.slices.Sizes`.
 
     Attributes:
         num_heads, num_kv_heads: 0 where the plan leaves attention whole.
@@ -43,42 +44,15 @@ class Sizes(NamedTuple):
     divided: Mapping[str, int]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class HostedCut:
-    """What one rank has of a hosted model.
-
-    Attributes:
-        share: its part.
-        kinds: what is cut, by the name of its module, or of its parameter ("first": along the first axis).
-        whole: the `HostedInfo` of all ranks.
-    """
-
-    share: Share
-    kinds: Mapping[str, Kind]
-    whole: Any
-
-    @property
-    def said(self) -> str:
-        """What is cut, for `explain()`."""
-        counts = {kind: list(self.kinds.values()).count(kind) for kind in ("rows", "columns", "experts")}
-        experts = f", and columns of {counts['experts']} expert layers" if counts["experts"] else ""
-        if self.share.size == 1:
-            return "sums as on several ranks"
-        return (
-            f"cut by transformers' plan: {counts['rows']} products by rows, {counts['columns']} by columns{experts}; "
-            "the rest, its head too, is whole on every rank"
-        )
-
-
-def kinds_of(shell: nn.Module, plan: Mapping[str, str] | None) -> dict[str, Kind]:
-    """What a plan cuts of a model on the meta device, by full names.
+def kinds_of(shell: nn.Module, plan: Mapping[str, str] | None) -> dict[str, CutKind]:
+    """The parts of a model on the meta device that a plan cuts, by full names.
 
     Raises:
         UnsupportedModel: there is no plan, it cuts nothing, or something in a way that is not known here.
     """
     if not plan:
         raise UnsupportedModel(f"transformers publishes no plan for it ({PLAN} of its config)")
-    prefix, found = base_name(shell), dict[str, Kind]()
+    prefix, found = base_name(shell), dict[str, CutKind]()
     base = shell.get_submodule(prefix)
     experts = set(expert_layers(base))
     for name, part in base.named_modules():
@@ -103,7 +77,7 @@ def _pattern(name: str) -> str:
     return re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", name)
 
 
-def _kind_of(name: str, part: Any, style: str, is_experts: bool) -> Kind:
+def _kind_of(name: str, part: Any, style: str, is_experts: bool) -> CutKind:
     if style == _EXPERTS and is_experts:
         if getattr(part, "has_post_expert_norm", False):
             raise UnsupportedModel(f"{name}: a norm after each expert needs what all ranks have of it")
@@ -115,8 +89,8 @@ def _kind_of(name: str, part: Any, style: str, is_experts: bool) -> Kind:
     raise UnsupportedModel(f"its plan cuts {name} by {style!r}, which is not known here")
 
 
-def divided(shell: nn.Module, kinds: Mapping[str, Kind]) -> dict[str, int]:
-    """Sizes that must divide by the number of ranks, each named by one of the modules that have it."""
+def divided(shell: nn.Module, kinds: Mapping[str, CutKind]) -> dict[str, int]:
+    """SizesToCut that must divide by the number of ranks, each named by one of the modules that have it."""
     found: dict[int, str] = {}
     for name, kind in kinds.items():
         if kind == "first":
@@ -153,8 +127,8 @@ def cut_shell(shell: nn.Module, cut: HostedCut) -> None:
             part.__dict__[PARTS] = cut.share.own_parts
 
 
-def own_part(part: nn.Module, key: str, tensor: Tensor, kind: Kind, share: Share) -> Tensor:
-    """What a rank has of one parameter of a cut module.
+def own_part(part: nn.Module, key: str, tensor: Tensor, kind: CutKind, share: Share) -> Tensor:
+    """A rank's part of one parameter of a cut module.
 
     Args:
         part: the module, or the like; for experts its flags are read.
@@ -170,7 +144,7 @@ def own_part(part: nn.Module, key: str, tensor: Tensor, kind: Kind, share: Share
 
 
 def _own_experts(part: Any, key: str, tensor: Tensor, share: Share) -> Tensor:
-    """This rank's [parts, ...] of a stack of all experts [experts, ...]; what is no stack is returned whole."""
+    """This rank's [parts, ...] of a stack of all experts [experts, ...]. Other tensors are returned whole."""
     if key not in STACKS:
         return tensor
     if key == "down_proj_bias":  # added once
@@ -195,3 +169,66 @@ def _width(part: Any) -> int:
 
 def _along(tensor: Tensor, axis: int, start: int, stop: int) -> Tensor:
     return tensor.narrow(axis, start, stop - start)
+
+
+def sizes_to_cut(info: HostedInfo) -> SizesToCut:
+    """Sizes of a hosted model that ranks must divide.
+
+    Raises:
+        UnsupportedModel: transformers' plan cuts nothing of it, or in a way that is not known here.
+    """
+    shell = shell_of(info.kind, info.config)
+    kinds = kinds_of(shell, _plan(info))
+    calls = [call for call in info.probed.calls if _is_cut(call, kinds)]
+    sizes = divided(shell, kinds)
+    sizes |= {f"heads of {call.layer}": call.heads for call in calls}
+    sizes |= {f"key heads of {call.layer}": call.kv_heads for call in calls}
+    distinct = {size: name for name, size in reversed(sizes.items())}  # the first of each size
+    heads = max((call.heads for call in calls), default=0)
+    kv_heads = max((call.kv_heads for call in calls), default=0)
+    return SizesToCut(info.family, info.vocab_size, heads, kv_heads, {name: size for size, name in distinct.items()})
+
+
+def share_info(info: HostedInfo, share: Share) -> HostedInfo:
+    """The part of a model that one rank runs.
+
+    Raises:
+        UnsupportedModel: with a part of its matrices the module cannot run, or attends otherwise than to its own heads.
+    """
+    shell = steady_shell(info.kind, info.config)
+    cut = HostedCut(share, kinds_of(shell, _plan(info)), info)
+    cut_shell(shell, cut)
+    try:
+        probed = probe(shell)
+    except UnsupportedModel as error:
+        raise UnsupportedModel(f"with a part of its matrices its module cannot run: {error}") from error
+    for call, whole in zip(probed.calls, info.probed.calls, strict=True):
+        by = share.size if _is_cut(call, cut.kinds) else 1
+        wanted = replace(whole, heads=whole.heads // by, kv_heads=whole.kv_heads // by)
+        if call != wanted:
+            raise UnsupportedModel(
+                f"layer {call.layer!r}: with a part of its matrices it attends with {call.heads} heads over "
+                f"{call.kv_heads} key heads of width {call.head_dim}, wanted {wanted.heads}, {wanted.kv_heads} and "
+                f"{wanted.head_dim}"
+            )
+    parameters = sum(parameter.numel() for parameter in shell.parameters())
+    return replace(info, probed=probed, parameters=parameters, cut=cut)
+
+
+def part_shell(info: HostedInfo) -> nn.Module:
+    """The model on the meta device, with the sizes of what `info` says of it."""
+    shell = steady_shell(info.kind, info.config)
+    if info.cut is not None:
+        cut_shell(shell, info.cut)
+    return shell
+
+
+def _plan(info: HostedInfo) -> dict[str, str] | None:
+    found: dict[str, str] | None = getattr(info.config.get_text_config(), PLAN, None)
+    return found
+
+
+def _is_cut(call: ProbedOp, kinds: object) -> bool:
+    """True if products of the module that makes this attention call are cut."""
+    assert isinstance(kinds, dict)
+    return any(name.startswith(f"{call.layer}.") for name in kinds)

@@ -1,35 +1,73 @@
-"""What is known of a hosted model before its weights are loaded: its class, its sizes, its attention calls."""
+"""A hosted model before its weights are loaded: its class, sizes and attention calls, and checks of a live module."""
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import torch
 import transformers
 from torch import nn
 
+from fastspec.distributed.slices import Share
 from fastspec.errors import UnsupportedModel
+from fastspec.models.checkpoints.live_module import changed_constants, check_devices, check_unchanged
 from fastspec.models.config import DTYPES, MAKING
 from fastspec.models.families import FAMILIES
-from fastspec.models.hosted.cuts import HostedCut
-from fastspec.models.hosted.hooks import register
-from fastspec.models.hosted.norms import KnownNorm, known_norm
 from fastspec.models.hosted.probe import FOREIGN, Probed, probe
-from fastspec.models.hosted.rotations import rotates
-from fastspec.models.hosted.swaps import expert_layers, is_product, use_fixed_experts
+from fastspec.models.hosted.swaps import (
+    KnownNorm,
+    expert_layers,
+    is_product,
+    known_norm,
+    register,
+    rotates,
+    use_fixed_experts,
+)
 from fastspec.models.text_parts import check_whole_class, text_class, text_part_of
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
+
 
 # Rotary frequencies that depend on the longest row of a pass, so on a row's neighbours: those of "dynamic" where it is
 # beyond max_position_embeddings, and no row is longer here; those of "longrope" beyond a length that is checked.
 _ROPES_OF_LENGTH: Final = ("dynamic", "longrope")
 
 _WARNS: Final = "warn_if_padding_and_no_attention_mask"
+
 _TRIED: Final = f" (by the module of transformers {transformers.__version__})"
+
+CutKind = Literal["rows", "columns", "experts", "first"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HostedCut:
+    """One rank's part of a hosted model.
+
+    Attributes:
+        share: its part.
+        kinds: the cut of each module, or of each parameter ("first": along the first axis), by name.
+        whole: the `HostedInfo` of all ranks.
+    """
+
+    share: Share
+    kinds: Mapping[str, CutKind]
+    whole: HostedInfo
+
+    @property
+    def said(self) -> str:
+        """The parts that are cut, for `explain()`."""
+        counts = {kind: list(self.kinds.values()).count(kind) for kind in ("rows", "columns", "experts")}
+        experts = f", and columns of {counts['experts']} expert layers" if counts["experts"] else ""
+        if self.share.size == 1:
+            return "sums as on several ranks"
+        return (
+            f"cut by transformers' plan: {counts['rows']} products by rows, {counts['columns']} by columns{experts}; "
+            "the rest, its head too, is whole on every rank"
+        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -42,9 +80,9 @@ class HostedInfo:
         norms, wide_norms: RMSNorms whose formula is known; elements of those whose weights are kept in fp32.
         rotations: attention modules whose rotation of heads is known.
         whole: name of the class whose text model it is; empty: it is no part of another.
-        probed: what a traced pass showed.
+        probed: findings of a traced pass.
         parameters, kept_bytes: elements of its parameters, shared ones once; bytes of its buffers.
-        cut: what one rank of several has of it, which sizes and calls then describe; None: all of it.
+        cut: one rank's part, which sizes and calls then describe; None: all of it.
     """
 
     family: str
@@ -74,7 +112,7 @@ class HostedInfo:
 
     @property
     def attention_shapes(self) -> tuple[tuple[int, int, int], ...]:
-        """As `ModelInfo.attention_shapes`."""
+        """Query heads, key heads and head_dim of each K/V slot."""
         return self.slots
 
     @property
@@ -104,7 +142,7 @@ class HostedInfo:
 
     @property
     def hosting(self) -> str:
-        """What is swapped and what is not, for people."""
+        """The swapped parts, and the others, for people."""
         norms = f", {self.norms} norms" if self.norms else ""
         norms += f", {self.rotations} rotations" if self.rotations else ""
         experts = f", {self.experts} expert layers in fixed shapes" if self.experts else ""
@@ -242,7 +280,7 @@ def _refuse_config(config: Any) -> None:
 
 
 def _advice_on(config: Any) -> str:
-    """What can be done with a model that reads more than text: its language model may be hosted by itself, or not."""
+    """Advice for a model that reads more than text: its language model may be hosted by itself, or not."""
     text = getattr(config, "text_config", None)
     if text is None:
         return ": wanted a text model; save its language model by itself"
@@ -303,3 +341,49 @@ def _norms(shell: nn.Module) -> list[tuple[KnownNorm, int]]:
         if known is not None:
             found.append((known, shapes[0][0]))
     return found
+
+
+def known_type(model_type: str) -> bool:
+    """True if transformers has a config of this type."""
+    from transformers import CONFIG_MAPPING
+
+    return model_type in CONFIG_MAPPING
+
+
+def is_hostable(module: nn.Module) -> bool:
+    """True if a live module is a causal model of transformers of no native family."""
+    from transformers import PretrainedConfig
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    config: Any = getattr(module, "config", None)
+    if not isinstance(config, PretrainedConfig) or config.model_type in FAMILIES:
+        return False
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return False
+    kinds = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    return type(module) in (kinds if isinstance(kinds, tuple) else (kinds,))
+
+
+def check_hosted_module(module: Any) -> None:
+    """Refuses a live module that is not as its config builds it, or whose parameters are not all on one device.
+
+    Raises:
+        UnsupportedModel: names the submodule and what was found.
+    """
+    name = type(module).__name__
+    check_devices(module, name)
+    check_unchanged(module)
+    built = dict(shell_of(type(module), module.config).named_modules())
+    for path, part in module.named_modules():
+        like = built.get(path)
+        if like is None or type(like) is not type(part):
+            wanted = "nothing" if like is None else f"a {type(like).__name__}"
+            raise UnsupportedModel(
+                f"{name}: submodule {path!r} is a {type(part).__name__} where its config puts {wanted}; merge "
+                "adapters, load the model unquantised, or pass the directory"
+            )
+        for constant, value in changed_constants(part, like):
+            raise UnsupportedModel(
+                f"{name}: submodule {path!r} has {constant}={value!r} where the config gives "
+                f"{vars(like).get(constant)!r}; set it in the config, save the model and pass the directory"
+            )

@@ -24,7 +24,7 @@ _INPUT: Final = "hidden_states"  # by this name where a layer is not given them 
 
 @dataclass
 class PassRecord:
-    """What a pass left behind, by layer in the order in which they ran; each [1, tokens, width].
+    """Hidden states of a pass by layer, in the order in which layers ran; each [1, tokens, width].
 
     Attributes:
         inputs: of each layer, as they came, and the last hidden states after them.
@@ -48,14 +48,14 @@ class Layers:
         self._base = base
 
     def record(self, run: Callable[[], Tensor]) -> PassRecord:
-        """What a pass over all tokens leaves; `run` returns its last hidden states."""
+        """Records a pass over all tokens; `run` returns its last hidden states."""
         seen = PassRecord()
         with self._watched(seen, lambda layer, given: given):
             seen.inputs.append(run())
         return seen
 
     def record_fed_like(self, own: PassRecord, first: int, run: Callable[[], Tensor]) -> PassRecord:
-        """What a pass over some tokens leaves, from token `first` on, with each layer fed what it was fed in `own`."""
+        """Records a pass over tokens from `first` on. Each layer is fed the inputs that it had in `own`."""
         seen = PassRecord()
 
         def fed(layer: int, given: Tensor) -> Tensor:

@@ -20,19 +20,26 @@ from fastspec.kernels.common.rounding import rounded
 from fastspec.kernels.common.weights import Weight
 from fastspec.models.config import MAKING
 from fastspec.models.hosted.codes import ProductCodes, rounded_weight, rounding_of
-from fastspec.models.hosted.cuts import Kind, own_part
-from fastspec.models.hosted.info import HostedInfo
+from fastspec.models.hosted.cuts import own_part, part_shell
+from fastspec.models.hosted.info import CutKind, HostedInfo
 from fastspec.models.hosted.model import TRIAL_PROMPT, HostedModel, trial_ids
-from fastspec.models.hosted.norms import Norm, known_norm
-from fastspec.models.hosted.parts import PartProduct
 from fastspec.models.hosted.probe import base_of
-from fastspec.models.hosted.rotations import rotates, use_our_rotation
-from fastspec.models.hosted.share import part_shell
-from fastspec.models.hosted.swaps import STACKS, Embedding, Product, expert_layers, is_product
+from fastspec.models.hosted.swaps import (
+    STACKS,
+    Embedding,
+    NormSwap,
+    PartProduct,
+    Product,
+    expert_layers,
+    is_product,
+    known_norm,
+    rotates,
+    use_our_rotation,
+)
 from fastspec.models.text_parts import text_values
 
 if TYPE_CHECKING:
-    from fastspec.models.checkpoints.sources import Checkpoint
+    from fastspec.models.checkpoints.checkpoint import Checkpoint
 
 
 def load_hosted(
@@ -71,7 +78,7 @@ def load_hosted(
 
 @contextmanager
 def _bars(shown: bool) -> Iterator[None]:
-    """Whether transformers shows progress bars; the caller's setting comes back."""
+    """Sets whether transformers shows progress bars, and restores the caller's setting."""
     before = logging.is_progress_bar_enabled()
     if not shown:
         logging.disable_progress_bar()
@@ -141,10 +148,10 @@ class _Filler:
 
     def __post_init__(self) -> None:
         cut = self.model.info.cut
-        self._kinds: Mapping[str, Kind] = {} if cut is None else cut.kinds
+        self._kinds: Mapping[str, CutKind] = {} if cut is None else cut.kinds
 
     def fill(self) -> None:
-        """Swaps products and the embedding, then copies what is left."""
+        """Swaps products and the embedding, then copies the other tensors."""
         embedding, head = self.shell.get_input_embeddings(), self.shell.get_output_embeddings()
         self._stored = self.source.get_input_embeddings().weight.dtype
         swapped: dict[str, nn.Module] = {}
@@ -166,14 +173,14 @@ class _Filler:
                 weight = self._kept(f"{name}.weight", like.weight) or self._weight(like.weight, rows, name)
                 swapped[name] = Product(self.model, weight, bias, wide)
             elif (known := known_norm(part)) is not None and like.weight.dtype == self._stored:  # none kept wider
-                swapped[name] = Norm(self.model, known, self._parameter(like.weight).data)
+                swapped[name] = NormSwap(self.model, known, self._parameter(like.weight).data)
             elif rotates(part):
                 use_our_rotation(part, self.model)
         for name, part in swapped.items():
             owner, _, attribute = name.rpartition(".")
             setattr(self.shell.get_submodule(owner), attribute, part)
         for name, part in self.shell.named_modules():
-            if not isinstance(part, Embedding | Norm | PartProduct | Product):
+            if not isinstance(part, Embedding | NormSwap | PartProduct | Product):
                 self._copy(name, part, self.source.get_submodule(name))
         if left := [name for name, tensor in self.shell.named_parameters() if tensor.is_meta]:
             raise UnsupportedModel(f"its parameter {left[0]} was not filled")
@@ -208,7 +215,7 @@ class _Filler:
         return self.held[key]
 
     def _moved(self, tensor: Tensor) -> Tensor:
-        """A copy on the device; values in the checkpoint's dtype become `dtype`, what is kept wider stays."""
+        """A copy on the device. Values in the checkpoint's dtype become `dtype`; wider values stay."""
         kept = tensor.dtype != self._stored
         return tensor.detach().to(self.device, tensor.dtype if kept else self.dtype, copy=True)
 
@@ -237,7 +244,7 @@ class _Filler:
         for name, parameter in like._parameters.items():
             if parameter is None:
                 continue
-            kind: Kind | None = "experts" if experts and name in STACKS else self._kinds.get(f"{path}.{name}")
+            kind: CutKind | None = "experts" if experts and name in STACKS else self._kinds.get(f"{path}.{name}")
             if kind is None or cut is None:
                 part._parameters[name] = self._parameter(parameter)
             else:

@@ -13,10 +13,9 @@ from torch import Tensor, nn
 from fastspec.distributed.exchange import Alone, Exchange
 from fastspec.errors import UnsupportedOption
 from fastspec.kernels.ops import Ops
-from fastspec.models.hosted.hooks import NoCache, attach
 from fastspec.models.hosted.info import HostedInfo
 from fastspec.models.hosted.probe import base_name, base_of
-from fastspec.models.hosted.swaps import FixedShapes, our_op
+from fastspec.models.hosted.swaps import FixedShapes, NoCache, attach, our_op
 from fastspec.shapes import UNTILED, ForwardBatch, Tiling
 
 TRIAL_PROMPT = 4  # tokens that admission feeds before those of a step
@@ -28,12 +27,12 @@ def trial_ids(count: int, info: HostedInfo, device: torch.device) -> Tensor:
 
 
 class HostedModel:
-    """A module of transformers that runs as it is, but for attention, K/V and matrix products.
+    """A module of transformers, with attention, K/V and matrix products of ours.
 
     Args:
         info: of the model.
         module: with its weights, swapped by `load_hosted`.
-        ops: implementations of what is swapped.
+        ops: implementations of the swapped parts.
         num_pages, page_size: of its K/V cache.
         max_positions: positions of the longest row.
         batch, max_queries: of a decoding pass at most.
@@ -162,10 +161,10 @@ def _padded(x: Tensor, width: int) -> Tensor:
 
 
 class _PassOn(nn.Module):
-    """In the place of a base model: gives back what it is given as embeddings.
+    """Stands for a base model and returns the embeddings that it is given.
 
     Args:
-        output: the class of what it returns.
+        output: the class of its result.
         decoder: the module's head calls the `decoder` of its base model, as in OPT.
     """
 

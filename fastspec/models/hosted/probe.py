@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from fastspec.distributed.exchange import Alone
 from fastspec.errors import UnsupportedModel
 from fastspec.kernels.common.checks import MAX_HEAD_DIM
-from fastspec.models.hosted.hooks import ATTENTION, PROBED, NoCache, attach
+from fastspec.models.hosted.swaps import ATTENTION, PROBED, NoCache, attach
 from fastspec.shapes import AttentionRule
 
 # Tensors that attention may be given beside q, k, v and mask.
@@ -33,8 +33,8 @@ FOREIGN: Final = (
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
-    """What one attention call of every pass asks for.
+class ProbedOp:
+    """One attention call of every pass: its place and its arguments.
 
     Attributes:
         slot: which K/V pages it reads and writes; calls with the keys and values of an earlier one share its slot.
@@ -62,17 +62,17 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Probed:
-    """What a probe found.
+    """The findings of a probe.
 
     Attributes:
         calls: attention calls of a pass, in order.
         cache_name: name of the argument of the base model that takes a cache.
         whole: arguments with which the base model leaves no token of a pass out.
-        output: the class of what the base model returns.
+        output: the class of the base model's result.
         hidden_size: width of its last hidden state.
     """
 
-    calls: tuple[Call, ...]
+    calls: tuple[ProbedOp, ...]
     cache_name: str
     whole: Mapping[str, None]
     output: Any
@@ -116,7 +116,7 @@ def probe(module: nn.Module) -> Probed:
 
 
 def base_name(module: nn.Module) -> str:
-    """Name of the submodule that is everything but the head; empty where there is none."""
+    """Name of the submodule that holds everything except the head; empty if there is none."""
     return next((name for name in (str(module.base_model_prefix), "model") if name in module._modules), "")
 
 
@@ -158,7 +158,7 @@ class _Prober:
 
     def __init__(self, names: dict[int, str]) -> None:
         self._names = names
-        self.calls: list[Call] = []
+        self.calls: list[ProbedOp] = []
         self._pairs: list[tuple[Tensor, Tensor]] = []
         self._masks: list[tuple[Any, Any]] = []
 
@@ -188,10 +188,10 @@ class _Prober:
         rule = AttentionRule(None, _scale(module, query, given), given.get("softcap"))
         name, width = self._names.get(id(module), ""), max(key.shape[3], value.shape[3])
         sizes = query.shape[1], key.shape[1], width, value.shape[3]
-        self.calls.append(Call(slot, name, *sizes, rule, "s_aux" in given))
+        self.calls.append(ProbedOp(slot, name, *sizes, rule, "s_aux" in given))
         return query.new_zeros(_BATCH, _QUERIES, query.shape[1], value.shape[3])
 
-    def ruled(self) -> tuple[Call, ...]:
+    def ruled(self) -> tuple[ProbedOp, ...]:
         """The calls, each with the window of its mask."""
         windows: dict[Any, int | None] = {}
         calls = []

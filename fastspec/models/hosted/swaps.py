@@ -1,10 +1,16 @@
-"""Replaces a hosted module's matrix products, embedding and experts, so that a row's bits do not depend on others."""
+"""Modules and functions of ours that replace those of transformers in hosted models.
+
+Products, embeddings, norms and rotations run by our ops. Each is recognised by its computation, not by its name.
+Attention calls and the cache find the running pass by an attribute of the calling module, so no state is global: see
+`attach`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Final, Protocol
+from types import FunctionType, MethodType
+from typing import Any, Final, Literal, NamedTuple, NoReturn, Protocol
 from weakref import proxy
 
 import torch
@@ -13,26 +19,108 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from fastspec.distributed.exchange import Exchange, tree_sum
+from fastspec.errors import UnsupportedModel
 from fastspec.kernels import reference
 from fastspec.kernels.common.weights import Weight
 from fastspec.kernels.ops import Ops
-from fastspec.models.hosted.hooks import pass_of
 from fastspec.shapes import Tiling
 
+ATTENTION: Final = "fastspec"  # names under which transformers looks our functions up
+
+PROBED: Final = "fastspec_probe"
+
+_PASS: Final = "fastspec_pass"
+
+
+class HostedPass(Protocol):
+    """The handler of the attention calls of one module's passes."""
+
+    def attend(
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, options: dict[str, Any]
+    ) -> Tensor:
+        """Attention of one call: query [B, H, Q, D], key and value [B, Hkv, Q, D]; returns [B, Q, H, Dv]."""
+
+
+def attach(module: nn.Module, owner: HostedPass) -> None:
+    """Makes `owner` handle the calls of all submodules of `module`; the caller keeps it alive."""
+    for part in module.modules():
+        part.__dict__[_PASS] = proxy(owner)
+
+
+def pass_of(module: nn.Module) -> Any:
+    """The owner that `attach` gave this module."""
+    return module.__dict__[_PASS]
+
+
+def register() -> None:
+    """Tells transformers our names. Only the probe builds masks: for the other name transformers builds none."""
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    for name in (ATTENTION, PROBED):
+        ALL_ATTENTION_FUNCTIONS.register(name, _attention)
+    ALL_MASK_ATTENTION_FUNCTIONS.register(PROBED, _probe_mask)
+
+
+def _attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None, **options: Any
+) -> tuple[Tensor, None]:
+    return pass_of(module).attend(module, query, key, value, attention_mask, options), None
+
+
+def _probe_mask(*, q_length: int, mask_function: Any = None, device: Any = "cpu", **_: Any) -> Tensor:
+    mask = torch.zeros(1, 1, q_length, q_length, dtype=torch.bool, device=device)
+    mask.rule = mask_function  # type: ignore[attr-defined]  # a model that changes the mask loses it
+    return mask
+
+
+class NoCache:
+    """Stands for a transformers Cache and keeps nothing: keys and values go to attention as they come."""
+
+    is_compileable = False
+    is_sliding: tuple[bool, ...] = ()
+
+    def update(self, key: Tensor, value: Tensor, layer_idx: int = 0, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """Returns the keys and values of the fed tokens only."""
+        return key, value
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """0: positions are given, so no model needs it."""
+        return 0
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        """0, for masks of a probe."""
+        return 0
+
+    def get_mask_sizes(self, queries: int, layer_idx: int = 0) -> tuple[int, int]:
+        """Sizes of the fed tokens only, for masks of a probe."""
+        return queries, 0
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise UnsupportedModel(f"it asks its cache for {name!r}: it keeps state other than keys and values")
+
+
 EXPERTS: Final = "fastspec_fixed"
+
 _EXPERTS_HAVE: Final = ("has_gate", "has_bias", "is_transposed", "is_concatenated")  # set by every transformers 5
+
 UP: Final = ("gate_up_proj", "up_proj")
 # parameters of a module of experts, with an axis of experts in front
 STACKS: Final = (*UP, "down_proj", *(f"{name}_bias" for name in UP), "down_proj_bias")
 # of such a module on one of several ranks: the number of its parts, a first axis of all STACKS
 PARTS: Final = "fastspec_parts"
+
 STEP_QUERIES: Final = 17  # more query tokens are a prompt's
+
 _PAIRS: Final = 8  # (token, expert) pairs of one batched product of a step
+
 _ROWS: Final = 64  # rows that a reduction on CUDA gets at least: fewer change how torch cuts it
 
 
 class Running(Protocol):
-    """What a swapped part needs of the pass that runs."""
+    """The parts of a running pass that a swapped module needs."""
 
     ops: Ops
     exchange: Exchange
@@ -53,7 +141,7 @@ def our_op(running: Running) -> Iterator[None]:
 
 
 class Product(nn.Module):
-    """y = x W^T + b by our op, in the place of an nn.Linear or a Conv1D."""
+    """y = x W^T + b by our op, for an nn.Linear or a Conv1D."""
 
     _running: Running
 
@@ -74,7 +162,7 @@ class Product(nn.Module):
 
 
 class Embedding(nn.Module):
-    """Rows of a weight by ids, in the place of an nn.Embedding."""
+    """Rows of a weight by ids, for an nn.Embedding."""
 
     _running: Running
 
@@ -119,6 +207,7 @@ class FixedShapes(TorchFunctionMode):
 
 
 _PUT: Final = (torch.tensor, Tensor.to)
+
 _MOST_KEPT: Final = 1 << 16  # bytes of a constant; what is larger is copied, where that can be
 
 
@@ -166,6 +255,7 @@ _CURVED: Final = (
     *(torch.sigmoid, torch.tanh, torch.exp, torch.erf, torch.log, torch.sin, torch.cos),
     *(Tensor.sigmoid, Tensor.tanh, Tensor.exp, Tensor.erf, Tensor.log, Tensor.sin, Tensor.cos),
 )
+
 _VECTORS: Final = 64  # elements; a multiple of what one turn of any CPU's loop takes
 
 
@@ -203,7 +293,7 @@ def padded_reduction(func: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
 
 
 def is_product(part: nn.Module) -> bool:
-    """Whether a module is a plain matrix product: no subclass, which may compute something else."""
+    """True if a module is a plain matrix product. A subclass is not: it may compute something else."""
     from transformers.pytorch_utils import Conv1D
 
     return type(part) in (nn.Linear, Conv1D)
@@ -299,3 +389,192 @@ def _expert(self: Any, x: Tensor, product: Any) -> Tensor:
     y = product(y, self.down_proj, self.down_proj_bias if self.has_bias else None)
     out: Tensor = self.post_expert_norm(y) if getattr(self, "has_post_expert_norm", False) else y
     return out
+
+
+Form = Literal["rounded", "wide", "plus_one"]
+
+FORMS: Final[tuple[Form, ...]] = ("rounded", "wide", "plus_one")
+
+_SCALES: Final = (1.0, 0.001, 40.0, 1e-5)  # of trial rows: the last shows epsilon
+
+
+class KnownNorm(NamedTuple):
+    """The formula by which an RMSNorm uses its weight w.
+
+    Attributes:
+        form: "rounded": rounded before w is multiplied, as Llama's. "wide": rounded after it, as Helium's.
+            "plus_one": likewise, the factor is 1 + w, as Gemma's.
+        eps: epsilon.
+    """
+
+    form: Form
+    eps: float
+
+    def weight(self, stored: Tensor) -> Tensor:
+        """The weight as `Ops.norm` takes it, of the module's [K] in the dtype of the model."""
+        if self.form == "rounded":
+            return stored
+        return stored.float() if self.form == "wide" else 1.0 + stored.float()
+
+
+class NormSwap(nn.Module):
+    """x / sqrt(mean(x^2) + eps) * weight by our op, for an RMSNorm."""
+
+    _running: Running
+
+    def __init__(self, running: Running, known: KnownNorm, stored: Tensor) -> None:
+        super().__init__()
+        self._running = proxy(running)  # which owns this module
+        self.eps = known.eps
+        self.weight: Tensor
+        self.register_buffer("weight", known.weight(stored))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., K], and the same shape."""
+        with our_op(self._running):
+            out: Tensor = self._running.ops.norm(x, self.weight, self.eps)
+        return out
+
+
+def known_norm(part: nn.Module) -> KnownNorm | None:
+    """The formula of a module that is an RMSNorm over the last axis; None: it is not one.
+
+    It has only a weight [K]. Its results are those of a form above, bit for bit, in bf16 and in fp32.
+    """
+    names = [name for name, _ in part.named_parameters()]
+    if names != ["weight"] or any(True for _ in part.children()) or any(True for _ in part.buffers()):
+        return None
+    (weight,) = part.parameters()
+    if weight.dim() != 1:
+        return None
+    cpu = torch.device("cpu")
+    width, generator = len(weight), torch.Generator(cpu).manual_seed(0)
+    stored = torch.randn(width, generator=generator, dtype=torch.float32, device=cpu)
+    scales = torch.tensor(_SCALES, dtype=torch.float32, device=cpu)[:, None, None]
+    x = torch.randn(len(_SCALES), 2, width, generator=generator, dtype=torch.float32, device=cpu) * scales
+    numbers = {value for value in vars(part).values() if isinstance(value, float) and 0 < value < 1}
+    for known in (KnownNorm(form, eps) for eps in sorted(numbers) for form in FORMS):
+        if all(_computes(part, known, x.to(dtype), stored.to(dtype)) for dtype in (torch.bfloat16, torch.float32)):
+            return known
+    return None
+
+
+def _computes(part: nn.Module, known: KnownNorm, x: Tensor, stored: Tensor) -> bool:
+    try:
+        found: Any = torch.func.functional_call(part, {"weight": stored}, (x,))
+    except (RuntimeError, TypeError, ValueError, IndexError, AttributeError):  # it wants something else than rows
+        return False
+    wanted = reference.norm(x, known.weight(stored), known.eps)
+    return isinstance(found, Tensor) and found.dtype == wanted.dtype and torch.equal(found, wanted)
+
+
+ROTATE: Final = "apply_rotary_pos_emb"
+
+DEPRECATION: Final = "transformers.utils.deprecation"
+
+
+def rotates(part: nn.Module) -> bool:
+    """True if a module's forward rotates heads by a function named `ROTATE` that computes `reference.rotate`."""
+    forward = _forward(part)
+    return (
+        forward is not None
+        and ROTATE in forward.__code__.co_names
+        and _is_known_rotation(forward.__globals__.get(ROTATE))
+    )
+
+
+def _forward(part: nn.Module) -> FunctionType | None:
+    """A module's forward, without what only warns of old keywords; None: it is no plain function."""
+    forward: Any = type(part).forward
+    while hasattr(forward, "__wrapped__") and forward.__globals__.get("__name__") == DEPRECATION:
+        forward = forward.__wrapped__
+    return forward if isinstance(forward, FunctionType) and not hasattr(forward, "__wrapped__") else None
+
+
+def _is_known_rotation(function: Any) -> bool:
+    cpu = torch.device("cpu")
+    generator = torch.Generator(cpu).manual_seed(0)
+    shapes = (2, 4, 3, 16), (2, 2, 3, 16), (2, 3, 16), (2, 3, 16)
+    wide = [torch.randn(shape, generator=generator, dtype=torch.float32, device=cpu) for shape in shapes]
+    for dtype in (torch.bfloat16, torch.float32):
+        given = [each.to(dtype) for each in wide]
+        try:
+            found = function(*given)
+        except (RuntimeError, TypeError, ValueError, IndexError):  # it wants something else
+            return False
+        wanted = reference.rotate(*given)
+        if not (isinstance(found, tuple) and len(found) == 2 and all(map(torch.equal, found, wanted))):
+            return False
+    return True
+
+
+def use_our_rotation(part: nn.Module, running: Running) -> None:
+    """Makes a module that `rotates` use our op, if the op takes its heads and angles."""
+    forward = _forward(part)
+    assert forward is not None, "it rotates"
+    own, theirs = proxy(running), forward.__globals__[ROTATE]
+
+    def rotated(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *more: Any, **options: Any) -> tuple[Tensor, Tensor]:
+        if more or options or not _fits(q, k, cos, sin):
+            found: tuple[Tensor, Tensor] = theirs(q, k, cos, sin, *more, **options)
+            return found
+        with our_op(own):
+            rotated_heads: tuple[Tensor, Tensor] = own.ops.rotate(q, k, cos, sin)
+        return rotated_heads
+
+    names = {**forward.__globals__, ROTATE: rotated}
+    ours = FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
+    ours.__kwdefaults__ = forward.__kwdefaults__
+    part.forward = MethodType(ours, proxy(part))
+
+
+def _fits(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> bool:
+    """True if `Ops.rotate` takes tensors of these shapes and dtypes."""
+    if not q.dim() == k.dim() == 4 or cos.dim() != 3 or sin.shape != cos.shape:
+        return False
+    tensors, (batch, _, tokens, dim) = (q, k, cos, sin), q.shape
+    same_form = all(each.dtype == q.dtype and each.stride(-1) == 1 for each in tensors)
+    whole = cos.shape[1:] == (tokens, dim) and cos.shape[0] in (1, batch) and dim % 2 == 0
+    return same_form and whole and k.shape[0] == batch and k.shape[2:] == q.shape[2:]
+
+
+class PartProduct(nn.Module):
+    """A rank's rows or columns of y = x W^T + b, for an nn.Linear.
+
+    Args:
+        running: which owns this module.
+        weights: the pieces, [N / parts, K] by rows or [N, K / parts] by columns.
+        bias: [N / ranks] by rows, [N] by columns.
+        columns: by columns: x has this rank's K / ranks elements, and y is the sum over ranks.
+    """
+
+    _running: Running
+
+    def __init__(self, running: Running, weights: Sequence[Weight], bias: Tensor | None, *, columns: bool) -> None:
+        super().__init__()
+        self._running = proxy(running)
+        self.weights, self._columns = tuple(weights), columns
+        self.bias: Tensor | None
+        self.register_buffer("bias", bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., K] to [..., N], each of them this rank's part or all of it."""
+        with our_op(self._running):
+            return self._summed(x) if self._columns else self._rows(x)
+
+    def _rows(self, x: Tensor) -> Tensor:
+        running, x = self._running, x.contiguous()
+        biases = [None] * len(self.weights) if self.bias is None else self.bias.chunk(len(self.weights))
+        pieces = zip(self.weights, biases, strict=True)
+        made = [running.ops.linear(x, weight, bias, running.tiling) for weight, bias in pieces]
+        return made[0] if len(made) == 1 else torch.cat(made, dim=-1)
+
+    def _summed(self, x: Tensor) -> Tensor:
+        running = self._running
+        given = zip(x.chunk(len(self.weights), dim=-1), self.weights, strict=True)
+        partial: list[Tensor] = [
+            running.ops.linear(part.contiguous(), weight, None, running.tiling, out_dtype=torch.float32)
+            for part, weight in given
+        ]
+        total = running.exchange.sum(tree_sum(partial))
+        return (total if self.bias is None else total + self.bias.float()).to(x.dtype)

@@ -13,8 +13,10 @@ from safetensors.torch import load_file
 from fastspec import FastSpecGenerator
 from fastspec.errors import CheckpointError, UnsupportedModel, UnsupportedOption
 from fastspec.kernels.ops import TORCH_OPS
-from fastspec.models.checkpoints.load import DecoderWeights, load_weights, planned_bytes
-from fastspec.models.checkpoints.sources import Checkpoint, resolve
+from fastspec.models.checkpoints.checkpoint import Checkpoint
+from fastspec.models.checkpoints.decoder_weights import load_weights, planned_bytes
+from fastspec.models.checkpoints.resolve import resolve
+from fastspec.models.layer_table import DecoderWeights
 from tests.helpers.families import MIXTURES, VOCAB, as_configured, decoder, logits_of, make_family
 from tests.helpers.mxfp4 import MXFP4, in_mxfp4, rewritten
 

@@ -12,8 +12,8 @@ from fastspec import FastSpecGenerator
 from fastspec.errors import UnsupportedModel
 from fastspec.kernels.ops import TORCH_OPS
 from fastspec.kv_cache.cache import PagedKVCache
-from fastspec.models.checkpoints.load import load_weights
-from fastspec.models.checkpoints.sources import resolve
+from fastspec.models.checkpoints.decoder_weights import load_weights
+from fastspec.models.checkpoints.resolve import resolve
 from fastspec.models.config import spec_from_config
 from fastspec.models.decoder import Decoder
 from fastspec.models.families import FAMILIES

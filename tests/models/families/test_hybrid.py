@@ -17,10 +17,11 @@ from fastspec.config import Config
 from fastspec.engine.build import build
 from fastspec.engine.settings import settings_of
 from fastspec.errors import UnsupportedModel
-from fastspec.models.checkpoints.load import LayerWeights, load_weights
-from fastspec.models.checkpoints.sources import resolve
+from fastspec.models.checkpoints.decoder_weights import load_weights
+from fastspec.models.checkpoints.resolve import resolve
 from fastspec.models.config import spec_from_config
 from fastspec.models.families.plan import LayerPlan
+from fastspec.models.layer_table import LayerWeights
 from fastspec.shapes import Tiling
 from tests.helpers.hybrid import KINDS, VOCAB, config_of, decoder, logits_of, make_hybrid, save_published
 from tests.helpers.parts import Case, Changed, case_of, none_is_idle, turned, with_layer

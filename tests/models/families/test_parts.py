@@ -19,11 +19,12 @@ from fastspec.kernels.common.experts import ExpertWeights
 from fastspec.kernels.common.weights import Weight
 from fastspec.kernels.compiled_ops import compiled
 from fastspec.kernels.ops import TORCH_OPS
-from fastspec.models.checkpoints.load import LayerWeights, load_weights
-from fastspec.models.checkpoints.sources import resolve
+from fastspec.models.checkpoints.decoder_weights import load_weights
+from fastspec.models.checkpoints.resolve import resolve
 from fastspec.models.compiled import CompiledDecoder
 from fastspec.models.config import spec_from_config
 from fastspec.models.families.plan import ExpertsPlan, LayerPlan, ModelScales
+from fastspec.models.layer_table import LayerWeights
 from fastspec.shapes import RoutingRule, Tiling
 from tests.helpers import hybrid
 from tests.helpers.families import FAMILIES, MIXTURES, VOCAB, YARN, config_of, decoder, logits_of, make_family

@@ -11,8 +11,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from fastspec.models.checkpoints.load import load_weights
-from fastspec.models.checkpoints.sources import resolve
+from fastspec.models.checkpoints.decoder_weights import load_weights
+from fastspec.models.checkpoints.resolve import resolve
 from tests.helpers.families import decoder, logits_of
 from tests.helpers.hosted import fill
 

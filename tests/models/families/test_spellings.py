@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from fastspec.models.checkpoints.load import load_weights
-from fastspec.models.checkpoints.sources import resolve
+from fastspec.models.checkpoints.decoder_weights import load_weights
+from fastspec.models.checkpoints.resolve import resolve
 from tests.helpers.families import FAMILIES, YARN, decoder, logits_of, make_family
 
 # transformers gives the rope_theta of an old file to full layers alone, and the others the one that all published have

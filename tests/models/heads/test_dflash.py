@@ -15,11 +15,11 @@ from fastspec.errors import CheckpointError
 from fastspec.kernels.ops import TORCH_OPS, Ops
 from fastspec.kernels.select import ops_for
 from fastspec.kv_cache.cache import PagedKVCache
-from fastspec.models.checkpoints.load import load_weights
+from fastspec.models.checkpoints.decoder_weights import load_weights
 from fastspec.models.checkpoints.pair import resolve_pair
 from fastspec.models.heads.checkpoint import HeadCheckpoint
-from fastspec.models.heads.dflash import DFlash, mask_embedding
 from fastspec.models.heads.dflash_spec import DFlashSpec
+from fastspec.models.heads.passes import DFlash, mask_embedding
 from fastspec.models.heads.weights import allocate_head
 from fastspec.shapes import KEY_BLOCK, ForwardBatch, Tiling
 from tests.helpers import dflash_definition as definition

@@ -13,10 +13,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from fastspec.errors import CheckpointError, UnsupportedModel
+from fastspec.models.heads.checkpoint import HeadTensors, check_head_tensors
 from fastspec.models.heads.dflash_spec import DFlashSpec, dflash_spec
-from fastspec.models.heads.recognise import recognise
-from fastspec.models.heads.spec import TargetSizes
-from fastspec.models.heads.tensors import HeadTensors, check_head_tensors
+from fastspec.models.heads.spec import TargetSizes, recognise
 from tests.helpers.dflash import WRITERS, Head
 
 HEAD = Head(32, 128)

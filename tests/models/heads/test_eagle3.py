@@ -10,12 +10,13 @@ import torch
 
 from fastspec.kernels.ops import TORCH_OPS
 from fastspec.kv_cache.cache import PagedKVCache
-from fastspec.models.checkpoints.load import DecoderWeights, load_weights
+from fastspec.models.checkpoints.decoder_weights import load_weights
 from fastspec.models.checkpoints.pair import resolve_pair
 from fastspec.models.heads.checkpoint import HeadCheckpoint
-from fastspec.models.heads.eagle3 import Eagle3
 from fastspec.models.heads.eagle3_spec import Eagle3Spec
+from fastspec.models.heads.passes import Eagle3
 from fastspec.models.heads.weights import allocate_head
+from fastspec.models.layer_table import DecoderWeights
 from fastspec.shapes import UNTILED
 from tests.helpers.chain_passes import CLOSE, ROWS, check_passes, fed
 from tests.helpers.checkpoints import make_checkpoint

@@ -15,13 +15,14 @@ from transformers import Qwen3_5ForCausalLM
 from fastspec.errors import CheckpointError, UnsupportedModel, UnsupportedOption
 from fastspec.kernels.ops import TORCH_OPS
 from fastspec.kv_cache.cache import PagedKVCache
-from fastspec.models.checkpoints.load import DecoderWeights, load_weights
+from fastspec.models.checkpoints.decoder_weights import load_weights
 from fastspec.models.checkpoints.pair import resolve_pair
 from fastspec.models.heads.checkpoint import HeadCheckpoint
-from fastspec.models.heads.mtp import Mtp
 from fastspec.models.heads.mtp_names import find_mtp
 from fastspec.models.heads.mtp_spec import MtpSpec
+from fastspec.models.heads.passes import Mtp
 from fastspec.models.heads.weights import allocate_head
+from fastspec.models.layer_table import DecoderWeights
 from fastspec.shapes import UNTILED
 from tests.helpers.chain_passes import CLOSE, ROWS, check_passes, fed
 from tests.helpers.checkpoints import make_model

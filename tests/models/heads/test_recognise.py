@@ -13,10 +13,17 @@ from safetensors.torch import load_file, save_file
 
 from fastspec import CheckpointError, FastSpecGenerator, UnsupportedModel, UnsupportedOption
 from fastspec.models.checkpoints.pair import resolve_pair
-from fastspec.models.heads.boundaries import NORMED, as_layers, asked_boundaries, default_boundaries, readings_of
 from fastspec.models.heads.checkpoint import HeadCheckpoint
 from fastspec.models.heads.eagle3_spec import Eagle3Spec
-from fastspec.models.heads.recognise import plain_name, recognise
+from fastspec.models.heads.spec import (
+    NORMED,
+    as_layers,
+    asked_boundaries,
+    default_boundaries,
+    plain_name,
+    readings_of,
+    recognise,
+)
 from tests.helpers.checkpoints import edit, make_checkpoint
 from tests.helpers.heads import HIDDEN, LAYERS, VOCAB, eagle3_tensors, write_eagle3, write_speculators
 

@@ -16,7 +16,7 @@ from fastspec.errors import CheckpointError, UnsupportedModel, UnsupportedOption
 from fastspec.generator import FastSpecGenerator
 from fastspec.kernels.common.rounding import FORMATS
 from fastspec.models.checkpoints.pair import resolve_pair
-from fastspec.models.checkpoints.sources import resolve
+from fastspec.models.checkpoints.resolve import resolve
 from fastspec.models.config import MAKING
 from fastspec.models.families import FAMILIES
 from fastspec.models.hosted import swaps

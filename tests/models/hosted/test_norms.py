@@ -11,7 +11,7 @@ from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.helium.modeling_helium import HeliumRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from fastspec.models.hosted.norms import KnownNorm, known_norm
+from fastspec.models.hosted.swaps import KnownNorm, known_norm
 
 WIDTH = 48
 

@@ -19,9 +19,9 @@ from fastspec.errors import CheckpointError, UnsupportedModel
 from fastspec.kernels.common.code_packing import can_pack_codes
 from fastspec.kernels.common.rounding import kind_for, rounded
 from fastspec.kernels.ops import TORCH_OPS
-from fastspec.models.checkpoints import sources
+from fastspec.models.checkpoints import resolve as resolve_module
 from fastspec.models.checkpoints.pair import rounded_to
-from fastspec.models.checkpoints.sources import resolve
+from fastspec.models.checkpoints.resolve import resolve
 from fastspec.models.hosted.info import HostedInfo
 from fastspec.models.hosted.load import load_hosted
 from fastspec.models.hosted.model import HostedModel
@@ -91,7 +91,7 @@ def test_what_is_not_read_is_refused_before_weights_are(plain: Path, tmp_path: P
     config = config_of("qwen3_moe")  # hosted wherever its family is not native
     raw = {**config.to_dict(), "quantization_config": GPTQ}
     with pytest.raises(UnsupportedModel, match="quantised experts are read for native families alone"):
-        sources._hosted_info(tmp_path, raw, config)
+        resolve_module._hosted_info(tmp_path, raw, config)
     shutil.copytree(plain, tmp_path / "unlike")
     checkpoints.edit(tmp_path / "unlike" / "config.json", quantization_config=GPTQ)
     with pytest.raises(CheckpointError, match="says 'gptq', and no matrix is stored so"):

@@ -15,7 +15,7 @@ from transformers.models.glm import modeling_glm
 from transformers.models.llama import modeling_llama
 
 from fastspec.kernels import reference
-from fastspec.models.hosted.rotations import rotates, use_our_rotation
+from fastspec.models.hosted.swaps import rotates, use_our_rotation
 
 apply_rotary_pos_emb = modeling_llama.apply_rotary_pos_emb
 

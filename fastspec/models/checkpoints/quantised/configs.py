@@ -53,7 +53,7 @@ _MODELOPT: Final = frozenset(["kv_cache_quant_algo", "kv_cache_scheme", "config_
 
 @dataclass(frozen=True, slots=True)
 class Quantisation:
-    """How the matrices of a checkpoint are stored.
+    """The quantisation of the matrices of a checkpoint.
 
     Attributes:
         method: the config's `quant_method`.
@@ -69,7 +69,7 @@ class Quantisation:
 
 
 def quantisation_of(config: Mapping[str, Any], modelopt: Mapping[str, Any] | None = None) -> Quantisation | None:
-    """Reads what a checkpoint says of its quantisation.
+    """Reads the quantisation settings of a checkpoint.
 
     Args:
         config: `config.json`.
@@ -379,5 +379,5 @@ def _within(module: str, names: tuple[str, ...]) -> bool:
 
 
 def _inside(module: str, name: str) -> bool:
-    """Whether a module has this name, at its beginning or end, or lies in one that has it."""
+    """True if a module has this name, at its beginning or end, or lies in a module that has it."""
     return module == name or module.startswith(name + ".") or module.endswith("." + name) or f".{name}." in module

@@ -1,4 +1,4 @@
-"""How one quantised matrix is stored: which tensors it has, and the `Codes` that they are.
+"""Layouts of one stored quantised matrix: its tensors, and the `Codes` that they become.
 
 | scheme        | written by                               | tensors of a matrix [N, K] beside its name            |
 |---------------|------------------------------------------|--------------------------------------------------------|
@@ -22,6 +22,7 @@ from typing import Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from fastspec.kernels.common.codes import Codes, CodesKind
 
@@ -32,7 +33,7 @@ AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # where in a word column j of eight lies, 
 Over = tuple[tuple[Literal["N", "K"], int], ...]
 
 
-class Part(NamedTuple):
+class StoredPart(NamedTuple):
     """One stored tensor of a matrix.
 
     Attributes:
@@ -52,11 +53,11 @@ class Part(NamedTuple):
 class Scheme(Protocol):
     """One way to store a matrix."""
 
-    def parts(self, shape: tuple[int, int]) -> dict[str, Part]:
+    def parts(self, shape: tuple[int, int]) -> dict[str, StoredPart]:
         """Its tensors, by what stands after the module's name and a dot."""
 
     def kind(self, shape: tuple[int, int]) -> CodesKind:
-        """What its `Codes` are."""
+        """The kind of its `Codes`."""
 
     def codes(self, tensors: Mapping[str, Tensor], shape: tuple[int, int]) -> Codes:
         """The matrix [N, K] of these tensors, on their device.
@@ -70,7 +71,7 @@ class Scheme(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Float8:
+class Float8(Scheme):
     """e4m3 with one scale for all, for each row, or for each block.
 
     Attributes:
@@ -81,63 +82,63 @@ class Float8:
     block: tuple[int, int] | None
     scale: str = "weight_scale"
 
-    def parts(self, shape: tuple[int, int]) -> dict[str, Part]:
-        """As the protocol has it."""
+    @override
+    def parts(self, shape: tuple[int, int]) -> dict[str, StoredPart]:
         return {
-            "weight": Part((shape,), ("F8_E4M3",)),
-            self.scale: Part(_scale_shapes(shape, self.block), SCALES, over=_over(self.kind(shape))),
+            "weight": StoredPart((shape,), ("F8_E4M3",)),
+            self.scale: StoredPart(_scale_shapes(shape, self.block), SCALES, over=_over(self.kind(shape))),
             **_unused(shape, self.block),
         }
 
+    @override
     def kind(self, shape: tuple[int, int]) -> CodesKind:
-        """As the protocol has it."""
         return CodesKind("fp8", self.block or (1, shape[1]))
 
+    @override
     def codes(self, tensors: Mapping[str, Tensor], shape: tuple[int, int]) -> Codes:
-        """As the protocol has it."""
         _check_no_zeros(tensors)
         codes = tensors["weight"].view(torch.uint8)
         if bool(((codes & 0x7F) == 0x7F).any()):
             raise ValueError("weight holds NaN")
         return Codes(self.kind(shape), codes, _scales(tensors[self.scale], self.kind(shape), shape))
 
+    @override
     def describe(self) -> str:
-        """As the protocol has it."""
         return "fp8" if self.block is None else f"fp8 in blocks of {self.block[0]} x {self.block[1]}"
 
 
 @dataclass(frozen=True, slots=True)
-class Int8:
+class Int8(Scheme):
     """int8 with one scale for all, for each row, or for each group of `group` columns."""
 
     group: int | None = None
 
-    def parts(self, shape: tuple[int, int]) -> dict[str, Part]:
-        """As the protocol has it."""
+    @override
+    def parts(self, shape: tuple[int, int]) -> dict[str, StoredPart]:
         block = None if self.group is None else (1, self.group)
         return {
-            "weight": Part((shape,), ("I8",)),
-            "weight_scale": Part(_scale_shapes(shape, block), SCALES, over=_over(self.kind(shape))),
+            "weight": StoredPart((shape,), ("I8",)),
+            "weight_scale": StoredPart(_scale_shapes(shape, block), SCALES, over=_over(self.kind(shape))),
             **_unused(shape, block),
         }
 
+    @override
     def kind(self, shape: tuple[int, int]) -> CodesKind:
-        """As the protocol has it."""
         return CodesKind("int8", (1, self.group or shape[1]))
 
+    @override
     def codes(self, tensors: Mapping[str, Tensor], shape: tuple[int, int]) -> Codes:
-        """As the protocol has it."""
         _check_no_zeros(tensors)
         scales = _scales(tensors["weight_scale"], self.kind(shape), shape)
         return Codes(self.kind(shape), tensors["weight"].view(torch.uint8), scales)
 
+    @override
     def describe(self) -> str:
-        """As the protocol has it."""
         return "int8" if self.group is None else f"int8 in groups of {self.group}"
 
 
 @dataclass(frozen=True, slots=True)
-class PackedInt:
+class PackedInt(Scheme):
     """4 or 8 bits in words along K, the first in the lowest bits; codes are raised by half their range.
 
     Attributes:
@@ -150,28 +151,28 @@ class PackedInt:
     group: int | None
     symmetric: bool
 
-    def parts(self, shape: tuple[int, int]) -> dict[str, Part]:
-        """As the protocol has it."""
+    @override
+    def parts(self, shape: tuple[int, int]) -> dict[str, StoredPart]:
         rows, columns = shape
         scales = self.kind(shape).scales_shape(shape)
         per_word = 32 // self.bits
         found = {
-            "weight_packed": Part(((rows, -(-columns // per_word)),), ("I32",), over=(("N", 1), ("K", per_word))),
-            "weight_scale": Part((scales,), SCALES, over=_over(self.kind(shape))),
-            "weight_shape": Part(((2,),), ("I64", "I32"), required=False, over=()),
-            "weight_g_idx": Part(((columns,),), ("I32", "I64"), required=False, over=(("K", 1),)),
+            "weight_packed": StoredPart(((rows, -(-columns // per_word)),), ("I32",), over=(("N", 1), ("K", per_word))),
+            "weight_scale": StoredPart((scales,), SCALES, over=_over(self.kind(shape))),
+            "weight_shape": StoredPart(((2,),), ("I64", "I32"), required=False, over=()),
+            "weight_g_idx": StoredPart(((columns,),), ("I32", "I64"), required=False, over=(("K", 1),)),
         }
         if not self.symmetric:
             over: Over = (("N", per_word), ("K", self.kind(shape).block[1]))
-            found["weight_zero_point"] = Part(((-(-rows // per_word), scales[1]),), ("I32",), over=over)
+            found["weight_zero_point"] = StoredPart(((-(-rows // per_word), scales[1]),), ("I32",), over=over)
         return found
 
+    @override
     def kind(self, shape: tuple[int, int]) -> CodesKind:
-        """As the protocol has it."""
         return CodesKind("int4" if self.bits == 4 else "int8", (1, self.group or shape[1]))
 
+    @override
     def codes(self, tensors: Mapping[str, Tensor], shape: tuple[int, int]) -> Codes:
-        """As the protocol has it."""
         kind = self.kind(shape)
         stored = tensors.get("weight_shape")
         if stored is not None and tuple(stored.tolist()) != shape:
@@ -186,13 +187,13 @@ class PackedInt:
         zeros = unpacked(tensors["weight_zero_point"].t(), 4).t()[: shape[0]]
         return Codes(kind, codes, scales, zeros.contiguous())
 
+    @override
     def describe(self) -> str:
-        """As the protocol has it."""
         return f"int{self.bits}" if self.group is None else f"int{self.bits} in groups of {self.group}"
 
 
 @dataclass(frozen=True, slots=True)
-class Float4:
+class Float4(Scheme):
     """e2m1, two in a byte, the first in the low bits.
 
     Attributes:
@@ -207,29 +208,29 @@ class Float4:
     overall: str | None = None
     divides: bool = False
 
-    def parts(self, shape: tuple[int, int]) -> dict[str, Part]:
-        """As the protocol has it."""
+    @override
+    def parts(self, shape: tuple[int, int]) -> dict[str, StoredPart]:
         rows, columns = shape
         found = {
-            self.weight: Part(((rows, columns // 2),), ("U8",), over=(("N", 1), ("K", 2))),
-            "weight_scale": Part(
+            self.weight: StoredPart(((rows, columns // 2),), ("U8",), over=(("N", 1), ("K", 2))),
+            "weight_scale": StoredPart(
                 ((rows, columns // self.group),),
                 ("F8_E4M3",) if self.overall else ("U8", "F8_E8M0"),
                 over=_over(self.kind(shape)),
             ),
         }
         if self.overall:
-            found[self.overall] = Part(((), (1,)), ("F32",))
+            found[self.overall] = StoredPart(((), (1,)), ("F32",))
         for name in ("input_scale", "input_global_scale"):
-            found[name] = Part(((), (1,)), SCALES, required=False)
+            found[name] = StoredPart(((), (1,)), SCALES, required=False)
         return found
 
+    @override
     def kind(self, shape: tuple[int, int]) -> CodesKind:
-        """As the protocol has it."""
         return CodesKind("fp4", (1, self.group))
 
+    @override
     def codes(self, tensors: Mapping[str, Tensor], shape: tuple[int, int]) -> Codes:
-        """As the protocol has it."""
         packed, kind = tensors[self.weight], self.kind(shape)
         codes = torch.stack((packed & 15, packed >> 4), dim=-1).flatten(1)
         if self.overall is None:
@@ -242,34 +243,34 @@ class Float4:
         scales = scales / overall if self.divides else scales * overall
         return Codes(kind, codes, _finite(scales, "weight_scale"))
 
+    @override
     def describe(self) -> str:
-        """As the protocol has it."""
         return "nvfp4" if self.overall else "mxfp4"
 
 
 @dataclass(frozen=True, slots=True)
-class Awq:
+class Awq(Scheme):
     """int4 with zero points, in words along N whose nibbles are in the order of `AWQ_ORDER`."""
 
     group: int | None
 
-    def parts(self, shape: tuple[int, int]) -> dict[str, Part]:
-        """As the protocol has it."""
+    @override
+    def parts(self, shape: tuple[int, int]) -> dict[str, StoredPart]:
         rows, columns = shape
         group = self.group or columns
         groups = -(-columns // group)
         return {
-            "qweight": Part(((columns, rows // 8),), ("I32",), over=(("K", 1), ("N", 8))),
-            "qzeros": Part(((groups, rows // 8),), ("I32",), over=(("K", group), ("N", 8))),
-            "scales": Part(((groups, rows),), SCALES, over=(("K", group), ("N", 1))),
+            "qweight": StoredPart(((columns, rows // 8),), ("I32",), over=(("K", 1), ("N", 8))),
+            "qzeros": StoredPart(((groups, rows // 8),), ("I32",), over=(("K", group), ("N", 8))),
+            "scales": StoredPart(((groups, rows),), SCALES, over=(("K", group), ("N", 1))),
         }
 
+    @override
     def kind(self, shape: tuple[int, int]) -> CodesKind:
-        """As the protocol has it."""
         return CodesKind("int4", (1, self.group or shape[1]))
 
+    @override
     def codes(self, tensors: Mapping[str, Tensor], shape: tuple[int, int]) -> Codes:
-        """As the protocol has it."""
         kind = self.kind(shape)
         scales = _scales(tensors["scales"].t(), kind, shape)
         return Codes(kind, self._in_order(tensors["qweight"]), scales, self._in_order(tensors["qzeros"]))
@@ -278,13 +279,13 @@ class Awq:
         nibbles: Tensor = unpacked(words, 4).unflatten(1, (-1, 8))
         return nibbles[:, :, AWQ_ORDER].flatten(1).t().contiguous()
 
+    @override
     def describe(self) -> str:
-        """As the protocol has it."""
         return "int4" if self.group is None else f"int4 in groups of {self.group}"
 
 
 @dataclass(frozen=True, slots=True)
-class Gptq:
+class Gptq(Scheme):
     """4 or 8 bits in words along K, zero points in words along N.
 
     Attributes:
@@ -299,24 +300,24 @@ class Gptq:
     less_one: bool
     symmetric: bool = False
 
-    def parts(self, shape: tuple[int, int]) -> dict[str, Part]:
-        """As the protocol has it."""
+    @override
+    def parts(self, shape: tuple[int, int]) -> dict[str, StoredPart]:
         rows, columns = shape
         group, per_word = self.group or columns, 32 // self.bits
         groups = -(-columns // group)
         return {
-            "qweight": Part(((columns // per_word, rows),), ("I32",), over=(("K", per_word), ("N", 1))),
-            "qzeros": Part(((groups, rows // per_word),), ("I32",), over=(("K", group), ("N", per_word))),
-            "scales": Part(((groups, rows),), SCALES, over=(("K", group), ("N", 1))),
-            "g_idx": Part(((columns,),), ("I32",), required=False, over=(("K", 1),)),
+            "qweight": StoredPart(((columns // per_word, rows),), ("I32",), over=(("K", per_word), ("N", 1))),
+            "qzeros": StoredPart(((groups, rows // per_word),), ("I32",), over=(("K", group), ("N", per_word))),
+            "scales": StoredPart(((groups, rows),), SCALES, over=(("K", group), ("N", 1))),
+            "g_idx": StoredPart(((columns,),), ("I32",), required=False, over=(("K", 1),)),
         }
 
+    @override
     def kind(self, shape: tuple[int, int]) -> CodesKind:
-        """As the protocol has it."""
         return CodesKind("int4" if self.bits == 4 else "int8", (1, self.group or shape[1]))
 
+    @override
     def codes(self, tensors: Mapping[str, Tensor], shape: tuple[int, int]) -> Codes:
-        """As the protocol has it."""
         kind = self.kind(shape)
         _check_groups(tensors.get("g_idx"), kind.block[1], shape[1])
         codes = unpacked(tensors["qweight"].t(), self.bits)
@@ -336,8 +337,8 @@ class Gptq:
             raise ValueError("qzeros of 8 bits are not all 128; wanted symmetric quantisation")
         return Codes(kind, codes ^ 0x80, scales)
 
+    @override
     def describe(self) -> str:
-        """As the protocol has it."""
         return f"int{self.bits}" if self.group is None else f"int{self.bits} in groups of {self.group}"
 
 
@@ -348,7 +349,7 @@ def unpacked(words: Tensor, bits: int) -> Tensor:
 
 
 def _over(kind: CodesKind) -> Over:
-    """What scales [N, K] of a kind stand for."""
+    """The axes of scales of a kind, each with its elements of the matrix."""
     return ("N", kind.block[0]), ("K", kind.block[1])
 
 
@@ -358,11 +359,11 @@ def _scale_shapes(shape: tuple[int, int], block: tuple[int, int] | None) -> tupl
     return (CodesKind("fp8", block).scales_shape(shape),)
 
 
-def _unused(shape: tuple[int, int], block: tuple[int, int] | None) -> dict[str, Part]:
-    """What may be stored beside: scales of activations, which stay as they are here, and zero points that are 0."""
+def _unused(shape: tuple[int, int], block: tuple[int, int] | None) -> dict[str, StoredPart]:
+    """Parts that may lie beside and are not used: scales of activations, and zero points that are 0."""
     over = _over(CodesKind("int8", block or (1, shape[1])))
-    zeros = Part(_scale_shapes(shape, block), ("I8", "I32", "I64", "F8_E4M3", *SCALES), required=False, over=over)
-    return {"input_scale": Part(((), (1,)), SCALES, required=False), "weight_zero_point": zeros}
+    zeros = StoredPart(_scale_shapes(shape, block), ("I8", "I32", "I64", "F8_E4M3", *SCALES), required=False, over=over)
+    return {"input_scale": StoredPart(((), (1,)), SCALES, required=False), "weight_zero_point": zeros}
 
 
 def _check_no_zeros(tensors: Mapping[str, Tensor]) -> None:

@@ -1,28 +1,99 @@
-"""The tensors of a quantised checkpoint, in which every quantised matrix is one tensor [N, K] again."""
+"""Tensors of a quantised checkpoint: each quantised matrix is one tensor [N, K]; and stored scales of 8-bit K and V."""
 
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from typing import NamedTuple
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fastspec.errors import CheckpointError
 from fastspec.kernels.common.codes import Codes, CodesKind
-from fastspec.models.checkpoints.names import Stored, parameter
-from fastspec.models.checkpoints.quantised import cache_scales
+from fastspec.kernels.common.kv_scales import KVScales
+from fastspec.models.checkpoints.parameter_names import PREFIX, parameter
 from fastspec.models.checkpoints.quantised.configs import Quantisation
 from fastspec.models.checkpoints.quantised.schemes import Over, Scheme
-from fastspec.models.checkpoints.shards import STORED_DTYPES, TensorInfo
+from fastspec.models.checkpoints.safetensors_files import STORED_DTYPES
+from fastspec.models.checkpoints.tensor_source import TensorInfo, TensorSource, WrappedSource
+
+_ATTENTION: Final = r"layers\.(\d+)\.(?:self_attn|mixer)\."
+# as the tools spell them; kv_scale is both
+_SCALE_NAMES: Final = re.compile(
+    _ATTENTION + r"(?:(?:attn\.|[kv]_proj\.|qkv_proj\.)?(k|v|kv)_scale|(k|v)_cache\.scale)$"
+)
+_LAYER: Final = re.compile(re.escape(PREFIX) + r"layers\.(\d+)\.")
+
+
+class CacheScales(NamedTuple):
+    """Divisors of K and V of one layer: one number, or one for each key head. 1 if none is stored."""
+
+    k: tuple[float, ...] = (1.0,)
+    v: tuple[float, ...] = (1.0,)
+
+
+def cache_scale_names(infos: Collection[str], parameters: Collection[str]) -> list[str]:
+    """Stored names that are scales of the model's layers, not of a vision tower's or of MTP layers.
+
+    Args:
+        infos: stored names.
+        parameters: names of the model's parameters.
+    """
+    layers = {found[1]: name for name in parameters if (found := _LAYER.match(name))}
+
+    def is_ours(name: str) -> bool:
+        found = _SCALE_NAMES.search(name)
+        mine = None if found is None else layers.get(found[1])
+        if found is None or mine is None:
+            return False
+        ours = _LAYER.match(mine)
+        assert ours is not None
+        return parameter(f"{name[: found.end(1)]}.{mine[ours.end() :]}", [mine]) == mine
+
+    return [name for name in infos if is_ours(name)]
+
+
+def read_cache_scales(stored: TensorSource, parameters: Collection[str]) -> dict[int, CacheScales]:
+    """The scales of a checkpoint by layer.
+
+    Args:
+        stored: tensors of the checkpoint.
+        parameters: names of the model's parameters.
+
+    Raises:
+        CheckpointError: one that is not a positive number.
+    """
+    found: dict[int, CacheScales] = {}
+    names = cache_scale_names(stored.infos(), parameters)
+    if not names:
+        return found
+    with stored.open():
+        for name in names:
+            match = _SCALE_NAMES.search(name)
+            assert match is not None
+            layer, which = int(match[1]), match[2] or match[3]
+            values = tuple(stored.read(name).float().flatten().tolist())
+            if not all(0 < value < float("inf") for value in values):
+                raise CheckpointError(f"{stored.directory}: {name} is {list(values)}, wanted positive numbers")
+            found[layer] = found.get(layer, CacheScales())._replace(**dict.fromkeys(which, values))
+    return found
+
+
+def scales_of_layers(found: Mapping[int, CacheScales], layers: Iterable[int]) -> tuple[KVScales, ...]:
+    """The scales by which K and V of these layers are stored here: of several heads the largest, which holds all."""
+    named = [found.get(layer, CacheScales()) for layer in layers]
+    return tuple(KVScales(max(each.k), max(each.v)) for each in named)
+
 
 WEIGHT = ".weight"
 # what names a matrix as quantised, and what may stand beside it
 MARKS = ("weight_packed", "weight_scale", "weight_scale_inv", "qweight", "scales")
+
 GROUP_INDICES = frozenset(("g_idx", "weight_g_idx"))  # of each column, in which group it is
+
 DTYPE_NAMES = {dtype: name for name, dtype in STORED_DTYPES.items()}
 
 
@@ -35,24 +106,21 @@ class Matrix(NamedTuple):
     parts: tuple[str, ...]
 
 
-class QuantisedShards:
-    """As `ShardTensors`, with the parts of each quantised matrix taken for one tensor, `<module>.weight`.
+class QuantisedShards(WrappedSource):
+    """Stored tensors, in which the parts of each quantised matrix are one tensor, `<module>.weight`.
 
     Args:
-        stored: what the files hold.
-        quantisation: what the config says.
+        stored: tensors of the files.
+        quantisation: settings of the config.
         shapes: of the model's parameters, by name.
-
-    Attributes:
-        directory, unnamed: as of `ShardTensors`.
 
     Raises:
         CheckpointError: parts are missing or have another shape or dtype, or the config leaves their matrix out.
     """
 
-    def __init__(self, stored: Stored, quantisation: Quantisation, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        self._stored, self._quantisation = stored, quantisation
-        self.directory, self.unnamed = stored.directory, stored.unnamed
+    def __init__(self, stored: TensorSource, quantisation: Quantisation, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        super().__init__(stored)
+        self._quantisation = quantisation
         self._matrices = dict(self._found(shapes))
         if quantisation.weights and not self._matrices:
             raise CheckpointError(
@@ -65,11 +133,11 @@ class QuantisedShards:
             for part in matrix.parts:
                 del self._infos[f"{matrix.module}.{part}"]
             self._infos[name] = TensorInfo(matrix.shape, torch.float32, where)  # what values are computed in
-        for name in cache_scales.names_of(self._infos.keys(), shapes.keys()):
+        for name in cache_scale_names(self._infos.keys(), shapes.keys()):
             del self._infos[name]
 
     def _found(self, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[str, Matrix]]:
-        infos = self._stored.infos()
+        infos = self._source.infos()
         for module in _modules(infos):
             name = parameter(module + WEIGHT, shapes.keys())
             if name not in shapes:
@@ -85,7 +153,7 @@ class QuantisedShards:
 
     def _parts(self, module: str, scheme: Scheme, shape: tuple[int, int]) -> tuple[str, ...]:
         """The parts that are there, each of a shape and dtype that it may have."""
-        infos, there = self._stored.infos(), []
+        infos, there = self._source.infos(), []
         for part, wanted in scheme.parts(shape).items():
             info = infos.get(f"{module}.{part}")
             if info is None:
@@ -99,7 +167,7 @@ class QuantisedShards:
             if info.shape not in wanted.shapes or dtype not in wanted.dtypes:
                 shapes = " or ".join(str(list(each)) for each in wanted.shapes)
                 raise CheckpointError(
-                    f"{self.directory / info.where}: {module}.{part} is {dtype} {list(info.shape)}, wanted "
+                    f"{self.directory}/{info.where}: {module}.{part} is {dtype} {list(info.shape)}, wanted "
                     f"{' or '.join(wanted.dtypes)} {shapes} of a matrix {list(shape)} in {scheme.describe()}"
                 )
             there.append(part)
@@ -109,25 +177,19 @@ class QuantisedShards:
         """Every tensor, a quantised matrix as one."""
         return self._infos
 
-    @contextmanager
-    def open(self) -> Iterator[None]:
-        """As of `ShardTensors`."""
-        with self._stored.open():
-            yield
-
     def read(self, name: str) -> Tensor:
         """A tensor by its stored name; a quantised matrix as fp32 values."""
         codes = self.codes(name, torch.device("cpu"))
-        return self._stored.read(name) if codes is None else codes.dequantise(torch.float32)
+        return self._source.read(name) if codes is None else codes.dequantise(torch.float32)
 
     def read_part(self, name: str, rows: slice, columns: slice) -> Tensor:
         """Part of a tensor; all of a quantised matrix is read for it."""
-        return self.read(name)[(rows, columns)[: len(self._infos[name].shape)]]
+        return TensorSource.read_part(self, name, rows, columns)
 
     def kind(self, name: str) -> CodesKind | None:
-        """What the codes of a tensor will be; None: it is not quantised."""
+        """The kind of the codes of a tensor; None: it is not quantised."""
         matrix = self._matrices.get(name)
-        return self._stored.kind(name) if matrix is None else matrix.scheme.kind(matrix.shape)
+        return self._source.kind(name) if matrix is None else matrix.scheme.kind(matrix.shape)
 
     def codes(self, name: str, device: torch.device) -> Codes | None:
         """A quantised matrix, its parts brought to the device and taken apart there; None: it is not quantised.
@@ -137,22 +199,22 @@ class QuantisedShards:
         """
         matrix = self._matrices.get(name)
         if matrix is None:
-            return self._stored.codes(name, device)
-        parts = {part: self._stored.read(f"{matrix.module}.{part}").to(device) for part in matrix.parts}
+            return self._source.codes(name, device)
+        parts = {part: self._source.read(f"{matrix.module}.{part}").to(device) for part in matrix.parts}
         try:
             return matrix.scheme.codes(parts, matrix.shape)
         except ValueError as error:
             raise CheckpointError(f"{self.directory}: {matrix.module}: {error}") from error
 
     def codes_part(self, name: str, rows: slice, columns: slice, device: torch.device) -> Codes | None:
-        """Rows and columns of a quantised matrix; of what is stored no more is read than whole words and scales need.
+        """Rows and columns of a quantised matrix. Reads only the stored words and scales that they need.
 
         Raises:
             CheckpointError: impossible values.
         """
         matrix = self._matrices.get(name)
         if matrix is None:
-            return self._stored.codes_part(name, rows, columns, device)
+            return self._source.codes_part(name, rows, columns, device)
         parts = {part: found.over for part, found in matrix.scheme.parts(matrix.shape).items() if part in matrix.parts}
         meant = {"N": range(matrix.shape[0])[rows], "K": range(matrix.shape[1])[columns]}
         read = {axis: self._whole(matrix, parts, axis, each) for axis, each in meant.items()}
@@ -168,7 +230,7 @@ class QuantisedShards:
 
     def _whole(self, matrix: Matrix, parts: Mapping[str, Over], axis: str, meant: range) -> range:
         """The smallest range of rows or columns around `meant` that whole stored elements make up."""
-        shapes = {part: self._stored.infos()[f"{matrix.module}.{part}"].shape for part in parts}
+        shapes = {part: self._source.infos()[f"{matrix.module}.{part}"].shape for part in parts}
         over = [pair for part, each in parts.items() for pair in zip(shapes[part], each, strict=False)]
         unit = math.lcm(*(by for size, (of, by) in over if of == axis and size > 1))
         stop = matrix.shape["NK".index(axis)]
@@ -179,14 +241,14 @@ class QuantisedShards:
         name = f"{matrix.module}.{part}"
         places = [
             slice(None) if size == 1 else slice(read[axis].start // by, -(-read[axis].stop // by))
-            for size, (axis, by) in zip(self._stored.infos()[name].shape, over, strict=False)
+            for size, (axis, by) in zip(self._source.infos()[name].shape, over, strict=False)
         ]
         if all(place == slice(None) for place in places):
-            return self._stored.read(name)
-        return self._stored.read_part(name, *places, *([slice(None)] * (2 - len(places))))
+            return self._source.read(name)
+        return self._source.read_part(name, *places, *([slice(None)] * (2 - len(places))))
 
     def describe(self) -> str:
-        """How many matrices are stored how."""
+        """Counts of matrices by scheme, for people."""
         kinds = Counter(matrix.scheme.describe() for matrix in self._matrices.values())
         return ", ".join(f"{count} matrices in {kind}" for kind, count in sorted(kinds.items()))
 

@@ -28,11 +28,11 @@ from fastspec.errors import CheckpointError, UnsupportedOption
 from fastspec.kernels.common.codes import CodeFormat, Codes
 from fastspec.kernels.common.rounding import FORMATS, kind_for, rounded
 from fastspec.models.checkpoints.generation import CONFIG
-from fastspec.models.checkpoints.names import EMBED, HEAD, parameter
+from fastspec.models.checkpoints.parameter_names import parameter
 from fastspec.models.checkpoints.quantised.tensors import WEIGHT
-from fastspec.models.checkpoints.shapes import tensor_shapes
-from fastspec.models.checkpoints.shards import INDEX, ShardTensors, read_json
-from fastspec.models.checkpoints.sources import resolve
+from fastspec.models.checkpoints.resolve import resolve
+from fastspec.models.checkpoints.safetensors_files import INDEX, ShardTensors, read_json
+from fastspec.models.layer_table import EMBED, HEAD, tensor_shapes
 
 _LAYOUTS: Final = {"fp8": "float-quantized", "int8": "pack-quantized", "int4": "pack-quantized"}
 _WEIGHTS: Final = (".safetensors", ".bin", ".pt", ".pth")
@@ -173,7 +173,7 @@ def _settings(form: CodeFormat, groups: dict[int | None, list[str]], kept: list[
 
 
 def _copy_others(source: Path, directory: Path) -> None:
-    """Tokenizer, generation settings and whatever else lies beside the weights; no pickled file."""
+    """Tokenizer, generation settings and other files beside the weights, but no pickled file."""
     for path in source.iterdir():
         written = path.suffix in _WEIGHTS or path.name in (INDEX, CONFIG)
         if path.is_file() and not written and not path.name.startswith("."):

@@ -28,7 +28,7 @@ def width(fields: ConfigFields, field: str) -> int:
 
 
 def sparse_layers(fields: ConfigFields, layers: int) -> tuple[bool, ...]:
-    """Which layers have experts, by `decoder_sparse_step` and `mlp_only_layers`."""
+    """True for each layer that has experts, by `decoder_sparse_step` and `mlp_only_layers`."""
     step = fields.count("decoder_sparse_step", SIZE_LIMITS["num_hidden_layers"])
     dense = fields.get("mlp_only_layers")
     dense = [] if dense is None else dense

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from fastspec.models.families.mixtures.experts import MAX_EXPERTS, counts, width
-from fastspec.models.families.plan import ExpertsPlan, LayerNames, LayerPlan, ModelFamily, without_windows
+from fastspec.models.families.plan import ExpertsPlan, LayerPlan, ModelFamily, without_windows
 from fastspec.models.fields import SIZE_LIMITS, ConfigFields
 from fastspec.shapes import RoutingRule
 
@@ -40,10 +40,10 @@ def _routing(fields: ConfigFields) -> tuple[int, RoutingRule]:
 GLM4_MOE = ModelFamily(
     "Glm4MoeForCausalLM",
     _plans,
-    LayerNames(
-        shared_gate_up=("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj"),
-        shared_down="mlp.shared_experts.down_proj",
-    ),
+    {
+        "shared_gate_up": ("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj"),
+        "shared_down": ("mlp.shared_experts.down_proj",),
+    },
     partial_rope=True,
 )
 GLM4V_MOE = replace(GLM4_MOE, architecture="Glm4vMoeForConditionalGeneration", text_part=True)

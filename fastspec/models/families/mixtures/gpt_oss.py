@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from fastspec.models.families.mixtures.experts import counts, width
-from fastspec.models.families.plan import ExpertsPlan, LayerNames, LayerPlan, ModelFamily, windows_by_layer_type
+from fastspec.models.families.plan import ExpertsPlan, LayerPlan, ModelFamily, windows_by_layer_type
 from fastspec.models.fields import ConfigFields
 from fastspec.shapes import ClampedGate, RoutingRule
 
@@ -24,4 +24,4 @@ def _plans(fields: ConfigFields, layers: int) -> tuple[LayerPlan, ...]:
     return tuple(replace(plan, window=window) for window in windows_by_layer_type(fields, layers))
 
 
-GPT_OSS = ModelFamily("GptOssForCausalLM", _plans, LayerNames(router="mlp.router"))
+GPT_OSS = ModelFamily("GptOssForCausalLM", _plans, {"experts.router": ("mlp.router",)})

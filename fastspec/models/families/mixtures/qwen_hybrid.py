@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from fastspec.models.families.mixtures.experts import sparse_layers
 from fastspec.models.families.mixtures.qwen_moe import with_shared_expert
-from fastspec.models.families.plan import LayerNames, LayerPlan, ModelFamily
+from fastspec.models.families.plan import LayerPlan, ModelFamily
 from fastspec.models.families.qwen3 import hybrid_plans
 from fastspec.models.fields import ConfigFields
 
@@ -30,7 +30,7 @@ def _next_plans(fields: ConfigFields, layers: int) -> tuple[LayerPlan, ...]:
 QWEN3_NEXT = ModelFamily(
     "Qwen3NextForCausalLM",
     _next_plans,
-    LayerNames(delta=("linear_attn.in_proj_qkvz", "linear_attn.in_proj_ba")),
+    {"delta": (), "delta_grouped": ("linear_attn.in_proj_qkvz", "linear_attn.in_proj_ba")},
     rope_kinds=("default",),
     partial_rope=True,
 )

@@ -27,7 +27,7 @@ def experts_of(fields: ConfigFields, *, normed: bool) -> ExpertsPlan:
 
 
 def with_shared_expert(fields: ConfigFields, *, normed: bool) -> ExpertsPlan:
-    """As `experts_of`, with a gated shared expert beside them."""
+    """The experts of `experts_of`, with a gated shared expert beside them."""
     shared = width(fields, "shared_expert_intermediate_size")
     return replace(experts_of(fields, normed=normed), shared=shared, shared_gate=True)
 

@@ -17,8 +17,8 @@ from safetensors.torch import load_file, save_file
 
 from fastspec import CheckpointError, FastSpecGenerator, UnsupportedModel
 from fastspec.kernels.common.codes import Codes
-from fastspec.models.checkpoints.load import load_weights
-from fastspec.models.checkpoints.sources import resolve
+from fastspec.models.checkpoints.decoder_weights import load_weights
+from fastspec.models.checkpoints.resolve import resolve
 from tests.helpers import quantised
 from tests.helpers.checkpoints import edit, make_checkpoint
 from tests.helpers.damage import damaged_value

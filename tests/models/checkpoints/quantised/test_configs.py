@@ -11,9 +11,9 @@ import torch
 from compressed_tensors.quantization import QuantizationArgs
 
 from fastspec.errors import UnsupportedModel
-from fastspec.models.checkpoints.quantised import cache_scales
 from fastspec.models.checkpoints.quantised.configs import quantisation_of
 from fastspec.models.checkpoints.quantised.schemes import Float8, Gptq, Int8, PackedInt
+from fastspec.models.checkpoints.quantised.tensors import cache_scale_names
 
 INT4 = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 128, "dynamic": False}
 FP8 = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel", "observer": "minmax"}
@@ -252,4 +252,4 @@ def test_scales_of_the_cache_are_the_text_layers_own() -> None:
         "model.layers.2.self_attn.k_scale",
         "audio_tower.layers.0.self_attn.kv_scale",
     ]
-    assert cache_scales.names_of([*ours, *others], parameters) == ours
+    assert cache_scale_names([*ours, *others], parameters) == ours

@@ -13,11 +13,12 @@ from fastspec.kernels.common.code_packing import can_pack_codes
 from fastspec.kernels.common.packing import can_pack
 from fastspec.kernels.common.rounding import FORMATS, kind_for, rounded
 from fastspec.kernels.ops import TORCH_OPS
-from fastspec.models.checkpoints import loader
-from fastspec.models.checkpoints.load import load_weights
-from fastspec.models.checkpoints.loader import Loader
+from fastspec.models.checkpoints import weight_loader
+from fastspec.models.checkpoints.checkpoint import Checkpoint
+from fastspec.models.checkpoints.decoder_weights import load_weights
 from fastspec.models.checkpoints.pair import resolve_pair
-from fastspec.models.checkpoints.sources import Checkpoint, resolve
+from fastspec.models.checkpoints.resolve import resolve
+from fastspec.models.checkpoints.weight_loader import Loader
 from tests.helpers import quantised
 from tests.helpers.checkpoints import make_checkpoint
 from tests.helpers.live_bytes import LiveBytes
@@ -66,7 +67,7 @@ def test_packed_weights_are_made_run_by_run(
     assert isinstance(checkpoint, Checkpoint)
     options = {"dtype": torch.bfloat16, "device": CPU, "progress": False}
     rows = load_weights(checkpoint, **options, ops=TORCH_OPS)
-    monkeypatch.setattr(loader, "VALUES", 2 * 16 * 128)
+    monkeypatch.setattr(weight_loader, "VALUES", 2 * 16 * 128)
     runs: list[int] = []
     fill = Loader._fill_rows
     monkeypatch.setattr(Loader, "_fill_rows", lambda *given: (runs.append(len(given[4])), fill(*given)))
@@ -98,14 +99,14 @@ def test_beside_the_quantised_model_lies_less_than_a_layer(
     checkpoint = resolve_pair(plain, None, (None, None), (form, None))[0]
     assert isinstance(checkpoint, Checkpoint)
     layer = 128 * (128 + 2 * 64) + 128 * 128 + 3 * 128 * 256
-    monkeypatch.setattr(loader, "VALUES", layer // 26)
+    monkeypatch.setattr(weight_loader, "VALUES", layer // 26)
     monkeypatch.setattr(round_codes, "ROWS", 32)  # the interpreter takes its time for each program
     with LiveBytes() as live:
         weights = load_weights(checkpoint, dtype=torch.bfloat16, device=CPU, progress=False, ops=ops)
     assert {each.down.format for each in weights.layers} == {"codes"}
     assert checkpoint.bytes_loaded(torch.bfloat16, CPU, ops) == weights.nbytes()
     beside = live.peak - weights.nbytes()
-    assert 0 < beside * loader.READERS <= 2 * layer
+    assert 0 < beside * weight_loader.READERS <= 2 * layer
 
 
 def test_a_packed_weight_of_plain_and_quantised_parts(tmp_path: Path) -> None:

@@ -10,9 +10,9 @@ from transformers import PreTrainedModel
 
 from fastspec import FastSpecGenerator
 from fastspec.kernels.common.rounding import FORMATS
-from fastspec.models.checkpoints.load import load_weights
+from fastspec.models.checkpoints.decoder_weights import load_weights
 from fastspec.models.checkpoints.quantised.write import write_quantised
-from fastspec.models.checkpoints.sources import resolve
+from fastspec.models.checkpoints.resolve import resolve
 from tests.helpers.checkpoints import make_checkpoint
 from tests.helpers.versions import OLDER
 from tests.models.checkpoints.quantised.test_checkpoints import SMALL, made

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from fastspec import CheckpointError, FastSpecGenerator, UnsupportedOption
 from fastspec.cli.app import app
 from fastspec.kernels.common.rounding import FORMATS
-from fastspec.models.checkpoints.load import load_weights
+from fastspec.models.checkpoints.decoder_weights import load_weights
 from fastspec.models.checkpoints.pair import resolve_pair
 from fastspec.models.checkpoints.quantised.schemes import unpacked
 from fastspec.models.checkpoints.quantised.write import packed, write_quantised

@@ -14,11 +14,12 @@ from fastspec.distributed.slices import share_of
 from fastspec.engine.explain import shared_expert
 from fastspec.errors import UnsupportedModel
 from fastspec.kernels.ops import TORCH_OPS
-from fastspec.models.checkpoints.load import DecoderWeights, load_weights
-from fastspec.models.checkpoints.sliced import local_spec
-from fastspec.models.checkpoints.sources import resolve
+from fastspec.models.checkpoints.decoder_weights import load_weights
+from fastspec.models.checkpoints.rank_slices import local_spec
+from fastspec.models.checkpoints.resolve import resolve
 from fastspec.models.config import ModelSpec, spec_from_config
 from fastspec.models.families.plan import ExpertsPlan, LayerPlan
+from fastspec.models.layer_table import DecoderWeights
 from fastspec.shapes import ClampedGate, RoutingRule, Tiling
 from tests.helpers import hybrid
 from tests.helpers.families import VOCAB, config_of, decoder, logits_of, make_family

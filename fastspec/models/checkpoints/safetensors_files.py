@@ -9,7 +9,6 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
@@ -17,6 +16,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from fastspec.errors import CheckpointError
+from fastspec.models.checkpoints.tensor_source import TensorInfo, TensorSource
 
 SINGLE: Final = "model.safetensors"
 INDEX: Final = "model.safetensors.index.json"
@@ -28,21 +28,6 @@ STORED_DTYPES: Final[Mapping[str, torch.dtype]] = {
     "F16": torch.float16,
     "F32": torch.float32,
 }
-
-
-@dataclass(frozen=True, slots=True)
-class TensorInfo:
-    """What is known of a tensor before it is read.
-
-    Attributes:
-        shape: its sizes.
-        dtype: its stored dtype; a plain str names one that cannot be loaded.
-        where: the file name or module class that holds it, for messages.
-    """
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype | str
-    where: str
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -125,7 +110,7 @@ def _no_weights(directory: Path) -> str:
     return f"{directory}: wanted {SINGLE} or {INDEX}; the directory {why}"
 
 
-class ShardTensors:
+class ShardTensors(TensorSource):
     """The tensors of a checkpoint directory.
 
     Args:
@@ -138,6 +123,8 @@ class ShardTensors:
     Raises:
         CheckpointError: weights are missing, a file is damaged or truncated, or files and index disagree.
     """
+
+    directory: Path
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -152,13 +139,13 @@ class ShardTensors:
                         f"{directory}: tensor {name!r} is in both {self._infos[name].where} and {file}; keep one"
                     )
                 self._infos[name] = info
-        self.unnamed: frozenset[str] = frozenset()
+        self.unnamed = frozenset()
         if weight_map is not None:
             _check_index(directory, weight_map, self._infos)
             self.unnamed = frozenset(self._infos.keys() - weight_map.keys())
 
     def infos(self) -> Mapping[str, TensorInfo]:
-        """Every stored tensor by name, from the headers alone."""
+        """Every stored tensor by name, from the headers."""
         return self._infos
 
     @contextmanager
@@ -189,18 +176,6 @@ class ShardTensors:
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{self.directory / info.where}: cannot read {name!r}: {error}") from error
         return part
-
-    def kind(self, name: str) -> None:
-        """None: nothing is quantised here."""
-
-    def codes(self, name: str, device: torch.device) -> None:
-        """None: nothing is quantised here."""
-
-    def codes_part(self, name: str, rows: slice, columns: slice, device: torch.device) -> None:
-        """None: nothing is quantised here."""
-
-    def release(self, names: list[str]) -> None:
-        """Nothing to do: the map of a file is dropped when `open()` ends."""
 
 
 def _open(directory: Path, file: str) -> Any:

@@ -12,9 +12,8 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager
 from functools import partial
-from typing import NoReturn, Protocol
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -22,12 +21,12 @@ from tqdm import tqdm
 
 from fastspec.errors import CheckpointError
 from fastspec.kernels.common.code_packing import PackedCodes
-from fastspec.kernels.common.codes import Codes, CodesKind, join, joined_kind
+from fastspec.kernels.common.codes import CodesKind, join, joined_kind
 from fastspec.kernels.common.experts import MXFP4, ExpertStack
 from fastspec.kernels.common.rounding import rounded
 from fastspec.kernels.common.weights import Weight
 from fastspec.kernels.ops import Ops
-from fastspec.models.checkpoints.shards import TensorInfo
+from fastspec.models.checkpoints.tensor_source import TensorInfo, TensorSource
 
 READERS = 4  # threads that fill weights on CUDA
 _PINNED_BYTES = 32 * 2**20  # of each reader
@@ -39,34 +38,6 @@ Rounding = Callable[[str, tuple[int, int]], "CodesKind | None"]
 
 def _as_it_is(name: str, shape: tuple[int, int]) -> None:
     """A `Rounding` that rounds no matrix."""
-
-
-class TensorSource(Protocol):
-    """Named tensors of a checkpoint, described before they are read."""
-
-    def infos(self) -> Mapping[str, TensorInfo]:
-        """Shape, stored dtype and place of every tensor, without reading any."""
-
-    def open(self) -> AbstractContextManager[None]:
-        """Holds files open while tensors are read."""
-
-    def read(self, name: str) -> Tensor:
-        """The tensor where it lies: a view of the mapped file, or the module's own parameter. Threads may call it."""
-
-    def read_part(self, name: str, rows: slice, columns: slice) -> Tensor:
-        """Rows and, of a matrix, columns of a tensor. Threads may call it."""
-
-    def kind(self, name: str) -> CodesKind | None:
-        """What a matrix is quantised to; None: it is not."""
-
-    def codes(self, name: str, device: torch.device) -> Codes | None:
-        """A quantised matrix on a device; None: it is not quantised. Threads may call it."""
-
-    def codes_part(self, name: str, rows: slice, columns: slice, device: torch.device) -> Codes | None:
-        """Rows and columns of a quantised matrix, as `Codes.part` has them; no more is read than stored words need."""
-
-    def release(self, names: list[str]) -> None:
-        """Lets go of the source's memory for tensors that have been copied."""
 
 
 class Loader:
@@ -139,11 +110,11 @@ class Loader:
         return made
 
     def same_format(self, *names: str) -> bool:
-        """Whether all the named matrices are stored quantised, or none."""
+        """True if all the named matrices are stored quantised, or none."""
         return len({self._source.kind(name) is None for name in names}) == 1
 
     def joins_shared(self, *names: str) -> bool:
-        """Whether ops want the named matrices of a shared expert and a router among those of all experts.
+        """True if ops want the named matrices of a shared expert and a router among those of all experts.
 
         Of codes they stay apart, and where ranks share matrices.
         """
@@ -154,7 +125,7 @@ class Loader:
         return wanted and plain and not rounded and self._whole is None
 
     def stack(self, experts: list[tuple[str, ...]], gated: bool = False) -> ExpertStack:
-        """Of each expert the named matrices under each other, as one stack: in mxfp4 where all are and ops read it.
+        """One stack of the named matrices of each expert. It is mxfp4 if all are stored so and `ops` read it.
 
         gated: the first half of the rows is a gate.
         """
@@ -203,7 +174,7 @@ class Loader:
                     done.result()
 
     def cancel(self) -> None:
-        """Makes `fill` end soon, in whatever thread it runs."""
+        """Makes `fill` end soon, in any thread."""
         self._copies.clear()
 
     def _copy(self, copy: Callable[[_Staging | None], None]) -> None:
@@ -272,7 +243,7 @@ class Loader:
             place.fill(values(self._rows(names, place, order, staging)))
 
     def _rounded(self, kind: CodesKind | None, rows: Tensor) -> Tensor:
-        """What codes of a kind stand for, of rows that are rounded to it; None: the rows."""
+        """Rows rounded to a kind and turned back to values; with None the rows themselves."""
         return rows if kind is None else rounded(rows, kind).dequantise(self.dtype)
 
     def _pack_rounded(self, place: PackedCodes, tile: int, rows: Tensor) -> Tensor:

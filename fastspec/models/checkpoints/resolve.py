@@ -1,4 +1,4 @@
-"""Where a checkpoint comes from: a local directory, a Hub id, or a live transformers model.
+"""Finds and checks a checkpoint: a local directory, a Hub id, or a live transformers model.
 
 `resolve` checks everything that can be checked without reading a weight: the raw JSON first, then the config
 object that transformers makes of it, then the names, shapes and dtypes in the safetensors headers. No code of
@@ -12,28 +12,25 @@ import os
 import warnings
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from dataclasses import field as dataclass_field
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from torch import nn
 
 from fastspec.errors import CheckpointError, UnsupportedModel, UnsupportedOption
+from fastspec.models.checkpoints.checkpoint import Checkpoint
+from fastspec.models.checkpoints.decoder_weights import planned_bytes
 from fastspec.models.checkpoints.expert_tensors import by_expert, check_mxfp4
 from fastspec.models.checkpoints.generation import CONFIG, settings_of_directory, settings_of_module
 from fastspec.models.checkpoints.hub import download
-from fastspec.models.checkpoints.leftovers import name_others, warn_of_other_parts
-from fastspec.models.checkpoints.live import ModuleTensors
-from fastspec.models.checkpoints.live_checks import as_built, check_as_built
-from fastspec.models.checkpoints.load import named, planned_bytes
-from fastspec.models.checkpoints.names import EMBED, HEAD, NamedTensors, Stored, has_own_head
-from fastspec.models.checkpoints.quantised import cache_scales
-from fastspec.models.checkpoints.quantised.cache_scales import CacheScales
+from fastspec.models.checkpoints.live_module import ModuleTensors, as_built, check_as_built
+from fastspec.models.checkpoints.parameter_names import NamedTensors, has_own_head, named
 from fastspec.models.checkpoints.quantised.configs import Quantisation, quantisation_of
-from fastspec.models.checkpoints.quantised.tensors import QuantisedShards
-from fastspec.models.checkpoints.shapes import check_no_others, check_tensors, tensor_shapes
-from fastspec.models.checkpoints.shards import INDEX, SINGLE, ShardTensors, read_json
+from fastspec.models.checkpoints.quantised.tensors import CacheScales, QuantisedShards, read_cache_scales
+from fastspec.models.checkpoints.safetensors_files import INDEX, SINGLE, ShardTensors, read_json
+from fastspec.models.checkpoints.tensor_checks import check_no_others, check_tensors, name_others, warn_of_other_parts
+from fastspec.models.checkpoints.tensor_source import TensorSource
 from fastspec.models.config import (
     ModelSpec,
     refuse_other_architectures,
@@ -43,19 +40,15 @@ from fastspec.models.config import (
 from fastspec.models.families import FAMILIES
 from fastspec.models.fields import check_sizes, with_floats
 from fastspec.models.hosted.codes import hosted_bytes, quantised_products
-from fastspec.models.hosted.info import HostedInfo, hosted_info
-from fastspec.models.hosted.live import check_hosted_module, is_hostable, known_type
+from fastspec.models.hosted.info import HostedInfo, check_hosted_module, hosted_info, is_hostable, known_type
+from fastspec.models.layer_table import EMBED, HEAD, tensor_shapes
 from fastspec.models.remote_code import AUTO_MAP, names_causal_model, refuse_remote_code, with_known_type
 from fastspec.models.text_parts import native_text_part
 
 if TYPE_CHECKING:
-    import torch
-    from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-    from fastspec.kernels.common.codes import CodeFormat
-    from fastspec.kernels.ops import Ops
-    from fastspec.models.checkpoints.shards import TensorInfo
-    from fastspec.models.checkpoints.sliced import Sliced
+    from fastspec.models.checkpoints.tensor_source import TensorInfo
 
 MODELOPT: Final = "hf_quant_config.json"
 QUANTISED_FIELDS: Final = ("quantization_config", "compression_config")
@@ -65,59 +58,6 @@ TEXT_CONFIG: Final = "text_config"
 ADAPTER: Final = "adapter_config.json"
 # Of a classifier, which is never built: transformers would make a table of as many labels as the file asks for.
 UNREAD_FIELDS: Final = ("num_labels", "id2label", "label2id")
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Checkpoint:
-    """One resolved source of a model: what it is, and where its weights lie.
-
-    Attributes:
-        name: path, Hub id or class name, for messages.
-        role: "target" or "draft".
-        spec: the checked config: a `ModelSpec`, or a `HostedInfo` where transformers' own module is run.
-        directory: local files, or None for a live module.
-        module: the caller's live transformers model, or None.
-        generation_config: a private copy of the checkpoint's generation settings.
-        quantisation: how its matrices are stored where they are quantised; None: as the config's dtype.
-        stored: that in words.
-        cache_scales: of 8-bit K and V, by layer, where they are stored; used where K and V are kept in 8 bits.
-        rounded, chosen: what matrices are rounded to when they are loaded, None: nothing; whether by choice of "auto".
-        sliced: what of it one rank of several loads, which `spec` then describes; None: all of it.
-        mtp: MTP layers lie beside the model.
-    """
-
-    name: str
-    role: str
-    spec: ModelSpec | HostedInfo
-    directory: Path | None
-    module: nn.Module | None
-    generation_config: GenerationConfig | None
-    quantisation: Quantisation | None = None
-    stored: str = ""
-    cache_scales: Mapping[int, CacheScales] = dataclass_field(default_factory=dict)
-    rounded: CodeFormat | None = None
-    chosen: bool = False
-    sliced: Sliced | None = None
-    mtp: bool = False
-
-    def bytes_loaded(self, dtype: torch.dtype, device: torch.device, ops: Ops) -> int:
-        """Bytes that its weights take on a device, as these ops want them, with activations of `dtype`."""
-        if isinstance(self.spec, HostedInfo):
-            return hosted_bytes(self, self.spec, dtype, device, ops)
-        return planned_bytes(self, dtype=dtype, device=device, ops=ops)
-
-    @property
-    def ranks(self) -> int:
-        """Processes that share it."""
-        held = self.spec.cut if isinstance(self.spec, HostedInfo) else self.sliced
-        return 1 if held is None else held.share.size
-
-    @property
-    def native(self) -> ModelSpec:
-        """The spec of a model that our decoder runs; UnsupportedModel where it is hosted."""
-        if not isinstance(self.spec, ModelSpec):
-            raise UnsupportedModel(f"{self.name}: is hosted, and has no weights of the decoder's own")
-        return self.spec
 
 
 def resolve(
@@ -222,7 +162,9 @@ def _from_module(module: nn.Module, role: str) -> Checkpoint:
         name = type(module).__name__
         check_hosted_module(module)
         info = hosted_info(module.config, type(module))  # type: ignore[arg-type]
-        return Checkpoint(name, role, info, None, module, settings_of_module(module, info.vocab_size))
+        return Checkpoint(
+            name, role, info, None, module, settings_of_module(module, info.vocab_size), count=hosted_bytes
+        )
     held = ModuleTensors(module)
     name = type(module).__name__
     config: Any = copy.deepcopy(module.config)
@@ -234,7 +176,7 @@ def _from_module(module: nn.Module, role: str) -> Checkpoint:
     spec = as_built(module, spec)
     if spec.tied and has_own_head(tensors):
         spec = replace(spec, tied=False)
-    return Checkpoint(name, role, spec, None, module, settings_of_module(module, spec.vocab_size))
+    return Checkpoint(name, role, spec, None, module, settings_of_module(module, spec.vocab_size), count=planned_bytes)
 
 
 def _from_directory(directory: Path, name: str, role: str) -> Checkpoint:
@@ -249,7 +191,7 @@ def _from_directory(directory: Path, name: str, role: str) -> Checkpoint:
         spec = spec_from_config(text or config)
     with _naming(directory):
         quantisation = _quantisation(directory, raw)
-    shards: Stored = by_expert(ShardTensors(directory), spec, name)
+    shards: TensorSource = by_expert(ShardTensors(directory), spec, name)
     check_mxfp4(shards, quantisation, name)
     stored, scales = "", {}
     if quantisation is not None:
@@ -264,13 +206,15 @@ def _from_directory(directory: Path, name: str, role: str) -> Checkpoint:
     is_part = text is not None or FAMILIES[spec.family].text_part
     mtp = name_others(tensors, spec, f"{role}: {name}", is_part=is_part)
     settings = settings_of_directory(directory, raw, spec.vocab_size)
-    return Checkpoint(name, role, spec, directory, None, settings, quantisation, stored, scales, mtp=mtp)
+    return Checkpoint(
+        name, role, spec, directory, None, settings, quantisation, stored, scales, mtp=mtp, count=planned_bytes
+    )
 
 
 def _cache_scales(
-    shards: Stored, quantisation: Quantisation, parameters: Collection[str], name: str
+    shards: TensorSource, quantisation: Quantisation, parameters: Collection[str], name: str
 ) -> dict[int, CacheScales]:
-    scales = cache_scales.read(shards, parameters)
+    scales = read_cache_scales(shards, parameters)
     if scales or quantisation.cache:
         warnings.warn(
             f"{name}: the checkpoint is meant for K and V in 8 bits ({len(scales)} layers with scales); "
@@ -287,9 +231,9 @@ def _hosted(directory: Path, name: str, role: str, raw: dict[str, Any], config: 
         warn_of_other_parts(shards.infos(), f"{role}: {name}")
     settings, quantisation = settings_of_directory(directory, raw, info.vocab_size), _quantisation(directory, raw)
     if quantisation is None:
-        return Checkpoint(name, role, info, directory, None, settings)
+        return Checkpoint(name, role, info, directory, None, settings, count=hosted_bytes)
     stored = quantised_products(shards, quantisation, info).describe()
-    return Checkpoint(name, role, info, directory, None, settings, quantisation, stored)
+    return Checkpoint(name, role, info, directory, None, settings, quantisation, stored, count=hosted_bytes)
 
 
 def _hosted_info(directory: Path, raw: dict[str, Any], config: PretrainedConfig) -> HostedInfo:
@@ -309,7 +253,7 @@ def _hosted_info(directory: Path, raw: dict[str, Any], config: PretrainedConfig)
 
 
 def check_before_download(directory: Path) -> None:
-    """Refuses a model by its config alone, before its weights are fetched."""
+    """Refuses a model by its config, before its weights are fetched."""
     raw = check_config_file(directory)
     config = _build_config(directory, raw)
     if raw["model_type"] not in FAMILIES and native_text_part(config) is None:

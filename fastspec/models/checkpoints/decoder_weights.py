@@ -1,0 +1,310 @@
+"""Checkpoint tensors to the decoder's fused tensors, checked by name, shape and dtype before anything is
+allocated.
+
+Every linear is y = x @ W.T with W [out, in]. The q, k and v projections become one matrix, and so do gate and
+up; the fused matrix is allocated on the device first, and each part is copied from the file (or the live
+module) into its rows, so that the device never holds a matrix twice. A live module is only read: nothing is
+shared with it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+from tqdm import tqdm
+
+from fastspec.errors import CheckpointError, UnsupportedOption
+from fastspec.kernels.common.codes import CodesKind
+from fastspec.kernels.common.experts import ExpertStack, ExpertWeights
+from fastspec.kernels.common.rounding import kind_for
+from fastspec.kernels.common.weights import Weight
+from fastspec.kernels.ops import TORCH_OPS, Ops
+from fastspec.models.checkpoints.checkpoint import Checkpoint
+from fastspec.models.checkpoints.expert_tensors import by_expert
+from fastspec.models.checkpoints.live_module import ModuleTensors
+from fastspec.models.checkpoints.parameter_names import named
+from fastspec.models.checkpoints.quantised.tensors import QuantisedShards
+from fastspec.models.checkpoints.rank_slices import SlicedTensors
+from fastspec.models.checkpoints.safetensors_files import ShardTensors
+from fastspec.models.checkpoints.tensor_checks import check_no_others, check_tensors
+from fastspec.models.checkpoints.tensor_source import TensorSource
+from fastspec.models.checkpoints.weight_loader import Loader, Rounding
+from fastspec.models.config import DTYPES
+from fastspec.models.layer_table import (
+    EMBED,
+    HEAD,
+    NORM,
+    NORM_BIAS,
+    DecoderWeights,
+    DeltaWeights,
+    LayerWeights,
+    TableRow,
+    axes_of,
+    rows_of,
+    slices_of,
+    tensor_shapes,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from fastspec.models.config import ModelSpec
+    from fastspec.models.families.plan import LayerPlan
+
+
+@dataclass(frozen=True, slots=True)
+class PendingWeights:
+    """Weights that are allocated, and filled later.
+
+    Attributes:
+        weights: to be used by nothing that reads values before `fill` has returned.
+        fill: reads the files; it may run in another thread. Raises CheckpointError as `allocate_weights`.
+        cancel: makes `fill` end soon; the weights are not to be used then.
+    """
+
+    weights: DecoderWeights
+    fill: Callable[[], None]
+    cancel: Callable[[], None]
+
+
+def allocate_weights(
+    checkpoint: Checkpoint,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    progress: bool = True,
+    release_source: bool = False,
+    ops: Ops = TORCH_OPS,
+) -> PendingWeights:
+    """Allocates all weights of a checkpoint, fused, in `dtype` on `device`.
+
+    A live module is copied here and now, for with `release_source` its memory makes room for the copy.
+
+    Args:
+        checkpoint: from `sources.resolve`.
+        dtype: torch.bfloat16, torch.float16 or torch.float32; stored values are rounded to it.
+        device: where the fused tensors are allocated.
+        progress: shows a progress bar in bytes on standard error.
+        release_source: frees a live module while it is copied: each parameter becomes an empty meta tensor
+            once its copy is made, and the module cannot be used again, also if loading fails half way.
+            Without it the module is left as it was. Means nothing for a directory.
+        ops: whose weights they are.
+
+    Returns:
+        Contiguous tensors that share no memory with the source.
+
+    Raises:
+        CheckpointError: the stored tensors are not what the config says, or a value does not fit in float16.
+        UnsupportedModel: a stored dtype, or the live module, is not supported.
+        UnsupportedOption: `dtype` is none of the three.
+    """
+    if dtype not in DTYPES:
+        raise UnsupportedOption(f"dtype={dtype} is not supported, wanted bfloat16, float16 or float32")
+    source = source_of(checkpoint)
+    whole, spec = _whole(checkpoint), checkpoint.native
+    check_tensors(source.infos(), whole, checkpoint.name)
+    if checkpoint.module is not None:
+        check_no_others(source.infos(), whole, checkpoint.name)
+    whole_infos = None if checkpoint.sliced is None else source.infos()
+    source = _own(source, checkpoint)
+    total = dtype.itemsize * sum(math.prod(source.infos()[name].shape) for name in tensor_shapes(spec))
+    bar: tqdm[NoReturn] = tqdm(
+        total=total, unit="B", unit_scale=True, desc=f"loading {checkpoint.role}", disable=not progress
+    )
+    later = checkpoint.module is None
+    rounds_to = _rounding(checkpoint)
+    loader = Loader(
+        source, dtype, device, ops, bar, rounds_to=rounds_to, release=release_source, later=later, whole=whole_infos
+    )
+    with torch.no_grad():
+        if spec.tied and release_source and HEAD in source.infos():
+            source.release([HEAD])  # whose values are the embedding's, as `resolve` found
+        weights = _assemble(loader, spec)
+
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()  # other streams fill memory that was in use on this one
+
+    def fill() -> None:
+        with bar:
+            loader.fill()
+
+    return PendingWeights(weights, fill, loader.cancel)
+
+
+def planned_bytes(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, ops: Ops) -> int:
+    """Bytes that `allocate_weights` with these arguments takes; nothing is allocated, and no value is read."""
+    if checkpoint.quantisation is None and checkpoint.rounded is None and checkpoint.sliced is None:
+        return checkpoint.native.weight_bytes(dtype)
+    rounds_to = _rounding(checkpoint)
+    bar: tqdm[NoReturn] = tqdm(disable=True)
+    source = _own(source_of(checkpoint), checkpoint)
+    whole = None if checkpoint.sliced is None else source_of(checkpoint).infos()
+    loader = Loader(source, dtype, device, ops, bar, rounds_to=rounds_to, planned=True, later=True, whole=whole)
+    return _assemble(loader, checkpoint.native).nbytes()
+
+
+def _rounding(checkpoint: Checkpoint) -> Rounding:
+    """The `Rounding` of a checkpoint: matrices of layers, and the head of a draft, which is as large as they are.
+
+    A head of a target stays as it is, as in published checkpoints. One in 4 bits would lose the most: it has 8.
+    """
+    form, draft = checkpoint.rounded, checkpoint.role == "draft"
+
+    def rounds_to(name: str, shape: tuple[int, int]) -> CodesKind | None:
+        if form is None:
+            return None
+        if name in (EMBED, HEAD):
+            head = draft and (name == HEAD or checkpoint.native.tied)
+            return kind_for("int8" if form == "int4" else form, shape) if head else None
+        return kind_for(form, shape)
+
+    return rounds_to
+
+
+def load_weights(checkpoint: Checkpoint, **options: Any) -> DecoderWeights:
+    """Allocates weights and fills them at once; arguments and errors are those of `allocate_weights`."""
+    pending = allocate_weights(checkpoint, **options)
+    pending.fill()
+    return pending.weights
+
+
+def _whole(checkpoint: Checkpoint) -> ModelSpec:
+    """The spec of the stored model. One rank may load a part of it."""
+    return checkpoint.native if checkpoint.sliced is None else checkpoint.sliced.spec
+
+
+def _own(source: TensorSource, checkpoint: Checkpoint) -> TensorSource:
+    """This rank's part of a source; all of it without ranks."""
+    if checkpoint.sliced is None:
+        return source
+    return SlicedTensors(source, slices_of(checkpoint.sliced.spec, checkpoint.sliced.share, checkpoint.sliced.unit))
+
+
+def source_of(checkpoint: Checkpoint) -> TensorSource:
+    """The tensors of a checkpoint by the names of parameters."""
+    whole = _whole(checkpoint)
+    if checkpoint.module is not None:
+        return by_expert(ModuleTensors(checkpoint.module), whole, checkpoint.name)
+    if checkpoint.directory is None:
+        raise CheckpointError(f"{checkpoint.name}: has neither a directory nor a module; make it with resolve()")
+    stored: TensorSource = by_expert(ShardTensors(checkpoint.directory), whole, checkpoint.name)
+    if checkpoint.quantisation is not None:
+        stored = QuantisedShards(stored, checkpoint.quantisation, tensor_shapes(whole))
+    return named(stored, whole)
+
+
+def _assemble(loader: Loader, spec: ModelSpec) -> DecoderWeights:
+    embed = loader.weight(EMBED)
+    head = embed if spec.tied else loader.weight(HEAD)  # what is largest is begun first
+    layers = tuple(layer_weights(loader, spec, index) for index in range(spec.num_layers))
+    norm = norm_weight(loader, spec, NORM)
+    bias = norm_weight(loader, spec, NORM_BIAS) if spec.plans[-1].norm_bias else None
+    return DecoderWeights(embed=embed, layers=layers, norm=norm, head=head, norm_bias=bias)
+
+
+def norm_weight(loader: Loader, spec: ModelSpec, name: str, order: list[int] | None = None) -> Tensor:
+    """A norm's bias, or its weight plus what the kind of norm adds to it."""
+    plus_one = spec.plans[0].norm == "rms_plus_one"
+    return loader.tensor(name, order=order, dtype=spec.norm_dtype(loader.dtype), plus=1.0 if plus_one else 0.0)
+
+
+def layer_weights(loader: Loader, spec: ModelSpec, index: int, prefix: str | None = None) -> LayerWeights:
+    """The fields of one layer, filled as the rows of `LAYER` say.
+
+    Args:
+        prefix: of its stored names; None: that of a model's layers.
+    """
+    return _Layer(loader, spec, spec.plans[index], f"model.layers.{index}." if prefix is None else prefix).weights()
+
+
+class _Layer:
+    """Makes the fields of one layer."""
+
+    def __init__(self, loader: Loader, spec: ModelSpec, plan: LayerPlan, prefix: str) -> None:
+        self._loader, self._spec, self._plan, self._prefix = loader, spec, plan, prefix
+        self._rows = rows_of(spec, plan)
+        self._joined = self._joins_shared()
+        self._made: dict[str, Weight | ExpertStack | Tensor | None] = {}
+
+    def weights(self) -> LayerWeights:
+        for row in self._rows:
+            if not (self._joined and row.joins):
+                self._take(row)
+        fields: dict[str, Any] = {name: made for name, made in self._made.items() if "." not in name}
+        parts: dict[str, dict[str, Any]] = {}
+        for name, made in self._made.items():
+            part, _, field = name.partition(".")
+            if field:
+                parts.setdefault(part, {})[field] = made
+        if "delta" in parts:
+            fields["delta"] = DeltaWeights(**parts["delta"])
+        if "experts" in parts:
+            fields["experts"] = ExpertWeights(**parts["experts"], joined=self._joined)
+        return LayerWeights(**fields)
+
+    def _take(self, row: TableRow) -> None:
+        """Makes the field of a row, and that of its bias."""
+        loader, order, place = self._loader, row.order(self._spec, self._plan), row.place
+        names, biases = self._names(row, row.leaf), self._names(row, ".bias") if row.bias(self._plan) else []
+        if row.kind == "stack":
+            self._take_stack(row, names, biases)
+            return
+        if row.kind == "norm":
+            self._made[place] = norm_weight(loader, self._spec, names[0], order)
+            if biases:
+                self._made[f"{place}_bias"] = norm_weight(loader, self._spec, biases[0])
+            return
+        if row.kind == "matrix":
+            self._take_matrix(row, names, order)
+        else:
+            self._made[place] = loader.tensor(*names, order=order, dtype=torch.float32 if row.kind == "exact" else None)
+        if biases:
+            self._made[f"{place}_bias"] = loader.tensor(*biases, order=order)
+
+    def _take_matrix(self, row: TableRow, names: list[str], order: list[int] | None) -> None:
+        loader, more = self._loader, self._joining(row)
+        if self._joined and row.takes_shared:  # a joined router is read as rows, with or without a gate below it
+            self._made[row.place] = Weight(loader.tensor(*names, *(name for each in more for name in each)))
+        elif row.apart and not loader.same_format(*names):
+            half, rows = len(names) // 2, sum(axes_of(self._spec, self._plan)[axis].size for axis in row.axes[:-2])
+            first, last = (None, None) if order is None else (order[:rows], [at - rows for at in order[rows:]])
+            self._made[row.place] = loader.weight(*names[:half], order=first)
+            self._made[row.apart] = loader.weight(*names[half:], order=last)
+        else:
+            gated = row.gated and self._plan.gated
+            self._made[row.place] = loader.weight(*names, gated=gated, order=order, tree=row.tree)
+
+    def _take_stack(self, row: TableRow, names: list[str], biases: list[str]) -> None:
+        experts = self._plan.experts
+        assert experts is not None, "other layers have no stack"
+        by_expert = [tuple(names[expert :: experts.count]) for expert in range(experts.count)]
+        self._made[row.place] = self._loader.stack([*by_expert, *self._joining(row)], gated=row.gated)
+        if biases:
+            of_all = [name for expert in range(experts.count) for name in biases[expert :: experts.count]]
+            self._made[f"{row.place}_bias"] = self._loader.tensor(*of_all).view(experts.count, -1)
+
+    def _names(self, row: TableRow, leaf: str) -> list[str]:
+        """Names of the stored tensors of a row; of a stack each name for all experts."""
+        count = self._plan.experts.count if row.kind == "stack" and self._plan.experts is not None else 1
+        names = row.names(self._spec.names)
+        return [f"{self._prefix}{name.format(expert)}{leaf}" for name in names for expert in range(count)]
+
+    def _joining(self, row: TableRow) -> list[tuple[str, ...]]:
+        """Names of the tensors of a shared expert that are added to a row of the experts."""
+        joining = [other for other in self._rows if self._joined and other.joins == row.name]
+        return [tuple(self._names(other, other.leaf)) for other in joining]
+
+    def _joins_shared(self) -> bool:
+        """True if the shared expert is loaded as the last of the experts.
+
+        It must be as wide as they are and unquantised, and the layer whole: ranks cut the two by other rules.
+        """
+        experts = self._plan.experts
+        if experts is None or experts.shared != experts.width or experts.bias or experts.router_bias:
+            return False
+        matrices = [row for row in self._rows if row.joins or (row.takes_shared and row.kind == "matrix")]
+        return self._loader.joins_shared(*(name for row in matrices for name in self._names(row, row.leaf)))

@@ -1,0 +1,115 @@
+"""Names of parameters for stored names, by the rules of transformers: a prefix, a tied head, and unused tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Final
+
+import torch
+
+from fastspec.errors import CheckpointError
+from fastspec.models.checkpoints.safetensors_files import INDEX
+from fastspec.models.checkpoints.tensor_source import TensorInfo, TensorSource, WrappedSource
+from fastspec.models.config import ModelSpec
+from fastspec.models.layer_table import EMBED, HEAD, tensor_shapes
+
+PREFIX: Final = "model."
+TEXT: Final = ("language_model.", "text_model.")
+COMPARED_ROWS: Final = 4096  # of two matrices at a time
+
+
+class RenamedTensors(WrappedSource):
+    """The tensors of a checkpoint directory under other names than they are stored by.
+
+    Args:
+        source: the stored tensors.
+        stored: their names here, and those they are stored by.
+    """
+
+    def __init__(self, source: TensorSource, stored: Mapping[str, str]) -> None:
+        super().__init__(source)
+        self._stored = stored
+
+    def _inner(self, name: str) -> str:
+        return self._stored[name]
+
+    def infos(self) -> Mapping[str, TensorInfo]:
+        """Every tensor, by its name here."""
+        infos = self._source.infos()
+        return {name: infos[stored] for name, stored in self._stored.items()}
+
+
+class NamedTensors(RenamedTensors):
+    """The tensors of a checkpoint directory, by the names of the model's parameters.
+
+    A name may lack the `model.` that it should have, or have one too many, and lie under one of `TEXT`.
+    A tied embedding may be stored as the head.
+
+    Args:
+        source: the stored tensors.
+        wanted: names of the model's parameters.
+        tied: the config ties the head to the embedding.
+
+    Raises:
+        CheckpointError: two stored tensors are one parameter, or the index does not name one that is needed.
+    """
+
+    def __init__(self, source: TensorSource, wanted: Collection[str], tied: bool) -> None:
+        wanted = {*wanted, EMBED, HEAD}
+        names: dict[str, str] = {}
+        self._others: list[str] = []
+        for stored, info in source.infos().items():
+            name = parameter(stored, wanted)
+            if name not in wanted:
+                self._others.append(stored)
+                continue
+            if name in names:
+                both = f"{names[name]!r} and {stored!r}"
+                raise CheckpointError(f"{source.directory}: {both} are both the parameter {name}; keep one")
+            if stored in source.unnamed:
+                where = f"{source.directory}/{info.where}"
+                raise CheckpointError(f"{where}: holds {stored!r}, which weight_map in {INDEX} does not name")
+            names[name] = stored
+        if tied and EMBED not in names and HEAD in names:
+            names[EMBED] = names.pop(HEAD)
+        super().__init__(source, names)
+
+    def others(self) -> list[str]:
+        """Stored names that are no parameter of the model."""
+        return self._others
+
+
+def named(stored: TensorSource, spec: ModelSpec) -> NamedTensors:
+    """The tensors of a directory by the names of the parameters of `spec`."""
+    return NamedTensors(stored, tensor_shapes(spec).keys(), spec.tied)
+
+
+def parameter(stored: str, wanted: Collection[str]) -> str:
+    """The parameter among those wanted that a stored name means, which may lack `model.` or have it twice."""
+    text = stored.removeprefix(PREFIX)
+    for part in TEXT:  # of a model that has other parts beside its text model
+        text = text.removeprefix(part)
+    while text.startswith(PREFIX + PREFIX):  # transformers 5.17 saves some with the prefix twice
+        text = text.removeprefix(PREFIX)
+    for name in (stored.removeprefix(PREFIX), PREFIX + stored, text, PREFIX + text):
+        if name in wanted:
+            return name
+    return stored
+
+
+def has_own_head(source: TensorSource) -> bool:
+    """True if the stored head has other values than the embedding. Dtypes are not compared.
+
+    Reads both matrices up to the first rows that differ. Their shapes must be equal.
+    """
+    if HEAD not in source.infos():
+        return False
+    with source.open(), torch.no_grad():
+        head, embed = source.read(HEAD), source.read(EMBED)
+        if head is embed or (head.data_ptr() == embed.data_ptr() and head.dtype is embed.dtype):
+            return False
+        for start in range(0, len(head), COMPARED_ROWS):
+            rows = slice(start, start + COMPARED_ROWS)
+            if not torch.equal(head[rows].float(), embed[rows].float()):
+                return True
+    return False

@@ -1,0 +1,178 @@
+"""A rank's slices of a checkpoint, by the names of the whole tensors. Nothing else is read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from fastspec.distributed.slices import SIZES, Share, divides
+from fastspec.errors import UnsupportedOption
+from fastspec.kernels.common.codes import join
+from fastspec.kernels.common.packing import can_pack
+from fastspec.kernels.product.plan import TREES_ON, split_for
+from fastspec.models.checkpoints.checkpoint import Checkpoint, Sliced
+from fastspec.models.checkpoints.tensor_source import TensorInfo, TensorSource, WrappedSource
+from fastspec.models.config import ModelSpec
+from fastspec.models.layer_table import Slice
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from fastspec.kernels.common.codes import Codes, CodesKind
+    from fastspec.models.families.plan import LayerPlan
+
+
+_MXFP4_UNIT = 64  # columns of a matrix in mxfp4 that kernels read together
+
+
+def sliced(checkpoint: Checkpoint, share: Share) -> Checkpoint:
+    """The checkpoint as one rank sees it: with the sizes of its part, and only its slices to be read.
+
+    Raises:
+        UnsupportedOption: a layer's arithmetic needs what other ranks have, in an order that is not known here.
+    """
+    if checkpoint.native.head_order is not None and checkpoint.native.plans[0].qk_norm == "projection":
+        raise UnsupportedOption(
+            f"tensor_parallel={share.size} does not go with {checkpoint.native.family}, whose norms are over all heads "
+            "at once and whose rope is interleaved; use one GPU"
+        )
+    whole = checkpoint.native
+    mxfp4 = checkpoint.quantisation is not None and checkpoint.quantisation.method == "mxfp4" and not share.one_tree
+    unit = _MXFP4_UNIT if mxfp4 and _experts_divide(whole, _MXFP4_UNIT) else 1
+    return replace(checkpoint, spec=local_spec(whole, share, unit), sliced=Sliced(share, whole, unit))
+
+
+def _experts_divide(spec: ModelSpec, unit: int) -> bool:
+    return all(plan.experts is None or plan.experts.width % unit == 0 for plan in spec.plans)
+
+
+def local_spec(spec: ModelSpec, share: Share, unit: int = 1) -> ModelSpec:
+    """The spec of one rank's part: fewer heads, and narrower MLPs and experts.
+
+    Args:
+        unit: columns of experts that stay together.
+    """
+    heads, kv_heads = share.cut(spec.num_heads), share.kv_cut(spec.num_kv_heads)
+    inner = share.cut(spec.intermediate_size)
+    return replace(
+        spec,
+        num_heads=heads.stop - heads.start,
+        num_kv_heads=kv_heads.stop - kv_heads.start,
+        intermediate_size=inner.stop - inner.start,
+        plans=tuple(_local_plan(plan, share, unit) for plan in spec.plans),
+    )
+
+
+def _local_plan(plan: LayerPlan, share: Share, unit: int) -> LayerPlan:
+    experts, rule = plan.experts, plan.delta
+    if experts is not None:
+        width, shared = share.cut(experts.width, unit), share.cut(experts.shared)
+        experts = replace(experts, width=width.stop - width.start, shared=shared.stop - shared.start)
+    if rule is not None:
+        rule = rule._replace(key_heads=rule.key_heads // share.size, value_heads=rule.value_heads // share.size)
+    return replace(plan, experts=experts, delta=rule)
+
+
+def same_text_on(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> tuple[int, ...]:
+    """Numbers of ranks that give the same bits as this number, with itself among them.
+
+    On a GPU the sums over K of o and down are one tree where every part of it, of the most ranks, is a product of a
+    kernel that has it.
+
+    Args:
+        checkpoint: one rank's part. Matrices rounded while loading have scales of their own on each rank.
+        dtype, device: of its weights.
+    """
+    assert checkpoint.sliced is not None, "as `sliced` made it"
+    share, spec = checkpoint.sliced[:2]
+    if checkpoint.rounded is not None:
+        return (share.size,)
+    if share.one_tree:
+        return tuple(each for each in SIZES if each <= share.parts)
+    plain = checkpoint.quantisation is None and not spec.routed_elements and not spec.deltas
+    if not plain or device.type != "cuda" or torch.cuda.get_device_capability(device) != TREES_ON:
+        return (share.size,)
+    found = tuple(each for each in SIZES if all(_in_trees(spec, few, dtype) for few in SIZES if few <= each))
+    return found if share.size in found else (share.size,)
+
+
+def _in_trees(spec: ModelSpec, ranks: int, dtype: torch.dtype) -> bool:
+    """True if each of `ranks` ranks sums whole subtrees over K and multiplies all else as one rank does."""
+    if not divides(spec, ranks):
+        return False
+    hidden, heads, inner = spec.hidden_size, spec.num_heads * spec.head_dim, spec.intermediate_size
+    rows = (heads // ranks, inner // ranks)
+    trees = all(
+        split_for((hidden, k // ranks), (hidden, k), tree=True).runs and can_pack((hidden, k // ranks), dtype)
+        for k in (heads, inner)
+    )
+    return trees and all(can_pack((each, hidden), dtype) for each in rows)
+
+
+class SlicedTensors(WrappedSource):
+    """A source of whole tensors, seen through slices: shapes and values are those of the slices."""
+
+    def __init__(self, source: TensorSource, slices: Mapping[str, Slice]) -> None:
+        super().__init__(source)
+        self._slices = slices
+        self._infos = {name: self._cut(name, info) for name, info in source.infos().items()}
+
+    def infos(self) -> Mapping[str, TensorInfo]:
+        """Every tensor, with the shape of its slice."""
+        return self._infos
+
+    def read(self, name: str) -> Tensor:
+        """The slice of a tensor."""
+        if (each := self._slices.get(name)) is None:
+            return self._source.read(name)
+        columns = slice(None) if each.columns is None else slice(*each.columns)
+        parts = [self._source.read_part(name, slice(*rows), columns) for rows in each.rows]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def read_part(self, name: str, rows: slice, columns: slice) -> Tensor:
+        """Part of the slice of a tensor."""
+        return TensorSource.read_part(self, name, rows, columns)
+
+    def kind(self, name: str) -> CodesKind | None:
+        """The kind of the codes of a slice; None: it is not quantised."""
+        kind, each = self._source.kind(name), self._slices.get(name)
+        return kind if kind is None or each is None else kind.of_part(each.rows, self._infos[name].shape[1])
+
+    def codes(self, name: str, device: torch.device) -> Codes | None:
+        """The slice of a quantised matrix; None: it is not quantised."""
+        each = self._slices.get(name)
+        if each is None:
+            return self._source.codes(name, device)
+        columns = slice(None) if each.columns is None else slice(*each.columns)
+        found = [self._source.codes_part(name, slice(*rows), columns, device) for rows in each.rows]
+        parts = [codes for codes in found if codes is not None]
+        if not parts:
+            return None
+        codes = parts[0] if len(parts) == 1 else join(parts)
+        codes = codes if codes.kind == self.kind(name) else codes.by_rows()
+        if codes.kind == self.kind(name):
+            return codes
+        whole = self._source.codes(name, device)  # in whose words or groups a range ends
+        assert whole is not None, "parts of it are"
+        return whole.part(each.rows, each.columns)
+
+    def codes_part(self, name: str, rows: slice, columns: slice, device: torch.device) -> Codes | None:
+        """Rows and columns of the slice of a quantised matrix."""
+        codes = self.codes(name, device)
+        if codes is None:
+            return None
+        (top, bottom), (left, right) = (
+            place.indices(size)[:2] for place, size in zip((rows, columns), codes.shape, strict=True)
+        )
+        return codes.part([(top, bottom)], (left, right))
+
+    def _cut(self, name: str, info: TensorInfo) -> TensorInfo:
+        each = self._slices.get(name)
+        if each is None:
+            return info
+        rows = sum(cut.stop - cut.start for cut in each.rows)
+        columns = info.shape[1:] if each.columns is None else (each.columns.stop - each.columns.start,)
+        return replace(info, shape=(rows, *columns))

@@ -1,0 +1,122 @@
+"""Checks of stored tensors against the table of a model's tensors, and warnings of unused ones."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
+
+from fastspec.errors import CheckpointError, UnsupportedModel
+from fastspec.models.checkpoints.parameter_names import NamedTensors
+from fastspec.models.checkpoints.tensor_source import TensorInfo
+from fastspec.models.heads.mtp_names import find_mtp
+from fastspec.models.layer_table import EMBED, HEAD, tensor_shapes
+from fastspec.models.text_parts import text_name
+
+if TYPE_CHECKING:
+    from fastspec.models.config import ModelSpec
+
+
+def check_tensors(infos: Mapping[str, TensorInfo], spec: ModelSpec, name: str) -> None:
+    """Compares the stored tensors with those that the config asks for, before anything is allocated.
+
+    Args:
+        infos: the stored tensors. spec: of the same checkpoint. name: the checkpoint, for messages.
+
+    Raises:
+        CheckpointError: names are missing, or a shape is not the config's.
+        UnsupportedModel: a tensor is stored in a dtype other than bfloat16, float16 or float32.
+    """
+    wanted = tensor_shapes(spec)
+    missing = [tensor for tensor in wanted if tensor not in infos]
+    if missing:
+        raise CheckpointError(
+            f"{name}: {listing(missing)} missing; the config of this {spec.family} model needs them{_advice(missing)}"
+        )
+    if spec.tied and HEAD in infos:
+        wanted[HEAD] = wanted[EMBED]
+    for tensor, shape in wanted.items():
+        info = infos[tensor]
+        if info.shape != shape:
+            raise CheckpointError(
+                f"{name}: {tensor} in {info.where} has shape {list(info.shape)}, wanted {list(shape)} from the "
+                f"config (vocab_size={spec.vocab_size}, hidden_size={spec.hidden_size}, "
+                f"intermediate_size={spec.intermediate_size}, num_attention_heads={spec.num_heads}, "
+                f"num_key_value_heads={spec.num_kv_heads}, head_dim={spec.head_dim})"
+            )
+        if isinstance(info.dtype, str):
+            raise UnsupportedModel(
+                f"{name}: {tensor} in {info.where} is stored as {info.dtype}, wanted BF16, F16 or F32: load an "
+                "unquantised checkpoint"
+            )
+
+
+def _advice(missing: list[str]) -> str:
+    if missing == [HEAD]:
+        return (
+            "; tie_word_embeddings is false in the config, or absent, which transformers reads as false: it would fill "
+            "the head with random numbers. If the head is the embedding, set tie_word_embeddings to true in config.json"
+        )
+    return ""
+
+
+def check_no_others(infos: Mapping[str, TensorInfo], spec: ModelSpec, name: str) -> None:
+    """Refuses parameters of a live model that its config has no place for: its layers compute with them.
+
+    Raises:
+        CheckpointError: names them.
+    """
+    wanted = {*tensor_shapes(spec), HEAD}
+    extra = [tensor for tensor in infos if tensor not in wanted]
+    if extra:
+        raise CheckpointError(
+            f"{name}: {listing(extra)} unexpected; the config of this {spec.family} model with {spec.num_layers} "
+            "layers has no place for them"
+        )
+
+
+def listing(names: list[str]) -> str:
+    """The number of names and the first three of them, for messages."""
+    shown = ", ".join(names[:3])
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return f"{len(names)} tensor(s) ({shown}{more})"
+
+
+def warn_of_other_parts(stored: Iterable[str], name: str) -> list[str]:
+    """Warns of tensors of other parts than the text model of a checkpoint; returns the stored names of the others."""
+    stored = sorted(stored)
+    parts = [each for each in stored if text_name(each) is None]
+    if parts:
+        warnings.warn(
+            f"{name}: {listing(parts)} not used: they are for images or sound; here the model reads and writes text "
+            "alone",
+            stacklevel=2,
+        )
+    return [each for each in stored if each not in set(parts)]
+
+
+def name_others(tensors: NamedTensors, spec: ModelSpec, name: str, *, is_part: bool) -> bool:
+    """Warns of unused tensors. MTP layers are no reason: `draft="mtp"` may use them.
+
+    Args:
+        tensors: the model's tensors by their names here.
+        spec: of the model.
+        name: of the checkpoint, for messages.
+        is_part: the model is the text part of another.
+
+    Returns:
+        Whether there are MTP layers among them.
+    """
+    others = tensors.others()
+    mtp = find_mtp(others, spec.num_layers)
+    if mtp is not None:
+        others = [other for other in others if other not in mtp.stored]
+    if is_part:
+        others = warn_of_other_parts(others, name)
+    if others:
+        warnings.warn(
+            f"{name}: {listing(others)} not used: the config of this {spec.family} model with {spec.num_layers} layers "
+            "has no place for them. transformers leaves them out too; is it the config of these weights?",
+            stacklevel=2,
+        )
+    return mtp is not None

@@ -1,0 +1,125 @@
+"""Named tensors of a checkpoint or a live module: the base of everything that weights are read from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from fastspec.kernels.common.codes import Codes, CodesKind
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """Facts of a tensor that are known before it is read.
+
+    Attributes:
+        shape: its sizes.
+        dtype: its stored dtype; a plain str names one that cannot be loaded.
+        where: the file name or module class that holds it, for messages.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype | str
+    where: str
+
+
+class TensorSource:
+    """Named tensors, described before they are read. Several threads may read at a time.
+
+    A subclass states `infos` and `read`. Unless it states more, nothing is quantised and nothing is released.
+
+    Attributes:
+        directory: the checkpoint; None: a live module.
+        unnamed: tensors in a file of the index that the index does not name.
+    """
+
+    directory: Path | None = None
+    unnamed: frozenset[str] = frozenset()
+
+    def infos(self) -> Mapping[str, TensorInfo]:
+        """Shape, stored dtype and place of every tensor, without reading any."""
+        raise NotImplementedError
+
+    @contextmanager
+    def open(self) -> Iterator[None]:
+        """Holds files open while tensors are read."""
+        yield
+
+    def read(self, name: str) -> Tensor:
+        """The tensor where it lies, inside `open()`: a view of the mapped file, or the module's own parameter."""
+        raise NotImplementedError
+
+    def read_part(self, name: str, rows: slice, columns: slice) -> Tensor:
+        """Rows and, of a matrix, columns of a tensor."""
+        return self.read(name)[(rows, columns)[: len(self.infos()[name].shape)]]
+
+    def kind(self, name: str) -> CodesKind | None:
+        """The kind of a quantised matrix; None: it is not quantised."""
+        return None
+
+    def codes(self, name: str, device: torch.device) -> Codes | None:
+        """A quantised matrix on a device; None: it is not quantised."""
+        return None
+
+    def codes_part(self, name: str, rows: slice, columns: slice, device: torch.device) -> Codes | None:
+        """Rows and columns of a quantised matrix, as `Codes.part`. Reads no more than stored words need."""
+        return None
+
+    def release(self, names: list[str]) -> None:
+        """Lets go of the source's memory for tensors that have been copied."""
+
+
+class WrappedSource(TensorSource):
+    """Another source, passed on. A subclass states only what it changes.
+
+    Args:
+        source: is read.
+    """
+
+    def __init__(self, source: TensorSource) -> None:
+        self._source = source
+        self.directory, self.unnamed = source.directory, source.unnamed
+
+    def _inner(self, name: str) -> str:
+        """The name of a tensor in the wrapped source."""
+        return name
+
+    @override
+    def infos(self) -> Mapping[str, TensorInfo]:
+        return self._source.infos()
+
+    @override
+    @contextmanager
+    def open(self) -> Iterator[None]:
+        with self._source.open():
+            yield
+
+    @override
+    def read(self, name: str) -> Tensor:
+        return self._source.read(self._inner(name))
+
+    @override
+    def read_part(self, name: str, rows: slice, columns: slice) -> Tensor:
+        return self._source.read_part(self._inner(name), rows, columns)
+
+    @override
+    def kind(self, name: str) -> CodesKind | None:
+        return self._source.kind(self._inner(name))
+
+    @override
+    def codes(self, name: str, device: torch.device) -> Codes | None:
+        return self._source.codes(self._inner(name), device)
+
+    @override
+    def codes_part(self, name: str, rows: slice, columns: slice, device: torch.device) -> Codes | None:
+        return self._source.codes_part(self._inner(name), rows, columns, device)
+
+    @override
+    def release(self, names: list[str]) -> None:
+        self._source.release([self._inner(name) for name in names])

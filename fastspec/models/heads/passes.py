@@ -1,0 +1,358 @@
+"""The passes of learned heads: EAGLE-3, MTP and DFlash, each a decoder with inputs of its own."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from typing_extensions import override
+
+from fastspec.errors import CheckpointError
+from fastspec.kernels.ops import Ops
+from fastspec.kv_cache.cache import PagedKVCache
+from fastspec.models.decoder import Decoder
+from fastspec.models.heads.dflash_spec import DFlashSpec
+from fastspec.models.heads.eagle3_spec import Eagle3Spec
+from fastspec.models.heads.mtp_names import EMBED_NORM, FC, HIDDEN_NORM
+from fastspec.models.heads.mtp_spec import MtpSpec
+from fastspec.models.heads.weights import HeadWeights
+from fastspec.shapes import ForwardBatch, Tiling
+
+
+class HeadDecoder(Decoder):
+    """A decoder that may write keys and values without attending to them.
+
+    Where several ranks share the target and the head has the target's output matrix, of which each rank has some rows,
+    the target multiplies with it: all ranks get all logits.
+    """
+
+    _lender: Decoder | None = None
+
+    def borrow(self, target: Decoder) -> None:
+        """Takes the target, which multiplies with the output matrix if the head has the target's."""
+        self._lender = target if self.weights.head is target.weights.head else None
+
+    @override
+    def head_logits(self, x: Tensor, tiling: Tiling, **options: Any) -> Tensor:
+        if self._lender is not None:
+            return self._lender.head_logits(x, tiling, **options)
+        return super().head_logits(x, tiling, **options)
+
+    @override
+    def head_argmax(self, x: Tensor, limit: int, tiling: Tiling, out: Tensor, **options: Any) -> None:
+        if self._lender is not None:
+            self._lender.head_argmax(x, limit, tiling, out, **options)
+        else:
+            super().head_argmax(x, limit, tiling, out, **options)
+
+    def _resumed(self, made: Tensor, rows: ForwardBatch) -> Tensor:
+        """The residual stream after the last layer, from that layer's input and its q, k and v, side by side."""
+        hidden = self.spec.hidden_size
+        x, qkv = made[..., :hidden].contiguous(), made[..., hidden:].contiguous()
+        return self._layer(self.spec.num_layers - 1, x, qkv, rows)[0]
+
+    def _store(self, index: int, heads: Tensor, rows: ForwardBatch, *, num_heads: int) -> Tensor:
+        """Keys, normed and rotated, and values of rows into a layer's cache; their queries, if they have any."""
+        keys, values = self.cache.keys[index], self.cache.values[index]
+        where = keys, values, rows.block_table, rows.positions, rows.write_mask
+        return self.ops.store_heads(heads, *self._tables[0], *where, num_heads=num_heads, norms=self._norms(index))
+
+
+class Eagle3(HeadDecoder):
+    """Weights and cache of an EAGLE-3 head (arXiv 2503.01840), and its passes. `Eagle3Spec` has the formulas.
+
+    In every pass position i stands for the hidden state at i and the token that follows it, i + 1: `rows.ids` are those
+    tokens. So its cache ends one position before its target's.
+
+    Args:
+        spec: what distinguishes this head.
+        weights: its own, and those that it shares with the target.
+        cache: pages of its layers, under the target's page table.
+        ops, sizes: as for `Decoder`.
+    """
+
+    def __init__(self, spec: Eagle3Spec, weights: HeadWeights, cache: PagedKVCache, ops: Ops, **sizes: Any) -> None:
+        super().__init__(spec.decoder, weights.decoder, cache, ops, **sizes)
+        self.head, self._own = spec, weights
+        hidden_norm = weights.vector("layers.0.hidden_norm.weight")
+        assert hidden_norm is not None, "checked before anything was allocated"
+        self._hidden_norm = hidden_norm
+        self._chunk_norms = [weights.vector(f"fc_norm.{index}.weight") for index in range(spec.feature_layers)]
+
+    def condense(self, features: Tensor, tiling: Tiling) -> Tensor:
+        """g [B, Q, hidden] of the target's hidden states [B, Q, layers, target's hidden]."""
+        eps = self.spec.rms_eps
+        if self.head.fc_norm:
+            normed = [
+                self.ops.norm(chunk.contiguous(), norm, eps)
+                for chunk, norm in zip(features.unbind(dim=2), self._chunk_norms, strict=True)
+                if norm is not None
+            ]
+            features = torch.stack(normed, dim=2)
+        wide, before = features.flatten(2), self._own.vector("input_norm.weight")
+        fc = self._own.matrix("fc.weight")
+        if fc is None:
+            return wide if before is None else self.ops.norm(wide.contiguous(), before, eps)
+        options: dict[str, Any] = {} if before is None else {"norm": (before, eps)}
+        return self.ops.linear(wide, fc, self._own.vector("fc.bias"), tiling, **options)
+
+    def drafted(self, g: Tensor, rows: ForwardBatch) -> Tensor:
+        """The residual stream after the last layer, [B, Q, hidden]; writes K and V of all layers.
+
+        Args:
+            g: [B, Q, hidden], from `condense` or `feature`.
+            rows: positions of g, with the tokens that follow them.
+        """
+        x, qkv = self._upto_last(g, rows)
+        return self._layer(self.spec.num_layers - 1, x, qkv, rows)[0]
+
+    def absorb(self, g: Tensor, rows: ForwardBatch) -> Tensor:
+        """Writes K and V of all layers, and computes no more than they need: of the last layer no attention.
+
+        Returns:
+            [B, Q, attention_inputs], what `resumed` goes on from.
+        """
+        x, qkv = self._upto_last(g, rows)
+        self._store(self.spec.num_layers - 1, qkv, rows, num_heads=self.spec.num_heads)
+        return torch.cat((x, qkv), dim=-1)
+
+    def resumed(self, made: Tensor, rows: ForwardBatch) -> Tensor:
+        """The result of `drafted`, from the result of `absorb` for these positions. `rows.ids` are not read."""
+        return self._resumed(made, rows)
+
+    def feature(self, x: Tensor) -> Tensor:
+        """g of the next position, made of what `drafted` returned."""
+        return self.ops.norm(x, self.weights.norm, self.spec.rms_eps) if self.head.norm_output else x
+
+    def _upto_last(self, g: Tensor, rows: ForwardBatch) -> tuple[Tensor, Tensor]:
+        """The residual stream in front of the last layer, and that layer's q, k and v."""
+        layer, eps = self.weights.layers[0], self.spec.rms_eps
+        norms = layer.input_norm, self._hidden_norm
+        eh = self.ops.joined_norms(self.weights.embed, rows.ids, g, norms, eps)
+        x = eh[..., g.shape[-1] :].contiguous() if self.head.norm_before_residual else g
+        qkv = self.ops.linear(eh, layer.qkv, layer.qkv_bias, rows.tiling)
+        for index in range(self.spec.num_layers - 1):
+            x, following = self._layer(index, x, qkv, rows)
+            assert following is not None, "only the last layer leaves none"
+            qkv = following
+        return x, qkv
+
+
+class Mtp(HeadDecoder):
+    """Weights and cache of an MTP layer (arXiv 2412.19437), and its passes. `MtpSpec` has the formulas.
+
+    In every pass, position i joins the target's hidden state of position i with token i + 1; `rows.ids` are these next
+    tokens. So its K/V cache is one position shorter than the target's.
+
+    Args:
+        spec: sizes and arithmetic of the layer.
+        weights: its own, and those that it shares with the target.
+        cache: K/V pages of its layer, under the target's page table.
+        ops, sizes: as for `Decoder`.
+    """
+
+    def __init__(self, spec: MtpSpec, weights: HeadWeights, cache: PagedKVCache, ops: Ops, **sizes: Any) -> None:
+        super().__init__(spec.decoder, weights.decoder, cache, ops, **sizes)
+        self.head = spec
+        fc, norms = weights.matrix(f"{FC}.weight"), [weights.vector(f"{name}.weight") for name in _NORMS]
+        assert fc is not None, "checked before anything was allocated"
+        assert norms[0] is not None, "so is this"
+        assert norms[1] is not None, "so is this"
+        self._fc, self._embed_norm, self._hidden_norm = fc, norms[0], norms[1]
+        plan = spec.decoder.plans[0]
+        plain = plan.norm == "rms" and plan.qk_norm in (None, "head") and not plan.output_gate
+        self._stores = plain and plan.rope == 0
+
+    def condense(self, features: Tensor, tiling: Tiling) -> Tensor:
+        """g [B, Q, hidden]: the target's hidden states [B, Q, 1, hidden], unchanged."""
+        return features[:, :, 0]
+
+    def drafted(self, g: Tensor, rows: ForwardBatch) -> Tensor:
+        """The hidden state after the layer and its final norm, [B, Q, hidden], which the head reads; writes K and V.
+
+        Args:
+            g: [B, Q, hidden], from `condense` or `feature`.
+            rows: positions of g, with the tokens that follow them.
+        """
+        x = self._joint(g, rows)
+        x, _ = self._layer(0, x, self._qkv(0, x, rows.tiling), rows)
+        return self._norm(self.spec.plans[0], x, self.weights.norm)
+
+    def absorb(self, g: Tensor, rows: ForwardBatch) -> Tensor:
+        """Writes K and V; skips attention if an op can store K and V only.
+
+        Returns:
+            [B, Q, attention_inputs], what `resumed` goes on from.
+        """
+        x = self._joint(g, rows)
+        qkv = self._qkv(0, x, rows.tiling)
+        if self._stores:
+            self._store(0, qkv, rows, num_heads=self.spec.num_heads)
+        else:
+            self._attend(0, self.weights.layers[0], qkv, rows)
+        return torch.cat((x, qkv), dim=-1)
+
+    def resumed(self, made: Tensor, rows: ForwardBatch) -> Tensor:
+        """The result of `drafted`, from the result of `absorb` for these positions. `rows.ids` are not read."""
+        return self._norm(self.spec.plans[0], self._resumed(made, rows), self.weights.norm)
+
+    def feature(self, x: Tensor) -> Tensor:
+        """g of the next position, [B, Q, hidden]: what `drafted` returned, unchanged."""
+        return x
+
+    def _joint(self, g: Tensor, rows: ForwardBatch) -> Tensor:
+        """The layer's input [B, Q, hidden]: hidden states and the embeddings of the next tokens, joined by `fc`."""
+        plan, norms, eps = self.spec.plans[0], (self._embed_norm, self._hidden_norm), self.spec.rms_eps
+        first = self.head.hidden_first
+        if self._embed_scale == 1.0 and plan.norm != "layer":
+            eh = self.ops.joined_norms(self.weights.embed, rows.ids, g, norms, eps, x_first=first)
+        else:
+            e = self.ops.embed(self.weights.embed, rows.ids) * self._embed_scale
+            parts = self._norm(plan, e, norms[0]), self._norm(plan, g.contiguous(), norms[1])
+            eh = torch.cat(parts[::-1] if first else parts, dim=-1)
+        return self.ops.linear(eh, self._fc, None, rows.tiling)
+
+    def _raw_logits(self, hidden: Tensor, tiling: Tiling) -> Tensor:
+        """As `Decoder`, without the final norm, which `drafted` has applied already."""
+        return self.head_logits(hidden, tiling)
+
+    def _raw_argmax(self, hidden: Tensor, limit: int, tiling: Tiling, out: Tensor) -> None:
+        """As `Decoder`, without the final norm, which `drafted` has applied already."""
+        self.head_argmax(hidden, limit, tiling, out, work=self._work)
+
+
+_NORMS = (EMBED_NORM, HIDDEN_NORM)
+
+
+MASK_TENSOR: Final = "mask_embedding"
+
+_T = TypeVar("_T")
+
+
+class DFlash(HeadDecoder):
+    """Weights and cache of a DFlash head (arXiv 2602.06036), and its passes. `DFlashSpec` has the settings.
+
+        c = norm([f_1 .. f_n] Wfc)                        f: the target's hidden states at one position
+        context: k, v of every layer = c Wk, c Wv         at the positions of accepted tokens, kept in the cache
+        block:   x = embeddings of [last token, mask ..]  at the positions after them
+                 x = x + attention(norm(x)), over the keys of the context and of the block;  x = x + mlp(norm(x))
+        logits = norm(x) Whead
+
+    All rows of a block see each other, but `Ops.attend` only reads keys at or before a row's position. So the keys of
+    the block are stored first, in the pages after the context. Then all rows attend as if they were at the last
+    position; each was rotated by its own position before. Only one pass uses these keys. A pass stores its block before
+    it reads there, and `store_context` stored all keys before the block over those of earlier blocks.
+
+    Args:
+        spec: what distinguishes this head.
+        weights: its own, and those that it shares with the target.
+        cache: pages of its layers, under the target's page table.
+        ops: implementations of everything a pass does.
+        max_positions: that a row may have, its last block's among them.
+        batch: rows of a pass at most.
+        max_queries: tokens of each of them at most, in a step.
+        mask: [hidden], what masks are embedded as; None: as their token is.
+    """
+
+    def __init__(
+        self,
+        spec: DFlashSpec,
+        weights: HeadWeights,
+        cache: PagedKVCache,
+        ops: Ops,
+        *,
+        max_positions: int,
+        batch: int,
+        max_queries: int,
+        mask: Tensor | None = None,
+    ) -> None:
+        # every draft of a pass is a row of the argmax
+        sizes = {"max_positions": max_positions, "batch": batch * max_queries, "max_queries": 1}
+        super().__init__(spec.decoder, weights.decoder, cache, ops, **sizes)
+        self.head, self._mask = spec, mask
+        self._fc, self._context = _there(weights.matrix("fc.weight")), _there(weights.matrix("context.weight"))
+        self._hidden_norm = _there(weights.vector("hidden_norm.weight"))
+        self._context_bias, self._sinks = weights.vector("context.bias"), weights.vector("sinks")
+
+    def store_context(self, features: Tensor, rows: ForwardBatch) -> None:
+        """Writes K and V of accepted tokens, of all layers, by one product.
+
+        Args:
+            features: [B, Q, n, target's hidden], hidden states of the target at these tokens.
+            rows: where they are, and which of them count; ids are not read.
+        """
+        context = self.ops.linear(features.flatten(2), self._fc, None, rows.tiling)
+        norm = (self._hidden_norm, self.spec.rms_eps)
+        made = self.ops.linear(context, self._context, self._context_bias, rows.tiling, norm=norm)
+        for index, kv in enumerate(made.unflatten(-1, (self.spec.num_layers, -1)).movedim(2, 0).contiguous()):
+            self._store(index, kv, rows, num_heads=0)
+
+    def block(self, rows: ForwardBatch) -> Tensor:
+        """The residual stream after the last layer, [B, Q, hidden], of a block: the last token of each row and masks.
+
+        Its keys are in the cache until the next pass, at the positions after the context.
+        """
+        x = self._embedded(rows)
+        last = rows.positions[:, -1:].expand_as(rows.positions).contiguous()
+        whole = replace(rows, positions=last, write_mask=torch.zeros_like(rows.write_mask))
+        qkv: Tensor | None = self._qkv(0, x, rows.tiling)
+        for index in range(self.spec.num_layers):
+            assert qkv is not None, "only the last layer leaves none"
+            if self.head.causal[index]:
+                rule, sinks = self.spec.plans[index].rule, self._sinks_of(index)
+                attended = self._attend_rows(index, qkv, rows, self._tables[0], self._norms(index), rule, sinks)
+            else:
+                attended = self._attend_all(index, qkv, rows, whole)
+            if self.head.value_scale != 1.0:  # on the sum of values, which is the same as on each
+                attended = attended * self.head.value_scale
+            x, qkv = self._after_attention(index, attended, x, rows.tiling)
+        return x
+
+    def _embedded(self, rows: ForwardBatch) -> Tensor:
+        x = self.ops.embed(self.weights.embed, rows.ids)
+        if self._mask is not None:
+            x = torch.where((rows.ids == self.head.mask_id)[..., None], self._mask, x)
+        return x if self.head.embed_scale == 1.0 else x * self.head.embed_scale
+
+    def _attend_all(self, index: int, qkv: Tensor, rows: ForwardBatch, whole: ForwardBatch) -> Tensor:
+        """Attention of a block's rows to the context and to each other, [B, Q, H * D].
+
+        Args:
+            whole: the rows as if all were at the last one's position, and none were stored.
+        """
+        num_heads, rule = self.spec.num_heads, self.spec.plans[index].rule
+        query = self._store(index, qkv, rows, num_heads=num_heads)
+        # keys and values of these rows are passed again, but not written. The kernel that copies them starts once the
+        # keys are stored, and attention, which reads keys before it waits, starts after that kernel
+        qkv = torch.cat([query.flatten(2), qkv[..., num_heads * self.spec.head_dim :]], dim=-1)
+        if rule.window is not None:  # of the first row, for all
+            rule = rule._replace(window=rule.window + rows.positions.shape[1] - 1)
+        return self._attend_rows(index, qkv, whole, None, None, rule, self._sinks_of(index))
+
+    def _sinks_of(self, index: int) -> Tensor | None:
+        return None if self._sinks is None else self._sinks.view(-1, self.spec.num_heads)[index]
+
+
+def _there(found: _T | None) -> _T:
+    assert found is not None, "checked before anything was allocated"
+    return found
+
+
+def mask_embedding(file: Path, hidden: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The embedding of masks, [hidden], from a safetensors file with the tensor `mask_embedding`.
+
+    Raises:
+        CheckpointError: the file is damaged, or holds another tensor.
+    """
+    try:
+        with safe_open(file, framework="pt", device="cpu") as opened:
+            found: Tensor = opened.get_tensor(MASK_TENSOR).reshape(-1)
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{file}: cannot read {MASK_TENSOR}: {error}; convert or download it again") from error
+    if found.numel() != hidden:
+        raise CheckpointError(f"{file}: {MASK_TENSOR} has {found.numel()} elements, and the head is {hidden} wide")
+    return found.to(device=device, dtype=dtype)

@@ -1,0 +1,215 @@
+"""Finds a learned drafter: a head in a checkpoint of its own, or an MTP layer in its target's."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from fastspec.errors import CheckpointError, UnsupportedModel, UnsupportedOption
+from fastspec.models.checkpoints.checkpoint import Checkpoint
+from fastspec.models.checkpoints.generation import CONFIG
+from fastspec.models.checkpoints.hub import download
+from fastspec.models.checkpoints.resolve import check_before_download, load_tokenizer
+from fastspec.models.checkpoints.safetensors_files import INDEX, SINGLE, ShardTensors, read_json
+from fastspec.models.checkpoints.tensor_source import TensorInfo
+from fastspec.models.families import FAMILIES
+from fastspec.models.heads.checkpoint import (
+    HeadCheckpoint,
+    HeadTensors,
+    check_head_tensors,
+    conversion,
+    naming,
+    refuse_pickled,
+    sizes_of,
+    target_ids,
+)
+from fastspec.models.heads.config import check_verifier
+from fastspec.models.heads.dflash_spec import dflash_spec
+from fastspec.models.heads.eagle3_spec import eagle3_spec
+from fastspec.models.heads.mtp_spec import MTP, mtp_source, mtp_spec
+from fastspec.models.heads.spec import HeadKind, HeadSpec, Recognised, TargetSizes, recognise, says_head
+from fastspec.models.heads.weights import head_bytes
+from fastspec.models.layer_table import HEAD
+
+SpecReader = Callable[
+    [Recognised, Mapping[str, Any], Mapping[str, TensorInfo], TargetSizes, "Sequence[int] | None", Path], HeadSpec
+]
+SAMPLE: Final = """The water cycle describes how water moves between the oceans, the air and the land. Heat from the sun
+turns water at the surface of the sea into vapour, which rises and cools. As it cools it condenses into small drops that
+form clouds. When the drops become heavy enough, they fall as rain or snow. def mean(values): return sum(values) /
+len(values). What is the capital of France? The capital of France is Paris, and the capital of Italy is Rome."""
+READERS: Final[Mapping[HeadKind, SpecReader]] = {"eagle3": eagle3_spec, "dflash": dflash_spec}
+
+
+HeadFiles = tuple[Path, dict[str, Any], Recognised]
+"""Where a head's files lie, its config, and what it is."""
+
+
+@dataclass(frozen=True, slots=True)
+class DraftFiles:
+    """The result of a look at a draft.
+
+    Attributes:
+        head: its files, if it is a head.
+        fetched: where the files of a Hub id lie, so that they are looked up once; None: it is no Hub id.
+    """
+
+    head: HeadFiles | None = None
+    fetched: Path | None = None
+
+
+def draft_files(source: object, revision: str | None) -> DraftFiles:
+    """Looks whether a draft is a head.
+
+    Args:
+        source: the user's `draft`. Files of a Hub id are fetched.
+        revision: of a Hub id.
+
+    Raises:
+        CheckpointError: it is a head whose weights cannot be read, or a Hub id that could not be downloaded.
+        UnsupportedModel: it is a drafter of an unsupported kind.
+    """
+    if not isinstance(source, str | os.PathLike):
+        return DraftFiles()
+    with naming("draft"):
+        directory = Path(os.path.abspath(os.path.expanduser(source)))
+        if os.path.isdir(directory):
+            return DraftFiles() if revision is not None else DraftFiles(_head_files(directory))  # `resolve` refuses it
+        if not isinstance(source, str):
+            return DraftFiles()
+        fetched = _fetched(source, revision)
+        return DraftFiles(_head_files(fetched), fetched)
+
+
+def _head_files(directory: Path) -> HeadFiles | None:
+    if not (directory / CONFIG).is_file():
+        return None
+    raw = read_json(directory / CONFIG)
+    if says_head(raw):
+        refuse_pickled(directory)
+    if not any((directory / file).is_file() for file in (SINGLE, INDEX)):
+        return None
+    found = recognise(raw, ShardTensors(directory).infos().keys())
+    return None if found is None else (directory, raw, found)
+
+
+def _fetched(source: str, revision: str | None) -> Path:
+    says: list[bool] = []
+
+    def check(directory: Path) -> None:
+        raw = read_json(directory / CONFIG) if (directory / CONFIG).is_file() else {}
+        says.append(says_head(raw))
+        if not says[-1]:
+            check_before_download(directory)
+
+    try:
+        return download(source, revision, check)
+    except CheckpointError as error:
+        if says and says[-1] and SINGLE in str(error):
+            raise CheckpointError(f"{error}. A .bin must be converted once: {conversion('DIRECTORY')}") from error
+        raise
+
+
+def resolve_head(
+    found: HeadFiles,
+    name: str,
+    target: Checkpoint,
+    feature_layers: Sequence[int] | None,
+) -> HeadCheckpoint:
+    """The head that `draft_files` has found, checked against its target; nothing is allocated.
+
+    Args:
+        found: as `draft_files` has it.
+        name: for messages.
+        target: the model that it is to draft for.
+        feature_layers: the caller's own choice of boundaries; None: the config's.
+
+    Raises:
+        CheckpointError: it is damaged, or of a target with other sizes.
+        UnsupportedModel: a setting that is not implemented, or a target whose hidden states cannot be read.
+        UnsupportedOption: `feature_layers` that the target does not have.
+    """
+    directory, raw, kind = found
+    sizes = sizes_of(target)
+    reader = READERS.get(kind.kind)
+    if reader is None:
+        raise UnsupportedModel(f"draft: {name}: an {kind} cannot be run yet; use an EAGLE-3 head, or a draft model")
+    tensors = HeadTensors(directory)
+    with naming(f"draft: {name}"):
+        check_verifier(raw, sizes, FAMILIES[target.native.family].architecture)
+        spec = reader(kind, raw, tensors.infos(), sizes, feature_layers, directory / CONFIG)
+        check_head_tensors(tensors, spec)
+        return HeadCheckpoint(name, spec, directory, target_ids(tensors, spec), _sample(target, spec), count=head_bytes)
+
+
+def resolve_mtp(
+    target: Checkpoint,
+    revision: str | None,
+    asked: object,
+    vocab: Sequence[int] | None = None,
+) -> HeadCheckpoint:
+    """The MTP layer of a target's checkpoint; nothing is allocated.
+
+    Args:
+        target: resolved.
+        revision, asked: the caller's draft_revision and feature_layers; both must be None.
+        vocab: ids that the layer may draft; None: all.
+
+    Raises:
+        CheckpointError: the checkpoint has no MTP layer, or tensors of it are missing.
+        UnsupportedModel: the target is hosted, has several MTP layers, or one of experts beside dense layers.
+        UnsupportedOption: an option that does not go with an MTP layer, or a live module as target.
+        ValueError: `vocab` is empty, or has an id twice or one that the target does not know.
+    """
+    for name, value in (("draft_revision", revision), ("feature_layers", asked)):
+        if value is not None:
+            raise UnsupportedOption(
+                f"{name}={value!r} does not go with draft='{MTP}', which is a layer of the target's checkpoint; leave "
+                "it out"
+            )
+    if target.directory is None:
+        raise UnsupportedOption(
+            f"draft='{MTP}': {target.name} is a live module, which does not have its checkpoint's MTP layers; pass its "
+            "directory or Hub id as target"
+        )
+    with naming(f"draft='{MTP}'"):
+        spec, ids = mtp_spec(target, target.directory), None
+        if vocab is not None:
+            ids = _checked_ids(vocab, target.native.vocab_size)
+            decoder, tensors = replace(spec.decoder, vocab_size=len(ids), tied=False), dict(spec.tensors)
+            tensors[HEAD] = (len(ids), spec.hidden_size)
+            spec = replace(spec, decoder=decoder, tensors=tensors, own_head=True)
+        found = HeadCheckpoint(
+            f"the MTP layer of {target.name}", spec, target.directory, ids, (), source=target, count=head_bytes
+        )
+        check_head_tensors(mtp_source(found), spec)
+    return found
+
+
+def _checked_ids(vocab: Sequence[int], known: int) -> Tensor:
+    """The ids in ascending order, int64 [n] on the CPU."""
+    ids = sorted({each for each in vocab if type(each) is int and 0 <= each < known})
+    if not ids or len(ids) != len(vocab):
+        raise ValueError(
+            f"draft_vocab has {len(vocab)} entries, of which {len(ids)} are different ids from 0 to {known - 1}; "
+            "wanted different ids of the target, and one at least: frequent_ids() counts them"
+        )
+    return torch.tensor(ids, dtype=torch.int64, device="cpu")
+
+
+def _sample(target: Checkpoint, spec: HeadSpec) -> tuple[int, ...]:
+    """Ids of a short text, if there are readings to try on it; else none."""
+    if len(spec.readings) < 2:
+        return ()
+    tokenizer = load_tokenizer(target)
+    ids = tokenizer(SAMPLE)["input_ids"] if tokenizer is not None else []
+    known = tuple(each for each in ids if 0 <= each < spec.target.vocab_size)
+    if len(known) >= 16:
+        return known
+    return tuple(index * 7919 % spec.target.vocab_size for index in range(64))  # without a tokenizer any text will do

@@ -1,0 +1,640 @@
+"""LAYER: every tensor of a decoder layer, one row each; MODEL: those outside of layers.
+
+Shapes, stored names, slices of ranks, bytes and loaded fields are all read from these rows. A new tensor of a family is
+one row here and one field of the weights below.
+
+Sizes are names of axes (`axes_of`). An axis says how many elements there are and how ranks share them:
+
+| rule     | a rank's elements                                                              |
+|----------|--------------------------------------------------------------------------------|
+| whole    | all                                                                            |
+| heads    | an equal number of whole heads                                                 |
+| kv_heads | likewise; with fewer heads than ranks, several ranks have the same head        |
+| even     | an equal number                                                                |
+| packed   | columns of experts, in runs that packed weights keep together                  |
+| vocab    | rows of the head, if every part of them has whole tiles of 16                  |
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, fields, replace
+from itertools import groupby
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple
+
+import torch
+
+from fastspec.distributed.slices import Cut, Share
+from fastspec.kernels.common.experts import ExpertWeights
+from fastspec.kernels.common.weights import Weight
+from fastspec.models.families.plan import LayerPlan
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from fastspec.models.config import ModelSpec
+
+EMBED: Final = "model.embed_tokens.weight"
+HEAD: Final = "lm_head.weight"
+CORRECTION: Final = "e_score_correction_bias"  # of a router's scores
+GATE_UP: Final = ("gate_proj", "up_proj")  # of one expert
+DOWN: Final = "down_proj"
+NORM: Final = "model.norm.weight"
+NORM_BIAS: Final = "model.norm.bias"
+
+Rule = Literal["whole", "heads", "kv_heads", "even", "packed", "vocab"]
+Kind = Literal["matrix", "vector", "norm", "exact", "stack"]
+Shapes = dict[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DeltaWeights:
+    """Tensors of a recurrent layer besides its projections; sizes as in `DeltaRule`.
+
+    Attributes:
+        conv: [channels, 1, width], of the convolution.
+        decay: fp32 [value_heads], log A (`A_log` in checkpoints).
+        step: fp32 [value_heads], the bias that is added to a (`dt_bias`).
+        norm: [value_dim], of the gated norm.
+        gates: [2 * value_heads, hidden], the rows of b and a if only these are not quantised; None: they lie in
+            `LayerWeights.qkv`.
+    """
+
+    conv: Tensor
+    decay: Tensor
+    step: Tensor
+    norm: Tensor
+    gates: Weight | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerWeights:
+    """One decoder layer. H query heads, Hkv key heads, D head_dim. A field that the plan does not ask for is None.
+
+    Elements of query and key heads may lie in another order than in the checkpoint, the same for both
+    (`ModelSpec.head_order`). Norm weights have the dtype `ModelSpec.norm_dtype`.
+
+    Attributes:
+        input_norm, post_norm: [hidden] norm weights before attention and before the MLP.
+        attended_norm, mlp_norm: [hidden] norm weights of what attention and MLP add to the residual stream.
+        input_norm_bias, post_norm_bias: [hidden].
+        qkv: [(H + 2 * Hkv) * D, hidden], query rows first, then key, then value, then those of an output gate.
+            Of a recurrent layer [DeltaRule.rows, hidden]: q, k, v, z, b and a. qkv_bias: its bias.
+        q_norm, k_norm: [D], or [H * D] and [Hkv * D] of a norm over all heads.
+        o: [hidden, H * D]; of a recurrent layer [hidden, DeltaRule.values]. o_bias: [hidden].
+        gate_up: [2 * intermediate, hidden], gate rows first; without a gate half of it. gate_up_bias: its bias.
+        down: [hidden, intermediate]. down_bias: [hidden].
+        delta: other tensors of a recurrent layer; None: the layer attends.
+        experts: the MLP is a mixture of experts. gate_up and down are then those of a shared expert.
+        sinks: [H], for each head the score of one more key without a value.
+    """
+
+    qkv: Weight
+    o: Weight
+    qkv_bias: Tensor | None = None
+    o_bias: Tensor | None = None
+    q_norm: Tensor | None = None
+    k_norm: Tensor | None = None
+    sinks: Tensor | None = None
+    gate_up: Weight | None = None
+    gate_up_bias: Tensor | None = None
+    down: Weight | None = None
+    down_bias: Tensor | None = None
+    input_norm: Tensor | None = None
+    input_norm_bias: Tensor | None = None
+    post_norm: Tensor | None = None
+    post_norm_bias: Tensor | None = None
+    attended_norm: Tensor | None = None
+    mlp_norm: Tensor | None = None
+    delta: DeltaWeights | None = None
+    experts: ExpertWeights | None = None
+
+    @property
+    def mlp(self) -> tuple[Weight, Weight]:
+        """gate_up and down, of a layer that has an MLP or a shared expert."""
+        assert self.gate_up is not None, "a mixture without a shared expert has no MLP"
+        assert self.down is not None, "gate_up does not come alone"
+        return self.gate_up, self.down
+
+    def matrix(self, place: str) -> Weight | None:
+        """The matrix in a field, or in one of its parts ("delta.gates"); None: it holds something else, or nothing."""
+        found: object = self
+        for name in place.split("."):
+            found = getattr(found, name, None)
+        return found if isinstance(found, Weight) else None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DecoderWeights:
+    """All weights of one decoder, of one dtype on one device.
+
+    Attributes:
+        embed: [V, hidden]. head: [V, hidden]; `head is embed` when tied.
+        norm, norm_bias: [hidden], of the norm before the head.
+    """
+
+    embed: Weight
+    layers: tuple[LayerWeights, ...]
+    norm: Tensor
+    head: Weight
+    norm_bias: Tensor | None = None
+
+    def nbytes(self) -> int:
+        """Bytes of device memory that the weights take; a tied head is counted once."""
+        held: list[Weight | ExpertWeights | Tensor | None] = [self.embed, self.norm, self.norm_bias, self.head]
+        held += [tensor for layer in self.layers for part in (layer, layer.delta) for tensor in _held(part)]
+        return sum({id(each): each.nbytes for each in held if each is not None}.values())
+
+
+def _held(part: LayerWeights | DeltaWeights | None) -> Iterator[Weight | ExpertWeights | Tensor | None]:
+    for each in () if part is None else fields(part):
+        if not isinstance(held := getattr(part, each.name), DeltaWeights):
+            yield held
+
+
+class Axis(NamedTuple):
+    """Elements along one axis of a tensor, and how ranks share them.
+
+    Attributes:
+        units: of all ranks, such as heads.
+        rule: see the table above.
+        each: elements of a unit.
+    """
+
+    units: int
+    rule: Rule = "whole"
+    each: int = 1
+
+    @property
+    def size(self) -> int:
+        """Elements of all ranks."""
+        return self.units * self.each
+
+    def part(self, share: Share, unit: int = 1) -> Cut:
+        """The elements of one rank.
+
+        Args:
+            unit: elements of a "packed" axis that stay together.
+        """
+        if self.rule == "whole":
+            return Cut(0, self.size)
+        if self.rule == "kv_heads":
+            found = share.kv_cut(self.units)
+        elif self.rule == "vocab":
+            found = share.vocab_cut(self.units)
+        else:
+            found = share.cut(self.units, unit if self.rule == "packed" else 1)
+        return Cut(found.start * self.each, found.stop * self.each)
+
+    def piece(self, parts: int) -> int:
+        """Elements that are multiplied at once where bits must not depend on ranks: one head, or one of `parts`."""
+        return self.each if self.rule in ("heads", "kv_heads") else self.size // parts
+
+
+class Slice(NamedTuple):
+    """The part of a tensor that a rank reads: ranges of rows, one under the other, and of columns; None: all."""
+
+    rows: tuple[Cut, ...]
+    columns: Cut | None = None
+
+
+Order = Callable[["ModelSpec", LayerPlan], "list[int] | None"]
+Condition = Callable[[LayerPlan], bool]
+
+
+def _always(plan: LayerPlan) -> bool:
+    return True
+
+
+def _never(plan: LayerPlan) -> bool:
+    return False
+
+
+def _as_stored(spec: ModelSpec, plan: LayerPlan) -> None:
+    """An `Order` that moves no row."""
+
+
+@dataclass(frozen=True, slots=True)
+class TableRow:
+    """One tensor of a layer, or several stored tensors that are fused into one.
+
+    Attributes:
+        name: of the row, by which `ModelFamily.names` renames its stored tensors.
+        stored: names in a checkpoint, below the layer's prefix and without `leaf`; {} stands for an expert's number.
+            Without any the row is absent.
+        rows: axes of the fused rows, in the order of the checkpoint. A group lies in one stored tensor.
+        columns: axes of the other dimensions.
+        kind: "matrix": a `Weight`. "stack": the same matrix of all experts. "vector": in the model's dtype. "norm":
+            in `ModelSpec.norm_dtype`. "exact": in fp32.
+        when: the plan has this tensor.
+        bias: the plan has a bias for each stored tensor, whose field is `<field>_bias`.
+        order: stored row of each row in the field; None: as stored.
+        field: of `LayerWeights`, or of a part of it ("experts.router"); empty: the name of the row.
+        leaf: last part of stored names.
+        gated: the first half of the rows is a gate, if the plan's MLP has one.
+        tree: sums over the columns of all ranks are one tree; see `Weight`.
+        apart: field of the last rows (b and a) if only these are not quantised.
+        joins: row of the experts to which this tensor of a shared expert may be added as one more.
+        mixed: rows of a group are stored head by head, so that ranks cut the group as one.
+    """
+
+    name: str
+    stored: tuple[str, ...]
+    rows: tuple[str | tuple[str, ...], ...]
+    columns: tuple[str, ...] = ()
+    kind: Kind = "matrix"
+    when: Condition = _always
+    bias: Condition = _never
+    order: Order = _as_stored
+    field: str = ""
+    leaf: str = ".weight"
+    gated: bool = False
+    tree: bool = False
+    apart: str = ""
+    joins: str = ""
+    mixed: bool = False
+
+    @property
+    def place(self) -> str:
+        """The field that takes it."""
+        return self.field or self.name
+
+    @property
+    def takes_shared(self) -> bool:
+        """True if tensors of a shared expert may be added to it."""
+        return any(row.joins == self.name for row in LAYER)
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """Axes of all rows, one under the other."""
+        return tuple(axis for part in self.rows for axis in ((part,) if isinstance(part, str) else part))
+
+    def cut(self, axes: Mapping[str, Axis]) -> Literal["rows", "columns"] | None:
+        """The side that ranks share; None: every rank has all of it."""
+        if any(axes[axis].rule != "whole" for axis in self.axes):
+            return "rows"
+        return "columns" if self.columns and axes[self.columns[0]].rule != "whole" else None
+
+    def names(self, renamed: Mapping[str, tuple[str, ...]]) -> tuple[str, ...]:
+        """Stored names, without `leaf`, in a family that renames some rows."""
+        return renamed.get(self.name, self.stored)
+
+    def groups(self, stored: int) -> tuple[tuple[str, ...], ...]:
+        """Axes of the rows of each stored tensor, for that many."""
+        if stored == len(self.rows):
+            return tuple((part,) if isinstance(part, str) else part for part in self.rows)
+        return (self.axes,)
+
+
+def qkv_order(spec: ModelSpec, plan: LayerPlan) -> list[int] | None:
+    """The stored row of each row of q, k, v and output gate; None: as stored.
+
+    With an output gate the stored q rows are, head by head, query and gate. The fused matrix has all gates last.
+    """
+    dim, heads, kv_rows = spec.head_dim, spec.num_heads, spec.num_kv_heads * spec.head_dim
+    in_head = spec.head_order or list(range(dim))
+    if spec.head_order is None and not plan.output_gate:
+        return None
+    each = (2 if plan.output_gate else 1) * dim
+    queries = [head * each + at for head in range(heads) for at in in_head]
+    keys = [heads * each + head * dim + at for head in range(spec.num_kv_heads) for at in in_head]
+    first = heads * each + kv_rows
+    gates = [head * each + dim + at for head in range(heads) for at in range(dim)] if plan.output_gate else []
+    return [*queries, *keys, *range(first, first + kv_rows), *gates]
+
+
+def _head_norm_order(spec: ModelSpec, plan: LayerPlan, heads: int) -> list[int] | None:
+    if spec.head_order is None:
+        return None
+    count = heads if plan.qk_norm == "projection" else 1
+    return [head * spec.head_dim + at for head in range(count) for at in spec.head_order]
+
+
+def q_norm_order(spec: ModelSpec, plan: LayerPlan) -> list[int] | None:
+    """The stored element of each element of q_norm; None: as stored."""
+    return _head_norm_order(spec, plan, spec.num_heads)
+
+
+def k_norm_order(spec: ModelSpec, plan: LayerPlan) -> list[int] | None:
+    """The stored element of each element of k_norm; None: as stored."""
+    return _head_norm_order(spec, plan, spec.num_kv_heads)
+
+
+def delta_order(spec: ModelSpec, plan: LayerPlan) -> list[int]:
+    """The stored row of each row of q, k, v, z, b and a, which are stored grouped by key head."""
+    rule = plan.delta
+    assert rule is not None, "the layer is recurrent"
+    served = rule.value_heads // rule.key_heads
+    own = served * rule.value_dim
+    each = 2 * rule.key_dim + 2 * own
+
+    def of_heads(start: int, size: int) -> list[int]:
+        """Rows start..start+size-1 of every key head."""
+        return [head * each + at for head in range(rule.key_heads) for at in range(start, start + size)]
+
+    def gates(start: int) -> list[int]:
+        """b or a of every value head."""
+        first = rule.key_heads * each
+        return [first + head * 2 * served + at for head in range(rule.key_heads) for at in range(start, start + served)]
+
+    q, k = of_heads(0, rule.key_dim), of_heads(rule.key_dim, rule.key_dim)
+    v, z = of_heads(2 * rule.key_dim, own), of_heads(2 * rule.key_dim + own, own)
+    return [*q, *k, *v, *z, *gates(0), *gates(served)]
+
+
+def _norms_heads(plan: LayerPlan) -> bool:
+    return plan.qk_norm is not None
+
+
+def _asks(name: str) -> Condition:
+    """True if a field of the `ExpertsPlan` is set."""
+    return lambda plan: bool(getattr(plan.experts, name))
+
+
+_QKV = tuple(f"self_attn.{part}_proj" for part in "qkv")
+_DELTA = tuple(f"linear_attn.in_proj_{part}" for part in ("qkv", "z", "b", "a"))
+_EXPERT, _SHARED = "mlp.experts.{}.", "mlp.shared_expert."
+_ROUTER = "mlp.gate"
+_MLP = ("mlp.gate_proj", "mlp.up_proj")
+_AFTER_ATTENTION = "post_attention_layernorm"
+_CHANNELS = ("keys", "keys", "values")
+_HIDDEN = ("hidden",)
+
+
+def _rows(when: Condition, *rows: TableRow) -> tuple[TableRow, ...]:
+    """Rows of plans that fulfil `when` besides their own condition."""
+
+    def both(own: Condition) -> Condition:
+        return lambda plan: when(plan) and own(plan)
+
+    return tuple(replace(row, when=both(row.when)) for row in rows)
+
+
+LAYER: Final[tuple[TableRow, ...]] = (
+    *_rows(
+        lambda plan: plan.delta is None,
+        TableRow("qkv", _QKV, ("q", "k", "v"), ("read",), bias=lambda plan: plan.qkv_bias, order=qkv_order),
+        TableRow("o", ("self_attn.o_proj",), _HIDDEN, ("heads",), bias=lambda plan: plan.o_bias, tree=True),
+        TableRow("q_norm", ("self_attn.q_norm",), ("q_norm",), (), "norm", when=_norms_heads, order=q_norm_order),
+        TableRow("k_norm", ("self_attn.k_norm",), ("k_norm",), (), "norm", when=_norms_heads, order=k_norm_order),
+        TableRow("sinks", ("self_attn.sinks",), ("query_heads",), (), "vector", when=lambda plan: plan.sinks, leaf=""),
+    ),
+    *_rows(
+        lambda plan: plan.delta is not None,
+        TableRow(
+            "delta",
+            _DELTA,
+            (_CHANNELS, "values", "value_heads", "value_heads"),
+            ("read",),
+            field="qkv",
+            apart="delta.gates",
+        ),
+        TableRow(
+            "delta_grouped",
+            (),
+            ((*_CHANNELS, "values"), ("value_heads", "value_heads")),
+            ("read",),
+            field="qkv",
+            apart="delta.gates",
+            order=delta_order,
+            mixed=True,
+        ),
+        TableRow("delta_out", ("linear_attn.out_proj",), _HIDDEN, ("values",), field="o"),
+        TableRow("delta.conv", ("linear_attn.conv1d",), (_CHANNELS,), ("one", "taps"), "vector"),
+        TableRow("delta.decay", ("linear_attn.A_log",), ("value_heads",), (), "exact", leaf=""),
+        TableRow("delta.step", ("linear_attn.dt_bias",), ("value_heads",), (), "exact", leaf=""),
+        TableRow("delta.norm", ("linear_attn.norm",), ("value_dim",), (), "vector"),
+    ),
+    *_rows(
+        lambda plan: plan.experts is None,
+        TableRow("gate_up", _MLP, ("gate", "inner"), _HIDDEN, bias=lambda plan: plan.mlp_bias, gated=True),
+        TableRow("down", ("mlp.down_proj",), _HIDDEN, ("inner",), bias=lambda plan: plan.mlp_bias, tree=True),
+    ),
+    *_rows(
+        lambda plan: plan.experts is not None,
+        TableRow("experts.router", (_ROUTER,), ("experts",), _HIDDEN, bias=_asks("router_bias")),
+        TableRow(
+            "experts.correction",
+            (f"{_ROUTER}.{CORRECTION}",),
+            ("experts",),
+            (),
+            "exact",
+            when=_asks("correction"),
+            leaf="",
+        ),
+        TableRow(
+            "experts.gate_up",
+            tuple(_EXPERT + part for part in GATE_UP),
+            ("width", "width"),
+            _HIDDEN,
+            "stack",
+            bias=_asks("bias"),
+            gated=True,
+        ),
+        TableRow("experts.down", (_EXPERT + DOWN,), _HIDDEN, ("width",), "stack", bias=_asks("bias")),
+        TableRow(
+            "shared_gate_up",
+            tuple(_SHARED + part for part in GATE_UP),
+            ("shared", "shared"),
+            _HIDDEN,
+            when=_asks("shared"),
+            field="gate_up",
+            gated=True,
+            joins="experts.gate_up",
+        ),
+        TableRow(
+            "shared_down",
+            (_SHARED + DOWN,),
+            _HIDDEN,
+            ("shared",),
+            when=_asks("shared"),
+            field="down",
+            joins="experts.down",
+        ),
+        TableRow(
+            "experts.shared_gate",
+            ("mlp.shared_expert_gate",),
+            ("one",),
+            _HIDDEN,
+            when=_asks("shared_gate"),
+            joins="experts.router",
+        ),
+    ),
+    *_rows(
+        lambda plan: plan.pre_norm,
+        TableRow("input_norm", ("input_layernorm",), _HIDDEN, (), "norm", bias=lambda plan: plan.norm_bias),
+        TableRow(
+            "post_norm",
+            (_AFTER_ATTENTION,),
+            _HIDDEN,
+            (),
+            "norm",
+            when=lambda plan: not plan.parallel,
+            bias=lambda plan: plan.norm_bias,
+        ),
+    ),
+    *_rows(
+        lambda plan: plan.post_norm,
+        TableRow("attended_norm", (_AFTER_ATTENTION,), _HIDDEN, (), "norm"),
+        TableRow("mlp_norm", ("post_feedforward_layernorm",), _HIDDEN, (), "norm"),
+    ),
+)
+MODEL: Final[tuple[TableRow, ...]] = (
+    TableRow("embed", ("model.embed_tokens",), ("vocab",), _HIDDEN),
+    TableRow("norm", ("model.norm",), _HIDDEN, (), "norm", bias=lambda plan: plan.norm_bias),
+    TableRow("head", ("lm_head",), ("head",), _HIDDEN),
+)
+
+
+def axes_of(spec: ModelSpec, plan: LayerPlan, reads: int | None = None) -> dict[str, Axis]:
+    """The axes of a layer by their names in the table.
+
+    Args:
+        reads: elements that the first product of the layer reads; None: hidden_size.
+    """
+    dim, heads, kv_heads = spec.head_dim, spec.num_heads, spec.num_kv_heads
+    over_all = plan.qk_norm == "projection"
+    found = {
+        "one": Axis(1),
+        "hidden": Axis(spec.hidden_size),
+        "read": Axis(reads or spec.hidden_size),
+        "vocab": Axis(spec.vocab_size),
+        "head": Axis(spec.vocab_size, "vocab"),
+        "q": Axis((1 + plan.output_gate) * heads, "heads", dim),
+        "k": Axis(kv_heads, "kv_heads", dim),
+        "v": Axis(kv_heads, "kv_heads", dim),
+        "heads": Axis(heads, "heads", dim),
+        "query_heads": Axis(heads, "heads"),
+        "q_norm": Axis(heads * dim if over_all else dim),
+        "k_norm": Axis(kv_heads * dim if over_all else dim),
+        "gate": Axis(plan.gated * spec.intermediate_size, "even"),
+        "inner": Axis(spec.intermediate_size, "even"),
+    }
+    if (rule := plan.delta) is not None:
+        found |= {
+            "keys": Axis(rule.keys, "even"),
+            "values": Axis(rule.values, "even"),
+            "value_heads": Axis(rule.value_heads, "even"),
+            "value_dim": Axis(rule.value_dim),
+            "taps": Axis(rule.width),
+        }
+    if (experts := plan.experts) is not None:
+        found |= {
+            "experts": Axis(experts.count),
+            "width": Axis(experts.width, "packed"),
+            "shared": Axis(experts.shared, "even"),
+        }
+    return found
+
+
+class StoredTensor(NamedTuple):
+    """One tensor of a checkpoint, as the table has it.
+
+    Attributes:
+        name: below the layer's prefix.
+        kind: of its row; "norm" for the bias of a norm.
+        rows: axes of its first dimension, one under the other.
+        columns: axes of the others.
+        mixed: rows of all axes lie together, head by head.
+    """
+
+    name: str
+    kind: Kind
+    rows: tuple[Axis, ...]
+    columns: tuple[Axis, ...] = ()
+    mixed: bool = False
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the whole tensor."""
+        return (sum(axis.size for axis in self.rows), *(axis.size for axis in self.columns))
+
+    def part(self, share: Share, unit: int) -> Slice | None:
+        """The slice that a rank reads; None: everything."""
+        if any(axis.rule != "whole" for axis in self.rows):
+            if self.mixed:
+                return Slice((share.cut(self.shape[0]),))
+            starts = [sum(axis.size for axis in self.rows[:index]) for index in range(len(self.rows))]
+            cuts = [axis.part(share, unit) for axis in self.rows]
+            return Slice(tuple(Cut(at + cut.start, at + cut.stop) for at, cut in zip(starts, cuts, strict=True)))
+        if self.columns and self.columns[0].rule != "whole":
+            return Slice((Cut(0, self.shape[0]),), self.columns[0].part(share, unit))
+        return None
+
+
+def rows_of(spec: ModelSpec, plan: LayerPlan) -> tuple[TableRow, ...]:
+    """Rows of the table that a layer has."""
+    return tuple(row for row in LAYER if row.when(plan) and row.names(spec.names))
+
+
+def stored_tensors(spec: ModelSpec, plan: LayerPlan, reads: int | None = None) -> Iterator[StoredTensor]:
+    """Every stored tensor of a layer; see `axes_of` for the arguments."""
+    axes, rows = axes_of(spec, plan, reads), rows_of(spec, plan)
+    for stack, some in groupby(rows, lambda row: row.kind == "stack"):
+        together = tuple(some)
+        for expert in range(axes["experts"].units if stack else 1):
+            for row in together:
+                yield from _stored(row, row.names(spec.names), axes, plan, expert)
+
+
+def _stored(
+    row: TableRow, names: tuple[str, ...], axes: Mapping[str, Axis], plan: LayerPlan, expert: int = 0
+) -> Iterator[StoredTensor]:
+    for name, group in zip(names, row.groups(len(names)), strict=True):
+        rows = tuple(axes[axis] for axis in group if axes[axis].size)
+        columns, at = tuple(axes[axis] for axis in row.columns), name.format(expert)
+        yield StoredTensor(f"{at}{row.leaf}", row.kind, rows, columns, row.mixed)
+        if row.bias(plan):
+            yield StoredTensor(f"{at}.bias", "norm" if row.kind == "norm" else "vector", rows)
+
+
+def _by_layer(spec: ModelSpec) -> Iterator[tuple[str, StoredTensor]]:
+    """Every stored tensor of a model with its whole name."""
+    plan = spec.plans[0]
+    for row in MODEL:
+        if row.name != "head" or not spec.tied:
+            yield from ((tensor.name, tensor) for tensor in _stored(row, row.stored, axes_of(spec, plan), plan))
+    of_plan = {plan: tuple(stored_tensors(spec, plan)) for plan in dict.fromkeys(spec.plans)}
+    for layer, plan in enumerate(spec.plans):
+        yield from ((f"model.layers.{layer}.{tensor.name}", tensor) for tensor in of_plan[plan])
+
+
+def tensor_shapes(spec: ModelSpec) -> Shapes:
+    """Name and shape of every tensor that a checkpoint of this spec must hold, head included unless tied."""
+    return {name: tensor.shape for name, tensor in _by_layer(spec)}
+
+
+def layer_shapes(spec: ModelSpec, layer: int, prefix: str, reads: int) -> Shapes:
+    """Name and shape of every tensor of one layer, under a prefix; `reads` as in `axes_of`."""
+    return {f"{prefix}{tensor.name}": tensor.shape for tensor in stored_tensors(spec, spec.plans[layer], reads)}
+
+
+def slices_of(spec: ModelSpec, share: Share, unit: int = 1) -> dict[str, Slice]:
+    """The slices that a rank reads of the tensors that are cut, by name; it reads all others whole.
+
+    Args:
+        spec: of the whole model.
+        unit: columns of experts that stay together.
+    """
+    found = ((name, tensor.part(share, unit)) for name, tensor in _by_layer(spec))
+    return {name: part for name, part in found if part is not None}
+
+
+def weight_bytes(spec: ModelSpec, dtype: torch.dtype) -> int:
+    """Bytes of all tensors with matrices in `dtype`."""
+    sizes = {"norm": spec.norm_dtype(dtype).itemsize, "exact": torch.float32.itemsize}
+    return sum(math.prod(each.shape) * sizes.get(each.kind, dtype.itemsize) for _, each in _by_layer(spec))
+
+
+def pieces_of(row: TableRow, spec: ModelSpec, plan: LayerPlan, own: Mapping[str, Axis], parts: int) -> list[int]:
+    """Rows of each product that a rank makes of a field, if bits must not depend on the number of ranks.
+
+    Args:
+        spec, plan: of all ranks.
+        own: axes of this rank.
+        parts: as in `Share`.
+    """
+    whole = axes_of(spec, plan)
+    sizes = ((own[axis].size, whole[axis].piece(parts)) for axis in row.axes if own[axis].size)
+    return [piece for size, piece in sizes for _ in range(size // piece)]
