@@ -192,7 +192,7 @@ class FastSpecGenerator(OfOneProcess):
 
     @classmethod
     def plan(cls, target: Source, draft: Source | None = None, **options: Unpack[PlanOptions]) -> MemoryPlan:
-        """The memory that a generator made with the same arguments needs; loads and allocates nothing.
+        """Computes the memory of a generator with the same arguments; loads and allocates nothing.
 
         Args:
             target, draft, **options: the constructor's, but for those that take no memory.
@@ -525,7 +525,7 @@ class FastSpecGenerator(OfOneProcess):
         )
 
     def explain(self) -> str:
-        """What runs how, in a few lines for people."""
+        """Describes the models and the way they run, in a few lines for people."""
         draft = self._draft if self._trial is None else self._trial.draft
         return explain(self._settings, self._open().engine, self._target, draft, self._shared_vocab, self._drafting)
 
