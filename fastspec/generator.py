@@ -77,7 +77,7 @@ class FastSpecGenerator(OfOneProcess):
         target_revision, draft_revision: branch, tag or commit of a Hub id.
         target_quantization, draft_quantization: round weights to "fp8", "int8" or "int4" while they are loaded (never
             what is stored quantised). Of a draft this never changes the text; of a target it is another model's. "auto"
-            takes a draft's fastest format here, tried against the draft as it is stored (docs/guides/quantised.md).
+            takes a draft's fastest format here, by an estimate that `calibrate` measures (docs/guides/quantised.md).
         kv_dtype: "fp8" keeps K and V of both models, or of each by a pair, in 8 bits (e4m3): half the memory; a target
             has another text then, the same with drafts and without (docs/guides/memory.md). None: the models' dtype.
         feature_layers: boundaries that a learned drafter reads; default: those its config names (docs/guides/heads.md).
