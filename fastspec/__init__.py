@@ -16,12 +16,14 @@ from fastspec.errors import (
 if TYPE_CHECKING:
     from fastspec.demo import demo_pair
     from fastspec.generator import FastSpecGenerator
+    from fastspec.inputs.table import GenerateOptions
     from fastspec.models.vocab import frequent_ids
     from fastspec.output import GenerateOutput, Stats
     from fastspec.proposers.deterministic import DeterministicProposer
     from fastspec.proposers.ngram import NGram
     from fastspec.sampling.rules import SyntheticAcceptance
     from fastspec.scheduling.calibrate import Calibration
+    from fastspec.scheduling.handle import Handle
 
 __version__ = "0.1.0"
 __all__ = [
@@ -29,7 +31,9 @@ __all__ = [
     "CheckpointError",
     "DeterministicProposer",
     "FastSpecGenerator",
+    "GenerateOptions",
     "GenerateOutput",
+    "Handle",
     "InvalidLogits",
     "NGram",
     "OutOfPages",
@@ -46,7 +50,9 @@ _LAZY = {
     "Calibration": "fastspec.scheduling.calibrate",
     "DeterministicProposer": "fastspec.proposers.deterministic",
     "FastSpecGenerator": "fastspec.generator",
+    "GenerateOptions": "fastspec.inputs.table",
     "GenerateOutput": "fastspec.output",
+    "Handle": "fastspec.scheduling.handle",
     "NGram": "fastspec.proposers.ngram",
     "Stats": "fastspec.output",
     "SyntheticAcceptance": "fastspec.sampling.rules",

@@ -78,7 +78,7 @@ class FastSpecGenerator(OfOneProcess):
         target_revision, draft_revision: branch, tag or commit of a Hub id.
         target_quantization, draft_quantization: round weights to "fp8", "int8" or "int4" while they are loaded (never
             what is stored quantised). Of a draft this never changes the text; of a target it is another model's. "auto"
-            takes a draft's fastest format here, tried against the draft as it is stored (docs/guides/quantised.md).
+            takes a draft's fastest format here, by an estimate that `calibrate` measures (docs/guides/quantised.md).
         kv_dtype: "fp8" keeps K and V of both models, or of each by a pair, in 8 bits (e4m3): half the memory; a target
             has another text then, the same with drafts and without (docs/guides/memory.md). None: the models' dtype.
         feature_layers: boundaries that a learned drafter reads; default: those its config names (docs/guides/heads.md).
@@ -189,7 +189,7 @@ class FastSpecGenerator(OfOneProcess):
 
     @classmethod
     def plan(cls, target: Source, draft: Source | None = None, **options: Unpack[PlanOptions]) -> MemoryPlan:
-        """The memory that a generator made with the same arguments needs; loads and allocates nothing.
+        """Computes the memory of a generator with the same arguments; loads and allocates nothing.
 
         Args:
             target, draft, **options: the constructor's, but for those that take no memory.
@@ -525,7 +525,7 @@ class FastSpecGenerator(OfOneProcess):
         )
 
     def explain(self) -> str:
-        """What runs how, in a few lines for people."""
+        """Describes the models and the way they run, in a few lines for people."""
         draft = self._draft if self._trial is None else self._trial.draft
         return explain(self._settings, self._open().engine, self._target, draft, self._shared_vocab, self._drafting)
 

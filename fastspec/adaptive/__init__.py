@@ -1,1 +1,1 @@
-"""How `num_speculative_tokens="auto"` chooses k. Plain arithmetic, no torch."""
+"""Chooses k for `num_speculative_tokens="auto"`. Plain arithmetic, no torch."""

@@ -1,16 +1,16 @@
-"""num_speculative_tokens="auto": which k is fastest now, learned while decoding.
+"""num_speculative_tokens="auto": learns the fastest k while decoding.
 
-The controller is told what every step took and what its rows accepted, and says how many drafts the next step gets. It
-compares the ks by expected tokens per second of a row,
+The controller observes the time of every step and the accepted drafts of its rows, and chooses the drafts of the next
+step. It compares the ks by expected tokens per second of a row,
 
     tokens(k) / seconds(k),  tokens(k) = 1 + S_1 + .. + S_k,
 
 S_j being the measured chance that the first j drafts are accepted. (With one chance a for every draft that is
 (1 - a^(k+1)) / (1 - a), as in Leviathan et al., arXiv 2211.17192, section 3.3.) k = 0, plain decoding, is one of them.
 
-What was not tried lately is tried again, rarely: steps at another k, a probe, are paid from a budget of a small share
-of the time. A probe that changes nothing makes the next one wait longer. So a pair that loses costs little more than
-plain decoding, and one that gets better is found out.
+A k that was not used lately is probed now and then: a probe is a few steps at another k, and a small share of the time
+is the budget for all probes. A probe that changes nothing makes the next one wait longer. So a pair that does not pay
+costs little more than plain decoding, and a pair that begins to pay is noticed.
 
 No torch, no clock, no randomness: the same observations give the same choices.
 """
@@ -47,13 +47,13 @@ _CLOSE, _OFTEN = 32, 4  # the first observations after a change are all weighed,
 
 
 def ladder(max_drafts: int) -> tuple[int, ...]:
-    """The ks that "auto" chooses from, when `max_drafts` drafts have room."""
+    """Returns the ks that "auto" chooses from, up to `max_drafts`."""
     return tuple(sorted({k for k in LADDER if k <= max_drafts} | {max_drafts}))
 
 
 @dataclass(frozen=True, slots=True)
 class StepContext:
-    """What is known before a step is launched.
+    """Facts known before a step is launched.
 
     Attributes:
         bucket: rows that the launch covers.
@@ -68,10 +68,10 @@ class StepContext:
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """What one step did.
+    """Result of one step.
 
     Attributes:
-        k: drafts it made.
+        k: drafts of the step.
         bucket: as in StepContext.
         accepted: drafts accepted, of every row that stepped and could draft.
         seconds: since the step before it; None where other work or a pause lay in between.
@@ -89,7 +89,7 @@ class Observation:
 
     @property
     def tokens(self) -> float:
-        """Emitted by a row, the mean."""
+        """Mean of the tokens that a row emitted."""
         return 1 + sum(self.accepted) / max(self.rows or len(self.accepted), 1)
 
 
@@ -113,13 +113,13 @@ class DraftLengthPolicy(Protocol):
 
 @dataclass(slots=True)
 class _Probe:
-    """Steps at another k.
+    """A few steps at another k.
 
     Attributes:
         k: of the steps.
-        rows, steps: results of rows, and steps, that are still to come.
+        rows, steps: results of rows, and steps, that it still needs.
         few: rows that draft in it; None: all.
-        spent: seconds lost on it so far, and those that catching up behind it will take.
+        spent: seconds lost on it so far, with those that catching up afterwards will take.
     """
 
     k: int
@@ -137,7 +137,7 @@ class Controller:
         ks: what there is to choose from, 0 among them, ascending.
 
     Attributes:
-        acceptance, times: what was learned.
+        acceptance, times: learned so far.
         k: drafts of most steps now; None before the first.
         made: steps by k.
     """
@@ -161,11 +161,11 @@ class Controller:
         self.acceptance = Acceptance.unknown(self.ks[-1])
 
     def know(self, seconds: Mapping[tuple[int, int], float]) -> None:
-        """Takes over times of steps by (bucket, k), measured before any call."""
+        """Sets times of steps by (bucket, k), measured before any call."""
         self.times.know(seconds)
 
     def learn(self, steps: Sequence[Observation], bucket: int) -> None:
-        """Takes over what steps over that many rows did in a trial, whoever chose their ks."""
+        """Learns from the steps over `bucket` rows of a trial, whose ks it did not choose."""
         taken: dict[int, list[float]] = {}
         for step in steps:
             if step.seconds is not None and step.caught_up is None and step.bucket == bucket:
@@ -175,14 +175,14 @@ class Controller:
         self.know({(bucket, k): statistics.median(seconds) for k, seconds in taken.items()})
 
     def forget(self) -> None:
-        """Starts anew, as at first: what drafts has become another one. Steps made stay counted."""
+        """Forgets everything but the counts of steps, because another draft is used from now on."""
         fresh = Controller(self.ks)
         fresh.made = self.made
         for name in self.__slots__:
             setattr(self, name, getattr(fresh, name))
 
     def begin(self) -> None:
-        """A new call: its prompts may be of another kind."""
+        """Begins a new call, whose prompts may be of another kind."""
         self.acceptance.fade(_OLD_CALL)
         self._probe = None
         self._changed = self._seen
@@ -205,7 +205,7 @@ class Controller:
 
     @property
     def few(self) -> int | None:
-        """How many rows the next step drafts in, when it drafts; None: in all.
+        """Number of rows that draft in the next step, if it drafts; None: all.
 
         To see whether drafts are accepted a few rows are enough, and the draft need not take in all the others.
         """
@@ -240,7 +240,7 @@ class Controller:
             self._probe.spent += step.seconds - step.tokens / self._rate(step.bucket, usual)
 
     def _due(self, bucket: int) -> bool:
-        """Whether there is reason to weigh the ks again."""
+        """True if the ks should be compared again."""
         news = self._seen - self._weighed
         close = self._seen - self._changed < _CLOSE
         return bucket != self._bucket or news >= (1 if close else _OFTEN)
@@ -254,7 +254,7 @@ class Controller:
             self.k, self._changed = best, self._seen
 
     def _value(self, k: int, context: StepContext) -> float:
-        """Tokens per second of a row at this k from now on, what it takes to come back to drafting included."""
+        """Returns tokens per second of a row at this k from now on, with the cost of coming back to drafting."""
         rate = self._rate(context.bucket, k)
         passes = sum(context.draft_lag)
         if not k or not passes:
@@ -266,7 +266,7 @@ class Controller:
         return tokens_per_step(self.acceptance.survival(), k) / self.times.seconds(bucket, k)
 
     def _wanted(self, context: StepContext) -> _Probe | None:
-        """The probe that is worth its cost, once the budget has it."""
+        """Returns the probe that is worth its cost, once the budget covers it."""
         found = self._of_drafting(context) if self.k == 0 else self._of_a_time(context)
         if found is None:
             return None
@@ -281,9 +281,9 @@ class Controller:
         return probe
 
     def _of_drafting(self, context: StepContext) -> tuple[_Probe, float] | None:
-        """A look whether drafts are accepted by now, and what it costs when none is.
+        """Returns a probe of whether drafts are accepted by now, and its cost if none is.
 
-        None where full acceptance would not pay, or too little is left to be won.
+        None if full acceptance would not pay, or if too few tokens are left.
         """
         plain = self.times.seconds(context.bucket, 0)
         paying = [k for k in self.ks[1:] if (k + 1) * plain > _BETTER * self.times.seconds(context.bucket, k)]
@@ -300,7 +300,7 @@ class Controller:
         return _Probe(k, rows, _PROBED_STEPS, few), max(cost, 0.0)
 
     def _of_a_time(self, context: StepContext) -> tuple[_Probe, float] | None:
-        """A look at the time of the fastest k that was not timed lately, if it may be the fastest of all."""
+        """Returns a probe of the time of the fastest k not timed lately, if it may be the fastest of all."""
         assert self.k is not None, "a decision was made"
         bucket, ours = context.bucket, self._rate(context.bucket, self.k)
         rates = {k: self._rate(bucket, k) for k in self.ks if k != self.k}
@@ -313,19 +313,19 @@ class Controller:
         return _Probe(k, 0, _TIMED_STEPS, spent=coming_back), max(lost, 0.0) + coming_back
 
     def _worth_timing(self, bucket: int, k: int, share: float) -> bool:
-        """Whether a k that should be so fast, as a share of the present one, was not timed for too long."""
+        """True if a k whose expected speed is `share` of the present one was not timed for too long."""
         age = self._seen - self._timed.get((bucket, k), -_STALE)
         near = share > (_NEAR if k else _PLAIN_NEAR) or (k == 0 and age > _STALE)
         return near and age >= (_TIE_STALE if share > _TIE else _STALE)
 
     def _end_probe(self) -> None:
-        """Pays for the probe; the next choice is made on what it found."""
+        """Pays for the probe; the next choice uses its result."""
         assert self._probe is not None, "it was seen to its end"
         self._budget -= max(self._probe.spent, 0.0)
         self._probe, self._looked, self._weighed, self._changed = None, True, -1, self._seen
 
     def why(self) -> str:
-        """What is chosen now and why, in words."""
+        """Says the present choice and its reason."""
         if self.k is None or not self.acceptance.seen:
             return "nothing was drafted yet"
         shown = self.k or self.ks[1]

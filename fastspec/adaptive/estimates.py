@@ -1,6 +1,6 @@
-"""What is learned while decoding: how many drafts are accepted, and how long a step of each kind takes.
+"""Estimates learned while decoding: chances of acceptance, and seconds of each kind of step.
 
-Plain arithmetic over what the host has seen; no torch, no clock, no randomness.
+Plain arithmetic over observations; no torch, no clock, no randomness.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ _COST_OF_A_DRAFT = 0.2  # of a plain step, where no time was ever measured
 
 @dataclass(slots=True)
 class Acceptance:
-    """How often draft 1, 2, .. is accepted once those before it were.
+    """Chances that draft 1, 2, .. is accepted if all before it are.
 
     A draft does not depend on how many follow it, so a step of any k tells about all positions that it drafted. A row
     that drafted fewer than k counts as a refusal, because tokens per step are what matters here.
 
     Attributes:
         trials, hits: by position, from the first draft; faded counts, of which a guess is the first.
-        seen: whether there was more than the guess.
+        seen: True after the first observation.
     """
 
     trials: list[float]
@@ -38,17 +38,17 @@ class Acceptance:
 
     @classmethod
     def unknown(cls, deepest: int) -> Acceptance:
-        """Nothing seen of up to `deepest` drafts."""
+        """Returns the estimate before any observation, for up to `deepest` drafts."""
         guess = [1.0] + [0.0] * (deepest - 1)
         return cls([_GUESS_WEIGHT * one for one in guess], [_GUESS_WEIGHT * _FIRST_GUESS * one for one in guess])
 
     @property
     def weight(self) -> float:
-        """Results of rows that the counts stand for."""
+        """Number of row results that the counts represent."""
         return self.trials[0]
 
     def observe(self, k: int, accepted: Sequence[int]) -> None:
-        """Takes in one step of k > 0 drafts: how many of them each of its rows accepted."""
+        """Adds one step of k > 0 drafts: the number that each of its rows accepted."""
         self.seen, self._survival = True, None
         kept = (1 - 1 / max(_MEMORY_ROWS, _MEMORY_STEPS * len(accepted))) ** len(accepted)
         for j in range(len(self.trials)):
@@ -60,14 +60,14 @@ class Acceptance:
                 self.hits[j] += count > j
 
     def fade(self, weight: float) -> None:
-        """Lets the counts stand for `weight` results at most."""
+        """Scales the counts down to represent at most `weight` results."""
         if self.weight > weight:
             kept, self._survival = weight / self.weight, None
             self.trials = [value * kept for value in self.trials]
             self.hits = [value * kept for value in self.hits]
 
     def survival(self) -> list[float]:
-        """The chance that draft 1, 2, .. is accepted together with all before it."""
+        """Returns the chances that draft 1, 2, .. and all before it are accepted."""
         if self._survival is None:
             self._survival = self._chances()
         return self._survival
@@ -83,7 +83,7 @@ class Acceptance:
 
 
 def tokens_per_step(survival: Sequence[float], k: int) -> float:
-    """Expected tokens of a row in a step of k drafts: the accepted drafts, and one more that the target chooses."""
+    """Returns the expected tokens of a row in a step of k drafts: accepted drafts, and one chosen by the target."""
     return 1.0 + sum(survival[:k])
 
 
@@ -111,7 +111,7 @@ class StepTimes:
     _latest_scale: float = 1.0
 
     def know(self, measured: Mapping[tuple[int, int], float]) -> None:
-        """Takes over measured times of steps; what was learned of these steps no longer counts."""
+        """Sets measured times of steps; earlier estimates of these steps are dropped."""
         self.measured |= measured
         for bucket, k in measured:
             self.scale.pop(bucket, None)
@@ -119,11 +119,11 @@ class StepTimes:
             self.first.pop((bucket, k), None)
 
     def seconds(self, bucket: int, k: int) -> float:
-        """What such a step is expected to take."""
+        """Returns the expected seconds of such a step."""
         return self._base(bucket, k) * self._scale(bucket) * self._own(bucket, k)
 
     def observe(self, bucket: int, k: int, seconds: float, usual: int) -> None:
-        """Takes in the time of one step.
+        """Adds the time of one step.
 
         Args:
             bucket, k: of the step.
@@ -146,19 +146,19 @@ class StepTimes:
             self.own[bucket, k] = after
 
     def samples(self, bucket: int, k: int) -> int:
-        """First samples there are."""
+        """Returns the number of first samples."""
         return len(self.first.get((bucket, k), ()))
 
     def draft_pass(self, bucket: int, deepest: int) -> float:
-        """One draft pass, as the difference that drafts make."""
+        """Returns the seconds of one draft pass, from the difference between steps with and without drafts."""
         return max(self.seconds(bucket, deepest) - self.seconds(bucket, 0), 0.0) / deepest
 
     def resume(self, bucket: int, deepest: int, passes: float) -> float:
-        """What it takes until the draft has caught up by so many passes; a wait of about one comes on top."""
+        """Returns the seconds until the draft has caught up by `passes` passes, with a wait of about one more."""
         return (1 + passes) * self.draft_pass(bucket, deepest) * self.coming_back
 
     def observe_resume(self, bucket: int, deepest: int, passes: float, seconds: float) -> None:
-        """Takes in what catching up took."""
+        """Adds the time of one catch-up."""
         expected = self.resume(bucket, deepest, passes)
         if expected > 0:
             self.coming_back *= min(max(seconds / expected, 0.25), 4.0) ** 0.5
@@ -168,7 +168,7 @@ class StepTimes:
         return self.scale.get(bucket, self._latest_scale)
 
     def _own(self, bucket: int, k: int) -> float:
-        """This bucket's, or another's: what sets a k apart is much the same in all."""
+        """Returns the factor of this bucket, or of another one: a k differs from others by much the same in all."""
         found = self.own.get((bucket, k))
         if found is not None:
             return found
@@ -176,7 +176,7 @@ class StepTimes:
         return others[-1] if others else 1.0
 
     def _base(self, bucket: int, k: int) -> float:
-        """Measured, or taken from the nearest bucket that was."""
+        """Returns the measured seconds, or those of the nearest measured bucket."""
         found = self.measured.get((bucket, k))
         if found is not None:
             return found

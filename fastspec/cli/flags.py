@@ -1,4 +1,4 @@
-"""The flags of `fastspec generate` that shape the text, and what `FastSpecGenerator` takes in their place."""
+"""Flags of the commands, and the arguments of `FastSpecGenerator` and `generate` that they stand for."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ MaxNewTokens = Annotated[int, typer.Option(help=_help("max_new_tokens"))]
 
 
 def _drafts(text: object) -> int | str:
-    """A number of drafts, or "auto"."""
+    """Reads a number of drafts, or "auto"."""
     if str(text) == AUTO:
         return AUTO
     try:
@@ -105,7 +105,7 @@ def _default(keyword: str) -> float | None:
 
 
 def _annotated(flag: Flag) -> Any:
-    """The annotation by which typer makes a flag."""
+    """Makes the annotation that typer turns into a flag."""
     told: dict[str, Any] = {"help": flag.help, "metavar": flag.metavar or None}
     names = [flag.name] if flag.name else []
     if flag.form is Form.FILE:
@@ -155,7 +155,7 @@ def _text_of(file: Path | str, flag: str) -> str:
 
 
 def proposer_of(flag: str | None) -> NGram | None:
-    """The proposer that --proposer names."""
+    """Makes the proposer that --proposer names."""
     if flag is None:
         return None
     from fastspec.proposers.ngram import NGram

@@ -18,13 +18,13 @@ _WANTED = "a LongTensor [B, T] or [T], an array of integers, a list of lists of 
 
 @dataclass(frozen=True, slots=True)
 class RawPrompts:
-    """The prompts of a call, as they came.
+    """Prompts of a call, as the caller passed them.
 
     Attributes:
         rows: ids of each, the caller's padding included.
         masks: of the caller: 1 where a row's text is; None where there are none.
-        arrays: they came as one array, in which no row is longer than another.
-        device: where they came from.
+        arrays: True if they came as one array, so that all rows have one length.
+        device: of the caller's prompts.
     """
 
     rows: list[list[int]]
@@ -40,7 +40,7 @@ class RawPrompts:
     def prompts(
         self, vocab_size: int, padding: int | None = None, stop_ids: tuple[int, ...] = (), *, stacklevel: int = 2
     ) -> list[list[int]]:
-        """The rows without their padding.
+        """Returns the rows without their padding.
 
         Without a mask, leading ids of `padding` in an array are padding, as transformers infers it: unless it ends a
         row too, or no `pad_token_id` is known. Lists hold text alone. A warning is raised for rows that look padded.
@@ -68,7 +68,7 @@ class RawPrompts:
         return rows
 
     def _without(self, row: list[int], index: int, padding: int) -> list[int]:
-        """A row without the padding before it."""
+        """Removes the padding before a row."""
         left = row[_leading(row, padding) :]
         if padding in left:
             raise ValueError(
@@ -80,9 +80,9 @@ class RawPrompts:
 
 
 def read(input_ids: Any, attention_mask: Any = None) -> RawPrompts:
-    """The prompts in `input_ids`: LongTensor [B, T] (left padding marked by the mask), 1-D, an array, or lists of ids.
+    """Reads prompts: LongTensor [B, T] (left padding marked by the mask) or [T], an array, or lists of ids.
 
-    What a tokenizer returns, a mapping with "input_ids", brings its mask along.
+    A mapping with "input_ids", which tokenizers return, brings its mask along.
 
     Raises:
         ValueError: no prompt, wrong type, dtype or nesting, or a mask that is not of zeros and ones in the shape of the
@@ -99,7 +99,7 @@ def read(input_ids: Any, attention_mask: Any = None) -> RawPrompts:
 
 
 def _of_tokenizer(encoding: Mapping[str, Any], attention_mask: Any) -> tuple[Any, Any]:
-    """Ids and mask of what a tokenizer returns; what else it holds is about the text."""
+    """Takes ids and mask out of a tokenizer's result."""
     if "input_ids" not in encoding:
         raise ValueError(f"input_ids is a mapping without 'input_ids'; it holds {sorted(map(str, encoding))}")
     mask = encoding.get("attention_mask")
@@ -166,12 +166,12 @@ def _list_row(row: Any, index: int) -> list[int]:
 
 
 def _leading(row: list[int], token: int) -> int:
-    """How many of a row's first ids are `token`."""
+    """Counts the ids `token` at the beginning of a row."""
     return next((at for at, one in enumerate(row) if one != token), len(row))
 
 
 def _warn_of_padding(rows: list[list[int]], padding: int | None, stop_ids: tuple[int, ...], stacklevel: int) -> None:
-    """Says so where rows look padded, and nothing tells padding from text."""
+    """Warns if rows look padded and nothing distinguishes padding from text."""
     named = padding if padding is not None else stop_ids[0] if stop_ids else None
     if named is None:  # then by a run of one id
         named = next((row[0] for row in rows if _leading(row, row[0]) > 1), None) if len(rows) > 1 and rows[0] else None

@@ -85,7 +85,7 @@ class Number:
 
 
 class Form(Enum):
-    """How a flag of the command line is written."""
+    """Form of a flag's value on the command line."""
 
     VALUE = "one value, of the option's own type"
     IDS = "token ids with commas"

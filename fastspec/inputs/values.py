@@ -13,19 +13,19 @@ from fastspec.errors import UnsupportedOption
 
 
 def is_array(value: Any) -> bool:
-    """Whether it is a tensor, a NumPy array, or what NumPy reads as one (a column of a data frame): no NumPy scalar."""
+    """True for a tensor, a NumPy array, or a column of a data frame (it has `__array__`); not a NumPy scalar."""
     return isinstance(value, torch.Tensor) or (hasattr(value, "__array__") and not isinstance(value, np.generic))
 
 
 def is_list(value: Any) -> bool:
-    """Whether it holds several values: a sequence that is no text, or an array with a dimension."""
+    """True for a sequence other than text, and for an array with a dimension."""
     if is_array(value):
         return bool(value.ndim if isinstance(value, torch.Tensor) else np.ndim(value))
     return isinstance(value, Sequence) and not isinstance(value, str | bytes)
 
 
 def listed(value: Any) -> list[Any]:
-    """The values of what `is_list`; of an array as Python's own."""
+    """Returns the values of an object for which `is_list` is true; those of an array as Python's own."""
     if not is_array(value):
         return list(value)
     values: list[Any] = value.tolist() if isinstance(value, torch.Tensor) else np.asarray(value).tolist()
@@ -33,7 +33,7 @@ def listed(value: Any) -> list[Any]:
 
 
 def scalar(value: Any) -> Any:
-    """The number in an array of one, and a NumPy scalar as Python's own; anything else as it is."""
+    """Converts an array of one value or a NumPy scalar to Python's own number; returns anything else unchanged."""
     if isinstance(value, np.bool_ | np.integer | np.floating):  # item() leaves some wide floats as they are
         return (bool if isinstance(value, np.bool_) else int if isinstance(value, np.integer) else float)(value)
     if isinstance(value, torch.Tensor):
@@ -45,19 +45,19 @@ def scalar(value: Any) -> Any:
 
 
 def column(name: str, value: Any, num_rows: int) -> list[Any]:
-    """One value per prompt of one value, or of a list of them."""
+    """Returns one value per prompt: repeats a single value, and checks the length of a list."""
     return per_row(name, listed(value), num_rows) if is_list(value) else [value] * num_rows
 
 
 def per_row(name: str, values: list[Any], num_rows: int, of: str = "prompts") -> list[Any]:
-    """The same, once there are as many as prompts."""
+    """Returns `values` if there are `num_rows` of them; else raises ValueError."""
     if len(values) != num_rows:
         raise ValueError(f"{name} has {len(values)} values for {num_rows} {of}; give one value, or one per prompt")
     return values
 
 
 def whole(name: str, value: Any, *, low: int, high: int | None = None) -> int:
-    """A whole number in low..high."""
+    """Returns a whole number in low..high; else raises ValueError."""
     value = scalar(value)
     if isinstance(value, bool) or not isinstance(value, int) or value < low or (high is not None and value > high):
         limit = f"at least {low}" if high is None else f"between {low} and {high}"
@@ -66,7 +66,7 @@ def whole(name: str, value: Any, *, low: int, high: int | None = None) -> int:
 
 
 def flag(name: str, value: Any) -> bool:
-    """A bool; None is False."""
+    """Returns a bool; None is False; else raises ValueError."""
     value = scalar(value)
     if value is not None and not isinstance(value, bool):
         raise ValueError(f"{name} must be True or False, got {value!r}")
@@ -74,7 +74,7 @@ def flag(name: str, value: Any) -> bool:
 
 
 def real(name: str, value: Any, default: float, *, low: float, high: float = math.inf) -> float:
-    """A finite number in low..high; None is the default."""
+    """Returns a finite number in low..high; None is the default; else raises ValueError."""
     value = scalar(value)
     if value is None:
         return default
@@ -85,7 +85,7 @@ def real(name: str, value: Any, default: float, *, low: float, high: float = mat
 
 
 def token_ids(name: str, value: Any, vocab_size: int) -> tuple[int, ...]:
-    """Ids below vocab_size, each once, ascending; None is none of them."""
+    """Returns ids below vocab_size, each once, ascending; None gives ()."""
     if value is None:
         return ()
     if not is_list(value) and not isinstance(value, set | frozenset):
@@ -104,7 +104,7 @@ def id_columns(name: str, value: Any, num_rows: int, vocab_size: int) -> list[tu
 
 
 def single_words(name: str, value: Any, num_rows: int, vocab_size: int) -> list[tuple[int, ...]]:
-    """Ids for each prompt of transformers' lists of lists of ids, one id in each; or one such list per prompt.
+    """Reads transformers' list of lists of one id, or one such list per prompt; returns the ids of each prompt.
 
     Raises:
         UnsupportedOption: a word of several ids.
@@ -134,7 +134,7 @@ def _only(name: str, word: Any) -> Any:
 
 
 def biases(name: str, value: Any, num_rows: int, vocab_size: int) -> list[dict[int, float]]:
-    """Biases by id for each prompt, of one dict for all or one (or None) per prompt."""
+    """Reads one dict of biases, or one (or None) per prompt; returns a dict for each prompt."""
     rows = [value] * num_rows if value is None or isinstance(value, Mapping) else column(name, value, num_rows)
     return [_bias(name, row, vocab_size) for row in rows]
 
@@ -148,14 +148,14 @@ def _bias(name: str, value: Any, vocab_size: int) -> dict[int, float]:
 
 
 def _shift(name: str, value: Any) -> float:
-    """A bias: a number, or -inf."""
+    """Reads a bias: a number, or -inf."""
     if value is None:
         raise ValueError(f"{name} must map ids to numbers (or -inf), got None for one; leave that id out")
     return -math.inf if scalar(value) == -math.inf else real(name, value, 0.0, low=-1e30, high=1e30)
 
 
 def sequence_biases(name: str, value: Any, vocab_size: int) -> dict[int, float]:
-    """Biases by id of transformers' `sequence_bias`: [[[id], bias], ...] or {(id,): bias}, one id in each."""
+    """Reads transformers' `sequence_bias`, [[[id], bias], ...] or {(id,): bias}; returns biases by id."""
     if value is None:
         return {}
     pairs = list(value.items()) if isinstance(value, Mapping) else listed(value) if is_list(value) else value

@@ -27,7 +27,7 @@ class ChainHead(Protocol):
 
     @property
     def vocab_size(self) -> int:
-        """The number of ids that it drafts."""
+        """Number of ids that it drafts."""
 
     def condense(self, features: Tensor, tiling: Tiling) -> Tensor:
         """g [B, Q, hidden], made of the target's hidden states [B, Q, layers, target's hidden]."""
@@ -42,7 +42,7 @@ class ChainHead(Protocol):
         """Writes K and V as `absorb`; returns what `logits`, `argmax` and `feature` read, [B, Q, hidden]."""
 
     def resumed(self, made: Tensor, rows: ForwardBatch) -> Tensor:
-        """What `drafted` returns, from what `absorb` returned of these positions; `rows.ids` are not read."""
+        """Continues from the result of `absorb` at these positions to the result of `drafted`; ignores `rows.ids`."""
 
     def feature(self, x: Tensor) -> Tensor:
         """g of the next position, made of what `drafted` returned."""
@@ -88,7 +88,7 @@ class ChainDrafts(LearnedDrafts[ChainHead]):
         self.readings = (reading,)
 
     def first_drafts(self, features: Tensor, rows: ForwardBatch) -> Tensor:
-        """The first draft after every place of rows [B, Q]: int64 [B, Q], in the target's ids; by `choose_reading`."""
+        """Returns the first draft after every place of rows [B, Q], for `choose_reading`: int64 [B, Q], target ids."""
         x = self.model.drafted(self.model.condense(features, rows.tiling), rows)
         flat = x.view(-1, 1, x.shape[-1])
         ids = self.model.logits(flat, rows.tiling).argmax(-1).view(rows.ids.shape)

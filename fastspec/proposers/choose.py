@@ -71,7 +71,7 @@ class Guarded(Wrapping):
         self._vocab_size = vocab_size
 
     def __str__(self) -> str:
-        """The name of its class."""
+        """Name of the proposer's class."""
         return type(self._inner).__name__
 
     def propose(self, state: DecodeState, shape: StepShape, draws: Draws, **features: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""The proposer of a DFlash head: all drafts of a step by one pass over a block of masks."""
+"""Proposer of a DFlash head: makes all drafts of a step by one pass over a block of masks."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class DFlashDrafts(LearnedDrafts[DFlash]):
                 overwrite_draft(state, shape, lookup[0][:, j], j < lookup[1], j)
 
     def _block(self, state: DecodeState, shape: StepShape) -> ForwardBatch:
-        """The last token of each row and masks after it."""
+        """Returns the last token of each row with masks after it, as a batch."""
         state.draft_tokens[:, : shape.num_drafts] = self.model.head.mask_id
         ids, positions, write_mask = self.ops.feed_rows(
             state.tokens,

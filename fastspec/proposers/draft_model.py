@@ -1,4 +1,4 @@
-"""The draft-model proposer: k passes of a small model over its own pages of the shared page table."""
+"""Proposer with a draft model: k passes of a small model over its own pages of the shared page table."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class DraftModel(ProposerBase):
                     overwrite_draft(state, shape, lookup[0][:, j], j < lookup[1], j)
 
     def _inputs(self, state: DecodeState, shape: StepShape, j: int, may_feed: Tensor | None = None) -> ForwardBatch:
-        """What draft j is computed from: a row's last two tokens, or the draft before it.
+        """Returns the input of draft j: a row's last two tokens, or the draft before it.
 
         A row of which no draft may count may not have been caught up: the keys of its passes would be written again
         before they are read, but the states that it goes on from would be lost. So it is fed where `may_feed` says so.
@@ -141,7 +141,7 @@ class VocabMap:
 
     @classmethod
     def of(cls, target_ids: Tensor, target_vocab: int) -> VocabMap:
-        """From the target id of each draft id, -1 where there is none.
+        """Makes the map from the target id of each draft id; -1 where there is none.
 
         Raises:
             ValueError: two draft ids have one target id, or a target id is not below target_vocab.
@@ -155,7 +155,7 @@ class VocabMap:
         return cls(to_draft[:-1], places)
 
     def in_target_ids(self, logits: Tensor) -> Tensor:
-        """The draft's logits [..., draft ids] as logits [..., target ids], -inf for ids that the draft lacks."""
+        """Converts logits [..., draft ids] to [..., target ids], -inf for ids that the draft lacks."""
         wide = logits.new_full((*logits.shape[:-1], len(self.to_draft) + 1), -torch.inf)
         return wide.index_copy_(-1, self.places, logits)[..., :-1]
 

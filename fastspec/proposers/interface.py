@@ -66,7 +66,7 @@ class Proposer(Protocol):
 
 
 class FeatureReader(Proposer, Protocol):
-    """A proposer that gets the target's hidden states as soon as they are computed.
+    """Proposer that gets the target's hidden states as soon as they are computed.
 
     Attributes:
         features: see `Proposer`.
@@ -147,7 +147,7 @@ class Wrapping(ProposerBase):
 
     @property
     def features(self) -> tuple[int, ...]:
-        """The inner proposer's, as they are now."""
+        """Features of the inner proposer; a reading may still change them."""
         return features_of(self._inner)
 
     @property

@@ -18,7 +18,7 @@ from fastspec.state import DecodeState
 
 
 class HeadModel(Protocol):
-    """The passes of a head."""
+    """Passes of a head."""
 
     @property
     def head(self) -> HeadSpec:

@@ -1,1 +1,1 @@
-"""What runs around a step: building, memory, admission, scheduling, prefill, warm-up, calibration."""
+"""Calls and requests: when each prompt and each step runs, with how many drafts, and in which thread."""

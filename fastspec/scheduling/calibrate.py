@@ -1,4 +1,4 @@
-"""What drafting brings on given prompts: every k is run, its parts are timed, and a verdict names what limits it.
+"""Measures drafting on given prompts: runs every k, times its parts, and names the part that limits the speed-up.
 
 A step of k drafts gives a row tokens(k) = 1 + S_1 + .. + S_k tokens, S_j being the chance that the first j drafts are
 all accepted, here measured position by position. (Where every draft has the same chance a, that is
@@ -39,7 +39,7 @@ _COLUMNS = ("k", "step ms", "draft ms", "score ms", "rest ms", "tokens/step", "p
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """What one k brought.
+    """Measurements of one k.
 
     Attributes:
         k: drafts of a step; 0 is plain decoding.
@@ -71,11 +71,11 @@ class Trial:
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """What `FastSpecGenerator.calibrate` found; str() of it is a table and a verdict.
+    """Result of `FastSpecGenerator.calibrate`; str() of it is a table and a verdict.
 
     Attributes:
-        device: where.
-        rows: that decoded at once.
+        device: of the generator.
+        rows: rows that decoded at once.
         trials: by k, ascending, 0 first.
         survival: the chance that the first 1, 2, .. drafts are all accepted.
         draft_format: the draft's format and why; None where draft_quantization="auto" chose none.
@@ -89,21 +89,21 @@ class Calibration:
 
     @property
     def best(self) -> int:
-        """The k measured fastest."""
+        """k with the largest measured speed-up."""
         return max(self.trials, key=lambda trial: trial.measured).k
 
     @property
     def limit(self) -> str:
-        """What limits drafting most: "acceptance", "draft", "scoring" or "overhead"."""
+        """Largest loss of drafting: "acceptance", "draft", "scoring" or "overhead"."""
         return max(self._losses(), key=self._losses().__getitem__)
 
     @property
     def draft_pass_seconds(self) -> float:
-        """One draft pass, as the mean over the largest k."""
+        """Seconds of one draft pass: the mean over the passes of the largest k."""
         return self.trials[-1].draft_seconds / self.trials[-1].k
 
     def __str__(self) -> str:
-        """The table, and below it the best k and what limits it."""
+        """Table, and below it the best k and its largest loss."""
         cells = [list(_COLUMNS), *map(_cells, self.trials)]
         widths = [max(len(line[column]) for line in cells) for column in range(len(_COLUMNS))]
         table = ["  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in cells]
@@ -114,7 +114,7 @@ class Calibration:
         )
 
     def words(self) -> list[str]:
-        """The best k and what limits it, in sentences."""
+        """Says the best k and its largest loss, in sentences."""
         best = next(trial for trial in self.trials if trial.k == self.best)
         if best.k:
             first = f"best: k = {best.k}, {best.measured:.2f}x plain decoding"
@@ -125,11 +125,11 @@ class Calibration:
         return [first, f"what limits it: {self._in_words(self.limit)}", *form]
 
     def _shown(self) -> Trial:
-        """The fastest k that drafts."""
+        """Returns the fastest k above 0."""
         return max(self.trials[1:], key=lambda trial: trial.measured)
 
     def _losses(self) -> dict[str, float]:
-        """How much each cause takes from k + 1 tokens in the time of one plain step, on a scale where they add up."""
+        """Splits the loss against k + 1 tokens in a plain step's time among its causes, as logarithms."""
         plain, shown = self.trials[0], self._shown()
         costs = {
             "draft": shown.draft_seconds,
@@ -171,14 +171,14 @@ class Calibration:
 
 @dataclass(slots=True)
 class FixedPolicy:
-    """A policy that stays at k and records what the steps did."""
+    """Policy that keeps k and records the steps."""
 
     k: int
     steps: list[Observation] = field(default_factory=list)
     few: int | None = None
 
     def choose(self, context: StepContext) -> int:
-        """Drafts of every step: k."""
+        """Returns k."""
         return self.k
 
     def observe(self, step: Observation) -> None:
@@ -186,7 +186,7 @@ class FixedPolicy:
         self.steps.append(step)
 
     def seconds(self, bucket: int) -> list[float]:
-        """Seconds of the undisturbed steps over that many rows."""
+        """Returns the seconds of the undisturbed steps over `bucket` rows."""
         timed = [step for step in self.steps if step.bucket == bucket and step.caught_up is None]
         return [step.seconds for step in timed if step.seconds is not None]
 
@@ -203,9 +203,9 @@ def calibrate(
 
     Args:
         scheduler: its engine is ready for the choice.
-        requests: as a call has them; they stay as they are.
+        requests: as a call has them; they stay unchanged.
         stop_ids: end a row.
-        choice: its controller learns what was found.
+        choice: its ks are run; its controller learns from them.
 
     Raises:
         ValueError: the texts end too early to time a step.
@@ -232,14 +232,14 @@ def calibrate(
 
 
 def again(requests: list[Request]) -> list[Request]:
-    """Fresh copies of requests, without any output."""
+    """Copies requests, without their output."""
     return [Request(request.prompt, request.max_new_tokens, request.options) for request in requests]
 
 
 def _parts(
     scheduler: Scheduler, requests: list[Request], choice: DraftChoice, bucket: int
 ) -> dict[int, tuple[float, float]]:
-    """Seconds of drafting and of scoring by k: {k: (drafting, scoring)}, over rows in the middle of their texts."""
+    """Times drafting and scoring by k: {k: (drafting, scoring)} in seconds, over rows in the middle of their texts."""
     engine = scheduler.engine
     rows = again(requests)[: engine.state.batch]
     call = CallPlan((), choice.sampler, lambda made: choice.ks[-1], lengths=lengths_of(rows))
@@ -258,7 +258,7 @@ def _parts(
 
 
 def _part_seconds(engine: Engine, rows: int, shape: StepShape) -> tuple[float, float]:
-    """Seconds that drafting and scoring take by themselves, over the rows as they are; no row advances.
+    """Times drafting and scoring alone, in seconds, over the rows as they are; no row advances.
 
     With graphs each part is captured as one.
     """

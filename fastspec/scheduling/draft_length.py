@@ -1,4 +1,4 @@
-"""How many drafts the steps of a call make: a fixed number, or what a controller chooses."""
+"""Chooses the number of drafts of a call's steps: a fixed number, or a controller's choice."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ class DraftChoice:
     """Drafts of one call.
 
     Attributes:
-        k: of every step, or of a step at most.
-        ks: of the steps that may come, 0 among them where a row has opted out.
+        k: drafts of every step; with a controller, the most of a step.
+        ks: drafts that a step may have; 0 is among them if a row has opted out.
         sampler: kind of the steps.
         top_logprobs: as in StepShape.
         controller: chooses among `ks`; None: every step has k.
-        note: what `Stats.auto` says; None where "auto" was not asked for.
-        grammars: of the steps that may come, as in StepShape.
+        note: value of `Stats.auto`; None without "auto".
+        grammars: kinds of steps with grammars that may come, as in StepShape.
     """
 
     k: int
@@ -41,12 +41,12 @@ class DraftChoice:
 
 @dataclass(slots=True)
 class DraftPlan:
-    """How many drafts a generator has room for, and the controllers that choose k for its calls.
+    """Room of a generator for drafts, and the controllers that choose k for its calls.
 
     Attributes:
-        auto: num_speculative_tokens="auto" for calls that say nothing.
-        max_drafts: drafts per step that there is room for.
-        verification: how drafts are judged.
+        auto: True if calls without num_speculative_tokens are "auto".
+        max_drafts: most drafts of a step.
+        verification: rule that judges drafts.
         controllers: by sampler kind and recorded log-probabilities: their steps differ in time and acceptance.
     """
 
@@ -57,11 +57,11 @@ class DraftPlan:
 
     @property
     def default(self) -> int | str:
-        """num_speculative_tokens of calls that say nothing."""
+        """num_speculative_tokens of calls that give none."""
         return AUTO if self.auto else self.max_drafts
 
     def check(self, asked: int | None) -> int:
-        """Drafts per step of a call that asks for so many; None asks for all there is room for.
+        """Returns the drafts per step of a call that asks for `asked`; None asks for the most.
 
         Raises:
             ValueError: more than the generator was made for.
@@ -77,7 +77,7 @@ class DraftPlan:
         return asked
 
     def for_call(self, chosen: Options) -> DraftChoice:
-        """The drafts of a call.
+        """Chooses the drafts of a call.
 
         Raises:
             ValueError: it asks for more than the generator was made for.
@@ -90,7 +90,7 @@ class DraftPlan:
         return replace(choice, grammars=(GRAMMAR_ONLY,) if alone else (None, *GRAMMARS))
 
     def _without_grammars(self, chosen: Options) -> DraftChoice:
-        """As `for_call`, for rows without grammars."""
+        """Chooses the drafts of a call, leaving grammars aside."""
         sampler = GREEDY if chosen.plain else FULL
         k = self.check(chosen.num_speculative_tokens)
         for row in chosen.rows:
@@ -107,19 +107,19 @@ class DraftPlan:
 
     @property
     def ks(self) -> tuple[int, ...]:
-        """What "auto" chooses from."""
+        """Numbers of drafts that "auto" chooses from."""
         return ladder(self.max_drafts)
 
     def controller(self, sampler: str, top_logprobs: int | None) -> Controller:
-        """The controller of such calls; it lives as long as the generator."""
+        """Returns the controller of such calls; it lives as long as the generator."""
         key = (sampler, top_logprobs)
         return self.controllers.get(key) or self.controllers.setdefault(key, Controller(self.ks))  # in any thread
 
     def for_warmup(self, asked: int | str | None, sampler: str) -> DraftChoice:
-        """Steps that a call without further options may need, and plain decoding: for `warmup`.
+        """Chooses the steps that `warmup` captures: those of a call without further options, and plain ones.
 
         Raises:
-            ValueError: no number of drafts, or more than the generator was made for; an unknown sampler.
+            ValueError: `asked` is not a number of drafts, or more than the most; or an unknown sampler.
         """
         if sampler not in SAMPLERS:
             raise ValueError(f"sampler must be one of {', '.join(SAMPLERS)}, got {sampler!r}")
@@ -131,7 +131,7 @@ class DraftPlan:
         return DraftChoice(k, tuple(sorted({0, k})), sampler, None)
 
     def for_calibration(self, chosen: Options) -> DraftChoice:
-        """All ks there are, for a trial of each; the controller of such calls may learn from it.
+        """Chooses all ks, for a trial of each; the controller of such calls learns from it.
 
         Raises:
             ValueError: there is nothing that drafts, or the call chooses drafts itself.
@@ -148,7 +148,7 @@ class DraftPlan:
         return DraftChoice(self.max_drafts, self.ks, sampler, None, self.controller(sampler, None), AUTO)
 
     def describe(self) -> list[str]:
-        """A line for every kind of call that "auto" has chosen k for."""
+        """Returns a line for every kind of call for which "auto" has chosen k."""
         lines = []
         for (sampler, recorded), controller in self.controllers.items():
             if not controller.made and not self.auto:

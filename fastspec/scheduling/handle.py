@@ -16,10 +16,10 @@ from fastspec.scheduling.requests import PreparedCall, Request, check_valid, out
 
 
 class OfOneProcess:
-    """Refuses to be copied or pickled, and says what to do instead.
+    """Base of objects with threads, locks or device memory: it refuses to be copied or pickled.
 
     Attributes:
-        instead: what to do, for the error.
+        instead: advice of the error.
     """
 
     instead: ClassVar[str] = "make one in each process"
@@ -40,18 +40,18 @@ FORKED = (
 
 
 class Delivery:
-    """The requests of one call, as threads see them that do not make its steps.
+    """Hands the tokens of one call's requests from the thread that makes steps to the threads that wait.
 
-    The thread that makes steps reports every token and every end; no other changes a request meanwhile. Nothing is
-    queued: tokens lie in their requests, and a count says how many of them may be read.
+    Only the thread that makes steps changes a request. Nothing is queued: tokens lie in their requests, and a count
+    says how many of them may be read.
 
     Args:
         requests: of the call.
 
     Attributes:
-        counts: tokens of each request that may be read, their log-probabilities with them.
-        begun: tokens of each request that were emitted before that thread began to make its steps.
-        error: what ended the requests, where it was an error of the device or of a step.
+        counts: tokens of each request that may be read, with their log-probabilities.
+        begun: tokens of each request that were emitted before the thread began to make its steps.
+        error: the error of the device or of a step that ended the requests; None: there was none.
         started, ended: by `time.perf_counter`; `ended` is None while some request goes on.
     """
 
@@ -71,18 +71,18 @@ class Delivery:
 
     @property
     def done(self) -> bool:
-        """Whether all requests have ended."""
+        """True if all requests have ended."""
         return self.ended is not None
 
     def take(self, request: Request) -> None:
-        """A step has emitted tokens of a request, or ended it."""
+        """Reports that a step emitted tokens of a request, or ended it."""
         with self._changed:
             self.counts[self._places[request]] = len(request.new_tokens)
             self._left -= request.finish_reason is not None
             self._tell(self._left == 0)
 
     def begin(self) -> None:
-        """The thread takes over from a caller that made the steps so far, and that has read its tokens."""
+        """Takes over from a caller that made the steps until now, and has read their tokens."""
         with self._changed:
             self.counts = [len(request.new_tokens) for request in self.requests]
             self.begun = list(self.counts)
@@ -90,7 +90,7 @@ class Delivery:
             self._tell(self._left == 0)
 
     def fail(self, error: BaseException) -> None:
-        """An error has ended the requests."""
+        """Reports the error that ended the requests."""
         with self._changed:
             self.error = error
             self._tell(True)
@@ -105,7 +105,7 @@ class Delivery:
             wake()
 
     def check(self) -> None:
-        """Raises RuntimeError where an error has ended the requests: RankFailed where no other can begin."""
+        """Raises RuntimeError if an error has ended the requests; RankFailed if no other request can begin."""
         if isinstance(self.error, RankFailed):
             raise RankFailed(str(self.error)) from self.error
         if self.error is not None:
@@ -114,7 +114,7 @@ class Delivery:
             ) from self.error
 
     def wait(self, version: int, timeout: float | None = None) -> int:
-        """Waits until there is more than at that version, or the end; returns the version there is now.
+        """Waits for a change after `version`, or for the end; returns the version then.
 
         Raises:
             TimeoutError: nothing came for so many seconds.
@@ -128,7 +128,7 @@ class Delivery:
             return self._version
 
     def follow(self, version: int) -> Iterator[dict[int, list[int]]]:
-        """What another thread's steps emit, from that version on: new tokens by the request's index.
+        """Yields the tokens that another thread's steps emit after `version`: new tokens by the request's index.
 
         Raises:
             RuntimeError: as in `check`.
@@ -151,7 +151,7 @@ class Delivery:
                 version = self.wait(version)
 
     async def wait_in_loop(self, version: int) -> int:
-        """As `wait`, in an event loop, whose thread goes on."""
+        """Waits in an event loop, which goes on; see `wait`."""
         loop = asyncio.get_running_loop()
         woken = asyncio.Event()
 
@@ -172,21 +172,20 @@ class Delivery:
 
 
 class Handle(OfOneProcess):
-    """One prompt that is being continued; made by `FastSpecGenerator.submit`.
+    """Handle of one prompt that is being continued; made by `FastSpecGenerator.submit`.
 
-    Iterate over it for the tokens (`for`, or `async for`), ask for the `result()`, or `await` it. All of these start
-    with the first token, whenever they begin, and several may go on at once, in any thread. A request whose consumer is
-    gone ends: where an iteration is left early, an `await` is cancelled, or the handle itself is dropped.
+    Iterate over it for the tokens (`for`, or `async for`), ask for the `result()`, or `await` it. Each of these starts
+    with the first token, whenever it begins; several may run at once, in any thread. The request ends early if an
+    iteration is left, an `await` is cancelled, or the handle is dropped.
 
     Args:
         call: the checked call, of one prompt.
-        delivery: what its steps have emitted.
+        delivery: its tokens.
         cancel: ends the request.
         stats: counts of the call up to now.
 
     Attributes:
-        call: as above, to be read.
-        delivery: likewise.
+        call, delivery: the arguments.
     """
 
     instead = "hand on what its result() gives"
@@ -199,20 +198,20 @@ class Handle(OfOneProcess):
 
     @property
     def done(self) -> bool:
-        """Whether no more tokens will come."""
+        """True if no more tokens will come."""
         return self.delivery.done
 
     def cancel(self) -> None:
         """Ends the request before its time; its row and its pages are free after the running step.
 
-        What came before stays there: `result()` gives it, with the finish reason "cancelled". A request that has ended
-        stays as it is.
+        Earlier tokens stay: `result()` returns them, with the finish reason "cancelled". A request that has ended does
+        not change.
         """
         if not self.delivery.done:
             self._cancel()
 
     def result(self, timeout: float | None = None) -> GenerateOutput:
-        """Waits for the end, and returns what `generate` does with `return_dict_in_generate`.
+        """Waits for the end; returns the GenerateOutput that `generate` returns with `return_dict_in_generate`.
 
         Args:
             timeout: seconds to wait. When they are over the request goes on.
@@ -232,12 +231,12 @@ class Handle(OfOneProcess):
         return self._output()
 
     def __iter__(self) -> Iterator[int]:
-        """Tokens, as they come; raises as `result`."""
+        """Yields tokens as they come; raises as `result`."""
         for start, stop in self.pieces():
             yield from self.call.requests[0].new_tokens[start:stop]
 
     def pieces(self) -> Iterator[tuple[int, int]]:
-        """(start, stop) of the tokens that each step, or a few steps, added to the request; raises as `result`."""
+        """Yields (start, stop) of the tokens that one step or a few have added; raises as `result`."""
         shown, version = 0, 0
         try:
             while not self.delivery.done or shown < self.delivery.counts[0]:
@@ -250,7 +249,7 @@ class Handle(OfOneProcess):
         self._check()
 
     def __await__(self) -> Generator[object, None, GenerateOutput]:
-        """As `result`."""
+        """Waits for the end in an event loop; see `result`."""
         return self._result().__await__()
 
     async def _result(self) -> GenerateOutput:
@@ -263,13 +262,13 @@ class Handle(OfOneProcess):
         return self._output()
 
     async def __aiter__(self) -> AsyncIterator[int]:
-        """As `__iter__`."""
+        """Yields tokens in an event loop."""
         async for start, stop in self.pieces_in_loop():
             for token in self.call.requests[0].new_tokens[start:stop]:
                 yield token
 
     async def pieces_in_loop(self) -> AsyncIterator[tuple[int, int]]:
-        """As `pieces`, in an event loop."""
+        """Yields pieces in an event loop; see `pieces`."""
         shown, version = 0, 0
         try:
             while not self.delivery.done or shown < self.delivery.counts[0]:
@@ -286,7 +285,7 @@ class Handle(OfOneProcess):
         return output_of(self.call, self._stats())
 
     def _check(self) -> None:
-        """Raises what ended the request, where that was an error."""
+        """Raises the error that ended the request, if one did."""
         self.delivery.check()
         try:
             check_valid(self.call.requests, self.call.options.copies)

@@ -1,4 +1,4 @@
-"""Prefills prompts: the queue of waiting requests, and the one whose prompt is being prefilled.
+"""Prefills prompts: the queue of waiting requests, and the request whose prompt is being prefilled.
 
 First come, first served: the first request of the queue gets a row as soon as one is free and its pages fit, where idle
 pages of the prefix cache count as free; no other request overtakes it. Prompts are prefilled one after the other, so a
@@ -28,7 +28,7 @@ _DRAFT_RATE = 4  # tokens that a draft model reads at least in the time in which
 
 @dataclass(slots=True)
 class Passes:
-    """The passes over a prompt still to come, of the target or of the draft.
+    """Passes over a prompt that are still to come, of the target or of the draft.
 
     Attributes:
         position: the first position of the next pass.
@@ -50,7 +50,7 @@ class Passes:
 
 @dataclass(slots=True)
 class ShortPass:
-    """The last pass of a prompt, short enough to go through with those of other prompts.
+    """Last pass of a prompt, short enough to share a launch with those of other prompts.
 
     Attributes:
         request: whose prompt it is.
@@ -119,9 +119,9 @@ class PrefillQueue:
         return request, pages
 
     def budgets(self, running: int) -> int:
-        """How many budgets the running rows wait for in this step: several where more short prompts wait than rows run.
+        """Returns the number of budgets spent before the next step: several if more short prompts wait than rows run.
 
-        Requests that come at once then run side by side after a few steps, not one after the other.
+        Requests that come at once then run together after a few steps, not one after the other.
         """
         short = sum(2 * len(request.prompt) <= self.engine.prefill_batch_tokens for request in self.waiting)
         return max(1, min(_MAX_BUDGETS, short // max(1, running)))
@@ -155,7 +155,7 @@ class PrefillQueue:
             at_least_one: queue a pass even if it is longer than the limit.
 
         Returns:
-            What the passes take, in tokens of the target.
+            Cost of the passes, in tokens of the target.
         """
         request, draft, fed = self.request, self._draft, 0
         assert request is not None, "it has begun"
@@ -214,7 +214,7 @@ class PrefillQueue:
             self._finish(each.request, row)
 
     def _drafted(self, request: Request, upto: int) -> None:
-        """The draft has read a request's tokens up to that position, but for the last two."""
+        """Notes that the draft has read a request's tokens up to `upto`, except the last two."""
         proposer = self.engine.modules.proposer
         assert proposer is not None, "it is fed"
         request.draft_length = min(upto, request.length - 2, proposer.max_length)
@@ -229,7 +229,7 @@ class PrefillQueue:
         return -(-sum(chunks) // _DRAFT_RATE)
 
     def _finish(self, request: Request, row: int) -> None:
-        """The prompt is prefilled: the row runs, and later prompts may share its pages."""
+        """Lets the row run after its prompt is prefilled; later prompts may share its pages."""
         prefix = self.engine.prefix
         if prefix is not None:
             pages = self.engine.pages.pages_of(row)
@@ -350,16 +350,16 @@ class PrefillQueue:
             self.engine.prefix_states.load(request.nodes, length, place, draft=draft)
 
     def _resumable(self, nodes: list[Node], *, draft: bool) -> int:
-        """How many nodes of a path a model can continue from: all, unless it needs a state that is not kept."""
+        """Returns the number of nodes that a model can continue from: all, unless it needs a state that is not kept."""
         kept = self.engine.prefix_states
         return len(nodes) if kept is None else kept.resumable(nodes, draft=draft) // kept.unit
 
     def _max_nodes(self, request: Request) -> int:
-        """How many nodes a prompt can have."""
+        """Returns the largest number of nodes of a prompt."""
         return self._shareable(request) // self.engine.prefix.unit if self.engine.prefix is not None else 0
 
     def _shareable(self, request: Request) -> int:
-        """The number of a prompt's positions that may be shared: those that no step writes to.
+        """Returns the number of a prompt's positions that may be shared: no step writes to them.
 
         The first step feeds the target the last token, and the draft the last two.
         """
@@ -367,24 +367,24 @@ class PrefillQueue:
 
 
 def mark_drafted(prefix: PrefixCache, request: Request) -> None:
-    """Marks the nodes of a row whose pages hold the draft's K/V, too: those up to its `draft_length`."""
+    """Marks the nodes of a row whose pages also hold the draft's K/V: those up to its `draft_length`."""
     for node in request.nodes[: request.draft_length // prefix.unit]:
         node.drafted = True
 
 
 def drafted_upto(prefix: PrefixCache, nodes: list[Node]) -> int:
-    """The number of positions, from 0 on, whose pages hold the draft's K/V, too."""
+    """Returns the number of first positions whose pages also hold the draft's K/V."""
     undrafted = next((place for place, node in enumerate(nodes) if not node.drafted), len(nodes))
     return undrafted * prefix.unit
 
 
 def passes_of(chunks: list[int]) -> float:
-    """What feeding these chunks costs, in passes over a few rows."""
+    """Returns the cost of feeding these chunks, in passes over a few rows."""
     return sum(max(1.0, chunk / _PASS_ROWS) for chunk in chunks)
 
 
 def lag_of(engine: Engine, request: Request) -> list[int]:
-    """Sizes of the passes in which the draft catches up with a row: tokens it has not read, but for the last two."""
+    """Returns the sizes of the passes in which the draft catches up with a row, up to its last two tokens."""
     proposer = engine.modules.proposer
     if proposer is None:
         return []

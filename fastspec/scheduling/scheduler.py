@@ -1,9 +1,8 @@
-"""The scheduler: admits requests to rows, launches steps ahead, reads what they emitted. It outlives calls.
+"""The scheduler: admits requests to rows, launches steps ahead of the reader, and reads their tokens.
 
-It knows requests, not batch positions: a request waits, gets the lowest free row when its pages fit, may move to a
-lower row, and gives row and pages back when it ends, while the other rows go on. `prefill_queue` prefills the prompts.
-Everything it asks of the device is queued in one stream. The host waits only when it reads a step's results, and by
-then later steps are queued already.
+A request waits, gets the lowest free row when its pages fit, may move to a lower row, and gives row and pages back
+when it ends, while the other rows go on. `PrefillQueue` prefills the prompts. All work of the device is queued in one
+stream. The host waits only when it reads a step's results, and later steps are queued by then.
 
 `step` belongs to one thread at a time. `add` and `cancel` may be called from any thread: they go through a queue that
 the next step empties.
@@ -41,10 +40,10 @@ _NOTICED = 0.25  # of an interval: a longer pause of the reader may be what made
 
 
 class Scheduler:
-    """Runs requests to their end, step by step.
+    """Runs requests to their end, step by step; lives as long as the generator.
 
     Args:
-        engine: what it runs on. Its state is reset here.
+        engine: runs the steps. Its state is reset here.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -61,7 +60,7 @@ class Scheduler:
 
     @property
     def idle(self) -> bool:
-        """Whether no request waits or runs."""
+        """True if no request waits or runs."""
         return not self._calls and self._arrivals.empty()
 
     def add(self, request: Request, call: CallPlan) -> None:
@@ -75,7 +74,7 @@ class Scheduler:
         self._arrivals.put((request, call))
 
     def check(self, request: Request) -> None:
-        """Raises OutOfPages where a request could never run."""
+        """Raises OutOfPages for a request that could never run."""
         pages = self.engine.pages
         if pages.pages_for(self._positions(request)) >= pages.num_pages:
             raise OutOfPages(
@@ -84,14 +83,11 @@ class Scheduler:
             )
 
     def cancel(self, request: Request) -> None:
-        """Ends a request before its time; from any thread. One that has ended stays as it is."""
+        """Cancels a request, from any thread. A request that has ended does not change."""
         self._arrivals.put((request, None))
 
     def step(self) -> dict[Request, list[int]]:
-        """Launches what may be launched, then reads the oldest step: the new tokens of each request in it.
-
-        Empty when there is nothing to do.
-        """
+        """Launches steps ahead, then reads the oldest one. Returns the new tokens of its requests; {} without work."""
         with self.engine.on_device():
             if self._interrupted:
                 self._reset()
@@ -131,7 +127,7 @@ class Scheduler:
         yield from self.run(requests, CallPlan(stop_ids, *settings))
 
     def _reset(self) -> None:
-        """Starts anew after a step was interrupted: what is in rows has ended, what waits goes on waiting."""
+        """Resets everything after an interrupted step. Requests in rows have ended; those that wait go on waiting."""
         engine = self.engine
         engine.ring.correct_count()
         engine.state.reset()
@@ -180,7 +176,7 @@ class Scheduler:
         del self._calls[request]
 
     def _free_row(self, request: Request, *, running: bool) -> None:
-        """Gives back the row and the pages of a request that has ended; `running`: the device does not know."""
+        """Frees the row and the pages of a request that has ended; `running`: the device does not know of the end."""
         row = next(row for row, owner in self._rows.items() if owner is request)  # it may have moved since its step
         del self._rows[row]
         self._queue.keep(request, row)
@@ -189,7 +185,7 @@ class Scheduler:
             self.engine.state.finish[row].fill_(IDLE)
 
     def _launch(self) -> bool:
-        """Queues the next step, unless no row is sure to need it, or it must wait for earlier ones."""
+        """Queues the next step. Returns False if no row is sure to need it, or if it must wait for earlier steps."""
         requests = due(self._rows, self._in_flight)
         # run ahead only if some row needs this step even when every draft in flight is accepted
         needed = self._surely_needs_step if self._in_flight else self._may_need_step
@@ -230,7 +226,7 @@ class Scheduler:
         return True
 
     def _launch_first_tokens(self, requests: dict[int, Request]) -> bool:
-        """Queues the step for the first tokens of rows whose long prompts are prefilled; other rows are not in it."""
+        """Queues the step for first tokens, over the rows whose long prompts are prefilled and no others."""
         calls = {self._calls[request] for request in requests.values()}
         rows, masked = self.engine.bucket(max(self._rows) + 1), grammar_steps(requests, self._calls, 0)[1]
         shape = self.engine.captured_shape(
@@ -248,7 +244,7 @@ class Scheduler:
         return True
 
     def _ready(self, rows: int, shape: StepShape, calls: set[CallPlan]) -> bool:
-        """Whether such a step can be launched now. One that is not captured yet is, once all results are read."""
+        """True if such a step can be launched now. Captures a missing one once no result is in flight."""
         foreseen = len(calls) == 1 and not any(call.joined for call in calls) and not constrained(self._rows)
         if not foreseen and not self.engine.ready(rows, shape):
             if self._in_flight:
@@ -258,7 +254,7 @@ class Scheduler:
         return True
 
     def _shape(self, k: int, calls: set[CallPlan], requests: dict[int, Request]) -> StepShape:
-        """The shape of the next step: what any of the running calls needs."""
+        """Returns the shape of the next step, which has everything that a running call needs."""
         if self.engine.runner.static:  # one kind of captured step serves a whole call
             longest, shortest = max(call.lengths[0] for call in calls), min(call.lengths[1] for call in calls)
         else:
@@ -269,7 +265,7 @@ class Scheduler:
         return self.engine.shape(k, sampler, max(recorded, default=None), longest, shortest)
 
     def _choose_drafts(self, requests: dict[int, Request]) -> tuple[int, frozenset[int]]:
-        """Drafts for the next step, and the rows that draft; rows of other calls have fewer, or none."""
+        """Chooses the drafts of the next step, and the rows that draft; some calls have fewer drafts, or none."""
         if not requests:
             return 0, frozenset()
         calls, wanted = {self._calls[request] for request in requests.values()}, []
@@ -285,7 +281,7 @@ class Scheduler:
         return largest, frozenset(limits)
 
     def _drafts_of_call(self, call: CallPlan, requests: dict[int, Request]) -> tuple[int, frozenset[int]]:
-        """Drafts that one call wants, and the rows of it that draft."""
+        """Returns the drafts that one call wants, and its rows that draft."""
         willing = may_draft(requests)
         if not willing:
             return 0, frozenset()  # a plain step
@@ -299,24 +295,24 @@ class Scheduler:
         return k, frozenset(nearest[: call.policy.few])
 
     def _limit_drafts(self, row: int, request: Request, drafts: int) -> None:
-        """Lets at most so many drafts of a row count, and no more than its options allow."""
+        """Limits the drafts of a row that count to `drafts`, and to its own limit."""
         limit = min(drafts, admission.draft_limit(request.options, self.engine.max_drafts))
         if limit != request.draft_limit:
             self.engine.state.draft_limits[row].fill_(limit)
             request.draft_limit = limit
 
     def _may_need_step(self, request: Request) -> bool:
-        """Whether a request can outlast the steps launched for it, each of which emits a token at least."""
+        """True if a request may go on after its launched steps, each of which emits at least one token."""
         launched = sum(request in step.requests.values() for step in self._in_flight)
         return request.length + launched < request.limit
 
     def _surely_needs_step(self, request: Request) -> bool:
-        """Whether a request is sure to outlast the steps launched for it, but for stop ids."""
+        """True if a request goes on even if all drafts of its launched steps are accepted, unless a stop id comes."""
         emitted = sum(step.k + 1 for step in self._in_flight if request in step.requests.values())
         return request.length + emitted < request.limit
 
     def _positions(self, request: Request) -> int:
-        """Cache positions that a request may write."""
+        """Returns the number of cache positions that a request may write."""
         return request.limit + self.engine.max_drafts + 1
 
     def _admit(self) -> None:
@@ -357,13 +353,13 @@ class Scheduler:
         return request
 
     def _draft_follows(self, call: CallPlan) -> bool:
-        """Whether the next steps of a call are going to draft."""
+        """True if the next steps of a call will draft."""
         if not self.engine.reads_prompts:
             return False
         return self._last_k > 0 if call.policy else call.choose_k(call.steps) > 0
 
     def _fill_options(self, row: int, request: Request) -> None:
-        """Fills what steps read of a row."""
+        """Fills the fields of a row that steps read."""
         full = request.has_tables = any(each.full for each in self._calls.values())
         state, sampler = self.engine.state, FULL if full else GREEDY
         admission.fill_options(state, row, len(request.prompt), request.limit, request.options, sampler)
@@ -373,7 +369,7 @@ class Scheduler:
                 running.has_tables = True
 
     def _compact(self) -> None:
-        """Moves the highest rows down when the next step can then run over half as many."""
+        """Moves the highest rows down if the next step then covers fewer rows."""
         while self._rows and self.engine.bucket(max(self._rows) + 1) > self.engine.bucket(len(self._rows)):
             source = max(self._rows)
             taken = {*self._rows, self._queue.row} if self._queue.request else self._rows
@@ -385,7 +381,7 @@ class Scheduler:
             self._disturbed = True
 
     def _collect(self, step: InFlightStep) -> dict[Request, list[int]]:
-        """Reads a step's results; frees the rows that finished."""
+        """Reads the results of a step; frees the rows that ended."""
         waited = self.engine.runner.depth == 1 or not self.engine.ring.ready(step.sequence)
         results = self.engine.ring.read(step.sequence, max(step.requests) + 1)
         self._report(step, results, self._clock.arrived(waited))
@@ -405,7 +401,7 @@ class Scheduler:
         return emitted
 
     def _report(self, step: InFlightStep, results: list[RowResult], seconds: float | None) -> None:
-        """Tells a call's policy what a step did to the rows that it found running; not of steps that calls share."""
+        """Reports a step to the policy of its call; steps that calls share are not reported."""
         going = {row for row, request in step.requests.items() if request.finish_reason is None}
         calls = {self._calls[step.requests[row]] for row in going}
         policy = calls.pop().policy if len(calls) == 1 else None
@@ -418,10 +414,10 @@ class Scheduler:
 
 
 class StepTimer:
-    """Intervals between results.
+    """Times steps by the host's clock: results arrive in order, so the time between two is a step's.
 
     Args:
-        ahead: steps are launched ahead, so that the device works while the reader of the results does something else.
+        ahead: True if steps are launched ahead, so that the device works while the reader of the results is away.
         clock: seconds.
     """
 
@@ -433,20 +429,20 @@ class StepTimer:
         self._away = 0.0
 
     def leave(self) -> None:
-        """The reader of the results takes over."""
+        """Notes that the reader of the results takes over."""
         self._left = self._clock()
 
     def back(self) -> None:
-        """The scheduler has control again."""
+        """Notes that the scheduler has control again."""
         self._away += self._clock() - self._left
 
     def arrived(self, waited: bool) -> float | None:
-        """A result was read: seconds since the one before it, the reader's own time left out.
+        """Returns the seconds between this result and the one before it, without the reader's own time.
 
-        None where there is none before it, or where the reader was away so long that the time of arrival is not known.
+        None for the first result, and if the reader was away so long that the time of arrival is not known.
 
         Args:
-            waited: it was not there yet when the scheduler came to read it.
+            waited: True if the scheduler had to wait for it.
         """
         now = self._clock()
         interval = None if self._last is None else now - self._last

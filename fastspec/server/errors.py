@@ -12,7 +12,7 @@ _FIELDS = {row.keyword: row.field for row in OPTIONS if not row.field.startswith
 
 
 class Refusal(Exception):
-    """A request that is not answered.
+    """Refusal of a request.
 
     Args:
         message: what was got, what was wanted, and the next step.
@@ -45,7 +45,7 @@ def of_option(error: Exception, fields: set[str]) -> Refusal:
 
 
 def no_such(status: int, method: str, path: str) -> Refusal:
-    """What a request for an unknown path, or with the wrong method, gets."""
+    """Makes a refusal of an unknown path, or of a wrong method."""
     said = f"{method} is not allowed on {path}" if status == 405 else f"there is no {path} here"
     message = (
         f"{said}; this server has GET /v1/models, POST /v1/completions, POST /v1/chat/completions, /health and /metrics"
@@ -54,17 +54,17 @@ def no_such(status: int, method: str, path: str) -> Refusal:
 
 
 def failed(error: Exception) -> Refusal:
-    """An error of the model or the device; later requests may be answered."""
+    """Makes a refusal of an error of the model or the device; later requests may succeed."""
     return Refusal(str(error), status=500, kind="server_error", code="generation_failed")
 
 
 def going_down() -> Refusal:
-    """The server ends before the answer does."""
+    """Makes a refusal of an answer that the end of the server cuts off."""
     return Refusal("the server ends; ask again when it is back", status=503, kind="server_error", code="shutting_down")
 
 
 def too_late(seconds: float) -> Refusal:
-    """The time of a request is over."""
+    """Makes a refusal of a request whose time is over."""
     message = (
         f"the answer took more than {seconds:g} s and was stopped; ask for fewer tokens, or serve with "
         "--limit seconds=TIME"

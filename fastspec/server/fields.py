@@ -27,7 +27,7 @@ _TOLD = 80  # characters of a value that a message repeats
 
 
 class StreamOptions(BaseModel):
-    """How an answer is streamed."""
+    """Options of a streamed answer."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -188,7 +188,7 @@ class Completion(Body):
 
     @property
     def prompts(self) -> list[str | list[int]]:
-        """One for each text or list of ids."""
+        """Prompts: one for each text or list of ids."""
         if isinstance(self.prompt, str):
             return [self.prompt]
         whole = all(isinstance(one, int) for one in self.prompt)

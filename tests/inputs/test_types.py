@@ -15,7 +15,7 @@ import asyncio
 import torch
 from transformers import GenerationConfig
 
-from fastspec import FastSpecGenerator, Handle, NGram
+from fastspec import FastSpecGenerator, GenerateOptions, Handle, NGram
 
 
 def main() -> None:
@@ -27,6 +27,8 @@ def main() -> None:
         output = generator.generate([[1, 2]], return_dict_in_generate=True, do_sample=True, top_p=0.9, logprobs=3)
         print(output.stats.acceptance_rate, output.new_tokens[0], output.texts)
         print(generator.generate([[1]], None, GenerationConfig(max_new_tokens=3), stop_strings=["end"], regex="a+"))
+        drawn: GenerateOptions = {"do_sample": True, "temperature": [0.5, 1.0]}
+        print(generator.generate([[1], [2]], **drawn).shape)
         for new in generator.stream([[1, 2]], num_speculative_tokens="auto", logit_bias={3: 1.5}):
             print(new.get(0, []))
         handle: Handle = generator.submit([1, 2, 3], json_schema={"type": "object"}, eos_token_id=[])

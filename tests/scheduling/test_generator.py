@@ -43,6 +43,12 @@ def test_returns_what_transformers_returns(gen: FastSpecGenerator, directory: Pa
     assert ours.device == ids.device
 
 
+def test_a_checkpoint_without_a_tokenizer_says_so(gen: FastSpecGenerator) -> None:
+    assert not gen.has_tokenizer
+    with pytest.raises(ValueError, match=r"brings no tokenizer; put its tokenizer.json beside its config.json"):
+        _ = gen.tokenizer
+
+
 def test_details_of_the_output(gen: FastSpecGenerator) -> None:
     out = full(gen)
     assert [len(tokens) for tokens in out.new_tokens] == [12, 12, 12]
