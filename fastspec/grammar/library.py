@@ -82,9 +82,7 @@ def _vocabulary(spec: GrammarSpec, tokenizer: Any, vocab_size: int) -> LLTokeniz
     try:
         from llguidance.hf import from_tokenizer
     except ImportError:
-        raise UnsupportedOption(
-            f"{spec.kind} needs the package llguidance, which is not installed: pip install 'fastspec[grammar]'"
-        ) from None
+        raise UnsupportedOption(spec.missing_library) from None
     try:
         return from_tokenizer(tokenizer, n_vocab=max(vocab_size, len(tokenizer)))
     except (ValueError, RuntimeError) as error:

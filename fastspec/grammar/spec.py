@@ -22,6 +22,11 @@ class GrammarSpec:
     kind: str
     text: str
 
+    @property
+    def missing_library(self) -> str:
+        """The message for a machine without the library that compiles grammars."""
+        return f"{self.kind} needs the package llguidance, which is not installed: pip install 'llguidance>=1.9'"
+
     @classmethod
     def read(cls, given: Mapping[str, Any]) -> GrammarSpec | None:
         """The grammar that the options of one row ask for, by their names; None: there is none.

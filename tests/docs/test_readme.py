@@ -1,6 +1,6 @@
 """What the documents show is run: every ```python block, and every `fastspec ...` line of a ```bash block.
 
-A block whose fence says what it needs, as in ```python title="Needs a download", is compiled and not run.
+A block behind a comment that says what it needs, as in <!-- not run: needs a download -->, is compiled and not run.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ from fastspec.inputs import options
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
-FENCE = re.compile(r"^```(\w+)([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-NEEDS = 'title="Needs '
+FENCE = re.compile(r"^(<!-- not run: needs [^\n]+ -->\n)?```(\w+)([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -38,7 +37,7 @@ class Snippet:
 
 def snippets_of(text: str, name: str) -> list[Snippet]:
     return [
-        Snippet(match[1], match[3], f"{name}:{text.count(chr(10), 0, match.start()) + 1}", NEEDS not in match[2])
+        Snippet(match[2], match[4], f"{name}:{text.count(chr(10), 0, match.start(2)) + 1}", match[1] is None)
         for match in FENCE.finditer(text)
     ]
 
@@ -69,8 +68,14 @@ def test_snippets_are_found_with_their_line() -> None:
         Snippet("python", "x = 1\n", "f.md:2"),
         Snippet("bash", "fastspec demo\n", "f.md:6"),
     ]
-    (needing,) = snippets_of('```python title="Needs a GPU"\nx = 1\n```\n', "f.md")
-    assert not needing.runs
+    (needing,) = snippets_of("<!-- not run: needs a GPU -->\n```python\nx = 1\n```\n", "f.md")
+    assert (needing.runs, needing.place) == (False, "f.md:2")
+
+
+def test_fences_name_a_language_alone() -> None:
+    """GitHub shows no title of a fence."""
+    fences = [line for path in DOCUMENTS for line in path.read_text(encoding="utf-8").splitlines() if line[:3] == "```"]
+    assert [line for line in fences if " " in line] == []
 
 
 @pytest.mark.parametrize("snippet", PYTHON, ids=lambda snippet: snippet.place)
