@@ -48,7 +48,7 @@ app = typer.Typer(
 
 
 def _command(function: Callable[..., None]) -> Callable[..., None]:
-    """Adds a command. Its first line is its summary, which `--help` shows whole."""
+    """Adds a command. Its first line is its summary, shown uncut in the list of commands."""
     return app.command(short_help=(function.__doc__ or "").partition("\n")[0])(function)
 
 

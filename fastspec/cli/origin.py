@@ -44,9 +44,9 @@ class OriginWriter(BaseStreamer):
             self._begun = True
             return
         self._put_last(drafted=False)
-        for token in value[:-1].split(1):
-            self._drafted = True
-            self._writer.put(token)
+        self._drafted = True
+        for index in range(len(value) - 1):
+            self._writer.put(value[index : index + 1])
         self._last = value[-1:]
 
     def end(self) -> None:

@@ -73,4 +73,4 @@ class Progress:
         self._over.set()
         if self._thread is not None:
             self._thread.join()
-        self.stage(None)
+        self._clear()

@@ -159,7 +159,7 @@ def test_a_target_without_a_draft_decodes_plainly() -> None:
         (["generate", "--prompt", "x", "--max-length", "64"], "128 leaves no room for a prompt in --max-length 64"),
         (["generate", "--prompt", "x", "--num-return-sequences", "2"], "greedy texts would all be the same"),
         (["generate", "--prompt", "x", "--verification", "typical"], "must be one of rejection, coupled, block"),
-        (["generate", "--prompt", "x", "--regex", "a", "--grammar", __file__], "--regex and --grammar are given"),
+        (["generate", "--prompt", "x", "--regex", "a", "--grammar", __file__], "regex and grammar are given"),
         (
             ["generate", "--prompt", "x", "--temperature", "1", "--num-return-sequences", "2", "--color"],
             "shows one text as it is drafted",

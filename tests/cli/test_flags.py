@@ -179,7 +179,8 @@ def test_flags_that_messages_name_exist() -> None:
         "--format",
         "--index-url",
         "--version",
-    }  # of torchrun, nvidia-smi, pip
+        "--help",
+    }  # of torchrun, nvidia-smi, pip, click
     named: dict[str, str] = {}
     for file in Path(fastspec.__file__).parent.rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_text())):

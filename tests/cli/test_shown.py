@@ -84,7 +84,7 @@ def test_messages_name_flags_of_the_command() -> None:
 @pytest.mark.parametrize("flag", ["-h", "--help"])
 def test_help_is_whole(flag: str) -> None:
     shown = CliRunner().invoke(app, [flag]).stdout
-    assert "..." not in shown
+    assert "..." not in shown.partition("Commands:")[2]
     assert "demo" in shown
     for name in ("generate", "demo", "doctor", "pairs", "quantize", "chat", "serve"):
         one = CliRunner().invoke(app, [name, flag])
