@@ -114,7 +114,7 @@ def test_the_readme_names_the_test_command_that_runs_before_a_change_lands() -> 
 
 ROWS = [
     [cell.strip() for cell in line.strip("|").split("|")]
-    for line in (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
+    for line in (ROOT / "docs/supported.md").read_text(encoding="utf-8").splitlines()
     if line.startswith("| ") and line.count("|") == 4
 ]
 REFUSED: dict[str, object] = {  # a value that would change what is returned
@@ -132,11 +132,11 @@ def names_in(column: int) -> set[str]:
     return {name for row in ROWS for name in re.findall(r"`(\w+)`", row[column])}
 
 
-def test_the_readme_lists_the_options_that_are_supported() -> None:
+def test_the_page_lists_the_options_that_are_supported() -> None:
     assert names_in(1) == {*options.SUPPORTED, *options.OWN}
 
 
-def test_the_readme_lists_options_that_are_refused() -> None:
+def test_the_page_lists_options_that_are_refused() -> None:
     assert names_in(2) == set(REFUSED)
     sizes = {"num_rows": 1, "prompt_length": 1, "vocab_size": 9, "context": 99}
     for name, value in REFUSED.items():
