@@ -1,4 +1,4 @@
-"""llguidance compiles grammars and computes token masks. This is the one file that imports it, on first use.
+"""Compiles grammars and computes token masks with llguidance. Only this file imports it, on first use.
 
 A mask is a function of the grammar, the vocabulary and the text so far.
 """
@@ -21,7 +21,7 @@ _QUOTED = 300  # characters of the library's message, or of a grammar, that an e
 
 
 class Grammars:
-    """Grammars of one vocabulary, each compiled once; used from any thread.
+    """Grammars of one vocabulary, each compiled once. Any thread may use them.
 
     Args:
         vocab_size: width of the target's logits.
@@ -34,7 +34,7 @@ class Grammars:
         self._compiled: OrderedDict[GrammarSpec, LLMatcher] = OrderedDict()
 
     def row(self, spec: GrammarSpec, tokenizer: Any, prompt: list[int], stop_ids: tuple[int, ...]) -> RowGrammar:
-        """The grammar state of a row that has emitted nothing yet.
+        """Creates the grammar state of a row without tokens.
 
         Args:
             spec: the grammar that its text follows.
@@ -62,7 +62,7 @@ class Grammars:
         return row
 
     def _matcher(self, spec: GrammarSpec, vocabulary: LLTokenizer) -> LLMatcher:
-        """The compiled grammar, at its start."""
+        """Compiled grammar in its start state."""
         if spec not in self._compiled:
             self._compiled[spec] = _compiled(spec, vocabulary)
         self._compiled.move_to_end(spec)
@@ -78,7 +78,7 @@ class Grammars:
 
 
 def _vocabulary(spec: GrammarSpec, tokenizer: Any, vocab_size: int) -> LLTokenizer:
-    """The tokenizer as llguidance reads it."""
+    """Converts the tokenizer to llguidance's."""
     try:
         from llguidance.hf import from_tokenizer
     except ImportError:
