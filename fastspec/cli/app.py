@@ -16,13 +16,12 @@ import typer
 import fastspec
 from fastspec.cli import flags
 from fastspec.cli.chat import chat
-from fastspec.cli.checks import check_call, check_grammar
 from fastspec.cli.errors import errors_in_one_line
 from fastspec.cli.imports import import_all
+from fastspec.cli.inputs import Prompt, PromptFile, check_call, check_grammar, read_prompt
 from fastspec.cli.output import GREEN, write_text
 from fastspec.cli.pairs import pairs
 from fastspec.cli.progress import LOADING, Progress
-from fastspec.cli.prompts import Prompt, PromptFile, read_prompt
 from fastspec.cli.quantize import quantize
 from fastspec.cli.ranks import start_ranks
 from fastspec.cli.serve import serve
@@ -270,7 +269,7 @@ def _generate(
     tokenizer = generator.tokenizer
     if tokenizer is None:
         raise ValueError("the target brings no tokenizer; put its tokenizer.json beside its config.json")
-    from fastspec.cli.origin import OriginWriter
+    from fastspec.text.origin import OriginWriter
     from fastspec.text.stop_strings import StoppedWriter
 
     ids, stops = tokenizer(prompt)["input_ids"], options.get("stop_strings", ())

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fastspec.cli import flags
-from fastspec.cli.checks import check_call
 from fastspec.cli.errors import errors_in_one_line
 from fastspec.cli.imports import import_all
+from fastspec.cli.inputs import check_call
 from fastspec.cli.output import StatusLine, write_text
 from fastspec.cli.progress import LOADING, Progress
 from fastspec.errors import InvalidLogits

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import errno
 import re
+import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TextIO
 
 import typer
 
@@ -14,15 +17,30 @@ from fastspec.errors import InvalidLogits, OutOfPages, RankFailed
 
 @contextmanager
 def errors_in_one_line(context: typer.Context | None = None) -> Iterator[None]:
-    """Turns an error that the user can mend into one line and exit code 2; every other error stays as it is.
+    """Turns an error that the user can mend into one line and exit code 2, and a warning into one line.
+
+    Every other error stays as it is.
 
     Args:
         context: of the command; arguments that messages name are then written as its flags.
     """
-    import torch  # what is done in here needs it; `--help` does without
+    import torch  # commands inside this context need it; `--help` does not
+
+    def show(
+        message: Warning | str,
+        category: type[Warning],
+        filename: str,
+        lineno: int,
+        file: TextIO | None = None,
+        line: str | None = None,
+    ) -> None:
+        clear = "\r\x1b[K" if sys.stderr is not None and sys.stderr.isatty() else ""  # a line of progress
+        typer.echo(f"{clear}{_line(message, context)}", err=True)
 
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.showwarning = show
+            yield
     except typer.BadParameter as error:
         if context is not None:
             error.message = _without_flag(in_flags(error.message, context), str(error.param_hint or ""))
@@ -57,7 +75,11 @@ def _without_flag(message: str, flag: str) -> str:
     return message.removeprefix(f"{flag} ") if flag else message
 
 
+def _line(message: object, context: typer.Context | None) -> str:
+    text = " ".join(str(message).split())
+    return f"fastspec: {text if context is None else in_flags(text, context)}"
+
+
 def _end(error: BaseException, context: typer.Context | None) -> None:
-    message = " ".join(str(error).split())
-    typer.echo(f"fastspec: {message if context is None else in_flags(message, context)}", err=True)
+    typer.echo(_line(error, context), err=True)
     raise typer.Exit(2) from None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+import warnings
 from typing import Any
 
 import click
@@ -15,9 +16,9 @@ from fastspec import FastSpecGenerator, demo_pair
 from fastspec.cli import output
 from fastspec.cli.app import _by_position, app
 from fastspec.cli.errors import in_flags
-from fastspec.cli.origin import OriginWriter
 from fastspec.cli.output import StatusLine
 from fastspec.output import RowStats, Stats
+from fastspec.text.origin import OriginWriter
 from tests.cli.test_app import Stub, invoke
 
 
@@ -79,6 +80,18 @@ def test_messages_name_flags_of_the_command() -> None:
         "stop_strings and `max_length`": "--stop-string and `max_length`",
     }.items():
         assert in_flags(message, context) == shown  # type: ignore[arg-type]
+
+
+@pytest.mark.filterwarnings("default")
+def test_a_warning_is_one_line_in_the_commands_words() -> None:
+    class Warns(Stub):
+        def generate(self, *given: Any, **asked: Any) -> Any:
+            warnings.warn("lower num_speculative_tokens,\n or leave out the draft", stacklevel=1)
+            return super().generate(*given, **asked)
+
+    lines = invoke(Warns(), "generate", "--prompt", "x").stderr.splitlines()
+    assert lines[0] == "fastspec: lower --num-speculative-tokens, or leave out the draft"
+    assert len(lines) == 2
 
 
 @pytest.mark.parametrize("flag", ["-h", "--help"])

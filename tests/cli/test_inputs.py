@@ -48,7 +48,7 @@ def test_what_is_no_prompt_is_refused(arguments: list[str], stdin: Any, says: st
 
 
 def test_a_terminal_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    from fastspec.cli.prompts import read_prompt
+    from fastspec.cli.inputs import read_prompt
 
     monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
     with pytest.raises(typer.BadParameter, match="no prompt; give --prompt TEXT"):

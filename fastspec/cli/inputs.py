@@ -1,16 +1,62 @@
-"""Checks of a call's flags that need no model, made before models are loaded."""
+"""Inputs of a command that need no model: the prompt, and checks of flags before models are loaded."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from importlib.util import find_spec
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 
 from fastspec.adaptive.controller import AUTO
 from fastspec.grammar.spec import GrammarSpec
 from fastspec.sampling.rules import MODES
+
+Prompt = Annotated[
+    str | None, typer.Option(metavar="TEXT", help="Text to continue. `-`, or no prompt at all, reads stdin.")
+]
+PromptFile = Annotated[Path | None, typer.Option(metavar="FILE", help="Continue the text of this file.")]
+STDIN = "-"
+
+
+def read_prompt(prompt: str | None, file: Path | None) -> tuple[str, bool]:
+    """The prompt, and True if it was read from stdin.
+
+    The text is used unchanged: a final newline is part of the prompt.
+
+    Args:
+        prompt: of `--prompt`; "-" reads stdin, and so does None without a file if stdin is no terminal.
+        file: of `--prompt-file`.
+
+    Raises:
+        typer.BadParameter: two prompts, none, or one that is empty or not UTF-8.
+    """
+    if prompt is not None and file is not None:
+        raise typer.BadParameter("give one of --prompt and --prompt-file", param_hint="--prompt-file")
+    if file is not None:
+        try:
+            return _decoded(file.read_bytes(), "--prompt-file"), False
+        except OSError as error:
+            raise typer.BadParameter(f"cannot read {file}: {error.strerror}", param_hint="--prompt-file") from None
+    if prompt not in (None, STDIN):
+        return str(prompt), False
+    if sys.stdin is None or (prompt is None and sys.stdin.isatty()):
+        raise typer.BadParameter("no prompt; give --prompt TEXT, --prompt-file FILE, or a pipe", param_hint="--prompt")
+    text = _decoded(sys.stdin.buffer.read(), "stdin")
+    if not text:
+        raise typer.BadParameter("stdin is empty; give --prompt TEXT or --prompt-file FILE", param_hint="--prompt")
+    return text, True
+
+
+def _decoded(data: bytes, source: str) -> str:
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise typer.BadParameter(
+            f"byte {error.start} is not UTF-8; save the text as UTF-8", param_hint=source
+        ) from None
 
 
 def check_call(given: Mapping[str, Any]) -> None:
