@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from fastspec.generator import FastSpecGenerator
 
 _HELP = "/clear starts again, /bye or Ctrl-D ends, Ctrl-C stops an answer"
-_REDRAW = 0.1  # seconds between two versions of the status line
+_REDRAW = 0.3  # seconds between two versions of the status line, and before the first
 
 
 def chat(
@@ -211,7 +211,7 @@ class _Speed:
         now = time.perf_counter()
         self._first = self._first or now
         self._count += 1
-        if self._count < 2 or now - self._told < _REDRAW:
+        if now - max(self._first, self._told) < _REDRAW:
             return ""
         self._told = now
         return f"{(self._count - 1) / (now - self._first):.1f} tok/s, {self._count} tokens"

@@ -13,7 +13,7 @@ import typer
 from typer.testing import CliRunner
 
 from fastspec import FastSpecGenerator, demo_pair
-from fastspec.cli import output
+from fastspec.cli import chat, output
 from fastspec.cli.app import _by_position, app
 from fastspec.cli.errors import in_flags
 from fastspec.cli.output import StatusLine
@@ -128,6 +128,13 @@ def test_the_status_line_keeps_the_last_line_of_a_terminal(monkeypatch: pytest.M
     with StatusLine() as line:
         line.show("12.0 tok/s")
     assert pipe.getvalue() == ""
+
+
+def test_the_speed_of_an_answer_counts_from_its_first_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter([10.0, 10.1, 10.5, 10.6, 11.0])
+    monkeypatch.setattr(chat.time, "perf_counter", lambda: next(clock))
+    speed = chat._Speed()
+    assert [speed.after_token() for _ in range(5)] == ["", "", "4.0 tok/s, 3 tokens", "", "4.0 tok/s, 5 tokens"]
 
 
 @pytest.mark.parametrize("command", ["generate", "chat", "serve"])
