@@ -1,10 +1,10 @@
-"""A batch whose rows have their own options and seeds; the same seeds give the same texts."""
+"""Sample a batch with options and seeds per row; the same seeds give the same texts."""
 
 from fastspec import FastSpecGenerator, demo_pair
 
 
 def main() -> None:
-    """Samples three prompts twice, in different company."""
+    """Samples three prompts together, then one of them alone."""
     with FastSpecGenerator(*demo_pair(), verification="coupled", max_length=256, progress=False) as generator:
         prompts = generator.tokenizer(["import os\n", "class Stack:\n    def", "x = [\n"])["input_ids"]
         output = generator.generate(

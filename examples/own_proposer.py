@@ -1,4 +1,4 @@
-"""A proposer of one's own: it drafts what followed the last token before, and needs no model."""
+"""Your own proposer: it drafts the tokens after the last occurrence of the last token, without a model."""
 
 import torch
 from torch import Tensor
@@ -7,10 +7,10 @@ from fastspec import DeterministicProposer, FastSpecGenerator, demo_pair
 
 
 class AfterSameToken(DeterministicProposer):
-    """Drafts what followed the row's last token where that stood before."""
+    """Drafts the tokens after an earlier occurrence of the row's last token."""
 
     def guess(self, tokens: Tensor, lengths: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        """Drafts [B, k] and how many of them count [B]; nothing here reads a value back to the host."""
+        """Drafts [B, k] and the number of valid ones [B]. Reads no value back to the host."""
         place = torch.arange(tokens.shape[1], device=tokens.device)
         last = tokens.gather(1, lengths[:, None] - 1)
         same = (tokens == last) & (place < lengths[:, None] - 1)

@@ -108,8 +108,8 @@ def commanded(pair: Path, caches: Path, device: str, ranks: int = 1) -> float:
         RuntimeError: the process failed.
     """
     env = {**os.environ, "TRITON_CACHE_DIR": str(caches / "triton"), "CUDA_CACHE_PATH": str(caches / "cuda")}
-    command = [sys.executable, "-m", "fastspec.cli", "generate", "--prompt", "def main():", "--max-new-tokens", "8"]
-    command += ["--target", str(pair / "target"), "--draft", str(pair / "draft"), "--draft-quantization", "none"]
+    command = [sys.executable, "-m", "fastspec.cli", "generate", str(pair / "target"), "--prompt", "def main():"]
+    command += ["--max-new-tokens", "8", "--draft", str(pair / "draft"), "--draft-quantization", "none"]
     command += ["--max-length", "512", "--device", device]
     if ranks > 1:
         command += ["--tensor-parallel", str(ranks)]

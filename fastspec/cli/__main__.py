@@ -1,4 +1,4 @@
-"""The `fastspec` command, and `python -m fastspec.cli`, the same without an installed script."""
+"""The `fastspec` command, which `python -m fastspec.cli` runs too."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ WATCHED = ("nsight", "sanitizer")  # in paths of tools that write what they foun
 
 
 def main() -> None:
-    """Runs the command line; Ctrl-C while torch is imported ends it as it does later."""
+    """Runs the command line. Ctrl-C during the import of torch ends it with code 130, too."""
     try:
         from fastspec.cli.app import app
     except KeyboardInterrupt:
@@ -27,10 +27,10 @@ def main() -> None:
 
 
 def end_now(code: object) -> None:
-    """Ends the process once all is written, and does not take apart what it has imported, which takes long.
+    """Flushes output and ends the process without freeing its objects one by one, which takes long.
 
-    The system frees memory of process and devices either way. Returns where Python has more to do: threads to wait for,
-    an exit code that is a text, output that nobody takes, a profiler in the process.
+    The system frees the memory of process and devices. Returns if Python must end the process itself: a thread still
+    runs, the exit code is a text, output cannot be written, or a profiler is in the process.
     """
     waits = any(not each.daemon for each in threading.enumerate() if each is not threading.current_thread())
     if waits or not isinstance(code, int | None) or _is_watched():
@@ -46,7 +46,7 @@ def end_now(code: object) -> None:
 
 
 def _is_watched() -> bool:
-    """Whether a profiler or a checker of NVIDIA's is in this process."""
+    """True if a profiler or checker of NVIDIA is loaded in this process."""
     with suppress(OSError):
         files = MAPPED.read_text(encoding="utf-8", errors="replace")
         return any(name in files for name in WATCHED)

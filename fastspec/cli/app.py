@@ -1,14 +1,15 @@
-"""The command line: `fastspec generate` streams text, `demo` compares; others have files of their own."""
+"""The command line, with the commands `generate`, `demo` and `doctor`. Other commands have their own files."""
 
 from __future__ import annotations
 
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
@@ -17,9 +18,10 @@ from fastspec.cli import flags
 from fastspec.cli.chat import chat
 from fastspec.cli.errors import errors_in_one_line
 from fastspec.cli.imports import import_all
-from fastspec.cli.output import write_text
+from fastspec.cli.inputs import Prompt, PromptFile, check_call, check_grammar, read_prompt
+from fastspec.cli.output import GREEN, write_text
 from fastspec.cli.pairs import pairs
-from fastspec.cli.progress import Progress
+from fastspec.cli.progress import LOADING, Progress
 from fastspec.cli.quantize import quantize
 from fastspec.cli.ranks import start_ranks
 from fastspec.cli.serve import serve
@@ -32,7 +34,6 @@ if TYPE_CHECKING:  # imported by the commands that need them: torch takes longer
 
 DEMO_PROMPT = "def main(argv=None):"
 _AT_ONCE = 8  # texts decoded together
-_LOADING = "loading the models and making their steps ready"
 _ENOUGH = 60.0  # seconds of timed runs after which the demo begins no other round
 
 app = typer.Typer(
@@ -41,7 +42,13 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+
+def _command(function: Callable[..., None]) -> Callable[..., None]:
+    """Adds a command. Its first line is its summary, shown uncut in the list of commands."""
+    return app.command(short_help=(function.__doc__ or "").partition("\n")[0])(function)
 
 
 def _print_version(wanted: bool) -> None:
@@ -59,96 +66,100 @@ def main(
     """Exact speculative decoding for Hugging Face causal language models."""
 
 
-@app.command()
+@_command
 @flags.with_options
 def generate(
     context: typer.Context,
-    prompt: Annotated[str, typer.Option(help="Text to continue.")],
-    target: Annotated[str | None, typer.Option(help="Directory or Hub id; else the shipped pair.")] = None,
-    draft: Annotated[
-        str | None,
-        typer.Option(help="Directory or Hub id of the draft model or head, or mtp: the target's own MTP layer."),
-    ] = None,
-    stream: Annotated[bool, typer.Option(help="Print text as it comes, or all at the end.")] = True,
+    target: flags.Target = None,
+    prompt: Prompt = None,
+    prompt_file: PromptFile = None,
+    draft: flags.Draft = None,
+    stream: Annotated[bool, typer.Option(help="Print text while it is decoded, or all at the end.")] = True,
+    color: Annotated[bool, typer.Option("--color", help="Print accepted drafts in green.")] = False,
+    stats: Annotated[bool, typer.Option("--stats", help="Print the acceptance of each draft position.")] = False,
     num_speculative_tokens: flags.Drafts = 4,
     verification: flags.Rule = None,
     proposer: flags.Drafter = None,
-    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16.")] = None,
+    dtype: flags.Dtype = None,
     device: flags.Device = None,
-    max_length: Annotated[int | None, typer.Option(help="Tokens of prompt and text to make room for.")] = None,
+    max_length: flags.MaxLength = None,
     tensor_parallel: flags.TensorParallel = None,
     draft_quantization: flags.DraftFormat = None,
     kv_dtype: flags.KVDtype = None,
     **shaping: object,
 ) -> None:
-    """Continues a prompt and prints the new text; a line on stderr says how it went."""
-    if draft is not None and target is None:
-        raise typer.BadParameter("a draft needs its target: give --target too", param_hint="--draft")
+    """Continues a prompt and prints the new text. A line on stderr has the statistics."""
+    source, drafter = flags.pair_of(target, draft)
     import_all()
-    flags.suggest_draft(target, draft, proposer)
-    if target is None:
-        target, draft = map(str, demo_pair())
-    start_ranks(tensor_parallel, device)
-    flags.check_values(context.params)
-    asked = flags.options_of(shaping)
-    options: dict[str, Any] = {"dtype": dtype, "device": device, "max_length": max_length}
-    options["max_batch_size"] = min(asked.get("num_return_sequences", 1), _AT_ONCE)
-    options |= flags.given(draft_quantization=draft_quantization, kv_dtype=kv_dtype)
-    if verification is not None:
-        options["verification"] = verification
-    if tensor_parallel is not None:
-        options["tensor_parallel"] = tensor_parallel
-    if proposer is not None:
-        options["proposer"] = flags.proposer_of(proposer)
-    pieces: list[str] = []
+    with errors_in_one_line(context), Progress() as progress:
+        text, piped = read_prompt(prompt, prompt_file)
+        check_call(context.params)
+        flags.check_values({**context.params, "prompt": text})
+        asked = flags.options_of(shaping)
+        check_grammar(asked)
+        options: dict[str, Any] = {"dtype": dtype, "device": device, "max_length": max_length}
+        options["max_batch_size"] = min(asked.get("num_return_sequences", 1), _AT_ONCE)
+        options |= flags.given(
+            draft_quantization=draft_quantization,
+            kv_dtype=kv_dtype,
+            verification=verification,
+            tensor_parallel=tensor_parallel,
+            proposer=flags.proposer_of(proposer),
+        )
+        flags.suggest_draft(target, draft, proposer)
+        # stdin is read once, here: the ranks get its text as a flag
+        start_ranks(tensor_parallel, device, [*sys.argv[1:], "--prompt", text] if piped else None)
+        pieces: list[tuple[str, bool]] = []
 
-    def show(piece: str) -> None:
-        progress.stage(None)  # text shows itself
-        write_text(piece)
+        def show(piece: str, drafted: bool) -> None:
+            progress.stage(None)  # text shows itself
+            write_text(piece, GREEN if drafted and color else "")
 
-    with errors_in_one_line(), Progress() as progress:
-        progress.stage(_LOADING)
-        with _opened(context, target, draft, num_speculative_tokens, options) as generator:
+        progress.stage(LOADING)
+        with _opened(context, source, drafter, num_speculative_tokens, options) as generator:
             progress.stage("decoding")
-            write = show if stream else pieces.append
-            output = _generate(generator, prompt, write, **asked)
+            write = show if stream else lambda *piece: pieces.append(piece)
+            output = _generate(generator, text, write, **asked)
             where = generator.device
-            progress.stage(None)
-        write_text("".join([*pieces, "\n"]))
+        progress.stage(None)
+        for piece in pieces:
+            show(*piece)
+        write_text("\n")
         typer.echo(f"{output.stats}; {', '.join(output.finish_reasons)}; {where}", err=True)
+        if stats:
+            typer.echo(_by_position(output.stats), err=True)
 
 
-@app.command()
+@_command
 def demo(
     context: typer.Context,
     prompt: Annotated[str, typer.Option(help="Python code to continue.")] = DEMO_PROMPT,
     max_new_tokens: flags.MaxNewTokens = 128,
     num_speculative_tokens: flags.Drafts = 4,
-    repeats: Annotated[int, typer.Option(min=1, help="Timed runs of each; the median counts.")] = 3,
+    repeats: Annotated[int, typer.Option(min=1, help="Timed runs of each way to decode; the median counts.")] = 3,
     device: flags.Device = None,
     tensor_parallel: flags.TensorParallel = None,
     draft_quantization: flags.DraftFormat = None,
 ) -> None:
-    """Decodes one prompt with the shipped pair, plainly and speculatively, and compares time and text.
+    """Decodes one prompt with the shipped pair, with and without drafts, and compares time and text.
 
-    Speculative decoding is compared with the faster kind of plain decoding: exact, or exact=False, which does not keep
-    bits independent of the number of rows.
+    The baseline is the faster of two plain decodings: with exact=True, and with exact=False, where a row's bits may
+    depend on the number of rows.
     """
     import_all()
-    flags.check_values(context.params)
-    start_ranks(tensor_parallel, device)
     target, draft = map(str, demo_pair())
-    options: dict[str, Any] = {"device": device, "progress": False}
     rounded = flags.given(draft_quantization=draft_quantization)
-    if tensor_parallel is not None:
-        options["tensor_parallel"] = tensor_parallel
-    with errors_in_one_line(), Progress() as progress, ExitStack() as opened:
-        progress.stage(_LOADING)
+    options: dict[str, Any] = {"device": device, **flags.given(tensor_parallel=tensor_parallel)}
+    with errors_in_one_line(context), Progress() as progress, ExitStack() as opened:
+        check_call(context.params)
+        flags.check_values(context.params)
+        start_ranks(tensor_parallel, device)
+        progress.stage(LOADING)
         generator = opened.enter_context(
             _opened(context, target, draft, num_speculative_tokens, {**options, **rounded})
         )
         loose = opened.enter_context(_opened(context, target, None, 0, {**options, "exact": False}))
-        progress.stage("first runs, which are not timed")
+        progress.stage("warming up")
         plain = _Runs(generator, prompt, max_new_tokens, drafts=0)
         plain_loose = _Runs(loose, prompt, max_new_tokens, drafts=0)
         speculative = _Runs(generator, prompt, max_new_tokens, drafts=num_speculative_tokens)
@@ -162,7 +173,7 @@ def demo(
                 runs.run()
         progress.stage(None)
         write_text(f"{prompt}{speculative.results[0][0]}\n\n")
-        fewer = "" if done == repeats else f" of {repeats}, for this machine is slow or busy"
+        fewer = "" if done == repeats else f" of {repeats} runs, because this machine is slow or busy"
         typer.echo(f"{generator.device}, median of {done}{fewer}:")
     typer.echo(f"plain               {plain}")
     typer.echo(f"plain, exact=False  {plain_loose}")
@@ -178,12 +189,12 @@ def demo(
     typer.echo("texts equal         yes, token by token (plain and speculative)")
 
 
-@app.command()
+@_command
 def doctor(
-    device: Annotated[str | None, typer.Option(help="Check this one only. Default: every one.")] = None,
+    device: Annotated[str | None, typer.Option(help="Check this device only. Default: all.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Examines this machine and decodes a little on it: what works, what will not, and the fix."""
+    """Checks this machine and decodes a few tokens on it; lists what works, what does not, and the fix."""
     from fastspec.cli.doctor import diagnose
 
     with Progress() as progress:
@@ -192,10 +203,8 @@ def doctor(
     raise typer.Exit(0 if report.ok else 1)
 
 
-app.command()(pairs)
-app.command()(quantize)
-app.command()(chat)
-app.command()(serve)
+for _each in (pairs, quantize, chat, serve):
+    _command(_each)
 
 
 class _Runs:
@@ -212,12 +221,12 @@ class _Runs:
         )
         self.results: list[tuple[str, tuple[int, ...]]] = []  # text and its token ids
         self._stats: list[Stats] = []
-        self._generate(write=lambda _: None, max_new_tokens=min(8, max_new_tokens))
+        self._generate(write=lambda piece, drafted: None, max_new_tokens=min(8, max_new_tokens))
 
     def run(self) -> None:
         """Makes one timed run."""
         pieces: list[str] = []
-        output = self._generate(write=pieces.append)
+        output = self._generate(write=lambda piece, drafted: pieces.append(piece))
         self.results.append(("".join(pieces), tuple(output.new_tokens[0])))
         self._stats.append(output.stats)
 
@@ -234,33 +243,44 @@ class _Runs:
 def _opened(
     context: typer.Context, target: str, draft: str | None, drafts: int, options: dict[str, Any]
 ) -> FastSpecGenerator:
-    return flags.opened(context, target, draft, num_speculative_tokens=drafts, **{"max_batch_size": 1, **options})
+    usual = {"max_batch_size": 1, "progress": False}
+    return flags.opened(context, target, draft, num_speculative_tokens=drafts, **{**usual, **options})
 
 
 def _generate(
-    generator: FastSpecGenerator, prompt: str, write: Callable[[str], object], **options: Any
+    generator: FastSpecGenerator, prompt: str, write: Callable[[str, bool], object], **options: Any
 ) -> GenerateOutput:
+    """Decodes a prompt; writes each piece of text, and True with it if a draft ended in it."""
     tokenizer = generator.tokenizer
+    from fastspec.text.origin import OriginWriter
     from fastspec.text.stop_strings import StoppedWriter
 
-    ids = tokenizer(prompt)["input_ids"]
-
-    def writer() -> StreamWriter:
-        return StoppedWriter(tokenizer, write, options.get("stop_strings", ()))
-
+    ids, stops = tokenizer(prompt)["input_ids"], options.get("stop_strings", ())
     several = options.get("num_return_sequences", 1) > 1
-    streamer = None if several else writer()
-    result: GenerateOutput = generator.generate([ids], streamer=streamer, return_dict_in_generate=True, **options)
-    for index, tokens in enumerate(result.new_tokens if several else ()):
-        write(f"{chr(10) * (index > 0)}--- {index + 1} of {len(result.new_tokens)}\n")
-        _replay(writer(), ids, tokens)
+    writer = None if several else OriginWriter(tokenizer, write, stops)
+    output = generator.generate([ids], streamer=writer, return_dict_in_generate=True, **options)
+    result = cast("GenerateOutput", output)
+    if writer is not None:
+        writer.finish(drafted=result.stats.dropped > 0)
+        return result
+    for index, tokens in enumerate(result.new_tokens):
+        write(f"{chr(10) * (index > 0)}--- {index + 1} of {len(result.new_tokens)}\n", False)
+        _replay(StoppedWriter(tokenizer, lambda piece: write(piece, False), stops), ids, tokens)
     return result
 
 
 def _replay(writer: StreamWriter, prompt: list[int], tokens: list[int]) -> None:
-    """Writes the text of tokens that are there already."""
+    """Writes the text of tokens that are all known."""
     import torch
 
     writer.put(torch.tensor(prompt, device="cpu"))
     writer.put(torch.tensor(tokens, device="cpu"))
     writer.end()
+
+
+def _by_position(stats: Stats) -> str:
+    """The share of drafting steps that accepted draft 1, 2, .. k."""
+    shares = stats.accepted_per_position
+    if shares is None:
+        return "accepted: nothing was drafted"
+    return "accepted: " + ", ".join(f"draft {index} {share:.0%}" for index, share in enumerate(shares, 1))

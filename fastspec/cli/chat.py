@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import sys
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,48 +15,51 @@ import typer
 from fastspec.cli import flags
 from fastspec.cli.errors import errors_in_one_line
 from fastspec.cli.imports import import_all
-from fastspec.cli.output import write_text
-from fastspec.cli.progress import Progress
+from fastspec.cli.inputs import check_call
+from fastspec.cli.output import StatusLine, write_text
+from fastspec.cli.progress import LOADING, Progress
 from fastspec.errors import InvalidLogits
 from fastspec.text.chat_template import ChatTemplate, ConversationError
 
 if TYPE_CHECKING:
     from fastspec.generator import FastSpecGenerator
 
-_LOADING = "loading the models and making their steps ready"
-_HELP = "/clear begins anew, /bye or Ctrl-D ends, Ctrl-C stops an answer"
+_HELP = "/clear starts again, /bye or Ctrl-D ends, Ctrl-C stops an answer"
+_REDRAW = 0.3  # seconds between two versions of the status line, and before the first
 
 
 def chat(
     context: typer.Context,
     target: flags.Target = None,
     draft: flags.Draft = None,
-    system: Annotated[str | None, typer.Option(help="What the model is told before the conversation.")] = None,
+    system: Annotated[str | None, typer.Option(help="System message: an instruction before the conversation.")] = None,
     max_new_tokens: flags.MaxNewTokens = 512,
     num_speculative_tokens: flags.Drafts = 4,
     temperature: flags.Temperature = 0.0,
     top_p: flags.TopP = None,
     seed: flags.Seed = None,
     proposer: flags.Drafter = None,
+    dtype: flags.Dtype = None,
     device: flags.Device = None,
     max_length: flags.MaxLength = None,
     draft_quantization: flags.DraftFormat = None,
     kv_dtype: flags.KVDtype = None,
 ) -> None:
-    """Talks with the model, by its chat template. Without a template it continues what you write."""
+    """Talks with the model by its chat template. Without a template it continues what you write."""
     source, drafter = flags.pair_of(target, draft)
     import_all()
-    flags.suggest_draft(target, draft, proposer)
-    options: dict[str, Any] = {"max_batch_size": 1, "device": device, "max_length": max_length, "progress": False}
-    options["num_speculative_tokens"] = num_speculative_tokens
-    options |= flags.given(draft_quantization=draft_quantization, kv_dtype=kv_dtype)
-    if proposer is not None:
-        options["proposer"] = flags.proposer_of(proposer)
-    flags.check_values(context.params)
-    asked: dict[str, Any] = {name: value for name, value in {"top_p": top_p, "seed": seed}.items() if value is not None}
-    asked |= flags.drawing(asked, temperature)
-    with errors_in_one_line(), Progress() as progress:
-        progress.stage(_LOADING)
+    with errors_in_one_line(context), Progress() as progress:
+        check_call(context.params)
+        flags.check_values(context.params)
+        asked = flags.given(top_p=top_p, seed=seed)
+        asked |= flags.drawing(asked, temperature)
+        options: dict[str, Any] = {"max_batch_size": 1, "device": device, "max_length": max_length, "dtype": dtype}
+        options |= {"num_speculative_tokens": num_speculative_tokens, "progress": False}
+        options |= flags.given(
+            draft_quantization=draft_quantization, kv_dtype=kv_dtype, proposer=flags.proposer_of(proposer)
+        )
+        flags.suggest_draft(target, draft, proposer)
+        progress.stage(LOADING)
         with flags.opened(context, source, drafter, **options) as generator:
             progress.stage(None)
             talk = Conversation(generator, system, max_new_tokens, asked)
@@ -75,14 +79,14 @@ def chat(
 
 @dataclass
 class Conversation:
-    """What was said so far, and how it goes on.
+    """A conversation and its next answer.
 
     Attributes:
-        generator: of the answers.
-        system: what the model is told at first.
-        max_new_tokens: of an answer at most.
-        options: of `submit`.
-        said: what both sides have said, in turns.
+        generator: decodes the answers.
+        system: the system message; None: there is none.
+        max_new_tokens: limit of an answer.
+        options: keywords of `submit`.
+        said: (role, text) of each message.
     """
 
     generator: FastSpecGenerator
@@ -97,25 +101,25 @@ class Conversation:
 
     @property
     def templated(self) -> bool:
-        """Whether the checkpoint says how a conversation is written."""
+        """True if the checkpoint has a chat template."""
         return self._template.exists
 
     @property
     def manner(self) -> str:
-        """How the model takes what is said, for people."""
+        """A line for the user about the template."""
         if self.templated:
             return "a conversation by the checkpoint's chat template"
         return "the checkpoint has no chat template: what you write is continued, not answered"
 
     def clear(self) -> None:
-        """Forgets what was said."""
+        """Drops all messages."""
         self.said = []
 
     def answer(self, text: str, write: Callable[[str], object]) -> None:
-        """Writes an answer while it comes. Ctrl-C ends it; what was written until then stays in the conversation.
+        """Writes an answer while it is decoded. Ctrl-C stops it; its text so far stays in the conversation.
 
         Raises:
-            ValueError, InvalidLogits: there is no answer; the question is taken out of the conversation again.
+            ValueError, InvalidLogits: there is no answer. The question is removed from the conversation.
         """
         before = list(self.said)
         try:
@@ -139,10 +143,14 @@ class Conversation:
         room = min(self.max_new_tokens, self.generator.max_length - len(prompt))
         handle = self.generator.submit(prompt, max_new_tokens=room, **self.options)
         stream = TextStream(self._tokenizer, context=prompt)
+        speed = _Speed()
         try:
-            for token in handle:
-                show(stream.push([token]))
-            show(stream.finish())
+            with StatusLine() as line:
+                for token in handle:
+                    show(stream.push([token]))
+                    if told := speed.after_token():
+                        line.show(told)
+                show(stream.finish())
             note = str(handle.result().stats)
         except KeyboardInterrupt:
             handle.cancel()
@@ -152,10 +160,10 @@ class Conversation:
         _note(note)
 
     def _fitting(self) -> list[int]:
-        """Ids of the conversation, without its oldest turns where it has become too long.
+        """Token ids of the conversation. Drops its oldest turns if it is too long.
 
         Raises:
-            ValueError: the last thing said is too long by itself.
+            ValueError: the last message is too long by itself.
         """
         dropped = 0
         while True:
@@ -163,13 +171,13 @@ class Conversation:
             if len(prompt) < self.generator.max_length - 1:
                 if dropped:
                     _note(
-                        f"the conversation is too long for {self.generator.max_length} tokens: dropped its first turns"
+                        f"the conversation is longer than {self.generator.max_length} tokens: dropped its first turns"
                     )
                 return prompt
             if len(self.said) < 2:
                 raise ValueError(
-                    f"what was said has {len(prompt)} tokens, and max_length={self.generator.max_length}; say less, or "
-                    "raise --max-length"
+                    f"the message has {len(prompt)} tokens and --max-length is {self.generator.max_length}; "
+                    "shorten it, or raise --max-length"
                 )
             del self.said[: 2 if len(self.said) > 2 else 1]
             dropped += 1
@@ -186,8 +194,25 @@ class Conversation:
             raise ValueError(f"{error}; leave out --system, or /clear") from error
 
 
+class _Speed:
+    """Counts the tokens of an answer and the time since the first of them."""
+
+    def __init__(self) -> None:
+        self._count, self._first, self._told = 0, 0.0, 0.0
+
+    def after_token(self) -> str:
+        """Counts a token. Returns a new status line, or an empty text if the last one is recent."""
+        now = time.perf_counter()
+        self._first = self._first or now
+        self._count += 1
+        if now - max(self._first, self._told) < _REDRAW:
+            return ""
+        self._told = now
+        return f"{(self._count - 1) / (now - self._first):.1f} tok/s, {self._count} tokens"
+
+
 def _lines() -> Iterator[str]:
-    """What the user says, until the end of input."""
+    """The user's lines, until the end of input or `/bye`."""
     if sys.stdin is None:  # it was closed before the command began
         return
     shown = sys.stdin.isatty()

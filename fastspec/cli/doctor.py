@@ -1,7 +1,7 @@
-"""`fastspec doctor`: what this machine has, a short self-check on it, what works, what will not, and the fix.
+"""`fastspec doctor`: facts about this machine, a short self-check, faults and their fixes.
 
-A probe that raises becomes a line of the report: the doctor itself does not fail. `python -m fastspec.cli.doctor`
-prints the same report where the command line cannot be imported.
+A probe that raises becomes a line of the report, so the doctor itself does not fail. `python -m fastspec.cli.doctor`
+prints the same report if the command line cannot be imported.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One finding. Only "fail" means that decoding does not work; "warn" is what may explain it."""
+    """One finding. "fail" means that decoding does not work; "warn" may explain a fault."""
 
     status: Status
     name: str
@@ -70,13 +70,13 @@ class Section:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What `diagnose` found; `str()` of it is the printed text."""
+    """Result of `diagnose`; `str()` gives the printed text."""
 
     sections: tuple[Section, ...]
 
     @property
     def ok(self) -> bool:
-        """Decoding works on every device that was to be checked."""
+        """True if decoding works on every checked device."""
         return all(line.status != "fail" for section in self.sections for line in section.lines)
 
     def to_json(self) -> str:
@@ -95,14 +95,14 @@ def diagnose(
     probes: Probes = THIS_MACHINE,
     tell: Callable[[str], object] = lambda stage: None,
 ) -> Report:
-    """Looks at this machine and decodes a little on it; takes some seconds and never raises.
+    """Checks this machine and decodes a few tokens on it. Takes some seconds and never raises.
 
-    A machine too slow for the whole self-check gets what could be finished in time, and is told what could not.
+    On a slow machine the report lists the checks that were not finished in time.
 
     Args:
         device: check this one only; default: every CUDA device, and the CPU.
-        probes: where facts come from.
-        tell: told what is looked at next.
+        probes: sources of facts.
+        tell: gets the name of each next check.
     """
     tell("looking at this machine")
     fix = "update the driver, or use device='cpu'"
@@ -136,13 +136,13 @@ def _first(device: str) -> str:
 
 
 def _section(title: str, lines: Callable[[], Iterator[Line]], worst: Status = "warn") -> Section:
-    """The lines, or what was raised on the way to them."""
+    """Section with the lines, or with the error that a line raised."""
     made = _attempt(lambda: tuple(lines()), title, worst, REPORT_IT)
     return Section(title, (made,) if isinstance(made, Line) else made)
 
 
 def release(version: str) -> tuple[int, ...]:
-    """The numbers that a version starts with, trailing zeros dropped: "2.13.0a0+git" is (2, 13)."""
+    """Leading numbers of a version without trailing zeros: "2.13.0a0+git" gives (2, 13)."""
     found = re.match(r"\d+(\.\d+)*", version)
     numbers = [int(part) for part in found[0].split(".")] if found else []
     while numbers and numbers[-1] == 0:
@@ -151,7 +151,7 @@ def release(version: str) -> tuple[int, ...]:
 
 
 def _attempt(probe: Callable[[], T], name: str, status: Status, fix: str) -> T | Line:
-    """What `probe` returns, or a line with what it raised."""
+    """Result of `probe`, or a line with its error."""
     try:
         return probe()
     except Exception as error:  # noqa: BLE001  a probe may meet anything a broken machine does, and all of it is news

@@ -1,10 +1,14 @@
-"""Errors of a command, as one line on stderr."""
+"""Errors of a command, as one line on stderr in the words of its flags."""
 
 from __future__ import annotations
 
 import errno
+import re
+import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TextIO
 
 import typer
 
@@ -12,17 +16,70 @@ from fastspec.errors import InvalidLogits, OutOfPages, RankFailed
 
 
 @contextmanager
-def errors_in_one_line() -> Iterator[None]:
-    """What a user can mend becomes one line and exit code 2; everything else stays an error."""
-    import torch  # what is done in here needs it; `--help` does without
+def errors_in_one_line(context: typer.Context | None = None) -> Iterator[None]:
+    """Turns an error that the user can mend into one line and exit code 2, and a warning into one line.
+
+    Every other error stays as it is.
+
+    Args:
+        context: of the command; arguments that messages name are then written as its flags.
+    """
+    import torch  # commands inside this context need it; `--help` does not
+
+    def show(
+        message: Warning | str,
+        category: type[Warning],
+        filename: str,
+        lineno: int,
+        file: TextIO | None = None,
+        line: str | None = None,
+    ) -> None:
+        clear = "\r\x1b[K" if sys.stderr is not None and sys.stderr.isatty() else ""  # a line of progress
+        typer.echo(f"{clear}{_line(message, context)}", err=True)
 
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.showwarning = show
+            yield
+    except typer.BadParameter as error:
+        if context is not None:
+            error.message = _without_flag(in_flags(error.message, context), str(error.param_hint or ""))
+        raise
     except OSError as error:  # a file or a folder that cannot be used, a full disk
         if error.errno == errno.EPIPE:  # the reader has gone: no message is needed
             raise
-        typer.echo(f"fastspec: {' '.join(str(error).split())}", err=True)
-        raise typer.Exit(2) from None
+        _end(error, None)
     except (ValueError, MemoryError, OutOfPages, InvalidLogits, RankFailed, torch.OutOfMemoryError) as error:
-        typer.echo(f"fastspec: {' '.join(str(error).split())}", err=True)
-        raise typer.Exit(2) from None
+        _end(error, context)
+
+
+def in_flags(message: str, context: typer.Context) -> str:
+    """Replaces names of arguments by the flags of this command: `max_length=9` by `--max-length 9`.
+
+    A name that is also an English word, such as `draft`, is replaced only before `=`.
+    """
+    flags = {str(each.name): each.opts[0] for each in context.command.params if each.opts[0].startswith("--")}
+    if not flags:
+        return message
+
+    def flag_of(found: re.Match[str]) -> str:
+        name, sets = found[1], found[2]
+        return found[0] if not sets and "_" not in name else flags[name] + (" " if sets else "")
+
+    names = "|".join(sorted(flags, key=len, reverse=True))
+    return re.sub(rf"(?<![\w.`'\"/-])({names})(?![\w`'\"/])(=(?!=))?", flag_of, message)
+
+
+def _without_flag(message: str, flag: str) -> str:
+    """Leaves out a flag that click itself names before the message."""
+    return message.removeprefix(f"{flag} ") if flag else message
+
+
+def _line(message: object, context: typer.Context | None) -> str:
+    text = " ".join(str(message).split())
+    return f"fastspec: {text if context is None else in_flags(text, context)}"
+
+
+def _end(error: BaseException, context: typer.Context | None) -> None:
+    typer.echo(_line(error, context), err=True)
+    raise typer.Exit(2) from None

@@ -30,7 +30,7 @@ def _help(keyword: str) -> str:
     return flag.help
 
 
-Device = Annotated[str | None, typer.Option(help="cpu or cuda. Default: cuda where there is one.")]
+Device = Annotated[str | None, typer.Option(help="cpu, cuda or cuda:N. Default: cuda if there is a GPU.")]
 MaxNewTokens = Annotated[int, typer.Option(help=_help("max_new_tokens"))]
 
 
@@ -52,28 +52,50 @@ Drafts = Annotated[
         help=_help(_MADE_WITH),
     ),
 ]
-Target = Annotated[str | None, typer.Argument(help="Directory or Hub id; else the shipped pair.")]
-Draft = Annotated[
-    str | None, typer.Option(help="Directory or Hub id of the draft model or head, or mtp: the target's own MTP layer.")
+_DTYPES = {
+    **dict.fromkeys(("bf16", "bfloat16"), "bfloat16"),
+    **dict.fromkeys(("fp16", "float16", "half"), "float16"),
+    **dict.fromkeys(("fp32", "float32", "float"), "float32"),
+}
+
+
+def _dtype(text: str) -> str:
+    """The name that torch has for a dtype."""
+    if text not in _DTYPES:
+        raise typer.BadParameter(f"got {text!r}, wanted one of {', '.join(_DTYPES)}")
+    return _DTYPES[text]
+
+
+Dtype = Annotated[
+    str | None,
+    typer.Option(
+        parser=_dtype,
+        metavar="bf16|fp16|fp32",
+        help="Of weights and K/V cache. Default: the checkpoint's on CUDA, fp32 on a CPU.",
+    ),
 ]
-MaxLength = Annotated[int | None, typer.Option(help="Tokens of prompt and text to make room for.")]
+Target = Annotated[str | None, typer.Argument(help="Directory or Hub id of the target. Default: the shipped pair.")]
+Draft = Annotated[
+    str | None, typer.Option(help="Directory or Hub id of a draft model or head; mtp: the target's own MTP layer.")
+]
+MaxLength = Annotated[int | None, typer.Option(help="Tokens of prompt and new text that memory is reserved for.")]
 DraftFormat = Annotated[
     str | None,
     typer.Option(
         metavar="fp8|int8|int4|auto|none",
-        help="Round the draft's weights while they are loaded; auto, the default, takes what is fastest here, none "
-        "rounds nothing. It never changes the text.",
+        help="Round the draft's weights while they are loaded. auto, the default, takes the fastest format; none keeps "
+        "them as stored. The text stays the same.",
     ),
 ]
 KVDtype = Annotated[
-    str | None, typer.Option(metavar="fp8", help="Keep K and V in 8 bits: half the memory, and another text.")
+    str | None, typer.Option(metavar="fp8", help="Keep K and V in 8 bits: half the memory, but the text changes.")
 ]
 Temperature = Annotated[float, typer.Option(help=_help("temperature"))]
 TopP = Annotated[float | None, typer.Option(help=_help("top_p"))]
 Seed = Annotated[int | None, typer.Option(help=_help("seed"))]
 Rule = Annotated[str | None, typer.Option(help=f"How drafts are judged: {', '.join(MODES)}. Default: block.")]
 TensorParallel = Annotated[
-    int | None, typer.Option(help="Processes that share the target, each on a GPU of its own: 1, 2, 4 or 8.")
+    int | None, typer.Option(help="Number of GPUs that share the target, one process each: 1, 2, 4 or 8.")
 ]
 Drafter = Annotated[
     str | None,

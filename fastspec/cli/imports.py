@@ -1,4 +1,4 @@
-"""What commands that generate import, all at once, before they begin; other commands do without."""
+"""Imports of the commands that make a generator, all at once. Other commands need none of them."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import sys
 
 
 def import_all() -> None:
-    """Imports what makes generators; Python's collector of cycles looks through none of it, now or later.
+    """Imports the generator. Python's cycle collector skips all objects that these imports create.
 
-    Nothing of what imports make is garbage, and it is most of what there is.
+    They are most of the objects in the process, and none of them is garbage.
     """
     if "fastspec.generator" in sys.modules:
         return

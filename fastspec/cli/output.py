@@ -1,19 +1,63 @@
-"""Text of a model on stdout."""
+"""Text of a model on stdout, notes on stderr, and a status line below both."""
 
 from __future__ import annotations
 
+import shutil
 import sys
-
-import typer
+from types import TracebackType
 
 from fastspec.text.terminal import escape_control
 
+GREEN, _PLAIN = "\x1b[32m", "\x1b[0m"
 
-def write_text(text: str) -> None:
-    """Writes a piece of text: to a terminal without its control characters, to any encoding what that can show."""
+
+def write_text(text: str, colour: str = "") -> None:
+    """Writes a piece of text. A terminal gets it without control characters, a pipe gets it unchanged.
+
+    Args:
+        text: of a model.
+        colour: escape sequence before the text; empty: none.
+    """
     if sys.stdout is None:  # it was closed before the command began
         return
     if sys.stdout.isatty():
         text = escape_control(text)
     encoding = sys.stdout.encoding or "utf-8"
-    typer.echo(text.encode(encoding, "backslashreplace").decode(encoding), nl=False)
+    text = text.encode(encoding, "backslashreplace").decode(encoding)
+    sys.stdout.write(f"{colour}{text}{_PLAIN}" if colour and text else text)
+    sys.stdout.flush()
+
+
+class StatusLine:
+    """The last line of a terminal, kept free while text scrolls above it. Used as a context.
+
+    It writes nothing if stdout or stderr is no terminal.
+    """
+
+    def __init__(self) -> None:
+        streams = sys.stdout, sys.stderr
+        self._shown = all(each is not None and each.isatty() for each in streams)
+
+    def show(self, text: str) -> None:
+        """Replaces the line."""
+        if self._shown:
+            columns, rows = shutil.get_terminal_size()
+            self._write(f"\x1b7\x1b[{rows};1H\x1b[2K{text[: columns - 1]}\x1b8")
+
+    def __enter__(self) -> StatusLine:
+        if self._shown:  # one line of room below the cursor, then the lines that scroll
+            rows = shutil.get_terminal_size().lines
+            self._write(f"\n\x1b7\x1b[1;{rows - 1}r\x1b8\x1b[A")
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._shown:
+            self.show("")
+            self._write("\x1b7\x1b[r\x1b8")
+
+    @staticmethod
+    def _write(text: str) -> None:
+        sys.stderr.write(text)
+        sys.stderr.flush()

@@ -1,6 +1,6 @@
-"""How `fastspec doctor` learns its facts: one small function each, which a test replaces by another.
+"""Probes of `fastspec doctor`: a small function for each fact, which a test can replace.
 
-They raise what they raise; the doctor turns that into a line of its report.
+A probe may raise; the doctor writes the error into its report.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """Result of `self_check`: whether texts and repeated draws were equal, and how the greedy runs went.
+    """Result of `self_check`: equality of texts and of repeated draws, and statistics of the greedy runs.
 
-    `auto`: k chosen while decoding; its text counts among the equal ones. None is what was not come to in time, and
+    `auto` is the run with k chosen while decoding; its text is compared, too. None marks a run without time, and
     `unfinished` names it.
     """
 
@@ -65,16 +65,16 @@ class Check:
 
 
 class _Deadline:
-    """A streamer that ends its call when the time is up."""
+    """A streamer that ends its call after a time."""
 
     class Passed(Exception):
-        """The time is up."""
+        """Raised when the time is over."""
 
     def __init__(self, clock: Callable[[], float], seconds: float) -> None:
         self._clock, self._end = clock, clock() + seconds
 
     def put(self, value: object) -> None:
-        """Raises Passed when the time is up."""
+        """Raises Passed when the time is over."""
         if self._clock() > self._end:
             raise self.Passed
 
@@ -96,21 +96,21 @@ def installed_version(package: str) -> str | None:
 
 
 def without_bytecode() -> tuple[str, ...]:
-    """Large packages that this process has imported, and whose compiled files Python neither found nor could keep."""
+    """Large imported packages without compiled files that Python could read or write."""
     modules = {name: sys.modules.get(name) for name in ("torch", "transformers")}
     files = {name: module.__file__ for name, module in modules.items() if module is not None and module.__file__}
     return tuple(name for name, file in files.items() if not os.path.exists(cache_from_source(file)))
 
 
 def torch_build() -> str:
-    """What torch was built for: "CPU", "CUDA 13.0" or "ROCm 7.0"."""
+    """Platform of the torch build: "CPU", "CUDA 13.0" or "ROCm 7.0"."""
     if torch.version.hip:
         return f"ROCm {torch.version.hip}"
     return f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU"
 
 
 def nvidia_driver() -> str | None:
-    """The driver's version by nvidia-smi, which also knows it when torch cannot use it; None without nvidia-smi."""
+    """Driver version by nvidia-smi, also if torch cannot use the driver; None without nvidia-smi."""
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return None
@@ -146,14 +146,14 @@ def gpus() -> tuple[Gpu, ...]:
 
 
 def triton_cache() -> Path:
-    """Where Triton keeps compiled kernels."""
+    """Folder of Triton's compiled kernels."""
     import triton
 
     return Path(triton.knobs.cache.dir)
 
 
 def c_compiler() -> str | None:
-    """The C compiler that Triton will call, found where Triton looks for it; None when there is none."""
+    """C compiler that Triton will use; None if there is none."""
     import triton
 
     asked: str | None = triton.knobs.build.cc  # the variable CC
@@ -161,12 +161,12 @@ def c_compiler() -> str | None:
 
 
 def python_headers() -> bool:
-    """Whether Python.h is there, which Triton's launcher includes."""
+    """True if Python.h exists, which Triton's launcher includes."""
     return Path(sysconfig.get_paths()["include"], "Python.h").is_file()
 
 
 def kernel_difference(device: torch.device, dtype: torch.dtype) -> float:
-    """Largest difference of the Triton attention kernel from its torch twin, which runs in fp32 on the CPU."""
+    """Largest difference of the Triton attention kernel from its definition in torch, in fp32 on the CPU."""
     from fastspec.kernels.attention.prefill import paged_attention
 
     generator = torch.Generator("cpu").manual_seed(0)
@@ -191,11 +191,11 @@ def kernel_difference(device: torch.device, dtype: torch.dtype) -> float:
 def self_check(
     device: torch.device, dtype: torch.dtype, budget: float = BUDGET, clock: Callable[[], float] = time.monotonic
 ) -> Check:
-    """Decodes one prompt plainly, speculatively, with k chosen meanwhile, and twice with one seed.
+    """Decodes one prompt without drafts, with drafts, with automatic k, and twice with one seed.
 
     Args:
-        device, dtype: where, and in what.
-        budget: seconds; what is left then is not begun, and the run that it ends in does not count.
+        device, dtype: of the models.
+        budget: seconds. Later runs are left out, and the run in progress does not count.
         clock: seconds.
     """
     from fastspec.generator import FastSpecGenerator
@@ -228,7 +228,7 @@ def self_check(
 
 
 def _summary(found: dict[str, Any], pair: str) -> Check:
-    """What the runs that came to their ends say."""
+    """Check of the completed runs."""
     greedy = [found[name].new_tokens for name in _GREEDY if name in found]
     draws = [found[name].new_tokens for name in ("draw", "the same draw") if name in found]
     missing = [name for name in _GREEDY if name not in found]
@@ -266,7 +266,7 @@ def _random_pair() -> tuple[Any, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Probes:
-    """How the doctor learns each fact."""
+    """Functions that provide the facts of the doctor."""
 
     system: str = sys.platform
     machine: str = f"{platform.system()} {platform.release()} ({platform.machine()})"

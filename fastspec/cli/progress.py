@@ -1,64 +1,76 @@
-"""Lines on stderr that say what goes on while nothing else is printed."""
+"""One line on a terminal that names the running stage while nothing else is printed."""
 
 from __future__ import annotations
 
+import shutil
 import sys
 import threading
 import time
 from collections.abc import Callable
 from types import TracebackType
+from typing import TextIO
 
-FIRST, LATER = 1.5, 10.0  # seconds of silence before the first line about a stage, and between later ones
-
-
-def to_stderr(line: str) -> None:
-    """Writes a line, where there is a stderr to write to."""
-    if sys.stderr is not None:
-        sys.stderr.write(f"{line}\n")
-        sys.stderr.flush()
+LOADING = "loading models and capturing steps"
+PAUSE = 1.0  # seconds between two versions of the line, and before the first
+_CLEAR = "\r\x1b[K"
 
 
 class Progress:
-    """Names the stage that runs, once it has been silent for a while. Used as a context.
+    """Shows the running stage and the seconds since the command began. Used as a context.
+
+    It writes nothing if the stream is no terminal.
 
     Args:
-        write: takes a line.
+        stream: terminal to write to; default: stderr.
     """
 
-    def __init__(self, write: Callable[[str], object] = to_stderr) -> None:
-        self._write = write
+    def __init__(self, stream: TextIO | None = None) -> None:
+        self._stream = sys.stderr if stream is None else stream
         self._stage: str | None = None
-        self._since = time.monotonic()
-        self._news, self._over = threading.Event(), False
-        self._thread = threading.Thread(target=self.follow, args=(self._news.wait,), daemon=True)
+        self._began = time.monotonic()
+        self._lock, self._over = threading.Lock(), threading.Event()
+        self._drawn = False
+        shown = self._stream is not None and self._stream.isatty()
+        self._thread = threading.Thread(target=self.follow, args=(self._over.wait,), daemon=True) if shown else None
 
     def stage(self, name: str | None) -> None:
-        """What goes on from now; None: something that shows itself."""
-        self._stage, self._since = name, time.monotonic()
-        self._news.set()
+        """Names the stage that begins; None clears the line, before other output."""
+        with self._lock:
+            self._stage = name
+            if name is None:
+                self._clear()
 
     def follow(self, wait: Callable[[float], bool]) -> None:
-        """Writes lines until the context is left.
+        """Redraws the line until the context is left.
 
         Args:
-            wait: waits so many seconds, or until there is news; returns whether there is.
+            wait: waits for a number of seconds; returns True once the context is left.
         """
-        pause = FIRST
-        while not self._over:
-            if wait(pause):
-                self._news.clear()
-                pause = FIRST
-            elif self._stage is not None:
-                self._write(f"fastspec: {self._stage} ({time.monotonic() - self._since:.0f} s so far)")
-                pause = LATER
+        while not wait(PAUSE):
+            with self._lock:
+                if self._stage is not None:
+                    line = f"fastspec: {self._stage} ({time.monotonic() - self._began:.0f} s)"
+                    self._write(f"{_CLEAR}{line[: shutil.get_terminal_size().columns - 1]}")
+                    self._drawn = True
+
+    def _clear(self) -> None:
+        if self._drawn:
+            self._write(_CLEAR)
+            self._drawn = False
+
+    def _write(self, text: str) -> None:
+        self._stream.write(text)
+        self._stream.flush()
 
     def __enter__(self) -> Progress:
-        self._thread.start()
+        if self._thread is not None:
+            self._thread.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._over = True
-        self._news.set()
-        self._thread.join()
+        self._over.set()
+        if self._thread is not None:
+            self._thread.join()
+        self._clear()

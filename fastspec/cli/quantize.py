@@ -1,4 +1,4 @@
-"""`fastspec quantize`: a quantised copy of a checkpoint, for fastspec and for others that read compressed-tensors."""
+"""`fastspec quantize`: a quantised copy of a checkpoint, for fastspec and other readers of compressed-tensors."""
 
 from __future__ import annotations
 
@@ -15,19 +15,21 @@ _MIB = 2**20
 
 def quantize(
     source: Annotated[str, typer.Argument(help="Directory or Hub id of a checkpoint in 16 or 32 bits.")],
-    destination: Annotated[Path, typer.Argument(help="Directory to make.")],
+    destination: Annotated[Path, typer.Argument(help="Directory to create.")],
     form: Annotated[str, typer.Option("--format", help="int4, int8 or fp8.")] = "int4",
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a Hub id.")] = None,
 ) -> None:
-    """Writes a copy of a checkpoint whose layers' matrices are quantised, in the layout of compressed-tensors.
+    """Writes a quantised copy of a checkpoint in the layout of compressed-tensors.
 
-    Matrices are rounded to nearest, without calibration data. As a draft such a copy changes no text; as a target it
-    is another model.
+    Matrices of layers are rounded to nearest, without calibration data. A quantised draft does not change the text; a
+    quantised target is another model.
     """
     from fastspec.models.checkpoints.quantised.write import write_quantised
 
     with errors_in_one_line(), Progress() as progress:
-        write_quantised(source, destination, form, revision=revision, tell=lambda file: progress.stage(f"file {file}"))
+        write_quantised(
+            source, destination, form, revision=revision, tell=lambda file: progress.stage(f"writing file {file}")
+        )
         progress.stage(None)
         size = sum(path.stat().st_size for path in destination.glob("*.safetensors"))
         typer.echo(f"{destination}: {size / _MIB:.1f} MiB of weights in {form}")

@@ -1,4 +1,4 @@
-"""Starting the ranks of `--tensor-parallel`: the same command once for each, by torch's own launcher."""
+"""Starts the ranks of `--tensor-parallel`: torch's launcher runs the same command once for each."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 
 
 def this_rank() -> int:
-    """The number of this process among those that were started together; 0 of one alone."""
+    """The rank of this process on its host; 0 if it runs alone."""
     import torch.distributed as dist
 
     return int(dist.get_node_local_rank(0))
 
 
 def follow(generator: FastSpecGenerator) -> None:
-    """Follows rank 0 until its end: what ends a server by a signal ends the others when its last answers are given."""
+    """Follows rank 0 until its end. Ignores the signals that end a server: rank 0 first completes its answers."""
     for each in (signal.SIGINT, signal.SIGTERM):
         signal.signal(each, signal.SIG_IGN)
     generator.follow()
@@ -37,19 +37,19 @@ def start_ranks(
     *,
     ends_by_signal: bool = False,
 ) -> None:
-    """Returns in a rank, and where there is to be one process alone; else starts the ranks, and ends with them.
+    """Starts the ranks and ends with them. Returns at once in a rank, and if one process is enough.
 
-    What rank 0 prints is shown; it names what other ranks failed of.
+    Only the output of rank 0 is shown. It names the error of another rank.
 
     Args:
-        count: of ranks; None: one process without ranks.
-        device: that the command was asked to use.
+        count: number of ranks; None: one process without ranks.
+        device: of the command.
         arguments: of the command line; default: those of this process.
-        ends_by_signal: a signal is how the command ends; the ranks get it, and have 30 seconds.
+        ends_by_signal: True if a signal is the usual end of the command. The ranks get it and have 30 seconds.
 
     Raises:
-        typer.BadParameter: a number that nothing divides into, or of more ranks than there are GPUs.
-        typer.Exit: all ranks have ended: 0, or 1 where one failed or a signal ended them.
+        typer.BadParameter: an unsupported number of ranks, or more ranks than GPUs.
+        typer.Exit: all ranks have ended. The code is 0, or 1 if one failed or a signal ended them.
     """
     if count is None or count == 1:
         return
@@ -65,7 +65,7 @@ def start_ranks(
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     class Config(LaunchConfig):
-        """Without what torch would ask the GPUs' driver for, on which ranks' processors to bind."""
+        """A configuration for which torch does not ask the GPU driver which processors a rank should use."""
 
         def __post_init__(self) -> None:
             self.numa_options: Any = False
@@ -99,7 +99,7 @@ def start_ranks(
 
 
 def run_rank(*arguments: str) -> None:
-    """The command line in a rank that was copied from the launcher's process, with all that it has imported."""
+    """Runs the command line in a rank that is a fork of the launcher, with all its imports."""
     import torch
 
     from fastspec.cli.app import app  # which imports this module
@@ -117,9 +117,9 @@ def run_rank(*arguments: str) -> None:
 
 
 def _may_copy_this_process() -> bool:
-    """Whether a copy of this process may use GPUs: where they were counted without the driver, which copies cannot use.
+    """True if a fork of this process can use GPUs: they were counted without the driver, which a fork cannot use.
 
-    Importing torch and this package takes as long as a start with compiled kernels takes for all else.
+    A fork saves the imports of torch and this package.
     """
     import torch
 
@@ -130,7 +130,7 @@ def _may_copy_this_process() -> bool:
 
 
 def _check(count: int, device: str | None) -> None:
-    """Refuses what each rank would refuse, before any is started."""
+    """Refuses a count or device that each rank would refuse, before any rank is started."""
     import torch
 
     from fastspec.distributed.slices import SIZES

@@ -1,4 +1,4 @@
-"""`fastspec serve`: the models behind OpenAI's protocol."""
+"""`fastspec serve`: the models by OpenAI's protocol."""
 
 from __future__ import annotations
 
@@ -12,36 +12,39 @@ import typer
 from fastspec.cli import flags
 from fastspec.cli.errors import errors_in_one_line
 from fastspec.cli.imports import import_all
-from fastspec.cli.progress import Progress
+from fastspec.cli.inputs import check_call
+from fastspec.cli.progress import LOADING, Progress
 from fastspec.cli.ranks import follow, start_ranks, this_rank
 from fastspec.models.pairs import public_name
 
 if TYPE_CHECKING:
     from fastspec.server.service import Limits
 
-_LOADING = "loading the models and making their steps ready"
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
+_PACKAGES = "'fastapi>=0.115' 'prometheus-client>=0.20' 'uvicorn>=0.30'"
 _DRAIN = 60.0  # seconds for the last answers, where answers may take longer
 
 
 def serve(
+    context: typer.Context,
     target: flags.Target = None,
     draft: flags.Draft = None,
     proposer: flags.Drafter = None,
     num_speculative_tokens: flags.Drafts = 4,
-    max_batch_size: Annotated[int, typer.Option(help="Answers written at once; further ones wait.")] = 8,
+    max_batch_size: Annotated[int, typer.Option(help="Answers decoded at once; more requests wait.")] = 8,
     max_length: flags.MaxLength = None,
+    dtype: flags.Dtype = None,
     draft_quantization: flags.DraftFormat = None,
     kv_dtype: flags.KVDtype = None,
     device: flags.Device = None,
     tensor_parallel: flags.TensorParallel = None,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0 is any free one.")] = 8000,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes any free one.")] = 8000,
     name: Annotated[
-        str | None, typer.Option(help="Of the model, for clients. Default: its directory's, or its Hub id.")
+        str | None, typer.Option(help="Name of the model for clients. Default: the Hub id, or the directory's name.")
     ] = None,
     api_key: Annotated[
-        str | None, typer.Option(metavar="KEY|@FILE", help="Clients must send it; @FILE reads it from a file.")
+        str | None, typer.Option(metavar="KEY|@FILE", help="Key that clients must send; @FILE reads it from a file.")
     ] = None,
     sanitize_control_tokens: Annotated[
         bool,
@@ -59,33 +62,35 @@ def serve(
         ),
     ] = None,
 ) -> None:
-    """Serves the models by OpenAI's protocol, until Ctrl-C or SIGTERM: then the last answers come to their ends."""
+    """Serves the models by OpenAI's protocol. Ctrl-C or SIGTERM completes the running answers and ends it."""
     source, drafter = flags.pair_of(target, draft)
     import_all()
-    flags.suggest_draft(target, draft, proposer)
-    key = _key(api_key)
-    start_ranks(tensor_parallel, device, ends_by_signal=True)
-    options: dict[str, Any] = {"max_batch_size": max_batch_size, "max_length": max_length, "device": device}
-    options["num_speculative_tokens"] = num_speculative_tokens
-    options |= flags.given(tensor_parallel=tensor_parallel, draft_quantization=draft_quantization, kv_dtype=kv_dtype)
-    if proposer is not None:
-        options["proposer"] = flags.proposer_of(proposer)
     from fastspec.generator import FastSpecGenerator
     from fastspec.shapes import SAMPLERS
 
-    with errors_in_one_line():
+    with errors_in_one_line(context):
         try:
             from fastspec.server.run import Server, listening
             from fastspec.server.service import Limits, Service
         except ModuleNotFoundError as error:
             raise ValueError(
-                f"fastspec serve needs its extra, and {error.name} is not installed: pip install 'fastspec[serve]' "
-                "(in a clone: pip install -e '.[serve]')"
+                f"fastspec serve needs packages, and {error.name} is not installed: pip install {_PACKAGES}"
             ) from None
-        limited = _limits(limits or [], Limits())
+        check_call(context.params)
+        key, limited = _key(api_key), _limits(limits or [], Limits())
+        options: dict[str, Any] = {"max_batch_size": max_batch_size, "max_length": max_length, "device": device}
+        options |= {"num_speculative_tokens": num_speculative_tokens, "dtype": dtype, "progress": False}
+        options |= flags.given(
+            tensor_parallel=tensor_parallel,
+            draft_quantization=draft_quantization,
+            kv_dtype=kv_dtype,
+            proposer=flags.proposer_of(proposer),
+        )
+        flags.suggest_draft(target, draft, proposer)
+        start_ranks(tensor_parallel, device, ends_by_signal=True)
         follows = this_rank() > 0
         with nullcontext() if follows else listening(host, port) as on, Progress() as progress:
-            progress.stage(_LOADING)
+            progress.stage(LOADING)
             with FastSpecGenerator(source, drafter, **options) as generator:
                 for sampler in SAMPLERS:  # nothing is captured while answers are written
                     generator.warmup(sampler=sampler, length=generator.max_length)
@@ -102,22 +107,22 @@ def serve(
                 def started() -> None:
                     typer.echo(f"fastspec: {service.name} at {address}", err=True)
                     if key is None and host not in _LOOPBACK:
-                        typer.echo("fastspec: others can reach this address, and there is no --api-key", err=True)
+                        typer.echo("fastspec: anyone can reach this address; set --api-key", err=True)
 
                 Server(service, api_key=key, drain=min(_DRAIN, limited.seconds), started=started).serve_on(on)
         if service.cut_off:
             typer.echo(f"fastspec: {service.cut_off} requests were cut off", err=True)
             raise typer.Exit(1)
-        typer.echo("fastspec: the last answers are given", err=True)
+        typer.echo("fastspec: all answers are complete", err=True)
 
 
 def _name(target: str | None) -> str:
-    """What clients call the model: "demo" for the shipped pair, a directory's name, or a Hub id."""
+    """The model's name for clients: "demo" for the shipped pair, else a directory's name or a Hub id."""
     return "demo" if target is None else public_name(target)
 
 
 def _key(given: str | None) -> str | None:
-    """The key, or the first line of the file that it is in: a command line is for all to see."""
+    """The key, or the first line of its file. Other users of the machine can read a command line."""
     if given is None:
         return None
     lines, where = [given], "it"
@@ -134,7 +139,7 @@ def _key(given: str | None) -> str | None:
 
 
 def _limits(given: list[str], defaults: Limits) -> Limits:
-    """The limits that were given, and the usual ones."""
+    """The given limits; defaults for the others."""
     kinds = {field.name: float if field.name == "seconds" else int for field in fields(defaults)}
     chosen: dict[str, Any] = {}
     for one in given:

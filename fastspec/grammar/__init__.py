@@ -1,1 +1,1 @@
-"""Structured output: what a caller asks for, the library that compiles it, and the state of one row in its grammar."""
+"""Structured output: the caller's grammar, the library that compiles it, and the state of a row in its grammar."""

@@ -1,4 +1,4 @@
-"""llguidance compiles grammars and computes token masks. This is the one file that imports it, on first use.
+"""Compiles grammars and computes token masks with llguidance. Only this file imports it, on first use.
 
 A mask is a function of the grammar, the vocabulary and the text so far.
 """
@@ -29,7 +29,7 @@ _VALUES: Final = frozenset(["const", "enum", "default", "examples"])  # keywords
 
 
 class Grammars:
-    """Grammars of one vocabulary, each compiled once; used from any thread.
+    """Grammars of one vocabulary, each compiled once. Any thread may use them.
 
     Args:
         vocab_size: width of the target's logits.
@@ -43,7 +43,7 @@ class Grammars:
         self._compiled: OrderedDict[GrammarSpec, LLMatcher] = OrderedDict()
 
     def row(self, spec: GrammarSpec, tokenizer: Any, prompt: list[int], stop_ids: tuple[int, ...]) -> RowGrammar:
-        """The grammar state of a row that has emitted nothing yet.
+        """Creates the grammar state of a row without tokens.
 
         Args:
             spec: the grammar that its text follows.
@@ -71,7 +71,7 @@ class Grammars:
         return row
 
     def _matcher(self, spec: GrammarSpec, vocabulary: LLTokenizer) -> LLMatcher:
-        """The compiled grammar, at its start."""
+        """Compiled grammar in its start state."""
         if spec not in self._compiled:
             self._compiled[spec] = _compiled(spec, vocabulary)
         self._compiled.move_to_end(spec)
@@ -88,13 +88,11 @@ class Grammars:
 
 
 def _vocabulary(spec: GrammarSpec, tokenizer: Any, vocab_size: int) -> LLTokenizer:
-    """The tokenizer as llguidance reads it."""
+    """Converts the tokenizer to llguidance's."""
     try:
         from llguidance import LLTokenizer
     except ImportError:
-        raise UnsupportedOption(
-            f"{spec.kind} needs the package llguidance, which is not installed: pip install 'llguidance>=1.9'"
-        ) from None
+        raise UnsupportedOption(spec.missing_library) from None
     try:
         described = _described(tokenizer)
         return LLTokenizer(described, n_vocab=max(vocab_size, len(tokenizer)), eos_token=tokenizer.eos_token_id)

@@ -1,9 +1,9 @@
-"""The state of one row in its grammar: which tokens are allowed next, which are forced, and where the text ends.
+"""State of one row in its grammar: allowed tokens, forced tokens, and the end of the text.
 
-The host knows a row's text only when a step was read, and the mask of a step's later places depends on the draft tokens
-before them. So the host makes the draft tokens of such a row: those that the grammar forces, and where it forces none,
-those that followed the row's last tokens earlier (lookup), as far as the grammar allows them. They depend on the row's
-text alone, so the row's text follows the target's masked distribution, whatever they are.
+The host knows a row's text only after it has read a step, and a mask depends on the draft tokens before it. So the host
+makes the draft tokens of such a row. They are tokens that the grammar forces, or else tokens that followed the row's
+last tokens earlier (lookup), if the grammar allows them. They depend on the row's text alone, so its text follows the
+target's masked distribution.
 """
 
 from __future__ import annotations
@@ -22,31 +22,31 @@ ALL = -1  # a mask word with all bits set: its 32 ids are allowed
 
 
 class Matcher(Protocol):
-    """The methods of llguidance's `LLMatcher` that a row uses."""
+    """Methods of llguidance's `LLMatcher` that a row uses."""
 
     def is_accepting(self) -> bool:
-        """Whether the text may end here."""
+        """True if the text may end here."""
 
     def is_stopped(self) -> bool:
-        """Whether the text must end here, or the matcher has failed."""
+        """True if the text must end here, or the matcher has failed."""
 
     def is_error(self) -> bool:
-        """Whether the matcher has failed."""
+        """True if the matcher has failed."""
 
     def rollback(self, num_tokens: int) -> bool:
-        """Takes back the last tokens."""
+        """Removes the last tokens."""
 
     def compute_ff_tokens(self) -> list[int]:
-        """Tokens that the grammar forces next (fast-forward tokens)."""
+        """Next tokens that the grammar forces (fast-forward tokens)."""
 
     def validate_tokens(self, tokens: list[int]) -> int:
-        """How many of these tokens, from the first on, are allowed next."""
+        """Number of leading tokens of the list that are allowed next."""
 
     def consume_tokens(self, sampled_tokens: list[int]) -> bool:
         """Advances the matcher by these tokens."""
 
     def compute_bitmask(self) -> bytes:
-        """One bit for each id: whether it is allowed next."""
+        """Mask with one bit for each id that is allowed next."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ class GrammarStep:
     masks: NDArray[np.int32]
 
     def cut(self, max_drafts: int) -> GrammarStep:
-        """The same with at most `max_drafts` draft tokens."""
+        """Keeps at most `max_drafts` draft tokens."""
         return GrammarStep(self.drafts[:max_drafts], self.masks[: max_drafts + 1])
 
 
@@ -73,7 +73,7 @@ class RowGrammar:
         matcher: the compiled grammar, at its start.
         vocab_size: width of the target's logits; a mask has W = ceil(vocab_size / 32) words.
         stop_ids: end the row; they are allowed where the text is complete.
-        ends: ids that end a text for the matcher, which does not know `stop_ids`; never allowed.
+        ends: ids that end a text for the matcher, which has no `stop_ids`; never allowed.
         prompt: token ids of the row's prompt, for lookup.
         dropped: ids whose leading blank is dropped where a text begins with them. They are not allowed as the first
             token while others are, so that the decoded text is the one that the grammar has read.
@@ -99,15 +99,15 @@ class RowGrammar:
 
     @property
     def possible(self) -> bool:
-        """Whether any token is allowed next."""
+        """True if any token is allowed next."""
         return bool(self._mask(first=not self._begun).any())
 
     def advance(self, tokens: Sequence[int]) -> int | None:
-        """Takes in what a step emitted.
+        """Takes the emitted tokens of a step.
 
         Returns:
-            The number of these tokens up to the end of the text, where the text must end and there is no stop id to
-            end the row; None where the row goes on, or a stop id ended it.
+            The number of these tokens up to the end of the text, if the text must end and there are no stop ids. None
+            if the row continues, or a stop id ended it.
         """
         self._next = None
         self._begun = self._begun or bool(tokens)
@@ -121,14 +121,14 @@ class RowGrammar:
         return None
 
     def next_step(self, max_drafts: int) -> GrammarStep:
-        """Draft tokens and masks for the next step, at most `max_drafts` drafts; the row's state stays as it is."""
+        """Makes at most `max_drafts` draft tokens and their masks for the next step. The row does not change."""
         if self._next is None or self._next[0] != max_drafts:
             self._next = max_drafts, self._make_step(max_drafts)
         return self._next[1]
 
     @property
     def _must_end(self) -> bool:
-        """Whether the text must end here."""
+        """True if the text must end here."""
         return self._matcher.is_stopped() and not self._matcher.is_error()
 
     def _make_step(self, max_drafts: int) -> GrammarStep:
@@ -155,13 +155,13 @@ class RowGrammar:
         return GrammarStep(drafts, np.stack(masks))
 
     def _ended(self, drafts: list[int], masks: list[NDArray[np.int32]], consumed: int) -> GrammarStep:
-        """The last draft token is a stop id, so the mask after it is never used: any will do."""
+        """Builds a step whose last draft is a stop id. The mask after it is never used."""
         if consumed:
             self._matcher.rollback(consumed)
         return GrammarStep(drafts, np.stack([*masks, np.full(self._words, ALL, dtype=np.int32)]))
 
     def _run(self, drafts: list[int], room: int) -> list[int]:
-        """The next draft tokens: those that are forced, else those that lookup finds."""
+        """Next draft tokens: forced ones, else those of lookup."""
         if room <= 0 or self._matcher.is_error():
             return []
         if self._must_end:
@@ -173,7 +173,7 @@ class RowGrammar:
         return run[: self._matcher.validate_tokens(run)] if run else []
 
     def _mask(self, *, first: bool) -> NDArray[np.int32]:
-        """The ids allowed next, int32 [W]; all ids where the text has ended and the host will cut the row."""
+        """Ids allowed next, int32 [W]. All ids if the text has ended, because the host then cuts the row."""
         if self._must_end and not self._stop_ids:
             return ~self._not_known
         allowed = np.zeros(self._words, dtype=np.int32)
@@ -208,7 +208,7 @@ def _bits(ids: Iterable[int], words: int) -> NDArray[np.int32]:
 
 
 class _Lookup:
-    """Lookup: finds which tokens followed the row's last tokens where these occurred before.
+    """Finds the tokens that followed an earlier occurrence of the row's last tokens.
 
     Args:
         prompt: the row's first tokens.
@@ -228,7 +228,7 @@ class _Lookup:
             self._places[tuple(self._tokens[end - size : end])] = end
 
     def after(self, more: list[int], room: int) -> list[int]:
-        """At most `room` tokens that followed the same n-gram as the row and `more` end with; empty: there is none."""
+        """At most `room` tokens that followed an earlier occurrence of the last tokens of the row and `more`."""
         last = (self._tokens[-_LONGEST:] + more)[-_LONGEST:]
         for size in range(len(last), _SHORTEST - 1, -1):
             if (at := self._places.get(tuple(last[-size:]))) is not None:

@@ -1,4 +1,4 @@
-"""What a text may have to follow: a JSON schema, a regular expression, or a grammar. Standard library only."""
+"""Grammar that a caller asks for: a JSON schema, a regular expression, or a Lark grammar. Standard library only."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ KINDS = JSON_SCHEMA, REGEX, GRAMMAR = "json_schema", "regex", "grammar"  # keywo
 
 @dataclass(frozen=True, slots=True)
 class GrammarSpec:
-    """One grammar, as it was given.
+    """One grammar of a caller.
 
     Attributes:
         kind: one of KINDS.
@@ -22,9 +22,14 @@ class GrammarSpec:
     kind: str
     text: str
 
+    @property
+    def missing_library(self) -> str:
+        """Message for an environment without llguidance."""
+        return f"{self.kind} needs the package llguidance, which is not installed: pip install 'llguidance>=1.9'"
+
     @classmethod
     def read(cls, given: Mapping[str, Any]) -> GrammarSpec | None:
-        """The grammar that the options of one row ask for, by their names; None: there is none.
+        """Reads the grammar of one row from its options; None if there is none.
 
         Raises:
             ValueError: more than one of `KINDS` is given, or a value of another type.
@@ -45,7 +50,7 @@ def _text(kind: str, value: Any) -> str:
 
 
 def _schema(value: Any) -> str:
-    """A schema as JSON, of a dict, of JSON, or of a class of pydantic's."""
+    """Converts a dict, JSON, or a pydantic class to a schema in JSON."""
     if callable(made := getattr(value, "model_json_schema", None)):
         value = made()
     if isinstance(value, str):

@@ -1,1 +1,1 @@
-"""fastspec inside other frameworks, which are extras of the package."""
+"""fastspec inside other frameworks."""

@@ -1,7 +1,7 @@
-"""Many prompts on many machines, by Ray: a class for `Dataset.map_batches`. Needs the extra `ray`.
+"""Continues many prompts on many machines by Ray: a class for `Dataset.map_batches`. Needs Ray.
 
-One replica is one generator on one GPU (or on CPUs). Ray starts the replicas, hands them batches, shows the progress
-and gives a batch that a dead replica had to another one. Replicas know nothing of each other.
+A replica is one generator on one GPU, or on CPUs. Ray starts the replicas, gives them batches and shows progress. It
+gives the batch of a dead replica to another one. Replicas are independent.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Generate:
         self._generator = FastSpecGenerator(target, draft, **{"progress": False, **(generator_options or {})})
 
     def __call__(self, batch: Columns) -> Columns:
-        """The batch with the columns of the results."""
+        """Adds the columns of results to a batch."""
         missing = [name for name in (self._prompts, *self._columns) if name not in batch]
         if missing:
             raise KeyError(f"a batch has no column {missing}; it has {list(batch)}")
@@ -84,7 +84,7 @@ class Generate:
         return {**batch, **added}
 
     def _check_free(self, batch: Columns) -> None:
-        """Refuses a batch whose columns the results would replace."""
+        """Refuses a batch with a column that the results would replace."""
         added = _ADDED if self._options.get("logprobs") in (None, False) else {*_ADDED, "logprobs"}
         if taken := sorted(added & batch.keys()):
             raise ValueError(
@@ -92,7 +92,7 @@ class Generate:
             )
 
     def _generate(self, prompts: list[list[int]], options: dict[str, Any]) -> GenerateOutput:
-        """All rows; one that no token could be chosen for does not take the others with it."""
+        """Continues all rows. A row with invalid logits does not end the others."""
         found: object
         try:
             found = self._generator.generate(prompts, return_dict_in_generate=True, **options)
@@ -115,7 +115,7 @@ class Generate:
 
 
 def _check(columns: tuple[str, ...], options: Mapping[str, Any]) -> None:
-    """Refuses what `generate` would refuse for every batch, before a model is loaded."""
+    """Refuses options that `generate` would refuse, before a model is loaded."""
     known = {option.keyword for option in OPTIONS} - {"return_dict_in_generate", "num_return_sequences"}
     if unknown := sorted({*options} - known):
         raise UnsupportedOption(
@@ -132,12 +132,12 @@ def _check(columns: tuple[str, ...], options: Mapping[str, Any]) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """A column's value as Python has it."""
+    """Converts a column's value to a Python value."""
     return value.tolist() if hasattr(value, "tolist") else value
 
 
 def _objects(values: Sequence[Any]) -> Any:
-    """A column of values that numpy would make a matrix of where their lengths agree."""
+    """Creates a column of objects. NumPy would create a matrix from lists of equal length."""
     column = np.empty(len(values), dtype=object)
     for index, value in enumerate(values):
         column[index] = value

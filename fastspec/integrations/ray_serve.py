@@ -1,7 +1,7 @@
-"""OpenAI's protocol on many machines, by Ray Serve. Needs the extra `ray`.
+"""OpenAI's protocol on many machines by Ray Serve. Needs Ray.
 
-One replica is one generator on one GPU (or on CPUs) behind the routes of `fastspec serve`. Ray's proxy hands requests
-to the replicas, looks after their health and replaces those that die. Replicas know nothing of each other.
+A replica is one generator on one GPU, or on CPUs, with the routes of `fastspec serve`. Ray's proxy gives requests to
+the replicas, checks their health and replaces dead ones. Replicas are independent.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def deployment(
     generator_options: Mapping[str, Any] | None = None,
     **ray_options: Any,
 ) -> Application:
-    """An application for `ray.serve.run`: generators of one pair of models behind OpenAI's protocol.
+    """Creates an application for `ray.serve.run`: replicas of one pair of models with OpenAI's protocol.
 
     Args:
         target, draft: directories or Hub ids that every machine can read.
@@ -77,7 +77,7 @@ def deployment(
 
 
 class Replica:
-    """One generator and its routes; made by Ray.
+    """One generator and its routes. Ray creates it.
 
     Args:
         target, draft, name, api_key, limits, options: as `deployment` has checked them.
@@ -98,18 +98,18 @@ class Replica:
         return self._answer
 
     async def check_health(self) -> None:
-        """Ray asks again and again; raises where the generator makes no steps, so that Ray replaces this replica."""
+        """Raises an error if the generator cannot make steps. Ray calls it regularly and then replaces the replica."""
         if not self._service.running:  # a probe would wait behind answers, and these tell their own errors
             await self._generator.submit([0], max_new_tokens=1)
 
     def __del__(self) -> None:
-        """Called by Ray once the last answers are given."""
+        """Closes the generator. Ray calls it after the last answers."""
         if hasattr(self, "_generator"):  # it could be loaded
             self._generator.close()
 
 
 class _Answer(Response):
-    """What the routes write, signed by the replica. Ray hands it the connection, so events go out as they come."""
+    """Response of the routes with the replica's name. Ray passes the connection, so events are sent at once."""
 
     def __init__(self, app: ASGIApp, replica: str) -> None:
         super().__init__()
@@ -127,7 +127,7 @@ class _Answer(Response):
 
 
 def _check(options: Mapping[str, Any], limits: Mapping[str, float]) -> None:
-    """Refuses what every replica would refuse, before one is started."""
+    """Refuses arguments that every replica would refuse, before one is started."""
     if several := [name for name in _OF_ONE_PROCESS if options.get(name) is not None]:
         raise UnsupportedOption(
             f"generator_options {', '.join(several)}: a replica is one process on one GPU; leave it out, and give "

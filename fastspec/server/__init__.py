@@ -1,1 +1,1 @@
-"""An HTTP server that speaks OpenAI's protocol: `fastspec serve`. Needs the extra `serve`."""
+"""HTTP server of OpenAI's protocol, for `fastspec serve`."""

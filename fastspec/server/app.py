@@ -1,4 +1,4 @@
-"""The routes: bodies in, answers out, at once or as server-sent events."""
+"""Routes of the server. An answer is one body, or a stream of server-sent events."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ Route = Callable[[Request], Awaitable[Response]]
 
 
 class Envelope:
-    """What the answers of one request are wrapped in.
+    """Builds the bodies around the answers of one request.
 
     Args:
         body: of the request.
-        service: says who answers.
+        service: its name and time are in each body.
     """
 
     def __init__(self, body: Body, service: Service) -> None:
@@ -46,7 +46,7 @@ class Envelope:
         return shared if usage is None else shared | {"usage": usage}
 
     def whole(self, texts: list[tuple[Answer, str, str]], usage: dict[str, Any]) -> dict[str, Any]:
-        """All answers at once, each with its text and the reason of its end."""
+        """Body with all answers: each has its text and its finish reason."""
         choices = []
         for answer, text, reason in texts:
             count = len(answer.request.new_tokens)
@@ -59,7 +59,7 @@ class Envelope:
         return self._whole("chat.completion" if self.chat else "text_completion", choices, usage)
 
     def piece(self, answer: Answer, piece: Piece) -> list[dict[str, Any]]:
-        """What is sent of a piece: its text, then the end."""
+        """Events of a piece: its text, then the finish reason."""
         choices: list[dict[str, Any]] = []
         first = answer.index not in self._begun
         self._begun.add(answer.index)
@@ -82,15 +82,15 @@ class Envelope:
         return [self._whole(kind, [one], None) | told for one in choices]
 
     def last(self, usage: dict[str, Any]) -> dict[str, Any]:
-        """What is sent at the end where usage is asked for."""
+        """Last event of a stream, with usage if it was requested."""
         return self._whole("chat.completion.chunk" if self.chat else "text_completion", [], usage)
 
 
 def app_of(service: Service, api_key: str | None = None) -> FastAPI:
-    """The application.
+    """Creates the application.
 
     Args:
-        service: what is served.
+        service: answers the requests.
         api_key: that clients must send; None: none. /health is open to all.
 
     Raises:
@@ -144,7 +144,7 @@ def app_of(service: Service, api_key: str | None = None) -> FastAPI:
         return JSONResponse(refusal.body, refusal.status, headers=error.headers)
 
     async def unforeseen(request: Request, error: Exception) -> Response:
-        """What a fault of ours is answered with; uvicorn writes the traceback to its log."""
+        """Response to an internal error; uvicorn logs the traceback."""
         refusal = failed(error)
         meters.requests.labels(str(refusal.status)).inc()
         return JSONResponse(refusal.body, refusal.status)
@@ -179,7 +179,7 @@ def _check_key(request: Request, key: str | None) -> None:
 
 
 async def _data(request: Request, limit: int) -> bytes:
-    """The body, which may not be longer than that."""
+    """Reads the body, up to a number of bytes."""
     kind = request.headers.get("content-type", "").split(";")[0].strip()
     if kind.lower() != "application/json":  # a page in a browser cannot send this to another site without being asked
         raise Refusal(f"content-type must be application/json, got {kind!r}", status=415)
@@ -216,7 +216,7 @@ async def _answer(service: Service, request: Request, kind: type[Body]) -> Respo
 
 
 async def _whole(job: Job, envelope: Envelope, request: Request) -> Response:
-    """All answers at once; a client that is gone ends them."""
+    """Waits for all answers; cancels them if the client disconnects."""
     texts = asyncio.ensure_future(_texts(job))
     gone = asyncio.ensure_future(_gone(request))
     try:
@@ -249,7 +249,7 @@ async def _gone(request: Request) -> None:
 
 
 class _Events(StreamingResponse):
-    """Answers as server-sent events. Whatever ends the response ends what is still being written."""
+    """Sends answers as server-sent events. Cancels unfinished answers when the response ends."""
 
     def __init__(self, job: Job, events: AsyncIterator[bytes]) -> None:
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # the latter: nginx holds nothing back

@@ -16,7 +16,7 @@ from fastspec.server.service import Service
 
 
 def listening(host: str, port: int) -> socket.socket:
-    """A socket that takes connections; port 0 is any free one.
+    """Opens a socket that accepts connections; port 0 takes any free one.
 
     Raises:
         ValueError: the address cannot be used.
@@ -35,15 +35,15 @@ _AFTER = 10  # seconds for clients to take in that their answers were stopped
 
 
 class Server(uvicorn.Server):
-    """Answers requests until SIGTERM, Ctrl-C or `should_exit`: then it takes no more, and finishes those it has.
+    """Answers requests until SIGTERM, Ctrl-C or `should_exit`, then completes the running answers.
 
-    A second signal, or the end of the time for that, stops them; whoever waits for one is told so.
+    A second signal, or the end of `drain`, cancels them; their clients get an error.
 
     Args:
-        service: what is served.
+        service: answers the requests.
         api_key: that clients must send.
-        drain: seconds that the last answers may take.
-        started: called once requests are answered.
+        drain: seconds for the last answers.
+        started: called when the server is ready.
     """
 
     def __init__(
@@ -61,13 +61,13 @@ class Server(uvicorn.Server):
         self._loop: asyncio.AbstractEventLoop | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """As uvicorn's; then tells that it is done."""
+        """Starts uvicorn, then calls `started`."""
         self._loop = asyncio.get_running_loop()
         await super().startup(sockets)
         self._told()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """As uvicorn's; answers that take too long are stopped."""
+        """Shuts uvicorn down; cancels answers that take too long."""
         timer = asyncio.get_running_loop().call_later(self._drain, self._service.end)
         try:
             await super().shutdown(sockets)
@@ -75,7 +75,7 @@ class Server(uvicorn.Server):
             timer.cancel()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """As uvicorn's for the first signal; the second one stops the answers."""
+        """Handles a signal as uvicorn does; the second one cancels the answers."""
         if self.should_exit and not self._service.cut_off and self._loop is not None:
             self._loop.call_soon_threadsafe(self._service.end)
         else:

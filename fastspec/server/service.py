@@ -1,4 +1,4 @@
-"""One generator behind the protocol: requests become handles, within limits, and are counted."""
+"""Turns requests of the protocol into handles of one generator, within limits, and counts them."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ COMPLETION_TOKENS = 16  # of /v1/completions where the request does not say, as 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What one request may ask for, and how many there may be.
+    """Limits of one request, and of all requests together.
 
     Attributes:
         body: bytes of a request.
-        tokens: new tokens of an answer; None: what there is room for.
-        requests: answers that are waited for, of all clients together.
+        tokens: new tokens of an answer; None: all remaining context.
+        requests: open answers of all clients.
         seconds: for all answers of a request.
 
     Raises:
@@ -82,7 +82,7 @@ class Meters:
         self.whole = Histogram("fastspec_answer_seconds", "From a request to the end of its answer.", **to)
 
     def count(self, usage: dict[str, Any]) -> None:
-        """Takes in what a request has used."""
+        """Adds the tokens and times of a request."""
         drafts = usage["completion_tokens_details"]
         accepted, rejected = drafts["accepted_prediction_tokens"], drafts["rejected_prediction_tokens"]
         for kind, count in {
@@ -96,12 +96,12 @@ class Meters:
 
 
 class Job:
-    """The answers of one request, from their start to `close`; belongs to an event loop.
+    """Answers of one request, until `close`. Belongs to an event loop.
 
     Args:
         answers: that were submitted.
         prompt_tokens: of all prompts.
-        seconds: after which they are stopped.
+        seconds: time limit.
         meters: told of tokens and times.
         release: called at the end.
     """
@@ -116,7 +116,7 @@ class Job:
         self._closed = False
 
     def close(self) -> None:
-        """Stops what is still being written, and counts tokens. Closing twice is fine."""
+        """Cancels unfinished answers and counts tokens. A second call does nothing."""
         if not self._closed:
             self._closed = True
             self._timer.cancel()
@@ -125,20 +125,20 @@ class Job:
             self._release()
 
     def stop(self, why: Refusal) -> None:
-        """Ends all answers; whoever waits for them is told why."""
+        """Cancels all answers; their readers get the reason."""
         self._why = why
         self.cancel()
 
     def cancel(self) -> None:
-        """Ends all answers."""
+        """Cancels all answers."""
         for answer in self.answers:
             answer.handle.cancel()
 
     async def pieces(self, answer: Answer) -> AsyncIterator[Piece]:
-        """The pieces of one answer, as they come.
+        """Pieces of one answer while they are decoded.
 
         Raises:
-            Refusal: it could not be written to its end.
+            Refusal: the answer was cancelled or failed.
         """
         first = True
         try:
@@ -154,7 +154,7 @@ class Job:
         self._meters.whole.observe(time.perf_counter() - self._start)
 
     async def merged(self) -> AsyncIterator[tuple[Answer, Piece]]:
-        """Pieces of all answers, as they come. A slow reader delays none of them: what comes meanwhile is one piece."""
+        """Pieces of all answers while they are decoded. A slow reader gets several at once and delays no answer."""
         queue: asyncio.Queue[tuple[Answer, Piece | Exception]] = asyncio.Queue(maxsize=len(self.answers))
 
         async def feed(answer: Answer) -> None:
@@ -178,7 +178,7 @@ class Job:
                 one.cancel()
 
     def usage(self) -> dict[str, Any]:
-        """Tokens of the request so far, in OpenAI's shape; accepted drafts are its accepted predictions."""
+        """Token counts of the request so far, in OpenAI's shape. Accepted drafts are its accepted predictions."""
         rows = [answer.request.stats() for answer in self.answers]
         new, accepted = sum(row.emitted for row in rows), sum(row.accepted for row in rows)
         return {
@@ -194,7 +194,7 @@ class Job:
 
 
 class Service:
-    """A generator and what is served of it.
+    """Serves one generator.
 
     Args:
         generator: its tokenizer is needed.
@@ -203,8 +203,8 @@ class Service:
         sanitize_control_tokens: encode control tokens in messages as plain text, whatever a request says.
 
     Attributes:
-        cut_off: requests that `end` has stopped.
-        meters, created: what /metrics tells, and the time in seconds since the epoch.
+        cut_off: number of requests that `end` cancelled.
+        meters, created: metrics of /metrics, and the time in seconds since the epoch.
 
     Raises:
         ValueError: the checkpoint brings no tokenizer.
@@ -230,7 +230,7 @@ class Service:
 
     @property
     def running(self) -> int:
-        """Answers that are being written or wait."""
+        """Number of answers that run or wait."""
         return self._running
 
     def _admit(self, count: int) -> None:
@@ -249,7 +249,7 @@ class Service:
         self.meters.running.set(self._running)
 
     def end(self) -> None:
-        """Stops all answers, in the event loop: the server ends."""
+        """Cancels all answers, in the event loop, because the server ends."""
         self._ended = True
         for job in self._jobs:
             self._cut(job)
@@ -259,7 +259,7 @@ class Service:
         job.stop(going_down())
 
     def check_model(self, name: str) -> None:
-        """Raises Refusal where another model is asked for."""
+        """Raises Refusal if the request names another model."""
         if name != self.name:
             raise Refusal(
                 f"the model {name!r} is not here; this server has {self.name!r}",
@@ -269,10 +269,10 @@ class Service:
             )
 
     async def start(self, body: Body) -> Job:
-        """Begins with the answers of a request.
+        """Submits the answers of a request.
 
         Raises:
-            Refusal: something in it is not served, or there is no room for it.
+            Refusal: an unsupported field, or a limit.
         """
         prompts = len(body.prompts) if isinstance(body, Completion) else 1
         count = body.n * prompts
@@ -300,7 +300,7 @@ class Service:
         return job
 
     def _submit(self, body: Body) -> tuple[list[Answer], int]:
-        """Answers of a request that are being written, and the tokens of its prompts."""
+        """Submits a request. Returns its answers and the number of prompt tokens."""
         prompts = [self._templated(body)] if isinstance(body, Chat) else self._prompts(body)
         answers: list[Answer] = []
         for prompt in prompts:

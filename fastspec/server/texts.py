@@ -1,4 +1,4 @@
-"""From tokens to what a client sees: text without stop strings, and log-probabilities with it."""
+"""Text of an answer without stop strings, and its log-probabilities."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _BROKEN = "\ufffd"  # what a decoder writes for a part of a character
 
 
 class Visible:
-    """The text of an answer while its tokens come, up to a stop string and without it.
+    """Text of an answer up to a stop string, while its tokens arrive.
 
-    Text that may be the beginning of a stop string is held back until it is known whether it is. The joined pieces are
-    the same whether tokens come one by one or all at once.
+    Text that may begin a stop string is held back until the next tokens decide. The joined pieces do not depend on the
+    division of tokens into calls.
 
     Args:
         tokenizer: the target's.
@@ -39,7 +39,7 @@ class Visible:
         self._stops, self._held, self._ended = stops, "", False
 
     def push(self, tokens: list[int]) -> str:
-        """Takes new tokens; text that is final now."""
+        """Takes new tokens. Returns the text that is final."""
         return self._release(self._stream.push(tokens), last=False)
 
     def finish(self) -> str:
@@ -66,10 +66,10 @@ def _overlap(text: str, stop: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What some steps gave.
+    """Result of one or more steps.
 
     Attributes:
-        text: possibly none.
+        text: may be empty.
         start, stop: the new tokens, among all of the answer.
         reason: "stop" or "length" at the end; None before.
     """
@@ -81,7 +81,7 @@ class Piece:
 
 
 class Answer:
-    """One answer that is being written.
+    """One answer while it is decoded.
 
     Args:
         index: among those of its request.
@@ -107,7 +107,7 @@ class Answer:
         self._offsets = [0]
 
     async def pieces(self) -> AsyncIterator[Piece]:
-        """Its text as it comes, the last piece with the reason of the end.
+        """Pieces of text while they are decoded. The last piece has the finish reason.
 
         Raises:
             InvalidLogits, RuntimeError: as `Handle.result`.
@@ -121,7 +121,7 @@ class Answer:
         yield Piece(visible.finish(), shown, shown, self.request.finish_reason)
 
     def chat_logprobs(self, start: int, stop: int) -> dict[str, Any] | None:
-        """Log-probabilities of some tokens as /v1/chat/completions tells them; None where none were asked for."""
+        """Log-probabilities of tokens in the shape of /v1/chat/completions; None if they were not requested."""
         if self.handle.call.options.top_logprobs is None:
             return None
         content = []
@@ -132,7 +132,7 @@ class Answer:
         return {"content": content, "refusal": None}
 
     def text_logprobs(self, start: int, stop: int) -> dict[str, Any] | None:
-        """The same as /v1/completions tells them."""
+        """Log-probabilities of tokens in the shape of /v1/completions; None if they were not requested."""
         if self.handle.call.options.top_logprobs is None:
             return None
         chosen, values = self.request.new_tokens[start:stop], self.request.logprobs[start:stop]
@@ -148,7 +148,7 @@ class Answer:
         }
 
     def _offsets_of(self, start: int, stop: int) -> list[int]:
-        """Characters of the text before each of some tokens; tokens that share a character have the same number."""
+        """Number of characters before each token; tokens that share a character have the same number."""
         for token in self.request.new_tokens[len(self._offsets) - 1 : stop]:
             self._offsets.append(self._offsets[-1] + len(self._placed.push([token])))
         return self._offsets[start:stop]
@@ -173,6 +173,6 @@ class Answer:
         return name if made is None else "bytes:" + "".join(f"\\x{byte:02x}" for byte in made)
 
     def _name(self, token: int) -> str:
-        """The text of a token behind others: some decoders drop the space at the beginning of a text."""
+        """Text of a token after other tokens: some decoders drop the space at the beginning of a text."""
         one, two = (str(self._tokenizer.decode([token] * n, clean_up_tokenization_spaces=False)) for n in (1, 2))
         return two[len(one) :] if two.startswith(one) else one

@@ -13,7 +13,7 @@ __all__ = ["StreamWriter", "TextStream", "escape_control"]
 
 
 def __getattr__(name: str) -> Any:
-    """Imports what needs transformers when it is first asked for."""
+    """Imports names that need transformers on first use."""
     if name not in ("StreamWriter", "TextStream"):
         raise AttributeError(f"module 'fastspec.text' has no attribute {name!r}")
     from fastspec.text import text_stream

@@ -1,10 +1,9 @@
-"""Stop strings: ends of rows that show in the text, found on the host after each step.
+"""Stop strings. The host looks for them in the text of each row after each step.
 
-Where a row ends is a matter of its tokens alone, not of how steps fell: after the first token with which the text of
-the row holds a stop string, as in transformers' `StopStringCriteria`. The string may begin in the prompt, unless the
-caller wants all of it behind the prompt, but must end after it. The ids then end with that whole token; the text ends
-with the stop string, without what the token holds beyond it. Text is what `TextStream` makes of all ids, special tokens
-written out: what the tokenizer's `decode` does.
+A row ends with the first token that completes a stop string, as in transformers' `StopStringCriteria`, for any division
+of tokens into steps. The string may begin in the prompt, unless the caller excludes that, and must end after it. The
+ids keep the whole last token; the text ends with the stop string. Text is that of `TextStream` over all ids, with
+special tokens, as the tokenizer's `decode` writes it.
 """
 
 from __future__ import annotations
@@ -18,9 +17,9 @@ from fastspec.text.text_stream import StreamWriter, TextStream
 
 
 def first_end(before: str, new: str, stop_strings: Sequence[str]) -> int:
-    """Characters of `new` up to the end of the stop string that ends first in it; 0 where there is none.
+    """Number of characters of `new` up to the end of the first complete stop string; 0 if there is none.
 
-    It may begin in `before`.
+    The string may begin in `before`.
     """
     text, known = before + new, len(before)
     starts = [(text.find(string, max(0, known - len(string) + 1)), len(string)) for string in stop_strings]
@@ -28,16 +27,16 @@ def first_end(before: str, new: str, stop_strings: Sequence[str]) -> int:
 
 
 class StopWatch:
-    """Looks for stop strings in the text of one row while its tokens come.
+    """Looks for stop strings in the text of one row while its tokens arrive.
 
     Args:
         tokenizer: the target's.
         stop_strings: non-empty texts, at least one.
         prompt: token ids before the row's own.
-        across_prompt: a stop string may begin in the prompt.
+        across_prompt: True if a stop string may begin in the prompt.
 
     Attributes:
-        beyond: characters that the row's last token holds after the stop string; None while it goes on.
+        beyond: characters of the last token after the stop string; None while the row continues.
     """
 
     def __init__(
@@ -58,7 +57,7 @@ class StopWatch:
         self.beyond: int | None = None
 
     def __call__(self, tokens: Sequence[int]) -> int | None:
-        """How many of these next tokens there are up to the end of the row; None when it goes on."""
+        """Takes the next tokens. Returns the number of tokens up to the row's end; None if the row continues."""
         for index, token in enumerate(tokens):
             piece = self._stream.push([token])
             self._pending = self._stream.pending()
@@ -73,11 +72,11 @@ class StopWatch:
 
     @property
     def text(self) -> str:
-        """The text of the tokens so far; it ends with the stop string if there was one."""
+        """Text of the tokens so far; it ends with the stop string if there was one."""
         return "".join(self._pieces) + self._pending
 
     def _end_in(self, new: str) -> int:
-        """Characters of `new` up to the end of the stop string that ends first; 0 where there is none."""
+        """Number of characters of `new` up to the end of the first complete stop string; 0 if there is none."""
         return first_end(self._before, new, self._stop_strings)
 
     def _tail(self, text: str) -> str:
@@ -87,7 +86,7 @@ class StopWatch:
 class StoppedWriter(StreamWriter):
     """A StreamWriter whose text ends with the stop string that ended the row, as `GenerateOutput.texts` does.
 
-    Where a row ends is asked of its tokens, as the row itself does: special tokens count, though they are not shown.
+    It searches the row's text as the row does: with special tokens, although they are not shown.
 
     Args:
         tokenizer, write: as for StreamWriter.
@@ -103,7 +102,7 @@ class StoppedWriter(StreamWriter):
         self._begun, self._held, self._cut = False, "", 0
 
     def put(self, value: Tensor) -> None:
-        """As StreamWriter's; nothing is written of what comes after the end of a row."""
+        """Writes the text of new ids. Writes nothing after the end of a row."""
         ids = value.reshape(-1).tolist()
         if not self._begun:
             super().put(value)
@@ -120,7 +119,7 @@ class StoppedWriter(StreamWriter):
             self._cut = (self._watch and self._watch.beyond) or 0
 
     def end(self) -> None:
-        """As StreamWriter's."""
+        """Writes the rest of the text; the next `put` is a new prompt."""
         super().end()
         self._flush(len(self._held) - self._cut)
         self._watch, self._begun, self._held, self._cut = None, False, "", 0

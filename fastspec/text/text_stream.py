@@ -37,25 +37,24 @@ def _byte_letters() -> dict[str, int]:
 
 
 class TextStream:
-    """Turns token ids into pieces of text, each of them final.
+    """Turns token ids into pieces of text. A returned piece never changes.
 
-    The pieces joined are the text of `context + ids` after the text of `context`, as one call of the
-    tokenizer's `decode` gives it: special tokens left out, and spaces never "cleaned up", which would take
-    back text that is already shown. Where `context` is empty, that is `decode(ids)`. A character whose bytes
-    are spread over tokens is held back until it is whole; `finish` gives what is left as `decode` does, with
-    U+FFFD.
+    The joined pieces are the text of `context + ids` after the text of `context`, as one call of the tokenizer's
+    `decode` gives it. Special tokens are left out. Spaces are not "cleaned up", because that would change text already
+    returned. A character of several tokens is held back until it is complete; `finish` returns the rest as `decode`
+    does, with U+FFFD.
 
-    One thing differs: in a run of byte tokens (`<0xE9>`) `decode` writes U+FFFD for every byte as soon as one of
-    them belongs to no character. Here the whole characters among them stay: they are shown already.
+    There is one difference, in a run of byte tokens (`<0xE9>`) with an invalid byte. `decode` writes U+FFFD for every
+    byte of the run. This class keeps the complete characters, because they are already returned.
 
     Args:
         tokenizer: the model's.
-        context: ids that come before, usually the prompt. Some tokenizers write a word's leading space only
-            where something stands before it.
+        context: ids before, usually the prompt. Some tokenizers write the leading space of a word only after
+            other text.
         skip_special_tokens: as in `decode`.
 
     Attributes:
-        context: its text, without the bytes of a character that is not whole.
+        context: text of the context, without an incomplete character.
     """
 
     def __init__(
@@ -75,11 +74,11 @@ class TextStream:
         return "".join([self._push_one(token) for token in ids])
 
     def pending(self) -> str:
-        """What is held back so far, as `finish` would give it."""
+        """Text that is held back, as `finish` would return it."""
         return self._unseen(self._decode([*self._window, *self._bytes.spoiled()]))
 
     def finish(self) -> str:
-        """Returns what was held back. The stream is then at its start again, without a context."""
+        """Returns the text that was held back. The stream is then empty, without a context."""
         rest = self.pending()
         self._window, self._shown, self._fresh = [], "", []
         self._bytes.forget()
@@ -109,7 +108,7 @@ class TextStream:
         return piece
 
     def _left_out(self, token: int) -> bool:
-        """Whether `decode` leaves a token out."""
+        """True if `decode` leaves the token out."""
         if self._decode([token]):
             return False
         name = self._tokenizer.convert_ids_to_tokens(token)
@@ -129,9 +128,9 @@ class TextStream:
 
 
 class _ByteTokens:
-    """Completes runs of byte tokens: a character leaves once it is whole; a byte of no character leaves as U+FFFD.
+    """Assembles characters from runs of byte tokens. A byte that belongs to no character becomes U+FFFD.
 
-    So a decoder gets only bytes that are text, and never takes back what it has shown.
+    So the decoder gets valid text only, and never changes text already returned.
 
     Args:
         decode: ids to text.
@@ -145,13 +144,13 @@ class _ByteTokens:
 
     @cached_property
     def _replacement(self) -> list[int]:
-        """Byte tokens of U+FFFD; none where the tokenizer's decoder makes no text of byte tokens."""
+        """Byte tokens of U+FFFD; empty if the tokenizer's decoder does not assemble byte tokens."""
         found = [self._ids_of(f"<0x{byte:02X}>") for byte in _REPLACEMENT.encode()]
         ids = [token for token in found if isinstance(token, int)]
         return ids if len(ids) == len(found) and self._decode(ids) == _REPLACEMENT else []
 
     def value(self, token: int) -> int | None:
-        """The byte of a byte token; None of any other."""
+        """Byte of a byte token; None for another token."""
         found = _BYTE_TOKEN.fullmatch(str(self._name_of(token)))
         return int(found[1], 16) if found and self._replacement else None
 
@@ -172,15 +171,15 @@ class _ByteTokens:
         return ready
 
     def spoiled(self) -> list[int]:
-        """What is held, as U+FFFD for every byte."""
+        """Held bytes, each as U+FFFD."""
         return self._replacement * len(self._held)
 
     def forget(self) -> None:
-        """Holds nothing any more."""
+        """Drops the held bytes."""
         self._held = []
 
     def mended(self, ids: Sequence[int]) -> list[int]:
-        """Ids that end in a run of byte tokens, with that run made whole; what is open in it is held."""
+        """Ids with complete characters in their last run of byte tokens; an incomplete character is held."""
         start = len(ids)
         while start and self.value(ids[start - 1]) is not None:
             start -= 1
@@ -188,7 +187,7 @@ class _ByteTokens:
 
 
 def _character(data: bytes) -> int | None:
-    """Bytes of the character that `data` begins with; 0 where no character begins so, None where it is not whole."""
+    """Number of bytes of the first character of `data`; 0 if no character begins so, None if it is incomplete."""
     try:
         return len(data.decode()[0].encode())
     except UnicodeDecodeError as error:
@@ -198,7 +197,7 @@ def _character(data: bytes) -> int | None:
 
 
 class StreamWriter(BaseStreamer):
-    """A streamer for `generate`: writes the text of the new tokens as they come, without the prompt's.
+    """A streamer for `generate` that writes the text of new tokens, without the prompt.
 
     Args:
         tokenizer: the target's.
@@ -225,7 +224,7 @@ class StreamWriter(BaseStreamer):
             self._write(piece)
 
     def end(self) -> None:
-        """Writes what was held back; the next `put` is a new prompt."""
+        """Writes the text that was held back; the next `put` is a new prompt."""
         if self._stream is not None and (rest := self._stream.finish()):
             self._write(rest)
         self._stream = None

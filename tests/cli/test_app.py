@@ -20,7 +20,7 @@ import fastspec
 from fastspec.cli import __main__ as entry
 from fastspec.cli.app import app
 from fastspec.cli.output import write_text
-from fastspec.cli.progress import to_stderr
+from fastspec.cli.progress import Progress
 from fastspec.demo import demo_pair
 from fastspec.errors import CheckpointError, OutOfPages
 from fastspec.output import GenerateOutput, RowStats, Stats
@@ -99,7 +99,14 @@ def test_generate_prints_text_on_stdout_and_numbers_on_stderr() -> None:
     assert stub.opened == [
         (
             tuple(PAIR),
-            {"num_speculative_tokens": 4, "max_batch_size": 1, "dtype": None, "device": None, "max_length": None},
+            {
+                "num_speculative_tokens": 4,
+                "max_batch_size": 1,
+                "progress": False,
+                "dtype": None,
+                "device": None,
+                "max_length": None,
+            },
         )
     ]
     assert stub.calls == [
@@ -115,8 +122,8 @@ def test_generate_prints_text_on_stdout_and_numbers_on_stderr() -> None:
 
 def test_generate_passes_every_option_on() -> None:
     stub = Stub()
-    options = "--target t --draft d --max-new-tokens 5 --num-speculative-tokens 2 --temperature 0.5 --seed 7"
-    more = "--dtype bfloat16 --device cuda --max-length 99 --no-stream"
+    options = "t --draft d --max-new-tokens 5 --num-speculative-tokens 2 --temperature 0.5 --seed 7"
+    more = "--dtype bf16 --device cuda --max-length 99 --no-stream"
     result = invoke(stub, "generate", "--prompt", "x", *options.split(), *more.split())
     assert (result.exit_code, result.stdout) == (0, "the \ufffd\n")  # cut inside a character
     sources, opened = stub.opened[0]
@@ -124,6 +131,7 @@ def test_generate_passes_every_option_on() -> None:
     assert opened == {
         "num_speculative_tokens": 2,
         "max_batch_size": 1,
+        "progress": False,
         "dtype": "bfloat16",
         "device": "cuda",
         "max_length": 99,
@@ -134,17 +142,28 @@ def test_generate_passes_every_option_on() -> None:
 
 def test_a_target_without_a_draft_decodes_plainly() -> None:
     stub = Stub()
-    assert invoke(stub, "generate", "--target", "t", "--prompt", "x").exit_code == 0
+    assert invoke(stub, "generate", "t", "--prompt", "x").exit_code == 0
     assert stub.opened[0][0] == ("t", None)
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["generate", "--prompt", "x", "--draft", "d"], "give --target too"),
+        (["generate", "--prompt", "x", "--draft", "d"], "name that too"),
         (["generate"], "--prompt"),
         (["generate", "--prompt", "x", "--max-new-tokens", "many"], "--max-new-tokens"),
         (["demo", "--repeats", "0"], "--repeats"),
+        (["demo", "--num-speculative-tokens", "-1"], "must be 0 or more, or auto; got -1"),
+        (["generate", "--prompt", "x", "--dtype", "bf8"], "got 'bf8', wanted one of bf16, bfloat16"),
+        (["generate", "--prompt", "x", "--max-length", "1"], "must be at least 2"),
+        (["generate", "--prompt", "x", "--max-length", "64"], "128 leaves no room for a prompt in --max-length 64"),
+        (["generate", "--prompt", "x", "--num-return-sequences", "2"], "greedy texts would all be the same"),
+        (["generate", "--prompt", "x", "--verification", "typical"], "must be one of rejection, coupled, block"),
+        (["generate", "--prompt", "x", "--regex", "a", "--grammar", __file__], "regex and grammar are given"),
+        (
+            ["generate", "--prompt", "x", "--temperature", "1", "--num-return-sequences", "2", "--color"],
+            "shows one text as it is drafted",
+        ),
         (["generate", "--prompt", "x", "--unknown"], "--unknown"),
     ],
 )
@@ -186,7 +205,8 @@ def test_streams_that_were_closed_are_written_to_in_silence(monkeypatch: pytest.
     monkeypatch.setattr("sys.stdout", None)
     monkeypatch.setattr("sys.stderr", None)
     write_text("text")
-    to_stderr("a line")
+    with Progress() as progress:
+        progress.stage("loading")
 
 
 def test_ctrl_c_while_torch_is_imported_ends_quietly(monkeypatch: pytest.MonkeyPatch) -> None:

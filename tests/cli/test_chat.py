@@ -78,7 +78,7 @@ def test_a_long_conversation_loses_its_first_turns(gen: FastSpecGenerator, capsy
         talk.answer(f"{turn}" * 40, lambda piece: None)
     assert talk.said[0] == ("user", "4" * 40), "two turns have room, and their first side is the user's"
     assert "dropped its first turns" in capsys.readouterr().err
-    with pytest.raises(ValueError, match=r"what was said has \d+ tokens, and max_length=200"):
+    with pytest.raises(ValueError, match=r"the message has \d+ tokens and --max-length is 200"):
         talk.answer("x" * 200, lambda piece: None)
     talk.answer("x", lambda piece: None)
 
@@ -97,7 +97,7 @@ def test_what_could_not_be_answered_was_not_said(gen: FastSpecGenerator, monkeyp
         with pytest.raises(InvalidLogits):
             talk.answer("two", lambda piece: None)
     for text in ("x" * 300, "a\udcff"):  # too long, and no text
-        with pytest.raises(ValueError, match=r"say less|which is no text"):
+        with pytest.raises(ValueError, match=r"shorten it|which is no text"):
             talk.answer(text, lambda piece: None)
     assert talk.said == before
 
@@ -125,7 +125,7 @@ def test_the_command(pairs: dict[bool, tuple[Path, Path]], gen: FastSpecGenerato
     assert result.stdout == f"{answer}\n" * 2
     assert "by the checkpoint's chat template" in result.stderr
     assert "/what is no command" in result.stderr
-    assert "say less" in result.stderr
+    assert "shorten it" in result.stderr
     assert "which is no text" in result.stderr
     assert "tokens per step" in result.stderr
     drawn = [chatted(pairs[True], "one\n", "--temperature", "1", "--seed", "3").stdout for _ in range(2)]

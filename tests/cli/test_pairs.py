@@ -28,7 +28,7 @@ def test_the_whole_table_and_an_unknown_model() -> None:
 
 
 def test_a_target_alone_is_told_its_draft() -> None:
-    said = invoke(Stub(), "generate", "--prompt", "x", "--target", "Qwen/Qwen3-8B").stderr
+    said = invoke(Stub(), "generate", "--prompt", "x", "Qwen/Qwen3-8B").stderr
     assert "--draft Qwen/Qwen3-0.6B fits Qwen/Qwen3-8B" in said
-    for more in (["--target", "t"], ["--target", "Qwen/Qwen3-8B", "--draft", "d"], []):
+    for more in (["t"], ["Qwen/Qwen3-8B", "--draft", "d"], []):
         assert "fits" not in invoke(Stub(), "generate", "--prompt", "x", *more).stderr

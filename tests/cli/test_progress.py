@@ -1,7 +1,8 @@
-"""Progress: which lines come after how much silence, by a clock that the test turns; and who tells what."""
+"""Progress: one line on a terminal, none in a pipe, by a clock that the test sets; and the stages of each command."""
 
 from __future__ import annotations
 
+import io
 import json
 from typing import Any
 
@@ -13,37 +14,46 @@ from fastspec.cli.progress import Progress
 from tests.cli.test_app import Stub, invoke
 
 
-def test_a_stage_is_named_after_a_while_and_then_more_seldom(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(progress, "FIRST", 1.5)
-    lines: list[str] = []
-    told = Progress(lines.append)
-    waited: list[float] = []
-    script = ["loading", False, False, "decoding", False, None, False, "over"]
+class Terminal(io.StringIO):
+    """A stream that says that it is a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def test_one_line_is_redrawn_with_the_seconds_since_the_beginning(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter([0.0, 1.0, 2.0, 3.0])
+    monkeypatch.setattr(progress.time, "monotonic", lambda: next(clock))
+    terminal = Terminal()
+    told = Progress(terminal)
+    told.stage("loading")
+    script = [None, "decoding", "over"]
 
     def wait(seconds: float) -> bool:
-        waited.append(seconds)
-        step = script.pop(0)
-        if step == "over":
-            told._over = True
-        elif step is not False:
-            told.stage(step)  # type: ignore[arg-type]
-        return step is not False
+        assert seconds == progress.PAUSE
+        name = script.pop(0)
+        if name == "decoding":
+            told.stage(name)
+        return name == "over"
 
     told.follow(wait)
-    assert [line.partition(" (")[0] for line in lines] == [
-        "fastspec: loading",
-        "fastspec: loading",
-        "fastspec: decoding",
-    ]
-    assert waited == [1.5, 1.5, 10.0, 10.0, 1.5, 10.0, 1.5, 1.5]
+    told.stage(None)
+    told.stage(None)  # the line is cleared once
+    clear = "\r\x1b[K"
+    shown = [f"{clear}fastspec: loading (1 s)", f"{clear}fastspec: decoding (2 s)", clear]
+    assert terminal.getvalue() == "".join(shown)
 
 
-def test_its_thread_ends_with_the_context() -> None:
-    told = Progress(lambda line: None)
-    with told:
-        told.stage("loading")
+def test_its_thread_ends_with_the_context_and_a_pipe_has_none() -> None:
+    with Progress(Terminal()) as told:
+        assert told._thread is not None
         assert told._thread.is_alive()
     assert not told._thread.is_alive()
+    pipe = io.StringIO()
+    with Progress(pipe) as told:
+        told.stage("loading")
+        assert told._thread is None
+    assert pipe.getvalue() == ""
 
 
 class Stages(Progress):
@@ -63,17 +73,17 @@ def stages(monkeypatch: pytest.MonkeyPatch) -> list[str | None]:
 
 
 def test_every_command_says_what_it_does(stages: list[str | None], monkeypatch: pytest.MonkeyPatch) -> None:
-    loading = "loading the models and making their steps ready"
+    loading = progress.LOADING
     assert invoke(Stub("the end"), "generate", "--prompt", "x").exit_code == 0
     assert stages[:3] == [loading, "decoding", None]  # from then on the text shows itself
     stages.clear()
     assert invoke(Stub("the end"), "generate", "--prompt", "x", "--no-stream").exit_code == 0
-    assert stages == [loading, "decoding", None]
+    assert stages[:3] == [loading, "decoding", None]
     stages.clear()
     assert invoke(Stub("the end"), "demo", "--repeats", "2").exit_code == 0
     kinds = ("plain", "plain, exact=False", "speculative")
     runs = [f"{kind}, run {turn} of 2" for turn in (1, 2) for kind in kinds]
-    assert stages == [loading, "first runs, which are not timed", *runs, None]
+    assert stages == [loading, "warming up", *runs, None]
     stages.clear()
     monkeypatch.setattr(doctor, "diagnose", lambda device, tell: tell("looking") or doctor.Report(()))
     assert invoke(Stub(), "doctor", "--json").exit_code == 0
@@ -84,7 +94,7 @@ def test_a_slow_demo_ends_after_a_round(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(cli, "_ENOUGH", -1.0)
     stub = Stub("the end")
     result = invoke(stub, "demo", "--repeats", "3")
-    assert "cpu, median of 1 of 3, for this machine is slow or busy:" in result.stdout
+    assert "cpu, median of 1 of 3 runs, because this machine is slow or busy:" in result.stdout
     assert len(stub.calls) == 6
 
 

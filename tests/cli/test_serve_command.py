@@ -26,7 +26,8 @@ def test_without_the_extra_the_error_says_how_to_install_it(monkeypatch: pytest.
     monkeypatch.setitem(sys.modules, "uvicorn", None)
     result = served()
     assert result.exit_code == 2
-    assert "uvicorn is not installed: pip install 'fastspec[serve]'" in result.stderr
+    packages = "'fastapi>=0.115' 'prometheus-client>=0.20' 'uvicorn>=0.30'"
+    assert f"uvicorn is not installed: pip install {packages}" in result.stderr
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """What the documents show is run: every ```python block, and every `fastspec ...` line of a ```bash block.
 
-A block whose fence says what it needs, as in ```python title="Needs a download", is compiled and not run.
+A block behind a comment that says what it needs, as in <!-- not run: needs a download -->, is compiled and not run.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ from fastspec.inputs import options
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
-FENCE = re.compile(r"^```(\w+)([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-NEEDS = 'title="Needs '
+FENCE = re.compile(r"^(<!-- not run: needs [^\n]+ -->\n)?```(\w+)([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -38,7 +37,7 @@ class Snippet:
 
 def snippets_of(text: str, name: str) -> list[Snippet]:
     return [
-        Snippet(match[1], match[3], f"{name}:{text.count(chr(10), 0, match.start()) + 1}", NEEDS not in match[2])
+        Snippet(match[2], match[4], f"{name}:{text.count(chr(10), 0, match.start(2)) + 1}", match[1] is None)
         for match in FENCE.finditer(text)
     ]
 
@@ -69,8 +68,14 @@ def test_snippets_are_found_with_their_line() -> None:
         Snippet("python", "x = 1\n", "f.md:2"),
         Snippet("bash", "fastspec demo\n", "f.md:6"),
     ]
-    (needing,) = snippets_of('```python title="Needs a GPU"\nx = 1\n```\n', "f.md")
-    assert not needing.runs
+    (needing,) = snippets_of("<!-- not run: needs a GPU -->\n```python\nx = 1\n```\n", "f.md")
+    assert (needing.runs, needing.place) == (False, "f.md:2")
+
+
+def test_fences_name_a_language_alone() -> None:
+    """GitHub shows no title of a fence."""
+    fences = [line for path in DOCUMENTS for line in path.read_text(encoding="utf-8").splitlines() if line[:3] == "```"]
+    assert [line for line in fences if " " in line] == []
 
 
 @pytest.mark.parametrize("snippet", PYTHON, ids=lambda snippet: snippet.place)
@@ -109,7 +114,7 @@ def test_the_readme_names_the_test_command_that_runs_before_a_change_lands() -> 
 
 ROWS = [
     [cell.strip() for cell in line.strip("|").split("|")]
-    for line in (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
+    for line in (ROOT / "docs/supported.md").read_text(encoding="utf-8").splitlines()
     if line.startswith("| ") and line.count("|") == 4
 ]
 REFUSED: dict[str, object] = {  # a value that would change what is returned
@@ -127,11 +132,11 @@ def names_in(column: int) -> set[str]:
     return {name for row in ROWS for name in re.findall(r"`(\w+)`", row[column])}
 
 
-def test_the_readme_lists_the_options_that_are_supported() -> None:
-    assert names_in(1) | {"tokenizer"} == {*options.SUPPORTED, *options.OWN}  # `tokenizer=` stands in the table
+def test_the_page_lists_the_options_that_are_supported() -> None:
+    assert names_in(1) == {*options.SUPPORTED, *options.OWN}
 
 
-def test_the_readme_lists_options_that_are_refused() -> None:
+def test_the_page_lists_options_that_are_refused() -> None:
     assert names_in(2) == set(REFUSED)
     sizes = {"num_rows": 1, "prompt_length": 1, "vocab_size": 9, "context": 99}
     for name, value in REFUSED.items():

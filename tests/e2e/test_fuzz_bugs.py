@@ -10,10 +10,11 @@ import torch
 from hypothesis import Phase, settings
 from hypothesis.errors import Flaky
 
+from fastspec import generator as generator_module
 from fastspec.graphs.results import RowResult
 from fastspec.sampling import processors, verify
 from fastspec.sampling.rules import BLOCK, COUPLED
-from fastspec.scheduling import admission, calls
+from fastspec.scheduling import admission
 from fastspec.scheduling.loop import Loop
 from fastspec.scheduling.requests import Request
 from fastspec.state import IDLE, DecodeState
@@ -171,7 +172,7 @@ def stop_strings_end_whole_steps(plant: pytest.MonkeyPatch) -> None:
 
 
 def copies_share_a_seed(plant: pytest.MonkeyPatch) -> None:
-    requests_of = calls.requests_of
+    requests_of = generator_module.requests_of
 
     def planted(prompts: Any, chosen: Any, *given: Any) -> Any:
         made = requests_of(prompts, chosen, *given)
@@ -179,7 +180,7 @@ def copies_share_a_seed(plant: pytest.MonkeyPatch) -> None:
             request.options = made[index - index % chosen.copies].options
         return made
 
-    plant.setattr(calls, "requests_of", planted)
+    plant.setattr(generator_module, "requests_of", planted)
 
 
 def coupled_numbers_go_by_step(plant: pytest.MonkeyPatch) -> None:

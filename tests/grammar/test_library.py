@@ -101,7 +101,7 @@ def test_the_library_comes_in_when_it_is_asked_for() -> None:
 def test_without_llguidance_a_grammar_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "llguidance", None)
     monkeypatch.setitem(sys.modules, "llguidance.hf", None)
-    with pytest.raises(UnsupportedOption, match=r"regex needs the package llguidance.*pip install 'llguidance>=1.9'"):
+    with pytest.raises(UnsupportedOption, match=r"regex needs the package llguidance.*pip install 'llguidance>=1\.9'"):
         Grammars(259).row(GrammarSpec("regex", "a"), byte_tokenizer(), [], ())
 
 

@@ -1,0 +1,68 @@
+"""New text by the origin of its tokens: accepted drafts, and tokens of the target."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers.generation.streamers import BaseStreamer
+
+from fastspec.text.stop_strings import StoppedWriter
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from fastspec.text.text_stream import StreamWriter
+
+
+class OriginWriter(BaseStreamer):
+    """A streamer that tells for each piece of text if its token was drafted.
+
+    A step emits accepted drafts and one token of the target, which is its last. Only the end of a row can cut that
+    token off, so the last token of a step waits for the next step, or for `finish`.
+
+    Args:
+        tokenizer: the target's.
+        write: takes each piece of text, and True if a draft ended in it.
+        stop_strings: of the call.
+    """
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, write: Callable[[str, bool], object], stop_strings: Sequence[str]
+    ) -> None:
+        self._drafted, self._begun = False, False
+        self._last: torch.Tensor | None = None
+        self._writer: StreamWriter = StoppedWriter(
+            tokenizer, lambda piece: write(piece, self._drafted), tuple(stop_strings)
+        )
+
+    def put(self, value: Any) -> None:
+        """Takes the prompt's ids the first time, then the ids of each step ([n])."""
+        if not self._begun:
+            self._writer.put(value)
+            self._begun = True
+            return
+        self._put_last(drafted=False)
+        self._drafted = True
+        for index in range(len(value) - 1):
+            self._writer.put(value[index : index + 1])
+        self._last = value[-1:]
+
+    def end(self) -> None:
+        """The last token waits for `finish`."""
+
+    def finish(self, *, drafted: bool) -> None:
+        """Writes the last token and the text that was held back.
+
+        Args:
+            drafted: True if the end of the row cut the target's token off, so that the last token is a draft.
+        """
+        self._put_last(drafted=drafted)
+        self._writer.end()
+
+    def _put_last(self, *, drafted: bool) -> None:
+        if self._last is not None:
+            self._drafted = drafted
+            self._writer.put(self._last)
+            self._last = None
