@@ -23,7 +23,7 @@ from fastspec.kernels.common.kv_scales import FP8
 from fastspec.kernels.common.launch import brief
 from fastspec.kernels.common.packing import PACKED_ROWS
 from fastspec.kernels.common.weights import Weight
-from fastspec.kernels.compiled_ops import compiled
+from fastspec.kernels.compiled_ops import CompiledOps
 from fastspec.kernels.ops import Ops
 from fastspec.kv_cache.cache import PagedKVCache
 from fastspec.kv_cache.pages import PageTable
@@ -238,7 +238,7 @@ class _Models:
         self._settings, self._ops, self._ranks, self._exchange = settings, ops, ranks, exchange
         self._mark, self._work, self._release_source, self._progress = mark, work, release_source, progress
         self._keeps_prefixes = keeps_prefixes
-        self._inside = compiled(ops) if settings.compiled else ops
+        self._inside = CompiledOps(ops) if settings.compiled else ops
         self._sizes: dict[str, Any] = {
             "max_positions": layout.pages_per_row(length) * layout.page_size,
             "batch": layout.batch,

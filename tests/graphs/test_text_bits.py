@@ -152,18 +152,19 @@ def test_kernels_that_start_early_change_no_bit(kind: str, monkeypatch: pytest.M
         pytest.skip("this GPU is older than sm_90, and no kernel starts early there")
     import fastspec.kernels.triton_ops  # noqa: F401  # all that launches is there before it is exchanged
 
-    rows, launch = prompts(64, longest=20), device.launch
+    rows, completed = prompts(64, longest=20), device.completed
     found, early = [], set[bool]()
 
-    def launched(*given: Any, pdl: bool, **options: Any) -> None:
+    def options_of(*given: Any, pdl: bool) -> dict[str, Any]:
+        options = completed(*given)
         options["launch_pdl"] = pdl and options.get("launch_pdl", False)
         early.add(options["launch_pdl"])
-        launch(*given, **options)
+        return options
 
     for pdl in (True, False):
         early.clear()
         with monkeypatch.context() as patch:
-            exchange(patch, {launch: partial(launched, pdl=pdl)})
+            exchange(patch, {completed: partial(options_of, pdl=pdl)})
             with made(kind) as gen:
                 runs = [
                     told(gen, rows, max_new_tokens=900, num_speculative_tokens=k, logprobs=2, **options)

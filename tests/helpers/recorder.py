@@ -108,7 +108,7 @@ def record(arch: int, calls: Callable[[], Calls]) -> list[Launch]:
     def keep(kernel: Any, grid: tuple[int, ...], *given: Any, least_shared: int = 0, **options: Any) -> None:
         for each in (kernel, *options.values()):
             hash_in_order(each)
-        found.append(Launch(asked.call, kernel, grid, given, {"enable_fp_fusion": True, **options}))
+        found.append(Launch(asked.call, kernel, grid, given, launching.completed(kernel, given, options)))
 
     answers = {
         launching.launch: keep,

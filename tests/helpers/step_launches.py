@@ -81,22 +81,21 @@ def steps(arch: int) -> Calls:
         for table in (Weight(on_meta((32000, 4096), dtype)), packed(32000, 4096, dtype)):
             ids, x, gamma = on_meta((BATCH, 2), I64), on_meta((BATCH, 2, 4096), dtype), on_meta((4096,), dtype)
             yield f"embed {dtype}", partial(embed, table, ids)
-            pdl = arch >= 90
-            yield f"joined {dtype}", partial(joined_norms, table, ids, x, (gamma, gamma), EPS, x_first=pdl, pdl=pdl)
+            yield f"joined {dtype}", partial(joined_norms, table, ids, x, (gamma, gamma), EPS, x_first=arch >= 90)
         for weight, centred in ((dtype, False), (F32, True)):
             x, gamma = on_meta((BATCH, 2, 4096), dtype), on_meta((4096,), weight)
             yield (
                 f"norm {dtype}",
-                partial(norm, x, gamma, EPS, bias=gamma if centred else None, centred=centred, pdl=arch >= 90),
+                partial(norm, x, gamma, EPS, bias=gamma if centred else None, centred=centred),
             )
-            yield f"two norms {dtype}", partial(add_norm, x, x, gamma, gamma if centred else None, EPS, pdl=arch >= 90)
+            yield f"two norms {dtype}", partial(add_norm, x, x, gamma, gamma if centred else None, EPS)
         q, k, angles = (
             on_meta((BATCH, 32, 2, 128), dtype),
             on_meta((BATCH, 8, 2, 128), dtype),
             on_meta((1, 2, 128), dtype),
         )
-        yield f"rotate {dtype}", partial(rotate, q, k, angles, angles, pdl=arch >= 90)
-        yield f"gelu {dtype}", partial(gelu_tanh_mul, on_meta((BATCH, 2, 4096), dtype), pdl=arch >= 90)
+        yield f"rotate {dtype}", partial(rotate, q, k, angles, angles)
+        yield f"gelu {dtype}", partial(gelu_tanh_mul, on_meta((BATCH, 2, 4096), dtype))
     for kind in (*OF_GROUPS, OF_ROWS, OF_ROWS._replace(format="int8")):
         place = PackedCodes.empty((64, 4096), kind, False, META)
         yield f"round {kind}", partial(pack_rounded, place, 1, on_meta((48, 4096), BF16))

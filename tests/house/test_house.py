@@ -8,13 +8,10 @@ import subprocess
 import sys
 import zipfile
 from collections import Counter
-from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
-from fastspec.kernels import reference
-from fastspec.kernels.ops import Ops
 from tests.house.offenders import LONG_SIGNATURES, SPEEDS
 
 ROOT = Path(__file__).parents[2]
@@ -151,19 +148,7 @@ def test_a_planted_tensor_without_device_or_dtype_is_found(planted: str) -> None
     assert left_to_defaults("torch.zeros_like(x), x.new_empty(3), torch.zeros(3, dtype=t, device=d)") == []
 
 
-def wrappers() -> set[str]:
-    """Functions of the kernels' modules that launch something and are named like a torch definition."""
-    names = {
-        name for path in KERNELS.rglob("*.py") for name in re.findall(r"^def (\w+)\(", path.read_text("utf-8"), re.M)
-    }
-    return names & set(reference.__all__)
-
-
-def test_every_op_has_a_definition_and_every_folder_its_tests() -> None:
-    ops = {field.name for field in fields(Ops)}
-    defined = {name for name in ops if callable(getattr(reference, name, None))}
-    assert len(defined) >= 11
-    assert defined <= wrappers()
+def test_every_folder_has_its_tests() -> None:
     folders = {path.relative_to(PACKAGE) for path in PACKAGE.rglob("*") if list(path.glob("*.py"))} - {
         Path("demo"),
         Path(),

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -61,7 +60,7 @@ def launched(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) ->
     }
     exchange(monkeypatch, instead)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *given: capability)
-    ops = replace(triton_ops.TRITON_OPS, name="torch")  # whose results need no pinned memory
+    ops = triton_ops.TRITON_OPS.replaced(name="torch")  # whose results need no pinned memory
     monkeypatch.setattr(settings, "ops_for", lambda device: ops)
     return names
 

@@ -25,7 +25,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from fastspec.kernels.common.launch import has_pdl, launch
+from fastspec.kernels.common.launch import launch
 from fastspec.kernels.reference.step import Record
 from fastspec.kernels.sampling import bounds, logprobs
 from fastspec.kernels.sampling import groups as sampled_groups
@@ -339,8 +339,8 @@ def find_distributions(
         record: log-probabilities to record of the raw logits, but for those of the tokens that are not known yet.
     """
     batch, places, vocab = logits.shape
-    source, pdl = sampled_parts.source_of(logits, rows, ragged=ragged), has_pdl(logits.device)
-    shared = {"STOPS": rows.stop_ids.shape[1], "PDL": pdl, "launch_pdl": pdl, **sampled_parts.OPTIONS}
+    source = sampled_parts.source_of(logits, rows, ragged=ragged)
+    shared = {"STOPS": rows.stop_ids.shape[1], **sampled_parts.OPTIONS}
     chunk = sampled_groups.CHUNK
     chunks = triton.cdiv(vocab, chunk)
     parts = sampled_parts.parts_of(batch, places, chunks)

@@ -29,7 +29,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from fastspec.kernels.common.launch import has_pdl, launch
+from fastspec.kernels.common.launch import launch
+from fastspec.kernels.reference.sampled import SampledRows
 from fastspec.kernels.reference.step import Record
 from fastspec.kernels.sampling import commit as committing
 from fastspec.kernels.sampling import logits as sampled_parts
@@ -59,13 +60,13 @@ from fastspec.kernels.sampling.logits import (
     RESIDUAL_WINNER,
     RUNNING,
     WINNER,
-    SampledWork,
     check_draft_probs,
     check_source,
     view_of,
 )
 from fastspec.kernels.sampling.logprobs import check_record
 from fastspec.sampling.rules import COUPLED, REJECTION
+from fastspec.sampling.verify import Draws
 
 LAUNCH = {"num_warps": 8, "maxnreg": 128}
 PROGRAMS = 264  # of a launch, about: two a multiprocessor
@@ -246,14 +247,14 @@ def _end_kernel(
 
 def sampled_commit(
     logits: Tensor,
-    rows: Any,
-    scratch: Tensor,
-    work: SampledWork,
+    rows: SampledRows,
+    scratch: Any,
+    work: Any,
     publish_to: tuple[Tensor, Tensor] | None = None,
     *,
     rule: str,
     deterministic: bool,
-    draws: object = None,
+    draws: Draws,
     record: Record | None = None,
 ) -> None:
     """As `reference.sampled_commit`, which defines it; draws are those of the rows' seeds, whatever `draws` is.
@@ -273,7 +274,6 @@ def sampled_commit(
     source = sampled_parts.source_of(logits, rows)
     tokens_width, _, *others = committing.sizes_of(rows, publish_to)
     _, details_width = logprobs.sizes_of(record)
-    pdl = has_pdl(logits.device)
     chunk = end_chunk()
     chunks, max_found = triton.cdiv(vocab, chunk), work.found.shape[2]
     # under rejection one place of a row is sampled
@@ -300,8 +300,6 @@ def sampled_commit(
             min(LISTED, max_found),
         ),
         BLOCKS=committing.blocks_of(rows),
-        PDL=pdl,
         **LAUNCH,
-        launch_pdl=pdl,
         **sampled_parts.OPTIONS,
     )

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
+from fastspec.kernels.reference.attention import HeadsCall
 from fastspec.models.decoder import Decoder
 from fastspec.shapes import ForwardBatch, Tiling
 
@@ -46,4 +47,5 @@ class HeadDecoder(Decoder):
         """Keys, normed and rotated, and values of rows into a layer's cache; their queries, if they have any."""
         keys, values = self.cache.keys[index], self.cache.values[index]
         where = keys, values, rows.block_table, rows.positions, rows.write_mask
-        return self.ops.store_heads(heads, *self._tables[0], *where, num_heads=num_heads, norms=self._norms(index))
+        call = HeadsCall(heads, *self._tables[0], *where, num_heads=num_heads, norms=self._norms(index))
+        return self.ops.store_heads(call)

@@ -84,6 +84,7 @@ class Eagle3(HeadDecoder):
     def _upto_last(self, g: Tensor, rows: ForwardBatch) -> tuple[Tensor, Tensor]:
         """The residual stream in front of the last layer, and that layer's q, k and v."""
         layer, eps = self.weights.layers[0], self.spec.rms_eps
+        assert layer.input_norm is not None, "of the embeddings"
         norms = layer.input_norm, self._hidden_norm
         eh = self.ops.joined_norms(self.weights.embed, rows.ids, g, norms, eps)
         x = eh[..., g.shape[-1] :].contiguous() if self.head.norm_before_residual else g

@@ -74,12 +74,12 @@ def cloned(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def by_definition(given: dict[str, Any], window: int | None, scales: KVScales) -> Tensor:
-    return reference.attend(*(given[name] for name in TENSORS), **options(given, window, scales))
+    return reference.attend(reference.AttendCall(*(given[name] for name in TENSORS), **options(given, window, scales)))
 
 
 def by_kernels(given: dict[str, Any], window: int | None, scales: KVScales) -> Tensor:
-    more = options(given, window, scales)
-    return dispatch.attend(*(given[name] for name in TENSORS), work=work_for(given), **more)
+    call = reference.AttendCall(*(given[name] for name in TENSORS), **options(given, window, scales))
+    return dispatch.attend(call, work_for(given))
 
 
 def straight(given: dict[str, Any], window: int | None, scales: KVScales) -> Tensor:

@@ -105,7 +105,7 @@ def test_is_the_products_one_by_one(biases: bool, dtype: torch.dtype, monkeypatc
 
 def test_rows_that_came_regrouped_go_to_any_products() -> None:
     """What attention left for one product in a layer whose others are not packed."""
-    from fastspec.kernels import triton_ops
+    from fastspec.kernels.triton_ops import TRITON_OPS
 
     layer = a_layer(128, 256, 256, 272, "cpu", 0, torch.bfloat16, True)
     attended, x = inputs(layer, 18)
@@ -113,8 +113,8 @@ def test_rows_that_came_regrouped_go_to_any_products() -> None:
     for name in ("o", "gate_up", "down", "qkv"):
         setattr(layer, name, Weight(getattr(layer, name).unpack()))
     given = (x, layer, layer, 1e-5, UNTILED)
-    plain = triton_ops.layer_tail(reference.linear, attended, *given)
-    for ours, theirs in zip(triton_ops.layer_tail(reference.linear, regrouped(attended), *given), plain, strict=True):
+    plain = TRITON_OPS.layer_tail(reference.linear, attended, *given)
+    for ours, theirs in zip(TRITON_OPS.layer_tail(reference.linear, regrouped(attended), *given), plain, strict=True):
         assert torch.equal(ours, theirs)
 
 

@@ -53,7 +53,7 @@ def compare(rows: DecodeState, logits: Tensor, j: int, purpose: int, keep_draft_
     before = copy_of(rows)
     draw(rows, logits, j, purpose, keep_draft_probs)
     draws = PhiloxDraws(theirs.seeds)
-    reference.sampled_draw(logits, theirs, j, purpose=purpose, keep_draft_probs=keep_draft_probs, draws=draws)
+    reference.sampled_draw(logits, theirs, j, None, purpose=purpose, keep_draft_probs=keep_draft_probs, draws=draws)
     running = rows.running
     assert torch.equal(rows.draft_tokens[running], theirs.draft_tokens[running])
     torch.testing.assert_close(rows.draft_probs[running], theirs.draft_probs[running], **LAW)

@@ -169,7 +169,7 @@ def test_greedy_rows_emit_what_greedy_verification_does(rule: str, device: str) 
     state.draft_counts[3] = 1
     state.draft_probs.zero_().scatter_(2, state.draft_tokens[:, :, None], 1.0)
     theirs = copy_of(state)
-    reference.verify_commit(target, theirs)
+    reference.verify_commit(target, theirs, None)
     run(state, target, rule, deterministic=False)
     assert torch.equal(state.tokens[:, :-1], theirs.tokens[:, :-1])
     for name in ("lengths", "emitted", "accepted", "finish"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -203,7 +202,7 @@ def test_without_tma_the_portable_kernel_has_all_rows_of_a_long_cache(
 def test_text_over_a_long_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     """The scheduler with the portable kernel, work of the size that it gives it, and a row in its second split."""
     choose("tiles", monkeypatch)
-    mine = replace(TORCH_OPS, attend=triton_ops.attend, workspace=triton_ops.workspace)
+    mine = TORCH_OPS.replaced(attend=triton_ops.TRITON_OPS.attend, workspace=triton_ops.TRITON_OPS.workspace)
     monkeypatch.setattr(tiny, "tiny_spec", lambda **given: tiny_spec(**{**given, "dim": 64}))
     found = []
     for ops, k in ((TORCH_OPS, 0), (mine, 0), (mine, 2)):
