@@ -24,6 +24,7 @@ from fastspec.kernels.common.launch import brief
 from fastspec.kernels.common.packing import PACKED_ROWS
 from fastspec.kernels.common.weights import Weight
 from fastspec.kernels.compiled_ops import CompiledOps
+from fastspec.kernels.gpu import generation_of
 from fastspec.kernels.ops import Ops
 from fastspec.kv_cache.cache import PagedKVCache
 from fastspec.kv_cache.pages import PageTable
@@ -371,8 +372,7 @@ def _same_bits(
     formats = {matrix.format for matrix in matrices}
     if not all(type(model) is Decoder for model in models) or "rows" in formats:
         return None
-    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
-    least = _SAME_BITS_FROM.get(capability, _SAME_BITS_ELSEWHERE)
+    least = _SAME_BITS_FROM.get(generation_of(device).capability, _SAME_BITS_ELSEWHERE)
     least = max(least, _SAME_BITS_CODES) if "codes" in formats else least
     return tuple(size for size in chunks if size >= least) or None
 

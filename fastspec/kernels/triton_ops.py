@@ -19,7 +19,7 @@ from fastspec.kernels.common import packing
 from fastspec.kernels.common.checks import check_ieee
 from fastspec.kernels.common.code_packing import can_pack_codes
 from fastspec.kernels.common.codes import CodesKind
-from fastspec.kernels.common.launch import compiling, has_pdl, is_brief
+from fastspec.kernels.common.launch import compiling, is_brief
 from fastspec.kernels.common.weights import Format, Weight
 from fastspec.kernels.embed import embed as embed_rows
 from fastspec.kernels.experts import dispatch as mixtures
@@ -27,6 +27,7 @@ from fastspec.kernels.experts import router as routers
 from fastspec.kernels.experts.route import route as route_rows
 from fastspec.kernels.experts.route import route_normed as route_normed_rows
 from fastspec.kernels.feed_rows import feed_rows
+from fastspec.kernels.gpu import generation_of, has_pdl
 from fastspec.kernels.joined import joined_norms as join_rows
 from fastspec.kernels.norm import add_norm as add_norm_rows
 from fastspec.kernels.norm import norm as norm_rows
@@ -36,7 +37,6 @@ from fastspec.kernels.product.dispatch import packed_linear
 from fastspec.kernels.product.launch import reads_raised
 from fastspec.kernels.product.layer_tail import layer_tail as packed_layer_tail
 from fastspec.kernels.product.layer_tail import runs_on_tma
-from fastspec.kernels.product.plan import supported
 from fastspec.kernels.product.portable.products import tile_argmax, tile_linear
 from fastspec.kernels.product.prefill import prefill_linear
 from fastspec.kernels.product.quantised.plan import MAX_ROWS
@@ -120,13 +120,13 @@ class TritonOps(Ops):
     @staticmethod
     @override
     def weight_format(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Format:
-        packable = packing.can_pack(shape, dtype) and supported(torch.cuda.get_device_capability(device))
+        packable = packing.can_pack(shape, dtype) and generation_of(device).supported
         return "packed" if packable else "rows"
 
     @staticmethod
     @override
     def keeps_codes(shape: tuple[int, int], kind: CodesKind, dtype: torch.dtype, device: torch.device) -> bool:
-        runs = dtype == torch.bfloat16 and supported(torch.cuda.get_device_capability(device))
+        runs = dtype == torch.bfloat16 and generation_of(device).supported
         return runs and can_pack_codes(shape, kind)
 
     @staticmethod

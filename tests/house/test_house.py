@@ -388,3 +388,26 @@ def test_planted_signatures_are_found() -> None:
     assert long_signatures(function(13, kind="Seed")) == {"f": 13}
     assert long_signatures(function(13, "@command")) == {"f": 13}
     assert long_signatures(function(21, "@gluon.jit(do_not_specialize=[])")) == {"f": 21}
+
+
+COMPARED = re.compile(r"capability\b[^\n]{0,40}? (?:[<>]=?|[!=]=|in) |[<>=!]=? \(\d+, \d\)")
+
+
+def test_only_the_record_of_the_device_compares_compute_capabilities() -> None:
+    planted = [
+        "gpu.capability >= (9, 0)",
+        "capability in ROOMY",
+        "x != (9, 0)",
+        "get_device_capability(device) < FIRST",
+    ]
+    assert all(COMPARED.search(line) for line in planted)
+    record = PACKAGE / "kernels" / "gpu.py"
+    assert COMPARED.search(record.read_text(encoding="utf-8"))
+    found = [
+        f"{path.relative_to(PACKAGE)}: {line.strip()}"
+        for path in PACKAGE.rglob("*.py")
+        if path != record
+        for line in path.read_text(encoding="utf-8").splitlines()
+        if "capability" in line and COMPARED.search(line)
+    ]
+    assert found == []

@@ -49,13 +49,13 @@ from torch import Tensor
 from fastspec.kernels.attention import plan
 from fastspec.kernels.attention.arguments import NewTokens, PagedCache, WorkArea, check_heads, new_tokens, paged_cache
 from fastspec.kernels.attention.decode import launch as decoding
-from fastspec.kernels.attention.decode.launch import DecodingPass, gpu_of
+from fastspec.kernels.attention.decode.launch import DecodingPass
 from fastspec.kernels.attention.prefill import paged_attention
 from fastspec.kernels.attention.rope import store_heads
 from fastspec.kernels.common.checks import check_sinks
 from fastspec.kernels.common.kv_scales import KVScales, scales_of
-from fastspec.kernels.common.launch import has_pdl
 from fastspec.kernels.common.packing import BLOCK
+from fastspec.kernels.gpu import gpu_of, has_pdl
 from fastspec.kernels.reference.attention import AttendCall
 from fastspec.shapes import KEY_BLOCK
 

@@ -14,16 +14,11 @@ import torch
 from fastspec.kernels.common.carveout import LEAST, divide
 from fastspec.kernels.common.compile_jobs import hash_in_order
 from fastspec.kernels.common.compilers import Compilers
+from fastspec.kernels.gpu import has_pdl
 
 # what has been compiled, within `compiling()`; None: outside of it
 _compiling: ContextVar[set[Hashable] | None] = ContextVar("compiling", default=None)
 _brief: ContextVar[bool] = ContextVar("brief", default=False)
-
-
-@cache
-def has_pdl(device: torch.device) -> bool:
-    """Whether kernels on `device` may start before their predecessor ends (programmatic dependent launch, sm_90 on)."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def pdl_options(pdl: bool) -> dict[str, Any]:
@@ -32,18 +27,6 @@ def pdl_options(pdl: bool) -> dict[str, Any]:
     `launch_pdl` is given only where it is wanted, because Triton's interpreter does not know it.
     """
     return {"PDL": True, "launch_pdl": True} if pdl else {"PDL": False}
-
-
-@cache
-def has_warp_groups(device: torch.device) -> bool:
-    """Whether kernels on `device` multiply by warp groups (wgmma), which sm_90 alone does."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
-
-
-@cache
-def multiprocessors(device: torch.device) -> int:
-    """How many `device` has."""
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 @cache

@@ -15,6 +15,7 @@ from fastspec.kernels.common.launch import launch
 from fastspec.kernels.experts.lists import lists_of
 from fastspec.kernels.experts.mxfp4 import Epilogue, Operands, mxfp4_kernel
 from fastspec.kernels.experts.products import Chosen, Norm, Stack, expert_kernel, sum_kernel
+from fastspec.kernels.gpu import generation_of
 from fastspec.shapes import ClampedGate
 
 
@@ -67,7 +68,7 @@ AHEAD_BYTES = 1536
 def keeps_experts(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> bool:
     """Whether these kernels read a stack of such matrices (N, K) in mxfp4, with activations of `dtype`."""
     fits = dtype == torch.bfloat16 and shape[0] % 16 == 0 and shape[1] % 64 == 0
-    return fits and (device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 0))
+    return fits and (device.type != "cuda" or generation_of(device).supported)
 
 
 def experts(

@@ -18,6 +18,7 @@ from fastspec.distributed.exchange import add_rounded, one_way
 from fastspec.kernels import reference
 from fastspec.kernels.common import packing
 from fastspec.kernels.common.weights import Weight
+from fastspec.kernels.gpu import Gpu
 from fastspec.shapes import UNTILED
 from tests.helpers.limits import HANGS
 from tests.helpers.products import product_case
@@ -91,7 +92,7 @@ def test_is_the_products_one_by_one(biases: bool, dtype: torch.dtype, monkeypatc
     with modules("cpu") as packed:
         cases = [(9, 128, 384, 16384), (18, 128, 384, 16384), (40, 384, 256, 16384), (70, 256, 128, 256)]
         for rows, hidden, inner, many in cases:
-            gpu = packed.plan.Gpu((9, 0), 132 if many > 256 else 2)
+            gpu = Gpu((9, 0), 132 if many > 256 else 2)
             monkeypatch.setattr(packed.launch, "gpu_of", lambda device, gpu=gpu: gpu)
             layers = [a_layer(hidden, inner, 256, 272, "cpu", seed, dtype, biases) for seed in range(2)]
             for some in (layers, layers[:1]):

@@ -19,6 +19,7 @@ from fastspec.kernels import triton_ops
 from fastspec.kernels.attention import dispatch, plan
 from fastspec.kernels.attention.decode import combine
 from fastspec.kernels.attention.decode import launch as decoding
+from fastspec.kernels.gpu import Gpu
 from fastspec.kernels.ops import TORCH_OPS
 from fastspec.shapes import KEY_BLOCK
 from tests.kernels.attention.test_dispatch import (
@@ -185,7 +186,7 @@ def test_without_tma_the_portable_kernel_has_all_rows_of_a_long_cache(
     capable: bool, page_size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever their position: by the room of the block table alone."""
-    monkeypatch.setattr(dispatch, "gpu_of", lambda device: plan.Gpu((9, 0) if capable else (10, 0), 148))
+    monkeypatch.setattr(dispatch, "gpu_of", lambda device: Gpu((9, 0) if capable else (10, 0), 148))
     monkeypatch.setattr(decoding, "start_early", lambda *given: launched.append("short"))
     monkeypatch.setattr(decoding, "launch", lambda kernel, *given, **options: launched.append(kernel.__name__))
     launched: list[str] = []
