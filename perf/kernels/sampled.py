@@ -135,7 +135,9 @@ def calls_of(state: DecodeState, k: int, vocab: int) -> dict[str, Call]:
     draws = distribution.PhiloxDraws(state.seeds)
 
     def ours(rule: str) -> Call:
-        return lambda logits: sampled_commit(logits, state, scratch, work, rule=rule, deterministic=deterministic)
+        return lambda logits: sampled_commit(
+            logits, state, scratch, work, rule=rule, deterministic=deterministic, draws=None
+        )
 
     calls: dict[str, Call] = {
         "ours, block": ours(BLOCK),
@@ -145,7 +147,7 @@ def calls_of(state: DecodeState, k: int, vocab: int) -> dict[str, Call]:
     }
     if k:
         calls["ours, one draft's draw"] = lambda logits: sampled_draw(
-            logits[:, :1], state, 0, work, purpose=distribution.DRAFT, keep_draft_probs=True
+            logits[:, :1], state, 0, work, purpose=distribution.DRAFT, keep_draft_probs=True, draws=None
         )
     if state.batch <= 8:
         calls["torch, block"] = lambda logits: reference.sampled_commit(

@@ -177,7 +177,15 @@ def sampled_otherwise(arch: int) -> Calls:
 
 def _draw(vocab: int, batch: int, purpose: int, keep: bool) -> None:
     work = sampled_work(batch, DRAFTS, vocab, META)
-    sampled_draw(on_meta((batch, 1, vocab), F32), _state(vocab, batch), 1, work, purpose=purpose, keep_draft_probs=keep)
+    sampled_draw(
+        on_meta((batch, 1, vocab), F32),
+        _state(vocab, batch),
+        1,
+        work,
+        purpose=purpose,
+        keep_draft_probs=keep,
+        draws=None,
+    )
 
 
 def _sampled(vocab: int, batch: int, rule: str, deterministic: bool, recorded: bool, published: bool) -> None:
@@ -186,7 +194,9 @@ def _sampled(vocab: int, batch: int, rule: str, deterministic: bool, recorded: b
     record = _records(state, vocab, details if published else None) if recorded else None
     work, scratch = sampled_work(batch, DRAFTS, vocab, META), scratch_of(batch, DRAFTS, META)
     logits, entry = on_meta((batch, DRAFTS + 1, vocab), F32), ring if published else None
-    sampled_commit(logits, state, scratch, work, entry, rule=rule, deterministic=deterministic, record=record)
+    sampled_commit(
+        logits, state, scratch, work, entry, rule=rule, deterministic=deterministic, record=record, draws=None
+    )
 
 
 def recurrent(arch: int) -> Calls:

@@ -112,7 +112,7 @@ def sampled_draw(
     *,
     purpose: int,
     keep_draft_probs: bool,
-    draws: Draws,
+    draws: Draws | None,
 ) -> None:
     """As `reference.sampled_draw`, which defines it; draws are those of the rows' seeds, whatever `draws` is.
 

@@ -254,7 +254,7 @@ def sampled_commit(
     *,
     rule: str,
     deterministic: bool,
-    draws: Draws,
+    draws: Draws | None,
     record: Record | None = None,
 ) -> None:
     """As `reference.sampled_commit`, which defines it; draws are those of the rows' seeds, whatever `draws` is.
