@@ -254,8 +254,10 @@ def _judge(
     if isinstance(shape.verification, SyntheticAcceptance):
         accept_synthetic(modules, state, shape, shape.verification, draws, logits, entry, record)
     elif shape.sampler == FULL:
-        rule = {"rule": shape.verification, "deterministic": not _drawn(modules, shape), "draws": draws}
-        modules.ops.sampled_commit(logits, state, modules.scratch, modules.work, entry, **rule, record=record)
+        modules.ops.sampled_commit(
+            logits, state, modules.scratch, modules.work, entry,
+            rule=shape.verification, deterministic=not _drawn(modules, shape), draws=draws, record=record,
+        )  # fmt: skip
     else:
         modules.ops.verify_commit(logits, state, modules.scratch, entry, record)
 

@@ -20,7 +20,7 @@ from typing import Literal, TypeVar
 import torch
 
 import fastspec
-from fastspec.cli.probes import BUDGET, NEW_TOKENS, THIS_MACHINE, Gpu, Probes, gib
+from fastspec.cli.probes import BUDGET, NEW_TOKENS, THIS_MACHINE, GpuFacts, Probes, gib
 from fastspec.cli.progress import Progress
 
 # pyproject.toml's floors, which an uninstalled checkout has no metadata to read from
@@ -202,7 +202,7 @@ def _version_line(name: str, version: str, floor: str, more: str, fix: str) -> L
     return Line("warn", name, f"{version}{more} is too old; needed: {floor} or newer", fix)
 
 
-def _device_lines(probes: Probes, gpus: tuple[Gpu, ...] | Line) -> Iterator[Line]:
+def _device_lines(probes: Probes, gpus: tuple[GpuFacts, ...] | Line) -> Iterator[Line]:
     name = _attempt(probes.cpu, "CPU", "warn", "pip install -U psutil")
     yield name if isinstance(name, Line) else Line("ok", "CPU", name)
     driver = _attempt(probes.driver, "driver", "warn", "reinstall the NVIDIA driver, or restart the machine")
@@ -227,24 +227,24 @@ def _device_lines(probes: Probes, gpus: tuple[Gpu, ...] | Line) -> Iterator[Line
         yield Line("note", "CUDA", "no device; everything runs on the CPU")
 
 
-def _dotted(gpu: Gpu) -> str:
+def _dotted(gpu: GpuFacts) -> str:
     return ".".join(map(str, gpu.capability))
 
 
-def _support(gpu: Gpu, build: str) -> tuple[Status, str, str | None]:
+def _support(gpu: GpuFacts, build: str) -> tuple[Status, str, str | None]:
     """(status, words, fix) of a device."""
     if build.startswith("ROCm"):
         return "warn", "AMD devices are untested", "if it fails, use device='cpu'"
-    if gpu.capability < (7, 0):
+    if not gpu.generation.usable:
         return "warn", "refused, 7.0 is the least", "use device='cpu', or a GPU of compute capability 8.0 or newer"
-    if gpu.capability < (8, 0):
+    if not gpu.generation.supported:
         return "warn", "untested, and float16 only", "pass dtype='float16'; if it fails, use device='cpu'"
-    if gpu.capability == (9, 0):
+    if gpu.generation.measured:
         return "ok", "supported and tested", None
     return "ok", "supported; tests run on 9.0", None
 
 
-def _triton_lines(probes: Probes, gpus: tuple[Gpu, ...]) -> Iterator[Line]:
+def _triton_lines(probes: Probes, gpus: tuple[GpuFacts, ...]) -> Iterator[Line]:
     if not _has_triton(probes):
         yield Line("note", "attention", "torch on every device, as triton is not installed")
         return
@@ -280,13 +280,13 @@ def _cache_line(cache: Path, worse: Status) -> Line:
     return Line(worse, "cache", f"{shown} is not writable", "set TRITON_CACHE_DIR to a directory that is")
 
 
-def _check_lines(name: str, gpu: Gpu | None, probes: Probes) -> Iterator[Line]:
+def _check_lines(name: str, gpu: GpuFacts | None, probes: Probes) -> Iterator[Line]:
     """Findings on one device."""
     on_gpu = name.startswith("cuda")
-    if gpu is not None and gpu.capability < (7, 0) and not probes.torch_build().startswith("ROCm"):
+    if gpu is not None and not gpu.generation.usable and not probes.torch_build().startswith("ROCm"):
         yield Line("fail", name, f"refused: compute capability {_dotted(gpu)}, 7.0 is the least", "use device='cpu'")
         return
-    dtype = torch.float32 if not on_gpu else torch.bfloat16 if gpu and gpu.capability >= (8, 0) else torch.float16
+    dtype = torch.float32 if not on_gpu else torch.bfloat16 if gpu and gpu.generation.supported else torch.float16
     fix = f"use device='cpu' meanwhile; {REPORT_IT}" if on_gpu else f"see the lines marked !; {REPORT_IT}"
     result = _attempt(lambda: probes.self_check(torch.device(name), dtype), name, "fail", fix)
     if isinstance(result, Line):
@@ -332,7 +332,7 @@ def _working(checks: Mapping[str, tuple[Line, ...]]) -> Iterator[Line]:
             yield Line("ok", "works", f"greedy and sampled decoding, plain and speculative, on {name}")
 
 
-def _not_working(checks: Mapping[str, tuple[Line, ...]], gpus: tuple[Gpu, ...], probes: Probes) -> Iterator[Line]:
+def _not_working(checks: Mapping[str, tuple[Line, ...]], gpus: tuple[GpuFacts, ...], probes: Probes) -> Iterator[Line]:
     def will_not(text: str, fix: str) -> Line:
         return Line("note", "will not", text, fix)
 
@@ -340,7 +340,7 @@ def _not_working(checks: Mapping[str, tuple[Line, ...]], gpus: tuple[Gpu, ...], 
         for failed in (line for line in lines if line.status == "fail"):
             yield will_not(f"decode reliably on {name}: {failed.text}", failed.fix or REPORT_IT)
     for gpu in gpus:
-        if (7, 0) <= gpu.capability < (8, 0):
+        if gpu.generation.usable and not gpu.generation.supported:
             yield will_not(f"take bfloat16 on cuda:{gpu.index}", "pass dtype='float16'")
     if not gpus:
         system = "" if probes.system.startswith("linux") else "; its Triton kernels also need Linux"

@@ -26,6 +26,7 @@ import torch
 
 from fastspec.demo import demo_pair
 from fastspec.kernels import reference
+from fastspec.kernels.gpu import Gpu
 from fastspec.output import Stats
 from fastspec.shapes import AttentionRule
 
@@ -36,7 +37,7 @@ BUDGET = 30.0  # seconds that a self-check may decode on one device
 
 
 @dataclass(frozen=True, slots=True)
-class Gpu:
+class GpuFacts:
     """One device as torch sees it; free, total and shared (per block) in bytes."""
 
     index: int
@@ -45,6 +46,11 @@ class Gpu:
     free: int
     total: int
     shared: int
+
+    @property
+    def generation(self) -> Gpu:
+        """What its compute capability means for kernels."""
+        return Gpu(self.capability, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +138,7 @@ def cpu() -> str:
     return f"{name}, {cores}, {gib(memory.available)} of {gib(memory.total)} GiB memory free"
 
 
-def gpus() -> tuple[Gpu, ...]:
+def gpus() -> tuple[GpuFacts, ...]:
     """Every CUDA device that torch can use."""
     if not torch.cuda.is_available():
         return ()
@@ -141,7 +147,7 @@ def gpus() -> tuple[Gpu, ...]:
         properties: Any = torch.cuda.get_device_properties(index)
         shared = getattr(properties, "shared_memory_per_block_optin", 0)
         free, total = torch.cuda.mem_get_info(index)
-        found.append(Gpu(index, properties.name, (properties.major, properties.minor), free, total, shared))
+        found.append(GpuFacts(index, properties.name, (properties.major, properties.minor), free, total, shared))
     return tuple(found)
 
 
@@ -276,7 +282,7 @@ class Probes:
     torch_build: Callable[[], str] = torch_build
     driver: Callable[[], str | None] = nvidia_driver
     cpu: Callable[[], str] = cpu
-    gpus: Callable[[], tuple[Gpu, ...]] = gpus
+    gpus: Callable[[], tuple[GpuFacts, ...]] = gpus
     cache: Callable[[], Path] = triton_cache
     compiler: Callable[[], str | None] = c_compiler
     headers: Callable[[], bool] = python_headers

@@ -22,7 +22,8 @@ from fastspec.kernels.common.kv_scales import FP8
 from fastspec.kernels.common.launch import brief
 from fastspec.kernels.common.packing import PACKED_ROWS
 from fastspec.kernels.common.weights import Weight
-from fastspec.kernels.compiled_ops import compiled
+from fastspec.kernels.compiled_ops import CompiledOps
+from fastspec.kernels.gpu import generation_of
 from fastspec.kernels.ops import Ops
 from fastspec.kv_cache.cache import PagedKVCache
 from fastspec.kv_cache.pages import PageTable
@@ -216,7 +217,7 @@ class _Models:
         layout, length = settings.layout, settings.max_length
         self._settings, self._ops, self._ranks, self._exchange = settings, ops, ranks, exchange
         self._mark, self._work, self._config = mark, work, settings.config
-        self._inside = compiled(ops) if self._config.compile else ops
+        self._inside = CompiledOps(ops) if self._config.compile else ops
         self._sizes: dict[str, Any] = {
             "max_positions": layout.pages_per_row(length) * layout.page_size,
             "batch": layout.batch,
@@ -349,8 +350,7 @@ def _same_bits(
     formats = {matrix.format for matrix in matrices}
     if not all(type(model) is Decoder for model in models) or "rows" in formats:
         return None
-    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
-    least = _SAME_BITS_FROM.get(capability, _SAME_BITS_ELSEWHERE)
+    least = _SAME_BITS_FROM.get(generation_of(device).capability, _SAME_BITS_ELSEWHERE)
     least = max(least, _SAME_BITS_CODES) if "codes" in formats else least
     return tuple(size for size in chunks if size >= least) or None
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import torch
-
 from fastspec.adaptive.controller import AUTO
 from fastspec.engine.engine import Engine
 from fastspec.engine.memory import Layout
 from fastspec.engine.settings import Settings
-from fastspec.kernels.attention.plan import Gpu, described
+from fastspec.kernels.attention.plan import described
 from fastspec.kernels.common.kv_scales import FP8
-from fastspec.kernels.product.plan import tested
+from fastspec.kernels.gpu import generation_of
 from fastspec.models.checkpoints.pair import AS_STORED
 from fastspec.models.decoder import Decoder
 from fastspec.models.hosted.model import HostedModel
@@ -87,9 +85,9 @@ def break_even_advice(stats: Stats, layout: Layout) -> str | None:
 
 def launch_plans(settings: Settings) -> str:
     """Where the launch plans of attention and products come from, on a GPU."""
-    capability = torch.cuda.get_device_capability(settings.device)
-    name = f"sm_{capability[0]}{capability[1]}"
-    if tested(capability):
+    gpu = generation_of(settings.device)
+    name = "sm_" + "".join(map(str, gpu.capability))
+    if gpu.measured:
         return f"measured on {name}"
     return f"UNTESTED on {name}: the kernels compile for it, but no GPU of that kind has run them"
 
@@ -201,7 +199,7 @@ def _attention(settings: Settings, engine: Engine) -> str:
 
 def attention_kernels(settings: Settings) -> dict[str, str]:
     """Which kernels decode the target and the draft on a GPU, and why."""
-    layout, gpu = settings.layout, Gpu(torch.cuda.get_device_capability(settings.device), 1)
+    layout, gpu = settings.layout, generation_of(settings.device)
     capacity = layout.pages_per_row(settings.max_length) * layout.page_size
     of_target, of_draft = layout.cache_dtypes
     models = {"target": (layout.target, layout.target_dtype, of_target)}

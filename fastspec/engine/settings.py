@@ -14,6 +14,7 @@ from fastspec.adaptive.controller import AUTO, MAX_USEFUL
 from fastspec.config import Config, check_range
 from fastspec.engine.memory import FREE_SHARE, Layout, MemoryPlan, free_bytes
 from fastspec.kernels.common.kv_scales import FP8
+from fastspec.kernels.gpu import FP8_FROM, generation_of
 from fastspec.kernels.ops import TORCH_OPS
 from fastspec.kernels.select import ops_for
 from fastspec.models.heads.checkpoint import HeadCheckpoint
@@ -23,7 +24,6 @@ from fastspec.sampling.rules import Verification, checked, needs_draft_probs
 from fastspec.shapes import UNTILED, Tiling
 
 MAX_DRAFTS = 16
-_FP8_FROM = (8, 9)  # compute capability whose kernels read e4m3
 # Rows of every product of a step. On a CPU 8 rows hold the k + 1 of one prompt and take hardly longer than 5; on a GPU
 # a pass waits for the weights, so padding to 64 costs little and a batch of 8 x 8 rows reads them once.
 _DECODE_TILING = {"cpu": Tiling(rows=8, queries=8), "cuda": Tiling(rows=64, queries=8)}
@@ -131,9 +131,9 @@ def _kv_dtypes(
         raise ValueError(f"kv_dtype='fp8' is for native families alone, and {hosted[0]} is hosted: leave it out")
     if config.compile:
         raise ValueError("kv_dtype='fp8' does not go with compile=True; leave one of them out")
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) < _FP8_FROM and layout.ops.name == "triton":
+    if device.type == "cuda" and not generation_of(device).reads_fp8 and layout.ops.name == "triton":
         raise ValueError(
-            f"kv_dtype='fp8' needs a GPU of compute capability {'.'.join(map(str, _FP8_FROM))} or later, and {device} "
+            f"kv_dtype='fp8' needs a GPU of compute capability {'.'.join(map(str, FP8_FROM))} or later, and {device} "
             f"has {'.'.join(map(str, torch.cuda.get_device_capability(device)))}: leave it out"
         )
     narrow = apart[0] is not None, apart[1] is not None and not isinstance(draft, HeadCheckpoint)

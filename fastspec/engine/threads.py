@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import wraps
 from typing import Any
 
@@ -102,8 +102,8 @@ def sampling_alone(ops: Ops) -> Ops:
     would depend on the number of rows, of drafts and of threads.
     """
     names = ("sampled_commit", "sampled_draw", "verify_commit", "commit")
-    alone: dict[str, Any] = {name: _alone(getattr(ops, name)) for name in names}
-    return replace(ops, **alone)
+    alone = {name: _alone(getattr(ops, name)) for name in names}
+    return ops.replaced(**alone)
 
 
 def _alone(op: Callable[..., Any]) -> Callable[..., Any]:

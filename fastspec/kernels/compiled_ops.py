@@ -1,31 +1,38 @@
-"""The ops of a step that torch.compile takes as one graph, and functions that are compiled once for every shape.
+"""The ops that torch.compile takes as one graph, and functions that are compiled once for every shape.
 
-Norms, activations, products and the largest logit are the torch definitions of `reference`: the compiler fuses what
-stands around a product, and leaves the product to cuBLAS. A layer's attention, from its fused product on, stays the
-same kernel: it is registered as `fastspec::attend`, with the cache that it writes declared, so that no graph breaks at
-it and no cache is copied. What stands outside of a model's passes is not compiled.
+Norms, activations, products and the largest logit are the torch definitions of `reference`. The compiler fuses the
+operations around a product, and leaves the product to cuBLAS. Attention stays the same kernel, registered as
+`fastspec::attend`. The op declares the cache that it writes, so that no graph breaks there and no cache is copied. Ops
+outside of a model's passes are not compiled.
 
-The compiler chooses by shape, and keeps in fp32 what it fuses: a row's bits depend on what runs beside it.
+The compiler chooses by shape, and fuses in fp32: a row's bits depend on the rows beside it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from fastspec.kernels import reference
-from fastspec.kernels.common.weights import Weight
-from fastspec.kernels.ops import TORCH_OPS, Ops
-from fastspec.shapes import KEY_BLOCK, UNTILED, AttentionRule, Tiling
+from fastspec.kernels.ops import Ops
+from fastspec.kernels.reference.attention import AttendCall
+from fastspec.shapes import KEY_BLOCK, AttentionRule
 
 INDUCTOR = "inductor"
-MAX_QUERIES = 17  # a step's passes have no more tokens a row: max_drafts and one
+MAX_QUERIES = 17  # tokens of a row in a step's pass at most: max_drafts and one
+# ops that are not part of a compiled pass
+OUTSIDE = (
+    *("feed_rows", "verify_commit", "sampled_commit", "sampled_draw", "commit", "publish"),
+    *("rotate", "store_heads", "delta_rule", "gated_norm", "gated"),
+    *("pack_rounded", "workspace_bytes", "commit_scratch", "sampled_work", "sampled_work_bytes"),
+    *("record_work", "record_work_bytes", "compiling", "is_brief"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,16 +42,6 @@ class Work:
     split_keys: int
     counters: Tensor
     partials: Tensor
-
-
-def _work_of(workspace: Callable[..., Any], device: torch.device, *sizes: Any) -> Work:
-    """The part of a workspace that attention needs, as tensors that a graph can be given."""
-    work = workspace(device, *sizes)
-    if work is None:  # torch's own ops
-        return Work(
-            0, torch.empty(0, dtype=torch.int32, device=device), torch.empty(0, dtype=torch.float32, device=device)
-        )
-    return Work(work.attend.split_keys, work.attend.counters, work.attend.partials)
 
 
 @torch.library.custom_op("fastspec::attend", mutates_args=("keys", "values", "counters", "partials"))
@@ -65,30 +62,32 @@ def attend_op(
     sizes: Sequence[int],
     factors: Sequence[float],
 ) -> Tensor:
-    """`reference.attend` as an op of torch's; without a bound on positions, which would be compiled in.
+    """`reference.attend` as an op of torch, without `num_blocks`, whose value would be compiled in.
+
+    On CUDA a launch covers the whole table, and the kernels find the newest position themselves. On other devices the
+    newest position is read from the tensor.
 
     Args:
         sizes: heads, window, keys of a split; a window of 0 is none.
         factors: of scores, softcap, epsilon of the norms; a softcap of 0 is none.
-        others: as there, and the tensors of `Work`.
-
-    Elsewhere than on CUDA the bound is read off the positions. The CUDA kernels find the newest one themselves: a
-    launch is as wide as the table, whatever the lengths.
+        others: the fields of `AttendCall`, and the tensors of `Work`.
     """
-    tensors = (qkv, cos, sin, keys, values, block_table, positions, write_mask)
     (num_heads, window, split_keys), (scale, softcap, eps) = sizes, factors
-    options: dict[str, Any] = {
-        "num_heads": num_heads,
-        "norms": None if q_norm is None or k_norm is None else (q_norm, k_norm, eps),
-        "rule": AttentionRule(window or None, scale, softcap or None),
-        "sinks": sinks,
-    }
-    if qkv.device.type != "cuda":
-        return reference.attend(*tensors, num_blocks=int(positions.amax()) // KEY_BLOCK + 1, **options)
+    on_cuda = qkv.device.type == "cuda"
+    last = block_table.shape[1] * keys.shape[1] - 1 if on_cuda else int(positions.amax())
+    call = AttendCall(
+        qkv, cos, sin, keys, values, block_table, positions, write_mask,
+        num_heads=num_heads,
+        norms=None if q_norm is None or k_norm is None else (q_norm, k_norm, eps),
+        num_blocks=last // KEY_BLOCK + 1,
+        rule=AttentionRule(window or None, scale, softcap or None),
+        sinks=sinks,
+    )  # fmt: skip
+    if not on_cuda:
+        return reference.attend(call)
     from fastspec.kernels.attention.dispatch import AttendWork, attend
 
-    num_blocks = -(-block_table.shape[1] * keys.shape[1] // KEY_BLOCK)
-    return attend(*tensors, num_blocks=num_blocks, work=AttendWork(split_keys, counters, partials), **options)
+    return attend(call, AttendWork(split_keys, counters, partials))
 
 
 @attend_op.register_fake
@@ -97,60 +96,44 @@ def _attend_shape(qkv: Tensor, *tensors: Any) -> Tensor:
     return qkv.new_empty(*qkv.shape[:2], num_heads * keys.shape[-1])
 
 
-def attend(
-    *tensors: Tensor | None,
-    num_heads: int,
-    norms: tuple[Tensor, Tensor, float] | None = None,
-    num_blocks: int,
-    first_block: int = 0,
-    rule: AttentionRule,
-    sinks: Tensor | None = None,
-    work: Work,
-    product: Weight | None = None,
-    tiling: Tiling = UNTILED,
-    kv_scales: None = None,
-) -> Tensor:
-    """As `reference.attend`, which defines it; bounds on blocks, `product` and `tiling` are ignored.
-
-    Caches in 8 bits are not for these ops: settings refuse them.
-    """
-    q_norm, k_norm, eps = (None, None, 0.0) if norms is None else norms
-    keys = tensors[3]
-    assert keys is not None  # the cache, which is always there
-    sizes = [num_heads, rule.window or 0, work.split_keys]
-    factors = [rule.factor(keys.shape[-1]), rule.softcap or 0.0, eps]
-    out: Tensor = attend_op(*tensors, q_norm, k_norm, sinks, work.counters, work.partials, sizes, factors)
-    return out
-
-
-def compiled(ops: Ops) -> Ops:
-    """`ops` as far as it stands outside of models' passes, and what torch.compile can take inside of them.
+class CompiledOps(Ops):
+    """Torch's definitions within the passes of models, which torch.compile takes; outside of them the given ops.
 
     Weights stay row-major, and any number of rows is multiplied at once: these ops go with exact=False.
+
+    Args:
+        outside: the ops for everything that is not part of a pass.
     """
-    return replace(
-        ops,
-        name="compiled",
-        weight_format=TORCH_OPS.weight_format,
-        keeps_codes=TORCH_OPS.keeps_codes,
-        workspace=partial(_work_of, ops.workspace),
-        embed=reference.embed,
-        norm=reference.norm,
-        joined_norms=reference.joined_norms,
-        add_norm=reference.add_norm,
-        gelu_tanh_mul=reference.gelu_tanh_mul,
-        linear=reference.linear,
-        layer_tail=reference.layer_tail,
-        keeps_experts=TORCH_OPS.keeps_experts,
-        joins_shared=TORCH_OPS.joins_shared,
-        normed_logits=reference.normed_logits,
-        route=reference.route,
-        route_normed=reference.route_normed,
-        experts=reference.experts,
-        experts_normed=reference.experts_normed,
-        attend=attend,
-        argmax=reference.argmax,
-    )
+
+    name = "compiled"
+
+    def __init__(self, outside: Ops) -> None:
+        self._outside = outside
+        for op in OUTSIDE:
+            setattr(self, op, getattr(outside, op))
+
+    @override
+    def workspace(
+        self, device: torch.device, batch: int, max_queries: int, max_positions: int, heads: tuple[int, int, int]
+    ) -> Work:
+        work = self._outside.workspace(device, batch, max_queries, max_positions, heads)
+        if work is None:  # torch's own ops
+            none = torch.empty(0, dtype=torch.int32, device=device)
+            return Work(0, none, torch.empty(0, dtype=torch.float32, device=device))
+        return Work(work.attend.split_keys, work.attend.counters, work.attend.partials)
+
+    @staticmethod
+    @override
+    def attend(call: AttendCall, work: Any = None) -> Tensor:
+        """Calls `attend_op`, which finds the bounds on blocks itself. Settings refuse caches in 8 bits before."""
+        q_norm, k_norm, eps = (None, None, 0.0) if call.norms is None else call.norms
+        sizes = [call.num_heads, call.rule.window or 0, work.split_keys]
+        factors = [call.rule.factor(call.keys.shape[-1]), call.rule.softcap or 0.0, eps]
+        out: Tensor = attend_op(
+            call.qkv, call.cos, call.sin, call.keys, call.values, call.block_table, call.positions, call.write_mask,
+            q_norm, k_norm, call.sinks, work.counters, work.partials, sizes, factors,
+        )  # fmt: skip
+        return out
 
 
 class PerShape:

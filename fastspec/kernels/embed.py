@@ -17,7 +17,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from fastspec.kernels.common.checks import check, told
 from fastspec.kernels.common.code_packing import PackedCodes
 from fastspec.kernels.common.code_values import code_values, source_of
-from fastspec.kernels.common.launch import has_pdl, launch
+from fastspec.kernels.common.launch import launch
 from fastspec.kernels.common.weights import Weight
 
 BLOCK, NUM_WARPS = 1024, 4  # columns per program: 16 bytes a thread
@@ -101,9 +101,8 @@ def embed(weight: Weight, ids: Tensor) -> Tensor:
         )
     check("ids", ids, ids.shape, torch.int64)
     out = torch.empty(*ids.shape, width, dtype=weight.dtype, device=weight.device)
-    pdl = has_pdl(weight.device)
     if weight.codes is not None:
-        _embed_codes(weight.codes, ids, out, pdl)
+        _embed_codes(weight.codes, ids, out)
         return out
     launch(
         _embed_kernel,
@@ -115,16 +114,14 @@ def embed(weight: Weight, ids: Tensor) -> Tensor:
         width,
         PACKED=weight.format == "packed",
         BLOCK=BLOCK,
-        PDL=pdl,
         num_warps=NUM_WARPS,
-        launch_pdl=pdl,
     )
     return out
 
 
-def _embed_codes(codes: PackedCodes, ids: Tensor, out: Tensor, pdl: bool) -> None:
+def _embed_codes(codes: PackedCodes, ids: Tensor, out: Tensor) -> None:
     rows, width = codes.shape
     source, constants = source_of(codes)
     grid = (ids.numel(), triton.cdiv(width, BLOCK))
-    options = {**constants, "BLOCK": BLOCK, "PDL": pdl, "num_warps": NUM_WARPS, "launch_pdl": pdl}
+    options = {**constants, "BLOCK": BLOCK, "num_warps": NUM_WARPS}
     launch(_embed_codes_kernel, grid, source, ids, out, rows, K=width, **options)

@@ -32,7 +32,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fastspec.kernels.common.launch import has_pdl, launch, pdl_options
+from fastspec.kernels.common.launch import launch
 from fastspec.kernels.exchange_kernels import _gather_kernel, _largest_kernel, _one_shot_kernel, _two_shot_kernel
 from fastspec.kernels.room import BLOCK, LIMIT, TWO_SHOT, Room
 
@@ -114,7 +114,6 @@ def _launch(
         SIZE=room.size,
         BLOCK=BLOCK,
         PARTS=parts,
-        **pdl_options(has_pdl(x.device)),
         num_warps=NUM_WARPS,
         enable_fp_fusion=False,
     )

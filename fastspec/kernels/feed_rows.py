@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from fastspec.kernels.common.launch import has_pdl, launch, new_ids
+from fastspec.kernels.common.launch import launch, new_ids
 
 
 @triton.jit
@@ -140,7 +140,6 @@ def feed_rows(
     # looked up in tables of positions and of layers' embeddings by torch, also where kernels only compile
     ids, positions = (new_ids(batch * queries, device).view(batch, queries) for _ in range(2))
     write_mask = torch.empty(batch, queries, dtype=torch.bool, device=device)
-    pdl = has_pdl(device)
     launch(
         _feed_kernel,
         (batch,),
@@ -161,9 +160,7 @@ def feed_rows(
         vocab,
         num_drafts,
         QUERIES=triton.next_power_of_2(queries),
-        PDL=pdl,
         num_warps=1,
-        launch_pdl=pdl,
     )
     return ids, positions, write_mask
 

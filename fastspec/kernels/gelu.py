@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from fastspec.kernels.common.launch import launch, pdl_options
+from fastspec.kernels.common.launch import launch
 
 BLOCK = 1024
 ROOT = tl.constexpr((2 / 3.141592653589793) ** 0.5)
@@ -39,13 +39,12 @@ def _gelu_kernel(
     tl.store(out_ptr + row * WIDTH + at, (activated * up).to(out_ptr.dtype.element_ty), mask=inside)
 
 
-def gelu_tanh_mul(gate_up: Tensor, *, interleaved: bool = False, pdl: bool = False) -> Tensor:
+def gelu_tanh_mul(gate_up: Tensor, *, interleaved: bool = False) -> Tensor:
     """As `reference.gelu_tanh_mul`, which defines it; the formula itself is computed in fp32.
 
     Args:
         gate_up: [..., 2 I].
         interleaved: columns are 8 of the gate, then the 8 of up that go with them, as rows of a packed gated weight.
-        pdl: launch programmatically dependent (sm_90 on).
     """
     width = gate_up.shape[-1] // 2
     rows = gate_up.reshape(-1, 2 * width).contiguous()
@@ -61,6 +60,5 @@ def gelu_tanh_mul(gate_up: Tensor, *, interleaved: bool = False, pdl: bool = Fal
             INTERLEAVED=interleaved,
             BLOCK=BLOCK,
             num_warps=4,
-            **pdl_options(pdl),
         )
     return out

@@ -19,7 +19,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from fastspec.kernels.common.checks import check, told
-from fastspec.kernels.common.launch import launch, pdl_options
+from fastspec.kernels.common.launch import launch
 from fastspec.kernels.common.weights import Weight
 from fastspec.kernels.embed import place_of
 from fastspec.kernels.norm import ELEMENTS, MAX_WIDTH
@@ -67,13 +67,12 @@ def _joined_kernel(
 
 
 def joined_norms(
-    table: Weight, ids: Tensor, x: Tensor, norms: tuple[Tensor, Tensor], eps: float, *, x_first: bool, pdl: bool = False
+    table: Weight, ids: Tensor, x: Tensor, norms: tuple[Tensor, Tensor], eps: float, *, x_first: bool = False
 ) -> Tensor:
     """As `reference.joined_norms`, which defines it.
 
     Args:
         table, ids, x, norms, eps, x_first: as there; the table is not quantised.
-        pdl: launch programmatically dependent (sm_90 on).
 
     Raises:
         ValueError: a tensor is not as above.
@@ -104,6 +103,5 @@ def joined_norms(
         BLOCK=block,
         num_warps=min(16, max(1, block // ELEMENTS)),
         enable_fp_fusion=False,
-        **pdl_options(pdl),
     )
     return out

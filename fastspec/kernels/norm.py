@@ -17,7 +17,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from fastspec.kernels.common.checks import told
-from fastspec.kernels.common.launch import launch, pdl_options
+from fastspec.kernels.common.launch import launch
 
 MAX_WIDTH = 65536
 ELEMENTS = 512  # of a row to a warp, until there are 16
@@ -109,14 +109,11 @@ def _warps(block: int) -> int:
     return min(16, max(1, block // ELEMENTS))
 
 
-def norm(
-    x: Tensor, weight: Tensor, eps: float, *, bias: Tensor | None = None, centred: bool = False, pdl: bool = False
-) -> Tensor:
+def norm(x: Tensor, weight: Tensor, eps: float, *, bias: Tensor | None = None, centred: bool = False) -> Tensor:
     """As `reference.norm`, which defines it.
 
     Args:
         x, weight, eps, bias, centred: as there.
-        pdl: launch programmatically dependent (sm_90 on).
 
     Raises:
         ValueError: a tensor is not as above.
@@ -145,19 +142,17 @@ def norm(
         BLOCK=block,
         num_warps=_warps(block),
         enable_fp_fusion=False,
-        **pdl_options(pdl),
     )
     return out
 
 
 def add_norm(
-    added: Tensor, x: Tensor, weight: Tensor, next_weight: Tensor | None, eps: float, *, pdl: bool = False
+    added: Tensor, x: Tensor, weight: Tensor, next_weight: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor | None]:
     """As `reference.add_norm`, which defines it.
 
     Args:
         added, x, weight, next_weight, eps: as there.
-        pdl: launch programmatically dependent (sm_90 on).
 
     Raises:
         ValueError: a tensor is not as above, or two of them do not fit each other.
@@ -181,6 +176,5 @@ def add_norm(
         BLOCK=block,
         num_warps=_warps(block),
         enable_fp_fusion=False,
-        **pdl_options(pdl),
     )
     return total, out

@@ -1,131 +1,171 @@
-"""`Ops`: one implementation of everything a step computes, in torch (`reference`) or as Triton kernels."""
+"""`Ops`: every computation of a step, in torch. A subclass overrides what it has a kernel for."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Executor
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from typing import Any
+from copy import copy
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
 from fastspec.kernels import reference
-from fastspec.kernels.common.code_packing import PackedCodes
+from fastspec.kernels.common import rounding
 from fastspec.kernels.common.codes import CodesKind
-from fastspec.kernels.common.rounding import pack_rounded
 from fastspec.kernels.common.weights import Format, Weight
 
 
-@dataclass(frozen=True, slots=True)
 class Ops:
-    """One implementation of every op; signatures and meanings are those of the functions in `reference`.
+    """The ops of a step. Each is the function of `reference` that defines it in torch: signature, shapes and meaning.
+
+    An override has the same parameters. Methods without a definition in `reference` describe an implementation: the
+    formats of weights that it wants, and the memory that its kernels work in.
 
     Attributes:
-        name: "triton" or "torch".
-        weight_format: ((N, K), dtype, device) -> the format in which `linear`, `argmax` and `embed` want a weight.
-        keeps_codes: ((N, K), kind, dtype of activations, device) -> whether `linear`, `argmax` and `embed` read a
-            quantised weight of that kind as it is; else it has to be dequantised when it is loaded.
-        pack_rounded: (packed matrix, tile, rows) -> scales, as `common.rounding.pack_rounded`, which defines it.
-        workspace: (device, batch, max_queries, max_positions, (heads, kv_heads, head_dim)) -> what a model's passes
-            work in, given back to `attend` and `argmax` as `work`.
-        workspace_bytes: (batch, max_queries, max_positions, heads) -> bytes of that.
-        keeps_experts: ((N, K), dtype of activations, device) -> whether `experts` reads a stack of such matrices as
-            mxfp4; else it has to be dequantised when it is loaded.
-        joins_shared: (dtype, hidden size, device) -> whether a shared expert as wide as the others is the last of them,
-            and its gate the router's last row, which is stored as rows; else it is an MLP of its own.
-        commit_scratch: (batch, max_drafts, device) -> what `verify_commit` and `commit` work in.
-        sampled_work: (batch, max_drafts, vocab, device) -> what `sampled_commit` and `sampled_draw` work in.
-        sampled_work_bytes: (batch, max_drafts, vocab) -> bytes of that.
-        record_work: (batch, max_drafts, vocab, device) -> what log-probabilities are recorded in.
-        record_work_bytes: (batch, max_drafts, vocab) -> bytes of that.
-        compiling: (executor) -> a context in which ops compute nothing, and it compiles their kernels.
+        name: "torch", "triton" or "compiled".
     """
 
-    name: str
-    weight_format: Callable[[tuple[int, int], torch.dtype, torch.device], Format]
-    keeps_codes: Callable[[tuple[int, int], CodesKind, torch.dtype, torch.device], bool]
-    pack_rounded: Callable[[PackedCodes, int, Tensor], Tensor]
-    workspace: Callable[[torch.device, int, int, int, tuple[int, int, int]], Any]
-    workspace_bytes: Callable[[int, int, int, tuple[int, int, int]], int]
-    keeps_experts: Callable[[tuple[int, int], torch.dtype, torch.device], bool]
-    joins_shared: Callable[[torch.dtype, int, torch.device], bool]
-    commit_scratch: Callable[[int, int, torch.device], Tensor | None]
-    feed_rows: Callable[..., tuple[Tensor, Tensor, Tensor]]
-    embed: Callable[[Weight, Tensor], Tensor]
-    norm: Callable[..., Tensor]
-    joined_norms: Callable[..., Tensor]
-    add_norm: Callable[..., tuple[Tensor, Tensor | None]]
-    gelu_tanh_mul: Callable[[Tensor], Tensor]
-    linear: Callable[..., Tensor]
-    layer_tail: Callable[..., tuple[Tensor, Tensor | None]]
-    normed_logits: Callable[..., tuple[Tensor, Tensor]]
-    route: Callable[..., tuple[Tensor, Tensor]]
-    route_normed: Callable[..., tuple[Tensor, Tensor, Tensor]]
-    experts: Callable[..., Tensor]
-    experts_normed: Callable[..., tuple[Tensor, Tensor]]
-    attend: Callable[..., Tensor]
-    rotate: Callable[..., tuple[Tensor, Tensor]]
-    store_heads: Callable[..., Tensor]
-    delta_rule: Callable[..., Tensor]
-    gated_norm: Callable[..., Tensor]
-    gated: Callable[[Tensor, Tensor], Tensor]
-    argmax: Callable[..., None]
-    verify_commit: Callable[..., None]
-    sampled_work: Callable[[int, int, int, torch.device], Any]
-    sampled_work_bytes: Callable[[int, int, int], int]
-    sampled_commit: Callable[..., None]
-    sampled_draw: Callable[..., None]
-    record_work: Callable[[int, int, int, torch.device], Any]
-    record_work_bytes: Callable[[int, int, int], int]
-    commit: Callable[..., None]
-    publish: Callable[..., None]
-    compiling: Callable[[Executor | None], AbstractContextManager[object]] = nullcontext
+    name = "torch"
+
+    # the passes of models
+    feed_rows = staticmethod(reference.feed_rows)
+    embed = staticmethod(reference.embed)
+    norm = staticmethod(reference.norm)
+    joined_norms = staticmethod(reference.joined_norms)
+    add_norm = staticmethod(reference.add_norm)
+    gelu_tanh_mul = staticmethod(reference.gelu_tanh_mul)
+    linear = staticmethod(reference.linear)
+    layer_tail = staticmethod(reference.layer_tail)
+    normed_logits = staticmethod(reference.normed_logits)
+    route = staticmethod(reference.route)
+    route_normed = staticmethod(reference.route_normed)
+    experts = staticmethod(reference.experts)
+    experts_normed = staticmethod(reference.experts_normed)
+    attend = staticmethod(reference.attend)
+    rotate = staticmethod(reference.rotate)
+    store_heads = staticmethod(reference.store_heads)
+    delta_rule = staticmethod(reference.delta_rule)
+    gated_norm = staticmethod(reference.gated_norm)
+    gated = staticmethod(reference.gated)
+    argmax = staticmethod(reference.argmax)
+
+    # drafts and commits
+    verify_commit = staticmethod(reference.verify_commit)
+    sampled_commit = staticmethod(reference.sampled_commit)
+    sampled_draw = staticmethod(reference.sampled_draw)
+    commit = staticmethod(reference.commit)
+    publish = staticmethod(reference.publish)
+
+    # weights that are rounded when they are loaded
+    pack_rounded = staticmethod(rounding.pack_rounded)
+
+    @staticmethod
+    def weight_format(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Format:
+        """The format in which `linear`, `argmax` and `embed` want a weight of shape (N, K)."""
+        return "rows"
+
+    @staticmethod
+    def keeps_codes(shape: tuple[int, int], kind: CodesKind, dtype: torch.dtype, device: torch.device) -> bool:
+        """True if `linear`, `argmax` and `embed` read a quantised weight (N, K) of this kind as it is.
+
+        Otherwise it is dequantised when it is loaded.
+
+        Args:
+            shape: (N, K).
+            kind: of the codes.
+            dtype: of activations.
+            device: of the weight.
+        """
+        return False
+
+    @staticmethod
+    def keeps_experts(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> bool:
+        """True if `experts` reads a stack of matrices (N, K) in mxfp4, with activations of `dtype`.
+
+        Otherwise the stack is dequantised when it is loaded.
+        """
+        return False
+
+    @staticmethod
+    def joins_shared(dtype: torch.dtype, hidden: int, device: torch.device) -> bool:
+        """True if a shared expert as wide as the others becomes the last of them, and its gate the router's last row.
+
+        The router is then stored as rows. Otherwise the shared expert is an MLP of its own.
+        """
+        return False
+
+    def workspace(
+        self, device: torch.device, batch: int, max_queries: int, max_positions: int, heads: tuple[int, int, int]
+    ) -> Any:
+        """Memory for the passes of one model, which `attend` and `argmax` take as `work`. Torch needs none.
+
+        Args:
+            device: of the model.
+            batch: rows of a decoding pass at most.
+            max_queries: tokens of each of them at most.
+            max_positions: positions that a row has room for.
+            heads: (query heads, key heads, head_dim).
+        """
+        return None
+
+    @staticmethod
+    def workspace_bytes(batch: int, max_queries: int, max_positions: int, heads: tuple[int, int, int]) -> int:
+        """Bytes of `workspace`."""
+        return 0
+
+    @staticmethod
+    def commit_scratch(batch: int, max_drafts: int, device: torch.device) -> Any:
+        """Memory for `verify_commit`, `sampled_commit` and `commit`, which they take as `scratch`."""
+        return None
+
+    @staticmethod
+    def sampled_work(batch: int, max_drafts: int, vocab: int, device: torch.device) -> Any:
+        """Memory for `sampled_commit` and `sampled_draw`, which they take as `work`."""
+        return None
+
+    @staticmethod
+    def sampled_work_bytes(batch: int, max_drafts: int, vocab: int) -> int:
+        """Bytes of `sampled_work`."""
+        return 0
+
+    @staticmethod
+    def record_work(batch: int, max_drafts: int, vocab: int, device: torch.device) -> Any:
+        """Memory for recording log-probabilities, for `Record.work`."""
+        return None
+
+    @staticmethod
+    def record_work_bytes(batch: int, max_drafts: int, vocab: int) -> int:
+        """Bytes of `record_work`."""
+        return 0
+
+    @staticmethod
+    def compiling(executor: Executor | None = None) -> AbstractContextManager[None]:
+        """A context in which ops compute nothing, and `executor` compiles their kernels. Torch has none to compile."""
+        return nullcontext()
+
+    @staticmethod
+    def is_brief() -> bool:
+        """True if a pass may leave out layers that launch no new kernel: within `compiling()`, and in warm-ups."""
+        return False
 
     def store(self, rows: Tensor, gated: bool) -> Weight:
         """The `Weight` of rows [N, K] in the format wanted. Gated: the first N/2 rows are a gate, the others go up."""
         form = self.weight_format((rows.shape[0], rows.shape[1]), rows.dtype, rows.device)
         return Weight.pack(rows, gated) if form == "packed" else Weight(rows)
 
+    def replaced(self, **members: Callable[..., object] | str) -> Self:
+        """A copy with other functions in place of the ops of these names.
 
-TORCH_OPS = Ops(
-    name="torch",
-    weight_format=lambda shape, dtype, device: "rows",
-    keeps_codes=lambda shape, kind, dtype, device: False,
-    pack_rounded=pack_rounded,
-    workspace=lambda device, batch, max_queries, max_positions, heads: None,
-    workspace_bytes=lambda batch, max_queries, max_positions, heads: 0,
-    keeps_experts=lambda shape, dtype, device: False,
-    joins_shared=lambda dtype, hidden, device: False,
-    commit_scratch=lambda batch, max_drafts, device: None,
-    feed_rows=reference.feed_rows,
-    embed=reference.embed,
-    norm=reference.norm,
-    joined_norms=reference.joined_norms,
-    add_norm=reference.add_norm,
-    gelu_tanh_mul=reference.gelu_tanh_mul,
-    linear=reference.linear,
-    layer_tail=reference.layer_tail,
-    normed_logits=reference.normed_logits,
-    route=reference.route,
-    route_normed=reference.route_normed,
-    experts=reference.experts,
-    experts_normed=reference.experts_normed,
-    attend=reference.attend,
-    rotate=reference.rotate,
-    store_heads=reference.store_heads,
-    delta_rule=reference.delta_rule,
-    gated_norm=reference.gated_norm,
-    gated=reference.gated,
-    argmax=reference.argmax,
-    verify_commit=reference.verify_commit,
-    sampled_work=lambda batch, max_drafts, vocab, device: None,
-    sampled_work_bytes=lambda batch, max_drafts, vocab: 0,
-    sampled_commit=reference.sampled_commit,
-    sampled_draw=reference.sampled_draw,
-    record_work=lambda batch, max_drafts, vocab, device: None,
-    record_work_bytes=lambda batch, max_drafts, vocab: 0,
-    commit=reference.commit,
-    publish=reference.publish,
-)
+        Raises:
+            AttributeError: there is no such op.
+        """
+        other = copy(self)
+        for name, member in members.items():
+            getattr(self, name)
+            setattr(other, name, member)
+        return other
+
+
+TORCH_OPS = Ops()

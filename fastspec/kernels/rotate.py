@@ -14,7 +14,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from fastspec.kernels.common.checks import told
-from fastspec.kernels.common.launch import launch, pdl_options
+from fastspec.kernels.common.launch import launch
 
 
 @triton.jit
@@ -65,12 +65,11 @@ def _rotate_head(at, cos, sin, to, half, inside, DIM: tl.constexpr):
     tl.store(to + HALF + half, two.to(kind), mask=inside)
 
 
-def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, pdl: bool = False) -> tuple[Tensor, Tensor]:
+def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """As `reference.rotate`, which defines it; the results lie as [B, Q, H, D].
 
     Args:
         q, k, cos, sin: as there; of each a head lies in one piece.
-        pdl: launch programmatically dependent (sm_90 on).
 
     Raises:
         ValueError: shapes or dtypes that do not go together.
@@ -93,6 +92,6 @@ def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, pdl: bool = False)
             _rotate_kernel, (batch * tokens, heads + kv_heads),
             (q, k), (*q.stride()[:3], *k.stride()[:3]), (cos, sin), tuple(steps), out, tokens,
             H=heads, KV_HEADS=kv_heads, DIM=dim, BLOCK=triton.next_power_of_2(dim // 2), num_warps=1,
-            enable_fp_fusion=False, **pdl_options(pdl),
+            enable_fp_fusion=False,
         )  # fmt: skip
     return out[0].transpose(1, 2), out[1].transpose(1, 2)

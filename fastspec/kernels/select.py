@@ -1,14 +1,17 @@
-"""Which implementation of the ops a device gets."""
+"""The implementation of the ops for a device. Importing this module imports no Triton."""
 
 from __future__ import annotations
 
 from concurrent.futures import Executor
 from contextlib import AbstractContextManager, nullcontext
 from importlib.util import find_spec
+from typing import Final
 
 import torch
 
 from fastspec.kernels.ops import TORCH_OPS, Ops
+
+KERNELS: Final = "fastspec.kernels.triton_ops"  # imports every kernel
 
 
 def ops_for(device: torch.device) -> Ops:
@@ -21,9 +24,16 @@ def ops_for(device: torch.device) -> Ops:
 
 
 def compilers(rank: int, ranks: int) -> AbstractContextManager[Executor | None]:
-    """What compiles Triton's kernels; begun at once where none ever was. So many ranks share them on this machine."""
+    """The executor that compiles Triton's kernels; None without Triton.
+
+    It starts at once if this machine has compiled no kernel before.
+
+    Args:
+        rank: of this process.
+        ranks: processes on this machine that share the work.
+    """
     if find_spec("triton") is None:
         return nullcontext()
     from fastspec.kernels.common.compilers import Compilers, nothing_compiled, of_this_machine
 
-    return Compilers(of_this_machine(ranks), now=nothing_compiled(), rank=rank, ranks=ranks)
+    return Compilers(of_this_machine(ranks), kernels=KERNELS, now=nothing_compiled(), rank=rank, ranks=ranks)

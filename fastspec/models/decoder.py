@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor
 
 from fastspec.kernels import reference
-from fastspec.kernels.common.launch import is_brief
 from fastspec.kernels.common.weights import Weight
 from fastspec.kernels.ops import Ops
-from fastspec.kernels.reference.layer import Reduce
+from fastspec.kernels.reference.attention import AttendCall
+from fastspec.kernels.reference.layer import Layer, Reduce
 from fastspec.kv_cache.cache import PagedKVCache
 from fastspec.models.config import ModelSpec
 from fastspec.models.families.plan import LayerPlan
@@ -91,7 +91,8 @@ class Decoder:
         if -1 in features:
             features[-1] = x
         qkv: Tensor | None = self._qkv(0, x, rows.tiling)
-        for index in one_of_each(self.spec.plans, layers) if is_brief() and not features else range(len(layers)):
+        few = self.ops.is_brief() and not features  # other layers launch the same kernels
+        for index in one_of_each(self.spec.plans, layers) if few else range(len(layers)):
             assert qkv is not None  # only the last layer leaves none
             x, qkv = self._layer(index, x, qkv, rows)
             if index in features:
@@ -111,8 +112,9 @@ class Decoder:
         layers, plan = self.weights.layers, self.spec.plans[index]
         layer, next_layer = layers[index], layers[index + 1] if index + 1 < len(layers) else None
         if self._fuses(plan):
-            eps = self.spec.rms_eps
-            return self.ops.layer_tail(self.ops.linear, attended, x, layer, next_layer, eps, tiling, self._reduce)
+            eps, ops = self.spec.rms_eps, self.ops
+            here, then = cast("Layer", layer), cast("Layer | None", next_layer)  # plans that fuse have all of a `Layer`
+            return ops.layer_tail(ops.linear, attended, x, here, then, eps, tiling, self._reduce)
         if plan.sandwiched and self._reduce is None:
             return self._sandwich_tail(index, attended, x, tiling)
         if plan.experts is None:
@@ -139,10 +141,12 @@ class Decoder:
         layer, next_layer = layers[index], layers[index + 1] if index + 1 < len(layers) else None
 
         def joined(added: Tensor, norm: Tensor | None, next_norm: Tensor | None) -> tuple[Tensor, Any]:
+            assert norm is not None, "a norm stands after attention, and one after the MLP"
             return self.ops.add_norm(added, x, norm, next_norm, self.spec.rms_eps)
 
         x, h = joined(linear(attended, layer.o, layer.o_bias, tiling), layer.attended_norm, layer.post_norm)
-        inner = linear(h, layer.mlp[0], layer.gate_up_bias, tiling, **plan.gating)
+        gelu = plan.activation == "gelu_tanh"
+        inner = linear(h, layer.mlp[0], layer.gate_up_bias, tiling, gated=plan.gated, gelu=gelu and plan.gated)
         next_norm = None if next_layer is None else next_layer.input_norm
         x, h = joined(linear(inner, layer.mlp[1], layer.down_bias, tiling), layer.mlp_norm, next_norm)
         return x, None if next_layer is None else linear(h, next_layer.qkv, next_layer.qkv_bias, tiling)
@@ -191,15 +195,15 @@ class Decoder:
         linear = self.ops.linear
         x = linear(attended, layer.o, layer.o_bias, tiling, residual=x)
         ids, factors, h = self._routed(plan, x, layer, tiling)
-        shared: dict[str, Tensor] = {}
+        shared = logits = None
         if plan.experts.shared and not layer.experts.joined:
-            shared["shared"] = linear(self._mlp_inner(plan, h, None, None, layer, tiling), layer.mlp[1], None, tiling)
+            shared = linear(self._mlp_inner(plan, h, None, None, layer, tiling), layer.mlp[1], None, tiling)
         if (gate := layer.experts.shared_gate) is not None:
-            shared["shared_logits"] = linear(h, gate, None, tiling, out_dtype=torch.float32)
+            logits = linear(h, gate, None, tiling, out_dtype=torch.float32)
         routed = h, ids, factors, layer.experts, plan.experts.clamp
         if norm is None:
-            return self.ops.experts(*routed, residual=x, **shared), None
-        return self.ops.experts_normed(*routed, residual=x, norm=norm, **shared)
+            return self.ops.experts(*routed, shared=shared, shared_logits=logits, residual=x), None
+        return self.ops.experts_normed(*routed, shared=shared, shared_logits=logits, residual=x, norm=norm)
 
     def _routed(self, plan: LayerPlan, x: Tensor, layer: LayerWeights, tiling: Tiling) -> tuple[Tensor, Tensor, Tensor]:
         """The experts of every row and their factors, as `Ops.route`, and what they multiply: the norm of x."""
@@ -207,17 +211,17 @@ class Decoder:
         assert experts is not None
         assert weights is not None
         assert layer.post_norm is not None
-        router, linear = (weights.router, weights.router_bias, tiling), self.ops.linear
+        router, bias, linear = weights.router, weights.router_bias, self.ops.linear
         norm = (layer.post_norm, self.spec.rms_eps)
         if weights.joined:
-            h, logits = self.ops.normed_logits(x, *norm, *router)
+            h, logits = self.ops.normed_logits(x, *norm, router, bias, tiling)
             rule = experts.routing._replace(shared="gated" if experts.shared_gate else "whole")
             return *self.ops.route(logits.flatten(0, -2), rule, weights.correction), h
         if plan.fused_norm:
-            logits = linear(x, *router, norm=norm, out_dtype=torch.float32)
+            logits = linear(x, router, bias, tiling, norm=norm, out_dtype=torch.float32)
             return self.ops.route_normed(logits.flatten(0, -2), experts.routing, weights.correction, x, *norm)
         h = self._norm(plan, x, layer.post_norm)
-        logits = linear(h, *router, out_dtype=torch.float32)
+        logits = linear(h, router, bias, tiling, out_dtype=torch.float32)
         return *self.ops.route(logits.flatten(0, -2), experts.routing, weights.correction), h
 
     def _add_residual(
@@ -234,7 +238,7 @@ class Decoder:
         if plan.residual_scale == 1.0 and norm is None:
             return self.ops.linear(inner, weight, bias, tiling, residual=x)
         added = self.ops.linear(inner, weight, bias, tiling)
-        if plan.residual_scale == 1.0 and plan.norm != "layer":
+        if plan.residual_scale == 1.0 and plan.norm != "layer" and norm is not None:
             return self.ops.add_norm(added, x, norm, None, self.spec.rms_eps)[0]
         return x + self._residual_branch(plan, added, norm)
 
@@ -304,6 +308,7 @@ class Decoder:
         assert rule is not None, "the layer is recurrent"
         assert layer.delta is not None, "and has the weights of one"
         assert states is not None, "so the model has states"
+        assert rows.state_rows is not None, "which rows have"
         slots = states.states[place], states.inputs[place], rows.state_rows, rows.positions, rows.write_mask
         prompt = len(product) == 1 and product.shape[1] > states.states.shape[2]
         kept = states.kept.of_layer(place) if prompt and states.kept is not None else None
@@ -353,7 +358,7 @@ class Decoder:
         """Attention of rows over a layer's cache, up to their own positions: [B, Q, H * D]."""
         cos, sin = (None, None) if rotation is None else rotation
         # K/V are written before they are read: a row sees the same blocks of keys whether they are new or old
-        return self.ops.attend(
+        call = AttendCall(
             qkv,
             cos,
             sin,
@@ -369,11 +374,11 @@ class Decoder:
             rule=rule,
             sinks=sinks,
             kv_scales=self.cache.scales_of(self._places[index]),
-            work=self._work,
             # kernels may leave the result in another order for the fused tail, which no other op reads
             product=self.weights.layers[index].o if self._fuses(self.spec.plans[index]) else None,
             tiling=rows.tiling,
         )
+        return self.ops.attend(call, self._work)
 
     def _normed_heads(self, plan: LayerPlan, layer: LayerWeights, qkv: Tensor, positions: Tensor) -> Tensor:
         """qkv with the norms of queries and keys that `attend` cannot apply, and rotated where they come before."""

@@ -28,6 +28,7 @@ from torch.nn.attention.bias import causal_lower_right
 from fastspec.kernels import reference
 from fastspec.kernels.attention import dispatch as attention
 from fastspec.kernels.attention import plan
+from fastspec.kernels.reference import AttendCall
 from fastspec.shapes import KEY_BLOCK, AttentionRule
 from perf import timing
 from perf.kernels import linear
@@ -87,7 +88,7 @@ class Case:
 
     def call(self, layer: int, attend: Callable[..., Tensor] = attention.attend, qkv: Tensor | None = None) -> Tensor:
         """One layer's attention."""
-        return attend(
+        call = AttendCall(
             self.qkv if qkv is None else qkv,
             self.cos,
             self.sin,
@@ -99,8 +100,8 @@ class Case:
             num_blocks=-(-self.context // KEY_BLOCK),
             first_block=(self.context - self.queries) // KEY_BLOCK,  # as of calls with long prompts alone
             rule=AttentionRule(),
-            work=self.work,
         )
+        return attend(call, self.work)
 
     def error(self) -> float:
         """Largest difference from the torch twin, as a share of the largest output: a wrong kernel has no figure."""

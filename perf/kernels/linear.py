@@ -21,8 +21,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastspec.kernels.common.launch import has_pdl
 from fastspec.kernels.common.weights import Weight
+from fastspec.kernels.gpu import has_pdl
 from fastspec.kernels.product.argmax import packed_argmax
 from fastspec.kernels.product.dispatch import packed_linear
 from fastspec.kernels.triton_ops import TRITON_OPS

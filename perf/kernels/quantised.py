@@ -28,6 +28,7 @@ from fastspec.kernels.product.launch import reads_raised
 from fastspec.kernels.product.prefill import prefill_linear
 from fastspec.kernels.product.quantised.plan import WIDE_FROM
 from fastspec.kernels.product.quantised.prompts import prefill_quantised
+from fastspec.kernels.select import KERNELS
 from fastspec.kernels.triton_ops import TRITON_OPS
 from fastspec.shapes import UNTILED
 from perf import records, timing
@@ -137,7 +138,7 @@ def milliseconds(call: Call) -> float:
 def compile_all(models: Sequence[str], forms: Sequence[str], counts: Sequence[int], processes: int) -> None:
     """Everything that will be launched, by layers of each kind."""
     chains = [Chain.made(model, form, 2) for model in models for form in forms]
-    with compiling(Compilers(processes, now=True)):
+    with compiling(Compilers(processes, kernels=KERNELS, now=True)):
         for chain in chains:
             for count in counts:
                 chain.call(count)()

@@ -135,7 +135,9 @@ def calls_of(state: DecodeState, k: int, vocab: int) -> dict[str, Call]:
     draws = distribution.PhiloxDraws(state.seeds)
 
     def ours(rule: str) -> Call:
-        return lambda logits: sampled_commit(logits, state, scratch, work, rule=rule, deterministic=deterministic)
+        return lambda logits: sampled_commit(
+            logits, state, scratch, work, rule=rule, deterministic=deterministic, draws=None
+        )
 
     calls: dict[str, Call] = {
         "ours, block": ours(BLOCK),
@@ -145,11 +147,11 @@ def calls_of(state: DecodeState, k: int, vocab: int) -> dict[str, Call]:
     }
     if k:
         calls["ours, one draft's draw"] = lambda logits: sampled_draw(
-            logits[:, :1], state, 0, work, purpose=distribution.DRAFT, keep_draft_probs=True
+            logits[:, :1], state, 0, work, purpose=distribution.DRAFT, keep_draft_probs=True, draws=None
         )
     if state.batch <= 8:
         calls["torch, block"] = lambda logits: reference.sampled_commit(
-            logits, state, rule=BLOCK, deterministic=deterministic, draws=draws
+            logits, state, None, None, rule=BLOCK, deterministic=deterministic, draws=draws
         )
     if k:
         calls["usual chain, no filters"] = usual_chain(state, k, vocab)
@@ -172,7 +174,7 @@ def drafts_for(state: DecodeState, logits: Tensor) -> None:
     draws = distribution.PhiloxDraws(state.seeds)
     for j in range(k):
         near = logits[:, j : j + 1] + torch.randn_like(logits[:, j : j + 1]) * 0.4
-        reference.sampled_draw(near, state, j, purpose=distribution.DRAFT, keep_draft_probs=True, draws=draws)
+        reference.sampled_draw(near, state, j, None, purpose=distribution.DRAFT, keep_draft_probs=True, draws=draws)
 
 
 def main() -> None:

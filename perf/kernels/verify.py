@@ -99,7 +99,7 @@ def ends_of_a_step(state: DecodeState, k: int, vocab: int) -> dict[str, Call]:
         "commit + publish": lambda _: commit(accepted, block, state, scratch, ring),
         "publish": lambda _: publish(*ring, state, drafting=k > 0),
         "torch: argmax alone": lambda logits: logits.argmax(-1),
-        "torch: greedy, commit": lambda logits: reference.verify_commit(logits, state),
+        "torch: greedy, commit": lambda logits: reference.verify_commit(logits, state, None),
         "torch: softmax, accept, commit": lambda logits: softmax_and_accept(logits, state, one_hot, draws),
     }
 

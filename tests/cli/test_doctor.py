@@ -25,7 +25,7 @@ from fastspec.cli.doctor import (
     diagnose,
     release,
 )
-from fastspec.cli.probes import THIS_MACHINE, Check, Gpu, Probes, kernel_difference, self_check, without_bytecode
+from fastspec.cli.probes import THIS_MACHINE, Check, GpuFacts, Probes, kernel_difference, self_check, without_bytecode
 from fastspec.models.checkpoints.quantised.configs import SUPPORTED, UNSUPPORTED
 from fastspec.output import RowStats, Stats
 
@@ -33,9 +33,9 @@ needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="Triton sh
 STATS = Stats.of((RowStats(12, 0, 48, 36, 48, 0, (0, 0, 0, 12, 0)),), 4, 0.5)
 GOOD = Check("shipped pair", equal=True, repeated=True, plain=STATS, speculative=STATS)
 VERSIONS = {name: f"{floor}.9" for name, floor in FLOORS.items()}
-H100 = Gpu(0, "H100", (9, 0), 70 * 2**30, 80 * 2**30, 227 * 1024)
-T4 = Gpu(0, "T4", (7, 5), 14 * 2**30, 15 * 2**30, 64 * 1024)
-P40 = Gpu(0, "P40", (6, 1), 22 * 2**30, 24 * 2**30, 48 * 1024)
+H100 = GpuFacts(0, "H100", (9, 0), 70 * 2**30, 80 * 2**30, 227 * 1024)
+T4 = GpuFacts(0, "T4", (7, 5), 14 * 2**30, 15 * 2**30, 64 * 1024)
+P40 = GpuFacts(0, "P40", (6, 1), 22 * 2**30, 24 * 2**30, 48 * 1024)
 
 
 def machine(**changes: Any) -> Probes:
@@ -59,7 +59,7 @@ def machine(**changes: Any) -> Probes:
     return replace(healthy, **changes)
 
 
-def with_gpu(gpu: Gpu, **changes: Any) -> Probes:
+def with_gpu(gpu: GpuFacts, **changes: Any) -> Probes:
     return machine(gpus=lambda: (gpu,), driver=lambda: "580.1", **changes)
 
 

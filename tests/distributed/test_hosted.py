@@ -261,7 +261,7 @@ def test_codes_are_cut_with_their_scales(tmp_path: Path) -> None:
     settings = {"quant_method": "gptq", "bits": 4, "group_size": 64, "sym": True, "desc_act": False}
     kind = quantised.gptq(4, 64, symmetric=True, v2=False)
     meant = quantised.write(tmp_path / "plain", tmp_path / "q", settings, kind, keep=("v_proj",))
-    ops = replace(TORCH_OPS, keeps_codes=lambda shape, kind, *_: can_pack_codes(shape, kind))
+    ops = TORCH_OPS.replaced(keeps_codes=lambda shape, kind, *_: can_pack_codes(shape, kind))
     checkpoint = resolve(tmp_path / "q", role="target")
 
     def seen(rank: int, between: Any) -> int:

@@ -85,7 +85,7 @@ def test_sums_have_room_for_what_fits_and_is_faster_at_once() -> None:
 def test_the_plan_of_a_rank_has_it_on_gpus_and_shortens_rows_by_it(pair: tuple[str, str]) -> None:
     target = resolve(pair[0], role="target")
     settings = settings_of(target, None, Config(device="cpu", max_length=100))
-    alone = replace(settings.layout, ops=replace(TORCH_OPS, name="triton"), chunks=(64, 2 * PROMPT))
+    alone = replace(settings.layout, ops=TORCH_OPS.replaced(name="triton"), chunks=(64, 2 * PROMPT))
     several = replace(alone, ranks=2)
     free = alone.plan(100, 0).total + 2 * MIB
     # 8 rows of 2 tokens at most, 64 logits of 128 a rank; a prompt of up to 100 tokens is a pass of 4096

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -31,7 +30,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def keeping(monkeypatch: pytest.MonkeyPatch) -> None:
     """Chooses as where products read codes."""
-    keeps = replace(TORCH_OPS, keeps_codes=lambda shape, kind, *_: can_pack_codes(shape, kind))
+    keeps = TORCH_OPS.replaced(keeps_codes=lambda shape, kind, *_: can_pack_codes(shape, kind))
     monkeypatch.setattr(draft_format, "ops_for", lambda device: keeps)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -115,7 +114,7 @@ def test_whole_distributions_are_one_threads_work() -> None:
     def op(*args: Any, **options: Any) -> None:
         seen.append(torch.get_num_threads())
 
-    ops = replace(TORCH_OPS, sampled_commit=op, sampled_draw=op, verify_commit=op, commit=op, linear=op)
+    ops = TORCH_OPS.replaced(sampled_commit=op, sampled_draw=op, verify_commit=op, commit=op, linear=op)
     with using_threads(2):
         alone = sampling_alone(ops)
         for each in (alone.sampled_commit, alone.sampled_draw, alone.verify_commit, alone.commit, alone.linear):

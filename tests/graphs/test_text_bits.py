@@ -16,6 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from fastspec import FastSpecGenerator, demo_pair
 from fastspec.engine.engine import Engine
 from fastspec.kernels.common import launch as device
+from fastspec.kernels.gpu import has_pdl
 from fastspec.output import GenerateOutput
 from fastspec.shapes import GREEDY, chunks_of
 from fastspec.state import RUNNING
@@ -120,7 +121,7 @@ def test_text_in_a_cache_whose_splits_grow() -> None:
 
 def test_text_does_not_hang_on_max_length() -> None:
     """Which kernels decode a row hangs on its positions, not on how long a cache is."""
-    if not device.has_pdl(torch.device("cuda")):
+    if not has_pdl(torch.device("cuda")):
         pytest.skip("before sm_90 another kernel runs, whose splits are as the cache is long")
     rng = random.Random(2)
     rows = [[rng.randrange(4096) for _ in range(length)] for length in (12, 130, 400)]
@@ -148,22 +149,23 @@ def test_logits_behind_the_text(gen: FastSpecGenerator) -> None:
 @pytest.mark.parametrize("kind", ["shipped", "small gap"])
 def test_kernels_that_start_early_change_no_bit(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ten thousand captured steps and more, with programmatic dependent launches and without."""
-    if not device.has_pdl(torch.device("cuda")):
+    if not has_pdl(torch.device("cuda")):
         pytest.skip("this GPU is older than sm_90, and no kernel starts early there")
     import fastspec.kernels.triton_ops  # noqa: F401  # all that launches is there before it is exchanged
 
-    rows, launch = prompts(64, longest=20), device.launch
+    rows, completed = prompts(64, longest=20), device.completed
     found, early = [], set[bool]()
 
-    def launched(*given: Any, pdl: bool, **options: Any) -> None:
+    def options_of(*given: Any, pdl: bool) -> dict[str, Any]:
+        options = completed(*given)
         options["launch_pdl"] = pdl and options.get("launch_pdl", False)
         early.add(options["launch_pdl"])
-        launch(*given, **options)
+        return options
 
     for pdl in (True, False):
         early.clear()
         with monkeypatch.context() as patch:
-            exchange(patch, {launch: partial(launched, pdl=pdl)})
+            exchange(patch, {completed: partial(options_of, pdl=pdl)})
             with made(kind) as gen:
                 runs = [
                     told(gen, rows, max_new_tokens=900, num_speculative_tokens=k, logprobs=2, **options)

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastspec.kernels import reference
+from fastspec.kernels.reference import AttendCall
 from fastspec.shapes import KEY_BLOCK, AttentionRule
 from tests.helpers.layouts import spread
 
@@ -126,7 +127,7 @@ def torch_error(given: dict[str, Any], window: int | None, exact: Tensor, eager:
             that multiply by tensor cores, and SDPA on a GPU, but not SDPA on a CPU.
     """
     mine = copied(given)
-    reference.attend(*(mine[name] for name in TENSORS), **_options(mine, window))  # fills the cache
+    reference.attend(_call(mine, window))  # fills the cache
     keys, values, page_size, dim = mine["keys"], mine["values"], mine["keys"].shape[1], mine["keys"].shape[3]
     query = mine["qkv"].unflatten(-1, (-1, dim))[:, :, : mine["num_heads"]]
     if mine["q_norm"] is not None:
@@ -158,18 +159,18 @@ def norms_of(given: dict[str, Any]) -> tuple[Tensor, Tensor, float] | None:
     return None if given["q_norm"] is None else (given["q_norm"], given["k_norm"], given["eps"])
 
 
-def _options(given: dict[str, Any], window: int | None) -> dict[str, Any]:
+def _call(given: dict[str, Any], window: int | None) -> AttendCall:
     named = {name: given[name] for name in ("num_heads", "num_blocks", "first_block", "sinks") if name in given}
     rule = given.get("rule", AttentionRule())._replace(window=window)
-    return named | {"rule": rule, "norms": norms_of(given)}
+    return AttendCall(*(given[name] for name in TENSORS), rule=rule, norms=norms_of(given), **named)
 
 
 def twin(given: dict[str, Any], window: int | None = None) -> Tensor:
     """`reference.attend`; writes to the case's cache."""
-    return reference.attend(*(given[name] for name in TENSORS), **_options(given, window))
+    return reference.attend(_call(given, window))
 
 
 def run(attend: Any, given: dict[str, Any], work: Any, window: int | None = None) -> Tensor:
     """`attend` of a kernel; writes to the case's cache."""
-    out: Tensor = attend(*(given[name] for name in TENSORS), work=work, **_options(given, window))
+    out: Tensor = attend(_call(given, window), work)
     return out

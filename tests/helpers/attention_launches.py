@@ -10,6 +10,7 @@ from fastspec.kernels.attention import dispatch
 from fastspec.kernels.attention.plan import TILES
 from fastspec.kernels.attention.rope import store_heads
 from fastspec.kernels.common.kv_scales import FP8
+from fastspec.kernels.reference import AttendCall, HeadsCall
 from fastspec.shapes import AttentionRule
 from tests.helpers.recorder import BF16, DTYPES, F32, I64, META, Calls, on_meta
 
@@ -49,7 +50,7 @@ def _attend(
     cache = on_meta((pages, page_size, KV_HEADS, dim), cached or dtype)
     gamma = on_meta((dim,), dtype) if norm else None
     angles = None if ruled else on_meta((positions, dim // 2), F32)
-    return dispatch.attend(
+    call = AttendCall(
         on_meta((batch, queries, (heads + 2 * KV_HEADS) * dim), dtype),
         angles,
         angles,
@@ -64,9 +65,9 @@ def _attend(
         first_block=first,
         rule=AttentionRule(window, 0.1, 30.0) if ruled else AttentionRule(window),
         sinks=on_meta((heads,), dtype) if ruled else None,
-        work=dispatch.attend_work(META, batch * queries, positions, (heads, KV_HEADS, dim)),
-        regroup=regroup,
     )
+    work = dispatch.attend_work(META, batch * queries, positions, (heads, KV_HEADS, dim))
+    return dispatch.attend(call, work, regroup)
 
 
 def attention(of_size: int, arch: int) -> Calls:
@@ -125,7 +126,8 @@ def _stored() -> object:
     kv, table, at = on_meta((9, 64, KV_HEADS, 128), BF16), on_meta((1, 8), I64), on_meta((1, 8), I64)
     angles, norm, rows = on_meta((512, 64), F32), on_meta((128,), BF16), on_meta((1, 8, 2 * KV_HEADS * 128), BF16)
     written = on_meta((1, 8), torch.bool)
-    return store_heads(rows, angles, angles, kv, kv, table, at, written, num_heads=0, norms=(norm, norm, EPS))
+    call = HeadsCall(rows, angles, angles, kv, kv, table, at, written, num_heads=0, norms=(norm, norm, EPS))
+    return store_heads(call)
 
 
 def attention_ruled(arch: int) -> Calls:

@@ -21,6 +21,7 @@ from typing import Any
 import triton
 from triton.compiler import get_cache_key, make_backend
 
+from fastspec.kernels import select
 from fastspec.kernels.common.compile_jobs import NotSendable, job_of, launcher_of
 from fastspec.kernels.common.compilers import Compilers, nothing_compiled
 from fastspec.kernels.common.launch import compiling, launch
@@ -118,16 +119,20 @@ def processes() -> Iterator[dict[str, Any]]:
     # and one that reads constants in functions of other modules
     found = [*every[: KERNELS - 1], next(each for each in every if each.name == "_commit_kernel")]
     yield {"what": "empty", "empty": nothing_compiled()}
-    first = Compilers(2, now=True)
+    first = Compilers(2, kernels=select.KERNELS, now=True)
     yield {"what": "processes", "hits": compile_all(first, found), "empty": nothing_compiled()}
     assert first._process is not None
     yield {"what": "ended", "status": first._process.returncode}
     for each in found:
         each.kernel.device_caches.clear()
-    yield {"what": "once more", "hits": compile_all(later := Compilers(2), found), "begun": later._process is not None}
+    yield {
+        "what": "once more",
+        "hits": compile_all(later := Compilers(2, kernels=select.KERNELS), found),
+        "begun": later._process is not None,
+    }
     found[0].kernel.device_caches.clear()
     triton.knobs.cache.dir += "/another"
-    compile_all(missed := Compilers(1), found[:1])
+    compile_all(missed := Compilers(1, kernels=select.KERNELS), found[:1])
     yield {"what": "not there", "begun": missed._process is not None}
 
 
@@ -135,14 +140,14 @@ def broken() -> Iterator[dict[str, Any]]:
     """Processes that are killed before they have compiled anything; and a job that has no text."""
     recorder.use(recorder.cuda(90))
     found = list(launches(90, ["steps"]))[:KERNELS]
-    executor = Compilers(1, now=True)
+    executor = Compilers(1, kernels=select.KERNELS, now=True)
     assert executor._process is not None
     os.killpg(executor._process.pid, signal.SIGKILL)
     yield {"what": "killed", "hits": compile_all(executor, found)}
     for each in found:
         each.kernel.device_caches.clear()
     triton.knobs.cache.dir += "/again"
-    with Compilers(1, now=True) as executor:
+    with Compilers(1, kernels=select.KERNELS, now=True) as executor:
         asked = executor._places.get()  # when it is ready
         assert executor._process is not None
         maps = Path(f"/proc/{executor._process.pid}/maps").read_text()

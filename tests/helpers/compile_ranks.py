@@ -15,6 +15,7 @@ from pathlib import Path
 
 import triton
 
+from fastspec.kernels import select
 from fastspec.kernels.common.compilers import Compilers
 from fastspec.kernels.common.launch import compiling, launch
 from tests.helpers import recorder
@@ -28,7 +29,7 @@ def of_rank(rank: int, processes: int, where: Path) -> None:
     triton.knobs.cache.dir = str(where / "cache")
     recorder.use(recorder.cuda(90))
     found = list(launches(90, ["steps"]))[:KERNELS]
-    with Compilers(processes, now=bool(processes), rank=rank, ranks=2) as executor:
+    with Compilers(processes, kernels=select.KERNELS, now=bool(processes), rank=rank, ranks=2) as executor:
         if processes:
             executor._places.put(executor._places.get())  # when it is ready
         print("ready", flush=True)

@@ -9,7 +9,7 @@ from typing import Any
 from torch._dynamo.utils import counters
 
 from fastspec.engine.engine import Engine
-from fastspec.kernels.compiled_ops import compiled
+from fastspec.kernels.compiled_ops import CompiledOps
 from fastspec.models.compiled import CompiledDecoder
 from fastspec.proposers.draft_model import DraftModel
 from fastspec.shapes import UNTILED
@@ -36,7 +36,7 @@ def compiled_engine(backend: str | Callable[..., Any] = "aot_eager", **options: 
 
 def _compiled(modules: StepModules, model: Any, backend: str | Callable[..., Any]) -> CompiledDecoder:
     positions = model._tables[0][0].shape[0]
-    ops = compiled(modules.ops)
+    ops = CompiledOps(modules.ops)
     return CompiledDecoder(
         model.spec, model.weights, model.cache, ops, max_positions=positions, batch=8, max_queries=5, backend=backend
     )

@@ -20,7 +20,7 @@ QWEN, OSS, JOINED = (128, 8, 2048, 768), (32, 4, 2880, 2880), (257, 9, 2048, 512
 ROWS = (1, 5, 16, 32, 64, 300)  # every tile, experts by pair and by number, sorted
 
 
-def mixture(rows: int, sizes: tuple[int, int, int, int], form: str, dtype: torch.dtype, pdl: bool) -> object:
+def mixture(rows: int, sizes: tuple[int, int, int, int], form: str, dtype: torch.dtype) -> object:
     """One mixture; `form`: "plain", with a shared expert "shared", one rank's part of that "part", with biases and
     clamped "bias", "mxfp4", or with the norm of the sum "normed".
     """
@@ -47,8 +47,8 @@ def mixture(rows: int, sizes: tuple[int, int, int, int], form: str, dtype: torch
     clamp = ClampedGate(1.702, 7.0) if biased else None
     if form == "normed":
         norm = on_meta((hidden,), F32), 1e-6
-        return experts_normed(x, ids, factors, weights, clamp, residual=x, norm=norm, pdl=pdl)
-    return experts(x, ids, factors, weights, clamp, residual=None if form == "part" else x, pdl=pdl, **shared)
+        return experts_normed(x, ids, factors, weights, clamp, residual=x, norm=norm)
+    return experts(x, ids, factors, weights, clamp, residual=None if form == "part" else x, **shared)
 
 
 def mixtures(arch: int) -> Calls:
@@ -56,20 +56,20 @@ def mixtures(arch: int) -> Calls:
     rules = (RoutingRule(8, normed=True), RoutingRule(8, "sigmoid", True, 2.5), RoutingRule(4, "logits"))
     for rule in (*rules, RoutingRule(8, "sigmoid", True, 2.5, 8, 4)):
         correction = on_meta((128,), F32) if rule.scores == "sigmoid" else None
-        yield f"route {rule}", partial(route, on_meta((5, 128), F32), rule, correction, pdl=arch >= 90)
+        yield f"route {rule}", partial(route, on_meta((5, 128), F32), rule, correction)
     x, gamma = on_meta((5, 2880), torch.bfloat16), on_meta((2880,), torch.bfloat16)
     yield (
         "route and norm",
-        partial(route_normed, on_meta((5, 128), F32), rules[2], None, x, gamma, 1e-5, pdl=arch >= 90),
+        partial(route_normed, on_meta((5, 128), F32), rules[2], None, x, gamma, 1e-5),
     )
     for rule in (RoutingRule(8, normed=True, shared="gated"), RoutingRule(8, "sigmoid", True, 2.5, shared="whole")):
         correction = on_meta((256,), F32) if rule.scores == "sigmoid" else None
         logits = on_meta((5, 256 + rule.gates), F32)
-        yield f"route {rule}", partial(route, logits, rule, correction, pdl=arch >= 90)
+        yield f"route {rule}", partial(route, logits, rule, correction)
     for hidden, rows, norm_dtype in ((2048, 257, F32), (4096, 128, torch.bfloat16)):
         x, gamma = on_meta((1, 5, hidden), torch.bfloat16), on_meta((hidden,), norm_dtype)
         router = Weight(on_meta((rows, hidden), torch.bfloat16))
-        yield f"router {hidden}", partial(normed_logits, x, gamma, 1e-6, router, None, pdl=arch >= 90)
+        yield f"router {hidden}", partial(normed_logits, x, gamma, 1e-6, router, None)
     for rows in (1, 5):
         yield f"joined {rows}", partial(mixture, rows, JOINED, "normed", torch.bfloat16, arch >= 90)
     for rows in ROWS:

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from fastspec.kernels.gpu import Gpu
 from fastspec.kernels.product import plan
 from tests.helpers.gluon_language import group_mma, language_module, mma
 from tests.helpers.gluon_machine import MACHINE, Barrier, BarrierLayout, Described, engine_copy, pointer_to
@@ -145,7 +146,7 @@ def simulated(capability: tuple[int, int] = (9, 0), late: bool = True) -> Iterat
     with _loaded([f"product/{name}" for name in MODULES]) as modules:
         loaded = dict(zip([name.replace("/", "_") for name in MODULES], modules, strict=True))
         for name in ("launch", "quantised_launch"):
-            loaded[name].gpu_of = lambda device: plan.Gpu(capability, 132)
+            loaded[name].gpu_of = lambda device: Gpu(capability, 132)
         MACHINE.late = late
         yield SimpleNamespace(**loaded, plan=plan)
 

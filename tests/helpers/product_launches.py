@@ -11,6 +11,7 @@ import torch
 
 from fastspec.kernels.common.weights import Weight
 from fastspec.kernels.embed import embed
+from fastspec.kernels.gpu import Gpu
 from fastspec.kernels.product import plan
 from fastspec.kernels.product.argmax import packed_argmax
 from fastspec.kernels.product.dispatch import packed_linear
@@ -110,7 +111,7 @@ def trees(arch: int) -> Calls:
 
 def tails(sizes: tuple[int, int, int], arch: int) -> Calls:
     """What lies between two attentions on sm_90."""
-    for rows in ROWS[plan.small_rows((9, 0)) :] if arch == 90 else ():
+    for rows in ROWS[plan.small_rows(Gpu((9, 0), 132)) :] if arch == 90 else ():
         yield f"{sizes[0]}, {sizes[1]} {rows}", partial(tail, *sizes, rows)
 
 

@@ -19,6 +19,7 @@ import torch
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
+from fastspec.kernels import gpu
 from fastspec.kernels.common import launch as launching
 from fastspec.kernels.common.compile_jobs import hash_in_order
 from tests.helpers.budgets import SHARED_LIMIT
@@ -108,13 +109,13 @@ def record(arch: int, calls: Callable[[], Calls]) -> list[Launch]:
     def keep(kernel: Any, grid: tuple[int, ...], *given: Any, least_shared: int = 0, **options: Any) -> None:
         for each in (kernel, *options.values()):
             hash_in_order(each)
-        found.append(Launch(asked.call, kernel, grid, given, {"enable_fp_fusion": True, **options}))
+        found.append(Launch(asked.call, kernel, grid, given, launching.completed(kernel, given, options)))
 
     answers = {
         launching.launch: keep,
-        launching.has_pdl: lambda device: arch >= 90,
-        launching.has_warp_groups: lambda device: arch == 90,
-        launching.multiprocessors: lambda device: MULTIPROCESSORS,
+        gpu.has_pdl: lambda device: arch >= 90,
+        gpu.has_warp_groups: lambda device: arch == 90,
+        gpu.multiprocessors: lambda device: MULTIPROCESSORS,
         launching.shared_memory: lambda device: SHARED_LIMIT[arch],
     }
     with pytest.MonkeyPatch.context() as patch:

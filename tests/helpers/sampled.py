@@ -94,6 +94,7 @@ def drafted(rows: DecodeState, draft_logits: Tensor, rule: str) -> None:
             draft_logits[:, j : j + 1],
             rows,
             j,
+            None,
             purpose=2 if coupled else 0,
             keep_draft_probs=not coupled,
             draws=PhiloxDraws(rows.seeds),

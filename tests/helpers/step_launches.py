@@ -81,22 +81,21 @@ def steps(arch: int) -> Calls:
         for table in (Weight(on_meta((32000, 4096), dtype)), packed(32000, 4096, dtype)):
             ids, x, gamma = on_meta((BATCH, 2), I64), on_meta((BATCH, 2, 4096), dtype), on_meta((4096,), dtype)
             yield f"embed {dtype}", partial(embed, table, ids)
-            pdl = arch >= 90
-            yield f"joined {dtype}", partial(joined_norms, table, ids, x, (gamma, gamma), EPS, x_first=pdl, pdl=pdl)
+            yield f"joined {dtype}", partial(joined_norms, table, ids, x, (gamma, gamma), EPS, x_first=arch >= 90)
         for weight, centred in ((dtype, False), (F32, True)):
             x, gamma = on_meta((BATCH, 2, 4096), dtype), on_meta((4096,), weight)
             yield (
                 f"norm {dtype}",
-                partial(norm, x, gamma, EPS, bias=gamma if centred else None, centred=centred, pdl=arch >= 90),
+                partial(norm, x, gamma, EPS, bias=gamma if centred else None, centred=centred),
             )
-            yield f"two norms {dtype}", partial(add_norm, x, x, gamma, gamma if centred else None, EPS, pdl=arch >= 90)
+            yield f"two norms {dtype}", partial(add_norm, x, x, gamma, gamma if centred else None, EPS)
         q, k, angles = (
             on_meta((BATCH, 32, 2, 128), dtype),
             on_meta((BATCH, 8, 2, 128), dtype),
             on_meta((1, 2, 128), dtype),
         )
-        yield f"rotate {dtype}", partial(rotate, q, k, angles, angles, pdl=arch >= 90)
-        yield f"gelu {dtype}", partial(gelu_tanh_mul, on_meta((BATCH, 2, 4096), dtype), pdl=arch >= 90)
+        yield f"rotate {dtype}", partial(rotate, q, k, angles, angles)
+        yield f"gelu {dtype}", partial(gelu_tanh_mul, on_meta((BATCH, 2, 4096), dtype))
     for kind in (*OF_GROUPS, OF_ROWS, OF_ROWS._replace(format="int8")):
         place = PackedCodes.empty((64, 4096), kind, False, META)
         yield f"round {kind}", partial(pack_rounded, place, 1, on_meta((48, 4096), BF16))
@@ -178,7 +177,15 @@ def sampled_otherwise(arch: int) -> Calls:
 
 def _draw(vocab: int, batch: int, purpose: int, keep: bool) -> None:
     work = sampled_work(batch, DRAFTS, vocab, META)
-    sampled_draw(on_meta((batch, 1, vocab), F32), _state(vocab, batch), 1, work, purpose=purpose, keep_draft_probs=keep)
+    sampled_draw(
+        on_meta((batch, 1, vocab), F32),
+        _state(vocab, batch),
+        1,
+        work,
+        purpose=purpose,
+        keep_draft_probs=keep,
+        draws=None,
+    )
 
 
 def _sampled(vocab: int, batch: int, rule: str, deterministic: bool, recorded: bool, published: bool) -> None:
@@ -187,7 +194,9 @@ def _sampled(vocab: int, batch: int, rule: str, deterministic: bool, recorded: b
     record = _records(state, vocab, details if published else None) if recorded else None
     work, scratch = sampled_work(batch, DRAFTS, vocab, META), scratch_of(batch, DRAFTS, META)
     logits, entry = on_meta((batch, DRAFTS + 1, vocab), F32), ring if published else None
-    sampled_commit(logits, state, scratch, work, entry, rule=rule, deterministic=deterministic, record=record)
+    sampled_commit(
+        logits, state, scratch, work, entry, rule=rule, deterministic=deterministic, record=record, draws=None
+    )
 
 
 def recurrent(arch: int) -> Calls:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -39,10 +38,8 @@ class Launched(list[str]):
 def launched(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Launched:
     """The kernels that would have been launched on a GPU of the test's `capability`."""
     from fastspec.engine import settings
-    from fastspec.kernels import triton_ops
+    from fastspec.kernels import gpu, triton_ops
     from fastspec.kernels.common import launch as device
-    from fastspec.kernels.product import launch as launches
-    from fastspec.kernels.product import plan
 
     capability, names = request.getfixturevalue("capability"), Launched()
 
@@ -54,14 +51,14 @@ def launched(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) ->
     instead: dict[Any, Callable[..., Any]] = {
         device.launch: launch,
         device.described: lambda tensor, block: SimpleNamespace(base=tensor, block_shape=block, layout=""),
-        device.has_pdl: lambda device: capability >= (9, 0),
-        device.has_warp_groups: lambda device: capability == (9, 0),
-        device.multiprocessors: lambda device: 132,
-        launches.gpu_of: lambda device: plan.Gpu(capability, 132),
+        gpu.has_pdl: lambda device: capability >= (9, 0),
+        gpu.has_warp_groups: lambda device: capability == (9, 0),
+        gpu.multiprocessors: lambda device: 132,
+        gpu.gpu_of: lambda device: gpu.Gpu(capability, 132),
     }
     exchange(monkeypatch, instead)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *given: capability)
-    ops = replace(triton_ops.TRITON_OPS, name="torch")  # whose results need no pinned memory
+    ops = triton_ops.TRITON_OPS.replaced(name="torch")  # whose results need no pinned memory
     monkeypatch.setattr(settings, "ops_for", lambda device: ops)
     return names
 
@@ -110,13 +107,14 @@ def test_one_layer_of_each_kind_launches_what_all_launch(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from fastspec.models import decoder
 
     directory, kinds, counts = make_checkpoint(tmp_path, family, **SIZES, num_hidden_layers=6, **more), [], []
     for cut in (True, False):
         launched.clear()
         launched.kinds = set()
-        monkeypatch.setattr(decoder, "is_brief", lambda cut=cut: cut)
+        from fastspec.kernels.triton_ops import TritonOps
+
+        monkeypatch.setattr(TritonOps, "is_brief", staticmethod(lambda cut=cut: cut))
         compile_all(directory, torch.bfloat16, (0, 2), 2, 300)
         kinds.append(launched.kinds)
         counts.append(len(launched))

@@ -27,7 +27,7 @@ def operands(rows: int, n: int, dtype: torch.dtype, device: str = "cpu") -> tupl
 
 
 def of(x: Tensor, weight: Weight, tiling: Tiling) -> Tensor:
-    return triton_ops.linear(x, weight, None, tiling, out_dtype=torch.float32)
+    return triton_ops.TRITON_OPS.linear(x, weight, None, tiling, out_dtype=torch.float32)
 
 
 @pytest.mark.parametrize("device", devices())
@@ -64,5 +64,5 @@ def test_which_products_a_library_makes(monkeypatch: pytest.MonkeyPatch) -> None
         (1, torch.float32, prompt),
         (1, torch.float16, UNTILED),
     ):
-        triton_ops.linear(*operands(20, n, dtype), None, tiling)
+        triton_ops.TRITON_OPS.linear(*operands(20, n, dtype), None, tiling)
     assert made == ["tiles", "tiles", "library", "library", "library"]

@@ -92,6 +92,6 @@ def shifted(*rows: Tensor, **shape: Any) -> tuple[Tensor, Tensor, Tensor]:
 def test_the_oracle_sees_a_planted_bug(bug: Any) -> None:
     engine = tiny_engine(k=4, batch=5, max_length=120)
     expected = expanded(engine, 4, fed_as_prompt=True)
-    modules = replace(engine.modules, ops=replace(engine.modules.ops, feed_rows=bug))
+    modules = replace(engine.modules, ops=engine.modules.ops.replaced(feed_rows=bug))
     found = at_once(replace(engine, modules=modules), 4)
     assert float((found - expected).abs().max()) > 0.01 * float(expected.abs().max())

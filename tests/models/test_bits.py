@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -100,7 +99,7 @@ def test_the_checks_see_a_product_that_depends_on_its_rows() -> None:
         return reference.linear(x, *args, **options) * (1 + 2.0**-22 * x.shape[:-1].numel())
 
     engine = tiny_engine(k=16, batch=8, max_length=110)
-    engine.modules.target.ops = replace(TORCH_OPS, linear=uneven)  # type: ignore[attr-defined]
+    engine.modules.target.ops = TORCH_OPS.replaced(linear=uneven)  # type: ignore[attr-defined]
     assert not torch.equal(scored(engine, [3], 60, 4, one_by_one=False), scored(engine, [3], 60, 4, one_by_one=True))
 
 
@@ -128,4 +127,4 @@ def test_a_model_that_drafts_for_itself_is_never_refused(device: str, tmp_path: 
         return reference.linear(x, *args, **options) * (1 + 2.0**-7 * (x.shape[:-1].numel() > 3))
 
     if device == "cpu":  # where nothing is captured: the same check sees products that differ by a bit
-        assert drafting_for_itself(directory, device, replace(TORCH_OPS, linear=uneven)).accepted < stats.accepted
+        assert drafting_for_itself(directory, device, TORCH_OPS.replaced(linear=uneven)).accepted < stats.accepted

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import weakref
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ from torch._dynamo.exc import FailOnRecompileLimitHit, Unsupported
 from fastspec.engine.engine import Engine
 from fastspec.inputs.options import RowOptions
 from fastspec.kernels import reference
-from fastspec.kernels.compiled_ops import PerShape, attend_op, compiled
+from fastspec.kernels.compiled_ops import CompiledOps, PerShape, attend_op
 from fastspec.kernels.ops import TORCH_OPS
 from fastspec.kernels.select import ops_for
 from fastspec.scheduling.requests import Request
@@ -123,7 +122,7 @@ def test_a_break_is_an_error() -> None:
         torch._dynamo.graph_break()
         return reference.linear(*args, **options)
 
-    target.ops = replace(target.ops, linear=invalid)
+    target.ops = target.ops.replaced(linear=invalid)
     with pytest.raises(Unsupported):
         results(engine, prompts_of(3), 4, k=2)
 
@@ -152,7 +151,7 @@ def attend_arguments(
 
     angles = torch.arange(96)[:, None] * torch.rand(8, generator=generator)
     weights = (1 + normal(16), 1 + normal(16)) if norm else (None, None)
-    work = compiled(ops_for(device)).workspace(device, 2, queries, 96, (4, 2, 16))
+    work = CompiledOps(ops_for(device)).workspace(device, 2, queries, 96, (4, 2, 16))
     work.partials.zero_()  # what is compared must not be what memory held before
     return (
         normal(2, queries, 8 * 16),
@@ -196,8 +195,9 @@ def test_the_registered_op_means_what_its_definition_does(
     out = attend_op(*arguments)
     q_norm, k_norm = twins[8:10]
     rule = AttentionRule(window, 0.3, softcap or None)
+    norms = (q_norm, k_norm, 1e-5)
     expected = reference.attend(
-        *twins[:8], num_heads=4, norms=(q_norm, k_norm, 1e-5), num_blocks=1, rule=rule, sinks=twins[10]
+        reference.AttendCall(*twins[:8], num_heads=4, norms=norms, num_blocks=1, rule=rule, sinks=twins[10])
     )
     # the same sums of fp32 in another order on CUDA; on the CPU the same operations
     tolerance = {"cpu": 0.0, "cuda": 1e-4}[device]
@@ -207,7 +207,7 @@ def test_the_registered_op_means_what_its_definition_does(
 
 
 def test_compiled_ops_leave_what_stands_outside_of_passes() -> None:
-    ops = compiled(TORCH_OPS)
+    ops = CompiledOps(TORCH_OPS)
     assert ops.name == "compiled"
     weight = torch.ones(16, 128)
     stored = ops.store(weight, True)
@@ -223,9 +223,9 @@ def test_inductor_copies_no_cache_and_writes_the_same_text(monkeypatch: pytest.M
     seen: set[int] = set()
     attend = reference.attend
 
-    def recorded(*tensors: Tensor, **options: Any) -> Tensor:
-        seen.add(tensors[3].data_ptr())
-        return attend(*tensors, **options)
+    def recorded(call: reference.AttendCall) -> Tensor:
+        seen.add(call.keys.data_ptr())
+        return attend(call)
 
     plain, traced = tiny_engine(batch=1, k=2, tiling=UNTILED), compiled_engine("inductor", batch=1, k=2)
     prompts = prompts_of(3, 50)

@@ -10,9 +10,12 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
+from fastspec.kernels.common.checks import check, check_cache, rows_dtype
 from fastspec.kernels.common.kv_scales import KVScales
+from fastspec.kernels.reference.attention import HeadsCall
 from fastspec.shapes import AttentionRule
 
 LOG2E = 1.4426950408889634  # kernels use exp2: scores are multiplied with this
@@ -97,20 +100,37 @@ class WorkArea(NamedTuple):
     counters: Any
 
 
-def new_tokens(
-    qkv: Tensor,
-    cos: Tensor | None,
-    sin: Tensor | None,
-    norms: tuple[Tensor, Tensor, float] | None,
-    positions: Tensor,
-    write_mask: Tensor,
-    scales: KVScales | None = None,
-) -> NewTokens:
-    """Groups these tensors, whose shapes are checked; norms as in `reference.attend`, scales of an 8-bit cache."""
-    q_norm, k_norm, eps = norms or (None, None, 0.0)
-    num_angles = 0 if cos is None else cos.shape[0]
+def check_heads(call: HeadsCall) -> None:
+    """Raises ValueError unless kernels can make K and V of a call, store and read them: shapes as in rope.py."""
+    qkv, keys, cos, sin, num_heads = call.qkv, call.keys, call.cos, call.sin, call.num_heads
+    check_cache(qkv, keys, call.values, call.block_table, call.positions, num_heads)
+    kv_heads, dim = keys.shape[2:]
+    width = (num_heads + 2 * kv_heads) * dim
+    step = f"that is num_heads={num_heads} and 2 * {kv_heads} key heads of {dim}, in the cache's dtype"
+    check("qkv", qkv, (*qkv.shape[:2], width), rows_dtype(qkv, keys), step=step)
+    if cos is not None and sin is not None:
+        check("cos", cos, (*cos.shape[:1], dim // 2), torch.float32)
+        check("sin", sin, cos.shape, torch.float32)
+    elif cos is not sin:
+        missing, there = ("cos", "sin") if cos is None else ("sin", "cos")
+        raise ValueError(f"{missing} is None and {there} is not; wanted both, or None for both: no rotation")
+    check("write_mask", call.write_mask, call.positions.shape, torch.bool)
+    for name, weight in zip(("q_norm", "k_norm"), (call.norms or ())[:2], strict=False):
+        check(name, weight, (dim,))
+
+
+def new_tokens(call: HeadsCall, scales: KVScales | None = None) -> NewTokens:
+    """The group of a call's tensors, whose shapes are checked.
+
+    Args:
+        call: the new tokens.
+        scales: of a cache in 8 bits.
+    """
+    q_norm, k_norm, eps = call.norms or (None, None, 0.0)
+    num_angles = 0 if call.cos is None else call.cos.shape[0]
     factors = (None, None) if scales is None else (1.0 / scales.k, 1.0 / scales.v)
-    return NewTokens(qkv, positions, write_mask, cos, sin, q_norm, k_norm, num_angles, eps, *factors)
+    rotation = call.cos, call.sin, q_norm, k_norm, num_angles, eps
+    return NewTokens(call.qkv, call.positions, call.write_mask, *rotation, *factors)
 
 
 def scoring_of(rule: AttentionRule, sinks: Tensor | None, dim: int, scales: KVScales | None = None) -> Scoring:

@@ -48,22 +48,23 @@ of its caller.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from fastspec.kernels.attention import plan
-from fastspec.kernels.attention.arguments import NewTokens, PagedCache, WorkArea, new_tokens, paged_cache
+from fastspec.kernels.attention.arguments import NewTokens, PagedCache, WorkArea, check_heads, new_tokens, paged_cache
 from fastspec.kernels.attention.decode import launch as decoding
-from fastspec.kernels.attention.decode.launch import DecodingPass, gpu_of
+from fastspec.kernels.attention.decode.launch import DecodingPass
 from fastspec.kernels.attention.prefill import paged_attention
 from fastspec.kernels.attention.rope import store_heads
-from fastspec.kernels.common.checks import check_heads, check_sinks
+from fastspec.kernels.common.checks import check_sinks
 from fastspec.kernels.common.kv_scales import KVScales, scales_of
-from fastspec.kernels.common.launch import has_pdl
 from fastspec.kernels.common.packing import BLOCK
-from fastspec.shapes import KEY_BLOCK, AttentionRule
+from fastspec.kernels.gpu import gpu_of, has_pdl
+from fastspec.kernels.reference.attention import AttendCall
+from fastspec.shapes import KEY_BLOCK
 
 MAX_SPLIT_QUERIES = 17  # more query tokens are a prompt chunk, which fills the device without split keys
 
@@ -105,56 +106,36 @@ def attend_work_bytes(max_rows: int, max_positions: int, heads: tuple[int, int, 
     return 4 * sum(plan.work_sizes(max_rows, max_positions, heads))
 
 
-def attend(
-    qkv: Tensor,
-    cos: Tensor | None,
-    sin: Tensor | None,
-    keys: Tensor,
-    values: Tensor,
-    block_table: Tensor,
-    positions: Tensor,
-    write_mask: Tensor,
-    *,
-    num_heads: int,
-    norms: tuple[Tensor, Tensor, float] | None = None,
-    num_blocks: int,
-    first_block: int = 0,
-    rule: AttentionRule,
-    sinks: Tensor | None = None,
-    work: AttendWork,
-    regroup: bool = False,
-    kv_scales: KVScales | None = None,
-) -> Tensor:
-    """As `reference.attend`, which defines it; nothing is written for page 0.
+def attend(call: AttendCall, work: AttendWork, regroup: bool = False) -> Tensor:
+    """Attention of a layer, as `Ops.attend`. Page 0 keeps what it has.
+
+    Positions, writes, the table and the cache are read before the kernel waits for the kernel that makes `qkv`. All
+    work on them must have ended before that one began. `embed` guarantees it: it waits for the tokens of the pass.
 
     Args:
-        regroup: the result may be [B, Q, H * D / 64, 64], regrouped: see `packing.in_order`. It is where the kernels
-            of early rows run alone.
-
-    Positions, writes, the table and the cache are read before the kernel waits for the one that makes `qkv`: all work
-    on them must have ended before that one began. `embed` sees to it: nothing of a pass begins before what it feeds is
-    there.
+        call: tensors and rules; `product` and `tiling` are not read.
+        work: room for the pass.
+        regroup: the result may be [B, Q, H * D / 64, 64], regrouped: see `packing.in_order`. It is regrouped where the
+            kernels of early rows run alone.
 
     Raises:
         ValueError: shapes, dtypes or layouts that are not as above, or `work` is too small for the pass.
     """
-    qkv, positions, write_mask = qkv.contiguous(), positions.contiguous(), write_mask.contiguous()
-    if positions.shape[1] > MAX_SPLIT_QUERIES:
-        query = store_heads(
-            qkv, cos, sin, keys, values, block_table, positions, write_mask,
-            num_heads=num_heads, norms=norms, kv_scales=kv_scales,
-        )  # fmt: skip
+    if not (call.qkv.is_contiguous() and call.positions.is_contiguous() and call.write_mask.is_contiguous()):
+        qkv, positions = call.qkv.contiguous(), call.positions.contiguous()
+        call = replace(call, qkv=qkv, positions=positions, write_mask=call.write_mask.contiguous())
+    keys, values, table = call.keys, call.values, call.block_table
+    if call.positions.shape[1] > MAX_SPLIT_QUERIES:
+        query = store_heads(call)
         out = paged_attention(
-            query, keys, values, block_table, positions,
-            num_blocks=num_blocks, rule=rule, sinks=sinks, out=query, kv_scales=kv_scales,
+            query, keys, values, table, call.positions,
+            num_blocks=call.num_blocks, rule=call.rule, sinks=call.sinks, out=query, kv_scales=call.kv_scales,
         )  # fmt: skip
         return out.flatten(2)
-    check_heads(qkv, cos, sin, norms, keys, values, block_table, positions, write_mask, num_heads)
-    check_sinks(sinks, num_heads, qkv.dtype)
-    scales = scales_of(keys, kv_scales)
-    tokens = new_tokens(qkv, cos, sin, norms, positions, write_mask, scales)
-    cache, blocks = paged_cache(keys, values, block_table), (first_block, num_blocks)
-    return _decode(tokens, cache, num_heads, blocks, (rule, sinks, scales), work, regroup)
+    check_heads(call)
+    check_sinks(call.sinks, call.num_heads, call.qkv.dtype)
+    scales = scales_of(keys, call.kv_scales)
+    return _decode(call, new_tokens(call, scales), paged_cache(keys, values, table), scales, work, regroup)
 
 
 def uses_mma(
@@ -165,20 +146,14 @@ def uses_mma(
 
 
 def _decode(
-    tokens: NewTokens,
-    cache: PagedCache,
-    num_heads: int,
-    blocks: tuple[int, int],
-    scoring: tuple[AttentionRule, Tensor | None, KVScales | None],
-    work: AttendWork,
-    regroup: bool,
+    given: AttendCall, tokens: NewTokens, cache: PagedCache, scales: KVScales | None, work: AttendWork, regroup: bool
 ) -> Tensor:
     qkv, (_num_pages, page_size, _kv_heads, dim) = tokens.qkv, cache.k.shape
-    batch, num_queries = tokens.positions.shape
+    (batch, num_queries), num_heads = tokens.positions.shape, given.num_heads
     out = torch.empty(batch, num_queries, num_heads * dim, dtype=qkv.dtype, device=qkv.device)
     area = WorkArea(work.partials, work.counters)
-    call = DecodingPass(tokens, cache, out, area, has_pdl(qkv.device), *scoring)
-    begin, room = (block * KEY_BLOCK for block in blocks)
+    call = DecodingPass(tokens, cache, out, area, has_pdl(qkv.device), given.rule, given.sinks, scales)
+    begin, room = given.first_block * KEY_BLOCK, given.num_blocks * KEY_BLOCK
     row_size, sizes = batch * num_queries * num_heads * (dim + 1), call.sizes
     capacity = max(cache.table_width * page_size, room)
     if uses_mma(qkv.device, qkv.dtype, dim, page_size, capacity, cache.k.dtype):

@@ -19,6 +19,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from fastspec.kernels.gpu import Gpu
 from fastspec.shapes import EARLY_BLOCKS, KEY_BLOCK
 
 # constants of kernels, under the names in brackets; test_plan.py compares them
@@ -33,14 +34,6 @@ FAN = 16  # partial sums that `_decode_kernel` combines at a time [FAN]
 # registers per thread, for up to eight warps: an SM has no more. Without this limit the assembler spills, to fit one
 # more CTA
 MAX_REGISTERS = 255
-
-
-@dataclass(frozen=True, slots=True)
-class Gpu:
-    """What plans depend on of a device: its compute capability and its number of SMs."""
-
-    capability: tuple[int, int]
-    sms: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +91,7 @@ LATE_FROM = EARLY_BLOCKS * KEY_BLOCK
 
 def uses_tma(gpu: Gpu, page_size: int) -> bool:
     """True if decode/tma_sm90.py can run: on a GPU with wgmma, with pages of a multiple of 8 keys."""
-    return page_size % 8 == 0 and gpu.capability == (9, 0)
+    return page_size % 8 == 0 and gpu.hopper
 
 
 def uses_mma(
@@ -115,7 +108,7 @@ def uses_mma(
             because no other kernel decodes late rows.
         cached: bytes of an element of K and V, 1 or `itemsize`; None: `itemsize`.
     """
-    fits = itemsize == 2 and dim in MMA_DIMS and gpu.capability >= (9, 0)
+    fits = itemsize == 2 and dim in MMA_DIMS and gpu.pdl
     return fits and (capacity <= LATE_FROM or uses_tma(gpu, page_size))
 
 
@@ -133,7 +126,7 @@ def described(
         why = f"{fast} take queries of 16 bits alone"
     elif dim not in MMA_DIMS:
         why = f"head_dim is {dim}, and {fast} take {' and '.join(map(str, MMA_DIMS))}"
-    elif gpu.capability < (9, 0):
+    elif not gpu.pdl:
         why = f"{fast} run on sm_90 and later"
     else:
         why = f"rows have room for {capacity} positions, and beyond {LATE_FROM} {fast} need sm_90 and pages of 8 n keys"

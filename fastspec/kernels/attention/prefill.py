@@ -36,8 +36,9 @@ from fastspec.kernels.attention.plan import MAX_REGISTERS, Tiles, padded_dim
 from fastspec.kernels.attention.rope import cache_of_row
 from fastspec.kernels.common.checks import check, check_cache, check_sinks, rows_dtype
 from fastspec.kernels.common.kv_scales import KVScales, scales_of
-from fastspec.kernels.common.launch import has_pdl, multiprocessors, pdl_options, shared_memory
 from fastspec.kernels.common.launch import launch as start
+from fastspec.kernels.common.launch import shared_memory
+from fastspec.kernels.gpu import multiprocessors
 from fastspec.shapes import KEY_BLOCK, UNTILED, AttentionRule, Tiling
 
 _LOG2E = tl.constexpr(LOG2E)
@@ -300,7 +301,6 @@ def paged_attention(
     block_d = padded_dim(dim)
     sizes = batch * num_heads, num_queries
     launch = launch_of(query.device, query.dtype.itemsize, block_d, scales is not None, *sizes)
-    pdl = has_pdl(query.device)
     start(
         _flash_kernel,
         (num_heads, triton.cdiv(num_queries, launch.rows), batch),
@@ -322,6 +322,5 @@ def paged_attention(
         STAGES=launch.num_stages,
         num_warps=launch.num_warps,
         maxnreg=MAX_REGISTERS,
-        **pdl_options(pdl),
     )
     return out

@@ -25,11 +25,11 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from fastspec.kernels.attention.arguments import PagedCache, new_tokens, paged_cache
+from fastspec.kernels.attention.arguments import PagedCache, check_heads, new_tokens, paged_cache
 from fastspec.kernels.attention.plan import padded_dim
-from fastspec.kernels.common.checks import check_heads
-from fastspec.kernels.common.kv_scales import KVScales, scales_of
-from fastspec.kernels.common.launch import has_pdl, launch, pdl_options
+from fastspec.kernels.common.kv_scales import scales_of
+from fastspec.kernels.common.launch import launch
+from fastspec.kernels.reference.attention import HeadsCall
 
 NEW_ROWS = tl.constexpr(8)  # new K/V rows stored at a time
 NUM_WARPS = 4
@@ -225,37 +225,24 @@ def _rotate_kernel(
             append(tokens, row_cache, kv_head, new_row, num_queries, places, KV_HEADS, GROUP, HEAD_DIM, BLOCK_D)
 
 
-def store_heads(
-    qkv: Tensor,
-    cos: Tensor | None,
-    sin: Tensor | None,
-    keys: Tensor,
-    values: Tensor,
-    block_table: Tensor,
-    positions: Tensor,
-    write_mask: Tensor,
-    *,
-    num_heads: int,
-    norms: tuple[Tensor, Tensor, float] | None = None,
-    kv_scales: KVScales | None = None,
-) -> Tensor:
-    """Computes `reference.store_heads`; nothing is written to page 0.
+def store_heads(call: HeadsCall) -> Tensor:
+    """Stores K and V, and returns the queries, as `Ops.store_heads`. Page 0 keeps what it has.
 
     Raises:
         ValueError: shapes, dtypes or layouts that are not as above.
     """
-    check_heads(qkv, cos, sin, norms, keys, values, block_table, positions, write_mask, num_heads)
-    batch, num_queries = positions.shape
-    page_size, kv_heads, dim = keys.shape[1:]
+    check_heads(call)
+    qkv, num_heads = call.qkv, call.num_heads
+    batch, num_queries = call.positions.shape
+    page_size, kv_heads, dim = call.keys.shape[1:]
     out = torch.empty(batch, num_queries, num_heads, dim, dtype=qkv.dtype, device=qkv.device)
-    pdl = has_pdl(qkv.device)
     block_d = padded_dim(dim)
     grid = (triton.cdiv(num_queries, _chunk_rows(block_d)), num_heads + kv_heads, batch)
     launch(
         _rotate_kernel,
         grid,
-        new_tokens(qkv, cos, sin, norms, positions, write_mask, scales_of(keys, kv_scales)),
-        paged_cache(keys, values, block_table),
+        new_tokens(call, scales_of(call.keys, call.kv_scales)),
+        paged_cache(call.keys, call.values, call.block_table),
         out,
         num_queries,
         KV_HEADS=kv_heads,
@@ -265,6 +252,5 @@ def store_heads(
         PAGE_SIZE=page_size,
         num_warps=NUM_WARPS,
         enable_fp_fusion=False,
-        **pdl_options(pdl),
     )
     return out

@@ -99,35 +99,6 @@ def rows_dtype(rows: Tensor, keys: Tensor) -> torch.dtype:
     return rows.dtype if rows.dtype in ATTENTION_TYPES else torch.bfloat16
 
 
-def check_heads(
-    qkv: Tensor,
-    cos: Tensor | None,
-    sin: Tensor | None,
-    norms: tuple[Tensor, Tensor, float] | None,
-    keys: Tensor,
-    values: Tensor,
-    block_table: Tensor,
-    positions: Tensor,
-    write_mask: Tensor,
-    num_heads: int,
-) -> None:
-    """Raises ValueError unless kernels can make K and V of `qkv`, store and read them: shapes as in rope.py."""
-    check_cache(qkv, keys, values, block_table, positions, num_heads)
-    kv_heads, dim = keys.shape[2:]
-    width = (num_heads + 2 * kv_heads) * dim
-    step = f"that is num_heads={num_heads} and 2 * {kv_heads} key heads of {dim}, in the cache's dtype"
-    check("qkv", qkv, (*qkv.shape[:2], width), rows_dtype(qkv, keys), step=step)
-    if cos is not None and sin is not None:
-        check("cos", cos, (*cos.shape[:1], dim // 2), torch.float32)
-        check("sin", sin, cos.shape, torch.float32)
-    elif cos is not sin:
-        missing, there = ("cos", "sin") if cos is None else ("sin", "cos")
-        raise ValueError(f"{missing} is None and {there} is not; wanted both, or None for both: no rotation")
-    check("write_mask", write_mask, positions.shape, torch.bool)
-    for name, weight in zip(("q_norm", "k_norm"), (norms or ())[:2], strict=False):
-        check(name, weight, (dim,))
-
-
 def check_sinks(sinks: Tensor | None, num_heads: int, dtype: torch.dtype) -> None:
     """Raises ValueError unless `sinks` is None, or one number per query head in fp32 or `dtype`."""
     if sinks is not None:

@@ -129,14 +129,16 @@ def launcher_of(job: bytes) -> str:
     return json.dumps([kind for _, kind in signature["dict"]])
 
 
-def serve(cache: str, ends: list[int]) -> None:
-    """A process that forks one for each of these sockets; each compiles the jobs that come until its socket closes.
+def serve(kernels: str, cache: str, ends: list[int]) -> None:
+    """Forks a process for each socket. It compiles the jobs that arrive there until the socket closes.
 
-    What each of them needs is done before, once for all: modules with kernels are imported, without torch, and Triton's
-    own files, hundreds of megabytes, are hashed for the names under which it caches.
+    The modules with kernels are imported before, without torch. Triton's own files, hundreds of megabytes, are hashed
+    before as well: names in its cache contain that hash.
 
     Args:
-        cache: the directory for what is compiled. ends: numbers of the open sockets.
+        kernels: the module that imports all kernels.
+        cache: the directory for machine code.
+        ends: numbers of the open sockets.
     """
     leave_out_torch()
     import triton
@@ -144,7 +146,7 @@ def serve(cache: str, ends: list[int]) -> None:
 
     hashing = threading.Thread(target=triton_key)
     hashing.start()
-    import_module("fastspec.kernels.triton_ops")
+    import_module(kernels)
     with suppress(*_NO_LAUNCHER):
         from triton.backends.nvidia.driver import library_dirs
 

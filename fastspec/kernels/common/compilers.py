@@ -29,7 +29,7 @@ _BEGIN: Final = """
 import ast, sys
 sys.path[:] = ast.literal_eval(sys.argv[1])
 from fastspec.kernels.common.compile_jobs import serve
-serve(sys.argv[2], [int(end) for end in sys.argv[3:]])
+serve(sys.argv[2], sys.argv[3], [int(end) for end in sys.argv[4:]])
 """
 
 
@@ -45,11 +45,13 @@ class Compilers(Executor):
 
     Args:
         count: processes; 0: threads alone.
+        kernels: the module that imports all kernels, by its full name.
         now: begin them at once, not with the first such kernel.
         rank, ranks: this one of so many, which ask for the same kernels in the same order.
     """
 
-    def __init__(self, count: int, *, now: bool = False, rank: int = 0, ranks: int = 1) -> None:
+    def __init__(self, count: int, *, kernels: str, now: bool = False, rank: int = 0, ranks: int = 1) -> None:
+        self._kernels = kernels
         self._rank, self._ranks, self._submitted = rank, ranks, 0
         self._later: list[tuple[Future[Any], Callable[[], Any]]] = []  # the shares of others, as they came
         # another program that runs Python in itself would only be started once more
@@ -96,7 +98,7 @@ class Compilers(Executor):
             pipes = [Pipe() for _ in range(self._count)]
             ends = [theirs.fileno() for _, theirs in pipes]
             quiet: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
-            command = [sys.executable, "-c", _BEGIN, repr(sys.path), _cache(), *map(str, ends)]
+            command = [sys.executable, "-c", _BEGIN, repr(sys.path), self._kernels, _cache(), *map(str, ends)]
             # in a session of its own: so that they end together, and an interrupt reaches only this process
             try:
                 self._process = subprocess.Popen(command, pass_fds=ends, start_new_session=True, **quiet)

@@ -1,4 +1,4 @@
-"""Launching kernels: what a device can do, and compiling ahead of the first launch."""
+"""Launches of Triton kernels, and their compilation before the first launch."""
 
 from __future__ import annotations
 
@@ -14,16 +14,11 @@ import torch
 from fastspec.kernels.common.carveout import LEAST, divide
 from fastspec.kernels.common.compile_jobs import hash_in_order
 from fastspec.kernels.common.compilers import Compilers
+from fastspec.kernels.gpu import has_pdl
 
 # what has been compiled, within `compiling()`; None: outside of it
 _compiling: ContextVar[set[Hashable] | None] = ContextVar("compiling", default=None)
 _brief: ContextVar[bool] = ContextVar("brief", default=False)
-
-
-@cache
-def has_pdl(device: torch.device) -> bool:
-    """Whether kernels on `device` may start before their predecessor ends (programmatic dependent launch, sm_90 on)."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def pdl_options(pdl: bool) -> dict[str, Any]:
@@ -32,18 +27,6 @@ def pdl_options(pdl: bool) -> dict[str, Any]:
     `launch_pdl` is given only where it is wanted, because Triton's interpreter does not know it.
     """
     return {"PDL": True, "launch_pdl": True} if pdl else {"PDL": False}
-
-
-@cache
-def has_warp_groups(device: torch.device) -> bool:
-    """Whether kernels on `device` multiply by warp groups (wgmma), which sm_90 alone does."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
-
-
-@cache
-def multiprocessors(device: torch.device) -> int:
-    """How many `device` has."""
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 @cache
@@ -58,21 +41,21 @@ def shared_memory(device: torch.device) -> int:
 
 
 def new_ids(count: int, device: torch.device, dtype: torch.dtype = torch.int64) -> torch.Tensor:
-    """[count] for a kernel to write ids to.
-
-    Zeros within `compiling()`, where no kernel does: a later op may look something up by them.
-    """
+    """An uninitialised tensor [count] for ids. Within `compiling()` zeros: a later op may use them as indices."""
     return (torch.empty if _compiling.get() is None else torch.zeros)(count, dtype=dtype, device=device)
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, least_shared: int = LEAST, **options: Any) -> None:
-    """kernel[grid](*args, **options), or no more than its compilation within `compiling()`.
+    """Calls kernel[grid](*args, **options). Within `compiling()` it only compiles the kernel.
 
-    A kernel's first launch on a device also says how much shared memory it is to have, in percent `least_shared` at
-    least: see carveout.py. Unless `options` forbid it, a product and a sum may be rounded together: said at every
-    launch, for what Triton takes for granted changes between its versions, and bits with it.
+    Args:
+        kernel: a function of Triton.
+        grid: programs by axis.
+        *args: arguments of the kernel.
+        least_shared: least share of shared memory, in percent, that the device reserves for it: see carveout.py.
+        **options: constants of the kernel and options of the launch. `completed` adds those that are missing.
     """
-    options = {"enable_fp_fusion": True, **options}
+    options = completed(kernel, args, options)
     begun = _compiling.get()
     hash_in_order(kernel)
     if begun is None:
@@ -86,15 +69,49 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, least_shared: int = L
         kernel.warmup(*args, grid=grid, **options)
 
 
+def completed(kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -> dict[str, Any]:
+    """The options of a launch with the two that most callers leave to it.
+
+    `enable_fp_fusion` lets a product and a sum be rounded together. Triton's default differs between its versions, and
+    bits would differ with it. A kernel with the constant `PDL` may start before its predecessor ends, if the device
+    has programmatic dependent launch. `launch_pdl` is absent elsewhere: Triton's interpreter does not know it.
+    """
+    options = {"enable_fp_fusion": True, **options}
+    if "PDL" not in options and "PDL" in kernel.arg_names:
+        options["PDL"] = early = has_pdl(_device_of(args))
+        if early:
+            options["launch_pdl"] = True
+    return options
+
+
+def _device_of(args: tuple[Any, ...]) -> torch.device:
+    """The device of the first tensor among arguments, in groups, or under descriptors."""
+    found = _first_device(args)
+    assert found is not None, "a kernel has tensors"
+    return found
+
+
+def _first_device(args: tuple[Any, ...]) -> torch.device | None:
+    for each in args:
+        if isinstance(each, torch.Tensor):
+            return each.device
+        if isinstance(each, tuple):
+            if (found := _first_device(each)) is not None:
+                return found
+        elif isinstance(base := getattr(each, "base", None), torch.Tensor):
+            return base.device
+    return None
+
+
 def is_brief() -> bool:
-    """Whether a pass may leave out what launches nothing new: within `compiling()` or `brief()`."""
-    # a pass that torch.compile traces is none of those, and asking a ContextVar breaks its graph
+    """True if a pass may leave out layers that launch no new kernel: within `compiling()` or `brief()`."""
+    # torch.compile traces whole passes, and a ContextVar would break its graph
     return not torch.compiler.is_dynamo_compiling() and (_compiling.get() is not None or _brief.get())
 
 
 @contextmanager
 def brief() -> Iterator[None]:
-    """Within it a model's pass has one layer of each kind: it loads all kernels, and what it computes is of no use."""
+    """Has a model's pass run one layer of each kind. It loads all kernels; its results are of no use."""
     token = _brief.set(True)
     try:
         yield
@@ -103,7 +120,7 @@ def brief() -> Iterator[None]:
 
 
 def _kind(value: Any) -> Hashable:
-    """What a kernel is compiled by, of an argument, and more: arguments of one kind give one machine code."""
+    """The type of an argument and the facts about its value that machine code may depend on."""
     if isinstance(value, torch.Tensor):
         return value.dtype, value.data_ptr() % 16
     if isinstance(value, tuple):
@@ -117,13 +134,12 @@ def _kind(value: Any) -> Hashable:
 
 @contextmanager
 def compiling(executor: Executor | None = None) -> Iterator[None]:
-    """Within it `launch` launches nothing: it compiles, in parallel; leaving it waits for all that was begun.
+    """Has `launch` compile kernels in parallel and run none. The end of the context waits for all of them.
+
+    Within it results of kernels are uninitialised, but for ids, which are 0. Code within must not act on values.
 
     Args:
         executor: runs Triton's compiler, see `Compilers`; None: threads do.
-
-    What wrappers of kernels return is uninitialised meanwhile (but for ids, which are 0), so what runs within must not
-    act on values.
     """
     import triton
 
@@ -143,9 +159,12 @@ def compiling(executor: Executor | None = None) -> Iterator[None]:
 
 
 def described(tensor: torch.Tensor, block: list[int]) -> Any:
-    """A tensor, contiguous and at a multiple of 16 bytes, as the copy engine of sm_90 takes it: block by block.
+    """The descriptor with which the copy engine of sm_90 (TMA) reads a tensor in blocks.
 
-    A block's last axis has 128 bytes, or 64, whose pieces of 16 come to lie in shared memory as warp groups read them.
+    Args:
+        tensor: contiguous, at an address that is a multiple of 16.
+        block: sizes of a block. Its last axis has 64 or 128 bytes. Shared memory gets its pieces of 16 bytes in the
+            order in which warp groups read them.
     """
     from triton.experimental.gluon.language import NVMMASharedLayout
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor

@@ -11,10 +11,11 @@ from torch import Tensor
 
 from fastspec.kernels.common.checks import check
 from fastspec.kernels.common.experts import ExpertStack, ExpertWeights
-from fastspec.kernels.common.launch import launch, pdl_options
+from fastspec.kernels.common.launch import launch
 from fastspec.kernels.experts.lists import lists_of
 from fastspec.kernels.experts.mxfp4 import Epilogue, Operands, mxfp4_kernel
 from fastspec.kernels.experts.products import Chosen, Norm, Stack, expert_kernel, sum_kernel
+from fastspec.kernels.gpu import generation_of
 from fastspec.shapes import ClampedGate
 
 
@@ -68,7 +69,7 @@ AHEAD_BYTES = 1536
 def keeps_experts(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> bool:
     """True if these kernels can read a stack of such matrices (N, K) in mxfp4, with activations of `dtype`."""
     fits = dtype == torch.bfloat16 and shape[0] % 16 == 0 and shape[1] % 64 == 0
-    return fits and (device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 0))
+    return fits and (device.type != "cuda" or generation_of(device).supported)
 
 
 def experts(
@@ -81,22 +82,20 @@ def experts(
     shared: Tensor | None = None,
     shared_logits: Tensor | None = None,
     residual: Tensor | None,
-    pdl: bool = False,
 ) -> Tensor:
     """As `reference.experts`, which defines it, but the residual is added before the result is rounded.
 
     Args:
         x, ids, factors, weights, clamp, shared, shared_logits, residual: as there.
-        pdl: launch programmatically dependent (sm_90 on).
 
     Raises:
         ValueError: shapes, dtypes or layouts that do not fit each other.
     """
-    outputs = _expert_outputs(x, ids, factors, weights, clamp, pdl)
+    outputs = _expert_outputs(x, ids, factors, weights, clamp)
     if outputs is None:
         return x.float() if residual is None else residual
     out = torch.empty(x.shape, dtype=torch.float32 if residual is None else x.dtype, device=x.device)
-    _add_up(outputs, factors, (shared, shared_logits, residual), out, None, pdl)
+    _add_up(outputs, factors, (shared, shared_logits, residual), out, None)
     return out
 
 
@@ -111,21 +110,20 @@ def experts_normed(
     shared_logits: Tensor | None = None,
     residual: Tensor,
     norm: tuple[Tensor, float],
-    pdl: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """As `reference.experts_normed`, which defines it; other arguments and errors as of `experts`."""
-    outputs = _expert_outputs(x, ids, factors, weights, clamp, pdl)
+    outputs = _expert_outputs(x, ids, factors, weights, clamp)
     check("norm's weight", norm[0], x.shape[-1:])
     if outputs is None:
         return residual, x
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     after = Norm(norm[0], torch.empty_like(out), norm[1])
-    _add_up(outputs, factors, (shared, shared_logits, residual), out, after, pdl)
+    _add_up(outputs, factors, (shared, shared_logits, residual), out, after)
     return out, after.out
 
 
 def _expert_outputs(
-    x: Tensor, ids: Tensor, factors: Tensor, weights: ExpertWeights, clamp: ClampedGate | None, pdl: bool
+    x: Tensor, ids: Tensor, factors: Tensor, weights: ExpertWeights, clamp: ClampedGate | None
 ) -> Tensor | None:
     """Computes the output of each pair's expert, [R * chosen, K]; None if there are no rows."""
     count, double, hidden = weights.gate_up.shape
@@ -141,13 +139,13 @@ def _expert_outputs(
     if num_rows == 0:
         return None
     tile = tile_of(weights.gate_up, ids)
-    of = _chosen(ids, count, tile.rows, pdl)
-    inner = _product(rows, weights.gate_up, weights.gate_up_bias, of, tile, chosen, clamp, pdl, gated=True)
-    return _product(inner, weights.down, weights.down_bias, of, tile, chosen, None, pdl, gated=False)
+    of = _chosen(ids, count, tile.rows)
+    inner = _product(rows, weights.gate_up, weights.gate_up_bias, of, tile, chosen, clamp, gated=True)
+    return _product(inner, weights.down, weights.down_bias, of, tile, chosen, None, gated=False)
 
 
 def _add_up(
-    outputs: Tensor, factors: Tensor, others: tuple[Tensor | None, ...], out: Tensor, norm: Norm | None, pdl: bool
+    outputs: Tensor, factors: Tensor, others: tuple[Tensor | None, ...], out: Tensor, norm: Norm | None
 ) -> None:
     """Writes sums of rows to `out`, and their norms; `others` are shared, shared_logits and residual of `experts`."""
     (rows, chosen), hidden = factors.shape, outputs.shape[1]
@@ -156,7 +154,7 @@ def _add_up(
     launch(
         sum_kernel, (rows, triton.cdiv(hidden, block)), outputs, factors, *added, out, norm or Norm(None, None, 0.0),
         K=hidden, CHOSEN=chosen, BLOCK=block, ROUND_FIRST=norm is not None and norm.weight.dtype == out.dtype,
-        num_warps=min(16, max(4, block // 256)), **pdl_options(pdl),
+        num_warps=min(16, max(4, block // 256)),
     )  # fmt: skip
 
 
@@ -167,11 +165,11 @@ def tile_of(stack: ExpertStack, ids: Tensor) -> Tile | CodesTile:
     return next((tile for tile in tiles if likely <= tile.rows), tiles[-1])
 
 
-def _chosen(ids: Tensor, experts: int, each: int, pdl: bool) -> Chosen:
+def _chosen(ids: Tensor, experts: int, each: int) -> Chosen:
     """Pairs of a row have an expert each; those of several rows are listed by expert."""
     if len(ids) == 1:
         return Chosen(ids, None, None)
-    return Chosen(ids, *lists_of(ids, experts, each, pdl=pdl))
+    return Chosen(ids, *lists_of(ids, experts, each))
 
 
 def _product(
@@ -182,7 +180,6 @@ def _product(
     tile: Tile | CodesTile,
     chosen: int,
     clamp: ClampedGate | None,
-    pdl: bool,
     *,
     gated: bool,
 ) -> Tensor:
@@ -199,7 +196,7 @@ def _product(
         launch(
             mxfp4_kernel, (triton.cdiv(n, tile.weight_rows), tiles), operands, of, Epilogue(bias, out), alpha, limit,
             N=n, S=SPLIT_K, R=tile.weight_rows, BLOCKS=tile.rows // 8, D=tile.depth,
-            **options, PDL=pdl, num_warps=SPLIT_K, launch_pdl=pdl, enable_fp_fusion=False,
+            **options, num_warps=SPLIT_K, enable_fp_fusion=False,
         )  # fmt: skip
         return out
     width, size = out.shape[1], x.element_size()
@@ -207,6 +204,6 @@ def _product(
     launch(
         expert_kernel, (triton.cdiv(width, tile.block_n), tiles), Stack(x, stack.data, bias), of, out, alpha, limit,
         WIDTH=width, ROWS=tile.rows, BLOCK_N=tile.block_n, BLOCK_K=BLOCK_K[size], AHEAD=ahead,
-        **options, num_warps=tile.num_warps, num_stages=tile.num_stages, **pdl_options(pdl),
+        **options, num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
     return out

@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from fastspec.kernels.common.launch import launch, new_ids, pdl_options
+from fastspec.kernels.common.launch import launch, new_ids
 
 FEW_ROWS = 64  # up to so many rows, one program makes the lists
 PART = 64  # pairs compared at a time
@@ -135,13 +135,12 @@ def tiles_of(pairs: int, experts: int, each: int) -> int:
     return min(pairs, pairs // each + experts)
 
 
-def lists_of(ids: Tensor, experts: int, each: int, *, pdl: bool = False) -> tuple[Tensor, Tensor]:
+def lists_of(ids: Tensor, experts: int, each: int) -> tuple[Tensor, Tensor]:
     """Order and tiles of ids int32 [R, chosen].
 
     Args:
         experts: E, ids are below it.
         each: pairs of a tile.
-        pdl: launch programmatically dependent (sm_90 on).
     """
     rows, chosen = ids.shape
     pairs = ids.numel()
@@ -153,7 +152,7 @@ def lists_of(ids: Tensor, experts: int, each: int, *, pdl: bool = False) -> tupl
     launch(
         list_kernel, (1,), ids, order, tiles, rows, count,
         E=experts, CHOSEN=chosen, EACH=each, PAIRS=triton.cdiv(pairs, PART) * PART, PART=PART,
-        EXPERTS=triton.next_power_of_2(experts), TILES=triton.next_power_of_2(count), num_warps=4, **pdl_options(pdl),
+        EXPERTS=triton.next_power_of_2(experts), TILES=triton.next_power_of_2(count), num_warps=4,
     )  # fmt: skip
     return order, tiles
 

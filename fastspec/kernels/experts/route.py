@@ -20,7 +20,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from fastspec.kernels.common.checks import check, told
-from fastspec.kernels.common.launch import launch, new_ids, pdl_options
+from fastspec.kernels.common.launch import launch, new_ids
 from fastspec.kernels.norm import normed_row, weight_of
 from fastspec.shapes import RoutingRule
 
@@ -188,19 +188,16 @@ def _choose(
     tl.store(factors_ptr + row * HELD + place, factors, mask=place < HELD)
 
 
-def route(
-    logits: Tensor, rule: RoutingRule, correction: Tensor | None = None, *, pdl: bool = False
-) -> tuple[Tensor, Tensor]:
+def route(logits: Tensor, rule: RoutingRule, correction: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """As `reference.route`, which defines it.
 
     Args:
         logits, rule, correction: as there.
-        pdl: launch programmatically dependent (sm_90 on).
 
     Raises:
         ValueError: a tensor is not as above.
     """
-    return _launch(logits, rule, correction, None, pdl)[:2]
+    return _launch(logits, rule, correction, None)[:2]
 
 
 def route_normed(
@@ -210,21 +207,18 @@ def route_normed(
     x: Tensor,
     weight: Tensor,
     eps: float,
-    *,
-    pdl: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As `reference.route_normed`, which defines it.
 
     Args:
         logits, rule, correction, x, weight, eps: as there.
-        pdl: launch programmatically dependent (sm_90 on).
 
     Raises:
         ValueError: a tensor is not as above, or there are not as many rows of x.
     """
     if x.numel() != len(logits) * x.shape[-1] or weight.shape != x.shape[-1:]:
         raise ValueError(f"x is {told(x)} for {len(logits)} rows of logits and a weight {told(weight)}; wanted [R, K]")
-    ids, factors, normed = _launch(logits, rule, correction, (x.contiguous(), weight.contiguous(), eps), pdl)
+    ids, factors, normed = _launch(logits, rule, correction, (x.contiguous(), weight.contiguous(), eps))
     assert normed is not None
     return ids, factors, normed
 
@@ -234,7 +228,6 @@ def _launch(
     rule: RoutingRule,
     correction: Tensor | None,
     beside: tuple[Tensor, Tensor, float] | None,
-    pdl: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     rows, experts = logits.shape[0], logits.shape[1] - rule.gates
     check("logits", logits, (rows, experts + rule.gates), torch.float32)
@@ -257,6 +250,6 @@ def _launch(
         PLACES=triton.next_power_of_2(rule.held),
         K=width, ROUND_FIRST=x is not None and weight is not None and weight.dtype == x.dtype,
         WIDE=triton.next_power_of_2(width), num_warps=1 if max(block, width) <= ONE_WARP else 4,
-        enable_fp_fusion=False, **pdl_options(pdl),
+        enable_fp_fusion=False,
     )  # fmt: skip
     return ids, factors, normed

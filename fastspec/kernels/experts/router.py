@@ -20,7 +20,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from fastspec.kernels.common.checks import check, told
-from fastspec.kernels.common.launch import launch, pdl_options
+from fastspec.kernels.common.launch import launch
 from fastspec.kernels.common.weights import Weight
 from fastspec.kernels.norm import normed_row, weight_of
 
@@ -79,14 +79,11 @@ def router_kernel(
         logits_ptr += N
 
 
-def normed_logits(
-    x: Tensor, weight: Tensor, eps: float, router: Weight, bias: Tensor | None, *, pdl: bool = False
-) -> tuple[Tensor, Tensor]:
+def normed_logits(x: Tensor, weight: Tensor, eps: float, router: Weight, bias: Tensor | None) -> tuple[Tensor, Tensor]:
     """As `reference.normed_logits`, which defines it.
 
     Args:
         x, weight, eps, router, bias: as there.
-        pdl: launch programmatically dependent (sm_90 on).
 
     Raises:
         ValueError: a tensor is not as above.
@@ -110,6 +107,6 @@ def normed_logits(
             router_kernel, (tiles, triton.cdiv(rows, each)),
             flat, weight, router.data, bias, normed, logits, eps, rows, each,
             N=n, K=k, BLOCK_N=BLOCK_N, BLOCK_K=block, ROUND_FIRST=weight.dtype == x.dtype,
-            num_warps=min(16, max(4, block // 256)), enable_fp_fusion=False, **pdl_options(pdl),
+            num_warps=min(16, max(4, block // 256)), enable_fp_fusion=False,
         )  # fmt: skip
     return normed.view(x.shape), logits.view(*x.shape[:-1], n)

@@ -9,24 +9,20 @@ import torch
 from torch import Tensor
 from triton.experimental.gluon import language as gl
 
-from fastspec.kernels.common.launch import described, launch, multiprocessors
+from fastspec.kernels.common.launch import described, launch
 from fastspec.kernels.common.weights import Weight
+from fastspec.kernels.gpu import gpu_of
 from fastspec.kernels.product import plan
 from fastspec.kernels.product.few_rows import small_m_kernel
 from fastspec.kernels.product.many_rows import large_m_kernel
 from fastspec.kernels.product.norm import norm_rows
-from fastspec.kernels.product.plan import Gpu, Small, Split, Tile, Tma
+from fastspec.kernels.product.plan import Small, Split, Tile, Tma
 from fastspec.kernels.product.quantised import plan as quantised
 from fastspec.kernels.product.split_k import Parts, add_up, permuted_rows
 from fastspec.kernels.product.tma_sm90 import tma_kernel
 
 GLUON_TYPE = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 Norm = tuple[Tensor, float]  # weight [K] and epsilon
-
-
-def gpu_of(device: torch.device) -> Gpu:
-    """What a plan depends on of a CUDA device."""
-    return Gpu(torch.cuda.get_device_capability(device), multiprocessors(device))
 
 
 def tile_for(weight: Weight, rows: int, *, whole: bool = False, gated: bool = False) -> Tile:
@@ -38,7 +34,7 @@ def split_for(weight: Weight) -> Split:
     """How a product with this weight cuts its sum over K."""
     if weight.codes is not None:
         return quantised.split_of(weight.codes.form, *weight.shape)
-    tree = weight.tree and gpu_of(weight.device).capability == plan.TREES_ON
+    tree = weight.tree and gpu_of(weight.device).hopper
     return plan.split_for(weight.shape, weight.whole, tree)
 
 

@@ -8,7 +8,8 @@ Other shapes take the defaults, and other GPUs are untested: results are right t
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+
+from fastspec.kernels.gpu import Gpu
 
 # rows of x
 FUSED_ROWS = 8  # the most for which the product computes the norm itself; with more the norm is a kernel of its own
@@ -24,15 +25,6 @@ LONG = 16  # K tiles: longer sums are unrolled less, because registers run out
 # bytes of shared memory
 TMA_BYTES = (224_000, 115_000)  # for the stages of the TMA pipeline: of the only CTA on an SM, and of each of two
 EXCHANGE_BYTES = 4096  # of those, through which the compiler brings a tile's values into row order
-# GPUs on which one CTA may have more than 99 KiB of shared memory (CUDA programming guide, compute capabilities)
-ROOMY = {(8, 0), (9, 0), (10, 0), (10, 3)}
-
-
-class Gpu(NamedTuple):
-    """What a plan depends on of a GPU: its compute capability, and how many streaming multiprocessors (SMs) it has."""
-
-    capability: tuple[int, int]
-    multiprocessors: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +120,6 @@ class Tma:
 Tile = Small | Large | Tma
 # by kind of tile: the GPU on which its entries were measured, None for untested ones
 MEASURED_ON: dict[type, str | None] = {Small: "NVIDIA H200", Tma: "NVIDIA H200", Large: None}
-TESTED_CAPABILITIES = {(9, 0)}  # of the GPUs named above
 
 # by (N, K)
 SPLITS = {
@@ -139,7 +130,6 @@ SPLITS = {
 # sums of a weight whose K ranks may share: as many as the largest number of ranks that changes no bit; where the split
 # of few weight rows has more sums, as many as that
 TREE, TREE_PAIRWISE = 4, 2
-TREES_ON = (9, 0)  # the compute capability whose product for prompts adds them so, too
 TREE_ROWS = 4096  # of a weight of more rows they are no more than that, for a CTA of many rows of x makes them all
 LONG_TILE_K = 4096  # from this K on their tiles may be 128 values long
 
@@ -205,16 +195,6 @@ def boxes(weight_rows: int) -> list[int]:
     return [1 << bit for bit in range(weight_rows.bit_length() - 1, 3, -1) if weight_rows >> bit & 1]
 
 
-def tested(capability: tuple[int, int]) -> bool:
-    """Whether the plan for GPUs of this compute capability was measured on one of them."""
-    return capability in TESTED_CAPABILITIES
-
-
-def supported(capability: tuple[int, int]) -> bool:
-    """Whether the packed products run on a GPU of this compute capability: sm_80 and newer."""
-    return capability >= (8, 0)
-
-
 def split_of(n: int, k: int) -> Split:
     """The split that belongs to a weight [N, K]: that of the table, or one for how long its sums are."""
     return SPLITS.get((n, k)) or (Split(8, 128) if k >= 8192 and n < k else Split(4, 64))
@@ -262,10 +242,10 @@ def tile_of(
         split: of the weight; None: that of its shape.
     """
     split = split or split_of(n, k)
-    if rows > small_rows(gpu.capability):
-        if gpu.capability == (9, 0):
-            return _tma_of(n, k, rows, split, gpu.multiprocessors, whole, gated)
-        return _large_of(rows, split, gpu.capability)
+    if rows > small_rows(gpu):
+        if gpu.hopper:
+            return _tma_of(n, k, rows, split, gpu.sms, whole, gated)
+        return _large_of(rows, split, gpu)
     block = 8 if rows <= 8 else 16
     steps = cdiv(k, split.split_k * split.k_tile)
     own = SMALL_OWN.get((n, k)) if block == 8 else None
@@ -276,14 +256,14 @@ def tile_of(
     return Small(weight_rows, block, min(depth, steps), min(row_depth, steps), ahead)
 
 
-def small_rows(capability: tuple[int, int]) -> int:
+def small_rows(gpu: Gpu) -> int:
     """Rows of x up to which the small-M kernel runs; for more the TMA kernel does, on other GPUs the large-M one."""
-    return 8 if capability == (9, 0) else 16
+    return 8 if gpu.hopper else 16
 
 
-def _large_of(rows: int, split: Split, capability: tuple[int, int]) -> Large:
+def _large_of(rows: int, split: Split, gpu: Gpu) -> Large:
     """The large-M kernel's tile: one program does all of K for its weight rows."""
-    roomy = capability in ROOMY
+    roomy = gpu.roomy
     tight = not roomy and split.pairwise > 1  # whose sums need room of their own
     return Large(2 if rows > 32 and roomy else 1, 3 if tight else 4)
 

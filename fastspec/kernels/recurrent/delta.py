@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from fastspec.kernels.common.launch import has_pdl, launch, pdl_options
+from fastspec.kernels.common.launch import launch
 from fastspec.kernels.recurrent.parts import (
     StateSlots,
     Weights,
@@ -144,7 +144,6 @@ def step_rule(product: Tensor, weights: Weights, slots: StateSlots, out: Tensor,
     """Writes the result of `reference.delta_rule` to out [B, Q, rule.values]; Q is at most the number of slots."""
     batch, tokens, _ = product.shape
     block = block_of(rule, STEP_TILE if batch > FEW_ROWS else FEW_TILE)
-    pdl = has_pdl(product.device)
     launch(
         _delta_kernel,
         (batch, rule.value_heads, triton.cdiv(rule.value_dim, block)),
@@ -160,7 +159,6 @@ def step_rule(product: Tensor, weights: Weights, slots: StateSlots, out: Tensor,
         BLOCK=block,
         num_warps=WARPS,
         enable_fp_fusion=False,
-        **pdl_options(pdl),
     )
 
 

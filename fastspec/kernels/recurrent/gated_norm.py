@@ -20,7 +20,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from fastspec.kernels.common.checks import told
-from fastspec.kernels.common.launch import has_pdl, launch, pdl_options
+from fastspec.kernels.common.launch import launch
 
 _ELEMENTS = 1024  # per program
 
@@ -80,11 +80,11 @@ def gated(x: Tensor, gate: Tensor) -> Tensor:
     Raises:
         ValueError: a tensor is not as above.
     """
-    stride, width, pdl = _stride_of(x, gate), x.shape[-1], has_pdl(x.device)
+    stride, width = _stride_of(x, gate), x.shape[-1]
     out = torch.empty_like(x)
     launch(
         _gate_kernel, (x.shape[0] * x.shape[1], triton.cdiv(width, _ELEMENTS)), x, gate, out, stride,
-        WIDTH=width, BLOCK=_ELEMENTS, num_warps=4, enable_fp_fusion=False, **pdl_options(pdl),
+        WIDTH=width, BLOCK=_ELEMENTS, num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
     return out
 
@@ -100,7 +100,7 @@ def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
         raise ValueError(f"x is {told(x)}, weight {told(weight)}; wanted [B, Q, heads * D] and [D], of one dtype")
     stride = _stride_of(x, gate)
     heads, block = x.shape[-1] // dim, triton.next_power_of_2(dim)
-    group, pdl = max(1, _ELEMENTS // block), has_pdl(x.device)
+    group = max(1, _ELEMENTS // block)
     out = torch.empty_like(x)
     launch(
         _gated_norm_kernel,
@@ -117,7 +117,6 @@ def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
         BLOCK=block,
         num_warps=4,
         enable_fp_fusion=False,
-        **pdl_options(pdl),
     )
     return out
 

@@ -1,6 +1,14 @@
 """The torch definition of every op: runs where Triton does not, and is what the kernels are tested against."""
 
-from fastspec.kernels.reference.attention import attend, paged_attention, rope, rotate, store_heads
+from fastspec.kernels.reference.attention import (
+    AttendCall,
+    HeadsCall,
+    attend,
+    paged_attention,
+    rope,
+    rotate,
+    store_heads,
+)
 from fastspec.kernels.reference.experts import experts, experts_normed, normed_logits, route, route_normed
 from fastspec.kernels.reference.layer import attention_out, layer_tail, mlp
 from fastspec.kernels.reference.linear import (
@@ -25,6 +33,8 @@ from fastspec.kernels.reference.sampled import sampled_commit, sampled_draw
 from fastspec.kernels.reference.step import commit, embed, feed_rows, joined_norms, publish, verify_commit
 
 __all__ = [
+    "AttendCall",
+    "HeadsCall",
     "add_norm",
     "argmax",
     "attend",

@@ -6,11 +6,15 @@ for a row is an exact no-op for it, so the number of blocks visited does not cha
 
 from __future__ import annotations
 
+from dataclasses import KW_ONLY, dataclass
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from fastspec.kernels.common.kv_scales import FP8, KVScales, as_stored, scales_of
+from fastspec.kernels.common.weights import Weight
 from fastspec.kernels.reference.linear import norm
 from fastspec.shapes import KEY_BLOCK, UNTILED, AttentionRule, Tiling
 
@@ -140,106 +144,107 @@ def _readable(cache: Tensor) -> Tensor:
     return cache.view(torch.uint8) if cache.dtype == FP8 else cache
 
 
-def store_heads(
-    qkv: Tensor,
-    cos: Tensor | None,
-    sin: Tensor | None,
-    keys: Tensor,
-    values: Tensor,
-    block_table: Tensor,
-    positions: Tensor,
-    write_mask: Tensor,
-    *,
-    num_heads: int,
-    norms: tuple[Tensor, Tensor, float] | None = None,
-    kv_scales: KVScales | None = None,
-) -> Tensor:
-    """The first half of `attend`: norms of heads and rotation, K/V into the cache.
+@dataclass(slots=True)
+class HeadsCall:
+    """The arguments of `store_heads`: new tokens, and the cache of a layer that their keys and values go to.
 
-    Args:
-        num_heads: H; 0 where there are keys and values alone.
-        others: as in `attend`.
+    Attributes:
+        qkv: [B, Q, (H + 2 Hkv) * D], query heads first, then keys, then values.
+        cos, sin: fp32 [positions, D/2], the rotary table. None: queries and keys are not rotated.
+        keys, values: [num_pages, page_size, Hkv, D], written at the positions of rows with `write_mask`. In qkv's
+            dtype, or in 8 bits: see kv_scales.py.
+        block_table: int64 [B, P], the pages of a row.
+        positions: int64 [B, Q], >= 0.
+        write_mask: bool [B, Q]; the K/V of other rows is not kept.
+        num_heads: H; 0 where `qkv` has keys and values alone.
+        norms: weights [D] of an RMSNorm of every query head and of every key head, and their epsilon. The weights are
+            in qkv's dtype, or in fp32 as `norm` has them. None: no norms.
+        kv_scales: of keys and values in 8 bits. None: 1.
+    """
+
+    qkv: Tensor
+    cos: Tensor | None
+    sin: Tensor | None
+    keys: Tensor
+    values: Tensor
+    block_table: Tensor
+    positions: Tensor
+    write_mask: Tensor
+    _: KW_ONLY
+    num_heads: int
+    norms: tuple[Tensor, Tensor, float] | None = None
+    kv_scales: KVScales | None = None
+
+
+@dataclass(slots=True, kw_only=True)
+class AttendCall(HeadsCall):
+    """The arguments of `attend`: those of `store_heads`, and how the new tokens attend.
+
+    Attributes:
+        num_blocks: blocks of KEY_BLOCK keys to visit. Every attended position lies below num_blocks * KEY_BLOCK.
+        first_block: rows that count are at positions in this block or later. Kernels may leave other rows as junk.
+        rule: window, scale and softcap.
+        sinks: [H] in fp32 or qkv's dtype: of each head, the score of one more key, whose value is zero.
+        product: the weight that multiplies the result. Kernels may leave the result in the order that this product
+            reads; `layer_tail` takes both orders.
+        tiling: query tokens of a matrix product of torch; kernels have tiles of their own.
+    """
+
+    num_blocks: int
+    first_block: int = 0
+    rule: AttentionRule
+    sinks: Tensor | None = None
+    product: Weight | None = None
+    tiling: Tiling = UNTILED
+
+
+def store_heads(call: HeadsCall) -> Tensor:
+    """The first half of `attend`: norms of heads and rotation, K/V into the cache.
 
     Returns:
         The queries [B, Q, H, D], normed and rotated.
     """
+    keys, values, positions = call.keys, call.values, call.positions
     page_size, kv_heads, dim = keys.shape[1:]
     query: Tensor
-    query, key, value = qkv.unflatten(-1, (-1, dim)).split((num_heads, kv_heads, kv_heads), dim=2)
-    if norms is not None:
-        q_norm, k_norm, eps = norms
+    query, key, value = call.qkv.unflatten(-1, (-1, dim)).split((call.num_heads, kv_heads, kv_heads), dim=2)
+    if call.norms is not None:
+        q_norm, k_norm, eps = call.norms
         query, key = norm(query, q_norm, eps), norm(key, k_norm, eps)
-    if cos is not None and sin is not None:
-        at = positions.clamp(max=cos.shape[0] - 1)
-        rotation = cos[at][:, :, None], sin[at][:, :, None]
+    if call.cos is not None and call.sin is not None:
+        at = positions.clamp(max=call.cos.shape[0] - 1)
+        rotation = call.cos[at][:, :, None], call.sin[at][:, :, None]
         query, key = rope(query, *rotation), rope(key, *rotation)
-    slots = _slots(block_table, positions, page_size, write_mask).flatten()
-    scales = scales_of(keys, kv_scales) or KVScales()
+    slots = _slots(call.block_table, positions, page_size, call.write_mask).flatten()
+    scales = scales_of(keys, call.kv_scales) or KVScales()
     for cache, new, scale in ((keys, key, scales.k), (values, value, scales.v)):
         kept = _readable(as_stored(new.flatten(0, 1), cache.dtype, scale))
         _readable(cache).view(-1, kv_heads, dim).index_copy_(0, slots, kept)
     return query
 
 
-def attend(
-    qkv: Tensor,
-    cos: Tensor | None,
-    sin: Tensor | None,
-    keys: Tensor,
-    values: Tensor,
-    block_table: Tensor,
-    positions: Tensor,
-    write_mask: Tensor,
-    *,
-    num_heads: int,
-    norms: tuple[Tensor, Tensor, float] | None = None,
-    num_blocks: int,
-    first_block: int = 0,
-    rule: AttentionRule,
-    sinks: Tensor | None = None,
-    work: object = None,
-    product: Tensor | None = None,
-    tiling: Tiling = UNTILED,
-    kv_scales: KVScales | None = None,
-) -> Tensor:
+def attend(call: AttendCall, work: Any = None) -> Tensor:
     """Attention of a layer from its fused product on: norms of heads, rotation, K/V into the cache, attention.
 
     Args:
-        qkv: [B, Q, (H + 2 Hkv) * D], query heads first, then keys, then values.
-        cos, sin: fp32 [positions, D/2], the rotary table; both None: queries and keys are not rotated.
-        keys, values: [num_pages, page_size, Hkv, D], written at the positions of rows with `write_mask`; in qkv's
-            dtype, or in 8 bits: see kv_scales.py.
-        block_table: int64 [B, P].
-        positions: int64 [B, Q], >= 0.
-        write_mask: bool [B, Q]; the K/V of other rows is not kept.
-        num_heads: H.
-        norms: weights [D] of an RMSNorm of every query head and of every key head, of qkv's dtype or fp32 as `norm` has
-            them, and their epsilon; None: no norms.
-        num_blocks, rule, sinks, tiling, kv_scales: as in `paged_attention`.
-        first_block: rows that count are at positions in this block of KEY_BLOCK or in later ones; kernels may leave
-            others as junk.
-        work: of the kernel; unused here.
-        product: the weight that multiplies the result, which kernels may leave as that and `layer_tail` want it; unused
-            here.
+        call: tensors and rules.
+        work: from `Ops.workspace`; torch needs none.
 
     Returns:
-        [B, Q, H * D].
+        [B, Q, H * D]. Kernels may give [B, Q, H * D / 64, 64], regrouped, where `call.product` is given.
     """
-    query = store_heads(
-        qkv, cos, sin, keys, values, block_table, positions, write_mask,
-        num_heads=num_heads, norms=norms, kv_scales=kv_scales,
-    )  # fmt: skip
+    query = store_heads(call)
     out = paged_attention(
         query,
-        keys,
-        values,
-        block_table,
-        positions,
-        num_blocks=num_blocks,
-        rule=rule,
-        sinks=sinks,
-        tiling=tiling,
-        kv_scales=kv_scales,
+        call.keys,
+        call.values,
+        call.block_table,
+        call.positions,
+        num_blocks=call.num_blocks,
+        rule=call.rule,
+        sinks=call.sinks,
+        tiling=call.tiling,
+        kv_scales=call.kv_scales,
     )
     return out.flatten(2)
 

@@ -7,7 +7,6 @@ experts are added up in the order in which they were chosen.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -138,10 +137,20 @@ def experts(
 
 
 def experts_normed(
-    *arguments: Any, residual: Tensor, norm: tuple[Tensor, float], **options: Any
+    x: Tensor,
+    ids: Tensor,
+    factors: Tensor,
+    weights: ExpertWeights,
+    clamp: ClampedGate | None,
+    *,
+    shared: Tensor | None = None,
+    shared_logits: Tensor | None = None,
+    residual: Tensor,
+    norm: tuple[Tensor, float],
 ) -> tuple[Tensor, Tensor]:
-    """`experts` of the same arguments, and the `norm` of what that gives, by weight [hidden] and epsilon."""
-    out = experts(*arguments, residual=residual, **options)
+    """`experts` of the same arguments, and the norm of its result by weight [hidden] and epsilon."""
+    given = x, ids, factors, weights, clamp
+    out = experts(*given, shared=shared, shared_logits=shared_logits, residual=residual)
     return out, norm_of(out, *norm)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -117,7 +117,7 @@ def argmax(
     tiling: Tiling = UNTILED,
     *,
     norm: tuple[Tensor, float] | None = None,
-    work: object = None,
+    work: Any,
     out: Tensor,
 ) -> None:
     """Writes to out int64 [R] which of the first `limit` fp32 logits of x [R, K] is the largest, lowest id first.

@@ -21,10 +21,21 @@ L2_EPS = 1e-6  # in the norms of queries and keys; configs have no field for it,
 class DeltaParts(Protocol):
     """Weights of a recurrent layer, as `models.layer_table.DeltaWeights` describes them."""
 
-    conv: Tensor
-    decay: Tensor
-    step: Tensor
-    norm: Tensor
+    @property
+    def conv(self) -> Tensor:
+        """Taps of the convolution."""
+
+    @property
+    def decay(self) -> Tensor:
+        """Logarithm of the decay of each value head."""
+
+    @property
+    def step(self) -> Tensor:
+        """Bias of the step of each value head."""
+
+    @property
+    def norm(self) -> Tensor:
+        """Weight of the gated norm."""
 
 
 class KeptState(NamedTuple):

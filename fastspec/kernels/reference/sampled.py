@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -39,8 +39,8 @@ class SampledRows(verify.CommitRows, Protocol):
 def sampled_commit(
     logits: Tensor,
     rows: SampledRows,
-    scratch: Tensor | None = None,
-    work: object = None,
+    scratch: Any,
+    work: Any,
     publish_to: tuple[Tensor, Tensor] | None = None,
     *,
     rule: str,
@@ -84,7 +84,7 @@ def sampled_draw(
     logits: Tensor,
     rows: SampledRows,
     j: int,
-    work: object = None,
+    work: Any,
     *,
     purpose: int,
     keep_draft_probs: bool,

@@ -98,7 +98,7 @@ def joined_norms(
 def verify_commit(
     logits: Tensor | PartKeys,
     rows: verify.CommitRows,
-    scratch: Tensor | None = None,
+    scratch: Any,
     publish_to: tuple[Tensor, Tensor] | None = None,
     record: Record | None = None,
 ) -> None:
@@ -150,7 +150,7 @@ def commit(
     accepted: Tensor,
     block: Tensor,
     rows: verify.CommitRows,
-    scratch: Tensor | None = None,
+    scratch: Any,
     publish_to: tuple[Tensor, Tensor] | None = None,
 ) -> None:
     """Ends a step: `verify.commit` of accepted int64 [B] and block int64 [B, k+1], then `publish` where asked for.

@@ -23,7 +23,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from fastspec.kernels.common.checks import check, check_room, check_table
-from fastspec.kernels.common.launch import has_pdl, launch
+from fastspec.kernels.common.launch import launch
 from fastspec.kernels.sampling.logprobs import RecordRows, record_block
 from fastspec.kernels.sampling.publish import check_ring, store_details, store_entry, store_sequence
 from fastspec.sampling import verify
@@ -249,7 +249,7 @@ def commit(
     accepted: Tensor,
     block: Tensor,
     rows: CommitRows,
-    scratch: Tensor,
+    scratch: Any,
     publish_to: tuple[Tensor, Tensor] | None = None,
 ) -> None:
     """Computes `reference.commit`, but leaves the junk column of `rows.tokens` unchanged.
@@ -261,7 +261,6 @@ def commit(
     check_rows(rows, batch, places - 1, scratch)
     check("accepted", accepted, (batch,), torch.int64)
     check_table("block", block, batch, places)
-    pdl = has_pdl(block.device)
     launch(
         _commit_kernel,
         (batch,),
@@ -276,9 +275,7 @@ def commit(
         batch,
         rows.block.shape[1],
         places - 1,
-        PDL=pdl,
         num_warps=NUM_WARPS,
-        launch_pdl=pdl,
         BLOCKS=blocks_of(rows),
     )
 

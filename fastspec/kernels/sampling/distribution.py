@@ -36,7 +36,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from fastspec.kernels.common.launch import has_pdl, launch
+from fastspec.kernels.common.launch import launch
 from fastspec.kernels.reference.step import Record
 from fastspec.kernels.sampling import bounds, logprobs
 from fastspec.kernels.sampling import logits as sampled_parts
@@ -449,8 +449,8 @@ def find_distributions(
         record: log-probabilities of the raw logits to record. Those of the emitted tokens come later, at the commit.
     """
     batch, places, vocab = logits.shape
-    source, pdl = sampled_parts.source_of(logits, rows, ragged=ragged), has_pdl(logits.device)
-    shared = {"STOPS": rows.stop_ids.shape[1], "PDL": pdl, "launch_pdl": pdl, **sampled_parts.OPTIONS}
+    source = sampled_parts.source_of(logits, rows, ragged=ragged)
+    shared = {"STOPS": rows.stop_ids.shape[1], **sampled_parts.OPTIONS}
     chunks = triton.cdiv(vocab, CHUNK)
     parts = sampled_parts.parts_of(batch, places, chunks)
     top, _ = logprobs.sizes_of(record)

@@ -22,7 +22,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from fastspec.kernels.common.launch import has_pdl, launch
+from fastspec.kernels.common.launch import launch
+from fastspec.kernels.reference.sampled import SampledRows
 from fastspec.kernels.sampling import logits as sampled_parts
 from fastspec.kernels.sampling.distribution import find_distributions, load_distribution, probabilities
 from fastspec.kernels.sampling.logits import (
@@ -34,7 +35,6 @@ from fastspec.kernels.sampling.logits import (
     RECORD,
     RUNNING,
     WINNER,
-    SampledWork,
     check_draft_probs,
     check_source,
     key_of,
@@ -43,6 +43,7 @@ from fastspec.kernels.sampling.logits import (
     winner,
     winning_id,
 )
+from fastspec.sampling.verify import Draws
 
 LAUNCH = {"num_warps": 8, "maxnreg": 128}
 _GROUP = tl.constexpr(GROUP)
@@ -105,13 +106,13 @@ def _draw_kernel(
 
 def sampled_draw(
     logits: Tensor,
-    rows: Any,
+    rows: SampledRows,
     j: int,
-    work: SampledWork,
+    work: Any,
     *,
     purpose: int,
     keep_draft_probs: bool,
-    draws: object = None,
+    draws: Draws | None,
 ) -> None:
     """Computes `reference.sampled_draw`. Random numbers come from the rows' seeds; `draws` is ignored.
 
@@ -125,7 +126,6 @@ def sampled_draw(
     find_distributions(logits, rows, work, first=j)
     source = sampled_parts.source_of(logits, rows)
     width = vocab if probs is None else probs.shape[1]
-    pdl = has_pdl(logits.device)
     launch(
         _draw_kernel,
         (triton.cdiv(width, sampled_parts.CHUNK), batch),
@@ -136,8 +136,6 @@ def sampled_draw(
         PURPOSE=purpose,
         CHUNK=sampled_parts.CHUNK,
         STOPS=rows.stop_ids.shape[1],
-        PDL=pdl,
         **LAUNCH,
-        launch_pdl=pdl,
         **sampled_parts.OPTIONS,
     )

@@ -25,7 +25,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from fastspec.kernels.common.checks import check_logits
-from fastspec.kernels.common.launch import has_pdl, launch
+from fastspec.kernels.common.launch import launch
 from fastspec.kernels.reference.linear import PartKeys
 from fastspec.kernels.reference.step import Record
 from fastspec.kernels.sampling import logprobs
@@ -167,7 +167,7 @@ def _verify_kernel(
 def verify_commit(
     logits: Tensor | PartKeys,
     rows: CommitRows,
-    scratch: Tensor,
+    scratch: Any,
     publish_to: tuple[Tensor, Tensor] | None = None,
     record: Record | None = None,
 ) -> None:
@@ -182,7 +182,6 @@ def verify_commit(
     if record is not None:
         check_record(record, rows, lines.vocab, places)
     grid = (triton.cdiv(lines.vocab, chunk), batch * places)
-    pdl = has_pdl(scratch.device)
     launch(
         _verify_kernel,
         grid,
@@ -197,8 +196,6 @@ def verify_commit(
         places - 1,
         *logprobs.sizes_of(record),
         CHUNK=chunk,
-        PDL=pdl,
-        launch_pdl=pdl,
         BLOCKS=blocks_of(rows),
         **({"num_warps": warps} | logprobs.constants_of(record, rows, lines.vocab)),
     )

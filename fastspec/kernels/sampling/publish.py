@@ -28,7 +28,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from fastspec.kernels.common.checks import check, told
-from fastspec.kernels.common.launch import has_pdl, launch
+from fastspec.kernels.common.launch import launch
 from fastspec.sampling.verify import CommitRows
 
 WORDS = tl.constexpr(256)  # elements of an entry that are stored at a time
@@ -182,7 +182,6 @@ def publish(
         check_recorded(rows)
         check_details(details, rows)
     recorded = (None, None, None) if details is None else (rows.logprobs, rows.top_ids, rows.top_logprobs)
-    pdl = has_pdl(counter.device)
     launch(
         _publish_kernel,
         (1,),
@@ -203,9 +202,7 @@ def publish(
         int(drafting),
         TOP=0 if details is None else rows.top_ids.shape[2],
         BLOCK=DETAILS_BLOCK,
-        PDL=pdl,
         num_warps=NUM_WARPS,
-        launch_pdl=pdl,
     )
 
 

@@ -37,7 +37,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from fastspec.kernels.common.launch import has_pdl, launch
+from fastspec.kernels.common.launch import launch
+from fastspec.kernels.reference.sampled import SampledRows
 from fastspec.kernels.reference.step import Record
 from fastspec.kernels.sampling import commit as committing
 from fastspec.kernels.sampling import logits as sampled_parts
@@ -67,7 +68,6 @@ from fastspec.kernels.sampling.logits import (
     RESIDUAL_WINNER,
     RUNNING,
     WINNER,
-    SampledWork,
     check_draft_probs,
     check_source,
     key_of,
@@ -81,6 +81,7 @@ from fastspec.kernels.sampling.logits import (
 from fastspec.kernels.sampling.logprobs import check_record
 from fastspec.sampling import distribution
 from fastspec.sampling.rules import BLOCK, COUPLED, REJECTION
+from fastspec.sampling.verify import Draws
 
 RULES = {REJECTION: 0, BLOCK: 1, COUPLED: 2}
 BY_REJECTION, BY_BLOCK, BY_COUPLING = map(tl.constexpr, RULES.values())
@@ -518,14 +519,14 @@ def _end_kernel(
 
 def sampled_commit(
     logits: Tensor,
-    rows: Any,
-    scratch: Tensor,
-    work: SampledWork,
+    rows: SampledRows,
+    scratch: Any,
+    work: Any,
     publish_to: tuple[Tensor, Tensor] | None = None,
     *,
     rule: str,
     deterministic: bool,
-    draws: object = None,
+    draws: Draws | None,
     record: Record | None = None,
 ) -> None:
     """Computes `reference.sampled_commit`. Random numbers come from the rows' seeds; `draws` is ignored.
@@ -545,7 +546,6 @@ def sampled_commit(
     source = sampled_parts.source_of(logits, rows)
     tokens_width, _, *others = committing.sizes_of(rows, publish_to)
     _, details_width = logprobs.sizes_of(record)
-    pdl = has_pdl(logits.device)
     chunk = end_chunk()
     chunks, max_found = triton.cdiv(vocab, chunk), work.found.shape[2]
     # under rejection a row samples at one place
@@ -572,8 +572,6 @@ def sampled_commit(
             min(LISTED, max_found),
         ),
         BLOCKS=committing.blocks_of(rows),
-        PDL=pdl,
         **LAUNCH,
-        launch_pdl=pdl,
         **sampled_parts.OPTIONS,
     )

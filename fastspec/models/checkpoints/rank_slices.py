@@ -12,7 +12,8 @@ from fastspec.distributed.slices import SIZES, Share, divides
 from fastspec.errors import UnsupportedOption
 from fastspec.kernels.common.codes import join
 from fastspec.kernels.common.packing import can_pack
-from fastspec.kernels.product.plan import TREES_ON, split_for
+from fastspec.kernels.gpu import generation_of
+from fastspec.kernels.product.plan import split_for
 from fastspec.models.checkpoints.checkpoint import Checkpoint, Sliced
 from fastspec.models.checkpoints.tensor_source import TensorInfo, TensorSource, WrappedSource
 from fastspec.models.config import ModelSpec
@@ -93,7 +94,7 @@ def same_text_on(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.devic
     if share.one_tree:
         return tuple(each for each in SIZES if each <= share.parts)
     plain = checkpoint.quantisation is None and not spec.routed_elements and not spec.deltas
-    if not plain or device.type != "cuda" or torch.cuda.get_device_capability(device) != TREES_ON:
+    if not plain or device.type != "cuda" or not generation_of(device).hopper:
         return (share.size,)
     found = tuple(each for each in SIZES if all(_in_trees(spec, few, dtype) for few in SIZES if few <= each))
     return found if share.size in found else (share.size,)

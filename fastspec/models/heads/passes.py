@@ -13,6 +13,7 @@ from typing_extensions import override
 
 from fastspec.errors import CheckpointError
 from fastspec.kernels.ops import Ops
+from fastspec.kernels.reference.attention import HeadsCall
 from fastspec.kv_cache.cache import PagedKVCache
 from fastspec.models.decoder import Decoder
 from fastspec.models.heads.dflash_spec import DFlashSpec
@@ -59,7 +60,8 @@ class HeadDecoder(Decoder):
         """Keys, normed and rotated, and values of rows into a layer's cache; their queries, if they have any."""
         keys, values = self.cache.keys[index], self.cache.values[index]
         where = keys, values, rows.block_table, rows.positions, rows.write_mask
-        return self.ops.store_heads(heads, *self._tables[0], *where, num_heads=num_heads, norms=self._norms(index))
+        call = HeadsCall(heads, *self._tables[0], *where, num_heads=num_heads, norms=self._norms(index))
+        return self.ops.store_heads(call)
 
 
 class Eagle3(HeadDecoder):
@@ -131,6 +133,7 @@ class Eagle3(HeadDecoder):
     def _upto_last(self, g: Tensor, rows: ForwardBatch) -> tuple[Tensor, Tensor]:
         """The residual stream in front of the last layer, and that layer's q, k and v."""
         layer, eps = self.weights.layers[0], self.spec.rms_eps
+        assert layer.input_norm is not None, "of the embeddings"
         norms = layer.input_norm, self._hidden_norm
         eh = self.ops.joined_norms(self.weights.embed, rows.ids, g, norms, eps)
         x = eh[..., g.shape[-1] :].contiguous() if self.head.norm_before_residual else g

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from fastspec.distributed.exchange import Alone, Exchange
 from fastspec.errors import UnsupportedOption
 from fastspec.kernels.ops import Ops
+from fastspec.kernels.reference.attention import AttendCall
 from fastspec.models.hosted.info import HostedInfo
 from fastspec.models.hosted.probe import base_name, base_of
 from fastspec.models.hosted.swaps import FixedShapes, NoCache, attach, our_op
@@ -127,7 +128,7 @@ class HostedModel:
         qkv = torch.cat(wide, dim=-1)
         sinks = options.get("s_aux")
         with our_op(self):
-            out: Tensor = self.ops.attend(
+            attending = AttendCall(
                 qkv.to(self.keys[call.slot].dtype),
                 None,
                 None,
@@ -141,9 +142,9 @@ class HostedModel:
                 first_block=rows.first_block,
                 rule=call.rule,
                 sinks=None if sinks is None else sinks.detach().reshape(-1).contiguous(),
-                work=self._work[call.shape],
                 tiling=rows.tiling,
             )
+            out = self.ops.attend(attending, self._work[call.shape])
         heads: Tensor = out.unflatten(-1, (call.heads, -1))[..., : call.value_dim].to(query.dtype)
         return heads
 

@@ -27,6 +27,7 @@ from fastspec.kernels.attention.decode import launch as decoding
 from fastspec.kernels.common import packing
 from fastspec.kernels.common.weights import Weight
 from fastspec.kernels.embed import embed
+from fastspec.kernels.gpu import Gpu
 from fastspec.shapes import KEY_BLOCK
 from tests.helpers.gluon_on_cpu import interpreted
 
@@ -84,7 +85,7 @@ def set_ctas(ctas: int, monkeypatch: pytest.MonkeyPatch) -> None:
 def simulate_tma(monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs decode/tma_sm90.py in the simulator, as on a GPU whose CTAs three tiles of two heads share unevenly."""
     stand_ins: dict[str, Any] = {**_simulated_tma(), "launch": gluon_simulator.launch}
-    stand_ins |= {"described": gluon_simulator.Described, "gpu_of": lambda device: plan.Gpu((9, 0), 20)}
+    stand_ins |= {"described": gluon_simulator.Described, "gpu_of": lambda device: Gpu((9, 0), 20)}
     for name, stand_in in stand_ins.items():
         monkeypatch.setattr(decoding, name, stand_in)
 

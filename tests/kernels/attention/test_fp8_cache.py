@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fastspec.kernels import reference
 from fastspec.kernels.common.kv_scales import FP8, KVScales, as_stored
+from fastspec.kernels.gpu import Gpu
 from fastspec.shapes import AttentionRule
 from tests.helpers.attention import TENSORS, case, copied, rows_of
 from tests.helpers.devices import devices
@@ -20,7 +21,7 @@ import triton
 import triton.language as tl
 
 from fastspec.kernels.attention import dispatch
-from fastspec.kernels.attention.plan import Gpu, described
+from fastspec.kernels.attention.plan import described
 from fastspec.kernels.attention.rope import as_stored as kernel_as_stored
 from tests.kernels.attention.test_dispatch import choose, dtype_for, work_for
 
@@ -74,12 +75,12 @@ def cloned(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def by_definition(given: dict[str, Any], window: int | None, scales: KVScales) -> Tensor:
-    return reference.attend(*(given[name] for name in TENSORS), **options(given, window, scales))
+    return reference.attend(reference.AttendCall(*(given[name] for name in TENSORS), **options(given, window, scales)))
 
 
 def by_kernels(given: dict[str, Any], window: int | None, scales: KVScales) -> Tensor:
-    more = options(given, window, scales)
-    return dispatch.attend(*(given[name] for name in TENSORS), work=work_for(given), **more)
+    call = reference.AttendCall(*(given[name] for name in TENSORS), **options(given, window, scales))
+    return dispatch.attend(call, work_for(given))
 
 
 def straight(given: dict[str, Any], window: int | None, scales: KVScales) -> Tensor:

@@ -15,10 +15,11 @@ pytest.importorskip("triton", reason="Triton ships for Linux only")
 
 from fastspec.kernels.attention import plan
 from fastspec.kernels.attention.decode import combine, mma_tiles, portable, tma_sm90
+from fastspec.kernels.gpu import Gpu
 from tests.house.test_house import BLOCK_TRITON, run_python
 from tests.kernels.attention.test_dispatch import SHAPES, attend, check, choose, dtype_for, set_ctas
 
-H100 = plan.Gpu((9, 0), 132)
+H100 = Gpu((9, 0), 132)
 
 
 @pytest.mark.parametrize(
@@ -64,7 +65,7 @@ def test_more_ctas_run_at_a_time_with_fewer_registers() -> None:
 @pytest.mark.parametrize("capability", [(9, 0), (10, 0), (12, 0)])
 def test_no_more_ctas_than_run_at_a_time_whatever_the_number_of_sms(capability: tuple[int, int], sms: int) -> None:
     """Where CTAs share the splits of a tile, unless there are more tiles than that."""
-    gpu = plan.Gpu(capability, sms)
+    gpu = Gpu(capability, sms)
     for dim, pairs, num_rows, splits in itertools.product((64, 128), (1, 8, 64, 512), (1, 8, 20, 68), (1, 2, 34)):
         planned = plan.early_plan(gpu, plan.Pass(num_rows, pairs, dim), splits)
         tiles, ctas = planned.grid

@@ -19,7 +19,8 @@ from fastspec.kernels.attention.rope import store_heads
 
 
 def rotated(given: dict[str, Any]) -> Tensor:
-    return store_heads(*(given[name] for name in TENSORS), num_heads=given["num_heads"], norms=norms_of(given))
+    tensors = (given[name] for name in TENSORS)
+    return store_heads(reference.HeadsCall(*tensors, num_heads=given["num_heads"], norms=norms_of(given)))
 
 
 def expected(given: dict[str, Any]) -> Tensor:

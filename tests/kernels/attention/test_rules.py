@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward as gemma2_attention
 from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward as gpt_oss_attention
 
+from fastspec.kernels.gpu import Gpu
 from fastspec.shapes import AttentionRule
 from tests.helpers.attention import case, copied, rows_of, run, twin
 from tests.helpers.devices import devices
@@ -23,7 +24,7 @@ import triton
 import triton.language as tl
 
 from fastspec.kernels.attention import dispatch, prefill
-from fastspec.kernels.attention.plan import Gpu, described
+from fastspec.kernels.attention.plan import described
 from tests.kernels.attention.test_dispatch import (
     KINDS,
     assert_same,

@@ -14,6 +14,7 @@ pytest.importorskip("triton", reason="Triton ships for Linux only")
 
 from fastspec.engine import warmup
 from fastspec.kernels.common import compilers
+from fastspec.kernels.select import KERNELS
 from tests.helpers.modules import module_output
 
 
@@ -48,7 +49,7 @@ def test_two_ranks_compile_every_kernel_once(processes: int) -> None:
 
 def test_the_share_of_others_comes_behind_ones_own_and_from_its_end() -> None:
     order: list[int] = []
-    with compilers.Compilers(0, rank=1, ranks=2) as executor:
+    with compilers.Compilers(0, kernels=KERNELS, rank=1, ranks=2) as executor:
         executor._places.get()  # one kernel at a time
         futures = [executor.submit(lambda number=number: order.append(number)) for number in range(1, 7)]
         assert not any(each.done() for each in futures[1::2])
@@ -60,7 +61,7 @@ def test_the_share_of_others_comes_behind_ones_own_and_from_its_end() -> None:
 
 
 def test_an_error_of_the_share_of_others_is_that_of_who_waits() -> None:
-    with compilers.Compilers(0, rank=1, ranks=2) as executor:
+    with compilers.Compilers(0, kernels=KERNELS, rank=1, ranks=2) as executor:
         own, other = (executor.submit(lambda: 1 // 0) for _ in range(2))
         executor.all_told()
         for each in (own, other):
@@ -109,7 +110,7 @@ def test_a_container_has_as_many_processes_as_it_has_time_for(
 def test_another_program_than_python_is_not_started(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compilers.sys, "executable", "/opt/app/serving")
     monkeypatch.setattr(compilers.subprocess, "Popen", lambda *given, **options: pytest.fail("started"))
-    with compilers.Compilers(4, now=True) as executor:
+    with compilers.Compilers(4, kernels=KERNELS, now=True) as executor:
         assert executor.submit(lambda: 5).result() == 5
 
 

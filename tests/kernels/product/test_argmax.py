@@ -9,6 +9,7 @@ import torch
 
 from fastspec.kernels import reference
 from fastspec.kernels.common.weights import Weight
+from fastspec.kernels.gpu import Gpu
 from tests.helpers.devices import devices
 from tests.kernels.product.test_dispatch import NAN, PDL, case, modules
 
@@ -46,7 +47,7 @@ def test_the_ring_picks_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
         cases = [(17, 304, 1), (40, 304, 132), (64, 16384, 132), (70, 304, 132), (150, 304, 132), (200, 16384, 132)]
         for rows, many, multiprocessors in cases:
             monkeypatch.setattr(packed.plan, "MANY_WEIGHT_ROWS", many)
-            gpu = packed.plan.Gpu((9, 0), multiprocessors)
+            gpu = Gpu((9, 0), multiprocessors)
             monkeypatch.setattr(packed.launch, "gpu_of", lambda device, gpu=gpu: gpu)
             tile = packed.plan.tile_of(304, 512, rows, gpu, True)
             assert isinstance(tile, packed.plan.Tma)

@@ -32,7 +32,7 @@ def weights_of_layers() -> list[list[Weight]]:
 @pytest.mark.parametrize(("batch", "queries"), [(1, 1), (1, 6), (3, 4), (4, 6), (8, 5)])
 def test_ten_thousand_early_starts(batch: int, queries: int, monkeypatch: pytest.MonkeyPatch) -> None:
     from fastspec.kernels.attention import dispatch as attending
-    from fastspec.kernels.common.launch import has_pdl
+    from fastspec.kernels.gpu import has_pdl
     from fastspec.kernels.product.dispatch import packed_linear
 
     if not has_pdl(torch.device("cuda")):

@@ -18,6 +18,7 @@ from fastspec.distributed.exchange import add_rounded, one_way
 from fastspec.kernels import reference
 from fastspec.kernels.common import packing
 from fastspec.kernels.common.weights import Weight
+from fastspec.kernels.gpu import Gpu
 from fastspec.shapes import UNTILED
 from tests.helpers.limits import HANGS
 from tests.helpers.products import product_case
@@ -91,7 +92,7 @@ def test_is_the_products_one_by_one(biases: bool, dtype: torch.dtype, monkeypatc
     with modules("cpu") as packed:
         cases = [(9, 128, 384, 16384), (18, 128, 384, 16384), (40, 384, 256, 16384), (70, 256, 128, 256)]
         for rows, hidden, inner, many in cases:
-            gpu = packed.plan.Gpu((9, 0), 132 if many > 256 else 2)
+            gpu = Gpu((9, 0), 132 if many > 256 else 2)
             monkeypatch.setattr(packed.launch, "gpu_of", lambda device, gpu=gpu: gpu)
             layers = [a_layer(hidden, inner, 256, 272, "cpu", seed, dtype, biases) for seed in range(2)]
             for some in (layers, layers[:1]):
@@ -105,7 +106,7 @@ def test_is_the_products_one_by_one(biases: bool, dtype: torch.dtype, monkeypatc
 
 def test_rows_that_came_regrouped_go_to_any_products() -> None:
     """What attention left for one product in a layer whose others are not packed."""
-    from fastspec.kernels import triton_ops
+    from fastspec.kernels.triton_ops import TRITON_OPS
 
     layer = a_layer(128, 256, 256, 272, "cpu", 0, torch.bfloat16, True)
     attended, x = inputs(layer, 18)
@@ -113,8 +114,8 @@ def test_rows_that_came_regrouped_go_to_any_products() -> None:
     for name in ("o", "gate_up", "down", "qkv"):
         setattr(layer, name, Weight(getattr(layer, name).unpack()))
     given = (x, layer, layer, 1e-5, UNTILED)
-    plain = triton_ops.layer_tail(reference.linear, attended, *given)
-    for ours, theirs in zip(triton_ops.layer_tail(reference.linear, regrouped(attended), *given), plain, strict=True):
+    plain = TRITON_OPS.layer_tail(reference.linear, attended, *given)
+    for ours, theirs in zip(TRITON_OPS.layer_tail(reference.linear, regrouped(attended), *given), plain, strict=True):
         assert torch.equal(ours, theirs)
 
 

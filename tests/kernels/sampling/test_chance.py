@@ -100,8 +100,8 @@ def counted(kinds: DecodeState, rule: str, target: Tensor, draft: Tensor, law: T
         for j in range(K):
             logits = draft[:, j : j + 1]
             purpose = distribution.TARGET if rule == COUPLED else distribution.DRAFT
-            sampled_draw(logits, rows, j, work, purpose=purpose, keep_draft_probs=rule != COUPLED)
-        sampled_commit(target, rows, scratch, work, rule=rule, deterministic=False)
+            sampled_draw(logits, rows, j, work, purpose=purpose, keep_draft_probs=rule != COUPLED, draws=None)
+        sampled_commit(target, rows, scratch, work, rule=rule, deterministic=False, draws=None)
         counts += torch.bincount(completed(rows, law, fresh["lengths"]), minlength=law.numel())
     return counts.view_as(law)
 
@@ -199,7 +199,7 @@ def test_a_large_vocabulary_with_rare_ids(options: dict[str, float]) -> None:
         rows.seeds.copy_(torch.arange(start, start + batch))
         rows.lengths.fill_(5)
         rows.finish.zero_()
-        sampled_commit(logits, rows, scratch, work, rule=REJECTION, deterministic=True)
+        sampled_commit(logits, rows, scratch, work, rule=REJECTION, deterministic=True, draws=None)
         counts += torch.bincount(rows.block[:, 0], minlength=vocab)
     ranked = law.argsort(descending=True)
     head, tail = ranked[:20], ranked[20:]

@@ -43,7 +43,7 @@ def draw(rows: DecodeState, logits: Tensor, j: int, purpose: int = DRAFT, keep_d
     work.records.fill_(-1)
     work.groups.fill_(NAN)
     work.found.fill_(-1)
-    sampled_draw(logits, rows, j, work, purpose=purpose, keep_draft_probs=keep_draft_probs)
+    sampled_draw(logits, rows, j, work, purpose=purpose, keep_draft_probs=keep_draft_probs, draws=None)
     assert not work.counters.any()
 
 
@@ -53,7 +53,7 @@ def compare(rows: DecodeState, logits: Tensor, j: int, purpose: int, keep_draft_
     before = copy_of(rows)
     draw(rows, logits, j, purpose, keep_draft_probs)
     draws = PhiloxDraws(theirs.seeds)
-    reference.sampled_draw(logits, theirs, j, purpose=purpose, keep_draft_probs=keep_draft_probs, draws=draws)
+    reference.sampled_draw(logits, theirs, j, None, purpose=purpose, keep_draft_probs=keep_draft_probs, draws=draws)
     running = rows.running
     assert torch.equal(rows.draft_tokens[running], theirs.draft_tokens[running])
     torch.testing.assert_close(rows.draft_probs[running], theirs.draft_probs[running], **LAW)
@@ -112,7 +112,9 @@ def test_drafts_of_the_targets_own_law_are_all_accepted(options: dict[str, float
     for j in range(k):
         draw(rows, target[:, j : j + 1], j)
     work = sampled_work(batch, k, vocab, target.device)
-    sampled_commit(target, rows, scratch_of(batch, k, target.device), work, rule=REJECTION, deterministic=False)
+    sampled_commit(
+        target, rows, scratch_of(batch, k, target.device), work, rule=REJECTION, deterministic=False, draws=None
+    )
     assert rows.accepted.tolist() == [k] * batch
     drawn = work.records.view(batch, k + 1, -1)[:, :k, 6:8]
     assert torch.equal(drawn[:, :, 0], drawn[:, :, 1])

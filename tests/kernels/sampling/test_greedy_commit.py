@@ -232,7 +232,7 @@ def test_a_chain_of_steps_in_one_graph() -> None:
     for _ in range(6):
         graph.replay()
         for logits in parts:
-            reference.verify_commit(logits, theirs.rows(1, 1 + batch))
+            reference.verify_commit(logits, theirs.rows(1, 1 + batch), None)
         torch.cuda.synchronize()
         assert_same(whole, theirs)
         assert not scratch.any()

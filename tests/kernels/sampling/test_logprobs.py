@@ -80,7 +80,9 @@ def end(rows: DecodeState, logits: Tensor, top: int, rule: str = GREEDY, determi
         greedy_commit.verify_commit(logits, rows, scratch, ring, record)
     else:
         sampling = sampled_work(batch, k, vocab, logits.device)
-        sampled_commit(logits, rows, scratch, sampling, ring, rule=rule, deterministic=deterministic, record=record)
+        sampled_commit(
+            logits, rows, scratch, sampling, ring, rule=rule, deterministic=deterministic, record=record, draws=None
+        )
     assert not work.arrivals.any()
     assert not scratch.any()
     return *ring, details, work
@@ -261,7 +263,9 @@ def test_ten_thousand_replays(rule: str) -> None:
         if rule == GREEDY:
             greedy_commit.verify_commit(logits, rows, scratch, ring, record)
         else:
-            sampled_commit(logits, rows, scratch, sampling, ring, rule=rule, deterministic=True, record=record)
+            sampled_commit(
+                logits, rows, scratch, sampling, ring, rule=rule, deterministic=True, record=record, draws=None
+            )
         found = [rows.logprobs, rows.top_logprobs, rows.top_ids, rows.block]
         if not expected:
             expected.extend(tensor.clone() for tensor in found)
@@ -285,8 +289,7 @@ def refused(match: str, *, top: int = 2, work: Any = None, rows: DecodeState | N
     with pytest.raises(ValueError, match=match):
         sampled_commit(
             *(logits, rows, scratch_of(2, 1, logits.device), sampling),
-            rule=BLOCK, deterministic=True, record=Record(top, work),
-        )  # fmt: skip
+            rule=BLOCK, deterministic=True, record=Record(top, work), draws=None)  # fmt: skip
 
 
 def test_what_would_be_misread_is_refused() -> None:

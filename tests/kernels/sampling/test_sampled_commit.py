@@ -56,7 +56,7 @@ def run(
     batch, k = rows.batch, rows.draft_tokens.shape[1]
     scratch = scratch_of(batch, k, logits.device)
     work = junk(sampled_work(batch, k, logits.shape[2], logits.device))
-    sampled_commit(logits, rows, scratch, work, entry, rule=rule, deterministic=deterministic)
+    sampled_commit(logits, rows, scratch, work, entry, rule=rule, deterministic=deterministic, draws=None)
     assert not scratch.any()
     assert not work.counters.any()
     assert not work.arrivals.any()
@@ -167,7 +167,7 @@ def test_greedy_rows_emit_what_greedy_verification_does(rule: str, device: str) 
     state.draft_counts[3] = 1
     state.draft_probs.zero_().scatter_(2, state.draft_tokens[:, :, None], 1.0)
     theirs = copy_of(state)
-    reference.verify_commit(target, theirs)
+    reference.verify_commit(target, theirs, None)
     run(state, target, rule, deterministic=False)
     assert torch.equal(state.tokens[:, :-1], theirs.tokens[:, :-1])
     for name in ("lengths", "emitted", "accepted", "finish"):
@@ -196,14 +196,22 @@ def compare_alone(batch: int, k: int, vocab: int, device: str, alone_too: range)
     together, again = copy_of(state), copy_of(state)
     works = [sampled_work(batch, k, vocab, target.device) for _ in range(2)]
     for rows, work in zip((together, again), works, strict=True):
-        sampled_commit(target, rows, scratch_of(batch, k, target.device), work, rule=BLOCK, deterministic=False)
+        sampled_commit(
+            target, rows, scratch_of(batch, k, target.device), work, rule=BLOCK, deterministic=False, draws=None
+        )
     assert torch.equal(works[0].records, works[1].records)
     assert torch.equal(together.block, again.block)
     for row in alone_too:
         alone = copy_of(state).rows(row, row + 1)
         work = sampled_work(1, k, vocab, target.device)
         sampled_commit(
-            target[row : row + 1].clone(), alone, scratch_of(1, k, target.device), work, rule=BLOCK, deterministic=False
+            target[row : row + 1].clone(),
+            alone,
+            scratch_of(1, k, target.device),
+            work,
+            rule=BLOCK,
+            deterministic=False,
+            draws=None,
         )
         assert torch.equal(work.records.view(k + 1, -1), works[0].records.view(batch, k + 1, -1)[row])
         assert torch.equal(alone.block, together.block[row : row + 1])
@@ -221,7 +229,7 @@ def test_programs_that_take_turns_at_chunks(device: str, monkeypatch: pytest.Mon
         for part in (sampled_parts, distribution, module):
             monkeypatch.setattr(part, "PROGRAMS", programs)
         rows, work = copy_of(state), sampled_work(3, k, vocab, target.device)
-        sampled_commit(target, rows, scratch_of(3, k, target.device), work, rule=BLOCK, deterministic=False)
+        sampled_commit(target, rows, scratch_of(3, k, target.device), work, rule=BLOCK, deterministic=False, draws=None)
         assert not work.counters.any()
         left.append((work.records, rows.block, rows.accepted))
     for name in range(3):
@@ -290,14 +298,16 @@ def test_wrong_layouts_are_refused_by_name() -> None:
     logits = torch.zeros(2, 3, 12)
     scratch, work = scratch_of(2, 2, logits.device), sampled_work(2, 2, 12, logits.device)
     with pytest.raises(ValueError, match=r"work area is too small.*sampled_work\(2, 2, 12, "):
-        sampled_commit(logits, state, scratch, sampled_work(1, 2, 12, logits.device), rule=BLOCK, deterministic=False)
+        sampled_commit(
+            logits, state, scratch, sampled_work(1, 2, 12, logits.device), rule=BLOCK, deterministic=False, draws=None
+        )
     with pytest.raises(ValueError, match=r"logits is float64 .*wanted float32"):
-        sampled_commit(logits.double(), state, scratch, work, rule=BLOCK, deterministic=False)
+        sampled_commit(logits.double(), state, scratch, work, rule=BLOCK, deterministic=False, draws=None)
     wide = sampled_work(2, 2, 13, logits.device)
     with pytest.raises(ValueError, match="the state knows 12 ids, the logits have 13: allocate"):
-        sampled_commit(torch.zeros(2, 3, 13), state, scratch, wide, rule=BLOCK, deterministic=False)
+        sampled_commit(torch.zeros(2, 3, 13), state, scratch, wide, rule=BLOCK, deterministic=False, draws=None)
     with pytest.raises(ValueError, match=r"logits is .*strides.*at one stride"):
-        sampled_commit(torch.zeros(2, 4, 12)[:, :3], state, scratch, work, rule=BLOCK, deterministic=False)
+        sampled_commit(torch.zeros(2, 4, 12)[:, :3], state, scratch, work, rule=BLOCK, deterministic=False, draws=None)
 
 
 @pytest.mark.parametrize("name", [*sampled_parts.SOURCE, "draft_probs"])
@@ -307,9 +317,11 @@ def test_a_state_that_would_be_misread_is_refused(name: str) -> None:
     state = replace(state, **{name: spread(getattr(state, name))})
     logits, work = torch.zeros(2, 3, 12), sampled_work(2, 2, 12, torch.device("cpu"))
     with pytest.raises(ValueError, match=f"^{name} is .*strides.*; wanted .*: "):
-        sampled_commit(logits, state, scratch_of(2, 2, logits.device), work, rule=BLOCK, deterministic=False)
+        sampled_commit(
+            logits, state, scratch_of(2, 2, logits.device), work, rule=BLOCK, deterministic=False, draws=None
+        )
     with pytest.raises(ValueError, match=f"^{name} is .*strides.*; wanted .*: "):
-        sampled_draw(logits[:, :1], state, 0, work, purpose=DRAFT, keep_draft_probs=True)
+        sampled_draw(logits[:, :1], state, 0, work, purpose=DRAFT, keep_draft_probs=True, draws=None)
 
 
 @triton.jit

@@ -17,7 +17,7 @@ from torch import Tensor
 from fastspec.errors import UnsupportedModel
 from fastspec.kernels.common.experts import ExpertWeights
 from fastspec.kernels.common.weights import Weight
-from fastspec.kernels.compiled_ops import compiled
+from fastspec.kernels.compiled_ops import CompiledOps
 from fastspec.kernels.ops import TORCH_OPS
 from fastspec.models.checkpoints.decoder_weights import load_weights
 from fastspec.models.checkpoints.resolve import resolve
@@ -204,7 +204,7 @@ def test_a_compiled_pass_has_the_logits_of_the_plain_one(family: str) -> None:
     checkpoint = resolve(make_family(family), role="target")
     weights = load_weights(checkpoint, dtype=torch.float32, device=torch.device("cpu"), progress=False)
     ids = torch.arange(10, 22)[None]
-    traced = decoder(checkpoint.spec, weights, CompiledDecoder, ops=compiled(TORCH_OPS), backend="eager")
+    traced = decoder(checkpoint.spec, weights, CompiledDecoder, ops=CompiledOps(TORCH_OPS), backend="eager")
     found, expected = logits_of(traced, ids), logits_of(decoder(checkpoint.spec, weights), ids)
     # the same operations in the same order; experts are multiplied by pairs there, and by blocks of rows here
     bound = 2e-4 if family in MIXTURES else 0.0

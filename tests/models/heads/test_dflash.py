@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fastspec.errors import CheckpointError
 from fastspec.kernels.ops import TORCH_OPS, Ops
+from fastspec.kernels.reference import AttendCall
 from fastspec.kernels.select import ops_for
 from fastspec.kv_cache.cache import PagedKVCache
 from fastspec.models.checkpoints.decoder_weights import load_weights
@@ -155,10 +156,13 @@ def test_kernels_agree_in_the_interpreter(target: Path, tmp_path: Path) -> None:
     if torch.cuda.is_available():
         pytest.skip("kernels run for real there")
 
-    def attend(*tensors: Any, work: Any, product: object = None, tiling: object = None, **options: Any) -> Tensor:
-        return triton_ops.attend_paged(*tensors, work=work.attend, **options)
+    def attend(call: AttendCall, work: Any) -> Tensor:
+        out: Tensor = triton_ops.attend_paged(call, work.attend)
+        return out
 
-    ops = replace(TORCH_OPS, workspace=triton_ops.workspace, attend=attend, store_heads=triton_ops.store_heads)
+    ops = TORCH_OPS.replaced(
+        workspace=triton_ops.TRITON_OPS.workspace, attend=attend, store_heads=triton_ops.store_heads
+    )
     layout, changes, rules = CASES["a window, and no causality"]  # and a layer without a window
     head = replace(HEAD, **changes)
     path = WRITERS[layout](tmp_path, head)

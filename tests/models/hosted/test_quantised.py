@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import math
 import shutil
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +65,7 @@ def test_text_is_that_of_the_values_that_are_meant(plain: Path, tmp_path: Path, 
 
 def test_codes_are_kept_where_the_products_read_them(plain: Path, tmp_path: Path) -> None:
     """As on a GPU: matrices stay quantised, the plan counts their bytes, and their values are those meant."""
-    ops = replace(TORCH_OPS, keeps_codes=lambda shape, kind, *_: can_pack_codes(shape, kind))
+    ops = TORCH_OPS.replaced(keeps_codes=lambda shape, kind, *_: can_pack_codes(shape, kind))
     settings, pack = KINDS["gptq"]
     meant = quantised.write(plain, tmp_path / "q", settings, pack)
     checkpoint = resolve(tmp_path / "q", role="target")
@@ -123,7 +122,7 @@ def test_products_are_rounded_while_they_are_loaded(name: str, form: str) -> Non
 
 
 def test_rounded_products_stay_in_codes_where_kernels_read_them() -> None:
-    ops = replace(TORCH_OPS, keeps_codes=lambda shape, kind, *_: can_pack_codes(shape, kind))
+    ops = TORCH_OPS.replaced(keeps_codes=lambda shape, kind, *_: can_pack_codes(shape, kind))
     live = make_model("stablelm", hidden_size=128, intermediate_size=128, head_dim=32, vocab_size=128)
     for role in ("target", "draft"):
         checkpoint = rounded_to(resolve(live, role=role), "fp8")

@@ -16,17 +16,11 @@ from fastspec.kernels.attention.decode.mma_batch import batch_kernel
 from fastspec.kernels.attention.decode.portable import _decode_kernel
 from fastspec.kernels.attention.decode.tma_parts import WIDTH, piece_of
 from fastspec.kernels.attention.decode.tma_sm90 import shares_kernel
-from fastspec.kernels.attention.plan import Gpu, LaunchPlan, Pass
+from fastspec.kernels.attention.plan import LaunchPlan, Pass
 from fastspec.kernels.common.kv_scales import KVScales
-from fastspec.kernels.common.launch import described, has_pdl, launch, multiprocessors
+from fastspec.kernels.common.launch import described, launch
+from fastspec.kernels.gpu import gpu_of
 from fastspec.shapes import AttentionRule
-
-
-def gpu_of(device: torch.device) -> Gpu:
-    """What plans depend on of a device; below sm_90, where none depends on it, and off CUDA: ((0, 0), 1)."""
-    if not has_pdl(device):
-        return Gpu((0, 0), 1)
-    return Gpu(torch.cuda.get_device_capability(device), multiprocessors(device))
 
 
 @dataclass(frozen=True, slots=True)

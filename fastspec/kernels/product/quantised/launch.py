@@ -11,7 +11,8 @@ from torch import Tensor
 from fastspec.kernels.common.code_packing import PackedCodes
 from fastspec.kernels.common.launch import described, launch
 from fastspec.kernels.common.weights import Weight
-from fastspec.kernels.product.launch import GLUON_TYPE, Call, gpu_of, permuted_for
+from fastspec.kernels.gpu import gpu_of
+from fastspec.kernels.product.launch import GLUON_TYPE, Call, permuted_for
 from fastspec.kernels.product.norm import norm_rows
 from fastspec.kernels.product.plan import L1_FIRST, cdiv
 from fastspec.kernels.product.quantised import plan

@@ -9,7 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fastspec.kernels.common.code_packing import Form
-from fastspec.kernels.product.plan import Gpu, Split, cdiv
+from fastspec.kernels.gpu import Gpu
+from fastspec.kernels.product.plan import Split, cdiv
 
 MEASURED_ON: str | None = "NVIDIA H100 and H200"  # bf16, shapes of Llama 3.1 8B and 3.2 1B, weights cold
 MAX_ROWS = 64  # of x in one CTA
@@ -139,9 +140,9 @@ def launch_of(form: Form, group: int, n: int, k: int, rows: int, gpu: Gpu, whole
     Args:
         whole: a CTA must make all sums of K.
     """
-    if rows < WIDE_FROM.get(form, rows + 1) or gpu.capability != (9, 0) or group not in WIDE_FORMS.get(form, ()):
+    if rows < WIDE_FROM.get(form, rows + 1) or not gpu.hopper or group not in WIDE_FORMS.get(form, ()):
         return tile_of(form, n, k, rows)
-    return wide_of(form, n, k, rows, gpu.multiprocessors, whole)
+    return wide_of(form, n, k, rows, gpu.sms, whole)
 
 
 def wide_of(form: Form, n: int, k: int, rows: int, sms: int, whole: bool) -> Wide:

@@ -20,8 +20,9 @@ from triton.language.extra.cuda import gdc_wait
 
 from fastspec.kernels.common.code_values import blocks_of, column_of, scaled, source_of
 from fastspec.kernels.common.codes import BITS
-from fastspec.kernels.common.launch import has_pdl, launch, multiprocessors, pdl_options
+from fastspec.kernels.common.launch import launch, pdl_options
 from fastspec.kernels.common.weights import Weight
+from fastspec.kernels.gpu import has_pdl, multiprocessors
 from fastspec.kernels.product.prefill import multiply, prepared
 from fastspec.kernels.product.prefill_sm90 import tile_of, time_of
 

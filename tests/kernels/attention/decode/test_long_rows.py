@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -20,6 +19,7 @@ from fastspec.kernels import triton_ops
 from fastspec.kernels.attention import dispatch, plan
 from fastspec.kernels.attention.decode import combine
 from fastspec.kernels.attention.decode import launch as decoding
+from fastspec.kernels.gpu import Gpu
 from fastspec.kernels.ops import TORCH_OPS
 from fastspec.shapes import KEY_BLOCK
 from tests.kernels.attention.test_dispatch import (
@@ -186,7 +186,7 @@ def test_without_tma_the_portable_kernel_has_all_rows_of_a_long_cache(
     capable: bool, page_size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever their position: by the room of the block table alone."""
-    monkeypatch.setattr(dispatch, "gpu_of", lambda device: plan.Gpu((9, 0) if capable else (10, 0), 148))
+    monkeypatch.setattr(dispatch, "gpu_of", lambda device: Gpu((9, 0) if capable else (10, 0), 148))
     monkeypatch.setattr(decoding, "start_early", lambda *given: launched.append("short"))
     monkeypatch.setattr(decoding, "launch", lambda kernel, *given, **options: launched.append(kernel.__name__))
     launched: list[str] = []
@@ -203,7 +203,7 @@ def test_without_tma_the_portable_kernel_has_all_rows_of_a_long_cache(
 def test_text_over_a_long_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     """The scheduler with the portable kernel, work of the size that it gives it, and a row in its second split."""
     choose("tiles", monkeypatch)
-    mine = replace(TORCH_OPS, attend=triton_ops.attend, workspace=triton_ops.workspace)
+    mine = TORCH_OPS.replaced(attend=triton_ops.TRITON_OPS.attend, workspace=triton_ops.TRITON_OPS.workspace)
     monkeypatch.setattr(tiny, "tiny_spec", lambda **given: tiny_spec(**{**given, "dim": 64}))
     found = []
     for ops, k in ((TORCH_OPS, 0), (mine, 0), (mine, 2)):

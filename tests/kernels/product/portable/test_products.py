@@ -273,18 +273,18 @@ def test_ids_can_be_looked_up_while_kernels_are_compiled(compiled_only: bool, mo
 @pytest.mark.parametrize("setting", [torch.backends, torch.backends.cuda.matmul])
 def test_tf32_is_refused_where_bits_are_promised(setting: Any) -> None:
     """The kernel of steps multiplies as it always does; a library's product of a prompt would follow the setting."""
-    from fastspec.kernels import triton_ops
+    from fastspec.kernels.triton_ops import TRITON_OPS
     from fastspec.shapes import UNTILED, Tiling
 
     prompt, weight, before = torch.ones(1, 64, 16), torch.ones(8, 16), setting.fp32_precision
-    expected = triton_ops.linear(prompt, Weight(weight), tiling=Tiling(64, 64))
+    expected = TRITON_OPS.linear(prompt, Weight(weight), tiling=Tiling(64, 64))
     setting.fp32_precision = "tf32"
     try:
         with pytest.raises(RuntimeError, match=r"float32 in tf32; wanted IEEE.*'highest'.*exact=False"):
-            triton_ops.linear(prompt, Weight(weight), tiling=Tiling(64, 64))
+            TRITON_OPS.linear(prompt, Weight(weight), tiling=Tiling(64, 64))
         few = prompt[:, :3].contiguous()
-        assert torch.equal(triton_ops.linear(few, Weight(weight), tiling=Tiling(64, 8)), expected[:, :3])
-        assert torch.equal(triton_ops.linear(prompt, Weight(weight), tiling=UNTILED), expected)
+        assert torch.equal(TRITON_OPS.linear(few, Weight(weight), tiling=Tiling(64, 8)), expected[:, :3])
+        assert torch.equal(TRITON_OPS.linear(prompt, Weight(weight), tiling=UNTILED), expected)
     finally:
         setting.fp32_precision = before
-    assert torch.equal(triton_ops.linear(prompt, Weight(weight), tiling=Tiling(64, 64)), expected)
+    assert torch.equal(TRITON_OPS.linear(prompt, Weight(weight), tiling=Tiling(64, 64)), expected)

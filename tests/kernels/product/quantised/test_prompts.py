@@ -15,11 +15,12 @@ from fastspec.kernels import reference, triton_ops
 from fastspec.kernels.common.codes import CodesKind
 from fastspec.kernels.common.packing import pack_into
 from fastspec.kernels.common.weights import Weight
-from fastspec.kernels.compiled_ops import compiled
+from fastspec.kernels.compiled_ops import CompiledOps
 from fastspec.kernels.embed import embed
 from fastspec.kernels.ops import TORCH_OPS
 from fastspec.kernels.product.prefill import prefill_linear
 from fastspec.kernels.product.quantised import prompts
+from fastspec.kernels.triton_ops import TRITON_OPS
 from fastspec.shapes import UNTILED
 from tests.helpers.devices import devices
 from tests.helpers.packed_codes import KINDS, kind_of, modules, on_device, random_codes, stored
@@ -84,21 +85,21 @@ def test_only_prompts_of_more_than_64_rows_are_dequantised(monkeypatch: pytest.M
         monkeypatch.setattr(triton_ops, name, lambda x, *given, name=name, **options: called.append(name))
     weight, bias = stored(random_codes("fp8", 32, 256)), torch.zeros(32, dtype=torch.bfloat16)
     for shape, options in (((1, 80), {}), ((1, 64), {}), ((20, 8), {}), ((1, 80), {"gated": True})):
-        triton_ops.linear(torch.zeros(*shape, 256, dtype=torch.bfloat16), weight, bias if options else None, **options)
-    triton_ops.linear(torch.zeros(1, 80, 256, dtype=torch.bfloat16), weight, bias, gated=True)
+        TRITON_OPS.linear(torch.zeros(*shape, 256, dtype=torch.bfloat16), weight, bias if options else None, **options)
+    TRITON_OPS.linear(torch.zeros(1, 80, 256, dtype=torch.bfloat16), weight, bias, gated=True)
     assert called == ["prefill_quantised", "packed_linear", "packed_linear", "packed_linear", "packed_linear"]
 
 
 def test_which_kinds_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     device, shape = torch.device("cpu"), (256, 512)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    assert all(triton_ops.keeps_codes(shape, kind_of(name, 512), torch.bfloat16, device) for name in KINDS)
-    assert not triton_ops.keeps_codes(shape, kind_of("fp8", 512), torch.float16, device)
-    assert not triton_ops.keeps_codes(shape, CodesKind("int4", (1, 256)), torch.bfloat16, device)
-    for ops in (TORCH_OPS, compiled(triton_ops.TRITON_OPS)):
+    assert all(TRITON_OPS.keeps_codes(shape, kind_of(name, 512), torch.bfloat16, device) for name in KINDS)
+    assert not TRITON_OPS.keeps_codes(shape, kind_of("fp8", 512), torch.float16, device)
+    assert not TRITON_OPS.keeps_codes(shape, CodesKind("int4", (1, 256)), torch.bfloat16, device)
+    for ops in (TORCH_OPS, CompiledOps(TRITON_OPS)):
         assert not ops.keeps_codes(shape, kind_of("fp8", 512), torch.bfloat16, device)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
-    assert not triton_ops.keeps_codes(shape, kind_of("fp8", 512), torch.bfloat16, device)
+    assert not TRITON_OPS.keeps_codes(shape, kind_of("fp8", 512), torch.bfloat16, device)
 
 
 def test_what_lies_between_two_attentions() -> None:
@@ -120,7 +121,7 @@ def test_what_lies_between_two_attentions() -> None:
             result: Tensor = found.dispatch.packed_linear(x, weight, bias, pdl=True, **options)
             return result
 
-        ours = triton_ops.layer_tail(linear, attended, x, layer, layer, 1e-5, UNTILED)
+        ours = TRITON_OPS.layer_tail(linear, attended, x, layer, layer, 1e-5, UNTILED)
     plain: Any = SimpleNamespace(**{**vars(layer), **{name: Weight(w.unpack()) for name, w in weights.items()}})
     wanted = reference.layer_tail(reference.linear, attended, x, plain, plain, 1e-5, UNTILED)
     for mine, theirs in zip(ours, wanted, strict=True):

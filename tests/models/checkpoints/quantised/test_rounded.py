@@ -115,7 +115,7 @@ def test_a_packed_weight_of_plain_and_quantised_parts(tmp_path: Path) -> None:
     plain = make_checkpoint(tmp_path / "model", "llama3", **sizes)
     settings, pack = KINDS["fp8 channel"]()
     quantised.write(plain, tmp_path / "q", settings, pack, keep=("down_proj", "up_proj"))
-    ops = replace(TORCH_OPS, weight_format=lambda shape, dtype, _: "packed" if can_pack(shape, dtype) else "rows")
+    ops = TORCH_OPS.replaced(weight_format=lambda shape, dtype, _: "packed" if can_pack(shape, dtype) else "rows")
     options = {"dtype": torch.bfloat16, "device": CPU, "progress": False}
     one, other = (
         load_weights(resolve(tmp_path / "q", role="target"), **options, ops=each) for each in (ops, TORCH_OPS)

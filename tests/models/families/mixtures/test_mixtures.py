@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -84,7 +83,7 @@ def test_a_token_does_not_feel_which_experts_its_neighbours_have() -> None:
         assert torch.equal(found, first)
 
 
-JOINING = replace(TORCH_OPS, joins_shared=lambda dtype, hidden, device: True)
+JOINING = TORCH_OPS.replaced(joins_shared=lambda dtype, hidden, device: True)
 
 
 def joined_and_apart(model: PreTrainedModel) -> tuple[ModelSpec, DecoderWeights, DecoderWeights]:
