@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Executor
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, overload
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -46,7 +47,7 @@ from fastspec.scheduling.calibrate import CALIBRATION_TOKENS, Calibration, calib
 from fastspec.scheduling.draft_length import DraftChoice, DraftPlan
 from fastspec.scheduling.format_trial import trial_of
 from fastspec.scheduling.handle import Delivery, Handle, OfOneProcess
-from fastspec.scheduling.loop import Loop, MakeReady
+from fastspec.scheduling.loop import Emitted, Loop, MakeReady
 from fastspec.scheduling.requests import PreparedCall, output_of, requests_of
 from fastspec.scheduling.scheduler import Scheduler
 from fastspec.shapes import GREEDY
@@ -183,6 +184,7 @@ class FastSpecGenerator(OfOneProcess):
             self._trial = trial_of(self._draft, layout.draft_dtype, released=release_source, ranks=ranks.size)
             self._numbers = RequestNumbers()
             make_ready = partial(warm_up_for, progress=config.progress, loaded=ranks.world.wait_for_all)
+            self._streams: WeakSet[Generator[Emitted, None, None]] = WeakSet()  # of calls that may not have ended
             self._loop = _loop_of(engine, make_ready, self.max_length, ranks, self._numbers)
             with filling(weights, self.device) as loaded:
                 self._warm_up(self._drafting.for_warmup(None, GREEDY), 0, loaded, compilers)
@@ -308,7 +310,7 @@ class FastSpecGenerator(OfOneProcess):
         try:
             # an error of one rank, the streamer's too, ends a call that all ranks make
             with nullcontext() if loop.leads else self._ranks.guarded("generating"):
-                for emitted in loop.run(call):
+                for emitted in self._run(call):
                     if streamer is not None and emitted.get(0):
                         streamer.put(torch.tensor(emitted[0], device="cpu"))
         except InvalidLogits as error:
@@ -336,7 +338,7 @@ class FastSpecGenerator(OfOneProcess):
         ends the call; the generator stays usable. InvalidLogits comes when the rows that could go on have ended.
         """
         arguments = CallArguments(input_ids, attention_mask, generation_config, {**keywords})
-        return self._open().run(self._prepare(arguments))
+        return self._run(self._prepare(arguments))
 
     def submit(
         self, prompt_ids: Any, generation_config: GenerationConfig | None = None, **keywords: Unpack[GenerateOptions]
@@ -529,6 +531,11 @@ class FastSpecGenerator(OfOneProcess):
         draft = self._draft if self._trial is None else self._trial.draft
         return explain(self._settings, self._open().engine, self._target, draft, self._shared_vocab, self._drafting)
 
+    def _run(self, call: PreparedCall) -> Generator[Emitted, None, None]:
+        steps = self._open().run(call)
+        self._streams.add(steps)
+        return steps
+
     def close(self) -> None:
         """Cancels requests of handles, and frees everything. Closing twice is fine; any other use later is an error.
 
@@ -540,8 +547,17 @@ class FastSpecGenerator(OfOneProcess):
     def __enter__(self) -> FastSpecGenerator:
         return self
 
-    def __exit__(self, *error: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        """Closes the generator. An error of the block stays the error: streams that it left are ended first."""
+        if kind is None:
+            self.close()
+            return
+        try:
+            for stream in list(self._streams):
+                stream.close()
+            self.close()
+        except (RuntimeError, ValueError) as refused:  # ValueError: another thread is inside the stream
+            warnings.warn(f"the generator could not be closed: {refused}", stacklevel=2)
 
 
 def _loop_of(engine: Engine, make_ready: MakeReady, max_length: int, ranks: Ranks, numbers: RequestNumbers) -> Loop:

@@ -174,13 +174,13 @@ def _check_choice(index: int, options: Mapping[str, Any], vocab_size: int, stop_
 
 
 def _temperature(value: Any) -> float:
-    """Reads the temperature; 0 is greedy. Logits divided by one between 0 and the least would leave fp32."""
+    """The temperature of a row; 0 is greedy.
+
+    Below MIN_TEMPERATURE it is 0: the distribution's limit, which fp32 does not tell from it. Clients send 1e-5 or less
+    where they mean greedy decoding.
+    """
     number = values.real("temperature", value, 1.0, low=0.0, high=MAX_TEMPERATURE)
-    if 0 < number < MIN_TEMPERATURE:
-        raise ValueError(
-            f"temperature must be 0 (greedy) or between {MIN_TEMPERATURE} and {MAX_TEMPERATURE}, got {value!r}"
-        )
-    return number
+    return 0.0 if number < MIN_TEMPERATURE else number
 
 
 def _seeds(seed: Any, num_rows: int, copies: int, drawn: bool) -> list[int]:

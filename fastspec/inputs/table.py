@@ -256,7 +256,7 @@ OPTIONS: Final[tuple[Option, ...]] = (
         group=_SAMPLING,
         type="float",
         meaning="Divides the logits. 0 is greedy. Without effect unless do_sample=True.",
-        takes=f"0, or {MIN_TEMPERATURE:g} to {MAX_TEMPERATURE:g}",
+        takes=f"0 to {MAX_TEMPERATURE:g}; below {MIN_TEMPERATURE:g} it is 0",
         per_row=True,
         number=Number("temperature", 1.0, 0.0, MAX_TEMPERATURE),
         sets=("temperature",),

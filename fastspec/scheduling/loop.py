@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Generator, Hashable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from queue import SimpleQueue
@@ -45,6 +45,17 @@ class Leaving:
     """Message: nobody waits for these requests any more."""
 
     requests: list[Request]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Settling:
+    """Message: someone waits until all requests have ended.
+
+    Attributes:
+        settled: set then.
+    """
+
+    settled: threading.Event
 
 
 Message: TypeAlias = "Joining | Leaving | None"  # None: the end
@@ -106,7 +117,10 @@ class Loop:
         self._closed = False
         self._joining = threading.Lock()  # held while a call joins, so that nothing joins during `close`
         self._calls: set[Delivery] = set()  # that callers of `run` wait for
-        self._messages: SimpleQueue[Message] = SimpleQueue()
+        self._joined: set[Delivery] = set()  # that the thread was given, until nobody waits for them
+        self._lent = False  # to whom `alone` lends the scheduler
+        self._settling: list[Settling] = []
+        self._messages: SimpleQueue[Message | Settling] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._plans: dict[Hashable, tuple[CallPlan, int]] = {}  # key -> plan, and the number of requests that share it
         self._keys: dict[Request, Hashable] = {}
@@ -135,6 +149,12 @@ class Loop:
         return not self.deliveries and self._messages.empty()
 
     @property
+    def _awaited(self) -> bool:
+        """True if someone waits for a request of the thread, which has not ended."""
+        self._joined = {each for each in self._joined if not each.done}
+        return bool(self._joined)
+
+    @property
     def called(self) -> bool:
         """True if a caller of `run` waits."""
         return bool(self._calls)
@@ -142,7 +162,7 @@ class Loop:
     @property
     def in_use(self) -> bool:
         """True if a call or a handle has not ended."""
-        return self.called or not self.idle
+        return self.called or (self._awaited if self.running else not self.idle)
 
     @property
     def scheduler(self) -> Scheduler:
@@ -176,21 +196,33 @@ class Loop:
         scheduler = self.scheduler
         if self.leads:
             raise RuntimeError("this is for all ranks alike, and they follow rank 0 from its first submit() on")
+        if self._lent or self.in_use:
+            raise RuntimeError("this generator is in use by other calls or handles; wait for them, or cancel them")
+        self._settle()
         if not self.turn.acquire(blocking=False):
             raise RuntimeError("this generator is in use by another call; wait for it")
         try:
-            if self.in_use:
+            self._lent = True
+            if self.in_use or not self.idle:
                 raise RuntimeError("this generator is in use by other calls or handles; wait for them, or cancel them")
             yield scheduler
         finally:
+            self._lent = False
             self.turn.release()
+
+    def _settle(self) -> None:
+        """Waits until the thread has ended the requests that nobody waits for: of calls that are just over."""
+        if self.running:
+            message = Settling(threading.Event())
+            self._messages.put(message)
+            message.settled.wait()
 
     def make_ready(self, requests: list[Request], choice: DraftChoice) -> None:
         """Captures the steps that these requests may need, where no others join them."""
         engine = self._scheduler.engine
         self._make_ready(engine, min(len(requests), engine.state.batch), choice, *lengths_of(requests))
 
-    def run(self, call: PreparedCall) -> Iterator[Emitted]:
+    def run(self, call: PreparedCall) -> Generator[Emitted, None, None]:
         """Runs a call to its end; yields new tokens by row, after each step or after a few.
 
         Raises:
@@ -255,10 +287,12 @@ class Loop:
                 weakref.finalize(self, _end, inbox, thread)
                 thread.start()
                 self._thread = thread  # after the start: other threads see no thread, or a living one
+            self._joined.add(delivery)
             self._messages.put(Joining(call, delivery))
 
     def leave(self, requests: list[Request]) -> None:
         """Ends requests that have not ended; from any thread, also while an object is being collected."""
+        self._joined = {each for each in self._joined if each.requests is not requests}
         if self._thread is not None:
             self._messages.put(Leaving(requests))
             return
@@ -310,30 +344,46 @@ class Loop:
         self._plans.clear()
         del self._scheduler, self._make_ready, self._before_turn
 
-    def work(self, first: Message) -> bool:
+    def work(self, first: Message | Settling) -> bool:
         """Handles messages and makes steps until there is nothing to do; returns False at the end of the thread.
 
         Args:
             first: the message that woke the thread.
         """
-        messages = [first]
+        messages: list[Message] = []
+        self._sort(first, messages)
         with self.turn:
             self._take_over()
         while True:
             while not self._messages.empty():  # only this thread takes from it
-                messages.append(self._messages.get_nowait())
+                self._sort(self._messages.get_nowait(), messages)
             with _Caught() as caught:
                 self._before_turn(messages)
             if caught.error is not None:
                 self._refuse(messages, caught.error)
+                self._tell_settled()
                 return None not in messages
             self.make_turn(messages)
             if None in messages:
+                self._tell_settled()
                 return False
             # after a failed step, the next one frees what its requests held; if that fails too, nothing else will
             if self._messages.empty() and (self._scheduler.idle or self._failures > 1):
+                self._tell_settled()
                 return True
             messages = []
+
+    def _sort(self, message: Message | Settling, messages: list[Message]) -> None:
+        """Adds a message to those that the next turn handles; one who waits for the end is told there."""
+        if isinstance(message, Settling):
+            self._settling.append(message)
+        else:
+            messages.append(message)
+
+    def _tell_settled(self) -> None:
+        settling, self._settling = self._settling, []
+        for message in settling:
+            message.settled.set()
 
     def make_turn(self, messages: list[Message]) -> None:
         """Handles messages and makes a step."""
@@ -448,7 +498,7 @@ class Loop:
         delivery.fail(error)
 
 
-def _work(messages: SimpleQueue[Message], reference: weakref.ReferenceType[Loop]) -> None:
+def _work(messages: SimpleQueue[Message | Settling], reference: weakref.ReferenceType[Loop]) -> None:
     """Runs in the thread. Holds the loop only while there is work."""
     goes_on = True
     while goes_on:
@@ -458,7 +508,7 @@ def _work(messages: SimpleQueue[Message], reference: weakref.ReferenceType[Loop]
         del loop, message
 
 
-def _end(messages: SimpleQueue[Message], thread: threading.Thread) -> None:
+def _end(messages: SimpleQueue[Message | Settling], thread: threading.Thread) -> None:
     messages.put(None)
     if thread is not threading.current_thread():
         thread.join()
