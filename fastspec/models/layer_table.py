@@ -572,9 +572,9 @@ def stored_tensors(spec: ModelSpec, plan: LayerPlan, reads: int | None = None) -
     """Every stored tensor of a layer; see `axes_of` for the arguments."""
     axes, rows = axes_of(spec, plan, reads), rows_of(spec, plan)
     for stack, some in groupby(rows, lambda row: row.kind == "stack"):
-        together = tuple(some)
+        fused = tuple(some)
         for expert in range(axes["experts"].units if stack else 1):
-            for row in together:
+            for row in fused:
                 yield from _stored(row, row.names(spec.names), axes, plan, expert)
 
 

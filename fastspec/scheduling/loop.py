@@ -198,7 +198,7 @@ class Loop:
             raise RuntimeError("this is for all ranks alike, and they follow rank 0 from its first submit() on")
         if self._lent or self.in_use:
             raise RuntimeError("this generator is in use by other calls or handles; wait for them, or cancel them")
-        self._settle()
+        self._wait_for_idle()
         if not self.turn.acquire(blocking=False):
             raise RuntimeError("this generator is in use by another call; wait for it")
         try:
@@ -210,7 +210,7 @@ class Loop:
             self._lent = False
             self.turn.release()
 
-    def _settle(self) -> None:
+    def _wait_for_idle(self) -> None:
         """Waits until the thread has ended the requests that nobody waits for: of calls that are just over."""
         if self.running:
             message = Settling(threading.Event())
