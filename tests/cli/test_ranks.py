@@ -123,5 +123,5 @@ def test_a_server_of_two_ranks_answers_and_ends_by_a_signal() -> None:
         serving.send_signal(signal.SIGTERM)
         last = serving.stderr.read()
     assert found["usage"]["completion_tokens"] == 8
-    assert "fastspec: the last answers are given" in last
+    assert "fastspec: all answers are complete" in last
     assert serving.returncode == 0

@@ -13,7 +13,9 @@ import pytest
 import torch
 
 from fastspec import FastSpecGenerator
-from fastspec.engine.explain import attention_kernels, break_even_advice, launch_plans
+from fastspec.engine import explain
+from fastspec.engine.explain import attention_kernels, break_even_advice
+from fastspec.kernels.gpu import Gpu
 from fastspec.output import RowStats, Stats
 from tests.helpers.checkpoints import make_checkpoint
 from tests.scheduling.test_generator import full
@@ -127,8 +129,8 @@ def test_explain_says_what_runs_how(gen: FastSpecGenerator, directory: Path) -> 
 def test_explain_says_which_gpu_its_plans_were_measured_on(
     capability: tuple[int, int], said: str, gen: FastSpecGenerator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    assert said in launch_plans(gen._settings)
+    monkeypatch.setattr(explain, "generation_of", lambda device: Gpu(capability, 0))
+    assert said in explain.launch_plans(gen._settings)
 
 
 def test_explain_says_which_kernels_decode_and_why(gen: FastSpecGenerator, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from fastspec import FastSpecGenerator, NGram
+from fastspec.config import Config
 from fastspec.engine import draft_format
 from fastspec.kv_cache.prefix import PrefixCache
 from fastspec.models.checkpoints.checkpoint import Checkpoint
@@ -113,7 +114,8 @@ def chosen(pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> Checkpoi
     keeping(monkeypatch)
     monkeypatch.setattr(draft_format, "LEAST", 0)
     found = draft_format.with_format(
-        *resolve_pair(*pair, (None, None), (None, None)), device="cpu", dtype=torch.bfloat16, max_batch_size=1
+        *resolve_pair(*pair, (None, None), (None, None)),
+        Config(device="cpu", dtype=torch.bfloat16, max_batch_size=1),
     )
     assert isinstance(found, Checkpoint)
     return found

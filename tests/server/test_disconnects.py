@@ -146,5 +146,5 @@ def test_the_command_drains_at_sigterm(pair: tuple[Path, Path], gen: FastSpecGen
                 data += more
         rest = process.stderr.read()
         assert process.wait(HANGS) == 0, rest
-    assert "the last answers are given" in rest
+    assert "all answers are complete" in rest
     assert data.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n") or b"data: [DONE]" in data
