@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
 
-from perf import commands, gate, records, report, serving, startup, streams
-from perf.cases import ACCEPTED, SETS
+from perf import auto, bench, counted, drafters, gate, loading, quantised, records, report, serving, startup, suite
+from perf.cases import SETS
+from perf.experiment import say
+from perf.models import add_pair_options
+from perf.pairs import plant
 from perf.records import Row
-from perf.workloads import WORKLOADS
+from perf.timing import read_ceiling
+from perf.workloads import SHAPED, WORKLOADS, Bytes
 
 COLUMNS = (
     "bench", "op", "case", "engine", "workload", "batch", "prompt", "new", "k", "ks", "calls", "sampled", "status",
@@ -27,6 +32,8 @@ COLUMNS = (
     "base_ms", "candidate_ms", "base_over_floor", "candidate_over_floor", "ratio", "limit", "base_tokens_per_pass",
     "candidate_tokens_per_pass", "tokens_ratio", "verdict",
 )  # fmt: skip
+PEERS = "of plain, static, assisted (transformers), vllm, sglang; or transformers, or all"
+Rows = Iterator[list[Row]]
 
 
 def _numbers(text: str) -> tuple[int, ...]:
@@ -50,66 +57,64 @@ def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(prog="python -m perf", description="Measures fastspec and its peers.")
     made = top.add_subparsers(dest="command", required=True)
 
-    def command(name: str, function: Callable[[argparse.Namespace], commands.Rows]) -> argparse.ArgumentParser:
+    def command(function: Callable[[argparse.Namespace], Rows]) -> argparse.ArgumentParser:
+        name = function.__name__.removeprefix("command_")
         one = made.add_parser(name, help=function.__doc__, description=function.__doc__)
-        one.set_defaults(function=function, recorded=True)
         one.add_argument("--out", help="append rows to this file of JSON lines; a bare name lies in perf/results")
         one.add_argument("--commit", help="of the code measured, where its checkout is not at hand")
         one.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+        one.set_defaults(function=function, recorded=True, columns=COLUMNS, last_words=None)
         return one
 
-    _add_run_options(command("run", commands.command_run))
-    for name, function in (("peers", commands.command_peers), ("phases", commands.command_phases)):
-        one = command(name, function)
-        _add_case_options(one, workload="8b+1b")
-        if name == "peers":
-            one.add_argument("--peers", "--engines", type=_words, default=("all",), help=PEERS)
-    one = command("nsys", commands.command_nsys)
-    _add_case_options(one, workload="shipped")
+    _add_run_options(command(suite.command_run))
+    one = command(suite.command_peers)
+    one.add_argument("--peers", "--engines", type=_words, default=("all",), help=PEERS)
+    _add_case_options(one, "8b+1b")
+    _add_case_options(command(suite.command_phases), "8b+1b")
+    one = command(suite.command_nsys)
+    _add_case_options(one, "shipped")
     one.add_argument("--read", type=Path, help="an SQLite export to read instead of profiling")
     one.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
-    one = command("kernels", commands.command_kernels)
+    auto.add_options(command(auto.command_auto))
+    quantised.add_options(command(quantised.command_quantised))
+    drafters.add_options(command(drafters.command_drafters))
+    counted.add_options(command(counted.command_modes), "modes", counted.MODES_COLUMNS)
+    counted.add_options(command(counted.command_formats), "formats", counted.FORMATS_COLUMNS)
+    serving.add_serving_options(command(serving.command_serving))
+    serving.add_servers_options(command(serving.command_servers))
+    startup.add_options(command(startup.command_startup))
+    loading.add_options(command(loading.command_loading))
+    one = command(command_kernels)
     one.add_argument("--only", type=_words, default=(), help="names of benches")
     one.add_argument("--quick", action="store_true", help="smallest sizes")
-    one = command("pair", commands.command_pair)
-    _add_pair_options(one, workload="8b+1b")
+    one = command(command_pair)
+    one.add_argument("--workload", choices=SHAPED, default="8b+1b")
+    one.add_argument("--acceptance", type=float, default=0.78)
+    one.add_argument("--seed", type=int, default=0)
     one.add_argument("--to", type=Path, required=True, help="directory that gets target/ and draft/")
-    one = command("startup", startup.command_startup)
-    _add_pair_options(one, workload="8b+1b")
-    one.add_argument("--pair", type=Path, help="directory with target/ and draft/; written first where it has none")
-    one.add_argument("--tensor-parallel", type=int, default=1, help="ranks that share the target, a GPU each")
-    serving.add_options(command("serving", serving.command_serving))
-    streams.add_options(command("servers", streams.command_servers))
-    command("ceiling", commands.command_ceiling)
-    gate.add_options(command("gate", gate.command_gate))
-    report.add_options(command("report", report.command_report))
+    command(command_ceiling)
+    gate.add_options(command(gate.command_gate))
+    report.add_options(command(report.command_report))
     return top
 
 
-PEERS = "of plain, static, assisted (transformers), vllm, sglang; or transformers, or all"
-
-
 def _add_run_options(made: argparse.ArgumentParser) -> None:
-    made.add_argument(
-        "--cases", choices=sorted(SETS), default="core", help="set of cases, where no --workload is named"
-    )
+    made.add_argument("--cases", choices=sorted(SETS), default="core", help="set of cases, if no models are named")
     made.add_argument("--only", default="", help="cases whose name holds this")
     made.add_argument("--part", type=_part, default=(1, 1), help="i/n: the i-th of n parts of the cases")
     made.add_argument("--list", action="store_true", help="say what would be measured, and how long that may take")
-    made.add_argument("--again", action="store_true", help="also what this commit has rows of on such a machine")
-    made.add_argument("--within", type=float, help="seconds: leave out what is not expected to end in time")
+    made.add_argument("--again", action="store_true", help="also cases that this commit has rows of on such a machine")
+    made.add_argument("--within", type=float, help="seconds: leave out cases that are not expected to end in time")
     made.add_argument("--peers", type=_words, default=(), help=PEERS)
-    _add_case_options(made, workload=None)
+    _add_case_options(made, None)
 
 
 def _add_case_options(made: argparse.ArgumentParser, workload: str | None) -> None:
-    _add_pair_options(made, workload)
+    add_pair_options(made, workload)
     made.add_argument("--batch", type=int, default=1, help="prompts at once")
     made.add_argument("--prompt", type=int, default=128, help="tokens of a prompt")
     made.add_argument("--new", type=int, default=256, help="new tokens a prompt")
-    made.add_argument(
-        "--max-length", type=int, help="of the generator; by default just what prompts and new tokens take"
-    )
+    made.add_argument("--max-length", type=int, help="of the generator; default: the room of prompts and new tokens")
     made.add_argument("--prompts", type=int, default=8, help="prompts in all, cut into batches")
     made.add_argument("--k", type=_numbers, default=(0, 4), help="drafts per step, such as 0,4,5")
     made.add_argument("--sampled", action="store_true", help="temperature 1, whole vocabulary; else greedy")
@@ -117,10 +122,29 @@ def _add_case_options(made: argparse.ArgumentParser, workload: str | None) -> No
     made.add_argument("--restart", action="store_true", help="make the generator twice: starting up cold, and warm")
 
 
-def _add_pair_options(made: argparse.ArgumentParser, workload: str | None) -> None:
-    made.add_argument("--workload", choices=sorted(WORKLOADS), default=workload)
-    made.add_argument("--acceptance", type=float, default=ACCEPTED, help="of a planted pair")
-    made.add_argument("--seed", type=int, default=0, help="of a planted pair")
+def command_kernels(given: argparse.Namespace) -> Rows:
+    """The benches of single operations."""
+    for row in bench.run_benches(given.only, device=torch.device(given.device), quick=given.quick, say=say):
+        yield [row]
+
+
+def command_pair(given: argparse.Namespace) -> Rows:
+    """Writes a planted pair to disk; the row has its size and the time that this took."""
+    workload = WORKLOADS[given.workload]
+    pair = plant(workload, acceptance=given.acceptance, seed=given.seed, device=given.device)
+    start = time.perf_counter()
+    pair.save(given.to)
+    took = round(time.perf_counter() - start, 1)
+    row: Row = {"workload": workload.name, "status": "ok", **pair.report, "write_s": took}
+    for role, model in (("target", pair.target), ("draft", pair.draft)):
+        row[f"{role}_parameters"] = sum(parameter.numel() for parameter in model.parameters())
+        row[f"{role}_pass_bytes"] = Bytes.of(model.config, workload.dtype).weights
+    yield [row]
+
+
+def command_ceiling(given: argparse.Namespace) -> Rows:
+    """The rate at which this machine reads memory."""
+    yield [{"op": "read", "status": "ok", "gb_s": round(read_ceiling(device=given.device), 1)}]
 
 
 def main(arguments: Sequence[str] | None = None) -> list[Row]:
@@ -137,19 +161,21 @@ def main(arguments: Sequence[str] | None = None) -> list[Row]:
                 records.append(out, rows)
         all_rows += rows
     if all_rows:
-        print(records.table(all_rows, COLUMNS))
+        print(records.table(all_rows, given.columns))
+        if given.last_words:
+            print("\n".join(given.last_words(all_rows)))
     return all_rows
 
 
 def _out(given: argparse.Namespace) -> str | None:
-    """Where rows go: a set of cases is always recorded, so that it can be taken up again."""
+    """The file for rows: a set of cases is always recorded, so that it can be taken up again."""
     named: str | None = given.out
-    of_a_set = given.command == "run" and not given.workload
-    return named or (commands.SUITE if of_a_set else None)
+    of_a_set = given.command == "run" and not given.workload and not given.target
+    return named or (suite.FILE if of_a_set else None)
 
 
 def exit_code(rows: Sequence[Row]) -> int:
-    """1 when a gate's verdict is bad, steps wait or launch too much, or a case gave no rows; peers may fail."""
+    """1 if a gate's verdict is bad, steps wait or launch too much, or a case gave no rows; peers may fail."""
     failed = [row for row in rows if str(row.get("status", "")).startswith("failed")]
     invalid = any(row.get("bench") == "trace" or ("case" in row and "engine" not in row) for row in failed)
     return int(invalid or any(row.get("verdict") in (gate.REGRESSION, gate.UNDECIDED) for row in rows))

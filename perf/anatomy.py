@@ -1,8 +1,8 @@
-"""A step taken apart: which kernels it has, which pass and phase each belongs to, and what each takes.
+"""A step taken apart into its kernels: the pass, phase and time of each.
 
 A captured step carries no ranges, so passes are told by their kernels: each begins with the one that feeds tokens. All
-passes but the last are the draft's; the last is the target's, and ends with its last matrix product. What comes after
-that judges the drafts, and from the commit kernel on commits them. Where one kernel does both, it is "verify".
+passes but the last are the draft's; the last is the target's, and ends with its last matrix product. Kernels after that
+verify the drafts, and from the commit kernel on commit them. A kernel that does both is "verify".
 """
 
 from __future__ import annotations
@@ -34,16 +34,17 @@ KINDS = (
     ("product", ("gemm", "gemv", "cutlass", "nvjet", "triton_")),  # of torch, cuBLAS and inductor
 )
 OTHER = "other"
+SHOWN = ("product", "attention", "norm", "feed", "sampler", "verify", "commit", OTHER)  # kinds with a column
 Timeline = list[list[Any]]  # [phase, kind, start, duration] of each kernel, microseconds from the step's start
 
 
 def kind_of(name: str) -> str:
-    """What a kernel does, by its name."""
+    """The kind of a kernel, by its name."""
     return next((kind for kind, parts in KINDS if any(part in name.lower() for part in parts)), OTHER)
 
 
 def phases_of(step: list[Event]) -> list[str]:
-    """Of each kernel of a step, in order: "draft 1" .. "draft k", "score", "verify" or "commit"; "" if untold."""
+    """The phase of each kernel in order: "draft 1" .. "draft k", "score", "verify", "commit"; "" if unknown."""
     kinds = [kind_of(event.name) for event in step]
     starts = [place for place, event in enumerate(step) if "_feed" in event.name]
     if not starts:
@@ -102,7 +103,7 @@ def timeline(step: list[Event]) -> Timeline:
 
 
 def _extents(step: list[Event]) -> dict[str, float]:
-    """How long each phase lasts."""
+    """Microseconds of each phase."""
     begun: dict[str, float] = {}
     for phase, event in zip(phases_of(step), step, strict=True):
         begun.setdefault(phase, event.start)
@@ -122,7 +123,7 @@ def _length(step: list[Event]) -> float:
 
 
 def rows_of(recording: Recording, steps: int) -> Row:
-    """The row of a recording: counts, gaps, phases, who read it, and what it must not show."""
+    """The row of a recording: counts, gaps, phases, its reader, and its faults."""
     row: Row = {"read_by": recording.read_by, **analyse(recording, steps), **anatomy(recording)}
     wrong = faults(row)
     return {**row, "status": "ok" if not wrong else "failed: " + "; ".join(wrong)}

@@ -1,31 +1,29 @@
-"""num_speculative_tokens="auto" against every fixed k, over acceptance and batch: `python -m perf.auto`, on a GPU.
+"""num_speculative_tokens="auto" against every fixed k, over acceptance and batch: `python -m perf auto`, on a GPU.
 
-Drafts are accepted by fiat (`SyntheticAcceptance`), so that one pair of real shape serves for every acceptance: the
-time of a step does not depend on what is accepted. At a rate of 0 the pair is built to lose. Fixed ks and auto take
+Drafts are accepted at a set rate (`SyntheticAcceptance`), so that one pair of real shape serves for every acceptance:
+the time of a step does not depend on what is accepted. At a rate of 0 drafting always loses. Fixed ks and auto take
 turns over the same prompts. "auto, first call" is a controller that has seen no draft yet; the calls of "auto" follow
-on it. A grid that runs out of time ends early, with the rows that it has. PLANTED in the place of a rate is the pair's
-own agreement under the real rule: there the text of every way must be the same, and `calibrate` runs on one prompt.
+it. A grid that runs out of time ends early and keeps its rows. The rate PLANTED (None) is the pair's own agreement
+under the real rule: there the text of every arm must be the same, and `calibrate` runs on one prompt.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
-import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
-import torch
-
-from fastspec import FastSpecGenerator, GenerateOutput, SyntheticAcceptance
+from fastspec import FastSpecGenerator, SyntheticAcceptance
 from fastspec.adaptive.controller import AUTO, Controller
 from fastspec.sampling.rules import BLOCK
-from perf import records
+from perf.experiment import Arm, Call, Experiment, generate, say, stats_of
+from perf.models import Models, open_models
 from perf.records import Row
-from perf.workload_models import Models, open_models
-from perf.workloads import WORKLOADS
+from perf.workloads import OWN, SHAPED
 
 FIRST = "auto, first call"
 PLANTED = None  # instead of a rate
@@ -34,18 +32,17 @@ COLUMNS = ("acceptance", "batch", "engine", "tok_s", "tok_s_min", "tok_s_max", "
            "predicted_over_plain", "step_ms", "draft_ms", "score_ms",
            "over_best", "best", "steps_at", "text_equal", "status")  # fmt: skip
 SEED = 3
-Way = int | str
-Say = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """What is measured.
+    """The cells of the grid, and the calls of each cell.
 
     Attributes:
         rates: of acceptance, or PLANTED. batches: prompts at once. ks: fixed ones, 0 among them.
-        prompt, new: tokens of a prompt, and new ones. rounds: calls of each way.
-        seconds: after which no further cell is begun.
+        prompt, new: tokens of a prompt, and new ones.
+        rounds: calls of each arm.
+        seconds: time after which no further cell begins.
     """
 
     rates: tuple[float | None, ...] = (0.0, PLANTED, 0.85, 0.5)
@@ -57,43 +54,8 @@ class Grid:
     seconds: float = 210.0
 
 
-@dataclass(frozen=True, slots=True)
-class Timed:
-    """One call: tokens per second, tokens per step and row, steps at each k, and the new tokens."""
-
-    tok_s: float
-    tokens_per_step: float
-    steps_at: dict[int, int]
-    text: list[list[int]]
-
-
-def timed(generator: FastSpecGenerator, prompts: list[list[int]], new: int, way: Way, seed: int = SEED) -> Timed:
-    """One call of `generate`, prompt processing included; by one seed a place's draft has one fate, whatever the k."""
-    _wait(generator.device)
-    start = time.perf_counter()
-    output = generator.generate(
-        prompts,
-        max_new_tokens=new,
-        num_speculative_tokens=way,
-        do_sample=False,
-        seed=seed,
-        eos_token_id=None,
-        return_dict_in_generate=True,
-    )
-    _wait(generator.device)
-    seconds = time.perf_counter() - start
-    assert isinstance(output, GenerateOutput)
-    stats = output.stats
-    return Timed(stats.emitted / seconds, stats.tokens_per_step or 0.0, stats.steps_at, output.new_tokens)
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
 def forget(generator: FastSpecGenerator) -> None:
-    """Lets every controller begin anew, with nothing but the times that were taken before the first call."""
+    """Resets every controller to the times that were taken before the first call."""
     controllers = generator._drafting.controllers
     for key, old in list(controllers.items()):
         controllers[key] = Controller(old.ks)
@@ -101,21 +63,22 @@ def forget(generator: FastSpecGenerator) -> None:
 
 
 def cell(generator: FastSpecGenerator, prompts: list[list[int]], grid: Grid) -> list[Row]:
-    """A row for every way of decoding these prompts."""
-    timed(generator, prompts, min(16, grid.new), grid.ks[-1])  # prompts of this length are met for the first time
+    """A row for every arm on these prompts. By one seed a draft at a place has one fate, whatever the k."""
+
+    def timed(arm: Arm, number: int, new: int = grid.new) -> Call:
+        return generate(arm, prompts, new, do_sample=False, seed=SEED + number)
+
+    timed(Arm(generator, grid.ks[-1]), 0, min(16, grid.new))  # captures the steps of prompts of this length
     forget(generator)
-    calls: dict[str, list[Timed]] = {FIRST: [timed(generator, prompts, grid.new, AUTO)]}
-    for turn in range(grid.rounds):
-        ways: Sequence[Way] = (*grid.ks, AUTO) if turn % 2 == 0 else (AUTO, *reversed(grid.ks))
-        for way in ways:
-            name = f"k={way}" if isinstance(way, int) else way
-            calls.setdefault(name, []).append(timed(generator, prompts, grid.new, way, SEED + turn))
-    return compared(calls, grid.ks)
+    first = timed(Arm(generator, AUTO), 0)
+    arms = {f"k={k}": Arm(generator, k) for k in grid.ks} | {AUTO: Arm(generator, AUTO)}
+    return compared({FIRST: [first], **Experiment(arms, timed, grid.rounds, mirrored=True).run()}, grid.ks)
 
 
-def compared(calls: dict[str, list[Timed]], ks: tuple[int, ...]) -> list[Row]:
-    """Rows with each way's speed, and what it is of plain decoding's and of the best fixed k's."""
-    rate = {name: statistics.median(call.tok_s for call in made) for name, made in calls.items()}
+def compared(calls: Mapping[str, Sequence[Call]], ks: tuple[int, ...]) -> list[Row]:
+    """Rows with the speed of each arm, over plain decoding and over the best fixed k."""
+    speeds = {name: [call.tokens / call.seconds for call in made] for name, made in calls.items()}
+    rate = {name: statistics.median(found) for name, found in speeds.items()}
     best = max(ks, key=lambda k: rate[f"k={k}"])
     return [
         {
@@ -123,21 +86,21 @@ def compared(calls: dict[str, list[Timed]], ks: tuple[int, ...]) -> list[Row]:
             "status": "ok",
             "calls": len(made),
             "tok_s": round(rate[name], 2),
-            "tok_s_min": round(min(call.tok_s for call in made), 2),
-            "tok_s_max": round(max(call.tok_s for call in made), 2),
-            "tokens_per_step": round(statistics.mean(call.tokens_per_step for call in made), 3),
+            "tok_s_min": round(min(speeds[name]), 2),
+            "tok_s_max": round(max(speeds[name]), 2),
+            "tokens_per_step": round(statistics.mean(stats_of(call).tokens_per_step or 0.0 for call in made), 3),
             "over_plain": round(rate[name] / rate["k=0"], 3),
             "over_best": round(rate[name] / rate[f"k={best}"], 3),
             "best": best,
-            "steps_at": {str(k): count for k, count in made[-1].steps_at.items()},
+            "steps_at": {str(k): count for k, count in stats_of(made[-1]).steps_at.items()},
             "text_equal": all(call.text == calls["k=0"][0].text for call in made),
         }
         for name, made in calls.items()
     ]
 
 
-def calibrated(generator: FastSpecGenerator, prompts: list[list[int]], new: int, say: Say) -> list[Row]:
-    """What `calibrate` predicts and measures, a row a k."""
+def calibrated(generator: FastSpecGenerator, prompts: list[list[int]], new: int) -> list[Row]:
+    """The predictions and measurements of `calibrate`, one row for each k."""
     found = generator.calibrate(prompts, max_new_tokens=new, do_sample=False, eos_token_id=None)
     say(f"calibrate:\n{found}")
     return [
@@ -157,36 +120,36 @@ def calibrated(generator: FastSpecGenerator, prompts: list[list[int]], new: int,
     ]
 
 
-def generator_at(models: Models, rate: float | None, grid: Grid, device: str) -> FastSpecGenerator:
+def generator_at(models: Models, rate: float | None, grid: Grid) -> FastSpecGenerator:
     """A generator that accepts drafts at this rate, or by the real rule."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that the text is not the model's: the rows say it
         return FastSpecGenerator(
-            models.target,
-            models.draft,
+            *models.sources,
             verification=BLOCK if rate is PLANTED else SyntheticAcceptance(rate=rate),
             num_speculative_tokens=AUTO,
             max_batch_size=max(grid.batches),
             max_length=grid.prompt + grid.new,
-            dtype=WORKLOADS[models.workload].dtype,
-            device=device,
+            dtype=models.dtype,
+            device=models.device,
             draft_quantization=None,
             prefix_cache=False,
             progress=False,
         )
 
 
-def rows_of(grid: Grid, workload: str, device: str, say: Say = lambda _: None) -> Iterator[list[Row]]:
-    """The grid, cell by cell; a last row says what there was no time for."""
+def rows_of(grid: Grid, given: argparse.Namespace) -> Iterator[list[Row]]:
+    """The grid, cell by cell; the last rows name the cells that there was no time for."""
     start = time.monotonic()
-    left = [(rate, batch) for rate in grid.rates for batch in grid.batches]
-    with open_models(workload, acceptance=AGREEMENT, seed=SEED, device=device, say=say) as models:
+    cells = [(rate, batch) for rate in grid.rates for batch in grid.batches]
+    options = {"target": given.target, "draft": given.draft, "device": given.device}
+    with open_models(given.workload, acceptance=AGREEMENT, seed=SEED, **options, say=say) as models:
         prompts = models.prompts(max(grid.batches), grid.prompt)
         for rate in grid.rates:
             if time.monotonic() - start > grid.seconds:
                 break
             begun = time.perf_counter()
-            with generator_at(models, rate, grid, device) as generator:
+            with generator_at(models, rate, grid) as generator:
                 start_up = round(time.perf_counter() - begun, 2)
                 say(f"acceptance {rate}: ready after {start_up} s")
                 for batch in grid.batches:
@@ -194,13 +157,13 @@ def rows_of(grid: Grid, workload: str, device: str, say: Say = lambda _: None) -
                         break
                     rows = cell(generator, prompts[:batch], grid)
                     yield [row | _labels(rate, batch) | {"start_up_s": start_up} for row in rows]
-                    left.remove((rate, batch))
+                    cells.remove((rate, batch))
                     say(f"acceptance {rate}, batch {batch}: done {time.monotonic() - start:.0f} s after the start")
                 if rate is PLANTED and time.monotonic() - start < grid.seconds:
-                    yield [row | _labels(rate, 1) for row in calibrated(generator, prompts[:1], grid.new, say)]
+                    yield [row | _labels(rate, 1) for row in calibrated(generator, prompts[:1], grid.new)]
                 say(generator.explain().partition("verifying")[0])
-    if left:
-        yield [_labels(rate, batch) | {"status": "no time"} for rate, batch in left]
+    if cells:
+        yield [_labels(rate, batch) | {"status": "no time"} for rate, batch in cells]
 
 
 def _labels(rate: float | None, batch: int) -> Row:
@@ -211,7 +174,7 @@ def _labels(rate: float | None, batch: int) -> Row:
 
 
 def verdict(rows: Sequence[Row]) -> list[str]:
-    """Where auto is, in the worst cell, against the best fixed k and against plain decoding."""
+    """Lines that compare auto, in its worst cell, with the best fixed k and with plain decoding."""
     lines = []
     for name in (AUTO, FIRST):
         mine = [row for row in rows if row.get("engine") == name]
@@ -231,43 +194,26 @@ def _whole(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in text.split(","))
 
 
-def main(arguments: list[str] | None = None) -> list[Row]:
-    """Measures, appends each cell to perf/results/auto.jsonl as it comes, and prints a table and a verdict."""
+def add_options(made: argparse.ArgumentParser) -> None:
+    """Adds the options of `perf auto`."""
     default = Grid()
-    parser = argparse.ArgumentParser(prog="python -m perf.auto", description=__doc__)
-    parser.add_argument("--workload", choices=sorted(set(WORKLOADS) - {"shipped"}), default="8b+1b")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--rates", type=_rates, default=default.rates, help="such as 0,planted,0.8")
-    parser.add_argument("--batches", type=_whole, default=default.batches)
-    parser.add_argument("--ks", type=_whole, default=default.ks, help="fixed ones; 0 is always measured")
-    parser.add_argument("--prompt", type=int, default=default.prompt)
-    parser.add_argument("--new", type=int, default=default.new)
-    parser.add_argument("--rounds", type=int, default=default.rounds)
-    parser.add_argument("--seconds", type=float, default=default.seconds, help="begin no cell after so many")
-    parser.add_argument("--out", default="auto", help="file of JSON lines; a bare name lies in perf/results")
-    parser.add_argument("--commit", help="where there is no checkout")
-    given = parser.parse_args(arguments)
+    made.set_defaults(out="auto", columns=COLUMNS, last_words=verdict)
+    made.add_argument("--workload", choices=SHAPED, default="8b+1b")
+    made.add_argument("--target", type=Path, help="a checkpoint of your own, in place of a workload")
+    made.add_argument("--draft", type=Path, help="its draft")
+    made.add_argument("--rates", type=_rates, default=default.rates, help="such as 0,planted,0.8")
+    made.add_argument("--batches", type=_whole, default=default.batches)
+    made.add_argument("--ks", type=_whole, default=default.ks, help="fixed ones; 0 is always measured")
+    for name in ("prompt", "new", "rounds"):
+        made.add_argument(f"--{name}", type=int, default=getattr(default, name))
+    made.add_argument("--seconds", type=float, default=default.seconds, help="begin no cell after so many")
+
+
+def command_auto(given: argparse.Namespace) -> Iterator[list[Row]]:
+    """Drafts per step chosen while decoding, against every fixed k, over acceptance and batch."""
     ks = tuple(dict.fromkeys((0, *given.ks)))
     grid = Grid(given.rates, given.batches, ks, given.prompt, given.new, given.rounds, given.seconds)
-
-    def say(line: str) -> None:
-        print(f"[{time.strftime('%H:%M:%S')}] {line}", file=sys.stderr, flush=True)
-
-    about = {
-        "bench": "auto",
-        "workload": given.workload,
-        "prompt": grid.prompt,
-        "new": grid.new,
-        "seed": SEED,
-    }
-    everything: list[Row] = []
-    for rows in rows_of(grid, given.workload, given.device, say):
-        everything += rows
-        records.append(given.out, [about | row | records.environment(given.device, given.commit) for row in rows])
-    print(records.table(everything, COLUMNS))
-    print("\n".join(verdict(everything)))
-    return everything
-
-
-if __name__ == "__main__":
-    main()
+    about: Row = {"bench": "auto", "workload": OWN if given.target else given.workload}
+    about |= {"prompt": grid.prompt, "new": grid.new, "seed": SEED}
+    for rows in rows_of(grid, given):
+        yield [about | row for row in rows]

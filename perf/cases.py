@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from functools import cache
 from types import MappingProxyType
 
-from perf.records import UNKNOWN, Row
-from perf.workloads import WORKLOADS, Bytes, Workload, step_bytes
+from perf.records import DIRTY, UNKNOWN, Row
+from perf.workloads import ACCEPTED, WORKLOADS, Bytes, step_bytes
 
-ACCEPTED = 0.78  # of planted pairs, unless a case says otherwise
 LONGEST = 32_512  # tokens of the longest prompts: with the new ones they fill a context of 32k
 PART_SECONDS = 9 * 60  # what one part may take
 # What a GPU of some 4 TB/s takes, for estimates alone; generous, since a part that is cut off costs more
@@ -120,7 +119,7 @@ def tokens_per_step(acceptance: float, k: int) -> float:
 
 def pair_seconds(workload: str) -> float:
     """What making a pair takes, and its first generator."""
-    named: Workload = WORKLOADS[workload]
+    named = WORKLOADS[workload]
     planted = PLANT + PLANT_BYTE * sum(each.weights for each in _bytes(workload)) if named.target else 0.0
     return planted + FIRST
 
@@ -199,7 +198,7 @@ def pending(cases: Iterable[Case], rows: Iterable[Row], here: Row) -> list[Case]
         rows: recorded so far. here: `records.environment`.
     """
     commit = str(here["commit"])
-    if commit == UNKNOWN or commit.endswith("+dirty"):
+    if commit == UNKNOWN or commit.endswith(DIRTY):
         return list(cases)
     same = ("commit", "device", "gpu")
     good = [row for row in rows if row.get("status") == "ok" and row.get("bench") != "trace"]

@@ -1,4 +1,4 @@
-"""The gate: is this tree slower than that one? Both are measured in turn, in processes of their own.
+"""The gate: finds out if one tree is slower than another. Both are measured in turn, in processes of their own.
 
 A step's time is compared as a ratio call by call, so that a machine that slows down slows both. The limit is 3%, or
 three times the spread where that is more; the spread is the standard error of the median ratio, from the quartiles.
@@ -24,9 +24,10 @@ import torch
 from transformers import AutoConfig, PretrainedConfig
 
 from fastspec import demo_pair
+from perf.models import add_pair_options
 from perf.records import ROOT, Row
 from perf.timing import NOISE_FLOOR, read_ceiling, summarise
-from perf.workloads import WORKLOADS, Bytes, step_bytes
+from perf.workloads import OWN, WORKLOADS, Bytes, step_bytes
 
 REGRESSION, OK, FASTER, UNDECIDED = "REGRESSION", "ok", "faster", "UNDECIDED: too noisy"
 SPREADS = 3  # spreads beyond which a difference counts
@@ -45,7 +46,7 @@ class Refused(SystemExit):
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What ratios of the candidate over the base say.
+    """The candidate compared with the base.
 
     Attributes:
         ratio: median over rounds. spread: its standard error. limit: how far from 1 it may lie.
@@ -57,7 +58,7 @@ class Verdict:
 
     @classmethod
     def of(cls, base: Sequence[float], candidate: Sequence[float]) -> Verdict:
-        """Of samples taken in turn."""
+        """The verdict on samples taken in turn."""
         ratios = [after / before for before, after in zip(base, candidate, strict=True)]
         low, _, high = statistics.quantiles(ratios, n=4, method="inclusive")
         spread = MEDIAN_ERROR * (high - low) / math.sqrt(len(ratios))
@@ -65,17 +66,17 @@ class Verdict:
 
     @property
     def above(self) -> bool:
-        """The candidate's figure is larger, beyond the limit."""
+        """True if the candidate's figure is larger, beyond the limit."""
         return self.ratio > 1 + self.limit
 
     @property
     def below(self) -> bool:
-        """The candidate's figure is smaller, beyond the limit."""
+        """True if the candidate's figure is smaller, beyond the limit."""
         return self.ratio < 1 - self.limit
 
 
 class Side:
-    """One tree's process.
+    """The process of one tree.
 
     Args:
         name: "base" or "candidate".
@@ -95,7 +96,7 @@ class Side:
         self._process = subprocess.Popen(command, cwd=scratch, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def answer(self) -> Row:
-        """The next line.
+        """Reads the next line of the process.
 
         Raises:
             Refused: the process has ended.
@@ -108,7 +109,7 @@ class Side:
         return answer
 
     def call(self, index: int, k: int) -> Row:
-        """One call, measured."""
+        """Lets the process measure one call."""
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps({"index": index, "k": k}) + "\n")
         self._process.stdin.flush()
@@ -132,7 +133,7 @@ class Side:
 
 @contextmanager
 def tree_of(named: str) -> Iterator[Path]:
-    """The directory itself, or a worktree of that revision, which goes when the context is left."""
+    """Gives the directory itself, or a worktree of that revision that is removed when the context is left."""
     if Path(named).is_dir():
         yield Path(named).resolve()
         return
@@ -149,10 +150,10 @@ def tree_of(named: str) -> Iterator[Path]:
 
 
 def require_green(command: str, tree: Path) -> None:
-    """Runs the tests of the tree that is judged; an older base may have its tests elsewhere, and none are run there.
+    """Runs the tests of the tree that is judged. The base's are not run: an older tree may have them elsewhere.
 
     Raises:
-        Refused: they fail, are not there, or cannot be run.
+        Refused: the tests fail, do not exist, or cannot be run.
     """
     words = shlex.split(command)
     if missing := [word for word in words if word.endswith(".py") and not (tree / word).is_file()]:
@@ -171,9 +172,10 @@ def candidate_of(given: argparse.Namespace) -> Path:
 
 
 def measured(given: argparse.Namespace, base: Path) -> dict[int, dict[str, list[Row]]]:
-    """For every k the calls of both sides, in turn, each round the other way round."""
-    options = [f"--{name}={getattr(given, name)}" for name in ("workload", "batch", "prompt", "new", "seed", "device")]
-    options += [f"--calls={given.calls}", f"--acceptance={given.acceptance}", "--k", *map(str, given.k)]
+    """Measures the calls of both sides for every k, in turn; every second round begins with the candidate."""
+    names = ("workload", "target", "draft", "batch", "prompt", "new", "calls", "seed", "acceptance", "device")
+    options = [f"--{name}={value}" for name in names if (value := getattr(given, name)) is not None]
+    options += ["--k", *map(str, given.k)]
     options += ["--sampled"] if given.sampled else []
     candidate = candidate_of(given)
     with ExitStack() as stack:
@@ -197,12 +199,12 @@ def measured(given: argparse.Namespace, base: Path) -> dict[int, dict[str, list[
 
 
 def steps_of(calls: dict[str, list[Row]]) -> Verdict:
-    """Of the steps' times of one k."""
+    """The verdict on the steps' times of one k."""
     return Verdict.of(*([row["ms"] for row in calls[name]] for name in ("base", "candidate")))
 
 
 def judged(k: int, calls: dict[str, list[Row]], floor_ms: float) -> Row:
-    """The row of one k."""
+    """The row of one k: times, ratios and verdict."""
     base, candidate = calls["base"], calls["candidate"]
 
     def column(rows: list[Row], name: str) -> list[float]:
@@ -226,12 +228,13 @@ def judged(k: int, calls: dict[str, list[Row]], floor_ms: float) -> Row:
 
 def floor(given: argparse.Namespace, k: int, ceiling: float) -> float:
     """Milliseconds that reading alone takes in a step of k drafts."""
-    workload = WORKLOADS[given.workload]
+    workload = WORKLOADS[OWN if given.target else given.workload]
     if workload.target:
         configs: list[PretrainedConfig] = [workload.config("target"), workload.config("draft")]
     else:
-        configs = [AutoConfig.from_pretrained(str(place)) for place in demo_pair()]
-    target, draft = (Bytes.of(config, workload.dtype) for config in configs)
+        places = (given.target, given.draft) if given.target else demo_pair()
+        configs = [AutoConfig.from_pretrained(str(place)) for place in places if place]
+    target, draft = (Bytes.of(config, workload.dtype) for config in (*configs, configs[0])[:2])
     context = given.prompt + given.new / 2
     return step_bytes(target, draft if k else None, k=k, batch=given.batch, context=context) / ceiling / 1e6
 
@@ -250,14 +253,19 @@ def command_gate(given: argparse.Namespace) -> Iterator[list[Row]]:
     with tree_of(given.base) as base:
         for number in range(given.times):
             calls = measured(given, base)
-            labels: Row = {"workload": given.workload, "batch": given.batch, "prompt": given.prompt, "new": given.new}
+            labels: Row = {
+                "workload": OWN if given.target else given.workload,
+                "batch": given.batch,
+                "prompt": given.prompt,
+                "new": given.new,
+            }
             labels |= {"sampled": given.sampled, "time": number + 1, "read_gb_s": round(ceiling)}
             labels |= {"planted": given.plant} if given.plant else {}
             yield [{**labels, **judged(k, calls[k], floor(given, k, ceiling))} for k in given.k]
 
 
 def add_options(made: argparse.ArgumentParser) -> None:
-    """The command's options."""
+    """Adds the options of `perf gate`."""
     made.add_argument("--base", required=True, help="the tree to compare with: a directory, or a revision of git")
     made.add_argument("--candidate", help="the tree that is judged; this one by default")
     made.add_argument("--tests", default=QUICK_TESTS, help="must pass before anything is timed; '' runs none")
@@ -267,12 +275,10 @@ def add_options(made: argparse.ArgumentParser) -> None:
     made.add_argument(
         "--plant", type=float, default=0.0, help="slow the candidate's steps by this share, to see it caught"
     )
-    made.add_argument("--workload", choices=sorted(WORKLOADS), default="shipped")
+    add_pair_options(made, "shipped")
     made.add_argument("--batch", type=int, default=1, help="prompts at once")
     made.add_argument("--prompt", type=int, default=128, help="tokens of a prompt")
     made.add_argument("--new", type=int, default=128, help="new tokens a prompt")
     made.add_argument("--calls", type=int, default=3, help="batches of prompts that rounds go through in turn")
     made.add_argument("--k", type=lambda text: tuple(map(int, text.split(","))), default=(0, 4), help="such as 0,4")
     made.add_argument("--sampled", action="store_true", help="temperature 1, whole vocabulary; else greedy")
-    made.add_argument("--acceptance", type=float, default=0.78, help="of a planted pair")
-    made.add_argument("--seed", type=int, default=0, help="of a planted pair")

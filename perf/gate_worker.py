@@ -1,8 +1,8 @@
 """One side of the gate: a process with one tree's fastspec, which measures a call whenever it is told to.
 
-It is started by perf.gate, reads requests as lines of JSON from stdin, and answers each with one line. perf is the
-gate's own on both sides, so that both are measured alike. The tree may be older and have its modules elsewhere, so what
-is imported here, at any depth, imports of fastspec only the public names of the package itself.
+It is started by perf.gate, reads requests as lines of JSON from stdin, and answers each with one line. Both sides run
+the gate's own perf, so that both are measured alike. The tree may be older and have its modules elsewhere, so this
+module, and all that it imports from perf, uses only public names of fastspec.
 """
 
 from __future__ import annotations
@@ -20,11 +20,10 @@ import torch
 
 import fastspec
 from fastspec import FastSpecGenerator
-from perf.e2e import Run, generator_of
+from perf.models import Run, add_pair_options, batches_of, generator_of, opened
 from perf.records import Row
 from perf.step_hooks import around_steps
 from perf.timing import event_time
-from perf.workload_models import batches_of, open_models
 
 SETTLE = 4  # steps before the first that is timed: prompts are passed and steps launched ahead by then
 CYCLES = 10**7  # of the pause that shows how long a cycle is
@@ -82,24 +81,14 @@ def planted(
     return around_steps(generator, delay), delays, delay
 
 
-def free_weights(*models: torch.nn.Module) -> None:
-    """Empties live modules whose weights a generator has copied, so that both sides fit on one GPU."""
-    for model in models:
-        for parameter in model.parameters():
-            parameter.data = parameter.new_empty(0)
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-
-
 def serve(answer: Callable[[Row], None], requests: Any, given: argparse.Namespace) -> None:
     """Opens the pair and a generator, says so, and then answers requests until they end."""
     with ExitStack() as stack:
-        options = {"acceptance": given.acceptance, "seed": given.seed, "device": given.device}
-        models = stack.enter_context(open_models(given.workload, **options))
+        models = stack.enter_context(opened(given))
         work = batches_of(models.prompts(given.batch * given.calls, given.prompt), given.batch)
-        run = models.run(work, new=given.new, ks=tuple(given.k), sampled=given.sampled, device=given.device)
+        run = models.run(work, new=given.new, ks=tuple(given.k), sampled=given.sampled)
         generator = stack.enter_context(generator_of(run, k=max(run.ks)))
-        free_weights(models.target, models.draft)
+        models.let_go()  # the generator has copies, and both sides must fit on one GPU
         for k in run.ks:
             for index in range(2):
                 timed_call(generator, run, index, k)
@@ -116,13 +105,12 @@ def serve(answer: Callable[[Row], None], requests: Any, given: argparse.Namespac
 
 
 def main() -> None:
-    """Answers on what was stdout; whatever prints goes to stderr."""
+    """Answers on the process's stdout; all other output goes to stderr."""
     parser = argparse.ArgumentParser()
-    for name, kind in (("workload", str), ("device", str)):
-        parser.add_argument(f"--{name}", type=kind, required=True)
-    for name in ("batch", "prompt", "new", "calls", "seed"):
+    add_pair_options(parser, None)
+    parser.add_argument("--device", required=True)
+    for name in ("batch", "prompt", "new", "calls"):
         parser.add_argument(f"--{name}", type=int, required=True)
-    parser.add_argument("--acceptance", type=float, required=True)
     parser.add_argument("--plant", type=float, default=0.0)
     parser.add_argument("--k", type=int, nargs="+", required=True)
     parser.add_argument("--sampled", action="store_true")

@@ -1,6 +1,4 @@
-"""Loading a model from 16-bit files that lie in memory, as they are and rounded: `python -m perf.loading`.
-
-    python -m perf.loading [--workload 8b+1b] [--checkpoint DIRECTORY] [--device cuda]
+"""Loading a model from 16-bit files that lie in memory, as they are and rounded: `python -m perf loading`.
 
 A row for each format and load. Processes are fresh and load twice; the first of a format finds an empty cache of
 Triton's, the second a filled one. `over_plain` is to the fastest of the loads of 16 bits with the same place in their
@@ -17,6 +15,7 @@ import os
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +28,10 @@ from fastspec.models.checkpoints.checkpoint import Checkpoint
 from fastspec.models.checkpoints.decoder_weights import load_weights, planned_bytes
 from fastspec.models.checkpoints.pair import resolve_pair
 from fastspec.models.layer_table import DecoderWeights
-from perf import records
 from perf.pairs import unplanted
 from perf.records import Row
 from perf.startup import said_by
-from perf.workloads import WORKLOADS
+from perf.workloads import SHAPED, WORKLOADS
 
 STORED = "bf16"
 LOADS = ("first", "again")
@@ -51,13 +49,13 @@ print(json.dumps([loaded(Path(sys.argv[1]), sys.argv[2], device) for _ in LOADS]
 
 
 def write(workload: str, directory: Path, device: torch.device) -> None:
-    """The workload's target with random weights in bf16, in files of some gigabytes."""
+    """Writes the workload's target with random weights in bf16, in files of some gigabytes."""
     model = unplanted(WORKLOADS[workload].config("target"), torch.bfloat16, device)
     model.save_pretrained(directory, max_shard_size="2GB")
 
 
 def loaded(directory: Path, form: str, device: torch.device) -> Row:
-    """One load of a checkpoint in this process: seconds, and on CUDA bytes."""
+    """Loads a checkpoint once in this process; the row has seconds, and on CUDA bytes."""
     chosen = resolve_pair(directory, None, (None, None), (None if form == STORED else form, None))[0]
     assert isinstance(chosen, Checkpoint), "a native family"
     ops: Ops = ops_for(device)
@@ -106,7 +104,7 @@ def processes(directory: Path, device: str) -> list[Row]:
 
 
 def compared(rows: list[Row]) -> list[Row]:
-    """The rows, with `over_plain`."""
+    """Adds `over_plain` to the rows."""
     plain = {load: min(_seconds(rows, load)) for load in LOADS}
     return [row | {"over_plain": round(row["seconds"] / plain[row["load"]], 2)} for row in rows]
 
@@ -115,25 +113,20 @@ def _seconds(rows: list[Row], load: str) -> list[float]:
     return [row["seconds"] for row in rows if row["target"] == STORED and row["load"] == load]
 
 
-def main() -> None:
-    """Measures, prints a table and appends to perf/results/formats.jsonl."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--workload", choices=sorted(WORKLOADS), default="8b+1b")
-    parser.add_argument("--checkpoint", type=Path, help="what is loaded, in place of the workload's shape")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--commit", help="where there is no checkout")
-    given = parser.parse_args()
+def add_options(made: argparse.ArgumentParser) -> None:
+    """Adds the options of `perf loading`."""
+    made.set_defaults(out="formats", columns=COLUMNS)
+    made.add_argument("--workload", choices=SHAPED, default="8b+1b")
+    made.add_argument("--target", type=Path, help="a checkpoint of your own, in place of the workload's shape")
+
+
+def command_loading(given: argparse.Namespace) -> Iterator[list[Row]]:
+    """Loading a model from 16-bit files in memory, as they are and rounded."""
     shared = Path("/dev/shm")  # files there are in memory, whatever else the machine does
     with tempfile.TemporaryDirectory(dir=shared if shared.is_dir() else None) as scratch:
-        if given.checkpoint is None:
+        if given.target is None:
             write(given.workload, Path(scratch), torch.device(given.device))
-        rows = compared(processes(given.checkpoint or Path(scratch), given.device))
-    what = given.workload if given.checkpoint is None else "a checkpoint"
+        rows = compared(processes(given.target or Path(scratch), given.device))
+    what = given.workload if given.target is None else "a checkpoint"
     fixed = {"bench": "formats load", "workload": f"{what}, bf16 files in memory", "status": "ok"}
-    environment = records.environment(given.device, given.commit)
-    records.append("formats", [fixed | row | environment for row in rows])
-    print(records.table(rows, COLUMNS))
-
-
-if __name__ == "__main__":
-    main()
+    yield [fixed | row for row in rows]

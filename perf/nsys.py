@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from fastspec import FastSpecGenerator
-from perf.e2e import Run
+from perf.models import Run
 from perf.phases import advance, settled, steady_steps
 from perf.recording import Event, Recording
 from perf.records import ROOT

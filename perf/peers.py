@@ -19,25 +19,23 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 
+from perf.experiment import FAILURES, Call, Say, summary, wait
+from perf.models import SEED, Prompts
 from perf.records import Row
-from perf.runs import Call, summary
 
-Prompts = Sequence[list[list[int]]]  # one batch per call
 EXTERNAL = ("vllm", "sglang")
 NOT_HERE = "not importable here"
-FAILURES = (RuntimeError, ValueError, TypeError, AttributeError, LookupError, ImportError, OSError)
-SEED = 1234
 VLLM_SHARE = 0.6  # of the GPU's memory, which other engines' weights share
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What every engine is asked for.
+    """The task of every engine.
 
     Attributes:
         batches: prompts of each call, all of one length.
         new: tokens per prompt. k: drafts per step.
-        sampled: draw at temperature 1 from the whole vocabulary, else greedy.
+        sampled: True to draw at temperature 1 from the whole vocabulary, else greedy.
     """
 
     batches: Prompts
@@ -74,12 +72,6 @@ class _Passes(StoppingCriteria):
         """Takes the hook off."""
         if self._hook is not None:
             self._hook.remove()
-
-
-def wait(device: torch.device) -> None:
-    """Until all that was queued is done."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def transformers_call(target: PreTrainedModel, prompts: list[list[int]], setting: Setting, **options: Any) -> Call:
@@ -122,12 +114,12 @@ def transformers_peers(
     setting: Setting,
     *,
     engines: Sequence[str] = ("plain", "static", "assisted"),
-    say: Callable[[str], None] = lambda _: None,
+    say: Say = lambda _: None,
 ) -> tuple[list[Row], dict[str, list[Call]]]:
-    """Plain greedy or sampled `generate`, the same with a static cache and compiled, and assisted generation.
+    """Measures plain `generate`, the same with a static cache and compiled, and assisted generation.
 
     Returns:
-        One row an engine, and the calls of those that ran, by the row's engine name.
+        One row per engine, and the calls of those that ran, by the row's engine name.
     """
     options: dict[str, Any] = {"plain": {}, "static": {"cache_implementation": "static"}}
     rows, taken = [], {}
@@ -159,8 +151,8 @@ def transformers_peers(
     return rows, taken
 
 
-def failed(name: str, k: int, error: Exception, say: Callable[[str], None]) -> Row:
-    """A row for an engine that broke: one peer must not take the others' figures with it."""
+def failed(name: str, k: int, error: Exception, say: Say) -> Row:
+    """The row of an engine that broke: one peer must not take the others' figures with it."""
     say(f"{name} failed: {error}")
     return {"engine": name, "k": k, "status": f"failed: {type(error).__name__}"}
 
@@ -174,7 +166,7 @@ def _refusal(engine: str, draft: PreTrainedModel | None, setting: Setting) -> st
 
 
 def importable(name: str) -> bool:
-    """Whether a package of that name is installed; its own imports may fail all the same."""
+    """True if a package of that name is installed; its own imports may fail all the same."""
     return importlib.util.find_spec(name) is not None
 
 
@@ -183,7 +175,7 @@ def external_peers(
     target: Path | None,
     draft: Path | None,
     setting: Setting,
-    say: Callable[[str], None] = lambda _: None,
+    say: Say = lambda _: None,
 ) -> list[Row]:
     """Rows of engines that are packages of their own; those not there say so.
 
@@ -240,7 +232,7 @@ def _external_row(
 
 
 def _vllm(target: Path, draft: Path | None, setting: Setting, k: int) -> Opened:
-    """vLLM's offline engine, as https://docs.vllm.ai/en/latest/features/speculative_decoding/draft_model/ has it."""
+    """Opens vLLM's offline engine (docs.vllm.ai/en/latest/features/speculative_decoding/draft_model)."""
     vllm: Any = importlib.import_module("vllm")
     extra: dict[str, Any] = {}
     if draft is not None:
@@ -265,7 +257,7 @@ def _vllm(target: Path, draft: Path | None, setting: Setting, k: int) -> Opened:
 
 
 def _sglang(target: Path, draft: Path | None, setting: Setting, k: int) -> Opened:
-    """SGLang's offline engine, as https://docs.sglang.io/docs/advanced_features/speculative_decoding.md has it."""
+    """Opens SGLang's offline engine (docs.sglang.io/docs/advanced_features/speculative_decoding.md)."""
     sglang: Any = importlib.import_module("sglang")
     extra: dict[str, Any] = {}
     if draft is not None:

@@ -1,10 +1,10 @@
-"""Where a step's time goes: wall time over many steps, and a profiler's recording of some of them."""
+"""The parts of a step's time: wall time over many steps, and a profiler's recording of some of them."""
 
 from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -12,7 +12,8 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from fastspec import FastSpecGenerator
 from perf.anatomy import rows_of
-from perf.e2e import Run, fastspec_call
+from perf.experiment import Call
+from perf.models import Run
 from perf.recording import of_chrome
 from perf.records import Row
 from perf.step_hooks import around_steps
@@ -22,46 +23,40 @@ TRACED = 40  # steps that are traced at most: enough for a median, and a trace o
 SETTLE = 8  # steps before those
 
 
-def phase_rows(generator: FastSpecGenerator, run: Run, say: Callable[[str], None] = lambda _: None) -> list[Row]:
-    """A row for every k: time per step, and what the trace says.
+def phase_row(engine: str, k: int, call: Call, plain: float | None) -> Row:
+    """The columns of one timed call: time per step, `draft_ms` and `prefill_ms`.
 
-    The difference of two rows' steps over the difference of their k is what one more draft costs; each row that
-    drafts has it as `draft_ms`, against k = 0. `prefill_ms` is the time to the first token less a step: the prompt's
-    passes through the target, and with drafts through the draft too. Tracing slows the launches down: times of steps
-    come from the untraced call, the trace gives counts, gaps, and how a step divides.
+    `draft_ms` is (this step - a plain step) / k. `prefill_ms` is the time to the first token less a step: the prompt's
+    passes through the target, and with drafts through the draft too.
 
     Args:
-        generator: made for the largest k, and for run.new tokens more than the prompts hold.
-        run: its `new` should leave some hundred steps for every k; a row says how many there were.
+        engine: name of it.
+        k: drafts per step.
+        call: untraced, for a trace slows launches down.
+        plain: milliseconds of a plain step; None before it is known.
     """
-    rows: list[Row] = []
-    for k in dict.fromkeys((0, *run.ks)):
-        fastspec_call(generator, run, 0, k=k, new=min(SETTLE, run.new))
-        call = fastspec_call(generator, run, 0, k=k)
-        step = call.step_seconds
-        row: Row = {
-            "engine": f"fastspec k={k}" if k else "fastspec plain",
-            "k": k,
-            "steps": call.steps,
-            "ms_step": None if step is None else round(step * 1e3, 4),
-            "tokens_per_pass": round(call.tokens / call.row_steps, 3) if call.row_steps else None,
-        }
-        if step is not None and call.first is not None:
-            row["prefill_ms"] = round(max(0.0, call.first - step) * 1e3, 3)
-        if rows and k and step is not None and rows[0]["ms_step"] is not None:
-            row["draft_ms"] = round((step * 1e3 - rows[0]["ms_step"]) / k, 4)
-        rows.append(row | traced(generator, run, k))
-        say(f"k = {k}")
-    return rows
+    step = call.step_seconds
+    row: Row = {
+        "engine": engine,
+        "k": k,
+        "steps": call.steps,
+        "ms_step": None if step is None else round(step * 1e3, 4),
+        "tokens_per_pass": round(call.tokens / call.row_steps, 3) if call.row_steps else None,
+    }
+    if step is not None and call.first is not None:
+        row["prefill_ms"] = round(max(0.0, call.first - step) * 1e3, 3)
+    if k and step is not None and plain is not None:
+        row["draft_ms"] = round((step * 1e3 - plain) / k, 4)
+    return row
 
 
 def steady_steps(run: Run, k: int) -> int:
-    """Steps after the first few in which no row can end: where one does, others move, and that takes launches."""
+    """Number of steps after the first few in which no row can end; an end moves other rows, which takes launches."""
     return max(1, min(TRACED, run.new // (k + 1) - SETTLE - 2))
 
 
 def traced(generator: FastSpecGenerator, run: Run, k: int) -> Row:
-    """Counts, gaps and phases of some consecutive steps; on a CPU a row that says that there is no trace."""
+    """The columns of a trace of some consecutive steps; on a CPU a row that says that there is none."""
     if torch.device(run.device).type != "cuda":
         return {"status": "ok", "trace": "none on a CPU"}
     stream = settled(generator, run, k)

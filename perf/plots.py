@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import matplotlib
@@ -15,11 +14,12 @@ from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter
 
+from perf.anatomy import SHOWN
 from perf.cases import tokens_per_step
 from perf.records import Row
 from perf.workloads import WORKLOADS, Bytes
 
-SIZE, DPI = (7.2, 4.2), 110
+SIZE, DPI = (4.8, 3.8), 330  # inches, small against the font: a phone shows the whole width
 STYLE: Any = {
     "font.size": 9,
     "axes.spines.top": False,
@@ -30,21 +30,10 @@ STYLE: Any = {
     "legend.frameon": False,
 }
 COLOURS = ("#1f5f99", "#d9822b", "#3d8c40", "#a23b72", "#6b5b95", "#8c6d31", "#444444", "#17a2a8")
-OF_KIND: Mapping[str, str] = MappingProxyType(
-    {
-        "product": "#1f5f99",
-        "attention": "#d9822b",
-        "norm": "#3d8c40",
-        "feed": "#6b5b95",
-        "sampler": "#8c6d31",
-        "verify": "#a23b72",
-        "commit": "#17a2a8",
-        "other": "#888888",
-    }
-)
+KIND_COLOURS = ("#1f5f99", "#d9822b", "#3d8c40", "#6b5b95", "#8c6d31", "#a23b72", "#17a2a8", "#888888")
+OF_KIND = dict(zip(SHOWN, KIND_COLOURS, strict=True))
 TENSOR_PEAK = 989e12  # operations a second that NVIDIA states for an H200: bf16, dense
 ENLARGED = 11  # kernels of the scoring pass that are shown larger: about two layers
-MAIN = "8b+1b"  # the workload of the pictures that show one
 
 
 def save(name: str, folder: Path, draw: Callable[[Axes], bool], size: tuple[float, float] = SIZE) -> Path | None:
@@ -111,9 +100,10 @@ def _roof(axes: Axes, read: float) -> None:
     ridge = TENSOR_PEAK / read
     axes.plot([0.5, ridge, 2000], [0.5 * read / 1e12, TENSOR_PEAK / 1e12, TENSOR_PEAK / 1e12], color="#444444", lw=1.2)
     axes.set(xscale="log", yscale="log", xlim=(0.5, 2000), ylim=(0.5, 2 * TENSOR_PEAK / 1e12))
-    beside = 12 * read / 1e12 * 1.3
-    axes.annotate(f"reading at {read / 1e9:.0f} GB/s, measured", (12, beside), fontsize=8, ha="right")
-    axes.annotate(f"{TENSOR_PEAK / 1e12:.0f} TFLOP/s, stated", (ridge * 1.2, TENSOR_PEAK / 1e12 * 1.15), fontsize=8)
+    axes.annotate(f"reading at {read / 1e9:.0f} GB/s,\nmeasured", (9, 9 * read / 1e12 * 1.3), fontsize=8, ha="right")
+    axes.annotate(
+        f"{TENSOR_PEAK / 1e12:.0f} TFLOP/s, stated", (1900, TENSOR_PEAK / 1e12 * 1.15), fontsize=8, ha="right"
+    )
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
 
@@ -135,8 +125,15 @@ def step_timeline(row: Row) -> Callable[[Axes], bool]:
         axes.set_xlim(0, max(bar[2] + bar[3] for bar in bars) / 1e3 * 1.01)
         shown = [kind for kind in OF_KIND if any(bar[1] == kind for bar in bars)]
         handles = [Line2D([], [], color=OF_KIND[kind], lw=6, label=kind) for kind in shown]
-        axes.legend(handles=handles, loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=len(shown))
-        axes.set_title(f"One traced step of {len(bars)} kernels: {row['case']}, k = {row['k']}", loc="left")
+        axes.legend(
+            handles=handles,
+            loc="upper center",
+            bbox_to_anchor=(0.42, -0.16),
+            ncols=len(shown),
+            handlelength=1,
+            columnspacing=1,
+        )
+        axes.set_title(f"One traced step of {len(bars)} kernels,\n{row['case']}, k = {row['k']}", loc="left")
         scoring = [bar for bar in bars if bar[0] == "score"][:ENLARGED]
         if len(lanes) > 3 and scoring:  # else there is no room
             _enlarged(axes, scoring)
@@ -194,9 +191,12 @@ def rate_over_k(rows: Sequence[Row]) -> Callable[[Axes], bool]:
         axes.set_xticks(range(max(max(line) for line in drawn.values()) + 1))
         axes.margins(x=0.1)
         axes.legend(
-            handles=[Line2D([], [], color=COLOURS[i % len(COLOURS)], label=name) for i, name in enumerate(names)]
+            loc="upper right",
+            bbox_to_anchor=(1.02, 0.62),
+            fontsize=8,
+            handles=[Line2D([], [], color=COLOURS[i % len(COLOURS)], label=name) for i, name in enumerate(names)],
         )
-        axes.set_title("Tokens per second over k, batch 1 where nothing else is said", loc="left")
+        axes.set_title("Tokens per second over k (batch 1 if none is named)", loc="left")
         return True
 
     return draw
@@ -267,9 +267,9 @@ def beside(rows: Sequence[Row]) -> Callable[[Axes], bool]:
         bars = axes.barh([_engine_name(row) for row in listed], rates, color=colours)
         axes.bar_label(bars, [f"{rate:.0f}" for rate in rates], padding=4)
         axes.grid(visible=False, axis="y")
-        axes.set_xlim(0, 1.1 * max(rates))
-        axes.set_xlabel(f"tokens per second, one prompt at a time ({listed[0].get('gpu')})")
-        axes.set_title(f"Same weights, greedy: {listed[0]['workload']}", loc="left")
+        axes.set_xlim(0, 1.2 * max(rates))
+        axes.set_xlabel("tokens per second")
+        axes.set_title(f"Same weights: {listed[0]['workload']}, greedy, one prompt at a time", loc="left", x=-0.62)
         return True
 
     return draw
@@ -278,20 +278,20 @@ def beside(rows: Sequence[Row]) -> Callable[[Axes], bool]:
 def _engine_name(row: Row) -> str:
     """The engine, with its drafts per step where it makes any."""
     drafts = f", k = {row['k']}" if row["k"] else ""
-    return f"{str(row['engine']).partition(' k=')[0]}{drafts}"
+    return f"{str(row['engine']).partition(' k=')[0]}{drafts}".replace("K/V, ", "K/V,\n").replace(", k", ",\nk")
 
 
 def by_format(rows: Sequence[Row]) -> Callable[[Axes], bool]:
     """Tokens per second of a pair by the formats of its weights: with the best k, and plainly, as shorter bars inside.
 
-    Rows have `target_weights`, `draft_weights`, `k` and `tok_s`.
+    Rows have `case` (formats of target + draft), `k` and `tok_s`.
     """
 
     def draw(axes: Axes) -> bool:
         best: dict[str, Row] = {}
-        plain = {row["target_weights"]: row["tok_s"] for row in rows if not row["k"]}
+        plain = {_target_of(row): row["tok_s"] for row in rows if not row["k"]}
         for row in rows:
-            name = f"{row['target_weights']} + {row['draft_weights']}"
+            name = str(row["case"]).replace("+", " + ")
             if row["k"] and row["tok_s"] > best.get(name, row | {"tok_s": 0})["tok_s"]:
                 best[name] = row
         if not best:
@@ -300,14 +300,19 @@ def by_format(rows: Sequence[Row]) -> Callable[[Axes], bool]:
         names, rates = [name for name, _ in listed], [row["tok_s"] for _, row in listed]
         bars = axes.barh(names, rates, color=COLOURS[0], label="with drafts, best k")
         axes.bar_label(bars, [f"{row['tok_s']:.0f}, k = {row['k']}" for _, row in listed], padding=4)
-        alone = [plain.get(row["target_weights"], 0) for _, row in listed]
+        alone = [plain.get(_target_of(row), 0) for _, row in listed]
         axes.barh(names, alone, height=0.3, color=COLOURS[1], label="the target alone")
         axes.grid(visible=False, axis="y")
-        axes.set_xlim(0, 1.2 * max(rates))
+        axes.set_xlim(0, 1.25 * max(rates))
         axes.set_xlabel(f"tokens per second, one prompt ({listed[0][1].get('gpu')})")
         axes.set_ylabel("weights of target + draft")
-        axes.legend(loc="lower right")
+        axes.legend(loc="upper center", bbox_to_anchor=(0.4, -0.14), ncols=2)
         axes.set_title(f"By format of the weights: {listed[0][1]['workload']}", loc="left")
         return True
 
     return draw
+
+
+def _target_of(row: Row) -> str:
+    """The format of the target's weights."""
+    return str(row["case"]).partition("+")[0]

@@ -1,149 +1,107 @@
-"""Tokens per second of a planted pair by the formats of its weights: `python -m perf.quantised`, on a GPU.
+"""Tokens per second of a pair by the formats of its weights: `python -m perf quantised`, on a GPU.
 
 One row for each pair of formats and each k, batch 1, greedy. A rate is that of the steps alone: the difference of two
-calls of different length with the same prompt, the shorter of which pays for what comes before. Texts with drafts are
-compared with those without, of the same target. `python -m perf.formats --picture FOLDER` draws the newest run.
+calls of different length with the same prompt, the shorter of which pays for the prompt. Texts with drafts are
+compared with those without drafts of the same target.
 """
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from fastspec import FastSpecGenerator, GenerateOutput
-from perf import records
-from perf.e2e import Run
-from perf.pairs import PlantedPair, plant
+from fastspec import FastSpecGenerator
+from perf.experiment import Arm, Call, Experiment, generate, say, stats_of
+from perf.models import Models, Run, add_pair_options, opened
 from perf.phases import traced
 from perf.records import Row
-from perf.workloads import WORKLOADS, Workload
+from perf.workloads import OWN
 
 STORED = "bf16"
 CASES = ("bf16+bf16", "bf16+int4", "fp8+int4", "int4+int4")  # target + draft
 PROMPT, NEW, SHORT = 128, 256, 16
 COLUMNS = ("case", "k", "prompts", "tok_s", "ms_step", "tokens_per_step", "texts_equal")
+Texts = dict[tuple[str, int], list[int]]  # by the target's format and the prompt's number
 
 
-@dataclass(slots=True)
-class Sums:
-    """What calls of two lengths differ by, summed over prompts."""
-
-    seconds: float = 0.0
-    tokens: int = 0
-    steps: int = 0
-
-    def add(self, short: GenerateOutput, long: GenerateOutput) -> None:
-        """One prompt's calls."""
-        self.seconds += long.stats.seconds - short.stats.seconds
-        self.tokens += long.stats.emitted - short.stats.emitted
-        self.steps += long.stats.steps - short.stats.steps
-
-    def columns(self) -> Row:
-        """Rates: tokens a second, milliseconds and tokens a step."""
-        return {
-            "tok_s": round(self.tokens / self.seconds, 1),
-            "ms_step": round(1e3 * self.seconds / self.steps, 4),
-            "tokens_per_step": round(self.tokens / self.steps, 3),
-        }
-
-
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Pair:
-    """A planted pair, its prompts, and the texts that its targets have given so far.
+    """A short and a long call of one prompt."""
 
-    Attributes:
-        new: tokens of a long call.
-        texts: by the target's format and the prompt's number.
-    """
-
-    workload: Workload
-    models: PlantedPair
-    prompts: list[list[int]]
-    new: int
-    device: str
-    texts: dict[tuple[str, int], list[int]] = field(default_factory=dict)
-
-    def generator(self, case: str, k: int) -> FastSpecGenerator:
-        """One for a case such as "bf16+int4", and at most k drafts."""
-        target, draft = (None if form == STORED else form for form in case.split("+"))
-        return FastSpecGenerator(
-            self.models.target,
-            self.models.draft,
-            target_quantization=target,
-            draft_quantization=draft,
-            num_speculative_tokens=max(1, k),
-            max_batch_size=1,
-            max_length=PROMPT + self.new + SHORT,
-            dtype=self.workload.dtype,
-            device=self.device,
-            progress=False,
-        )
-
-    def call(self, generator: FastSpecGenerator, number: int, new: int, k: int) -> GenerateOutput:
-        """`new` tokens behind a prompt."""
-        output = generator.generate(
-            [self.prompts[number]],
-            max_new_tokens=new,
-            num_speculative_tokens=k,
-            eos_token_id=[],
-            return_dict_in_generate=True,
-        )
-        assert isinstance(output, GenerateOutput)
-        return output
-
-    def measured(self, generator: FastSpecGenerator, case: str, k: int) -> Row:
-        """A row. Without drafts half of the prompts are enough: all their steps are alike."""
-        self.call(generator, 0, SHORT, k)  # captures
-        sums, same, target = Sums(), True, case.split("+")[0]
-        count = len(self.prompts) if k else -(-len(self.prompts) // 2)
-        for number in range(count):
-            short, long = self.call(generator, number, SHORT, k), self.call(generator, number, self.new, k)
-            sums.add(short, long)
-            text = long.new_tokens[0]
-            same &= self.texts.setdefault((target, number), text) == text
-        told = {"k": k, "batch": 1, "prompt": PROMPT, "new": self.new, "prompts": count}
-        return {"case": case, **told, **sums.columns(), "texts_equal": same, "status": "ok"}
-
-    def trace(self, generator: FastSpecGenerator, case: str, k: int) -> Row:
-        """Where a step's time goes, by `perf.phases`."""
-        models = (self.models.target, self.models.draft)
-        run = Run(*models, [[self.prompts[0]]], self.new, (k,), False, self.device, self.workload.dtype)
-        return {"case": case, "k": k, **traced(generator, run, k)}
+    short: Call
+    long: Call
 
 
-def rows_of(pair: Pair, cases: Sequence[str], ks: Sequence[int], trace: int | None) -> Iterator[Row]:
-    """The rows of every case, as they are measured; those of traces say so."""
-    for case in cases:
-        with pair.generator(case, max(ks)) as generator:
-            for k in ks:
-                yield {"bench": "quantised pair", "workload": pair.workload.name, **pair.measured(generator, case, k)}
-            if trace:
-                yield {"bench": "quantised trace", "workload": pair.workload.name, **pair.trace(generator, case, trace)}
+def columns(pairs: Sequence[Pair]) -> Row:
+    """Rates of the steps by which long calls exceed short ones: tokens a second, milliseconds and tokens a step."""
+
+    def more(name: str) -> float:
+        return sum(float(getattr(stats_of(p.long), name) - getattr(stats_of(p.short), name)) for p in pairs)
+
+    seconds, tokens, steps = more("seconds"), more("emitted"), more("steps")
+    return {
+        "tok_s": round(tokens / seconds, 1),
+        "ms_step": round(1e3 * seconds / steps, 4),
+        "tokens_per_step": round(tokens / steps, 3),
+    }
 
 
-def main(arguments: Sequence[str] | None = None) -> list[Row]:
-    """Measures, prints each row as a line of JSON, and a table; --out appends rows to perf/results."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--workload", choices=sorted(set(WORKLOADS) - {"shipped"}), default="8b+1b")
-    parser.add_argument("--acceptance", type=float, default=0.78)
-    parser.add_argument("--cases", nargs="+", default=list(CASES), help="formats of target+draft, such as int8+int4")
-    parser.add_argument("--k", type=int, nargs="+", default=[0, 4, 5, 6])
-    parser.add_argument("--prompts", type=int, default=4)
-    parser.add_argument("--new", type=int, default=NEW)
-    parser.add_argument("--trace", type=int, help="also trace steps with so many drafts")
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--commit", help="where there is no checkout")
-    parser.add_argument("--out", help="a file of JSON lines; a bare name lies in perf/results")
-    given = parser.parse_args(arguments)
-    workload = WORKLOADS[given.workload]
-    models = plant(workload, acceptance=given.acceptance, device=given.device)
-    pair = Pair(workload, models, models.prompts(given.prompts, PROMPT), given.new, given.device)
-    environment = records.environment(given.device, given.commit)
-    rows = records.follow(rows_of(pair, given.cases, given.k, given.trace), environment, given.out)
-    print(records.table([row for row in rows if "tok_s" in row], COLUMNS))
-    return rows
+def generator_of(models: Models, case: str, k: int, new: int) -> FastSpecGenerator:
+    """A generator for a case such as "bf16+int4", and at most k drafts."""
+    target, draft = (None if form == STORED else form for form in case.split("+"))
+    return FastSpecGenerator(
+        *models.sources,
+        target_quantization=target,
+        draft_quantization=draft,
+        num_speculative_tokens=max(1, k),
+        max_batch_size=1,
+        max_length=PROMPT + new + SHORT,
+        dtype=models.dtype,
+        device=models.device,
+        progress=False,
+    )
 
 
-if __name__ == "__main__":
-    main()
+def row_of(arm: Arm, case: str, prompts: list[list[int]], new: int, texts: Texts) -> Row:
+    """The row of one arm. Without drafts half of the prompts are enough: all their steps are alike."""
+    count = len(prompts) if arm.k else -(-len(prompts) // 2)
+    generate(arm, prompts[:1], SHORT, eos_token_id=[])  # captures
+
+    def both(arm: Arm, number: int) -> Pair:
+        short, long = (generate(arm, [prompts[number]], length, eos_token_id=[]) for length in (SHORT, new))
+        return Pair(short, long)
+
+    pairs = Experiment({case: arm}, both, count).run()[case]
+    target = case.split("+")[0]
+    same = all(texts.setdefault((target, n), p.long.text[0]) == p.long.text[0] for n, p in enumerate(pairs))
+    told = {"k": arm.k, "batch": 1, "prompt": PROMPT, "new": new, "prompts": count}
+    return {"case": case, **told, **columns(pairs), "texts_equal": same, "status": "ok"}
+
+
+def add_options(made: argparse.ArgumentParser) -> None:
+    """Adds the options of `perf quantised`."""
+    made.set_defaults(columns=COLUMNS)
+    add_pair_options(made, "8b+1b")
+    made.add_argument("--cases", nargs="+", default=list(CASES), help="formats of target+draft, such as int8+int4")
+    made.add_argument("--k", type=int, nargs="+", default=[0, 4, 5, 6])
+    made.add_argument("--prompts", type=int, default=4)
+    made.add_argument("--new", type=int, default=NEW)
+    made.add_argument("--trace", type=int, help="also trace steps with so many drafts")
+
+
+def command_quantised(given: argparse.Namespace) -> Iterator[list[Row]]:
+    """A pair by the formats of its weights: tokens per second of the steps alone."""
+    texts: Texts = {}
+    with opened(given, say=say) as models:
+        prompts = models.prompts(given.prompts, PROMPT)
+        about = {"workload": OWN if given.target else given.workload}
+        for case in given.cases:
+            with generator_of(models, case, max(given.k), given.new) as generator:
+                for k in given.k:
+                    row = row_of(Arm(generator, k), case, prompts, given.new, texts)
+                    yield [{"bench": "quantised pair", **about, **row}]
+                if given.trace:
+                    run = Run(*models.sources, [prompts[:1]], given.new, (), False, models.device, models.dtype)
+                    row = {"case": case, "k": given.trace, **traced(generator, run, given.trace)}
+                    yield [{"bench": "quantised trace", **about, **row}]

@@ -1,4 +1,4 @@
-"""Measurements as lines of JSON: what was measured, on what, at which commit. Nothing names a person's machine."""
+"""Measurements as lines of JSON, with hardware, software and commit. Nothing names a person's machine."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ RESULTS = ROOT / "perf" / "results"
 PACKAGES = ("torch", "triton", "transformers")
 _PATH = re.compile(r"(?:^|[\s'\"=:(])(?:/|~/|[A-Za-z]:\\)[\w.-]+[/\\]")
 UNKNOWN = "unknown"
+DIRTY = "+dirty"  # behind the commit of a tree whose files were changed
 
 Row = dict[str, Any]
 
@@ -29,8 +30,8 @@ def environment(device: torch.device | str | None = None, commit: str | None = N
     """Hardware, software, commit and date of a row.
 
     Args:
-        device: what was measured; None is CUDA where there is one.
-        commit: short hash, where the checkout is not at hand; "+dirty" after it says that files were changed.
+        device: the one measured; None: CUDA if there is one.
+        commit: short hash, where the checkout is not at hand; "+dirty" after it: files were changed.
     """
     cuda = torch.cuda.is_available() if device is None else torch.device(device).type == "cuda"
     row: Row = {
@@ -64,7 +65,7 @@ def git_commit() -> str:
     if not commit:
         return UNKNOWN
     changed = _run(["git", "status", "--porcelain", "--", ".", ":!perf/results"])
-    return commit.strip() + ("+dirty" if changed else "")
+    return commit.strip() + (DIRTY if changed else "")
 
 
 def _version(package: str) -> str:
@@ -118,7 +119,7 @@ def read(path: Path | str) -> list[Row]:
 
 
 def place(path: Path | str) -> Path:
-    """The file that a name or path means."""
+    """The file of a name or path."""
     named = Path(path)
     return RESULTS / f"{named}.jsonl" if named.parent == Path() and not named.suffix else named
 

@@ -1,38 +1,43 @@
-"""Tables and pictures of what was measured, each written between two marks of a document.
+"""Tables and pictures of rows, each written between two marks of a document.
 
 docs/performance.md gets the pictures and one short table, docs/results.md the tables of whole calls and steps, and
-perf/LOG.md the long ones. Without a file the report takes the newest row of every case and engine from perf/results;
-with one it prints that file.
+perf/TABLES.md the long ones. The report takes the newest row of every case and engine from perf/results. Rows of a
+tree with changed files are left out. With a file as argument it prints that file.
 """
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from perf import plots, records
-from perf.cases import ACCEPTED, Case
-from perf.records import ROOT, Row
+from perf import anatomy, gate, records
+from perf.cases import Case
+from perf.records import DIRTY, ROOT, Row
+from perf.workloads import ACCEPTED
 
-DOCUMENT, RESULTS, LOG = ROOT / "docs" / "performance.md", ROOT / "docs" / "results.md", ROOT / "perf" / "LOG.md"
+DOCUMENT, RESULTS, TABLES = ROOT / "docs" / "performance.md", ROOT / "docs" / "results.md", ROOT / "perf" / "TABLES.md"
 BEGIN, END = "<!-- written by `python -m perf report` -->", "<!-- end of what it writes -->"
-FILES = ("peers", "e2e", "suite", "kernels", "gate", "auto")
+FILES = ("peers", "e2e", "suite", "kernels", "gate", "auto", "quantised")
 OURS = "fastspec"
-PEERS_CASE, PEERS_K = f"{plots.MAIN}, batch 1, prompt 128, greedy", 4  # the one picture of the README
+MAIN = "8b+1b"  # the workload of the pictures that show one
+PEERS_CASE, PEERS_K = f"{MAIN}, batch 1, prompt 128, greedy", 4  # the one picture of the README
+BRIEF_KS = (0, 2, 4)
 
 Column = tuple[str, str]  # key of a row, heading
 STEPS: tuple[Column, ...] = (
     ("case", "case"), ("engine", "engine"), ("k", "k"), ("ms_step", "ms/step"), ("ms_step_iqr", "spread"),
     ("floor_ms", "floor"), ("step_over_floor", "step/floor"), ("tok_s", "tok/s"), ("tok_s_95", "95% interval"),
     ("tokens_per_pass", "tokens/pass"), ("ms_token", "ms/token"), ("first_ms", "first token, ms"),
-    ("prefill_ms", "prefill, ms"), ("speed_up", "speed-up"), ("commit", "commit"),
+    ("prefill_ms", "prefill, ms"), ("speed_up", "speed-up"), ("card", "GPU"),
+    ("read_gb_s", "reads, GB/s"), ("commit", "commit"),
 )  # fmt: skip
 BRIEF: tuple[Column, ...] = tuple(
     column
     for column in STEPS
     if column[0]
-    in ("case", "engine", "k", "tok_s", "tokens_per_pass", "ms_step", "step_over_floor", "speed_up", "commit")
+    in ("case", "engine", "k", "tok_s", "tokens_per_pass", "ms_step", "step_over_floor", "speed_up", "card", "commit")
 )
 START: tuple[Column, ...] = (
     ("case", "case"), ("start_up_s", "first start, s"), ("start_up_warm_s", "second, s"),
@@ -46,15 +51,16 @@ INSIDE: tuple[Column, ...] = (
     ("idle_between_us", "idle between"), ("graph_kernels", "kernels"), ("graph_per_step", "graph launches"),
     ("launch_per_step", "other launches"), ("sync_per_step", "syncs"), ("read_by", "read by"),
 )  # fmt: skip
-KINDS: tuple[Column, ...] = (("case", "case"), ("k", "k"), *((kind, kind) for kind in plots.OF_KIND))
+KINDS: tuple[Column, ...] = (("case", "case"), ("k", "k"), *((kind, kind) for kind in anatomy.SHOWN))
 KERNELS: tuple[Column, ...] = (
     ("op", "kernel"), ("shape", "shape"), ("rows", "rows"), ("us", "µs"), ("us_iqr", "spread"), ("bytes", "bytes"),
-    ("share", "of ceiling"), ("torch_us", "torch, µs"), ("gpu", "GPU"), ("commit", "commit"),
+    ("share", "of ceiling"), ("torch_us", "torch, µs"), ("card", "GPU"), ("commit", "commit"),
 )  # fmt: skip
 GATE: tuple[Column, ...] = (
     ("date", "date"), ("workload", "workload"), ("k", "k"), ("planted", "planted"), ("base_over_floor", "base/floor"),
     ("candidate_over_floor", "candidate/floor"), ("ratio", "ratio"), ("spread", "spread"), ("limit", "limit"),
-    ("tokens_ratio", "tokens/pass ratio"), ("verdict", "verdict"), ("commit", "commit"),
+    ("tokens_ratio", "tokens/pass ratio"), ("verdict", "verdict"), ("why", "why"), ("card", "GPU"),
+    ("commit", "commit"),
 )  # fmt: skip
 AUTO: tuple[Column, ...] = (
     ("acceptance", "acceptance"), ("batch", "batch"), ("engine", "drafts a step"), ("tok_s", "tok/s"),
@@ -64,7 +70,7 @@ AUTO: tuple[Column, ...] = (
 
 
 def case_name(row: Row) -> str:
-    """Of rows that were written before cases had names, too."""
+    """The name of a row's case; made from its columns if the row is older than names of cases."""
     if "case" in row:
         return str(row["case"])
     wanted = (row.get("pair") or {}).get("acceptance_wanted", ACCEPTED)
@@ -73,10 +79,13 @@ def case_name(row: Row) -> str:
 
 
 def gathered(files: Sequence[str], device: str) -> list[Row]:
-    """Rows of that device from all files that are there, oldest first."""
+    """Rows of that device and of unchanged trees from all files that exist, oldest first."""
     there = [name for name in files if records.place(name).is_file()]
     return [
-        {"file": Path(name).stem, **row} for name in there for row in records.read(name) if row.get("device") == device
+        {"file": Path(name).stem, "card": str(row.get("gpu")).removeprefix("NVIDIA ").partition(" ")[0], **row}
+        for name in there
+        for row in records.read(name)
+        if row.get("device") == device and not str(row["commit"]).endswith(DIRTY)
     ]
 
 
@@ -98,7 +107,7 @@ def traces(rows: Sequence[Row]) -> list[Row]:
 
 
 def grid(rows: Sequence[Row]) -> list[Row]:
-    """The last row of every way in every cell of the grid; what there was no time for only where no row came later."""
+    """The last row of every arm in every cell of the grid; "no time" only if no row came later."""
     auto = [row for row in rows if row.get("bench") == "auto"]
     latest = {(row["acceptance"], row["batch"], row.get("engine")): row for row in auto}
     done = {(acceptance, batch) for acceptance, batch, engine in latest if engine}
@@ -124,15 +133,39 @@ def by_kind(traced: Sequence[Row]) -> list[Row]:
 
 
 def _shaped(row: Row) -> Row:
-    """A row of a kernel, with the shape and the rows that those of attention had none of once."""
+    """A row of a kernel; older rows of attention get a shape and a number of rows."""
     if "context" not in row:
         return row
     return {"shape": f"{row['model']}, {row['batch']} x {row['context']}", "rows": row["queries"], **row}
 
 
+def gates(rows: Sequence[Row]) -> list[Row]:
+    """The last gate row of every workload, batch, k and planted delay.
+
+    A delay that was planted must be found, so its verdict is put in other words.
+
+    Raises:
+        ValueError: the last row is a regression, and no column `why` explains it.
+    """
+    keys = ("workload", "batch", "k", "planted")
+    latest = {tuple(row.get(key) for key in keys): row for row in rows if row.get("bench") == "gate"}
+    found = []
+    for row in latest.values():
+        if row["verdict"] == gate.REGRESSION and row.get("planted"):
+            found.append({**row, "verdict": "found, as it must be"})
+            continue
+        if row["verdict"] == gate.REGRESSION and not row.get("why"):
+            raise ValueError(
+                f"{row['workload']}, k = {row['k']}: a {gate.REGRESSION} without a `why`; measure it again"
+            )
+        found.append(row)
+    return found
+
+
 def brief(rows: Sequence[Row]) -> list[str]:
     """The short table: whole calls of the main pair, the guarantee of bits on."""
-    ended = [row for row in newest(rows) if row["workload"] == plots.MAIN and "exact=False" not in row["engine"]]
+    ended = [row for row in newest(rows) if row["workload"] == MAIN and "exact=False" not in row["engine"]]
+    ended = [row for row in ended if row["k"] in BRIEF_KS and not row.get("max_length")]
     return tables(("Whole calls of the main pair", ended, BRIEF))
 
 
@@ -147,12 +180,12 @@ def sections(rows: Sequence[Row]) -> list[str]:
         ("Inside a step, microseconds", traces(rows), INSIDE),
         ("Kernels of a step by kind, microseconds together (and how many)", by_kind(traces(rows)), KINDS),
         ("Starting up, and memory", started, START),
-        ("The gate", [row for row in rows if row.get("bench") == "gate"], GATE),
+        ("The gate", gates(rows), GATE),
     )
 
 
 def long_sections(rows: Sequence[Row]) -> list[str]:
-    """Headings and tables of what has many rows: single kernels, and the grid of k chosen while decoding."""
+    """Headings and tables of single kernels, and of the grid of k chosen while decoding."""
     kernels = [_shaped(row) for row in rows if row.get("file") == "kernels" and row.get("us")]
     of = ("op", "shape", "rows", "gpu")
     last_kernels = list({tuple(row.get(key) for key in of): row for row in kernels}.values())
@@ -168,58 +201,80 @@ def tables(*parts: tuple[str, Sequence[Row], Sequence[Column]]) -> list[str]:
 
 
 def _with_peers(rows: Sequence[Row]) -> list[Row]:
-    """The case that peers have rows of: ours plain and with as many drafts as they had, and theirs."""
+    """Rows of the case that peers have rows of: theirs, ours plain, and ours with as many drafts."""
     last = [row for row in newest(rows) if row["case"] == PEERS_CASE and row.get("tok_s")]
     ks = {0, PEERS_K}
     wanted = [row for row in last if row["k"] in ks and "exact=False" not in row["engine"]]
     return wanted if any(not row["engine"].startswith(OURS) for row in wanted) else []
 
 
-def pictures(rows: Sequence[Row], folder: Path) -> list[tuple[str, Path]]:
-    """Draws what there are rows for; what each shows, and its file."""
-    rows = [row for row in rows if not row.get("max_length")]  # other room is told apart in the tables alone
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """A picture of rows: its title, the sentence under it, and its file."""
+
+    title: str
+    caption: str
+    path: Path
+
+    def markdown(self, document: Path) -> str:
+        """The picture in that document."""
+        return f"![{self.title}]({self.path.relative_to(document.parent).as_posix()})\n\n*{self.caption}*"
+
+
+def source(rows: Sequence[Row]) -> str:
+    """A sentence: GPUs and commits of the rows."""
+    cards = sorted({str(row.get("gpu")).removesuffix(" 80GB HBM3") for row in rows})
+    commits = list(dict.fromkeys(str(row["commit"]) for row in rows))
+    named = ", ".join(commits) if len(commits) < 5 else f"{len(commits)} commits, named in the tables"
+    return f"{' and '.join(cards)}; {named}."
+
+
+def pictures(rows: Sequence[Row], folder: Path) -> list[Picture]:
+    """Draws every picture that there are rows for."""
+    from perf import plots  # matplotlib is needed here alone
+
+    rows = [row for row in rows if not row.get("max_length")]  # only tables tell other room apart
     ended = [row for row in newest(rows) if row["engine"].startswith(OURS)]
     exact = [row for row in ended if "exact=False" not in row["engine"]]
-    usual = [row for row in exact if not row["sampled"] and row["prompt"] == 128]
-    main = [
-        row
-        for row in ended
-        if (row["workload"], row["batch"], row["prompt"], row["sampled"]) == (plots.MAIN, 1, 128, False)
-    ]
-    steps = [row for row in traces(rows) if row["k"]] or traces(rows)
-    kernels = [row for row in rows if row.get("file") == "kernels"]
-    drawn = [
-        (
-            "Operations per second over operations per byte",
-            plots.save("roofline", folder, plots.roofline(kernels, exact)),
-        ),
-        (
-            "Tokens per second over drafts per step",
-            plots.save(
-                "tokens_over_k", folder, plots.rate_over_k([row for row in usual if "acceptance" not in row["case"]])
-            ),
-        ),
-        ("Tokens per second beside other engines", plots.save("peers", folder, plots.beside(_with_peers(rows)))),
-        ("Speed-up over acceptance", plots.save("gain_over_acceptance", folder, plots.gain_over_acceptance(main))),
-    ]
-    if steps:
-        drawn.insert(1, ("One step, kernel by kernel", plots.save("step", folder, plots.step_timeline(steps[0]))))
-    return [(words, path) for words, path in drawn if path is not None]
+    usual = [row for row in exact if not row["sampled"] and row["prompt"] == 128 and "acceptance" not in row["case"]]
+    key = ("workload", "batch", "prompt", "sampled")
+    main = [row for row in ended if tuple(row[name] for name in key) == (MAIN, 1, 128, False)]
+    steps = ([row for row in traces(rows) if row["k"]] or traces(rows))[:1]
+    kernels = [row for row in rows if row.get("file") == "kernels" and row.get("operations")]
+    with_peers, weights = _with_peers(rows), newest_of_pairs(rows)
+    drawn = (
+        ("roofline", "Operations per second over operations per byte", plots.roofline(kernels, exact), exact,
+         "Triangles are single products, circles whole steps. The line is the measured read rate, then the peak that "
+         "NVIDIA states."),
+        ("step", "One step, kernel by kernel", plots.step_timeline(steps[0] if steps else {}), steps,
+         "A line is a pass of the model, a bar a kernel. Draft passes come first, then the target's scoring pass."),
+        ("tokens_over_k", "Tokens per second over drafts per step", plots.rate_over_k(usual), usual,
+         "Greedy, prompts of 128 tokens. Bars are 95% intervals over prompts."),
+        ("peers", "Tokens per second beside other engines", plots.beside(with_peers), with_peers,
+         "The same weights and prompts, one prompt at a time. Measured on different days."),
+        ("gain_over_acceptance", "Speed-up over acceptance", plots.gain_over_acceptance(main), main,
+         "Lines are computed from measured steps for any acceptance; points are whole measured calls."),
+        ("formats", "Tokens per second by format of the weights", plots.by_format(weights), weights,
+         "One run. Long bars are the best k, short bars plain decoding of the same target."),
+    )  # fmt: skip
+    saved = [(title, f"{words} {source(of)}", plots.save(name, folder, draw)) for name, title, draw, of, words in drawn]
+    return [Picture(title, caption, path) for title, caption, path in saved if path is not None]
+
+
+def newest_of_pairs(rows: Sequence[Row]) -> list[Row]:
+    """Rows of a pair by format, of the run that was recorded last: figures of two runs do not compare."""
+    pairs = [row for row in rows if row.get("bench") == "quantised pair"]
+    return [row for row in pairs if row["commit"] == pairs[-1]["commit"]]
 
 
 def machines(rows: Sequence[Row]) -> str:
-    """A sentence: what the rows were measured on."""
+    """A sentence: GPUs and versions of the rows."""
     named = sorted({f"{row.get('gpu') or 'a CPU'}, torch {row['torch']}, triton {row['triton']}" for row in rows})
     return f"Newest rows of every case, from {'; '.join(named)}. Each row has its commit, clocks and date."
 
 
-def shown(images: Sequence[tuple[str, Path]], document: Path) -> list[str]:
-    """The pictures of that document, as Markdown."""
-    return [f"![{words}]({path.relative_to(document.parent).as_posix()})" for words, path in images]
-
-
 def written(document: Path, text: str) -> None:
-    """Puts the text between the marks.
+    """Writes the text between the marks.
 
     Raises:
         ValueError: the document has no such marks.
@@ -233,7 +288,7 @@ def written(document: Path, text: str) -> None:
 
 
 def command_report(given: argparse.Namespace) -> Iterator[list[Row]]:
-    """Writes tables and pictures of the rows into docs/ and perf/LOG.md; or prints a file of rows."""
+    """Writes tables and pictures of the rows into docs/ and perf/TABLES.md; or prints a file of rows."""
     if given.file:
         yield records.read(given.file)
         return
@@ -242,19 +297,19 @@ def command_report(given: argparse.Namespace) -> Iterator[list[Row]]:
         raise SystemExit(f"no rows of device {given.device} in {', '.join(given.rows)}")
     images = pictures(rows, given.document.parent / "figures")
     for document, parts in (
-        (given.document, [*shown(images, given.document), *brief(rows)]),
+        (given.document, [*(image.markdown(given.document) for image in images), *brief(rows)]),
         (given.results, sections(rows)),
-        (given.log, long_sections(rows)),
+        (given.tables, long_sections(rows)),
     ):
         written(document, "\n\n".join([machines(rows), *parts]))
     yield [{"op": "report", "status": f"{len(rows)} rows, {len(images)} pictures"}]
 
 
 def add_options(made: argparse.ArgumentParser) -> None:
-    """The command's options."""
+    """Adds the options of `perf report`."""
     made.set_defaults(recorded=False, device="cuda")
     made.add_argument("file", nargs="?", help="name or path of a file of rows to print; nothing is written then")
     made.add_argument("--rows", nargs="+", default=FILES, help="names or paths of the files that the report is made of")
     made.add_argument("--document", type=Path, default=DOCUMENT, help="gets the pictures and the short table")
     made.add_argument("--results", type=Path, default=RESULTS, help="gets the tables of calls and steps")
-    made.add_argument("--log", type=Path, default=LOG, help="gets the long tables")
+    made.add_argument("--tables", type=Path, default=TABLES, help="gets the long tables")

@@ -1,8 +1,8 @@
-"""Servers that speak OpenAI's protocol, each a process of its own on a free port: started, asked, held, ended."""
+"""Servers that speak OpenAI's protocol, each a process of its own on a free port: start, ask, hold, end."""
 
 from __future__ import annotations
 
-import argparse
+import asyncio
 import http.client
 import json
 import os
@@ -24,24 +24,27 @@ from tokenizers import Tokenizer
 from tokenizers.decoders import WordPiece
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
-from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, GenerationConfig, PreTrainedModel, PreTrainedTokenizerFast
 
-from perf.workloads import WORKLOADS
+from perf.experiment import say
+from perf.models import Models
+from perf.records import private
 
 READY_SECONDS = 300.0  # for a server to answer its first request
 PAGE = 256  # tokens of a page of the peer's cache
+LONGEST_LINE = 2**20  # bytes of an event
 CLOCK = os.sysconf("SC_CLK_TCK")
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """How a server is started, and asked.
+    """The command line of a server, and the fields of its requests.
 
     Attributes:
-        name: of what is measured. arguments: of `python`.
-        model: what its requests call it.
+        name: of the server in rows. arguments: of `python`.
+        model: name of the model in requests.
         python: the interpreter.
-        fields: of a streamed request, besides what all have.
+        fields: further fields of a streamed request.
     """
 
     name: str
@@ -68,11 +71,26 @@ def theirs(target: Path, *, rows: int, length: int, device: str, python: str = s
     return Line("transformers serve", line, str(target), python)
 
 
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A streamed answer as its client saw it.
+
+    Attributes:
+        asked: time at which the request was sent. pieces: times at which pieces of text came. Seconds of one clock.
+        text, tokens: of the answer.
+    """
+
+    asked: float
+    pieces: list[float]
+    text: str
+    tokens: int
+
+
 class Running:
     """A server that was started.
 
     Args:
-        process: of it. port: that it listens on. line: it was started with. told: what it writes.
+        process: its process. port: its port. line: its command line. told: its output.
     """
 
     def __init__(self, process: subprocess.Popen[bytes], port: int, line: Line, told: IO[bytes]) -> None:
@@ -80,10 +98,10 @@ class Running:
         self._told = told
 
     def wait(self, text: str) -> None:
-        """Waits for its answer to `text`.
+        """Waits until the server answers `text`.
 
         Raises:
-            RuntimeError: it ended, refuses, or does not answer; with the last of what it said.
+            RuntimeError: the server ended, refuses, or does not answer; with the end of its output.
         """
         end, error = time.monotonic() + READY_SECONDS, "no answer"
         while time.monotonic() < end:
@@ -105,15 +123,15 @@ class Running:
         return f"{error}\nit said: {self._told.read().decode(errors='replace')[-3000:]}"
 
     def hold(self) -> None:
-        """It takes no more time of the machine until it goes on."""
+        """Stops the process, so that it takes no time from others."""
         self.process.send_signal(signal.SIGSTOP)
 
     def go_on(self) -> None:
-        """The end of `hold`."""
+        """Lets a stopped process go on."""
         self.process.send_signal(signal.SIGCONT)
 
     def cpu_seconds(self) -> float:
-        """What all its threads have computed so far; 0 where the system does not tell."""
+        """CPU seconds of all its threads so far; 0 if the system does not tell."""
         told = Path(f"/proc/{self.process.pid}/stat")
         if not told.is_file():
             return 0.0
@@ -123,10 +141,11 @@ class Running:
 
 @contextmanager
 def running(line: Line, cpus: Sequence[int] = ()) -> Iterator[Running]:
-    """Starts a server, to be waited for; it ends when the context is left.
+    """Starts a server; ends it when the context is left.
 
     Args:
-        cpus: that it is bound to, with as many threads of torch; none: any.
+        line: its command line.
+        cpus: cores that it is bound to, with as many threads of torch; empty: any.
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -150,7 +169,7 @@ def running(line: Line, cpus: Sequence[int] = ()) -> Iterator[Running]:
 
 
 def asked(port: int, model: str, text: str, new: int, seconds: float) -> int:
-    """Tokens of a whole answer.
+    """Asks for a whole answer; returns its number of tokens.
 
     Raises:
         RuntimeError: the server refuses.
@@ -168,6 +187,57 @@ def asked(port: int, model: str, text: str, new: int, seconds: float) -> int:
     return int(json.loads(told)["usage"]["completion_tokens"])
 
 
+async def streamed(server: Running, text: str, new: int) -> Answer:
+    """Asks for one answer and reads it as it is streamed.
+
+    Raises:
+        RuntimeError: the server refuses.
+    """
+    line = server.line
+    body = {"model": line.model, "prompt": text, "max_tokens": new, "temperature": 0.0, "stream": True, **line.fields}
+    data = json.dumps(body).encode()
+    head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nConnection: close\r\n"
+    reader, writer = await asyncio.open_connection("127.0.0.1", server.port, limit=LONGEST_LINE)
+    try:
+        asked = time.perf_counter()
+        writer.write(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
+        status = await reader.readline()
+        if b" 200 " not in status:
+            raise RuntimeError(f"{status!r}: {(await reader.read())[-300:]!r}")
+        events: list[tuple[float, bytes]] = []
+        while told := await reader.readline():
+            if told.startswith(b"data: {"):
+                events.append((time.perf_counter(), told[len(b"data: ") :]))
+    finally:
+        writer.close()
+    return answer_of(asked, events)
+
+
+def answer_of(asked: float, events: Sequence[tuple[float, bytes]]) -> Answer:
+    """The answer that events make up.
+
+    Args:
+        asked: time of the request.
+        events: time and JSON of each.
+
+    Raises:
+        RuntimeError: one tells an error, or none has text.
+    """
+    pieces, text, tokens = [], "", 0
+    for at, data in events:
+        event = json.loads(data)
+        if "error" in event:
+            raise RuntimeError(str(event["error"]))
+        piece = "".join(choice.get("text") or "" for choice in event["choices"])
+        if piece:
+            pieces.append(at)
+        text += piece
+        tokens = (event.get("usage") or {}).get("completion_tokens", tokens)
+    if not pieces:
+        raise RuntimeError("an answer without text")
+    return Answer(asked, pieces, text, tokens)
+
+
 def words(vocab_size: int) -> PreTrainedTokenizerFast:
     """A tokenizer whose token i is the word "t<i>", so that any engine can be asked by text."""
     model = WordLevel({f"t{token}": token for token in range(vocab_size)}, unk_token="t0")
@@ -180,17 +250,6 @@ def words(vocab_size: int) -> PreTrainedTokenizerFast:
 def as_words(prompts: Sequence[list[int]]) -> list[str]:
     """Prompts as texts that such a tokenizer takes apart into the same ids."""
     return [" ".join(f"t{token}" for token in prompt) for prompt in prompts]
-
-
-def add_load(made: argparse.ArgumentParser, *, workload: str, new: int, drafts: int) -> None:
-    """Options of a command that asks for many answers at once, with the defaults that differ."""
-    made.add_argument("--workload", choices=sorted(WORKLOADS), default=workload)
-    made.add_argument("--acceptance", type=float, default=0.78, help="of a planted pair")
-    made.add_argument("--seed", type=int, default=0, help="of a planted pair")
-    made.add_argument("--requests", type=int, default=32, help="at once")
-    made.add_argument("--prompt", type=int, default=64, help="tokens of a prompt")
-    made.add_argument("--new", type=int, default=new, help="tokens of an answer")
-    made.add_argument("--drafts", type=int, default=drafts, help="per step; 0 leaves drafting out")
 
 
 def copied(checkpoint: Path, place: Path) -> Path:
@@ -214,3 +273,30 @@ def written(model: PreTrainedModel, place: Path) -> Path:
     GenerationConfig(do_sample=False, pad_token_id=0).save_pretrained(place)
     words(model.config.vocab_size).save_pretrained(place)
     return place
+
+
+def checkpoints(models: Models, scratch: Path) -> tuple[Path, Path | None]:
+    """Target and draft on disk, with tokenizers, and with no token that ends a text. Gives back their live weights."""
+    places = [scratch / "target", scratch / "draft"]
+    if models.directories:
+        made = [each and copied(each, place) for each, place in zip(models.directories, places, strict=True)]
+    else:
+        made = [written(each, place) for each, place in zip(models.live, places, strict=True)]
+    models.let_go()
+    assert made[0] is not None
+    return made[0], made[1]
+
+
+def texts_of(models: Models, prompts: Sequence[list[int]], target: Path) -> list[str]:
+    """The prompts as texts of the target's tokenizer."""
+    if not models.directories:
+        return as_words(prompts)
+    tokenizer = AutoTokenizer.from_pretrained(str(target))
+    return [str(tokenizer.decode(prompt)) for prompt in prompts]
+
+
+def status_of(name: str, error: Exception) -> str:
+    """The status of a server that could not take part. All that it said goes to stderr: it may name this machine."""
+    say(f"{name}: {error!r}")
+    status = f"failed: {(str(error) or type(error).__name__).splitlines()[0][:200]}"
+    return status if private({"status": status}) is None else "failed"

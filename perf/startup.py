@@ -1,7 +1,5 @@
 """From the start of a process to the first token, checkpoints on the local disk, kernel caches empty and full.
 
-    python -m perf startup [--workload 8b+1b] [--pair DIRECTORY] [--tensor-parallel 2]
-
 The first run finds empty kernel caches ("cold"), the second what the first left in them ("warm"). Every part of a start
 is a row of its own; of several ranks, which torch's launcher starts, that of the slowest. Then `fastspec generate` as a
 whole, from the start of its process to the end, with full caches ("command"). A pair that was just written may be read
@@ -23,9 +21,10 @@ from pathlib import Path
 
 from fastspec import demo_pair
 from perf import records
+from perf.models import add_pair_options
 from perf.pairs import plant
 from perf.records import Row
-from perf.workloads import WORKLOADS
+from perf.workloads import OWN, WORKLOADS
 
 # "make" begins with "build", in which ranks meet and make their exchange, and has "read" beside "compile"; "wait" is
 # for other ranks; "first token" is all from the start of the process
@@ -33,6 +32,7 @@ PARTS = (
     "start", "import torch", "import", "build", "meet", "exchange", "read", "compile", "wait", "capture", "make",
     "generate", "first token",
 )  # fmt: skip
+Pair = tuple[Path, Path]  # directories of target and draft
 CHILD = """
 import json, sys, time
 times = {"begun": time.time()}
@@ -74,18 +74,18 @@ sys.stdout.write(json.dumps([times, took]) + "\\n")
 """
 
 
-def started(pair: Path, caches: Path, device: str, ranks: int = 1) -> dict[str, float]:
-    """Seconds of each part of one fresh process, or of so many ranks, whose kernel caches lie in `caches`.
+def started(pair: Pair, caches: Path, device: str, ranks: int = 1) -> dict[str, float]:
+    """Starts a fresh process, or `ranks` of them, with kernel caches in `caches`; seconds of each part.
 
     Raises:
         RuntimeError: the process failed.
     """
-    env = {**os.environ, "TRITON_CACHE_DIR": str(caches / "triton"), "CUDA_CACHE_PATH": str(caches / "cuda")}
+    env = _environment(caches)
     launched, command = time.time(), [sys.executable]
     if ranks > 1:
         command += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "--no-python"]
         command.append(sys.executable)
-    said = said_by([*command, "-c", CHILD, str(pair / "target"), str(pair / "draft"), device, str(ranks)], env)
+    said = said_by([*command, "-c", CHILD, str(pair[0]), str(pair[1]), device, str(ranks)], env)
     told = [json.loads(line) for line in said.splitlines() if line.startswith("[{")]
     at, took = ({name: max(each[part][name] for each in told) for name in told[0][part]} for part in range(2))
     taken = {
@@ -101,15 +101,15 @@ def started(pair: Path, caches: Path, device: str, ranks: int = 1) -> dict[str, 
     return {part: round(taken[part], 3) for part in PARTS}
 
 
-def commanded(pair: Path, caches: Path, device: str, ranks: int = 1) -> float:
-    """Seconds of `fastspec generate` with a few tokens, from the start of its process to its end.
+def commanded(pair: Pair, caches: Path, device: str, ranks: int = 1) -> float:
+    """Runs `fastspec generate` with a few tokens; seconds from the start of its process to its end.
 
     Raises:
         RuntimeError: the process failed.
     """
-    env = {**os.environ, "TRITON_CACHE_DIR": str(caches / "triton"), "CUDA_CACHE_PATH": str(caches / "cuda")}
-    command = [sys.executable, "-m", "fastspec.cli", "generate", str(pair / "target"), "--prompt", "def main():"]
-    command += ["--max-new-tokens", "8", "--draft", str(pair / "draft"), "--draft-quantization", "none"]
+    env = _environment(caches)
+    command = [sys.executable, "-m", "fastspec.cli", "generate", str(pair[0]), "--prompt", "def main():"]
+    command += ["--max-new-tokens", "8", "--draft", str(pair[1]), "--draft-quantization", "none"]
     command += ["--max-length", "512", "--device", device]
     if ranks > 1:
         command += ["--tensor-parallel", str(ranks)]
@@ -118,8 +118,12 @@ def commanded(pair: Path, caches: Path, device: str, ranks: int = 1) -> float:
     return time.time() - begun
 
 
+def _environment(caches: Path) -> dict[str, str]:
+    return {**os.environ, "TRITON_CACHE_DIR": str(caches / "triton"), "CUDA_CACHE_PATH": str(caches / "cuda")}
+
+
 def said_by(command: list[str], env: Mapping[str, str]) -> str:
-    """What a fresh process writes to stdout.
+    """Runs a fresh process; returns its stdout.
 
     Raises:
         RuntimeError: the process failed.
@@ -130,18 +134,34 @@ def said_by(command: list[str], env: Mapping[str, str]) -> str:
     return run.stdout
 
 
+def pair_of(given: argparse.Namespace, scratch: Path) -> Pair:
+    """Target and draft on disk: checkpoints of your own, those of `--pair`, or a planted pair that is written there."""
+    if given.target:
+        if given.draft is None:
+            raise SystemExit("--target needs --draft: a start is that of a pair")
+        return given.target, given.draft
+    place = given.pair or scratch
+    if not (place / "target").is_dir():
+        plant(WORKLOADS[given.workload], acceptance=given.acceptance, seed=given.seed, device=given.device).save(place)
+        for role, shipped in zip(("target", "draft"), demo_pair(), strict=True):
+            for file in shipped.glob("tokenizer*"):
+                shutil.copy(file, place / role)
+    return place / "target", place / "draft"
+
+
+def add_options(made: argparse.ArgumentParser) -> None:
+    """Adds the options of `perf startup`."""
+    add_pair_options(made, "8b+1b")
+    made.add_argument("--pair", type=Path, help="directory with target/ and draft/; written first if it has none")
+    made.add_argument("--tensor-parallel", type=int, default=1, help="ranks that share the target, a GPU each")
+
+
 def command_startup(given: argparse.Namespace) -> Iterator[list[Row]]:
-    """What the start of a process takes until its first token, part by part."""
+    """The parts of a start, from the start of a process until its first token."""
     with tempfile.TemporaryDirectory() as scratch, tempfile.TemporaryDirectory() as caches:
-        pair = given.pair or Path(scratch)
-        if not (pair / "target").is_dir():
-            workload = WORKLOADS[given.workload]
-            plant(workload, acceptance=given.acceptance, seed=given.seed, device=given.device).save(pair)
-            for role, shipped in zip(("target", "draft"), demo_pair(), strict=True):
-                for file in shipped.glob("tokenizer*"):
-                    shutil.copy(file, pair / role)
-        size = sum(file.stat().st_size for file in pair.rglob("*.safetensors"))
-        fixed: Row = {"bench": "startup", "workload": given.workload, "status": "ok"}
+        pair = pair_of(given, Path(scratch))
+        size = sum(file.stat().st_size for place in pair for file in place.rglob("*.safetensors"))
+        fixed: Row = {"bench": "startup", "workload": OWN if given.target else given.workload, "status": "ok"}
         fixed["gib_on_disk"] = round(size / 2**30, 3)
         if (ranks := given.tensor_parallel) > 1:
             fixed["ranks"] = ranks

@@ -217,97 +217,25 @@ def l2_bytes(device: torch.device | str | None = None) -> int:
     return int(torch.cuda.get_device_properties(torch.device(device or "cuda")).L2_cache_size)
 
 
-def cold_time(
-    make: Callable[[int], Function],
-    nbytes: int,
-    *,
-    repeats: int = 30,
-    warmup: int = 2,
-    device: torch.device | str | None = None,
-) -> Timing:
-    """Time of one call with weights that are not in the L2 cache.
-
-    Args:
-        make: gives the i-th call over its own copy of the weights.
-        nbytes: of one copy.
-    """
-    functions = [make(index) for index in range(copies_for(nbytes, device))]
-    return graph_time(functions, repeats=repeats, warmup=warmup, device=device)
-
-
 def event_time(
     function: Function,
     *,
     repeats: int = 30,
     warmup: int = 2,
-    flush: bool = False,
     device: torch.device | str | None = None,
 ) -> Timing:
-    """Time of one call launched from the host, for what cannot be captured. Calls below 20 us show their launch.
-
-    Args:
-        flush: overwrite the L2 cache before every call.
-    """
+    """Time of one call launched from the host, for what cannot be captured. Calls below 20 us show their launch."""
     if not on_cuda(device):
         return graph_time(function, repeats=repeats, warmup=warmup, device="cpu")
     for _ in range(warmup):
         function()
-    scratch = torch.empty(2 * l2_bytes(device), dtype=torch.int8, device="cuda") if flush else None
     pairs = [(_event(), _event()) for _ in range(repeats)]
     for start, end in pairs:
-        if scratch is not None:
-            scratch.zero_()
         start.record()
         function()
         end.record()
     torch.cuda.synchronize()
     return summarise([float(start.elapsed_time(end)) / 1e3 for start, end in pairs], "events", "cuda")
-
-
-@dataclass(frozen=True, slots=True)
-class Comparison:
-    """Two timings taken in turn.
-
-    Attributes:
-        a, b: over all blocks.
-        ratio: median over blocks of b's time over a's in the same block; below 1 b is faster.
-        low, high: smallest and largest ratio of a block.
-    """
-
-    a: Timing
-    b: Timing
-    ratio: float
-    low: float
-    high: float
-
-    @property
-    def differ(self) -> bool:
-        """Whether the difference is more than 3%, and every block agrees on its sign."""
-        return abs(self.ratio - 1) > NOISE_FLOOR and (self.low > 1 or self.high < 1)
-
-
-def compare(
-    a: Function | Sequence[Function],
-    b: Function | Sequence[Function],
-    *,
-    blocks: int = 5,
-    repeats: int = 10,
-    warmup: int = 2,
-    device: torch.device | str | None = None,
-) -> Comparison:
-    """Times a and b in turn, block by block, so that a machine that slows down slows both."""
-    samplers = _sampler(a, None, warmup, device), _sampler(b, None, warmup, device)
-    taken: tuple[list[float], list[float]] = ([], [])
-    ratios = []
-    for _ in range(blocks):
-        block = [sampler.samples(repeats) for sampler in samplers]
-        ratios.append(statistics.median(block[1]) / statistics.median(block[0]))
-        for kept, samples in zip(taken, block, strict=True):
-            kept += samples
-    first, second = (
-        summarise(kept, sampler.how, sampler.device) for kept, sampler in zip(taken, samplers, strict=True)
-    )
-    return Comparison(first, second, statistics.median(ratios), min(ratios), max(ratios))
 
 
 def read_ceiling(*, nbytes: int | None = None, repeats: int = 20, device: torch.device | str | None = None) -> float:

@@ -11,6 +11,8 @@ import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig
 
 Fields = Mapping[str, Any]
+SHIPPED, OWN = "shipped", "own"
+ACCEPTED = 0.78  # agreement of planted pairs, unless a case says otherwise
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +21,7 @@ class Workload:
 
     Attributes:
         name: what the command line calls it.
-        target, draft: fields of their Hugging Face configs; empty for the shipped pair.
+        target, draft: fields of their Hugging Face configs; empty for models that lie on disk.
         about: one line.
         dtype: of weights and cache.
     """
@@ -113,7 +115,8 @@ _ALL = (
         _llama(1024, 4096, 4, 16, rope=32.0, tied=True),
         "the 1B of the first pair with a draft of 4 layers: seconds to write and to load",
     ),
-    Workload("shipped", {}, {}, "the demo pair that fastspec ships"),
+    Workload(SHIPPED, {}, {}, "the demo pair that fastspec ships"),
+    Workload(OWN, {}, {}, "checkpoints of your own: --target and --draft"),
     Workload(
         "tiny",
         _tiny(384, 1024, 3, tied=False),
@@ -123,6 +126,7 @@ _ALL = (
     ),
 )
 WORKLOADS: Mapping[str, Workload] = MappingProxyType({workload.name: workload for workload in _ALL})
+SHAPED = tuple(sorted(workload.name for workload in _ALL if workload.target))  # those that can be planted
 
 
 @dataclass(frozen=True, slots=True)

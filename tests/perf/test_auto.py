@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from perf import __main__ as cli
 from perf import auto, records
-from perf.auto import FIRST, Timed, compared, verdict
+from perf.auto import FIRST, compared, verdict
+from perf.experiment import Call
 
 
-def calls(**rates: float) -> dict[str, list[Timed]]:
-    return {name.replace("_", "="): [Timed(rate, 2.0, {2: 7}, [[1, 2]])] for name, rate in rates.items()}
+def call(rate: float, text: list[list[int]]) -> Call:
+    output: Any = SimpleNamespace(stats=SimpleNamespace(tokens_per_step=2.0, steps_at={2: 7}))
+    return Call(round(rate), None, None, 1.0, None, text, output=output)
+
+
+def calls(**rates: float) -> dict[str, list[Call]]:
+    return {name.replace("_", "="): [call(rate, [[1, 2]])] for name, rate in rates.items()}
 
 
 def test_rows_say_what_each_way_is_of_the_best() -> None:
@@ -20,7 +29,7 @@ def test_rows_say_what_each_way_is_of_the_best() -> None:
     assert found == {"k=0": (1.0, 0.667, 2), "k=2": (1.5, 1.0, 2), "auto": (1.47, 0.98, 2)}
     assert rows[-1]["steps_at"] == {"2": 7}
     assert all(row["text_equal"] for row in rows)
-    other = calls(k_0=100.0) | {"auto": [Timed(100.0, 2.0, {2: 7}, [[1, 3]])]}
+    other = calls(k_0=100.0) | {"auto": [call(100.0, [[1, 3]])]}
     assert [row["text_equal"] for row in compared(other, (0,))] == [True, False]
 
 
@@ -40,8 +49,8 @@ def test_the_verdict_is_the_worst_cell() -> None:
 
 def test_it_runs_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "auto.jsonl"
-    small = ["--workload", "tiny", "--device", "cpu", "--prompt", "8", "--new", "12", "--rounds", "1"]
-    rows = auto.main([*small, "--rates", "0.9,planted", "--batches", "2", "--ks", "2", "--out", str(out)])
+    small = ["auto", "--workload", "tiny", "--device", "cpu", "--prompt", "8", "--new", "12", "--rounds", "1"]
+    rows = cli.main([*small, "--rates", "0.9,planted", "--batches", "2", "--ks", "2", "--out", str(out)])
     tried = {row["engine"] for row in rows if row["engine"].startswith("calibrate")}
     assert tried == {f"calibrate k={k}" for k in (0, 1, 2, 4, 6, 8)}
     assert {(row["acceptance"], row["engine"]) for row in rows if row["engine"] not in tried} == {
@@ -57,6 +66,6 @@ def test_it_runs_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_a_grid_without_time_says_so(tmp_path: Path) -> None:
-    small = ["--workload", "tiny", "--device", "cpu", "--rates", "0.5", "--batches", "1"]
-    rows = auto.main([*small, "--seconds", "-1", "--out", str(tmp_path / "auto.jsonl")])
+    small = ["auto", "--workload", "tiny", "--device", "cpu", "--rates", "0.5", "--batches", "1"]
+    rows = cli.main([*small, "--seconds", "-1", "--out", str(tmp_path / "auto.jsonl")])
     assert [(row["acceptance"], row["batch"], row["status"]) for row in rows] == [(0.5, 1, "no time")]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import json
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -12,13 +14,14 @@ from typing import Any
 import pytest
 import torch
 
+from fastspec import demo_pair
 from perf import __main__ as cli
-from perf import bench, commands, e2e, records, suite
+from perf import bench, counted, models, records, suite
 from perf.cases import SMOKE, Case
 from perf.kernels.passes import pass_rows
+from perf.models import batches_of
 from perf.records import ROOT, Row
 from perf.startup import PARTS
-from perf.workload_models import batches_of
 from perf.workloads import WORKLOADS, Bytes
 
 pytestmark = pytest.mark.filterwarnings("ignore:the tokenizers:UserWarning")
@@ -87,7 +90,8 @@ def test_rows_are_written_as_they_come(tmp_path: Path, monkeypatch: pytest.Monke
         yield [{"engine": "first", "status": "ok"}]
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(commands, "command_ceiling", invalid)
+    invalid.__name__ = "command_ceiling"
+    monkeypatch.setattr(cli, "command_ceiling", invalid)
     with pytest.raises(KeyboardInterrupt):
         run_cli(tmp_path, "ceiling")
     assert [row["engine"] for row in records.read(tmp_path / "rows.jsonl")] == ["first"]
@@ -191,9 +195,9 @@ def test_a_set_of_cases_is_measured_once_part_by_part(tmp_path: Path, capsys: py
 
 
 def test_a_generator_has_the_room_that_its_run_names(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(e2e, "FastSpecGenerator", lambda *models, **options: options["max_length"])
-    run = e2e.Run(None, None, [[[1, 2, 3], [4, 5, 6]]], 5, (0,), False, "cpu", torch.float32)
-    assert [e2e.generator_of(one, k=0) for one in (run, replace(run, max_length=64))] == [8, 64]
+    monkeypatch.setattr(models, "FastSpecGenerator", lambda *models, **options: options["max_length"])
+    run = models.Run(None, None, [[[1, 2, 3], [4, 5, 6]]], 5, (0,), False, "cpu", torch.float32)
+    assert [models.generator_of(one, k=0) for one in (run, replace(run, max_length=64))] == [8, 64]
 
 
 def test_cases_can_be_listed_and_bounded_in_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -214,14 +218,13 @@ def test_an_unknown_peer_is_named(tmp_path: Path) -> None:
 
 
 def test_a_case_that_fails_keeps_its_row_and_the_others_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = suite.case_rows
+    class Breaks(suite.Bench):
+        def __init__(self, case: Case, *given: Any) -> None:
+            if case == SMOKE[0]:
+                raise RuntimeError("at /some/where/else")
+            super().__init__(case, *given)
 
-    def breaks(case: Case, *given: Any) -> Iterator[Row]:
-        if case == SMOKE[0]:
-            raise RuntimeError("at /some/where/else")
-        yield from whole(case, *given)
-
-    monkeypatch.setattr(suite, "case_rows", breaks)
+    monkeypatch.setattr(suite, "Bench", Breaks)
     rows = run_cli(tmp_path, "run", "--cases", "smoke", "--only", "tiny")
     assert (rows[0]["case"], rows[0]["status"]) == (SMOKE[0].name, "failed: RuntimeError")
     assert {row["case"] for row in rows[1:]} == {SMOKE[1].name}
@@ -251,3 +254,41 @@ def test_a_start_is_taken_apart(ranks: int, tmp_path: Path) -> None:
         assert whole >= seconds["first token"] - 0.01
         assert (seconds["exchange"] > 0) == (ranks > 1)
         assert 0 < seconds["build"] + seconds["read"] <= seconds["make"] + 0.01
+
+
+def test_help_needs_no_matplotlib() -> None:
+    blocked = "import sys; sys.modules['matplotlib'] = None; from perf.__main__ import main; main(['--help'])"
+    done = subprocess.run([sys.executable, "-c", blocked], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "quantised" in done.stdout
+
+
+def test_checkpoints_of_your_own_take_the_place_of_a_workload(tmp_path: Path) -> None:
+    own = ("--target", str(demo_pair()[0]), "--draft", str(demo_pair()[1]))
+    rows = run_cli(tmp_path, "run", *own, *SMALL, "--k", "2")
+    assert [row["engine"] for row in rows] == ["fastspec plain", "fastspec plain, exact=False", "fastspec k=2"]
+    assert {(row["workload"], row["source"], row["pair"]["pair"]) for row in rows} == {("own", "disk", "own")}
+    assert rows[0]["case"] == "own, batch 1, prompt 16, greedy"
+    alone = run_cli(tmp_path, "run", *own[:2], *SMALL, "--k", "2")[3:]
+    assert [row["k"] for row in alone] == [0, 0]
+
+
+def test_drafters_are_compared_on_text_that_was_held_out(tmp_path: Path) -> None:
+    rows = run_cli(tmp_path, "drafters", "--k", "2", "--prompts", "1")
+    assert [(row["drafter"], row["temperature"]) for row in rows] == [
+        (name, temperature) for temperature in (0.0, 1.0) for name in ("plain", "draft model", "lookup")
+    ]
+    assert {row.get("text_equal") for row in rows[:3]} == {"1 of 1"}
+    assert all(len(row["accepted_at_least"]) == row["k"] for row in rows)
+
+
+def test_modes_and_formats_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(counted, "NEW", 8)
+    monkeypatch.setattr(counted, "MODES", (counted.modes(2, 0.8),))
+    monkeypatch.setattr(counted, "DRAFT_FORMATS", (counted.formats(2, None),))
+    rows = run_cli(tmp_path, "modes", "--prompts", "2")
+    assert [(row["verification"], row["new_tokens"]) for row in rows] == [(rule, 16) for rule in counted.RULES]
+    assert rows[0]["over_rejection"] == 1.0
+    formats = run_cli(tmp_path, "formats", "--prompts", "2")[3:]
+    assert [row["draft"] for row in formats] == list(counted.FORMATS)
+    assert all(row["texts_equal"] for row in formats)

@@ -15,8 +15,8 @@ import torch
 from fastspec import FastSpecGenerator, demo_pair
 from perf import __main__ as cli
 from perf import gate_worker
-from perf.e2e import Run
 from perf.gate import OK, QUICK_TESTS, REGRESSION, UNDECIDED, Refused, Verdict, judged, require_green, tree_of
+from perf.models import Run
 from perf.records import ROOT, Row
 from perf.step_hooks import around_steps
 from tests.helpers.clocks import Clock

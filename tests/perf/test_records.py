@@ -13,14 +13,10 @@ import torch
 from fastspec.models.config import spec_from_config
 from perf import records, timing
 from perf.cases import CORE, LONGEST, PART_SECONDS, SETS, by_pair, listed, part_of, pending, seconds
-from perf.runs import Call, same_text, summary
-from perf.stats import rate_interval, ratio_interval
-from perf.timing import Comparison, Timing, summarise
-from perf.workloads import WORKLOADS, Bytes, step_bytes
+from perf.experiment import Call, Experiment, rate_interval, ratio_interval, same_text, summary
+from perf.timing import Timing, summarise
+from perf.workloads import SHAPED, WORKLOADS, Bytes, step_bytes
 from tests.helpers.clocks import Clock
-from tests.helpers.devices import needs_idle_gpu
-
-SHAPED = sorted(set(WORKLOADS) - {"shipped"})
 
 
 def test_outliers_do_not_move_a_timing() -> None:
@@ -59,39 +55,28 @@ def test_functions_take_turns_and_time_is_per_call(clock: Clock) -> None:
     assert (took.how, took.device) == ("wall", "cpu")
 
 
-def test_a_comparison_alternates_and_sees_a_factor_of_three(clock: Clock) -> None:
-    order = []
+def test_arms_take_turns_and_every_second_round_is_mirrored() -> None:
+    told: list[str] = []
+    arms = {"a": 1.0, "b": 2.0, "c": 3.0}
+    for mirrored, order in ((False, "abcabcabc"), (True, "abccbaabc")):
+        seen: list[str] = []
 
-    def slow() -> None:
-        order.append("b")
-        clock.sleep(0.006)
+        def measure(arm: float, number: int, seen: list[str] = seen) -> float:
+            seen.append("abc"[int(arm) - 1])
+            return arm + 10 * number
 
-    def fast() -> None:
-        order.append("a")
-        clock.sleep(0.002)
-
-    found = timing.compare(fast, slow, blocks=3, repeats=1, warmup=0, device="cpu")
-    assert "".join(order) == "ababab"
-    assert found.ratio == pytest.approx(3, rel=1e-2)
-    assert found.low > 1
-    assert found.differ
-
-
-@pytest.mark.parametrize(
-    ("ratio", "low", "high", "differ"),
-    [(1.2, 1.1, 1.3, True), (0.8, 0.7, 0.9, True), (1.2, 0.9, 1.5, False), (1.02, 1.01, 1.03, False)],
-)
-def test_a_difference_needs_every_block_and_three_per_cent(ratio: float, low: float, high: float, differ: bool) -> None:
-    once = summarise([1.0], "wall", "cpu")
-    assert Comparison(once, once, ratio, low, high).differ is differ
+        assert Experiment(arms, measure, 3, mirrored).run(told.append) == {
+            "a": [1.0, 11.0, 21.0],
+            "b": [2.0, 12.0, 22.0],
+            "c": [3.0, 13.0, 23.0],
+        }
+        assert "".join(seen) == order
+    assert told[:3] == ["round 1 of 3", "round 2 of 3", "round 3 of 3"]
 
 
 def test_cold_copies_exceed_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(timing, "l2_bytes", lambda device=None: 100)
     assert [timing.copies_for(size) for size in (1000, 500, 499, 100, 30)] == [1, 1, 2, 5, 17]
-    used: list[int] = []
-    timing.cold_time(lambda index: lambda: used.append(index), 250, repeats=1, warmup=0, device="cpu")
-    assert used == [0, 1]
 
 
 @pytest.mark.gpu
@@ -100,15 +85,7 @@ def test_graph_times_are_plausible_on_a_gpu() -> None:
     took = timing.graph_time(lambda: data.amax(), repeats=5)
     assert took.how == "graph"
     assert 50 < took.gb_s(data.nbytes) < 20000
-    assert timing.event_time(lambda: data.amax(), flush=True, repeats=5).how == "events"
-
-
-@pytest.mark.gpu
-@needs_idle_gpu
-def test_a_comparison_finds_four_times_the_work() -> None:
-    data = torch.ones(2**26, device="cuda")
-    long, short = (lambda: [data.amax() for _ in range(4)]), (lambda: data.amax())
-    assert timing.compare(short, long, blocks=3).ratio == pytest.approx(4, rel=0.3)
+    assert timing.event_time(lambda: data.amax(), repeats=5).how == "events"
 
 
 def test_no_row_of_the_results_is_there_twice() -> None:

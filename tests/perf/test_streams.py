@@ -10,8 +10,8 @@ import torch
 
 from fastspec import FastSpecGenerator
 from perf.pairs import unplanted
-from perf.servers import PAGE, Line, copied, ours, theirs, written
-from perf.streams import Answer, Turn, answer_of, compared, share_of, summary
+from perf.servers import PAGE, Answer, Line, answer_of, copied, ours, theirs, written
+from perf.serving import Turn, compared, share_of, summary
 from perf.workloads import WORKLOADS
 
 

@@ -14,13 +14,12 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from perf import __main__ as cli
 from perf import nsys, phases, trace
 from perf.anatomy import OTHER, anatomy, kind_of, phases_of, rows_of
-from perf.e2e import generator_of
+from perf.models import batches_of, generator_of, open_models
 from perf.nsys import NotAnExport, command_of, of_sqlite
 from perf.recording import Event, merge, of_chrome
 from perf.records import ROOT, Row
 from perf.step_hooks import around_steps
 from perf.trace import analyse, faults, outermost
-from perf.workload_models import batches_of, open_models
 
 
 def traced_step(at: float, correlation: int, kernels: list[tuple[float, float]]) -> list[Row]:
@@ -266,8 +265,8 @@ def test_the_command_reads_an_export_and_without_nsys_says_who_recorded(
 
 
 def test_torch_profiler_sees_a_range_around_every_step(tmp_path: Path) -> None:
-    with open_models("shipped", acceptance=0.78, seed=0, device="cpu") as models:
-        run = models.run(batches_of(models.prompts(1, 16), 1), new=40, ks=(2,), sampled=False, device="cpu")
+    with open_models("shipped", device="cpu") as models:
+        run = models.run(batches_of(models.prompts(1, 16), 1), new=40, ks=(2,), sampled=False)
         with generator_of(run, k=2) as generator:
             stream = phases.settled(generator, run, 2)
             assert stream is not None
