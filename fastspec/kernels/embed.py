@@ -76,7 +76,7 @@ def _embed_codes_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """As `_embed_kernel`, of a quantised table."""
+    """Looks rows up in a quantised table, as `_embed_kernel` does in a 16-bit one."""
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -89,7 +89,7 @@ def _embed_codes_kernel(
 
 
 def embed(weight: Weight, ids: Tensor) -> Tensor:
-    """As `reference.embed`, which defines it.
+    """Implements `Ops.embed` with a Triton kernel.
 
     Raises:
         ValueError: a tensor is not as above.

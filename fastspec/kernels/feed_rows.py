@@ -130,7 +130,7 @@ def feed_rows(
     draft_counts: Tensor | None = None,
     num_drafts: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As `reference.feed_rows`, which defines it.
+    """Implements `Ops.feed_rows` with a Triton kernel.
 
     Raises:
         ValueError: a tensor's rows are not contiguous, or fewer drafts are there than the pass feeds.

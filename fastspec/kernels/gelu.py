@@ -40,7 +40,7 @@ def _gelu_kernel(
 
 
 def gelu_tanh_mul(gate_up: Tensor, *, interleaved: bool = False) -> Tensor:
-    """As `reference.gelu_tanh_mul`, which defines it; the formula itself is computed in fp32.
+    """Implements `Ops.gelu_tanh_mul` with a Triton kernel; the formula itself is computed in fp32.
 
     Args:
         gate_up: [..., 2 I].

@@ -1,4 +1,4 @@
-"""What a learned drafter's layer reads: the embedding of a token and a hidden state, both normed, side by side.
+"""Input of a learned drafter's layer: a token's embedding and a hidden state, both normed, side by side.
 
 | argument | shape, dtype                          | notes                                                       |
 |----------|---------------------------------------|-------------------------------------------------------------|
@@ -69,7 +69,7 @@ def _joined_kernel(
 def joined_norms(
     table: Weight, ids: Tensor, x: Tensor, norms: tuple[Tensor, Tensor], eps: float, *, x_first: bool = False
 ) -> Tensor:
-    """As `reference.joined_norms`, which defines it.
+    """Implements `Ops.joined_norms` with a Triton kernel.
 
     Args:
         table, ids, x, norms, eps, x_first: as there; the table is not quantised.

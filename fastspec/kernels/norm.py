@@ -110,7 +110,7 @@ def _warps(block: int) -> int:
 
 
 def norm(x: Tensor, weight: Tensor, eps: float, *, bias: Tensor | None = None, centred: bool = False) -> Tensor:
-    """As `reference.norm`, which defines it.
+    """Implements `Ops.norm` with a Triton kernel.
 
     Args:
         x, weight, eps, bias, centred: as there.
@@ -149,7 +149,7 @@ def norm(x: Tensor, weight: Tensor, eps: float, *, bias: Tensor | None = None, c
 def add_norm(
     added: Tensor, x: Tensor, weight: Tensor, next_weight: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor | None]:
-    """As `reference.add_norm`, which defines it.
+    """Implements `Ops.add_norm` with a Triton kernel.
 
     Args:
         added, x, weight, next_weight, eps: as there.

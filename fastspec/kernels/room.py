@@ -51,7 +51,7 @@ def blocks_of(elements: int) -> int:
 
 
 def takes_prompts(prompts: int) -> bool:
-    """Whether sums of prompts, of so many elements, have room, and need not go by NCCL."""
+    """True if sums of this many elements fit, so that prompts need not use NCCL."""
     return 0 < prompts <= MAX_ELEMENTS
 
 

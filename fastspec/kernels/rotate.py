@@ -66,7 +66,7 @@ def _rotate_head(at, cos, sin, to, half, inside, DIM: tl.constexpr):
 
 
 def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """As `reference.rotate`, which defines it; the results lie as [B, Q, H, D].
+    """Implements `Ops.rotate` with a Triton kernel; the results lie as [B, Q, H, D].
 
     Args:
         q, k, cos, sin: as there; of each a head lies in one piece.

@@ -35,7 +35,7 @@ ROWS, COLUMNS = 2, 1024  # of a program of rows: how many, and values of each at
 
 @triton.jit
 def _short(scales):
-    """As `rounding._short`: to nearest even at eight bits of mantissa, never 0."""
+    """Rounds to nearest even at eight bits of mantissa, never to 0; see `rounding._short`."""
     bits = scales.to(tl.int32, bitcast=True)
     bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536
     return tl.maximum(bits.to(tl.float32, bitcast=True), LEAST)
@@ -217,7 +217,7 @@ def round_rows_kernel(
 
 
 def pack_rounded(place: PackedCodes, tile: int, rows: Tensor) -> Tensor:
-    """As `common.rounding.pack_rounded`, which defines it."""
+    """Implements `common.rounding.pack_rounded` with a Triton kernel."""
     (n, k), form = rows.shape, place.kind.format
     group = place.group or k
     scales = torch.empty((n, k // group), dtype=torch.float32, device=rows.device)

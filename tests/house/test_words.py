@@ -58,12 +58,14 @@ def without_docstring(source: str) -> list[str]:
     """Public functions and classes of some length without a docstring, but for overrides and device code."""
     found = []
     tree = ast.parse(source)
-    inner = {id(each) for node in functions(source) for each in ast.walk(node) if each is not node}
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
+    outer = [node for node in ast.walk(tree) if isinstance(node, kinds)]
+    inner = {id(each) for node in outer for each in ast.walk(node) if each is not node}
     for node in ast.walk(tree):
         if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)) or id(node) in inner:
             continue
         long = (node.end_lineno or 0) - node.lineno + 1 > SHORT
-        override = any(each.endswith("override") for each in decorators(node))
+        override = any(each.endswith(("override", "overload")) for each in decorators(node))
         if not node.name.startswith("_") and long and not override and ast.get_docstring(node) is None:
             found.append(node.name)
     return found
@@ -136,6 +138,7 @@ def test_planted_offences_are_found() -> None:
     assert without_docstring(f"def f():\n{body}") == ["f"]
     assert without_docstring(f"@override\ndef f():\n{body}") == without_docstring(f"def _f():\n{body}") == []
     assert without_docstring("def f():\n    x = 1") == []
+    assert without_docstring("def f():\n    'Does it.'\n    def g():\n" + body.replace("    ", " " * 8)) == []
     assert modules_by_string('import_module("fastspec.kernels")') == ["fastspec.kernels"]
     assert modules_by_string('import_module("triton"), "fastspec.kernels"') == []
     (many,) = functions(f"def f({', '.join(f'a{i}: int' for i in range(13))}): ...")

@@ -1,1 +1,1 @@
-"""What all kernels share: launches, argument checks, shared-memory carve-out, weight formats."""
+"""Parts that all kernels share: launches, argument checks, shared-memory carve-out, weight formats."""

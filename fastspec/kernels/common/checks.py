@@ -1,4 +1,4 @@
-"""What wrappers of kernels refuse: by shape, dtype and strides, never by a value, for that would wait for the device.
+"""Checks of kernel arguments by shape, dtype and strides. Reading a value would wait for the device.
 
 A kernel gets addresses and a few strides. It assumes everything else, so a tensor with another layout would be misread,
 or written out of bounds, without an error.
@@ -93,7 +93,7 @@ def check_cache(
 
 
 def rows_dtype(rows: Tensor, keys: Tensor) -> torch.dtype:
-    """What rows that attend to `keys` must be in: the cache's dtype; with one of 8 bits, any that a cache may have."""
+    """The dtypes that rows may have which attend to `keys`: the cache's; beside an 8-bit cache any dtype of a cache."""
     if keys.dtype != FP8:
         return keys.dtype
     return rows.dtype if rows.dtype in ATTENTION_TYPES else torch.bfloat16

@@ -128,7 +128,7 @@ class PackedCodes:
     def fill_rounded(
         self, runs: Iterable[tuple[int, Tensor]], pack: Callable[[PackedCodes, int, Tensor], Tensor]
     ) -> None:
-        """As `fill`, of values that are rounded, which come in runs of whole tiles, one after the other.
+        """Fills the weight from values that are rounded here. They come in runs of whole tiles, in order.
 
         Args:
             runs: (number of the first tile, rows [n, K]), in ascending order, of a gated matrix the gate's rows first.
@@ -221,7 +221,7 @@ class PackedCodes:
 
 
 def can_pack_codes(shape: tuple[int, int], kind: CodesKind) -> bool:
-    """Whether a quantised matrix (N, K) has a packed form: a scale a row, or for groups that products know."""
+    """True if a quantised matrix (N, K) can be packed: with one scale per row, or groups that the products support."""
     (n, k), (rows, columns) = shape, kind.block
     fits = n > 0 and k > 0 and n % 16 == 0 and k % 128 == 0
     if not group_of(shape, kind):
@@ -245,7 +245,7 @@ def _tiles(rows: Tensor, gated: bool) -> Tensor:
 
 
 def _rows(tiles: Tensor, gated: bool) -> Tensor:
-    """What `_tiles` was given."""
+    """Undoes `_tiles`: the rows that it was given."""
     halves: Tensor = tiles.unflatten(1, (2, 8))
     return halves.transpose(0, 1).flatten(0, 2) if gated else tiles.flatten(0, 1)
 

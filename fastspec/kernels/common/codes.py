@@ -27,7 +27,7 @@ E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # OCP Microscaling Formats 1.0,
 
 
 class CodesKind(NamedTuple):
-    """What is known of a quantised matrix before its values are read.
+    """The format of a quantised matrix, known before its values are read.
 
     Attributes:
         format: how a code is decoded.

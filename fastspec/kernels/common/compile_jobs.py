@@ -1,4 +1,4 @@
-"""What one kernel is compiled from, as text that another process reads; and what such a process does.
+"""Compile jobs: the sources of one kernel as text, and the process that compiles them.
 
 A job is JSON: a kernel by module and name, the types and constants of its arguments, the target and Triton's options.
 Only names in `fastspec` and `triton` are looked up, wherever the text comes from.
@@ -56,7 +56,7 @@ def job_of(compiling: Callable[[], Any]) -> bytes:
 
 
 def is_cached(compiling: Callable[[], Any]) -> bool:
-    """Whether Triton's cache on the disk has what such a call compiles; also where that cannot be known."""
+    """True if Triton's disk cache has the kernel of this call, or if that cannot be known."""
     from triton.compiler import get_cache_key, make_backend
     from triton.runtime.cache import get_cache_manager
 
@@ -100,7 +100,7 @@ def hash_in_order(kernel: Any) -> None:
 
 
 def _hash_in_order(function: Any, begun: set[int]) -> None:
-    """As `hash_in_order`; `begun` keeps functions that call each other from going on for ever."""
+    """Hashes a function and those that it calls, in order. `begun` stops functions that call each other."""
     begun.add(id(function))
     cells = zip(function.fn.__code__.co_freevars, function.fn.__closure__ or (), strict=False)
     scope = function.fn.__globals__ | {name: cell.cell_contents for name, cell in cells}
@@ -111,7 +111,7 @@ def _hash_in_order(function: Any, begun: set[int]) -> None:
 
 
 def _called(code: CodeType, scope: Mapping[str, Any]) -> Iterator[Any]:
-    """What Triton compiles among the names in a function's code, and in the modules among these."""
+    """Triton functions among the names in a function's code, and in modules among these."""
     from triton.runtime.jit import JITCallable
 
     for name in code.co_names + code.co_freevars:
@@ -124,7 +124,7 @@ def _called(code: CodeType, scope: Mapping[str, Any]) -> Iterator[Any]:
 
 
 def launcher_of(job: bytes) -> str:
-    """What kind of launcher the kernel of a job has: kernels whose arguments have the same types share one."""
+    """The kind of launcher of a job's kernel. Kernels whose arguments have the same types share one."""
     _, _, signature, *_ = json.loads(job)
     return json.dumps([kind for _, kind in signature["dict"]])
 
@@ -187,7 +187,7 @@ def _work(asked: Connection) -> None:
 
 
 def _make_launcher(source: Any, compiled: Any) -> None:
-    """What calls a kernel is C in some versions of Triton, which a compiler of C turns into a module in the cache."""
+    """Compiles the launcher of a kernel. In some versions of Triton it is C, compiled to a module in the cache."""
     with suppress(*_NO_LAUNCHER):
         from triton.backends.nvidia.driver import CudaLauncher
 

@@ -167,7 +167,7 @@ class Compilers(Executor):
                 self._places.put(place)
 
     def _first_with(self, launcher: str) -> bool:
-        """Whether no process was asked for a launcher of this kind; from now on one was."""
+        """True for the first call with this kind of launcher; later calls return False."""
         with self._beginning:
             first = launcher not in self._launchers
             self._launchers.add(launcher)
@@ -179,7 +179,7 @@ class Compilers(Executor):
 
 
 def _prepare() -> None:
-    """What Triton does before its first kernel: it hashes its files, and a compiler of C makes its driver."""
+    """Does what Triton does before its first kernel: it hashes its files and compiles its driver."""
     with suppress(Exception):  # whoever needs it meets the error, too
         from triton.runtime import driver
         from triton.runtime.cache import triton_key
@@ -189,7 +189,7 @@ def _prepare() -> None:
 
 
 def _passed_on(future: Future[Any], done: Future[Any]) -> None:
-    """What one future has, for who waits for the other."""
+    """Copies the result or error of one future to another."""
     if done.cancelled():
         future.cancel()
     elif (error := done.exception()) is not None:
@@ -243,7 +243,7 @@ def _alone(job: bytes) -> Iterator[None]:
 
 
 def _locked(file: int) -> bool:
-    """Whether this process has the file's lock now, or files take none."""
+    """True if this process now holds the file's lock, or the file system has no locks."""
     import fcntl  # which not every system has, but those for which Triton ships
 
     try:
@@ -275,7 +275,7 @@ def _cache() -> str:
 
 
 def nothing_compiled() -> bool:
-    """Whether Triton's cache is empty: then what is launched is compiled first."""
+    """True if Triton's cache is empty. Then each kernel is compiled before its launch."""
     try:
         with os.scandir(_cache()) as entries:
             return next(entries, None) is None

@@ -26,7 +26,7 @@ PACKED_ROWS = 16  # of a tile: weights of fewer rows have no packed form (small 
 
 
 def can_pack(weight_shape: Sequence[int], dtype: torch.dtype) -> bool:
-    """Whether a weight [N, K] has a packed form: 16-bit values, N a multiple of 16, K of 64."""
+    """True if a weight [N, K] can be packed: 16-bit values, N a multiple of 16, K of 64."""
     rows, width = weight_shape
     return dtype in DTYPES and rows > 0 and width > 0 and rows % 16 == 0 and width % 64 == 0
 

@@ -162,5 +162,5 @@ class Weight:
 
 
 def is_packed(weights: Sequence[Weight], dtypes: Sequence[torch.dtype] = packing.DTYPES) -> bool:
-    """Whether all weights are packed values of one of these dtypes."""
+    """True if all weights are packed values of one of these dtypes."""
     return all(weight.format == "packed" and weight.dtype in dtypes for weight in weights)

@@ -83,7 +83,7 @@ def experts(
     shared_logits: Tensor | None = None,
     residual: Tensor | None,
 ) -> Tensor:
-    """As `reference.experts`, which defines it, but the residual is added before the result is rounded.
+    """Implements `Ops.experts` with a Triton kernel, but the residual is added before the result is rounded.
 
     Args:
         x, ids, factors, weights, clamp, shared, shared_logits, residual: as there.
@@ -111,7 +111,7 @@ def experts_normed(
     residual: Tensor,
     norm: tuple[Tensor, float],
 ) -> tuple[Tensor, Tensor]:
-    """As `reference.experts_normed`, which defines it; other arguments and errors as of `experts`."""
+    """Implements `Ops.experts_normed` with a Triton kernel; other arguments and errors as of `experts`."""
     outputs = _expert_outputs(x, ids, factors, weights, clamp)
     check("norm's weight", norm[0], x.shape[-1:])
     if outputs is None:

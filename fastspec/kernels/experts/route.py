@@ -189,7 +189,7 @@ def _choose(
 
 
 def route(logits: Tensor, rule: RoutingRule, correction: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """As `reference.route`, which defines it.
+    """Implements `Ops.route` with a Triton kernel.
 
     Args:
         logits, rule, correction: as there.
@@ -208,7 +208,7 @@ def route_normed(
     weight: Tensor,
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As `reference.route_normed`, which defines it.
+    """Implements `Ops.route_normed` with a Triton kernel.
 
     Args:
         logits, rule, correction, x, weight, eps: as there.

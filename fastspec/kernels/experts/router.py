@@ -80,7 +80,7 @@ def router_kernel(
 
 
 def normed_logits(x: Tensor, weight: Tensor, eps: float, router: Weight, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-    """As `reference.normed_logits`, which defines it.
+    """Implements `Ops.normed_logits` with a Triton kernel.
 
     Args:
         x, weight, eps, router, bias: as there.

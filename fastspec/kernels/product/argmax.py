@@ -34,7 +34,7 @@ def packed_argmax(
     pdl: bool,
     out: Tensor | None = None,
 ) -> Tensor:
-    """As `reference.packed_argmax`, which defines it; the result is `out` where that is given.
+    """Implements `Ops.packed_argmax` with a Triton kernel; the result is `out` where that is given.
 
     Args:
         limit: ids below it count; at least 1 where ids are wanted, and where keys are, none may count.

@@ -42,7 +42,7 @@ def packed_linear(
     out_dtype: torch.dtype | None = None,
     pdl: bool,
 ) -> Tensor:
-    """As `reference.packed_linear`, which defines it.
+    """Implements `Ops.packed_linear` with a Triton kernel.
 
     Args:
         pdl: the kernels may start before the one in front of them ends, and let the next one start early; every

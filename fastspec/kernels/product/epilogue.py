@@ -1,4 +1,4 @@
-"""What the two packed products share: operands out of 32-bit words, sums in a fixed order, and how a tile ends.
+"""Parts of both packed products: operands from 32-bit words, sums in a fixed order, and the end of a tile.
 
 Weights and activations travel as 32-bit words, two 16-bit values each, low half first. A loop that carries words
 keeps them in 32-bit registers, and one word holds what one multiplication of pairs needs.
@@ -260,7 +260,7 @@ def _offsets(like, tile_id, first_row, M, N, GATED: gl.constexpr, OWN: gl.conste
 def addends(
     like, tile_id, first_row, bias_ptr, residual_ptr, M, N, GATED: gl.constexpr, OWN: gl.constexpr = 0
 ):  # fmt: skip
-    """What `write_tile` adds, loaded ahead of time: the bias and the residual, of those that there are."""
+    """Loads bias and residual, as far as given, before `write_tile` adds them."""
     loaded = ()
     if bias_ptr is not None:
         column = _columns(like, tile_id, GATED, OWN)

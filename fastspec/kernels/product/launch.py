@@ -59,7 +59,7 @@ class Rows(NamedTuple):
 
 
 class Epilogue(NamedTuple):
-    """What is done with complete sums.
+    """Operations on complete sums: bias, residual, gate, argmax.
 
     Attributes:
         bias_ptr: [N]; None: none.
@@ -187,7 +187,7 @@ def permuted_for(
 
 
 def reads_raised(weight: Weight) -> bool:
-    """Whether the TMA kernel of this weight reads rows that are 2^64 times as large: it has codes of 8 bits."""
+    """True if the TMA kernel of this weight reads rows multiplied by 2^64: the weight has 8-bit codes."""
     return weight.codes is not None and weight.codes.form in quantised.WIDE
 
 

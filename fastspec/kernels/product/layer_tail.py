@@ -1,4 +1,4 @@
-"""What lies between the attention of a layer and that of the next, for rows that the TMA kernel multiplies.
+"""The layer tail, from attention to the next layer's q, k and v, for rows that the TMA kernel multiplies.
 
     x' = x + attended o^T;  x'' = x' + act(norm(x') gate_up^T) down^T;  qkv = norm'(x'') qkv^T
 
@@ -35,7 +35,7 @@ from fastspec.kernels.room import Room
 
 
 def runs_on_tma(weights: list[Weight], rows: int) -> bool:
-    """Whether all these are packed or quantised, and there are enough rows for the TMA kernel."""
+    """True if all these are packed or quantised, and there are enough rows for the TMA kernel."""
     return all(
         (weight.codes is not None or is_packed([weight])) and isinstance(_tile(weight, rows), Tma | Wide)
         for weight in weights
@@ -72,7 +72,7 @@ def layer_tail(
     pdl: bool,
     reduce: Reduce | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """As `reference.layer_tail`, for weights and rows that are `runs_on_tma`; attended as there, or regrouped."""
+    """Implements `Ops.layer_tail` for weights and rows that `runs_on_tma` accepts. `attended` may be regrouped."""
     shape, rows = x.shape, x.reshape(-1, x.shape[-1]).contiguous()
     x, qkv = mlp(attention_out(attended, rows, layer, eps, pdl, reduce), layer, next_layer, eps, pdl, reduce)
     return x.view(shape), None if qkv is None else qkv.view(*shape[:-1], -1)
@@ -81,7 +81,7 @@ def layer_tail(
 def attention_out(
     attended: Tensor, x: Tensor, layer: Layer, eps: float, pdl: bool, reduce: Reduce | None = None
 ) -> NextInput:
-    """As `reference.attention_out`, and what `mlp` reads of it.
+    """Implements `Ops.attention_out`; also returns the input of `mlp`.
 
     Args:
         attended: [B, Q, H * D], or regrouped [B, Q, H * D / 64, 64].
@@ -99,7 +99,7 @@ def attention_out(
 def mlp(
     given: NextInput, layer: Layer, next_layer: Layer | None, eps: float, pdl: bool, reduce: Reduce | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """As `reference.mlp`, for what `attention_out` returned: x [M, hidden], and q, k and v of the next layer [M, N]."""
+    """Implements `Ops.mlp` on the result of `attention_out`: x [M, hidden], and q, k and v of the next layer [M, N]."""
     x, permuted, squares = given
     out = x.new_empty(len(x), layer.gate_up.shape[0] // 2)
     call = Call(permuted, layer.gate_up, out, layer.gate_up_bias, (layer.post_norm, eps), gated=True)
@@ -141,7 +141,7 @@ def _launch_and_sum(tile: Tma | Wide, call: Call, squares: Tensor | None, pdl: b
 
 
 def _leaves_parts(tile: Tma | Wide, weight: Weight) -> bool:
-    """Whether CTAs leave sums that another kernel adds up."""
+    """True if CTAs store partial sums that another kernel adds."""
     if isinstance(tile, Wide):
         return tile.splits < split_for(weight).split_k
     return tile.split_k is not None

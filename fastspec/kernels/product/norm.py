@@ -1,4 +1,4 @@
-"""What a norm is to a packed product of many rows: x * gamma, rounded once, and a factor for each row's sums.
+"""The norm before a packed product of many rows: x * gamma, rounded once, and one factor per row for its sums.
 
 The products of up to 8 rows do this themselves. Here it is done once and not in every program, to the same bits: the
 squares are summed in the order that belongs to the weight's split of K.

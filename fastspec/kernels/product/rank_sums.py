@@ -28,7 +28,7 @@ from fastspec.kernels.room import BLOCK, LIMIT, Room
 
 
 class Sums(NamedTuple):
-    """What a program adds and leaves, as parameters of `split_k.regroup_kernel` say it."""
+    """Pointers that a program reads and writes; see the parameters of `split_k.regroup_kernel`."""
 
     SPLITS: int
     PAIRWISE: int

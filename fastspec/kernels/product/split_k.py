@@ -1,4 +1,4 @@
-"""What stands between packed products of many rows: splits added up, bias, residual, one rounding, the next one's norm.
+"""Kernels between packed products of many rows: add splits, bias and residual, round once, apply the next norm.
 
 Where a norm and a product come next, rows are multiplied with gamma and regrouped, as the TMA kernel reads them; the
 factors of rows come from the sums of squares of each split of that product, to the bits of `norm`. So a program has
@@ -58,7 +58,7 @@ class Parts:
 
     @property
     def is_tree(self) -> bool:
-        """Whether they are added as one binary tree, neighbours first."""
+        """True if splits are added as one binary tree, neighbours first."""
         return self.pairwise == 0 or len(self.sums) <= 2 or (len(self.sums), self.pairwise) == (4, 2)
 
 
@@ -139,7 +139,7 @@ def leave_given(
     K: gl.constexpr, S: gl.constexpr, KT: gl.constexpr, ROOM: gl.constexpr, SHARED: gl.constexpr, WARPS: gl.constexpr,
     DTYPE: gl.constexpr, RAISE: gl.constexpr,
 ):  # fmt: skip
-    """What the next product reads of the part of a row that one split multiplies; as `regroup_kernel` has it."""
+    """Stores one split's part of a row in the order that the next product reads, see `regroup_kernel`."""
     K_TILE: gl.constexpr = KT // 2  # words
     words_at = row.to(gl.int64) * (K // 2)
     low, high = gl.split(gl.reshape(total.to(gl.int16, bitcast=True), [ROOM, 2]))

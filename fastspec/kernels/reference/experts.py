@@ -53,7 +53,7 @@ def route(logits: Tensor, rule: RoutingRule, correction: Tensor | None = None) -
 
 
 def _with_shared(logits: Tensor, rule: RoutingRule, correction: Tensor | None) -> tuple[Tensor, Tensor]:
-    """As `route`, of a rule with a shared expert."""
+    """Routes tokens by a rule with a shared expert."""
     experts = logits.shape[1] - rule.gates
     ids, factors = route(logits[:, :experts], rule._replace(shared=None), correction)
     gate = sigmoid(logits[:, experts:]) if rule.gates else torch.ones_like(factors[:, :1])

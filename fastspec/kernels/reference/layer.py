@@ -91,7 +91,7 @@ def layer_tail(
     tiling: Tiling,
     reduce: Reduce | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """What lies between the attention of a layer and that of the next: `attention_out`, then `mlp`.
+    """The layer tail, from attention to the next layer's q, k and v: `attention_out`, then `mlp`.
 
     Arguments and results are theirs.
     """

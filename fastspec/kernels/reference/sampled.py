@@ -13,7 +13,7 @@ from fastspec.sampling.rules import BLOCK, COUPLED
 
 
 class SampledRows(verify.CommitRows, Protocol):
-    """What of B rows an op that samples reads and writes; `fastspec.state.DecodeState` has and explains it."""
+    """Tensors of B rows that a sampling op reads and writes; `fastspec.state.DecodeState` owns and explains them."""
 
     @property
     def seeds(self) -> Tensor:
@@ -33,7 +33,7 @@ class SampledRows(verify.CommitRows, Protocol):
 
     @property
     def processors(self) -> processors.ProcessorRows:
-        """What is done to logits before."""
+        """Logit processors of the rows."""
 
 
 def sampled_commit(

@@ -84,7 +84,7 @@ def fp32_kernel(
     GATED: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """As `tile_kernel`."""
+    """Multiplies fp32 rows by tiles, with the parameters of `tile_kernel`."""
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -120,7 +120,7 @@ def fp32_argmax_kernel(
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """As `tile_argmax_kernel`."""
+    """Finds argmax keys of fp32 logits, with the parameters of `tile_argmax_kernel`."""
     if PDL:
         gdc_launch_dependents()
         gdc_wait()

@@ -1,4 +1,4 @@
-"""What the portable products share: the norm in front, the end of a tile, and the argmax of logits."""
+"""Parts of the portable products: the norm before, the end of a tile, and the argmax of logits."""
 
 from __future__ import annotations
 

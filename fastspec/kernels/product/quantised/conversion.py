@@ -27,7 +27,7 @@ def bits_of(FORM):
 
 @gluon.constexpr_function
 def offset_of(FORM):
-    """What codes are larger by than what they mean, taken off by the sum of x; 0: they are not."""
+    """The offset of codes over the values that they mean; the sum of x removes it. 0: there is none."""
     return 128 if FORM == "off8" else 0
 
 
@@ -138,7 +138,7 @@ def _less(pairs, less, HIGH: gl.constexpr):
 
 @gluon.jit
 def _zero_of(words, zeros, i: gl.constexpr):
-    """What `_less` adds to block i of four, like words [S, R, 16]: out of zeros, [S, R, 1] of each group, or 8."""
+    """The term of `_less` for block i of four, like words [S, R, 16]: from zeros [S, R, 1] of each group, or 8."""
     if len(zeros) == 0:
         return gl.full_like(words, LESS_EIGHT)
     else:

@@ -57,7 +57,7 @@ BLOCK = gl.constexpr(8)  # rows of x of one product
 
 
 class Operands(NamedTuple):
-    """What is multiplied.
+    """Pointers of the two factors.
 
     Attributes:
         x: int32 words [M, K / 2] of bf16.
@@ -72,7 +72,7 @@ class Operands(NamedTuple):
 
 
 class Epilogue(NamedTuple):
-    """What comes after the product; None is absent.
+    """Pointers of the operations after the product; None is absent.
 
     Attributes:
         row_factors: fp32 [M], of a norm whose weight is in x already.

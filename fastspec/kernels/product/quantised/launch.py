@@ -76,7 +76,7 @@ def tile_for(weight: Weight, rows: int, *, whole: bool = False) -> Tile | Wide:
 def launch_wide(
     tile: Wide, call: Call, squares: Tensor | None, pdl: bool, regroup_out: bool = False, raise_out: bool = False
 ) -> Parts | None:
-    """As `launches.launch_tma`, whose arguments and result it has, with a weight of codes.
+    """Launches the TMA product with a weight of codes; arguments and result are those of `launch_tma`.
 
     Args:
         raise_out: what is regrouped is 2^64 times as large, exactly, as a product with codes of 8 bits reads it.

@@ -1,4 +1,4 @@
-"""What the product with quantised weights loads, and where that lies: codes, scales, zero points, rows of x."""
+"""Loads of the product with quantised weights: codes, scales, zero points, rows of x, and their places."""
 
 # ruff: noqa: RUF005  (Triton adds tuples, and knows no starred ones)
 

@@ -166,7 +166,7 @@ def prefill_quantised(
     gated: bool = False,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """As `prefill_linear`, whose arguments and errors it has, with a weight of codes."""
+    """Multiplies rows of a prompt by a weight of codes; arguments and errors are those of `prefill_linear`."""
     (n, k), each = weight.shape, 2 if gated else 1
     size = slice_of(n, k, x.numel() // k, multiprocessors(x.device) if x.is_cuda else 1)
     part = _slice(weight, 0, size)  # before the norm, for which it need not wait

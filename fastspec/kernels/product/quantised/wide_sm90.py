@@ -66,7 +66,7 @@ class Ring(NamedTuple):
 
 
 class WideEpilogue(NamedTuple):
-    """What becomes of complete sums; None is absent.
+    """Pointers of the operations on complete sums; None is absent.
 
     Attributes:
         squares, eps: sums of squares of rows, fp32 [S, M], and epsilon of a norm whose weight x already has.
@@ -154,7 +154,7 @@ def _operands(pieces, zeros, like: gl.constexpr, FORM: gl.constexpr):
 
 @gluon.jit
 def _ones(piece, like: gl.constexpr):
-    """What sums x as codes of a unit count it, [R, 64]; piece: words [1, R, 16]."""
+    """The operand of ones, [R, 64], whose product is the sum of x in units of codes; piece: words [1, R, 16]."""
     one = gl.full_like(piece, ONE)
     return _left_operand(joined_halves(one, one), like)
 
@@ -185,7 +185,7 @@ def _scales_of(ptr, step, tile, split, like: gl.constexpr, N, K: gl.constexpr, S
 @gluon.jit
 def _zeros_of(ptr, step, tile, split, like: gl.constexpr, N, K: gl.constexpr, S: gl.constexpr, T: gl.constexpr,
               GROUP: gl.constexpr, PAIRS: gl.constexpr, R: gl.constexpr):  # fmt: skip
-    """As `zeros_of` of conversion.py of each group of a K tile, for codes in layout `like`; () without a pointer."""
+    """Zero points of each group of a K tile, see `zeros_of`, for codes in layout `like`; () without a pointer."""
     found = ()
     if ptr is not None:
         row = gl.arange(0, R, layout=gl.SliceLayout(0, gl.SliceLayout(2, like)))
@@ -199,7 +199,7 @@ def _zeros_of(ptr, step, tile, split, like: gl.constexpr, N, K: gl.constexpr, S:
 
 @gluon.jit
 def _less_offset(part, total, FORM: gl.constexpr):
-    """As `_less_offset` of few_rows.py."""
+    """Removes the offset of codes, see `_less_offset` in few_rows.py."""
     return gl.fma(gl.full_like(total, -1.0 * offset_of(FORM)), total, part)
 
 
