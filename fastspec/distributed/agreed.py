@@ -1,4 +1,4 @@
-"""How the ranks of a generator settle on what they make: each its part of the models, all the same settings."""
+"""Settings on which all ranks of a generator agree, and the part of each model that a rank has."""
 
 from __future__ import annotations
 
@@ -31,18 +31,19 @@ def agreed_settings(
     pair: Callable[[], tuple[Checkpoint, Checkpoint | HeadCheckpoint | None]],
     config: Config,
 ) -> tuple[Checkpoint, Checkpoint | HeadCheckpoint | None, Settings]:
-    """Target, draft and settings of one rank, on which all ranks agree: the rows are as long as all have room for.
+    """Returns target, draft and settings of this rank. `max_length` is the smallest that fits on any rank.
 
     Args:
         pair: finds target and draft.
         config: arguments of the constructor.
 
     Raises:
-        As `settings_of`, and UnsupportedOption where ranks were asked for different things or a model does not divide.
+        UnsupportedOption: ranks have different arguments, or a model does not divide. Also the errors of `settings_of`.
     """
     config = replace(config, device=ranks.device(config.device))
 
     def make() -> tuple[Checkpoint, Checkpoint | HeadCheckpoint | None, Settings]:
+        """Finds the models and computes the settings of this rank alone."""
         whole, draft_whole = pair()
         device = device_of(config.device, whole)
         on_cpu = device.type == "cpu"
@@ -55,6 +56,7 @@ def agreed_settings(
         return target, draft, settings_of(target, draft, config)
 
     def of_all(made: tuple[Checkpoint, Checkpoint | HeadCheckpoint | None, Settings]) -> dict[str, object]:
+        """Values that must be equal on all ranks, by their names in an error."""
         models = [None if each is None else fingerprint(each) for each in made[:2]]
         return {
             "version of fastspec or torch": (sources(), torch.__version__),
@@ -88,7 +90,7 @@ def agreed_settings(
 def agreed_warmup(
     ranks: Ranks, loop: Loop, drafting: DraftPlan, max_length: int, asked: tuple[int | str | None, str, int]
 ) -> tuple[DraftChoice, int]:
-    """Steps to be made ready and tokens of the longest row, once all ranks were asked for the same.
+    """Returns the drafts of a warm-up and the tokens of its longest row, if all ranks ask for the same.
 
     Args:
         max_length: tokens that a row of the generator may get.
@@ -111,10 +113,10 @@ def agreed_warmup(
 
 
 def _decide_draft(draft: Checkpoint | HeadCheckpoint | None, ranks: Ranks, device: torch.device, dtype: Any) -> None:
-    """Settles whether the draft is cut: a head never is.
+    """Decides if the draft is split among ranks. A head is never split.
 
     Raises:
-        UnsupportedOption: a head is to be cut.
+        UnsupportedOption: the draft is a head, and draft_tensor_parallel="split".
     """
     if isinstance(draft, HeadCheckpoint) and ranks.split_draft:
         raise UnsupportedOption(
@@ -125,7 +127,7 @@ def _decide_draft(draft: Checkpoint | HeadCheckpoint | None, ranks: Ranks, devic
 
 
 def _splits_draft(draft: Checkpoint, ranks: Ranks, device: torch.device, dtype: Any) -> bool:
-    """Whether the draft is split where `draft_tensor_parallel` is not given: on GPUs, if that shortens its passes."""
+    """True if the draft is split by default: on GPUs, if that shortens its passes."""
     if device.type != "cuda" or not _plain(draft) or not isinstance(draft.spec, ModelSpec):
         return False
     if draft.spec.plans[0].qk_norm == "projection":  # which takes one exchange more a layer
@@ -134,7 +136,7 @@ def _splits_draft(draft: Checkpoint, ranks: Ranks, device: torch.device, dtype: 
 
 
 def _own(checkpoint: Checkpoint, ranks: Ranks, *, on_cpu: bool) -> Checkpoint:
-    """What this rank has of a checkpoint.
+    """Returns the part of a checkpoint that this rank has.
 
     Raises:
         UnsupportedOption: a hosted model without a plan that is known here, or a model that does not divide.
@@ -149,7 +151,7 @@ def _own(checkpoint: Checkpoint, ranks: Ranks, *, on_cpu: bool) -> Checkpoint:
 
 
 def _own_hosted(checkpoint: Checkpoint, info: HostedInfo, ranks: Ranks, *, on_cpu: bool) -> Checkpoint:
-    """What this rank has of a hosted model: by transformers' plan, or all of it where it is alone."""
+    """Returns the part of a hosted model that this rank has: by transformers' plan, or all of it for one rank."""
     draft = checkpoint.role == "draft"
     if not ranks.asked or (draft and not ranks.split_draft):
         return checkpoint
@@ -168,7 +170,7 @@ def _own_hosted(checkpoint: Checkpoint, info: HostedInfo, ranks: Ranks, *, on_cp
 
 
 def _plain(checkpoint: Checkpoint) -> bool:
-    """Whether a model is of 16-bit or fp32 weights of a native family, of attention and MLPs alone."""
+    """True if a model of a native family has 16-bit or fp32 weights, and attention and dense MLPs only."""
     spec = checkpoint.spec
     if not isinstance(spec, ModelSpec) or checkpoint.quantisation is not None or checkpoint.rounded is not None:
         return False

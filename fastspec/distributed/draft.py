@@ -17,22 +17,22 @@ USUAL_RATE = 3.35e12  # bytes per second of an H100, where torch does not tell t
 
 
 class Model(Sizes, Protocol):
-    """What the estimated time of a pass depends on."""
+    """Sizes from which the time of a pass is estimated."""
 
     @property
     def num_layers(self) -> int:
-        """Layers, of two sums each."""
+        """Layers. Each adds over ranks twice."""
 
     def weight_bytes(self, dtype: torch.dtype) -> int:
         """Bytes that a pass reads."""
 
 
 def splitting_pays(model: Model, dtype: torch.dtype, ranks: int, rate: float) -> bool:
-    """Whether a pass over one row is shorter with the model cut among so many ranks.
+    """True if a pass over one row is estimated to be shorter with the model split among `ranks` ranks.
 
     Args:
         model, dtype: the draft, as stored on the device.
-        ranks: how many.
+        ranks: number of ranks.
         rate: bytes per second that a device's memory is rated at.
     """
     if ranks not in SUM_SECONDS or not divides(model, ranks):

@@ -213,7 +213,7 @@ class ParallelDecoder(Decoder):
         return self.exchange.added(tree_sum(partial), None, x), None  # the norm is of what all ranks add
 
     def _normed_heads(self, plan: LayerPlan, layer: LayerWeights, qkv: Tensor, positions: Tensor) -> Tensor:
-        """As `Decoder`; a norm over the heads of all ranks gathers them first."""
+        """Norms queries and keys. A norm over the heads of all ranks gathers them first."""
         if plan.qk_norm != "projection" or self._share.size == 1:
             return super()._normed_heads(plan, layer, qkv, positions)
         assert layer.q_norm is not None
