@@ -17,7 +17,6 @@ from torch import Tensor
 
 from fastspec.adaptive.controller import AUTO
 from fastspec.config import PREFILL_BUDGET, Config, PlanOptions, Source
-from fastspec.distributed.agreed import agreed_warmup
 from fastspec.distributed.following import (
     Leader,
     Reader,
@@ -26,6 +25,7 @@ from fastspec.distributed.following import (
     check_tokenizer_is_stored,
     follow,
 )
+from fastspec.distributed.rank_settings import agreed_warmup
 from fastspec.distributed.ranks import Ranks
 from fastspec.engine.arguments import checked_arguments
 from fastspec.engine.build import build
@@ -83,16 +83,16 @@ class FastSpecGenerator(OfOneProcess):
             that are stored quantised stay as they are. A rounded draft never changes the text; a rounded target does.
             "auto" takes the fastest format of the draft by an estimate; `calibrate` measures it
             (docs/guides/quantised.md).
-        kv_dtype: "fp8" stores K and V in 8 bits (e4m3), half the memory. A pair sets target and draft separately. An fp8
-            target cache changes the text, equally with and without drafts (docs/guides/memory.md). None: the models'
-            dtype.
+        kv_dtype: "fp8" stores K and V in 8 bits (e4m3), half the memory. A pair sets target and draft separately. An
+            fp8 target cache changes the text, equally with and without drafts (docs/guides/memory.md). None: the
+            models' dtype.
         feature_layers: layer boundaries of the target that a learned drafter reads. Default: from its config
             (docs/guides/heads.md).
         draft_vocab: token ids that "mtp" may draft. Token ids outside this list are never drafted; the text is the same
             (docs/guides/heads.md).
         release_source: free the tensors of loaded models while they are copied. These models are unusable afterwards.
-        prefix_cache: keep pages of earlier prompts until a row needs the space. A prompt that begins like an earlier one
-            is computed only from the first difference, with bit-identical text. Needs no extra memory
+        prefix_cache: keep pages of earlier prompts until a row needs the space. A prompt that begins like an earlier
+            one is computed only from the first difference, with bit-identical text. Needs no extra memory
             (docs/guides/chat.md).
         prefill_budget: prompt tokens that are prefilled between two steps of running rows (at least one pass). None: a
             whole prompt is prefilled at once, and running rows wait.

@@ -201,7 +201,7 @@ class ForwardBatch:
     Attributes:
         ids: int64 [B, Q], tokens within the model's vocabulary.
         positions: int64 [B, Q], absolute positions, >= 0 also for rows that do not count.
-        write_mask: bool [B, Q], True if the K/V is kept; False for padding, finished rows, and positions before a prompt.
+        write_mask: bool [B, Q], True if the K/V is kept; False for padding, finished rows, positions before a prompt.
         block_table: int64 [B, P], pages of each row.
         num_blocks: host bound on the attended positions, in blocks of KEY_BLOCK.
         tiling: shapes of the matrix products; fixing them fixes a row's bits whatever runs beside it.

@@ -66,7 +66,7 @@ def add_rounded(total: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
     return (residual.float() + total).to(residual.dtype)
 
 
-class Sums:
+class RankSums:
     """`Exchange.added` as `kernels.reference.layer.Reduce`, and memory for kernels that add over ranks themselves."""
 
     def __init__(self, exchange: Exchange) -> None:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from fastspec.distributed.agreement import agree
 from fastspec.distributed.exchange import Alone, Exchange, OverHosts
-from fastspec.distributed.slices import SIZES, Share, Sizes, check_divides, share_of
+from fastspec.distributed.slices import SIZES, RankShare, Sizes, check_divides, share_of
 from fastspec.distributed.world import World
 from fastspec.errors import InvalidLogits, OutOfPages, UnsupportedOption
 from fastspec.inputs.options import Options
@@ -91,7 +91,7 @@ class Ranks:
             return asked
         return torch.device("cuda", dist.get_node_local_rank(self.world.rank))
 
-    def share(self, sizes: Sizes, name: str, *, draft: bool, on_cpu: bool) -> Share | None:
+    def share(self, sizes: Sizes, name: str, *, draft: bool, on_cpu: bool) -> RankShare | None:
         """Returns the part of a model that this rank has. None: the whole model, computed as without ranks.
 
         On a GPU one rank has a share too, because its sums are made in the same way as those of several ranks.
@@ -107,7 +107,7 @@ class Ranks:
         if not self.asked or (whole and on_cpu):
             return None
         if whole:
-            return Share(0, 1, 1)
+            return RankShare(0, 1, 1)
         check_divides(sizes, self.size, name)
         return share_of(sizes, self.world.rank, self.size, one_tree=on_cpu)
 
@@ -186,7 +186,7 @@ class Ranks:
         """Ends the monitor of this rank."""
         self.world.close()
 
-    def describe(self, share: Share | None, whole_head: str) -> str:
+    def describe(self, share: RankShare | None, whole_head: str) -> str:
         """Describes the ranks and their parts for `explain`. Empty without `tensor_parallel`.
 
         Args:

@@ -47,7 +47,7 @@ class Cut(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class RankShare:
     """Part of one model that one rank owns.
 
     Attributes:
@@ -111,7 +111,7 @@ def check_divides(sizes: Sizes, ranks: int, name: str) -> None:
     raise UnsupportedOption(f"tensor_parallel={ranks} does not divide {name}: {', '.join(found)}; use one of {fine}")
 
 
-def share_of(sizes: Sizes, rank: int, ranks: int, *, one_tree: bool) -> Share:
+def share_of(sizes: Sizes, rank: int, ranks: int, *, one_tree: bool) -> RankShare:
     """Returns the share of a rank.
 
     Args:
@@ -119,4 +119,4 @@ def share_of(sizes: Sizes, rank: int, ranks: int, *, one_tree: bool) -> Share:
             changes no bit, but there are more and smaller products.
     """
     parts = max(each for each in SIZES if divides(sizes, each)) if one_tree else ranks
-    return Share(rank, ranks, max(parts, ranks), one_tree)
+    return RankShare(rank, ranks, max(parts, ranks), one_tree)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TypeAlias
 
 from fastspec.config import Config, Source
-from fastspec.distributed.agreed import agreed_settings
+from fastspec.distributed.rank_settings import agreed_settings
 from fastspec.distributed.ranks import Ranks
 from fastspec.engine.draft_format import with_format
 from fastspec.engine.settings import Settings, settings_of

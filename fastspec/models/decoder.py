@@ -243,7 +243,7 @@ class Decoder:
         return x + self._residual_branch(plan, added, norm)
 
     def _residual_branch(self, plan: LayerPlan, added: Tensor, norm: Tensor | None) -> Tensor:
-        """Returns the summand of x: the output of attention or MLP, normed if the plan has that norm, times its factor."""
+        """Returns the summand of x: the output of attention or MLP, normed if the plan says so, times its factor."""
         added = added if norm is None else self._norm(plan, added, norm)
         return added if plan.residual_scale == 1.0 else added * plan.residual_scale
 
