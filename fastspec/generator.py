@@ -17,7 +17,6 @@ from torch import Tensor
 
 from fastspec.adaptive.controller import AUTO
 from fastspec.config import PREFILL_BUDGET, Config, PlanOptions, Source
-from fastspec.distributed.agreed import agreed_warmup
 from fastspec.distributed.following import (
     Leader,
     Reader,
@@ -26,6 +25,7 @@ from fastspec.distributed.following import (
     check_tokenizer_is_stored,
     follow,
 )
+from fastspec.distributed.rank_settings import agreed_warmup
 from fastspec.distributed.ranks import Ranks
 from fastspec.engine.arguments import checked_arguments
 from fastspec.engine.build import build
@@ -64,45 +64,55 @@ class FastSpecGenerator(OfOneProcess):
 
     Args:
         target: a local directory, a Hugging Face Hub id, or a loaded transformers model.
-        draft: the same, with the target's tokenizer; a learned drafter; "mtp" (the target's layer); None: no drafts.
-        proposer: `NGram()` (lookup in the row itself, before the draft where there is one), or one's own.
-        verification: how sampled drafts are judged: "block" (accepts most), "rejection", or "coupled" (one seed, one
-            text, whatever is drafted): docs/numerics.md. A `SyntheticAcceptance` is for benchmarks alone.
+        draft: a model with the target's tokenizer, a learned drafter, or "mtp" (the target's own MTP layer). None: no
+            draft model.
+        proposer: `NGram()` (lookup in the row's own tokens, before the draft model is asked), or your own `Proposer`.
+        verification: rule that accepts sampled drafts: "block" (accepts most), "rejection", or "coupled" (the text
+            depends on the seed, not on the drafts), see docs/numerics.md. `SyntheticAcceptance` is for benchmarks only.
         num_speculative_tokens: k, drafts per step (0..16); 0 decodes plainly. "auto" chooses while it decodes, by
             measured tokens per second, up to 8, or 16 without a draft model (docs/guides).
         max_batch_size: prompts decoded at once; further ones wait for a free place.
         max_length: tokens of prompt and output per row, up to the target's context. Default: the smaller of the
-            models' contexts, and what fits in 90% of the free memory. Beyond the draft's context: no drafts.
+            models' contexts, and the length that fits in 90% of the free memory. Rows longer than the draft's context
+            continue without drafts.
         page_size: positions per K/V cache page.
-        dtype: of weights and cache, for both models. Default: each checkpoint's own on CUDA, float32 on a CPU.
-        device: default: the live target model's, else CUDA where there is one.
+        dtype: dtype of weights and cache of both models. Default: that of each checkpoint on CUDA, float32 on a CPU.
+        device: default: the device of a loaded target model, else CUDA if available.
         target_revision, draft_revision: branch, tag or commit of a Hub id.
-        target_quantization, draft_quantization: round weights to "fp8", "int8" or "int4" while they are loaded (never
-            what is stored quantised). Of a draft this never changes the text; of a target it is another model's. "auto"
-            takes a draft's fastest format here, by an estimate that `calibrate` measures (docs/guides/quantised.md).
-        kv_dtype: "fp8" keeps K and V of both models, or of each by a pair, in 8 bits (e4m3): half the memory; a target
-            has another text then, the same with drafts and without (docs/guides/memory.md). None: the models' dtype.
-        feature_layers: boundaries that a learned drafter reads; default: those its config names (docs/guides/heads.md).
-        draft_vocab: ids that "mtp" may draft; others cost it nothing, and the text is the same (docs/guides/heads.md).
-        release_source: free the tensors of live modules while they are copied; they are unusable afterwards.
-        prefix_cache: keep pages of prompts until a row needs them: a prompt that begins like an earlier one computes
-            only the rest, with the same text, bit for bit. It takes no extra memory (docs/guides/chat.md).
-        prefill_budget: prompt tokens that are prefilled between two steps of other calls' rows (one pass at least);
-            None: a prompt is prefilled at once, and these rows wait.
-        exact: a row's result does not depend on k, its place or its neighbours, to the bit (docs/numerics.md).
+        target_quantization, draft_quantization: round weights to "fp8", "int8" or "int4" while they are loaded; weights
+            that are stored quantised stay as they are. A rounded draft never changes the text; a rounded target does.
+            "auto" takes the fastest format of the draft by an estimate; `calibrate` measures it
+            (docs/guides/quantised.md).
+        kv_dtype: "fp8" stores K and V in 8 bits (e4m3), half the memory. A pair sets target and draft separately. An
+            fp8 target cache changes the text, equally with and without drafts (docs/guides/memory.md). None: the
+            models' dtype.
+        feature_layers: layer boundaries of the target that a learned drafter reads. Default: from its config
+            (docs/guides/heads.md).
+        draft_vocab: token ids that "mtp" may draft. Token ids outside this list are never drafted; the text is the same
+            (docs/guides/heads.md).
+        release_source: free the tensors of loaded models while they are copied. These models are unusable afterwards.
+        prefix_cache: keep pages of earlier prompts until a row needs the space. A prompt that begins like an earlier
+            one is computed only from the first difference, with bit-identical text. Needs no extra memory
+            (docs/guides/chat.md).
+        prefill_budget: prompt tokens that are prefilled between two steps of running rows (at least one pass). None: a
+            whole prompt is prefilled at once, and running rows wait.
+        exact: a row's result is bit-identical for every k, place in the batch and set of other rows (docs/numerics.md).
             False lets matrix products take any shape, which may be faster.
         graphs: on CUDA, capture each kind of step as one CUDA graph and replay it. False launches every operation
             from the host. Default: True on CUDA with Triton.
         compile: run both models through torch.compile instead of fastspec's own fused kernels; needs exact=False.
-        nvtx, progress: name steps and phases to a profiler; show progress and the chosen max_length on stderr.
-        tensor_parallel: how many processes, each with a GPU of its own, share the target: 1, 2, 4 or 8, or "auto" for
-            those that torchrun made. Each makes this generator and every call alike (docs/guides/several-gpus.md).
-        draft_tensor_parallel: "split" shares the draft, too; "replicated" does not. Default: what is faster here.
+        nvtx: mark steps and phases for a profiler.
+        progress: show progress and the chosen max_length on stderr.
+        tensor_parallel: number of processes, each with its own GPU, that share the target: 1, 2, 4 or 8; "auto": all
+            that torchrun started. Each process makes the same generator and the same calls
+            (docs/guides/several-gpus.md).
+        draft_tensor_parallel: "split" divides the draft among these processes; "replicated" copies it to each. Default:
+            the faster one by an estimate.
 
     Raises:
-        UnsupportedModel, CheckpointError: from loading; nothing is kept.
-        ValueError: a size out of range, a draft with another tokenizer, or a proposer that is none.
-        MemoryError: the plan does not fit; the message names what does.
+        UnsupportedModel, CheckpointError: loading failed; nothing is kept.
+        ValueError: a size out of range, a draft with another tokenizer, or an object that is not a Proposer.
+        MemoryError: the plan does not fit; the message says which settings would fit.
     """
 
     @shielded()
@@ -194,11 +204,11 @@ class FastSpecGenerator(OfOneProcess):
         """Computes the memory of a generator with the same arguments; loads and allocates nothing.
 
         Args:
-            target, draft, **options: the constructor's, but for those that take no memory.
+            target, draft, **options: arguments of the constructor that affect memory.
 
         Raises:
             TypeError: another argument.
-            MemoryError: it does not fit; the message names what does.
+            MemoryError: the plan does not fit; the message says which settings would fit.
         """
         if others := sorted(options.keys() - PlanOptions.__annotations__.keys()):
             raise TypeError(f"plan() got an unexpected keyword argument {others[0]!r}, which takes no memory")
@@ -211,7 +221,7 @@ class FastSpecGenerator(OfOneProcess):
 
     @property
     def generation_config(self) -> GenerationConfig | None:
-        """Options that the target's checkpoint brings, which hold where a call says nothing; None: none."""
+        """Default options of a call, from the target's checkpoint; None: it has none."""
         return self._target.generation_config
 
     @property
@@ -376,7 +386,7 @@ class FastSpecGenerator(OfOneProcess):
         return Handle(call, delivery, lambda: loop.leave(call.requests), stats)
 
     def follow(self) -> None:
-        """Makes the steps of rank 0's requests, on every other rank, until rank 0 closes its generator.
+        """Makes the steps of rank 0's requests on every other rank, until rank 0 closes its generator.
 
         With `tensor_parallel` rank 0 alone calls `submit`, and from then on `generate` and `stream` as well.
 
@@ -493,6 +503,7 @@ class FastSpecGenerator(OfOneProcess):
         )
 
         def make() -> PreparedCall:
+            """Reads the call's arguments and makes its requests."""
             if self._ranks.size > 1 and alone:
                 check_tokenizer_is_stored(arguments.keywords.get("tokenizer"), self._tokenizer)
             inputs = read_call(arguments, model, default_new_tokens)

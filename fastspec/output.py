@@ -1,4 +1,4 @@
-"""What `generate` returns: sequences, finish reasons and statistics."""
+"""Results of `generate`: sequences, finish reasons and statistics."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is fixed on the host before a step or a pass is launched: sizes, sampler kind, shapes of matrix products."""
+"""Facts that the host fixes before it launches a step or a pass: sizes, sampler kind, shapes of matrix products."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ class ClampedGate(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepShape:
-    """What is fixed on the host before a step is launched; each value has a captured graph of its own.
+    """Facts that the host fixes before it launches a step. Each value has its own captured graph.
 
     Attributes:
         num_drafts: k, tokens drafted by every running row; 0 is plain decoding.
@@ -196,12 +196,12 @@ class StepShape:
 
 @dataclass(frozen=True, slots=True)
 class ForwardBatch:
-    """What one forward pass feeds. B rows of Q consecutive tokens each.
+    """Input of one forward pass: B rows of Q consecutive tokens each.
 
     Attributes:
         ids: int64 [B, Q], tokens within the model's vocabulary.
         positions: int64 [B, Q], absolute positions, >= 0 also for rows that do not count.
-        write_mask: bool [B, Q], whose K/V is kept: False for padding, finished rows, and positions before a prompt.
+        write_mask: bool [B, Q], True if the K/V is kept; False for padding, finished rows, positions before a prompt.
         block_table: int64 [B, P], pages of each row.
         num_blocks: host bound on the attended positions, in blocks of KEY_BLOCK.
         tiling: shapes of the matrix products; fixing them fixes a row's bits whatever runs beside it.
@@ -239,7 +239,7 @@ def step_kinds(ks: Iterable[int], grammars: Iterable[str | None]) -> list[tuple[
 
 
 def keep_draft_probs(shape: StepShape) -> bool:
-    """Whether a proposer that draws must leave the distributions it drew from in draft_probs."""
+    """True if a proposer that samples must write its distributions to draft_probs."""
     return shape.sampler != GREEDY and needs_draft_probs(shape.verification)
 
 

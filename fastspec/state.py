@@ -49,7 +49,7 @@ class Outbox:
 
 @dataclass(frozen=True, slots=True)
 class Buffer:
-    """What one field of `DecodeState` holds.
+    """Shape, dtype and use of one field of `DecodeState`.
 
     Attributes:
         shape: letters as `StateSizes` explains them, separated by spaces; "K+1" is one more than K.
@@ -205,6 +205,7 @@ class DecodeState:
         letters = StateSizes(batch, max_drafts, max_length, pages_per_row, vocab_size, keep_draft_probs).letters
 
         def new(name: str, each: Buffer) -> Tensor:
+            """Allocates the buffer of one field."""
             if each.fill == OWN:
                 return torch.arange(batch, dtype=each.dtype, device=device)
             dtype = prob_dtype if name == "draft_probs" else each.dtype
@@ -242,7 +243,7 @@ class DecodeState:
 
     @property
     def processors(self) -> ProcessorRows:
-        """What the rows do to logits before they are sampled from."""
+        """Options by which rows change logits before sampling."""
         return ProcessorRows(*(getattr(self, name) for name in _PROCESSORS))
 
     def move(self, source: int, place: int) -> None:

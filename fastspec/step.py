@@ -177,7 +177,7 @@ def score(modules: StepModules, state: DecodeState, shape: StepShape) -> Tensor:
 def _scored(
     modules: StepModules, state: DecodeState, shape: StepShape
 ) -> tuple[Tensor | PartKeys, Tensor | None, ForwardBatch]:
-    """As `score`, and what else the step needs of the pass.
+    """Runs the target's pass of `score`, and returns its other results too.
 
     Returns:
         Logits [B, k+1, V], or argmax keys where these are enough; the hidden states that the proposer reads,
@@ -192,7 +192,7 @@ def _scored(
 
 
 def _needs_argmax_only(shape: StepShape) -> bool:
-    """Whether the step needs nothing but the largest logit of each place."""
+    """True if the step needs only the largest logit of each position."""
     plain = shape.sampler != FULL and shape.top_logprobs is None and shape.grammars is None
     return plain and not isinstance(shape.verification, SyntheticAcceptance)
 
@@ -263,7 +263,7 @@ def _judge(
 
 
 def _drawn(modules: StepModules, shape: StepShape) -> bool:
-    """Whether draft tokens of this step were sampled, so that `draft_probs` holds their distributions."""
+    """True if draft tokens of this step were sampled, so that `draft_probs` holds their distributions."""
     return modules.proposer is not None and not modules.proposer.deterministic and shape.grammars != GRAMMAR_ONLY
 
 

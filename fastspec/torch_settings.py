@@ -60,7 +60,7 @@ def using_threads(count: int) -> Iterator[None]:
 
 
 def _has_default_device() -> bool:
-    """Whether tensors made without a device would be elsewhere than in host memory."""
+    """True if tensors that are made without a device are not in host memory."""
     if not _get_current_function_mode_stack():
         return False  # a default device is a mode of torch functions
     try:

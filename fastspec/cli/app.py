@@ -23,7 +23,7 @@ from fastspec.cli.output import GREEN, write_text
 from fastspec.cli.pairs import pairs
 from fastspec.cli.progress import LOADING, Progress
 from fastspec.cli.quantize import quantize
-from fastspec.cli.ranks import start_ranks
+from fastspec.cli.rank_processes import start_ranks
 from fastspec.cli.serve import serve
 from fastspec.demo import demo_pair
 

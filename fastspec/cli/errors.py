@@ -34,6 +34,7 @@ def errors_in_one_line(context: typer.Context | None = None) -> Iterator[None]:
         file: TextIO | None = None,
         line: str | None = None,
     ) -> None:
+        """Prints a warning as one line of the command."""
         clear = "\r\x1b[K" if sys.stderr is not None and sys.stderr.isatty() else ""  # a line of progress
         typer.echo(f"{clear}{_line(message, context)}", err=True)
 

@@ -49,7 +49,7 @@ class GpuFacts:
 
     @property
     def generation(self) -> Gpu:
-        """What its compute capability means for kernels."""
+        """Properties of the GPU generation that kernels depend on."""
         return Gpu(self.capability, 0)
 
 
@@ -250,6 +250,7 @@ def _random_pair() -> tuple[Any, Any]:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     def model(layers: int) -> Any:
+        """Makes a tiny Llama model with random weights."""
         return LlamaForCausalLM(
             LlamaConfig(
                 num_hidden_layers=layers,

@@ -14,7 +14,7 @@ from fastspec.cli.errors import errors_in_one_line
 from fastspec.cli.imports import import_all
 from fastspec.cli.inputs import check_call
 from fastspec.cli.progress import LOADING, Progress
-from fastspec.cli.ranks import follow, start_ranks, this_rank
+from fastspec.cli.rank_processes import follow, start_ranks, this_rank
 from fastspec.models.pairs import public_name
 
 if TYPE_CHECKING:

@@ -41,20 +41,20 @@ class OverDevices:
             self._group()
 
     def describe(self) -> str:
-        """As in `Exchange`."""
+        """Describes the exchange for `explain`."""
         if self.room is None:
             return f"NCCL in the graph, for {self._why}"
         prompts = "" if self._prompts else "; prompts by NCCL"
         return f"pushed into the peers' memory by a kernel of the step, added as one tree in fp32{prompts}"
 
     def sum(self, partial: Tensor) -> Tensor:
-        """As in `Exchange`."""
+        """Sums fp32 tensors over ranks."""
         if (room := self._room_for(partial)) is not None:
             return self._kernels.exchange_added(partial, None, None, room)
         return tree_sum(self._gathered(partial))
 
     def added(self, partial: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
-        """As in `Exchange`."""
+        """Adds the sum over ranks [and bias] to residual, rounded once."""
         if (room := self._room_for(residual)) is not None and partial.is_contiguous():
             return self._kernels.exchange_added(partial, bias, residual, room)
         partial = one_way(partial, residual)
@@ -70,13 +70,13 @@ class OverDevices:
         return out.view(residual.shape)
 
     def gather(self, part: Tensor) -> Tensor:
-        """As in `Exchange`."""
+        """Joins the parts of all ranks along the last axis."""
         if (room := self._room_for(part)) is not None:
             return self._kernels.exchange_gather(part, room)
         return torch.cat(self._gathered(part), dim=-1)
 
     def largest(self, keys: Tensor, width: int, out: Tensor) -> None:
-        """As in `Exchange`."""
+        """Writes the id of each row's largest logit to out."""
         halves = keys.view(torch.float32)
         if (room := self._room_for(halves)) is not None:
             self._kernels.exchange_largest(keys, width, room, out)

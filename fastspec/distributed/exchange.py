@@ -1,6 +1,6 @@
-"""What ranks exchange inside a pass: sums of partial products, and parts of logits.
+"""Exchanges between ranks inside a pass: sums of partial products, and parts of logits.
 
-Partial sums are fp32 and are added as one binary tree over ranks, by every rank for itself: all hold the same bits.
+Partial sums are fp32. Every rank adds them in the order of one binary tree, so all ranks have the same bits.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class Exchange(Protocol):
     """Exchanges between the ranks of a model. All take part in the same order."""
 
     def describe(self) -> str:
-        """How, for people."""
+        """Describes the exchange for `explain`."""
 
     def sum(self, partial: Tensor) -> Tensor:
         """The sum over ranks of fp32 tensors of one shape."""
@@ -66,7 +66,7 @@ def add_rounded(total: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
     return (residual.float() + total).to(residual.dtype)
 
 
-class Sums:
+class RankSums:
     """`Exchange.added` as `kernels.reference.layer.Reduce`, and memory for kernels that add over ranks themselves."""
 
     def __init__(self, exchange: Exchange) -> None:
@@ -77,7 +77,7 @@ class Sums:
         return self._exchange.added(partial, bias, residual)
 
     def room_for(self, elements: int) -> Room | None:
-        """Memory of all ranks for so many fp32 elements; None where such sums go another way."""
+        """Memory of all ranks for `elements` fp32 elements; None if sums of that size use another method."""
         found: Room | None = getattr(self._exchange, "room", None)
         return found if found is not None and elements <= min(found.elements, WITH_NORM[found.size]) else None
 
@@ -86,23 +86,23 @@ class Alone:
     """The exchange of one rank: there is nothing to exchange."""
 
     def describe(self) -> str:
-        """As in `Exchange`."""
+        """Describes the exchange for `explain`."""
         return "none: one rank"
 
     def sum(self, partial: Tensor) -> Tensor:
-        """As in `Exchange`."""
+        """Sums fp32 tensors over ranks."""
         return partial
 
     def added(self, partial: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
-        """As in `Exchange`."""
+        """Adds the sum over ranks [and bias] to residual, rounded once."""
         return add_rounded(one_way(partial, residual), bias, residual)
 
     def gather(self, part: Tensor) -> Tensor:
-        """As in `Exchange`."""
+        """Joins the parts of all ranks along the last axis."""
         return part
 
     def largest(self, keys: Tensor, width: int, out: Tensor) -> None:
-        """As in `Exchange`."""
+        """Writes the id of each row's largest logit to out."""
         out.copy_(largest_of([keys.view(torch.int64)], width))
 
 
@@ -113,21 +113,21 @@ class OverHosts:
         self._world = world
 
     def describe(self) -> str:
-        """As in `Exchange`."""
+        """Describes the exchange for `explain`."""
         return "gloo: partial sums gathered in fp32, added as one tree"
 
     def sum(self, partial: Tensor) -> Tensor:
-        """As in `Exchange`."""
+        """Sums fp32 tensors over ranks."""
         return tree_sum(self._world.gather(partial.contiguous()))
 
     def added(self, partial: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
-        """As in `Exchange`."""
+        """Adds the sum over ranks [and bias] to residual, rounded once."""
         return add_rounded(self.sum(one_way(partial, residual)), bias, residual)
 
     def gather(self, part: Tensor) -> Tensor:
-        """As in `Exchange`."""
+        """Joins the parts of all ranks along the last axis."""
         return torch.cat(self._world.gather(part.contiguous()), dim=-1)
 
     def largest(self, keys: Tensor, width: int, out: Tensor) -> None:
-        """As in `Exchange`."""
+        """Writes the id of each row's largest logit to out."""
         out.copy_(largest_of(self._world.gather(keys.view(torch.int64)), width))

@@ -17,12 +17,12 @@ _ANSWERS = 2.0  # seconds to wait for the store, which never answers when its pr
 
 
 class Status(NamedTuple):
-    """What a rank says of itself.
+    """State that a rank reports to the others.
 
     Attributes:
-        beat: counts up while the process lives.
-        exchanges: how many it has begun.
-        doing: in words.
+        beat: a counter that grows while the process lives.
+        exchanges: number of exchanges that the rank has begun.
+        doing: the present work of the rank, for messages.
     """
 
     beat: int

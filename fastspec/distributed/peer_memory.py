@@ -9,7 +9,7 @@ from typing import Any
 LAZY_PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS, the only flag that the driver knows
 
 
-class Handle(ctypes.Structure):
+class IpcMemoryHandle(ctypes.Structure):
     """CUipcMemHandle: how another process opens memory."""
 
     _fields_ = [("reserved", ctypes.c_byte * 64)]
@@ -44,7 +44,7 @@ class SharedMemory:
         try:
             handle, refused = self._make(size, word), b""
         except RuntimeError as error:
-            handle, refused = Handle(), str(error).encode()
+            handle, refused = IpcMemoryHandle(), str(error).encode()
         told = everyone(bytes(handle) + refused)  # by all, also by one that was refused
         whose = next((index for index, each in enumerate(told) if each[64:]), None)
         try:
@@ -55,17 +55,17 @@ class SharedMemory:
             self.close()
             raise
 
-    def _make(self, size: int, word: int) -> Handle:
+    def _make(self, size: int, word: int) -> IpcMemoryHandle:
         self._call("cuCtxGetCurrent", ctypes.byref(self._context))
         self._call("cuMemAlloc_v2", ctypes.byref(self._own), ctypes.c_size_t(size))
         self._call("cuMemsetD32_v2", self._own, ctypes.c_uint32(word % 2**32), ctypes.c_size_t(size // 4))
-        handle = Handle()
+        handle = IpcMemoryHandle()
         self._call("cuIpcGetMemHandle", ctypes.byref(handle), self._own)
         return handle
 
     def _open(self, handle: bytes) -> int:
         address = ctypes.c_uint64()
-        given = Handle.from_buffer_copy(handle)
+        given = IpcMemoryHandle.from_buffer_copy(handle)
         self._call("cuIpcOpenMemHandle_v2", ctypes.byref(address), given, ctypes.c_uint(LAZY_PEER_ACCESS))
         self._opened.append(address)
         return address.value

@@ -1,4 +1,4 @@
-"""What a generator asks of the ranks: who it is, on which device, and that all are asked for the same."""
+"""Ranks of a generator: their number, their devices, their parts of a model, and equal arguments on all."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from fastspec.distributed.agreement import agree
 from fastspec.distributed.exchange import Alone, Exchange, OverHosts
-from fastspec.distributed.slices import SIZES, Share, Sizes, check_divides, share_of
+from fastspec.distributed.slices import SIZES, RankShare, Sizes, check_divides, share_of
 from fastspec.distributed.world import World
 from fastspec.errors import InvalidLogits, OutOfPages, UnsupportedOption
 from fastspec.inputs.options import Options
@@ -25,7 +25,7 @@ SYMMETRIC = (InvalidLogits, OutOfPages)  # raised by all ranks at the same place
 
 
 class Row(Protocol):
-    """What ranks compare of a request."""
+    """Parts of a request that ranks compare."""
 
     prompt: list[int]
     options: RowOptions
@@ -81,7 +81,7 @@ class Ranks:
 
     @property
     def first(self) -> bool:
-        """Whether this is the rank that talks to people."""
+        """True on rank 0, which alone prints progress."""
         return self.world.rank == 0
 
     def device(self, asked: Any) -> Any:
@@ -91,28 +91,28 @@ class Ranks:
             return asked
         return torch.device("cuda", dist.get_node_local_rank(self.world.rank))
 
-    def share(self, sizes: Sizes, name: str, *, draft: bool, on_cpu: bool) -> Share | None:
-        """What this rank has of a model; None: all of it, computed as by a generator without ranks.
+    def share(self, sizes: Sizes, name: str, *, draft: bool, on_cpu: bool) -> RankShare | None:
+        """Returns the part of a model that this rank has. None: the whole model, computed as without ranks.
 
-        All of it on a GPU is a share as well, for sums are made as those of several ranks are.
+        On a GPU one rank has a share too, because its sums are made in the same way as those of several ranks.
 
         Args:
-            name: of the model, for messages.
-            on_cpu: the number of ranks changes no bit there; on a GPU that would take more launches.
+            name: name of the model, for messages.
+            on_cpu: split sums so finely that the number of ranks changes no bit. On a GPU this needs too many launches.
 
         Raises:
-            UnsupportedOption: it does not divide among so many.
+            UnsupportedOption: the model does not divide among the ranks.
         """
         whole = draft and not self.split_draft
         if not self.asked or (whole and on_cpu):
             return None
         if whole:
-            return Share(0, 1, 1)
+            return RankShare(0, 1, 1)
         check_divides(sizes, self.size, name)
         return share_of(sizes, self.world.rank, self.size, one_tree=on_cpu)
 
     def exchange(self, device: torch.device, step: int, prompts: int) -> Exchange:
-        """How passes on a device exchange what they have.
+        """Makes the exchange that passes on a device use.
 
         Args:
             step, prompts: 4-byte elements of the largest tensor of a step, and of a sum in a pass over prompts.
@@ -133,10 +133,10 @@ class Ranks:
         *,
         starting: bool = False,
     ) -> tuple[T, list[Any]]:
-        """What `make` makes, and what each rank tells of it, once all ranks have made it of the same arguments.
+        """Runs `make` on every rank and compares its arguments. Returns its result and the `told` values of all ranks.
 
         Raises:
-            UnsupportedOption: another rank could not, or was asked for something else. The error of `make` itself.
+            UnsupportedOption: `make` failed on another rank, or a rank has other arguments. Also the errors of `make`.
         """
         if self.size == 1:
             made = make()
@@ -150,11 +150,12 @@ class Ranks:
         return made, agree(self.world, asked(made), told(made), starting=starting)
 
     def agreed_call(self, make: Callable[[], T], parts: Callable[[T], tuple[Sequence[Row], Options]]) -> T:
-        """A call that all ranks make alike; where it has no seed, its rows have rank 0's random ones."""
+        """Prepares a call on all ranks and compares it. Without a seed, rows get the random seeds of rank 0."""
         if self.size == 1:
             return make()
 
         def asked(made: T) -> dict[str, object]:
+            """Prompts and options that must be equal on all ranks."""
             rows, chosen = parts(made)
             seeded = chosen.seeded
             options = [row.options if seeded else replace(row.options, seed=0) for row in rows]
@@ -169,12 +170,12 @@ class Ranks:
         return made
 
     def guarded(self, what: str) -> AbstractContextManager[None]:
-        """While it lasts, an error of this rank alone ends what the others do."""
+        """Returns a context in which an error on this rank alone ends the work of the others."""
         return self.world.guarded(what, SYMMETRIC)
 
     @contextmanager
     def stepping(self) -> Iterator[None]:
-        """As `guarded`, for steps that others wait for; raises what ended all ranks in place of its own error."""
+        """Guards a step that other ranks wait for. Raises the error that ended all ranks, instead of its own."""
         try:
             with self.guarded("stepping"):
                 yield
@@ -182,14 +183,14 @@ class Ranks:
             self.world.check()
 
     def close(self) -> None:
-        """Ends this rank's signs of life."""
+        """Ends the monitor of this rank."""
         self.world.close()
 
-    def describe(self, share: Share | None, whole_head: str) -> str:
-        """How many ranks there are and what each has, for people; empty without any.
+    def describe(self, share: RankShare | None, whole_head: str) -> str:
+        """Describes the ranks and their parts for `explain`. Empty without `tensor_parallel`.
 
         Args:
-            whole_head: why the head is not cut; empty: it is.
+            whole_head: why every rank has the whole head. Empty: the head is split.
         """
         if not self.asked:
             return ""
@@ -206,7 +207,7 @@ class Ranks:
 
 
 def _check(asked: int | str | None, draft: str | None, size: int) -> None:
-    """Refuses arguments of `Ranks.of` that are no use, or not for that many ranks."""
+    """Refuses arguments of `Ranks.of` that are invalid, or that do not fit the number of processes."""
     if draft not in (None, REPLICATED, SPLIT):
         raise UnsupportedOption(f"draft_tensor_parallel={draft!r} is not supported, wanted {REPLICATED!r} or {SPLIT!r}")
     if asked is None and draft is not None:
@@ -228,7 +229,7 @@ def _check(asked: int | str | None, draft: str | None, size: int) -> None:
 
 
 def _by_name(rows: Sequence[RowOptions], chosen: Options) -> dict[str, object]:
-    """Options of a call by what to call them in an error."""
+    """Options of a call, by their names in an error."""
     found: dict[str, list[object]] = {}
     for field in fields(chosen):
         if field.name != "rows":
@@ -241,7 +242,7 @@ def _by_name(rows: Sequence[RowOptions], chosen: Options) -> dict[str, object]:
 
 
 def place_of(device: torch.device) -> str:
-    """What a rank computes on: of a GPU something that no other GPU has, however a process numbers them."""
+    """Returns a name of a device, with the UUID of a GPU, because each process may number GPUs differently."""
     if device.type != "cuda":
         return device.type
     unique = getattr(torch.cuda.get_device_properties(device), "uuid", "")  # which not every torch tells
@@ -269,5 +270,5 @@ def check_places(places: Sequence[str]) -> None:
 
 
 def _numbers(sizes: Sequence[int]) -> str:
-    """Numbers as people write them."""
+    """Formats numbers, as in "1, 2 and 4"."""
     return f"{', '.join(map(str, sizes[:-1]))} and {sizes[-1]}"

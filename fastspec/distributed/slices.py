@@ -1,7 +1,7 @@
-"""Which part of every matrix a rank owns: arithmetic on sizes alone.
+"""Rows and columns of every matrix that a rank owns, computed from sizes alone.
 
-qkv, gate/up and the head are cut by output rows, o and down by columns, so that a layer has two sums over ranks
-(Megatron-LM, arXiv 1909.08053, section 3). Embedding and norms are whole on every rank.
+qkv, gate/up and the head are split by output rows; o and down by columns. So a layer has two sums over ranks
+(Megatron-LM, arXiv 1909.08053, section 3). Every rank has the whole embedding and all norms.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ SIZES = (1, 2, 4, 8)  # numbers of ranks; powers of two, so that their sums are 
 
 
 class Sizes(Protocol):
-    """What is cut of a model."""
+    """Sizes of a model that are divided among ranks."""
 
     @property
     def family(self) -> str:
@@ -28,7 +28,7 @@ class Sizes(Protocol):
 
     @property
     def num_heads(self) -> int:
-        """Query heads of a layer; 0: attention is not cut."""
+        """Query heads of a layer; 0: attention is not split."""
 
     @property
     def num_kv_heads(self) -> int:
@@ -36,7 +36,7 @@ class Sizes(Protocol):
 
     @property
     def divided(self) -> Mapping[str, int]:
-        """What must divide by the number of ranks, by name: query heads, widths of MLPs and the like."""
+        """Sizes that the number of ranks must divide, by name: query heads, widths of MLPs and so on."""
 
 
 class Cut(NamedTuple):
@@ -47,14 +47,14 @@ class Cut(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
-    """What one rank owns of one model.
+class RankShare:
+    """Part of one model that one rank owns.
 
     Attributes:
-        rank, size: which of how many.
-        parts: into so many parts K of o and down is cut; their sums are added as one binary tree, of which a rank
-            holds a subtree. A multiple of `size`.
-        one_tree: there are as many parts whatever the number of ranks, so that it changes no bit.
+        rank: number of this rank. size: number of all ranks.
+        parts: number of parts of dimension K of o and down; a multiple of `size`. Their sums are added as one binary
+            tree, and a rank computes one subtree.
+        one_tree: `parts` is the same for every number of ranks, so that the number changes no bit.
     """
 
     rank: int
@@ -63,24 +63,24 @@ class Share:
     one_tree: bool = False
 
     def cut(self, total: int, unit: int = 1) -> Cut:
-        """This rank's range of `total` elements; the first ranks have a unit more where units do not divide."""
+        """Returns this rank's range of `total` elements. If units do not divide, the first ranks get one more."""
         units, more = divmod(total // unit, self.size)
         start = self.rank * units + min(self.rank, more)
         return Cut(start * unit, (start + units + (self.rank < more)) * unit)
 
     def kv_cut(self, kv_heads: int) -> Cut:
-        """This rank's key heads; with fewer heads than ranks several ranks have the same one."""
+        """Returns this rank's key heads. With fewer heads than ranks, several ranks have the same head."""
         if kv_heads >= self.size:
             return self.cut(kv_heads)
         head = self.rank * kv_heads // self.size
         return Cut(head, head + 1)
 
     def vocab_cut(self, vocab_size: int) -> Cut:
-        """This rank's rows of the head; all of them where they do not divide."""
+        """Returns this rank's rows of the head; all rows if they do not divide."""
         return self.cut(vocab_size) if self.splits_vocab(vocab_size) else Cut(0, vocab_size)
 
     def splits_vocab(self, vocab_size: int) -> bool:
-        """Whether the head is cut: into parts of whole 16 rows, as packed weights have them."""
+        """True if the head is split: each part must have a multiple of 16 rows, the unit of packed weights."""
         return vocab_size % (16 * self.parts) == 0
 
     @property
@@ -90,17 +90,17 @@ class Share:
 
 
 def divides(sizes: Sizes, ranks: int) -> bool:
-    """Whether so many ranks can share a layer of these sizes."""
+    """True if `ranks` ranks can divide a layer of these sizes."""
     kv_heads = sizes.num_kv_heads
     whole = sizes.num_heads % ranks == 0 and all(size % ranks == 0 for size in sizes.divided.values())
     return whole and (kv_heads % ranks == 0 or ranks % kv_heads == 0)
 
 
 def check_divides(sizes: Sizes, ranks: int, name: str) -> None:
-    """Refuses a number of ranks that this model cannot be cut into.
+    """Refuses a number of ranks that does not divide this model.
 
     Raises:
-        UnsupportedOption: names the sizes, and which numbers would do.
+        UnsupportedOption: the message names the sizes and the supported numbers.
     """
     if ranks in SIZES and divides(sizes, ranks):
         return
@@ -111,12 +111,12 @@ def check_divides(sizes: Sizes, ranks: int, name: str) -> None:
     raise UnsupportedOption(f"tensor_parallel={ranks} does not divide {name}: {', '.join(found)}; use one of {fine}")
 
 
-def share_of(sizes: Sizes, rank: int, ranks: int, *, one_tree: bool) -> Share:
-    """The share of a rank.
+def share_of(sizes: Sizes, rank: int, ranks: int, *, one_tree: bool) -> RankShare:
+    """Returns the share of a rank.
 
     Args:
-        one_tree: cut K as finely as the most ranks there may be would, so that the number of ranks never changes a
-            bit. Costs more, smaller products.
+        one_tree: split K into as many parts as the largest supported number of ranks needs. Then the number of ranks
+            changes no bit, but there are more and smaller products.
     """
     parts = max(each for each in SIZES if divides(sizes, each)) if one_tree else ranks
-    return Share(rank, ranks, max(parts, ranks), one_tree)
+    return RankShare(rank, ranks, max(parts, ranks), one_tree)

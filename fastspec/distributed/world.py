@@ -69,10 +69,10 @@ class World:
             self._monitor.close()
 
     def gather(self, tensor: Tensor, patience: float | None = None) -> list[Tensor]:
-        """What every rank has in a CPU tensor of one shape and dtype, in the order of ranks.
+        """Gathers a CPU tensor of one shape and dtype from every rank, in the order of ranks.
 
         Raises:
-            RankFailed: a rank did not come within `patience`, or is gone.
+            RankFailed: a rank did not answer within `patience`, or has ended.
         """
         if self.size == 1:
             return [tensor]

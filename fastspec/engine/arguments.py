@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TypeAlias
 
 from fastspec.config import Config, Source
-from fastspec.distributed.agreed import agreed_settings
+from fastspec.distributed.rank_settings import agreed_settings
 from fastspec.distributed.ranks import Ranks
 from fastspec.engine.draft_format import with_format
 from fastspec.engine.settings import Settings, settings_of
@@ -19,18 +19,19 @@ Pair: TypeAlias = "tuple[Checkpoint, Checkpoint | HeadCheckpoint | None]"
 def checked_arguments(
     target: Source, draft: Source | None, config: Config, ranks: Ranks
 ) -> tuple[Checkpoint, Checkpoint | HeadCheckpoint | None, Settings]:
-    """Target and draft, and the settings of a generator of them; loads and allocates nothing.
+    """Returns target, draft and the settings of a generator. Loads and allocates nothing.
 
     Args:
         target, draft, config: arguments of the constructor.
-        ranks: that share the models.
+        ranks: the processes that share the models.
 
     Raises:
-        As the constructor.
+        The errors of the constructor of `FastSpecGenerator`.
     """
 
     def pair() -> Pair:
-        config.check(with_draft=draft is not None)  # here, where other ranks are told of what this one refuses
+        """Checks the arguments and finds target and draft."""
+        config.check(with_draft=draft is not None)  # checked here, so that other ranks learn of the error
         revisions = config.target_revision, config.draft_revision
         found, drafter = resolve_pair(
             target, draft, revisions, config.formats, config.feature_layers, config.draft_vocab

@@ -147,7 +147,7 @@ def build(
 
 
 def _runner(settings: Settings, *, only_ours: bool) -> Runner:
-    """What launches steps, or replays them; `only_ours`: nothing but this package's kernels runs in them."""
+    """Makes the runner of steps. `only_ours`: all kernels in a step are from this package."""
     if not settings.graphs:
         return EagerRunner(settings.device)
     if only_ours:
@@ -182,7 +182,7 @@ def _modules(
 
 
 def _only_in_pages(modules: StepModules, models: Sequence[CausalModel]) -> bool:
-    """Whether all that a pass over a prompt makes lies in the pages of its row, so that prompts may share a pass."""
+    """True if a pass over a prompt writes only to the pages of its row, so that prompts may share a pass."""
     proposer = modules.proposer
     paged = proposer is None or not proposer.max_length or kept_in_pages(proposer)
     return paged and modules.features is None and not takes_features(proposer) and not any(map(is_recurrent, models))
@@ -193,16 +193,16 @@ class _Models:
 
     Args:
         settings: of the generator.
-        ops: whose kernels run; `torch.compile` has its own inside of passes.
+        ops: the kernels. With compile=True passes run those of `torch.compile` instead.
         ranks: that share the models.
         exchange: between them; None: this process is alone.
         mark, work: as for `DraftModel`.
 
     Attributes:
-        models: target and draft model, as far as they are made.
+        models: the target, then the draft model, once they are made.
         pending: their weights, and those of a head, to be filled.
-        matrices: those that the target's passes over prompts multiply with, and a head's.
-        of_draft_model: likewise of a draft model.
+        matrices: weights of the target's products in passes over prompts, and those of a head.
+        of_draft_model: the same weights of a draft model.
     """
 
     def __init__(
@@ -237,7 +237,7 @@ class _Models:
     def drafter(
         self, draft: Checkpoint | HeadCheckpoint | None, scoring: CausalModel, shared_vocab: int
     ) -> ContinuesDrafts | None:
-        """What drafts with a model or a head; None without one."""
+        """Makes the proposer of a draft model or a head; None without one."""
         if draft is None:
             return None
         layout = self._settings.layout

@@ -79,7 +79,7 @@ def with_format(
 
 
 def _left(draft: Checkpoint | HeadCheckpoint, *, ours: bool) -> str:
-    """What a draft is that stays as it is; empty: it may be rounded."""
+    """Names the reason why a draft keeps its stored format; empty: it may be rounded."""
     if not ours:
         return "compiled by torch, or beside a target that ranks share"
     if isinstance(draft, HeadCheckpoint):

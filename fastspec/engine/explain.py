@@ -93,7 +93,7 @@ def launch_plans(settings: Settings) -> str:
 
 
 def _kv(layout: Layout) -> str:
-    """What K and V in 8 bits mean, where they are."""
+    """Describes K and V in 8 bits; empty without them."""
     if layout.kv_dtypes is None or FP8 not in layout.kv_dtypes:
         return ""
     of_target, of_draft = layout.kv_dtypes[0] == FP8, layout.draft is not None and layout.kv_dtypes[1] == FP8
@@ -110,7 +110,7 @@ def _chunks(engine: Engine) -> str:
 
 
 def _batched(engine: Engine) -> str:
-    """Which prompts share a pass."""
+    """Describes the prompts that share a pass."""
     sizes = {chunk: rows for chunk in engine.chunks if (rows := engine.prefill_batch(chunk)) > 1}
     if not sizes:
         return ", one at a time"
@@ -198,7 +198,7 @@ def _attention(settings: Settings, engine: Engine) -> str:
 
 
 def attention_kernels(settings: Settings) -> dict[str, str]:
-    """Which kernels decode the target and the draft on a GPU, and why."""
+    """Names the kernels that decode target and draft on a GPU, and why they were chosen."""
     layout, gpu = settings.layout, generation_of(settings.device)
     capacity = layout.pages_per_row(settings.max_length) * layout.page_size
     of_target, of_draft = layout.cache_dtypes
@@ -248,7 +248,7 @@ def shared_expert(settings: Settings, engine: Engine) -> str:
 
 
 def _ranks(settings: Settings, engine: Engine) -> list[str]:
-    """Which other ranks have a part of the target, and how the parts are exchanged."""
+    """Describes the ranks that have parts of the target, and their exchange."""
     if not settings.ranks:
         return []
     target = engine.modules.target

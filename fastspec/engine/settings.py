@@ -63,7 +63,7 @@ class Settings:
 
     @property
     def exact(self) -> bool:
-        """Whether a row's bits are promised to depend on that row alone."""
+        """True if the bits of a row depend on that row alone (`exact=True`)."""
         return self.decode_tiling.rows is not None
 
 

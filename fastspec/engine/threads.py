@@ -109,6 +109,7 @@ def sampling_alone(ops: Ops) -> Ops:
 def _alone(op: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(op)
     def by_one_thread(*args: Any, **options: Any) -> Any:
+        """Runs the op with one thread of torch."""
         if torch.get_num_threads() == 1:
             return op(*args, **options)
         with using_threads(1):

@@ -46,7 +46,7 @@ class NoOthers:
 
 
 class RowResult(NamedTuple):
-    """What one step did to one row; `block[:emitted]` are its new tokens."""
+    """Result of one step for one row; `block[:emitted]` are its new tokens."""
 
     emitted: int
     accepted: int
@@ -114,7 +114,7 @@ class ResultRing:
         self._unsettled = False
 
     def ready(self, sequence: int) -> bool:
-        """Whether the step of that number has left its results."""
+        """True if the results of the step with that number are there."""
         return bool(self._entry(sequence)[0] == sequence)
 
     def read(self, sequence: int, rows: int) -> list[RowResult]:

@@ -43,7 +43,7 @@ class Runner(Protocol):
         """
 
     def ready(self, key: Hashable) -> bool:
-        """Whether a step of that key can run."""
+        """True if a step of that key can run."""
 
     def capture(
         self,
@@ -78,7 +78,7 @@ class Runner(Protocol):
         """Lets what is queued from now on wait for what the caller has queued on its current stream."""
 
     def describe(self) -> str:
-        """What was captured, in words."""
+        """Describes the captured steps."""
 
 
 class EagerRunner:
@@ -203,7 +203,7 @@ class GraphRunner:
             raise device_failed(error) from error
 
     def ready(self, key: Hashable) -> bool:
-        """Whether it was captured."""
+        """True if a step of that key was captured."""
         return key in self._graphs
 
     def capture(

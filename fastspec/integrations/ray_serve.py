@@ -94,7 +94,7 @@ class Replica:
         self._answer = _Answer(app_of(self._service, api_key), serve.get_replica_context().replica_id.unique_id)
 
     async def __call__(self, request: Request) -> Response:
-        """What the routes answer."""
+        """Answers a request with the response of the routes."""
         return self._answer
 
     async def check_health(self) -> None:

@@ -16,13 +16,13 @@ from fastspec.kv_cache.states import StateCache
 
 @dataclass(frozen=True, slots=True)
 class PagedKVCache:
-    """What one model keeps of its rows.
+    """Keys, values and recurrent states of the rows of one model.
 
     Attributes:
         keys, values: [layers that attend, num_pages, page_size, num_kv_heads, head_dim] each, in the
             model's dtype or in `FP8`.
-        states: states of its recurrent layers; None: it has none.
-        scales: of an fp8 cache, the scales of each layer with attention; empty: all 1, or the cache is not fp8.
+        states: states of the recurrent layers; None without such layers.
+        scales: scales of each layer with attention, of an fp8 cache. Empty: all are 1, or the cache is not fp8.
     """
 
     keys: Tensor

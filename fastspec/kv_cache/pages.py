@@ -65,7 +65,7 @@ class PageTable:
         return frozenset(self._kept)
 
     def in_use(self, page: int) -> bool:
-        """Whether a row has this page."""
+        """True if a row has this page."""
         return self._rows_of[page] > 0
 
     def pages_for(self, num_positions: int) -> int:
@@ -73,11 +73,11 @@ class PageTable:
         return -(-num_positions // self.page_size)
 
     def fits(self, num_positions: int, shared: int = 0) -> bool:
-        """Whether `reserve` would succeed now, with the first `shared` pages shared."""
+        """True if `reserve` would succeed now, with the first `shared` pages shared."""
         return self.pages_for(num_positions) - shared <= len(self._free)
 
     def can_fit(self, num_positions: int, shared: tuple[int, ...] = ()) -> bool:
-        """Whether `reserve` would succeed if every idle page but the shared ones were given up."""
+        """True if `reserve` would succeed after all idle pages except the shared ones are freed."""
         spared = sum(not self.in_use(page) for page in shared)
         return self.pages_for(num_positions) - len(shared) <= len(self._free) + self._idle - spared
 

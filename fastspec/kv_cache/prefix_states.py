@@ -1,4 +1,4 @@
-"""Which recurrent states are kept for prompts to come, beside the pages of the prefix cache.
+"""Recurrent states that are kept for later prompts, beside the pages of the prefix cache.
 
 K/V of a prefix can be cut anywhere. A recurrent state cannot: it belongs to one position. So the states of a prompt
 are kept at two positions: after its last node that may be shared, where its chat will go on, and after the last node
@@ -54,7 +54,7 @@ class PrefixStates:
         return len(self._kept)
 
     def recurrent(self, *, draft: bool) -> bool:
-        """Whether that model has states."""
+        """True if the model has recurrent states."""
         return draft in self._pools
 
     def resumable(self, nodes: Sequence[Hashable], *, draft: bool) -> int:

@@ -74,9 +74,9 @@ class Decoder:
         return self._hidden(rows, {})
 
     def hidden_with_features(self, rows: ForwardBatch, layers: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-        """As `hidden`, and the residual stream after each of `layers`, [B, Q, len(layers), hidden].
+        """Runs `hidden`; also returns the residual stream after each of `layers`, [B, Q, len(layers), hidden].
 
-        After layer -1 it is the embedding; after one layer more than there are, the last one's final norm.
+        Layer -1 stands for the embedding, and layer `num_layers` for the output of the final norm.
         """
         features: dict[int, Tensor | None] = dict.fromkeys(layers)
         last = self._hidden(rows, features)
@@ -84,7 +84,7 @@ class Decoder:
         return last, found[0][:, :, None] if len(found) == 1 else torch.stack(found, dim=2)
 
     def _hidden(self, rows: ForwardBatch, features: dict[int, Tensor | None]) -> Tensor:
-        """As `hidden`; puts the residual stream after each layer that is a key of `features` there."""
+        """Runs `hidden`; stores the residual stream after each layer that is a key of `features` under this key."""
         x, layers = self.ops.embed(self.weights.embed, rows.ids), self.weights.layers
         if self._embed_scale != 1.0:
             x = x * self._embed_scale
@@ -108,7 +108,7 @@ class Decoder:
         return self._after_attention(index, mix(index, layer, qkv, rows), x, rows.tiling)
 
     def _after_attention(self, index: int, attended: Tensor, x: Tensor, tiling: Tiling) -> tuple[Tensor, Tensor | None]:
-        """As `_layer`, from the output of its attention on."""
+        """Computes the rest of a layer after its attention; returns x and the next layer's qkv, if that is made."""
         layers, plan = self.weights.layers, self.spec.plans[index]
         layer, next_layer = layers[index], layers[index + 1] if index + 1 < len(layers) else None
         if self._fuses(plan):
@@ -132,7 +132,7 @@ class Decoder:
         return None if weight is None else (weight, self.spec.rms_eps)
 
     def _fuses(self, plan: LayerPlan) -> bool:
-        """Whether one op computes what follows attention in a layer."""
+        """True if one op computes all of a layer after its attention."""
         return plan.fused_tail
 
     def _sandwich_tail(self, index: int, attended: Tensor, x: Tensor, tiling: Tiling) -> tuple[Tensor, Tensor | None]:
@@ -243,7 +243,7 @@ class Decoder:
         return x + self._residual_branch(plan, added, norm)
 
     def _residual_branch(self, plan: LayerPlan, added: Tensor, norm: Tensor | None) -> Tensor:
-        """What is added to x: the output of attention or MLP, normed if the plan says so, times the plan's factor."""
+        """Returns the summand of x: the output of attention or MLP, normed if the plan says so, times its factor."""
         added = added if norm is None else self._norm(plan, added, norm)
         return added if plan.residual_scale == 1.0 else added * plan.residual_scale
 
@@ -294,12 +294,12 @@ class Decoder:
         self._raw_argmax(hidden, limit, tiling, out)
 
     def _raw_argmax(self, hidden: Tensor, limit: int, tiling: Tiling, out: Tensor) -> None:
-        """As `argmax`, of logits that are not scaled."""
+        """Writes the argmax of logits before they are scaled."""
         x, options = self._normed(self.spec.plans[-1], hidden, self.weights.norm, self.weights.norm_bias)
         self.head_argmax(x, limit, tiling, out, work=self._work, **options)
 
     def head_argmax(self, x: Tensor, limit: int, tiling: Tiling, out: Tensor, **options: Any) -> None:
-        """As `argmax`, by the head's product alone; options are those of `Ops.argmax`, with `work`."""
+        """Writes the argmax of the head's product, without the final norm; options are those of `Ops.argmax`."""
         self.ops.argmax(x, self.weights.head, limit, tiling, out=out, **options)
 
     def _delta_rule(self, index: int, layer: LayerWeights, product: Tensor, rows: ForwardBatch) -> Tensor:

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
 import torch
 
-from fastspec.distributed.slices import Cut, Share
+from fastspec.distributed.slices import Cut, RankShare
 from fastspec.kernels.common.experts import ExpertWeights
 from fastspec.kernels.common.weights import Weight
 from fastspec.models.families.plan import LayerPlan
@@ -171,7 +171,7 @@ class Axis(NamedTuple):
         """Elements of all ranks."""
         return self.units * self.each
 
-    def part(self, share: Share, unit: int = 1) -> Cut:
+    def part(self, share: RankShare, unit: int = 1) -> Cut:
         """The elements of one rank.
 
         Args:
@@ -550,7 +550,7 @@ class StoredTensor(NamedTuple):
         """The shape of the whole tensor."""
         return (sum(axis.size for axis in self.rows), *(axis.size for axis in self.columns))
 
-    def part(self, share: Share, unit: int) -> Slice | None:
+    def part(self, share: RankShare, unit: int) -> Slice | None:
         """The slice that a rank reads; None: everything."""
         if any(axis.rule != "whole" for axis in self.rows):
             if self.mixed:
@@ -610,7 +610,7 @@ def layer_shapes(spec: ModelSpec, layer: int, prefix: str, reads: int) -> Shapes
     return {f"{prefix}{tensor.name}": tensor.shape for tensor in stored_tensors(spec, spec.plans[layer], reads)}
 
 
-def slices_of(spec: ModelSpec, share: Share, unit: int = 1) -> dict[str, Slice]:
+def slices_of(spec: ModelSpec, share: RankShare, unit: int = 1) -> dict[str, Slice]:
     """The slices that a rank reads of the tensors that are cut, by name; it reads all others whole.
 
     Args:
@@ -633,7 +633,7 @@ def pieces_of(row: TableRow, spec: ModelSpec, plan: LayerPlan, own: Mapping[str,
     Args:
         spec, plan: of all ranks.
         own: axes of this rank.
-        parts: as in `Share`.
+        parts: as in `RankShare`.
     """
     whole = axes_of(spec, plan)
     sizes = ((own[axis].size, whole[axis].piece(parts)) for axis in row.axes if own[axis].size)

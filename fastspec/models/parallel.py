@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from fastspec.distributed.exchange import Exchange, Sums, tree_sum
-from fastspec.distributed.slices import Cut, Share
+from fastspec.distributed.exchange import Exchange, RankSums, tree_sum
+from fastspec.distributed.slices import Cut, RankShare
 from fastspec.kernels import reference
 from fastspec.kernels.common.experts import ExpertWeights
 from fastspec.kernels.common.weights import Weight
@@ -40,7 +40,7 @@ class Pieces(NamedTuple):
 class ParallelDecoder(Decoder):
     """One rank's part of a decoder. All ranks make the same calls, and get the same bits.
 
-    K of o and down is cut into `Share.parts`; the sums of parts are one binary tree, of which this rank holds a
+    K of o and down is cut into `RankShare.parts`; the sums of parts are one binary tree, of which this rank holds a
     subtree. Where bits must not depend on the number of ranks, rows are multiplied in pieces as well, so that every
     product has the same shape on any number of ranks.
 
@@ -63,7 +63,7 @@ class ParallelDecoder(Decoder):
     ) -> None:
         super().__init__(spec, weights, cache, ops, **sizes)
         self._share, self.exchange = sliced.share, exchange
-        self._reduce = Sums(exchange)
+        self._reduce = RankSums(exchange)
         shared_codes = weights.head is weights.embed and weights.head.codes is not None  # which are not taken apart
         self._splits_vocab = sliced.share.splits_vocab(spec.vocab_size) and not shared_codes
         self._head = _head(weights, spec, sliced.share) if self._splits_vocab else weights.head
@@ -213,7 +213,7 @@ class ParallelDecoder(Decoder):
         return self.exchange.added(tree_sum(partial), None, x), None  # the norm is of what all ranks add
 
     def _normed_heads(self, plan: LayerPlan, layer: LayerWeights, qkv: Tensor, positions: Tensor) -> Tensor:
-        """As `Decoder`; a norm over the heads of all ranks gathers them first."""
+        """Norms queries and keys. A norm over the heads of all ranks gathers them first."""
         if plan.qk_norm != "projection" or self._share.size == 1:
             return super()._normed_heads(plan, layer, qkv, positions)
         assert layer.q_norm is not None
@@ -270,7 +270,7 @@ class ParallelDecoder(Decoder):
         self.exchange.largest(keys, width, out)
 
 
-def _head(weights: DecoderWeights, spec: ModelSpec, share: Share) -> Weight:
+def _head(weights: DecoderWeights, spec: ModelSpec, share: RankShare) -> Weight:
     """This rank's rows of the head, which are views where it is tied to the embedding."""
     if weights.head is not weights.embed:
         return weights.head

@@ -170,6 +170,7 @@ def _transformers_rope(
             _check_factors(fields, parameters.get(name), name, rotated)
 
     def computed(**more: Any) -> tuple[tuple[float, ...], float]:
+        """Computes and checks the frequencies and the attention factor."""
         config = copy.deepcopy(fields.config)
         try:
             inv_freq, scaling = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"), layer_type=layer, **more)

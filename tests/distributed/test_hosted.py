@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from fastspec.distributed import agreed as session_ranks
+from fastspec.distributed import rank_settings
 from fastspec.distributed.exchange import Alone, Exchange
 from fastspec.distributed.ranks import Ranks
-from fastspec.distributed.slices import Share, check_divides, share_of
+from fastspec.distributed.slices import RankShare, check_divides, share_of
 from fastspec.errors import UnsupportedModel, UnsupportedOption
 from fastspec.kernels.common.code_packing import can_pack_codes
 from fastspec.kernels.ops import TORCH_OPS, Ops
@@ -61,7 +61,7 @@ def info_of(checkpoint: Checkpoint) -> HostedInfo:
     return checkpoint.spec
 
 
-def part_of(checkpoint: Checkpoint, share: Share | None, exchange: Exchange, ops: Ops = TORCH_OPS) -> HostedModel:
+def part_of(checkpoint: Checkpoint, share: RankShare | None, exchange: Exchange, ops: Ops = TORCH_OPS) -> HostedModel:
     """One rank's model, admitted; without a share all of it."""
     info = info_of(checkpoint)
     own = replace(checkpoint, spec=info if share is None else share_info(info, share))
@@ -163,11 +163,11 @@ def test_what_ranks_do_not_compute_together_is_refused(monkeypatch: pytest.Monke
     apart = "2 ranks together compute something else than the whole module"
     checkpoint = live("gpt_neox")
     with pytest.raises(UnsupportedModel, match=apart):
-        part_of(checkpoint, Share(0, 2, 2), Alone())  # nobody's sums are added
+        part_of(checkpoint, RankShare(0, 2, 2), Alone())  # nobody's sums are added
     # which elements are kept depends on all of a layer's
     sparse = live("gemma3n_text", activation_sparsity_pattern=[0.5] * 4)
     with pytest.raises(UnsupportedModel, match=apart):
-        on_each(2, lambda rank, between: part_of(sparse, Share(rank, 2, 2), between))
+        on_each(2, lambda rank, between: part_of(sparse, RankShare(rank, 2, 2), between))
 
 
 @pytest.mark.slow
@@ -208,9 +208,9 @@ def test_what_cannot_be_cut_is_refused_before_a_weight_is_read(case: str, monkey
     with pytest.raises(
         UnsupportedOption, match=rf"target: phi is hosted, and .* cannot cut it: .*{named}.*; leave tens"
     ):
-        session_ranks._own(checkpoint, ranks_of(2), on_cpu=True)
+        rank_settings._own(checkpoint, ranks_of(2), on_cpu=True)
     if case == "no plan":
-        assert session_ranks._own(checkpoint, ranks_of(1), on_cpu=True) is checkpoint, "one rank has all of it"
+        assert rank_settings._own(checkpoint, ranks_of(1), on_cpu=True) is checkpoint, "one rank has all of it"
 
 
 def ranks_of(size: int) -> Ranks:
@@ -220,19 +220,19 @@ def ranks_of(size: int) -> Ranks:
 def test_sizes_that_do_not_divide_are_refused_by_name() -> None:
     checkpoint = live("phi")
     with pytest.raises(UnsupportedOption, match=r"does not divide phi: 4 heads, 2 key heads, .*; use one of 1, 2$"):
-        session_ranks._own(checkpoint, ranks_of(4), on_cpu=True)
+        rank_settings._own(checkpoint, ranks_of(4), on_cpu=True)
     experts = live("granitemoe", intermediate_size=20)
     with pytest.raises(
         UnsupportedOption, match=r"granitemoe: width of model\.layers\.\*\S+experts 20; use one of 1, 2, 4$"
     ):
-        session_ranks._own(experts, ranks_of(8), on_cpu=True)
+        rank_settings._own(experts, ranks_of(8), on_cpu=True)
     draft = replace(checkpoint, role="draft")
-    assert session_ranks._own(draft, ranks_of(4), on_cpu=True) is draft, "every rank has all of it"
+    assert rank_settings._own(draft, ranks_of(4), on_cpu=True) is draft, "every rank has all of it"
 
 
 def test_a_rank_holds_its_part_alone_and_the_plan_counts_it() -> None:
     checkpoint = live("granitemoe_swa")
-    whole, share = info_of(checkpoint), Share(1, 2, 2)
+    whole, share = info_of(checkpoint), RankShare(1, 2, 2)
     own = share_info(whole, share)
     assert own.parameters < whole.parameters
     assert [shape[:2] for shape in own.slots] == [(2, 1)] * len(whole.slots)
@@ -240,7 +240,7 @@ def test_a_rank_holds_its_part_alone_and_the_plan_counts_it() -> None:
     assert "its head too, is whole on every rank" in own.hosting
 
     def held(rank: int, between: Any) -> int:
-        model = part_of(checkpoint, Share(rank, 2, 2), between)
+        model = part_of(checkpoint, RankShare(rank, 2, 2), between)
         tensors: list[Tensor] = [*model.module.parameters(), *model.base.parameters()]
         for part in (*model.module.modules(), *model.base.modules()):
             tensors += [part.weight.data] if hasattr(part, "weight") and hasattr(part.weight, "format") else []
@@ -265,7 +265,7 @@ def test_codes_are_cut_with_their_scales(tmp_path: Path) -> None:
     checkpoint = resolve(tmp_path / "q", role="target")
 
     def seen(rank: int, between: Any) -> int:
-        model, kept = part_of(checkpoint, Share(rank, 2, 2), between, ops), 0
+        model, kept = part_of(checkpoint, RankShare(rank, 2, 2), between, ops), 0
         for name, part in model.base.named_modules(prefix="model"):
             if not isinstance(part, PartProduct):
                 continue
@@ -278,11 +278,13 @@ def test_codes_are_cut_with_their_scales(tmp_path: Path) -> None:
         return kept
 
     assert on_each(2, seen) == [10, 10]  # of two layers all but v
-    own = replace(checkpoint, spec=share_info(info_of(checkpoint), Share(0, 2, 2)))
+    own = replace(checkpoint, spec=share_info(info_of(checkpoint), RankShare(0, 2, 2)))
     assert own.bytes_loaded(torch.float32, CPU, ops) < own.bytes_loaded(torch.float32, CPU, TORCH_OPS)
 
 
 def test_products_that_are_rounded_are_cut(tmp_path: Path) -> None:
     checkpoint = replace(live("phi", hidden_size=64, intermediate_size=128), rounded="int8")
-    found = on_each(2, lambda rank, between: logits_of(part_of(checkpoint, Share(rank, 2, 4, one_tree=True), between)))
+    found = on_each(
+        2, lambda rank, between: logits_of(part_of(checkpoint, RankShare(rank, 2, 4, one_tree=True), between))
+    )
     assert torch.equal(*found)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from fastspec.distributed.peer_memory import Handle, SharedMemory
+from fastspec.distributed.peer_memory import IpcMemoryHandle, SharedMemory
 from tests.helpers.ranks import Table
 
 OWN, THEIRS, CONTEXT = 0x7F0000000000, 0x7E0000000000, 0x5500
@@ -93,4 +93,4 @@ def test_a_refusal_is_told_to_all_and_leaves_nothing(refused: str) -> None:
 
 
 def test_a_handle_is_as_long_as_the_driver_writes() -> None:
-    assert ctypes.sizeof(Handle) == 64
+    assert ctypes.sizeof(IpcMemoryHandle) == 64

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fastspec.distributed.ranks import Ranks, check_places, place_of
-from fastspec.distributed.slices import SIZES, Share
+from fastspec.distributed.slices import SIZES, RankShare
 from fastspec.distributed.world import World
 from fastspec.errors import UnsupportedOption
 from fastspec.models.checkpoints.checkpoint import Sliced
@@ -66,10 +66,10 @@ def test_which_numbers_of_gpus_give_one_text(
     changed = {"hidden_size": hidden, "num_heads": heads, "num_kv_heads": kv_heads, "intermediate_size": inner}
     spec = replace(whole.native, head_dim=hidden // heads, **changed)
     for size in SIZES:
-        part = replace(whole, sliced=Sliced(Share(0, size, size), spec))
+        part = replace(whole, sliced=Sliced(RankShare(0, size, size), spec))
         found = same_text_on(part, torch.bfloat16, torch.device("cuda", 0))
         assert found == (same if size in same else (size,))
-        said = Ranks(World.alone(), True, False, found).describe(Share(0, size, size), whole_head="")
+        said = Ranks(World.alone(), True, False, found).describe(RankShare(0, size, size), whole_head="")
         assert ("the same text on 1, 2 and 4 ranks" in said) == (size in same)
         assert ("text may differ from that of another number of ranks" in said) == (size not in same)
         assert same_text_on(part, torch.float32, torch.device("cuda", 0)) == (size,), "fp32 is not packed"

@@ -11,7 +11,7 @@ import torch
 
 from fastspec.config import Config
 from fastspec.distributed import devices
-from fastspec.distributed.exchange import Alone, Sums
+from fastspec.distributed.exchange import Alone, RankSums
 from fastspec.distributed.world import World
 from fastspec.engine.settings import settings_of
 from fastspec.kernels.ops import TORCH_OPS
@@ -71,15 +71,15 @@ def test_what_is_allocated_is_what_is_planned(given: tuple[int, int, int], monke
 
 
 def test_sums_have_room_for_what_fits_and_is_faster_at_once() -> None:
-    def asked(ranks: int, room: bool = True) -> Sums:
+    def asked(ranks: int, room: bool = True) -> RankSums:
         shared = SimpleNamespace(size=ranks, elements=100 * 4096) if room else None
-        return Sums(SimpleNamespace(room=shared))  # type: ignore[arg-type]
+        return RankSums(SimpleNamespace(room=shared))  # type: ignore[arg-type]
 
     assert asked(2).room_for(100 * 4096) is not None
     assert asked(2).room_for(100 * 4096 + 1) is None
     assert [asked(4).room_for(rows * 4096) is not None for rows in (20, 21)] == [True, False]
     assert asked(2, room=False).room_for(1) is None
-    assert Sums(Alone()).room_for(1) is None
+    assert RankSums(Alone()).room_for(1) is None
 
 
 def test_the_plan_of_a_rank_has_it_on_gpus_and_shortens_rows_by_it(pair: tuple[str, str]) -> None:

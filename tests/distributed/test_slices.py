@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from fastspec import FastSpecGenerator
-from fastspec.distributed import agreed as session_ranks
-from fastspec.distributed.draft import splitting_pays
+from fastspec.distributed import rank_settings
 from fastspec.distributed.exchange import tree_sum
+from fastspec.distributed.rank_settings import splitting_pays
 from fastspec.distributed.ranks import Ranks
-from fastspec.distributed.slices import Share, check_divides, divides, share_of
+from fastspec.distributed.slices import RankShare, check_divides, divides, share_of
 from fastspec.errors import UnsupportedOption
 from fastspec.kernels.reference import keys_of, largest_of
 from fastspec.models.checkpoints.decoder_weights import load_weights, source_of
@@ -63,7 +63,7 @@ def test_a_rank_reads_nothing_but_its_slices(tmp_path: Path, monkeypatch: pytest
     made = make_checkpoint(tmp_path, "llama2", vocab_size=128, intermediate_size=96, tie_word_embeddings=False, **sizes)
     read = counted(monkeypatch)
     checkpoint = resolve(made, role="target")
-    own = sliced(checkpoint, Share(1, 2, 2))
+    own = sliced(checkpoint, RankShare(1, 2, 2))
     load_weights(own, dtype=torch.float32, device=torch.device("cpu"), progress=False)
     infos = ShardTensors(made).infos()
     for name, info in infos.items():
@@ -97,7 +97,7 @@ def test_slices_of_quantised_matrices_are_slices_of_their_values(
     whole, cpu = source_of(checkpoint), torch.device("cpu")
     read = counted(monkeypatch)
     for rank, ranks in ((1, 2), (0, 4)):
-        slices = slices_of(checkpoint.native, Share(rank, ranks, ranks))
+        slices = slices_of(checkpoint.native, RankShare(rank, ranks, ranks))
         own = SlicedTensors(whole, slices)
         with whole.open():
             for each, place in slices.items():
@@ -145,7 +145,7 @@ def test_experts_that_do_not_divide_are_refused_by_name(tmp_path: Path) -> None:
 
 
 def test_experts_in_mxfp4_are_cut_where_kernels_can_read_them() -> None:
-    shares = [Share(rank, 4, 4) for rank in range(4)]
+    shares = [RankShare(rank, 4, 4) for rank in range(4)]
     cuts = [share.cut(2880, 64) for share in shares]
     assert [cut.stop - cut.start for cut in cuts] == [768, 704, 704, 704]
     assert [place for cut in cuts for place in range(*cut)] == list(range(2880))
@@ -198,9 +198,9 @@ def test_a_draft_of_more_sums_stays_whole(
     """Where nobody has asked for it to be cut."""
     make_checkpoint(tmp_path, "llama3") if family == "llama" else make_family(family).save_pretrained(tmp_path)
     draft, two = resolve(tmp_path, role="draft"), Ranks(SimpleNamespace(size=2), True, None)  # type: ignore[arg-type]
-    monkeypatch.setattr(session_ranks, "memory_rate", lambda device: 1.0)  # so slow that cutting pays
-    assert session_ranks._splits_draft(draft, two, torch.device("cuda"), None) is cut
-    assert not session_ranks._splits_draft(draft, two, torch.device("cpu"), None)
+    monkeypatch.setattr(rank_settings, "memory_rate", lambda device: 1.0)  # so slow that cutting pays
+    assert rank_settings._splits_draft(draft, two, torch.device("cuda"), None) is cut
+    assert not rank_settings._splits_draft(draft, two, torch.device("cpu"), None)
 
 
 def test_sums_of_parts_are_one_tree_whoever_has_them() -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import nn
 
-from fastspec.distributed.slices import Share
+from fastspec.distributed.slices import RankShare
 from fastspec.errors import UnsupportedModel
 from fastspec.models.checkpoints.quantised.configs import Quantisation
 from fastspec.models.checkpoints.quantised.tensors import CacheScales
@@ -36,7 +36,7 @@ class Sliced(NamedTuple):
         unit: columns of experts that stay together, as packed weights need them.
     """
 
-    share: Share
+    share: RankShare
     spec: ModelSpec
     unit: int = 1
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from fastspec.distributed.slices import SIZES, Share, divides
+from fastspec.distributed.slices import SIZES, RankShare, divides
 from fastspec.errors import UnsupportedOption
 from fastspec.kernels.common.codes import join
 from fastspec.kernels.common.packing import can_pack
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 _MXFP4_UNIT = 64  # columns of a matrix in mxfp4 that kernels read together
 
 
-def sliced(checkpoint: Checkpoint, share: Share) -> Checkpoint:
+def sliced(checkpoint: Checkpoint, share: RankShare) -> Checkpoint:
     """The checkpoint as one rank sees it: with the sizes of its part, and only its slices to be read.
 
     Raises:
@@ -50,7 +50,7 @@ def _experts_divide(spec: ModelSpec, unit: int) -> bool:
     return all(plan.experts is None or plan.experts.width % unit == 0 for plan in spec.plans)
 
 
-def local_spec(spec: ModelSpec, share: Share, unit: int = 1) -> ModelSpec:
+def local_spec(spec: ModelSpec, share: RankShare, unit: int = 1) -> ModelSpec:
     """The spec of one rank's part: fewer heads, and narrower MLPs and experts.
 
     Args:
@@ -67,7 +67,7 @@ def local_spec(spec: ModelSpec, share: Share, unit: int = 1) -> ModelSpec:
     )
 
 
-def _local_plan(plan: LayerPlan, share: Share, unit: int) -> LayerPlan:
+def _local_plan(plan: LayerPlan, share: RankShare, unit: int) -> LayerPlan:
     experts, rule = plan.experts, plan.delta
     if experts is not None:
         width, shared = share.cut(experts.width, unit), share.cut(experts.shared)

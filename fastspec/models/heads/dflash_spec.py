@@ -157,6 +157,7 @@ class _Settings:
 
     @classmethod
     def of(cls, raw: Mapping[str, Any], where: Path) -> _Settings:
+        """Reads the settings of a config.json; `where` names it in errors."""
         own = raw.get("dflash_config")
         if own is not None and not isinstance(own, Mapping):
             raise CheckpointError(f"{where}: dflash_config is {type(own).__name__}, wanted an object")
@@ -182,6 +183,7 @@ class _Settings:
         return float(value)
 
     def whole(self, name: str, minimum: int, maximum: int, default: int | None = None) -> int:
+        """Returns a whole number from `minimum` to `maximum`; refuses other values."""
         value = self.get(name, default)
         if type(value) is not int or not minimum <= value <= maximum:
             self.refuse(name, f"a whole number from {minimum} to {maximum}")

@@ -220,11 +220,11 @@ class Mtp(HeadDecoder):
         return self.ops.linear(eh, self._fc, None, rows.tiling)
 
     def _raw_logits(self, hidden: Tensor, tiling: Tiling) -> Tensor:
-        """As `Decoder`, without the final norm, which `drafted` has applied already."""
+        """Computes logits without the final norm, which `drafted` has applied already."""
         return self.head_logits(hidden, tiling)
 
     def _raw_argmax(self, hidden: Tensor, limit: int, tiling: Tiling, out: Tensor) -> None:
-        """As `Decoder`, without the final norm, which `drafted` has applied already."""
+        """Writes the argmax without the final norm, which `drafted` has applied already."""
         self.head_argmax(hidden, limit, tiling, out, work=self._work)
 
 

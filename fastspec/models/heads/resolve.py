@@ -103,6 +103,7 @@ def _fetched(source: str, revision: str | None) -> Path:
     says: list[bool] = []
 
     def check(directory: Path) -> None:
+        """Refuses a directory that is neither a head nor a model, before its weights are downloaded."""
         raw = read_json(directory / CONFIG) if (directory / CONFIG).is_file() else {}
         says.append(says_head(raw))
         if not says[-1]:

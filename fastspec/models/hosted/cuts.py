@@ -14,7 +14,7 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fastspec.distributed.slices import Cut, Share
+from fastspec.distributed.slices import Cut, RankShare
 from fastspec.errors import UnsupportedModel
 from fastspec.models.hosted.info import CutKind, HostedCut, HostedInfo, shell_of, steady_shell
 from fastspec.models.hosted.probe import ProbedOp, base_name, probe
@@ -103,7 +103,7 @@ def divided(shell: nn.Module, kinds: Mapping[str, CutKind]) -> dict[str, int]:
     return {f"width of {name}": size for size, name in found.items()}
 
 
-def parts_of(total: int, share: Share) -> list[Cut]:
+def parts_of(total: int, share: RankShare) -> list[Cut]:
     """The ranges of `total` elements that are one part each of this rank's."""
     width, first = total // share.parts, share.rank * share.own_parts
     return [Cut(part * width, (part + 1) * width) for part in range(first, first + share.own_parts)]
@@ -127,7 +127,7 @@ def cut_shell(shell: nn.Module, cut: HostedCut) -> None:
             part.__dict__[PARTS] = cut.share.own_parts
 
 
-def own_part(part: nn.Module, key: str, tensor: Tensor, kind: CutKind, share: Share) -> Tensor:
+def own_part(part: nn.Module, key: str, tensor: Tensor, kind: CutKind, share: RankShare) -> Tensor:
     """A rank's part of one parameter of a cut module.
 
     Args:
@@ -143,7 +143,7 @@ def own_part(part: nn.Module, key: str, tensor: Tensor, kind: CutKind, share: Sh
     return tensor[slice(*share.cut(tensor.shape[0]))]
 
 
-def _own_experts(part: Any, key: str, tensor: Tensor, share: Share) -> Tensor:
+def _own_experts(part: Any, key: str, tensor: Tensor, share: RankShare) -> Tensor:
     """This rank's [parts, ...] of a stack of all experts [experts, ...]. Other tensors are returned whole."""
     if key not in STACKS:
         return tensor
@@ -189,7 +189,7 @@ def sizes_to_cut(info: HostedInfo) -> SizesToCut:
     return SizesToCut(info.family, info.vocab_size, heads, kv_heads, {name: size for size, name in distinct.items()})
 
 
-def share_info(info: HostedInfo, share: Share) -> HostedInfo:
+def share_info(info: HostedInfo, share: RankShare) -> HostedInfo:
     """The part of a model that one rank runs.
 
     Raises:

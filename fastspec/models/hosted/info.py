@@ -11,7 +11,7 @@ import torch
 import transformers
 from torch import nn
 
-from fastspec.distributed.slices import Share
+from fastspec.distributed.slices import RankShare
 from fastspec.errors import UnsupportedModel
 from fastspec.models.checkpoints.live_module import changed_constants, check_devices, check_unchanged
 from fastspec.models.config import DTYPES, MAKING
@@ -53,7 +53,7 @@ class HostedCut:
         whole: the `HostedInfo` of all ranks.
     """
 
-    share: Share
+    share: RankShare
     kinds: Mapping[str, CutKind]
     whole: HostedInfo
 

@@ -17,8 +17,8 @@ import typer
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher import api
 
-from fastspec.cli import ranks
-from fastspec.cli.ranks import run_rank, start_ranks
+from fastspec.cli import rank_processes
+from fastspec.cli.rank_processes import run_rank, start_ranks
 
 
 @pytest.mark.parametrize(("fails", "code"), [(False, 0), (True, 1)])
@@ -38,7 +38,7 @@ def test_ranks_run_the_same_command_line(
 
     monkeypatch.setattr(api, "elastic_launch", launch)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    monkeypatch.setattr(ranks, "_may_copy_this_process", lambda: copies)
+    monkeypatch.setattr(rank_processes, "_may_copy_this_process", lambda: copies)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: pytest.fail("asks the driver, and copies could not"))
     with pytest.raises(typer.Exit) as ended:
         start_ranks(2, None, ["demo", "--tensor-parallel", "2"])
@@ -65,8 +65,8 @@ def test_a_process_that_has_used_the_driver_is_not_copied(
     monkeypatch.setattr(torch.cuda, "_is_compiled", lambda: compiled)
     monkeypatch.setattr(torch.cuda, "_device_count_nvml", lambda: counted)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: initialized)
-    monkeypatch.setattr(ranks.sys, "platform", platform)
-    assert ranks._may_copy_this_process() == may
+    monkeypatch.setattr(rank_processes.sys, "platform", platform)
+    assert rank_processes._may_copy_this_process() == may
 
 
 @pytest.mark.parametrize(

@@ -64,7 +64,7 @@ def start_ranks(
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    class Config(LaunchConfig):
+    class LaunchWithoutNuma(LaunchConfig):
         """A configuration for which torch does not ask the GPU driver which processors a rank should use."""
 
         def __post_init__(self) -> None:
@@ -72,7 +72,7 @@ def start_ranks(
             super().__post_init__()  # type: ignore[no-untyped-call]
             self.numa_options = None
 
-    config = Config(
+    config = LaunchWithoutNuma(
         min_nodes=1,
         max_nodes=1,
         nproc_per_node=count,

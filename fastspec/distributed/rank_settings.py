@@ -1,18 +1,17 @@
-"""How the ranks of a generator settle on what they make: each its part of the models, all the same settings."""
+"""Settings on which all ranks of a generator agree, and the part of each model that a rank has."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from fastspec.config import Config, check_range
 from fastspec.distributed.agreement import sources
-from fastspec.distributed.draft import memory_rate, splitting_pays
 from fastspec.distributed.ranks import Ranks, check_places, place_of
-from fastspec.distributed.slices import SIZES
+from fastspec.distributed.slices import SIZES, Sizes, divides
 from fastspec.engine.settings import Settings, device_of, dtype_of, settings_of
 from fastspec.errors import UnsupportedModel, UnsupportedOption
 from fastspec.models.checkpoints.checkpoint import Checkpoint
@@ -25,24 +24,32 @@ from fastspec.models.hosted.info import HostedInfo
 from fastspec.scheduling.draft_length import DraftChoice, DraftPlan
 from fastspec.scheduling.loop import Loop
 
+# seconds by which each of a layer's two sums lengthens a step of one row, by the number of ranks, on GPUs with NVLink:
+# the sum itself, and what a layer cannot fuse across it (perf/results/tensor_parallel.jsonl; 4 before sums of few rows
+# went as words, 8 by doubling)
+SUM_SECONDS = {2: 5.6e-6, 4: 17e-6, 8: 35e-6}
+READ_SHARE = 0.9  # share of the rated memory bandwidth that passes over weights reach
+USUAL_RATE = 3.35e12  # bytes per second of an H100, where torch does not tell the memory's own
+
 
 def agreed_settings(
     ranks: Ranks,
     pair: Callable[[], tuple[Checkpoint, Checkpoint | HeadCheckpoint | None]],
     config: Config,
 ) -> tuple[Checkpoint, Checkpoint | HeadCheckpoint | None, Settings]:
-    """Target, draft and settings of one rank, on which all ranks agree: the rows are as long as all have room for.
+    """Returns target, draft and settings of this rank. `max_length` is the smallest that fits on any rank.
 
     Args:
         pair: finds target and draft.
         config: arguments of the constructor.
 
     Raises:
-        As `settings_of`, and UnsupportedOption where ranks were asked for different things or a model does not divide.
+        UnsupportedOption: ranks have different arguments, or a model does not divide. Also the errors of `settings_of`.
     """
     config = replace(config, device=ranks.device(config.device))
 
     def make() -> tuple[Checkpoint, Checkpoint | HeadCheckpoint | None, Settings]:
+        """Finds the models and computes the settings of this rank alone."""
         whole, draft_whole = pair()
         device = device_of(config.device, whole)
         on_cpu = device.type == "cpu"
@@ -55,6 +62,7 @@ def agreed_settings(
         return target, draft, settings_of(target, draft, config)
 
     def of_all(made: tuple[Checkpoint, Checkpoint | HeadCheckpoint | None, Settings]) -> dict[str, object]:
+        """Values that must be equal on all ranks, by their names in an error."""
         models = [None if each is None else fingerprint(each) for each in made[:2]]
         return {
             "version of fastspec or torch": (sources(), torch.__version__),
@@ -88,7 +96,7 @@ def agreed_settings(
 def agreed_warmup(
     ranks: Ranks, loop: Loop, drafting: DraftPlan, max_length: int, asked: tuple[int | str | None, str, int]
 ) -> tuple[DraftChoice, int]:
-    """Steps to be made ready and tokens of the longest row, once all ranks were asked for the same.
+    """Returns the drafts of a warm-up and the tokens of its longest row, if all ranks ask for the same.
 
     Args:
         max_length: tokens that a row of the generator may get.
@@ -111,10 +119,10 @@ def agreed_warmup(
 
 
 def _decide_draft(draft: Checkpoint | HeadCheckpoint | None, ranks: Ranks, device: torch.device, dtype: Any) -> None:
-    """Settles whether the draft is cut: a head never is.
+    """Decides if the draft is split among ranks. A head is never split.
 
     Raises:
-        UnsupportedOption: a head is to be cut.
+        UnsupportedOption: the draft is a head, and draft_tensor_parallel="split".
     """
     if isinstance(draft, HeadCheckpoint) and ranks.split_draft:
         raise UnsupportedOption(
@@ -125,7 +133,7 @@ def _decide_draft(draft: Checkpoint | HeadCheckpoint | None, ranks: Ranks, devic
 
 
 def _splits_draft(draft: Checkpoint, ranks: Ranks, device: torch.device, dtype: Any) -> bool:
-    """Whether the draft is split where `draft_tensor_parallel` is not given: on GPUs, if that shortens its passes."""
+    """True if the draft is split by default: on GPUs, if that shortens its passes."""
     if device.type != "cuda" or not _plain(draft) or not isinstance(draft.spec, ModelSpec):
         return False
     if draft.spec.plans[0].qk_norm == "projection":  # which takes one exchange more a layer
@@ -133,8 +141,40 @@ def _splits_draft(draft: Checkpoint, ranks: Ranks, device: torch.device, dtype: 
     return splitting_pays(draft.spec, dtype_of(dtype, draft.spec, device), ranks.size, memory_rate(device))
 
 
+class TimedModel(Sizes, Protocol):
+    """Sizes from which the time of a pass is estimated."""
+
+    @property
+    def num_layers(self) -> int:
+        """Layers. Each adds over ranks twice."""
+
+    def weight_bytes(self, dtype: torch.dtype) -> int:
+        """Bytes that a pass reads."""
+
+
+def splitting_pays(model: TimedModel, dtype: torch.dtype, ranks: int, rate: float) -> bool:
+    """True if a pass over one row is estimated to be shorter with the model split among `ranks` ranks.
+
+    Args:
+        model, dtype: the draft, as stored on the device.
+        ranks: number of ranks.
+        rate: bytes per second that a device's memory is rated at.
+    """
+    if ranks not in SUM_SECONDS or not divides(model, ranks):
+        return False
+    whole = model.weight_bytes(dtype) / (rate * READ_SHARE)
+    return whole / ranks + 2 * model.num_layers * SUM_SECONDS[ranks] < whole
+
+
+def memory_rate(device: torch.device) -> float:
+    """Bytes per second that a CUDA device's memory is rated at."""
+    found = torch.cuda.get_device_properties(device)
+    khz, bits = getattr(found, "memory_clock_rate", 0), getattr(found, "memory_bus_width", 0)
+    return 2 * khz * 1e3 * bits / 8 or USUAL_RATE  # two transfers a clock
+
+
 def _own(checkpoint: Checkpoint, ranks: Ranks, *, on_cpu: bool) -> Checkpoint:
-    """What this rank has of a checkpoint.
+    """Returns the part of a checkpoint that this rank has.
 
     Raises:
         UnsupportedOption: a hosted model without a plan that is known here, or a model that does not divide.
@@ -149,7 +189,7 @@ def _own(checkpoint: Checkpoint, ranks: Ranks, *, on_cpu: bool) -> Checkpoint:
 
 
 def _own_hosted(checkpoint: Checkpoint, info: HostedInfo, ranks: Ranks, *, on_cpu: bool) -> Checkpoint:
-    """What this rank has of a hosted model: by transformers' plan, or all of it where it is alone."""
+    """Returns the part of a hosted model that this rank has: by transformers' plan, or all of it for one rank."""
     draft = checkpoint.role == "draft"
     if not ranks.asked or (draft and not ranks.split_draft):
         return checkpoint
@@ -168,7 +208,7 @@ def _own_hosted(checkpoint: Checkpoint, info: HostedInfo, ranks: Ranks, *, on_cp
 
 
 def _plain(checkpoint: Checkpoint) -> bool:
-    """Whether a model is of 16-bit or fp32 weights of a native family, of attention and MLPs alone."""
+    """True if a model of a native family has 16-bit or fp32 weights, and attention and dense MLPs only."""
     spec = checkpoint.spec
     if not isinstance(spec, ModelSpec) or checkpoint.quantisation is not None or checkpoint.rounded is not None:
         return False
