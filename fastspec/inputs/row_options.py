@@ -141,6 +141,7 @@ class _Ids:
 
     @classmethod
     def of(cls, given: Mapping[str, Any], num_rows: int, vocab_size: int, stop_ids: tuple[int, ...]) -> _Ids:
+        """Reads the ids of each row from the options of a call."""
         common = values.sequence_biases("sequence_bias", given["sequence_bias"], vocab_size)
         words = values.single_words("bad_words_ids", given["bad_words_ids"], num_rows, vocab_size)
         suppressed = values.id_columns("suppress_tokens", given["suppress_tokens"], num_rows, vocab_size)

@@ -44,7 +44,7 @@ def sweep(x: Tensor, weights: list[Weight], gated: bool, repeats: int) -> str:
     out = torch.empty(x.shape[0], n // 2 if gated else n, dtype=x.dtype, device=x.device)
     programs = torch.cuda.get_device_properties(x.device).multi_processor_count
 
-    def call(tile: hopper.Tile, weight: Weight) -> None:
+    def call(tile: hopper.PrefillTile, weight: Weight) -> None:
         hopper.run(x, weight, None, None, out, gated, tile, programs)
 
     times = sorted((time(partial(call, tile), weights, repeats), tile) for tile in hopper.TILES)

@@ -14,7 +14,7 @@ import triton.language as tl
 from fastspec.kernels.common.code_packing import FP4_RAISED, LIFT, PackedCodes
 
 
-class Source(NamedTuple):
+class ValueSource(NamedTuple):
     """A quantised matrix, as `code_values` reads it.
 
     Attributes:
@@ -28,7 +28,7 @@ class Source(NamedTuple):
     zeros: Any
 
 
-def source_of(codes: PackedCodes) -> tuple[Source, dict[str, Any]]:
+def source_of(codes: PackedCodes) -> tuple[ValueSource, dict[str, Any]]:
     """(tensors, constants) of `code_values`."""
     scales = codes.scales
     if scales is not None:
@@ -37,7 +37,7 @@ def source_of(codes: PackedCodes) -> tuple[Source, dict[str, Any]]:
     zeros = None if codes.zeros is None else codes.zeros.view(torch.bfloat16)
     pairs = 0 if codes.scales is None else codes.scales.shape[2]
     constants = {"FORM": codes.form, "GROUP": codes.group, "PAIRS": pairs, "LOWER": 2.0 ** -LIFT[codes.form]}
-    return Source(codes.words.view(torch.int16), codes.factors, scales, zeros), constants
+    return ValueSource(codes.words.view(torch.int16), codes.factors, scales, zeros), constants
 
 
 RAISED = tl.constexpr(2.0**-FP4_RAISED)

@@ -13,14 +13,14 @@ from fastspec.kernels.common.checks import check
 from fastspec.kernels.common.experts import ExpertStack, ExpertWeights
 from fastspec.kernels.common.launch import launch
 from fastspec.kernels.experts.lists import lists_of
-from fastspec.kernels.experts.mxfp4 import Epilogue, Operands, mxfp4_kernel
+from fastspec.kernels.experts.mxfp4 import ExpertEpilogue, ExpertOperands, mxfp4_kernel
 from fastspec.kernels.experts.products import Chosen, Norm, Stack, expert_kernel, sum_kernel
 from fastspec.kernels.gpu import generation_of
 from fastspec.shapes import ClampedGate
 
 
 @dataclass(frozen=True, slots=True)
-class Tile:
+class ExpertTile:
     """Tile of one program for 16-bit or fp32 weights.
 
     Attributes:
@@ -53,8 +53,8 @@ class CodesTile:
 # by element size of the weights: the first tile that holds an expert's likely pairs, else the last. A row's bits do
 # not depend on the tile. fp32 has one tile, because there they would
 LAUNCH = {
-    2: (Tile(8, 16, 1, 6), Tile(16, 16, 1, 5), Tile(32, 32, 2, 4), Tile(64, 32, 4, 3)),
-    4: (Tile(8, 16, 4, 3),),
+    2: (ExpertTile(8, 16, 1, 6), ExpertTile(16, 16, 1, 5), ExpertTile(32, 32, 2, 4), ExpertTile(64, 32, 4, 3)),
+    4: (ExpertTile(8, 16, 4, 3),),
 }
 CODES_LAUNCH = (CodesTile(8, 16, 1), CodesTile(16, 16, 1), CodesTile(32, 16, 1), CodesTile(64, 16, 1))
 BLOCK_K = {2: 128, 4: 64}  # by element size of the weights. It sets the order of sums, so it is the same for all rows
@@ -158,10 +158,10 @@ def _add_up(
     )  # fmt: skip
 
 
-def tile_of(stack: ExpertStack, ids: Tensor) -> Tile | CodesTile:
+def tile_of(stack: ExpertStack, ids: Tensor) -> ExpertTile | CodesTile:
     """Chooses the tile for rows with ids [R, chosen]: it should hold twice the average number of pairs of an expert."""
     likely = min(len(ids), 2 * triton.cdiv(ids.numel(), stack.shape[0]))
-    tiles: tuple[Tile | CodesTile, ...] = LAUNCH[stack.dtype.itemsize] if stack.scales is None else CODES_LAUNCH
+    tiles: tuple[ExpertTile | CodesTile, ...] = LAUNCH[stack.dtype.itemsize] if stack.scales is None else CODES_LAUNCH
     return next((tile for tile in tiles if likely <= tile.rows), tiles[-1])
 
 
@@ -177,7 +177,7 @@ def _product(
     stack: ExpertStack,
     bias: Tensor | None,
     of: Chosen,
-    tile: Tile | CodesTile,
+    tile: ExpertTile | CodesTile,
     chosen: int,
     clamp: ClampedGate | None,
     *,
@@ -192,9 +192,10 @@ def _product(
     options: dict[str, Any] = {"K": k, "CHOSEN": chosen, "GATED": gated, "CLAMPED": clamp is not None}
     options |= {"OF_PAIRS": not gated}
     if isinstance(tile, CodesTile):
-        operands = Operands(x.view(torch.int32), stack.data, stack.scales)
+        operands = ExpertOperands(x.view(torch.int32), stack.data, stack.scales)
         launch(
-            mxfp4_kernel, (triton.cdiv(n, tile.weight_rows), tiles), operands, of, Epilogue(bias, out), alpha, limit,
+            mxfp4_kernel, (triton.cdiv(n, tile.weight_rows), tiles),
+            operands, of, ExpertEpilogue(bias, out), alpha, limit,
             N=n, S=SPLIT_K, R=tile.weight_rows, BLOCKS=tile.rows // 8, D=tile.depth,
             **options, num_warps=SPLIT_K, enable_fp_fusion=False,
         )  # fmt: skip

@@ -42,8 +42,8 @@ PIECE = gl.constexpr(256)  # words of 16 rows in a chunk
 BOTH = gl.constexpr(0x00800080)  # times an exponent: a pair of bf16 with that exponent
 
 
-class Operands(NamedTuple):
-    """Operands of a product.
+class ExpertOperands(NamedTuple):
+    """ExpertOperands of a product.
 
     Attributes:
         x: int32 words [R, K / 2] of bf16, or a row for each pair.
@@ -55,7 +55,7 @@ class Operands(NamedTuple):
     scales: Any
 
 
-class Epilogue(NamedTuple):
+class ExpertEpilogue(NamedTuple):
     """Bias and output of a product.
 
     Attributes:
@@ -143,9 +143,9 @@ def _write(
 
 @gluon.jit
 def mxfp4_kernel(
-    operands,  # Operands
+    operands,  # ExpertOperands
     chosen,  # Chosen of products.py
-    epilogue,  # Epilogue
+    epilogue,  # ExpertEpilogue
     alpha,
     limit,
     N: gl.constexpr,

@@ -36,7 +36,7 @@ GROUP = gl.constexpr(16)  # tiles of rows that walk the same columns together: t
 
 
 @dataclass(frozen=True, slots=True)
-class Tile:
+class PrefillTile:
     """Rows of x and columns of one program's tile, pipeline stages, and what a tile costs."""
 
     rows: int
@@ -47,7 +47,7 @@ class Tile:
 
 # cost: microseconds of a tile of depth 4096 on an H200, with a tile at work on every multiprocessor. Tiles that were
 # timed and fell behind these: 128 rows by 128, 64 or (as two products) 192 columns; 64 by 64, but for 64 rows in all
-TILES = (Tile(128, 256, 4, 42.8), Tile(64, 256, 4, 24.5), Tile(64, 128, 6, 17.0))
+TILES = (PrefillTile(128, 256, 4, 42.8), PrefillTile(64, 256, 4, 24.5), PrefillTile(64, 128, 6, 17.0))
 
 
 @gluon.jit
@@ -245,16 +245,16 @@ def _hopper_kernel(
             _finish(out, m, n, bias_ptr, residual_ptr, out_ptr, held, num_rows, N, STRIDE, GATED, WARPS, part, PARTS)
 
 
-def time_of(tile: Tile, num_rows: int, n: int, programs: int) -> float:
+def time_of(tile: PrefillTile, num_rows: int, n: int, programs: int) -> float:
     """Microseconds that `programs` programs take with K = 4096."""
     tiles = triton.cdiv(num_rows, tile.rows) * triton.cdiv(n, tile.columns)
     return int(triton.cdiv(tiles, programs)) * tile.cost
 
 
-def tile_of(num_rows: int, n: int, programs: int, parts: int = 1) -> Tile:
+def tile_of(num_rows: int, n: int, programs: int, parts: int = 1) -> PrefillTile:
     """The tile with which `programs` programs are done first; parts as in `run`."""
 
-    def time(tile: Tile) -> float:
+    def time(tile: PrefillTile) -> float:
         return time_of(tile, num_rows, n, programs)
 
     # four warps have no registers left for adding up so many columns of parts
@@ -273,7 +273,7 @@ def run(
     residual: Tensor | None,
     out: Tensor,
     gated: bool,
-    tile: Tile,
+    tile: PrefillTile,
     programs: int,
     parts: int = 1,
 ) -> None:

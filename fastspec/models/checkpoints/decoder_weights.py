@@ -231,6 +231,7 @@ class _Layer:
         self._made: dict[str, Weight | ExpertStack | Tensor | None] = {}
 
     def weights(self) -> LayerWeights:
+        """Allocates the weights of the layer and tells the loader where each tensor goes."""
         for row in self._rows:
             if not (self._joined and row.joins):
                 self._take(row)

@@ -56,6 +56,11 @@ class _Trial:
         self._pages = -(-count // self._page_size)
 
     def run(self) -> None:
+        """Compares passes of the hosted model with transformers' own.
+
+        Raises:
+            UnsupportedModel: they differ.
+        """
         count = self._ids.shape[1]
         own = self._own()
         self._check_cut(own)

@@ -46,7 +46,7 @@ def stand_ins() -> Iterator[None]:
 
     def either(kernel: Any, *given: Any, **options: Any) -> None:
         if kernel is mxfp4_kernel:
-            simulator.launch(simulated, *given, **options)
+            simulator.launch(simulated, *given, **{"PDL": False, **options})
         else:
             launch(kernel, *given, **options)
 

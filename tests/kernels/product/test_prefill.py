@@ -102,7 +102,7 @@ def test_every_tile_of_the_table(device: str) -> None:
 @pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
 @pytest.mark.parametrize("epilogue", EPILOGUES)
 @pytest.mark.parametrize("tile", hopper.TILES, ids=str)
-def test_every_tile_of_hopper(tile: hopper.Tile, epilogue: str) -> None:
+def test_every_tile_of_hopper(tile: hopper.PrefillTile, epilogue: str) -> None:
     """Rings shorter and longer than a tile is deep, programs with no tile, one and several, edges on both sides."""
     for rows, n, k, programs in ((1, 48, 64, 132), (150, 1072, 64, 3), (300, 560, 1152, 1), (130, 2576, 2048, 132)):
         x, weight, arguments = case(rows, n, k, torch.bfloat16, "cuda", epilogue)

@@ -37,7 +37,7 @@ from fastspec.kernels.product.portable.parts import finish, norm_kernel, offer, 
 
 
 @dataclass(frozen=True, slots=True)
-class Tile:
+class PortableTile:
     """The tile of one program: rows of x, rows of the weight, warps, pipeline stages."""
 
     rows: int
@@ -50,10 +50,25 @@ class Tile:
 BLOCK_K = {2: 128, 4: 512}
 # by (element size, wide): the first that holds a call's rows, the last in several blocks
 LAUNCH = {
-    (2, False): (Tile(8, 16, 1, 6), Tile(16, 32, 2, 5), Tile(32, 32, 2, 4), Tile(64, 32, 4, 4)),
-    (2, True): (Tile(8, 32, 2, 5), Tile(16, 32, 2, 5), Tile(32, 32, 2, 4), Tile(64, 32, 4, 3)),
-    (4, False): (Tile(1, 8, 4, 4), Tile(2, 8, 4, 3), Tile(4, 8, 4, 4), Tile(8, 8, 4, 3)),
-    (4, True): (Tile(1, 8, 4, 4), Tile(2, 8, 4, 3), Tile(4, 8, 4, 4), Tile(8, 8, 4, 3)),
+    (2, False): (
+        PortableTile(8, 16, 1, 6),
+        PortableTile(16, 32, 2, 5),
+        PortableTile(32, 32, 2, 4),
+        PortableTile(64, 32, 4, 4),
+    ),
+    (2, True): (
+        PortableTile(8, 32, 2, 5),
+        PortableTile(16, 32, 2, 5),
+        PortableTile(32, 32, 2, 4),
+        PortableTile(64, 32, 4, 3),
+    ),
+    (4, False): (
+        PortableTile(1, 8, 4, 4),
+        PortableTile(2, 8, 4, 3),
+        PortableTile(4, 8, 4, 4),
+        PortableTile(8, 8, 4, 3),
+    ),
+    (4, True): (PortableTile(1, 8, 4, 4), PortableTile(2, 8, 4, 3), PortableTile(4, 8, 4, 4), PortableTile(8, 8, 4, 3)),
 }
 WIDE = 8192  # columns from which larger tiles still fill a device
 FUSED_ROWS = 16  # up to here a 16-bit product norms its rows itself; more are normed once, by a kernel in front
@@ -187,7 +202,7 @@ def tile_argmax_kernel(
     write_ids(scratch_ptr, out_ptr, num_rows, ROWS)
 
 
-def tile_of(itemsize: int, width: int, rows: int) -> Tile:
+def tile_of(itemsize: int, width: int, rows: int) -> PortableTile:
     """The launch entry of a product of `rows` rows with `width` columns."""
     tiles = LAUNCH[itemsize, width >= WIDE]
     return next((tile for tile in tiles if rows <= tile.rows), tiles[-1])
@@ -324,7 +339,7 @@ def _sums(dtype: torch.dtype) -> dict[str, Any]:
     return {"BLOCK_K": block_k, "STEPS": block_k.bit_length() - 1, "SHRINK": SHRINK.get(dtype, 1.0)}
 
 
-def _constants(dtype: torch.dtype, tile: Tile, pdl: bool) -> dict[str, Any]:
+def _constants(dtype: torch.dtype, tile: PortableTile, pdl: bool) -> dict[str, Any]:
     """The tile, in the words of the dtype's kernels."""
     shared = {"ROWS": tile.rows, "BLOCK_N": tile.block_n, "num_warps": tile.num_warps, **pdl_options(pdl)}
     if dtype == torch.float32:

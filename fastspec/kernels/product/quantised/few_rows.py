@@ -56,7 +56,7 @@ UNROLLED_LESS = gl.constexpr(4)  # the same where groups have sums, or rows are 
 BLOCK = gl.constexpr(8)  # rows of x of one product
 
 
-class Operands(NamedTuple):
+class CodesOperands(NamedTuple):
     """Pointers of the two factors.
 
     Attributes:
@@ -71,7 +71,7 @@ class Operands(NamedTuple):
     zeros: Any
 
 
-class Epilogue(NamedTuple):
+class CodesEpilogue(NamedTuple):
     """Pointers of the operations after the product; None is absent.
 
     Attributes:
@@ -203,8 +203,8 @@ def _no_sums(S: gl.constexpr, R: gl.constexpr, BLOCKS: gl.constexpr, OWN_SUM: gl
 
 @gluon.jit(do_not_specialize=["M", "limit", "out_stride", "loops"])
 def quantised_kernel(
-    operands,  # Operands
-    epilogue,  # Epilogue
+    operands,  # CodesOperands
+    epilogue,  # CodesEpilogue
     M,
     N,
     limit,

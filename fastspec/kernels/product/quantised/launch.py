@@ -16,13 +16,13 @@ from fastspec.kernels.product.launch import GLUON_TYPE, Call, permuted_for
 from fastspec.kernels.product.norm import norm_rows
 from fastspec.kernels.product.plan import L1_FIRST, cdiv
 from fastspec.kernels.product.quantised import plan
-from fastspec.kernels.product.quantised.few_rows import Epilogue, Operands, quantised_kernel
-from fastspec.kernels.product.quantised.plan import Tile, Wide
+from fastspec.kernels.product.quantised.few_rows import CodesEpilogue, CodesOperands, quantised_kernel
+from fastspec.kernels.product.quantised.plan import FewRowsTile, Wide
 from fastspec.kernels.product.quantised.wide_sm90 import WideEpilogue, codes_tma_kernel
 from fastspec.kernels.product.split_k import Parts, add_up
 
 
-def run(call: Call, pdl: bool, tile: Tile | Wide | None = None) -> None:
+def run(call: Call, pdl: bool, tile: FewRowsTile | Wide | None = None) -> None:
     """Launches a product of a quantised weight with any number of rows, and before it its norm.
 
     Args:
@@ -53,8 +53,8 @@ def run(call: Call, pdl: bool, tile: Tile | Wide | None = None) -> None:
     launch(
         quantised_kernel,
         (cdiv(n, tile.weight_rows), cdiv(rows, tile.blocks * plan.BLOCK)),
-        Operands(x.view(torch.int32), codes.words, codes.factors, codes.scales, codes.zeros),
-        Epilogue(row_factors, call.bias, call.residual, call.out, call.argmax_keys),
+        CodesOperands(x.view(torch.int32), codes.words, codes.factors, codes.scales, codes.zeros),
+        CodesEpilogue(row_factors, call.bias, call.residual, call.out, call.argmax_keys),
         *(rows, n, call.limit, 0 if call.argmax_keys is None else call.out.stride(0)),
         max(0, (steps - tile.depth - 1) // tile.depth),
         **shape,
@@ -64,7 +64,7 @@ def run(call: Call, pdl: bool, tile: Tile | Wide | None = None) -> None:
     )
 
 
-def tile_for(weight: Weight, rows: int, *, whole: bool = False) -> Tile | Wide:
+def tile_for(weight: Weight, rows: int, *, whole: bool = False) -> FewRowsTile | Wide:
     """`plan.launch_of` for a quantised weight, on its device."""
     codes = weight.codes
     assert codes is not None
@@ -103,7 +103,7 @@ def launch_wide(
         (cdiv(n, tile.weight_rows), cdiv(rows, tile.rows), apart),
         described(call.x, [tile.rows, 64]),
         described(codes.words.view(n // 16, -1, 32), [tile.weight_rows // 16, 8 * pieces, 32]),
-        Operands(None, None, codes.factors, scales, zeros),
+        CodesOperands(None, None, codes.factors, scales, zeros),
         WideEpilogue(squares if sums is None else None, eps, call.bias, call.residual, call.out, call.argmax_keys),
         sums,
         *(rows, n, call.limit, 0 if call.argmax_keys is None else call.out.stride(0)),

@@ -20,7 +20,7 @@ WIDE = {"fp8", "int8", "off8"}  # forms of 8 bits
 
 
 @dataclass(frozen=True, slots=True)
-class Tile:
+class FewRowsTile:
     """A launch.
 
     Attributes:
@@ -122,7 +122,7 @@ def split_of(form: Form, n: int, k: int) -> Split:
     return Split(measured[0] if measured else 4 if k <= SHORT else 8, 128)
 
 
-def tile_of(form: Form, n: int, k: int, rows: int) -> Tile:
+def tile_of(form: Form, n: int, k: int, rows: int) -> FewRowsTile:
     """The launch for `rows` rows of x and a weight [N, K]."""
     blocks = 1
     while blocks * BLOCK < min(rows, MAX_ROWS):
@@ -131,10 +131,10 @@ def tile_of(form: Form, n: int, k: int, rows: int) -> Tile:
     weight_rows, depth, row_depth = tiles.get(blocks) or DEFAULT[8 if form in WIDE else 4, blocks]
     split = split_of(form, n, k)
     steps = cdiv(k, split.split_k * split.k_tile)
-    return Tile(weight_rows, blocks, min(depth, steps), min(row_depth, depth, steps))
+    return FewRowsTile(weight_rows, blocks, min(depth, steps), min(row_depth, depth, steps))
 
 
-def launch_of(form: Form, group: int, n: int, k: int, rows: int, gpu: Gpu, whole: bool) -> Tile | Wide:
+def launch_of(form: Form, group: int, n: int, k: int, rows: int, gpu: Gpu, whole: bool) -> FewRowsTile | Wide:
     """The launch for `rows` rows of x and a weight [N, K] with `group` values of K to a scale, 0 for all.
 
     Args:

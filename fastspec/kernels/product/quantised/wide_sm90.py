@@ -50,7 +50,7 @@ from fastspec.kernels.product.quantised.loads import groups_of, pieces_of
 from fastspec.kernels.product.tma_sm90 import group_operand, group_sums, pieces_layout
 
 
-class Ring(NamedTuple):
+class LoadRing(NamedTuple):
     """K tiles in shared memory.
 
     Attributes:
@@ -357,7 +357,7 @@ def codes_tma_kernel(
     gl.warp_specialize(
         [
             (_multiply, (
-                operands, epilogue, parts_ptr, Ring(xs, ws, full, free), tile, first_row, split, M, N, limit,
+                operands, epilogue, parts_ptr, LoadRing(xs, ws, full, free), tile, first_row, split, M, N, limit,
                 K, S, T, SPLITS, FORM, GROUP[0], GROUP[1], WARPS, GATED[0], GATED[1],
             )),
             (_fetch, (x_desc, weight_desc, xs, ws, full, free, tile, first_row, split, T, S, SPLITS, BYTES, PDL)),

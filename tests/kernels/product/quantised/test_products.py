@@ -14,7 +14,7 @@ from torch import Tensor
 from fastspec.kernels.common.codes import Codes
 from fastspec.kernels.common.weights import Weight
 from fastspec.kernels.product.quantised import plan
-from fastspec.kernels.product.quantised.plan import Tile, Wide
+from fastspec.kernels.product.quantised.plan import FewRowsTile, Wide
 from tests.helpers import gluon_simulator
 from tests.helpers.devices import devices
 from tests.helpers.gluon_values import Values, widened
@@ -87,7 +87,7 @@ def test_every_code_is_exact(name: str, device: str) -> None:
     assert torch.equal(ours.T.cpu(), codes.dequantise(torch.float32))
 
 
-TILES = [Tile(*tile) for tile in ((16, 1, 3, 2), (32, 1, 1, 0), (64, 2, 2, 1), (16, 4, 2, 0), (32, 8, 1, 1))]
+TILES = [FewRowsTile(*tile) for tile in ((16, 1, 3, 2), (32, 1, 1, 0), (64, 2, 2, 1), (16, 4, 2, 0), (32, 8, 1, 1))]
 
 
 @pytest.mark.parametrize("name", KINDS)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -56,8 +55,7 @@ def test_packed_weights_are_made_run_by_run(
 
     kept: as codes, or as the values that they stand for.
     """
-    ops = replace(
-        TORCH_OPS,
+    ops = TORCH_OPS.replaced(
         keeps_codes=lambda shape, kind, *_: kept and can_pack_codes(shape, kind),
         weight_format=lambda shape, dtype, _: "packed" if can_pack(shape, dtype) else "rows",
     )
@@ -89,8 +87,7 @@ def test_beside_the_quantised_model_lies_less_than_a_layer(
 ) -> None:
     """Each reader of a GPU has a run of its own, which is to a layer of an 8B as here to a layer of this model."""
     round_codes = pytest.importorskip("fastspec.kernels.round_codes", reason="Triton ships for Linux only")
-    ops = replace(
-        TORCH_OPS,
+    ops = TORCH_OPS.replaced(
         keeps_codes=lambda shape, kind, *_: can_pack_codes(shape, kind),
         pack_rounded=round_codes.pack_rounded,
     )
