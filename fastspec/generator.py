@@ -31,7 +31,7 @@ from fastspec.engine.arguments import checked_arguments
 from fastspec.engine.build import build
 from fastspec.engine.engine import Engine
 from fastspec.engine.explain import break_even_advice, explain
-from fastspec.engine.memory import MemoryPlan
+from fastspec.engine.memory import MemoryPlan, release_unused
 from fastspec.engine.settings import announce
 from fastspec.engine.warmup import compilers_for, filling, warm_up_for
 from fastspec.errors import InvalidLogits, UnsupportedOption
@@ -548,12 +548,15 @@ class FastSpecGenerator(OfOneProcess):
         return steps
 
     def close(self) -> None:
-        """Cancels requests of handles, and frees everything. Closing twice is fine; any other use later is an error.
+        """Cancels requests of handles, and frees all memory, that of a GPU also for other processes.
+
+        Closing twice is fine; any other use later is an error.
 
         Raises:
             RuntimeError: a call of `generate` or `stream` is still running.
         """
         self._loop.close()
+        release_unused(self.device)
 
     def __enter__(self) -> FastSpecGenerator:
         return self

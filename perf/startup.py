@@ -43,6 +43,7 @@ from fastspec.models.checkpoints.weight_loader import Loader
 from fastspec.distributed.ranks import Ranks
 from fastspec.distributed.world import World
 from fastspec.engine.engine import Engine
+from fastspec.engine.prompt_passes import PromptPasses
 times["imported"] = time.time()
 took = dict.fromkeys(("meet", "exchange", "read", "compile", "wait", "capture"), 0.0)
 def timed(owner, name, part, builds=False):
@@ -61,7 +62,7 @@ timed(Loader, "fill", "read")
 timed(Engine, "compile", "compile")
 timed(World, "wait_for_all", "wait")
 timed(Engine, "capture", "capture")
-timed(Engine, "capture_prompts", "capture")
+timed(PromptPasses, "capture", "capture")
 sizes = {"num_speculative_tokens": 5, "max_length": 512, "device": sys.argv[3], "progress": False}
 sizes |= {"draft_quantization": None}
 if sys.argv[4] != "1":

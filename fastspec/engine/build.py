@@ -12,9 +12,11 @@ import torch
 
 from fastspec.distributed.exchange import Exchange
 from fastspec.distributed.ranks import Ranks
-from fastspec.engine.engine import Engine, grid_unit_of
+from fastspec.engine.engine import Engine
 from fastspec.engine.memory import Layout
+from fastspec.engine.pass_sizes import PassSizes
 from fastspec.engine.settings import Settings
+from fastspec.engine.step_shapes import StepShapes
 from fastspec.engine.threads import sampling_alone
 from fastspec.graphs.results import ResultRing
 from fastspec.graphs.runner import EagerRunner, GraphRunner, Runner
@@ -110,35 +112,41 @@ def build(
             device=device,
             keep_draft_probs=layout.keep_draft_probs,
         )
-        sizes = layout.batch, layout.max_drafts, state.top_ids.shape[2]
         watch = ranks.world if ranks.size > 1 else None
-        ring = ResultRing(*sizes, device, pinned=ops.name == "triton", watch=watch)
+        ring = ResultRing(
+            layout.batch, layout.max_drafts, state.top_ids.shape[2], device, pinned=ops.name == "triton", watch=watch
+        )
         chosen = choose(config.proposer, drafter, scoring.vocab_size)
         modules = _modules(layout, ops, scoring, chosen, ring, mark, work, device)
     pages, chunks = PageTable(layout.num_pages(length), layout.page_size), layout.chunks_for(length)
-    same_bits, draft_chunks = _pass_sizes(chunks, made, device)
+    same_bits, draft_chunks = _same_bits_of_both(chunks, made, device)
+    batches_prompts = _only_in_pages(modules, made.models) and same_bits == chunks
+    sizes = PassSizes(
+        layout.batch,
+        settings.exact,
+        chunks,
+        same_bits,
+        draft_chunks,
+        batch_tokens=_PREFILL_BATCH_TOKENS if batches_prompts else 0,
+        budget=config.prefill_budget,
+    )
+    shapes = StepShapes(
+        layout.batch, length, layout.max_drafts, settings.decode_tiling, runner.static, settings.verification
+    )
     prefix = prefix_states = None
     if config.prefix_cache and (not takes_features(chosen) or kept_in_pages(chosen)):
-        grid_unit = grid_unit_of(chunks, same_bits, settings.decode_tiling.rows is not None)
         salt = target.name, draft.name if draft else None
-        prefix, prefix_states = _prefix_cache(pages, grid_unit, made.models, reads_ahead(chosen), salt)
-    batches_prompts = _only_in_pages(modules, made.models) and same_bits == chunks
+        prefix, prefix_states = _prefix_cache(pages, sizes.grid_unit, made.models, reads_ahead(chosen), salt)
     engine = Engine(
         modules=modules,
         state=state,
         pages=pages,
-        max_drafts=layout.max_drafts,
-        decode_tiling=settings.decode_tiling,
-        chunks=chunks,
         runner=runner,
         ring=ring,
-        verification=settings.verification,
-        same_bits=same_bits,
-        draft_chunks=draft_chunks,
+        shapes=shapes,
+        sizes=sizes,
         prefix=prefix,
         prefix_states=prefix_states,
-        prefill_batch_tokens=_PREFILL_BATCH_TOKENS if batches_prompts else 0,
-        prefill_budget=config.prefill_budget,
         mean_weight=_mean_weight(settings, target),
         share_seconds=ranks.world.share_seconds,
         sharing=(ranks.world.rank, ranks.size),
@@ -327,10 +335,10 @@ def _hosted(checkpoint: Checkpoint | HeadCheckpoint | None) -> bool:
     return isinstance(checkpoint, Checkpoint) and isinstance(checkpoint.spec, HostedInfo)
 
 
-def _pass_sizes(
+def _same_bits_of_both(
     chunks: tuple[int, ...], made: _Models, device: torch.device
 ) -> tuple[tuple[int, ...] | None, tuple[int, ...] | None]:
-    """`Engine.same_bits` and `Engine.draft_chunks` of these models."""
+    """`PassSizes.same_bits` and `PassSizes.draft_chunks` of these models."""
     of_target = _same_bits(chunks, made.models, made.matrices, device)
     of_draft = _same_bits(chunks, made.models, made.of_draft_model, device)
     if of_target is None or of_draft is None:

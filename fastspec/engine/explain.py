@@ -105,22 +105,22 @@ def _kv(layout: Layout) -> str:
 
 
 def _chunks(engine: Engine) -> str:
-    sizes = engine.chunks
+    sizes = engine.sizes.chunks
     return str(sizes[0]) if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]}, as its length decides,"
 
 
 def _batched(engine: Engine) -> str:
     """Describes the prompts that share a pass."""
-    sizes = {chunk: rows for chunk in engine.chunks if (rows := engine.prefill_batch(chunk)) > 1}
+    sizes = {chunk: rows for chunk in engine.sizes.chunks if (rows := engine.sizes.prompts_per_pass(chunk)) > 1}
     if not sizes:
         return ", one at a time"
     return ", one at a time; " + " or ".join(f"{rows} of {chunk}" for chunk, rows in sizes.items()) + " in one pass"
 
 
 def _waited_for(engine: Engine) -> str:
-    if engine.prefill_budget is None:
+    if engine.sizes.budget is None:
         return ""
-    return f"; rows of other calls wait for {engine.prefill_budget} of them a step, or for one chunk"
+    return f"; rows of other calls wait for {engine.sizes.budget} of them a step, or for one chunk"
 
 
 def _no_draft(target: ModelSource) -> str:

@@ -1,7 +1,8 @@
-"""How many bytes a generator needs, before any of them is allocated."""
+"""Bytes that a generator needs, computed before it allocates any, and the memory that is free for them."""
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 
@@ -243,7 +244,26 @@ def position_bytes(spec: ModelInfo, dtype: torch.dtype) -> int:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Memory free on the device now."""
+    """Memory free on the device now. Blocks that torch caches but does not use are released first, so they count."""
     if device.type == "cuda":
+        _empty_cache(device)
         return torch.cuda.mem_get_info(device)[0]
     return psutil.virtual_memory().available
+
+
+def release_unused(device: torch.device) -> None:
+    """Collects objects that nothing refers to, and returns the memory that torch cached for them to the GPU's driver.
+
+    Graphs, exchanges and models refer to each other, so they stay until the garbage collector runs. Does nothing for a
+    CPU, whose allocator keeps no such cache.
+    """
+    if device.type == "cuda":
+        gc.collect()
+        _empty_cache(device)
+
+
+def _empty_cache(device: torch.device) -> None:
+    """Releases torch's cached blocks, if there are some: the call waits for the GPU."""
+    if torch.cuda.memory_reserved(device) > torch.cuda.memory_allocated(device):
+        with torch.cuda.device(device):
+            torch.cuda.empty_cache()

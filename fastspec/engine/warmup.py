@@ -61,18 +61,18 @@ def warm_up_for(
             for size, shape in bar:
                 engine.capture(size, shape)
             if prompts:
-                engine.capture_prompts()
+                engine.prompts.capture()
     if choice.controller is not None:
         _time(engine, rows, choice, lengths, progress)
 
 
 def _choose_reading(engine: Engine) -> None:
     """`choose_reading` of an engine's head, before anything is captured or admitted."""
-    chunk, pages = engine.chunks[0], engine.state.block_table.shape[1]
-    shape = engine.chunk_shape(chunk, chunk, GREEDY)
+    chunk, pages = engine.sizes.chunks[0], engine.state.block_table.shape[1]
+    shape = engine.shapes.chunk(chunk, chunk, GREEDY)
     with engine.on_device():
         free = torch.arange(1, pages + 1, device=engine.state.lengths.device)[None]
-        choose_reading(engine.modules.target, engine.modules.proposer, shape, engine.decode_tiling, free)
+        choose_reading(engine.modules.target, engine.modules.proposer, shape, engine.shapes.tiling, free)
 
 
 def compilers_for(
@@ -121,13 +121,13 @@ def _time(engine: Engine, rows: int, choice: DraftChoice, lengths: tuple[int, in
     assert controller is not None, "the caller saw to it"
     # without graphs steps are slow enough, on a CPU at least, that one bucket must do for all
     static = engine.runner.static
-    buckets, repeats = (engine.buckets(rows), 9) if static else ([engine.bucket(rows)], 3)
+    buckets, repeats = (engine.shapes.buckets(rows), 9) if static else ([engine.shapes.bucket(rows)], 3)
     known = controller.times.measured
     missing = [(size, k) for size in buckets for k in choice.ks if (size, k) not in known]
     bar = tqdm(missing, desc="timing steps", unit="step", disable=not (progress and missing))
     with engine.on_device():
         for size, k in bar:
-            shape = engine.typical_shape(k, choice.sampler, choice.top_logprobs, *lengths)
+            shape = engine.shapes.typical(k, choice.sampler, choice.top_logprobs, *lengths)
             taken = engine.share_seconds(engine.seconds(size, shape, repeats))
             assert taken is not None, "it was measured"
             controller.know({(size, k): taken})

@@ -218,7 +218,7 @@ def calibrate(
             call = CallPlan(stop_ids, choice.sampler, lambda made: 0, policy=runs[k], lengths=lengths_of(trial))
             for _ in scheduler.run(trial, call):
                 pass
-    bucket = engine.bucket(min(len(requests), engine.state.batch))
+    bucket = engine.shapes.bucket(min(len(requests), engine.state.batch))
     for k, run in runs.items():
         if not run.seconds(bucket):
             raise ValueError(
@@ -249,7 +249,7 @@ def _parts(
     found, lengths = {}, lengths_of(requests)
     with engine.on_device():
         for k in reversed(choice.ks):  # largest first: their graphs share one pool
-            shape = engine.typical_shape(k, choice.sampler, choice.top_logprobs, *lengths)
+            shape = engine.shapes.typical(k, choice.sampler, choice.top_logprobs, *lengths)
             draft, score = map(engine.share_seconds, _part_seconds(engine, bucket, shape))
             assert draft is not None, "both were measured"
             assert score is not None, "both were measured"

@@ -146,7 +146,7 @@ class FormatTrial:
         engine, chosen = scheduler.engine, drafter.weights
         new = max(_LEAST, NEW // len(rows))
         texts = [Request(each.prompt, min(new, each.max_new_tokens), each.options) for each in rows]
-        bucket = engine.bucket(len(rows))
+        bucket = engine.shapes.bucket(len(rows))
         both: dict[CodeFormat | None, DecoderWeights] = {self._form: chosen, None: stored}
         runs = {form: FixedPolicy(choice.k) for form in both}
         winner: CodeFormat | None = self._form

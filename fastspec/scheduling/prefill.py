@@ -100,7 +100,7 @@ class PrefillQueue:
             return None
         nodes = prefix.match(request.prompt, self._shareable(request)) if prefix is not None else []
         known = self._resumable(nodes, draft=False)
-        if not self.engine.exact:
+        if not self.engine.sizes.exact:
             nodes = nodes[:known]  # what is computed again may have other bits than what lies in pages of others
         shared = tuple(page for node in nodes for page in node.pages)
         if not table.can_fit(positions, shared):
@@ -123,7 +123,7 @@ class PrefillQueue:
 
         Requests that come at once then run together after a few steps, not one after the other.
         """
-        short = sum(2 * len(request.prompt) <= self.engine.prefill_batch_tokens for request in self.waiting)
+        short = sum(2 * len(request.prompt) <= self.engine.sizes.batch_tokens for request in self.waiting)
         return max(1, min(_MAX_BUDGETS, short // max(1, running)))
 
     def plan(self, *, drafting: bool, max_tokens: int | None) -> None:
@@ -138,7 +138,7 @@ class PrefillQueue:
         length, self._draft = len(request.prompt), None
         self._resume(request, self.row, request.cached, draft=False)
         self._resume(request, self.row, request.draft_length, draft=True)
-        stop = length if engine.prefills_whole(length) else length - 1
+        stop = length if engine.prompts.takes_whole(length) else length - 1
         self._target = self._passes(request, request.cached, stop, max_tokens, draft=False)
         if drafting and engine.modules.proposer is not None:
             stop, start = min(length - 2, engine.modules.proposer.max_length), request.draft_length
@@ -184,7 +184,7 @@ class PrefillQueue:
 
     def _defer(self, request: Request, taken: list[int]) -> bool:
         """Defers the pass just taken to `flush`, if it is its prompt's last and short; returns whether it did."""
-        draft, rows = self._draft, self.engine.prefill_batch(taken[0]) if len(taken) == 1 else 1
+        draft, rows = self._draft, self.engine.sizes.prompts_per_pass(taken[0]) if len(taken) == 1 else 1
         if rows == 1 or self._target.remaining or (draft is not None and list(draft.remaining) not in ([], taken)):
             return False
         if any(each.chunk != taken[0] for each in self._deferred.values()):
@@ -204,10 +204,10 @@ class PrefillQueue:
         chunk = next(iter(short.values())).chunk
         with self.engine.modules.mark("prefill"):
             starts = {row: each.start for row, each in short.items()}
-            self.engine.prefill_rows(starts, chunk, draft=False, running=False)
+            self.engine.prompts.feed_rows(starts, chunk, draft=False, running=False)
             drafts = {row: each.draft for row, each in short.items() if each.draft is not None}
             if drafts:
-                self.engine.prefill_rows(drafts, chunk, draft=True, running=False)
+                self.engine.prompts.feed_rows(drafts, chunk, draft=True, running=False)
         for row, each in short.items():
             if each.draft is not None:
                 self._drafted(each.request, each.draft + chunk)
@@ -241,7 +241,7 @@ class PrefillQueue:
                 self.engine.prefix_states.rename(request, request.nodes[last - 1] if whole else None)
         state = self.engine.state
         state.emitted[row].fill_(min(1, len(request.prompt) - 1))  # steps that ran while the row idled wrote 0
-        request.prefilled = self.engine.prefills_whole(len(request.prompt))
+        request.prefilled = self.engine.prompts.takes_whole(len(request.prompt))
         ready = PREFILLED if request.prefilled else RUNNING
         state.finish[row].fill_(ready if request.grammar is None else PAUSED)
 
@@ -272,11 +272,11 @@ class PrefillQueue:
             chunks, start = lag_of(self.engine, request), request.draft_length
             passes += passes_of(chunks)
             request.draft_lag = False
-            if len(chunks) == 1 and self.engine.prefill_batch(chunks[0]) > 1:
+            if len(chunks) == 1 and self.engine.sizes.prompts_per_pass(chunks[0]) > 1:
                 batch = short.setdefault(chunks[0], {})
                 batch[row] = start
-                if len(batch) == self.engine.prefill_batch(chunks[0]):
-                    self.engine.prefill_rows(short.pop(chunks[0]), chunks[0], draft=True)
+                if len(batch) == self.engine.sizes.prompts_per_pass(chunks[0]):
+                    self.engine.prompts.feed_rows(short.pop(chunks[0]), chunks[0], draft=True)
             elif chunks:
                 self._enqueue(request, row, start, chunks, draft=True, running=True)
             if chunks:
@@ -284,7 +284,7 @@ class PrefillQueue:
                 if self.engine.prefix is not None and not request.drafted:
                     mark_drafted(self.engine.prefix, request)
         for chunk, starts in short.items():
-            self.engine.prefill_rows(starts, chunk, draft=True)
+            self.engine.prompts.feed_rows(starts, chunk, draft=True)
         return passes
 
     def _adopt_draft_kv(self, request: Request, row: int) -> None:
@@ -302,7 +302,7 @@ class PrefillQueue:
     def keep(self, request: Request, row: int) -> None:
         """Keeps pages that steps wrote for a row that has ended, if the engine is not exact: their bits may differ."""
         prefix = self.engine.prefix
-        if prefix is not None and not self.engine.exact and request.finish_reason != "error":
+        if prefix is not None and not self.engine.sizes.exact and request.finish_reason != "error":
             tokens, pages = request.prompt + request.new_tokens, self.engine.pages.pages_of(row)
             request.nodes = prefix.insert(request.nodes, tokens, pages, len(tokens) - 1)
             mark_drafted(prefix, request)
@@ -320,7 +320,7 @@ class PrefillQueue:
                 continue
             if kept is not None:
                 kept.capture_after(length or 0, draft=draft)
-            self.engine.prefill_row(row, start, part, draft=draft, running=running, first=first)
+            self.engine.prompts.feed_row(row, start, part, draft=draft, running=running, first=first)
             start, first = start + sum(part), False
             if kept is not None and length is not None and start >= length:
                 kept.save(key, draft=draft)
@@ -329,7 +329,7 @@ class PrefillQueue:
         """Lengths at which passes from `start` on leave states to keep, each with the key to keep them under."""
         kept, prefix = self.engine.prefix_states, self.engine.prefix
         # a pass over as few tokens as a step leaves none, and one that begins inside a chunk has other bits
-        whole = self.engine.chunks[0] > self.engine.max_drafts + 1 and not start % DELTA_CHUNK
+        whole = self.engine.sizes.chunks[0] > self.engine.shapes.max_drafts + 1 and not start % DELTA_CHUNK
         if kept is None or prefix is None or not kept.recurrent(draft=draft) or not whole:
             return []
         shared, last = len(request.nodes) * prefix.unit, self._max_nodes(request) * prefix.unit
@@ -340,7 +340,7 @@ class PrefillQueue:
         """Passes over the positions start..stop-1; one ends wherever states are kept, except at the last such place."""
         ends = [length for length, _ in self._state_points(request, start, draft=draft)[:-1] if length is not None]
         edges = [start, *(end for end in ends if end < stop), stop]
-        passes = (self.engine.passes(end, begin, max_tokens, draft=draft) for begin, end in pairwise(edges))
+        passes = (self.engine.sizes.passes(end, begin, max_tokens, draft=draft) for begin, end in pairwise(edges))
         return Passes(start, deque(chain.from_iterable(passes)))
 
     def _resume(self, request: Request, row: int, length: int, *, draft: bool) -> None:
@@ -389,6 +389,6 @@ def lag_of(engine: Engine, request: Request) -> list[int]:
     if proposer is None:
         return []
     known, start = min(request.length - 2, proposer.max_length), request.draft_length
-    if request.drafted or start % engine.grid_unit:  # steps have written after the prefill
-        return chunks_of(engine.chunks, known - start)
-    return engine.passes(known, start, draft=True)
+    if request.drafted or start % engine.sizes.grid_unit:  # steps have written after the prefill
+        return chunks_of(engine.sizes.chunks, known - start)
+    return engine.sizes.passes(known, start, draft=True)

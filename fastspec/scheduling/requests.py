@@ -39,7 +39,7 @@ class CallPlan:
     Attributes:
         stop_ids: token ids that end a row.
         sampler: kind of its steps, GREEDY or FULL.
-        choose_k: maps the number of steps made to the drafts of the next one, at most engine.max_drafts.
+        choose_k: maps the number of steps made to the drafts of the next one, at most engine.shapes.max_drafts.
         top_logprobs: as in StepShape.
         policy: chooses k in place of `choose_k`, and observes every step.
         lengths: tokens that the longest row may get, and tokens of the shortest prompt.

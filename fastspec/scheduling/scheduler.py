@@ -70,7 +70,7 @@ class Scheduler:
             OutOfPages: it needs more pages than there are.
         """
         self.check(request)
-        request.begin(self.engine.max_drafts)
+        request.begin(self.engine.shapes.max_drafts)
         self._arrivals.put((request, call))
 
     def check(self, request: Request) -> None:
@@ -204,7 +204,7 @@ class Scheduler:
                 return False  # how far the draft is behind is known once those steps are read
             passes = self._queue.catch_up({row: self._rows[row] for row in drafting})
         drafted, (k, masked) = k, grammar_steps(requests, self._calls, k)
-        rows = self.engine.bucket(max(self._rows) + 1)
+        rows = self.engine.shapes.bucket(max(self._rows) + 1)
         shape = self._shape(k, calls, requests)
         if masked:
             shape = replace(shape, grammars=MIXED_DRAFTS if drafted else GRAMMAR_ONLY)
@@ -228,7 +228,7 @@ class Scheduler:
     def _launch_first_tokens(self, requests: dict[int, Request]) -> bool:
         """Queues the step for first tokens, over the rows whose long prompts are prefilled and no others."""
         calls = {self._calls[request] for request in requests.values()}
-        rows, masked = self.engine.bucket(max(self._rows) + 1), grammar_steps(requests, self._calls, 0)[1]
+        rows, masked = self.engine.shapes.bucket(max(self._rows) + 1), grammar_steps(requests, self._calls, 0)[1]
         shape = self.engine.captured_shape(
             rows, self._shape(0, calls, requests).for_first_tokens(grammars=bool(masked))
         )
@@ -259,10 +259,10 @@ class Scheduler:
             longest, shortest = max(call.lengths[0] for call in calls), min(call.lengths[1] for call in calls)
         else:
             now = [request.length for request in requests.values()]
-            longest, shortest = max(now) + (len(self._in_flight) + 1) * (self.engine.max_drafts + 1), min(now)
+            longest, shortest = max(now) + (len(self._in_flight) + 1) * (self.engine.shapes.max_drafts + 1), min(now)
         recorded = [call.top_logprobs for call in calls if call.top_logprobs is not None]
         sampler = FULL if any(call.full for call in calls) else GREEDY
-        return self.engine.shape(k, sampler, max(recorded, default=None), longest, shortest)
+        return self.engine.shapes.step(k, sampler, max(recorded, default=None), longest, shortest)
 
     def _choose_drafts(self, requests: dict[int, Request]) -> tuple[int, frozenset[int]]:
         """Chooses the drafts of the next step, and the rows that draft; some calls have fewer drafts, or none."""
@@ -274,7 +274,9 @@ class Scheduler:
             wanted.append(self._drafts_of_call(call, own))
         largest = max(k for k, _ in wanted)
         alone = len(calls) == 1
-        limits = {row: self.engine.max_drafts if alone else k for k, rows in wanted if k or not largest for row in rows}
+        limits = {
+            row: self.engine.shapes.max_drafts if alone else k for k, rows in wanted if k or not largest for row in rows
+        }
         if largest:
             for row, request in requests.items():
                 self._limit_drafts(row, request, limits.get(row, 0))
@@ -291,12 +293,12 @@ class Scheduler:
         nearest = sorted(willing, key=lambda row: (passes[row], row))
         remaining = max(request.limit - request.length for request in requests.values())
         behind = tuple(passes[row] for row in nearest)
-        k = call.policy.choose(StepContext(self.engine.bucket(max(self._rows) + 1), remaining, behind))
+        k = call.policy.choose(StepContext(self.engine.shapes.bucket(max(self._rows) + 1), remaining, behind))
         return k, frozenset(nearest[: call.policy.few])
 
     def _limit_drafts(self, row: int, request: Request, drafts: int) -> None:
         """Limits the drafts of a row that count to `drafts`, and to its own limit."""
-        limit = min(drafts, admission.draft_limit(request.options, self.engine.max_drafts))
+        limit = min(drafts, admission.draft_limit(request.options, self.engine.shapes.max_drafts))
         if limit != request.draft_limit:
             self.engine.state.draft_limits[row].fill_(limit)
             request.draft_limit = limit
@@ -313,7 +315,7 @@ class Scheduler:
 
     def _positions(self, request: Request) -> int:
         """Returns the number of cache positions that a request may write."""
-        return request.limit + self.engine.max_drafts + 1
+        return request.limit + self.engine.shapes.max_drafts + 1
 
     def _admit(self) -> None:
         """Prefills prompts, first come first served: whole, or within the budget where rows of other calls wait."""
@@ -333,7 +335,7 @@ class Scheduler:
     def _budget(self, call: CallPlan) -> int | None:
         """Prompt tokens of a call that are prefilled between two steps; None: all, no other call's rows wait."""
         alone = not self._rows or (not call.joined and all(self._calls[other] is call for other in self._rows.values()))
-        return None if alone else self.engine.prefill_budget
+        return None if alone else self.engine.sizes.budget
 
     def _begin(self) -> Request | None:
         """Gives a row to the first waiting request, if a row is free and its pages fit."""
@@ -344,7 +346,7 @@ class Scheduler:
         request, pages = begun
         call, state, row = self._calls[request], self.engine.state, self._queue.row
         admission.fill_prompt(state, row, request.prompt, pages, call.stop_ids, request.draft_length)
-        request.draft_limit = admission.draft_limit(request.options, self.engine.max_drafts)
+        request.draft_limit = admission.draft_limit(request.options, self.engine.shapes.max_drafts)
         budget = self._budget(call)
         # without a budget only rows of its own call wait for the draft's passes
         wants = request.options.draft_limit != 0 and request.grammar is None
@@ -354,7 +356,7 @@ class Scheduler:
 
     def _draft_follows(self, call: CallPlan) -> bool:
         """True if the next steps of a call will draft."""
-        if not self.engine.reads_prompts:
+        if not self.engine.prompts.reads_prompts:
             return False
         return self._last_k > 0 if call.policy else call.choose_k(call.steps) > 0
 
@@ -370,7 +372,9 @@ class Scheduler:
 
     def _compact(self) -> None:
         """Moves the highest rows down if the next step then covers fewer rows."""
-        while self._rows and self.engine.bucket(max(self._rows) + 1) > self.engine.bucket(len(self._rows)):
+        while self._rows and self.engine.shapes.bucket(max(self._rows) + 1) > self.engine.shapes.bucket(
+            len(self._rows)
+        ):
             source = max(self._rows)
             taken = {*self._rows, self._queue.row} if self._queue.request else self._rows
             place = next((row for row in range(source) if row not in taken), None)

@@ -100,7 +100,7 @@ def pass_rows(
             fill(engine, behind)
             one = 0.0
             for rows, tokens in dict.fromkeys([(1, 1), *passes]):
-                shape = engine.shape(tokens - 1, GREEDY, None, behind)
+                shape = engine.shapes.step(tokens - 1, GREEDY, None, behind)
                 shape = replace(shape, num_blocks=max(shape.num_blocks, blocks(room)))
                 call = partial(score, engine.modules, engine.state.rows(0, rows), shape)
                 found = timing.graph_time(call, repeats=repeats, device=device)

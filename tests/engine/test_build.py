@@ -39,4 +39,4 @@ def test_only_a_draft_with_larger_passes_has_sizes_of_its_own(
         matrices=[SimpleNamespace(format=target)],
         of_draft_model=[SimpleNamespace(format=draft)] if draft else [],
     )
-    assert build._pass_sizes(CHUNKS, made, torch.device("cpu")) == (same_bits, draft_chunks)
+    assert build._same_bits_of_both(CHUNKS, made, torch.device("cpu")) == (same_bits, draft_chunks)

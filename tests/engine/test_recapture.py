@@ -14,6 +14,7 @@ from hypothesis import given, settings
 import fastspec.scheduling.requests as request_module
 from fastspec import FastSpecGenerator
 from fastspec.engine.engine import Engine
+from fastspec.engine.prompt_passes import PromptPasses
 from fastspec.graphs.keys import StepKey, describe
 from fastspec.graphs.runner import EagerRunner
 from fastspec.inputs.options import RowOptions
@@ -25,7 +26,7 @@ from tests.helpers.compiled import compiled_engine, graphs_compiled
 from tests.helpers.fuzz_calls import DRAFTS, Call, calls
 from tests.helpers.fuzzing import CI, Pair
 from tests.helpers.scheduling import run_all
-from tests.helpers.tiny import tiny_engine
+from tests.helpers.tiny import tiny_engine, with_runner
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # the pair has no tokenizers
 
@@ -77,7 +78,7 @@ def recorded(pair: Pair, verification: str, proposer: str) -> tuple[FastSpecGene
     """A generator that has captured what its calls may come to."""
     gen = pair.generator(page_size=16, batch=4, verification=verification, proposer=proposer)
     runner, scheduler = Recorder(), gen._open().scheduler
-    scheduler.engine = replace(scheduler.engine, runner=runner)
+    scheduler.engine = with_runner(scheduler.engine, runner)
     for sampler in (GREEDY, FULL):
         gen.warmup(sampler=sampler)
     return gen, runner
@@ -126,7 +127,7 @@ ROWS = [
 def test_nothing_is_missing_once_it_was_captured(sampler: str) -> None:
     """`engine.missing` knows rows, k, kind and log-probabilities; no option of a row is among them."""
     runner = Recorder()
-    engine = replace(tiny_engine(batch=4), runner=runner)
+    engine = with_runner(tiny_engine(batch=4), runner)
     first = engine.missing(4, {4, 0}, sampler, None)
     assert [(rows, shape.num_drafts) for rows, shape in first] == [(4, 4), (4, 0), (2, 4), (2, 0), (1, 4), (1, 0)]
     for rows, shape in first:
@@ -142,8 +143,8 @@ def test_nothing_is_missing_once_it_was_captured(sampler: str) -> None:
 def test_long_rows_have_steps_of_their_own() -> None:
     """A launch as wide as the longest row there may be is for calls that may come to such rows."""
     runner = Recorder()
-    engine = replace(tiny_engine(batch=1, max_length=40_000), runner=runner)
-    rooms = [engine.room(positions) for positions in (0, 1024, 1025, 4096, 4097, 16384, 16385, 40_000)]
+    engine = with_runner(tiny_engine(batch=1, max_length=40_000), runner)
+    rooms = [engine.shapes.room(positions) for positions in (0, 1024, 1025, 4096, 4097, 16384, 16385, 40_000)]
     assert rooms == [1024, 1024, 4096, 4096, 16384, 16384, 40_005, 40_005]
     for rows, shape in engine.missing(1, {4}, GREEDY, None, 100):
         engine.capture(rows, shape)
@@ -159,19 +160,19 @@ def test_long_rows_have_steps_of_their_own() -> None:
         next(loop)
     assert steps_of(runner) == {"1 rows, k = 4, greedy, 16384 positions"}
     short = tiny_engine(batch=1, max_length=5000)
-    assert [short.room(positions) for positions in (0, 1025, 4096, 4097)] == [1024, 4096, 4096, 5005]
-    assert [tiny_engine(batch=1, max_length=most).room(0) for most in (1100, 1500)] == [1105, 1024]
-    assert tiny_engine(batch=1, max_length=4500).room(1025) == 4505
+    assert [short.shapes.room(positions) for positions in (0, 1025, 4096, 4097)] == [1024, 4096, 4096, 5005]
+    assert [tiny_engine(batch=1, max_length=most).shapes.room(0) for most in (1100, 1500)] == [1105, 1024]
+    assert tiny_engine(batch=1, max_length=4500).shapes.room(1025) == 4505
 
 
 def test_calls_of_long_prompts_have_steps_without_what_is_for_early_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """The draft is fed a row's last two tokens: a prompt of 4354 has none before position 4352."""
     monkeypatch.setattr(
-        Engine, "prefill_row", lambda *args, **options: None
+        PromptPasses, "feed_row", lambda *args, **options: None
     )  # which takes long here, and tells nothing
-    engine = replace(tiny_engine(batch=2, max_length=40_000, long_prompt=10**6), runner=Recorder())
+    engine = with_runner(tiny_engine(batch=2, max_length=40_000, long_prompt=10**6), Recorder())
     for shortest, first in ((0, 0), (4353, 0), (4354, EARLY_BLOCKS), (9000, EARLY_BLOCKS)):
-        assert engine.shape(4, GREEDY, None, 9000, shortest).first_block == first
+        assert engine.shapes.step(4, GREEDY, None, 9000, shortest).first_block == first
     keys = []
     for prompts in ((5, 5000), (5000, 6000)):
         requests = [Request([1] * length, 8, ROWS[0]) for length in prompts]
@@ -192,7 +193,7 @@ def test_calls_of_long_prompts_have_steps_without_what_is_for_early_rows(monkeyp
 def test_steps_for_long_prompts_are_captured_ahead(pair: Pair) -> None:
     """`warmup` of a length has both kinds that calls of such rows may come to."""
     gen = pair.generator(page_size=16, batch=1)
-    engine = replace(tiny_engine(batch=1, max_length=9000), runner=Recorder())
+    engine = with_runner(tiny_engine(batch=1, max_length=9000), Recorder())
     with mock.patch.object(gen._open(), "_scheduler", Scheduler(engine)), mock.patch.object(gen, "max_length", 9000):
         gen.warmup(0, length=100)
         assert [shape.first_token for _, shape in engine.missing(1, {0}, GREEDY, None, 9000)] == [False, True]
@@ -203,7 +204,7 @@ def test_steps_for_long_prompts_are_captured_ahead(pair: Pair) -> None:
 def test_a_longer_request_that_joins_finds_steps_with_room_for_it() -> None:
     """Rows that run do not wait for a capture: steps for the longest rows, captured ahead, serve all lengths."""
     runner = Recorder()
-    engine = replace(tiny_engine(batch=2, max_length=5000), runner=runner)
+    engine = with_runner(tiny_engine(batch=2, max_length=5000), runner)
     for longest in (100, 5000):
         for rows, shape in engine.missing(2, {4}, GREEDY, None, longest):
             engine.capture(rows, shape)
@@ -222,7 +223,7 @@ def test_a_longer_request_that_joins_finds_steps_with_room_for_it() -> None:
 
 def captured_all(engine: Engine) -> set[str]:
     """What was captured ahead, in words."""
-    shapes = [engine.shape(4, GREEDY, None, longest) for longest in (100, 5000)]
+    shapes = [engine.shapes.step(4, GREEDY, None, longest) for longest in (100, 5000)]
     firsts = [replace(shapes[1], num_drafts=0).for_first_tokens(grammars=False)]
     return {describe(StepKey(rows, shape)) for rows in (1, 2) for shape in (*shapes, *firsts)}
 

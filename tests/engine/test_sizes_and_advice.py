@@ -95,7 +95,7 @@ def test_the_plan_counts_what_is_allocated(gen: FastSpecGenerator) -> None:
         assert model.weights.nbytes() == weights  # type: ignore[attr-defined]
         assert model.cache.keys.nbytes + model.cache.values.nbytes == cache  # type: ignore[attr-defined]
     tables = sum(table.nbytes for m in (target, draft) for table in m._tables[0])  # type: ignore[attr-defined]
-    slot = engine.slots[1]
+    slot = engine.prompts.slots[1]
     ends = sum(each.hidden.nbytes for each in (engine.modules.prompt_ends, slot.prompt_ends) if each is not None)
     assert tables + engine.state.nbytes + slot.state.nbytes + ends == plan.buffers
     assert "headroom" in str(plan)

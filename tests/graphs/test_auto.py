@@ -106,7 +106,7 @@ def test_times_come_from_the_clock_of_the_host() -> None:
     times = sorted(step.seconds for step in seen[20:] if step.seconds is not None)
     assert len(times) > STEPS // 2
     with engine.on_device():
-        alone = engine.seconds(2, engine.typical_shape(4, GREEDY, None), 30)
+        alone = engine.seconds(2, engine.shapes.typical(4, GREEDY, None), 30)
     assert 0.8 * alone < times[len(times) // 2] < 2.0 * alone + 300e-6
 
 

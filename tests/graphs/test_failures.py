@@ -76,7 +76,7 @@ def test_a_step_that_nobody_captured_is_never_launched() -> None:
         engine.on_device(),
         pytest.raises(RuntimeError, match=r"\(1 rows, k = 3, greedy, \d+ positions\): it was never"),
     ):
-        engine.launch(1, engine.shape(3, GREEDY, None, 5))
+        engine.launch(1, engine.shapes.step(3, GREEDY, None, 5))
     engine.ring.correct_count()
     assert engine.ring.launched == 0
 

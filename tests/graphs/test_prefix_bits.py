@@ -46,7 +46,7 @@ def fed(engine: Engine, prompt: list[int], chunks: list[int], of_draft: list[int
         pages = engine.pages.reserve(0, len(prompt) + 16)
         admission.fill_prompt(engine.state, 0, prompt, pages, ())
         for draft in (False, True):
-            engine.prefill_row(0, 0, of_draft if draft and of_draft else chunks, draft=draft, running=False)
+            engine.prompts.feed_row(0, 0, of_draft if draft and of_draft else chunks, draft=draft, running=False)
         proposer = engine.modules.proposer
         caches = [engine.modules.target.cache, proposer.model.cache]  # type: ignore[attr-defined, union-attr]
         at = torch.tensor(pages, device=engine.state.tokens.device)
@@ -70,16 +70,16 @@ def test_passes_that_are_alike_leave_the_same_bits(
     prompt = prompt_of()
     with made(draft_quantization=draft_quantization) as gen:
         engine = gen._loop.engine
-        assert engine.same_bits == (64, 128, 256, 512, 1024, 2048)
-        of_draft = engine.draft_chunks or engine.same_bits
-        assert of_draft == (engine.same_bits if draft_quantization is None else engine.same_bits[1:])
-        whole = fed(engine, prompt, engine.passes(LENGTH), engine.passes(LENGTH, draft=True))
-        for size in engine.same_bits:
+        assert engine.sizes.same_bits == (64, 128, 256, 512, 1024, 2048)
+        of_draft = engine.sizes.draft_chunks or engine.sizes.same_bits
+        assert of_draft == (engine.sizes.same_bits if draft_quantization is None else engine.sizes.same_bits[1:])
+        whole = fed(engine, prompt, engine.sizes.passes(LENGTH), engine.sizes.passes(LENGTH, draft=True))
+        for size in engine.sizes.same_bits:
             drafts = max(size, of_draft[0])
             again = fed(engine, prompt, *([each] * -(-LENGTH // each) for each in (size, drafts)))
             assert all(map(torch.equal, again, whole)), size
         for most in (64, 128, 256, 512):
-            again = fed(engine, prompt, *(engine.passes(LENGTH, 0, most, draft=draft) for draft in (False, True)))
+            again = fed(engine, prompt, *(engine.sizes.passes(LENGTH, 0, most, draft=draft) for draft in (False, True)))
             assert all(map(torch.equal, again, whole)), most
         monkeypatch.setattr(triton_ops, "prefill_linear", partial(packed_linear, pdl=True))
         other = fed(engine, prompt, [2048, 2048])  # such passes are not replayed

@@ -191,8 +191,8 @@ def fill(engine: Engine, texts: Tensor, rows: list[int], length: int) -> None:
         state.limits[place] = 290
         state.finish[place] = RUNNING
         start = 0
-        for chunk in chunks_of(engine.chunks, length - 1):
-            view, shape = state.rows(place, place + 1), engine.chunk_shape(start + chunk, chunk, GREEDY)
+        for chunk in chunks_of(engine.sizes.chunks, length - 1):
+            view, shape = state.rows(place, place + 1), engine.shapes.chunk(start + chunk, chunk, GREEDY)
             prefill(engine.modules, view, shape, start, chunk)
             start += chunk
 
@@ -206,10 +206,10 @@ def scored(engine: Engine, texts: Tensor, rows: list[int], length: int, k: int, 
         out = []
         for j in range(k + 1):
             state.lengths.fill_(length + j)
-            out.append(score(engine.modules, state, engine.shape(0, GREEDY, None, length + k)))
+            out.append(score(engine.modules, state, engine.shapes.step(0, GREEDY, None, length + k)))
         logits = torch.cat(out, dim=1)
     else:
-        logits = score(engine.modules, state, engine.shape(k, GREEDY, None, length))
+        logits = score(engine.modules, state, engine.shapes.step(k, GREEDY, None, length))
     cache = engine.modules.target.cache  # type: ignore[attr-defined]
     kept = [
         x[:, engine.state.block_table[place]].flatten(1, 2)[:, : length + k].clone()

@@ -29,8 +29,8 @@ def run_all(
 
 def with_prefix_cache(engine: Engine, budget: int | None = None) -> Engine:
     """The engine with a prefix cache, and rows of other calls wait for so many prompt tokens a step."""
-    unit = math.lcm(engine.pages.page_size, engine.grid_unit)
-    return replace(engine, prefix=PrefixCache(engine.pages, unit), prefill_budget=budget)
+    unit = math.lcm(engine.pages.page_size, engine.sizes.grid_unit)
+    return replace(engine, prefix=PrefixCache(engine.pages, unit), sizes=replace(engine.sizes, budget=budget))
 
 
 def check_pages(engine: Engine) -> None:

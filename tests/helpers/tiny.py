@@ -8,8 +8,10 @@ import torch
 from torch import Tensor
 
 from fastspec.engine.engine import Engine
+from fastspec.engine.pass_sizes import PassSizes
+from fastspec.engine.step_shapes import StepShapes
 from fastspec.graphs.results import ResultRing
-from fastspec.graphs.runner import EagerRunner, GraphRunner
+from fastspec.graphs.runner import EagerRunner, GraphRunner, Runner
 from fastspec.kernels.common.weights import Weight
 from fastspec.kernels.select import ops_for
 from fastspec.kv_cache.cache import PagedKVCache
@@ -162,13 +164,16 @@ def tiny_engine(
         ),
         state=state,
         pages=PageTable(pages, page_size, order),
-        max_drafts=k,
-        decode_tiling=tiling,
-        chunks=chunks,
         runner=runner,
         ring=ring,
-        prefill_batch_tokens=prefill_batch_tokens,
+        shapes=StepShapes(batch, max_length, k, tiling, runner.static),
+        sizes=PassSizes(batch, tiling.rows is not None, chunks, batch_tokens=prefill_batch_tokens),
     )
+
+
+def with_runner(engine: Engine, runner: Runner) -> Engine:
+    """The same engine with another runner."""
+    return replace(engine, runner=runner, shapes=replace(engine.shapes, static=runner.static))
 
 
 def capture_all(engine: Engine, ks: set[int], sampler: str, top_logprobs: int | None = None) -> None:

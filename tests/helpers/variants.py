@@ -14,7 +14,7 @@ from fastspec.sampling.rules import Verification
 
 def judging(engine: Engine, verification: Verification) -> Engine:
     """The same engine under another rule."""
-    return replace(engine, verification=verification)
+    return replace(engine, shapes=replace(engine.shapes, verification=verification))
 
 
 def proposing(engine: Engine, proposer: Proposer) -> Engine:

@@ -71,7 +71,7 @@ def compile_all(directory: Path, dtype: torch.dtype, ks: tuple[int, ...], batch:
         engine = generator._open().engine
         kinds = [(k, *kind) for k in ks for kind in ((GREEDY, None), (FULL, None), (GREEDY, 2), (FULL, 0))]
         with engine.on_device():
-            steps = [(rows, engine.shape(*kind, length)) for rows in (1, batch) for kind in kinds]
+            steps = [(rows, engine.shapes.step(*kind, length)) for rows in (1, batch) for kind in kinds]
             engine.compile(steps, prompts=True)
 
 
@@ -154,10 +154,10 @@ def test_who_multiplies_chunks_of_prompts(
         directory, directory, dtype=torch.bfloat16, max_length=300, device="cpu", progress=False
     ) as generator:
         engine = generator._open().engine
-        for chunk, draft in itertools.product(engine.chunks, (False, True)):
+        for chunk, draft in itertools.product(engine.sizes.chunks, (False, True)):
             launched.clear()
             with engine.on_device(), engine.modules.ops.compiling(None):
-                engine._pass(chunk, chunk, draft)()
+                engine.prompts.body(chunk, chunk, draft=draft)()
             own = "_hopper_kernel" if capability == (9, 0) else "_prefill_kernel"
             assert {"_rotate_kernel", "_flash_kernel"} < set(launched)  # not split by keys, as a step's
             assert ("tma_kernel" in launched, "regroup_kernel" in launched, own in launched) == (False, False, True)
@@ -180,6 +180,6 @@ def test_how_many_launches_end_a_step(
         for k, recorded in itertools.product((0, 4), (None, 5)):
             launched.clear()
             with engine.on_device():
-                engine.compile([(8, engine.shape(k, sampler, recorded, 200))], prompts=False)
+                engine.compile([(8, engine.shapes.step(k, sampler, recorded, 200))], prompts=False)
             head = max(at for at, name in enumerate(launched) if name in PRODUCTS)
             assert len(launched) - 1 - head == end, launched[head:]

@@ -40,14 +40,14 @@ def expanded(engine: Engine, k: int, *, fed_as_prompt: bool) -> Tensor:
                 view.lengths.fill_(length)
                 if fed_as_prompt and j:
                     prompt_again(engine, j, length)
-                found = score(engine.modules, view, StepShape(0, GREEDY, 1, engine.decode_tiling))
+                found = score(engine.modules, view, StepShape(0, GREEDY, 1, engine.shapes.tiling))
             logits.append(found[0, 0])
         out.append(torch.stack(logits))
     return torch.stack(out)
 
 
 def prompt_again(engine: Engine, place: int, length: int) -> None:
-    (chunk,) = engine.chunks
+    (chunk,) = engine.sizes.chunks
     for start in range(0, length - 1, chunk):
         shape = StepShape(0, GREEDY, 1, Tiling(chunk, chunk))
         prefill(engine.modules, engine.state.rows(place, place + 1), shape, start, chunk)
@@ -58,7 +58,7 @@ def at_once(engine: Engine, k: int) -> Tensor:
     fill(engine, PROMPTS, LENGTH)
     state = engine.state.rows(0, len(PROMPTS))
     state.draft_tokens[:, :k] = DRAFTS[:, :k].to(state.lengths.device)
-    return score(engine.modules, state, StepShape(k, GREEDY, 1, engine.decode_tiling))
+    return score(engine.modules, state, StepShape(k, GREEDY, 1, engine.shapes.tiling))
 
 
 @pytest.mark.parametrize("device", devices())

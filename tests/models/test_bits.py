@@ -36,7 +36,7 @@ def fill(engine: Engine, rows: list[int], length: int) -> None:
         state.lengths[place] = length
         state.limits[place] = 110
         state.finish[place] = RUNNING
-        (chunk,) = engine.chunks
+        (chunk,) = engine.sizes.chunks
         for start in range(0, length - 1, chunk):
             shape = StepShape(0, GREEDY, 1, Tiling(chunk, chunk))
             prefill(engine.modules, state.rows(place, place + 1), shape, start, chunk)
@@ -48,11 +48,11 @@ def scored(engine: Engine, rows: list[int], length: int, k: int, *, one_by_one: 
     state = engine.state.rows(0, len(rows))
     if not one_by_one:
         state.draft_tokens[:, :k] = TEXT[rows, length : length + k].to(state.lengths.device)
-        return score(engine.modules, state, StepShape(k, GREEDY, blocks, engine.decode_tiling))
+        return score(engine.modules, state, StepShape(k, GREEDY, blocks, engine.shapes.tiling))
     out = []
     for j in range(k + 1):
         state.lengths.fill_(length + j)
-        out.append(score(engine.modules, state, StepShape(0, GREEDY, blocks, engine.decode_tiling)))
+        out.append(score(engine.modules, state, StepShape(0, GREEDY, blocks, engine.shapes.tiling)))
     return torch.cat(out, dim=1)
 
 

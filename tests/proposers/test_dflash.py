@@ -234,7 +234,7 @@ def test_behind_lookup_and_by_itself(target: Path, tmp_path: Path) -> None:
     path, rows = WRITERS["z-lab"](tmp_path, HEAD), torch.tensor(prompts(12, 12))
     options = {"max_new_tokens": 40, "eos_token_id": []}
     with generator(target, path, k="auto", proposer=NGram()) as both:
-        assert engine_of(both).max_drafts == 15, "as many as a block has"
+        assert engine_of(both).shapes.max_drafts == 15, "as many as a block has"
         assert "then a DFlash head" in both.explain()
         plain = both.generate(rows, num_speculative_tokens=0, **options)
         assert torch.equal(both.generate(rows, **options), plain)
@@ -246,7 +246,7 @@ def test_more_drafts_than_a_block_has_are_refused(target: Path, tmp_path: Path) 
     with pytest.raises(ValueError, match=r"num_speculative_tokens=6, and .* drafts 5 tokens a step at most"):
         FastSpecGenerator(target, path, num_speculative_tokens=6, device="cpu", progress=False)
     with generator(target, path, k="auto") as made:
-        assert engine_of(made).max_drafts == 5
+        assert engine_of(made).shapes.max_drafts == 5
 
 
 @pytest.mark.parametrize(

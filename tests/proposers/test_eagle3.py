@@ -320,7 +320,7 @@ def test_ids_are_looked_up_while_kernels_only_compile(tmp_path: Path) -> None:
     assert isinstance(drafts, Eagle3Drafts)
     drafts.model.argmax = lambda *given, **options: None  # type: ignore[method-assign]
     engine.state.draft_tokens.fill_(VOCAB - 1)
-    shape = engine.typical_shape(3, GREEDY, None)
+    shape = engine.shapes.typical(3, GREEDY, None)
     with torch.inference_mode():
         drafts.propose(engine.state, shape, None, features=engine.modules.features)  # type: ignore[arg-type]
     assert (engine.state.draft_tokens[:, :3] == drafts._target_ids(torch.tensor(0))).all()

@@ -78,7 +78,7 @@ def reading(engine: Engine, given: list[list[int]]) -> tuple[Engine, Head]:
     assert isinstance(target, Decoder)
     plain = texts(run(tiny_engine(batch=engine.state.batch), given, CAP, k=0))
     head = Head(target, [[*prompt, *text] for prompt, text in zip(given, plain, strict=True)])
-    buffer = feature_buffer(head, engine.state.batch, engine.max_drafts, 64, torch.float32, torch.device("cpu"))
+    buffer = feature_buffer(head, engine.state.batch, engine.shapes.max_drafts, 64, torch.float32, torch.device("cpu"))
     return replace(engine, modules=replace(engine.modules, proposer=Guarded(head, VOCAB), features=buffer)), head
 
 

@@ -98,6 +98,6 @@ def test_the_checks_above_can_fail(place: Any, name: str, bug: Any, monkeypatch:
 
 def test_a_drafts_passes_may_be_larger_than_the_pieces_that_prompts_share() -> None:
     """Where the smallest passes leave other bits in the draft alone, it has no such ones; the target's stay small."""
-    engine = replace(tiny_engine(chunks=(32, 64)), same_bits=(32, 64), draft_chunks=(64,))
-    assert (engine.grid_unit, engine.passes(60, 32), engine.passes(60, 32, draft=True)) == (32, [32], [64])
-    assert engine.passes(190, 32, 32, draft=True) == [64] * 3
+    sizes = replace(tiny_engine(chunks=(32, 64)).sizes, same_bits=(32, 64), draft_chunks=(64,))
+    assert (sizes.grid_unit, sizes.passes(60, 32), sizes.passes(60, 32, draft=True)) == (32, [32], [64])
+    assert sizes.passes(190, 32, 32, draft=True) == [64] * 3

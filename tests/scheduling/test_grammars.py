@@ -6,7 +6,6 @@ import json
 import random
 import re
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,7 @@ from fastspec.shapes import FULL, GRAMMAR_ONLY, GREEDY, MIXED_DRAFTS, StepShape
 from tests.engine.test_recapture import Recorder
 from tests.helpers.devices import devices
 from tests.helpers.services import END, opened, small_pair
-from tests.helpers.tiny import VOCAB, tiny_engine
+from tests.helpers.tiny import VOCAB, tiny_engine, with_runner
 
 SCHEMA: dict[str, Any] = {
     "type": "object",
@@ -188,7 +187,7 @@ def test_auto_and_opting_out(pair: tuple[Path, Path], plain: FastSpecGenerator) 
 def test_steps_with_grammars_are_captured_before_the_first(pair: tuple[Path, Path], schemas: Any) -> None:
     with made(pair, "model") as generator:
         runner, scheduler = Recorder(), generator._open().scheduler
-        scheduler.engine = replace(scheduler.engine, runner=runner)
+        scheduler.engine = with_runner(scheduler.engine, runner)
         handle = next(iter(generator.stream(PROMPTS, json_schema=schemas, max_new_tokens=40, do_sample=False)))
         before = {key for key in runner.keys if isinstance(key, StepKey)}
         output(generator, json_schema=schemas, max_new_tokens=40, do_sample=False)

@@ -9,6 +9,7 @@ import pytest
 
 from fastspec.adaptive.controller import Observation, StepContext
 from fastspec.engine.engine import Engine
+from fastspec.engine.prompt_passes import PromptPasses
 from fastspec.scheduling.prefill import PrefillQueue
 from fastspec.scheduling.requests import CallPlan, Request
 from fastspec.scheduling.scheduler import Scheduler
@@ -41,13 +42,13 @@ def running(budget: int | None, **options: Any) -> tuple[Scheduler, Request]:
 def fed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, int]]:
     """Of the passes over prompts there are: whether of the draft, and their tokens. Tests empty it."""
     made: list[tuple[bool, int]] = []
-    prefill_row = Engine.prefill_row
+    prefill_row = PromptPasses.feed_row
 
     def counted(self: Engine, row: int, start: int, chunks: list[int], *, draft: bool, **how: Any) -> None:
         made.extend((draft, chunk) for chunk in chunks)
         prefill_row(self, row, start, chunks, draft=draft, **how)
 
-    monkeypatch.setattr(Engine, "prefill_row", counted)
+    monkeypatch.setattr(PromptPasses, "feed_row", counted)
     return made
 
 
@@ -305,7 +306,7 @@ def test_when_pages_run_out_requests_wait_in_line_and_all_are_served(budget: int
 
 def test_cancels_and_interrupts_at_random_lose_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every request ends, whatever is interrupted; those that nothing happened to have their texts."""
-    prefill_row = Engine.prefill_row
+    prefill_row = PromptPasses.feed_row
     for seed in range(4):
         scheduler, requests, rng = crowd(seed, 32)
 
@@ -315,7 +316,7 @@ def test_cancels_and_interrupts_at_random_lose_nobody(monkeypatch: pytest.Monkey
             prefill_row(self, *args, **how)
 
         with monkeypatch.context() as broken:
-            broken.setattr(Engine, "prefill_row", shaky)
+            broken.setattr(PromptPasses, "feed_row", shaky)
             while not scheduler.idle:
                 if rng.random() < 0.1:
                     scheduler.cancel(rng.choice(requests))
@@ -338,7 +339,7 @@ def test_a_request_that_is_overtaken_is_seen(monkeypatch: pytest.MonkeyPatch) ->
 
     def any_that_fits(self: PrefillQueue, rows: Any, positions: int) -> Any:
         for _ in range(len(self.waiting)):
-            needed = self.waiting[0].limit + self.engine.max_drafts + 1
+            needed = self.waiting[0].limit + self.engine.shapes.max_drafts + 1
             if (begun := begin(self, rows, needed)) is not None:
                 return begun
             self.waiting.rotate(-1)

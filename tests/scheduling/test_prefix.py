@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fastspec.engine.engine import Engine
+from fastspec.engine.prompt_passes import PromptPasses
 from fastspec.inputs.options import RowOptions
 from fastspec.scheduling import prefill as prefill_queue
 from fastspec.scheduling.prefill import PrefillQueue
@@ -203,14 +204,14 @@ def test_cached_tokens_are_counted(device: str) -> None:
 def passes_of(engine: Engine, run: Callable[[], object], monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, int]]:
     """Of what passes over prompts there were: whether of the draft, and their tokens."""
     made: list[tuple[bool, int]] = []
-    prefill_row = Engine.prefill_row
+    prefill_row = PromptPasses.feed_row
 
     def counted(self: Engine, row: int, start: int, chunks: Iterable[int], *, draft: bool, **how: Any) -> None:
         made.extend((draft, chunk) for chunk in chunks)
         prefill_row(self, row, start, chunks, draft=draft, **how)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Engine, "prefill_row", counted)
+        patch.setattr(PromptPasses, "feed_row", counted)
         run()
     return made
 
@@ -232,13 +233,13 @@ def test_short_passes_of_several_prompts_are_one(monkeypatch: pytest.MonkeyPatch
         with_prefix_cache(tiny_engine(k=3, batch=6, prefill_batch_tokens=96, long_prompt=LONG)),
         list[tuple[bool, int]](),
     )
-    prefill_rows = Engine.prefill_rows
+    prefill_rows = PromptPasses.feed_rows
 
     def counted(self: Engine, starts: Mapping[int, int], chunk: int, *, draft: bool, **how: Any) -> None:
         joined.append((draft, len(starts)))
         prefill_rows(self, starts, chunk, draft=draft, **how)
 
-    monkeypatch.setattr(Engine, "prefill_rows", counted)
+    monkeypatch.setattr(PromptPasses, "feed_rows", counted)
     scheduler, turns = Scheduler(engine), [Turn(HEAD, 3, seed=seed) for seed in range(6)]
     requests = [turn.request() for turn in turns]
     call = call_of(requests, 3)
@@ -337,7 +338,7 @@ def test_after_an_interrupted_step_nothing_is_taken_for_whole(monkeypatch: pytes
     engine = engine_of(budget=32)
     scheduler = Scheduler(engine)
     together(scheduler, [Turn(HEAD, 3)])
-    for place, name in ((PrefillQueue, "_finish"), (Engine, "prefill_row"), (Scheduler, "_collect")):
+    for place, name in ((PrefillQueue, "_finish"), (PromptPasses, "feed_row"), (Scheduler, "_collect")):
         request = Turn(HEAD, 6).request()
         scheduler.add(request, call_of([request], 3))
 
