@@ -128,7 +128,7 @@ def test_a_closed_generator_leaves_its_memory_to_the_next(directory: Path) -> No
     """
     free: list[int] = []
     for _ in range(3):
-        with FastSpecGenerator(directory, device="cuda", max_length=2048, progress=False) as made:
+        with FastSpecGenerator(directory, device="cuda", max_length=512, progress=False) as made:
             made.generate([[1, 2, 3]], max_new_tokens=4)
         torch.cuda.synchronize()
         free.append(torch.cuda.mem_get_info()[0])

@@ -67,9 +67,9 @@ def test_no_cache_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: set[int] = set()
     launched = dispatch.attend
 
-    def recorded(*tensors: torch.Tensor, **options: Any) -> torch.Tensor:
-        seen.update((tensors[3].data_ptr(), tensors[4].data_ptr(), options["work"].partials.data_ptr()))
-        return launched(*tensors, **options)
+    def recorded(call: Any, work: Any) -> torch.Tensor:
+        seen.update((call.keys.data_ptr(), call.values.data_ptr(), work.partials.data_ptr()))
+        return launched(call, work)
 
     monkeypatch.setattr(dispatch, "attend", recorded)
     engine = compiled_engine("inductor", batch=1, k=2, device="cuda")
