@@ -22,8 +22,11 @@ pytestmark = [
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("check", on_devices.CHECKS)
+# the draft of the shipped pair has two heads, which four ranks cannot divide
+RANKS = [(check, ranks) for check in on_devices.CHECKS for ranks in ((2,) if "cut draft" in check else (2, 4))]
+
+
+@pytest.mark.parametrize(("check", "ranks"), RANKS)
 def test_ranks_on_gpus(check: str, ranks: int) -> None:
     if torch.cuda.device_count() < ranks:
         pytest.skip(f"needs {ranks} CUDA devices")
