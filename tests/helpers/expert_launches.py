@@ -71,10 +71,10 @@ def mixtures(arch: int) -> Calls:
         router = Weight(on_meta((rows, hidden), torch.bfloat16))
         yield f"router {hidden}", partial(normed_logits, x, gamma, 1e-6, router, None)
     for rows in (1, 5):
-        yield f"joined {rows}", partial(mixture, rows, JOINED, "normed", torch.bfloat16, arch >= 90)
+        yield f"joined {rows}", partial(mixture, rows, JOINED, "normed", torch.bfloat16)
     for rows in ROWS:
         for sizes, form in ((QWEN, "plain"), (QWEN, "shared"), (OSS, "bias"), (OSS, "mxfp4")):
-            yield f"{form} {rows}", partial(mixture, rows, sizes, form, torch.bfloat16, arch >= 90)
-        yield f"fp32 {rows}", partial(mixture, rows, QWEN, "plain", F32, arch >= 90)
+            yield f"{form} {rows}", partial(mixture, rows, sizes, form, torch.bfloat16)
+        yield f"fp32 {rows}", partial(mixture, rows, QWEN, "plain", F32)
     for inner in (384, 192):  # of two ranks, and of four
-        yield f"part {inner}", partial(mixture, 5, (*QWEN[:3], inner), "part", torch.bfloat16, arch >= 90)
+        yield f"part {inner}", partial(mixture, 5, (*QWEN[:3], inner), "part", torch.bfloat16)

@@ -116,6 +116,8 @@ def record(arch: int, calls: Callable[[], Calls]) -> list[Launch]:
         gpu.has_pdl: lambda device: arch >= 90,
         gpu.has_warp_groups: lambda device: arch == 90,
         gpu.multiprocessors: lambda device: MULTIPROCESSORS,
+        gpu.gpu_of: lambda device: gpu.Gpu(divmod(arch, 10), MULTIPROCESSORS),
+        gpu.generation_of: lambda device: gpu.Gpu(divmod(arch, 10), 0),
         launching.shared_memory: lambda device: SHARED_LIMIT[arch],
     }
     with pytest.MonkeyPatch.context() as patch:

@@ -55,6 +55,7 @@ def launched(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) ->
         gpu.has_warp_groups: lambda device: capability == (9, 0),
         gpu.multiprocessors: lambda device: 132,
         gpu.gpu_of: lambda device: gpu.Gpu(capability, 132),
+        gpu.generation_of: lambda device: gpu.Gpu(capability, 0),
     }
     exchange(monkeypatch, instead)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *given: capability)

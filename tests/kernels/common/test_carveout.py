@@ -66,7 +66,7 @@ class Kernel:
     """Launched, it returns what was compiled."""
 
     def __init__(self, result):
-        self.result, self.options = result, []
+        self.result, self.options, self.arg_names = result, [], ()
 
     def __getitem__(self, grid):
         return lambda *args, **options: self.options.append(options) or self.result
