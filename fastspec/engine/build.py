@@ -131,7 +131,12 @@ def build(
         budget=config.prefill_budget,
     )
     shapes = StepShapes(
-        layout.batch, length, layout.max_drafts, settings.decode_tiling, runner.static, settings.verification
+        layout.batch,
+        state.tokens.shape[1],
+        layout.max_drafts,
+        settings.decode_tiling,
+        runner.static,
+        settings.verification,
     )
     prefix = prefix_states = None
     if config.prefix_cache and (not takes_features(chosen) or kept_in_pages(chosen)):

@@ -19,7 +19,7 @@ class StepShapes:
 
     Attributes:
         batch: rows of the engine.
-        max_length: tokens of a row, at most.
+        row_tokens: columns of `DecodeState.tokens`: the longest row and one more.
         max_drafts: k, at most.
         tiling: shapes of a step's matrix products.
         static: steps are captured, so that few shapes must serve all lengths.
@@ -27,7 +27,7 @@ class StepShapes:
     """
 
     batch: int
-    max_length: int
+    row_tokens: int
     max_drafts: int
     tiling: Tiling
     static: bool
@@ -36,7 +36,7 @@ class StepShapes:
     @property
     def max_positions(self) -> int:
         """Positions of a step over the longest rows."""
-        return self.max_length + self.max_drafts
+        return self.row_tokens + self.max_drafts
 
     def bucket(self, rows: int) -> int:
         """Rows of the step that reaches the first `rows`: a power of two, or all rows of the engine."""
@@ -69,13 +69,13 @@ class StepShapes:
     def typical(self, k: int, sampler: str, top_logprobs: int | None, longest: int = 0, shortest: int = 0) -> StepShape:
         """The shape of a call's step over rows of `shortest` to `longest` tokens; uncaptured, of a usual length."""
         if not self.static:
-            longest, shortest = min(_USUAL_LENGTH, self.max_length), 0
+            longest, shortest = min(_USUAL_LENGTH, self.row_tokens), 0
         return self.step(k, sampler, top_logprobs, longest, shortest)
 
     def chunk(self, upto: int, chunk: int, sampler: str) -> StepShape:
         """The shape of a pass over one chunk of a prompt that ends before position `upto`."""
         if self.static:
-            upto = self.max_length
+            upto = self.row_tokens
         return StepShape(0, sampler, blocks(upto), Tiling(chunk, chunk))
 
     def kinds(

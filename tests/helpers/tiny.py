@@ -166,7 +166,7 @@ def tiny_engine(
         pages=PageTable(pages, page_size, order),
         runner=runner,
         ring=ring,
-        shapes=StepShapes(batch, max_length, k, tiling, runner.static),
+        shapes=StepShapes(batch, state.tokens.shape[1], k, tiling, runner.static),
         sizes=PassSizes(batch, tiling.rows is not None, chunks, batch_tokens=prefill_batch_tokens),
     )
 
