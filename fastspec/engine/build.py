@@ -64,10 +64,7 @@ from fastspec.state import DecodeState
 from fastspec.step import PromptEnd, StepModules
 
 _PREFILL_BATCH_TOKENS = 256  # tokens of a pass over several short prompts: with fewer it waits for the weights
-# tokens of a pass, by compute capability: from here on one kernel multiplies packed weights, in one order of sums
-_SAME_BITS_FROM = {(9, 0): 64}
-_SAME_BITS_ELSEWHERE = 256  # on GPUs where smaller passes were not compared
-_SAME_BITS_CODES = 128  # of quantised weights: smaller passes take the steps' kernel
+_SAME_BITS_CODES = 128  # tokens of a pass; smaller passes multiply quantised weights by the kernel of steps
 _MAX_BUDGET = 2**31 - 1
 
 
@@ -363,7 +360,7 @@ def _same_bits(
     formats = {matrix.format for matrix in matrices}
     if not all(type(model) is Decoder for model in models) or "rows" in formats:
         return None
-    least = _SAME_BITS_FROM.get(generation_of(device).capability, _SAME_BITS_ELSEWHERE)
+    least = generation_of(device).same_bits_from
     least = max(least, _SAME_BITS_CODES) if "codes" in formats else least
     return tuple(size for size in chunks if size >= least) or None
 

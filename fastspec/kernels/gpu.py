@@ -15,6 +15,9 @@ FP8_FROM: Final = (8, 9)  # the first compute capability whose kernels read e4m3
 MEASURED: Final = frozenset({(9, 0)})  # compute capabilities on which plans were measured
 # one CTA may have more than 99 KiB of shared memory there (CUDA programming guide, compute capabilities)
 ROOMY: Final = frozenset({(8, 0), (9, 0), (10, 0), (10, 3)})
+# tokens of a pass over a prompt, by compute capability, from which one kernel multiplies packed weights of 16 bits
+SAME_BITS_FROM: Final = {(9, 0): 64}
+SAME_BITS_ELSEWHERE: Final = 256  # smaller passes were not compared on other GPUs
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +67,11 @@ class Gpu:
         """True if one CTA may have more than 99 KiB of shared memory."""
         return self.capability in ROOMY
 
+    @property
+    def same_bits_from(self) -> int:
+        """Tokens from which passes over prompts sum products with packed weights of 16 bits in one order."""
+        return SAME_BITS_FROM.get(self.capability, SAME_BITS_ELSEWHERE)
+
 
 def gpu_of(device: torch.device) -> Gpu:
     """The record of a device; ((0, 0), 1) off CUDA."""
@@ -81,6 +89,17 @@ def generation_of(device: torch.device) -> Gpu:
 def multiprocessors(device: torch.device) -> int:
     """Streaming multiprocessors of a CUDA device."""
     return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@cache
+def shared_memory(device: torch.device) -> int:
+    """Bytes of shared memory that one program may have; 0 off CUDA, where nothing limits it."""
+    if device.type != "cuda":
+        return 0
+    import triton
+
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return int(triton.runtime.driver.active.utils.get_device_properties(index)["max_shared_mem"])
 
 
 @cache

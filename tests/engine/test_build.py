@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from fastspec.engine import build
+from fastspec.kernels import gpu
 from fastspec.models.decoder import Decoder
 
 CHUNKS = (64, 128, 256, 512)
@@ -33,7 +34,7 @@ def test_only_a_draft_with_larger_passes_has_sizes_of_its_own(
     draft_chunks: tuple[int, ...] | None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(build, "_SAME_BITS_FROM", {(0, 0): 64})
+    monkeypatch.setattr(gpu, "SAME_BITS_FROM", {(0, 0): 64})
     made: Any = SimpleNamespace(
         models=[object.__new__(Decoder)],
         matrices=[SimpleNamespace(format=target)],

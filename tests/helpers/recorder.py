@@ -118,7 +118,7 @@ def record(arch: int, calls: Callable[[], Calls]) -> list[Launch]:
         gpu.multiprocessors: lambda device: MULTIPROCESSORS,
         gpu.gpu_of: lambda device: gpu.Gpu(divmod(arch, 10), MULTIPROCESSORS),
         gpu.generation_of: lambda device: gpu.Gpu(divmod(arch, 10), 0),
-        launching.shared_memory: lambda device: SHARED_LIMIT[arch],
+        gpu.shared_memory: lambda device: SHARED_LIMIT[arch],
     }
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "get_device_capability", lambda device=None: divmod(arch, 10))

@@ -37,8 +37,7 @@ from fastspec.kernels.attention.rope import cache_of_row
 from fastspec.kernels.common.checks import check, check_cache, check_sinks, rows_dtype
 from fastspec.kernels.common.kv_scales import KVScales, scales_of
 from fastspec.kernels.common.launch import launch as start
-from fastspec.kernels.common.launch import shared_memory
-from fastspec.kernels.gpu import multiprocessors
+from fastspec.kernels.gpu import multiprocessors, shared_memory
 from fastspec.shapes import KEY_BLOCK, UNTILED, AttentionRule, Tiling
 
 _LOG2E = tl.constexpr(LOG2E)

@@ -6,7 +6,6 @@ from collections.abc import Hashable, Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
-from functools import cache
 from typing import Any
 
 import torch
@@ -27,17 +26,6 @@ def pdl_options(pdl: bool) -> dict[str, Any]:
     `launch_pdl` is given only where it is wanted, because Triton's interpreter does not know it.
     """
     return {"PDL": True, "launch_pdl": True} if pdl else {"PDL": False}
-
-
-@cache
-def shared_memory(device: torch.device) -> int:
-    """Bytes of shared memory that one program may have; 0 off CUDA, where nothing limits it."""
-    if device.type != "cuda":
-        return 0
-    import triton
-
-    index = torch.cuda.current_device() if device.index is None else device.index
-    return int(triton.runtime.driver.active.utils.get_device_properties(index)["max_shared_mem"])
 
 
 def new_ids(count: int, device: torch.device, dtype: torch.dtype = torch.int64) -> torch.Tensor:

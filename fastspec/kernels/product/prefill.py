@@ -25,9 +25,8 @@ from torch import Tensor
 
 from fastspec.kernels.common.checks import check
 from fastspec.kernels.common.launch import launch as start
-from fastspec.kernels.common.launch import shared_memory
 from fastspec.kernels.common.weights import Weight
-from fastspec.kernels.gpu import has_warp_groups, multiprocessors
+from fastspec.kernels.gpu import has_warp_groups, multiprocessors, shared_memory
 from fastspec.kernels.product import prefill_sm90 as hopper
 from fastspec.kernels.product.plan import tree_parts
 

@@ -21,7 +21,7 @@ triton: Any = pytest.importorskip("triton", reason="Triton ships for Linux only"
 from fastspec.kernels.attention import prefill as attention  # noqa: E402
 from fastspec.kernels.attention.plan import TILES  # noqa: E402
 from fastspec.kernels.common.checks import MAX_HEAD_DIM  # noqa: E402
-from fastspec.kernels.common.launch import shared_memory  # noqa: E402
+from fastspec.kernels.gpu import shared_memory  # noqa: E402
 
 NAN = float("nan")
 
