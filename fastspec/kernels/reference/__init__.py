@@ -1,4 +1,4 @@
-"""The torch definition of every op: runs where Triton does not, and is what the kernels are tested against."""
+"""The torch definition of every op. It runs where Triton does not, and kernels are tested against it."""
 
 from fastspec.kernels.reference.attention import (
     AttendCall,

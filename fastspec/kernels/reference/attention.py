@@ -1,7 +1,7 @@
 """Torch definition of attention over paged keys, with rotary embedding and K/V append.
 
-Row invariance: keys are visited in blocks of `KEY_BLOCK` absolute positions, reduced in order. A block that is masked
-for a row is an exact no-op for it, so the number of blocks visited does not change the bits of that row.
+Row invariance: keys are visited in blocks of `KEY_BLOCK` absolute positions, in ascending order. A block that is masked
+for a row changes no bit of it. So a row's bits do not depend on the number of visited blocks.
 """
 
 from __future__ import annotations
@@ -26,13 +26,15 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Rotary embedding as models of transformers write it: x cos + [-x2 | x1] sin, of heads x = [x1 | x2].
+    """Rotates heads as models of transformers do: x cos + [-x2 | x1] sin, with x = [x1 | x2].
 
     Args:
-        q, k: [B, H, Q, D] and [B, Hkv, Q, D]. cos, sin: [B or 1, Q, D], of their dtype.
+        q: [B, H, Q, D].
+        k: [B, Hkv, Q, D], q's dtype.
+        cos, sin: [B or 1, Q, D], q's dtype.
 
     Returns:
-        Both rotated; each product and the sum are rounded to their dtype.
+        q and k, rotated. Each product is rounded to their dtype, and so is the sum.
     """
 
     def rotated(x: Tensor) -> Tensor:
@@ -57,7 +59,8 @@ def paged_attention(
 ) -> Tensor:
     """Causal attention of B x Q query rows over paged keys, with grouped heads.
 
-    Row (b, i) sees the cached positions j <= positions[b, i], and with a window only j > positions[b, i] - window.
+    Row (b, i) attends to cached positions j <= positions[b, i]. With a window it attends only to
+    j > positions[b, i] - window.
 
         score_j = scale * (q . k_j), with a softcap c then c * tanh(score_j / c)
         out = sum_j exp(score_j) v_j / (sum_j exp(score_j) + exp(sink)), without sinks: the first sum alone
@@ -65,17 +68,17 @@ def paged_attention(
     Args:
         query: [B, Q, H, D].
         keys: [num_pages, page_size, Hkv, D], H a multiple of Hkv.
-        values: as keys.
-        block_table: int64 [B, P].
+        values: shape and dtype of keys.
+        block_table: int64 [B, P], the pages of a row.
         positions: int64 [B, Q].
-        num_blocks: KEY_BLOCK-sized blocks to visit; every attended position lies below num_blocks * KEY_BLOCK.
+        num_blocks: blocks of KEY_BLOCK keys to visit. Every attended position lies below num_blocks * KEY_BLOCK.
         rule: window, scale and softcap.
-        sinks: [H] in fp32 or query's dtype: of each head, the score of one more key, whose value is zero.
+        sinks: [H] in fp32 or query's dtype. A sink is the score of one more key of a head, whose value is zero.
         tiling: query tokens per matrix product.
-        kv_scales: of keys and values that are stored in 8 bits; None: 1.
+        kv_scales: scales of keys and values in 8 bits; None: 1.
 
     Returns:
-        [B, Q, H, D] in query's dtype; softmax and sums in fp32 (online over key blocks, arXiv 2205.14135).
+        [B, Q, H, D] in query's dtype. Softmax and sums are in fp32, online over key blocks (arXiv 2205.14135).
     """
     batch, num_queries, num_heads, dim = query.shape
     kv_heads = keys.shape[2]
@@ -124,10 +127,9 @@ def paged_attention(
 def _gather_block(
     keys: Tensor, values: Tensor, block_table: Tensor, at: Tensor, newest: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """K and V [B, Hkv, KEY_BLOCK, D] in fp32 of positions `at`; zero above each row's `newest`.
+    """Returns K and V [B, Hkv, KEY_BLOCK, D] in fp32 of positions `at`; zero above each row's `newest`.
 
-    Slots above `newest` hold stale or foreign values, possibly NaN, and 0 * NaN is NaN: a zero weight alone
-    would not keep them out.
+    Slots above `newest` may hold NaN of other rows. A zero weight does not remove it, because 0 * NaN is NaN.
     """
     page_size = keys.shape[1]
     pages = block_table[:, (at // page_size).clamp(max=block_table.shape[1] - 1)].clamp(0, keys.shape[0] - 1)
@@ -140,26 +142,26 @@ def _gather_block(
 
 
 def _readable(cache: Tensor) -> Tensor:
-    """A cache as torch can index it: one of 8 bits as bytes."""
+    """Returns a cache that torch can index: a cache in 8 bits is viewed as bytes."""
     return cache.view(torch.uint8) if cache.dtype == FP8 else cache
 
 
 @dataclass(slots=True)
 class HeadsCall:
-    """The arguments of `store_heads`: new tokens, and the cache of a layer that their keys and values go to.
+    """The arguments of `store_heads`: new tokens, and the cache of a layer for their keys and values.
 
     Attributes:
         qkv: [B, Q, (H + 2 Hkv) * D], query heads first, then keys, then values.
         cos, sin: fp32 [positions, D/2], the rotary table. None: queries and keys are not rotated.
-        keys, values: [num_pages, page_size, Hkv, D], written at the positions of rows with `write_mask`. In qkv's
-            dtype, or in 8 bits: see kv_scales.py.
+        keys, values: [num_pages, page_size, Hkv, D], written at the positions of rows with `write_mask`. Their dtype is
+            qkv's, or e4m3 (kv_scales.py).
         block_table: int64 [B, P], the pages of a row.
         positions: int64 [B, Q], >= 0.
-        write_mask: bool [B, Q]; the K/V of other rows is not kept.
-        num_heads: H; 0 where `qkv` has keys and values alone.
-        norms: weights [D] of an RMSNorm of every query head and of every key head, and their epsilon. The weights are
-            in qkv's dtype, or in fp32 as `norm` has them. None: no norms.
-        kv_scales: of keys and values in 8 bits. None: 1.
+        write_mask: bool [B, Q]; K and V of other tokens are not kept.
+        num_heads: H; 0 if `qkv` has only keys and values.
+        norms: (weight [D] for query heads, weight [D] for key heads, epsilon) of an RMSNorm. The weights are in qkv's
+            dtype, or in fp32; `norm` defines both. None: no norms.
+        kv_scales: scales of keys and values in 8 bits. None: 1.
     """
 
     qkv: Tensor
@@ -178,16 +180,16 @@ class HeadsCall:
 
 @dataclass(slots=True, kw_only=True)
 class AttendCall(HeadsCall):
-    """The arguments of `attend`: those of `store_heads`, and how the new tokens attend.
+    """The arguments of `attend`: those of `store_heads`, and the rules of attention.
 
     Attributes:
         num_blocks: blocks of KEY_BLOCK keys to visit. Every attended position lies below num_blocks * KEY_BLOCK.
-        first_block: rows that count are at positions in this block or later. Kernels may leave other rows as junk.
+        first_block: the first block with rows that count. Kernels may leave any values in rows of earlier blocks.
         rule: window, scale and softcap.
-        sinks: [H] in fp32 or qkv's dtype: of each head, the score of one more key, whose value is zero.
-        product: the weight that multiplies the result. Kernels may leave the result in the order that this product
-            reads; `layer_tail` takes both orders.
-        tiling: query tokens of a matrix product of torch; kernels have tiles of their own.
+        sinks: [H] in fp32 or qkv's dtype. A sink is the score of one more key of a head, whose value is zero.
+        product: the weight that multiplies the result. Kernels may return the result regrouped for this product;
+            `layer_tail` takes both orders.
+        tiling: query tokens per matrix product of torch. Kernels have tiles of their own.
     """
 
     num_blocks: int
@@ -199,7 +201,10 @@ class AttendCall(HeadsCall):
 
 
 def store_heads(call: HeadsCall) -> Tensor:
-    """The first half of `attend`: norms of heads and rotation, K/V into the cache.
+    """Norms and rotates the heads of new tokens, and writes their K and V to the cache.
+
+    Args:
+        call: tensors and rules. Its `keys` and `values` are written.
 
     Returns:
         The queries [B, Q, H, D], normed and rotated.
@@ -224,14 +229,14 @@ def store_heads(call: HeadsCall) -> Tensor:
 
 
 def attend(call: AttendCall, work: Any = None) -> Tensor:
-    """Attention of a layer from its fused product on: norms of heads, rotation, K/V into the cache, attention.
+    """Attention of a layer over its fused product: `store_heads`, then `paged_attention`.
 
     Args:
-        call: tensors and rules.
-        work: from `Ops.workspace`; torch needs none.
+        call: tensors and rules. Its `keys` and `values` are written.
+        work: from `Ops.workspace`. Torch needs none.
 
     Returns:
-        [B, Q, H * D]. Kernels may give [B, Q, H * D / 64, 64], regrouped, where `call.product` is given.
+        [B, Q, H * D]. With `call.product` kernels may return it regrouped, [B, Q, H * D / 64, 64] (packing.py).
     """
     query = store_heads(call)
     out = paged_attention(
@@ -250,10 +255,10 @@ def attend(call: AttendCall, work: Any = None) -> Tensor:
 
 
 def _slots(block_table: Tensor, positions: Tensor, page_size: int, write_mask: Tensor) -> Tensor:
-    """Flat cache slots [B, Q] of positions [B, Q]; where `write_mask` is False one of page 0, the trash page.
+    """Flat cache slots [B, Q] of positions [B, Q]; without `write_mask` a slot of page 0, the trash page.
 
-    Positions beyond the block table are clamped to its last page: they are only ever given for rows that do not
-    write, and an index derived from data must stay in range all the same.
+    Positions beyond the block table are clamped to its last page. Only rows that do not write have such positions, but
+    their indices must be in range as well.
     """
     pages = block_table.gather(1, (positions // page_size).clamp(0, block_table.shape[1] - 1))
     return torch.where(write_mask, pages, 0) * page_size + positions % page_size

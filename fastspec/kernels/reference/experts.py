@@ -1,7 +1,7 @@
 """Torch definition of a mixture of experts: the router, and the sum of the chosen experts' outputs.
 
-Row invariance: products have blocks of `PAIRS` (token, expert) pairs whatever else runs, and the outputs of a token's
-experts are added up in the order in which they were chosen.
+Row invariance: every product has blocks of `PAIRS` (token, expert) pairs. The outputs of a token's experts are added in
+the order of choice.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ PAIRS = 8  # (token, expert) pairs of one product
 
 
 def route(logits: Tensor, rule: RoutingRule, correction: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """The experts of each row, in the order in which they are chosen, and their factors.
+    """Chooses the experts of each row, in order of rank, and computes their factors.
 
     Args:
         logits: fp32 [R, E + rule.gates], of the router.
         rule: `RoutingRule` has the formulas.
-        correction: fp32 [E], added to the scores only to choose experts.
+        correction: fp32 [E], added to the scores only to choose experts (DeepSeek-V3, arXiv 2412.19437).
 
     Returns:
         Ids int32 [R, rule.held] and factors fp32 [R, rule.held].
@@ -64,7 +64,19 @@ def _with_shared(logits: Tensor, rule: RoutingRule, correction: Tensor | None) -
 def normed_logits(
     x: Tensor, weight: Tensor, eps: float, router: Weight, bias: Tensor | None, tiling: Tiling = UNTILED
 ) -> tuple[Tensor, Tensor]:
-    """`norm` of x [..., K], and its fp32 product [..., N] with a router [N, K], which is stored as rows."""
+    """Computes `norm` of rows, and the logits of a router for the result.
+
+    Args:
+        x: [..., K].
+        weight: [K], as in `norm`.
+        eps: epsilon of the norm.
+        router: [N, K], stored as rows.
+        bias: [N], of the router.
+        tiling: `tiling.rows` rows per product.
+
+    Returns:
+        The normed rows [..., K] in x's dtype, and the logits fp32 [..., N].
+    """
     h = norm_of(x, weight, eps)
     return h, linear(h, router, bias, tiling, out_dtype=torch.float32)
 
@@ -72,18 +84,28 @@ def normed_logits(
 def route_normed(
     logits: Tensor, rule: RoutingRule, correction: Tensor | None, x: Tensor, weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`route`, and beside it `norm` of x [..., K], whose rows the experts multiply."""
+    """Computes `route`, and `norm` of the rows that the experts multiply.
+
+    Args:
+        logits, rule, correction: as in `route`.
+        x: [..., K].
+        weight: [K], as in `norm`.
+        eps: epsilon of the norm.
+
+    Returns:
+        Ids and factors of `route`, and the normed rows [..., K].
+    """
     ids, factors = route(logits, rule, correction)
     return ids, factors, norm_of(x, weight, eps)
 
 
 def _largest(x: Tensor, count: int) -> Tensor:
-    """Ids of the largest of each row, largest first, the lowest id first of equals."""
+    """Ids of the `count` largest elements of each row, in descending order. Of equal ones the lowest id is first."""
     return x.sort(dim=-1, descending=True, stable=True).indices[:, :count]
 
 
 def _in_kept_groups(ranked: Tensor, rule: RoutingRule) -> Tensor:
-    """bool [R, E]: whether an expert is in one of the kept groups."""
+    """bool [R, E]: True for experts in the kept groups."""
     groups = ranked.unflatten(-1, (rule.groups, -1))
     best = groups.sort(dim=-1, descending=True).values
     kept = _largest(best[..., 0] + best[..., 1], rule.kept_groups)
@@ -102,20 +124,21 @@ def experts(
     shared_logits: Tensor | None = None,
     residual: Tensor | None,
 ) -> Tensor:
-    """residual + sum_j factors_j expert_j(x) [+ [sigmoid(shared_logits) *] shared].
+    """Sums expert outputs: residual + sum_j factors_j expert_j(x) [+ [sigmoid(shared_logits) *] shared].
 
-        expert(x) = f(x gate_up^T [+ bias]) down^T [+ bias],   f = silu(gate) * up, or as `clamp` says
+        expert(x) = f(x gate_up^T [+ bias]) down^T [+ bias],   f = silu(gate) * up, or the clamped gate of `clamp`
 
     Args:
         x: [B, Q, hidden], or [R, hidden].
         ids, factors: [R, chosen], from `route`.
         weights: experts of the layer.
         clamp: the clamped gate of gpt-oss; None: silu.
-        shared: shape of x, the shared expert's output. shared_logits: fp32 [..., 1], its gate.
+        shared: shape of x, the shared expert's output.
+        shared_logits: fp32 [..., 1], logits of the shared expert's gate.
         residual: shape of x; None: the sum alone, in fp32.
 
     Returns:
-        Shape and dtype of x. An expert's output is rounded to x's dtype, their sum is in fp32.
+        Shape and dtype of x. An expert's output is rounded to x's dtype. The sum is in fp32.
     """
     flat, chosen = x.reshape(-1, x.shape[-1]), ids.shape[1]
     outputs = torch.zeros(ids.numel(), x.shape[-1], dtype=x.dtype, device=x.device)
@@ -148,14 +171,22 @@ def experts_normed(
     residual: Tensor,
     norm: tuple[Tensor, float],
 ) -> tuple[Tensor, Tensor]:
-    """`experts` of the same arguments, and the norm of its result by weight [hidden] and epsilon."""
+    """Computes `experts`, and the norm of its result.
+
+    Args:
+        x, ids, factors, weights, clamp, shared, shared_logits, residual: as in `experts`.
+        norm: weight [hidden] and epsilon of an RMSNorm, see `norm`.
+
+    Returns:
+        The sum and its norm, both of shape and dtype of x.
+    """
     given = x, ids, factors, weights, clamp
     out = experts(*given, shared=shared, shared_logits=shared_logits, residual=residual)
     return out, norm_of(out, *norm)
 
 
 def _of_expert(rows: Tensor, expert: int, weights: ExpertWeights, clamp: ClampedGate | None) -> Tensor:
-    """Rows [R, hidden] through one expert, in blocks of `PAIRS` rows."""
+    """Multiplies rows [R, hidden] by the matrices of one expert, in blocks of `PAIRS` rows."""
     up, down = weights.gate_up.values(expert), weights.down.values(expert)
     up_bias = None if weights.gate_up_bias is None else weights.gate_up_bias[expert].flatten()
     down_bias = None if weights.down_bias is None else weights.down_bias[expert]
@@ -166,7 +197,7 @@ def _of_expert(rows: Tensor, expert: int, weights: ExpertWeights, clamp: Clamped
 
 
 def _by_pairs(rows: Tensor, ids: Tensor, weights: ExpertWeights, clamp: ClampedGate | None) -> Tensor:
-    """[R * chosen, hidden]: a batched product gathers the matrices of each pair, so shapes are static."""
+    """Outputs [R * chosen, hidden] of all pairs, by a batched product over the matrices of each pair. Shapes are static."""
     room = (0, -ids.numel() % PAIRS)
     blocks = F.pad(rows.repeat_interleave(ids.shape[1], dim=0), (0, 0, *room)).split(PAIRS)
     chosen = F.pad(ids.flatten().long(), room).split(PAIRS)

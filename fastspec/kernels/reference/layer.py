@@ -1,4 +1,4 @@
-"""Torch definition of what lies between one attention and the next: an op of its own, for kernels that fuse it."""
+"""Torch definition of a layer's computations between two attentions. They are one op, so that kernels can fuse them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fastspec.shapes import Tiling
 
 
 class Layer(Protocol):
-    """The products and norms of one decoder layer, as `models.layer_table.LayerWeights` describes them."""
+    """The products and norms of one decoder layer; `models.layer_table.LayerWeights` has their shapes."""
 
     input_norm: Tensor
     post_norm: Tensor
@@ -40,14 +40,18 @@ def attention_out(
     tiling: Tiling,
     reduce: Reduce | None = None,
 ) -> Tensor:
-    """The residual stream after a layer's attention: x + attended o^T [+ bias].
+    """Adds a layer's attention to the residual stream: x + attended o^T [+ bias].
 
     Args:
         linear: the op of that name.
-        attended: [B, Q, H * D], what attention gave. With `reduce`, of the heads of this device.
+        attended: [B, Q, H * D], result of attention. With `reduce` it has the heads of this device.
         x: [B, Q, hidden], the residual stream.
-        layer: with `reduce`, `layer.o` has this device's columns.
-        reduce: adds products over devices; None where one device has the whole layer.
+        layer: weights. With `reduce`, `layer.o` has this device's columns.
+        tiling: rows per product.
+        reduce: adds products over devices; None if one device has the whole layer.
+
+    Returns:
+        [B, Q, hidden], the residual stream.
     """
     return _added(linear, attended, layer.o, layer.o_bias, x, tiling, reduce)
 
@@ -61,18 +65,19 @@ def mlp(
     tiling: Tiling,
     reduce: Reduce | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """The residual stream after a layer's MLP, and the product that goes into the next layer's attention.
+    """Adds a layer's MLP to the residual stream, and computes q, k and v of the next layer.
 
     Args:
         linear: the op of that name.
-        x: [B, Q, hidden], what `attention_out` returned.
-        layer: with `reduce`, `gate_up` has this device's rows of each half, and `down` the same columns.
+        x: [B, Q, hidden], result of `attention_out`.
+        layer: weights. With `reduce`, `gate_up` has this device's rows of each half, and `down` the same columns.
         next_layer: None after the last layer.
-        eps: of the norms.
+        eps: epsilon of the norms.
+        tiling: rows per product.
         reduce: as in `attention_out`.
 
     Returns:
-        x [B, Q, hidden], and q, k and v of the next layer [B, Q, N]; None after the last.
+        x [B, Q, hidden], and q, k and v of the next layer [B, Q, N]; None after the last layer.
     """
     gated = linear(x, layer.gate_up, layer.gate_up_bias, tiling, norm=(layer.post_norm, eps), gated=True)
     x = _added(linear, gated, layer.down, layer.down_bias, x, tiling, reduce)
@@ -91,9 +96,13 @@ def layer_tail(
     tiling: Tiling,
     reduce: Reduce | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """The layer tail, from attention to the next layer's q, k and v: `attention_out`, then `mlp`.
+    """The computations between two attentions: `attention_out`, then `mlp`.
 
-    Arguments and results are theirs.
+    Args:
+        linear, attended, x, layer, next_layer, eps, tiling, reduce: as in `attention_out` and `mlp`.
+
+    Returns:
+        As `mlp`.
     """
     x = attention_out(linear, attended, x, layer, tiling, reduce)
     return mlp(linear, x, layer, next_layer, eps, tiling, reduce)

@@ -1,8 +1,7 @@
 """Torch definition of the matrix products of a pass, and of the norms fused with them.
 
-Row invariance: the bits of a row must not depend on how many rows run beside it. Libraries choose the algorithm of a
-matrix product by its shape, so `linear` always gives them the same shape: rows go in zero-padded blocks of
-`Tiling.rows`.
+Row invariance: a row's bits do not depend on the number of rows beside it. Libraries choose the algorithm of a product
+by its shape. So `linear` multiplies zero-padded blocks of `Tiling.rows` rows, which all have one shape.
 """
 
 from __future__ import annotations
@@ -29,14 +28,18 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def norm(x: Tensor, weight: Tensor, eps: float, *, bias: Tensor | None = None, centred: bool = False) -> Tensor:
-    """x / sqrt(mean(x^2) + eps) * weight [+ bias] over the last axis, computed in fp32.
+    """x / sqrt(mean(x^2) + eps) * weight [+ bias] over the last axis, computed in fp32 (RMSNorm, arXiv 1910.07467).
 
     Args:
         x: [..., K].
-        weight: [K]. In x's dtype: x / sqrt(...) is rounded before it is multiplied, as in `rms_norm`. In fp32 beside
-            another x: the result is rounded once, at its end.
-        bias: [K], of weight's dtype.
-        centred: the mean of x is taken off first, as a LayerNorm does (arXiv 1607.06450).
+        weight: [K]. In x's dtype: x / sqrt(...) is rounded before it is multiplied, as in `rms_norm`. In fp32 with x of
+            another dtype: the result is rounded once, at its end.
+        eps: epsilon.
+        bias: [K], weight's dtype.
+        centred: subtracts the mean of x first, as LayerNorm does (arXiv 1607.06450).
+
+    Returns:
+        Shape and dtype of x.
     """
     wide = x.float()
     if centred:
@@ -51,18 +54,30 @@ def norm(x: Tensor, weight: Tensor, eps: float, *, bias: Tensor | None = None, c
 def add_norm(
     added: Tensor, x: Tensor, weight: Tensor, next_weight: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor | None]:
-    """(x + norm(added), the next norm of that sum): what a layer with a norm after attention or MLP does there.
+    """Adds x and the norm of `added`, and norms the sum. Models with a norm after attention and MLP need both.
 
     Args:
         added, x: [..., K].
-        weight, next_weight: as in `norm`; without the next one nothing comes of it.
+        weight: [K], of the norm of `added`; see `norm`.
+        next_weight: [K], of the norm of the sum. None: the sum has no norm.
+        eps: epsilon of both norms.
+
+    Returns:
+        x + norm(added), and the norm of that sum or None; shape and dtype of x.
     """
     total = x + norm(added, weight, eps)
     return total, None if next_weight is None else norm(total, next_weight, eps)
 
 
 def gelu_tanh_mul(gate_up: Tensor) -> Tensor:
-    """gelu(gate) * up of a fused [..., 2 I] product, gate first; gelu by its tanh formula (arXiv 1606.08415)."""
+    """gelu(gate) * up of a fused product, with the tanh formula of gelu (arXiv 1606.08415).
+
+    Args:
+        gate_up: [..., 2 I], gate first.
+
+    Returns:
+        [..., I] in gate_up's dtype.
+    """
     gate, up = gate_up.chunk(2, dim=-1)
     return gelu_tanh(gate) * up
 
@@ -89,18 +104,21 @@ def linear(
     gelu: bool = False,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """A linear layer with what stands before and after it: [residual +] [silu_mul of] (norm(x) @ weight.T + bias).
+    """Computes a linear layer and its neighbours: [residual +] [silu_mul of] (norm(x) @ weight.T + bias).
 
     Args:
         x: [..., K].
-        weight: [N, K]; with `gated` the N/2 gate rows first, then the N/2 up rows, as `Weight.unpack` has them.
+        weight: [N, K]. With `gated` the N/2 gate rows are first, then the N/2 up rows, in the order of `Weight.unpack`.
         bias: [N].
-        tiling: `tiling.rows` rows a product.
-        norm: weight [K] and epsilon of an RMSNorm of x.
+        tiling: `tiling.rows` rows per product.
+        norm: weight [K] and epsilon of an RMSNorm of x, see `norm`.
         residual: [..., N], added at the end.
-        gated: the product is [gate; up], the result [..., N/2] is silu(gate) * up.
-        gelu: then it is gelu(gate) * up, as `gelu_tanh_mul` has it.
-        out_dtype: float32 keeps the accumulator as it is, whatever the weights' dtype; by default x's dtype.
+        gated: the product is [gate; up], and the result silu(gate) * up, [..., N/2].
+        gelu: with `gated`, the result is gelu(gate) * up of `gelu_tanh_mul`.
+        out_dtype: torch.float32 returns the unrounded accumulator. Default: x's dtype.
+
+    Returns:
+        [..., N], or [..., N/2] with `gated`.
     """
     if norm is not None:
         x = rms_norm(x, *norm)
@@ -120,9 +138,16 @@ def argmax(
     work: Any,
     out: Tensor,
 ) -> None:
-    """Writes to out int64 [R] which of the first `limit` fp32 logits of x [R, K] is the largest, lowest id first.
+    """Writes the id of the largest of the first `limit` logits of each row. Of equal logits the lowest id counts.
 
-    If out is uint64 it gets keys, as `keys_of` makes them.
+    Args:
+        x: [R, K].
+        weight: [V, K], the head. Logits are in fp32.
+        limit: ids that count.
+        tiling: `tiling.rows` rows per product.
+        norm: weight [K] and epsilon of an RMSNorm of x, see `norm`.
+        work: from `Ops.workspace`. Torch needs none.
+        out: int64 [R] for ids, or uint64 [R] for keys of `keys_of`.
     """
     logits = linear(x, weight, None, tiling, norm=norm, out_dtype=torch.float32)
     if out.dtype == torch.uint64:
@@ -132,10 +157,10 @@ def argmax(
 
 
 def keys_of(logits: Tensor, limit: int) -> Tensor:
-    """int64 [R], by which the largest of the first `limit` logits can be found among several such parts of a row.
+    """Computes a key int64 [R] of the largest of the first `limit` logits, to compare several parts of a vocabulary.
 
-    A key grows with the largest of fp32 logits [R, W] and, between equal ones, falls with the id: 32 bits that order
-    floats as integers (NaN above all, both zeros alike) over 31 bits of 2^31 - 1 - id. Where no id counts it is 0.
+    The upper 32 bits order fp32 logits [R, W] as integers. NaN is above all numbers, and both zeros are equal. The
+    lower 31 bits are 2^31 - 1 - id: of equal logits the lowest id has the largest key. The key is 0 if no id counts.
     """
     if limit < 1:
         return torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
@@ -148,26 +173,26 @@ def keys_of(logits: Tensor, limit: int) -> Tensor:
 
 
 class PartKeys(NamedTuple):
-    """The largest logits of places whose ids lie in several parts, which is all that a greedy step asks of them.
+    """The largest logit of each part of a vocabulary, for every place. A greedy step needs nothing else of the logits.
 
     Attributes:
-        keys: int64 [B, k+1, parts], of each part as `keys_of` makes them.
-        width: ids of a part; they follow one another.
+        keys: int64 [B, k+1, parts], one key of `keys_of` for each part.
+        width: ids of a part. Parts are consecutive.
     """
 
     keys: Tensor
     width: int
 
     def best(self) -> Tensor:
-        """int64 [B, k+1], the key of each place, of an id among all."""
+        """Key of each place's largest logit, int64 [B, k+1]. Its id counts from the start of the whole vocabulary."""
         return _placed(self.keys.unbind(-1), self.width)
 
     def picks(self) -> Tensor:
-        """int64 [B, k+1], the id of each place's largest logit."""
+        """Id of each place's largest logit, int64 [B, k+1]."""
         return largest_of(self.keys.unbind(-1), self.width)
 
     def invalid(self) -> Tensor:
-        """bool [B, k+1], places whose largest logit is NaN or infinite."""
+        """bool [B, k+1]: True for places whose largest logit is NaN or infinite."""
         order = self.best() >> 31
         return (order >= INFINITE) | (order <= 0xFFFFFFFF - INFINITE)
 
@@ -176,12 +201,17 @@ INFINITE = 0x7F800000 + 2**31  # the upper part of a key of infinity; NaN lies a
 
 
 def largest_of(keys: Sequence[Tensor], width: int) -> Tensor:
-    """int64 [R], the id of each row's largest logit, by the keys int64 [R] of its parts of `width` ids (`keys_of`)."""
+    """Id of each row's largest logit, int64 [R].
+
+    Args:
+        keys: int64 [R] for each part of the vocabulary, from `keys_of`.
+        width: ids of a part.
+    """
     return _LAST_ID - (_placed(keys, width) & _LAST_ID)
 
 
 def _placed(keys: Sequence[Tensor], width: int) -> Tensor:
-    """The largest of parts' keys, of ids among those of all parts."""
+    """The largest key over all parts. Its id is moved to the place of its part in the vocabulary."""
     return torch.stack([torch.where(key > 0, key - part * width, 0) for part, key in enumerate(keys)]).amax(0)
 
 
@@ -197,7 +227,7 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None, tiling: Tiling, out
 
 
 def _row_blocks(x: Tensor, row_block: int) -> list[Tensor]:
-    """Rows of x [R, K] as zero-padded blocks [row_block, K]."""
+    """Splits x [R, K] into zero-padded blocks [row_block, K]."""
     return list(F.pad(x, (0, 0, 0, -x.shape[0] % row_block)).split(row_block))
 
 
@@ -226,12 +256,12 @@ def tile_linear(
     gated: bool = False,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """`linear` with a weight [N, K] as rows; rows of x taken all at once."""
+    """Computes `linear` with a weight [N, K] as rows, and with all rows of x in one product."""
     return linear(x, Weight(weight), bias, norm=norm, residual=residual, gated=gated, out_dtype=out_dtype)
 
 
 def tile_argmax(x: Tensor, weight: Tensor, limit: int, *, norm: tuple[Tensor, float] | None = None) -> Tensor:
-    """int64 [R]: the lowest id of the largest of `linear`'s first `limit` logits in fp32; NaN counts as largest."""
+    """Id of each row's largest of the first `limit` fp32 logits, int64 [R]; of equal ones the lowest. NaN is largest."""
     return linear(x, Weight(weight), norm=norm, out_dtype=torch.float32)[:, :limit].argmax(dim=-1)
 
 
@@ -245,7 +275,7 @@ def prefill_linear(
     gated: bool = False,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """`linear` with a packed weight; `gated` goes with one whose rows are interleaved."""
+    """Computes `linear` with a packed weight. With `gated` the weight's rows are interleaved."""
     return linear(x, weight, bias, norm=norm, residual=residual, gated=gated, out_dtype=out_dtype)
 
 
@@ -260,7 +290,7 @@ def packed_linear(
     gelu: bool = False,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """`linear` with a packed weight, computed in fp32 (in fp64 for fp64 operands) and rounded once, at the end."""
+    """Computes `linear` with a packed weight in fp32 (fp64 operands: in fp64). The result is rounded once, at its end."""
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     rows = x.to(wide)
     if norm is not None:
@@ -274,5 +304,5 @@ def packed_linear(
 
 
 def packed_argmax(x: Tensor, weight: Weight, limit: int, *, norm: tuple[Tensor, float] | None = None) -> Tensor:
-    """int64 [R]: the lowest id of the largest of a packed head's first `limit` logits; NaN counts as the largest."""
+    """Id of the largest of a packed head's first `limit` logits, int64 [R]; of equal ones the lowest. NaN is largest."""
     return packed_linear(x, weight, norm=norm, out_dtype=torch.float32)[:, :limit].argmax(dim=-1)

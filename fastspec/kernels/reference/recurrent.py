@@ -1,8 +1,8 @@
 """Torch definition of a recurrent layer: a causal convolution, the gated delta rule, a gated norm.
 
-Row invariance: everything is computed token by token, and sums are pairwise by halves, so a token's bits depend only on
-its row and the tokens before it. Sigmoid, silu and softplus are written with exp, whose bits on a CPU do not depend on
-where in a tensor an element lies.
+Row invariance: everything is computed token by token, and sums are pairwise. A token's bits depend only on its row and
+the tokens before it. Sigmoid, silu and softplus are written with exp: on a CPU its bits do not depend on an element's
+place in the tensor.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ L2_EPS = 1e-6  # in the norms of queries and keys; configs have no field for it,
 
 
 class DeltaParts(Protocol):
-    """Weights of a recurrent layer, as `models.layer_table.DeltaWeights` describes them."""
+    """Weights of a recurrent layer; `models.layer_table.DeltaWeights` has their shapes."""
 
     @property
     def conv(self) -> Tensor:
@@ -39,13 +39,13 @@ class DeltaParts(Protocol):
 
 
 class KeptState(NamedTuple):
-    """Where a pass over a prompt leaves the state after one of its tokens, for prompts that begin with the same ones.
+    """Memory for the state after one token of a prompt. Later prompts with the same beginning start from it.
 
     Attributes:
-        at: int64 [1], positions before that state; a multiple of DELTA_CHUNK. 0, or one that the pass does not come to:
-            nothing is written.
+        at: int64 [1], positions before the state, a multiple of DELTA_CHUNK. Nothing is written if it is 0, or if the pass
+            does not reach it.
         state: fp32 [value_heads, value_dim, key_dim].
-        inputs: [width, channels], the input of position p at place p % width.
+        inputs: [width, channels]; the input of position p is at place p % width.
     """
 
     at: Tensor
@@ -64,32 +64,32 @@ def delta_rule(
     rule: DeltaRule,
     kept: KeptState | None = None,
 ) -> Tensor:
-    """The gated delta rule (arXiv 2412.06464, equation 10) over the new tokens of each row, one after the other.
+    """Applies the gated delta rule (arXiv 2412.06464, equation 10) to the new tokens of each row, one after the other.
 
-        q, k, v = silu(conv(q, k, v))                    over the newest `width` positions, each channel by itself
-        q = q / |q| / sqrt(key_dim), k = k / |k|         of each head
-        S = exp(-exp(decay) softplus(a + step)) S        of each value head
+        q, k, v = silu(conv(q, k, v))                    over the newest `width` positions, for each channel
+        q = q / |q| / sqrt(key_dim), k = k / |k|         for each head
+        S = exp(-exp(decay) softplus(a + step)) S        for each value head
         S = S + sigmoid(b) (v - S k) k^T
         out = S q
 
-    Masked tokens change nothing; the unmasked ones of a row are consecutive. A row starts from the state after the
-    position before its first unmasked token; before position 0 the state is zero.
+    Masked tokens change nothing. The unmasked tokens of a row are consecutive. A row starts from the state after the
+    position before its first unmasked token. The state before position 0 is zero.
 
     Args:
         product: [B, Q, rule.rows]: q, k, v, z, b and a.
-        layer: its weights.
-        states: fp32 [rows, slots, value_heads, value_dim, key_dim], a ring buffer: the state after position p is
-            written to slot p % slots. With Q > slots only the state after a row's last token is written.
-        inputs: [rows, places, channels] with places = slots + width - 1, a ring buffer: the input of position p is
-            written to place p % places, so those of the last tokens stay.
-        state_rows: int64 [B], the row of `states` and `inputs` that each row of the batch has, all different.
+        layer: weights.
+        states: fp32 [rows, slots, value_heads, value_dim, key_dim], a ring buffer. The state after position p goes
+            to slot p % slots. With Q > slots only the state after a row's last token is written.
+        inputs: [rows, places, channels] with places = slots + width - 1, a ring buffer. The input of position p is
+            written to place p % places.
+        state_rows: int64 [B], the row of `states` and `inputs` for each row of the batch; all different.
         positions: int64 [B, Q].
         write_mask: bool [B, Q], False for masked tokens.
         rule: sizes.
-        kept: with B = 1 and Q > slots, the state after one of the tokens is written there as well.
+        kept: with B = 1 and Q > slots, receives the state after one of the tokens.
 
     Returns:
-        [B, Q, rule.values] in product's dtype; states and sums are in fp32.
+        [B, Q, rule.values] in product's dtype. States and sums are in fp32.
     """
     counts, slots = write_mask, states.shape[1]
     mixed = causal_conv(product[..., : rule.channels], layer.conv, inputs, state_rows, positions, write_mask)
@@ -132,7 +132,7 @@ def delta_rule(
 
 
 def _keep_inputs(x: Tensor, kept: KeptState, positions: Tensor, counts: Tensor) -> None:
-    """Writes the inputs x [Q, channels] of the last positions before `kept.at`, if the pass comes to that."""
+    """Writes the inputs x [Q, channels] of the last positions before `kept.at`, if the pass reaches it."""
     reached = (counts & (positions + 1 == kept.at)).any()
     places = kept.inputs.shape[0]
     for place, line in enumerate(kept.inputs):
@@ -145,9 +145,9 @@ def _keep_inputs(x: Tensor, kept: KeptState, positions: Tensor, counts: Tensor) 
 def causal_conv(
     x: Tensor, weight: Tensor, inputs: Tensor, state_rows: Tensor, positions: Tensor, write_mask: Tensor
 ) -> Tensor:
-    """silu of a causal convolution of each channel, over the new tokens of each row and the positions before them.
+    """Computes silu of a causal convolution of each channel over new tokens and the positions before them.
 
-        y_p = silu(sum over j < width of weight[j] x_(p - width + 1 + j)), x before position 0 being zero
+        y_p = silu(sum over j < width of weight[j] x_(p - width + 1 + j)), with x = 0 before position 0
 
     Args:
         x: [B, Q, channels].
@@ -155,7 +155,7 @@ def causal_conv(
         inputs, state_rows, positions, write_mask: as in `delta_rule`. x is written to `inputs`.
 
     Returns:
-        [B, Q, channels] in x's dtype. The sum is in fp32, rounded before silu as well as after it.
+        [B, Q, channels] in x's dtype. The sum is in fp32. It is rounded before silu, and the result again.
     """
     places, width, count = inputs.shape[1], weight.shape[-1], x.shape[1]
     taps, at = weight[:, 0].float(), torch.arange(count, device=x.device)
@@ -174,12 +174,15 @@ def causal_conv(
 
 
 def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """rms_norm(x) * silu(gate), over each head's elements.
+    """rms_norm(x) * silu(gate), with a norm over each head's elements.
 
     Args:
         x, gate: [B, Q, heads * D], of one dtype.
-        weight: [D], of that dtype. The norm is rounded to it before the weight is multiplied, and so is that product.
-        eps: of the norm.
+        weight: [D], of that dtype. The norm is rounded before it is multiplied by the weight, and so is their product.
+        eps: epsilon of the norm.
+
+    Returns:
+        Shape and dtype of x.
     """
     heads = x.unflatten(-1, (-1, weight.shape[0]))
     wide = heads.float()
@@ -190,7 +193,7 @@ def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def gated(x: Tensor, gate: Tensor) -> Tensor:
-    """x * sigmoid(gate), [B, Q, heads * D] of one dtype, to which the sigmoid is rounded first."""
+    """x * sigmoid(gate), both [B, Q, heads * D] of one dtype. The sigmoid is rounded to it before the product."""
     return x * sigmoid(gate)
 
 
@@ -209,7 +212,7 @@ def silu(x: Tensor) -> Tensor:
 
 
 def _softplus(x: Tensor) -> Tensor:
-    """log(1 + exp(x)); of large x that is x."""
+    """log(1 + exp(x)); for x > 20 it is x."""
     return torch.where(x > 20.0, x, torch.log1p(torch.exp(x.clamp(max=20.0))))
 
 
@@ -219,7 +222,7 @@ def _unit(x: Tensor) -> Tensor:
 
 
 def _sum(x: Tensor) -> Tensor:
-    """The sum over the last axis, by halves: in one order, whatever lies beside it."""
+    """Sum over the last axis, by halves. The order depends only on the length of that axis."""
     while (count := x.shape[-1]) > 1:
         half = (count + 1) // 2
         upper = F.pad(x[..., half:], (0, 2 * half - count))
@@ -228,6 +231,6 @@ def _sum(x: Tensor) -> Tensor:
 
 
 def _store(ring: Tensor, rows: Tensor, slots: Tensor, new: Tensor, when: Tensor) -> None:
-    """ring[rows, slots] = new, where `when` [B] says so."""
+    """Sets ring[rows, slots] = new for rows with `when` [B]."""
     shape = (-1, *([1] * (new.dim() - 1)))
     ring[rows, slots] = torch.where(when.view(shape), new.to(ring.dtype), ring[rows, slots])

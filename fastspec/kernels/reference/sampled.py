@@ -1,4 +1,4 @@
-"""Torch definition of the ops of a step that samples: the end of a step, and a draft's token with its distribution."""
+"""Torch definition of the ops of steps that sample: the end of a step, and the draw of a draft."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fastspec.sampling.rules import BLOCK, COUPLED
 
 
 class SampledRows(verify.CommitRows, Protocol):
-    """Tensors of B rows that a sampling op reads and writes; `fastspec.state.DecodeState` owns and explains them."""
+    """Tensors of B rows that the sampling ops read and write; `fastspec.state.DecodeState` describes them."""
 
     @property
     def seeds(self) -> Tensor:
@@ -48,17 +48,18 @@ def sampled_commit(
     draws: verify.Draws,
     record: Record | None = None,
 ) -> None:
-    """Ends a step that samples: judges the drafts, flags what is invalid, commits, counts, and publishes if asked to.
+    """Ends a step that samples: judges drafts, flags invalid logits, commits, counts outputs, and publishes on request.
 
     Args:
         logits: fp32 [B, k+1, V] of the target.
-        rows: changed in place as by `commit` and `processors.count`.
-        scratch, work: of the kernels, without use here.
+        rows: changed in place, as by `commit` and `processors.count`.
+        scratch: from `Ops.commit_scratch`. Torch needs none.
+        work: from `Ops.sampled_work`. Torch needs none.
         publish_to: as in `commit`.
         rule: one of `fastspec.sampling.rules.MODES`.
-        deterministic: drafts were not drawn: their distribution is one on them. Otherwise it is that in draft_probs.
+        deterministic: drafts were not drawn, so each has probability 1. Otherwise draft_probs has their distributions.
         draws: uniform numbers and draws.
-        record: log-probabilities to record, of the raw logits.
+        record: log-probabilities of the raw logits to record.
     """
     k = logits.shape[1] - 1
     drafts, counts = rows.draft_tokens[:, :k], rows.draft_counts
@@ -90,15 +91,15 @@ def sampled_draw(
     keep_draft_probs: bool,
     draws: verify.Draws,
 ) -> None:
-    """Draws draft j of every row: draft_tokens[:, j], and draft_probs[:, j] where distributions are kept.
+    """Draws draft j of every row and writes it to draft_tokens[:, j].
 
     Args:
-        logits: fp32 [B, 1, V'] of the draft, of the ids below V' <= V; the distribution is zero on the others.
+        logits: fp32 [B, 1, V'] of the draft model, for the ids below V' <= V. Other ids have probability 0.
         rows: changed in place.
-        j: the draft; it comes after the row's first j drafts.
-        work: of the kernels, without use here.
-        purpose: keys the draw.
-        keep_draft_probs: whether verification needs the distribution later.
+        j: number of the draft, which follows the row's first j drafts.
+        work: from `Ops.sampled_work`. Torch needs none.
+        purpose: key of the draw.
+        keep_draft_probs: writes the distribution to draft_probs[:, j], for the verification.
         draws: draws.
     """
     judged = processors.process(logits, rows.processors, rows.lengths, rows.draft_tokens[:, :j])

@@ -1,6 +1,6 @@
-"""Torch definition of the ops of a step around the models' passes: what is fed, and what becomes of the logits.
+"""Torch definition of the ops of a step around the passes of models: the tokens of a pass, and the end of a step.
 
-`reference` has those of the passes; the definition of a commit itself is in `fastspec.sampling.verify`.
+`fastspec.sampling.verify` defines the commit itself.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from fastspec.sampling import processors, verify
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """The log-probabilities that the end of a step is to record.
+    """A request to record log-probabilities at the end of a step.
 
     Attributes:
-        top: how many of the most probable ids beside the emitted one, at each place.
-        work: of the kernels, from `Ops.record_work`.
-        details: where they are published, as in `publish`; None: they stay in the rows.
+        top: number of most probable ids to record at each place, beside the emitted id.
+        work: from `Ops.record_work`. Torch needs none.
+        details: where they are published, see `publish`. None: they stay in the rows.
     """
 
     top: int
@@ -44,23 +44,23 @@ def feed_rows(
     draft_counts: Tensor | None = None,
     num_drafts: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The tokens of a pass at positions lengths + first .. lengths + first + queries - 1 of every row.
+    """Builds the tokens of a pass, at positions lengths + first .. lengths + first + queries - 1 of every row.
 
     Args:
-        tokens: int64 [B, T]; positions below lengths are read from here.
+        tokens: int64 [B, T], read at positions below lengths.
         lengths: int64 [B].
-        finish: int64 [B], 0 where the row is running.
-        draft_tokens: int64 [B, K]; position lengths + j is draft j.
-        first: position of the first, relative to lengths.
-        queries: tokens a row.
-        limit: positions from here on are not written.
+        finish: int64 [B], 0 if the row is running.
+        draft_tokens: int64 [B, K]; draft j is at position lengths + j.
+        first: first position, relative to lengths.
+        queries: tokens per row.
+        limit: K and V of positions from here on are not stored.
         vocab: ids outside 0..vocab-1 become 0.
-        draft_counts: int64 [B], given in the first pass of a draft: set to the drafts, of at most num_drafts, whose
-            predecessors all lie below limit; a row without any writes nothing.
+        draft_counts: int64 [B], given in the first pass of a draft, and written: the number of drafts, at most
+            num_drafts, whose predecessors all lie below limit. A row without drafts stores nothing.
         num_drafts: k.
 
     Returns:
-        (ids int64 [B, Q], positions int64 [B, Q] >= 0, writes bool [B, Q]: which of them are stored in the cache).
+        Ids int64 [B, Q], positions int64 [B, Q] >= 0, and bool [B, Q], True for tokens whose K and V are stored.
     """
     offsets = torch.arange(first, first + queries, device=lengths.device)
     positions = lengths[:, None] + offsets
@@ -75,21 +75,25 @@ def feed_rows(
 
 
 def embed(weight: Weight, ids: Tensor) -> Tensor:
-    """Rows [..., H] of an embedding [V, H] at int64 ids clamped to the table."""
+    """Looks up rows [..., H] of an embedding [V, H] at int64 ids [...]. Ids are clamped to the table."""
     return weight.embed(ids.clamp(0, weight.shape[0] - 1))
 
 
 def joined_norms(
     table: Weight, ids: Tensor, x: Tensor, norms: tuple[Tensor, Tensor], eps: float, *, x_first: bool = False
 ) -> Tensor:
-    """Embeddings and hidden states, each normed as by `norm`, side by side: [B, Q, 2 K].
+    """Joins embeddings and hidden states, each normed by `norm`.
 
     Args:
-        table: [V, K], of x's dtype.
+        table: [V, K], x's dtype.
         ids: int64 [B, Q], clamped to the table.
-        x: [B, Q, K].
-        norms: of the embeddings and of x, each [K].
+        x: [B, Q, K], hidden states.
+        norms: weights [K] for the embeddings and for x.
+        eps: epsilon of both norms.
         x_first: x comes before the embeddings.
+
+    Returns:
+        [B, Q, 2 K], embeddings first.
     """
     parts = norm(embed(table, ids), norms[0], eps), norm(x, norms[1], eps)
     return torch.cat(parts[::-1] if x_first else parts, dim=-1)
@@ -102,9 +106,14 @@ def verify_commit(
     publish_to: tuple[Tensor, Tensor] | None = None,
     record: Record | None = None,
 ) -> None:
-    """Ends a greedy step: `verify.greedy` over fp32 logits [B, k+1, V], `processors.flag_invalid`, then `ended`.
+    """Ends a greedy step: `verify.greedy`, `processors.flag_invalid`, then `ended`.
 
-    The same by the keys of their parts, by which nothing can be recorded.
+    Args:
+        logits: fp32 [B, k+1, V], or the keys of its parts. With keys nothing is recorded.
+        rows: changed in place, as by `verify.commit`.
+        scratch: from `Ops.commit_scratch`. Torch needs none.
+        publish_to: as in `commit`.
+        record: log-probabilities to record.
     """
     if isinstance(logits, PartKeys):
         picks = logits.picks()
@@ -123,7 +132,10 @@ def ended(
     publish_to: tuple[Tensor, Tensor] | None,
     record: Record | None,
 ) -> None:
-    """`commit`, with what `record` asks for of the raw logits [B, k+1, V] recorded and published along."""
+    """Commits a step, and publishes its results if `publish_to` is given.
+
+    If `record` is given, log-probabilities of raw logits [B, k+1, V] are recorded and published as well.
+    """
     verify.commit(rows, accepted, block)
     if record is not None:
         record_logprobs(rows, record.top, logits)
@@ -135,7 +147,7 @@ def ended(
 def record_logprobs(rows: verify.CommitRows, top: int, logits: Tensor) -> None:
     """Stores the log-probabilities of `rows.block` under raw logits [B, k+1, V], and the `top` largest at each place.
 
-    At places that are not emitted anything may be left. Among equal logits the lowest id is first.
+    Places that are not emitted may get any values. Of equal logits the lowest id is first.
     """
     places = logits.shape[1]
     logprobs = logits.log_softmax(dim=-1)
@@ -153,14 +165,14 @@ def commit(
     scratch: Any,
     publish_to: tuple[Tensor, Tensor] | None = None,
 ) -> None:
-    """Ends a step: `verify.commit` of accepted int64 [B] and block int64 [B, k+1], then `publish` where asked for.
+    """Ends a step with `verify.commit`, and with `publish` if `publish_to` is given.
 
     Args:
-        accepted: as `verify.commit`.
-        block: likewise.
-        rows: likewise.
-        scratch: counters of the kernel, without use here.
-        publish_to: entries and counter as in `publish`.
+        accepted: int64 [B], accepted drafts.
+        block: int64 [B, k+1], accepted drafts and the token after them.
+        rows: changed in place, as by `verify.commit`.
+        scratch: from `Ops.commit_scratch`. Torch needs none.
+        publish_to: `entries` and `counter` of `publish`.
     """
     verify.commit(rows, accepted, block)
     if publish_to is not None:
@@ -170,16 +182,16 @@ def commit(
 def publish(
     entries: Tensor, counter: Tensor, rows: verify.CommitRows, *, drafting: bool, details: Tensor | None = None
 ) -> None:
-    """Counts a step in `counter` int64 [1] and stores its results in slot counter % slots of a ring.
+    """Counts a step in `counter`, and stores its results in slot counter % slots of a ring.
 
     Args:
         entries: int64 [slots, 1 + Bmax * (5 + K)]: the sequence number, then for each row emitted, accepted, drafts
-            that counted, finish and the K+1 tokens of its block. Rows beyond those of `rows` are left.
-        counter: sequence number of the last step.
+            that counted, finish, and the K+1 tokens of its block. Entries of rows beyond `rows` are not written.
+        counter: int64 [1], sequence number of the last step.
         rows: the results.
-        drafting: whether this step had drafts; otherwise none counted.
-        details: int32 [slots, Bmax, K+1, 1+2N]: at each place of the block the bits of its log-probability, the N
-            most probable ids, and the bits of their log-probabilities.
+        drafting: True if this step had drafts. Otherwise the number of drafts is 0.
+        details: int32 [slots, Bmax, K+1, 1+2N]. At each place of the block: the bits of its log-probability, the N most
+            probable ids, and the bits of their log-probabilities.
     """
     counter.add_(1)
     slot = counter % entries.shape[0]
