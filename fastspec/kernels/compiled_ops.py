@@ -1,11 +1,11 @@
-"""The ops that torch.compile takes as one graph, and functions that are compiled once for every shape.
+"""The ops of passes that torch.compile takes as one graph, and functions that are compiled once per set of shapes.
 
 Norms, activations, products and the largest logit are the torch definitions of `reference`. The compiler fuses the
-operations around a product, and leaves the product to cuBLAS. Attention stays the same kernel, registered as
-`fastspec::attend`. The op declares the cache that it writes, so that no graph breaks there and no cache is copied. Ops
-outside of a model's passes are not compiled.
+operations around a product, and leaves the product to cuBLAS. Attention stays one kernel, registered as
+`fastspec::attend`. That op declares which tensors it writes: so it breaks no graph, and no cache is copied. Ops outside
+of a model's passes are not compiled.
 
-The compiler chooses by shape, and fuses in fp32: a row's bits depend on the rows beside it.
+The compiler chooses kernels by shape, and fuses in fp32. So a row's bits depend on the rows beside it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ OUTSIDE = (
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Work area of one model's attention: the fields of `dispatch.AttendWork`, empty where a kernel needs none."""
+    """Work area of one model's attention; fields as in `dispatch.AttendWork`. Kernels without need have empty tensors."""
 
     split_keys: int
     counters: Tensor
@@ -62,14 +62,14 @@ def attend_op(
     sizes: Sequence[int],
     factors: Sequence[float],
 ) -> Tensor:
-    """`reference.attend` as an op of torch, without `num_blocks`, whose value would be compiled in.
+    """`reference.attend` as an op of torch. It has no `num_blocks`, which would be compiled in as a constant.
 
     On CUDA a launch covers the whole table, and the kernels find the newest position themselves. On other devices the
     newest position is read from the tensor.
 
     Args:
-        sizes: heads, window, keys of a split; a window of 0 is none.
-        factors: of scores, softcap, epsilon of the norms; a softcap of 0 is none.
+        sizes: query heads, window, keys of a split. A window of 0 means none.
+        factors: scale of scores, softcap, epsilon of the norms. A softcap of 0 means none.
         others: the fields of `AttendCall`, and the tensors of `Work`.
     """
     (num_heads, window, split_keys), (scale, softcap, eps) = sizes, factors
@@ -97,9 +97,9 @@ def _attend_shape(qkv: Tensor, *tensors: Any) -> Tensor:
 
 
 class CompiledOps(Ops):
-    """Torch's definitions within the passes of models, which torch.compile takes; outside of them the given ops.
+    """Torch's definitions for the passes of models, which torch.compile takes. Outside of passes it has the given ops.
 
-    Weights stay row-major, and any number of rows is multiplied at once: these ops go with exact=False.
+    Weights stay row-major, and any number of rows is one product. So these ops require exact=False.
 
     Args:
         outside: the ops for everything that is not part of a pass.
@@ -125,7 +125,7 @@ class CompiledOps(Ops):
     @staticmethod
     @override
     def attend(call: AttendCall, work: Any = None) -> Tensor:
-        """Calls `attend_op`, which finds the bounds on blocks itself. Settings refuse caches in 8 bits before."""
+        """Calls `attend_op`, which finds the bounds on blocks itself. Settings exclude 8-bit caches with these ops."""
         q_norm, k_norm, eps = (None, None, 0.0) if call.norms is None else call.norms
         sizes = [call.num_heads, call.rule.window or 0, work.split_keys]
         factors = [call.rule.factor(call.keys.shape[-1]), call.rule.softcap or 0.0, eps]
@@ -137,13 +137,13 @@ class CompiledOps(Ops):
 
 
 class PerShape:
-    """A function of an object and of tensors, compiled as one graph for each set of shapes the tensors come in.
+    """A function of an object and of tensors, compiled as one graph for each set of shapes and strides.
 
-    The first call with new shapes compiles, which takes seconds to minutes; later ones launch. Contents and places of
-    tensors do not matter. Recompilations, were there any, count for each set of shapes apart, by torch's own limit.
+    The first call with new shapes compiles, which takes seconds to minutes. Later calls launch. Contents and addresses
+    of tensors do not matter. Torch's limit of recompilations counts for each set of shapes on its own.
 
     Args:
-        function: what to compile; a graph break in it is an error. It may read tensors and settings off the object.
+        function: the function to compile. A graph break in it is an error. It may read attributes of the object.
         backend: of torch.compile.
     """
 
@@ -153,7 +153,7 @@ class PerShape:
         self._compiled: dict[Hashable, Callable[..., Tensor]] = {}
 
     def __call__(self, owner: object, *args: Tensor | int) -> Tensor:
-        """Calls the function; whole numbers among the arguments are compiled in."""
+        """Calls the function. Whole numbers among the arguments are constants of the compiled graph."""
         key = tuple((arg.shape, arg.stride()) if isinstance(arg, Tensor) else arg for arg in args)
         if key not in self._compiled:
             own = _with_own_code(self._function)
@@ -162,10 +162,10 @@ class PerShape:
 
 
 def _with_own_code(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """A copy of a function that shares no code object with it: there torch.compile keeps what it compiled.
+    """Copies a function and its code object. Torch.compile keeps its graphs by code object.
 
-    Under one code object all shapes of all models would count against one limit, and be tried one after the other in
-    every call.
+    With a shared code object, all shapes of all models would count against one limit, and every call would compare them
+    one after the other.
     """
     assert isinstance(function, FunctionType), "only functions have code"
     return FunctionType(function.__code__.replace(), function.__globals__, function.__name__)

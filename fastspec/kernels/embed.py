@@ -1,9 +1,9 @@
-"""Rows of the embedding.
+"""Lookup of rows of the embedding.
 
-| argument | shape, dtype                                                   | notes                       |
-|----------|----------------------------------------------------------------|-----------------------------|
-| weight   | `Weight` [V, H], as rows, packed or quantised                  | contiguous, any float dtype |
-| ids      | [B, Q] int64                                                   | contiguous; clamped to the table |
+| argument | shape, dtype                                | notes                            |
+|----------|---------------------------------------------|----------------------------------|
+| weight   | `Weight` [V, H], as rows, packed or codes   | contiguous, any float dtype      |
+| ids      | [B, Q] int64                                | contiguous; clamped to the table |
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ BLOCK, NUM_WARPS = 1024, 4  # columns per program: 16 bytes a thread
 
 @triton.jit
 def place_of(token, column, width, PACKED: tl.constexpr):
-    """Where columns of the row `token`, int64, of a table [V, width] lie: of one that is packed, see `packing`."""
+    """Offsets, int64, of columns of the row `token` in a table [V, width]. With PACKED the layout is that of `packing`."""
     if PACKED:
         at = token // 16 * 16 * width + token % 16 * 32 + column // 32 * 512 + column % 32
     else:
@@ -35,7 +35,7 @@ def place_of(token, column, width, PACKED: tl.constexpr):
 
 @triton.jit
 def _copy_row(weight_ptr, out_ptr, token, out_row, rows, width, PACKED: tl.constexpr, BLOCK: tl.constexpr):
-    """Columns program_id(1) * BLOCK.. of the table's row `token`."""
+    """Copies columns program_id(1) * BLOCK.. of the table's row `token`."""
     token = tl.minimum(tl.maximum(token, 0), rows - 1).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     at = place_of(token, column, width, PACKED)
@@ -76,7 +76,7 @@ def _embed_codes_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Looks rows up in a quantised table, as `_embed_kernel` does in a 16-bit one."""
+    """Looks up rows in a quantised table, as `_embed_kernel` does in other tables."""
     if PDL:
         gdc_wait()
         gdc_launch_dependents()

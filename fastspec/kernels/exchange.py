@@ -1,4 +1,4 @@
-"""Exchange between the GPUs of one host, inside a captured step: each rank pushes what it has into the others' memory.
+"""Exchange between the GPUs of one host, inside a captured step. Each rank writes into the memory of the others.
 
     added:   out = round(residual + (x_0 + x_1 + ..  [+ bias]))     x_r: fp32 partial sums of rank r
     gather:  out = x_0 | x_1 | ..                                   side by side in every row
@@ -11,20 +11,21 @@
 | residual | [M, N] bf16, fp16 or fp32                | None: the sum itself, in fp32                            |
 | bias     | [N], any float dtype                     | or None                                                  |
 
-Ranks are added as one binary tree, neighbours first, by every rank for itself: all get the same bits.
+Every rank adds the parts of all ranks as one binary tree, neighbours first. So all ranks get the same bits.
 
-Elements arrive without flags (the Lamport all-reduce of TensorRT-LLM): a place that nobody has written holds EMPTY, a
-NaN that is never sent. Who waits for an element reads its place until it holds something else, and makes it EMPTY
-again. So nothing has to arrive before a flag is set, and nothing is loaded after a flag. Where an element lies
-depends on its number alone. Exchanges of a block of BLOCK elements use the two halves of the room in turn: a rank that
-is one exchange ahead cannot overwrite what another still reads, because it has waited for that one's next push, before
-which the other has emptied what it read.
+Elements arrive without flags (the Lamport all-reduce of TensorRT-LLM). A place that nobody has written holds EMPTY, a
+NaN that is never sent. A reader polls a place until it holds another value, and then sets it to EMPTY again. So
+neither side waits for a flag. The place of an element depends only on its number.
 
-Many elements are added two-shot: each block has one rank that adds it and sends the others the sum, in 16 bits. Fewer
-are added one-shot: every rank gets every other rank's part. Either way no rank ends an exchange of a block before all
-others have begun it; the two halves of the room rely on that.
+Exchanges of a block of BLOCK elements use the two halves of the room in turn. Rank A writes to a half of rank B again
+two exchanges later. By then A has waited for B's push of the exchange between them. B emptied the half before that
+push. So A overwrites nothing that B still reads.
 
-A program that waits for longer than LIMIT stops the device with an error, so that nothing spins for ever.
+A large sum is two-shot: one rank adds each block, and sends the sum to the others in 16 bits. A small sum is one-shot:
+every rank gets the parts of all ranks. In both cases no rank ends an exchange of a block before all others have begun
+it; the two halves of the room rely on that.
+
+A program that waits for longer than LIMIT stops the device with an error. So no kernel waits for ever.
 """
 
 from __future__ import annotations
@@ -42,13 +43,17 @@ NUM_WARPS = 4
 def exchange_added(
     x: Tensor, bias: Tensor | None, residual: Tensor | None, room: Room, least: int | None = None
 ) -> Tensor:
-    """round(residual + (sum over ranks of x [+ bias])), or the sum in fp32 without a residual.
+    """Computes round(residual + (sum over ranks of x [+ bias])); without a residual the sum in fp32.
 
-    x has residual's shape, or an axis of 1, 2 or 4 split-K parts in front, which are added as a tree first. From
-    `least` elements on the sum is two-shot; default: TWO_SHOT.
+    Args:
+        x: fp32, shape of residual. It may have an axis of 1, 2 or 4 split-K parts in front, which are added as a tree.
+        bias: [N], or None.
+        residual: [M, N], or None.
+        room: memory of the ranks.
+        least: elements from which a sum with a residual of 16 bits is two-shot. Default: TWO_SHOT.
 
     Raises:
-        ValueError: x is not contiguous fp32, or has no room.
+        ValueError: x is not contiguous fp32, or is larger than the room.
     """
     parts = len(x) if residual is not None and x.dim() > residual.dim() else 1
     some = x[0] if parts > 1 else x
@@ -71,10 +76,10 @@ def exchange_added(
 
 
 def exchange_gather(x: Tensor, room: Room) -> Tensor:
-    """x [..., W] of every rank side by side: [..., size * W].
+    """Joins x [..., W] of all ranks in every row: [..., size * W].
 
     Raises:
-        ValueError: as `exchange_added`.
+        ValueError: x is not contiguous, its elements do not have 4 bytes, or it is larger than the room.
     """
     _check(x, room)
     out = torch.empty(*x.shape[:-1], room.size * x.shape[-1], dtype=x.dtype, device=x.device)
@@ -83,10 +88,16 @@ def exchange_gather(x: Tensor, room: Room) -> Tensor:
 
 
 def exchange_largest(keys: Tensor, width: int, room: Room, out: Tensor) -> None:
-    """Writes to out int64 [R] the id of each row's largest logit, by the keys uint64 [R] of each rank's `width` ids.
+    """Writes the id of each row's largest logit to out int64 [R].
+
+    Args:
+        keys: uint64 [R], this rank's keys of `reference.keys_of`.
+        width: ids of a rank.
+        room: memory of the ranks.
+        out: written.
 
     Raises:
-        ValueError: keys are not contiguous uint64, or have no room.
+        ValueError: keys are not contiguous uint64, or do not fit in the room.
     """
     if keys.dtype != torch.uint64:
         raise ValueError(f"keys are {keys.dtype}; wanted torch.uint64")

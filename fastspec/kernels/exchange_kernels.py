@@ -1,4 +1,4 @@
-"""Kernels of the exchange between GPUs; see `exchange` for what they do and how they keep out of each other's way."""
+"""Kernels of the exchange between GPUs; `exchange` describes their protocol."""
 
 # mypy: disable-error-code="assignment, misc"
 # ruff: noqa: RUF005  (Triton adds tuples, and knows no starred ones)
@@ -18,19 +18,19 @@ _OTHER_NAN, _OTHER_NAN_16 = tl.constexpr(0x7FFFFFFF), tl.constexpr(0x7FFF)
 
 @triton.jit
 def _lying(buffers_ptr, rank, dtype: tl.constexpr):
-    """Where a rank's buffers lie: a multiple of 16 bytes, and the compiler then moves as many at once."""
+    """Address of a rank's buffers. It is a multiple of 16 bytes, so the compiler moves 16 bytes at once."""
     return tl.multiple_of(tl.load(buffers_ptr + rank).to(tl.pointer_type(dtype)), 16)
 
 
 @triton.jit
 def _now(zero):
-    """The device's clock in nanoseconds."""
+    """Reads the device's clock, in nanoseconds."""
     return tl.inline_asm_elementwise("{ mov.u64 $0, %globaltimer; }", "=l,r", [zero], tl.int64, False, 1)
 
 
 @triton.jit
 def _stop_after(start, limit):
-    """Ends all work of the device with an error if `limit` nanoseconds have passed since `start`."""
+    """Stops the device with an error if `limit` nanoseconds have passed since `start`."""
     return tl.inline_asm_elementwise(
         "{ .reg .u64 t; .reg .pred late; mov.u64 t, %globaltimer; sub.u64 t, t, $1; setp.gt.u64 late, t, $2;"
         " @late trap; mov.u32 $0, 0; }",
@@ -44,7 +44,7 @@ def _stop_after(start, limit):
 
 @triton.jit
 def _to_push(value):
-    """The bits of elements of 4 or 2 bytes; a NaN that has those of EMPTY becomes another."""
+    """Returns the bits of elements of 4 or 2 bytes. A NaN with the bits of EMPTY gets other bits."""
     if value.dtype.primitive_bitwidth == 32:
         bits = value.to(tl.int32, bitcast=True)
         return tl.where(bits == _EMPTY, _OTHER_NAN, bits)
@@ -55,13 +55,13 @@ def _to_push(value):
 
 @triton.jit
 def _empty(place):
-    """EMPTY, of the size of what lies there."""
+    """Returns EMPTY in the size of the elements at `place`."""
     return _EMPTY if place.dtype.element_ty.primitive_bitwidth == 32 else _EMPTY_16
 
 
 @triton.jit
 def arrived(place, there, limit):
-    """Waits until no element is EMPTY, takes their bits, and makes them EMPTY for the exchange after the next."""
+    """Waits until no element is EMPTY, returns their bits, and sets them to EMPTY for the exchange after the next."""
     start = _now(tl.program_id(0))
     bits = tl.load(place, mask=there, other=0, volatile=True)
     while tl.sum(tl.where(bits == _empty(place), 1, 0), 0) > 0:
@@ -76,10 +76,10 @@ def push(
     value, at, there, room, first, elements,
     RANK: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, COUNT: tl.constexpr,
 ):  # fmt: skip
-    """Sends COUNT blocks from `first` on to all other ranks.
+    """Sends COUNT blocks from `first` on to all other ranks. `at` are their places in the room.
 
-    `at` are places in the room, of those blocks. Returns where the others' lie in this rank's room, one rank's after
-    another's; for each element, where there are several blocks.
+    Returns:
+        Where the other ranks' blocks arrive in this rank's room, rank by rank; with several blocks, for each element.
     """
     buffers_ptr, turns_ptr = room
     turns = ()
@@ -102,13 +102,13 @@ def push(
 
 @triton.jit
 def _pushed(mine, at, there, elements, limit, rank: tl.constexpr):
-    """The fp32 elements that a peer has pushed here, waited for."""
+    """Waits for the fp32 elements that a peer pushes here, and returns them."""
     return arrived(mine + rank * elements.to(tl.int64) + at, there, limit).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def sum_ranks(own, mine, at, there, elements, limit, FIRST: tl.constexpr, COUNT: tl.constexpr, RANK: tl.constexpr):
-    """The sum of COUNT ranks from FIRST on: 1, 2, 4 or 8 of them."""
+    """Adds the parts of COUNT ranks from FIRST on as a tree; COUNT is 1, 2, 4 or 8."""
     if COUNT == 1:
         if FIRST == RANK:
             return own
@@ -122,7 +122,7 @@ def sum_ranks(own, mine, at, there, elements, limit, FIRST: tl.constexpr, COUNT:
 
 @triton.jit
 def _sum_parts(x_ptr, at, there, count, FIRST: tl.constexpr, COUNT: tl.constexpr):
-    """The sum of COUNT split-K parts from FIRST on: 1, 2 or 4 of them."""
+    """Adds COUNT split-K parts from FIRST on as a tree; COUNT is 1, 2 or 4."""
     if COUNT == 1:
         return tl.load(x_ptr + (FIRST * count.to(tl.int64) + at), mask=there, other=0.0)
     else:
@@ -133,7 +133,7 @@ def _sum_parts(x_ptr, at, there, count, FIRST: tl.constexpr, COUNT: tl.constexpr
 
 @triton.jit
 def _load_own(x_ptr, count, BLOCK: tl.constexpr, PDL: tl.constexpr, PARTS: tl.constexpr):
-    """Waits until x is written. Returns a block's places, which of them are in x, and this rank's values."""
+    """Waits until x is written. Returns the places of a block, the mask of those in x, and this rank's values."""
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -143,7 +143,7 @@ def _load_own(x_ptr, count, BLOCK: tl.constexpr, PDL: tl.constexpr, PARTS: tl.co
 
 @triton.jit
 def _load_addends(bias_ptr, residual_ptr, at, there, width):
-    """Bias and residual of a block; loaded early, because they do not depend on other ranks."""
+    """Loads bias and residual of a block before the wait. They do not depend on other ranks."""
     bias, residual = 0.0, 0.0
     if bias_ptr is not None:
         bias = tl.load(bias_ptr + at % width, mask=there, other=0.0).to(tl.float32)
@@ -157,7 +157,7 @@ def _one_shot_kernel(
     x_ptr, bias_ptr, residual_ptr, out_ptr, room, count, width, elements, limit,
     RANK: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """One block of the sum, one-shot: every rank adds all parts."""
+    """Adds one block one-shot: every rank adds all parts."""
     at, there, own = _load_own(x_ptr, count, BLOCK, PDL, PARTS)
     bias, residual = _load_addends(bias_ptr, residual_ptr, at, there, width)
     mine = push(own, at, there, room, tl.program_id(0), elements, RANK, SIZE, BLOCK, 1)
@@ -171,7 +171,7 @@ def _one_shot_kernel(
 
 @triton.jit
 def _narrow(room_ptr, at, BLOCK: tl.constexpr):
-    """Where a block's 16-bit results lie: at the start of the place of its own fp32 elements."""
+    """Address of a block's 16-bit results: the start of the place of its own fp32 elements."""
     first = tl.program_id(0) * BLOCK
     return (room_ptr + first).to(tl.pointer_type(tl.int16)) + (at - first)
 
@@ -181,7 +181,7 @@ def _reduce_block(
     own, at, there, bias_ptr, residual_ptr, out_ptr, buffers_ptr, half, width, elements, limit,
     RANK: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """This rank owns the block: it adds all parts, and sends the others the sum."""
+    """Adds all parts of a block that this rank owns, and sends the sum to the other ranks."""
     bias, residual = _load_addends(bias_ptr, residual_ptr, at, there, width)
     mine = _lying(buffers_ptr, RANK, tl.int32) + half
     total = sum_ranks(own, mine, at, there, elements, limit, 0, SIZE, RANK)
@@ -201,7 +201,7 @@ def _send_block(
     own, at, there, out_ptr, buffers_ptr, owner, half, elements, limit,
     RANK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Another rank owns the block: this one sends it its part, and gets the sum."""
+    """Sends this rank's part of a block to the rank that owns it, and receives the sum."""
     theirs = _lying(buffers_ptr, owner, tl.int32) + (half + RANK * elements.to(tl.int64))
     tl.store(theirs + at, _to_push(own), mask=there)
     mine = _lying(buffers_ptr, RANK, tl.int32) + (half + owner * elements.to(tl.int64))
@@ -214,7 +214,7 @@ def _two_shot_kernel(
     x_ptr, bias_ptr, residual_ptr, out_ptr, room, count, width, elements, limit,
     RANK: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """One block of the sum, two-shot: the rank that owns it, by the block's number, adds it and sends it rounded."""
+    """Adds one block two-shot. The block's number decides which rank adds all parts and sends the rounded sum."""
     at, there, own = _load_own(x_ptr, count, BLOCK, PDL, PARTS)
     buffers_ptr, turns_ptr = room
     pid = tl.program_id(0)
@@ -237,7 +237,7 @@ def _gather_kernel(
     x_ptr, out_ptr, room, count, width, elements, limit,
     RANK: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """One block of every rank's part."""
+    """Gathers one block of every rank's part."""
     at, there, own = _load_own(x_ptr, count, BLOCK, PDL, PARTS)
     mine = push(own, at, there, room, tl.program_id(0), elements, RANK, SIZE, BLOCK, 1)
     place = (at // width).to(tl.int64) * (SIZE * width) + at % width
@@ -248,13 +248,13 @@ def _gather_kernel(
 
 @triton.jit
 def _low(value):
-    """The bits of 4-byte elements as the lower half of 64."""
+    """Returns the bits of 4-byte elements as the lower half of 64 bits."""
     return value.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF
 
 
 @triton.jit
 def _key(low, high, rank: tl.constexpr, width):
-    """A rank's key, given as two halves, in the order of all ranks' ids; 0 for none."""
+    """Joins the two halves of a rank's key, and moves its id to the rank's place in the vocabulary. 0 means no id."""
     key = (_low(high) << 32) | _low(low)
     return tl.where(key > 0, key - rank * width, 0)
 
@@ -264,7 +264,7 @@ def _largest_kernel(
     keys_ptr, out_ptr, room, count, width, stride, elements, limit,
     RANK: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """The largest keys of half a block of rows: a key travels as two elements, low half first."""
+    """Finds the largest keys of half a block of rows. A key travels as two elements, low half first."""
     at, entered, own = _load_own(keys_ptr, count, BLOCK, PDL, PARTS)
     mine = push(own, at, entered, room, tl.program_id(0), elements, RANK, SIZE, BLOCK, 1)
     row = tl.program_id(0) * (BLOCK // 2) + tl.arange(0, BLOCK // 2)

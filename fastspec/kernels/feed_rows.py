@@ -1,15 +1,15 @@
-"""The rows that a pass feeds, built from the state in one launch: ids, positions, and which of them write K/V.
+"""The tokens of a pass, built from the state in one launch: ids, positions, and the mask of stored K/V.
 
     position[b, i] = lengths[b] + first + i
     id[b, i]       = tokens[b, position]  below lengths[b],  draft_tokens[b, position - lengths[b]]  from there on
 
-| argument     | shape, dtype  | notes                                                                |
-|--------------|---------------|----------------------------------------------------------------------|
-| tokens       | [B, T] int64  | rows may be views of a longer table, as in every table here          |
-| lengths      | [B] int64     |                                                                      |
-| finish       | [B] int64     | 0: the row is running                                                |
-| draft_tokens | [B, K] int64  | read from column max(first, 0) to column first + queries - 1         |
-| draft_counts | [B] int64     | written where given: how many drafts the draft's context has room for |
+| argument     | shape, dtype  | notes                                                                          |
+|--------------|---------------|--------------------------------------------------------------------------------|
+| tokens       | [B, T] int64  | rows may be views of a longer table; so may those of all tables here           |
+| lengths      | [B] int64     |                                                                                |
+| finish       | [B] int64     | 0: the row is running                                                          |
+| draft_tokens | [B, K] int64  | read from column max(first, 0) to column first + queries - 1                   |
+| draft_counts | [B] int64     | written if given: number of drafts for which the draft's context has room      |
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def fed(
     vocab,
     num_drafts,
 ):
-    """(id, position, whether its K/V are written) of token `query`, a scalar or a block, of one row."""
+    """Computes id, position and write mask of token `query`, a scalar or a block, of one row."""
     length = tl.load(lengths_ptr + row)
     running = tl.load(finish_ptr + row) == 0
     position = length + first + query
@@ -60,7 +60,7 @@ def fed(
 
 @triton.jit
 def count_drafts(row, lengths_ptr, counts_ptr, limit, num_drafts):
-    """Stores how many of a row's drafts count: the last is read off position lengths + count - 2, below `limit`."""
+    """Stores the number of a row's drafts that count: the last follows position lengths + count - 2, which is below `limit`."""
     room = limit - tl.load(lengths_ptr + row) + 1  # in this order in 64 bits
     tl.store(counts_ptr + row, tl.minimum(tl.maximum(room, 0), num_drafts))
 
@@ -133,7 +133,7 @@ def feed_rows(
     """Implements `Ops.feed_rows` with a Triton kernel.
 
     Raises:
-        ValueError: a tensor's rows are not contiguous, or fewer drafts are there than the pass feeds.
+        ValueError: a tensor's rows are not contiguous, or there are fewer drafts than the pass feeds.
     """
     check_feed(tokens, lengths, finish, draft_tokens, draft_counts, first + queries)
     batch, device = lengths.shape[0], lengths.device
@@ -168,7 +168,7 @@ def feed_rows(
 def check_feed(
     tokens: Tensor, lengths: Tensor, finish: Tensor, draft_tokens: Tensor, draft_counts: Tensor | None, drafts: int
 ) -> None:
-    """Refuses layouts that the kernel would misread."""
+    """Raises ValueError for layouts that the kernel would misread."""
     columns = (lengths, finish) if draft_counts is None else (lengths, finish, draft_counts)
     if tokens.stride(1) != 1 or any(column.stride(0) != 1 for column in columns):
         raise ValueError("the rows of tokens, and lengths, finish and draft_counts, must be contiguous")

@@ -1,8 +1,8 @@
-"""The activation of an MLP whose product has none: gelu(gate) * up, in one launch.
+"""gelu(gate) * up of a fused product, in one launch, for products that do not compute it themselves.
 
-| argument | shape, dtype                       | notes                            |
-|----------|------------------------------------|----------------------------------|
-| gate_up  | [..., 2 I] bf16, fp16 or fp32      | gate first, or 8 of each in turn |
+| argument | shape, dtype                       | notes                                      |
+|----------|------------------------------------|--------------------------------------------|
+| gate_up  | [..., 2 I] bf16, fp16 or fp32      | gate first, or 8 of gate and 8 of up in turn |
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ ROOT = tl.constexpr((2 / 3.141592653589793) ** 0.5)
 def _gelu_kernel(
     gate_up_ptr, out_ptr, WIDTH: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):
-    """BLOCK columns of a row."""
+    """Computes BLOCK columns of a row."""
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -40,11 +40,11 @@ def _gelu_kernel(
 
 
 def gelu_tanh_mul(gate_up: Tensor, *, interleaved: bool = False) -> Tensor:
-    """Implements `Ops.gelu_tanh_mul` with a Triton kernel; the formula itself is computed in fp32.
+    """Implements `Ops.gelu_tanh_mul` with a Triton kernel. The formula is computed in fp32.
 
     Args:
         gate_up: [..., 2 I].
-        interleaved: columns are 8 of the gate, then the 8 of up that go with them, as rows of a packed gated weight.
+        interleaved: columns are 8 of the gate, then 8 of up, in the order of a packed gated weight's rows.
     """
     width = gate_up.shape[-1] // 2
     rows = gate_up.reshape(-1, 2 * width).contiguous()

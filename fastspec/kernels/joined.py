@@ -1,4 +1,4 @@
-"""Input of a learned drafter's layer: a token's embedding and a hidden state, both normed, side by side.
+"""Input of a learned drafter's layer: a token's embedding and a hidden state, both normed, in one row.
 
 | argument | shape, dtype                          | notes                                                       |
 |----------|---------------------------------------|-------------------------------------------------------------|
@@ -7,7 +7,7 @@
 | x        | [B, Q, K] bf16, fp16 or fp32          | contiguous, K up to `norm.MAX_WIDTH`                        |
 | norms    | two of [K], x's dtype or fp32         | contiguous, both the same; of the embedding and of x        |
 
-One launch in place of four. A program has one of the two of one row, and sums it as the norm that stands alone.
+One launch replaces four. A program norms the embedding or x of one row, with the same bits as norm.py.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def _joined_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One row of the table, or of x."""
+    """Norms one row of the table, or of x."""
     if PDL:
         # in this order, as in `embed`: a pass begins here
         gdc_wait()

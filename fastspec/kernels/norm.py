@@ -1,11 +1,11 @@
-"""A norm of rows, on its own: RMSNorm or LayerNorm, in one launch. Or two with a sum between them: `add_norm`.
+"""Norms of rows: RMSNorm or LayerNorm in one launch, or two norms with a sum between them (`add_norm`).
 
 | argument     | shape, dtype                          | notes                                              |
 |--------------|---------------------------------------|----------------------------------------------------|
 | x            | [..., K] bf16, fp16 or fp32           | any strides, K up to MAX_WIDTH                     |
-| weight, bias | [K], x's dtype or fp32, both the same | contiguous; see `reference.norm` for what it means |
+| weight, bias | [K], x's dtype or fp32, both the same | contiguous; see `reference.norm` for their meaning |
 
-One program has one row, and sums it in an order that depends on K alone: a row's bits do not depend on other rows.
+A program has one row. The order of its sum depends only on K, so a row's bits do not depend on other rows.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ ELEMENTS = 512  # of a row to a warp, until there are 16
 
 @triton.jit
 def weight_of(weight_ptr, at, inside):
-    """A norm's weight in fp32: what no kernel writes, so it is loaded before a kernel waits for others."""
+    """Loads a norm's weight in fp32. No kernel writes it, so it is loaded before the wait."""
     return tl.load(weight_ptr + at, mask=inside, other=0.0).to(tl.float32)
 
 
 @triton.jit
 def normed_row(x, weight, width, eps, ROUND_FIRST: tl.constexpr, DTYPE: tl.constexpr):
-    """RMSNorm of a row in fp32, before its last rounding; `weight` is what `weight_of` gives."""
+    """Computes RMSNorm of a row in fp32, before its last rounding. `weight` is the result of `weight_of`."""
     normed = x * (1.0 / tl.sqrt_rn(tl.sum(x * x, axis=0) / width + eps))
     if ROUND_FIRST:
         normed = normed.to(DTYPE).to(tl.float32)
@@ -52,7 +52,7 @@ def _norm_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program: one row."""
+    """Norms one row."""
     if PDL:
         gdc_launch_dependents()
     start = tl.program_id(0).to(tl.int64) * width
@@ -84,7 +84,7 @@ def _add_norm_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program: one row."""
+    """Computes the sum and the next norm of one row."""
     if PDL:
         gdc_launch_dependents()
     start = tl.program_id(0).to(tl.int64) * width

@@ -18,10 +18,10 @@ from fastspec.kernels.common.weights import Format, Weight
 
 
 class Ops:
-    """The ops of a step. Each is the function of `reference` that defines it in torch: signature, shapes and meaning.
+    """The ops of a step. `reference` defines each op in torch: its signature, shapes and meaning.
 
-    An override has the same parameters. Methods without a definition in `reference` describe an implementation: the
-    formats of weights that it wants, and the memory that its kernels work in.
+    An override has the same parameters. Methods without a definition in `reference` describe an implementation: its
+    weight formats, and the memory of its kernels.
 
     Attributes:
         name: "torch", "triton" or "compiled".
@@ -63,18 +63,18 @@ class Ops:
 
     @staticmethod
     def weight_format(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Format:
-        """The format in which `linear`, `argmax` and `embed` want a weight of shape (N, K)."""
+        """The format of a weight (N, K) for `linear`, `argmax` and `embed`."""
         return "rows"
 
     @staticmethod
     def keeps_codes(shape: tuple[int, int], kind: CodesKind, dtype: torch.dtype, device: torch.device) -> bool:
-        """True if `linear`, `argmax` and `embed` read a quantised weight (N, K) of this kind as it is.
+        """True if `linear`, `argmax` and `embed` read a quantised weight of this kind.
 
-        Otherwise it is dequantised when it is loaded.
+        Otherwise loading dequantises the weight.
 
         Args:
             shape: (N, K).
-            kind: of the codes.
+            kind: format and blocks of the codes.
             dtype: of activations.
             device: of the weight.
         """
@@ -84,13 +84,13 @@ class Ops:
     def keeps_experts(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> bool:
         """True if `experts` reads a stack of matrices (N, K) in mxfp4, with activations of `dtype`.
 
-        Otherwise the stack is dequantised when it is loaded.
+        Otherwise loading dequantises the stack.
         """
         return False
 
     @staticmethod
     def joins_shared(dtype: torch.dtype, hidden: int, device: torch.device) -> bool:
-        """True if a shared expert as wide as the others becomes the last of them, and its gate the router's last row.
+        """True if a shared expert of the others' width is stored as the last of them, and its gate as the last router row.
 
         The router is then stored as rows. Otherwise the shared expert is an MLP of its own.
         """
@@ -99,13 +99,13 @@ class Ops:
     def workspace(
         self, device: torch.device, batch: int, max_queries: int, max_positions: int, heads: tuple[int, int, int]
     ) -> Any:
-        """Memory for the passes of one model, which `attend` and `argmax` take as `work`. Torch needs none.
+        """Memory for the passes of one model, for the parameter `work` of `attend` and `argmax`. Torch needs none.
 
         Args:
             device: of the model.
-            batch: rows of a decoding pass at most.
-            max_queries: tokens of each of them at most.
-            max_positions: positions that a row has room for.
+            batch: most rows of a decoding pass.
+            max_queries: most tokens of a row in such a pass.
+            max_positions: positions of a row.
             heads: (query heads, key heads, head_dim).
         """
         return None
@@ -117,12 +117,12 @@ class Ops:
 
     @staticmethod
     def commit_scratch(batch: int, max_drafts: int, device: torch.device) -> Any:
-        """Memory for `verify_commit`, `sampled_commit` and `commit`, which they take as `scratch`."""
+        """Memory for the parameter `scratch` of `verify_commit`, `sampled_commit` and `commit`."""
         return None
 
     @staticmethod
     def sampled_work(batch: int, max_drafts: int, vocab: int, device: torch.device) -> Any:
-        """Memory for `sampled_commit` and `sampled_draw`, which they take as `work`."""
+        """Memory for the parameter `work` of `sampled_commit` and `sampled_draw`."""
         return None
 
     @staticmethod
@@ -132,7 +132,7 @@ class Ops:
 
     @staticmethod
     def record_work(batch: int, max_drafts: int, vocab: int, device: torch.device) -> Any:
-        """Memory for recording log-probabilities, for `Record.work`."""
+        """Memory to record log-probabilities, for `Record.work`."""
         return None
 
     @staticmethod
@@ -147,19 +147,19 @@ class Ops:
 
     @staticmethod
     def is_brief() -> bool:
-        """True if a pass may leave out layers that launch no new kernel: within `compiling()`, and in warm-ups."""
+        """True if a pass may skip layers that launch no new kernel: within `compiling()`, and in warm-ups."""
         return False
 
     def store(self, rows: Tensor, gated: bool) -> Weight:
-        """The `Weight` of rows [N, K] in the format wanted. Gated: the first N/2 rows are a gate, the others go up."""
+        """Makes the `Weight` of rows [N, K] in the wanted format. Gated: the first N/2 rows are the gate, the others up."""
         form = self.weight_format((rows.shape[0], rows.shape[1]), rows.dtype, rows.device)
         return Weight.pack(rows, gated) if form == "packed" else Weight(rows)
 
     def replaced(self, **members: Callable[..., object] | str) -> Self:
-        """A copy with other functions in place of the ops of these names.
+        """Copies these ops, with other functions in place of the named ops.
 
         Raises:
-            AttributeError: there is no such op.
+            AttributeError: there is no op of that name.
         """
         other = copy(self)
         for name, member in members.items():

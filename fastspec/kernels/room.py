@@ -1,6 +1,6 @@
-"""The memory that GPUs of one host share for their exchanges: how it is laid out, and how much it is.
+"""Layout and size of the memory that GPUs of one host share for their exchanges.
 
-`exchange` says how it is used. This is arithmetic, and needs no Triton.
+`exchange` describes its use. This module needs no Triton.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ class Room:
     """Memory that the ranks of a host share.
 
     Attributes:
-        rank, size: of this process.
-        elements: of 4 bytes, of the largest tensor.
-        buffers: int64 [size], where each rank's fp32 [2, size, elements] lies, all EMPTY at first.
-        turns: int32 [blocks], this rank's own, zeros at first: which of the two halves a block uses next.
+        rank, size: this process, and the number of ranks.
+        elements: 4-byte elements of the largest tensor.
+        buffers: int64 [size], addresses of each rank's fp32 [2, size, elements]. All elements are EMPTY at first.
+        turns: int32 [blocks], zeros at first: the half that a block of this rank uses next.
         held: the memory itself, kept alive.
     """
 
@@ -51,7 +51,7 @@ def blocks_of(elements: int) -> int:
 
 
 def takes_prompts(prompts: int) -> bool:
-    """True if sums of this many elements fit, so that prompts need not use NCCL."""
+    """True if sums of this many elements fit. Then prompts need no NCCL."""
     return 0 < prompts <= MAX_ELEMENTS
 
 
@@ -62,15 +62,16 @@ def elements_of(step: int, prompts: int) -> int:
 
 
 def buffer_bytes(size: int, elements: int) -> int:
-    """Bytes of a rank's buffers in such a room, in whole pieces of the driver's."""
+    """Bytes of a rank's buffers in such a room, rounded up to whole pieces of the driver."""
     return -(-2 * size * elements * 4 // _PIECE) * _PIECE
 
 
 def room_bytes(size: int, step: int, prompts: int) -> int:
-    """Bytes of a rank's own memory that its room takes.
+    """Bytes of one rank's memory for the room.
 
     Args:
-        size: ranks; one alone has no room.
-        step, prompts: 4-byte elements of the largest tensor of a step, and of a sum in a pass over prompts.
+        size: ranks. A single rank has no room.
+        step: 4-byte elements of the largest tensor of a step.
+        prompts: 4-byte elements of the largest sum in a pass over prompts.
     """
     return 0 if size == 1 else buffer_bytes(size, elements_of(step, prompts))

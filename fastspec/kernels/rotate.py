@@ -31,7 +31,7 @@ def _rotate_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One head of a token."""
+    """Rotates one head of a token."""
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -52,7 +52,7 @@ def _rotate_kernel(
 
 @triton.jit
 def _rotate_head(at, cos, sin, to, half, inside, DIM: tl.constexpr):
-    """Every product and the sum are rounded to the heads' dtype."""
+    """Rotates a head. Every product is rounded to the head's dtype, and so is the sum."""
     HALF: tl.constexpr = DIM // 2
     kind: tl.constexpr = to.dtype.element_ty
     first = tl.load(at + half, mask=inside, other=0.0).to(tl.float32)
@@ -66,13 +66,13 @@ def _rotate_head(at, cos, sin, to, half, inside, DIM: tl.constexpr):
 
 
 def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Implements `Ops.rotate` with a Triton kernel; the results lie as [B, Q, H, D].
+    """Implements `Ops.rotate` with a Triton kernel. The results are views of contiguous [B, Q, H, D].
 
     Args:
-        q, k, cos, sin: as there; of each a head lies in one piece.
+        q, k, cos, sin: as there.
 
     Raises:
-        ValueError: shapes or dtypes that do not go together.
+        ValueError: shapes or dtypes that do not fit each other.
     """
     batch, heads, tokens, dim = q.shape
     kv_heads = k.shape[1]

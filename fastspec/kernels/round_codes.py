@@ -1,16 +1,16 @@
-"""Rounds a matrix and packs its codes in one launch, as `common.rounding.pack_rounded` defines it, to the bit.
+"""Rounds a matrix and packs its codes in one launch, with the bits of `common.rounding.pack_rounded`.
 
 | argument | shape, dtype                | notes                                                              |
 |----------|-----------------------------|--------------------------------------------------------------------|
 | values   | [N, K] bf16, fp16 or fp32   | contiguous; whole tiles, of a gated matrix the gate's rows first   |
-| halves   | int16 [N/16, K/C, 16, 32]   | written: words as `code_packing` has them, C = 64, of int4 128     |
+| halves   | int16 [N/16, K/C, 16, 32]   | written: words of `code_packing`, C = 64, of int4 128              |
 | scales   | fp32 [N, K / group]         | written: a group is a row of fp8 and int8                          |
 | part     | number                      | rows of a gate, or all                                             |
 | height   | number                      | rows of a tile that lie in one part: 8 or 16                       |
 | chunks   | number                      | K/C                                                                |
 
-A program of int4 has some groups in registers. One of fp8 and int8 has some rows, which it reads from DRAM once and
-then out of its caches: for the largest magnitude, for the squares of all scales that are tried, and for the codes.
+A program of int4 has some groups in registers. A program of fp8 and int8 has some rows. It reads them once from DRAM,
+then from the caches: for the largest magnitude, for the squared errors of all tried scales, and for the codes.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ ROWS, COLUMNS = 2, 1024  # of a program of rows: how many, and values of each at
 
 @triton.jit
 def _short(scales):
-    """Rounds to nearest even at eight bits of mantissa, never to 0; see `rounding._short`."""
+    """Rounds to nearest even at eight bits of mantissa, and never to 0, as `rounding._short` does."""
     bits = scales.to(tl.int32, bitcast=True)
     bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536
     return tl.maximum(bits.to(tl.float32, bitcast=True), LEAST)
@@ -43,20 +43,20 @@ def _short(scales):
 
 @triton.jit
 def _shrunk(top, tried):
-    """Scales by which the largest magnitude `top` is reached, times the one of SHRINK with that number, to the bit."""
+    """Scales for the largest magnitude `top`, times SHRINK[tried], with the bits of `rounding`."""
     none = tl.zeros_like(top)
     return _short(top * tl.div_rn(none + (40 - tried), none + 40.0))
 
 
 @triton.jit
 def _divided(x, scales):
-    """Values [n, m] over scales [n], rounded as IEEE has it."""
+    """Divides values [n, m] by scales [n], rounded as in IEEE 754."""
     return tl.div_rn(x, scales[:, None] + tl.zeros_like(x))
 
 
 @triton.jit
 def _nearest(quotient, FORM: tl.constexpr):
-    """Values of the nearest codes, in fp32: a quotient plus 1.5 * 2^23 steps is a whole number of them."""
+    """Values of the nearest codes, in fp32. Adding 1.5 * 2^23 steps to a quotient rounds it to whole steps."""
     if FORM == "fp8":
         bounded = tl.minimum(tl.maximum(quotient, -448.0), 448.0)
         # steps are 2^-3 of a number's power of two, and 2^-9 below 2^-6
@@ -71,7 +71,7 @@ def _nearest(quotient, FORM: tl.constexpr):
 
 @triton.jit
 def _squares(x, scales, FORM: tl.constexpr, STEPS: tl.constexpr):
-    """int32: squares of the distances to the nearest codes, over the scale, in steps."""
+    """Squared distances to the nearest codes, divided by the scale, in whole steps: int32."""
     quotient = x * tl.div_rn(tl.full(scales.shape, 1.0, tl.float32), scales)[:, None]
     apart = _nearest(quotient, FORM) - quotient
     # a number from 2^23 to 2^24 has whole numbers in its last bits
@@ -80,14 +80,14 @@ def _squares(x, scales, FORM: tl.constexpr, STEPS: tl.constexpr):
 
 @triton.jit
 def _errors(squares, scales, top):
-    """Sums of squares as what scales are compared by."""
+    """Error of each scale, from its sum of squares."""
     share = tl.div_rn(scales, tl.maximum(top, LEAST))
     return squares.to(tl.float32) * (share * share)
 
 
 @triton.jit
 def _bits(quotient, FORM: tl.constexpr):
-    """int32 codes nearest to quotients, as `_packed` takes them: bit 7 is a sign, and of int4 a number has 8 added."""
+    """Codes nearest to quotients, int32, as input of `_packed`. Bit 7 is a sign; int4 numbers have 8 added."""
     value = _nearest(quotient, FORM)
     if FORM == "fp8":
         size = tl.abs(value)
@@ -102,7 +102,7 @@ def _bits(quotient, FORM: tl.constexpr):
 
 @triton.jit
 def _packed(codes, FORM: tl.constexpr):
-    """Codes [n, codes of a half, 32] -> halves [n, 32], as `code_packing.FIELDS` has them."""
+    """Packs codes [n, codes of a half, 32] to halves [n, 32], in the layout of `code_packing.FIELDS`."""
     i = tl.arange(0, codes.shape[1])[None, :, None]
     sign, size = codes & 0x80, codes & 0x7F
     if FORM == "fp8":
@@ -141,7 +141,7 @@ def round_groups_kernel(
     STEPS: tl.constexpr,
     INVERSE: tl.constexpr,
 ):
-    """CHUNKS chunks of 128 values in int4, which lie side by side, in groups of GROUP."""
+    """Rounds CHUNKS adjacent chunks of 128 values to int4, in groups of GROUP."""
     GROUPS: tl.constexpr = CHUNKS * 128 // GROUP
     first = tl.program_id(0) * CHUNKS
     group = first * (128 // GROUP) + tl.arange(0, GROUPS)
@@ -179,7 +179,7 @@ def round_rows_kernel(
     STEPS: tl.constexpr,
     INVERSE: tl.constexpr,
 ):
-    """ROWS rows in fp8 or int8, COLUMNS values of each at a time."""
+    """Rounds ROWS rows to fp8 or int8, COLUMNS values of each at a time."""
     size = chunks * 64
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     there = row < rows

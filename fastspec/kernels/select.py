@@ -1,4 +1,4 @@
-"""The implementation of the ops for a device. Importing this module imports no Triton."""
+"""Choice of the ops for a device. Importing this module imports no Triton."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The ops as Triton kernels, which steps run on CUDA."""
+"""The ops as Triton kernels, for steps on CUDA."""
 
 from __future__ import annotations
 
@@ -212,7 +212,7 @@ class TritonOps(Ops):
         tiling: Tiling,
         reduce: Reduce | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """One chain of products for a step of many rows. Otherwise product by product.
+        """Runs one chain of products for a step of many rows. Otherwise it computes product by product.
 
         Args:
             attended: [B, Q, H * D], or regrouped [B, Q, H * D / 64, 64].
@@ -245,7 +245,7 @@ class TritonOps(Ops):
     def normed_logits(
         x: Tensor, weight: Tensor, eps: float, router: Weight, bias: Tensor | None, tiling: Tiling = UNTILED
     ) -> tuple[Tensor, Tensor]:
-        """Steps take one kernel; a prompt's rows are multiplied by tiles.
+        """Launches one kernel in steps. Rows of prompts are multiplied by tiles.
 
         A row has the same bits beside any others, in steps and in prompts, so `tiling` is not read.
         """

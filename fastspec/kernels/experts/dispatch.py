@@ -83,7 +83,7 @@ def experts(
     shared_logits: Tensor | None = None,
     residual: Tensor | None,
 ) -> Tensor:
-    """Implements `Ops.experts` with a Triton kernel, but the residual is added before the result is rounded.
+    """Implements `Ops.experts` with Triton kernels. The residual is added before the sum is rounded.
 
     Args:
         x, ids, factors, weights, clamp, shared, shared_logits, residual: as there.
@@ -111,7 +111,14 @@ def experts_normed(
     residual: Tensor,
     norm: tuple[Tensor, float],
 ) -> tuple[Tensor, Tensor]:
-    """Implements `Ops.experts_normed` with a Triton kernel; other arguments and errors as of `experts`."""
+    """Implements `Ops.experts_normed` with Triton kernels.
+
+    Args:
+        x, ids, factors, weights, clamp, shared, shared_logits, residual, norm: as there.
+
+    Raises:
+        ValueError: shapes, dtypes or layouts that do not fit each other.
+    """
     outputs = _expert_outputs(x, ids, factors, weights, clamp)
     check("norm's weight", norm[0], x.shape[-1:])
     if outputs is None:
@@ -159,14 +166,14 @@ def _add_up(
 
 
 def tile_of(stack: ExpertStack, ids: Tensor) -> ExpertTile | CodesTile:
-    """Chooses the tile for rows with ids [R, chosen]: it should hold twice the average number of pairs of an expert."""
+    """Chooses the smallest tile with room for twice an expert's average number of pairs; if there is none, the largest."""
     likely = min(len(ids), 2 * triton.cdiv(ids.numel(), stack.shape[0]))
     tiles: tuple[ExpertTile | CodesTile, ...] = LAUNCH[stack.dtype.itemsize] if stack.scales is None else CODES_LAUNCH
     return next((tile for tile in tiles if likely <= tile.rows), tiles[-1])
 
 
 def _chosen(ids: Tensor, experts: int, each: int) -> Chosen:
-    """Pairs of a row have an expert each; those of several rows are listed by expert."""
+    """Groups pairs for the products. A single row has a pair per program; several rows have lists by expert."""
     if len(ids) == 1:
         return Chosen(ids, None, None)
     return Chosen(ids, *lists_of(ids, experts, each))

@@ -131,16 +131,17 @@ def _many(
 
 
 def tiles_of(pairs: int, experts: int, each: int) -> int:
-    """Most tiles of `each` pairs that so many pairs may need: an expert's last tile may have fewer."""
+    """Most tiles of `each` pairs for a number of pairs. The last tile of an expert may have fewer pairs."""
     return min(pairs, pairs // each + experts)
 
 
 def lists_of(ids: Tensor, experts: int, each: int) -> tuple[Tensor, Tensor]:
-    """Order and tiles of ids int32 [R, chosen].
+    """Makes `order` and `tiles` for ids int32 [R, chosen].
 
     Args:
-        experts: E, ids are below it.
-        each: pairs of a tile.
+        ids: expert of each pair.
+        experts: E; all ids are below it.
+        each: pairs per tile.
     """
     rows, chosen = ids.shape
     pairs = ids.numel()

@@ -43,11 +43,11 @@ BOTH = gl.constexpr(0x00800080)  # times an exponent: a pair of bf16 with that e
 
 
 class ExpertOperands(NamedTuple):
-    """ExpertOperands of a product.
+    """Operands of a product.
 
     Attributes:
         x: int32 words [R, K / 2] of bf16, or a row for each pair.
-        words, scales: as `ExpertStack` has them.
+        words, scales: tensors of an `ExpertStack`.
     """
 
     x: Any
@@ -162,8 +162,8 @@ def mxfp4_kernel(
 ):
     """Multiplies R weight rows of an expert with up to 8 BLOCKS of its pairs.
 
-    With OF_PAIRS (the second product) it loads the list of pairs, and weights, before it waits. The first product, for
-    which it waits, writes only x. That one lets it start only after the kernel that lists pairs has ended.
+    With OF_PAIRS (the second product) it loads weights and the list of pairs before it waits for x. The first product
+    writes only x, and starts it only after the list of pairs is complete.
     """
     if PDL:
         if not OF_PAIRS:

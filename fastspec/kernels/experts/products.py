@@ -1,11 +1,11 @@
-"""Products of chosen experts: an expert's weights are read once for all rows that chose it; other experts are not read.
+"""Products of chosen experts. A program reads an expert's weights once for several rows.
 
 A pair is a row and one of its chosen experts; its number is row * CHOSEN + place. A program has pairs of one expert: a
-tile of the lists of lists.py, or for a single row one pair.
+tile of lists.py, or one pair if there is a single row.
 
 Row invariance: as in `product/portable`. The weights are the left operand, in tiles of at most 32 rows. An element is
-one chain of sums over k, for any number of rows and any place of a row. fp32 has one tile for every call. Stacks in
-mxfp4 have a kernel of their own, in mxfp4.py.
+one chain of sums over k, for any number of rows and any place of a row. fp32 has one tile for every call. mxfp4.py has
+the kernel of mxfp4 stacks.
 """
 
 # mypy: disable-error-code="assignment"
@@ -66,7 +66,7 @@ class Stack(NamedTuple):
 
 @triton.jit
 def _pairs_of(chosen, number, ROWS: tl.constexpr):
-    """Loads the expert of a tile, its pairs [ROWS], and True for the valid ones."""
+    """Loads the expert of a tile, its pairs [ROWS], and a mask of the valid ones."""
     at = tl.arange(0, ROWS)
     if chosen.tiles is None:
         return tl.load(chosen.ids + number), number + at * 0, at < 1
@@ -94,7 +94,7 @@ def _values_product(x_at, weight_at, here, out, K: tl.constexpr, BLOCK_K: tl.con
 
 @triton.jit
 def _weights_ahead(weight_at, some, K: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Loads all weight rows in blocks of K, while the program waits. `some` is True if it has pairs."""
+    """Loads all weight rows in blocks of K before the wait. `some` is True if the program has pairs."""
     k = tl.arange(0, BLOCK_K)
     blocks = ()
     for at in tl.static_range(0, K, BLOCK_K):
@@ -156,9 +156,8 @@ def expert_kernel(
 ):
     """Computes BLOCK_N columns of the result for up to ROWS pairs of one expert.
 
-    With OF_PAIRS (the second product) it loads the list of pairs, and with AHEAD the weights, before it waits. The
-    first product, for which it waits, writes only x. That one lets it start only after the kernel that lists pairs has
-    ended.
+    With OF_PAIRS (the second product) it loads the list of pairs before it waits for x, with AHEAD the weights as well.
+    The first product writes only x, and starts it only after the list of pairs is complete.
     """
     if PDL:
         if not OF_PAIRS:
@@ -213,7 +212,7 @@ def sum_kernel(
     ROUND_FIRST: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Computes [residual +] outputs of a row's experts times their factors, in the order of ids [+ shared output].
+    """Adds a row's expert outputs times their factors, in the order of ids: [residual +] sum [+ shared output].
 
     With a norm, a program has a whole row.
     """

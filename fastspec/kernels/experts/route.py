@@ -1,11 +1,11 @@
-"""The router's choice: the experts of each row, and their factors. One program per row, and one more for its norm.
+"""Choice of the experts of each row, and their factors. There is one program per row, and one more for its norm.
 
-| argument   | shape, dtype   | notes                                             |
-|------------|----------------|---------------------------------------------------|
-| logits     | [R, N] fp32    | contiguous; of E experts, and a gate              |
-| correction | [E] fp32       | or None: added to scores for the choice alone     |
+| argument   | shape, dtype   | notes                                                      |
+|------------|----------------|------------------------------------------------------------|
+| logits     | [R, N] fp32    | contiguous; E experts, then the shared expert's gate       |
+| correction | [E] fp32       | or None: added to the scores only to choose experts        |
 
-E is up to `MAX_EXPERTS`. The order of a sum over all experts depends only on E. Scores of chosen experts are added in
+E is at most `MAX_EXPERTS`. The order of a sum over all experts depends only on E. Scores of chosen experts are added in
 the order of choice.
 """
 
@@ -31,10 +31,10 @@ LEAST = tl.constexpr(-(2**31))  # a key below those of all scores
 
 
 class RowNorm(NamedTuple):
-    """The norm that is computed beside the choice; all None if there is none.
+    """The norm of the rows that experts multiply; all None if there is none.
 
     Attributes:
-        x: [R, K], rows whose norm is computed.
+        x: [R, K], rows to norm.
         weight: [K].
         normed: [R, K], written.
         eps: epsilon.

@@ -1,4 +1,4 @@
-"""The norm before a router and the router's product, in one launch: for few rows both wait more than they compute.
+"""The norm before a router and the router's product, in one launch. It saves a launch in steps, which have few rows.
 
 | argument | shape, dtype                      | notes                                            |
 |----------|-----------------------------------|--------------------------------------------------|
@@ -7,7 +7,7 @@
 | router   | `Weight` [N, K] in x's dtype      | stored as rows                                   |
 | bias     | [N], x's dtype                    | or None                                          |
 
-A program has BLOCK_N rows of the router, loaded before it waits for x. It computes their logits for one row of x after
+A program loads BLOCK_N rows of the router before it waits for x. Then it computes their logits for one row of x after
 the other. The order of an element's sum depends only on K, so a row's bits do not depend on other rows.
 """
 

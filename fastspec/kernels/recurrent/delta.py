@@ -3,14 +3,15 @@
     for each token:   S <- e^g S;   S <- S + beta (v - S k) k^T;   out = S q        (Gated DeltaNet, arXiv 2412.06464)
 
 A program computes BLOCK values of one value head of one row. It loads its part of the state once, and stores it after
-each token. The number of tokens is a runtime argument, the largest number a constant (TOKENS). Plain steps (one token)
-have a kernel of their own. So have few rows, where a program has a smaller part of the state. A token's bits are the
-same in all of them. A sum over the elements of a key stays in one warp. A lane has the same elements of the key in all
-of them (`_LEAST`).
+each token. The number of tokens is a runtime argument, the largest number a constant (TOKENS). Steps of one token have
+a kernel of their own. With few rows, a program has a smaller part of the state.
+
+Row invariance: a token's bits are the same in all these kernels. A sum over the elements of a key stays in one warp,
+and a lane has the same elements of the key in every kernel (`_LEAST`).
 
 Every program that needs q and k of a head computes their convolution again. One of them stores their inputs in a ring
-by position. No program reads the places that are written in the same launch: both cover consecutive positions, and the
-ring is as long as both together.
+by position. No program reads a place that this launch writes: the positions read and the positions written are
+consecutive, and the ring has room for both.
 """
 
 from __future__ import annotations
@@ -141,7 +142,7 @@ def _delta_kernel(
 
 
 def step_rule(product: Tensor, weights: Weights, slots: StateSlots, out: Tensor, rule: DeltaRule) -> None:
-    """Writes the result of `reference.delta_rule` to out [B, Q, rule.values]; Q is at most the number of slots."""
+    """Writes the result of `reference.delta_rule` to out [B, Q, rule.values]. Q is at most the number of slots."""
     batch, tokens, _ = product.shape
     block = block_of(rule, STEP_TILE if batch > FEW_ROWS else FEW_TILE)
     launch(
@@ -163,13 +164,13 @@ def step_rule(product: Tensor, weights: Weights, slots: StateSlots, out: Tensor,
 
 
 def room_of(rule: DeltaRule, tokens: int, slots: int) -> int:
-    """Tokens that are convolved at once: 1 for a plain step, else the most that a step may have; a power of two."""
+    """Tokens of one convolution: 1 for a step of one token, else a power of two with room for the longest step."""
     least = _LEAST // triton.next_power_of_2(rule.key_dim)
     return int(max(1, least, 1 if tokens == 1 else triton.next_power_of_2(slots)))
 
 
 def block_of(rule: DeltaRule, tile: int) -> int:
-    """Values of a head per program, which holds `tile` elements of the state."""
+    """Values of a head per program, for `tile` elements of the state."""
     return int(min(triton.next_power_of_2(rule.value_dim), max(4, tile // triton.next_power_of_2(rule.key_dim))))
 
 

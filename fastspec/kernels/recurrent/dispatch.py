@@ -41,7 +41,7 @@ def delta_rule(
     rule: DeltaRule,
     kept: KeptState | None = None,
 ) -> Tensor:
-    """Implements `Ops.delta_rule` with a Triton kernel; the output of masked tokens is zero.
+    """Implements `Ops.delta_rule` with Triton kernels. The output of masked tokens is zero.
 
     Raises:
         ValueError: a tensor is not as above.

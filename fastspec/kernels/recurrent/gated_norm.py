@@ -75,7 +75,7 @@ def _gate_kernel(x_ptr, gate_ptr, out_ptr, gate_stride, WIDTH: tl.constexpr, BLO
 
 
 def gated(x: Tensor, gate: Tensor) -> Tensor:
-    """Computes `reference.gated`.
+    """Implements `Ops.gated` with a Triton kernel.
 
     Raises:
         ValueError: a tensor is not as above.
@@ -90,7 +90,7 @@ def gated(x: Tensor, gate: Tensor) -> Tensor:
 
 
 def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Computes `reference.gated_norm`.
+    """Implements `Ops.gated_norm` with a Triton kernel.
 
     Raises:
         ValueError: a tensor is not as above.

@@ -18,7 +18,7 @@ OF_PROMPTS = tl.constexpr(1024)
 
 
 class Weights(NamedTuple):
-    """Weights of a layer, as `reference.delta_rule` describes them."""
+    """Weights of a layer; `reference.delta_rule` has their shapes."""
 
     conv: Any
     decay: Any
@@ -26,7 +26,7 @@ class Weights(NamedTuple):
 
 
 class StateSlots(NamedTuple):
-    """The states of a layer and the positions of tokens, as `reference.delta_rule` describes them."""
+    """States of a layer and positions of tokens; `reference.delta_rule` has their shapes."""
 
     states: Any
     inputs: Any
@@ -37,7 +37,7 @@ class StateSlots(NamedTuple):
 
 @triton.jit
 def span(mask_ptr, num_tokens, SCANNED: tl.constexpr = _OF_STEPS):
-    """Finds (first token of a row in the write mask, number of tokens in it)."""
+    """Finds a row's first token in the write mask, and the number of its tokens there."""
     first = num_tokens
     count = num_tokens * 0
     for start in range(0, num_tokens, SCANNED):
@@ -75,7 +75,7 @@ def convs_ahead(
     WIDTH: tl.constexpr,
     PLACES: tl.constexpr,
 ):
-    """Loads the inputs of `convs` that do not come from the product: for each tap, older inputs and weights."""
+    """Loads, for each tap, weights and older inputs of `convs`, which do not come from the product."""
     loaded = ()
     for tap in tl.static_range(WIDTH):
         at = token - (WIDTH - 1 - tap)
@@ -103,11 +103,11 @@ def convs(
 ):
     """Computes silu of the convolution at tokens [T] and channels [C], and returns the inputs of those tokens as well.
 
-    `product_ptr` points to the first token in the write mask, at position `start`. Inputs of older positions are in the
-    ring `inputs_ptr`. Nothing is read of tokens that are not `there`. `ahead` is the result of `convs_ahead`, or None.
+    `product_ptr` points to the first token in the write mask, at position `start`. The ring `inputs_ptr` has the inputs
+    of older positions. Tokens that are not `there` are not read. `ahead` is the result of `convs_ahead`, or None.
 
     Returns:
-        Both [T, C]: the first in fp32 and rounded to the product's dtype, the second in that dtype.
+        Result [T, C] in fp32, rounded to the product's dtype, and inputs [T, C] in that dtype.
     """
     dtype: tl.constexpr = product_ptr.dtype.element_ty
     total = tl.zeros([token.shape[0], channel.shape[0]], tl.float32)

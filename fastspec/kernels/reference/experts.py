@@ -197,7 +197,7 @@ def _of_expert(rows: Tensor, expert: int, weights: ExpertWeights, clamp: Clamped
 
 
 def _by_pairs(rows: Tensor, ids: Tensor, weights: ExpertWeights, clamp: ClampedGate | None) -> Tensor:
-    """Outputs [R * chosen, hidden] of all pairs, by a batched product over the matrices of each pair. Shapes are static."""
+    """Outputs [R * chosen, hidden] of all pairs. The matrices of each pair are gathered, so that shapes are static."""
     room = (0, -ids.numel() % PAIRS)
     blocks = F.pad(rows.repeat_interleave(ids.shape[1], dim=0), (0, 0, *room)).split(PAIRS)
     chosen = F.pad(ids.flatten().long(), room).split(PAIRS)

@@ -261,7 +261,7 @@ def tile_linear(
 
 
 def tile_argmax(x: Tensor, weight: Tensor, limit: int, *, norm: tuple[Tensor, float] | None = None) -> Tensor:
-    """Id of each row's largest of the first `limit` fp32 logits, int64 [R]; of equal ones the lowest. NaN is largest."""
+    """Id of the largest of each row's first `limit` fp32 logits, int64 [R]. Of equal ones the lowest id; NaN is largest."""
     return linear(x, Weight(weight), norm=norm, out_dtype=torch.float32)[:, :limit].argmax(dim=-1)
 
 
@@ -290,7 +290,7 @@ def packed_linear(
     gelu: bool = False,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Computes `linear` with a packed weight in fp32 (fp64 operands: in fp64). The result is rounded once, at its end."""
+    """Computes `linear` with a packed weight in fp32, or in fp64 for fp64 operands. The result is rounded once."""
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     rows = x.to(wide)
     if norm is not None:
@@ -304,5 +304,5 @@ def packed_linear(
 
 
 def packed_argmax(x: Tensor, weight: Weight, limit: int, *, norm: tuple[Tensor, float] | None = None) -> Tensor:
-    """Id of the largest of a packed head's first `limit` logits, int64 [R]; of equal ones the lowest. NaN is largest."""
+    """Id of the largest of each row's first `limit` logits of a packed head, int64 [R]. Ties and NaN: as `tile_argmax`."""
     return packed_linear(x, weight, norm=norm, out_dtype=torch.float32)[:, :limit].argmax(dim=-1)

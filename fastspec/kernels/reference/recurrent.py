@@ -42,8 +42,8 @@ class KeptState(NamedTuple):
     """Memory for the state after one token of a prompt. Later prompts with the same beginning start from it.
 
     Attributes:
-        at: int64 [1], positions before the state, a multiple of DELTA_CHUNK. Nothing is written if it is 0, or if the pass
-            does not reach it.
+        at: int64 [1], positions before the state, a multiple of DELTA_CHUNK. Nothing is written if it is 0, or if
+            the pass does not reach it.
         state: fp32 [value_heads, value_dim, key_dim].
         inputs: [width, channels]; the input of position p is at place p % width.
     """
