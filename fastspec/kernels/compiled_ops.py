@@ -25,7 +25,7 @@ from fastspec.kernels.reference.attention import AttendCall
 from fastspec.shapes import KEY_BLOCK, AttentionRule
 
 INDUCTOR = "inductor"
-MAX_QUERIES = 17  # tokens of a row in a step's pass at most: max_drafts and one
+MAX_QUERIES = 17  # most tokens of a row in a step's pass: max_drafts and one
 # ops that are not part of a compiled pass
 OUTSIDE = (
     *("feed_rows", "verify_commit", "sampled_commit", "sampled_draw", "commit", "publish"),
@@ -37,7 +37,7 @@ OUTSIDE = (
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Work area of one model's attention; fields as in `dispatch.AttendWork`. Kernels without need have empty tensors."""
+    """Work area of one model's attention; fields as in `dispatch.AttendWork`. Unused tensors are empty."""
 
     split_keys: int
     counters: Tensor

@@ -25,7 +25,7 @@ BLOCK, NUM_WARPS = 1024, 4  # columns per program: 16 bytes a thread
 
 @triton.jit
 def place_of(token, column, width, PACKED: tl.constexpr):
-    """Offsets, int64, of columns of the row `token` in a table [V, width]. With PACKED the layout is that of `packing`."""
+    """Offsets, int64, of columns of the row `token` in a table [V, width]. PACKED is the layout of `packing`."""
     if PACKED:
         at = token // 16 * 16 * width + token % 16 * 32 + column // 32 * 512 + column % 32
     else:
@@ -55,7 +55,7 @@ def _embed_kernel(
     PDL: tl.constexpr,
 ):
     if PDL:
-        # in this order: the kernels after the next may read what was fed before they wait (see `attend` of dispatch.py)
+        # in this order: the kernel after the next may read the fed tokens before it waits (`attend` in dispatch.py)
         gdc_wait()
         gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)

@@ -79,7 +79,7 @@ def exchange_gather(x: Tensor, room: Room) -> Tensor:
     """Joins x [..., W] of all ranks in every row: [..., size * W].
 
     Raises:
-        ValueError: x is not contiguous, its elements do not have 4 bytes, or it is larger than the room.
+        ValueError: x is not contiguous fp32, or is larger than the room.
     """
     _check(x, room)
     out = torch.empty(*x.shape[:-1], room.size * x.shape[-1], dtype=x.dtype, device=x.device)

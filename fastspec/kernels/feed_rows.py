@@ -46,7 +46,7 @@ def fed(
     running = tl.load(finish_ptr + row) == 0
     position = length + first + query
     known = first + query < 0
-    # in range for every valid length; clamped all the same, because lengths are data
+    # every valid length is in range; lengths are data, so they are clamped all the same
     at = tl.minimum(tl.maximum(position, 0), tokens_width - 1)
     token = tl.load(tokens_ptr + row * tokens_stride + at, mask=known & in_range, other=0)
     draft = tl.load(drafts_ptr + row * drafts_stride + first + query, mask=(first + query >= 0) & in_range, other=0)
@@ -60,7 +60,7 @@ def fed(
 
 @triton.jit
 def count_drafts(row, lengths_ptr, counts_ptr, limit, num_drafts):
-    """Stores the number of a row's drafts that count: the last follows position lengths + count - 2, which is below `limit`."""
+    """Stores the number of a row's drafts that count. The last needs position lengths + count - 2 below `limit`."""
     room = limit - tl.load(lengths_ptr + row) + 1  # in this order in 64 bits
     tl.store(counts_ptr + row, tl.minimum(tl.maximum(room, 0), num_drafts))
 
@@ -137,7 +137,7 @@ def feed_rows(
     """
     check_feed(tokens, lengths, finish, draft_tokens, draft_counts, first + queries)
     batch, device = lengths.shape[0], lengths.device
-    # looked up in tables of positions and of layers' embeddings by torch, also where kernels only compile
+    # torch uses them as indices of tables, also while kernels only compile
     ids, positions = (new_ids(batch * queries, device).view(batch, queries) for _ in range(2))
     write_mask = torch.empty(batch, queries, dtype=torch.bool, device=device)
     launch(

@@ -13,7 +13,7 @@ import torch
 
 FP8_FROM: Final = (8, 9)  # the first compute capability whose kernels read e4m3
 MEASURED: Final = frozenset({(9, 0)})  # compute capabilities on which plans were measured
-# one CTA may have more than 99 KiB of shared memory there (CUDA programming guide, compute capabilities)
+# compute capabilities with more than 99 KiB of shared memory for one CTA (CUDA programming guide)
 ROOMY: Final = frozenset({(8, 0), (9, 0), (10, 0), (10, 3)})
 # tokens of a pass over a prompt, by compute capability, from which one kernel multiplies packed weights of 16 bits
 SAME_BITS_FROM: Final = {(9, 0): 64}

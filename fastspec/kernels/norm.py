@@ -20,7 +20,7 @@ from fastspec.kernels.common.checks import told
 from fastspec.kernels.common.launch import launch
 
 MAX_WIDTH = 65536
-ELEMENTS = 512  # of a row to a warp, until there are 16
+ELEMENTS = 512  # of a row per warp, with at most 16 warps
 
 
 @triton.jit
@@ -118,7 +118,7 @@ def norm(x: Tensor, weight: Tensor, eps: float, *, bias: Tensor | None = None, c
     Raises:
         ValueError: a tensor is not as above.
     """
-    width, x = x.shape[-1], x.contiguous()  # the last position of several is a view
+    width, x = x.shape[-1], x.contiguous()  # the last of several positions is a view
     if not 0 < width <= MAX_WIDTH or weight.shape != (width,) or not weight.is_contiguous():
         raise ValueError(
             f"x is {told(x)}, weight {told(weight)}; wanted [..., K] and contiguous [K], K up to {MAX_WIDTH}"

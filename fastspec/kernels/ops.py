@@ -90,7 +90,7 @@ class Ops:
 
     @staticmethod
     def joins_shared(dtype: torch.dtype, hidden: int, device: torch.device) -> bool:
-        """True if a shared expert of the others' width is stored as the last of them, and its gate as the last router row.
+        """True if a shared expert of the others' width is stored as the last one, and its gate as the last router row.
 
         The router is then stored as rows. Otherwise the shared expert is an MLP of its own.
         """
@@ -151,7 +151,7 @@ class Ops:
         return False
 
     def store(self, rows: Tensor, gated: bool) -> Weight:
-        """Makes the `Weight` of rows [N, K] in the wanted format. Gated: the first N/2 rows are the gate, the others up."""
+        """Makes the `Weight` of rows [N, K] in the wanted format. Gated: the first N/2 rows are the gate."""
         form = self.weight_format((rows.shape[0], rows.shape[1]), rows.dtype, rows.device)
         return Weight.pack(rows, gated) if form == "packed" else Weight(rows)
 

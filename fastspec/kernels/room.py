@@ -11,16 +11,16 @@ from torch import Tensor
 
 BLOCK = 1024  # elements; fixed: where a block lies in the room must not depend on the tensor
 ALL = 2**62
-# elements, by the number of ranks, from which a sum is two-shot: fewer bytes than one-shot, where all ranks get all
-# partial sums, but a second wait. Of eight it is reckoned, by the bytes that leave a rank
+# elements, by the number of ranks, from which a sum is two-shot. Two-shot sends fewer bytes, but waits twice. The
+# number for eight ranks is computed from the bytes that leave a rank, not measured
 TWO_SHOT = {2: 96 * 4096, 4: 20 * 4096, 8: 8 * 4096}
-# elements of the room, by the number of ranks, up to which a sum in a chain of products of many rows is one kernel with
-# the norm behind it. It is one-shot: of more elements over many ranks two kernels are faster
+# elements, by the number of ranks, up to which a sum in a chain of products of many rows is one kernel with the next
+# norm. That kernel is one-shot: for more elements over many ranks two kernels are faster
 WITH_NORM = {2: ALL, 4: 20 * 4096, 8: 8 * 4096}
 MAX_ELEMENTS = 2**24  # 4-byte elements that the kernel exchanges at once; more go to NCCL
 LIMIT = 120_000_000_000  # nanoseconds that a program waits for a peer at most
-# The bits of an element that nobody has pushed: a NaN in fp32, and in bf16 and fp16 by either half. As half a key of
-# `reference.keys_of` it would be that of id 8257662, and no rank has so many.
+# The bits of an element that nobody has pushed: a NaN in fp32. Either half is a NaN in bf16 and in fp16. As the lower
+# half of a key of `reference.keys_of` they would mean id 8257662, and no rank has so many ids.
 EMPTY = 0xFF81FF81 - 2**32
 _PIECE = 2 * 2**20  # bytes: the driver gives memory in whole pieces
 

@@ -86,7 +86,7 @@ def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tens
         raise ValueError(f"cos is {told(cos)}, sin {told(sin)} for {batch} rows; wanted [B or 1, Q, D]")
     out = q.new_empty(batch, tokens, heads, dim), k.new_empty(batch, tokens, kv_heads, dim)
     if q.numel() > 0:
-        shared = cos.shape[0] == 1  # by all rows
+        shared = cos.shape[0] == 1  # all rows have the same angles
         steps = [step for each in (cos, sin) for step in (0 if shared else each.stride(0), each.stride(1))]
         launch(
             _rotate_kernel, (batch * tokens, heads + kv_heads),

@@ -175,7 +175,7 @@ class TritonOps(Ops):
         if weight.format != "rows":
             rows, quantised = x.numel() // x.shape[-1], weight.format == "codes"
             prompt = prompt and not (quantised and rows <= MAX_ROWS)
-            # no bias goes with a gate there
+            # these products have no bias with a gate
             if prompt and (bias is None or not gated):
                 product = prefill_quantised if quantised else prefill_linear
                 if gelu and gated:
@@ -268,7 +268,7 @@ class TritonOps(Ops):
     ) -> None:
         if weight.format != "rows":
             packed_argmax(x, weight, limit, work.argmax, norm=norm, pdl=has_pdl(x.device), out=out)
-        elif out.dtype == torch.uint64:  # keys, which the other kernel of an argmax does not give
+        elif out.dtype == torch.uint64:  # the other kernel of an argmax writes no keys
             logits = TritonOps.linear(x, weight, None, tiling, norm=norm, out_dtype=torch.float32)
             out.view(torch.int64).copy_(reference.keys_of(logits, limit))
         elif tiling.rows is None:

@@ -1,9 +1,9 @@
-"""How a multiprocessor's memory is divided while a kernel runs: shared memory as its programs need it, the rest L1.
+"""Division of a multiprocessor's memory while a kernel runs: shared memory for its programs, the rest L1.
 
-L1 holds values in flight from memory, so a kernel with little L1 reads slowly. A division stays until a kernel that
-prefers another one starts on an idle multiprocessor. With programmatic dependent launch hardly one is ever idle, and
-Triton prefers all shared memory as soon as a kernel needs more than 48 KiB. So one such kernel in a layer would slow
-down all others (measured in perf/LOG.md); that is why each kernel gets a preference here.
+L1 holds values that are on their way from memory, so a kernel with little L1 reads slowly. A division stays until a
+kernel with another preference starts on an idle multiprocessor. With programmatic dependent launch a multiprocessor is
+hardly ever idle. Triton prefers all shared memory for any kernel that needs more than 48 KiB. One such kernel in a
+layer would slow down all others (measured in perf/LOG.md). So each kernel gets a preference here.
 
 CUDA Driver API: cuFuncSetAttribute, CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT.
 """
@@ -18,24 +18,24 @@ import torch
 
 PREFERRED_CARVEOUT = 9  # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
 RESERVED = 1024  # bytes of shared memory that the system takes for each program (compute capability 8.0 on)
-LEAST = 14  # percent; 32 KiB on an H200. Kernels that need less do not have it divided anew between them
+LEAST = 14  # percent; 32 KiB on an H200. Kernels that need less share one division
 
 
 def percent_of(programs: int, shared: int, room: int, least: int) -> int:
-    """Percent of a multiprocessor's `room` bytes that `programs` of `shared` bytes each need, from `least` on."""
+    """Percent of a multiprocessor's `room` bytes for `programs` of `shared` bytes each; at least `least`."""
     needed = -(-100 * programs * (shared + RESERVED) // room)
     return min(100, max(least, needed))
 
 
 def divide(compiled: Any, least: int = LEAST) -> None:
-    """Sets the preference of a compiled kernel that has been launched on the current device: once, from then on.
+    """Sets the preference of a compiled kernel that has been launched on the current device. Later calls do nothing.
 
     Args:
-        compiled: what a launch returns: None from Triton's interpreter, which divides nothing.
-        least: percent of it that are shared memory.
+        compiled: result of a launch. Triton's interpreter returns None, and nothing is set.
+        least: least percent of the memory that is shared memory.
 
     Raises:
-        RuntimeError: the driver reports an error, of this call or of an earlier kernel.
+        RuntimeError: the driver reports an error of this call or of an earlier kernel.
     """
     if compiled is not None and compiled.metadata.target.backend == "cuda":
         _divide(compiled.function, compiled.metadata.num_warps * 32, compiled.metadata.shared, least)

@@ -1,7 +1,7 @@
 """Checks of kernel arguments by shape, dtype and strides. Reading a value would wait for the device.
 
-A kernel gets addresses and a few strides. It assumes everything else, so a tensor with another layout would be misread,
-or written out of bounds, without an error.
+A kernel gets addresses and a few strides, and assumes the rest. Without checks it would misread a tensor of another
+layout, or write out of bounds, without an error.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ MAX_HEAD_DIM = 512  # the widest head that the launch tables of attention have t
 
 
 def told(tensor: Tensor) -> str:
-    """A tensor in an error: dtype and shape, and its strides unless it is contiguous."""
+    """Text for a tensor in an error: dtype and shape, and strides unless it is contiguous."""
     strides = "" if tensor.is_contiguous() else f" with strides {list(tensor.stride())}"
     return f"{_name(tensor.dtype)} {list(tensor.shape)}{strides}"
 
@@ -26,10 +26,14 @@ def told(tensor: Tensor) -> str:
 def check(
     name: str, tensor: Tensor, shape: Sequence[int], dtype: torch.dtype | None = None, *, step: str | None = None
 ) -> None:
-    """Raises ValueError unless `tensor` is contiguous, of this shape and, where one is given, of this dtype.
+    """Raises ValueError unless `tensor` is contiguous, of this shape and, if given, of this dtype.
 
     Args:
-        step: what to do about it; by default what the difference itself suggests.
+        name: name of the tensor in the error.
+        tensor: the argument to check.
+        shape: wanted shape.
+        dtype: wanted dtype; None: any.
+        step: advice at the end of the error. Default: advice for the difference found.
     """
     fits = tensor.shape == tuple(shape) and dtype in (None, tensor.dtype)
     if fits and tensor.is_contiguous():
@@ -63,7 +67,7 @@ def check_logits(logits: Tensor) -> None:
 
 
 def check_ieee() -> None:
-    """Raises RuntimeError where torch has been told to multiply fp32 in tf32, which keeps 10 bits of 23."""
+    """Raises RuntimeError if torch may multiply fp32 in tf32, which keeps 10 of 23 bits of the mantissa."""
     if torch.backends.cuda.matmul.fp32_precision == "tf32":
         raise RuntimeError(
             "torch has been told to multiply float32 in tf32; wanted IEEE products, for bits are promised: call "
@@ -74,7 +78,7 @@ def check_ieee() -> None:
 def check_cache(
     rows: Tensor, keys: Tensor, values: Tensor, block_table: Tensor, positions: Tensor, num_heads: int
 ) -> None:
-    """Raises ValueError unless kernels can read what `rows` [B, Q, ...] with `num_heads` query heads attend to."""
+    """Raises ValueError unless kernels can read a cache for `rows` [B, Q, ...] with `num_heads` query heads."""
     if keys.dim() != 4 or not keys.is_contiguous() or keys.dtype not in (*ATTENTION_TYPES, FP8):
         raise ValueError(
             f"keys is {told(keys)}; wanted contiguous [num_pages, page_size, Hkv, D] of bfloat16, float16, float32 or "
@@ -93,7 +97,7 @@ def check_cache(
 
 
 def rows_dtype(rows: Tensor, keys: Tensor) -> torch.dtype:
-    """The dtypes that rows may have which attend to `keys`: the cache's; beside an 8-bit cache any dtype of a cache."""
+    """The dtype of rows that attend to `keys`: the cache's dtype. Beside an 8-bit cache, any dtype of a cache."""
     if keys.dtype != FP8:
         return keys.dtype
     return rows.dtype if rows.dtype in ATTENTION_TYPES else torch.bfloat16

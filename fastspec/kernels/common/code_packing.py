@@ -1,27 +1,29 @@
-"""The packed form of a quantised matrix: `Codes` as the products with few rows of x read them.
+"""The packed form of a quantised matrix, `Codes`, for products with few rows of x.
 
     words int32 [N/16, K/C, 16, 16],   C = 64 codes of 8 bits, or 128 of 4 bits
 
-Rows are in the order of `packing`: of a gated matrix 8 of the gate, then the 8 of up. One row of one chunk of C values
-of K is 64 bytes, and lane 4 g + t of a warp loads bytes 16 t to 16 t + 15 of rows g and g + 8. Half h of word 4 t + c
-holds codes number i = 0, 1 (8 bits) or i = 0 .. 3 (4 bits), those of
+Rows are in the order of `packing`: a gated matrix has 8 of the gate, then the 8 of up. A row of one chunk of C values
+of K is 64 bytes. Lane 4 g + t of a warp loads bytes 16 t to 16 t + 15 of rows g and g + 8. Half h of word 4 t + c holds
+codes number i = 0, 1 (8 bits) or i = 0 .. 3 (4 bits), which are those of
 
     k = 32 i + 8 t + 2 c + h                                 within the chunk, or
-    k = 32 i + 16 (c // 2) + 4 t + 2 (c % 2) + h             where groups have 32 values and each has a sum of its own
+    k = 32 i + 16 (c // 2) + 4 t + 2 (c % 2) + h             if each group of 32 values has a sum of its own
 
-`FIELDS` says which bits of a code come where in a half: such that masks and shifts leave a bf16 there, without
-any conversion. A bf16 whose bits 15..8 are zero is the integer in its bits 7..0 times 2^-133; one with a code's
-bits of e4m3 at 10..4 is the code's value times 2^-120; one with the bits of e2m1 at 8..6 is it times 2^-126.
+`FIELDS` gives the place of each bit of a code in a half. Masks and shifts alone make a bf16 of it:
 
-| form | of                      | a code                                                  |
-|------|-------------------------|---------------------------------------------------------|
-| fp8  | fp8                     | as it is; NaN (127, 255) counts as +-480                |
-| int8 | int8 without a -128     | sign and magnitude                                      |
-| off8 | int8 with a -128        | q + 128; the product takes 128 times the sum of x off   |
-| int4 | int4                    | as it is; the product takes zero points off             |
-| fp4  | fp4                     | as it is                                                |
+- a bf16 with bits 15..8 zero is the integer in its bits 7..0 times 2^-133,
+- a bf16 with the bits of an e4m3 code at 10..4 is its value times 2^-120,
+- a bf16 with the bits of an e2m1 code at 8..6 is its value times 2^-126.
 
-Each row has a factor in fp32. Where groups have scales, a scale is that factor times what is stored for the group.
+| form | of                      | a code                                                      |
+|------|-------------------------|-------------------------------------------------------------|
+| fp8  | fp8                     | unchanged; NaN (127, 255) counts as +-480                   |
+| int8 | int8 without a -128     | sign and magnitude                                          |
+| off8 | int8 with a -128        | q + 128; the product subtracts 128 times the sum of x       |
+| int4 | int4                    | unchanged; the product subtracts zero points                |
+| fp4  | fp4                     | unchanged                                                   |
+
+Each row has a factor in fp32. The scale of a group is this factor times the group's stored number.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ from torch import Tensor
 from fastspec.kernels.common.codes import BITS, Codes, CodesKind, e2m1
 
 Form = Literal["fp8", "int8", "off8", "int4", "fp4"]
-Field = tuple[int, int, int]  # first bit of a code, how many, and where the first comes to
+Field = tuple[int, int, int]  # first bit in a code, number of bits, first bit in the half
 FIELDS: dict[Form, tuple[tuple[Field, ...], ...]] = {
     "fp8": (((7, 1, 15), (0, 7, 4)), ((7, 1, 11), (4, 3, 12), (0, 4, 0))),
     "int8": (((7, 1, 15), (0, 7, 0)), ((7, 1, 7), (0, 7, 8))),
@@ -44,12 +46,12 @@ FIELDS: dict[Form, tuple[tuple[Field, ...], ...]] = {
     "int4": (((0, 4, 0),), ((0, 4, 4),), ((0, 4, 8),), ((0, 4, 12),)),
     "fp4": (((3, 1, 15), (0, 3, 6)), ((3, 1, 12), (0, 3, 3)), ((3, 1, 14), (0, 3, 9)), ((3, 1, 13), (0, 3, 0))),
 }
-# exponent of the power of two by which the products' sums are smaller than what they mean, where x or codes are raised
-# by 2^64; with fp4 neither is, and scales are stored 2^100 times larger
+# the sums of products are 2^LIFT times too small, with x or codes raised by 2^64. For fp4 neither is raised: scales are
+# stored 2^FP4_RAISED times larger
 LIFT: dict[Form, int] = {"fp8": 56, "int8": 69, "off8": 69, "int4": 69, "fp4": 26}
 FP4_RAISED = 100
 GROUPS = {"fp8": (64, 128), "int8": (64, 128), "int4": (32, 64, 128), "fp4": (16, 32)}  # by format, columns of a scale
-PART = 2**23  # codes that are packed at a time: what stands beside them meanwhile is some times that
+PART = 2**23  # codes packed at a time; temporary memory is a few times that
 
 
 @dataclass(slots=True, eq=False)
@@ -57,15 +59,16 @@ class PackedCodes:
     """A quantised matrix [N, K] in packed form; `fill` writes it.
 
     Attributes:
-        kind, gated: as in `Codes` and `Weight`.
-        form: how bits lie; `fill` may change it from int8 to off8.
+        kind: as in `Codes`.
+        gated: as in `Weight`.
+        form: layout of the bits. `fill` may change it from int8 to off8.
         words: int32 [N/16, K/C, 16, 16].
-        factors: fp32 [N], in the order of words' rows: each is 2^LIFT times the scale of its row.
-        scales: of groups, relative to factors; None where each row has one scale.
-            int4, fp8, int8: [N/16, K/G, 8], int32 pairs of fp16, rows r and r + 8 of a tile, or int64 pairs of fp32;
-            of blocks of 128 rows [N/16, K/G, 1] with a pair for all rows. fp4: int32 [N/16, K/128, 16, T, 2], pairs of
-            bf16, those of the groups 0, 1, 2, 3 (T = 1), or 0, 2, 4, 6 and 1, 3, 5, 7 (T = 2).
-        zeros: int32 [N/16, K/G, 8], pairs of bf16; None where every zero point is 8, and where there are none.
+        factors: fp32 [N], in the order of words' rows: 2^LIFT times the scale of each row.
+        scales: scales of groups, relative to factors; None if each row has one scale.
+            int4, fp8, int8: [N/16, K/G, 8], int32 pairs of fp16, rows r and r + 8 of a tile, or int64 pairs of fp32.
+            Blocks of 128 rows: [N/16, K/G, 1], with one pair for all rows. fp4: int32 [N/16, K/128, 16, T, 2], pairs of
+            bf16 for the groups 0, 1, 2, 3 (T = 1), or 0, 2, 4, 6 and 1, 3, 5, 7 (T = 2).
+        zeros: int32 [N/16, K/G, 8], pairs of bf16; None if there are no zero points, or if each is 8.
     """
 
     kind: CodesKind
@@ -78,10 +81,10 @@ class PackedCodes:
 
     @classmethod
     def empty(cls, shape: tuple[int, int], kind: CodesKind, gated: bool, device: torch.device) -> PackedCodes:
-        """Room for a matrix (N, K).
+        """Allocates memory for a matrix (N, K).
 
         Raises:
-            ValueError: `can_pack_codes` says no.
+            ValueError: `can_pack_codes` returns False.
         """
         if not can_pack_codes(shape, kind):
             raise ValueError(f"{kind} of {shape} has no packed form; keep it as it is, or dequantise it")
@@ -104,7 +107,7 @@ class PackedCodes:
 
     @property
     def group(self) -> int:
-        """Values of K that share a scale; 0 where those of a row do."""
+        """Values of K that share a scale; 0 if each row has one scale."""
         return group_of(self.shape, self.kind)
 
     @property
@@ -113,10 +116,10 @@ class PackedCodes:
         return sum(each.nbytes for each in (self.words, self.factors, self.scales, self.zeros) if each is not None)
 
     def fill(self, codes: Codes) -> None:
-        """Packs `codes`, on their device: rows in the checkpoint's order, of a gated matrix the gate's first.
+        """Packs `codes`, on their device. Rows are in the checkpoint's order; a gated matrix has the gate's rows first.
 
         Raises:
-            ValueError: another shape or kind, or scales of fp4 that are not small numbers times one of their row.
+            ValueError: another shape or kind, or scales of fp4 that are not small numbers times a factor of their row.
         """
         if codes.shape != self.shape or codes.kind != self.kind:
             raise ValueError(f"codes are {codes.kind} of {codes.shape}; there is room for {self.kind} of {self.shape}")
@@ -128,18 +131,18 @@ class PackedCodes:
     def fill_rounded(
         self, runs: Iterable[tuple[int, Tensor]], pack: Callable[[PackedCodes, int, Tensor], Tensor]
     ) -> None:
-        """Fills the weight from values that are rounded here. They come in runs of whole tiles, in order.
+        """Fills the weight from values, which `pack` rounds. Values come in runs of whole tiles, in order.
 
         Args:
-            runs: (number of the first tile, rows [n, K]), in ascending order, of a gated matrix the gate's rows first.
-            pack: `rounding.pack_rounded`, or what it defines: writes the words of a run, in int8 none of -128, and
+            runs: (number of the first tile, rows [n, K]), ascending. A gated matrix has the gate's rows first.
+            pack: `rounding.pack_rounded`, or a kernel for it. It writes the words of a run, without -128 in int8, and
                 returns the scales.
         """
         scales = self._joined([pack(self, tile, rows) for tile, rows in runs])
         self._fill_scales(scales, None)
 
     def _joined(self, runs: list[Tensor]) -> Tensor:
-        """One value or more for each row, of runs of rows, in the order of all rows."""
+        """Joins values of runs of rows in the order of all rows. Each row has one value or more."""
         if not self.gated:
             return torch.cat(runs)
         return torch.cat([run[: len(run) // 2] for run in runs] + [run[len(run) // 2 :] for run in runs])
@@ -158,7 +161,7 @@ class PackedCodes:
         return self.kind.format == "int4" and self.group == 32
 
     def _fill_scales(self, scales: Tensor, zeros: Tensor | None) -> None:
-        """Stores scales [N, groups], and zero points, None where each is 8, in the order of rows."""
+        """Stores scales [N, groups] and zero points in the order of rows. Without zero points each is 8."""
         form, gated = self.form, self.gated
         lift = 2.0 ** LIFT[form]
         if not self.group:
@@ -190,16 +193,16 @@ class PackedCodes:
             self.zeros = _pairs(zeros.bfloat16(), gated).view(torch.int32).squeeze(-1)
 
     def dequantise(self, dtype: torch.dtype) -> Tensor:
-        """The matrix [N, K], the gate's rows first: computed in fp32 and rounded once."""
+        """Computes the matrix [N, K], the gate's rows first, in fp32, and rounds it once."""
         tiles = self._values(torch.arange(self.shape[0], device=self.words.device), dtype)
         return _rows(tiles.unflatten(0, (-1, 16)), self.gated)
 
     def rows(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
-        """Rows [..., K] at int64 ids [...] of a matrix that is not gated."""
+        """Dequantises rows [..., K] at int64 ids [...] of a matrix that is not gated."""
         return self._values(ids.flatten(), dtype).view(*ids.shape, -1)
 
     def _values(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
-        """Rows [n, K] at ids [n] in the order of the words."""
+        """Dequantises rows [n, K] at ids [n] in the order of the words."""
         tile, row = ids // 16, ids % 16
         values = _decoded(self.words[tile, :, row], self.form, self._narrow_lanes)
         factors = self.factors[ids] * 2.0 ** -LIFT[self.form]
@@ -212,7 +215,7 @@ class PackedCodes:
         return (values * _spread(self._scales(tile, row) * factors[:, None], self.group)).to(dtype)
 
     def _scales(self, tile: Tensor, row: Tensor) -> Tensor:
-        """fp32 [n, K/G], relative to factors."""
+        """Scales fp32 [n, K/G], relative to factors."""
         assert self.scales is not None
         if self.form == "fp4":
             found = self.scales[tile, :, row].view(torch.bfloat16).transpose(-1, -2)  # [n, K/128, 4, T]
@@ -221,7 +224,7 @@ class PackedCodes:
 
 
 def can_pack_codes(shape: tuple[int, int], kind: CodesKind) -> bool:
-    """True if a quantised matrix (N, K) can be packed: with one scale per row, or groups that the products support."""
+    """True if a quantised matrix (N, K) can be packed: one scale per row, or groups that the products support."""
     (n, k), (rows, columns) = shape, kind.block
     fits = n > 0 and k > 0 and n % 16 == 0 and k % 128 == 0
     if not group_of(shape, kind):
@@ -231,13 +234,13 @@ def can_pack_codes(shape: tuple[int, int], kind: CodesKind) -> bool:
 
 
 def group_of(shape: tuple[int, int], kind: CodesKind) -> int:
-    """Values of K that share a scale; 0 where all of a row do, in a format whose products have that."""
+    """Values of K that share a scale; 0 if each row has one scale, in a format whose products support that."""
     whole = kind.block[1] >= shape[1] and kind.block[0] == 1 and kind.format in ("fp8", "int8")
     return 0 if whole else kind.block[1]
 
 
 def _tiles(rows: Tensor, gated: bool) -> Tensor:
-    """Rows [N, ...] -> a view or copy [N/16, 16, ...], in packed order."""
+    """Views or copies rows [N, ...] as tiles [N/16, 16, ...], in packed order."""
     tiles: Tensor = (
         rows.unflatten(0, (2, -1, 8)).transpose(0, 1).flatten(1, 2) if gated else rows.unflatten(0, (-1, 16))
     )
@@ -245,13 +248,13 @@ def _tiles(rows: Tensor, gated: bool) -> Tensor:
 
 
 def _rows(tiles: Tensor, gated: bool) -> Tensor:
-    """Undoes `_tiles`: the rows that it was given."""
+    """Undoes `_tiles`."""
     halves: Tensor = tiles.unflatten(1, (2, 8))
     return halves.transpose(0, 1).flatten(0, 2) if gated else tiles.flatten(0, 1)
 
 
 def _halves(codes: Tensor, form: Form, narrow: bool) -> Tensor:
-    """uint8 [16 n, K] -> int16 [n, K/C, 16, 32]."""
+    """Packs uint8 codes [16 n, K] into int16 halves [n, K/C, 16, 32]."""
     count = len(FIELDS[form])
     code = codes.to(torch.int16)
     if form == "int8":
@@ -271,7 +274,7 @@ def _halves(codes: Tensor, form: Form, narrow: bool) -> Tensor:
 
 
 def _decoded(words: Tensor, form: Form, narrow: bool) -> Tensor:
-    """Words [n, K/C, 16] of rows -> the codes as fp32 numbers [n, K]."""
+    """Decodes words [n, K/C, 16] of rows to fp32 numbers [n, K]."""
     halves = words.contiguous().view(torch.int16).unflatten(2, (4, 4, 2))
     parts = []
     for fields in FIELDS[form]:
@@ -298,19 +301,19 @@ def _numbers(codes: Tensor, form: Form) -> Tensor:
 
 
 def _exponents(scales: Tensor) -> Tensor:
-    """fp32 [N]: by 2 to these, the scales [N, groups] of a row are at most 2^15."""
+    """Exponents fp32 [N]: the scales [N, groups] of a row, divided by 2 to its exponent, are at most 2^15."""
     largest = scales.abs().amax(1)
     return torch.frexp(largest).exponent.float() - 15
 
 
 def _by_small_scales(scales: Tensor) -> tuple[Tensor, Tensor]:
-    """Scales [N, groups] as (numbers of at most four significant bits, a factor [N] of each row).
+    """Splits scales [N, groups] into numbers of at most four significant bits and a factor [N] for each row.
 
-    Scales of fp4 are e4m3 numbers times one fp32, or powers of two. The factor is looked for: the largest scale of the
-    row over 8, 9, .. 15. Found, products are within 2^-22 of the scales.
+    Scales of fp4 are e4m3 numbers times one fp32, or powers of two. The tried factors are the largest scale of the row
+    over 8, 9, .. 15. With a factor that fits, products are within 2^-22 of the scales.
 
     Raises:
-        ValueError: none of these does it.
+        ValueError: no tried factor fits.
     """
     largest = scales.abs().amax(1, keepdim=True)
     largest = torch.where(largest > 0, largest, 1.0)
@@ -331,13 +334,13 @@ def _by_small_scales(scales: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _pairs(values: Tensor, gated: bool) -> Tensor:
-    """[N, groups] -> [N/16, groups, 8, 2]: rows r and r + 8 of a tile side by side."""
+    """Rearranges [N, groups] to [N/16, groups, 8, 2]: rows r and r + 8 of a tile side by side."""
     pairs: Tensor = _tiles(values, gated).unflatten(1, (2, 8)).permute(0, 3, 2, 1)
     return pairs.clone(memory_format=torch.contiguous_format)
 
 
 def _of_pairs(words: Tensor, dtype: torch.dtype, tile: Tensor, row: Tensor) -> Tensor:
-    """fp32 [n, groups] of rows, out of `_pairs` as words [N/16, groups, 8 or 1]."""
+    """Takes the scales fp32 [n, groups] of rows from words [N/16, groups, 8 or 1] of `_pairs`."""
     pairs: Tensor = words[tile].view(dtype).unflatten(2, (-1, 2))  # [n, groups, 8 or 1, 2]
     at = torch.arange(len(tile), device=tile.device)
     return pairs[at, :, row % 8 % pairs.shape[2], row // 8].float()

@@ -1,6 +1,6 @@
-"""The values of packed codes, computed by Triton kernels: for prompts' products and for rows of an embedding.
+"""Dequantised values in Triton kernels, for prompts' products and for rows of an embedding.
 
-To the bits of `PackedCodes.dequantise`: fp32, rounded once to bf16.
+They have the bits of `PackedCodes.dequantise`: fp32, rounded once to bf16.
 """
 
 from __future__ import annotations
@@ -15,11 +15,13 @@ from fastspec.kernels.common.code_packing import FP4_RAISED, LIFT, PackedCodes
 
 
 class ValueSource(NamedTuple):
-    """A quantised matrix, as `code_values` reads it.
+    """A quantised matrix, as argument of `code_values`.
 
     Attributes:
-        halves: int16, the words of `PackedCodes`. factors: fp32 [N].
-        scales: fp16, fp32 or, of fp4, bf16; None where only rows have scales. zeros: bf16 or None.
+        halves: int16, the words of `PackedCodes`.
+        factors: fp32 [N].
+        scales: fp16 or fp32, for fp4 bf16; None if only rows have scales.
+        zeros: bf16 or None.
     """
 
     halves: Any
@@ -29,7 +31,7 @@ class ValueSource(NamedTuple):
 
 
 def source_of(codes: PackedCodes) -> tuple[ValueSource, dict[str, Any]]:
-    """(tensors, constants) of `code_values`."""
+    """Tensors and constants for the arguments of `code_values`."""
     scales = codes.scales
     if scales is not None:
         half = torch.bfloat16 if codes.form == "fp4" else torch.float16
@@ -47,13 +49,13 @@ E2M1_UNIT = tl.constexpr(2.0**126)
 
 @triton.jit
 def _integer(bits):
-    """Integers 0 .. 2^23 - 1 as fp32, without a conversion: they are the last bits of a number from 2^23 on."""
+    """Converts integers 0 .. 2^23 - 1 to fp32 without an instruction for it: they are the last bits of 2^23 + i."""
     return (bits | 0x4B000000).to(tl.float32, bitcast=True) - 8388608.0
 
 
 @triton.jit
 def _decoded(half, i, FORM: tl.constexpr):
-    """Code number i of halves, int32 0 .. 65535, as a number in fp32."""
+    """Decodes code number i of halves, int32 0 .. 65535, to fp32."""
     if FORM == "fp8":
         first = ((half & 0x8000) << 16) | ((half & 0x07F0) << 16)
         second = ((half & 0x0800) << 20) | ((half & 0x7000) << 12) | ((half & 0x000F) << 20)
@@ -74,13 +76,13 @@ def _decoded(half, i, FORM: tl.constexpr):
 
 @triton.constexpr_function
 def blocks_of(FORM):
-    """Blocks of 32 columns that one half of a word has codes of."""
+    """Number of codes in one half of a word; each belongs to another block of 32 columns."""
     return 4 if FORM in ("int4", "fp4") else 2
 
 
 @triton.jit
 def column_of(place, FORM: tl.constexpr, GROUP: tl.constexpr):
-    """Column, of 32, of half `place` of a row's 32 halves."""
+    """Column, of 32, of half number `place` of a row's 32 halves."""
     if FORM == "int4" and GROUP == 32:
         return place % 8 // 4 * 16 + place // 8 * 4 + place % 4
     else:
@@ -98,14 +100,15 @@ def scaled(
     K: tl.constexpr,
     FORM: tl.constexpr,  # as in `PackedCodes`
     GROUP: tl.constexpr,
-    PAIRS: tl.constexpr,  # of scales that a tile has for a group
-    LOWER: tl.constexpr,  # what takes the lift off a factor
+    PAIRS: tl.constexpr,  # pairs of scales of a tile for a group
+    LOWER: tl.constexpr,  # multiplies a factor to remove its lift
 ):
-    """Code number i of halves, int32, as values in fp32.
+    """Dequantises code number i of halves, int32, in fp32.
 
     Args:
-        n, k: rows, int64 in the order of the words, and columns; one for several halves where they share a scale.
-        inside: where there are such rows and columns.
+        n: rows, int64 in the order of the words.
+        k: columns. Halves that share a scale may have one n and one k.
+        inside: mask of valid rows and columns.
     """
     value = _decoded(half, i, FORM)
     tile, row = n // 16, n % 16
@@ -139,7 +142,7 @@ def code_values(
     PAIRS: tl.constexpr,
     LOWER: tl.constexpr,
 ):
-    """Values at rows n, int64 in the order of the words, and columns k, where `inside`: fp32. Constants: `scaled`."""
+    """Dequantises rows n, int64 in the order of the words, at columns k, in fp32. For the rest see `scaled`."""
     C: tl.constexpr = 32 * blocks_of(FORM)
     within = k % 32
     place = within

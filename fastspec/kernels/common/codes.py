@@ -1,4 +1,4 @@
-"""`Codes`: a quantised matrix [N, K] as its checkpoint means it, before a kernel packs it.
+"""`Codes`: a quantised matrix [N, K] as its checkpoint defines it, before a kernel packs it.
 
     value[n, k] = (decode(codes[n, k]) - zeros[n, g]) * scales[n // rows, k // columns],   g = k // columns
 
@@ -27,10 +27,10 @@ E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # OCP Microscaling Formats 1.0,
 
 
 class CodesKind(NamedTuple):
-    """The format of a quantised matrix, known before its values are read.
+    """The format of a quantised matrix. It is known before its values are read.
 
     Attributes:
-        format: how a code is decoded.
+        format: decoding of a code.
         block: rows and columns that share one scale: (1, K) a row, (1, G) a group of G, (128, 128) a block. The last
             block of a row or column may be smaller.
     """
@@ -43,11 +43,11 @@ class CodesKind(NamedTuple):
         return -(-shape[0] // self.block[0]), -(-shape[1] // self.block[1])
 
     def of_part(self, rows: Sequence[tuple[int, int]], width: int) -> CodesKind:
-        """The kind of `Codes.part`: blocks as large as the part has whole ones.
+        """The kind of `Codes.part`. Blocks keep their rows if all ranges have whole blocks, else they have one row.
 
         Args:
             rows: (start, stop) of each range.
-            width: columns of the part; it begins at a multiple of them.
+            width: columns of the part, which begins at a multiple of them.
         """
         tall, wide = self.block
         whole = all(start % tall == 0 and stop % tall == 0 for start, stop in rows)
@@ -93,7 +93,7 @@ class Codes:
         return self.codes.shape[0], self.codes.shape[1]
 
     def decoded(self) -> Tensor:
-        """The codes as fp32 numbers [N, K], zero points and scales left out."""
+        """Decodes the codes to fp32 numbers [N, K], without zero points and scales."""
         if self.kind.format == "fp8":
             return self.codes.view(torch.float8_e4m3fn).float()
         if self.kind.format == "int8":
@@ -103,7 +103,7 @@ class Codes:
         return e2m1(self.codes)
 
     def dequantise(self, dtype: torch.dtype) -> Tensor:
-        """The values [N, K]: computed in fp32 and rounded once to `dtype`."""
+        """Computes the values [N, K] in fp32 and rounds them once to `dtype`."""
         values, columns = self.decoded(), self.kind.block[1]
         if self.zeros is not None:
             values -= _spread(self.zeros.float(), columns, 1, values.shape[1])
@@ -112,7 +112,7 @@ class Codes:
         return values.to(dtype)
 
     def dequantise_into(self, place: Tensor) -> None:
-        """Writes the values to `place` [N, K], a slice of rows at a time, so that few of them exist in fp32."""
+        """Writes the values to `place` [N, K], some rows at a time. So only few of them exist in fp32."""
         rows = self.kind.block[0]
         step = -(-_SLICE // rows) * rows
         for start in range(0, self.shape[0], step):
@@ -122,7 +122,7 @@ class Codes:
             place[here] = part.dequantise(place.dtype)
 
     def part(self, rows: Sequence[tuple[int, int]], columns: tuple[int, int] | None) -> Codes:
-        """Ranges of rows (start, stop) under each other, of a range of columns, or of all; values are the same.
+        """Takes ranges of rows (start, stop), and a range of columns or all. The values do not change.
 
         A range of columns begins at a multiple of its width.
         """
@@ -139,13 +139,13 @@ class Codes:
         return Codes(kind, codes, whole.scales[blocks][:, groups].contiguous(), zeros)
 
     def in_order(self, order: Tensor) -> Codes:
-        """The matrix whose row i is row order[i] of this one."""
+        """Reorders rows: row i of the result is row order[i]."""
         rows = self.by_rows()
         zeros = None if rows.zeros is None else rows.zeros[order]
         return Codes(rows.kind, rows.codes[order], rows.scales[order], zeros)
 
     def by_rows(self) -> Codes:
-        """The same matrix with blocks of one row."""
+        """Converts blocks of several rows to blocks of one row. The values do not change."""
         rows, columns = self.kind.block
         if rows == 1:
             return self
@@ -154,20 +154,20 @@ class Codes:
 
 
 def e2m1(codes: Tensor) -> Tensor:
-    """The fp32 numbers that codes 0..15 of fp4 stand for."""
+    """Decodes codes 0..15 of fp4 to fp32."""
     table = torch.tensor(E2M1, device=codes.device, dtype=torch.float32)
     return torch.cat((table, -table))[codes.long()]
 
 
 def _spread(values: Tensor, times: int, dim: int, size: int) -> Tensor:
-    """Each value `times` times along `dim`, cut to `size`."""
+    """Repeats each value `times` times along `dim`, cut to `size`."""
     return values.repeat_interleave(times, dim).narrow(dim, 0, size)
 
 
 def join(parts: Sequence[Codes]) -> Codes:
-    """Matrices of one format and one K under each other: [sum of N, K].
+    """Joins the rows of matrices of one format and one K: [sum of N, K].
 
-    Blocks of several rows stay where each part but the last has whole ones, else they become blocks of one row.
+    Blocks of several rows stay if each part but the last has only whole ones. Otherwise they become blocks of one row.
 
     Raises:
         ValueError: parts differ in format, in K, or in the columns of a block.
@@ -186,7 +186,7 @@ def join(parts: Sequence[Codes]) -> Codes:
 
 
 def joined_kind(kinds: Sequence[CodesKind], shapes: Sequence[tuple[int, int]]) -> CodesKind | None:
-    """The kind of what `join` makes of matrices of these kinds and shapes; None where it cannot."""
+    """The kind of `join` for matrices of these kinds and shapes; None if they cannot be joined."""
     first = kinds[0]
     if len({(kind.format, kind.block[1], shape[1]) for kind, shape in zip(kinds, shapes, strict=True)}) > 1:
         return None

@@ -32,17 +32,17 @@ _PLAIN: Final = (bool, int, float, str, type(None))
 
 
 class NotSendable(TypeError):
-    """A job holds something that has no text; the process that has it compiles it."""
+    """A job has an argument without a text. Its own process compiles it."""
 
 
 def job_of(compiling: Callable[[], Any]) -> bytes:
-    """The job of a call that Triton hands to an executor.
+    """Text of a call that Triton hands to an executor.
 
     Args:
         compiling: Triton's closure over the source, the target, the options and its settings.
 
     Raises:
-        NotSendable: another Triton, or an argument that has no text.
+        NotSendable: another version of Triton, or an argument without a text.
     """
     held = getclosurevars(compiling).nonlocals
     try:
@@ -56,7 +56,7 @@ def job_of(compiling: Callable[[], Any]) -> bytes:
 
 
 def is_cached(compiling: Callable[[], Any]) -> bool:
-    """True if Triton's disk cache has the kernel of this call, or if that cannot be known."""
+    """True if Triton's disk cache has the kernel of this call, or if this cannot be known."""
     from triton.compiler import get_cache_key, make_backend
     from triton.runtime.cache import get_cache_manager
 
@@ -89,11 +89,11 @@ def read_job(job: bytes) -> tuple[Any, Any, dict[str, Any], dict[str, Any]]:
 
 
 def hash_in_order(kernel: Any) -> None:
-    """Has Triton compute the keys of all functions that a kernel calls before its own, unless it has that.
+    """Computes the cache keys of a kernel's callees before its own key, unless the kernel has one.
 
-    Triton's cache on the disk is looked up by a kernel's key. What Triton 3.6 puts into it, of the constants that those
-    functions read, depends on whether their own keys were there first: so another process, or another order of
-    launches, would not find what is in the cache. With this a key depends on the kernel alone.
+    Triton's disk cache is looked up by a kernel's key. In Triton 3.6 a key depends on whether the keys of its callees
+    existed before: constants that callees read are included or not. Another process, or another order of launches,
+    would then not find the cached kernel. With this order a key depends only on the kernel.
     """
     if getattr(kernel, "hash", "") is None:
         _hash_in_order(kernel, set())
@@ -124,7 +124,7 @@ def _called(code: CodeType, scope: Mapping[str, Any]) -> Iterator[Any]:
 
 
 def launcher_of(job: bytes) -> str:
-    """The kind of launcher of a job's kernel. Kernels whose arguments have the same types share one."""
+    """The kind of launcher of a job's kernel. Kernels with the same argument types share one launcher."""
     _, _, signature, *_ = json.loads(job)
     return json.dumps([kind for _, kind in signature["dict"]])
 
@@ -132,8 +132,8 @@ def launcher_of(job: bytes) -> str:
 def serve(kernels: str, cache: str, ends: list[int]) -> None:
     """Forks a process for each socket. It compiles the jobs that arrive there until the socket closes.
 
-    The modules with kernels are imported before, without torch. Triton's own files, hundreds of megabytes, are hashed
-    before as well: names in its cache contain that hash.
+    Before it forks, it imports the modules with kernels, without torch. It also hashes Triton's own files, hundreds of
+    megabytes, because names in Triton's cache contain that hash.
 
     Args:
         kernels: the module that imports all kernels.
@@ -187,7 +187,7 @@ def _work(asked: Connection) -> None:
 
 
 def _make_launcher(source: Any, compiled: Any) -> None:
-    """Compiles the launcher of a kernel. In some versions of Triton it is C, compiled to a module in the cache."""
+    """Compiles the launcher of a kernel. In some versions of Triton it is a C module in the cache."""
     with suppress(*_NO_LAUNCHER):
         from triton.backends.nvidia.driver import CudaLauncher
 
@@ -195,7 +195,7 @@ def _make_launcher(source: Any, compiled: Any) -> None:
 
 
 def _told(value: Any) -> Any:
-    """JSON for a value: plain ones as they are, all else as an object of one field that says what it is."""
+    """Converts a value to JSON. Plain values stay; others become an object with one field, which names their kind."""
     from triton.language import constexpr, dtype
     from triton.runtime.jit import JITCallable
 
@@ -223,7 +223,7 @@ def _told(value: Any) -> Any:
 
 
 def _made(told: Any) -> Any:
-    """The value that `_told` gave text for."""
+    """Undoes `_told`."""
     if isinstance(told, list):
         return [_made(each) for each in told]
     if not isinstance(told, dict):

@@ -1,4 +1,4 @@
-"""Processes that compile Triton kernels: its frontend is Python, so threads of one process wait for each other."""
+"""Processes that compile Triton kernels. Triton's frontend is Python, so threads of one process wait for each other."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from typing import Any, Final
 from fastspec.kernels.common.compile_jobs import NotSendable, is_cached, job_of, launcher_of
 
 HERE: Final = 2  # kernels that this process compiles at once; more would wait for each other
-LOOK: Final = 0.01  # seconds between two looks at whether another process has compiled a kernel
-_LIMIT: Final = "/sys/fs/cgroup/cpu.max"  # microseconds of all cores together, in a period of so many
-LONGEST: Final = 60.0  # seconds that it may take: then it hangs, and this one compiles it as well
+LOOK: Final = 0.01  # seconds between two checks for a kernel that another process compiles
+_LIMIT: Final = "/sys/fs/cgroup/cpu.max"  # microseconds of all cores, and of the period
+LONGEST: Final = 60.0  # seconds for one kernel; then the process counts as hung, and this one compiles it as well
 _BEGIN: Final = """
 import ast, sys
 sys.path[:] = ast.literal_eval(sys.argv[1])
@@ -34,31 +34,32 @@ serve(sys.argv[2], sys.argv[3], [int(end) for end in sys.argv[4:]])
 
 
 class Compilers(Executor):
-    """Runs Triton's compiler in processes from the first kernel on that is not in its cache, and in two threads.
+    """Executor for Triton's compiler: two threads, and processes from the first kernel on that is not in the cache.
 
-    A process writes to the cache on the disk, from which the thread that asked then reads. What a process cannot
-    compile, that thread does. The processes are forks of one fresh interpreter, which has imported the kernels, has no
-    other thread and no device.
+    A process writes to the cache on disk, and the thread that asked reads it there. If a process cannot compile a
+    kernel, the thread compiles it. The processes are forks of one fresh interpreter. It has imported the kernels, and
+    has no other thread and no device.
 
-    Ranks that share a machine need the same kernels. Each begins with its share of them, goes on with what the others
-    have not come to, and reads the rest: every kernel is compiled once.
+    Ranks of one machine need the same kernels. Each rank begins with its share, then takes kernels that the others have
+    not begun, and reads the rest from the cache. So every kernel is compiled once.
 
     Args:
         count: processes; 0: threads alone.
-        kernels: the module that imports all kernels, by its full name.
-        now: begin them at once, not with the first such kernel.
-        rank, ranks: this one of so many, which ask for the same kernels in the same order.
+        kernels: full name of the module that imports all kernels.
+        now: start the processes at once, not with the first such kernel.
+        rank: of this process.
+        ranks: processes that ask for the same kernels in the same order.
     """
 
     def __init__(self, count: int, *, kernels: str, now: bool = False, rank: int = 0, ranks: int = 1) -> None:
         self._kernels = kernels
         self._rank, self._ranks, self._submitted = rank, ranks, 0
-        self._later: list[tuple[Future[Any], Callable[[], Any]]] = []  # the shares of others, as they came
-        # another program that runs Python in itself would only be started once more
+        self._later: list[tuple[Future[Any], Callable[[], Any]]] = []  # calls of other ranks' shares, in order
+        # a program that embeds Python would be started again instead of an interpreter
         able = hasattr(os, "fork") and "python" in os.path.basename(sys.executable or "")
         self._count = count if able else 0
         self._places: queue.SimpleQueue[Connection | None] = queue.SimpleQueue()  # None: in this process
-        self._launchers: set[str] = set()  # kinds of them that a process was asked for
+        self._launchers: set[str] = set()  # kinds that a process was asked for
         self._living = 0  # processes that are ready; while there are any, this one only asks them
         self._threads = ThreadPoolExecutor(HERE + self._count, "fastspec-compile")
         self._beginning = threading.Lock()
@@ -72,11 +73,11 @@ class Compilers(Executor):
         self._preparing.start()
 
     def prepared(self) -> None:
-        """Waits until this process has what Triton needs before its first kernel."""
+        """Waits until Triton is ready for its first kernel in this process."""
         self._preparing.join()
 
     def submit(self, compiling: Callable[..., Any], /, *args: Any, **options: Any) -> Future[Any]:
-        """Queues one call of Triton's compiler, which takes no arguments; the share of others waits for `all_told`."""
+        """Queues one call of Triton's compiler, without arguments. Calls of other ranks' shares wait for `all_told`."""
         self._submitted += 1
         if self._submitted % self._ranks == self._rank:
             return self._threads.submit(self._compile, compiling)
@@ -85,13 +86,13 @@ class Compilers(Executor):
         return future
 
     def all_told(self) -> None:
-        """Nothing else is queued for now: goes on with the share of others, beginning where they end."""
+        """Ends the queue for now. The shares of other ranks follow, beginning with their last calls."""
         later, self._later = self._later, []
         for future, compiling in reversed(later):
             self._threads.submit(self._compile, compiling).add_done_callback(partial(_passed_on, future))
 
     def begin(self) -> None:
-        """Starts the processes, unless they are; they take jobs when they have imported the kernels."""
+        """Starts the processes, unless they run. They take jobs as soon as they have imported the kernels."""
         with self._beginning:
             if self._process is not None or not self._count:
                 return
@@ -99,7 +100,7 @@ class Compilers(Executor):
             ends = [theirs.fileno() for _, theirs in pipes]
             quiet: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
             command = [sys.executable, "-c", _BEGIN, repr(sys.path), self._kernels, _cache(), *map(str, ends)]
-            # in a session of its own: so that they end together, and an interrupt reaches only this process
+            # a session of its own: they end together, and an interrupt reaches only this process
             try:
                 self._process = subprocess.Popen(command, pass_fds=ends, start_new_session=True, **quiet)
             except OSError:  # no memory, or no right to
@@ -112,7 +113,7 @@ class Compilers(Executor):
             self._waiting.start()
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Ends the processes, after what is queued."""
+        """Ends the processes after all queued calls."""
         self.all_told()
         self._threads.shutdown(wait=True, cancel_futures=cancel_futures)
         with self._beginning:
@@ -135,7 +136,7 @@ class Compilers(Executor):
             self._places.put(None)
 
     def _welcome(self, asked: list[Connection]) -> None:
-        """Makes each process available once it says that it is ready; in place of one that ends, this one compiles."""
+        """Makes each process available as soon as it is ready. If a process ends, this one compiles in its place."""
         while asked:
             for one in first_of(asked):
                 assert isinstance(one, Connection), "nothing else was given"
@@ -167,7 +168,7 @@ class Compilers(Executor):
                 self._places.put(place)
 
     def _first_with(self, launcher: str) -> bool:
-        """True for the first call with this kind of launcher; later calls return False."""
+        """True for the first call with this kind of launcher."""
         with self._beginning:
             first = launcher not in self._launchers
             self._launchers.add(launcher)
@@ -179,8 +180,8 @@ class Compilers(Executor):
 
 
 def _prepare() -> None:
-    """Does what Triton does before its first kernel: it hashes its files and compiles its driver."""
-    with suppress(Exception):  # whoever needs it meets the error, too
+    """Hashes Triton's files and compiles its driver, as Triton does before its first kernel."""
+    with suppress(Exception):  # a later user gets the error as well
         from triton.runtime import driver
         from triton.runtime.cache import triton_key
 
@@ -199,7 +200,7 @@ def _passed_on(future: Future[Any], done: Future[Any]) -> None:
 
 
 def _job(compiling: Callable[[], Any]) -> bytes | None:
-    """The text of a job; None: it has none."""
+    """Text of a job; None if it has none."""
     try:
         return job_of(compiling)
     except NotSendable:
@@ -207,7 +208,7 @@ def _job(compiling: Callable[[], Any]) -> bytes | None:
 
 
 def _asked(process: Connection, job: bytes, launcher: bool) -> bool:
-    """Has a process compile, if it can, and make the kernel's launcher; False: the process has ended."""
+    """Has a process compile a job, if it can, and make the kernel's launcher. False if the process has ended."""
     try:
         process.send_bytes(b"launcher" if launcher else b"")
         process.send_bytes(job)
@@ -220,9 +221,9 @@ def _asked(process: Connection, job: bytes, launcher: bool) -> bool:
 
 @contextmanager
 def _alone(job: bytes) -> Iterator[None]:
-    """While it lasts, no other process compiles this; where it has begun, waits for its end.
+    """Context in which no other process compiles this job. It first waits for a process that has begun.
 
-    By a lock on a file, which ends with the process. Where files take no locks, several may compile it.
+    It locks a file; the lock ends with the process. On file systems without locks, several processes may compile it.
     """
     path = os.path.join(_cache(), f"{hashlib.sha256(job).hexdigest()[:32]}.compiling")
     until = time.monotonic() + LONGEST
@@ -244,7 +245,7 @@ def _alone(job: bytes) -> Iterator[None]:
 
 def _locked(file: int) -> bool:
     """True if this process now holds the file's lock, or the file system has no locks."""
-    import fcntl  # which not every system has, but those for which Triton ships
+    import fcntl  # missing on some systems, but not on those with Triton
 
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -256,9 +257,9 @@ def _locked(file: int) -> bool:
 
 
 def of_this_machine(sharing: int = 1) -> int:
-    """Processes worth having where so many ranks share the machine: one for each core that this process may use.
+    """Number of processes to start if `sharing` ranks share the machine: one for each core that this process may use.
 
-    A container may see all cores of its machine, and have the time of a few of them.
+    A container may see all cores of its machine, but get the time of only a few.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     with suppress(OSError, ValueError):  # "max" where there is no limit
@@ -268,14 +269,14 @@ def of_this_machine(sharing: int = 1) -> int:
 
 
 def _cache() -> str:
-    """Triton's cache on the disk."""
+    """Directory of Triton's disk cache."""
     from triton import knobs
 
     return str(knobs.cache.dir)
 
 
 def nothing_compiled() -> bool:
-    """True if Triton's cache is empty. Then each kernel is compiled before its launch."""
+    """True if Triton's cache is empty. Then every kernel is compiled before its launch."""
     try:
         with os.scandir(_cache()) as entries:
             return next(entries, None) is None

@@ -1,15 +1,17 @@
-"""The experts of a layer as kernels read them: one stack of matrices for each of their two products.
+"""The experts of a layer in the format of kernels: one stack of matrices for each of their two products.
 
 | form  | data                                                         | element [e, n, k] of the stack             |
 |-------|--------------------------------------------------------------|--------------------------------------------|
 | rows  | [E, N, K] bf16, fp16 or fp32                                 | [e, n, k]                                  |
 | mxfp4 | int32 [E, N/16, C, 16, 16], scales int32 [E, N/16, C, 16]    | e2m1(code) * 2^(scale - 127), packed       |
 
-mxfp4 is defined by OCP Microscaling Formats 1.0. C chunks of 128 values of K, the last one filled up with zeros, are
-packed as `code_packing` packs "fp4": a row's 128 codes are 64 bytes, and 16 rows of a chunk lie in one piece. Byte g
-of a row's word of scales is that of values 32 g .. 32 g + 31, greater by `RAISED` than in the checkpoint: so it is the
-exponent of a bf16 with which codes, bf16 2^126 times too small, are multiplied. Of a gated stack rows are interleaved:
-8 of the gate, then the 8 of up that go with them.
+OCP Microscaling Formats 1.0 defines mxfp4. C chunks of 128 values of K are packed as `code_packing` packs "fp4"; the
+last chunk is padded with zeros. A row's 128 codes are 64 bytes, and 16 rows of a chunk are contiguous.
+
+Byte g of a row's word of scales belongs to values 32 g .. 32 g + 31. It is the checkpoint's exponent plus `RAISED`: the
+exponent of a bf16, by which codes are multiplied. As bf16, codes are 2^126 times too small.
+
+Rows of a gated stack are interleaved: 8 of the gate, then the matching 8 of up.
 """
 
 from __future__ import annotations
@@ -26,23 +28,23 @@ from fastspec.kernels.common.weights import Weight
 
 MXFP4 = CodesKind("fp4", (1, 32))
 CHUNK = 128  # values of a row whose codes are packed together
-RAISED = 64  # what exponents of scales are stored greater by
-LOWERED = 126 - RAISED  # sums of products are 2^LOWERED times smaller than what they mean
+RAISED = 64  # added to the stored exponents of scales
+LOWERED = 126 - RAISED  # sums of products are 2^LOWERED times too small
 _BIAS = 127  # of a scale's exponent
 _MAX_EXPONENT = 254 - RAISED  # biased exponent of the largest scale that fits
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ExpertStack:
-    """The same matrix [N, K] of E experts; y = x W^T.
+    """One matrix [N, K] for each of E experts; y = x W^T.
 
     Attributes:
-        data: values [E, N, K], or [E, 2, N/2, K] of some rows of a gate and of up, or for mxfp4 int32 words
+        data: values [E, N, K], or [E, 2, N/2, K] for some rows of the gate and of up. For mxfp4 int32 words
             [E, N/16, C, 16, 16] of codes.
         scales: for mxfp4 int32 [E, N/16, C, 16], four exponents a word; None for values.
         dtype: of the values; for mxfp4, of the activations that they multiply.
         width: K.
-        gated: rows of mxfp4 are interleaved. Of values the gate's N/2 rows come first.
+        gated: rows of mxfp4 are interleaved. Values have the gate's N/2 rows first.
     """
 
     data: Tensor
@@ -53,18 +55,20 @@ class ExpertStack:
 
     @classmethod
     def of(cls, values: Tensor) -> ExpertStack:
-        """A stack of values [E, N, K]; the tensor is kept, not copied."""
+        """Makes a stack of values [E, N, K]. The tensor is not copied."""
         return cls(values, None, values.dtype, values.shape[-1])
 
     @classmethod
     def empty_codes(
         cls, shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device, gated: bool = False
     ) -> ExpertStack:
-        """An uninitialised mxfp4 stack of shape (E, N, K), to be filled by `fill_codes`.
+        """Allocates an mxfp4 stack of shape (E, N, K), which `fill_codes` fills.
 
         Args:
             shape: N is a multiple of 16, K of 64.
-            gated: rows 0 .. N/2 - 1 are a gate, the others go up.
+            dtype: of activations.
+            device: of the stack.
+            gated: rows 0 .. N/2 - 1 are the gate, the others are up.
         """
         count, rows, width = shape
         pieces = count, rows // 16, -(-width // CHUNK), 16
@@ -87,7 +91,7 @@ class ExpertStack:
 
         Args:
             expert: its number.
-            first: row of the first code, in the checkpoint's order: of a gated stack the gate's rows come first.
+            first: row of the first code in the checkpoint's order, in which the gate's rows come first.
             codes: [rows, K] with scales [rows, K/32].
 
         Raises:
@@ -111,7 +115,7 @@ class ExpertStack:
         self.scales[at] = raised.view(torch.int32)[..., 0]
 
     def values(self, experts: Tensor | int) -> Tensor:
-        """The matrix of one expert [N, K], or of an index tensor of experts [..., N, K], in `dtype`."""
+        """The matrix of one expert [N, K], or of a tensor of expert ids [..., N, K], in `dtype`."""
         if self.scales is None:
             values = self.data[experts]
             return values if self.data.dim() == 3 else values.flatten(-3, -2)
@@ -123,7 +127,7 @@ class ExpertStack:
         return rows[..., self._places(torch.arange(rows.shape[-2], device=rows.device)), :]
 
     def _places(self, rows: Tensor) -> Tensor:
-        """Where rows lie here, given in the checkpoint's order."""
+        """Places of rows in the stack, from their places in the checkpoint."""
         if not self.gated:
             return rows
         half = self.shape[1] // 2
@@ -131,7 +135,7 @@ class ExpertStack:
 
 
 def _words(codes: Tensor) -> Tensor:
-    """uint8 [rows, K'] -> int32 [rows, C, 16]; K' is a multiple of 128."""
+    """Packs uint8 codes [rows, K'] into int32 [rows, C, 16]; K' is a multiple of 128."""
     apart = codes.to(torch.int16).unflatten(1, (-1, 4, 4, 4, 2))  # k: i, t, c, h
     halves = torch.zeros_like(apart[:, :, 0])
     for i, moves in enumerate(FIELDS["fp4"]):
@@ -141,7 +145,7 @@ def _words(codes: Tensor) -> Tensor:
 
 
 def _codes(words: Tensor) -> Tensor:
-    """int32 [..., C, 16] -> int16 codes [..., K'], what `_words` was given."""
+    """Undoes `_words`: int16 codes [..., K'] of int32 [..., C, 16]."""
     halves = words.contiguous().view(torch.int16)
     parts = []
     for moves in FIELDS["fp4"]:
@@ -153,7 +157,7 @@ def _codes(words: Tensor) -> Tensor:
 
 
 def power_of_two(exponents: Tensor) -> Tensor:
-    """2^(e - 127) in fp32, of biased exponents e of any shape."""
+    """Computes 2^(e - 127) in fp32 for biased exponents e of any shape."""
     return torch.ldexp(torch.ones_like(exponents, dtype=torch.float32), exponents.int() - _BIAS)
 
 
@@ -162,13 +166,16 @@ class ExpertWeights:
     """Router and experts of one layer: E experts of intermediate size I.
 
     Attributes:
-        router: [E, hidden]. router_bias: [E].
-        correction: fp32 [E], added to the scores only to choose experts (as in DeepSeek-V3).
-        gate_up: [E, 2 * I, hidden], gate rows first. gate_up_bias: [E, 2 * I], or [E, 2, I] of some columns.
-        down: [E, hidden, I]. down_bias: [E, hidden].
-        shared_gate: [1, hidden], gate of the shared expert, whose matrices are `gate_up` and `down` of `LayerWeights`.
-        joined: the shared expert is the last of gate_up and down, one more than E; its gate, where it has one, is the
-            last row of the router, which is stored as rows. Then `shared_gate` is None.
+        router: [E, hidden].
+        router_bias: [E].
+        correction: fp32 [E], added to the scores only to choose experts (DeepSeek-V3, arXiv 2412.19437).
+        gate_up: [E, 2 * I, hidden], gate rows first.
+        gate_up_bias: [E, 2 * I], or [E, 2, I] of some columns.
+        down: [E, hidden, I].
+        down_bias: [E, hidden].
+        shared_gate: [1, hidden], gate of the shared expert. `gate_up` and `down` of `LayerWeights` are its matrices.
+        joined: the shared expert is the last of gate_up and down, which have E + 1 experts. If it has a gate, that is
+            the last row of the router, which is stored as rows. `shared_gate` is then None.
     """
 
     router: Weight
@@ -182,7 +189,7 @@ class ExpertWeights:
     joined: bool = False
 
     def columns(self, cut: slice) -> ExpertWeights:
-        """The same experts with some of the I columns between their products, as views; not of codes."""
+        """Views the same experts with some of the I columns between their products. Not for codes."""
         bias = self.gate_up_bias
         return replace(
             self,

@@ -1,4 +1,4 @@
-"""Names of Gluon's that changed between Triton 3.6 and 3.9, as either has them."""
+"""Names of Gluon that differ between Triton 3.6 and 3.9."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""K and V in 8 bits: how a value of a head becomes an e4m3 float, and what it is read as.
+"""K and V in 8 bits: the conversion of a head's values to e4m3 and back.
 
-    stored = e4m3(x / scale), rounded to nearest even, cut off at +-448;   read = stored * scale
+    stored = e4m3(x / scale), rounded to nearest even, limited to +-448;   read = stored * scale
 
-Each layer has one scale for K and one for V, fixed before anything runs. So what is stored of a token depends on
-that token alone, and a row has the same bits whether its tokens came one by one, as drafts or in a prompt.
+Each layer has one scale for K and one for V, fixed before anything runs. So the stored values of a token depend only on
+that token. A row has the same bits if its tokens came one by one, as drafts or in a prompt.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ class KVScales(NamedTuple):
 
 
 def scales_of(keys: Tensor, given: KVScales | None) -> KVScales | None:
-    """The scales of a cache: in 8 bits those given, or 1 without any; None for a cache in another dtype.
+    """The scales of a cache: `given` or 1 in 8 bits; None for a cache of another dtype.
 
     Args:
-        keys: K pages of the cache, whose dtype decides.
+        keys: K pages of the cache.
         given: scales of the checkpoint.
 
     Raises:
@@ -42,7 +42,7 @@ def scales_of(keys: Tensor, given: KVScales | None) -> KVScales | None:
 
 
 def as_stored(x: Tensor, dtype: torch.dtype, scale: float) -> Tensor:
-    """x as a cache of this dtype stores it: rounded to e4m3 for an fp8 cache, else unchanged. Any shape."""
+    """Rounds x to e4m3 for an 8-bit cache. For other caches x does not change. Any shape."""
     if dtype != FP8:
         return x
     return (x.float() * (1.0 / scale)).clamp(-LARGEST, LARGEST).to(FP8)

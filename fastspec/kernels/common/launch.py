@@ -15,21 +15,21 @@ from fastspec.kernels.common.compile_jobs import hash_in_order
 from fastspec.kernels.common.compilers import Compilers
 from fastspec.kernels.gpu import has_pdl
 
-# what has been compiled, within `compiling()`; None: outside of it
+# kernels compiled within `compiling()`; None outside of it
 _compiling: ContextVar[set[Hashable] | None] = ContextVar("compiling", default=None)
 _brief: ContextVar[bool] = ContextVar("brief", default=False)
 
 
 def pdl_options(pdl: bool) -> dict[str, Any]:
-    """Keywords of a launch: the kernel's constant PDL, and whether it may start before its predecessor ends.
+    """Keywords of a launch: the kernel's constant PDL, and `launch_pdl` if it may start before its predecessor ends.
 
-    `launch_pdl` is given only where it is wanted, because Triton's interpreter does not know it.
+    Otherwise `launch_pdl` is left out, because Triton's interpreter does not know it.
     """
     return {"PDL": True, "launch_pdl": True} if pdl else {"PDL": False}
 
 
 def new_ids(count: int, device: torch.device, dtype: torch.dtype = torch.int64) -> torch.Tensor:
-    """An uninitialised tensor [count] for ids. Within `compiling()` zeros: a later op may use them as indices."""
+    """Allocates an uninitialised tensor [count] for ids. Within `compiling()` it is zero: ids may become indices."""
     return (torch.empty if _compiling.get() is None else torch.zeros)(count, dtype=dtype, device=device)
 
 
@@ -40,7 +40,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, least_shared: int = L
         kernel: a function of Triton.
         grid: programs by axis.
         *args: arguments of the kernel.
-        least_shared: least share of shared memory, in percent, that the device reserves for it: see carveout.py.
+        least_shared: least percent of shared memory that the device reserves for the kernel (carveout.py).
         **options: constants of the kernel and options of the launch. `completed` adds those that are missing.
     """
     options = completed(kernel, args, options)
@@ -50,7 +50,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, least_shared: int = L
         divide(kernel[grid](*args, **options), least_shared)
         return
     kind = id(kernel), _kind(args), _kind(tuple(options.items()))
-    if kind not in begun:  # Triton would look for it anew in all layers, at a cost, until the first is compiled
+    if kind not in begun:  # else Triton would look for it again in every layer until it is compiled
         begun.add(kind)
         for each in options.values():
             hash_in_order(each)
@@ -58,11 +58,11 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, least_shared: int = L
 
 
 def completed(kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -> dict[str, Any]:
-    """The options of a launch with the two that most callers leave to it.
+    """Adds to the options of a launch the two that most callers leave out.
 
     `enable_fp_fusion` lets a product and a sum be rounded together. Triton's default differs between its versions, and
-    bits would differ with it. A kernel with the constant `PDL` may start before its predecessor ends, if the device
-    has programmatic dependent launch. `launch_pdl` is absent elsewhere: Triton's interpreter does not know it.
+    so would the bits. A kernel with the constant `PDL` may start before its predecessor ends, if the device has
+    programmatic dependent launch. Elsewhere `launch_pdl` is left out: Triton's interpreter does not know it.
     """
     options = {"enable_fp_fusion": True, **options}
     if "PDL" not in options and "PDL" in kernel.arg_names:
@@ -99,7 +99,7 @@ def is_brief() -> bool:
 
 @contextmanager
 def brief() -> Iterator[None]:
-    """Has a model's pass run one layer of each kind. It loads all kernels; its results are of no use."""
+    """Has a model's pass run one layer of each kind. That loads all kernels; the results are not used."""
     token = _brief.set(True)
     try:
         yield
@@ -124,7 +124,7 @@ def _kind(value: Any) -> Hashable:
 def compiling(executor: Executor | None = None) -> Iterator[None]:
     """Has `launch` compile kernels in parallel and run none. The end of the context waits for all of them.
 
-    Within it results of kernels are uninitialised, but for ids, which are 0. Code within must not act on values.
+    Within it results of kernels are uninitialised, except for ids, which are 0. Code within must not depend on values.
 
     Args:
         executor: runs Triton's compiler, see `Compilers`; None: threads do.
@@ -139,7 +139,7 @@ def compiling(executor: Executor | None = None) -> Iterator[None]:
                 pool.prepared()
             try:
                 yield
-            finally:  # also after an error, for all that was begun is waited for
+            finally:  # after an error as well: the compilations that have begun are waited for
                 if isinstance(pool, Compilers):
                     pool.all_told()
     finally:

@@ -1,16 +1,16 @@
-"""The packed form of a weight: what one load of a warp reads lies in one piece.
+"""The packed form of a weight: the elements of one load of a warp are contiguous.
 
 | form   | shape                  | element [n, k] of the weight is at                 |
 |--------|------------------------|----------------------------------------------------|
 | rows   | [N, K]                 | [n, k]                                             |
 | packed | [N/16, K/32, 16, 32]   | [n // 16, k // 32, n % 16, k % 32]                 |
 | gated  | [N/16, K/32, 16, 32]   | as packed, of a weight whose rows are interleaved: |
-|        |                        | 8 of the gate, then the 8 of up that go with them  |
+|        |                        | 8 of the gate, then the matching 8 of up           |
 
-x, which multiplies a packed weight, comes as rows [..., K], or regrouped [..., K/64, 64]: of each 64 values the pair
-with number 16 h + 4 c + t lies at 8 t + 4 h + c, so that what one product takes of them lies side by side.
+x, which multiplies a packed weight, has rows [..., K], or is regrouped: [..., K/64, 64]. Of each 64 values the pair
+with number 16 h + 4 c + t is then at 8 t + 4 h + c. So the values that one product takes are contiguous.
 
-A tile of 16 rows is one run of memory. Interleaved, a gate and its up are 8 rows apart, in one thread's registers.
+A tile of 16 rows is contiguous. In a gated weight, a gate and its up are 8 rows apart, in one thread's registers.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ def can_pack(weight_shape: Sequence[int], dtype: torch.dtype) -> bool:
 
 
 def pack(weight: Tensor, gated: bool = False) -> Tensor:
-    """Packs a weight [N, K] into [N/16, K/32, 16, 32], a new tensor and nothing beside it.
+    """Packs a weight [N, K] into a new tensor [N/16, K/32, 16, 32]. It allocates nothing else.
 
     Args:
         weight: bf16 or fp16.
-        gated: the first N/2 rows are a gate, the others go up, and row i of one multiplies row i of the other.
+        gated: the first N/2 rows are the gate, the others are up. Row i of one multiplies row i of the other.
 
     Raises:
-        ValueError: `can_pack` says no.
+        ValueError: `can_pack` returns False.
     """
     if weight.dim() != 2 or not can_pack(weight.shape, weight.dtype):
         raise ValueError(
@@ -64,7 +64,7 @@ def pack_into(packed: Tensor, weight: Tensor, gated: bool = False) -> None:
 
 
 def unpack(packed: Tensor, gated: bool = False) -> Tensor:
-    """The weight [N, K] that `pack` was given: packed [N/16, K/32, 16, 32]."""
+    """Undoes `pack`: the weight [N, K] of packed [N/16, K/32, 16, 32]."""
     tiles, columns = packed.shape[:2]
     return _in_rows(packed, gated).reshape(tiles * 16, columns * 32)
 
@@ -74,17 +74,17 @@ def _rows_shape(rows: int, width: int, gated: bool) -> tuple[int, ...]:
 
 
 def _in_rows(packed: Tensor, gated: bool) -> Tensor:
-    """A view of packed whose axes are in the order of the weight's rows, as `_rows_shape` has them."""
+    """Views packed with its axes in the order of the weight's rows, in the shape of `_rows_shape`."""
     halves: Tensor = packed.unflatten(2, (2, 8)).permute(2, 0, 3, 1, 4)
     return halves if gated else packed.transpose(1, 2)
 
 
 def embed_rows(packed: Tensor, ids: Tensor) -> Tensor:
-    """Rows `ids` (int64 [...]) of a packed weight that is not gated, as [..., K]."""
+    """Takes rows [..., K] at int64 ids [...] of a packed weight that is not gated."""
     return packed[ids // 16, :, ids % 16].flatten(-2)
 
 
 def in_order(regrouped: Tensor) -> Tensor:
-    """Rows [..., K] of what is regrouped, [..., K/64, 64]."""
+    """Undoes regrouping: rows [..., K] of [..., K/64, 64]."""
     pairs: Tensor = regrouped.unflatten(-1, (4, 2, 4, 2))
     return pairs.movedim(-4, -2).flatten(-5)

@@ -1,13 +1,14 @@
-"""Rounds a matrix to codes when a model is loaded: to the nearest, by scales of least squared error.
+"""Rounds a matrix to codes when a model is loaded: to the nearest code, with scales of least squared error.
 
     fp8, int8: one scale a row.   int4: one scale for each group of columns, symmetric
 
-A scale is the largest magnitude that it has to reach, over the largest code, times the one of `SHRINK` with which the
-sum of squared differences is least: to cut off a few values costs little where all others become finer.
+The basic scale is the largest magnitude over the largest code. The scale is this times the factor of `SHRINK` with the
+least sum of squared errors. A smaller scale cuts off a few large values, but rounds all others more finely.
 
-The square of the distance between a value and what its code stands for, both over the scale, is counted in `STEPS` to
-one, as a whole number. Sums of whole numbers do not depend on their order, and so every device chooses the same scales.
-What has no value that counts has a scale of one: 16 bits hold it beside the scales of other groups.
+An error is the distance between a value and its code's value, over the scale. Its square is counted as a whole number
+of 1 / `STEPS`. Sums of whole numbers do not depend on their order, so every device chooses the same scales.
+
+The scale is 1 for values that are zero, or too small for a scale in bf16. 16 bits hold it beside other groups' scales.
 """
 
 from __future__ import annotations
@@ -21,15 +22,15 @@ from fastspec.kernels.common.codes import CodeFormat, Codes, CodesKind
 FORMATS: tuple[CodeFormat, ...] = ("fp8", "int8", "int4")
 LARGEST = {"fp8": 448.0, "int8": 127.0, "int4": 7.0}
 SHRINK = tuple(1.0 - step / 40 for step in range(15))
-# powers of two: of int8, 127 and a scale of 0.65 times the largest give distances up to 68.9, squares up to 4741
+# powers of two. In int8, the smallest scale (0.65 times the largest) gives distances up to 68.9, squares up to 4741
 STEPS = {"fp8": 2.0**7, "int8": 2.0**10, "int4": 2.0**19}
 LEAST = 2.0**-126  # the smallest normal bf16; kernels are also imported where torch is not
 _GROUPS = (128, 64, 32)
-VALUES = 2**22  # that are rounded at a time: beside them stand up to twenty bytes for each
+VALUES = 2**22  # rounded at a time; temporary memory is up to twenty bytes for each
 
 
 def kind_for(form: CodeFormat, shape: tuple[int, int]) -> CodesKind | None:
-    """The kind in which a matrix (N, K) is rounded; None: K has no group of int4."""
+    """The kind for rounding a matrix (N, K); None if no group size of int4 divides K."""
     if form != "int4":
         return CodesKind(form, (1, shape[1]))
     group = next((size for size in _GROUPS if shape[1] % size == 0), None)
@@ -37,7 +38,7 @@ def kind_for(form: CodeFormat, shape: tuple[int, int]) -> CodesKind | None:
 
 
 def rounded(values: Tensor, kind: CodesKind) -> Codes:
-    """Codes of a matrix [N, K], on its device. The same values give the same codes.
+    """Rounds a matrix [N, K] to codes, on its device. The same values give the same codes.
 
     Args:
         values: any float dtype.
@@ -52,12 +53,12 @@ def rounded(values: Tensor, kind: CodesKind) -> Codes:
 
 
 def pack_rounded(place: PackedCodes, tile: int, rows: Tensor) -> Tensor:
-    """Rounds rows [n, K] of whole tiles, of a gated matrix the gate's first, and packs their codes.
+    """Rounds rows [n, K] of whole tiles and packs their codes.
 
     Args:
-        place: whose words are written, of a kind from `kind_for`.
+        place: the matrix whose words are written, of a kind from `kind_for`.
         tile: number of the first tile.
-        rows: any float dtype.
+        rows: any float dtype; rows of a gated matrix have the gate's rows first.
 
     Returns:
         The scales of the rows, fp32 [n, groups].
@@ -68,13 +69,13 @@ def pack_rounded(place: PackedCodes, tile: int, rows: Tensor) -> Tensor:
 
 
 def _rounded(groups: Tensor, form: CodeFormat) -> tuple[Tensor, Tensor]:
-    """Codes [n, K] and scales [n, G] of values [n, G, K / G]."""
-    largest = groups.abs().amax(-1) * (1 / LARGEST[form])  # torch divides by a number otherwise on a GPU
+    """Rounds values [n, G, K / G]: codes [n, K] and scales [n, G]."""
+    largest = groups.abs().amax(-1) * (1 / LARGEST[form])  # torch divides by a number with other bits on a GPU
     best = torch.full_like(largest, torch.inf)
     chosen = largest
     for factor in SHRINK:
         scales = _short(largest * factor)
-        quotient = groups * scales.reciprocal()[..., None]  # as near as is wanted here, and one instruction
+        quotient = groups * scales.reciprocal()[..., None]  # one instruction, and accurate enough here
         squares = _nearest(quotient, form).sub_(quotient).square_().mul_(STEPS[form]).round_()
         share = scales / largest.clamp(min=LEAST)
         error = squares.sum(-1, dtype=torch.float64).float() * (share * share)
@@ -85,12 +86,12 @@ def _rounded(groups: Tensor, form: CodeFormat) -> tuple[Tensor, Tensor]:
 
 
 def _short(scales: Tensor) -> Tensor:
-    """Scales of 8 bits of mantissa, as checkpoints store them; never 0, which would divide."""
+    """Rounds scales to 8 bits of mantissa, as in checkpoints. They are never 0, because values are divided by them."""
     return scales.bfloat16().float().clamp(min=LEAST)
 
 
 def _nearest(quotient: Tensor, form: CodeFormat) -> Tensor:
-    """Values of the codes nearest to quotients, as fp32 that nothing else holds."""
+    """Values of the codes nearest to quotients: a new fp32 tensor."""
     if form == "fp8":
         return quotient.clamp(-448.0, 448.0).to(torch.float8_e4m3fn).float()
     low, high = (-127, 127) if form == "int8" else (-8, 7)

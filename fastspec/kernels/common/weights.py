@@ -1,6 +1,6 @@
-"""`Weight`: a matrix [N, K] of a model, in the format that the matrix products read.
+"""`Weight`: a matrix [N, K] of a model, in the format of the matrix products.
 
-Ops are given a `Weight` and choose a kernel by its `format`. Nothing else looks at how the values lie in memory.
+Ops get a `Weight` and choose a kernel by its `format`. No other code depends on the layout of its values.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ class Weight:
     Attributes:
         data: the stored values. "rows": [N, K]. "packed": contiguous [N/16, K/32, 16, 32], see `packing`. "codes": the
             words of `codes`.
-        format: how `data` holds them.
-        gated: rows are interleaved, 8 of the gate and then the 8 of up that belong to them. Only packed weights are;
-            of a gated product's "rows" the gate's N/2 rows come first.
-        codes: of a quantised weight, its codes and scales, see `code_packing`.
-        activations: of a quantised weight, the dtype of what it multiplies and of its values in `unpack`.
-        whole: (N, K) of the matrix that this one is a rank's part of; None: it is no part of one.
-        tree: where kernels can, the sum over K is one binary tree over consecutive parts of K, of which a rank that has
-            a part of K holds a subtree: so its bits do not depend on how many ranks there are.
+        format: layout of `data`.
+        gated: rows are interleaved, 8 of the gate and then the matching 8 of up. Only packed weights and codes are. A
+            gated weight as "rows" has the gate's N/2 rows first.
+        codes: codes and scales of a quantised weight, see `code_packing`.
+        activations: of a quantised weight, the dtype of its operand x and of its values in `unpack`.
+        whole: (N, K) of the matrix of which this one is a rank's part; None: it is a whole matrix.
+        tree: kernels that can do so sum over K as one binary tree over consecutive parts of K. A rank's part of K is a
+            subtree, so the bits do not depend on the number of ranks.
 
     Raises:
         ValueError: `data` does not have the shape of its format.
@@ -60,7 +60,7 @@ class Weight:
 
     @classmethod
     def pack(cls, rows: Tensor, gated: bool = False) -> Weight:
-        """A packed copy of [N, K]; arguments and errors as those of `packing.pack`."""
+        """Packs a copy of [N, K]; arguments and errors of `packing.pack`."""
         return cls(packing.pack(rows, gated), "packed", gated)
 
     @classmethod
@@ -73,9 +73,15 @@ class Weight:
         device: torch.device,
         **sums: Any,
     ) -> Weight:
-        """Room for a weight of shape (N, K), for `fill` to write; gated rows count only where they are packed.
+        """Allocates a weight of shape (N, K), which `fill` writes. `gated` has no effect unless it is packed.
 
-        `sums`: `whole` and `tree`.
+        Args:
+            shape: (N, K).
+            form: layout of the values.
+            gated: rows are interleaved.
+            dtype: of the values.
+            device: of the values.
+            **sums: `whole` and `tree`.
         """
         packed = form == "packed"
         data = torch.empty(packing.packed_shape(shape) if packed else shape, dtype=dtype, device=device)
@@ -85,19 +91,23 @@ class Weight:
     def empty_codes(
         cls, shape: tuple[int, int], kind: CodesKind, gated: bool, dtype: torch.dtype, device: torch.device
     ) -> Weight:
-        """Room for a quantised weight of shape (N, K), for `fill_codes` to write.
+        """Allocates a quantised weight of shape (N, K), which `fill_codes` writes.
 
         Args:
-            dtype: of the activations it multiplies, and of `unpack` and `embed`.
+            shape: (N, K).
+            kind: format and blocks of the codes.
+            gated: rows are interleaved.
+            dtype: of the operand x, and of `unpack` and `embed`.
+            device: of the codes.
 
         Raises:
-            ValueError: the kind has no packed form at this shape: `Ops.keeps_codes` says so.
+            ValueError: the kind has no packed form at this shape; `Ops.keeps_codes` returns False.
         """
         codes = PackedCodes.empty(shape, kind, gated, device)
         return cls(codes.words, "codes", gated, codes, dtype)
 
     def fill_codes(self, codes: Codes) -> None:
-        """Packs quantised values [N, K], of a gated weight the gate's rows first, on their device.
+        """Packs quantised values [N, K], on their device. A gated weight has the gate's rows first.
 
         Raises:
             ValueError: this weight is not quantised, or `codes` do not fit it; see `PackedCodes.fill`.
@@ -111,7 +121,11 @@ class Weight:
         packing.pack_into(self.data[tile : tile + rows.shape[0] // 16], rows, self.gated)
 
     def fill(self, rows: Tensor) -> None:
-        """Writes the values of rows [N, K], of a gated weight the gate's first, in this weight's format."""
+        """Writes rows [N, K] in this weight's format. A gated weight has the gate's rows first.
+
+        Raises:
+            ValueError: this weight is quantised.
+        """
         if self.codes is not None:
             raise ValueError("a quantised weight is written by `fill_codes`")
         if self.format == "packed":
@@ -121,7 +135,7 @@ class Weight:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """(N, K), whatever the format."""
+        """(N, K), for every format."""
         if self.codes is not None:
             return self.codes.shape
         if self.format == "packed":
@@ -130,7 +144,7 @@ class Weight:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype of the values, as `unpack` returns them."""
+        """Dtype of the values that `unpack` returns."""
         return self.data.dtype if self.activations is None else self.activations
 
     @property
@@ -150,13 +164,13 @@ class Weight:
         return packing.unpack(self.data, self.gated) if self.format == "packed" else self.data
 
     def embed(self, ids: Tensor) -> Tensor:
-        """Rows [..., K] at int64 ids [...] in 0..N-1; of a gated weight, in the order in which they are stored."""
+        """Rows [..., K] at int64 ids [...] in 0..N-1. Rows of a gated weight are in the order of storage."""
         if self.codes is not None:
             return self.codes.rows(ids, self.dtype)
         return packing.embed_rows(self.data, ids) if self.format == "packed" else self.data[ids]
 
     def words(self, *shape: int) -> Tensor:
-        """A packed weight of 16-bit values as int32 words of two values each, viewed as `shape` if that is given."""
+        """Views a packed weight of 16-bit values as int32 words of two values each, in `shape` if given."""
         words = self.data.view(torch.int32)
         return words.view(shape) if shape else words
 

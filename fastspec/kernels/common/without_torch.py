@@ -1,4 +1,4 @@
-"""Kernels imported without torch. What compiles them needs Triton alone, and torch takes longer to import than both."""
+"""Import of kernels without torch. Compilation needs only these and Triton. Torch takes longer to import."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from types import ModuleType
 
 
 class _Name(type):
-    """A class that stands for something in torch, in annotations and as a key; it cannot be called."""
+    """A stand-in for a name of torch, in annotations and as a key. It cannot be called."""
 
     def __getattr__(cls, name: str) -> _Name:
         return _named(f"{cls.__qualname__}.{name}", name)
 
 
 class _Absent(MetaPathFinder, Loader):
-    """Finds a module, which has any name that is looked up in it, for torch and everything in it."""
+    """Finder of stand-ins for torch and its modules. Such a module has every name that is looked up in it."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -34,10 +34,9 @@ class _Absent(MetaPathFinder, Loader):
 
 
 def leave_out_torch() -> None:
-    """Has this process import stand-ins for torch from now on, unless it has torch.
+    """Has this process import stand-ins for torch from now on, unless it has imported torch.
 
-    Modules with kernels may name what is in torch when they are imported; what calls it then, or takes a number from
-    it, fails.
+    Modules with kernels may name things of torch at import. Calling one of them, or using it as a number, fails.
     """
     if "torch" not in sys.modules:
         sys.meta_path.insert(0, _Absent())

@@ -50,8 +50,7 @@ class CodesTile:
     depth: int
 
 
-# by element size of the weights: the first tile that holds an expert's likely pairs, else the last. A row's bits do
-# not depend on the tile. fp32 has one tile, because there they would
+# by element size of the weights; see `tile_of`. A row's bits do not depend on the tile, except in fp32, which has one
 LAUNCH = {
     2: (ExpertTile(8, 16, 1, 6), ExpertTile(16, 16, 1, 5), ExpertTile(32, 32, 2, 4), ExpertTile(64, 32, 4, 3)),
     4: (ExpertTile(8, 16, 4, 3),),
@@ -60,9 +59,8 @@ CODES_LAUNCH = (CodesTile(8, 16, 1), CodesTile(16, 16, 1), CodesTile(32, 16, 1),
 BLOCK_K = {2: 128, 4: 64}  # by element size of the weights. It sets the order of sums, so it is the same for all rows
 SPLIT_K = 4  # for mxfp4, one warp for each split of K. It sets the order of sums
 SUM_BLOCK = 512
-# up to so many bytes of a weight row, a program of the second product of a single row loads all its weights before the
-# wait: a warp has no registers for more. With several rows, more programs exist than run at once, and later ones do not
-# wait
+# most bytes of a weight row for which the second product of a single row loads all weights before the wait: a warp has
+# no registers for more. Several rows have more programs than run at once, and later programs do not wait
 AHEAD_BYTES = 1536
 
 
@@ -166,7 +164,7 @@ def _add_up(
 
 
 def tile_of(stack: ExpertStack, ids: Tensor) -> ExpertTile | CodesTile:
-    """Chooses the smallest tile with room for twice an expert's average number of pairs; if there is none, the largest."""
+    """Chooses the smallest tile with room for twice an expert's average number of pairs, or else the largest."""
     likely = min(len(ids), 2 * triton.cdiv(ids.numel(), stack.shape[0]))
     tiles: tuple[ExpertTile | CodesTile, ...] = LAUNCH[stack.dtype.itemsize] if stack.scales is None else CODES_LAUNCH
     return next((tile for tile in tiles if likely <= tile.rows), tiles[-1])

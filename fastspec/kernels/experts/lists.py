@@ -21,7 +21,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from fastspec.kernels.common.launch import launch, new_ids
 
-FEW_ROWS = 64  # up to so many rows, one program makes the lists
+FEW_ROWS = 64  # one program makes the lists for at most so many rows
 PART = 64  # pairs compared at a time
 
 
@@ -70,13 +70,13 @@ def _few(
     ids = tl.load(ids_ptr + p, mask=there, other=E)
     same, earlier = ids[None, :] == ids[:, None], p[None, :] < p[:, None]
     ahead = (ids[None, :] < ids[:, None]) | (same & earlier)
-    # three counts of up to PART in one sum: pairs sorted before, those of them with the same expert, all with the same
+    # three counts of up to PART in one sum: pairs sorted before this one, those with its expert, all with its expert
     packed = ahead.to(tl.int32) + ((same & earlier).to(tl.int32) << 8) + (same.to(tl.int32) << 16)
     sums = tl.sum(packed, axis=1)
     rank, within = sums & 0xFF, (sums >> 8) & 0xFF
     left = (sums >> 16) - within
     tl.store(order_ptr + rank, p, mask=there)
-    # a tile begins at every EACH-th pair of an expert; its number is how many tiles begin before it
+    # a tile begins at every EACH-th pair of an expert; its number is the count of tiles that begin before it
     begins = there & (within % EACH == 0)
     number = tl.sum((ahead & begins[None, :]).to(tl.int32), axis=1)
     at = tiles_ptr + number * 3

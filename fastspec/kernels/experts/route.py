@@ -26,7 +26,7 @@ from fastspec.shapes import RoutingRule
 
 MAX_EXPERTS = 4096  # most logits of one program
 SCORES = {"softmax": 0, "sigmoid": 1, "logits": 2}
-ONE_WARP = 2048  # up to so many experts, or elements of a norm, a program is one warp: no sum needs a barrier
+ONE_WARP = 2048  # a program for at most so many experts, or elements of a norm, is one warp: no sum needs a barrier
 LEAST = tl.constexpr(-(2**31))  # a key below those of all scores
 
 

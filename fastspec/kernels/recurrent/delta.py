@@ -38,8 +38,8 @@ from fastspec.kernels.recurrent.parts import (
 from fastspec.shapes import DeltaRule
 
 STEP_TILE, WARPS = 2048, 1  # elements of the state per program, and its warps
-FEW_ROWS, FEW_TILE = 2, 1024  # up to FEW_ROWS rows a program has fewer elements: all programs still run at once
-AHEAD = tl.constexpr(2)  # up to so many tokens, registers suffice to load older inputs before the wait
+FEW_ROWS, FEW_TILE = 2, 1024  # with at most FEW_ROWS rows a program has fewer elements: all programs still run at once
+AHEAD = tl.constexpr(2)  # most tokens for which registers suffice to load older inputs before the wait
 _LEAST = (
     256  # least elements of keys [TOKENS, KEYS]: a lane then loads 16 bytes of a key, the most it can, in any dtype
 )

@@ -116,7 +116,7 @@ def paged_attention(
         total = total * scale + weights.sum(-1, keepdim=True)
         out = out * scale + torch.matmul(weights, v[:, None])
         top = new_top
-    if sinks is not None:  # once, after the last block: where it is added does not depend on the number of blocks
+    if sinks is not None:  # once, after the last block, so the order does not depend on the number of blocks
         sink = sinks.float().view(kv_heads, group, 1).expand(-1, -1, tile).reshape(kv_heads, group * tile, 1)
         total = total + torch.exp(sink - top)
     out = out / total if scales.v == 1.0 else out / total * scales.v

@@ -48,7 +48,7 @@ def route(logits: Tensor, rule: RoutingRule, correction: Tensor | None = None) -
     if rule.scores == "logits":
         factors = torch.softmax(factors, dim=-1)
     if rule.normed:
-        factors = factors / factors.cumsum(-1)[:, -1:]  # in their order, whatever the number of rows
+        factors = factors / factors.cumsum(-1)[:, -1:]  # cumsum adds in the order of choice, for any number of rows
     return ids.int(), factors * rule.scale
 
 

@@ -28,7 +28,7 @@ class Layer(Protocol):
 
 
 # (partial, bias [N] or None, residual [..., N]) -> residual + (sum over devices of partial [+ bias]), rounded once.
-# partial is fp32 of residual's shape, or has an axis more in front, whose sum, added as a binary tree, is a device's
+# partial is fp32 of residual's shape. It may have one more axis in front, of parts that are added as a binary tree
 Reduce = Callable[[Tensor, Tensor | None, Tensor], Tensor]
 
 

@@ -86,7 +86,7 @@ def gelu_tanh(x: Tensor) -> Tensor:
     """gelu by its tanh formula."""
     if x.is_cuda:
         return F.gelu(x, approximate="tanh")
-    # not F.gelu: a CPU rounds an element otherwise at the tensor's end than before, so by how many rows are beside it
+    # not F.gelu: on a CPU it rounds the last elements of a tensor in another way, so bits would depend on other rows
     wide = x.float()
     inner = math.sqrt(2 / math.pi) * (wide + 0.044715 * (wide * wide * wide))
     return (0.5 * wide * (1 + torch.tanh(inner))).to(x.dtype)
@@ -159,8 +159,9 @@ def argmax(
 def keys_of(logits: Tensor, limit: int) -> Tensor:
     """Computes a key int64 [R] of the largest of the first `limit` logits, to compare several parts of a vocabulary.
 
-    The upper 32 bits order fp32 logits [R, W] as integers. NaN is above all numbers, and both zeros are equal. The
-    lower 31 bits are 2^31 - 1 - id: of equal logits the lowest id has the largest key. The key is 0 if no id counts.
+    A key has 63 bits. The upper 32 order fp32 logits [R, W] as integers. NaN is above all numbers, and both
+    zeros are equal. The lower 31 are 2^31 - 1 - id: of equal logits the lowest id has the largest key. The key is 0 if
+    no id counts.
     """
     if limit < 1:
         return torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
@@ -236,7 +237,7 @@ def _product_fp32(rows: Tensor, weight: Tensor) -> Tensor:
         return F.linear(rows, weight)
     if weight.is_cuda:
         return torch.mm(rows, weight.t(), out_dtype=torch.float32)
-    # the CPU has no mixed-output product: widen the weights by slices, so that no fp32 copy of all of them exists
+    # the CPU has no product of 16 bits with fp32 output. Weights are widened in slices: a whole copy would be large
     return torch.cat([F.linear(rows.float(), part.float()) for part in weight.split(8192)], dim=-1)
 
 
@@ -261,7 +262,7 @@ def tile_linear(
 
 
 def tile_argmax(x: Tensor, weight: Tensor, limit: int, *, norm: tuple[Tensor, float] | None = None) -> Tensor:
-    """Id of the largest of each row's first `limit` fp32 logits, int64 [R]. Of equal ones the lowest id; NaN is largest."""
+    """Id of the largest of each row's first `limit` fp32 logits, int64 [R]. Ties: the lowest id. NaN is largest."""
     return linear(x, Weight(weight), norm=norm, out_dtype=torch.float32)[:, :limit].argmax(dim=-1)
 
 
@@ -304,5 +305,5 @@ def packed_linear(
 
 
 def packed_argmax(x: Tensor, weight: Weight, limit: int, *, norm: tuple[Tensor, float] | None = None) -> Tensor:
-    """Id of the largest of each row's first `limit` logits of a packed head, int64 [R]. Ties and NaN: as `tile_argmax`."""
+    """Computes `tile_argmax` with a packed head."""
     return packed_linear(x, weight, norm=norm, out_dtype=torch.float32)[:, :limit].argmax(dim=-1)

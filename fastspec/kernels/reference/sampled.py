@@ -66,9 +66,9 @@ def sampled_commit(
     places = rows.lengths[:, None] + torch.arange(k + 1, device=logits.device)
     judged = processors.process(logits, rows.processors, rows.lengths, drafts)
     invalid = processors.invalid(judged)
-    # a draft that comes behind a place without a distribution cannot be judged, and does not count
+    # drafts after a place without a distribution cannot be judged, so they do not count
     counts = torch.minimum(counts, processors.first_invalid(invalid))
-    # by a place without a distribution nothing is accepted; a greedy row's pick stays what it is
+    # a place without a distribution accepts nothing; greedy rows keep their pick
     undefined = invalid & (rows.sampler.temperature > 0)[:, None]
     p = distribution.compute_probs(judged, rows.sampler).masked_fill(undefined[:, :, None], torch.nan)
     if rule == COUPLED:
@@ -109,4 +109,4 @@ def sampled_draw(
     if keep_draft_probs:
         known = probs.shape[1]
         rows.draft_probs[:, j, :known] = probs
-        rows.draft_probs[:, j, known:] = 0.0  # a deterministic draft may have been such an id
+        rows.draft_probs[:, j, known:] = 0.0  # an earlier deterministic draft may have written there
