@@ -91,7 +91,7 @@ def test_only_prompts_of_more_than_64_rows_are_dequantised(monkeypatch: pytest.M
 
 
 def test_which_kinds_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    device, shape = torch.device("cpu"), (256, 512)
+    device, shape = torch.device("cuda"), (256, 512)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     assert all(TRITON_OPS.keeps_codes(shape, kind_of(name, 512), torch.bfloat16, device) for name in KINDS)
     assert not TRITON_OPS.keeps_codes(shape, kind_of("fp8", 512), torch.float16, device)
