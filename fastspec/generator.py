@@ -39,7 +39,7 @@ from fastspec.grammar.library import Grammars
 from fastspec.inputs.call import CallArguments, ModelLimits, check_streamer, one_prompt, read_call
 from fastspec.inputs.table import GenerateOptions
 from fastspec.models.checkpoints.resolve import load_tokenizer
-from fastspec.models.vocab import shared_vocab
+from fastspec.models.vocab import SharedVocab, shared_vocab
 from fastspec.output import GenerateOutput, Stats
 from fastspec.proposers.interface import Proposer
 from fastspec.sampling.rules import BLOCK, Verification, announce_synthetic, synthetic_name
@@ -111,7 +111,8 @@ class FastSpecGenerator(OfOneProcess):
 
     Raises:
         UnsupportedModel, CheckpointError: loading failed; nothing is kept.
-        ValueError: a size out of range, a draft with another tokenizer, or an object that is not a Proposer.
+        ValueError: a size out of range, a draft that shares no token with the target, or an object that is no
+            Proposer.
         MemoryError: the plan does not fit; the message says which settings would fit.
     """
 
@@ -185,7 +186,7 @@ class FastSpecGenerator(OfOneProcess):
             auto, layout = self._settings.auto, self._settings.layout
             self._drafting = DraftPlan(auto, layout.max_drafts, self._settings.verification)
             self.num_speculative_tokens = self._drafting.default
-            self._shared_vocab = shared_vocab(self._target, self._draft) if self._draft else 0
+            self._shared_vocab = shared_vocab(self._target, self._draft) if self._draft else SharedVocab(0)
             self._tokenizer: PreTrainedTokenizerBase | None = None
             self._grammars = Grammars(self.vocab_size)
             engine, weights = build(

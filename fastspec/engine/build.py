@@ -47,9 +47,10 @@ from fastspec.models.hosted.model import HostedModel
 from fastspec.models.interface import CausalModel, Pending, is_recurrent, states_of
 from fastspec.models.layer_table import DecoderWeights
 from fastspec.models.parallel import ParallelDecoder
+from fastspec.models.vocab import SharedVocab
 from fastspec.proposers.choose import choose
 from fastspec.proposers.combined import ContinuesDrafts
-from fastspec.proposers.draft_model import DraftModel
+from fastspec.proposers.draft_model import DraftModel, VocabMap
 from fastspec.proposers.heads import build_head
 from fastspec.proposers.interface import (
     Proposer,
@@ -73,7 +74,7 @@ def build(
     target: Checkpoint,
     draft: Checkpoint | HeadCheckpoint | None,
     *,
-    shared_vocab: int,
+    shared_vocab: SharedVocab,
     ranks: Ranks | None = None,
 ) -> tuple[Engine, list[Pending]]:
     """Makes the engine of a generator, and the weights that must be filled before anything is run.
@@ -81,7 +82,7 @@ def build(
     Args:
         settings: completed arguments of the generator.
         target, draft: where the weights come from.
-        shared_vocab: ids below this mean the same to draft and target.
+        shared_vocab: token ids that draft and target share.
         ranks: that share the models; None: this process is alone.
 
     Raises:
@@ -245,7 +246,7 @@ class _Models:
         return made
 
     def drafter(
-        self, draft: Checkpoint | HeadCheckpoint | None, scoring: CausalModel, shared_vocab: int
+        self, draft: Checkpoint | HeadCheckpoint | None, scoring: CausalModel, shared_vocab: SharedVocab
     ) -> ContinuesDrafts | None:
         """Makes the proposer of a draft model or a head; None without one."""
         if draft is None:
@@ -253,7 +254,9 @@ class _Models:
         layout = self._settings.layout
         if not isinstance(draft, HeadCheckpoint):
             model = self.model(draft, layout.draft_dtype)
-            return DraftModel(model, self._ops, shared_vocab, draft.spec.max_length, self._mark, self._work)
+            vocab_map = _vocab_map(shared_vocab, self._settings.device)
+            size, length = shared_vocab.size, draft.spec.max_length
+            return DraftModel(model, self._ops, size, length, self._mark, self._work, vocab_map)
         assert isinstance(scoring, Decoder), "checked with the head"
         made, weights = build_head(
             draft,
@@ -318,6 +321,13 @@ class _Models:
         states = StateCache.allocate(spec.deltas, *rows, **where, kept=kept) if spec.deltas else None
         scales = scales_of_layers(found or {}, spec.attending) if of_pages == FP8 else ()
         return PagedKVCache.allocate(*sizes, **{**where, "dtype": of_pages}, states=states, scales=scales)
+
+
+def _vocab_map(shared: SharedVocab, device: torch.device) -> VocabMap | None:
+    """The tables of a draft with another tokenizer, on `device`; None: it has the target's."""
+    if shared.target_ids is None or shared.shown is None:
+        return None
+    return VocabMap.of(shared.target_ids.to(device), shared.size, shared.shown.to(device))
 
 
 def _prefix_cache(

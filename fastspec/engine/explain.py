@@ -15,6 +15,7 @@ from fastspec.models.hosted.model import HostedModel
 from fastspec.models.interface import ModelSource
 from fastspec.models.pairs import suggestion
 from fastspec.models.parallel import ParallelDecoder
+from fastspec.models.vocab import SharedVocab
 from fastspec.output import Stats
 from fastspec.sampling.rules import BLOCK, COUPLED, SyntheticAcceptance
 from fastspec.scheduling.draft_length import DraftPlan
@@ -35,7 +36,7 @@ def explain(
     engine: Engine,
     target: ModelSource,
     draft: ModelSource | None,
-    shared_vocab: int,
+    shared_vocab: SharedVocab,
     drafting: DraftPlan,
 ) -> str:
     """One fact a line: device, models, drafting, cache, kernels, graphs, memory."""
@@ -153,15 +154,15 @@ def _model(checkpoint: ModelSource, dtype: str) -> str:
 
 
 def _drafting(
-    settings: Settings, engine: Engine, target: ModelSource, draft: ModelSource | None, shared_vocab: int
+    settings: Settings, engine: Engine, target: ModelSource, draft: ModelSource | None, shared_vocab: SharedVocab
 ) -> str:
     if not settings.layout.max_drafts:
         return "off"
     text = f"up to {settings.layout.max_drafts} tokens a step, by {engine.modules.proposer}"
     if draft is None:
         return text
-    if shared_vocab < target.spec.vocab_size:
-        text += f"; only the {shared_vocab} ids that both models know are drafted, of {target.spec.vocab_size}"
+    if shared_vocab.count < target.spec.vocab_size:
+        text += f"; only the {shared_vocab.count} ids that both models know are drafted, of {target.spec.vocab_size}"
     if draft.spec.max_length < settings.max_length:
         text += f"; rows beyond the draft's context of {draft.spec.max_length} tokens go on without drafts"
     return text

@@ -81,7 +81,7 @@ class Found:
         """A few lines for people."""
         head = f"{self.model}: {self.group.name} ({self.by})"
         if not self.drafts:
-            return f"{head}; the table has no draft small enough for it"
+            return f"{head}; the table has no draft small enough for it. A small model of another family can draft too"
         return "\n".join([head, *(f"  fastspec chat {self.model} --draft {draft}" for draft in self.drafts)])
 
 
@@ -132,22 +132,6 @@ def public_name(model: str) -> str:
     """The public name of a model: a directory's name, or its Hub id."""
     directory = Path(os.path.expanduser(model))
     return directory.resolve().name if directory.exists() else model
-
-
-def refuse_strangers(target: str, draft: str) -> None:
-    """Refuses two Hub ids that have different tokenizers by the table, before either is downloaded.
-
-    Raises:
-        ValueError: names the drafts that fit.
-    """
-    if any(os.path.exists(os.path.expanduser(name)) for name in (target, draft)):
-        return
-    one, other = _by_name(target, exact=True), _by_name(draft, exact=True)
-    if one is not None and other is not None and one[0].tokenizer != other[0].tokenizer:
-        raise ValueError(
-            f"{draft} ({other[0].name}) has another tokenizer than the target {target} ({one[0].name}), so its tokens "
-            f"mean other texts{suggestion(target) or '; choose a draft of the family of the target'}"
-        )
 
 
 def _by_name(model: str, *, exact: bool = False) -> tuple[TokenizerGroup, float | None] | None:

@@ -1,4 +1,4 @@
-"""Token ids that two models share: the same id must mean the same text in both, or a draft means nothing."""
+"""Token ids that two models share: by the same number, or, with two tokenizers, by the bytes that a token writes."""
 
 from __future__ import annotations
 
@@ -6,13 +6,18 @@ import filecmp
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from torch import Tensor
 
 from fastspec.models.checkpoints.resolve import TOKENIZER_CONFIG, load_tokenizer
 from fastspec.models.checkpoints.safetensors_files import read_json
 from fastspec.models.heads.checkpoint import HeadCheckpoint
 from fastspec.models.pairs import suggestion
 from fastspec.models.remote_code import refuse_remote_code
+from fastspec.text.token_bytes import BYTE_TOKEN, special_tokens, token_bytes
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -34,57 +39,136 @@ MAX_PADDING: Final = 1024
 """Largest difference of embedding rows that padding explains, when there are no tokenizers to compare."""
 
 
+@dataclass(frozen=True, slots=True)
+class SharedVocab:
+    """Token ids that target and draft share.
+
+    Attributes:
+        size: target ids below this may be drafted. With `target_ids` it is the target's vocabulary.
+        target_ids: int64 [draft's embedding rows] on the CPU, the target id of each draft id; -1 for an id that is
+            never drafted. None: draft ids are target ids.
+        shown: int64 [target's embedding rows] on the CPU, the draft id that stands for each target id in the draft's
+            input; with `target_ids` alone.
+    """
+
+    size: int
+    target_ids: Tensor | None = None
+    shown: Tensor | None = None
+
+    @property
+    def count(self) -> int:
+        """Target ids that may be drafted."""
+        return self.size if self.target_ids is None else int((self.target_ids >= 0).sum())
+
+
 def shared_vocab(
     target: Checkpoint,
     draft: Checkpoint | HeadCheckpoint,
     *,
     target_tokenizer: PreTrainedTokenizerBase | None = None,
     draft_tokenizer: PreTrainedTokenizerBase | None = None,
-) -> int:
-    """Number of leading token ids that mean the same in both models.
+) -> SharedVocab:
+    """Finds the token ids that target and draft share.
 
-    Embeddings may be padded to different sizes, and either tokenizer may lack ids that the other has; an id
-    that both define must have one text.
+    Embeddings may be padded to different sizes, and either tokenizer may lack ids that the other has. If an id has
+    different texts in the two tokenizers, tokens are matched by their bytes (token-level intersection,
+    arXiv 2502.05202), with a warning.
 
     Args:
         target, draft: resolved checkpoints.
         target_tokenizer, draft_tokenizer: their tokenizers, if loaded already; else those beside the weights.
 
     Returns:
-        n such that ids 0..n-1 may be drafted: the smaller embedding's rows, or the highest id that both
-        tokenizers define, plus one, if that is less.
+        With one tokenizer, `size` is the smaller embedding's rows, or the highest id that both tokenizers define, plus
+        one, if that is less. With two tokenizers, the maps between their ids.
 
     Raises:
-        ValueError: the tokenizers differ in an id, or share none; or, without tokenizers, the embeddings
-            differ by more than padding. The message names the first id that differs and both texts, and drafts
-            that fit where the table of pairs knows some.
+        ValueError: the tokenizers share no token; or, without tokenizers, the embeddings differ by more than padding.
+            The message names drafts that fit where the table of pairs knows some.
     """
     if isinstance(draft, HeadCheckpoint):
-        return target.spec.vocab_size  # a head drafts the target's ids
+        return SharedVocab(target.spec.vocab_size)  # a head drafts the target's ids
     rows = min(target.spec.vocab_size, draft.spec.vocab_size)
     if _same_source(target, draft):
-        return rows
-    captured_shape = target_tokenizer is not None or draft_tokenizer is not None
-    if ids := [] if captured_shape else [each for each in _ids_of_equal_files(target, draft) if each < rows]:
-        return max(ids) + 1
+        return SharedVocab(rows)
+    given = target_tokenizer is not None or draft_tokenizer is not None
+    if ids := [] if given else [each for each in _ids_of_equal_files(target, draft) if each < rows]:
+        return SharedVocab(max(ids) + 1)
     target_tokenizer = target_tokenizer or load_tokenizer(target)
     draft_tokenizer = draft_tokenizer or load_tokenizer(draft)
     if target_tokenizer is None or draft_tokenizer is None:
-        return _compare_sizes(target, draft)
+        return SharedVocab(_compare_sizes(target, draft))
     p_texts, q_texts = _texts(target_tokenizer, rows), _texts(draft_tokenizer, rows)
     common = sorted(p_texts.keys() & q_texts.keys())
-    if not common:
+    differs = next((token for token in common if p_texts[token] != q_texts[token]), None)
+    if common and differs is None:
+        return SharedVocab(min(rows, common[-1] + 1))
+    found = _matched(target, draft, target_tokenizer, draft_tokenizer)
+    reason = f"they share no token id below {rows}"
+    if differs is not None:
+        reason = f"token id {differs} is {p_texts[differs]!r} in the target but {q_texts[differs]!r} in the draft"
+    if not found.count:
         raise ValueError(
-            f"the tokenizers of {target.name} and {draft.name} share no token id below {rows}; choose a draft with "
-            f"the target's tokenizer{suggestion(target.name)}"
+            f"the tokenizers of the target {target.name} and the draft {draft.name} have no token in common "
+            f"({reason}); choose a draft with the target's tokenizer{suggestion(target.name)}"
         )
-    for token in common:
-        if p_texts[token] != q_texts[token]:
-            raise ValueError(
-                f"token id {token} is {p_texts[token]!r} in the target {target.name} but {q_texts[token]!r} in the "
-                f"draft {draft.name}; choose a draft with the target's tokenizer{suggestion(target.name)}"
-            )
-    return min(rows, common[-1] + 1)
+    warnings.warn(
+        f"the target {target.name} and the draft {draft.name} have different tokenizers ({reason}). Only the "
+        f"{found.count} tokens that both have are drafted, of {target.spec.vocab_size} in the target. The text is the "
+        f"same; a draft with the target's tokenizer has more drafts accepted{suggestion(target.name)}",
+        stacklevel=4,
+    )
+    return found
+
+
+def _matched(
+    target: Checkpoint,
+    draft: Checkpoint,
+    target_tokenizer: PreTrainedTokenizerBase,
+    draft_tokenizer: PreTrainedTokenizerBase,
+) -> SharedVocab:
+    """Matches the tokens of two tokenizers by their bytes, and special tokens by their text or as the end of a text."""
+    p_rows, q_rows = target.spec.vocab_size, draft.spec.vocab_size
+    p_bytes = {token: text for token, text in token_bytes(target_tokenizer).items() if token < p_rows}
+    q_bytes = {token: text for token, text in token_bytes(draft_tokenizer).items() if token < q_rows}
+    p_ids, q_ids = _by_bytes(p_bytes, target_tokenizer), _by_bytes(q_bytes, draft_tokenizer)
+    target_ids = torch.full((q_rows,), -1, dtype=torch.int64, device="cpu")
+    shown = torch.zeros(p_rows, dtype=torch.int64, device="cpu")
+    for token, text in p_bytes.items():
+        shown[token] = _last_token(text, q_ids)
+    specials = _special_pairs(target_tokenizer, draft_tokenizer)
+    ordinary = [(p_ids[text], token) for text, token in q_ids.items() if text in p_ids]
+    for of_target, of_draft in [*ordinary, *((p, q) for p, q in specials if p < p_rows and q < q_rows)]:
+        target_ids[of_draft], shown[of_target] = of_target, of_draft
+    return SharedVocab(p_rows, target_ids, shown)
+
+
+def _by_bytes(texts: Mapping[int, bytes], tokenizer: PreTrainedTokenizerBase) -> dict[bytes, int]:
+    """Returns the token of each bytes. Of several the tokenizer's own choice is the one that is no byte token."""
+    names = dict(zip(texts, tokenizer.convert_ids_to_tokens(list(texts)), strict=True))
+    found: dict[bytes, int] = {}
+    for token in sorted(texts, key=lambda each: (BYTE_TOKEN.fullmatch(names[each]) is not None, each)):
+        if texts[token]:
+            found.setdefault(texts[token], token)
+    return found
+
+
+def _last_token(text: bytes, ids: Mapping[bytes, int]) -> int:
+    """Returns the longest token that `text` ends with; 0 if there is none."""
+    return next((ids[text[start:]] for start in range(len(text)) if text[start:] in ids), 0)
+
+
+def _special_pairs(
+    target_tokenizer: PreTrainedTokenizerBase, draft_tokenizer: PreTrainedTokenizerBase
+) -> list[tuple[int, int]]:
+    """Pairs (target id, draft id) of special tokens: those with one text, and else the ends of a text."""
+    p_special, q_special = special_tokens(target_tokenizer), special_tokens(draft_tokenizer)
+    pairs = [(token, q_special[text]) for text, token in p_special.items() if text in q_special]
+    p_end, q_end = target_tokenizer.eos_token_id, draft_tokenizer.eos_token_id
+    both_special = p_end in p_special.values() and q_end in q_special.values()
+    if both_special and all(p_end != p and q_end != q for p, q in pairs):
+        pairs.append((p_end, q_end))
+    return pairs
 
 
 def _same_source(target: Checkpoint, draft: Checkpoint) -> bool:
@@ -151,7 +235,7 @@ def _compare_sizes(target: Checkpoint, draft: Checkpoint) -> int:
         f"the tokenizers of {target.name} and {draft.name} are not both known: their ids are taken to mean the same "
         f"because their vocab_size is {p_size} and {q_size}; pass directories with tokenizer files to have them "
         "compared",
-        stacklevel=3,
+        stacklevel=5,
     )
     return min(p_size, q_size)
 

@@ -28,13 +28,12 @@ class DraftModel(ProposerBase):
     Args:
         model: the draft; its cache has the page geometry of the shared table.
         ops: implementations of what is not the model's.
-        shared_vocab: target ids below this may be drafted, and are shown to the draft; every other token is shown
-            to it as id 0. Without a map, ids below it mean the same to both models.
+        shared_vocab: target ids below this may be drafted, and are fed to the draft; every other token is fed to it as
+            id 0. With a map it is the target's vocabulary; without one, ids below it mean the same to both models.
         max_length: the draft's context in tokens; a row that has outgrown it goes on without drafts.
         mark: names a pass to a profiler while it is entered.
         work: from `ops.sampled_work`.
-        vocab_map: int64 [draft's vocabulary], the target id of each draft id, all different; -1 for a draft id that is
-            never drafted. None: the draft's ids are the target's.
+        vocab_map: between the draft's ids and the target's. None: they are the same.
     """
 
     in_pages = True
@@ -47,7 +46,7 @@ class DraftModel(ProposerBase):
         max_length: int,
         mark: Callable[[str], AbstractContextManager[object]] = nullcontext,
         work: Any = None,
-        vocab_map: Tensor | None = None,
+        vocab_map: VocabMap | None = None,
     ) -> None:
         self.model = model
         self.ops = ops
@@ -56,11 +55,11 @@ class DraftModel(ProposerBase):
         self._mark = mark
         self._work = work
         self._recurrent = is_recurrent(model)
-        self._map = None if vocab_map is None else VocabMap.of(vocab_map, shared_vocab)
+        self._map = vocab_map
 
     def __str__(self) -> str:
         """A short description, for messages and `explain()`."""
-        return "the draft model"
+        return "the draft model" if self._map is None else "the draft model, which has another tokenizer"
 
     def propose(
         self, state: DecodeState, shape: StepShape, draws: Draws, lookup: tuple[Tensor, Tensor] | None = None
@@ -120,10 +119,10 @@ class DraftModel(ProposerBase):
             self.model.argmax(hidden[:, 0], self.shared_vocab, shape.tiling, out=state.draft_tokens[:, j])
             return
         logits = self.model.logits(hidden, shape.tiling)
-        logits = logits[..., : self.shared_vocab] if self._map is None else self._map.in_target_ids(logits)
-        if shape.sampler == GREEDY:
-            state.draft_tokens[:, j].copy_(logits[:, 0].argmax(dim=-1))
+        if shape.sampler == GREEDY and self._map is not None:
+            state.draft_tokens[:, j].copy_(self._map.best(logits[:, 0]))
             return
+        logits = logits[..., : self.shared_vocab] if self._map is None else self._map.in_target_ids(logits)
         sample(self.ops, state, shape, draws, logits, j, self._work)
 
 
@@ -132,27 +131,39 @@ class VocabMap:
     """Two vocabularies, each in terms of the other.
 
     Attributes:
-        to_draft: int64 [target ids], the draft id that means the same; 0 where there is none.
+        to_draft: int64 [target ids], the draft id that is fed for each; 0 where there is none.
         places: int64 [draft ids], the target id that means the same; the number of target ids where there is none.
+        known: bool [draft ids], True where there is one.
     """
 
     to_draft: Tensor
     places: Tensor
+    known: Tensor
 
     @classmethod
-    def of(cls, target_ids: Tensor, target_vocab: int) -> VocabMap:
+    def of(cls, target_ids: Tensor, target_vocab: int, to_draft: Tensor | None = None) -> VocabMap:
         """Makes the map from the target id of each draft id; -1 where there is none.
+
+        Args:
+            target_ids: int64 [draft ids].
+            target_vocab: number of target ids.
+            to_draft: int64 [target ids], the draft id that is fed for each. None: the one that means the same, else 0.
 
         Raises:
             ValueError: two draft ids have one target id, or a target id is not below target_vocab.
         """
-        known = target_ids[target_ids >= 0]
-        if known.unique().numel() < known.numel() or bool((target_ids >= target_vocab).any()):
+        known = target_ids >= 0
+        if target_ids[known].unique().numel() < int(known.sum()) or bool((target_ids >= target_vocab).any()):
             raise ValueError(f"a vocabulary map must name different target ids below {target_vocab}, or -1 for none")
-        places = torch.where(target_ids < 0, target_vocab, target_ids)
-        to_draft = torch.zeros(target_vocab + 1, dtype=torch.int64, device=target_ids.device)
-        to_draft[places] = torch.arange(len(places), device=target_ids.device)
-        return cls(to_draft[:-1], places)
+        places = torch.where(known, target_ids, target_vocab)
+        if to_draft is None:
+            to_draft = torch.zeros(target_vocab, dtype=torch.int64, device=target_ids.device)
+            to_draft[target_ids[known]] = torch.arange(len(places), device=target_ids.device)[known]
+        return cls(to_draft, places, known)
+
+    def best(self, logits: Tensor) -> Tensor:
+        """Returns the target id of the largest logit [..., draft ids] among ids that the target has."""
+        return self.places[torch.where(self.known, logits, -torch.inf).argmax(dim=-1)]
 
     def in_target_ids(self, logits: Tensor) -> Tensor:
         """Converts logits [..., draft ids] to [..., target ids], -inf for ids that the draft lacks."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 
@@ -10,8 +9,9 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
+from fastspec.text.token_bytes import BYTE_TOKEN, byte_letters
+
 _REPLACEMENT = "\ufffd"
-_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _REACH = 4  # tokens that the window keeps where the last character may not be whole
 
 
@@ -23,17 +23,10 @@ def bytes_of(tokenizer: PreTrainedTokenizerBase, token: int) -> bytes | None:
         (`tokenizers`' ByteLevel, after GPT-2); None: the tokenizer writes its tokens otherwise.
     """
     name = str(tokenizer.convert_ids_to_tokens(token))
-    if found := _BYTE_TOKEN.fullmatch(name):
+    if found := BYTE_TOKEN.fullmatch(name):
         return bytes([int(found[1], 16)])
-    letters = _byte_letters()
+    letters = byte_letters()
     return bytes(letters[letter] for letter in name) if all(letter in letters for letter in name) else None
-
-
-def _byte_letters() -> dict[str, int]:
-    """The letter that byte-level BPE writes for each byte: itself if it is printable, else one from U+0100 on."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(0x100 + at): byte for at, byte in enumerate(others)}
 
 
 class TextStream:
@@ -151,7 +144,7 @@ class _ByteTokens:
 
     def value(self, token: int) -> int | None:
         """Byte of a byte token; None for another token."""
-        found = _BYTE_TOKEN.fullmatch(str(self._name_of(token)))
+        found = BYTE_TOKEN.fullmatch(str(self._name_of(token)))
         return int(found[1], 16) if found and self._replacement else None
 
     def push(self, token: int, value: int | None) -> list[int]:

@@ -16,6 +16,7 @@ from fastspec.engine.build import build
 from fastspec.engine.engine import Engine
 from fastspec.engine.settings import settings_of
 from fastspec.models.checkpoints.pair import resolve_pair
+from fastspec.models.vocab import SharedVocab
 from fastspec.sampling.rules import Verification
 
 LAYERS, HIDDEN, VOCAB, DRAFTED = 6, 64, 101, 40
@@ -208,7 +209,7 @@ def engine_with(
         progress=False,
     )
     settings = settings_of(found, drafting, config)
-    engine, pending = build(settings, found, drafting, shared_vocab=found.spec.vocab_size)
+    engine, pending = build(settings, found, drafting, shared_vocab=SharedVocab(found.spec.vocab_size))
     for weights in pending:
         weights.fill()
     return engine

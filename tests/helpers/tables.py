@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from fastspec.kernels.ops import TORCH_OPS
-from fastspec.proposers.draft_model import DraftModel
+from fastspec.proposers.draft_model import DraftModel, VocabMap
 from fastspec.sampling.distribution import DRAFT, TARGET
 from fastspec.shapes import ForwardBatch, StepShape, Tiling
 from fastspec.state import RUNNING, DecodeState
@@ -128,11 +128,17 @@ def table_state(
     return state
 
 
-def table_modules(target: Tensor, draft: Tensor | None, shared: int | None = None, context: int = 1000) -> StepModules:
+def table_modules(
+    target: Tensor,
+    draft: Tensor | None,
+    shared: int | None = None,
+    context: int = 1000,
+    vocab_map: VocabMap | None = None,
+) -> StepModules:
     """Parts of two tables of logits."""
     proposer = None
     if draft is not None:
-        proposer = DraftModel(TableModel(draft), TORCH_OPS, shared or draft.shape[-1], context)
+        proposer = DraftModel(TableModel(draft), TORCH_OPS, shared or target.shape[-1], context, vocab_map=vocab_map)
     return StepModules(TableModel(target), proposer)
 
 

@@ -20,8 +20,8 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>")
 
 
-def word_tokenizer() -> PreTrainedTokenizerFast:
-    """Words whose spaces are part of them, the first of a text dropped; other characters in bytes."""
+def word_tokenizer(end: str = "<eos>") -> PreTrainedTokenizerFast:
+    """Words whose spaces are part of them, the first of a text dropped; other characters in bytes. `end`: its eos."""
     words = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "▁a", "▁word", "s", ".", "é"]
     backend = Tokenizer(
         models.BPE(vocab={word: index for index, word in enumerate(words)}, merges=[], byte_fallback=True)
@@ -29,7 +29,7 @@ def word_tokenizer() -> PreTrainedTokenizerFast:
     backend.decoder = decoders.Sequence(
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     )
-    return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>", eos_token="<eos>")
+    return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>", eos_token=end)
 
 
 def metaspace_tokenizer(how: str) -> PreTrainedTokenizerFast:

@@ -33,7 +33,12 @@ def renamed(engine: Engine, order: Tensor, target_ids: Tensor) -> Engine:
         spec, held, draft.cache, draft.ops, max_positions=draft._tables[0][0].shape[0], batch=4, max_queries=5
     )
     mapped = DraftModel(
-        other, model.ops, VOCAB, model.max_length, work=engine.modules.work, vocab_map=target_ids.to(order.device)
+        other,
+        model.ops,
+        VOCAB,
+        model.max_length,
+        work=engine.modules.work,
+        vocab_map=VocabMap.of(target_ids.to(order.device), VOCAB),
     )
     return proposing(engine, mapped)
 

@@ -11,7 +11,8 @@ import pytest
 from tokenizers import pre_tokenizers
 
 from fastspec.server.texts import Answer, Visible
-from fastspec.text.text_stream import _byte_letters, bytes_of
+from fastspec.text.text_stream import bytes_of
+from fastspec.text.token_bytes import byte_letters
 from tests.helpers.services import opened
 from tests.helpers.tokenizers import byte_tokenizer, word_tokenizer
 
@@ -103,7 +104,7 @@ def test_log_probabilities_of_tokens_that_print_the_same_are_all_there(made: Any
 
 
 def test_bytes_are_those_of_the_tokenizers() -> None:
-    assert set(_byte_letters()) == set(pre_tokenizers.ByteLevel.alphabet())
+    assert set(byte_letters()) == set(pre_tokenizers.ByteLevel.alphabet())
     tokenizer: Any = byte_tokenizer()
     for text in ("é", "漢字", " x", "\n"):
         assert b"".join(bytes_of(tokenizer, one) or b"" for one in tokenizer(text)["input_ids"]) == text.encode()

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from fastspec.proposers.draft_model import VocabMap
 from fastspec.sampling import verify
 from fastspec.shapes import FULL
 from fastspec.state import AT_LIMIT, RUNNING, STOPPED
@@ -41,7 +42,7 @@ def step_outcomes(contexts: list[Context], target: Tensor, draft: Tensor | None,
         stop_ids=options["stop_ids"],  # type: ignore[arg-type]
         temperature=options["temperature"],  # type: ignore[arg-type]
     )
-    modules = table_modules(target, draft, options.get("shared"), context)  # type: ignore[arg-type]
+    modules = table_modules(target, draft, options.get("shared"), context, options.get("vocab_map"))  # type: ignore[arg-type]
     step(modules, state, shape_of(k, FULL), draws)
     laws: list[Laws] = [{} for _ in contexts]
     for row, weight in enumerate(draws.weight.tolist()):
@@ -130,6 +131,18 @@ def test_the_law_at_a_temperature_is_the_targets(temperature: float) -> None:
 @pytest.mark.parametrize("shared", [1, 2, 3])
 def test_target_only_ids_stay_reachable(shared: int) -> None:
     assert compare(seed=6, k=2, limit=5, stop_ids=[], temperature=1.0, shared=shared) < TOLERANCE
+
+
+@pytest.mark.parametrize("target_ids", [[2, 0, 3, 1], [-1, 3, 0], [1, -1, -1, 0, 2, 3]], ids=str)
+def test_a_draft_with_another_vocabulary_leaves_the_law(target_ids: list[int]) -> None:
+    """The same ids in another order, fewer ids, and more of them."""
+    limit, stop_ids, k = 5, [1], 2
+    target = random_table(9, limit + k, VOCAB)
+    draft = random_table(1009, limit + k, len(target_ids), zeros=0.0)  # of the ids it shares one is always possible
+    options = {"limit": limit, "stop_ids": stop_ids, "temperature": 1.0}
+    found = VocabMap.of(torch.tensor(target_ids), VOCAB)
+    wanted = target_law(target, **options)  # type: ignore[arg-type]
+    assert distance(decoded_law(target, draft, k=k, vocab_map=found, **options), wanted) < TOLERANCE
 
 
 @pytest.mark.parametrize("context", [1, 2, 3, 4, 5])

@@ -16,7 +16,6 @@ from fastspec.models.heads.checkpoint import HeadCheckpoint
 from fastspec.models.heads.mtp_spec import MTP
 from fastspec.models.heads.resolve import draft_files, resolve_head, resolve_mtp
 from fastspec.models.hosted.info import HostedInfo
-from fastspec.models.pairs import refuse_strangers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -46,14 +45,11 @@ def resolve_pair(
         draft_vocab: ids that an MTP layer may draft; None: all.
 
     Raises:
-        As `resolve`, `resolve_head` and `resolve_mtp`; ValueError: two Hub ids that are known to have different
-        tokenizers, before anything is fetched; UnsupportedOption: quantization that is not a format, or of what is
-        stored quantised, or an option that the draft has no use for.
+        As `resolve`, `resolve_head` and `resolve_mtp`; UnsupportedOption: quantization that is not a format, or of what
+        is stored quantised, or an option that the draft has no use for.
     """
     if draft is None and revisions[1] is not None:
         raise UnsupportedOption(f"draft_revision={revisions[1]!r}, and there is no draft; leave it out")
-    if isinstance(target, str) and isinstance(draft, str):
-        refuse_strangers(target, draft)
     found = _rounded(resolve(target, role="target", revision=revisions[0]), quantization[0])
     if isinstance(draft, str) and draft == MTP:
         return found, _rounded_head(resolve_mtp(found, revisions[1], feature_layers, draft_vocab), quantization[1])

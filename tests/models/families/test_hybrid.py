@@ -22,6 +22,7 @@ from fastspec.models.checkpoints.resolve import resolve
 from fastspec.models.config import spec_from_config
 from fastspec.models.families.plan import LayerPlan
 from fastspec.models.layer_table import LayerWeights
+from fastspec.models.vocab import SharedVocab
 from fastspec.shapes import Tiling
 from tests.helpers.hybrid import KINDS, VOCAB, config_of, decoder, logits_of, make_hybrid, save_published
 from tests.helpers.parts import Case, Changed, case_of, none_is_idle, turned, with_layer
@@ -188,7 +189,7 @@ def test_the_memory_plan_has_the_states(case: Case) -> None:
     checkpoint = resolve(case.model, role="target")
     config = Config(num_speculative_tokens=3, max_batch_size=2, max_length=64, device="cpu", progress=False)
     settings = settings_of(checkpoint, checkpoint, config)
-    engine, pending = build(settings, checkpoint, checkpoint, shared_vocab=VOCAB)
+    engine, pending = build(settings, checkpoint, checkpoint, shared_vocab=SharedVocab(VOCAB))
     for each in pending:
         each.cancel()
     proposer: Any = engine.modules.proposer
