@@ -12,7 +12,7 @@ import typer
 from typer.testing import CliRunner
 
 from fastspec.cli.app import app
-from fastspec.cli.serve import _key, _limits, _name
+from fastspec.cli.serve import _key, _keys, _limits, _name
 from fastspec.server.service import Limits
 
 
@@ -65,7 +65,7 @@ def test_keys_limits_and_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     (tmp_path / "binary").write_bytes(b"\xff\xfe")
     with pytest.raises(typer.BadParameter, match=r"cannot read .*binary: 'utf-8' codec"):
         _key(f"@{tmp_path / 'binary'}")
-    assert (_key("plain"), _key(None)) == ("plain", None)
+    assert _keys(["plain", f"@{tmp_path / 'key'}"]) == ("plain", "secret")
     assert _limits(["seconds=2.5", "tokens=7"], Limits()) == Limits(seconds=2.5, tokens=7)
     assert (_name(None), _name("Qwen/Qwen3-8B"), _name(str(tmp_path))) == ("demo", "Qwen/Qwen3-8B", tmp_path.name)
     monkeypatch.setenv("HOME", str(tmp_path.parent))

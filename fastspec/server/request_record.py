@@ -1,0 +1,112 @@
+"""Records of requests: an id, times and counts, for the access log and for traces."""
+
+from __future__ import annotations
+
+import re
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+if TYPE_CHECKING:
+    from fastspec.server.service import Job
+
+REQUEST_ID: Final = "x-request-id"  # header of requests and of answers
+_RECORD: Final = "fastspec.record"  # key in the scope of a request
+_ID: Final = re.compile(r"[!-~]{1,128}")
+
+
+@dataclass(slots=True)
+class RequestRecord:
+    """One request, filled while it is answered.
+
+    Attributes:
+        id: from the header X-Request-Id, else a new one.
+        method, path: of HTTP.
+        headers: of the request.
+        started: nanoseconds since the epoch.
+        status: of the answer; 0: none was sent, since the client was gone.
+        seconds: until the end of the answer.
+        model: name in the request; None: it names none.
+        job: answers of the request; None: none were begun.
+    """
+
+    id: str
+    method: str
+    path: str
+    headers: Mapping[str, str]
+    started: int = field(default_factory=time.time_ns)
+    status: int = 0
+    seconds: float = 0.0
+    model: str | None = None
+    job: Job | None = None
+
+    def facts(self) -> dict[str, str | int | float | None]:
+        """Facts of an ended request: names, token counts, and times in seconds."""
+        told: dict[str, str | int | float | None] = {
+            "id": self.id,
+            "method": self.method,
+            "path": self.path,
+            "status": self.status,
+        }
+        if self.model is not None:
+            told["model"] = self.model
+        if self.job is not None:
+            counts, first = self.job.counts(), self.job.first_token
+            queue = self.job.queue_seconds
+            told |= {
+                "prompt_tokens": counts.prompt,
+                "completion_tokens": counts.completion,
+                "cached_tokens": counts.cached,
+                "drafted_tokens": counts.drafted,
+                "accepted_tokens": counts.accepted,
+                "queue_seconds": None if queue is None else round(queue, 6),
+                "first_token_seconds": None if first is None else round(first, 6),
+            }
+        return told | {"total_seconds": round(self.seconds, 6)}
+
+
+def record_of(scope: Scope) -> RequestRecord:
+    """The record of a request that came through `Recorded`."""
+    record: RequestRecord = scope[_RECORD]
+    return record
+
+
+class Recorded:
+    """Application around another one: keeps a record of each request, and adds its id to the answer.
+
+    Args:
+        app: answers the requests.
+        observers: get the record of each request after its end.
+    """
+
+    def __init__(self, app: ASGIApp, observers: Sequence[Callable[[RequestRecord], None]]) -> None:
+        self._app, self._observers = app, observers
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answers a request."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers, start = Headers(scope=scope), time.perf_counter()
+        given = headers.get(REQUEST_ID, "")
+        name = given if _ID.fullmatch(given) else uuid.uuid4().hex
+        record = RequestRecord(name, scope["method"], scope["path"], headers)
+        scope[_RECORD] = record
+
+        async def named(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                record.status = message["status"]
+                message = {**message, "headers": [*message["headers"], (REQUEST_ID.encode(), record.id.encode())]}
+            await send(message)
+
+        try:
+            await self._app(scope, receive, named)
+        finally:
+            record.seconds = time.perf_counter() - start
+            for observer in self._observers:
+                observer(record)
