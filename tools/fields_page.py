@@ -10,8 +10,8 @@ PAGE = Path(__file__).parents[1] / "docs/fields.md"
 
 HEAD = """# Fields of a request
 
-Fields of the bodies of `POST /v1/chat/completions` and `POST /v1/completions`, of OpenAI's and vLLM's specification, and
-fastspec's own. A field that is in neither table is a 400 with its name in `error.param`. A `null` counts as a missing
+Fields of the bodies of `POST /v1/chat/completions` and `POST /v1/completions`: OpenAI's, vLLM's, and
+fastspec's own. A field that is in no table is a 400 with its name in `error.param`. A `null` counts as a missing
 field. The columns *chat* and *completions* tell which specification has the field.
 
 <!-- Written by tools/fields_page.py from fastspec/server/field_table.py: change that table. -->

@@ -16,7 +16,7 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 import fastspec
 from fastspec.server.access import Access
@@ -129,14 +129,7 @@ def app_of(service: Service, access: Access | None = None) -> ASGIApp:
         access: keys and origins; None: anyone may ask, and no browser page of another site.
     """
     access = access or Access()
-    app = FastAPI(
-        title="fastspec",
-        version=fastspec.__version__,
-        docs_url=None,
-        redoc_url=None,
-        openapi_url=None,
-        root_path=access.root_path,
-    )
+    app = FastAPI(title="fastspec", version=fastspec.__version__, docs_url=None, redoc_url=None, openapi_url=None)
     meters = service.meters
     noted: set[str] = set()  # fields that were taken and logged
 
@@ -220,7 +213,11 @@ def app_of(service: Service, access: Access | None = None) -> ASGIApp:
     route("/v1/models/{name:path}", "GET", model)
     route("/v1/completions", "POST", complete)
     route("/v1/chat/completions", "POST", chat)
-    return Recorded(app, access.observers)
+
+    async def below_root(scope: Scope, receive: Receive, send: Send) -> None:
+        await app({**scope, "root_path": access.root_path}, receive, send)
+
+    return Recorded(below_root if access.root_path else app, access.observers)
 
 
 def _refusing(error: Refusal) -> Response:
@@ -366,7 +363,7 @@ class _Events(StreamingResponse):
         super().__init__(events, media_type="text/event-stream", headers=headers)
         self._job = job
 
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Sends the events."""
         try:
             await super().__call__(scope, receive, send)

@@ -277,6 +277,6 @@ def without_neutral(body: Mapping[str, object], served: Mapping[str, object]) ->
         row = ROW_OF.get(name)
         if name in served or row is None or row.treatment is not Treatment.REFUSED:
             kept[name] = value
-        elif not any(value == one and isinstance(value, type(one)) for one in row.neutral):
+        elif not any(value == one and isinstance(value, bool) is isinstance(one, bool) for one in row.neutral):
             raise Refusal(f"{name} is not supported. {row.note}", name)
     return kept
