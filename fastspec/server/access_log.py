@@ -12,7 +12,6 @@ from fastspec.server.request_record import RequestRecord
 LEVELS: Final = ("debug", "info", "warning", "error")
 ACCESS_LOGS: Final = ("text", "json", "off")
 _ACCESS: Final = "fastspec.access"
-_QUIET: Final = ("/health", "/ping", "/metrics")  # asked every few seconds: told at the level debug where all is well
 
 
 class AccessLog:
@@ -27,8 +26,7 @@ class AccessLog:
 
     def __call__(self, record: RequestRecord) -> None:
         """Writes the line of an ended request."""
-        well = 200 <= record.status < 300
-        level = logging.DEBUG if well and record.path.endswith(_QUIET) else logging.INFO
+        level = logging.DEBUG if record.is_usual_probe else logging.INFO
         if not self._logger.isEnabledFor(level):
             return
         facts = record.facts()

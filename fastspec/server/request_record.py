@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 REQUEST_ID: Final = "x-request-id"  # header of requests and of answers
 _RECORD: Final = "fastspec.record"  # key in the scope of a request
+_PROBES: Final = ("/health", "/ping", "/metrics")  # paths that are asked every few seconds
 _ID: Final = re.compile(r"[!-~]{1,128}")
 
 
@@ -44,6 +45,11 @@ class RequestRecord:
     seconds: float = 0.0
     model: str | None = None
     job: Job | None = None
+
+    @property
+    def is_usual_probe(self) -> bool:
+        """True for a successful request of a path that is asked every few seconds."""
+        return 200 <= self.status < 300 and self.path.endswith(_PROBES)
 
     def facts(self) -> dict[str, str | int | float | None]:
         """Facts of an ended request: names, token counts, and times in seconds."""

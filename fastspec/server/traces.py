@@ -15,8 +15,8 @@ from fastspec.server.request_record import RequestRecord
 _NAMES = {
     "id": "gen_ai.request.id",
     "model": "gen_ai.request.model",
-    "prompt_tokens": "gen_ai.usage.prompt_tokens",
-    "completion_tokens": "gen_ai.usage.completion_tokens",
+    "prompt_tokens": "gen_ai.usage.input_tokens",
+    "completion_tokens": "gen_ai.usage.output_tokens",
     "cached_tokens": "fastspec.cached_tokens",
     "drafted_tokens": "fastspec.drafted_tokens",
     "accepted_tokens": "fastspec.accepted_tokens",
@@ -48,7 +48,9 @@ class Traces:
         return cls(OTLPSpanExporter(endpoint))
 
     def __call__(self, record: RequestRecord) -> None:
-        """Makes the span of an ended request."""
+        """Makes the span of an ended request; usual probes get none."""
+        if record.is_usual_probe:
+            return
         facts = {_NAMES[name]: value for name, value in record.facts().items() if value is not None}
         span = self._tracer.start_span(
             f"{record.method} {record.path}",
