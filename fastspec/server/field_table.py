@@ -110,20 +110,26 @@ FIELDS: Final[tuple[RequestField, ...]] = (
             "stop": "Up to 16 texts. The answer ends before them. They are not searched in the prompt.",
             "stream": "Server-sent events.",
             "stream_options": "`include_usage`; `continuous_usage_stats` gives usage in every event.",
-            "logprobs": "Completions: number of most probable tokens, 0 to 20. Chats: true or false.",
+            "logprobs": "Of the target. Completions: number of most probable tokens, 0 to 20; the chosen token is "
+            "always listed, and one that is a part of a character is named by its bytes (`bytes:\\xe2`). Chats: true "
+            "or false.",
         },
     ),
     *_served(
         "OpenAI",
         _CHAT,
         {
-            "messages": "Contents are texts or lists of text parts.",
+            "messages": "Contents are texts or lists of text parts, and arguments of `tool_calls` JSON text: each is "
+            "given to the template in the form that it writes. A field, a role or tool calls that the template would "
+            "leave out are a 400 that names them.",
             "max_completion_tokens": "Means the same as `max_tokens`; if both are given they must be equal.",
             "top_logprobs": "0 to 20; needs `logprobs`.",
-            "tools": "Functions that the chat template writes into the prompt.",
+            "tools": "Written by the chat template; calls are returned as text. A template that writes no tools is a "
+            "400.",
             "tool_choice": "none or auto.",
             "parallel_tool_calls": "true.",
-            "response_format": "text, json_object or json_schema; needs llguidance. Completions have it, too.",
+            "response_format": "text, json_object or json_schema; the answer follows it. Needs llguidance. "
+            "Completions have it, too.",
             "modalities": 'Only ["text"].',
         },
     ),
@@ -148,7 +154,7 @@ FIELDS: Final[tuple[RequestField, ...]] = (
             "ignore_eos": "true: the checkpoint's stop ids do not end the answer.",
             "stop_token_ids": "Ids that end the answer, besides the checkpoint's. The id is not part of the text.",
             "allowed_token_ids": "The only ids that may come.",
-            "skip_special_tokens": "false keeps special tokens in the text.",
+            "skip_special_tokens": "false keeps special tokens in the text, such as marks of tool calls.",
             "add_special_tokens": "Completions: false adds no special tokens to a prompt that is text. Chats: only "
             "false, since the template writes them.",
             "structured_outputs": "One of `json`, `regex`, `choice`, `grammar` (Lark) and `json_object`.",
@@ -167,12 +173,18 @@ FIELDS: Final[tuple[RequestField, ...]] = (
     *_served(
         "fastspec",
         _BOTH,
-        {"speculative_tokens": 'Drafts per step, at most the server\'s, or "auto"; 0 decodes plainly.'},
+        {
+            "speculative_tokens": 'Drafts per step, at most the server\'s, or "auto"; 0 decodes plainly. No value '
+            "changes a greedy answer."
+        },
     ),
     *_served(
         "fastspec",
         _CHAT,
-        {"sanitize_control_tokens": "true reads control tokens in messages as plain text."},
+        {
+            "sanitize_control_tokens": "true reads control tokens in messages as plain text. With "
+            "`--sanitize-control-tokens` this holds for every request."
+        },
     ),
     *_taken("OpenAI", _BOTH, {"user": (str, _NAMES_CLIENT)}),
     *_taken(
