@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fastspec.cli import flags
-from fastspec.cli.config_file import read_config
 from fastspec.cli.errors import errors_in_one_line
 from fastspec.cli.imports import import_all
 from fastspec.cli.inputs import check_call
@@ -21,7 +20,7 @@ from fastspec.models.pairs import public_name
 
 if TYPE_CHECKING:
     from fastspec.generator import FastSpecGenerator
-    from fastspec.server.request_record import RequestRecord
+    from fastspec.server.request_log import RequestRecord
     from fastspec.server.run import Certificate
     from fastspec.server.service import Limits
 
@@ -115,7 +114,10 @@ def serve(
     config: Annotated[
         Path | None,
         typer.Option(
-            metavar="FILE", is_eager=True, callback=read_config, help="TOML file with flags as keys; flags here win."
+            metavar="FILE",
+            is_eager=True,
+            callback=flags.read_config,
+            help="TOML file with flags as keys; flags here win.",
         ),
     ] = None,
 ) -> None:
@@ -128,7 +130,7 @@ def serve(
     with errors_in_one_line(context):
         try:
             from fastspec.server.access import Access
-            from fastspec.server.access_log import ACCESS_LOGS, LEVELS, set_up_logging
+            from fastspec.server.request_log import ACCESS_LOGS, LEVELS, set_up_logging
             from fastspec.server.run import Server, answering_that_models_load, listening, listening_at
             from fastspec.server.service import Limits, Service
         except ModuleNotFoundError as error:
@@ -259,7 +261,7 @@ def _certificate(chain: Path | None, key: Path | None) -> Certificate | None:
 @contextmanager
 def _observers(access_log: str, traces_endpoint: str | None) -> Iterator[list[Callable[[RequestRecord], None]]]:
     """Makes the functions that are told of each request."""
-    from fastspec.server.access_log import AccessLog
+    from fastspec.server.request_log import AccessLog
 
     observers: list[Callable[[RequestRecord], None]] = []
     if access_log != "off":
@@ -267,13 +269,14 @@ def _observers(access_log: str, traces_endpoint: str | None) -> Iterator[list[Ca
     if traces_endpoint is None:
         yield observers
         return
+    from fastspec.server.traces import Traces
+
     try:
-        from fastspec.server.traces import Traces
+        traces = Traces.to(traces_endpoint)
     except ModuleNotFoundError as error:
         raise ValueError(
             f"--otlp-traces-endpoint needs packages, and {error.name} is not installed: pip install {_TRACE_PACKAGES}"
         ) from None
-    traces = Traces.to(traces_endpoint)
     try:
         yield [*observers, traces]
     finally:

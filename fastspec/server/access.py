@@ -11,7 +11,7 @@ from typing import Final
 from starlette.requests import Request
 
 from fastspec.server.errors import Refusal
-from fastspec.server.request_record import RequestRecord
+from fastspec.server.request_log import RequestRecord
 
 _ORIGIN: Final = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/\s?#]+")
 _ROOT_PATH: Final = re.compile(r"(/[^/\s?#]+)*")

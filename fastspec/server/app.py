@@ -22,7 +22,7 @@ import fastspec
 from fastspec.server.access import Access
 from fastspec.server.errors import Refusal, failed, no_such
 from fastspec.server.field_table import TAKEN
-from fastspec.server.fields import Body, Chat, Completion, read
+from fastspec.server.fields import Body, Chat, Completion, StreamOptions, read
 from fastspec.server.openapi import description
 from fastspec.server.request_record import REQUEST_ID, Recorded, record_of
 from fastspec.server.service import Job, Service
@@ -45,8 +45,9 @@ class Envelope:
 
     def __init__(self, body: Body, service: Service) -> None:
         self.chat = isinstance(body, Chat)
-        self.with_usage = body.stream_options is not None and body.stream_options.include_usage
-        self.always_usage = self.with_usage and bool(body.stream_options.continuous_usage_stats)
+        options = body.stream_options or StreamOptions()
+        self.with_usage = options.include_usage
+        self.always_usage = options.include_usage and options.continuous_usage_stats
         self.drawn, self.num_answers = body.drawn, body.n
         self._with_ids, self._recorded = body.return_token_ids, body.recorded is not None
         self._sent: dict[int, int] = {}  # number of token ids that were sent, by answer
@@ -275,7 +276,7 @@ async def _read(service: Service, request: Request, kind: type[BodyT]) -> BodyT:
     except ClientDisconnect:
         raise _client_gone() from None
     # a long body takes a while to parse: other requests go on meanwhile
-    body = read(kind, data) if len(data) < _LONG else await asyncio.to_thread(read, kind, data)
+    body: BodyT = read(kind, data) if len(data) < _LONG else await asyncio.to_thread(read, kind, data)
     name: str | None = body.model
     record_of(request.scope).model = name
     if name is not None:

@@ -128,12 +128,12 @@ class _OfVllm:
         self.between = histogram("inter_token_latency_seconds", "Between two tokens of an answer.")
         self.whole = histogram("e2e_request_latency_seconds", "From a request to the end of its answer.")
         self.queue = histogram("request_queue_time_seconds", "From a request to the row of its answer.")
-        for name, help, value in (
-            ("num_requests_running", "Answers that have a row.", live and live.running),
-            ("num_requests_waiting", "Answers that wait for a row.", live and live.waiting),
-            ("kv_cache_usage_perc", "Share of the K/V cache that rows use, 0 to 1.", live and live.kv_usage),
-        ):
-            if value is not None:
+        if live is not None:
+            for name, help, value in (
+                ("num_requests_running", "Answers that have a row.", live.running),
+                ("num_requests_waiting", "Answers that wait for a row.", live.waiting),
+                ("kv_cache_usage_perc", "Share of the K/V cache that rows use, 0 to 1.", live.kv_usage),
+            ):
                 Gauge(f"vllm:{name}", help, _LABELS, **to).labels(*self._labels).set_function(value)
 
     def count(self, prompt_tokens: int, requests: Sequence[Request]) -> None:

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 import uvicorn
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -100,9 +99,16 @@ class Certificate:
 
 
 def _config(app: ASGIApp, certificate: Certificate | None, drain: float) -> uvicorn.Config:
-    tls = {} if certificate is None else {"ssl_certfile": certificate.chain, "ssl_keyfile": certificate.key}
-    quiet: dict[str, Any] = {"log_config": None, "access_log": False, "server_header": False, "lifespan": "off"}
-    return uvicorn.Config(app, timeout_graceful_shutdown=round(drain) + _AFTER, **quiet, **tls)
+    return uvicorn.Config(
+        app,
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        lifespan="off",
+        timeout_graceful_shutdown=round(drain) + _AFTER,
+        ssl_certfile=None if certificate is None else certificate.chain,
+        ssl_keyfile=None if certificate is None else certificate.key,
+    )
 
 
 @contextlib.contextmanager

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
-from opentelemetry.sdk.resources import SERVICE_NAME, Resource
-from opentelemetry.sdk.trace import TracerProvider
-from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
-from opentelemetry.trace import SpanKind, Status, StatusCode
-from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+from typing import TYPE_CHECKING, Final
 
-from fastspec.server.request_record import RequestRecord
+from fastspec.server.request_log import RequestRecord
+
+if TYPE_CHECKING:  # where OpenTelemetry is not installed this file can be read all the same
+    from opentelemetry.sdk.trace.export import SpanExporter
 
 # attributes of a span by the names of facts: OpenTelemetry's, and vLLM's for the times
-_NAMES = {
+_NAMES: Final = {
     "id": "gen_ai.request.id",
     "model": "gen_ai.request.model",
     "prompt_tokens": "gen_ai.usage.input_tokens",
@@ -37,6 +35,11 @@ class Traces:
     """
 
     def __init__(self, exporter: SpanExporter) -> None:
+        from opentelemetry.sdk.resources import SERVICE_NAME, Resource
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
         self._provider = TracerProvider(resource=Resource.create({SERVICE_NAME: "fastspec"}))
         self._provider.add_span_processor(BatchSpanProcessor(exporter))
         self._tracer = self._provider.get_tracer("fastspec")
@@ -45,12 +48,16 @@ class Traces:
     @classmethod
     def to(cls, endpoint: str) -> Traces:
         """Makes traces that are sent to an address by OTLP over HTTP, such as http://host:4318/v1/traces."""
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+
         return cls(OTLPSpanExporter(endpoint))
 
     def __call__(self, record: RequestRecord) -> None:
         """Makes the span of an ended request; usual probes get none."""
         if record.is_usual_probe:
             return
+        from opentelemetry.trace import SpanKind, Status, StatusCode
+
         facts = {_NAMES[name]: value for name, value in record.facts().items() if value is not None}
         span = self._tracer.start_span(
             f"{record.method} {record.path}",

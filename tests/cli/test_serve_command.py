@@ -71,7 +71,6 @@ def test_a_template_with_a_fault_is_refused(tmp_path: Path) -> None:
 
 
 def test_without_the_packages_of_traces_the_error_says_how_to_install_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "fastspec.server.traces", raising=False)
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk", None)
     monkeypatch.setitem(sys.modules, "opentelemetry.exporter", None)
     result = served("--otlp-traces-endpoint", "http://127.0.0.1:9/v1/traces", "--port", "0")
