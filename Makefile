@@ -32,7 +32,7 @@ help:
 	@echo 'make test-quick  two minutes of tests, and the names of those left out'
 	@echo 'make lint        linters, type check and import contracts alone'
 	@echo 'make unit        the tests alone; TESTS="tests/text -k stream" picks some'
-	@echo 'make test-integrations  fetches Ray and tests what runs on it'
+	@echo 'make test-integrations  fetches Ray, OpenTelemetry and clients of the server, and tests what runs with them'
 	@echo 'make docs        the pages of docs/ as a site'
 	@echo 'make newest      compiles some launches of every kernel with the newest Triton'
 	@echo 'make format      rewrites the sources in the house format'
@@ -64,7 +64,7 @@ test-quick: $(VENV)/.dev-$(KEY)
 	@echo 'all of $(filter-out $(QUICK) tests/helpers tests/__pycache__,$(patsubst %/,%,$(wildcard tests/*/)))'
 
 test-integrations: $(VENV)/.dev-$(KEY)
-	$(PIP) $(CONSTRAINTS:%=-c %) -q -e '.[ray]'
+	$(PIP) $(CONSTRAINTS:%=-c %) -q -e '.[ray,otel]'
 	OMP_NUM_THREADS=1 $(PY) -m pytest tests/integrations
 
 docs: $(VENV)/.dev-$(KEY)
@@ -106,7 +106,7 @@ $(VENV)/.torch-$(KEY): $(VENV)/.made
 	else echo 'No NVIDIA GPU is here, but $(CPU_INDEX) is not to be reached: pip brings PyPI'"'"'s torch with CUDA, several gigabytes.'; fi
 	@touch $@
 
-$(VENV)/.run-$(KEY): EXTRA = [serve]
+$(VENV)/.run-$(KEY): EXTRA = [serve,grammar]
 $(VENV)/.run-$(KEY): MODULES = torch transformers safetensors huggingface_hub psutil tqdm typer
 $(VENV)/.dev-$(KEY): EXTRA = [dev]
 $(VENV)/.dev-$(KEY): MODULES = torch transformers safetensors fastapi hypothesis jsonschema llguidance matplotlib openai prometheus_client pytest pytest_timeout tokenizers uvicorn

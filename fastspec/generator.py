@@ -226,6 +226,13 @@ class FastSpecGenerator(OfOneProcess):
         return self._target.generation_config
 
     @property
+    def kv_usage(self) -> float:
+        """Share of the K/V cache that running rows use, 0 to 1; pages that only the prefix cache keeps are free."""
+        pages = self._open().engine.pages
+        usable = pages.num_pages - 1
+        return (usable - pages.num_free - pages.num_idle) / usable
+
+    @property
     def has_tokenizer(self) -> bool:
         """True if the target's checkpoint brings a tokenizer; loads it on first use."""
         return self._stored_tokenizer() is not None

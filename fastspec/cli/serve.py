@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -18,10 +19,14 @@ from fastspec.cli.rank_processes import follow, start_ranks, this_rank
 from fastspec.models.pairs import public_name
 
 if TYPE_CHECKING:
+    from fastspec.generator import FastSpecGenerator
+    from fastspec.server.request_log import RequestRecord
+    from fastspec.server.run import Certificate
     from fastspec.server.service import Limits
 
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 _PACKAGES = "'fastapi>=0.115' 'prometheus-client>=0.20' 'uvicorn>=0.30'"
+_TRACE_PACKAGES = "'opentelemetry-sdk>=1.30' 'opentelemetry-exporter-otlp-proto-http>=1.30'"
 _DRAIN = 60.0  # seconds for the last answers, where answers may take longer
 
 
@@ -40,12 +45,45 @@ def serve(
     tensor_parallel: flags.TensorParallel = None,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes any free one.")] = 8000,
-    name: Annotated[
-        str | None, typer.Option(help="Name of the model for clients. Default: the Hub id, or the directory's name.")
+    uds: Annotated[
+        Path | None, typer.Option(metavar="PATH", help="Listen on this Unix socket, not on an address.")
     ] = None,
-    api_key: Annotated[
-        str | None, typer.Option(metavar="KEY|@FILE", help="Key that clients must send; @FILE reads it from a file.")
+    names: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--name",
+            "--served-model-name",
+            metavar="NAME",
+            help="Name of the model for clients; repeat it for aliases. Default: the Hub id, or the directory's name.",
+        ),
     ] = None,
+    chat_template: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Chat template (Jinja) in place of the checkpoint's.")
+    ] = None,
+    api_keys: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--api-key",
+            metavar="KEY|@FILE",
+            envvar="FASTSPEC_API_KEY",
+            help="Key that clients must send; @FILE reads the first line of a file. Repeatable.",
+        ),
+    ] = None,
+    origins: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--allow-origin",
+            metavar="ORIGIN",
+            help="Let browser pages of this origin read answers: https://chat.example; '*': all. Repeatable.",
+        ),
+    ] = None,
+    root_path: Annotated[
+        str, typer.Option(metavar="PATH", help="Path that a proxy puts before the server's own: /llm.")
+    ] = "",
+    ssl_certfile: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Certificate in PEM; with --ssl-keyfile the server speaks TLS.")
+    ] = None,
+    ssl_keyfile: Annotated[Path | None, typer.Option(metavar="FILE", help="Private key of the certificate.")] = None,
     sanitize_control_tokens: Annotated[
         bool,
         typer.Option(
@@ -61,6 +99,27 @@ def serve(
             help="body=BYTES, tokens=COUNT of an answer, requests=COUNT at once, seconds=TIME. Repeatable.",
         ),
     ] = None,
+    drain: Annotated[
+        float | None,
+        typer.Option(min=0, metavar="SECONDS", help="Time for the last answers at the end. Default: 60 at most."),
+    ] = None,
+    access_log: Annotated[
+        str, typer.Option(metavar="text|json|off", help="A line for each request, on stderr.")
+    ] = "text",
+    log_level: Annotated[str, typer.Option(metavar="debug|info|warning|error", help="Least level to log.")] = "info",
+    otlp_traces_endpoint: Annotated[
+        str | None,
+        typer.Option(metavar="URL", help="Send a span for each request by OTLP: http://127.0.0.1:4318/v1/traces."),
+    ] = None,
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            is_eager=True,
+            callback=flags.read_config,
+            help="TOML file with flags as keys; flags here win.",
+        ),
+    ] = None,
 ) -> None:
     """Serves the models by OpenAI's protocol. Ctrl-C or SIGTERM completes the running answers and ends it."""
     source, drafter = flags.pair_of(target, draft)
@@ -70,14 +129,22 @@ def serve(
 
     with errors_in_one_line(context):
         try:
-            from fastspec.server.run import Server, listening
+            from fastspec.server.access import Access
+            from fastspec.server.request_log import ACCESS_LOGS, LEVELS, set_up_logging
+            from fastspec.server.run import Server, answering_that_models_load, listening, listening_at
             from fastspec.server.service import Limits, Service
         except ModuleNotFoundError as error:
             raise ValueError(
                 f"fastspec serve needs packages, and {error.name} is not installed: pip install {_PACKAGES}"
             ) from None
         check_call(context.params)
-        key, limited = _key(api_key), _limits(limits or [], Limits())
+        for value, wanted, flag in ((access_log, ACCESS_LOGS, "--access-log"), (log_level, LEVELS, "--log-level")):
+            if value not in wanted:
+                raise typer.BadParameter(f"got {value!r}, wanted {', '.join(wanted)}", param_hint=flag)
+        keys, limited = _keys(api_keys or []), _limits(limits or [], Limits())
+        template = None if chat_template is None else _template(chat_template)
+        certificate = _certificate(ssl_certfile, ssl_keyfile)
+        access = Access(keys, tuple(origins or ()), root_path)
         options: dict[str, Any] = {"max_batch_size": max_batch_size, "max_length": max_length, "device": device}
         options |= {"num_speculative_tokens": num_speculative_tokens, "dtype": dtype, "progress": False}
         options |= flags.given(
@@ -88,32 +155,60 @@ def serve(
         )
         flags.suggest_draft(target, draft, proposer)
         start_ranks(tensor_parallel, device, ends_by_signal=True)
-        follows = this_rank() > 0
-        with nullcontext() if follows else listening(host, port) as on, Progress() as progress:
-            progress.stage(LOADING)
+        set_up_logging(log_level)
+        if this_rank() > 0:  # rank 0 answers
             with FastSpecGenerator(source, drafter, **options) as generator:
-                for sampler in SAMPLERS:  # nothing is captured while answers are written
-                    generator.warmup(sampler=sampler, length=generator.max_length)
-                    generator.warmup(sampler=sampler)
-                progress.stage(None)
-                if on is None:  # rank 0 answers
-                    follow(generator)
-                    return
+                _warm_up(generator, SAMPLERS)
+                follow(generator)
+                return
+        with (
+            _observers(access_log, otlp_traces_endpoint) as observers,
+            listening(host, port) if uds is None else listening_at(uds) as on,
+            Progress() as progress,
+        ):
+            progress.stage(LOADING)
+            with answering_that_models_load(on, certificate):
+                generator = FastSpecGenerator(source, drafter, **options)
+                _warm_up(generator, SAMPLERS)
+            progress.stage(None)
+            with generator:
+                if template is not None:
+                    generator.tokenizer.chat_template = template
+                served = names or [_name(target)]
                 service = Service(
-                    generator, name or _name(target), limited, sanitize_control_tokens=sanitize_control_tokens
+                    generator,
+                    served[0],
+                    limited,
+                    aliases=served[1:],
+                    sanitize_control_tokens=sanitize_control_tokens,
                 )
-                address = f"http://{f'[{host}]' if ':' in host else host}:{on.getsockname()[1]}/v1"
+                scheme = "http" if certificate is None else "https"
+                address = f"{scheme}://{f'[{host}]' if ':' in host else host}"
+                address = f"{uds}, path /v1" if uds else f"{address}:{on.getsockname()[1]}/v1"
 
                 def started() -> None:
                     typer.echo(f"fastspec: {service.name} at {address}", err=True)
-                    if key is None and host not in _LOOPBACK:
+                    if not keys and uds is None and host not in _LOOPBACK:
                         typer.echo("fastspec: anyone can reach this address; set --api-key", err=True)
 
-                Server(service, api_key=key, drain=min(_DRAIN, limited.seconds), started=started).serve_on(on)
+                Server(
+                    service,
+                    access=replace(access, observers=tuple(observers)),
+                    drain=min(_DRAIN, limited.seconds) if drain is None else drain,
+                    certificate=certificate,
+                    started=started,
+                ).serve_on(on)
         if service.cut_off:
             typer.echo(f"fastspec: {service.cut_off} requests were cut off", err=True)
             raise typer.Exit(1)
         typer.echo("fastspec: all answers are complete", err=True)
+
+
+def _warm_up(generator: FastSpecGenerator, samplers: tuple[str, ...]) -> None:
+    """Captures all steps: none is captured while answers are written."""
+    for sampler in samplers:
+        generator.warmup(sampler=sampler, length=generator.max_length)
+        generator.warmup(sampler=sampler)
 
 
 def _name(target: str | None) -> str:
@@ -121,10 +216,12 @@ def _name(target: str | None) -> str:
     return "demo" if target is None else public_name(target)
 
 
-def _key(given: str | None) -> str | None:
-    """The key, or the first line of its file. Other users of the machine can read a command line."""
-    if given is None:
-        return None
+def _keys(given: list[str]) -> tuple[str, ...]:
+    """Each key, or the first line of its file. Other users of the machine can read a command line."""
+    return tuple(_key(one) for one in given)
+
+
+def _key(given: str) -> str:
     lines, where = [given], "it"
     try:
         if given.startswith("@"):
@@ -136,6 +233,54 @@ def _key(given: str | None) -> str | None:
     if not lines or not lines[0].strip():  # which no client can send
         raise typer.BadParameter(f"{where} has no key in its first line", param_hint="--api-key")
     return lines[0].strip()
+
+
+def _template(file: Path) -> str:
+    """Reads a chat template, and checks its syntax."""
+    from jinja2 import TemplateSyntaxError
+    from transformers.utils.chat_template_utils import _compile_jinja_template
+
+    try:
+        text = file.read_text(encoding="utf-8")
+        _compile_jinja_template(text)
+    except (OSError, UnicodeDecodeError, TemplateSyntaxError) as error:
+        raise typer.BadParameter(f"cannot use {file}: {error}", param_hint="--chat-template") from None
+    return text
+
+
+def _certificate(chain: Path | None, key: Path | None) -> Certificate | None:
+    from fastspec.server.run import Certificate
+
+    if (chain is None) != (key is None):
+        raise typer.BadParameter(
+            "TLS needs both --ssl-certfile and --ssl-keyfile", param_hint="--ssl-keyfile" if chain else "--ssl-certfile"
+        )
+    return None if chain is None or key is None else Certificate(chain, key)
+
+
+@contextmanager
+def _observers(access_log: str, traces_endpoint: str | None) -> Iterator[list[Callable[[RequestRecord], None]]]:
+    """Makes the functions that are told of each request."""
+    from fastspec.server.request_log import AccessLog
+
+    observers: list[Callable[[RequestRecord], None]] = []
+    if access_log != "off":
+        observers.append(AccessLog(as_json=access_log == "json"))
+    if traces_endpoint is None:
+        yield observers
+        return
+    from fastspec.server.traces import Traces
+
+    try:
+        traces = Traces.to(traces_endpoint)
+    except ModuleNotFoundError as error:
+        raise ValueError(
+            f"--otlp-traces-endpoint needs packages, and {error.name} is not installed: pip install {_TRACE_PACKAGES}"
+        ) from None
+    try:
+        yield [*observers, traces]
+    finally:
+        traces.close()
 
 
 def _limits(given: list[str], defaults: Limits) -> Limits:

@@ -204,7 +204,7 @@ OPTIONS: Final[tuple[Option, ...]] = (
         default="the checkpoint's",
         sets=("stop_ids",),
         flag="the checkpoint's",
-        field="ignore_eos",
+        field="stop_token_ids",
     ),
     Option(
         keyword="stop_strings",
@@ -417,7 +417,7 @@ OPTIONS: Final[tuple[Option, ...]] = (
         in_transformers=False,
         sets=("allowed",),
         flag=Flag("The only tokens that may come.", form=Form.IDS, metavar="ID,ID,.."),
-        field="-response_format",
+        field="allowed_token_ids",
     ),
     Option(
         keyword="json_schema",
@@ -443,7 +443,7 @@ OPTIONS: Final[tuple[Option, ...]] = (
         in_transformers=False,
         sets=("grammar",),
         flag=Flag("Regular expression that the whole text matches."),
-        field="-response_format",
+        field="structured_outputs",
     ),
     Option(
         keyword="grammar",
@@ -456,7 +456,7 @@ OPTIONS: Final[tuple[Option, ...]] = (
         in_transformers=False,
         sets=("grammar",),
         flag=Flag("Lark grammar that the text follows.", form=Form.FILE, metavar="FILE"),
-        field="-response_format",
+        field="structured_outputs",
     ),
     Option(
         keyword="tokenizer",

@@ -18,7 +18,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from fastspec.errors import UnsupportedOption
 from fastspec.generator import FastSpecGenerator
 from fastspec.models.pairs import public_name
-from fastspec.server.app import app_of, check_api_key
+from fastspec.server.access import Access, check_api_key
+from fastspec.server.app import app_of
 from fastspec.server.service import Limits, Service
 from fastspec.shapes import FULL
 
@@ -59,7 +60,8 @@ def deployment(
 
     options = {"progress": False, **(generator_options or {})}
     _check(options, limits or {})
-    check_api_key(api_key)
+    if api_key is not None:
+        check_api_key(api_key)
     chosen = Limits(**(limits or {}))  # type: ignore[arg-type]
     actor = dict(ray_options.pop("ray_actor_options", None) or {})
     if str(options.get("device")) != "cpu":
@@ -91,7 +93,10 @@ class Replica:
         self._generator = FastSpecGenerator(target, draft, **options)
         self._generator.warmup(sampler=FULL)
         self._service = Service(self._generator, name, limits)
-        self._answer = _Answer(app_of(self._service, api_key), serve.get_replica_context().replica_id.unique_id)
+        self._answer = _Answer(
+            app_of(self._service, Access(() if api_key is None else (api_key,))),
+            serve.get_replica_context().replica_id.unique_id,
+        )
 
     async def __call__(self, request: Request) -> Response:
         """Answers a request with the response of the routes."""

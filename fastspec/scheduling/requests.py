@@ -86,6 +86,7 @@ class Request:
         cached: prompt tokens whose K/V were found in the prefix cache.
         nodes: nodes of the prefix cache whose pages the row shares.
         has_tables: True if the row's biases and counts are filled; only steps of the full sampler read them.
+        admitted: time by `time.perf_counter` when the request got a row; None: it waits.
         prefilled: True if the row's next token is its first, from the last pass over its prompt.
     """
 
@@ -112,6 +113,7 @@ class Request:
     cached: int = 0
     nodes: list[Node] = field(default_factory=list)
     has_tables: bool = False
+    admitted: float | None = None
     prefilled: bool = False
 
     @property

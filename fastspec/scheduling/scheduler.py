@@ -344,6 +344,7 @@ class Scheduler:
         if begun is None:
             return None
         request, pages = begun
+        request.admitted = time.perf_counter()
         call, state, row = self._calls[request], self.engine.state, self._queue.row
         admission.fill_prompt(state, row, request.prompt, pages, call.stop_ids, request.draft_length)
         request.draft_limit = admission.draft_limit(request.options, self.engine.shapes.max_drafts)

@@ -4,25 +4,35 @@ from __future__ import annotations
 
 import asyncio
 import json
-import secrets
+import logging
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
+from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 import fastspec
+from fastspec.server.access import Access
 from fastspec.server.errors import Refusal, failed, no_such
-from fastspec.server.fields import Body, Chat, Completion, read
+from fastspec.server.field_table import TAKEN
+from fastspec.server.fields import Body, Chat, Completion, StreamOptions, read
+from fastspec.server.openapi import description
+from fastspec.server.request_record import REQUEST_ID, Recorded, record_of
 from fastspec.server.service import Job, Service
 from fastspec.server.texts import Answer, Piece
+from fastspec.server.tokens import Detokenize, Tokenize, detokenized, tokenized
 
 Route = Callable[[Request], Awaitable[Response]]
+BodyT = TypeVar("BodyT", Completion, Chat, Body, Tokenize, Detokenize)
+_LONG = 2**15  # bytes of a body that are parsed beside the event loop
+_LOGGER = logging.getLogger("fastspec.server")
 
 
 class Envelope:
@@ -35,7 +45,12 @@ class Envelope:
 
     def __init__(self, body: Body, service: Service) -> None:
         self.chat = isinstance(body, Chat)
-        self.with_usage = body.stream_options is not None and body.stream_options.include_usage
+        options = body.stream_options or StreamOptions()
+        self.with_usage = options.include_usage
+        self.always_usage = options.include_usage and options.continuous_usage_stats
+        self.drawn, self.num_answers = body.drawn, body.n
+        self._with_ids, self._recorded = body.return_token_ids, body.recorded is not None
+        self._sent: dict[int, int] = {}  # number of token ids that were sent, by answer
         self._id = f"{'chatcmpl' if self.chat else 'cmpl'}-{uuid.uuid4().hex}"
         self._name, self._created = service.name, int(time.time())
         self._begun: set[int] = set()  # answers of which something was sent
@@ -47,7 +62,7 @@ class Envelope:
 
     def whole(self, texts: list[tuple[Answer, str, str]], usage: dict[str, Any]) -> dict[str, Any]:
         """Body with all answers: each has its text and its finish reason."""
-        choices = []
+        choices: list[dict[str, Any]] = []
         for answer, text, reason in texts:
             count = len(answer.request.new_tokens)
             shared = {"index": answer.index, "finish_reason": reason}
@@ -56,7 +71,24 @@ class Envelope:
                 choices.append({**shared, "message": message, "logprobs": answer.chat_logprobs(0, count)})
             else:
                 choices.append({**shared, "text": text, "logprobs": answer.text_logprobs(0, count)})
-        return self._whole("chat.completion" if self.chat else "text_completion", choices, usage)
+            if not self._recorded:  # log-probabilities may have been recorded to choose the best answers
+                choices[-1]["logprobs"] = None
+            choices[-1] |= self._ids(answer, count)
+        whole = self._whole("chat.completion" if self.chat else "text_completion", choices, usage)
+        return whole | self._prompt_ids(texts[0][0])
+
+    def _ids(self, answer: Answer, stop: int) -> dict[str, Any]:
+        """Token ids of an answer that were not sent yet, where the request wants them."""
+        if not self._with_ids:
+            return {}
+        start = self._sent.get(answer.index)
+        self._sent[answer.index] = stop
+        prompt = {"prompt_token_ids": answer.request.prompt} if start is None and not self.chat else {}
+        return {"token_ids": answer.request.new_tokens[start or 0 : stop], **prompt}
+
+    def _prompt_ids(self, answer: Answer) -> dict[str, Any]:
+        """Token ids of the messages of a chat, where the request wants them."""
+        return {"prompt_token_ids": answer.request.prompt} if self.chat and self._with_ids else {}
 
     def piece(self, answer: Answer, piece: Piece) -> list[dict[str, Any]]:
         """Events of a piece: its text, then the finish reason."""
@@ -78,7 +110,11 @@ class Envelope:
         if piece.reason is not None:
             choices.append({**shared, **end, "finish_reason": piece.reason})
         kind = "chat.completion.chunk" if self.chat else "text_completion"
-        told = {"usage": None} if self.with_usage else {}  # what is to come at the end
+        told: dict[str, Any] = {"usage": None} if self.with_usage else {}  # what is to come at the end
+        if not self._sent:
+            told |= self._prompt_ids(answer)
+        if choices:
+            choices[0] |= self._ids(answer, piece.stop)
         return [self._whole(kind, [one], None) | told for one in choices]
 
     def last(self, usage: dict[str, Any]) -> dict[str, Any]:
@@ -86,56 +122,64 @@ class Envelope:
         return self._whole("chat.completion.chunk" if self.chat else "text_completion", [], usage)
 
 
-def app_of(service: Service, api_key: str | None = None) -> FastAPI:
+def app_of(service: Service, access: Access | None = None) -> ASGIApp:
     """Creates the application.
 
     Args:
         service: answers the requests.
-        api_key: that clients must send; None: none. /health is open to all.
-
-    Raises:
-        ValueError: the key is empty.
+        access: keys and origins; None: anyone may ask, and no browser page of another site.
     """
-    check_api_key(api_key)
+    access = access or Access()
     app = FastAPI(title="fastspec", version=fastspec.__version__, docs_url=None, redoc_url=None, openapi_url=None)
     meters = service.meters
+    noted: set[str] = set()  # fields that were taken and logged
 
-    def route(path: str, method: str, answer: Route, *, open_to_all: bool = False) -> None:
+    def route(path: str, methods: str, answer: Route, *, open_to_all: bool = False) -> None:
         async def answered(request: Request) -> Response:
             try:
                 if not open_to_all:
-                    _check_key(request, api_key)
+                    access.check(request)
                 response = await answer(request)
             except Refusal as error:
-                retry = {"Retry-After": "1"} if error.status == 429 else None
-                response = JSONResponse(error.body, error.status, headers=retry)
+                response = _refusing(error)
             meters.requests.labels(str(response.status_code)).inc()
             return response
 
-        app.add_api_route(path, answered, methods=[method], response_model=None)
+        app.add_api_route(path, answered, methods=methods.split(), response_model=None)
 
     async def health(request: Request) -> Response:
         return JSONResponse({"status": "ok"})
 
+    async def version(request: Request) -> Response:
+        return JSONResponse({"version": fastspec.__version__})
+
     async def metrics(request: Request) -> Response:
         return Response(generate_latest(meters.registry), media_type=CONTENT_TYPE_LATEST)
 
-    def described() -> dict[str, Any]:
-        shared = {"id": service.name, "object": "model", "created": service.created, "owned_by": "fastspec"}
-        return shared | {"max_model_len": service.generator.max_length}
+    async def openapi(request: Request) -> Response:
+        return JSONResponse(description(access.root_path))
 
     async def models(request: Request) -> Response:
-        return JSONResponse({"object": "list", "data": [described()]})
+        return JSONResponse({"object": "list", "data": [_described(service, name) for name in service.names]})
 
     async def model(request: Request) -> Response:
-        service.check_model(request.path_params["name"])
-        return JSONResponse(described())
+        name = request.path_params["name"]
+        service.check_model(name)
+        return JSONResponse(_described(service, name))
 
     async def complete(request: Request) -> Response:
-        return await _answer(service, request, Completion)
+        return await _answer(service, request, Completion, noted)
 
     async def chat(request: Request) -> Response:
-        return await _answer(service, request, Chat)
+        return await _answer(service, request, Chat, noted)
+
+    async def tokenize(request: Request) -> Response:
+        body = await _read(service, request, Tokenize)
+        return JSONResponse((await asyncio.to_thread(tokenized, service, body)).model_dump())
+
+    async def detokenize(request: Request) -> Response:
+        body = await _read(service, request, Detokenize)
+        return JSONResponse((await asyncio.to_thread(detokenized, service, body)).model_dump())
 
     async def elsewhere(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException), "it is called for nothing else"
@@ -151,31 +195,56 @@ def app_of(service: Service, api_key: str | None = None) -> FastAPI:
 
     app.add_exception_handler(HTTPException, elsewhere)
     app.add_exception_handler(Exception, unforeseen)
-    route("/health", "GET", health, open_to_all=True)
+    if access.origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=access.origins,
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=[REQUEST_ID],
+        )
+    route("/health", "GET HEAD", health, open_to_all=True)
+    route("/ping", "GET HEAD", health, open_to_all=True)
+    route("/version", "GET", version)
     route("/metrics", "GET", metrics)
+    route("/openapi.json", "GET", openapi)
+    route("/tokenize", "POST", tokenize)
+    route("/detokenize", "POST", detokenize)
     route("/v1/models", "GET", models)
     route("/v1/models/{name:path}", "GET", model)
     route("/v1/completions", "POST", complete)
     route("/v1/chat/completions", "POST", chat)
-    return app
+
+    async def below_root(scope: Scope, receive: Receive, send: Send) -> None:
+        await app({**scope, "root_path": access.root_path}, receive, send)
+
+    return Recorded(below_root if access.root_path else app, access.observers)
 
 
-def check_api_key(key: str | None) -> None:
-    """Raises ValueError for a key that no client could send."""
-    if key is not None and not key.strip():
-        raise ValueError("api_key is empty, which lets nobody in; give one, or None")
+def _refusing(error: Refusal) -> Response:
+    retry = {"Retry-After": "1"} if error.status == 429 else None
+    return JSONResponse(error.body, error.status, headers=retry)
 
 
-def _check_key(request: Request, key: str | None) -> None:
-    scheme, _, given = request.headers.get("authorization", "").partition(" ")
-    # the scheme has no case (RFC 9110, 11.1); headers are bytes, read as latin-1 on the way
-    sent = given.strip(" ").encode("latin-1") if scheme.lower() == "bearer" else b""
-    if key is not None and not secrets.compare_digest(sent, key.encode()):
-        raise Refusal(
-            "this server wants its API key: send the header Authorization: Bearer KEY",
-            status=401,
-            code="invalid_api_key",
-        )
+def _described(service: Service, name: str) -> dict[str, Any]:
+    """The model by one of its names, with vLLM's fields."""
+    permission = {
+        "id": f"modelperm-{uuid.uuid5(uuid.NAMESPACE_URL, name).hex}",
+        "object": "model_permission",
+        "created": service.created,
+        "allow_create_engine": False,
+        "allow_sampling": True,
+        "allow_logprobs": True,
+        "allow_search_indices": False,
+        "allow_view": True,
+        "allow_fine_tuning": False,
+        "organization": "*",
+        "group": None,
+        "is_blocking": False,
+    }
+    shared = {"id": name, "object": "model", "created": service.created, "owned_by": "fastspec"}
+    more = {"root": service.name, "parent": None, "max_model_len": service.generator.max_length}
+    return shared | more | {"permission": [permission]}
 
 
 async def _data(request: Request, limit: int) -> bytes:
@@ -194,18 +263,37 @@ async def _data(request: Request, limit: int) -> bytes:
     return b"".join(parts)
 
 
-async def _answer(service: Service, request: Request, kind: type[Body]) -> Response:
+async def _read(service: Service, request: Request, kind: type[BodyT]) -> BodyT:
+    """Reads and checks the body of a request.
+
+    Raises:
+        Refusal: it does not come in time, is too long, or has a wrong field or model.
+    """
     try:
         data = await asyncio.wait_for(_data(request, service.limits.body), service.limits.seconds)
     except asyncio.TimeoutError:
         raise Refusal("the body did not come in time; send it again", status=408) from None
     except ClientDisconnect:
         raise _client_gone() from None
-    body: Body = read(kind, data)
-    service.check_model(body.model)
+    # a long body takes a while to parse: other requests go on meanwhile
+    body: BodyT = read(kind, data) if len(data) < _LONG else await asyncio.to_thread(read, kind, data)
+    name: str | None = body.model
+    record_of(request.scope).model = name
+    if name is not None:
+        service.check_model(name)
+    return body
+
+
+async def _answer(service: Service, request: Request, kind: type[Body], noted: set[str]) -> Response:
+    body = await _read(service, request, kind)
+    for name in body.taken:
+        if name not in noted:
+            noted.add(name)
+            _LOGGER.info(f"requests have the field {name}, which changes no answer: {TAKEN[name].note}")
     if body.stream_options is not None and not body.stream:
         raise Refusal("stream_options needs stream=true", "stream_options")
     job = await service.start(body)
+    record_of(request.scope).job = job
     envelope = Envelope(body, service)
     if body.stream:
         return _Events(job, _events(job, envelope))
@@ -223,7 +311,8 @@ async def _whole(job: Job, envelope: Envelope, request: Request) -> Response:
         await asyncio.wait([texts, gone], return_when=asyncio.FIRST_COMPLETED)
         if not texts.done():
             raise _client_gone()
-        return JSONResponse(envelope.whole(texts.result(), job.usage()))
+        chosen = best_of(texts.result(), envelope.drawn, envelope.num_answers)
+        return JSONResponse(envelope.whole(chosen, job.usage()))
     finally:
         gone.cancel()
         texts.cancel()
@@ -231,6 +320,25 @@ async def _whole(job: Job, envelope: Envelope, request: Request) -> Response:
 
 def _client_gone() -> Refusal:
     return Refusal("the client is gone", status=499)
+
+
+def best_of(texts: list[tuple[Answer, str, str]], drawn: int, num_answers: int) -> list[tuple[Answer, str, str]]:
+    """Chooses the answers of each prompt with the largest mean log-probability of a token, and numbers them anew.
+
+    Args:
+        texts: answers of the first prompt, then of the second, and so on.
+        drawn: number of answers of each prompt.
+        num_answers: number of them to keep.
+    """
+    if drawn == num_answers:
+        return texts
+    chosen: list[tuple[Answer, str, str]] = []
+    for start in range(0, len(texts), drawn):
+        ordered = sorted(texts[start : start + drawn], key=lambda one: one[0].mean_logprob, reverse=True)
+        chosen += ordered[:num_answers]
+    for index, (answer, _, _) in enumerate(chosen):
+        answer.index = index
+    return chosen
 
 
 async def _texts(job: Job) -> list[tuple[Answer, str, str]]:
@@ -256,7 +364,7 @@ class _Events(StreamingResponse):
         super().__init__(events, media_type="text/event-stream", headers=headers)
         self._job = job
 
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Sends the events."""
         try:
             await super().__call__(scope, receive, send)
@@ -268,7 +376,7 @@ async def _events(job: Job, envelope: Envelope) -> AsyncIterator[bytes]:
     try:
         async for answer, piece in job.merged():
             for one in envelope.piece(answer, piece):
-                yield _event(one)
+                yield _event(one | {"usage": job.usage()} if envelope.always_usage else one)
         if envelope.with_usage:
             yield _event(envelope.last(job.usage()))
         yield b"data: [DONE]\n\n"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from fastspec.grammar.spec import KINDS
 from fastspec.inputs.table import OPTIONS
 
 # keyword that a message may begin with -> field of the request that set it
@@ -37,20 +38,29 @@ class Refusal(Exception):
 
 
 def of_option(error: Exception, fields: set[str]) -> Refusal:
-    """Makes a refusal of an error of `submit`; names the field that set the option."""
+    """Makes a refusal of an error of `submit`.
+
+    Args:
+        error: its message begins with the option.
+        fields: given in the request; the one that set the option is named.
+    """
     message = str(error)
     found = re.match(r"(?:option )?(\w+)", message)
-    name = _FIELDS.get(found[1], found[1]) if found else ""
-    return Refusal(message, name if name in fields else None)
+    option = found[1] if found else ""
+    names = [_FIELDS.get(option, option), *(["structured_outputs"] if option in KINDS else [])]
+    return Refusal(message, next((name for name in names if name in fields), None))
 
 
 def no_such(status: int, method: str, path: str) -> Refusal:
     """Makes a refusal of an unknown path, or of a wrong method."""
     said = f"{method} is not allowed on {path}" if status == 405 else f"there is no {path} here"
-    message = (
-        f"{said}; this server has GET /v1/models, POST /v1/completions, POST /v1/chat/completions, /health and /metrics"
-    )
+    message = f"{said}; GET /openapi.json lists the paths of this server, such as POST /v1/chat/completions"
     return Refusal(message, status=status)
+
+
+def loading() -> Refusal:
+    """Makes a refusal of a request that comes before the models are loaded."""
+    return Refusal("the models are loading; ask again soon", status=503, kind="server_error", code="loading")
 
 
 def failed(error: Exception) -> Refusal:

@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from fastspec.inputs.table import NUMBERS, ROWS
 from fastspec.server.errors import Refusal
+from fastspec.server.field_table import TAKEN, without_neutral
 from fastspec.state import MAX_TOP_LOGPROBS
 
 Stop = Annotated[str, Field(min_length=1, max_length=256)]
@@ -32,6 +33,7 @@ class StreamOptions(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     include_usage: bool = False
+    continuous_usage_stats: bool = False
     include_obfuscation: Literal[False] | None = None
 
 
@@ -64,6 +66,39 @@ class ResponseFormat(BaseModel):
         return {"type": "object"} if self.type == "json_object" else None
 
 
+class StructuredOutputs(BaseModel):
+    """The text that an answer must follow, in vLLM's shape: exactly one of the fields."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    json_: dict[str, Any] | str | None = Field(None, alias="json")
+    regex: str | None = None
+    choice: Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1)] | None = None
+    grammar: str | None = None
+    json_object: Literal[True] | None = None
+
+    @property
+    def option(self) -> tuple[str, str | dict[str, Any]]:
+        """Keyword and value of `submit` that say the same.
+
+        Raises:
+            Refusal: no field, or several.
+        """
+        choice = None if self.choice is None else "|".join(re.escape(one) for one in self.choice)
+        options = {
+            "json_schema": self.json_,
+            "regex": self.regex if choice is None else choice,
+            "grammar": self.grammar,
+        }
+        given = {keyword: value for keyword, value in options.items() if value is not None}
+        if len(self.model_fields_set) != 1 or (not given and not self.json_object):
+            raise Refusal(
+                "structured_outputs must have exactly one of json, regex, choice, grammar and json_object",
+                "structured_outputs",
+            )
+        return next(iter(given.items()), ("json_schema", {"type": "object"}))
+
+
 # ranges of the protocol, where they are not those of the option
 _RANGES: Mapping[str, FieldInfo] = {
     "temperature": Field(ge=0, le=2),
@@ -82,12 +117,15 @@ def _numeric_fields() -> dict[str, Any]:
     return fields
 
 
-class Body(create_model("Numbers", **_numeric_fields())):  # type: ignore[misc]
+def _taken_fields() -> dict[str, Any]:
+    """Fields that change no answer; the types of their values are checked."""
+    return {name: (row.kind | None, None) for name, row in TAKEN.items()}
+
+
+class Body(create_model("Numbers", **_numeric_fields(), **_taken_fields())):  # type: ignore[misc]
     """Fields that both kinds of completion share.
 
-    A field that is null counts as left out. Fields of other servers that this one has, too: `top_k` (-1 is 0),
-    `min_p`, `repetition_penalty`, `min_tokens`, `ignore_eos`,
-    `skip_special_tokens`. Its own: `speculative_tokens`, drafts a step, or "auto".
+    A field that is null counts as left out. `field_table` lists all fields, and what each of them means.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True)
@@ -105,18 +143,22 @@ class Body(create_model("Numbers", **_numeric_fields())):  # type: ignore[misc]
     response_format: ResponseFormat | None = None
     skip_special_tokens: bool = True
     speculative_tokens: Annotated[int, Field(ge=0)] | Literal["auto"] | None = None
-    # these name the client or the purpose, and change no answer
-    user: str | None = None
-    metadata: dict[str, str] | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
-    service_tier: Literal["auto", "default"] | None = None
-    store: Literal[False] | None = None
+    stop_token_ids: list[Annotated[int, Field(ge=0)]] | None = None
+    allowed_token_ids: Ids | None = None
+    structured_outputs: StructuredOutputs | None = None
+    return_token_ids: bool = False
 
     @model_validator(mode="before")
     @classmethod
     def _given(cls, body: Any) -> Any:
-        return {name: value for name, value in body.items() if value is not None} if isinstance(body, dict) else body
+        if not isinstance(body, dict):
+            return body
+        return without_neutral({name: value for name, value in body.items() if value is not None}, cls.model_fields)
+
+    @property
+    def taken(self) -> list[str]:
+        """Names of given fields that change no answer."""
+        return [name for name in TAKEN if name in self.model_fields_set]
 
     @property
     def stops(self) -> list[str]:
@@ -127,6 +169,11 @@ class Body(create_model("Numbers", **_numeric_fields())):  # type: ignore[misc]
     def recorded(self) -> int | None:
         """Number of most probable tokens to tell at each place; None: no log-probabilities."""
         raise NotImplementedError
+
+    @property
+    def drawn(self) -> int:
+        """Number of answers that are decoded for each prompt; the best `n` are returned."""
+        return self.n
 
     @property
     def limit(self) -> tuple[str, int | None]:
@@ -147,7 +194,9 @@ class Body(create_model("Numbers", **_numeric_fields())):  # type: ignore[misc]
         if self.min_tokens is not None:
             options["min_new_tokens"] = self.min_tokens
         if self.ignore_eos:
-            options["eos_token_id"] = []
+            options["eos_token_id"] = self.stop_token_ids or []
+        if self.allowed_token_ids:
+            options["allowed_token_ids"] = self.allowed_token_ids
         if self.logit_bias:
             options["logit_bias"] = {_id(key): value for key, value in self.logit_bias.items()}
         if self.stops:
@@ -156,13 +205,25 @@ class Body(create_model("Numbers", **_numeric_fields())):  # type: ignore[misc]
             options["num_speculative_tokens"] = self.speculative_tokens
         if self.recorded is not None:
             options["logprobs"] = self.recorded or True
-        if self.response_format is not None and (schema := self.response_format.schema_of_text) is not None:
-            if self.min_tokens:
+        return options | self._constraint()
+
+    def _constraint(self) -> dict[str, Any]:
+        """Keyword of `submit` for the text that the answer must follow."""
+        schema = None if self.response_format is None else self.response_format.schema_of_text
+        constraint: dict[str, Any] = {} if schema is None else {"json_schema": schema}
+        if self.structured_outputs is not None:
+            keyword, value = self.structured_outputs.option
+            if constraint:
                 raise Refusal(
-                    "min_tokens: an answer that follows a schema may end before; leave one of them out", "min_tokens"
+                    "structured_outputs and response_format both say what the answer must follow; leave one out",
+                    "structured_outputs",
                 )
-            options["json_schema"] = schema
-        return options
+            constraint = {keyword: value}
+        if constraint and self.min_tokens:
+            raise Refusal(
+                "min_tokens: an answer that follows a schema may end before; leave one of them out", "min_tokens"
+            )
+        return constraint
 
 
 class Completion(Body):
@@ -171,15 +232,21 @@ class Completion(Body):
     prompt: str | Ids | Annotated[list[str], Field(min_length=1)] | Annotated[list[Ids], Field(min_length=1)]
     logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     echo: Literal[False] | None = None
-    best_of: int | None = None
+    best_of: Annotated[int, Field(ge=1, le=64)] | None = None
+    add_special_tokens: bool = True
 
     @model_validator(mode="after")
-    def _all_of_them(self) -> Completion:
-        if self.best_of not in (None, self.n):
-            raise Refusal(
-                f"best_of must be n, which is {self.n}: no answers are left out; got {self.best_of}", "best_of"
-            )
+    def _enough_of_them(self) -> Completion:
+        if self.best_of is not None and self.best_of < self.n:
+            raise Refusal(f"best_of must be at least n, which is {self.n}; got {self.best_of}", "best_of")
+        if self.stream and self.drawn > self.n:
+            raise Refusal("best_of above n needs whole answers; leave out stream or best_of", "best_of")
         return self
+
+    @property
+    def drawn(self) -> int:
+        """`best_of`, else `n`."""
+        return self.best_of or self.n
 
     @property
     def recorded(self) -> int | None:
@@ -208,13 +275,26 @@ class Chat(Body):
     modalities: list[Literal["text"]] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     sanitize_control_tokens: bool | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    add_special_tokens: Literal[False] = False
 
     @model_validator(mode="after")
     def _together(self) -> Chat:
         if self.top_logprobs is not None and not self.logprobs:
             raise Refusal("top_logprobs needs logprobs=true", "top_logprobs")
-        if self.max_tokens is not None and self.max_completion_tokens is not None:
-            raise Refusal("max_tokens and max_completion_tokens are the same; give one", "max_completion_tokens")
+        if self.max_completion_tokens is not None and self.max_tokens not in (None, self.max_completion_tokens):
+            raise Refusal(
+                f"max_tokens and max_completion_tokens mean the same, got {self.max_tokens} and "
+                f"{self.max_completion_tokens}; give one",
+                "max_completion_tokens",
+            )
+        if self.continue_final_message and self.add_generation_prompt:
+            raise Refusal(
+                "continue_final_message continues the last message, and add_generation_prompt begins a new one; set "
+                "add_generation_prompt to false",
+                "continue_final_message",
+            )
         if taken := sorted(_TEMPLATED & set(self.chat_template_kwargs or {})):
             raise Refusal(
                 f"chat_template_kwargs are variables of the template, and {', '.join(taken)} is none; leave it out",
@@ -246,7 +326,7 @@ def _of_union(place: str) -> bool:
     return place in ("str", "int") or place.startswith(("constrained-", "list[", "literal["))
 
 
-def read(kind: type[Body], data: bytes) -> Any:
+def read(kind: type[BaseModel], data: bytes) -> Any:
     """Reads the body of a request, and checks it.
 
     Raises:

@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import json
 import signal
 import socket
+import ssl
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
 from types import FrameType
 
 import uvicorn
+from starlette.types import ASGIApp, Receive, Scope, Send
 
+from fastspec.server.access import Access
 from fastspec.server.app import app_of
+from fastspec.server.errors import loading
 from fastspec.server.service import Service
+
+_AFTER = 10  # seconds for clients to take in that their answers were stopped
+_BACKLOG = 1024  # connections that wait to be accepted
 
 
 def listening(host: str, port: int) -> socket.socket:
@@ -23,7 +34,7 @@ def listening(host: str, port: int) -> socket.socket:
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        made = socket.create_server((host, port), family=family, backlog=1024)
+        made = socket.create_server((host, port), family=family, backlog=_BACKLOG)
         # accepted connections inherit it; asyncio sets it only on sockets whose protocol number is IPPROTO_TCP
         made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         return made
@@ -31,7 +42,103 @@ def listening(host: str, port: int) -> socket.socket:
         raise ValueError(f"cannot listen on {host}, port {port}: {error}; take another --host or --port") from error
 
 
-_AFTER = 10  # seconds for clients to take in that their answers were stopped
+@contextlib.contextmanager
+def listening_at(path: Path) -> Iterator[socket.socket]:
+    """Opens a Unix socket that accepts connections, and removes its file at the end.
+
+    A socket file that no process listens on is replaced.
+
+    Raises:
+        ValueError: the path cannot be used.
+    """
+    made = socket.socket(socket.AF_UNIX)
+    try:
+        if path.is_socket() and _is_idle(path):
+            path.unlink()
+        made.bind(str(path))
+        made.listen(_BACKLOG)
+    except OSError as error:
+        made.close()
+        raise ValueError(f"cannot listen on {path}: {error}; take another --uds") from error
+    with made:
+        try:
+            yield made
+        finally:
+            path.unlink(missing_ok=True)
+
+
+def _is_idle(path: Path) -> bool:
+    """True if no process listens on a Unix socket."""
+    with socket.socket(socket.AF_UNIX) as probe:
+        return probe.connect_ex(str(path)) != 0
+
+
+@dataclass(frozen=True, slots=True)
+class Certificate:
+    """Files for TLS, in PEM.
+
+    Attributes:
+        chain: the certificate, and those that lead to its issuer.
+        key: the private key, without a password.
+
+    Raises:
+        ValueError: they cannot be read, or the key does not belong to the certificate.
+    """
+
+    chain: Path
+    key: Path
+
+    def __post_init__(self) -> None:
+        try:
+            ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(self.chain, self.key, password="")
+        except (OSError, ssl.SSLError) as error:
+            raise ValueError(
+                f"cannot use {self.chain} and {self.key} for TLS: {error}; give PEM files that belong together, with a "
+                "key that has no password"
+            ) from error
+
+
+def _config(app: ASGIApp, certificate: Certificate | None, drain: float) -> uvicorn.Config:
+    return uvicorn.Config(
+        app,
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        lifespan="off",
+        timeout_graceful_shutdown=round(drain) + _AFTER,
+        ssl_certfile=None if certificate is None else certificate.chain,
+        ssl_keyfile=None if certificate is None else certificate.key,
+    )
+
+
+@contextlib.contextmanager
+def answering_that_models_load(on: socket.socket, certificate: Certificate | None = None) -> Iterator[None]:
+    """Answers requests with status 503, in a thread, until the block ends; later connections wait for the server.
+
+    Args:
+        on: is open after the block, too.
+        certificate: for TLS.
+    """
+    server = uvicorn.Server(_config(_say_loading, certificate, drain=1))
+    ours = on.dup()  # uvicorn closes what it gets
+    thread = threading.Thread(target=server.run, args=([ours],), daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        server.should_exit = True
+        thread.join()
+        ours.close()
+
+
+async def _say_loading(scope: Scope, receive: Receive, send: Send) -> None:
+    """Answers a request while the models load."""
+    probe = scope["path"].endswith(("/health", "/ping"))
+    body = json.dumps({"status": "loading"} if probe else loading().body).encode()
+    headers = [(b"content-type", b"application/json"), (b"retry-after", b"5")]
+    headers.append((b"content-length", str(len(body)).encode()))
+    await send({"type": "http.response.start", "status": 503, "headers": headers})
+    await send({"type": "http.response.body", "body": b"" if scope["method"] == "HEAD" else body})
 
 
 class Server(uvicorn.Server):
@@ -41,8 +148,9 @@ class Server(uvicorn.Server):
 
     Args:
         service: answers the requests.
-        api_key: that clients must send.
+        access: keys, origins and observers.
         drain: seconds for the last answers.
+        certificate: for TLS; None: the server speaks plain HTTP.
         started: called when the server is ready.
     """
 
@@ -50,13 +158,12 @@ class Server(uvicorn.Server):
         self,
         service: Service,
         *,
-        api_key: str | None = None,
+        access: Access | None = None,
         drain: float = 60.0,
+        certificate: Certificate | None = None,
         started: Callable[[], None] = lambda: None,
     ) -> None:
-        app = app_of(service, api_key)
-        quiet = {"log_level": "warning", "access_log": False, "server_header": False}
-        super().__init__(uvicorn.Config(app, timeout_graceful_shutdown=round(drain) + _AFTER, **quiet))  # type: ignore[arg-type]
+        super().__init__(_config(app_of(service, access), certificate, drain))
         self._service, self._drain, self._told = service, drain, started
         self._loop: asyncio.AbstractEventLoop | None = None
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from transformers import PreTrainedTokenizerBase
 
 from fastspec.errors import InvalidLogits, OutOfPages
@@ -17,8 +16,9 @@ from fastspec.inputs.row_options import derive_seed
 from fastspec.inputs.values import whole
 from fastspec.server.errors import Refusal, failed, going_down, of_option, too_late
 from fastspec.server.fields import Body, Chat, Completion
+from fastspec.server.metrics import Live, Meters
 from fastspec.server.texts import Answer, Piece
-from fastspec.text.chat_template import ChatTemplate, ConversationError
+from fastspec.text.chat_template import ChatTemplate, ConversationError, Message
 
 COMPLETION_TOKENS = 16  # of /v1/completions where the request does not say, as OpenAI has it
 
@@ -50,49 +50,15 @@ class Limits:
             raise ValueError(f"limits: seconds must be a number above 0, got {self.seconds!r}")
 
 
-# seconds, the bounds of histograms: each about twice the one before
-_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+@dataclass(frozen=True, slots=True)
+class TokenCounts:
+    """Token counts of a request: of its prompts, of those that the prefix cache had, and of its answers."""
 
-
-def buckets_to(longest: float) -> list[float]:
-    """Upper bounds in seconds of a histogram's buckets, up to the longest time that a request may take."""
-    bounds = [each for each in _BUCKETS if each < longest]
-    while bounds and bounds[-1] * 2 < longest:
-        bounds.append(bounds[-1] * 2)
-    return [*bounds, longest]
-
-
-class Meters:
-    """The metrics of one server, in a registry of its own.
-
-    Args:
-        longest: seconds that a request may take.
-    """
-
-    def __init__(self, longest: float) -> None:
-        self.registry = CollectorRegistry()
-        to: dict[str, Any] = {"registry": self.registry}
-        self.requests = Counter("fastspec_requests", "Requests answered, by HTTP status.", ["status"], **to)
-        self.running = Gauge("fastspec_answers_running", "Answers that are being written or wait.", **to)
-        self.tokens = Counter(
-            "fastspec_tokens", "Tokens: of prompts, of those cached; completed, drafted, accepted.", ["kind"], **to
-        )
-        to["buckets"] = buckets_to(longest)
-        self.first = Histogram("fastspec_first_token_seconds", "From a request to its first token.", **to)
-        self.whole = Histogram("fastspec_answer_seconds", "From a request to the end of its answer.", **to)
-
-    def count(self, usage: dict[str, Any]) -> None:
-        """Adds the tokens and times of a request."""
-        drafts = usage["completion_tokens_details"]
-        accepted, rejected = drafts["accepted_prediction_tokens"], drafts["rejected_prediction_tokens"]
-        for kind, count in {
-            "prompt": usage["prompt_tokens"],
-            "cached": usage["prompt_tokens_details"]["cached_tokens"],
-            "completion": usage["completion_tokens"],
-            "drafted": accepted + rejected,
-            "accepted": accepted,
-        }.items():
-            self.tokens.labels(kind).inc(count)
+    prompt: int
+    cached: int
+    completion: int
+    drafted: int
+    accepted: int
 
 
 class Job:
@@ -104,6 +70,9 @@ class Job:
         seconds: time limit.
         meters: told of tokens and times.
         release: called at the end.
+
+    Attributes:
+        first_token: seconds from the start to the first token of an answer; None: there is none yet.
     """
 
     def __init__(
@@ -114,6 +83,13 @@ class Job:
         self._why: Refusal | None = None
         self._timer = asyncio.get_running_loop().call_later(seconds, lambda: self.stop(too_late(seconds)))
         self._closed = False
+        self.first_token: float | None = None
+
+    @property
+    def queue_seconds(self) -> float | None:
+        """Longest time in seconds that an answer waited for a row; None: no answer has one."""
+        waits = [answer.waited for answer in self.answers if answer.waited is not None]
+        return max(waits, default=None)
 
     def close(self) -> None:
         """Cancels unfinished answers and counts tokens. A second call does nothing."""
@@ -121,7 +97,10 @@ class Job:
             self._closed = True
             self._timer.cancel()
             self.cancel()
-            self._meters.count(self.usage())
+            self._meters.count(self._prompt_tokens, [answer.request for answer in self.answers])
+            for answer in self.answers:
+                if answer.waited is not None:
+                    self._meters.waited(answer.waited)
             self._release()
 
     def stop(self, why: Refusal) -> None:
@@ -140,18 +119,22 @@ class Job:
         Raises:
             Refusal: the answer was cancelled or failed.
         """
-        first = True
+        last: float | None = None  # time of the piece before
         try:
             async for piece in answer.pieces():
                 if piece.reason == "cancelled":
                     raise self._why or Refusal("the request was stopped", status=499)
-                if first:
-                    self._meters.first.observe(time.perf_counter() - self._start)
-                    first = False
+                now, count = time.perf_counter(), piece.stop - piece.start
+                if last is None:
+                    self._meters.first_token(now - self._start)
+                    self.first_token = self.first_token or now - self._start
+                elif count:
+                    self._meters.between_tokens(now - last, count)
+                last = now
                 yield piece
         except (InvalidLogits, RuntimeError) as error:
             raise failed(error) from error
-        self._meters.whole.observe(time.perf_counter() - self._start)
+        self._meters.answer_ended(time.perf_counter() - self._start)
 
     async def merged(self) -> AsyncIterator[tuple[Answer, Piece]]:
         """Pieces of all answers while they are decoded. A slow reader gets several at once and delays no answer."""
@@ -177,18 +160,28 @@ class Job:
             for one in feeds:
                 one.cancel()
 
+    def counts(self) -> TokenCounts:
+        """Token counts of the request so far."""
+        rows = [answer.request.stats() for answer in self.answers]
+        return TokenCounts(
+            self._prompt_tokens,
+            sum(row.cached_tokens for row in rows),
+            sum(row.emitted for row in rows),
+            sum(row.drafted for row in rows),
+            sum(row.accepted for row in rows),
+        )
+
     def usage(self) -> dict[str, Any]:
         """Token counts of the request so far, in OpenAI's shape. Accepted drafts are its accepted predictions."""
-        rows = [answer.request.stats() for answer in self.answers]
-        new, accepted = sum(row.emitted for row in rows), sum(row.accepted for row in rows)
+        counts = self.counts()
         return {
-            "prompt_tokens": self._prompt_tokens,
-            "completion_tokens": new,
-            "total_tokens": self._prompt_tokens + new,
-            "prompt_tokens_details": {"cached_tokens": sum(row.cached_tokens for row in rows)},
+            "prompt_tokens": counts.prompt,
+            "completion_tokens": counts.completion,
+            "total_tokens": counts.prompt + counts.completion,
+            "prompt_tokens_details": {"cached_tokens": counts.cached},
             "completion_tokens_details": {
-                "accepted_prediction_tokens": accepted,
-                "rejected_prediction_tokens": sum(row.drafted for row in rows) - accepted,
+                "accepted_prediction_tokens": counts.accepted,
+                "rejected_prediction_tokens": counts.drafted - counts.accepted,
             },
         }
 
@@ -200,9 +193,11 @@ class Service:
         generator: its tokenizer is needed.
         name: of the model, in requests and answers.
         limits: of requests.
+        aliases: other names that requests may use.
         sanitize_control_tokens: encode control tokens in messages as plain text, whatever a request says.
 
     Attributes:
+        names: of the model in requests; the first is in answers, too.
         cut_off: number of requests that `end` cancelled.
         meters, created: metrics of /metrics, and the time in seconds since the epoch.
 
@@ -216,13 +211,16 @@ class Service:
         name: str,
         limits: Limits | None = None,
         *,
+        aliases: Sequence[str] = (),
         sanitize_control_tokens: bool = False,
     ) -> None:
         self.generator, self.name, self.limits = generator, name, limits or Limits()
+        self.names = list(dict.fromkeys([name, *aliases]))
         self.tokenizer: PreTrainedTokenizerBase = generator.tokenizer
         self.template = ChatTemplate(self.tokenizer)
         self.sanitize_control_tokens = sanitize_control_tokens
-        self.meters = Meters(self.limits.seconds)
+        live = Live(lambda: self._with_row, lambda: self._running - self._with_row, lambda: generator.kv_usage)
+        self.meters = Meters(self.limits.seconds, name, live)
         self.created = int(time.time())
         self.cut_off, self._ended = 0, False
         self._running = 0
@@ -232,6 +230,11 @@ class Service:
     def running(self) -> int:
         """Number of answers that run or wait."""
         return self._running
+
+    @property
+    def _with_row(self) -> int:
+        """Number of open answers that have a row."""
+        return sum(answer.waited is not None for job in list(self._jobs) for answer in job.answers if answer.open)
 
     def _admit(self, count: int) -> None:
         if self._running + count > self.limits.requests:
@@ -260,9 +263,9 @@ class Service:
 
     def check_model(self, name: str) -> None:
         """Raises Refusal if the request names another model."""
-        if name != self.name:
+        if name not in self.names:
             raise Refusal(
-                f"the model {name!r} is not here; this server has {self.name!r}",
+                f"the model {name!r} is not here; this server has {', '.join(map(repr, self.names))}",
                 "model",
                 status=404,
                 code="model_not_found",
@@ -275,7 +278,7 @@ class Service:
             Refusal: an unsupported field, or a limit.
         """
         prompts = len(body.prompts) if isinstance(body, Completion) else 1
-        count = body.n * prompts
+        count = body.drawn * prompts
         if count > self.limits.requests:  # at no time would there be room
             raise Refusal(
                 f"{count} answers at once are asked for, and {self.limits.requests} may be; ask for fewer, or raise "
@@ -305,13 +308,13 @@ class Service:
         answers: list[Answer] = []
         for prompt in prompts:
             options = self._options(body, len(prompt))
-            for copy in range(body.n):
+            for copy in range(body.drawn):
                 if body.seed is not None:  # the rows of generate(num_return_sequences=n, seed=seed)
                     options["seed"] = [derive_seed(body.seed, 0, copy)]
                 try:
                     handle = self.generator.submit(prompt, **options)
                 except (ValueError, OutOfPages) as error:
-                    raise of_option(error, set(type(body).model_fields)) from None
+                    raise of_option(error, body.model_fields_set) from None
                 except RuntimeError as error:
                     raise failed(error) from error
                 skip = body.skip_special_tokens
@@ -319,24 +322,55 @@ class Service:
         return answers, sum(map(len, prompts))
 
     def _templated(self, body: Chat) -> list[int]:
+        return self.template_ids(
+            body.messages,
+            tools=None if body.tool_choice == "none" else body.tools,
+            sanitize=bool(body.sanitize_control_tokens),
+            variables=body.chat_template_kwargs,
+            add_generation_prompt=body.add_generation_prompt,
+            continue_final_message=body.continue_final_message,
+        )
+
+    def template_ids(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: list[Message] | None = None,
+        sanitize: bool = False,
+        variables: Mapping[str, Any] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+    ) -> list[int]:
+        """Token ids of a conversation; the arguments are those of `ChatTemplate.ids`.
+
+        Raises:
+            Refusal: there is no template, or it refuses the messages.
+        """
         if not self.template.exists:
             raise Refusal(
-                f"{self.name} has no chat template, so it takes no messages; send a prompt to /v1/completions",
+                f"{self.name} has no chat template, so it takes no messages; send a prompt to /v1/completions, or "
+                "serve with --chat-template FILE",
                 "messages",
             )
         try:
             return self.template.ids(
-                body.messages,
-                tools=None if body.tool_choice == "none" else body.tools,
-                sanitize=self.sanitize_control_tokens or bool(body.sanitize_control_tokens),
-                variables=body.chat_template_kwargs,
+                messages,
+                tools=tools,
+                sanitize=sanitize or self.sanitize_control_tokens,
+                variables=variables,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
             )
         except ConversationError as error:
             raise Refusal(str(error), "messages") from error
 
     def _prompts(self, body: Body) -> list[list[int]]:
         assert isinstance(body, Completion), "there are two kinds"
-        ids = [self.tokenizer(one)["input_ids"] if isinstance(one, str) else one for one in body.prompts]
+        special = body.add_special_tokens
+        ids = [
+            self.tokenizer(one, add_special_tokens=special)["input_ids"] if isinstance(one, str) else one
+            for one in body.prompts
+        ]
         if not all(ids):
             raise Refusal("prompt has no tokens; give it at least one character", "prompt")
         return ids
@@ -352,6 +386,12 @@ class Service:
                 "messages" if isinstance(body, Chat) else "prompt",
                 code="context_length_exceeded",
             )
+        if body.stop_token_ids and not body.ignore_eos:
+            stops = None if self.generator.generation_config is None else self.generator.generation_config.eos_token_id
+            own = stops if isinstance(stops, list) else [] if stops is None else [stops]
+            options["eos_token_id"] = list(dict.fromkeys([*own, *body.stop_token_ids]))
+        if body.drawn > body.n:  # the best ones are chosen by them
+            options.setdefault("logprobs", True)
         field, asked = body.limit
         if asked is not None and asked > limit:
             raise Refusal(f"{field} must be at most {limit} after a prompt of {prompt} tokens, got {asked}", field)

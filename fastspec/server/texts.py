@@ -106,6 +106,23 @@ class Answer:
         self._placed = TextStream(tokenizer, self.request.prompt, skip_special_tokens=skip_special_tokens)
         self._offsets = [0]
 
+    @property
+    def mean_logprob(self) -> float:
+        """Mean log-probability of the new tokens; 0 if there are none."""
+        values = self.request.logprobs
+        return sum(values) / len(values) if values else 0.0
+
+    @property
+    def open(self) -> bool:
+        """True if more tokens may come."""
+        return not self.handle.done
+
+    @property
+    def waited(self) -> float | None:
+        """Seconds from `submit` to the row of this answer; None: it has none yet."""
+        admitted = self.request.admitted
+        return None if admitted is None else max(0.0, admitted - self.handle.delivery.started)
+
     async def pieces(self) -> AsyncIterator[Piece]:
         """Pieces of text while they are decoded. The last piece has the finish reason.
 

@@ -98,6 +98,8 @@ class ChatTemplate:
         tools: list[Message] | None = None,
         sanitize: bool = False,
         variables: Mapping[str, Any] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
     ) -> list[int]:
         """Token ids of a conversation, up to the place where the assistant's next message begins.
 
@@ -106,6 +108,8 @@ class ChatTemplate:
             tools: JSON schemas of functions, as in OpenAI's protocol.
             sanitize: encode control tokens in messages and tools as plain text, as in transformers.
             variables: of the template.
+            add_generation_prompt: begin a new message of the assistant.
+            continue_final_message: leave the last message open, so that new text continues it.
 
         Raises:
             ConversationError: the template cannot render the conversation, or would leave a part of it out.
@@ -122,7 +126,13 @@ class ChatTemplate:
         offered: Any = tools  # transformers also takes functions, so its type is another list
         try:
             made: Any = self.tokenizer.apply_chat_template(
-                given, tools=offered, add_generation_prompt=True, tokenize=True, return_dict=True, **options
+                given,
+                tools=offered,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                tokenize=True,
+                return_dict=True,
+                **options,
             )
         except Exception as error:  # a template is the checkpoint's program: it may fail in any way
             raise ConversationError(f"the chat template refuses these messages: {_told(error)}") from error

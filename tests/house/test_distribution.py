@@ -50,7 +50,7 @@ def test_a_source_archive_holds_all_that_tests_read(tmp_path: Path) -> None:
         metadata = archive.extractfile(f"{Path(built).name.removesuffix('.tar.gz')}/PKG-INFO")
         assert metadata is not None
         told = metadata.read().decode()
-    folders = ("fastspec", "tests", "docs", "examples", "tools", "perf", ".ci")
+    folders = ("fastspec", "tests", "deploy", "docs", "examples", "tools", "perf", ".ci")
     wanted = {path for folder in folders for path in (ROOT / folder).rglob("*") if path.is_file()}
     kept = {str(path.relative_to(ROOT)) for path in wanted if "__pycache__" not in path.parts}
     kept |= {page.name for page in ROOT.glob("*.md")}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +12,7 @@ import openai
 import pytest
 
 from fastspec import FastSpecGenerator
+from fastspec.server.access import Access
 from fastspec.server.run import Server, listening
 from fastspec.server.service import Limits, Service
 from tests.helpers.limits import HANGS
@@ -46,12 +47,13 @@ def running(
     generator: FastSpecGenerator,
     *,
     name: str = "small",
+    aliases: Sequence[str] = (),
     limits: Limits | None = None,
-    api_key: str | None = None,
+    access: Access | None = None,
     drain: float = 60.0,
 ) -> Iterator[Running]:
-    up, service = threading.Event(), Service(generator, name, limits)
-    server = Server(service, api_key=api_key, drain=drain, started=up.set)
+    up, service = threading.Event(), Service(generator, name, limits, aliases=aliases)
+    server = Server(service, access=access, drain=drain, started=up.set)
     with listening("127.0.0.1", 0) as on:
         thread = threading.Thread(target=server.serve_on, args=(on,))
         thread.start()

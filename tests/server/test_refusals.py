@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from fastspec import FastSpecGenerator
-from fastspec.server.app import app_of
+from fastspec.server.access import Access
 from fastspec.server.errors import too_late
-from fastspec.server.service import Limits, Service
+from fastspec.server.service import Limits
 from tests.helpers.limits import HANGS
 from tests.helpers.services import opened, small_pair
 from tests.server.conftest import Running, running
@@ -55,8 +55,8 @@ def get(server: Running, path: str, headers: dict[str, str] | None = None) -> tu
 @pytest.mark.parametrize(
     ("field", "value", "says"),
     [
-        ("suffix", "x", "suffix is not supported"),
-        ("best_of", 2, "best_of must be n, which is 1"),
+        ("suffix", "x", "suffix is not supported. No text is inserted before another"),
+        ("best_of", 65, "best_of"),
         ("echo", True, "echo"),
         ("n", 0, "n: .*greater than or equal to 1, got '0'"),
         ("n", 65, "n"),
@@ -65,7 +65,18 @@ def get(server: Running, path: str, headers: dict[str, str] | None = None) -> tu
         ("max_tokens", "4", "max_tokens: .*integer"),
         ("temperature", 3, "temperature"),
         ("top_k", -2, "top_k"),
-        ("stop_token_ids", [3], "stop_token_ids is not supported"),
+        ("stop_token_ids", [100_000], "eos_token_id"),
+        ("stop_token_ids", [-1], "stop_token_ids"),
+        ("allowed_token_ids", [100_000], "allowed_token_ids"),
+        ("structured_outputs", {}, "exactly one of json, regex, choice"),
+        ("structured_outputs", {"regex": "a", "choice": ["b"]}, "exactly one of"),
+        ("structured_outputs", {"json_object": False}, "structured_outputs.json_object"),
+        ("structured_outputs", {"regex": "("}, "regex"),
+        ("structured_outputs", {"json": {"type": "y"}}, "json_schema cannot be used: Invalid type: y"),
+        ("guided_json", {}, "guided_json is not supported. .* use structured_outputs"),
+        ("use_beam_search", True, "use_beam_search is not supported. There is no beam search"),
+        ("user", 3, "user: .*string"),
+        ("nonsense", 3, "nonsense is not supported; leave it out. Supported: "),
         ("min_tokens", 5, "min_new_tokens=5 is more than"),
         ("top_p", 1.1, "top_p"),
         ("logprobs", 21, "logprobs"),
@@ -88,7 +99,6 @@ def get(server: Running, path: str, headers: dict[str, str] | None = None) -> tu
         ("prompt", "x" * 500, "the prompt has 500 tokens"),
         ("stream_options", {"include_usage": True}, "stream_options needs stream=true"),
         ("stream_options", {"include_obfuscation": True}, "^stream_options.include_obfuscation: "),
-        ("store", True, "store"),
     ],
 )
 def test_a_field_of_a_completion_is_named(server: Running, field: str, value: Any, says: str) -> None:
@@ -119,7 +129,9 @@ def test_a_field_of_a_completion_is_named(server: Running, field: str, value: An
         ("chat_template_kwargs", {"chat_template": "{{ 1 }}"}, "variables of the template, and chat_template is none"),
         ("chat_template_kwargs", {"tokenize": False}, "tokenize is none"),
         ("top_logprobs", 2, "top_logprobs needs logprobs=true"),
-        ("max_completion_tokens", 4, "are the same"),
+        ("max_completion_tokens", 5, "mean the same, got 4 and 5; give one"),
+        ("continue_final_message", True, "set add_generation_prompt to false"),
+        ("chat_template", "{{ 1 }}", "serve with --chat-template FILE"),
         ("messages", [], "messages"),
         ("messages", [{"role": "robot", "content": "x"}], r"messages\[0\].role must be one of"),
         ("messages", [{"role": "user", "content": 3}], r"messages\[0\].content must be a text"),
@@ -206,7 +218,7 @@ def test_an_answer_that_takes_too_long_is_stopped(gen: FastSpecGenerator) -> Non
 
 
 def test_requests_without_the_api_key_are_refused(gen: FastSpecGenerator) -> None:
-    with running(gen, api_key="sésame") as server:
+    with running(gen, access=Access(("other", "sésame"))) as server:
         for headers in ({}, {"Authorization": "Bearer x"}, {"Authorization": "sésame"}):
             status, answer = post(server, TEXT, headers={k: v.encode().decode("latin-1") for k, v in headers.items()})
             assert (status, answer["error"]["code"]) == (401, "invalid_api_key")
@@ -271,6 +283,6 @@ def test_limits_that_let_nothing_through_are_none(limits: dict[str, Any]) -> Non
         Limits(**limits)
 
 
-def test_an_empty_key_is_none(gen: FastSpecGenerator) -> None:
+def test_an_empty_key_is_none() -> None:
     with pytest.raises(ValueError, match="api_key is empty"):
-        app_of(Service(gen, "small"), " ")
+        Access((" ",))

@@ -8,10 +8,10 @@ from itertools import pairwise
 import pytest
 from starlette.requests import Request
 
-from fastspec.server.app import _check_key
+from fastspec.server.access import Access
 from fastspec.server.errors import Refusal
+from fastspec.server.metrics import Meters, buckets_to
 from fastspec.server.run import listening
-from fastspec.server.service import Meters, buckets_to
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
@@ -32,13 +32,13 @@ def request_with(authorization: str | None) -> Request:
 
 @pytest.mark.parametrize("sent", ["Bearer secret", "bearer secret", "Bearer  secret", "bearer secret "])
 def test_the_scheme_of_a_key_has_no_case(sent: str) -> None:
-    _check_key(request_with(sent), "secret")
+    Access(("another", "secret")).check(request_with(sent))
 
 
 @pytest.mark.parametrize("sent", [None, "", "secret", "Basic secret", "Bearer", "Bearer Secret", "Bearer secret2"])
 def test_other_keys_are_refused(sent: str | None) -> None:
     with pytest.raises(Refusal, match="wants its API key"):
-        _check_key(request_with(sent), "secret")
+        Access(("another", "secret")).check(request_with(sent))
 
 
 @pytest.mark.parametrize("longest", [1e-3, 0.5, 10.0, 60.0, 600.0, 3600.0, 86400.0])

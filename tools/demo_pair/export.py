@@ -21,6 +21,16 @@ from .tokens import END_OF_TEXT, END_OF_TEXT_ID
 
 PROBE = 'def main(args):\n    """Run it."""\n    return [x ** 2 for x in args]  # caf\u00e9 \u2603\n'
 
+# messages are comments, and answers the code below them
+CHAT_TEMPLATE = (
+    "{% if tools %}# Tools: {{ tools | tojson }}\n"
+    """# A call: <tool_call>{"name": "...", "arguments": {...}}</tool_call>\n{% endif %}"""
+    "{% for message in messages %}{% if message.role == 'assistant' %}{{ message.content or '' }}"
+    "{% for call in message.tool_calls or [] %}<tool_call>"
+    "{{ {'name': call.function.name, 'arguments': call.function.arguments} | tojson }}</tool_call>{% endfor %}"
+    "{{ '\\n' }}{% else %}# {{ message.content | replace('\\n', '\\n# ') }}\n{% endif %}{% endfor %}"
+)
+
 
 def save(model: Llama, tokenizer: Tokenizer, folder: Path) -> None:
     """Writes configuration, bfloat16 weights and tokenizer into a folder."""
@@ -40,6 +50,7 @@ def save(model: Llama, tokenizer: Tokenizer, folder: Path) -> None:
         "pad_token": END_OF_TEXT,
         "model_max_length": model.context,
         "clean_up_tokenization_spaces": False,
+        "chat_template": CHAT_TEMPLATE,
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
 

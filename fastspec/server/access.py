@@ -1,0 +1,72 @@
+"""Access to the server: keys, origins of browser pages, and the path under which a proxy publishes it."""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+from starlette.requests import Request
+
+from fastspec.server.errors import Refusal
+from fastspec.server.request_log import RequestRecord
+
+_ORIGIN: Final = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/\s?#]+")
+_ROOT_PATH: Final = re.compile(r"(/[^/\s?#]+)*")
+
+
+def check_api_key(key: str) -> None:
+    """Raises ValueError for a key that no client could send."""
+    if not key.strip():
+        raise ValueError("api_key is empty, which lets nobody in; give one, or none")
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """Who may use a server, and who is told of each request.
+
+    Attributes:
+        api_keys: one of them must be in each request; empty: none is needed. /health and /ping are open to all.
+        origins: of browser pages that may read answers, such as "https://chat.example"; "*": all.
+        root_path: path that a proxy puts before the paths of this server, such as "/llm".
+        observers: are called after each request.
+
+    Raises:
+        ValueError: a key is empty, or an origin or the path has another form.
+    """
+
+    api_keys: tuple[str, ...] = ()
+    origins: tuple[str, ...] = ()
+    root_path: str = ""
+    observers: tuple[Callable[[RequestRecord], None], ...] = ()
+
+    def __post_init__(self) -> None:
+        for key in self.api_keys:
+            check_api_key(key)
+        for origin in self.origins:
+            if not _ORIGIN.fullmatch(origin):
+                raise ValueError(
+                    f"an origin must be '*' or scheme://host[:port] in small letters and without a path, got {origin!r}"
+                )
+        if not _ROOT_PATH.fullmatch(self.root_path):
+            raise ValueError(f"root_path must begin with / and not end with it, got {self.root_path!r}")
+
+    def check(self, request: Request) -> None:
+        """Checks the key of a request.
+
+        Raises:
+            Refusal: it has none, or another one.
+        """
+        scheme, _, given = request.headers.get("authorization", "").partition(" ")
+        # the scheme has no case (RFC 9110, 11.1); headers are bytes, read as latin-1 on the way
+        sent = given.strip(" ").encode("latin-1") if scheme.lower() == "bearer" else b""
+        # each key is compared in whole, so that the time does not tell how far one agrees
+        matches = [secrets.compare_digest(sent, key.encode()) for key in self.api_keys]
+        if matches and not any(matches):
+            raise Refusal(
+                "this server wants its API key: send the header Authorization: Bearer KEY",
+                status=401,
+                code="invalid_api_key",
+            )

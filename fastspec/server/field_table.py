@@ -1,0 +1,294 @@
+"""FIELDS: one row for every field of a request, of OpenAI's and of vLLM's specification, and fastspec's own.
+
+The parser of bodies and docs/fields.md read this table. A field that a body has by itself is served. The others are
+taken (their values are checked and change no answer) or refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, Final
+
+from fastspec.server.errors import Refusal
+
+
+class Treatment(Enum):
+    """Treatment of a field by the server."""
+
+    SERVED = "served"
+    TAKEN = "taken"
+    REFUSED = "refused"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestField:
+    """One field of a request.
+
+    Attributes:
+        name: key in the body.
+        origin: the specification that has it: "OpenAI", "vLLM" or "fastspec".
+        chat, completions: True if the specification of that path has it.
+        treatment: by the server.
+        note: of a served field its values; of a taken one the reason why no answer changes; of a refused one the reason
+            and the next step.
+        kind: type of the values of a taken field.
+        neutral: values of a refused field that ask for nothing; they are accepted.
+    """
+
+    name: str
+    origin: str
+    chat: bool
+    completions: bool
+    treatment: Treatment
+    note: str
+    kind: Any = None
+    neutral: tuple[object, ...] = ()
+
+
+_SERVED, _TAKEN, _REFUSED = Treatment.SERVED, Treatment.TAKEN, Treatment.REFUSED
+_BOTH, _CHAT, _COMPLETIONS = (True, True), (True, False), (False, True)
+
+
+def _served(origin: str, paths: tuple[bool, bool], notes: Mapping[str, str]) -> list[RequestField]:
+    return [_row(name, origin, paths, _SERVED, note) for name, note in notes.items()]
+
+
+def _taken(origin: str, paths: tuple[bool, bool], notes: Mapping[str, tuple[Any, str]]) -> list[RequestField]:
+    return [_row(name, origin, paths, _TAKEN, note, kind=kind) for name, (kind, note) in notes.items()]
+
+
+def _refused(
+    origin: str, paths: tuple[bool, bool], notes: Mapping[str, tuple[tuple[object, ...], str]]
+) -> list[RequestField]:
+    return [_row(name, origin, paths, _REFUSED, note, neutral=neutral) for name, (neutral, note) in notes.items()]
+
+
+def _row(
+    name: str,
+    origin: str,
+    paths: tuple[bool, bool],
+    treatment: Treatment,
+    note: str,
+    kind: Any = None,
+    neutral: tuple[object, ...] = (),
+) -> RequestField:
+    chat, completions = paths
+    return RequestField(
+        name=name,
+        origin=origin,
+        chat=chat,
+        completions=completions,
+        treatment=treatment,
+        note=note,
+        kind=kind,
+        neutral=neutral,
+    )
+
+
+_NAMES_CLIENT = "It names the client or the purpose."
+_BEAMS = "There is no beam search; sample with n and choose by logprobs."
+_MEDIA = "Text is all that is read and written; leave it out."
+_ENGINES = "Caches do not move between servers; leave it out."
+_OLD_GUIDED = "vLLM's older name; use structured_outputs."
+
+FIELDS: Final[tuple[RequestField, ...]] = (
+    *_served(
+        "OpenAI",
+        _BOTH,
+        {
+            "model": "A name that `GET /v1/models` lists.",
+            "max_tokens": "Default: 16 for completions; for chats all remaining context.",
+            "temperature": "0 to 2; 0 is greedy. Default: the checkpoint's `generation_config.json`, else greedy.",
+            "top_p": "0 to 1.",
+            "presence_penalty": "-2 to 2, over the new tokens.",
+            "frequency_penalty": "-2 to 2, over the new tokens.",
+            "logit_bias": "Token ids to numbers from -100 to 100.",
+            "seed": "-2^63 to 2^63 - 1. Row i of n answers is row i of `generate(num_return_sequences=n, seed=seed)`.",
+            "n": "1 to 64 answers.",
+            "stop": "Up to 16 texts. The answer ends before them. They are not searched in the prompt.",
+            "stream": "Server-sent events.",
+            "stream_options": "`include_usage`; `continuous_usage_stats` gives usage in every event.",
+            "logprobs": "Of the target. Completions: number of most probable tokens, 0 to 20; the chosen token is "
+            "always listed, and one that is a part of a character is named by its bytes (`bytes:\\xe2`). Chats: true "
+            "or false.",
+        },
+    ),
+    *_served(
+        "OpenAI",
+        _CHAT,
+        {
+            "messages": "Contents are texts or lists of text parts, and arguments of `tool_calls` JSON text: each is "
+            "given to the template in the form that it writes. A field, a role or tool calls that the template would "
+            "leave out are a 400 that names them.",
+            "max_completion_tokens": "Means the same as `max_tokens`; if both are given they must be equal.",
+            "top_logprobs": "0 to 20; needs `logprobs`.",
+            "tools": "Written by the chat template; calls are returned as text. A template that writes no tools is a "
+            "400.",
+            "tool_choice": "none or auto.",
+            "parallel_tool_calls": "true.",
+            "response_format": "text, json_object or json_schema; the answer follows it. Needs llguidance. "
+            "Completions have it, too.",
+            "modalities": 'Only ["text"].',
+        },
+    ),
+    *_served(
+        "OpenAI",
+        _COMPLETIONS,
+        {
+            "prompt": "A text, a list of token ids, or a list of either.",
+            "best_of": "n to 64: so many answers are drawn, and those n with the largest mean log-probability of a "
+            "token are returned. Not with `stream`, unless it equals `n`.",
+            "echo": "false.",
+        },
+    ),
+    *_served(
+        "vLLM",
+        _BOTH,
+        {
+            "top_k": "0 and more; 0 and -1 are all tokens.",
+            "min_p": "0 to 1.",
+            "repetition_penalty": "Above 0 to 10, over prompt and new tokens.",
+            "min_tokens": "No stop id comes before so many new tokens.",
+            "ignore_eos": "true: the checkpoint's stop ids do not end the answer.",
+            "stop_token_ids": "Ids that end the answer, besides the checkpoint's. The id is not part of the text.",
+            "allowed_token_ids": "The only ids that may come.",
+            "skip_special_tokens": "false keeps special tokens in the text, such as marks of tool calls.",
+            "add_special_tokens": "Completions: false adds no special tokens to a prompt that is text. Chats: only "
+            "false, since the template writes them.",
+            "structured_outputs": "One of `json`, `regex`, `choice`, `grammar` (Lark) and `json_object`.",
+            "return_token_ids": "true adds `token_ids` to each choice, and `prompt_token_ids`.",
+        },
+    ),
+    *_served(
+        "vLLM",
+        _CHAT,
+        {
+            "add_generation_prompt": "false: the template does not begin a new message of the assistant.",
+            "continue_final_message": "true: the answer continues the last message. Needs add_generation_prompt=false.",
+            "chat_template_kwargs": 'Variables of the template, such as `{"enable_thinking": false}`.',
+        },
+    ),
+    *_served(
+        "fastspec",
+        _BOTH,
+        {
+            "speculative_tokens": 'Drafts per step, at most the server\'s, or "auto"; 0 decodes plainly. No value '
+            "changes a greedy answer."
+        },
+    ),
+    *_served(
+        "fastspec",
+        _CHAT,
+        {
+            "sanitize_control_tokens": "true reads control tokens in messages as plain text. With "
+            "`--sanitize-control-tokens` this holds for every request."
+        },
+    ),
+    *_taken("OpenAI", _BOTH, {"user": (str, _NAMES_CLIENT)}),
+    *_taken(
+        "OpenAI",
+        _CHAT,
+        {
+            "metadata": (dict[str, object], _NAMES_CLIENT),
+            "safety_identifier": (str, _NAMES_CLIENT),
+            "store": (bool, "Answers are not stored for later; the answer itself is the same."),
+            "service_tier": (str, "There is one tier."),
+            "prompt_cache_key": (str, "Prompts that begin alike are found without a key."),
+            "prompt_cache_options": (dict[str, object], "The prefix cache decides by itself what it keeps."),
+            "prompt_cache_retention": (str, "The prefix cache decides by itself what it keeps."),
+            "prediction": (dict[str, object], "It only speeds up; drafts come from the server's draft."),
+            "verbosity": (str, "A hint to models that were trained for it; no template reads it."),
+        },
+    ),
+    *_taken(
+        "vLLM",
+        _BOTH,
+        {
+            "priority": (int, "Requests are served in the order of their arrival."),
+            "request_id": (str, "The header X-Request-Id names a request in logs."),
+            "session_id": (str, _NAMES_CLIENT),
+            "length_penalty": (float, "Only beam search reads it."),
+            "stream_interval": (int, "An event is sent for each step; joined texts are equal."),
+            "return_token_offsets": (bool, "vLLM itself reads it only on paths that render prompts."),
+            "return_mm_kwargs": (bool, "vLLM itself reads it only on paths that render prompts."),
+            "truncation_side": (str, "Nothing is truncated."),
+        },
+    ),
+    *_refused(
+        "OpenAI",
+        _CHAT,
+        {
+            "audio": ((), _MEDIA),
+            "functions": ((), "The older name of tools; send tools."),
+            "function_call": ((), "The older name of tool_choice; send tool_choice."),
+            "reasoning_effort": ((), "Set the template's own variable by chat_template_kwargs."),
+            "web_search_options": ((), "The server searches nothing; offer a tool instead."),
+            "moderation": ((), "Nothing is moderated here; leave it out."),
+        },
+    ),
+    *_refused("OpenAI", _COMPLETIONS, {"suffix": (("",), "No text is inserted before another; leave it out.")}),
+    *_refused(
+        "vLLM",
+        _BOTH,
+        {
+            "use_beam_search": ((False,), _BEAMS),
+            "watermarking": ((False,), "Nothing is watermarked; leave it out."),
+            "include_stop_str_in_output": ((False,), "The answer ends before a stop text; add it on your side."),
+            "spaces_between_special_tokens": ((True,), "Texts are what the tokenizer decodes; leave it out."),
+            "truncate_prompt_tokens": ((-1,), "A prompt is read whole; shorten it on your side."),
+            "prompt_logprobs": ((), "Log-probabilities are of new tokens; leave it out."),
+            "logprob_token_ids": ((), "Use top_logprobs, which tells the most probable tokens."),
+            "bad_words": (([],), "Ban token ids with logit_bias of -100."),
+            "return_tokens_as_token_ids": ((False,), "Use return_token_ids."),
+            "routed_experts_prompt_start": ((0,), "Choices of experts are not told; leave it out."),
+            "cache_salt": ((), "The prefix cache has no salt; give each tenant a server."),
+            "kv_transfer_params": ((), _ENGINES),
+            "ec_transfer_params": ((), _ENGINES),
+            "vllm_xargs": (({},), "There are no extensions of vLLM here; leave it out."),
+            "repetition_detection": ((), "Use repetition_penalty or frequency_penalty."),
+            "thinking_token_budget": ((-1,), "Use max_tokens."),
+            "guided_json": ((), _OLD_GUIDED),
+            "guided_regex": ((), _OLD_GUIDED),
+            "guided_choice": ((), _OLD_GUIDED),
+            "guided_grammar": ((), _OLD_GUIDED),
+        },
+    ),
+    *_refused(
+        "vLLM",
+        _CHAT,
+        {
+            "chat_template": ((), "A template is a program; serve with --chat-template FILE."),
+            "documents": ((), "Write them into a message."),
+            "media_io_kwargs": ((), _MEDIA),
+            "mm_processor_kwargs": ((), _MEDIA),
+            "return_prompt_text": ((False,), "POST /tokenize tells the tokens of messages."),
+            "include_reasoning": ((True,), "The answer is returned as it was written; leave it out."),
+        },
+    ),
+    *_refused("vLLM", _COMPLETIONS, {"prompt_embeds": ((), "Send a text or token ids.")}),
+)
+
+ROW_OF: Final[Mapping[str, RequestField]] = {row.name: row for row in FIELDS}
+TAKEN: Final[Mapping[str, RequestField]] = {row.name: row for row in FIELDS if row.treatment is Treatment.TAKEN}
+
+
+def without_neutral(body: Mapping[str, object], served: Mapping[str, object]) -> dict[str, object]:
+    """Leaves out refused fields whose values ask for nothing.
+
+    Args:
+        body: fields of a request.
+        served: fields that this kind of body has; no others are refused here.
+
+    Raises:
+        Refusal: a refused field with another value; it tells the reason and the next step.
+    """
+    kept = {}
+    for name, value in body.items():
+        row = ROW_OF.get(name)
+        if name in served or row is None or row.treatment is not Treatment.REFUSED:
+            kept[name] = value
+        elif not any(value == one and isinstance(value, bool) is isinstance(one, bool) for one in row.neutral):
+            raise Refusal(f"{name} is not supported. {row.note}", name)
+    return kept

@@ -1,0 +1,157 @@
+"""The description of the server in OpenAPI, for GET /openapi.json: made of the bodies that requests are read by."""
+
+from __future__ import annotations
+
+from typing import Any, Final, TypeAlias
+
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
+
+import fastspec
+from fastspec.server.field_table import ROW_OF
+from fastspec.server.fields import Chat, Completion
+from fastspec.server.tokens import Detokenize, Health, Prompt, Tokenize, Tokens, Version
+
+Json: TypeAlias = "dict[str, Any]"
+
+_REF: Final = "#/components/schemas/{model}"
+_KEY: Final = [{"key": list[str]()}]
+_ERROR: Final[Json] = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["message", "type", "param", "code"],
+            "properties": {
+                "message": {"type": "string"},
+                "type": {"type": "string"},
+                "param": {"type": ["string", "null"]},
+                "code": {"type": ["string", "null"]},
+            },
+        }
+    },
+}
+_USAGE: Final[Json] = {
+    "type": "object",
+    "required": ["prompt_tokens", "completion_tokens", "total_tokens"],
+    "properties": {
+        "prompt_tokens": {"type": "integer"},
+        "completion_tokens": {"type": "integer"},
+        "total_tokens": {"type": "integer"},
+        "prompt_tokens_details": {"type": "object"},
+        "completion_tokens_details": {"type": "object"},
+    },
+}
+_MODEL: Final[Json] = {
+    "type": "object",
+    "required": ["id", "object", "created", "owned_by", "root", "parent", "max_model_len", "permission"],
+    "properties": {
+        "id": {"type": "string"},
+        "object": {"const": "model"},
+        "created": {"type": "integer"},
+        "owned_by": {"type": "string"},
+        "root": {"type": "string"},
+        "parent": {"type": ["string", "null"]},
+        "max_model_len": {"type": "integer"},
+        "permission": {"type": "array", "items": {"type": "object"}},
+    },
+}
+_MODELS: Final[Json] = {
+    "type": "object",
+    "required": ["object", "data"],
+    "properties": {
+        "object": {"const": "list"},
+        "data": {"type": "array", "items": {"$ref": _REF.format(model="Model")}},
+    },
+}
+
+
+def _answer(kind: str) -> Json:
+    """Schema of an answer of one of OpenAI's paths."""
+    return {
+        "type": "object",
+        "required": ["id", "object", "created", "model", "choices", "usage"],
+        "properties": {
+            "id": {"type": "string"},
+            "object": {"const": kind},
+            "created": {"type": "integer"},
+            "model": {"type": "string"},
+            "system_fingerprint": {"type": "string"},
+            "choices": {"type": "array", "items": {"type": "object", "required": ["index", "finish_reason"]}},
+            "usage": {"$ref": _REF.format(model="Usage")},
+        },
+    }
+
+
+def description(root_path: str = "") -> Json:
+    """The OpenAPI document of a server.
+
+    Args:
+        root_path: path that a proxy puts before those of the server.
+    """
+    bodies: list[type[BaseModel]] = [Chat, Completion, Tokenize, Detokenize, Tokens, Prompt, Health, Version]
+    _, schemas = models_json_schema([(each, "validation") for each in bodies], ref_template=_REF)
+    components: Json = schemas["$defs"] | {
+        "Error": _ERROR,
+        "Usage": _USAGE,
+        "Model": _MODEL,
+        "Models": _MODELS,
+        "ChatAnswer": _answer("chat.completion"),
+        "CompletionAnswer": _answer("text_completion"),
+    }
+    for name in (Chat.__name__, Completion.__name__):
+        for field, schema in components[name]["properties"].items():
+            schema["description"] = ROW_OF[field].note
+    name = {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "fastspec", "version": fastspec.__version__},
+        "servers": [{"url": root_path or "/"}],
+        "security": _KEY,
+        "paths": {
+            "/health": _open_get("Tells that the models are loaded.", "Health"),
+            "/ping": _open_get("Tells the same as /health.", "Health"),
+            "/version": {"get": _operation("Tells the version of fastspec.", _json("Version"))},
+            "/metrics": {"get": _operation("Counts and times.", {"text/plain": {"schema": {"type": "string"}}})},
+            "/openapi.json": {
+                "get": _operation("This document.", {"application/json": {"schema": {"type": "object"}}})
+            },
+            "/tokenize": _post("Token ids of a prompt or of messages.", Tokenize, _json("Tokens")),
+            "/detokenize": _post("Text of token ids.", Detokenize, _json("Prompt")),
+            "/v1/models": {"get": _operation("Lists the names of the model.", _json("Models"))},
+            "/v1/models/{name}": {"get": _operation("Tells of one name.", _json("Model")) | {"parameters": [name]}},
+            "/v1/completions": _post("Continues prompts.", Completion, _json("CompletionAnswer") | _EVENTS),
+            "/v1/chat/completions": _post("Answers messages.", Chat, _json("ChatAnswer") | _EVENTS),
+        },
+        "components": {
+            "schemas": components,
+            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+        },
+    }
+
+
+_EVENTS: Final[Json] = {"text/event-stream": {"schema": {"type": "string"}}}
+
+
+def _json(model: str) -> Json:
+    return {"application/json": {"schema": {"$ref": _REF.format(model=model)}}}
+
+
+def _operation(summary: str, content: Json) -> Json:
+    responses = {
+        "200": {"description": "The answer.", "content": content},
+        "default": {"description": "A refusal or an error, as OpenAI writes it.", "content": _json("Error")},
+    }
+    return {"summary": summary, "responses": responses}
+
+
+def _open_get(summary: str, model: str) -> Json:
+    """A GET for which no key is needed."""
+    one = _operation(summary, _json(model)) | {"security": list[Json]()}
+    one["responses"]["503"] = {"description": "The models are loading.", "content": _json(model)}
+    return {"get": one, "head": one}
+
+
+def _post(summary: str, body: type[BaseModel], content: Json) -> Json:
+    return {"post": _operation(summary, content) | {"requestBody": {"required": True, "content": _json(body.__name__)}}}

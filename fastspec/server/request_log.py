@@ -1,0 +1,167 @@
+"""Records of requests: an id, times and counts. The access log writes a line for each, traces make a span."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import sys
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+if TYPE_CHECKING:
+    from fastspec.server.service import Job
+
+LEVELS: Final = ("debug", "info", "warning", "error")
+ACCESS_LOGS: Final = ("text", "json", "off")
+REQUEST_ID: Final = "x-request-id"  # header of requests and of answers
+_ACCESS: Final = "fastspec.access"  # the logger of the access log
+_RECORD: Final = "fastspec.record"  # key in the scope of a request
+_PROBES: Final = ("/health", "/ping", "/metrics")  # paths that are asked every few seconds
+_ID: Final = re.compile(r"[!-~]{1,128}")
+
+
+@dataclass(slots=True)
+class RequestRecord:
+    """One request, filled while it is answered.
+
+    Attributes:
+        id: from the header X-Request-Id, else a new one.
+        method, path: of HTTP.
+        headers: of the request.
+        started: nanoseconds since the epoch.
+        status: of the answer; 0: none was sent, since the client was gone.
+        seconds: until the end of the answer.
+        model: name in the request; None: it names none.
+        job: answers of the request; None: none were begun.
+    """
+
+    id: str
+    method: str
+    path: str
+    headers: Mapping[str, str]
+    started: int = field(default_factory=time.time_ns)
+    status: int = 0
+    seconds: float = 0.0
+    model: str | None = None
+    job: Job | None = None
+
+    @property
+    def is_usual_probe(self) -> bool:
+        """True for a successful request of a path that is asked every few seconds."""
+        return 200 <= self.status < 300 and self.path.endswith(_PROBES)
+
+    def facts(self) -> dict[str, str | int | float | None]:
+        """Facts of an ended request: names, token counts, and times in seconds."""
+        told: dict[str, str | int | float | None] = {
+            "id": self.id,
+            "method": self.method,
+            "path": self.path,
+            "status": self.status,
+        }
+        if self.model is not None:
+            told["model"] = self.model
+        if self.job is not None:
+            counts, first = self.job.counts(), self.job.first_token
+            queue = self.job.queue_seconds
+            told |= {
+                "prompt_tokens": counts.prompt,
+                "completion_tokens": counts.completion,
+                "cached_tokens": counts.cached,
+                "drafted_tokens": counts.drafted,
+                "accepted_tokens": counts.accepted,
+                "queue_seconds": None if queue is None else round(queue, 6),
+                "first_token_seconds": None if first is None else round(first, 6),
+            }
+        return told | {"total_seconds": round(self.seconds, 6)}
+
+
+def record_of(scope: Scope) -> RequestRecord:
+    """The record of a request that came through `Recorded`."""
+    record: RequestRecord = scope[_RECORD]
+    return record
+
+
+class Recorded:
+    """Application around another one: keeps a record of each request, and adds its id to the answer.
+
+    Args:
+        app: answers the requests.
+        observers: get the record of each request after its end.
+    """
+
+    def __init__(self, app: ASGIApp, observers: Sequence[Callable[[RequestRecord], None]]) -> None:
+        self._app, self._observers = app, observers
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answers a request."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers, start = Headers(scope=scope), time.perf_counter()
+        given = headers.get(REQUEST_ID, "")
+        name = given if _ID.fullmatch(given) else uuid.uuid4().hex
+        record = RequestRecord(name, scope["method"], scope["path"], headers)
+        scope[_RECORD] = record
+
+        async def named(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                record.status = message["status"]
+                message = {**message, "headers": [*message["headers"], (REQUEST_ID.encode(), record.id.encode())]}
+            await send(message)
+
+        try:
+            await self._app(scope, receive, named)
+        finally:
+            record.seconds = time.perf_counter() - start
+            for observer in self._observers:
+                observer(record)
+
+
+class AccessLog:
+    """Writes a line for each request to the logger "fastspec.access".
+
+    Args:
+        as_json: write JSON objects; else `name=value` pairs.
+    """
+
+    def __init__(self, *, as_json: bool) -> None:
+        self._as_json, self._logger = as_json, logging.getLogger(_ACCESS)
+
+    def __call__(self, record: RequestRecord) -> None:
+        """Writes the line of an ended request."""
+        level = logging.DEBUG if record.is_usual_probe else logging.INFO
+        if not self._logger.isEnabledFor(level):
+            return
+        facts = record.facts()
+        if self._as_json:
+            self._logger.log(level, json.dumps(facts, ensure_ascii=True, separators=(",", ":")))
+            return
+        shown = (f"{name}={_word(value)}" for name, value in facts.items() if name not in ("method", "path", "status"))
+        self._logger.log(level, f"{record.method} {_word(record.path)} {record.status} {' '.join(shown)}")
+
+
+def _word(value: object) -> str:
+    """A value without spaces and control characters, which a client may have sent to forge a line."""
+    text = "-" if value is None else str(value)
+    return text if text.isascii() and text.isprintable() and " " not in text else json.dumps(text)
+
+
+def set_up_logging(level: str) -> None:
+    """Sends the log of the server to stderr.
+
+    Args:
+        level: one of LEVELS.
+    """
+    chosen = logging.getLevelName(level.upper())
+    for name, form in (("fastspec", "fastspec: %(message)s"), (_ACCESS, "%(message)s"), ("uvicorn", "%(message)s")):
+        logger, handler = logging.getLogger(name), logging.StreamHandler(sys.stderr)
+        handler.setFormatter(logging.Formatter(form))
+        logger.handlers, logger.propagate = [handler], False
+        logger.setLevel(max(chosen, logging.WARNING) if name == "uvicorn" and chosen > logging.DEBUG else chosen)
