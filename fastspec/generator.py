@@ -37,10 +37,11 @@ from fastspec.engine.warmup import compilers_for, filling, warm_up_for
 from fastspec.errors import InvalidLogits, UnsupportedOption
 from fastspec.grammar.library import Grammars
 from fastspec.inputs.call import CallArguments, ModelLimits, check_streamer, one_prompt, read_call
+from fastspec.inputs.scored import ScoreInputs, read_scored
 from fastspec.inputs.table import GenerateOptions
 from fastspec.models.checkpoints.resolve import load_tokenizer
 from fastspec.models.vocab import shared_vocab
-from fastspec.output import GenerateOutput, Stats
+from fastspec.output import GenerateOutput, ScoreOutput, Stats
 from fastspec.proposers.interface import Proposer
 from fastspec.sampling.rules import BLOCK, Verification, announce_synthetic, synthetic_name
 from fastspec.scheduling.calibrate import CALIBRATION_TOKENS, Calibration, calibrate
@@ -48,7 +49,7 @@ from fastspec.scheduling.draft_length import DraftChoice, DraftPlan
 from fastspec.scheduling.format_trial import trial_of
 from fastspec.scheduling.handle import Delivery, Handle, OfOneProcess
 from fastspec.scheduling.loop import Emitted, Loop, MakeReady
-from fastspec.scheduling.requests import PreparedCall, output_of, requests_of
+from fastspec.scheduling.requests import PreparedCall, output_of, requests_of, score_output_of
 from fastspec.scheduling.scheduler import Scheduler
 from fastspec.shapes import GREEDY
 from fastspec.torch_settings import shielded
@@ -384,6 +385,58 @@ class FastSpecGenerator(OfOneProcess):
             return self._stats(call, delivery.started, delivery.ended or time.perf_counter())
 
         return Handle(call, delivery, lambda: loop.leave(call.requests), stats)
+
+    def score(
+        self,
+        input_ids: Any,
+        attention_mask: Any = None,
+        *,
+        lengths: int | Sequence[int | None] | Tensor | None = None,
+        top_logprobs: int = 0,
+        prompt_logprobs: bool = True,
+    ) -> ScoreOutput:
+        """Computes the log-probability of every given token. Other calls and handles go on meanwhile.
+
+        An answer is scored by the steps that `generate` makes: its log-probabilities equal those that `generate`
+        recorded for the same prompt and tokens, bit for bit (with `exact=True`). A prompt is scored by the passes that
+        read it.
+
+        Args:
+            input_ids, attention_mask: rows of a prompt and an answer each, in any form that `generate` takes.
+            lengths: tokens of each row's prompt, one number or one per row. None: the whole row is its prompt.
+            top_logprobs: number of most probable ids to record at each token, up to 20.
+            prompt_logprobs: score the prompts too. False: prompts come from the prefix cache where it has them.
+
+        Raises:
+            ValueError: a bad row or value, named with its place; nothing was launched.
+            InvalidLogits: the target gave NaN or infinite logits.
+            RuntimeError: the generator is closed, or a step failed.
+        """
+        loop, start = self._open(), time.perf_counter()
+
+        def make() -> tuple[ScoreInputs, PreparedCall]:
+            """Reads the arguments and makes the requests."""
+            found = read_scored(
+                input_ids,
+                attention_mask,
+                lengths,
+                top_logprobs,
+                prompts=prompt_logprobs,
+                vocab_size=self.vocab_size,
+                max_length=self.max_length,
+            )
+            prompts = [row.tokens[: row.fed] for row in found.scored]
+            requests = requests_of(prompts, found.options, None, self.max_length, self._grammars)
+            return found, PreparedCall(requests, found.options, found.raw, self._drafting.for_call(found.options))
+
+        alone = self._ranks.size == 1 or loop.leads
+        inputs, call = (
+            make() if alone else self._ranks.agreed_call(make, lambda made: (made[1].requests, made[1].options))
+        )
+        with nullcontext() if loop.leads else self._ranks.guarded("scoring"):
+            for _ in self._run(call):
+                pass
+        return score_output_of(inputs.rows, call, self._stats(call, start, time.perf_counter()))
 
     def follow(self) -> None:
         """Makes the steps of rank 0's requests on every other rank, until rank 0 closes its generator.

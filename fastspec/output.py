@@ -183,6 +183,9 @@ class GenerateOutput:
         texts: where stop_strings were given, the text of each row's new tokens, special tokens written out. In a row
             that a stop string ended it ends with that string, while new_tokens end with the whole token that
             completed it.
+        prompt_logprobs: of each prompt's tokens from the second on, as above; None unless asked for. With
+            num_return_sequences there is one list a prompt, not a row.
+        prompt_top_logprobs: at each of these tokens the most probable (id, log-probability) pairs, as above.
     """
 
     sequences: Tensor
@@ -192,3 +195,24 @@ class GenerateOutput:
     logprobs: list[list[float]] | None = None
     top_logprobs: list[list[list[tuple[int, float]]]] | None = None
     texts: list[str] | None = None
+    prompt_logprobs: list[list[float]] | None = None
+    prompt_top_logprobs: list[list[list[tuple[int, float]]]] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreOutput:
+    """Result of `FastSpecGenerator.score`: log-probabilities under the raw target, in fp32.
+
+    Attributes:
+        logprobs: of the tokens of each row's answer.
+        top_logprobs: at each of these tokens the most probable (id, log-probability) pairs, largest first.
+        prompt_logprobs: of the tokens of each row's prompt from the second on; None where they were left out.
+        prompt_top_logprobs: as `top_logprobs`, of these tokens; None where they were left out.
+        stats: what happened. Given tokens count as drafts.
+    """
+
+    logprobs: list[list[float]]
+    top_logprobs: list[list[list[tuple[int, float]]]]
+    prompt_logprobs: list[list[float]] | None
+    prompt_top_logprobs: list[list[list[tuple[int, float]]]] | None
+    stats: Stats
