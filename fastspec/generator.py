@@ -39,7 +39,9 @@ from fastspec.grammar.library import Grammars
 from fastspec.inputs.call import CallArguments, ModelLimits, check_streamer, one_prompt, read_call
 from fastspec.inputs.scored import ScoreInputs, read_scored
 from fastspec.inputs.table import GenerateOptions
+from fastspec.models.checkpoints.decoder_weights import PendingWeights
 from fastspec.models.checkpoints.resolve import load_tokenizer
+from fastspec.models.checkpoints.updates import NewWeights, checked_update
 from fastspec.models.vocab import shared_vocab
 from fastspec.output import GenerateOutput, ScoreOutput, Stats
 from fastspec.proposers.interface import Proposer
@@ -193,6 +195,10 @@ class FastSpecGenerator(OfOneProcess):
                 self._settings, self._target, self._draft, shared_vocab=self._shared_vocab, ranks=ranks
             )
             self._trial = trial_of(self._draft, layout.draft_dtype, released=release_source, ranks=ranks.size)
+            self._weights = {each.checkpoint.role: each for each in weights if isinstance(each, PendingWeights)}
+            self._weight_version: int | str = 0
+            self._updates = 0
+            self._half = set[str]()  # models whose weights an update has left half changed
             self._numbers = RequestNumbers()
             make_ready = partial(warm_up_for, progress=config.progress, loaded=ranks.world.wait_for_all)
             self._streams: WeakSet[Generator[Emitted, None, None]] = WeakSet()  # of calls that may not have ended
@@ -427,7 +433,8 @@ class FastSpecGenerator(OfOneProcess):
             )
             prompts = [row.tokens[: row.fed] for row in found.scored]
             requests = requests_of(prompts, found.options, None, self.max_length, self._grammars)
-            return found, PreparedCall(requests, found.options, found.raw, self._drafting.for_call(found.options))
+            choice = self._drafting.for_call(found.options)
+            return found, PreparedCall(requests, found.options, found.raw, choice, self._weight_version)
 
         alone = self._ranks.size == 1 or loop.leads
         inputs, call = (
@@ -485,6 +492,77 @@ class FastSpecGenerator(OfOneProcess):
             loop.make_ready(requests, choice)
             found = calibrate(scheduler, requests, stop_ids, choice)
         return replace(found, draft_format=self._draft_format)
+
+    @shielded()
+    def update_weights(
+        self,
+        values: NewWeights,
+        *,
+        model: Literal["target", "draft"] = "target",
+        version: int | str | None = None,
+    ) -> None:
+        """Replaces values of the weights, at the same addresses: captured steps stay valid.
+
+        All values are checked before the first is copied. Afterwards results are those of a generator that is made
+        from the new checkpoint; K/V and states of earlier prompts are dropped. Tensors are copied from the device where
+        they are.
+
+        Args:
+            values: a directory, a Hub id, a loaded model, a state_dict, or (name, tensor) pairs by the names of the
+                checkpoint. A state_dict or pairs may hold a part of the tensors; the others keep their values. Pairs
+                are all read before anything changes.
+            model: "target", or "draft" for a draft model. A learned drafter stays as it is.
+            version: of the target's new weights, for `Stats.weight_version`. None: the number of its updates.
+
+        Raises:
+            CheckpointError: a name, shape or dtype that the model does not have; nothing has changed.
+            UnsupportedOption: the model is hosted, a learned drafter, or shared by several processes.
+            ValueError: another `model`, or a version with "draft".
+            RuntimeError: a call or a handle goes on, or the generator is closed.
+        """
+        self._loop.check_open()
+        weights = self._updatable(model, version)
+        with self._loop.alone() as scheduler:
+            update = checked_update(values, weights)
+            if model in self._half and not update.whole:
+                raise RuntimeError(f"{self._half_changed()}; this update holds a part of them")
+            engine = scheduler.engine
+            engine.runner.wait_for_caller()
+            self._half.add(model)
+            with engine.runner.on_stream():
+                update.copy()
+                engine.finish()
+            scheduler.forget_prompts()
+            self._half.discard(model)
+        if model == "target":
+            self._updates += 1
+            self._weight_version = self._updates if version is None else version
+        elif self._trial is not None:
+            self._trial.forgo("not tried: the draft's weights were updated")
+
+    def _updatable(self, model: str, version: object) -> PendingWeights:
+        """Returns the weights that `update_weights` may change."""
+        if model not in ("target", "draft"):
+            raise ValueError(f"model must be 'target' or 'draft', got {model!r}")
+        if model == "draft" and version is not None:
+            raise ValueError(f"version={version!r} is of the target's weights; leave it out with model='draft'")
+        checkpoint = self._target if model == "target" else self._draft
+        if checkpoint is None:
+            raise ValueError("model='draft', and the generator has no draft model")
+        swapped = self._trial is not None and self._trial.draft.rounded != getattr(checkpoint, "rounded", None)
+        if model not in self._weights or (model == "draft" and swapped):
+            why = "calibrate() loaded it again" if model in self._weights else "it is hosted, or a learned drafter"
+            raise UnsupportedOption(
+                f"the {model} {checkpoint.name} is not updated in place, because {why}; make a new generator"
+            )
+        return self._weights[model]
+
+    def _half_changed(self) -> str:
+        model = min(self._half)
+        return (
+            f"an update of the {model} has failed midway, and its weights are part old, part new. Call "
+            f"update_weights(..., model={model!r}) with all tensors, or make a new generator"
+        )
 
     def warmup(
         self, num_speculative_tokens: int | str | None = None, *, sampler: str = GREEDY, length: int = 0
@@ -561,13 +639,16 @@ class FastSpecGenerator(OfOneProcess):
                 check_tokenizer_is_stored(arguments.keywords.get("tokenizer"), self._tokenizer)
             inputs = read_call(arguments, model, default_new_tokens)
             requests = requests_of(inputs.prompts, inputs.options, inputs.tokenizer, self.max_length, self._grammars)
-            return PreparedCall(requests, inputs.options, inputs.raw, self._drafting.for_call(inputs.options))
+            choice = self._drafting.for_call(inputs.options)
+            return PreparedCall(requests, inputs.options, inputs.raw, choice, self._weight_version)
 
         alone = self._ranks.size == 1 or submitted or loop.leads
         return make() if alone else self._ranks.agreed_call(make, lambda call: (call.requests, call.options))
 
     def _open(self) -> Loop:
         self._loop.check_open()
+        if self._half:
+            raise RuntimeError(self._half_changed())
         return self._loop
 
     @property
@@ -588,6 +669,7 @@ class FastSpecGenerator(OfOneProcess):
             threads=threads.now if threads else None,
             same_text_on=self._ranks.same_text_on,
             draft_format=self._draft_format,
+            weight_version=call.weight_version,
         )
 
     def explain(self) -> str:

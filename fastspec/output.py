@@ -57,6 +57,7 @@ class Stats:
         cached_tokens: as in RowStats, summed.
         same_text_on: with `tensor_parallel`, the numbers of processes that give this text, to the bit; else None.
         draft_format: what draft_quantization="auto" made of the draft's format, and why; None where it chose none.
+        weight_version: version of the target's weights: 0 as loaded, then as `update_weights` said.
     """
 
     steps: int
@@ -75,6 +76,7 @@ class Stats:
     cached_tokens: int = 0
     same_text_on: tuple[int, ...] | None = None
     draft_format: str | None = None
+    weight_version: int | str = 0
 
     @classmethod
     def of(
@@ -88,6 +90,7 @@ class Stats:
         threads: int | None = None,
         same_text_on: tuple[int, ...] | None = None,
         draft_format: str | None = None,
+        weight_version: int | str = 0,
     ) -> Stats:
         """The counts of all rows, summed."""
 
@@ -113,6 +116,7 @@ class Stats:
             cached_tokens=total("cached_tokens"),
             same_text_on=same_text_on,
             draft_format=draft_format,
+            weight_version=weight_version,
         )
 
     @property

@@ -67,7 +67,7 @@ class GrammarStep:
 
 
 class Guide(Protocol):
-    """What the host says about the next tokens of one row: `RowGrammar`, or `GivenTokens`."""
+    """The source of draft tokens and masks of one row, on the host: `RowGrammar`, or `GivenTokens`."""
 
     def advance(self, tokens: Sequence[int]) -> int | None:
         """Takes the emitted tokens of a step; returns how many of them the row keeps if it ends there, else None."""

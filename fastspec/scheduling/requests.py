@@ -251,12 +251,14 @@ class PreparedCall:
         options: of the call.
         prompts: as the caller passed them.
         choice: drafts of its steps.
+        weight_version: of the target's weights that it is made for.
     """
 
     requests: list[Request]
     options: Options
     prompts: RawPrompts
     choice: DraftChoice
+    weight_version: int | str = 0
 
 
 def requests_of(
