@@ -165,7 +165,7 @@ def test_a_head_stays_and_shares_the_new_embedding(tmp_path: Path) -> None:
         gen.update_weights(new)
         with FastSpecGenerator(new, head, dtype="float32", **OPTIONS) as made:
             assert result(gen) == result(made) != before
-        with pytest.raises(UnsupportedOption, match="the draft .* is not updated in place"):
+        with pytest.raises(UnsupportedOption, match=r"the draft .* is not updated in place"):
             gen.update_weights(head, model="draft")
 
 
@@ -262,7 +262,7 @@ def test_values_beyond_float16_are_refused_before_a_copy(two: tuple[Path, Path])
     new[NORM] = torch.full_like(new[NORM], 1e6)
     with FastSpecGenerator(two[0], dtype="float16", **OPTIONS) as gen:
         before = result(gen)
-        with pytest.raises(CheckpointError, match="model.norm.weight has values beyond float16"):
+        with pytest.raises(CheckpointError, match="has values beyond float16"):
             gen.update_weights(new)
         assert result(gen) == before
 
