@@ -13,8 +13,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
-from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.generation.streamers import BaseStreamer
+from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from fastspec.errors import UnsupportedOption
 from fastspec.generator import FastSpecGenerator
@@ -111,7 +111,7 @@ def generate(
     return output.sequences
 
 
-class _WithoutPrompt:
+class _WithoutPrompt(BaseStreamer):
     """A streamer that leaves out the prompt, which transformers has put already."""
 
     def __init__(self, streamer: BaseStreamer) -> None:
@@ -185,7 +185,7 @@ def _described(part: Any) -> tuple[object, str]:
 
 def _generator_of(model: Any, draft: Any, rows: int, tokens: int, given: Mapping[str, Any] | None) -> FastSpecGenerator:
     """Returns the generator that stays with the model: made now, used again, or made again with more room."""
-    kept = vars(model).setdefault(_ATTRIBUTE, _Kept())
+    kept: _Kept = vars(model).setdefault(_ATTRIBUTE, _Kept())
     asked = dict(given or {})
     made, options = kept.generator, kept.options
     fits = (

@@ -280,10 +280,11 @@ def requests_of(
     Raises:
         ValueError: a row would be too long, stop strings or a grammar lack a tokenizer, or a grammar cannot be used.
     """
-    for index, prompt in enumerate(prompts):
-        if len(prompt) + chosen.max_new_tokens > max_length:
+    for index, (prompt, first) in enumerate(zip(prompts, chosen.rows[:: chosen.copies], strict=True)):
+        new_tokens = _new_tokens(chosen, first)
+        if len(prompt) + new_tokens > max_length:
             raise ValueError(
-                f"prompt {index} has {len(prompt)} tokens; with {chosen.max_new_tokens} new ones that is more than "
+                f"prompt {index} has {len(prompt)} tokens; with {new_tokens} new ones that is more than "
                 f"max_length={max_length}. Shorten one of them, or make the generator with a larger max_length"
             )
     if chosen.stop_strings and tokenizer is None:
@@ -304,9 +305,13 @@ def requests_of(
             grammar = GivenTokens(row.given, grammars.vocab_size)
         if chosen.prompt_top_logprobs is not None and index % chosen.copies == 0:
             scores = PromptScores(prompt, chosen.prompt_top_logprobs)
-        new_tokens = chosen.max_new_tokens if row.given is None else len(row.given)
-        requests.append(Request(prompt, new_tokens, row, watch, grammar, scores))
+        requests.append(Request(prompt, _new_tokens(chosen, row), row, watch, grammar, scores))
     return requests
+
+
+def _new_tokens(chosen: Options, row: RowOptions) -> int:
+    """Most new tokens of a row."""
+    return chosen.max_new_tokens if row.given is None else len(row.given)
 
 
 def check_valid(requests: list[Request], copies: int) -> None:

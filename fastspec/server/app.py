@@ -17,6 +17,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 import fastspec
+from fastspec.server.echo import Echo
 from fastspec.server.errors import Refusal, failed, no_such
 from fastspec.server.fields import Body, Chat, Completion, read
 from fastspec.server.service import Job, Service
@@ -39,6 +40,7 @@ class Envelope:
         self._id = f"{'chatcmpl' if self.chat else 'cmpl'}-{uuid.uuid4().hex}"
         self._name, self._created = service.name, int(time.time())
         self._begun: set[int] = set()  # answers of which something was sent
+        self._echo = Echo(body)
 
     def _whole(self, kind: str, choices: list[dict[str, Any]], usage: dict[str, Any] | None) -> dict[str, Any]:
         shared: dict[str, Any] = {"id": self._id, "object": kind, "created": self._created, "model": self._name}
@@ -55,8 +57,9 @@ class Envelope:
                 message = {"role": "assistant", "content": text, "refusal": None}
                 choices.append({**shared, "message": message, "logprobs": answer.chat_logprobs(0, count)})
             else:
-                choices.append({**shared, "text": text, "logprobs": answer.text_logprobs(0, count)})
-        return self._whole("chat.completion" if self.chat else "text_completion", choices, usage)
+                choice = {**shared, "text": text, "logprobs": answer.text_logprobs(0, count)}
+                choices.append(self._echo.added(answer, choice))
+        return self._whole("chat.completion" if self.chat else "text_completion", choices, self._echo.usage(usage))
 
     def piece(self, answer: Answer, piece: Piece) -> list[dict[str, Any]]:
         """Events of a piece: its text, then the finish reason."""
@@ -70,8 +73,11 @@ class Envelope:
             choices.append({**shared, "delta": delta, "logprobs": logprobs})
             end: dict[str, Any] = {"delta": {}, "logprobs": None}
         else:
-            logprobs = answer.text_logprobs(piece.start, piece.stop)
-            choices.append({**shared, "text": piece.text, "logprobs": logprobs})
+            if first and (before := self._echo.begin(answer)) is not None:
+                choices.append({**shared, **before})
+            if not self._echo.silent:
+                logprobs = answer.text_logprobs(piece.start, piece.stop)
+                choices.append({**shared, "text": piece.text, "logprobs": logprobs})
             end = {"text": "", "logprobs": None}
         if not piece.text and piece.start == piece.stop and not first:
             choices = []
@@ -83,7 +89,7 @@ class Envelope:
 
     def last(self, usage: dict[str, Any]) -> dict[str, Any]:
         """Last event of a stream, with usage if it was requested."""
-        return self._whole("chat.completion.chunk" if self.chat else "text_completion", [], usage)
+        return self._whole("chat.completion.chunk" if self.chat else "text_completion", [], self._echo.usage(usage))
 
 
 def app_of(service: Service, api_key: str | None = None) -> FastAPI:

@@ -177,6 +177,8 @@ def test_rows_without_lengths_are_prompts(drafting: FastSpecGenerator) -> None:
     array = drafting.score(torch.tensor(rows[2:3]), lengths=torch.tensor([5]))
     assert len(array.logprobs[0]) == 65
     assert drafting.score([[7]]).prompt_logprobs == [[]]
+    full = drafting.score([[5] * 256, [5] * 40], lengths=[255, 3])  # rows of max_length beside long answers
+    assert [len(values) for values in full.logprobs] == [1, 37]
 
 
 def test_prompts_that_begin_alike(drafting: FastSpecGenerator) -> None:
