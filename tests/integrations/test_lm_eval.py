@@ -137,7 +137,7 @@ def test_a_server_that_is_scored_through_its_protocol(ours: FastSpecLM, task: Pa
             model="demo",
             tokenizer=TARGET,
             tokenizer_backend="huggingface",
-            max_length=LENGTH - 1,
+            max_length=LENGTH,
             max_retries=1,
         )
         pairs = instances("loglikelihood", PAIRS)
