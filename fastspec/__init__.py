@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from fastspec.generator import FastSpecGenerator
     from fastspec.inputs.table import GenerateOptions
     from fastspec.models.vocab import frequent_ids
-    from fastspec.output import GenerateOutput, Stats
+    from fastspec.output import GenerateOutput, ScoreOutput, Stats
     from fastspec.proposers.deterministic import DeterministicProposer
     from fastspec.proposers.ngram import NGram
     from fastspec.sampling.rules import SyntheticAcceptance
@@ -38,6 +38,7 @@ __all__ = [
     "NGram",
     "OutOfPages",
     "RankFailed",
+    "ScoreOutput",
     "Stats",
     "SyntheticAcceptance",
     "UnsupportedModel",
@@ -54,6 +55,7 @@ _LAZY = {
     "GenerateOutput": "fastspec.output",
     "Handle": "fastspec.scheduling.handle",
     "NGram": "fastspec.proposers.ngram",
+    "ScoreOutput": "fastspec.output",
     "Stats": "fastspec.output",
     "SyntheticAcceptance": "fastspec.sampling.rules",
     "demo_pair": "fastspec.demo",

@@ -37,10 +37,13 @@ from fastspec.engine.warmup import compilers_for, filling, warm_up_for
 from fastspec.errors import InvalidLogits, UnsupportedOption
 from fastspec.grammar.library import Grammars
 from fastspec.inputs.call import CallArguments, ModelLimits, check_streamer, one_prompt, read_call
+from fastspec.inputs.scored import ScoreInputs, read_scored
 from fastspec.inputs.table import GenerateOptions
+from fastspec.models.checkpoints.decoder_weights import PendingWeights
 from fastspec.models.checkpoints.resolve import load_tokenizer
+from fastspec.models.checkpoints.updates import NewWeights, checked_update
 from fastspec.models.vocab import SharedVocab, shared_vocab
-from fastspec.output import GenerateOutput, Stats
+from fastspec.output import GenerateOutput, ScoreOutput, Stats
 from fastspec.proposers.interface import Proposer
 from fastspec.sampling.rules import BLOCK, Verification, announce_synthetic, synthetic_name
 from fastspec.scheduling.calibrate import CALIBRATION_TOKENS, Calibration, calibrate
@@ -48,7 +51,7 @@ from fastspec.scheduling.draft_length import DraftChoice, DraftPlan
 from fastspec.scheduling.format_trial import trial_of
 from fastspec.scheduling.handle import Delivery, Handle, OfOneProcess
 from fastspec.scheduling.loop import Emitted, Loop, MakeReady
-from fastspec.scheduling.requests import PreparedCall, output_of, requests_of
+from fastspec.scheduling.requests import PreparedCall, output_of, requests_of, score_output_of
 from fastspec.scheduling.scheduler import Scheduler
 from fastspec.shapes import GREEDY
 from fastspec.torch_settings import shielded
@@ -193,6 +196,10 @@ class FastSpecGenerator(OfOneProcess):
                 self._settings, self._target, self._draft, shared_vocab=self._shared_vocab, ranks=ranks
             )
             self._trial = trial_of(self._draft, layout.draft_dtype, released=release_source, ranks=ranks.size)
+            self._weights = {each.checkpoint.role: each for each in weights if isinstance(each, PendingWeights)}
+            self._weight_version: int | str = 0
+            self._updates = 0
+            self._half = set[str]()  # models whose weights an update has left half changed
             self._numbers = RequestNumbers()
             make_ready = partial(warm_up_for, progress=config.progress, loaded=ranks.world.wait_for_all)
             self._streams: WeakSet[Generator[Emitted, None, None]] = WeakSet()  # of calls that may not have ended
@@ -393,6 +400,59 @@ class FastSpecGenerator(OfOneProcess):
 
         return Handle(call, delivery, lambda: loop.leave(call.requests), stats)
 
+    def score(
+        self,
+        input_ids: Any,
+        attention_mask: Any = None,
+        *,
+        lengths: int | Sequence[int | None] | Tensor | None = None,
+        top_logprobs: int = 0,
+        prompt_logprobs: bool = True,
+    ) -> ScoreOutput:
+        """Computes the log-probability of every given token. Other calls and handles go on meanwhile.
+
+        An answer is scored by the steps that `generate` makes: its log-probabilities equal those that `generate`
+        recorded for the same prompt and tokens, bit for bit (with `exact=True`). A prompt is scored by the passes that
+        read it.
+
+        Args:
+            input_ids, attention_mask: rows of a prompt and an answer each, in any form that `generate` takes.
+            lengths: tokens of each row's prompt, one number or one per row. None: the whole row is its prompt.
+            top_logprobs: number of most probable ids to record at each token, up to 20.
+            prompt_logprobs: score the prompts too. False: prompts come from the prefix cache where it has them.
+
+        Raises:
+            ValueError: a bad row or value, named with its place; nothing was launched.
+            InvalidLogits: the target gave NaN or infinite logits.
+            RuntimeError: the generator is closed, or a step failed.
+        """
+        loop, start = self._open(), time.perf_counter()
+
+        def make() -> tuple[ScoreInputs, PreparedCall]:
+            """Reads the arguments and makes the requests."""
+            found = read_scored(
+                input_ids,
+                attention_mask,
+                lengths,
+                top_logprobs,
+                prompts=prompt_logprobs,
+                vocab_size=self.vocab_size,
+                max_length=self.max_length,
+            )
+            prompts = [row.tokens[: row.fed] for row in found.scored]
+            requests = requests_of(prompts, found.options, None, self.max_length, self._grammars)
+            choice = self._drafting.for_call(found.options)
+            return found, PreparedCall(requests, found.options, found.raw, choice, self._weight_version)
+
+        alone = self._ranks.size == 1 or loop.leads
+        inputs, call = (
+            make() if alone else self._ranks.agreed_call(make, lambda made: (made[1].requests, made[1].options))
+        )
+        with nullcontext() if loop.leads else self._ranks.guarded("scoring"):
+            for _ in self._run(call):
+                pass
+        return score_output_of(inputs.rows, call, self._stats(call, start, time.perf_counter()))
+
     def follow(self) -> None:
         """Makes the steps of rank 0's requests on every other rank, until rank 0 closes its generator.
 
@@ -440,6 +500,77 @@ class FastSpecGenerator(OfOneProcess):
             loop.make_ready(requests, choice)
             found = calibrate(scheduler, requests, stop_ids, choice)
         return replace(found, draft_format=self._draft_format)
+
+    @shielded()
+    def update_weights(
+        self,
+        values: NewWeights,
+        *,
+        model: Literal["target", "draft"] = "target",
+        version: int | str | None = None,
+    ) -> None:
+        """Replaces values of the weights, at the same addresses: captured steps stay valid.
+
+        All values are checked before the first is copied. Afterwards results are those of a generator that is made
+        from the new checkpoint; K/V and states of earlier prompts are dropped. Tensors are copied from the device where
+        they are.
+
+        Args:
+            values: a directory, a Hub id, a loaded model, a state_dict, or (name, tensor) pairs by the names of the
+                checkpoint. A state_dict or pairs may hold a part of the tensors; the others keep their values. Pairs
+                are all read before anything changes.
+            model: "target", or "draft" for a draft model. A learned drafter stays as it is.
+            version: of the target's new weights, for `Stats.weight_version`. None: the number of its updates.
+
+        Raises:
+            CheckpointError: a name, shape or dtype that the model does not have; nothing has changed.
+            UnsupportedOption: the model is hosted, a learned drafter, or shared by several processes.
+            ValueError: another `model`, or a version with "draft".
+            RuntimeError: a call or a handle goes on, or the generator is closed.
+        """
+        self._loop.check_open()
+        weights = self._updatable(model, version)
+        with self._loop.alone() as scheduler:
+            update = checked_update(values, weights)
+            if model in self._half and not update.whole:
+                raise RuntimeError(f"{self._half_changed()}; this update holds a part of them")
+            engine = scheduler.engine
+            engine.runner.wait_for_caller()
+            self._half.add(model)
+            with engine.runner.on_stream():
+                update.copy()
+                engine.finish()
+            scheduler.forget_prompts()
+            self._half.discard(model)
+        if model == "target":
+            self._updates += 1
+            self._weight_version = self._updates if version is None else version
+        elif self._trial is not None:
+            self._trial.forgo("not tried: the draft's weights were updated")
+
+    def _updatable(self, model: str, version: object) -> PendingWeights:
+        """Returns the weights that `update_weights` may change."""
+        if model not in ("target", "draft"):
+            raise ValueError(f"model must be 'target' or 'draft', got {model!r}")
+        if model == "draft" and version is not None:
+            raise ValueError(f"version={version!r} is of the target's weights; leave it out with model='draft'")
+        checkpoint = self._target if model == "target" else self._draft
+        if checkpoint is None:
+            raise ValueError("model='draft', and the generator has no draft model")
+        swapped = self._trial is not None and self._trial.draft.rounded != getattr(checkpoint, "rounded", None)
+        if model not in self._weights or (model == "draft" and swapped):
+            why = "calibrate() loaded it again" if model in self._weights else "it is hosted, or a learned drafter"
+            raise UnsupportedOption(
+                f"the {model} {checkpoint.name} is not updated in place, because {why}; make a new generator"
+            )
+        return self._weights[model]
+
+    def _half_changed(self) -> str:
+        model = min(self._half)
+        return (
+            f"an update of the {model} has failed midway, and its weights are part old, part new. Call "
+            f"update_weights(..., model={model!r}) with all tensors, or make a new generator"
+        )
 
     def warmup(
         self, num_speculative_tokens: int | str | None = None, *, sampler: str = GREEDY, length: int = 0
@@ -516,13 +647,16 @@ class FastSpecGenerator(OfOneProcess):
                 check_tokenizer_is_stored(arguments.keywords.get("tokenizer"), self._tokenizer)
             inputs = read_call(arguments, model, default_new_tokens)
             requests = requests_of(inputs.prompts, inputs.options, inputs.tokenizer, self.max_length, self._grammars)
-            return PreparedCall(requests, inputs.options, inputs.raw, self._drafting.for_call(inputs.options))
+            choice = self._drafting.for_call(inputs.options)
+            return PreparedCall(requests, inputs.options, inputs.raw, choice, self._weight_version)
 
         alone = self._ranks.size == 1 or submitted or loop.leads
         return make() if alone else self._ranks.agreed_call(make, lambda call: (call.requests, call.options))
 
     def _open(self) -> Loop:
         self._loop.check_open()
+        if self._half:
+            raise RuntimeError(self._half_changed())
         return self._loop
 
     @property
@@ -543,6 +677,7 @@ class FastSpecGenerator(OfOneProcess):
             threads=threads.now if threads else None,
             same_text_on=self._ranks.same_text_on,
             draft_format=self._draft_format,
+            weight_version=call.weight_version,
         )
 
     def explain(self) -> str:

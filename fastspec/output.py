@@ -57,6 +57,7 @@ class Stats:
         cached_tokens: as in RowStats, summed.
         same_text_on: with `tensor_parallel`, the numbers of processes that give this text, to the bit; else None.
         draft_format: what draft_quantization="auto" made of the draft's format, and why; None where it chose none.
+        weight_version: version of the target's weights: 0 as loaded, then as `update_weights` said.
     """
 
     steps: int
@@ -75,6 +76,7 @@ class Stats:
     cached_tokens: int = 0
     same_text_on: tuple[int, ...] | None = None
     draft_format: str | None = None
+    weight_version: int | str = 0
 
     @classmethod
     def of(
@@ -88,6 +90,7 @@ class Stats:
         threads: int | None = None,
         same_text_on: tuple[int, ...] | None = None,
         draft_format: str | None = None,
+        weight_version: int | str = 0,
     ) -> Stats:
         """The counts of all rows, summed."""
 
@@ -113,6 +116,7 @@ class Stats:
             cached_tokens=total("cached_tokens"),
             same_text_on=same_text_on,
             draft_format=draft_format,
+            weight_version=weight_version,
         )
 
     @property
@@ -183,6 +187,9 @@ class GenerateOutput:
         texts: where stop_strings were given, the text of each row's new tokens, special tokens written out. In a row
             that a stop string ended it ends with that string, while new_tokens end with the whole token that
             completed it.
+        prompt_logprobs: of each prompt's tokens from the second on, as above; None unless asked for. With
+            num_return_sequences there is one list a prompt, not a row.
+        prompt_top_logprobs: at each of these tokens the most probable (id, log-probability) pairs, as above.
     """
 
     sequences: Tensor
@@ -192,3 +199,24 @@ class GenerateOutput:
     logprobs: list[list[float]] | None = None
     top_logprobs: list[list[list[tuple[int, float]]]] | None = None
     texts: list[str] | None = None
+    prompt_logprobs: list[list[float]] | None = None
+    prompt_top_logprobs: list[list[list[tuple[int, float]]]] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreOutput:
+    """Result of `FastSpecGenerator.score`: log-probabilities under the raw target, in fp32.
+
+    Attributes:
+        logprobs: of the tokens of each row's answer.
+        top_logprobs: at each of these tokens the most probable (id, log-probability) pairs, largest first.
+        prompt_logprobs: of the tokens of each row's prompt from the second on; None where they were left out.
+        prompt_top_logprobs: as `top_logprobs`, of these tokens; None where they were left out.
+        stats: what happened. Given tokens count as drafts.
+    """
+
+    logprobs: list[list[float]]
+    top_logprobs: list[list[list[tuple[int, float]]]]
+    prompt_logprobs: list[list[float]] | None
+    prompt_top_logprobs: list[list[list[tuple[int, float]]]] | None
+    stats: Stats

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fastspec.kernels.ops import TORCH_OPS, Ops
 from fastspec.kernels.reference.linear import PartKeys
-from fastspec.kernels.reference.step import Record, record_logprobs
+from fastspec.kernels.reference.step import Record
 from fastspec.models.interface import CausalModel, VocabParallel
 from fastspec.proposers.features import hand_over_prompt, hand_over_step
 from fastspec.proposers.interface import Proposer, features_of
@@ -276,7 +276,7 @@ def _record(
     entry: tuple[Tensor, Tensor] | None,
 ) -> None:
     """Records log-probabilities of the raw logits after a commit without them, then publishes both."""
-    record_logprobs(state, record.top, raw)
+    modules.ops.record_logprobs(raw, state, modules.scratch, record)
     if entry:
         modules.ops.publish(*entry, state, drafting=shape.num_drafts > 0, details=record.details)
 
@@ -334,7 +334,7 @@ def prefill(
     chunk: int,
     kept: Tensor | None = None,
     prompt_ends: PromptEnd | None = None,
-) -> None:
+) -> Tensor:
     """One prefill pass of the target: the prompt tokens at positions start..start+chunk-1 of each row.
 
     A prompt's last token is not fed here: the row's first step feeds it. The exception is a long prompt where
@@ -348,6 +348,9 @@ def prefill(
         chunk: tokens of the pass. Chunk sizes follow from the prompt's length alone.
         kept: [1, ..], the row's part of `StepModules.features`; None: the proposer keeps nothing.
         prompt_ends: of as many rows as the state; None: no last token is fed.
+
+    Returns:
+        The last hidden states [B, chunk, hidden]; those of tokens that were not fed have no meaning.
     """
     positions = torch.arange(chunk, device=state.lengths.device)[None]
     positions = positions + (start[:, None] if isinstance(start, Tensor) else start)
@@ -364,3 +367,4 @@ def prefill(
         prompt_ends.keep(index, hidden, features)
     if features is not None:  # what follows the last token is not known yet
         hand_over_prompt(modules.proposer, state, shape, features, replace(batch, write_mask=known_next), kept)
+    return hidden

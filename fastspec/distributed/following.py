@@ -206,8 +206,9 @@ class Reader:
 
 def _row(entry: dict[str, Any]) -> RowOptions:
     entry = {**entry, "bias": tuple((token, bias) for token, bias in entry["bias"])}
-    if entry["allowed"] is not None:
-        entry["allowed"] = tuple(entry["allowed"])
+    for name in ("allowed", "given"):
+        if entry[name] is not None:
+            entry[name] = tuple(entry[name])
     if entry["grammar"] is not None:
         entry["grammar"] = GrammarSpec(**entry["grammar"])
     return RowOptions(**entry)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fastspec.engine.pass_sizes import PassSizes
+from fastspec.engine.scores import PromptScores
 from fastspec.engine.step_shapes import StepShapes
 from fastspec.graphs.keys import PromptKey
 from fastspec.graphs.runner import Runner
@@ -134,7 +135,15 @@ class PromptPasses:
         ]
 
     def feed_row(
-        self, row: int, start: int, chunks: Iterable[int], *, draft: bool, running: bool = True, first: bool = True
+        self,
+        row: int,
+        start: int,
+        chunks: Iterable[int],
+        *,
+        draft: bool,
+        running: bool = True,
+        first: bool = True,
+        scores: PromptScores | None = None,
     ) -> None:
         """Queues passes over a row's tokens from position `start` on: of the target, or of the proposer.
 
@@ -147,6 +156,7 @@ class PromptPasses:
             draft: passes of the proposer, not of the target.
             running: the row runs already; if it has ended meanwhile, nothing is written.
             first: no pass of this prompt has been queued yet.
+            scores: takes log-probabilities of the prompt's tokens. Such passes are launched by the host.
         """
         slot = self.slots[1]
         slot.enter(self.state, row, start, running=running)
@@ -155,7 +165,11 @@ class PromptPasses:
             kept.zero_()  # those of the prompt that was in this slot before
         for chunk in chunks:
             start += chunk
-            self._run_pass(start, chunk, draft)
+            if scores is None or draft:
+                self._run_pass(start, chunk, draft)
+            else:
+                hidden = self._feed(slot, start, chunk)
+                scores.add(self.modules.target, hidden, start - chunk, self.shapes.tiling)
         if kept is not None and self.modules.features is not None:
             self.modules.features[row].copy_(kept[0])
         self._leave(slot, row, draft=draft)
@@ -197,10 +211,16 @@ class PromptPasses:
         shape, slot, proposer = self.shapes.chunk(upto, chunk, GREEDY), self.slots[rows], self.modules.proposer
 
         def feed() -> None:
-            prefill(self.modules, slot.state, shape, slot.start, chunk, slot.features, slot.prompt_ends)
-            slot.start.add_(chunk)
+            self._feed(slot, upto, chunk)
 
         if not draft:
             return feed
         assert proposer is not None, "there is something to feed"
         return lambda: proposer.catch_up(slot.state, shape, chunk)
+
+    def _feed(self, slot: PrefillSlot, upto: int, chunk: int) -> Tensor:
+        """Launches a pass of the target over the next `chunk` tokens of a slot; returns its hidden states."""
+        shape = self.shapes.chunk(upto, chunk, GREEDY)
+        hidden = prefill(self.modules, slot.state, shape, slot.start, chunk, slot.features, slot.prompt_ends)
+        slot.start.add_(chunk)
+        return hidden

@@ -101,7 +101,7 @@ def sampling_alone(ops: Ops) -> Ops:
     Several would split a sum over a large vocabulary where there is one row and not where there are more, so that bits
     would depend on the number of rows, of drafts and of threads.
     """
-    names = ("sampled_commit", "sampled_draw", "verify_commit", "commit")
+    names = ("sampled_commit", "sampled_draw", "verify_commit", "commit", "record_logprobs")
     alone = {name: _alone(getattr(ops, name)) for name in names}
     return ops.replaced(**alone)
 

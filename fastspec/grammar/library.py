@@ -36,7 +36,7 @@ class Grammars:
     """
 
     def __init__(self, vocab_size: int) -> None:
-        self._vocab_size = vocab_size
+        self.vocab_size = vocab_size
         self._lock = threading.Lock()
         self._tokenizer: tuple[Any, LLTokenizer] | None = None  # the last tokenizer, of transformers and of llguidance
         self._dropped: list[int] = []  # of that tokenizer: `_dropped_blanks`
@@ -62,8 +62,8 @@ class Grammars:
         with self._lock:
             vocabulary = self._vocabulary(spec, tokenizer)
             matcher = self._matcher(spec, vocabulary).deep_copy()
-        ends = [token for token in vocabulary.eos_tokens if token < self._vocab_size]
-        row = RowGrammar(matcher, self._vocab_size, stop_ids, ends, prompt, self._dropped)
+        ends = [token for token in vocabulary.eos_tokens if token < self.vocab_size]
+        row = RowGrammar(matcher, self.vocab_size, stop_ids, ends, prompt, self._dropped)
         if not row.possible:
             raise ValueError(
                 f"{spec.kind} allows no text that this vocabulary can write, got {_short(spec.text)}; loosen it"
@@ -81,7 +81,7 @@ class Grammars:
 
     def _vocabulary(self, spec: GrammarSpec, tokenizer: Any) -> LLTokenizer:
         if self._tokenizer is None or self._tokenizer[0] is not tokenizer:
-            vocabulary = _vocabulary(spec, tokenizer, self._vocab_size)
+            vocabulary = _vocabulary(spec, tokenizer, self.vocab_size)
             self._tokenizer, self._dropped = (tokenizer, vocabulary), _dropped_blanks(tokenizer, vocabulary)
             self._compiled.clear()
         return self._tokenizer[1]

@@ -66,6 +66,40 @@ class GrammarStep:
         return GrammarStep(self.drafts[:max_drafts], self.masks[: max_drafts + 1])
 
 
+class Guide(Protocol):
+    """The source of draft tokens and masks of one row, on the host: `RowGrammar`, or `GivenTokens`."""
+
+    def advance(self, tokens: Sequence[int]) -> int | None:
+        """Takes the emitted tokens of a step; returns how many of them the row keeps if it ends there, else None."""
+
+    def next_step(self, max_drafts: int) -> GrammarStep:
+        """Makes at most `max_drafts` draft tokens and their masks for the next step. The row does not change."""
+
+
+class GivenTokens:
+    """The state of one row whose tokens are given: each step drafts the next ones, and allows no others.
+
+    So a step feeds them as it feeds accepted drafts, and records their log-probabilities.
+
+    Args:
+        tokens: of the row, in order; at least one.
+        vocab_size: width of the target's logits.
+    """
+
+    def __init__(self, tokens: Sequence[int], vocab_size: int) -> None:
+        self._tokens, self._words, self._next = tokens, words_of(vocab_size), 0
+
+    def advance(self, tokens: Sequence[int]) -> int | None:
+        """Takes the emitted tokens of a step. The row ends by its limit."""
+        self._next += len(tokens)
+        return None
+
+    def next_step(self, max_drafts: int) -> GrammarStep:
+        """Drafts the next given tokens but one, and allows at each place the given token."""
+        tokens = self._tokens[self._next : self._next + max_drafts + 1]
+        return GrammarStep(list(tokens[:-1]), np.stack([_bits([token], self._words) for token in tokens]))
+
+
 class RowGrammar:
     """The state of one row in its grammar.
 

@@ -54,6 +54,7 @@ class Options:
         auto: True if a row asks for "auto".
         seeded: True if the caller gave a seed.
         top_logprobs: alternatives to record beside the new tokens' log-probabilities; None: record neither.
+        prompt_top_logprobs: the same, of the prompts' tokens.
     """
 
     max_new_tokens: int
@@ -65,6 +66,7 @@ class Options:
     return_dict: bool
     num_speculative_tokens: int | None
     top_logprobs: int | None
+    prompt_top_logprobs: int | None = None
     padding: int | None = None
     across_prompt: bool = True
     auto: bool = False
@@ -145,7 +147,8 @@ def resolve(
         copies=copies,
         return_dict=flag("return_dict_in_generate", merged.return_dict_in_generate),
         num_speculative_tokens=max(limits) if len(limits) == len(rows) else None,
-        top_logprobs=_top_logprobs(own["logprobs"], vocab_size),
+        top_logprobs=top_logprobs("logprobs", own["logprobs"], vocab_size),
+        prompt_top_logprobs=top_logprobs("prompt_logprobs", own["prompt_logprobs"], vocab_size),
         auto=_asks_for_auto(own["num_speculative_tokens"]),
         seeded=own["seed"] is not None,
     )
@@ -155,12 +158,12 @@ def _asks_for_auto(drafts: Any) -> bool:
     return any(isinstance(one, str) and one == AUTO for one in (listed(drafts) if is_list(drafts) else [drafts]))
 
 
-def _top_logprobs(value: Any, vocab_size: int) -> int | None:
-    """Reads `logprobs`: False and None record nothing, True the new tokens, n also the n most probable."""
+def top_logprobs(name: str, value: Any, vocab_size: int) -> int | None:
+    """Reads the option `name`: False and None record nothing, True the tokens alone, n also the n most probable."""
     value = scalar(value)
     if value is None or value is False:
         return None
-    return 0 if value is True else whole("logprobs", value, low=0, high=min(MAX_TOP_LOGPROBS, vocab_size))
+    return 0 if value is True else whole(name, value, low=0, high=min(MAX_TOP_LOGPROBS, vocab_size))
 
 
 def _copies(value: Any, do_sample: bool) -> int:

@@ -31,6 +31,7 @@ class RowOptions:
         min_new_tokens: no stop id comes before so many.
         draft_limit: drafts per step at most; 0 opts out of speculation, None takes what the generator drafts.
         grammar: that the text follows; None: any text.
+        given: token ids that the row is to have; None: the target chooses them.
     """
 
     temperature: float
@@ -46,6 +47,12 @@ class RowOptions:
     min_new_tokens: int = 0
     draft_limit: int | None = None
     grammar: GrammarSpec | None = None
+    given: tuple[int, ...] | None = None
+
+    @property
+    def guided(self) -> bool:
+        """True if the host sends masks for each step of the row."""
+        return self.grammar is not None or self.given is not None
 
     @property
     def processed(self) -> bool:

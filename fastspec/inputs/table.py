@@ -63,6 +63,7 @@ class GenerateOptions(TypedDict, total=False):
     grammar: Texts
     num_speculative_tokens: int | str | Sequence[int | str | None] | None
     logprobs: bool | int | None
+    prompt_logprobs: bool | int | None
     tokenizer: PreTrainedTokenizerBase | None
 
 
@@ -505,6 +506,19 @@ OPTIONS: Final[tuple[Option, ...]] = (
         sets=("top_logprobs",),
         flag="text is printed",
         field="logprobs",
+    ),
+    Option(
+        keyword="prompt_logprobs",
+        group=_OUTPUT,
+        type="bool or int",
+        meaning="Records log-probabilities of the prompt's tokens; n adds the n most probable tokens at each place. "
+        "Such a prompt is read whole, without the prefix cache.",
+        takes="False, True, 0 to 20",
+        default="False",
+        in_transformers=False,
+        sets=("prompt_top_logprobs",),
+        flag="text is printed",
+        field="prompt_logprobs",
     ),
 )
 

@@ -29,6 +29,7 @@ MAX_QUERIES = 17  # most tokens of a row in a step's pass: max_drafts and one
 # ops that are not part of a compiled pass
 OUTSIDE = (
     *("feed_rows", "verify_commit", "sampled_commit", "sampled_draw", "commit", "publish"),
+    "record_logprobs",
     *("rotate", "store_heads", "delta_rule", "gated_norm", "gated"),
     *("pack_rounded", "workspace_bytes", "commit_scratch", "sampled_work", "sampled_work_bytes"),
     *("record_work", "record_work_bytes", "compiling", "is_brief"),

@@ -56,6 +56,7 @@ class Ops:
     sampled_commit = staticmethod(reference.sampled_commit)
     sampled_draw = staticmethod(reference.sampled_draw)
     commit = staticmethod(reference.commit)
+    record_logprobs = staticmethod(reference.record_logprobs)
     publish = staticmethod(reference.publish)
 
     # weights that are rounded when they are loaded

@@ -49,7 +49,7 @@ from fastspec.kernels.rotate import rotate as rotate_heads
 from fastspec.kernels.round_codes import pack_rounded
 from fastspec.kernels.sampling.commit import commit, scratch_of
 from fastspec.kernels.sampling.draw import sampled_draw
-from fastspec.kernels.sampling.greedy_commit import verify_commit
+from fastspec.kernels.sampling.greedy_commit import record_logprobs, verify_commit
 from fastspec.kernels.sampling.logits import sampled_work, sampled_work_bytes
 from fastspec.kernels.sampling.logprobs import record_work, record_work_bytes
 from fastspec.kernels.sampling.publish import publish
@@ -94,6 +94,7 @@ class TritonOps(Ops):
     sampled_commit = staticmethod(sampled_commit)
     sampled_draw = staticmethod(sampled_draw)
     commit = staticmethod(commit)
+    record_logprobs = staticmethod(record_logprobs)
     publish = staticmethod(publish)
     pack_rounded = staticmethod(pack_rounded)
     keeps_experts = staticmethod(mixtures.keeps_experts)

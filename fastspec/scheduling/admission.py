@@ -68,7 +68,7 @@ def fill_options(
         "seeds": options.seed,
         "min_lengths": prompt_length + options.min_new_tokens,
         "draft_limits": draft_limit(options, state.draft_tokens.shape[1]),
-        "constrained": options.grammar is not None,
+        "constrained": options.guided,
         "masks": ALL,
     }
     _fill(state, row, numbers)

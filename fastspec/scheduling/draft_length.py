@@ -82,7 +82,10 @@ class DraftPlan:
         Raises:
             ValueError: it asks for more than the generator was made for.
         """
-        choice, follow = self._without_grammars(chosen), [row.grammar is not None for row in chosen.rows]
+        if all(row.given is not None for row in chosen.rows):
+            k = self.max_drafts  # the given tokens are drafts, and all of them are accepted
+            return DraftChoice(k, (k,), GREEDY, chosen.top_logprobs, grammars=(GRAMMAR_ONLY,))
+        choice, follow = self._without_grammars(chosen), [row.guided for row in chosen.rows]
         if not any(follow):
             return choice
         # a controller times steps without grammars, also where no row takes any

@@ -87,6 +87,14 @@ class FormatTrial:
         """The format that drafts now, and why."""
         return f"{self.draft.rounded or AS_STORED}: {self.found or 'not tried yet'}"
 
+    def forgo(self, why: str) -> None:
+        """Lets the draft stay in its format without a trial.
+
+        Args:
+            why: in a few words.
+        """
+        self._decide(why)
+
     def run(
         self,
         scheduler: Scheduler,

@@ -99,7 +99,8 @@ class PrefillQueue:
         if row is None or seen == self._refused:
             return None
         nodes = prefix.match(request.prompt, self._shareable(request)) if prefix is not None else []
-        known = self._resumable(nodes, draft=False)
+        # the hidden states of all tokens are wanted for their scores: passes write the same bits to shared pages again
+        known = 0 if request.scores is not None else self._resumable(nodes, draft=False)
         if not self.engine.sizes.exact:
             nodes = nodes[:known]  # what is computed again may have other bits than what lies in pages of others
         shared = tuple(page for node in nodes for page in node.pages)
@@ -185,7 +186,12 @@ class PrefillQueue:
     def _defer(self, request: Request, taken: list[int]) -> bool:
         """Defers the pass just taken to `flush`, if it is its prompt's last and short; returns whether it did."""
         draft, rows = self._draft, self.engine.sizes.prompts_per_pass(taken[0]) if len(taken) == 1 else 1
-        if rows == 1 or self._target.remaining or (draft is not None and list(draft.remaining) not in ([], taken)):
+        if (
+            rows == 1
+            or request.scores is not None
+            or self._target.remaining
+            or (draft is not None and list(draft.remaining) not in ([], taken))
+        ):
             return False
         if any(each.chunk != taken[0] for each in self._deferred.values()):
             self.flush()
@@ -320,7 +326,8 @@ class PrefillQueue:
                 continue
             if kept is not None:
                 kept.capture_after(length or 0, draft=draft)
-            self.engine.prompts.feed_row(row, start, part, draft=draft, running=running, first=first)
+            scores = request.scores
+            self.engine.prompts.feed_row(row, start, part, draft=draft, running=running, first=first, scores=scores)
             start, first = start + sum(part), False
             if kept is not None and length is not None and start >= length:
                 kept.save(key, draft=draft)

@@ -6,6 +6,7 @@ one step at a time. It pauses until that step was read, while other rows step.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import cast
@@ -15,14 +16,16 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from fastspec.adaptive.controller import DraftLengthPolicy
+from fastspec.engine.scores import PromptScores
 from fastspec.errors import InvalidLogits
 from fastspec.grammar.library import Grammars
-from fastspec.grammar.row import GrammarStep, RowGrammar
+from fastspec.grammar.row import GivenTokens, GrammarStep, Guide
 from fastspec.graphs.results import RowResult
 from fastspec.inputs.options import Options, RowOptions
 from fastspec.inputs.prompts import RawPrompts
+from fastspec.inputs.scored import ScoredRow
 from fastspec.kv_cache.prefix import Node
-from fastspec.output import GenerateOutput, RowStats, Stats
+from fastspec.output import GenerateOutput, RowStats, ScoreOutput, Stats
 from fastspec.scheduling.admission import draft_limit
 from fastspec.scheduling.draft_length import DraftChoice
 from fastspec.shapes import FULL
@@ -72,7 +75,8 @@ class Request:
         options: sampling options and seed.
         watch: takes the new tokens of each step. Returns how many of them belong to the row if the row ends there, or
             None if it goes on. Finds ends that the device does not see.
-        grammar: state of the grammar that the text follows; None: any text.
+        grammar: state of the grammar that the text follows, or of its given tokens; None: any text.
+        scores: takes log-probabilities of the prompt's tokens; None: they are not recorded.
         new_tokens: tokens emitted so far.
         finish_reason: "stop" or "length" once finished; "error" if no token could be chosen or a step was interrupted;
             "cancelled" if the request was cancelled.
@@ -94,7 +98,8 @@ class Request:
     max_new_tokens: int
     options: RowOptions
     watch: Callable[[list[int]], int | None] | None = None
-    grammar: RowGrammar | None = None
+    grammar: Guide | None = None
+    scores: PromptScores | None = None
     new_tokens: list[int] = field(default_factory=list)
     finish_reason: str | None = None
     invalid_at: int | None = None
@@ -248,12 +253,14 @@ class PreparedCall:
         options: of the call.
         prompts: as the caller passed them.
         choice: drafts of its steps.
+        weight_version: of the target's weights that it is made for.
     """
 
     requests: list[Request]
     options: Options
     prompts: RawPrompts
     choice: DraftChoice
+    weight_version: int | str = 0
 
 
 def requests_of(
@@ -275,10 +282,11 @@ def requests_of(
     Raises:
         ValueError: a row would be too long, stop strings or a grammar lack a tokenizer, or a grammar cannot be used.
     """
-    for index, prompt in enumerate(prompts):
-        if len(prompt) + chosen.max_new_tokens > max_length:
+    for index, (prompt, first) in enumerate(zip(prompts, chosen.rows[:: chosen.copies], strict=True)):
+        new_tokens = _new_tokens(chosen, first)
+        if len(prompt) + new_tokens > max_length:
             raise ValueError(
-                f"prompt {index} has {len(prompt)} tokens; with {chosen.max_new_tokens} new ones that is more than "
+                f"prompt {index} has {len(prompt)} tokens; with {new_tokens} new ones that is more than "
                 f"max_length={max_length}. Shorten one of them, or make the generator with a larger max_length"
             )
     if chosen.stop_strings and tokenizer is None:
@@ -288,15 +296,24 @@ def requests_of(
         )
     requests = []
     for index, row in enumerate(chosen.rows):
-        prompt = prompts[index // chosen.copies]
+        prompt, scores = prompts[index // chosen.copies], None
         watch = None
         if chosen.stop_strings and tokenizer:
             watch = StopWatch(tokenizer, chosen.stop_strings, prompt, across_prompt=chosen.across_prompt)
-        grammar = None
+        grammar: Guide | None = None
         if row.grammar is not None and grammars is not None:
             grammar = grammars.row(row.grammar, tokenizer, prompt, chosen.stop_ids)
-        requests.append(Request(prompt, chosen.max_new_tokens, row, watch, grammar))
+        if row.given is not None and grammars is not None:
+            grammar = GivenTokens(row.given, grammars.vocab_size)
+        if chosen.prompt_top_logprobs is not None and index % chosen.copies == 0:
+            scores = PromptScores(prompt, chosen.prompt_top_logprobs)
+        requests.append(Request(prompt, _new_tokens(chosen, row), row, watch, grammar, scores))
     return requests
+
+
+def _new_tokens(chosen: Options, row: RowOptions) -> int:
+    """Most new tokens of a row."""
+    return chosen.max_new_tokens if row.given is None else len(row.given)
 
 
 def check_valid(requests: list[Request], copies: int) -> None:
@@ -323,6 +340,7 @@ def output_of(call: PreparedCall, stats: Stats) -> GenerateOutput:
     """Builds the output of a call; fields that the caller did not ask for are None."""
     requests, chosen = call.requests, call.options
     recorded = chosen.top_logprobs is not None
+    scores = [request.scores for request in requests[:: chosen.copies] if request.scores is not None]
     return GenerateOutput(
         _sequences(requests, chosen, call.prompts),
         [request.new_tokens for request in requests],
@@ -333,6 +351,38 @@ def output_of(call: PreparedCall, stats: Stats) -> GenerateOutput:
         [request.watch.text for request in requests if isinstance(request.watch, StopWatch)]
         if chosen.stop_strings
         else None,
+        [each.logprobs for each in scores] if scores else None,
+        [each.top_logprobs for each in scores] if scores else None,
+    )
+
+
+def score_output_of(rows: list[ScoredRow], call: PreparedCall, stats: Stats) -> ScoreOutput:
+    """Builds the output of a call of `score`; `call` has a request for each row with something to score.
+
+    Raises:
+        InvalidLogits: a log-probability is NaN.
+    """
+    requests, prompts = iter(call.requests), call.options.prompt_top_logprobs is not None
+    values, tops = [], []
+    for row in rows:
+        request = next(requests) if row.given else None
+        scores = None if request is None else request.scores
+        values.append(row.parts(scores.logprobs if scores else [], request.logprobs if request else []))
+        tops.append(row.parts(scores.top_logprobs if scores else [], request.top_logprobs if request else []))
+    for index, (row, (prompt, answer)) in enumerate(zip(rows, values, strict=True)):
+        first = 1 if prompts else row.length
+        for position, value in enumerate(prompt + answer, first):
+            if math.isnan(value):
+                raise InvalidLogits(
+                    f"row {index}, position {position}: the target's logits for this token are NaN or infinite. Check "
+                    "the weights, or take a wider dtype (float16 overflows early)"
+                )
+    return ScoreOutput(
+        [answer for _, answer in values],
+        [answer for _, answer in tops],
+        [prompt for prompt, _ in values] if prompts else None,
+        [prompt for prompt, _ in tops] if prompts else None,
+        stats,
     )
 
 

@@ -96,6 +96,11 @@ class Scheduler:
             self._interrupted = False
         return emitted
 
+    def forget_prompts(self) -> None:
+        """Forgets K/V and states of earlier prompts: other weights made them. No request is there."""
+        with self.engine.on_device():
+            self._reset()
+
     def run(self, requests: list[Request], call: CallPlan) -> Iterator[dict[int, list[int]]]:
         """Runs requests to their end; yields, after every step, the new tokens of those that got some, by index.
 

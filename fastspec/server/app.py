@@ -20,6 +20,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 import fastspec
 from fastspec.server.access import Access
+from fastspec.server.echo import Echo
 from fastspec.server.errors import Refusal, failed, no_such
 from fastspec.server.field_table import TAKEN
 from fastspec.server.fields import Body, Chat, Completion, StreamOptions, read
@@ -54,6 +55,7 @@ class Envelope:
         self._id = f"{'chatcmpl' if self.chat else 'cmpl'}-{uuid.uuid4().hex}"
         self._name, self._created = service.name, int(time.time())
         self._begun: set[int] = set()  # answers of which something was sent
+        self._echo = Echo(body)
 
     def _whole(self, kind: str, choices: list[dict[str, Any]], usage: dict[str, Any] | None) -> dict[str, Any]:
         shared: dict[str, Any] = {"id": self._id, "object": kind, "created": self._created, "model": self._name}
@@ -70,11 +72,12 @@ class Envelope:
                 message = {"role": "assistant", "content": text, "refusal": None}
                 choices.append({**shared, "message": message, "logprobs": answer.chat_logprobs(0, count)})
             else:
-                choices.append({**shared, "text": text, "logprobs": answer.text_logprobs(0, count)})
+                choice = {**shared, "text": text, "logprobs": answer.text_logprobs(0, count)}
+                choices.append(self._echo.added(answer, choice))
             if not self._recorded:  # log-probabilities may have been recorded to choose the best answers
                 choices[-1]["logprobs"] = None
             choices[-1] |= self._ids(answer, count)
-        whole = self._whole("chat.completion" if self.chat else "text_completion", choices, usage)
+        whole = self._whole("chat.completion" if self.chat else "text_completion", choices, self._echo.usage(usage))
         return whole | self._prompt_ids(texts[0][0])
 
     def _ids(self, answer: Answer, stop: int) -> dict[str, Any]:
@@ -82,7 +85,7 @@ class Envelope:
         if not self._with_ids:
             return {}
         start = self._sent.get(answer.index)
-        self._sent[answer.index] = stop
+        self._sent[answer.index] = stop = 0 if self._echo.silent else stop
         prompt = {"prompt_token_ids": answer.request.prompt} if start is None and not self.chat else {}
         return {"token_ids": answer.request.new_tokens[start or 0 : stop], **prompt}
 
@@ -102,8 +105,11 @@ class Envelope:
             choices.append({**shared, "delta": delta, "logprobs": logprobs})
             end: dict[str, Any] = {"delta": {}, "logprobs": None}
         else:
-            logprobs = answer.text_logprobs(piece.start, piece.stop)
-            choices.append({**shared, "text": piece.text, "logprobs": logprobs})
+            if first and (before := self._echo.begin(answer)) is not None:
+                choices.append({**shared, **before})
+            if not self._echo.silent:
+                logprobs = answer.text_logprobs(piece.start, piece.stop)
+                choices.append({**shared, "text": piece.text, "logprobs": logprobs})
             end = {"text": "", "logprobs": None}
         if not piece.text and piece.start == piece.stop and not first:
             choices = []
@@ -119,7 +125,7 @@ class Envelope:
 
     def last(self, usage: dict[str, Any]) -> dict[str, Any]:
         """Last event of a stream, with usage if it was requested."""
-        return self._whole("chat.completion.chunk" if self.chat else "text_completion", [], usage)
+        return self._whole("chat.completion.chunk" if self.chat else "text_completion", [], self._echo.usage(usage))
 
 
 def app_of(service: Service, access: Access | None = None) -> ASGIApp:

@@ -140,7 +140,8 @@ FIELDS: Final[tuple[RequestField, ...]] = (
             "prompt": "A text, a list of token ids, or a list of either.",
             "best_of": "n to 64: so many answers are drawn, and those n with the largest mean log-probability of a "
             "token are returned. Not with `stream`, unless it equals `n`.",
-            "echo": "false.",
+            "echo": "true puts the prompt before the answer, with the log-probabilities of its tokens if `logprobs` is "
+            "given. `max_tokens` may then be 0.",
         },
     ),
     *_served(
@@ -238,7 +239,6 @@ FIELDS: Final[tuple[RequestField, ...]] = (
             "include_stop_str_in_output": ((False,), "The answer ends before a stop text; add it on your side."),
             "spaces_between_special_tokens": ((True,), "Texts are what the tokenizer decodes; leave it out."),
             "truncate_prompt_tokens": ((-1,), "A prompt is read whole; shorten it on your side."),
-            "prompt_logprobs": ((), "Log-probabilities are of new tokens; leave it out."),
             "logprob_token_ids": ((), "Use top_logprobs, which tells the most probable tokens."),
             "bad_words": (([],), "Ban token ids with logit_bias of -100."),
             "return_tokens_as_token_ids": ((False,), "Use return_token_ids."),
@@ -255,10 +255,16 @@ FIELDS: Final[tuple[RequestField, ...]] = (
             "guided_grammar": ((), _OLD_GUIDED),
         },
     ),
+    *_served(
+        "vLLM",
+        _COMPLETIONS,
+        {"prompt_logprobs": "0 to 20: log-probabilities of the prompt's tokens, and of so many most probable ones."},
+    ),
     *_refused(
         "vLLM",
         _CHAT,
         {
+            "prompt_logprobs": ((), "Completions have it: send the text of the chat there."),
             "chat_template": ((), "A template is a program; serve with --chat-template FILE."),
             "documents": ((), "Write them into a message."),
             "media_io_kwargs": ((), _MEDIA),

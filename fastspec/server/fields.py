@@ -230,8 +230,10 @@ class Completion(Body):
     """The body of POST /v1/completions."""
 
     prompt: str | Ids | Annotated[list[str], Field(min_length=1)] | Annotated[list[Ids], Field(min_length=1)]
+    max_tokens: Annotated[int, Field(ge=0)] | None = None
     logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
-    echo: Literal[False] | None = None
+    prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    echo: bool = False
     best_of: Annotated[int, Field(ge=1, le=64)] | None = None
     add_special_tokens: bool = True
 
@@ -241,6 +243,8 @@ class Completion(Body):
             raise Refusal(f"best_of must be at least n, which is {self.n}; got {self.best_of}", "best_of")
         if self.stream and self.drawn > self.n:
             raise Refusal("best_of above n needs whole answers; leave out stream or best_of", "best_of")
+        if self.max_tokens == 0 and not self.echo and self.prompt_logprobs is None:
+            raise Refusal("max_tokens=0 asks for no answer: it goes with echo or prompt_logprobs", "max_tokens")
         return self
 
     @property
@@ -252,6 +256,17 @@ class Completion(Body):
     def recorded(self) -> int | None:
         """The field `logprobs`, a number here."""
         return self.logprobs
+
+    @property
+    def limit(self) -> tuple[str, int | None]:
+        """`max_tokens`; for 0 one token is decoded, and left out of the answer."""
+        return "max_tokens", None if self.max_tokens is None else max(1, self.max_tokens)
+
+    def options(self) -> dict[str, Any]:
+        """Keywords of `submit`; with `echo` the prompt is scored as the answer is."""
+        wanted = [self.prompt_logprobs, self.logprobs if self.echo else None]
+        scored = max((each for each in wanted if each is not None), default=None)
+        return super().options() | ({} if scored is None else {"prompt_logprobs": scored or True})
 
     @property
     def prompts(self) -> list[str | list[int]]:

@@ -164,6 +164,55 @@ class Answer:
             "text_offset": self._offsets_of(start, stop),
         }
 
+    def prompt_text(self) -> str:
+        """The text of the prompt's tokens."""
+        stream = TextStream(self._tokenizer, skip_special_tokens=self._skip)
+        return stream.push(self.request.prompt) + stream.finish()
+
+    def echoed_logprobs(self) -> dict[str, Any] | None:
+        """Log-probabilities of the prompt's tokens in the shape of `text_logprobs`; None if they were not requested.
+
+        The first token has none.
+        """
+        scores, top = self.request.scores, self.handle.call.options.top_logprobs
+        if scores is None or top is None:
+            return None
+        prompt, values, tops = self.request.prompt, scores.logprobs, scores.top_logprobs
+        stream, offsets = TextStream(self._tokenizer, skip_special_tokens=self._skip), [0]
+        for token in prompt[:-1]:
+            offsets.append(offsets[-1] + len(stream.push([token])))
+        return {
+            "tokens": [self._key(token) for token in prompt],
+            "token_logprobs": [None, *values],
+            "top_logprobs": [
+                None,
+                *(
+                    self._by_text({token: value, **dict(pairs[:top])})
+                    for token, value, pairs in zip(prompt[1:], values, tops, strict=True)
+                ),
+            ],
+            "text_offset": offsets,
+        }
+
+    def prompt_logprobs(self, top: int) -> list[dict[str, Any] | None]:
+        """Log-probabilities of the prompt's tokens by id, in vLLM's shape: the token and the `top` most probable.
+
+        The first token has none. The rank of a token that is not among these is null.
+        """
+        scores = self.request.scores
+        assert scores is not None, "the request asks for them"
+        places: list[dict[str, Any] | None] = [None]
+        for token, value, pairs in zip(self.request.prompt[1:], scores.logprobs, scores.top_logprobs, strict=True):
+            ranks = {one: rank for rank, (one, _) in enumerate(pairs, 1)}
+            values = {token: value, **dict(pairs[:top])}
+            places.append(
+                {
+                    str(one): {"logprob": each, "rank": ranks.get(one), "decoded_token": self._name(one)}
+                    for one, each in values.items()
+                }
+            )
+        return places
+
     def _offsets_of(self, start: int, stop: int) -> list[int]:
         """Number of characters before each token; tokens that share a character have the same number."""
         for token in self.request.new_tokens[len(self._offsets) - 1 : stop]:

@@ -36,6 +36,7 @@ SAMPLES: dict[str, Any] = {
     "seed": 11,
     "num_speculative_tokens": 2,
     "logprobs": 3,
+    "prompt_logprobs": 2,
     "stop_across_prompt": False,
 }
 

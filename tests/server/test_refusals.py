@@ -57,7 +57,6 @@ def get(server: Running, path: str, headers: dict[str, str] | None = None) -> tu
     [
         ("suffix", "x", "suffix is not supported. No text is inserted before another"),
         ("best_of", 65, "best_of"),
-        ("echo", True, "echo"),
         ("n", 0, "n: .*greater than or equal to 1, got '0'"),
         ("n", 65, "n"),
         ("max_tokens", 0, "max_tokens"),

@@ -30,7 +30,15 @@ from fastspec.kernels.reference.linear import (
 )
 from fastspec.kernels.reference.recurrent import delta_rule, gated, gated_norm, sigmoid
 from fastspec.kernels.reference.sampled import sampled_commit, sampled_draw
-from fastspec.kernels.reference.step import commit, embed, feed_rows, joined_norms, publish, verify_commit
+from fastspec.kernels.reference.step import (
+    commit,
+    embed,
+    feed_rows,
+    joined_norms,
+    publish,
+    record_logprobs,
+    verify_commit,
+)
 
 __all__ = [
     "AttendCall",
@@ -62,6 +70,7 @@ __all__ = [
     "paged_attention",
     "prefill_linear",
     "publish",
+    "record_logprobs",
     "rms_norm",
     "rope",
     "rotate",

@@ -138,24 +138,43 @@ def ended(
     """
     verify.commit(rows, accepted, block)
     if record is not None:
-        record_logprobs(rows, record.top, logits)
+        record_logprobs(logits, rows, None, record)
     if publish_to is not None:
         details = None if record is None else record.details
         publish(*publish_to, rows, drafting=block.shape[1] > 1, details=details)
 
 
-def record_logprobs(rows: verify.CommitRows, top: int, logits: Tensor) -> None:
-    """Stores the log-probabilities of `rows.block` under raw logits [B, k+1, V], and the `top` largest at each place.
+def record_logprobs(logits: Tensor, rows: verify.CommitRows, scratch: Any, record: Record) -> None:
+    """Stores the log-probabilities of `rows.block` under raw logits, and the largest ones at each place.
 
     Places that are not emitted may get any values. Of equal logits the lowest id is first.
+
+    Args:
+        logits: fp32 [B, k+1, V].
+        rows: `logprobs`, `top_ids` and `top_logprobs` are written.
+        scratch: from `Ops.commit_scratch`. Torch needs none.
+        record: how many to store. Nothing is published.
     """
-    places = logits.shape[1]
-    logprobs = logits.log_softmax(dim=-1)
-    rows.logprobs[:, :places] = logprobs.gather(2, rows.block[:, :places, None])[:, :, 0]
+    places, top = logits.shape[1], record.top
+    values, ids, tops = logprobs_of(logits, rows.block[:, :places], top)
+    rows.logprobs[:, :places] = values
     if top:
-        ids = logits.sort(dim=-1, descending=True, stable=True).indices[:, :, :top]
         rows.top_ids[:, :places, :top] = ids
-        rows.top_logprobs[:, :places, :top] = logprobs.gather(2, ids)
+        rows.top_logprobs[:, :places, :top] = tops
+
+
+def logprobs_of(logits: Tensor, tokens: Tensor, top: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Computes the log-probabilities of tokens int64 [B, Q] under logits [B, Q, V], and of the `top` largest.
+
+    Returns:
+        fp32 [B, Q]; ids int64 [B, Q, top], of equal logits the lowest first; their log-probabilities [B, Q, top].
+    """
+    logprobs = logits.log_softmax(dim=-1)
+    values = logprobs.gather(2, tokens[:, :, None])[:, :, 0]
+    if not top:
+        return values, tokens[:, :, None][:, :, :0], logprobs[:, :, :0]
+    ids = logits.sort(dim=-1, descending=True, stable=True).indices[:, :, :top]
+    return values, ids, logprobs.gather(2, ids)
 
 
 def commit(

@@ -16,7 +16,8 @@ The other arguments are those of commit.py.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import Any, NamedTuple, cast
 
 import torch
 import triton
@@ -40,7 +41,7 @@ from fastspec.kernels.sampling.commit import (
     state_of,
 )
 from fastspec.kernels.sampling.logprobs import RECORD_INTS, check_record, record_line, record_rows
-from fastspec.sampling.verify import CommitRows
+from fastspec.sampling.verify import STOPPED, CommitRows
 
 # (number of places in the batch from which on it is used, logits per program, warps). The arithmetic is exact, so this
 # choice changes no bits
@@ -199,6 +200,27 @@ def verify_commit(
         BLOCKS=blocks_of(rows),
         **({"num_warps": warps} | logprobs.constants_of(record, rows, lines.vocab)),
     )
+
+
+def record_logprobs(logits: Tensor, rows: CommitRows, scratch: Any, record: Record) -> None:
+    """Computes `reference.record_logprobs`, with the bits that the end of a step records.
+
+    The kernel of a greedy step reads the raw logits once more, over copies in which no row runs. It leaves the level
+    and the mass of each line in `record.work`.
+
+    Raises:
+        ValueError: a layout is not as above, or a work area is too small.
+    """
+    batch, places = logits.shape[:2]
+    idle: Any = replace(
+        cast("Any", rows),
+        finish=torch.full_like(rows.finish, STOPPED),
+        **{name: getattr(rows, name).clone() for name in ("emitted", "accepted", "block")},
+    )
+    verify_commit(logits, idle, scratch, None, Record(record.top, record.work))
+    levels = record.work.levels[: batch * places].view(batch, places, 2)
+    chosen = logits.gather(2, rows.block[:, :places, None])[:, :, 0]
+    rows.logprobs[:, :places] = chosen - levels[:, :, 0] - levels[:, :, 1]
 
 
 def _lines_of(logits: Tensor | PartKeys, drafts: Tensor, *, recorded: bool) -> tuple[Lines, int, int]:

@@ -64,11 +64,15 @@ class PendingWeights:
         weights: to be used by nothing that reads values before `fill` has returned.
         fill: reads the files; it may run in another thread. Raises CheckpointError as `allocate_weights`.
         cancel: makes `fill` end soon; the weights are not to be used then.
+        checkpoint: whose weights they are.
+        loader: fills them again with other values.
     """
 
     weights: DecoderWeights
     fill: Callable[[], None]
     cancel: Callable[[], None]
+    checkpoint: Checkpoint
+    loader: Loader
 
 
 def allocate_weights(
@@ -132,7 +136,7 @@ def allocate_weights(
         with bar:
             loader.fill()
 
-    return PendingWeights(weights, fill, loader.cancel)
+    return PendingWeights(weights, fill, loader.cancel, checkpoint, loader)
 
 
 def planned_bytes(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, ops: Ops) -> int:

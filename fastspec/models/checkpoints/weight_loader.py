@@ -10,8 +10,9 @@ from __future__ import annotations
 import math
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from typing import NoReturn
 
@@ -40,6 +41,23 @@ def _as_it_is(name: str, shape: tuple[int, int]) -> None:
     """A `Rounding` that rounds no matrix."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Part:
+    """One part of a model's weights, which one copy fills.
+
+    Attributes:
+        names: of the tensors that it is made of, under each other.
+        place: the weights; None: values cannot be read back from them, because they are rounded or in codes.
+        order: of the rows, new from old; None: as in the tensors.
+        copy: fills the place from the loader's source.
+    """
+
+    names: tuple[str, ...]
+    place: Weight | Tensor | None
+    order: list[int] | None
+    copy: Callable[[_Staging | None], None]
+
+
 class Loader:
     """Makes weights of one dtype on one device out of the named tensors of one source.
 
@@ -51,6 +69,9 @@ class Loader:
         release: let go of the source's tensors when they are copied.
         later: copy nothing before `fill`.
         whole: tensors of whole matrices, of which `source` has one rank's parts; None: it has all of them.
+
+    Attributes:
+        parts: the weights that were made.
     """
 
     def __init__(
@@ -74,6 +95,7 @@ class Loader:
         self._infos, self._whole = source.infos(), whole
         self._launching = threading.Lock()
         self._copies: deque[Callable[[_Staging | None], None]] = deque()
+        self.parts: list[Part] = []
 
     def tensor(
         self, *names: str, order: list[int] | None = None, dtype: torch.dtype | None = None, plus: float = 0.0
@@ -86,7 +108,7 @@ class Loader:
         parts = [self._infos[name].shape for name in names]
         shape = (sum(part[0] for part in parts), *parts[0][1:])
         made = torch.empty(shape, dtype=dtype or self.dtype, device=self._place)
-        self._copy(partial(self._fill_tensor, names, made, order, plus))
+        self._copy(Part(names, made, order, partial(self._fill_tensor, names, made, order, plus)))
         return made
 
     def weight(self, *names: str, gated: bool = False, order: list[int] | None = None, tree: bool = False) -> Weight:
@@ -100,13 +122,14 @@ class Loader:
         kind = self._kind(names, shape, order)
         if kind is not None and self._ops.keeps_codes(shape, kind, self.dtype, self._device):
             made = Weight.empty_codes(shape, kind, gated, self.dtype, self._place)
-            self._copy(partial(self._fill_codes, names, made, kind, order))
+            self._copy(Part(names, None, order, partial(self._fill_codes, names, made, kind, order)))
             return made
         form = self._ops.weight_format(shape, self.dtype, self._device)
         whole = None if self._whole is None else _shape_of(self._whole, names)
         tree = tree and whole is not None
         made = Weight.empty(shape, form, gated, self.dtype, self._place, whole=whole, tree=tree)
-        self._copy(partial(self._fill_weight, names, made, kind, order))
+        place = made if kind is None else None
+        self._copy(Part(names, place, order, partial(self._fill_weight, names, made, kind, order)))
         return made
 
     def same_format(self, *names: str) -> bool:
@@ -136,7 +159,7 @@ class Loader:
             return ExpertStack.of(self.tensor(*names).view(len(experts), rows, width))
         made = ExpertStack.empty_codes((len(experts), rows, width), self.dtype, self._place, gated)
         for expert, each in enumerate(experts):
-            self._copy(partial(self._fill_expert, expert, each, made))
+            self._copy(Part(each, None, None, partial(self._fill_expert, expert, each, made)))
         return made
 
     def _fill_expert(self, expert: int, names: tuple[str, ...], place: ExpertStack, staging: _Staging | None) -> None:
@@ -173,15 +196,51 @@ class Loader:
                 for done in [pool.submit(self._read_along) for _ in range(READERS)]:
                     done.result()
 
+    def kind(self, name: str) -> CodesKind | None:
+        """The kind of a matrix that is stored quantised; None: it is not."""
+        return self._source.kind(name)
+
+    def present(self, name: str) -> Tensor:
+        """The values of a tensor as the weights hold them now, in the order of its rows; see `Part.place`."""
+        part = next(part for part in self.parts if name in part.names)
+        assert part.place is not None, "its values can be read back"
+        fused = part.place.unpack() if isinstance(part.place, Weight) else part.place
+        if part.order is not None:
+            fused = torch.empty_like(fused).index_copy_(0, torch.tensor(part.order, device=fused.device), fused)
+        start = sum(self._infos[each].shape[0] for each in part.names[: part.names.index(name)])
+        return fused[start : start + self._infos[name].shape[0]]
+
+    def refill(self, source: TensorSource, names: Collection[str]) -> None:
+        """Copies the parts that hold one of these tensors again, to the same places.
+
+        Args:
+            source: has all tensors of these parts, in the shapes and kinds of those before.
+            names: tensors with new values.
+        """
+        before = self._source, self._infos, self._bar, self._release
+        self._source, self._infos, self._release = source, {**self._infos, **source.infos()}, False
+        self._bar = tqdm(disable=True)
+        self._copies.extend(part.copy for part in self.parts if not set(names).isdisjoint(part.names))
+        try:
+            if source.directory is not None:  # files are read by several threads
+                self.fill()
+            else:
+                with source.open():
+                    self._fill_until_done(None)
+        finally:
+            self._copies.clear()
+            self._source, self._infos, self._bar, self._release = before
+
     def cancel(self) -> None:
         """Makes `fill` end soon, in any thread."""
         self._copies.clear()
 
-    def _copy(self, copy: Callable[[_Staging | None], None]) -> None:
+    def _copy(self, part: Part) -> None:
+        self.parts.append(part)
         if self._later:
-            self._copies.append(copy)
+            self._copies.append(part.copy)
         else:
-            copy(None)
+            part.copy(None)
 
     def _read_along(self) -> None:
         """One thread of `fill`."""

@@ -328,3 +328,29 @@ def test_rows_that_do_not_run_are_left_alone() -> None:
     end(rows, torch.randn(2, 2, 70), 3, BLOCK)
     assert torch.equal(rows.top_ids[1], before.top_ids[1])
     assert torch.equal(rows.logprobs[1], before.logprobs[1])
+
+
+@pytest.mark.parametrize("device", devices())
+@pytest.mark.parametrize(("k", "vocab", "top"), [(0, 111, 0), (3, 130, 5)])
+def test_logits_that_are_recorded_apart_have_the_bits_of_a_step(k: int, vocab: int, top: int, device: str) -> None:
+    """Of any tokens, in rows that run or not; nothing else changes."""
+    _, rows = random_state(5, batch=3, k=k, vocab=vocab, device=device)
+    rows.finish.fill_(RUNNING)
+    rows.limits.copy_(rows.lengths + 40)
+    logits = likely(rows, k, vocab, 1, device) * 3
+    stepped, apart = copy_of(rows), copy_of(rows)
+    end(stepped, logits, top)
+    apart.block.copy_(stepped.block)
+    apart.finish[1] = RUNNING + 1
+    before = copy_of(apart)
+    scratch, work = scratch_of(3, k, logits.device), poisoned(record_work(3, k, vocab, logits.device))
+    greedy_commit.record_logprobs(logits, apart, scratch, Record(top, work))
+    emitted = emitted_of(stepped)
+    assert emitted.any()
+    assert torch.equal(apart.logprobs[emitted], stepped.logprobs[emitted])
+    assert torch.equal(apart.top_logprobs[:, :, :top][emitted], stepped.top_logprobs[:, :, :top][emitted])
+    assert torch.equal(apart.top_ids[:, :, :top][emitted], stepped.top_ids[:, :, :top][emitted])
+    for name in set(apart.__dataclass_fields__) - {"logprobs", "top_ids", "top_logprobs"}:
+        assert torch.equal(getattr(apart, name), getattr(before, name)), name
+    assert not scratch.any()
+    assert not work.arrivals.any()

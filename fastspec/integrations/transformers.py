@@ -1,0 +1,223 @@
+"""Speculative decoding inside transformers: `model.generate(ids, custom_generate=generate, draft=draft, ...)`.
+
+The first call makes a `FastSpecGenerator` of the model, which copies its weights and stays with the model. Later calls
+use it again. Weights that have changed meanwhile, for example in training, are copied again.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
+from transformers.generation.streamers import BaseStreamer
+from transformers.generation.utils import GenerateDecoderOnlyOutput
+
+from fastspec.errors import UnsupportedOption
+from fastspec.generator import FastSpecGenerator
+from fastspec.output import GenerateOutput
+
+_LEAST_ROOM: Final = 512  # tokens of a row of the first generator
+_ATTRIBUTE: Final = "_fastspec"
+# entries that `generate` of transformers prepares for each step; none of them changes the text
+_UNREAD: Final = frozenset(["attention_mask", "position_ids", "use_cache", "logits_to_keep", "cache_position"])
+_CACHES: Final = ("cache", "past_key_values")
+
+
+class _Kept:
+    """The generator of a model, and facts about the weights that it has copied. Copies of a model have none.
+
+    Attributes:
+        generator: None before the first call.
+        options: arguments that it was made with.
+        draft: its draft model.
+        seen: `_state_of` target and draft when their weights were copied.
+    """
+
+    def __init__(self) -> None:
+        self.generator: FastSpecGenerator | None = None
+        self.options: dict[str, Any] = {}
+        self.draft: nn.Module | None = None
+        self.seen: dict[str, tuple[Any, ...]] = {}
+
+    def __deepcopy__(self, memo: object) -> _Kept:
+        return _Kept()
+
+    def __reduce__(self) -> tuple[Callable[[], _Kept], tuple[()]]:
+        return _Kept, ()
+
+
+def generate(
+    model: Any,
+    input_ids: Tensor,
+    logits_processor: LogitsProcessorList,
+    stopping_criteria: StoppingCriteriaList,
+    generation_config: GenerationConfig,
+    *,
+    draft: Any = None,
+    assistant_model: Any = None,
+    streamer: BaseStreamer | None = None,
+    synced_gpus: bool = False,
+    generator_options: Mapping[str, Any] | None = None,
+    **model_kwargs: Any,
+) -> Tensor | GenerateDecoderOnlyOutput:
+    """Decodes in place of transformers' own loop; for the argument `custom_generate` of `model.generate`.
+
+    Args:
+        model: a loaded model of transformers.
+        input_ids, logits_processor, stopping_criteria, generation_config: as `generate` of transformers prepares them.
+        draft: a draft model, in any form that `FastSpecGenerator` takes. None: no draft model.
+        assistant_model: another name of `draft`, where transformers hands it on.
+        streamer: gets the new tokens, where transformers hands it on.
+        synced_gpus: True is refused.
+        generator_options: arguments of `FastSpecGenerator`. Default: the model's dtype and device; rows and tokens as
+            the call needs them, at least 512 tokens.
+        **model_kwargs: as transformers prepares them.
+
+    Returns:
+        As `generate` of transformers without scores: ids [B, T + new], or an output with `return_dict_in_generate`.
+
+    Raises:
+        UnsupportedOption: an option, a processor or a criterion that fastspec does not have; it is named.
+        ValueError, InvalidLogits: as `FastSpecGenerator.generate`.
+    """
+    if draft is not None and assistant_model is not None and draft is not assistant_model:
+        raise UnsupportedOption("draft and assistant_model are two names of one argument; give one of them")
+    if synced_gpus:
+        raise UnsupportedOption("synced_gpus=True is not supported: generate on each process by itself")
+    _check_arguments(model_kwargs, input_ids)
+    _check_lists(model, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs)
+    total = int(generation_config.max_length)
+    gen = _generator_of(
+        model, draft if draft is not None else assistant_model, len(input_ids), total, generator_options
+    )
+    config = copy.deepcopy(generation_config)
+    config.num_return_sequences = 1  # transformers has repeated the prompts
+    config.max_new_tokens, config.max_length = total - input_ids.shape[1], None
+    config.return_dict_in_generate = True
+    mask = model_kwargs.get("attention_mask")
+    output = gen.generate(
+        input_ids,
+        torch.ones_like(input_ids) if mask is None else mask,
+        config,
+        None if streamer is None else _WithoutPrompt(streamer),
+    )
+    assert isinstance(output, GenerateOutput)
+    if generation_config.return_dict_in_generate:
+        return GenerateDecoderOnlyOutput(sequences=output.sequences)  # type: ignore[arg-type]
+    return output.sequences
+
+
+class _WithoutPrompt(BaseStreamer):
+    """A streamer that leaves out the prompt, which transformers has put already."""
+
+    def __init__(self, streamer: BaseStreamer) -> None:
+        self._streamer, self._begun = streamer, False
+
+    def put(self, value: Tensor) -> None:
+        """Hands on new tokens."""
+        if self._begun:
+            self._streamer.put(value)
+        self._begun = True
+
+    def end(self) -> None:
+        """Ends the stream."""
+        self._streamer.end()
+
+
+def _check_arguments(given: Mapping[str, Any], input_ids: Tensor) -> None:
+    """Refuses arguments of the model that change its text, and caches that hold something."""
+    for name in _CACHES:
+        cache = given.get(name)
+        if cache is not None and cache.get_seq_length() > 0:
+            raise UnsupportedOption(f"{name} holds tokens already; leave it out: prompts are read whole")
+    others = sorted(name for name, value in given.items() if value is not None and name not in (*_CACHES, *_UNREAD))
+    if others:
+        raise UnsupportedOption(f"{', '.join(others)}: arguments of the model are not supported; leave them out")
+    mask, positions = given.get("attention_mask"), given.get("position_ids")
+    if positions is not None:
+        ones = torch.ones_like(input_ids) if mask is None else mask
+        wanted = (ones.cumsum(-1) - 1).masked_fill(ones == 0, 0)
+        if not torch.equal(positions.masked_fill(ones == 0, 0), wanted):
+            raise UnsupportedOption("position_ids are not those of attention_mask; leave them out")
+
+
+def _check_lists(
+    model: Any,
+    input_ids: Tensor,
+    processors: LogitsProcessorList,
+    criteria: StoppingCriteriaList,
+    config: GenerationConfig,
+    model_kwargs: dict[str, Any],
+) -> None:
+    """Refuses processors and criteria that the options of the config do not make."""
+    own = model._get_logits_processor(
+        generation_config=config,
+        input_ids_seq_length=input_ids.shape[1],
+        encoder_input_ids=input_ids,
+        prefix_allowed_tokens_fn=None,
+        logits_processor=LogitsProcessorList(),
+        device=input_ids.device,
+        model_kwargs=model_kwargs,
+    )
+    _compare(
+        "logits_processor", processors, own, "logit_bias, allowed_token_ids and grammars of fastspec's own generate"
+    )
+    if config.stop_strings is None:  # else transformers has found a tokenizer, and made the same criterion of it
+        own = model._get_stopping_criteria(generation_config=config, stopping_criteria=StoppingCriteriaList())
+        _compare("stopping_criteria", criteria, own, "eos_token_id or stop_strings")
+
+
+def _compare(name: str, given: list[Any], own: list[Any], instead: str) -> None:
+    known = [_described(each) for each in own]
+    for each in given:
+        if _described(each) not in known:
+            raise UnsupportedOption(f"{name}: {type(each).__name__} is not supported here; use {instead}")
+
+
+def _described(part: Any) -> tuple[object, str]:
+    """The class of a processor or criterion, and its fields in words."""
+    return type(part), repr(sorted(vars(part).items(), key=lambda item: item[0]))
+
+
+def _generator_of(model: Any, draft: Any, rows: int, tokens: int, given: Mapping[str, Any] | None) -> FastSpecGenerator:
+    """Returns the generator that stays with the model: made now, used again, or made again with more room."""
+    kept: _Kept = vars(model).setdefault(_ATTRIBUTE, _Kept())
+    asked = dict(given or {})
+    made, options = kept.generator, kept.options
+    fits = (
+        made is not None
+        and kept.draft is draft
+        and kept.options.get("asked") == asked
+        and tokens <= made.max_length
+        and ("max_batch_size" in asked or rows <= options["rows"])
+    )
+    if not fits:
+        if made is not None:
+            kept.generator = None
+            made.close()
+        wide = max(rows, options.get("rows", 1))
+        context = int(getattr(model.config, "max_position_embeddings", None) or tokens)
+        room = max(_LEAST_ROOM, options.get("tokens", 0), 1 << (tokens - 1).bit_length())
+        sizes = {"max_batch_size": wide, "max_length": max(tokens, min(room, context)), "dtype": model.dtype}
+        kept.generator = FastSpecGenerator(model, draft, **{"progress": False, **sizes, **asked})
+        kept.options, kept.draft = {"asked": asked, "rows": wide, "tokens": room}, draft
+        kept.seen = {"target": _state_of(model), "draft": _state_of(draft)}
+        return kept.generator
+    assert made is not None, "it fits"
+    for role, module in (("target", model), ("draft", draft)):
+        now = _state_of(module)
+        if kept.seen[role] != now:
+            made.update_weights(module, model=role)  # type: ignore[arg-type]
+            kept.seen[role] = now
+    return made
+
+
+def _state_of(module: Any) -> tuple[Any, ...]:
+    """Addresses of a live model's parameters, and counts of the changes in place that torch has seen."""
+    if not isinstance(module, nn.Module):
+        return ()
+    return tuple((each.data_ptr(), -1 if each.is_inference() else each._version) for each in module.parameters())

@@ -1,0 +1,60 @@
+"""Completions that repeat their prompt, or tell its log-probabilities."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastspec.server.fields import Body, Completion
+from fastspec.server.texts import Answer
+
+_LISTS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
+
+
+class Echo:
+    """Adds the prompt to the choices of a completion. Other bodies stay as they are.
+
+    Args:
+        body: of the request.
+    """
+
+    def __init__(self, body: Body) -> None:
+        self._body = body if isinstance(body, Completion) else None
+
+    @property
+    def silent(self) -> bool:
+        """True if no new token is to be told: max_tokens is 0."""
+        return self._body is not None and self._body.max_tokens == 0
+
+    def begin(self, answer: Answer) -> dict[str, Any] | None:
+        """Text and log-probabilities of an answer's prompt, in the shape of a choice; None without `echo`."""
+        if self._body is None or not self._body.echo:
+            return None
+        given = self._body.prompts[answer.index // self._body.n]
+        text = given if isinstance(given, str) else answer.prompt_text()
+        return {"text": text, "logprobs": answer.echoed_logprobs()}
+
+    def added(self, answer: Answer, choice: dict[str, Any]) -> dict[str, Any]:
+        """A whole choice with its prompt before it."""
+        if self._body is None:
+            return choice
+        if self.silent:
+            choice = {**choice, "text": "", "logprobs": None, "finish_reason": "length"}
+        if (before := self.begin(answer)) is not None:
+            logprobs = before["logprobs"]
+            if logprobs is not None and choice["logprobs"] is not None:
+                after = self.shifted(choice["logprobs"], len(before["text"]))
+                logprobs = {name: logprobs[name] + after[name] for name in _LISTS}
+            choice = {**choice, "text": before["text"] + choice["text"], "logprobs": logprobs}
+        if self._body.prompt_logprobs is not None:
+            choice = {**choice, "prompt_logprobs": answer.prompt_logprobs(self._body.prompt_logprobs)}
+        return choice
+
+    def shifted(self, logprobs: dict[str, Any], characters: int) -> dict[str, Any]:
+        """Log-probabilities of text that follows so many characters."""
+        return {**logprobs, "text_offset": [characters + at for at in logprobs["text_offset"]]}
+
+    def usage(self, counted: dict[str, Any]) -> dict[str, Any]:
+        """Token counts of the request: none is new where none is told."""
+        if not self.silent:
+            return counted
+        return {**counted, "completion_tokens": 0, "total_tokens": counted["prompt_tokens"]}
