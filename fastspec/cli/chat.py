@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from fastspec.generator import FastSpecGenerator
 
 _HELP = "/clear starts again, /bye or Ctrl-D ends, Ctrl-C stops an answer"
-_REDRAW = 0.3  # seconds between two versions of the status line, and before the first
+_REDRAW = 0.3  # seconds between two updates of the status line, and before the first one
 
 
 def chat(
@@ -45,7 +45,7 @@ def chat(
     draft_quantization: flags.DraftFormat = None,
     kv_dtype: flags.KVDtype = None,
 ) -> None:
-    """Talks with the model by its chat template. Without a template it continues what you write."""
+    """Chats with the model through its chat template. Without a template it continues what you write."""
     source, drafter = flags.pair_of(target, draft)
     import_all()
     with errors_in_one_line(context), Progress() as progress:
@@ -83,9 +83,9 @@ class Conversation:
 
     Attributes:
         generator: decodes the answers.
-        system: the system message; None: there is none.
-        max_new_tokens: limit of an answer.
-        options: keywords of `submit`.
+        system: the system message. None: no system message.
+        max_new_tokens: limit of tokens of an answer.
+        options: keyword arguments of `submit`.
         said: (role, text) of each message.
     """
 
@@ -106,7 +106,7 @@ class Conversation:
 
     @property
     def manner(self) -> str:
-        """A line for the user about the template."""
+        """Line that tells the user if a chat template is used."""
         if self.templated:
             return "a conversation by the checkpoint's chat template"
         return "the checkpoint has no chat template: what you write is continued, not answered"
@@ -116,10 +116,10 @@ class Conversation:
         self.said = []
 
     def answer(self, text: str, write: Callable[[str], object]) -> None:
-        """Writes an answer while it is decoded. Ctrl-C stops it; its text so far stays in the conversation.
+        """Streams the answer to `text`. Ctrl-C stops it; the text so far stays in the conversation.
 
         Raises:
-            ValueError, InvalidLogits: there is no answer. The question is removed from the conversation.
+            ValueError, InvalidLogits: decoding failed. The question is removed from the conversation.
         """
         before = list(self.said)
         try:
@@ -160,10 +160,10 @@ class Conversation:
         _note(note)
 
     def _fitting(self) -> list[int]:
-        """Token ids of the conversation. Drops its oldest turns if it is too long.
+        """Returns the token ids of the conversation. Drops its oldest turns if it is too long.
 
         Raises:
-            ValueError: the last message is too long by itself.
+            ValueError: the last message alone is too long.
         """
         dropped = 0
         while True:
@@ -195,13 +195,13 @@ class Conversation:
 
 
 class _Speed:
-    """Counts the tokens of an answer and the time since the first of them."""
+    """Counts the tokens of an answer and the seconds since its first token."""
 
     def __init__(self) -> None:
         self._count, self._first, self._told = 0, 0.0, 0.0
 
     def after_token(self) -> str:
-        """Counts a token. Returns a new status line, or an empty text if the last one is recent."""
+        """Counts a token. Returns a new status line, or an empty text if the last update was too recent."""
         now = time.perf_counter()
         self._first = self._first or now
         self._count += 1
@@ -212,11 +212,12 @@ class _Speed:
 
 
 def _lines() -> Iterator[str]:
-    """The user's lines, until the end of input or `/bye`."""
-    if sys.stdin is None:  # it was closed before the command began
+    """Yields the lines that the user types, until the end of input or `/bye`."""
+    if sys.stdin is None:  # stdin was closed before the command began
         return
     shown = sys.stdin.isatty()
-    if isinstance(sys.stdin, io.TextIOWrapper):  # a line that is no text is refused by itself; the others go on
+    # bytes that are not UTF-8 become surrogates: `check_text` then refuses that line only
+    if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="surrogateescape")
     if shown:
         with contextlib.suppress(ImportError):

@@ -1,4 +1,4 @@
-"""Builds an engine: loads weights and allocates every buffer, on the stream that will use them."""
+"""Builds an engine: allocates weights and all buffers, on the stream that will use them."""
 
 from __future__ import annotations
 
@@ -63,8 +63,10 @@ from fastspec.shapes import DELTA_CHUNK
 from fastspec.state import DecodeState
 from fastspec.step import PromptEnd, StepModules
 
-_PREFILL_BATCH_TOKENS = 256  # tokens of a pass over several short prompts: with fewer it waits for the weights
-_SAME_BITS_CODES = 128  # tokens of a pass; smaller passes multiply quantised weights by the kernel of steps
+# tokens of a pass over several short prompts: up to here its time is that of reading the weights
+_PREFILL_BATCH_TOKENS = 256
+# smallest prefill pass with the same bits, in tokens, for quantised weights: smaller ones use the kernel of steps
+_SAME_BITS_CODES = 128
 _MAX_BUDGET = 2**31 - 1
 
 
@@ -76,16 +78,16 @@ def build(
     shared_vocab: int,
     ranks: Ranks | None = None,
 ) -> tuple[Engine, list[Pending]]:
-    """Makes the engine of a generator, and the weights that must be filled before anything is run.
+    """Makes the engine of a generator. Returns it with the weights that must be filled before the first launch.
 
     Args:
         settings: completed arguments of the generator.
-        target, draft: where the weights come from.
-        shared_vocab: ids below this mean the same to draft and target.
-        ranks: that share the models; None: this process is alone.
+        target, draft: sources of the weights.
+        shared_vocab: token ids below this are the same tokens in draft and target.
+        ranks: ranks that share the models. None: this process is alone.
 
     Raises:
-        CheckpointError, UnsupportedModel: from loading; nothing is kept.
+        CheckpointError, UnsupportedModel: an error while loading. Everything allocated is freed.
     """
     config, layout, device, length = settings.config, settings.layout, settings.device, settings.max_length
     ops = layout.ops if device.type == "cuda" else sampling_alone(layout.ops)
@@ -157,7 +159,7 @@ def build(
 
 
 def _runner(settings: Settings, *, only_ours: bool) -> Runner:
-    """Makes the runner of steps. `only_ours`: all kernels in a step are from this package."""
+    """Makes the runner of steps. `only_ours`: True if a step contains no kernels of other packages."""
     if not settings.graphs:
         return EagerRunner(settings.device)
     if only_ours:
@@ -175,7 +177,7 @@ def _modules(
     work: Any,
     device: torch.device,
 ) -> StepModules:
-    """Models and work areas of a step; allocates the work areas."""
+    """Joins models and work areas of a step. Allocates the work areas."""
     rows, drafts, width, vocab = layout.batch, layout.max_drafts, layout.target.hidden_size, layout.target.vocab_size
     return StepModules(
         target,
@@ -192,7 +194,7 @@ def _modules(
 
 
 def _only_in_pages(modules: StepModules, models: Sequence[CausalModel]) -> bool:
-    """True if a pass over a prompt writes only to the pages of its row, so that prompts may share a pass."""
+    """True if a prefill pass writes only to the pages of its row. Then several prompts may share a pass."""
     proposer = modules.proposer
     paged = proposer is None or not proposer.max_length or kept_in_pages(proposer)
     return paged and modules.features is None and not takes_features(proposer) and not any(map(is_recurrent, models))
@@ -202,17 +204,17 @@ class _Models:
     """Makes target and drafter, each with its cache, on the current stream.
 
     Args:
-        settings: of the generator.
-        ops: the kernels. With compile=True passes run those of `torch.compile` instead.
-        ranks: that share the models.
-        exchange: between them; None: this process is alone.
-        mark, work: as for `DraftModel`.
+        settings: settings of the generator.
+        ops: the kernels. With compile=True prefill and decode passes run code of `torch.compile` instead.
+        ranks: ranks that share the models.
+        exchange: collective operations between them. None: this process is alone.
+        mark, work: arguments of `DraftModel`.
 
     Attributes:
-        models: the target, then the draft model, once they are made.
-        pending: their weights, and those of a head, to be filled.
-        matrices: weights of the target's products in passes over prompts, and those of a head.
-        of_draft_model: the same weights of a draft model.
+        models: the target, then the draft model, in the order in which they are made.
+        pending: weights of the models and of a head that are still to be filled.
+        matrices: matrices that prefill passes of the target multiply with, and those of a head.
+        of_draft_model: the same of a draft model.
     """
 
     def __init__(
@@ -239,7 +241,7 @@ class _Models:
         self.of_draft_model: list[Weight] = []
 
     def model(self, checkpoint: Checkpoint, dtype: torch.dtype) -> CausalModel:
-        """The model of a checkpoint; its weights are among `pending`, but for a hosted one, which has them."""
+        """Makes the model of a checkpoint. Native weights are added to `pending`; a hosted model is loaded at once."""
         made = self._hosted(checkpoint, dtype) if _hosted(checkpoint) else self._native(checkpoint, dtype)
         self.models.append(made)
         return made
@@ -310,7 +312,9 @@ class _Models:
         of_pages: torch.dtype,
         found: Mapping[int, CacheScales] | None = None,
     ) -> PagedKVCache:
-        """A cache with pages of dtype `of_pages` and the checkpoint's scales; states have the model's dtype."""
+        """Allocates a KV cache with pages of dtype `of_pages` and the checkpoint's scales. Recurrent states have
+        `dtype`.
+        """
         layout, length = self._settings.layout, self._settings.max_length
         sizes = len(spec.attending), layout.num_pages(length), layout.page_size, spec.num_kv_heads, spec.head_dim
         rows, where = (layout.batch, layout.max_drafts), dict[str, Any](dtype=dtype, device=self._settings.device)
@@ -323,7 +327,7 @@ class _Models:
 def _prefix_cache(
     pages: PageTable, grid_unit: int, models: Sequence[CausalModel], reads_ahead: int, salt: tuple[str | None, ...]
 ) -> tuple[PrefixCache, PrefixStates | None]:
-    """The prefix cache, and where recurrent states after prefixes are kept; None: no model has such states."""
+    """Makes the prefix cache, and the store of recurrent states after prefixes. None: no model has such states."""
     of_target, of_draft = (*map(states_of, models), None)[:2]
     recurrent = of_target is not None or of_draft is not None
     unit = math.lcm(pages.page_size, grid_unit, DELTA_CHUNK if recurrent else 1)
@@ -340,22 +344,22 @@ def _hosted(checkpoint: Checkpoint | HeadCheckpoint | None) -> bool:
 def _same_bits_of_both(
     chunks: tuple[int, ...], made: _Models, device: torch.device
 ) -> tuple[tuple[int, ...] | None, tuple[int, ...] | None]:
-    """`PassSizes.same_bits` and `PassSizes.draft_chunks` of these models."""
+    """Returns `PassSizes.same_bits` and `PassSizes.draft_chunks` for these models."""
     of_target = _same_bits(chunks, made.models, made.matrices, device)
     of_draft = _same_bits(chunks, made.models, made.of_draft_model, device)
     if of_target is None or of_draft is None:
         return None, None
-    # a quantised draft's smallest passes have other bits; the target's do not wait for larger ones
+    # the smallest passes of a quantised draft have other bits; the target still uses its own smaller passes
     return of_target, of_draft if of_draft[0] > of_target[0] else None
 
 
 def _same_bits(
     chunks: tuple[int, ...], models: Iterable[CausalModel], matrices: Iterable[Weight], device: torch.device
 ) -> tuple[int, ...] | None:
-    """Sizes of passes over prompts that leave the same bits in the caches of these models; None: no two are known to.
+    """Returns the prefill pass sizes that all write the same bits to the KV caches. None: no two sizes are known to.
 
-    One kernel sums products with packed weights in the same order for any number of rows. A library's order may depend
-    on the number of rows, and so may that of sums over several GPUs.
+    The kernel for packed weights sums in the same order for any number of rows. The order of a library may depend on
+    the number of rows. So may that of sums over several GPUs.
     """
     formats = {matrix.format for matrix in matrices}
     if not all(type(model) is Decoder for model in models) or "rows" in formats:
@@ -366,12 +370,13 @@ def _same_bits(
 
 
 def _matrices(weights: DecoderWeights | HeadWeights) -> Iterator[Weight]:
-    """The matrices that passes over prompts multiply with: those of the layers, and what a head has besides."""
+    """Yields the matrices that prefill passes multiply with: those of the layers, and the additional ones of a head."""
     decoder = weights.decoder if isinstance(weights, HeadWeights) else weights
     others = weights.others.values() if isinstance(weights, HeadWeights) else ()
     parts = [part for layer in decoder.layers for part in (layer, layer.delta, layer.experts) if part is not None]
     held = [getattr(part, each.name) for part in parts for each in fields(part)]
-    # by tiles, whatever the number of tokens: products of few rows, and of routers that have a shared expert's gate
+    # leave out matrices whose kernel uses tiles for any number of tokens: those with few rows, and routers that are
+    # joined with a shared expert's gate
     by_tiles = {id(layer.experts.router) for layer in decoder.layers if layer.experts and layer.experts.joined}
     for each in (*held, *others):
         if isinstance(each, Weight) and each.shape[0] >= PACKED_ROWS and id(each) not in by_tiles:
@@ -379,7 +384,8 @@ def _matrices(weights: DecoderWeights | HeadWeights) -> Iterator[Weight]:
 
 
 def _mean_weight(settings: Settings, target: Checkpoint) -> float | None:
-    """Elements of one of the target's matrices, in the mean; None where threads of the CPU are not ours to choose."""
+    """Returns the mean number of elements of the target's matrices. None if this package does not choose CPU threads.
+    """
     if settings.device.type != "cpu" or settings.config.compile or target.ranks > 1:
         return None
     dtype = settings.layout.target_dtype
