@@ -1,4 +1,4 @@
-"""Token ids that two models share: the same id must mean the same text in both, or a draft means nothing."""
+"""Compares the vocabularies of two models: the same token id must mean the same text in both."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _FILES: Final = (
     *(_TOKENIZER, "added_tokens.json", "special_tokens_map.json"),
     *("tokenizer.model", "vocab.json", "merges.txt"),
 )
-# fields of tokenizer_config.json that say nothing of ids and their texts
+# fields of tokenizer_config.json that do not affect ids and their texts
 _NOT_OF_IDS: Final = frozenset(
     ["chat_template", "model_max_length", "padding_side", "truncation_side", "processor_class", "name_or_path"]
 )
@@ -41,23 +41,22 @@ def shared_vocab(
     target_tokenizer: PreTrainedTokenizerBase | None = None,
     draft_tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> int:
-    """Number of leading token ids that mean the same in both models.
+    """Returns the number of leading token ids that mean the same in both models.
 
-    Embeddings may be padded to different sizes, and either tokenizer may lack ids that the other has; an id
-    that both define must have one text.
+    Embeddings may be padded to different sizes, and either tokenizer may lack ids that the other has. An id that both
+    define must have one text.
 
     Args:
         target, draft: resolved checkpoints.
-        target_tokenizer, draft_tokenizer: their tokenizers, if loaded already; else those beside the weights.
+        target_tokenizer, draft_tokenizer: their tokenizers, if already loaded. Default: those in the checkpoints.
 
     Returns:
-        n such that ids 0..n-1 may be drafted: the smaller embedding's rows, or the highest id that both
-        tokenizers define, plus one, if that is less.
+        n such that ids 0..n-1 may be drafted: the rows of the smaller embedding, or the highest id that both tokenizers
+        define, plus one, if that is less.
 
     Raises:
-        ValueError: the tokenizers differ in an id, or share none; or, without tokenizers, the embeddings
-            differ by more than padding. The message names the first id that differs and both texts, and drafts
-            that fit where the table of pairs knows some.
+        ValueError: the tokenizers differ in an id, or share none. Without tokenizers: the embeddings differ by more than
+            padding. The message has the first id that differs and both texts, and drafts that fit, if known.
     """
     if isinstance(draft, HeadCheckpoint):
         return target.spec.vocab_size  # a head drafts the target's ids
@@ -96,9 +95,10 @@ def _same_source(target: Checkpoint, draft: Checkpoint) -> bool:
 
 
 def _ids_of_equal_files(target: Checkpoint, draft: Checkpoint) -> list[int]:
-    """The ids of the tokenizer that both checkpoints have, by its files: reading one is faster than loading two.
+    """Returns the ids of the tokenizer that both checkpoints have, from one file, because loading two tokenizers is
+    slow.
 
-    Empty if they have different ones, or files of another kind.
+    Empty if the files differ, or are of another type.
     """
     first, second = target.directory, draft.directory
     if first is None or second is None or not all(_equal(first / name, second / name) for name in _FILES):
@@ -120,12 +120,12 @@ def _ids_of_equal_files(target: Checkpoint, draft: Checkpoint) -> list[int]:
         ids = list(vocabulary.values()) if isinstance(vocabulary, dict) else list(range(len(vocabulary)))
         ids += [each["id"] for each in raw["added_tokens"]]
         return [int(each) for each in (*ids, *config.get("added_tokens_decoder", {}))]
-    except (AttributeError, KeyError, TypeError, ValueError):  # loading it says what is wrong
+    except (AttributeError, KeyError, TypeError, ValueError):  # loading the tokenizer will report the error
         return []
 
 
 def _equal(path: Path, other: Path) -> bool:
-    """True if neither file is there, or both have the same bytes."""
+    """True if neither file exists, or both have the same bytes."""
     if not (path.is_file() and other.is_file()):
         return path.is_file() == other.is_file()
     return filecmp.cmp(path, other, shallow=False)
@@ -157,13 +157,13 @@ def _compare_sizes(target: Checkpoint, draft: Checkpoint) -> int:
 
 
 def frequent_ids(texts: Iterable[Iterable[int]], count: int) -> list[int]:
-    """The `count` ids that are most frequent in texts, ascending; of equally frequent ones the lowest.
+    """Returns the `count` most frequent ids in texts, ascending. Of equally frequent ids the lowest are taken.
 
-    For `draft_vocab`: count them in texts like those that the target will write.
+    For `draft_vocab`: pass texts like those that the target will write.
 
     Args:
-        texts: ids of each, as a tokenizer gives them.
-        count: fewer are returned where texts have fewer.
+        texts: token ids of each text.
+        count: number of ids. Fewer are returned if the texts have fewer.
 
     Raises:
         ValueError: `count` is below 1, or texts are empty.

@@ -1,4 +1,4 @@
-"""Weights of a hosted model: transformers reads them, and each is moved once to the module that uses it."""
+"""Loads the weights of a hosted model: transformers reads them, and each is moved to the module that uses it."""
 
 from __future__ import annotations
 
@@ -53,11 +53,11 @@ def load_hosted(
 ) -> None:
     """Fills `model` with the weights of its checkpoint, in `dtype` on `device`.
 
-    A live module is copied, or with `release` emptied meanwhile; a directory is read by transformers into host memory
-    first, with its progress bar or without. A rank of several does so, too, and keeps its part.
+    A live module is copied; with `release` it is emptied meanwhile. Weights of a directory are first read by
+    transformers into host memory. A rank of several also reads all weights, and keeps its part.
 
     Raises:
-        CheckpointError: the stored tensors are not what the config says.
+        CheckpointError: the stored tensors do not match the config.
     """
     info, source, codes = model.info, checkpoint.module, None
     if source is None:
@@ -78,7 +78,7 @@ def load_hosted(
 
 @contextmanager
 def _bars(shown: bool) -> Iterator[None]:
-    """Sets whether transformers shows progress bars, and restores the caller's setting."""
+    """Context in which transformers shows progress bars or not. Restores the caller's setting."""
     before = logging.is_progress_bar_enabled()
     if not shown:
         logging.disable_progress_bar()
@@ -90,7 +90,7 @@ def _bars(shown: bool) -> Iterator[None]:
 
 
 def _read(directory: Path, info: HostedInfo, dtype: torch.dtype, name: str, codes: ProductCodes | None) -> nn.Module:
-    """The model as transformers loads it, on the CPU; no code of the checkpoint runs, and no pickle is read."""
+    """Returns the model as transformers loads it, on the CPU. Runs no code of the checkpoint and reads no pickle."""
     values = codes.values(dtype) if codes is not None else text_values(directory) if info.whole else None
     try:
         with MAKING:
@@ -120,7 +120,7 @@ def _read(directory: Path, info: HostedInfo, dtype: torch.dtype, name: str, code
 
 
 def _whole_pass(source: Any, info: HostedInfo) -> Tensor:
-    """Hidden states of the whole model, as transformers computes them, for the first tokens of admission."""
+    """Returns the hidden states that transformers' own model computes for the tokens of admission."""
     base: Any = base_of(source)
     device = source.get_input_embeddings().weight.device
     ids = trial_ids(TRIAL_PROMPT, info, device)
@@ -133,7 +133,7 @@ def _whole_pass(source: Any, info: HostedInfo) -> Tensor:
 
 @dataclass
 class _Filler:
-    """Moves the values of `source` into `shell`, a model on the meta device of the same class."""
+    """Moves the values of `source` to `shell`, a model of the same class on the meta device."""
 
     model: HostedModel
     shell: Any
@@ -151,12 +151,13 @@ class _Filler:
         self._kinds: Mapping[str, CutKind] = {} if cut is None else cut.kinds
 
     def fill(self) -> None:
-        """Swaps products and the embedding, then copies the other tensors."""
+        """Replaces products and the embedding, then copies the other tensors."""
         embedding, head = self.shell.get_input_embeddings(), self.shell.get_output_embeddings()
         self._stored = self.source.get_input_embeddings().weight.dtype
         swapped: dict[str, nn.Module] = {}
         parts = list(self.shell.named_modules())
-        if type(embedding) is not nn.Embedding:  # its own forward reads rows, and a tied head shares them
+        # a subclass has its own forward, which reads rows, and a tied head uses the same rows
+        if type(embedding) is not nn.Embedding:
             name = next(name for name, part in parts if part is embedding)
             parameter = self._parameter(self.source.get_submodule(name).weight)
             self.weights[id(self.source.get_submodule(name).weight)] = Weight(parameter.data)
@@ -172,7 +173,8 @@ class _Filler:
                 bias = None if like.bias is None else self._moved(like.bias)
                 weight = self._kept(f"{name}.weight", like.weight) or self._weight(like.weight, rows, name)
                 swapped[name] = Product(self.model, weight, bias, wide)
-            elif (known := known_norm(part)) is not None and like.weight.dtype == self._stored:  # none kept wider
+            # the module has no wider dtype for them
+            elif (known := known_norm(part)) is not None and like.weight.dtype == self._stored:
                 swapped[name] = NormSwap(self.model, known, self._parameter(like.weight).data)
             elif rotates(part):
                 use_our_rotation(part, self.model)
@@ -188,7 +190,7 @@ class _Filler:
             self._empty()
 
     def _kept(self, name: str, parameter: Tensor) -> Weight | None:
-        """The weight that stays quantised; None: it is not stored so, or is used elsewhere, too."""
+        """Returns the weight that stays quantised. None: it is not stored quantised, or another module uses it, too."""
         if self.codes is None or id(parameter) in self.weights:
             return None
         made = self.codes.weight(name, self.dtype, self.device, self.model.ops)
@@ -198,7 +200,9 @@ class _Filler:
         return made
 
     def _weight(self, parameter: Tensor, rows: Tensor | None = None, name: str = "") -> Weight:
-        """The weight of a parameter, made once where it is used twice, and rounded where the product `name` is."""
+        """Returns the weight of a parameter, made once if it is used twice. Rounded if the product `name` is to be
+        rounded.
+        """
         key = id(parameter)
         if key not in self.weights:
             rows, kind = self._moved(parameter if rows is None else rows).contiguous(), self.rounding.get(name)
@@ -215,12 +219,14 @@ class _Filler:
         return self.held[key]
 
     def _moved(self, tensor: Tensor) -> Tensor:
-        """A copy on the device. Values in the checkpoint's dtype become `dtype`; wider values stay."""
+        """Returns a copy on the device. Values in the checkpoint's dtype are converted to `dtype`; wider values keep
+        theirs.
+        """
         kept = tensor.dtype != self._stored
         return tensor.detach().to(self.device, tensor.dtype if kept else self.dtype, copy=True)
 
     def _part(self, name: str, like: Any) -> PartProduct:
-        """A rank's part of a product, in its pieces."""
+        """Returns a rank's part of a product."""
         cut, by_columns = self.model.info.cut, self._kinds[name] == "columns"
         assert cut is not None, "only what is cut has parts"
         bias = None
@@ -251,7 +257,7 @@ class _Filler:
                 own = self._moved(own_part(like, name, parameter, kind, cut.share)).contiguous()
                 part._parameters[name] = nn.Parameter(own, requires_grad=False)
                 made.append(parameter)
-        for parameter in made:  # sizes of one tell how others are cut
+        for parameter in made:  # sizes of one parameter determine how others are split
             self._released(parameter)
         for name, buffer in like._buffers.items():
             part._buffers[name] = None if buffer is None else buffer.detach().to(self.device, copy=True)
