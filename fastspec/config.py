@@ -30,8 +30,9 @@ Source: TypeAlias = "str | os.PathLike[str] | PreTrainedModel"
 
 
 class PlanOptions(TypedDict, total=False):
-    """Keyword arguments of `plan`: the arguments of `FastSpecGenerator` that change memory use. `Config` has the
-    defaults.
+    """Keyword arguments of `plan`: the arguments of `FastSpecGenerator` that change memory use.
+
+    `Config` has the defaults.
     """
 
     proposer: Proposer | None
@@ -54,10 +55,10 @@ class PlanOptions(TypedDict, total=False):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Config:
-    """Arguments of `FastSpecGenerator` except target and draft, as the user gave them. The class documents their
-    meaning.
+    """Arguments of `FastSpecGenerator` except target and draft, as the user gave them.
 
-    `check` refuses invalid values. `engine.settings.settings_of` replaces None by values that depend on the models.
+    The class documents their meaning. `check` refuses invalid values. `engine.settings.settings_of` replaces None by
+    values that depend on the models.
     """
 
     proposer: Proposer | None = None

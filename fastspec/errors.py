@@ -6,8 +6,9 @@ class UnsupportedModel(ValueError):
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that is missing, damaged, or does not match its own config. The message names the file and the
-    field.
+    """A checkpoint that is missing, damaged, or does not match its own config.
+
+    The message names the file and the field.
     """
 
 
@@ -19,8 +20,8 @@ class InvalidLogits(RuntimeError):
     """The target's logits contain NaN or infinity, or allow no token. The message names prompts and positions.
 
     Attributes:
-        output: GenerateOutput of the call. Rows that failed end before the position that failed; other rows are complete.
-            None if rows were streamed.
+        output: GenerateOutput of the call. Rows that failed end before the position that failed; other rows are
+            complete. None if rows were streamed.
     """
 
     output: object = None
@@ -31,8 +32,9 @@ class OutOfPages(RuntimeError):
 
 
 class RankFailed(RuntimeError):
-    """Another process of a tensor-parallel group died, raised an error or hangs. The message names its rank and the
-    cause.
+    """Another process of a tensor-parallel group died, raised an error or hangs.
+
+    The message names its rank and the cause.
 
     No generator of this group can continue: end all its processes and start them again.
     """

@@ -45,15 +45,16 @@ class Stats:
         k: drafts per step that were asked for. With "auto": upper limit.
         seconds: wall time of the call.
         rows: one RowStats per prompt.
-        synthetic: name of the acceptance rule, if it changes the distribution; then the text is not the model's. None for
-            exact rules.
-        auto: result of num_speculative_tokens="auto": "auto" if k was chosen in each step (see `steps_at`), or the reason
-            why it was not. None if k was a number.
+        synthetic: name of the acceptance rule, if it changes the distribution; then the text is not the model's. None
+            for exact rules.
+        auto: result of num_speculative_tokens="auto": "auto" if k was chosen in each step (see `steps_at`), or the
+            reason why it was not. None if k was a number.
         exact: True if the bits of a row depend on that row alone (docs/numerics.md).
         threads: number of torch threads in the last step on the CPU. None on CUDA.
         cached_tokens: see RowStats; summed.
         same_text_on: with `tensor_parallel`, the numbers of processes that give this text, to the bit. Else None.
-        draft_format: draft format that draft_quantization="auto" chose, and the reason. None if another value was given.
+        draft_format: draft format that draft_quantization="auto" chose, and the reason. None if another value was
+            given.
     """
 
     steps: int
@@ -179,8 +180,8 @@ class GenerateOutput:
             unless requested.
         top_logprobs: for each new token the most probable (id, log-probability) pairs, largest first. None unless
             requested.
-        texts: if stop_strings were given: the text of each row's new tokens, with special tokens. If a stop string ended
-            the row, the text ends with that string, while new_tokens end with the whole token that completed it.
+        texts: if stop_strings were given: the text of each row's new tokens, with special tokens. If a stop string
+            ended the row, the text ends with that string, while new_tokens end with the whole token that completed it.
     """
 
     sequences: Tensor

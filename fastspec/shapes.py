@@ -272,8 +272,8 @@ def chunks_of(
         start: the first position, a multiple of the unit.
         same_bits: those of `sizes` whose passes write the same bits, ascending; (): only the largest.
         grid_unit: positions between two places where a pass may start; None: the smallest of `same_bits`.
-        max_tokens: upper limit of tokens for passes of a size in `same_bits`; the smallest size is always permitted. None:
-            no limit.
+        max_tokens: upper limit of tokens for passes of a size in `same_bits`; the smallest size is always permitted.
+            None: no limit.
     """
     same_bits = same_bits or sizes[-1:]
     assert start % (grid_unit or same_bits[0]) == 0, "a prompt is continued only at a multiple of the grid's unit"
@@ -303,8 +303,9 @@ def _covering(sizes: list[int], tokens: int) -> list[int]:
 
 
 def _filled(sizes: list[int], tokens: int) -> list[int]:
-    """Returns the sizes of the passes over a multiple of the smallest size, each filled. Every size divides the next
-    one.
+    """Returns the sizes of the passes over a multiple of the smallest size, each filled.
+
+    Every size divides the next one.
     """
     chunks = []
     for size in reversed(sizes):

@@ -201,8 +201,9 @@ class DecodeState:
         prob_dtype: torch.dtype = FP32,
         keep_draft_probs: bool = True,
     ) -> DecodeState:
-        """Allocates the buffers of `batch` idle rows. For sizes see `StateSizes`; prob_dtype is the dtype of
-        draft_probs.
+        """Allocates the buffers of `batch` idle rows.
+
+        For sizes see `StateSizes`; prob_dtype is the dtype of draft_probs.
         """
         letters = StateSizes(batch, max_drafts, max_length, pages_per_row, vocab_size, keep_draft_probs).letters
 
@@ -249,8 +250,9 @@ class DecodeState:
         return ProcessorRows(*(getattr(self, name) for name in _PROCESSORS))
 
     def move(self, source: int, place: int) -> None:
-        """Moves row `source` to row `place`. K/V and recurrent states are not copied: the row keeps its pages and state
-        row.
+        """Moves row `source` to row `place`.
+
+        K/V and recurrent states are not copied: the row keeps its pages and state row.
         """
         given_up = self.state_rows[place].clone()
         for name in BUFFERS:

@@ -250,8 +250,7 @@ def _judge(
     entry: tuple[Tensor, Tensor] | None,
     record: Record | None,
 ) -> None:
-    """Computes `verify_and_commit` with the logits [B, k+1, V] from which tokens are chosen, masked by grammars if any.
-    """
+    """Computes `verify_and_commit` with the logits [B, k+1, V] from which tokens are chosen, masked by grammars."""
     if isinstance(shape.verification, SyntheticAcceptance):
         accept_synthetic(modules, state, shape, shape.verification, draws, logits, entry, record)
     elif shape.sampler == FULL:
@@ -283,7 +282,9 @@ def _record(
 
 
 def take_grammar_drafts(modules: StepModules, state: DecodeState, shape: StepShape) -> None:
-    """Copies the draft tokens that the host sent to rows with a grammar. With GRAMMAR_ONLY other rows have no drafts.
+    """Copies the draft tokens that the host sent to rows with a grammar.
+
+    With GRAMMAR_ONLY other rows have no drafts.
     """
     k, rows = shape.num_drafts, state.constrained
     drafts = state.draft_tokens[:, :k]
@@ -344,8 +345,8 @@ def prefill(
 
     Args:
         modules, shape: see `step`; `shape.tiling` is exactly one chunk.
-        state: one row, so that a prompt's K/V bits depend on that prompt alone. Several rows are possible if the bits do not
-            depend on other rows of the pass.
+        state: one row, so that a prompt's K/V bits depend on that prompt alone. Several rows are possible if the bits
+            do not depend on other rows of the pass.
         start: the first position; int64 [B] if it is read on the device.
         chunk: tokens of the pass. Chunk sizes follow from the prompt's length alone.
         kept: [1, ..], the row's part of `StepModules.features`. None: the proposer stores nothing.

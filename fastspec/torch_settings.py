@@ -70,8 +70,9 @@ def _has_default_device() -> bool:
 
 
 class _Algorithms:
-    """Turns deterministic algorithms, a setting of the whole process, off while any thread works here. Then restores
-    it.
+    """Turns deterministic algorithms, a setting of the whole process, off while any thread works here.
+
+    Then restores it.
     """
 
     def __init__(self) -> None:

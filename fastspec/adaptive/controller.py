@@ -78,8 +78,8 @@ class Observation:
         bucket: rows that the launch covered.
         accepted: number of accepted drafts, for each row that stepped and could draft.
         seconds: time since the previous step. None if other work or a pause lay in between.
-        caught_up: catch-up passes of the draft since the previous step, if nothing else ran in between; `seconds` includes
-            them. None: there were none.
+        caught_up: catch-up passes of the draft since the previous step, if nothing else ran in between; `seconds`
+            includes them. None: there were none.
         rows: number of rows that stepped. 0: `len(accepted)`.
     """
 
@@ -321,8 +321,8 @@ class Controller:
         return _Probe(k, 0, _TIMED_STEPS, spent=coming_back), max(lost, 0.0) + coming_back
 
     def _worth_timing(self, bucket: int, k: int, share: float) -> bool:
-        """True if the last timing of k is old and its expected speed, `share` times that of the present k, is high
-        enough.
+        """True if the last timing of k is old and its expected speed is high enough: `share` times that of the present
+        k.
         """
         age = self._seen - self._timed.get((bucket, k), -_STALE)
         near = share > (_NEAR if k else _PLAIN_NEAR) or (k == 0 and age > _STALE)

@@ -130,8 +130,8 @@ class StepTimes:
         Args:
             bucket, k: rows and drafts of the step.
             seconds: its time, with no other work in between.
-            usual: the k of most steps now. A time of this k changes `scale`, and so the estimates of all ks. A time of another
-                k changes only its `own`. The first samples of the usual k change only its `own`, too.
+            usual: the k of most steps now. A time of this k changes `scale`, and so the estimates of all ks. A time of
+                another k changes only its `own`. The first samples of the usual k change only its `own`, too.
         """
         first = self.first.setdefault((bucket, k), [])
         new, alone = len(first) < _SETTLED, all(key == (bucket, k) for key in self.first if key[0] == bucket)
@@ -179,7 +179,9 @@ class StepTimes:
         return others[-1] if others else 1.0
 
     def _base(self, bucket: int, k: int) -> float:
-        """Returns the measured seconds of (bucket, k) or of the nearest measured bucket. Without any, relative units.
+        """Returns the measured seconds of (bucket, k) or of the nearest measured bucket.
+
+        Without any, relative units.
         """
         found = self.measured.get((bucket, k))
         if found is not None:

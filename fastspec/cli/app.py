@@ -250,8 +250,9 @@ def _opened(
 def _generate(
     generator: FastSpecGenerator, prompt: str, write: Callable[[str, bool], object], **options: Any
 ) -> GenerateOutput:
-    """Decodes a prompt. Calls `write(text, drafted)` for each piece; `drafted` is True if a draft token completed the
-    piece.
+    """Decodes a prompt.
+
+    Calls `write(text, drafted)` for each piece; `drafted` is True if a draft token completed the piece.
     """
     tokenizer = generator.tokenizer
     from fastspec.text.origin import OriginWriter

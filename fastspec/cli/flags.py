@@ -139,8 +139,9 @@ def _annotated(flag: Flag) -> Any:
 
 
 def options_of(flags: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns keyword arguments of `generate` for the flags that were given. Other options keep the checkpoint's
-    defaults.
+    """Returns keyword arguments of `generate` for the flags that were given.
+
+    Other options keep the checkpoint's defaults.
 
     Raises:
         typer.BadParameter: a flag that cannot be parsed or would have no effect.
@@ -285,9 +286,7 @@ def given(**options: Any) -> dict[str, Any]:
 
 
 def suggest_draft(target: str | None, draft: str | None, proposer: str | None) -> None:
-    """If a target is given without a draft or proposer, prints a fitting draft to stderr, if the table of pairs has
-    one.
-    """
+    """Prints a fitting draft to stderr if the user gave only a target, and the table of pairs has such a draft."""
     if target is None or draft is not None or proposer is not None:
         return
     found = natural_pairs(target)

@@ -115,7 +115,9 @@ def torch_build() -> str:
 
 
 def nvidia_driver() -> str | None:
-    """Returns the driver version that nvidia-smi reports, even if torch cannot use the driver. None without nvidia-smi.
+    """Returns the driver version that nvidia-smi reports, even if torch cannot use the driver.
+
+    None without nvidia-smi.
     """
     tool = shutil.which("nvidia-smi")
     if tool is None:
@@ -172,9 +174,7 @@ def python_headers() -> bool:
 
 
 def kernel_difference(device: torch.device, dtype: torch.dtype) -> float:
-    """Returns the largest absolute difference of the Triton attention kernel from its torch definition in fp32 on the
-    CPU.
-    """
+    """Returns the largest absolute difference between the Triton attention kernel and its torch definition (fp32, CPU)."""
     from fastspec.kernels.attention.prefill import paged_attention
 
     generator = torch.Generator("cpu").manual_seed(0)

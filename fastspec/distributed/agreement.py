@@ -1,4 +1,6 @@
-"""Compares the arguments of all ranks before anything is launched. A rank with other arguments would block the others.
+"""Compares the arguments of all ranks before anything is launched.
+
+A rank with other arguments would block the others.
 """
 
 from __future__ import annotations

@@ -55,7 +55,9 @@ def tree_sum(parts: Sequence[Tensor]) -> Tensor:
 
 
 def one_way(partial: Tensor, residual: Tensor) -> Tensor:
-    """Reduces the extra leading axis of a partial sum, if it has one. Returns residual's shape; see `Exchange.added`.
+    """Reduces the extra leading axis of a partial sum, if it has one.
+
+    Returns residual's shape; see `Exchange.added`.
     """
     return tree_sum(partial.unbind()) if partial.dim() > residual.dim() else partial
 

@@ -29,8 +29,9 @@ from fastspec.scheduling.requests import PreparedCall, Request, requests_of
 
 
 class RequestNumbers:
-    """Numbers of the requests that have not ended. All ranks give the same numbers, in the order in which requests
-    join.
+    """Numbers of the requests that have not ended.
+
+    All ranks give the same numbers, in the order in which requests join.
     """
 
     def __init__(self) -> None:

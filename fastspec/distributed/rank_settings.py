@@ -189,7 +189,9 @@ def _own(checkpoint: Checkpoint, ranks: Ranks, *, on_cpu: bool) -> Checkpoint:
 
 
 def _own_hosted(checkpoint: Checkpoint, info: HostedInfo, ranks: Ranks, *, on_cpu: bool) -> Checkpoint:
-    """Returns the part of a hosted model that this rank loads: by transformers' plan, or the whole model for one rank.
+    """Returns the part of a hosted model that this rank loads, by transformers' plan.
+
+    One rank loads the whole model.
     """
     draft = checkpoint.role == "draft"
     if not ranks.asked or (draft and not ranks.split_draft):

@@ -38,7 +38,8 @@ class Ranks:
     Attributes:
         world: all ranks, or this process alone.
         asked: True if tensor_parallel was given. Sums then have an order that suits any number of ranks.
-        split_draft: True if the draft model is split over the ranks. False: every rank has all of it. None: not decided.
+        split_draft: True if the draft model is split over the ranks. False: every rank has all of it. None: not
+            decided.
         same_text_on: numbers of ranks that give the same text, to the bit. None: unknown.
     """
 
@@ -99,8 +100,8 @@ class Ranks:
         Args:
             sizes, name: sizes of the model, and its name for messages.
             draft: True for the draft model.
-            on_cpu: if True, sums are split so finely that the number of ranks changes no bit. On a GPU this needs too many
-                launches.
+            on_cpu: if True, sums are split so finely that the number of ranks changes no bit. On a GPU this needs too
+                many launches.
 
         Raises:
             UnsupportedOption: the model cannot be divided among the ranks.
@@ -152,7 +153,9 @@ class Ranks:
         return made, agree(self.world, asked(made), told(made), starting=starting)
 
     def agreed_call(self, make: Callable[[], T], parts: Callable[[T], tuple[Sequence[Row], Options]]) -> T:
-        """Prepares a call on all ranks and compares its arguments. Rows without a seed get the random seeds of rank 0.
+        """Prepares a call on all ranks and compares its arguments.
+
+        Rows without a seed get the random seeds of rank 0.
         """
         if self.size == 1:
             return make()
@@ -178,7 +181,9 @@ class Ranks:
 
     @contextmanager
     def stepping(self) -> Iterator[None]:
-        """Guards a step that other ranks wait for. If a rank has failed, raises that rank's error instead of its own.
+        """Guards a step that other ranks wait for.
+
+        If a rank has failed, raises that rank's error instead of its own.
         """
         try:
             with self.guarded("stepping"):

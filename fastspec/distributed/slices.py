@@ -64,8 +64,9 @@ class RankShare:
     one_tree: bool = False
 
     def cut(self, total: int, unit: int = 1) -> Cut:
-        """Returns this rank's range of `total` elements, in units of `unit`. The first ranks get one unit more if
-        needed.
+        """Returns this rank's range of `total` elements, in units of `unit`.
+
+        The first ranks get one unit more if needed.
         """
         units, more = divmod(total // unit, self.size)
         start = self.rank * units + min(self.rank, more)
@@ -118,8 +119,8 @@ def share_of(sizes: Sizes, rank: int, ranks: int, *, one_tree: bool) -> RankShar
     """Returns the share of a rank.
 
     Args:
-        one_tree: if True, K has as many parts as the largest supported number of ranks. Then the number of ranks changes
-            no bit, but there are more and smaller products.
+        one_tree: if True, K has as many parts as the largest supported number of ranks. Then the number of ranks
+            changes no bit, but there are more and smaller products.
     """
     parts = max(each for each in SIZES if divides(sizes, each)) if one_tree else ranks
     return RankShare(rank, ranks, max(parts, ranks), one_tree)

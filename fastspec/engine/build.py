@@ -312,8 +312,9 @@ class _Models:
         of_pages: torch.dtype,
         found: Mapping[int, CacheScales] | None = None,
     ) -> PagedKVCache:
-        """Allocates a KV cache with pages of dtype `of_pages` and the checkpoint's scales. Recurrent states have
-        `dtype`.
+        """Allocates a KV cache with pages of dtype `of_pages` and the checkpoint's scales.
+
+        Recurrent states have `dtype`.
         """
         layout, length = self._settings.layout, self._settings.max_length
         sizes = len(spec.attending), layout.num_pages(length), layout.page_size, spec.num_kv_heads, spec.head_dim
@@ -384,7 +385,9 @@ def _matrices(weights: DecoderWeights | HeadWeights) -> Iterator[Weight]:
 
 
 def _mean_weight(settings: Settings, target: Checkpoint) -> float | None:
-    """Returns the mean number of elements of the target's matrices. None if this package does not choose CPU threads.
+    """Returns the mean number of elements of the target's matrices.
+
+    None if this package does not choose CPU threads.
     """
     if settings.device.type != "cpu" or settings.config.compile or target.ranks > 1:
         return None

@@ -44,8 +44,9 @@ def with_format(
     *,
     alone: bool = True,
 ) -> Checkpoint | HeadCheckpoint | None:
-    """Returns the draft, rounded to the format with the least estimated time. Its `stored` tells the format and the
-    reason.
+    """Returns the draft, rounded to the format with the least estimated time.
+
+    Its `stored` tells the format and the reason.
 
     Args:
         target, draft: the resolved checkpoints.

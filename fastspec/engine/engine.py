@@ -81,8 +81,9 @@ class Engine:
 
     @contextmanager
     def on_device(self) -> Iterator[None]:
-        """Context for work on the device: sets device and stream, disables gradients, hides the caller's torch
-        settings.
+        """Context for work on the device.
+
+        Sets device and stream, disables gradients, hides the caller's torch settings.
         """
         threads = self.threads.now if self.threads else None
         with shielded(self.state.lengths.device, threads), torch.inference_mode(), self.runner.on_stream():
@@ -135,7 +136,9 @@ class Engine:
             self.modules.prompt_ends.copy(place, self.modules.prompt_ends, source)
 
     def choose_threads(self) -> None:
-        """Chooses the number of CPU threads of a step, by the time of a plain step of one row. Later calls do nothing.
+        """Chooses the number of CPU threads of a step, by the time of a plain step of one row.
+
+        Later calls do nothing.
         """
         if self.mean_weight is None or self.threads is not None:
             return
@@ -147,7 +150,9 @@ class Engine:
         self.threads = Threads.of(torch.get_num_threads(), self.mean_weight, seconds)
 
     def seconds(self, rows: int, shape: StepShape, repeats: int = 3) -> float:
-        """Measures the shortest time of a step of this shape, in seconds, with no running rows. Waits for the device.
+        """Measures the shortest time of a step of this shape, in seconds, with no running rows.
+
+        Waits for the device.
         """
         with self.idle(rows):
             return min(self.timed(StepKey(rows, shape), self._body(rows, shape), repeats))

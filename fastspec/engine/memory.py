@@ -249,7 +249,9 @@ def position_bytes(spec: ModelInfo, dtype: torch.dtype) -> int:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Returns the free bytes of the device. Unused blocks of torch's cache are released first, so they count as free.
+    """Returns the free bytes of the device.
+
+    Unused blocks of torch's cache are released first, so they count as free.
     """
     if device.type == "cuda":
         _empty_cache(device)

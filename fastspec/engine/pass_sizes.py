@@ -15,7 +15,8 @@ class PassSizes:
         batch: rows of the engine.
         exact: True if the bits of a row depend on that row alone.
         chunks: prompt tokens that one pass may feed, ascending.
-        same_bits: sizes of passes that write the same bits to the KV cache, ascending. None: only the largest of `chunks`.
+        same_bits: sizes of passes that write the same bits to the KV cache, ascending. None: only the largest of
+            `chunks`.
         draft_chunks: the same for passes of a draft model. None: the target's sizes.
         batch_tokens: tokens of one pass over several short prompts. 0: every prompt has its own passes.
         budget: prompt tokens that each step may prefill while other rows wait. None: whole prompts.
@@ -35,7 +36,9 @@ class PassSizes:
         return (self.same_bits or self.chunks[-1:])[0] if self.exact else 1
 
     def prompts_per_pass(self, chunk: int) -> int:
-        """Returns the number of prompts that share a pass with `chunk` tokens of each. 1: prompts do not share passes.
+        """Returns the number of prompts that share a pass with `chunk` tokens of each.
+
+        1: prompts do not share passes.
         """
         rows = self.batch_tokens // chunk
         return rows if 1 < rows <= self.batch else 1

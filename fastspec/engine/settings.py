@@ -142,8 +142,9 @@ def _kv_dtypes(
 
 
 def _features(target: ModelSource, draft: ModelSource | None, proposer: object | None, drafts: int) -> tuple[int, int]:
-    """Returns the number of target layers whose hidden states are read, and the elements kept per row, for a head or
-    proposer.
+    """Returns two numbers for a head or proposer.
+
+    They are the number of target layers whose hidden states it reads, and the elements kept per row between steps.
     """
     if isinstance(draft, HeadCheckpoint):
         read, shape = draft.spec.feature_layers, draft.spec.kept

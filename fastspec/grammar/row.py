@@ -106,7 +106,8 @@ class RowGrammar:
         """Advances the row by the emitted tokens of a step.
 
         Returns:
-            If the text must end within these tokens and there are no stop ids: the number of tokens up to its end. None if
+            If the text must end within these tokens and there are no stop ids: the number of tokens up to its end. None
+                if
             the row continues or a stop id has ended it.
         """
         self._next = None
@@ -174,7 +175,9 @@ class RowGrammar:
         return run[: self._matcher.validate_tokens(run)] if run else []
 
     def _mask(self, *, first: bool) -> NDArray[np.int32]:
-        """Returns the ids allowed next, int32 [W]. If the text has ended: all ids, because the host then cuts the row.
+        """Returns the ids allowed next, int32 [W].
+
+        If the text has ended: all ids, because the host then cuts the row.
         """
         if self._must_end and not self._stop_ids:
             return ~self._not_known

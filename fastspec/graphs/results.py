@@ -147,8 +147,8 @@ class ResultRing:
         """Returns the log-probabilities that a step recorded for a row. `read` must have been called for the step.
 
         Returns:
-            Log-probabilities of the first `count` tokens of the row's block. For each of them also the `top` most probable
-            (id, log-probability) pairs.
+            Log-probabilities of the first `count` tokens of the row's block. For each of them also the `top` most
+            probable (id, log-probability) pairs.
         """
         words = self.outbox.details[sequence % SLOTS, row, :count].cpu().numpy()
         ids = words[:, 1 : 1 + top].tolist()

@@ -57,7 +57,8 @@ class Runner(Protocol):
         """Captures `body` under `key`.
 
         Args:
-            key: everything on which `body` depends except the contents of its buffers. `keys.describe` names it in messages.
+            key: everything on which `body` depends except the contents of its buffers. `keys.describe` names it in
+                messages.
             body: the step.
             idle: context in which `body` changes no row.
             warm: True if `body` has already run, so that its kernels are compiled and loaded.

@@ -54,7 +54,8 @@ class Options:
         num_speculative_tokens: the largest draft limit of any row. None: the generator's.
         auto: True if a row asks for "auto".
         seeded: True if the user gave a seed.
-        top_logprobs: number of most probable ids to record with the new tokens' log-probabilities. None: record neither.
+        top_logprobs: number of most probable ids to record with the new tokens' log-probabilities. None: record
+            neither.
     """
 
     max_new_tokens: int
@@ -157,7 +158,9 @@ def _asks_for_auto(drafts: Any) -> bool:
 
 
 def _top_logprobs(value: Any, vocab_size: int) -> int | None:
-    """Reads `logprobs`. False, None: record nothing. True: record new tokens. n: also record the n most probable ids.
+    """Reads `logprobs`. False, None: record nothing.
+
+    True: record new tokens. n: also record the n most probable ids.
     """
     value = scalar(value)
     if value is None or value is False:

@@ -85,8 +85,8 @@ def read(input_ids: Any, attention_mask: Any = None) -> RawPrompts:
     A mapping with "input_ids", which tokenizers return, may contain the mask.
 
     Raises:
-        ValueError: no prompt, a wrong type, dtype or nesting, or a mask that has other values than 0 and 1 or another shape
-            than the prompts.
+        ValueError: no prompt, a wrong type, dtype or nesting, or a mask that has other values than 0 and 1 or another
+            shape than the prompts.
     """
     if isinstance(input_ids, Mapping):
         input_ids, attention_mask = _of_tokenizer(input_ids, attention_mask)

@@ -110,8 +110,9 @@ class Replica:
 
 
 class _Answer(Response):
-    """Response of the routes, with the replica's name in a header. Ray passes the connection, so events are sent at
-    once.
+    """Response of the routes, with the replica's name in a header.
+
+    Ray passes the connection, so events are sent at once.
     """
 
     def __init__(self, app: ASGIApp, replica: str) -> None:

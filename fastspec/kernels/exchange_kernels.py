@@ -76,8 +76,9 @@ def push(
     value, at, there, room, first, elements,
     RANK: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, COUNT: tl.constexpr,
 ):  # fmt: skip
-    """Sends COUNT blocks, starting at block `first`, to all other ranks. `at` are the places of the elements in the
-    room.
+    """Sends COUNT blocks, starting at block `first`, to all other ranks.
+
+    `at` are the places of the elements in the room.
 
     Returns:
         Addresses where the blocks of the other ranks arrive in this rank's room, rank by rank.

@@ -60,9 +60,7 @@ def fed(
 
 @triton.jit
 def count_drafts(row, lengths_ptr, counts_ptr, limit, num_drafts):
-    """Stores the number of a row's drafts that fit: the last one is read at position lengths + count - 2, below
-    `limit`.
-    """
+    """Stores how many of a row's drafts fit. The last one is read at position lengths + count - 2, below `limit`."""
     room = limit - tl.load(lengths_ptr + row) + 1  # computed in this order to stay in 64 bits
     tl.store(counts_ptr + row, tl.minimum(tl.maximum(room, 0), num_drafts))
 

@@ -90,8 +90,7 @@ class Ops:
 
     @staticmethod
     def joins_shared(dtype: torch.dtype, hidden: int, device: torch.device) -> bool:
-        """True if a shared expert is stored as the last of the routed experts, and its gate as the last row of the
-        router.
+        """True if a shared expert is stored as the last routed expert, and its gate as the last row of the router.
 
         Both must have the same width. The router is then stored as rows. Otherwise the shared expert is a separate MLP.
         """
@@ -143,8 +142,9 @@ class Ops:
 
     @staticmethod
     def compiling(executor: Executor | None = None) -> AbstractContextManager[None]:
-        """Returns a context in which ops compute nothing, and `executor` compiles their kernels. Torch has no kernels
-        to compile.
+        """Returns a context in which ops compute nothing, and `executor` compiles their kernels.
+
+        Torch has no kernels to compile.
         """
         return nullcontext()
 

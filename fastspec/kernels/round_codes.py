@@ -56,7 +56,9 @@ def _divided(x, scales):
 
 @triton.jit
 def _nearest(quotient, FORM: tl.constexpr):
-    """Returns the values of the nearest codes, in fp32. Adding 1.5 * 2^23 steps to a quotient rounds it to whole steps.
+    """Returns the values of the nearest codes, in fp32.
+
+    Adding 1.5 * 2^23 steps to a quotient rounds it to whole steps.
     """
     if FORM == "fp8":
         bounded = tl.minimum(tl.maximum(quotient, -448.0), 448.0)
@@ -88,7 +90,9 @@ def _errors(squares, scales, top):
 
 @triton.jit
 def _bits(quotient, FORM: tl.constexpr):
-    """Returns the codes nearest to quotients, int32, as input of `_packed`. Bit 7 is a sign; int4 numbers have 8 added.
+    """Returns the codes nearest to quotients, int32, as input of `_packed`.
+
+    Bit 7 is a sign; int4 numbers have 8 added.
     """
     value = _nearest(quotient, FORM)
     if FORM == "fp8":

@@ -19,8 +19,8 @@ class PagedKVCache:
     """Keys, values and recurrent states of the rows of one model.
 
     Attributes:
-        keys, values: [layers with attention, num_pages, page_size, num_kv_heads, head_dim] each, in the model's dtype or
-            in `FP8`.
+        keys, values: [layers with attention, num_pages, page_size, num_kv_heads, head_dim] each, in the model's dtype
+            or in `FP8`.
         states: states of the recurrent layers; None without such layers.
         scales: scales of each layer with attention, for an fp8 cache. Empty: all are 1, or the cache is not fp8.
     """

@@ -93,8 +93,8 @@ class PageTable:
             The pages, in the order of the positions they hold.
 
         Raises:
-            ValueError: the row already owns pages, `num_positions` < 1, or no row uses a shared page and the prefix cache
-                does not keep it.
+            ValueError: the row already owns pages, `num_positions` < 1, or no row uses a shared page and the prefix
+                cache does not keep it.
             OutOfPages: too few pages are free. Nothing was reserved.
         """
         if row in self._owned:

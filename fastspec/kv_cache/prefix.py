@@ -48,8 +48,8 @@ class PrefixCache:
     Args:
         table: owner of the pages.
         unit: positions of a node, a multiple of the page size.
-        ahead: number of following tokens on which the K/V of a position depend: 1 for a head whose position i holds token
-            i + 1, else 0.
+        ahead: number of following tokens on which the K/V of a position depend: 1 for a head whose position i holds
+            token i + 1, else 0.
         salt: everything except tokens on which K/V depend, such as the names of the models.
         on_drop: called with each node that is dropped; None: not called.
 
@@ -185,7 +185,9 @@ class PrefixCache:
         return tuple(tokens[start : start + self.unit + self._ahead])
 
     def _used(self, nodes: list[Node]) -> None:
-        """Marks nodes as recently used, the first node as the most recent, so that a node is dropped before its parent.
+        """Marks nodes as recently used.
+
+        The first node is the most recent, so that a node is dropped before its parent.
         """
         for node in reversed(nodes):
             self._nodes.move_to_end(node.key)

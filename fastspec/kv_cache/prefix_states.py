@@ -58,7 +58,9 @@ class PrefixStates:
         return draft in self._pools
 
     def resumable(self, nodes: Sequence[Hashable], *, draft: bool) -> int:
-        """Returns how many positions of a path of nodes the model can skip: all, or those up to the last stored state.
+        """Returns how many positions of a path of nodes the model can skip.
+
+        All, or those up to the last stored state.
         """
         if not self.recurrent(draft=draft):
             return len(nodes) * self.unit

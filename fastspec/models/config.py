@@ -44,8 +44,8 @@ class ModelSpec:
         rms_eps: epsilon of all norms.
         ropes: the rotary embeddings that plans refer to.
         scales: factors outside of layers.
-        plans: operations of each layer. All layers have the same kinds of tensors, except that recurrent layers have others
-            instead of attention's.
+        plans: operations of each layer. All layers have the same kinds of tensors, except that recurrent layers have
+            others instead of attention's.
         tied: True if the head is the embedding matrix.
         dtype: dtype that the checkpoint declares, else the one in which it is stored.
     """
@@ -165,7 +165,9 @@ class ModelSpec:
 
     @property
     def routed_elements(self) -> int:
-        """Temporary elements per token for the experts, between their two products and after them. 0 without experts.
+        """Temporary elements per token for the experts, between their two products and after them.
+
+        0 without experts.
         """
         plans = [plan.experts for plan in self.plans if plan.experts]
         each = [plan.routing.chosen * (plan.width + self.hidden_size) + self._of_shared(plan) for plan in plans]
@@ -203,8 +205,8 @@ def spec_from_config(config: PretrainedConfig) -> ModelSpec:
         The frozen spec. Its dtype is float32 if the config names none, as in transformers.
 
     Raises:
-        UnsupportedModel: the family, or a setting that changes the arithmetic, is not implemented. The message names the
-            field, its value, and what is supported.
+        UnsupportedModel: the family, or a setting that changes the arithmetic, is not implemented. The message names
+            the field, its value, and what is supported.
     """
     fields = ConfigFields(config, supported_models())
     family = _family(fields)

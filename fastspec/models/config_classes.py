@@ -155,8 +155,9 @@ def config_class(model_type: str) -> type[PretrainedConfig]:
 
 
 def load_as_named(directory: Path, config: PretrainedConfig, beside: Mapping[str, Any]) -> Any:
-    """Loads the tokenizer that `AutoTokenizer` would load. Uses the class that the checkpoint names, if that is
-    sufficient.
+    """Loads the tokenizer that `AutoTokenizer` would load.
+
+    Uses the class that the checkpoint names, if that is sufficient.
 
     Args:
         directory: local directory.

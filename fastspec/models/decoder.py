@@ -109,8 +109,9 @@ class Decoder:
         return self._after_attention(index, mix(index, layer, qkv, rows), x, rows.tiling)
 
     def _after_attention(self, index: int, attended: Tensor, x: Tensor, tiling: Tiling) -> tuple[Tensor, Tensor | None]:
-        """Computes the rest of a layer after its attention. Returns x, and the next layer's qkv if an op computes it
-        with this.
+        """Computes the rest of a layer after its attention.
+
+        Returns x, and the next layer's qkv if an op computes it with this.
         """
         layers, plan = self.weights.layers, self.spec.plans[index]
         layer, next_layer = layers[index], layers[index + 1] if index + 1 < len(layers) else None
@@ -140,8 +141,9 @@ class Decoder:
         return plan.fused_tail
 
     def _sandwich_tail(self, index: int, attended: Tensor, x: Tensor, tiling: Tiling) -> tuple[Tensor, Tensor | None]:
-        """Computes `_after_attention` for layers with norms before and after attention and MLP: one op computes norm,
-        sum, norm.
+        """Computes `_after_attention` for layers with norms before and after attention and MLP.
+
+        One op computes the norm of an output, the sum, and the next norm.
         """
         layers, plan, linear = self.weights.layers, self.spec.plans[index], self.ops.linear
         layer, next_layer = layers[index], layers[index + 1] if index + 1 < len(layers) else None
@@ -158,7 +160,9 @@ class Decoder:
         return x, None if next_layer is None else linear(h, next_layer.qkv, next_layer.qkv_bias, tiling)
 
     def _qkv(self, index: int, x: Tensor, tiling: Tiling, normed: Tensor | None = None) -> Tensor:
-        """Returns q, k and v of a layer, [B, Q, (H + 2 Hkv) * D]. `normed` is the norm of x, if it is already computed.
+        """Returns q, k and v of a layer, [B, Q, (H + 2 Hkv) * D].
+
+        `normed` is the norm of x, if it is already computed.
         """
         layer, plan = self.weights.layers[index], self.spec.plans[index]
         norm = (layer.input_norm, layer.input_norm_bias)
@@ -186,7 +190,9 @@ class Decoder:
         return self.ops.norm(x, weight, self.spec.rms_eps, bias=bias, centred=plan.norm == "layer")
 
     def _plain_tail(self, plan: LayerPlan, attended: Tensor, x: Tensor, layer: LayerWeights, tiling: Tiling) -> Tensor:
-        """Returns the residual stream after a layer, computed product by product. For any `LayerPlan` without experts.
+        """Returns the residual stream after a layer, computed product by product.
+
+        For any `LayerPlan` without experts.
         """
         after = self._add_residual(plan, attended, layer.o, layer.o_bias, x, layer.attended_norm, tiling)
         if plan.parallel:
@@ -196,9 +202,7 @@ class Decoder:
         return self._add_residual(plan, inner, layer.mlp[1], layer.down_bias, after, layer.mlp_norm, tiling)
 
     def _experts_tail(self, index: int, attended: Tensor, x: Tensor, tiling: Tiling) -> tuple[Tensor, Tensor | None]:
-        """Returns the residual stream after a layer with a mixture of experts (`ExpertsPlan`), and the next layer's
-        normed input.
-        """
+        """Returns the residual stream after a layer with experts (`ExpertsPlan`), and the next layer's normed input."""
         plan, layer, norm = self.spec.plans[index], self.weights.layers[index], self._norm_of(index + 1)
         assert plan.experts is not None
         assert layer.experts is not None
@@ -216,8 +220,7 @@ class Decoder:
         return self.ops.experts_normed(*routed, shared=shared, shared_logits=logits, residual=x, norm=norm)
 
     def _routed(self, plan: LayerPlan, x: Tensor, layer: LayerWeights, tiling: Tiling) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns the experts of every row and their factors, see `Ops.route`, and the experts' input: the norm of x.
-        """
+        """Returns the experts of every row, their factors (see `Ops.route`), and the experts' input: the norm of x."""
         experts, weights = plan.experts, layer.experts
         assert experts is not None
         assert weights is not None
@@ -245,7 +248,9 @@ class Decoder:
         norm: Tensor | None,
         tiling: Tiling,
     ) -> Tensor:
-        """Returns x + the output of attention or MLP: `inner` times its last weight [, normed]. Ranks are summed here.
+        """Returns x + the output of attention or MLP: `inner` times its last weight [, normed].
+
+        Ranks are summed here.
         """
         if plan.residual_scale == 1.0 and norm is None:
             return self.ops.linear(inner, weight, bias, tiling, residual=x)
@@ -298,8 +303,9 @@ class Decoder:
         return self._product(x, self.weights.head, None, tiling, out_dtype=torch.float32, **options)
 
     def argmax(self, hidden: Tensor, limit: int, tiling: Tiling, out: Tensor) -> None:
-        """Writes to `out` [R] the id of the largest of the first `limit` logits of hidden [R, hidden]. The lowest id if
-        equal.
+        """Writes to `out` [R] the id of the largest of the first `limit` logits of hidden [R, hidden].
+
+        The lowest id if equal.
         """
         scales = self.spec.scales
         if scales.logits != 1.0 or scales.softcap is not None:  # scaling may round different logits to equal values
@@ -395,8 +401,9 @@ class Decoder:
         return self.ops.attend(call, self._work)
 
     def _normed_heads(self, plan: LayerPlan, layer: LayerWeights, qkv: Tensor, positions: Tensor) -> Tensor:
-        """Returns qkv with those norms of queries and keys that `attend` cannot apply. Rotates first if the norms come
-        after rope.
+        """Returns qkv with those norms of queries and keys that `attend` cannot apply.
+
+        Rotates first if the norms come after rope.
         """
         spec = self.spec
         sizes = [spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim]

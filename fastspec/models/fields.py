@@ -134,8 +134,9 @@ class ConfigFields:
         return float(value)
 
     def layer_types(self, layers: int, *kinds: str) -> tuple[str, ...] | None:
-        """Returns the type of each layer, which must be one of `kinds`. Default: types of attention. None if the config
-        has none.
+        """Returns the type of each layer, which must be one of `kinds`. Default: types of attention.
+
+        None if the config has none.
         """
         kinds = kinds or ("full_attention", "sliding_attention")
         types = self.get("layer_types")

@@ -71,7 +71,9 @@ class ModelInfo(Protocol):
 
     @property
     def routed_elements(self) -> int:
-        """Temporary elements per token for experts, in addition to the MLP's. 0 if there are none, or if it is unknown.
+        """Temporary elements per token for experts, in addition to the MLP's.
+
+        0 if there are none, or if it is unknown.
         """
 
     def rotary_bytes(self, positions: int) -> int:
@@ -85,7 +87,9 @@ class ModelInfo(Protocol):
 
 
 class ModelSource(Protocol):
-    """Source of a model's weights, as settings and `explain` need it. Implemented by `Checkpoint` and `HeadCheckpoint`.
+    """Source of a model's weights, as settings and `explain` need it.
+
+    Implemented by `Checkpoint` and `HeadCheckpoint`.
     """
 
     @property
@@ -137,8 +141,9 @@ class CausalModel(Protocol):
         """Returns fp32 logits [..., V] for hidden states [..., hidden]."""
 
     def argmax(self, hidden: Tensor, limit: int, tiling: Tiling, out: Tensor) -> None:
-        """Writes to `out` int64 [R] the id below `limit` with the largest logit of hidden [R, hidden]. The lowest id if
-        equal.
+        """Writes to `out` int64 [R] the id below `limit` with the largest logit of hidden [R, hidden].
+
+        The lowest id if equal.
         """
 
 
@@ -153,7 +158,9 @@ class VocabParallel(Protocol):
     """Model whose vocabulary is split over ranks. A greedy step needs only the largest logit of each rank."""
 
     def best_keys(self, hidden: Tensor, tiling: Tiling) -> PartKeys | None:
-        """Returns the argmax keys of each rank for the result of `hidden`. None if a step needs the logits themselves.
+        """Returns the argmax keys of each rank for the result of `hidden`.
+
+        None if a step needs the logits themselves.
         """
 
 

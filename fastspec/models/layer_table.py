@@ -70,11 +70,10 @@ class DeltaWeights:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerWeights:
-    """Weights of one decoder layer: H query heads, Hkv KV heads, D head_dim. Fields that the plan does not need are
-    None.
+    """Weights of one decoder layer: H query heads, Hkv KV heads, D head_dim.
 
-    Elements of query and key heads may be in another order than in the checkpoint, the same for both
-    (`ModelSpec.head_order`). Norm weights have the dtype `ModelSpec.norm_dtype`.
+    Fields that the plan does not need are None. Elements of query and key heads may be in another order than in the
+    checkpoint, the same for both (`ModelSpec.head_order`). Norm weights have the dtype `ModelSpec.norm_dtype`.
 
     Attributes:
         input_norm, post_norm: [hidden], norm weights before attention and before the MLP.
@@ -193,8 +192,9 @@ class Axis(NamedTuple):
         return Cut(found.start * self.each, found.stop * self.each)
 
     def piece(self, parts: int) -> int:
-        """Returns the elements of one product, if bits must not depend on the number of ranks: one head, or one of
-        `parts`.
+        """Returns the elements of one product, if bits must not depend on the number of ranks.
+
+        That is one head, or one of `parts`.
         """
         return self.each if self.rule in ("heads", "kv_heads") else self.size // parts
 
@@ -608,8 +608,7 @@ def _by_layer(spec: ModelSpec) -> Iterator[tuple[str, StoredTensor]]:
 
 
 def tensor_shapes(spec: ModelSpec) -> Shapes:
-    """Yields name and shape of every tensor that a checkpoint of this spec must have, including the head unless tied.
-    """
+    """Yields name and shape of every tensor that a checkpoint of this spec must have. Includes the head unless tied."""
     return {name: tensor.shape for name, tensor in _by_layer(spec)}
 
 

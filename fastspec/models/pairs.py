@@ -29,7 +29,8 @@ class TokenizerGroup:
         types: `model_type` of their configs.
         vocab_sizes: rows of their embeddings, which may be padded differently.
         marker: (id, text) that no other group of the same type and size has, to recognise a tokenizer file.
-        models: Hub id -> parameters in billions (in a mixture of all experts), ascending. Each may draft for a larger one.
+        models: Hub id -> parameters in billions (in a mixture of all experts), ascending. Each may draft for a larger
+            one.
     """
 
     name: str
@@ -40,8 +41,9 @@ class TokenizerGroup:
     models: tuple[tuple[str, float], ...]
 
     def drafts(self, billions: float | None) -> list[str]:
-        """Returns models small enough to draft for a model of `billions` parameters, smallest first. None: unknown
-        size.
+        """Returns models small enough to draft for a model of `billions` parameters, smallest first.
+
+        None: unknown size.
         """
         if billions is None:
             return [name for name, _ in self.models[:2]]
@@ -153,8 +155,9 @@ def refuse_strangers(target: str, draft: str) -> None:
 
 
 def _by_name(model: str, *, exact: bool = False) -> tuple[TokenizerGroup, float | None] | None:
-    """Returns the group of a Hub id and its billions of parameters. Unless `exact`, also for names that extend a known
-    one.
+    """Returns the group of a Hub id and its billions of parameters.
+
+    Unless `exact`, also for names that extend a known one.
     """
     asked = model.lower()
     for group in GROUPS:
@@ -176,16 +179,18 @@ def _by_name(model: str, *, exact: bool = False) -> tuple[TokenizerGroup, float 
 
 
 def _read(name: str, billions: float) -> float:
-    """Returns the billions of parameters that a token uses: in a mixture only those of its chosen experts and shared
-    ones.
+    """Returns the billions of parameters that a token uses.
+
+    In a mixture: those of its chosen experts and shared ones.
     """
     said = re.search(r"-a([\d.]+)b", name.lower())
     return float(said[1]) if said else _ACTIVE.get(name, billions)
 
 
 def _by_files(directory: Path) -> TokenizerGroup | None:
-    """Returns the group of a local checkpoint: by model_type and vocabulary size, then by a token that only one group
-    has.
+    """Returns the group of a local checkpoint.
+
+    Compares model_type and vocabulary size, then a token that one group has.
     """
     config = _json(directory / "config.json")
     text = config.get("text_config")
@@ -202,8 +207,9 @@ def _by_files(directory: Path) -> TokenizerGroup | None:
 
 
 def _billions(directory: Path) -> float | None:
-    """Estimates the billions of parameters that a token uses, from file sizes with two bytes each. None: no weights
-    found.
+    """Estimates the billions of parameters that a token uses, from file sizes with two bytes each.
+
+    None: no weights found.
     """
     stored = sum(path.stat().st_size for path in directory.glob("*.safetensors"))
     config = _json(directory / "config.json")

@@ -242,8 +242,9 @@ class ParallelDecoder(Decoder):
         return self._product(x, self._head, None, tiling, out_dtype=torch.float32, **options)
 
     def best_keys(self, hidden: Tensor, tiling: Tiling) -> PartKeys | None:
-        """Returns keys of the largest logits of hidden [B, Q, hidden]. Ranks exchange 8 bytes per position instead of
-        logits.
+        """Returns keys of the largest logits of hidden [B, Q, hidden].
+
+        Ranks exchange 8 bytes per position instead of logits.
 
         None if all logits are needed: they are scaled, or each rank has all of them.
         """

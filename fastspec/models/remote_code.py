@@ -38,8 +38,9 @@ def refuse_remote_code(path: Path, raw: Mapping[str, Any]) -> None:
 
 
 def with_known_type(path: Path, raw: dict[str, Any]) -> dict[str, Any]:
-    """Replaces an unknown `model_type` by that of the transformers classes that the config names. Else returns it
-    unchanged.
+    """Replaces an unknown `model_type` by that of the transformers classes that the config names.
+
+    Else returns it unchanged.
     """
     kind = _type_of_names(raw)
     if kind is None:

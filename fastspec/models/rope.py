@@ -62,10 +62,9 @@ class RopeSpec:
 
 
 def head_order(rotated: int, dim: int, *, interleaved: bool) -> list[int] | None:
-    """Returns the stored element of each element of a head, for kernels that rotate i with i + dim / 2. None: as
-    stored.
+    """Returns the stored element of each element of a head, for kernels that rotate i with i + dim / 2.
 
-    Scores are sums over a head, so queries and keys may have any order, if both have the same.
+    None: as stored. Scores are sums over a head, so queries and keys may have any order, if both have the same.
 
     Args:
         rotated: number of rotated pairs: the head's first 2 * rotated elements.

@@ -32,8 +32,9 @@ _HEAD: Final = "lm_head."
 
 
 def text_part_of(config: PretrainedConfig) -> PretrainedConfig | None:
-    """Returns the config of the text model in a larger one, with the settings that only the larger has. None: unknown
-    type.
+    """Returns the config of the text model in a larger one, with the settings that only the larger has.
+
+    None: unknown type.
     """
     text: PretrainedConfig | None = getattr(config, "text_config", None)
     if text is None or config.model_type not in TEXT_PARTS:

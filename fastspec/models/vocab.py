@@ -55,8 +55,8 @@ def shared_vocab(
         define, plus one, if that is less.
 
     Raises:
-        ValueError: the tokenizers differ in an id, or share none. Without tokenizers: the embeddings differ by more than
-            padding. The message has the first id that differs and both texts, and drafts that fit, if known.
+        ValueError: the tokenizers differ in an id, or share none. Without tokenizers: the embeddings differ by more
+            than padding. The message has the first id that differs and both texts, and drafts that fit, if known.
     """
     if isinstance(draft, HeadCheckpoint):
         return target.spec.vocab_size  # a head drafts the target's ids
@@ -95,8 +95,7 @@ def _same_source(target: Checkpoint, draft: Checkpoint) -> bool:
 
 
 def _ids_of_equal_files(target: Checkpoint, draft: Checkpoint) -> list[int]:
-    """Returns the ids of the tokenizer that both checkpoints have, from one file, because loading two tokenizers is
-    slow.
+    """Returns the ids of the tokenizer that both checkpoints have, from one file. Loading two tokenizers is slow.
 
     Empty if the files differ, or are of another type.
     """

@@ -88,7 +88,9 @@ class ChainDrafts(LearnedDrafts[ChainHead]):
         self.readings = (reading,)
 
     def first_drafts(self, features: Tensor, rows: ForwardBatch) -> Tensor:
-        """Returns the first draft after every position of rows [B, Q], for `choose_reading`: int64 [B, Q], target ids.
+        """Returns the first draft after every position of rows [B, Q]: int64 [B, Q], target ids.
+
+        For `choose_reading`.
         """
         x = self.model.drafted(self.model.condense(features, rows.tiling), rows)
         flat = x.view(-1, 1, x.shape[-1])
@@ -113,8 +115,8 @@ class ChainDrafts(LearnedDrafts[ChainHead]):
         Args:
             state, shape, draws: see `Proposer.propose`.
             lookup: see `DraftModel.propose`.
-            features: [B, *kept], result of `take_features` for each row's newest position. From it the first draft needs
-                only the last layer's attention and the computation after it.
+            features: [B, *kept], result of `take_features` for each row's newest position. From it the first draft
+                needs only the last layer's attention and the computation after it.
         """
         k, model = shape.num_drafts, self.model
         known = state.lengths > 1
@@ -134,8 +136,9 @@ class ChainDrafts(LearnedDrafts[ChainHead]):
                     overwrite_draft(state, shape, lookup[0][:, j], j < lookup[1], j)
 
     def _inputs(self, state: DecodeState, shape: StepShape, j: int, positions: Tensor, known: Tensor) -> ForwardBatch:
-        """Returns position lengths - 2 + j of every row, with the draft that follows it. The first position has no
-        token.
+        """Returns position lengths - 2 + j of every row, with the draft that follows it.
+
+        The first position has no token.
         """
         ids = state.draft_tokens[:, max(j - 1, 0)][:, None].contiguous()
         return shape.forward_batch(ids, positions, known, state.block_table)

@@ -69,8 +69,8 @@ class DraftModel(ProposerBase):
 
         Args:
             state, shape, draws: see `Proposer.propose`.
-            lookup: (drafts int64 [B, k], counts int64 [B]) found by a lookup. They replace a row's first `counts` sampled
-                drafts. None: all drafts are the model's.
+            lookup: (drafts int64 [B, k], counts int64 [B]) found by a lookup. They replace a row's first `counts`
+                sampled drafts. None: all drafts are the model's.
         """
         may_feed = (state.draft_limits > 0)[:, None] if self._recurrent else None
         for j in range(shape.num_drafts):

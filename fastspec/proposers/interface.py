@@ -37,16 +37,16 @@ class Proposer(Protocol):
     A proposer that stores features itself, for example in a KV cache, is a `FeatureReader` and has:
 
     - `take_features(state, shape, features, rows)`. It is called once for every position of a row except the last, in
-      order, with features [B, Q, layers, hidden]. The call is made inside the pass that computed them: a prefill pass, or
-      the end of a step, also of one without drafts.
+      order, with features [B, Q, layers, hidden]. The call is made inside the pass that computed them: a prefill pass,
+      or the end of a step, also of one without drafts.
     - `kept`, the shape of a row's entry that is stored between steps; () for none. propose is then called with
       features=buffer [B, *kept], which has the entry that `take_features` returned for the newest position.
 
     A proposer that stores everything about a row in the row's pages has:
 
-    - `in_pages`, a bool: True if results of `catch_up` and `take_features` are only in the pages of the row. Rows with the
-      same beginning then share them. Otherwise `catch_up` must read such a row from its start, and with `take_features` no
-      prompt is shared.
+    - `in_pages`, a bool: True if results of `catch_up` and `take_features` are only in the pages of the row. Rows with
+      the same beginning then share them. Otherwise `catch_up` must read such a row from its start, and with
+      `take_features` no prompt is shared.
     """
 
     max_length: int
@@ -85,8 +85,8 @@ class FeatureReader(Proposer, Protocol):
             state: the rows, after the commit; one row in a prefill pass.
             shape: shape of the step or pass.
             features: [B, Q, layers, hidden], in the target's dtype.
-            rows: `rows.positions` are their positions, `rows.ids` the tokens that follow each of them. `rows.write_mask` is
-                False for refused drafts, rows that do not run, and padding.
+            rows: `rows.positions` are their positions, `rows.ids` the tokens that follow each of them.
+                `rows.write_mask` is False for refused drafts, rows that do not run, and padding.
 
         Returns:
             [B, Q, *kept]; the entry of a row's newest position is stored. None if `kept` is ().
@@ -201,9 +201,7 @@ def is_deterministic(proposer: object) -> bool:
 
 
 def reads_ahead(proposer: object) -> int:
-    """Returns the number of later tokens on which an entry in the proposer's pages depends: 1 for a `FeatureReader`,
-    else 0.
-    """
+    """Returns on how many later tokens an entry in the proposer's pages depends. 1 for a `FeatureReader`, else 0."""
     return int(takes_features(proposer))
 
 

@@ -1,4 +1,6 @@
-"""Prompt lookup: copies drafts from an earlier occurrence of a row's last tokens, found on the device inside the step.
+"""Prompt lookup: copies drafts from an earlier occurrence of a row's last tokens.
+
+It runs on the device, in the step.
 """
 
 from __future__ import annotations

@@ -93,14 +93,15 @@ def count(counts: Tensor, block: Tensor, emitted: Tensor) -> None:
 
 
 def invalid(logits: Tensor) -> Tensor:
-    """Returns bool [B, R]: True for places without a distribution. Their logits have NaN or infinity, or are all -inf.
+    """Returns bool [B, R]: True for places without a distribution.
+
+    Their logits have NaN or infinity, or are all -inf.
     """
     return ~logits.amax(dim=-1).isfinite()
 
 
 def flag_invalid(accepted: Tensor, places: Tensor) -> Tensor:
-    """Lowers `accepted` int64 [B], so that no token chosen at an invalid place is emitted. -1 if nothing can be
-    emitted.
+    """Lowers `accepted` int64 [B], so that no token of an invalid place is emitted. -1 if nothing can be emitted.
 
     Drafts before the invalid place are still emitted. A row that does not end there begins its next step at that place.
 
@@ -119,8 +120,7 @@ def first_invalid(places: Tensor) -> Tensor:
 
 
 def drawable(probs: Tensor) -> Tensor:
-    """Replaces rows of probs [B, V] that are not distributions (NaN) by probability 1 on id 0, so that a draft can be
-    drawn.
+    """Replaces rows of probs [B, V] that contain NaN by probability 1 on id 0, so that a draft can be drawn.
 
     The text stays exact, because verification gives the target's distribution for any draft.
     """

@@ -100,8 +100,9 @@ def rejection(
 def block(
     p: Tensor, q: Tensor | None, drafts: Tensor, counts: Tensor, positions: Tensor, draws: Draws, purpose: int
 ) -> tuple[Tensor, Tensor]:
-    """Verifies k drafts per row as one block, keeping the target's distribution. For arguments and results see
-    `rejection`.
+    """Verifies k drafts per row as one block, keeping the target's distribution.
+
+    For arguments and results see `rejection`.
 
     Sun et al. 2024, arXiv 2403.10444, algorithm 2, with c_0 = 1 and c_i = min(c_{i-1} p(x_i)/q(x_i), 1):
 

@@ -60,7 +60,8 @@ def fill_options(
         prompt_length: tokens of the prompt.
         limit: largest length of the row, in tokens.
         options: options of the row.
-        sampler: sampler kind of its steps. Biases and counts are written only for FULL, because GREEDY does not read them.
+        sampler: sampler kind of its steps. Biases and counts are written only for FULL, because GREEDY does not read
+            them.
     """
     numbers = {
         "limits": limit,

@@ -128,8 +128,9 @@ class Calibration:
         return max(self.trials[1:], key=lambda trial: trial.measured)
 
     def _losses(self) -> dict[str, float]:
-        """Splits the loss among its causes, as logarithms. Without a loss, k + 1 tokens would take the time of a plain
-        step.
+        """Splits the loss among its causes, as logarithms.
+
+        Without a loss, k + 1 tokens would take the time of a plain step.
         """
         plain, shown = self.trials[0], self._shown()
         costs = {

@@ -181,9 +181,7 @@ class Loop:
         return self.scheduler.engine
 
     def check_open(self) -> None:
-        """Raises RuntimeError if the generator is closed, or in a forked process, which does not have its parent's
-        threads.
-        """
+        """Raises RuntimeError if the generator is closed, or in a forked process, which lacks its parent's threads."""
         if self._closed:
             raise RuntimeError("this generator is closed; make a new one")
         if self._thread is not None and not self._thread.is_alive():
@@ -438,8 +436,7 @@ class Loop:
             self._give_up(delivery, caught.error)
 
     def _make_all_ready(self, call: PreparedCall) -> None:
-        """Captures the steps that a call may need, for all numbers of rows and lengths, so that later calls can join.
-        """
+        """Captures the steps that a call may need, for all numbers of rows and lengths. So later calls can join."""
         engine = self._scheduler.engine
         for lengths in dict.fromkeys((lengths_of(call.requests), (self._longest, 0))):
             self._make_ready(engine, engine.state.batch, call.choice, *lengths)

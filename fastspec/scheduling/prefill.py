@@ -40,8 +40,9 @@ class Passes:
     remaining: deque[int] = field(default_factory=deque)
 
     def take(self, limit: int | None, *, at_least_one: bool) -> list[int]:
-        """Removes and returns the next passes with at most `limit` tokens together. If `at_least_one`, one may be
-        longer.
+        """Removes and returns the next passes with at most `limit` tokens together.
+
+        If `at_least_one`, one may be longer.
         """
         taken: list[int] = []
         while self.remaining and (
@@ -134,7 +135,8 @@ class PrefillQueue:
         """Splits the prompt into passes.
 
         Args:
-            drafting: True to prefill the draft together with the target. False: it catches up when the row first drafts.
+            drafting: True to prefill the draft together with the target. False: it catches up when the row first
+                drafts.
             max_tokens: upper limit of tokens per pass, as far as that keeps the same bits. None: no limit.
         """
         engine, request = self.engine, self.request
@@ -149,11 +151,10 @@ class PrefillQueue:
             self._draft = self._passes(request, start, stop, max_tokens and _DRAFT_RATE * max_tokens, draft=True)
 
     def feed(self, limit: int | None, *, at_least_one: bool) -> int:
-        """Queues passes that together take about as long as the target's passes over `limit` tokens. The row runs after
-        the last.
+        """Queues passes that together take about as long as the target's passes over `limit` tokens.
 
-        The draft's passes are long and rare, because every pass reads all weights. A draft pass is queued when the
-        draft is that far behind, and after the last pass of the target.
+        The row runs after the last. The draft's passes are long and rare, because every pass reads all weights. A draft
+        pass is queued when the draft is that far behind, and after the last pass of the target.
 
         Args:
             limit: tokens; None: all that remain.
@@ -294,8 +295,7 @@ class PrefillQueue:
         return passes
 
     def _adopt_draft_kv(self, request: Request, row: int) -> None:
-        """Updates a row's draft length if another row has meanwhile written the draft's K/V to pages that both share.
-        """
+        """Updates a row's draft length, if another row has meanwhile written the draft's K/V to shared pages."""
         prefix, proposer = self.engine.prefix, self.engine.modules.proposer
         if prefix is None or request.drafted or not kept_in_pages(proposer):
             return
@@ -307,8 +307,9 @@ class PrefillQueue:
             self.engine.state.draft_lengths[row].fill_(known)
 
     def keep(self, request: Request, row: int) -> None:
-        """Adds pages that steps wrote to the prefix cache when a row ends. Only with exact=False, because their bits
-        may differ.
+        """Adds pages that steps wrote to the prefix cache when a row ends.
+
+        Only with exact=False, because their bits may differ.
         """
         prefix = self.engine.prefix
         if prefix is not None and not self.engine.sizes.exact and request.finish_reason != "error":
@@ -335,9 +336,7 @@ class PrefillQueue:
                 kept.save(key, draft=draft)
 
     def _state_points(self, request: Request, start: int, *, draft: bool) -> list[tuple[int | None, Hashable]]:
-        """Returns the lengths after which passes from `start` on save recurrent states, each with the key of the saved
-        states.
-        """
+        """Returns the lengths after which passes from `start` on save recurrent states, each with its key."""
         kept, prefix = self.engine.prefix_states, self.engine.prefix
         # a pass with as few tokens as a step saves no state, and one that begins inside a chunk gives other bits
         whole = self.engine.sizes.chunks[0] > self.engine.shapes.max_drafts + 1 and not start % DELTA_CHUNK
@@ -348,8 +347,9 @@ class PrefillQueue:
         return points + ([(last, request)] if request is self.request and max(start, shared) < last else [])
 
     def _passes(self, request: Request, start: int, stop: int, max_tokens: int | None, *, draft: bool) -> Passes:
-        """Returns passes over the positions start..stop-1. One ends wherever states are saved, except at the last such
-        position.
+        """Returns passes over the positions start..stop-1.
+
+        One ends wherever states are saved, except at the last such position.
         """
         ends = [length for length, _ in self._state_points(request, start, draft=draft)[:-1] if length is not None]
         edges = [start, *(end for end in ends if end < stop), stop]
@@ -363,8 +363,9 @@ class PrefillQueue:
             self.engine.prefix_states.load(request.nodes, length, place, draft=draft)
 
     def _resumable(self, nodes: list[Node], *, draft: bool) -> int:
-        """Returns the number of nodes after which a model can continue: all, unless it needs a recurrent state that is
-        not saved.
+        """Returns the number of nodes after which a model can continue.
+
+        All, unless it needs a state that is not saved.
         """
         kept = self.engine.prefix_states
         return len(nodes) if kept is None else kept.resumable(nodes, draft=draft) // kept.unit

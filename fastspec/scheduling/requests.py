@@ -71,8 +71,8 @@ class Request:
         prompt: token ids, at least one.
         max_new_tokens: upper limit of new tokens.
         options: sampling options and seed.
-        watch: called with the new tokens of each step, to find ends that the device does not detect. Returns the number of
-            tokens up to the end of the row, or None if it continues.
+        watch: called with the new tokens of each step, to find ends that the device does not detect. Returns the number
+            of tokens up to the end of the row, or None if it continues.
         grammar: state of the grammar that the text follows. None: any text.
         new_tokens: tokens emitted so far.
         finish_reason: "stop" or "length" once finished; "error" if no token could be chosen or a step was interrupted;
@@ -273,7 +273,8 @@ def requests_of(
         grammars: grammars over the target's vocabulary. None: no row has one.
 
     Raises:
-        ValueError: a row would be too long, stop strings or a grammar need a missing tokenizer, or a grammar is invalid.
+        ValueError: a row would be too long, stop strings or a grammar need a missing tokenizer, or a grammar is
+            invalid.
     """
     for index, prompt in enumerate(prompts):
         if len(prompt) + chosen.max_new_tokens > max_length:

@@ -89,7 +89,9 @@ class Scheduler:
         self._arrivals.put((request, None))
 
     def step(self) -> dict[Request, list[int]]:
-        """Launches further steps, then reads the oldest one. Returns the new tokens of its requests; {} without work.
+        """Launches further steps, then reads the oldest one.
+
+        Returns the new tokens of its requests; {} without work.
         """
         with self.engine.on_device():
             if self._interrupted:
@@ -189,8 +191,9 @@ class Scheduler:
             self.engine.state.finish[row].fill_(IDLE)
 
     def _launch(self) -> bool:
-        """Queues the next step. Returns False if it is not certain that a row needs it, or if it must wait for earlier
-        steps.
+        """Queues the next step.
+
+        Returns False if it is not certain that a row needs it, or if it must wait for earlier steps.
         """
         requests = due(self._rows, self._in_flight)
         # launch ahead only if some row needs this step even if every draft in flight is accepted
@@ -339,8 +342,9 @@ class Scheduler:
         queue.flush()
 
     def _budget(self, call: CallPlan) -> int | None:
-        """Returns how many prompt tokens of a call are prefilled between two steps. None: all, because no other call
-        waits.
+        """Returns how many prompt tokens of a call are prefilled between two steps.
+
+        None: all, because no other call waits.
         """
         alone = not self._rows or (not call.joined and all(self._calls[other] is call for other in self._rows.values()))
         return None if alone else self.engine.sizes.budget

@@ -76,8 +76,9 @@ class StopWatch:
         return "".join(self._pieces) + self._pending
 
     def _end_in(self, new: str) -> int:
-        """Returns the number of characters of `new` up to the end of the first complete stop string. 0 if there is
-        none.
+        """Returns the number of characters of `new` up to the end of the first complete stop string.
+
+        0 if there is none.
         """
         return first_end(self._before, new, self._stop_strings)
 

@@ -29,7 +29,9 @@ def bytes_of(tokenizer: PreTrainedTokenizerBase, token: int) -> bytes | None:
 
 
 def _byte_letters() -> dict[str, int]:
-    """Returns the letter that byte-level BPE writes for each byte: itself if it is printable, else one from U+0100 on.
+    """Returns the letter that byte-level BPE writes for each byte.
+
+    Itself if it is printable, else one from U+0100 on.
     """
     printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
@@ -179,7 +181,9 @@ class _ByteTokens:
         self._held = []
 
     def mended(self, ids: Sequence[int]) -> list[int]:
-        """Returns ids with complete characters in their last sequence of byte tokens. An incomplete character is held.
+        """Returns ids with complete characters in their last sequence of byte tokens.
+
+        An incomplete character is held.
         """
         start = len(ids)
         while start and self.value(ids[start - 1]) is not None:
@@ -188,8 +192,9 @@ class _ByteTokens:
 
 
 def _character(data: bytes) -> int | None:
-    """Returns the number of bytes of the first character of `data`. 0 if no character begins so, None if it is
-    incomplete.
+    """Returns the number of bytes of the first character of `data`.
+
+    0 if no character begins so, None if it is incomplete.
     """
     try:
         return len(data.decode()[0].encode())

@@ -77,7 +77,8 @@ class Scoring(NamedTuple):
     Attributes:
         factor: multiplied with q . k.
         cap: the softcap, times log2(e); None: none.
-        sinks: [H] in fp32 or the cache's dtype: for each head the score of one more key, whose value is zero; None: none.
+        sinks: [H] in fp32 or the cache's dtype: for each head the score of one more key, whose value is zero; None:
+            none.
         value_scale: multiplied with sums of values; None: 1.
     """
 

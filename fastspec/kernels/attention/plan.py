@@ -168,8 +168,9 @@ def late_splits(room: int) -> int:
 
 
 def early_and_late(begin: int, room: int) -> tuple[int, int]:
-    """Returns the splits of a pass over rows at positions begin .. room-1: (of early rows, of late rows). 0: no such
-    rows.
+    """Returns the splits of a pass over rows at positions begin .. room-1: (of early rows, of late rows).
+
+    0: no such rows.
     """
     early = early_splits(min(room, LATE_FROM)) if begin < LATE_FROM else 0
     return early, late_splits(room) if room > LATE_FROM else 0
@@ -181,8 +182,9 @@ def partial_sums(*splits: int) -> int:
 
 
 def split_keys_for(max_positions: int, dim: int) -> int:
-    """Returns the keys of a split of `_decode_kernel`, by the largest number of positions of a row, not by those in
-    use.
+    """Returns the keys of a split of `_decode_kernel`.
+
+    They depend on the largest number of positions, not on those in use.
     """
     if max_positions <= 4096:
         return 64 if padded_dim(dim) == 256 else 128

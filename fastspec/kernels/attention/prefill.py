@@ -114,8 +114,7 @@ def slots_of(
 
 @triton.jit
 def tanh(x):
-    """Computes tanh(x) with a relative error of 3 * 2^-23: near zero by an odd polynomial, elsewhere by a power of 2.
-    """
+    """Computes tanh(x) with a relative error of 3 * 2^-23. Uses an odd polynomial near zero, elsewhere a power of 2."""
     squared = x * x
     series = -0.006276390049606562 * squared + 0.021116215735673904
     series = (series * squared - 0.053875137120485306) * squared + 0.13332924246788025

@@ -37,7 +37,9 @@ NUM_WARPS = 4
 
 @triton.constexpr_function
 def _chunk_rows(block_d: int) -> int:
-    """Returns the rows of one head per CTA of a prompt chunk. The widest heads need more registers, so they have fewer.
+    """Returns the rows of one head per CTA of a prompt chunk.
+
+    The widest heads need more registers, so they have fewer.
     """
     return 32 if block_d <= 256 else 8
 
@@ -100,8 +102,7 @@ def apply_rope(x1, x2, position, valid, tokens, norm_ptr, HEAD_DIM: tl.constexpr
 
 @triton.jit
 def as_stored(x, factor, DTYPE: tl.constexpr):
-    """Converts x to the cache's dtype; see kv_scales.py. e4m3 is computed from bits, because GPUs convert differently.
-    """
+    """Converts x to the cache's dtype, see kv_scales.py. Computes e4m3 from bits, because GPUs convert differently."""
     if factor is None:
         return x
     else:

@@ -97,7 +97,9 @@ def check_cache(
 
 
 def rows_dtype(rows: Tensor, keys: Tensor) -> torch.dtype:
-    """Returns the dtype that query rows must have: the cache's dtype. With an 8-bit cache, the dtype that `rows` have.
+    """Returns the dtype that query rows must have: the cache's dtype.
+
+    With an 8-bit cache, the dtype that `rows` have.
     """
     if keys.dtype != FP8:
         return keys.dtype

@@ -43,8 +43,9 @@ class CodesKind(NamedTuple):
         return -(-shape[0] // self.block[0]), -(-shape[1] // self.block[1])
 
     def of_part(self, rows: Sequence[tuple[int, int]], width: int) -> CodesKind:
-        """Returns the kind of `Codes.part`. Blocks keep their rows if all ranges have whole blocks, else they have one
-        row.
+        """Returns the kind of `Codes.part`.
+
+        Blocks keep their rows if all ranges have whole blocks, else they have one row.
 
         Args:
             rows: (start, stop) of each range.

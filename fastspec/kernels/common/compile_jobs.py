@@ -32,7 +32,9 @@ _PLAIN: Final = (bool, int, float, str, type(None))
 
 
 class NotSendable(TypeError):
-    """A job has an argument that cannot be converted to text. The process that wants the kernel must compile it itself.
+    """A job has an argument that cannot be converted to text.
+
+    The process that wants the kernel must compile it itself.
     """
 
 
@@ -125,7 +127,9 @@ def _called(code: CodeType, scope: Mapping[str, Any]) -> Iterator[Any]:
 
 
 def launcher_of(job: bytes) -> str:
-    """Returns a key of the launcher that a job's kernel needs. Kernels with the same argument types share one launcher.
+    """Returns a key of the launcher that a job's kernel needs.
+
+    Kernels with the same argument types share one launcher.
     """
     _, _, signature, *_ = json.loads(job)
     return json.dumps([kind for _, kind in signature["dict"]])
@@ -199,8 +203,9 @@ def _make_launcher(source: Any, compiled: Any) -> None:
 
 
 def _told(value: Any) -> Any:
-    """Converts a value to JSON. Numbers, texts and None stay; another type becomes an object with one field that names
-    the type.
+    """Converts a value to JSON.
+
+    Numbers, texts and None stay; another type becomes an object with one field that names the type.
     """
     from triton.language import constexpr, dtype
     from triton.runtime.jit import JITCallable

@@ -1,4 +1,6 @@
-"""Processes that compile Triton kernels. Triton's compiler is Python code, so threads of one process would run in turn.
+"""Processes that compile Triton kernels.
+
+Triton's compiler is Python code, so threads of one process would run in turn.
 """
 
 from __future__ import annotations
@@ -80,8 +82,9 @@ class Compilers(Executor):
         self._preparing.join()
 
     def submit(self, compiling: Callable[..., Any], /, *args: Any, **options: Any) -> Future[Any]:
-        """Queues one call of Triton's compiler. `compiling` takes no arguments. Calls in other ranks' shares wait for
-        `all_told`.
+        """Queues one call of Triton's compiler. `compiling` takes no arguments.
+
+        Calls in other ranks' shares wait for `all_told`.
         """
         self._submitted += 1
         if self._submitted % self._ranks == self._rank:
@@ -213,7 +216,9 @@ def _job(compiling: Callable[[], Any]) -> bytes | None:
 
 
 def _asked(process: Connection, job: bytes, launcher: bool) -> bool:
-    """Asks a process to compile a job and, if `launcher`, to make the launcher. Returns False if the process has ended.
+    """Asks a process to compile a job and, if `launcher`, to make the launcher.
+
+    Returns False if the process has ended.
     """
     try:
         process.send_bytes(b"launcher" if launcher else b"")

@@ -99,8 +99,9 @@ def is_brief() -> bool:
 
 @contextmanager
 def brief() -> Iterator[None]:
-    """Context in which a model's pass runs only one layer of each kind. That loads all kernels. Results must not be
-    used.
+    """Context in which a model's pass runs only one layer of each kind. That loads all kernels.
+
+    Results must not be used.
     """
     token = _brief.set(True)
     try:

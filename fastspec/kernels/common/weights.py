@@ -32,8 +32,8 @@ class Weight:
         codes: codes and scales of a quantised weight, see `code_packing`.
         activations: for a quantised weight, the dtype of its operand x and of the values of `unpack`.
         whole: (N, K) of the whole matrix, if this weight is a rank's part of it. None: this is the whole matrix.
-        tree: True if kernels that support it sum over K as one binary tree over consecutive parts of K. A rank's part of
-            K is a subtree, so the bits do not depend on the number of ranks.
+        tree: True if kernels that support it sum over K as one binary tree over consecutive parts of K. A rank's part
+            of K is a subtree, so the bits do not depend on the number of ranks.
 
     Raises:
         ValueError: `data` does not have the shape of its format.
@@ -158,7 +158,9 @@ class Weight:
         return self.data.nbytes if self.codes is None else self.codes.nbytes
 
     def unpack(self) -> Tensor:
-        """Returns the matrix as rows [N, K], gate rows first: `data` itself, or a copy of packed or dequantised values.
+        """Returns the matrix as rows [N, K], gate rows first.
+
+        That is `data`, or a copy of packed or dequantised values.
         """
         if self.codes is not None:
             return self.codes.dequantise(self.dtype)

@@ -1,4 +1,6 @@
-"""Imports kernels without torch, for processes that only compile: they need only Triton, and torch is slow to import.
+"""Imports kernels without torch, for processes that only compile.
+
+They need only Triton, and torch is slow to import.
 """
 
 from __future__ import annotations
@@ -18,8 +20,9 @@ class _Name(type):
 
 
 class _Absent(MetaPathFinder, Loader):
-    """Import finder that provides stand-ins for torch and its modules. A stand-in module has every name that is looked
-    up.
+    """Import finder that provides stand-ins for torch and its modules.
+
+    A stand-in module has every name that is looked up.
     """
 
     def find_spec(

@@ -172,7 +172,9 @@ def tile_of(stack: ExpertStack, ids: Tensor) -> ExpertTile | CodesTile:
 
 
 def _chosen(ids: Tensor, experts: int, each: int) -> Chosen:
-    """Groups pairs for the products. With a single row each pair has its own CTAs. Several rows have lists by expert.
+    """Groups pairs for the products. With a single row each pair has its own CTAs.
+
+    Several rows have lists by expert.
     """
     if len(ids) == 1:
         return Chosen(ids, None, None)

@@ -133,8 +133,9 @@ def _many(
 
 
 def tiles_of(pairs: int, experts: int, each: int) -> int:
-    """Returns the largest number of tiles for `pairs` pairs. The last tile of an expert may have fewer than `each`
-    pairs.
+    """Returns the largest number of tiles for `pairs` pairs.
+
+    The last tile of an expert may have fewer than `each` pairs.
     """
     return min(pairs, pairs // each + experts)
 

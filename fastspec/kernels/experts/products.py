@@ -118,7 +118,9 @@ def _product_of_loaded(x_at, blocks, here, out, K: tl.constexpr, BLOCK_K: tl.con
 
 @triton.jit
 def _gated_values_product(x_at, weight_at, here, up_of, gate, up, K: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Computes `_values_product` for gate rows and for up rows. The up rows are `up_of` elements after the gate rows.
+    """Computes `_values_product` for gate rows and for up rows.
+
+    The up rows are `up_of` elements after the gate rows.
     """
     k = tl.arange(0, BLOCK_K)
     for at in range(0, K, BLOCK_K):
@@ -213,10 +215,9 @@ def sum_kernel(
     ROUND_FIRST: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Computes [residual +] the sum of a row's expert outputs times their factors, in the order of ids [+ shared
-    output].
+    """Computes [residual +] the sum of a row's expert outputs times their factors [+ shared output].
 
-    With a norm, a CTA has a whole row.
+    The outputs are added in the order of ids. With a norm, a CTA has a whole row.
     """
     if PDL:
         gdc_launch_dependents()

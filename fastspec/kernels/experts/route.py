@@ -49,7 +49,9 @@ class RowNorm(NamedTuple):
 
 @triton.jit
 def _ordered(x):
-    """Converts fp32 x to int32 with the same order and equal zeros. A warp finds the largest int32 in one instruction.
+    """Converts fp32 x to int32 with the same order and equal zeros.
+
+    A warp finds the largest int32 in one instruction.
     """
     bits = (x + 0.0).to(tl.int32, bitcast=True)
     return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
@@ -64,7 +66,9 @@ def _largest(keys, at, none):
 
 @triton.jit
 def _in_kept_groups(ranked, e, E: tl.constexpr, GROUPS: tl.constexpr, KEPT: tl.constexpr, BLOCK: tl.constexpr):
-    """Sets `ranked` to -inf outside of the KEPT best groups. The value of a group is the sum of its two largest scores.
+    """Sets `ranked` to -inf outside of the KEPT best groups.
+
+    The value of a group is the sum of its two largest scores.
     """
     SIZE: tl.constexpr = E // GROUPS
     group = tl.arange(0, BLOCK)  # there are at most as many groups as experts

@@ -45,8 +45,8 @@ def packed_linear(
     """Computes `Ops.packed_linear` with a Triton kernel.
 
     Args:
-        pdl: True if the kernels may start before the previous kernel ends, and let the next one start early. All kernels
-            of the chain must then be launched with it. Needs sm_90.
+        pdl: True if the kernels may start before the previous kernel ends, and let the next one start early. All
+            kernels of the chain must then be launched with it. Needs sm_90.
 
     Raises:
         TypeError: dtypes that do not fit each other.

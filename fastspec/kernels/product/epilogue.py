@@ -40,7 +40,9 @@ def row_operand(words, DTYPE: gl.constexpr, layout: gl.constexpr):
 
 @gluon.jit
 def times_gamma(words, gamma, DTYPE: gl.constexpr):
-    """Multiplies pairs of values by gamma, each rounded once. Computes x * gamma - 0, which sm_80 has for both types.
+    """Multiplies pairs of values by gamma, each rounded once.
+
+    Computes x * gamma - 0, which sm_80 has for both types.
     """
     if gl.bfloat16 == DTYPE:
         return gl.inline_asm_elementwise(
@@ -91,8 +93,9 @@ def no_squares(words):
 
 @gluon.jit
 def add_squares(total, words, DTYPE: gl.constexpr):
-    """Returns total [...] + the squares of words [..., 4], added one by one. The order of roundings is equal in any
-    layout.
+    """Returns total [...] + the squares of words [..., 4], added one by one.
+
+    The order of roundings is equal in any layout.
     """
     four = _each_of_four(words)
     for i in gl.static_range(4):
@@ -154,8 +157,9 @@ def root_scale(squares, K: gl.constexpr, eps):
 
 @gluon.jit
 def splits_scale(squares_ptr, row, there, M, eps, K: gl.constexpr, S: gl.constexpr):
-    """Returns `root_scale` of rows. squares_ptr has their sums of squares by split, fp32 [S, M]. `there` is a mask, or
-    None.
+    """Returns `root_scale` of rows. squares_ptr has their sums of squares by split, fp32 [S, M].
+
+    `there` is a mask, or None.
     """
     splits = ()
     for i in gl.static_range(S):
@@ -282,8 +286,9 @@ def addends(
 
 @gluon.constexpr_function
 def _rows_layout(runs, each, BM, warps):
-    """Layout of [runs, each, BM]: a thread has the `each` values of one run; neighbouring lanes have the next runs of a
-    row.
+    """Layout of [runs, each, BM]: a thread has the `each` values of one run.
+
+    Neighbouring lanes have the row's next runs.
     """
     held = [[0, 1 << bit, 0] for bit in range(each.bit_length() - 1)]
     spread = [[1 << bit, 0, 0] for bit in range(runs.bit_length() - 1)]
@@ -298,10 +303,10 @@ def _store_rows(
     values, tile_id, first_row, out_ptr, M, N, GATED: gl.constexpr, REGROUP: gl.constexpr, OWN: gl.constexpr,
     WARPS: gl.constexpr,
 ):  # fmt: skip
-    """Stores 16-bit values [A, 2, 8, BM], or [A, 8, BM] if GATED, by rows. A lane stores 16 bytes, or a word if
-    REGROUP.
+    """Stores 16-bit values [A, 2, 8, BM], or [A, 8, BM] if GATED, by rows.
 
-    wgmma leaves single values of several rows in a warp's registers, so the values are first converted to this layout.
+    A lane stores 16 bytes, or a word if REGROUP. wgmma leaves single values of several rows in a warp's registers, so
+    the values are first converted to this layout.
     """
     BM: gl.constexpr = values.shape[len(values.shape) - 1]
     EACH: gl.constexpr = 2 if REGROUP else 8

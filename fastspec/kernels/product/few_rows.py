@@ -71,8 +71,9 @@ def _moved(at, words: gl.constexpr):
 
 @gluon.jit
 def _runs(words):
-    """Rearranges [S, KT / 2, BM] to [S, KT / 32, 4, BM, 4]: the four words that a lane loads together are the last
-    axis.
+    """Rearranges [S, KT / 2, BM] to [S, KT / 32, 4, BM, 4].
+
+    The last axis has the four words that a lane loads together.
     """
     runs = gl.reshape(words, [words.shape[0], words.shape[1] // 16, 4, 4, words.shape[2]])
     return gl.permute(runs, (0, 1, 2, 4, 3))

@@ -17,8 +17,9 @@ def steps_of(K, S, KT, depth):
 
 @gluon.jit
 def place_of(step, STEPS: gl.constexpr, K_TILE: gl.constexpr, S: gl.constexpr):
-    """Returns the word of K at which a step begins. A pass has STEPS steps, and each pass starts one K tile after the
-    last.
+    """Returns the word of K at which a step begins.
+
+    A pass has STEPS steps, and each pass starts one K tile after the last.
     """
     HALVES: gl.constexpr = K_TILE // WORDS
     within = step % STEPS

@@ -60,8 +60,9 @@ class SharesRoom(Protocol):
     """`Reduce` between GPUs that reach each other's memory."""
 
     def room_for(self, elements: int) -> Room | None:
-        """Returns shared memory for `elements` fp32 elements. None if sums of that size are made by calling the
-        `Reduce`.
+        """Returns shared memory for `elements` fp32 elements.
+
+        None if sums of that size are made by calling the `Reduce`.
         """
 
 
@@ -101,8 +102,9 @@ def attention_out(
 def mlp(
     given: NextInput, layer: Layer, next_layer: Layer | None, eps: float, pdl: bool, reduce: Reduce | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """Computes `Ops.mlp` on the result of `attention_out`. Returns x [M, hidden], and q, k and v of the next layer [M,
-    N].
+    """Computes `Ops.mlp` on the result of `attention_out`.
+
+    Returns x [M, hidden], and q, k and v of the next layer [M, N].
     """
     x, permuted, squares = given
     out = x.new_empty(len(x), layer.gate_up.shape[0] // 2)

@@ -70,7 +70,9 @@ def _copy_layout(R, W, warps):
 
 @gluon.constexpr_function
 def _weight_layout(R, W):
-    """Layout of weights in shared memory, the same as in global memory: a warp loads 512 contiguous bytes per fragment.
+    """Layout of weights in shared memory, the same as in global memory.
+
+    A warp loads 512 contiguous bytes per fragment.
     """
     bits = [[0, 0, 1 << bit] for bit in range(4)] + [[0, 1 << bit, 0] for bit in range(4)]
     bits += [[0, 0, 1 << bit] for bit in range(4, W.bit_length() - 1)]
@@ -118,9 +120,7 @@ def _fetched(at, of, valid, step, K: gl.constexpr, STEPS: gl.constexpr, K_TILE: 
 
 @gluon.jit
 def _products(accs, weight, shared, nil, left: gl.constexpr, right: gl.constexpr, DTYPE: gl.constexpr):
-    """Returns accs + weight rows^T, for one group of rows after the other, so that registers hold the operands of one
-    group.
-    """
+    """Returns accs + weight rows^T. Multiplies one group of rows at a time, whose operands fit into the registers."""
     w: gl.constexpr = gl.DotOperandLayout(0, left.parent, 4)  # in words, so half as many are contiguous
     x: gl.constexpr = gl.DotOperandLayout(1, right.parent, 4)
     # XOR with zero: the compiler would copy loaded values into an operand's registers for each product, but not

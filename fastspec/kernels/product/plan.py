@@ -74,8 +74,7 @@ class Small:
 
 @dataclass(frozen=True, slots=True)
 class Large:
-    """Launch of the large-M kernel: `groups` groups of `rows` rows of x in one CTA, with steps of K in shared memory.
-    """
+    """Launch of the large-M kernel. A CTA has `groups` groups of `rows` rows of x, and steps of K in shared memory."""
 
     groups: int
     depth: int
@@ -92,8 +91,8 @@ class Tma:
         rows, rest: rows of x in one CTA, and more rows in a second product.
         weight_rows: rows of the weight in one CTA: a multiple of 16, and a sum of at most three powers of two.
         warps, stages: number of multiplying warps, and steps of K in shared memory.
-        split_k: number of splits that a CTA sums: one, or those that are added pairwise. Another kernel adds the partial
-            sums of CTAs. None: a CTA sums all of K.
+        split_k: number of splits that a CTA sums: one, or those that are added pairwise. Another kernel adds the
+            partial sums of CTAs. None: a CTA sums all of K.
         registers: limit per thread, so that two CTAs fit on an SM.
         programs: number of CTAs, which take the weight's tiles in turn. None: one CTA per tile.
     """
@@ -204,7 +203,9 @@ def split_of(n: int, k: int) -> Split:
 
 
 def tree_of(n: int, k: int) -> Split | None:
-    """Returns the split of a weight [N, K] whose sums are one binary tree over equal parts of K. None if there is none.
+    """Returns the split of a weight [N, K] whose sums are one binary tree over equal parts of K.
+
+    None if there is none.
     """
     usual = split_of(n, k)
     many = usual.split_k if n <= TREE_ROWS else TREE
@@ -230,8 +231,9 @@ def split_for(shape: tuple[int, int], whole: tuple[int, int] | None = None, tree
 
 
 def tree_parts(shape: tuple[int, int], whole: tuple[int, int] | None) -> int:
-    """Returns how many parts of K a product with many rows adds as a tree. 1: no tree. For the arguments see
-    `split_for`.
+    """Returns how many parts of K a product with many rows adds as a tree. 1: no tree.
+
+    For the arguments see `split_for`.
     """
     split, ranks = split_for(shape, whole, True), (whole or shape)[1] // shape[1]
     return max(1, TREE // ranks) if split.runs else 1
@@ -263,8 +265,9 @@ def tile_of(
 
 
 def small_rows(gpu: Gpu) -> int:
-    """Returns the largest number of rows of x for the small-M kernel. More rows use the TMA kernel or the large-M
-    kernel.
+    """Returns the largest number of rows of x for the small-M kernel.
+
+    More rows use the TMA kernel or the large-M kernel.
     """
     return 8 if gpu.hopper else 16
 

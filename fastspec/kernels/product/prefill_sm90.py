@@ -93,8 +93,9 @@ def _exchanged(x):
 
 @gluon.jit
 def _places(part, SLOT: gl.constexpr):
-    """Returns the places in `held` of sums [R, 64]. A slot starts behind the previous one, at the same place for all
-    columns.
+    """Returns the places in `held` of sums [R, 64].
+
+    A slot starts behind the previous one, at the same place for all columns.
     """
     row = gl.arange(0, part.shape[0], layout=gl.SliceLayout(1, part.type.layout))
     column = gl.arange(0, part.shape[1], layout=gl.SliceLayout(0, part.type.layout))
@@ -119,8 +120,7 @@ def _store(
     part, m, n, bias_ptr, residual_ptr, out_ptr, held, num_rows,
     WIDTH: gl.constexpr, STRIDE: gl.constexpr, WARPS: gl.constexpr, PART: gl.constexpr, PARTS: gl.constexpr,
 ):  # fmt: skip
-    """Adds bias and residual to part [R, C] and stores it, 64 columns at a time, because they pass through shared
-    memory.
+    """Adds bias and residual to part [R, C] and stores it, 64 columns at a time, through shared memory.
 
     Sums of a part of K that is not the last are held for the next parts. Each thread holds and reads the same sums.
     """
@@ -282,8 +282,9 @@ def run(
     programs: int,
     parts: int = 1,
 ) -> None:
-    """Launches the product with a given tile. Rows [R, K] and the packed weight have addresses that are multiples of
-    16.
+    """Launches the product with a given tile.
+
+    Rows [R, K] and the packed weight have addresses that are multiples of 16.
 
     Args:
         residual, out: [..., N or N/2], or these columns of tensors with one common width.

@@ -67,10 +67,10 @@ def sums_of(
     parts_ptr, factors_ptr, bias_ptr, residual_ptr, factor, row, n, there, M,
     N: gl.constexpr, SPLITS: gl.constexpr, PAIRWISE: gl.constexpr,
 ):  # fmt: skip
-    """Returns fp32 sums of columns n of a row, times their factors and the row's, plus bias and residual. Zero if not
-    `there`.
+    """Returns fp32 sums of columns n of a row, times their factors and the row's, plus bias and residual.
 
-    Splits are loaded through shared memory, because the compiler keeps only few loads into registers in flight.
+    Zero if not `there`. Splits are loaded through shared memory, because the compiler keeps only few loads into
+    registers in flight.
     """
     at = row.to(gl.int64) * N + n
     held = ()
@@ -220,8 +220,7 @@ def add_up(
     out: Tensor,
     pdl: bool,
 ) -> None:
-    """Writes out [M, N] = rounded(sum of parts, in order, * their factors [N] * the rows' factors [M] + bias [N] +
-    residual).
+    """Writes out [M, N] = rounded(sum of parts, in order, * their factors [N] * row factors [M] + bias [N] + residual).
 
     Args:
         squares: fp32 [S, M], result of `permuted_rows`; None: rows have no factors.
@@ -262,7 +261,8 @@ def permuted_rows(
         raise_rows: True to multiply the regrouped rows by 2^64, exactly, for a product with 8-bit codes.
 
     Returns:
-        x or the sum [M, K]; the same times the norm's weight, regrouped; sums of squares fp32 [S, M], None without a norm.
+        x or the sum [M, K]; the same times the norm's weight, regrouped; sums of squares fp32 [S, M], None without a
+        norm.
     """
     rows, k = x.shape
     splits, k_tile = split

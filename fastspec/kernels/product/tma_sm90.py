@@ -172,10 +172,10 @@ def _weights_of(step, ws, full, WARPS: gl.constexpr):
 def _passed(
     step, words, xs, ws, full, free, nil, last, STEPS: gl.constexpr, WARPS: gl.constexpr
 ):  # fmt: skip
-    """Makes one pass over K. Returns the next step, its weights, and the pass's sums [R, GROUP] for each group of rows
-    of x.
+    """Makes one pass over K.
 
-    Weights of a step are loaded while the previous step is multiplied. The weights of the last step are loaded twice.
+    Returns the next step, its weights, and the pass's sums [R, GROUP] for each group of rows of x. Weights of a step
+    are loaded while the previous step is multiplied. The weights of the last step are loaded twice.
     """
     accs = ()
     for i in gl.static_range(len(xs)):
@@ -241,9 +241,7 @@ def _work_out_factors(
     factors, known, squares_ptr, first_row, M, eps,
     K: gl.constexpr, S: gl.constexpr, ROWS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """Runs the warp that computes the norm's factor of each row from sums of squares fp32 [S, M], while others
-    multiply.
-    """
+    """Runs the warp that computes the norm's factor of each row, from sums of squares fp32 [S, M]."""
     if squares_ptr is not None:
         if PDL:
             gdc_wait()
@@ -330,9 +328,7 @@ def tma_kernel(
     PDL: gl.constexpr,
     DTYPE: gl.constexpr,
 ):
-    """Computes OWN weight rows by GROUP + REST rows of x: over all of K, or over PAIRWISE splits if sums are stored as
-    parts.
-    """
+    """Computes OWN weight rows by GROUP + REST rows of x. Sums all of K, or PAIRWISE splits if it stores parts."""
     K: gl.constexpr = SUMS.K
     S: gl.constexpr = SUMS.S
     KT: gl.constexpr = SUMS.KT

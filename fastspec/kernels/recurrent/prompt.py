@@ -360,7 +360,9 @@ def _keep_kernel(
 def prompt_rule(
     product: Tensor, weights: Weights, slots: StateSlots, out: Tensor, rule: DeltaRule, kept: KeptState | None = None
 ) -> None:
-    """Writes the result of `reference.delta_rule` to `out` [B, Q, rule.values]. Q is larger than the number of slots.
+    """Writes the result of `reference.delta_rule` to `out` [B, Q, rule.values].
+
+    Q is larger than the number of slots.
     """
     batch, tokens, _ = product.shape
     places, sizes = slots.inputs.shape[1], sizes_of(rule)

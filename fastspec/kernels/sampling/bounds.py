@@ -168,8 +168,9 @@ def _kth_at_least(tops, largest, top_k, GROUPS: tl.constexpr):
 def _guessed(
     source, lower, upper, largest, normaliser, top_k, top_p, groups, GROUPS: tl.constexpr, WIDTH, MAX_FOUND, STOPS
 ):
-    """Guesses (lower, upper, 1) from one id of each group. If the given bounds leave few enough ids, returns them with
-    0.
+    """Guesses (lower, upper, 1) from one id of each group.
+
+    If the given bounds leave few enough ids, returns them with 0.
     """
     group = tl.arange(0, GROUPS)[None, :]
     x = scaled(view_of(*source), tl.where(group < groups, group * WIDTH + (group * STRIDE) % _GROUP, -1), STOPS)
@@ -204,8 +205,7 @@ def _guessed(
 
 @triton.jit
 def _sampled_edge(x, largest, light, least, upper, WIDTH):
-    """Returns keys below and above the threshold of top-p, from a sample of ids x [1, N] that represent WIDTH ids each.
-    """
+    """Returns keys below and above the threshold of top-p, from a sample x [1, N] of ids for WIDTH ids each."""
     weights = tl.exp(x - largest) * WIDTH
     low, high = least, largest
     error, under, wide = light * 0.0, least, light
@@ -284,7 +284,10 @@ def described(
     MAX_FOUND: tl.constexpr,
     STOPS: tl.constexpr,
 ):
-    """Describes a line from groups [1, GROUPS] of WIDTH ids: (kind, largest, normaliser, best, lower, upper, guessed).
+    """Describes a line from groups [1, GROUPS] of WIDTH ids.
+
+    Returns:
+        (kind, largest, normaliser, best, lower, upper, guessed).
     """
     vocab = source[0].vocab
     largest = tl.max(tl.max(tops, axis=1), axis=0)

@@ -438,8 +438,9 @@ def find_distributions(
     ragged: bool = False,
     record: Record | None = None,
 ) -> None:
-    """Computes the records of `work` for logits [B, R, V], in two launches. The places are `first`, first + 1, .. of
-    each row.
+    """Computes the records of `work` for logits [B, R, V], in two launches.
+
+    The places are `first`, first + 1, .. of each row.
 
     Args:
         logits: fp32, of the ids 0..V-1; V may be less than the vocabulary of the state.

@@ -87,8 +87,7 @@ def store_entry(
 
 @triton.jit
 def store_sequence(entries_ptr, counter_ptr, slots, entry_width, sequence):
-    """Stores the sequence number of an entry after this CTA has stored its other elements, and increments the counter.
-    """
+    """Stores the sequence number of an entry, after this CTA has stored its other elements. Increments the counter."""
     # the barrier makes all threads' stores visible to one thread. The fence at system scope comes from an
     # atomic on the counter, because few machines support atomics on host memory
     tl.debug_barrier()

@@ -92,8 +92,8 @@ class ExpertTensors(WrappedSource):
         name: name of the checkpoint, for messages.
 
     Raises:
-        CheckpointError: a tensor of all experts does not have the shape that follows from the config, a scale is missing,
-            or a parameter is stored twice.
+        CheckpointError: a tensor of all experts does not have the shape that follows from the config, a scale is
+            missing, or a parameter is stored twice.
     """
 
     def __init__(self, source: TensorSource, spec: ModelSpec, name: str) -> None:
@@ -119,8 +119,9 @@ class ExpertTensors(WrappedSource):
         return any(part.stored + BLOCKS in self._source.infos() for part in self._parts.values())
 
     def _look_transposed(self, infos: Mapping[str, TensorInfo]) -> bool:
-        """True if a stack has the shape of its transpose. A square stack cannot tell, but no layer has only square
-        stacks.
+        """True if a stack has the shape of its transpose.
+
+        A square stack cannot tell, but no layer has only square stacks.
         """
         for stored, info in infos.items():
             name = found[3].removeprefix("experts.") if (found := PLACE.fullmatch(stored)) else ""
@@ -242,8 +243,9 @@ class ExpertTensors(WrappedSource):
         return self._codes_of(name, slice(None), slice(None), device)
 
     def codes_part(self, name: str, rows: slice, columns: slice, device: torch.device) -> Codes | None:
-        """Returns rows and columns of the codes. If the columns are not whole mxfp4 blocks, all columns are read and
-        then cut.
+        """Returns rows and columns of the codes.
+
+        If the columns are not whole mxfp4 blocks, all columns are read and then cut.
         """
         if not self._in_blocks(name):
             return None if name in self._parts else super().codes_part(name, rows, columns, device)

@@ -25,8 +25,9 @@ HUB_ID: Final = re.compile(r"(\w[\w.-]{0,95}/)?\w[\w.-]{0,95}", re.ASCII)
 
 
 def download(source: str | os.PathLike[str], revision: str | None, check: Callable[[Path], object]) -> Path:
-    """Returns the local snapshot of a Hub id. The config is fetched and checked first, then the weights of the same
-    commit.
+    """Returns the local snapshot of a Hub id.
+
+    The config is fetched and checked first, then the weights of the same commit.
 
     Args:
         source: the Hub id.

@@ -101,9 +101,7 @@ def same_text_on(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.devic
 
 
 def _in_trees(spec: ModelSpec, ranks: int, dtype: torch.dtype) -> bool:
-    """True if each of `ranks` ranks sums whole subtrees over K, and computes all other products with the bits of one
-    rank.
-    """
+    """True if each of `ranks` ranks sums whole subtrees over K, and its other products have the bits of one rank."""
     if not divides(spec, ranks):
         return False
     hidden, heads, inner = spec.hidden_size, spec.num_heads * spec.head_dim, spec.intermediate_size

@@ -1,5 +1,6 @@
-"""Safetensors files of a local checkpoint. Headers are read first and names are checked; tensors are views of mapped
-files.
+"""Safetensors files of a local checkpoint.
+
+Headers are read first and names are checked; tensors are views of mapped files.
 """
 
 from __future__ import annotations

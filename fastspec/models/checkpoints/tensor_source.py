@@ -1,4 +1,6 @@
-"""`TensorSource`: named tensors of a checkpoint or a live module. Base class of everything from which weights are read.
+"""`TensorSource`: named tensors of a checkpoint or a live module.
+
+Base class of everything from which weights are read.
 """
 
 from __future__ import annotations
@@ -53,9 +55,7 @@ class TensorSource:
         yield
 
     def read(self, name: str) -> Tensor:
-        """Returns the tensor without a copy: a view of the mapped file (only inside `open()`), or the module's
-        parameter.
-        """
+        """Returns the tensor without a copy: a view of the mapped file (inside `open()`), or the module's parameter."""
         raise NotImplementedError
 
     def read_part(self, name: str, rows: slice, columns: slice) -> Tensor:
@@ -71,8 +71,9 @@ class TensorSource:
         return None
 
     def codes_part(self, name: str, rows: slice, columns: slice, device: torch.device) -> Codes | None:
-        """Returns rows and columns of a quantised matrix, see `Codes.part`. Reads only whole stored words that contain
-        them.
+        """Returns rows and columns of a quantised matrix, see `Codes.part`.
+
+        Reads only whole stored words that contain them.
         """
         return None
 

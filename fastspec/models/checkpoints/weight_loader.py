@@ -47,8 +47,8 @@ class Loader:
     Args:
         source: the tensors. Must be open if they are copied at once.
         ops: ops that will read the weights.
-        rounds_to: returns the kind to which a matrix (name, (N, K)) is rounded. None: not rounded. Not called for matrices
-            that are stored quantised.
+        rounds_to: returns the kind to which a matrix (name, (N, K)) is rounded. None: not rounded. Not called for
+            matrices that are stored quantised.
         planned: True to allocate nothing and only count bytes.
         release: True to free the source's tensors after they are copied.
         later: True to copy nothing before `fill`.

@@ -132,8 +132,7 @@ class LayerPlan:
 
     @property
     def sandwiched(self) -> bool:
-        """True if `Ops.add_norm` can compute the norms and sums between products, before and after attention and MLP.
-        """
+        """True if `Ops.add_norm` can compute the norms and sums before and after attention and MLP."""
         norms = self.post_norm and self.pre_norm and self.norm == "rms_plus_one" and self.gated
         return norms and self.residual_scale == 1.0 and self.delta is None
 
@@ -202,7 +201,8 @@ class ModelFamily:
         transposed_experts: True if a tensor with all experts of a layer may be stored transposed.
         read_as: `model_type` whose config class reads this family's configs, if transformers has no class for it. Code
             that its checkpoints name is not run. Empty: the family's own.
-        interleaved: True if rope rotates neighbours 2i and 2i + 1 of a head. Else it rotates the halves: i and i + half.
+        interleaved: True if rope rotates neighbours 2i and 2i + 1 of a head. Else it rotates the halves: i and i +
+            half.
     """
 
     architecture: str

@@ -1,5 +1,4 @@
-"""Qwen3: norms on queries and keys, biases if the config asks for them, and a window in the layers named in
-layer_types.
+"""Qwen3: norms on queries and keys, biases if the config asks for them, and windows in layers named in layer_types.
 
 The text model of Qwen3-VL is the same. Its rope has three positions per token, which are equal if all tokens are text.
 

@@ -1,6 +1,4 @@
-"""Checkpoint of a learned drafter: its spec, the location of its weights, and its stored tensors, checked against the
-spec.
-"""
+"""Checkpoint of a learned drafter: its spec, the location of its weights, and checks of its stored tensors."""
 
 from __future__ import annotations
 

@@ -50,8 +50,9 @@ class Eagle3Spec(HeadSpec):
 
     @property
     def kept(self) -> tuple[int, ...]:
-        """Shape of the tensor that is stored for a row's newest position, from which its first draft continues; see
-        `Eagle3.absorb`.
+        """Shape of the tensor stored for a row's newest position.
+
+        The first draft continues from it; see `Eagle3.absorb`.
         """
         return (self.attention_inputs,)
 

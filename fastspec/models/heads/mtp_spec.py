@@ -56,8 +56,9 @@ class MtpSpec(HeadSpec):
 
     @property
     def kept(self) -> tuple[int, ...]:
-        """Shape of the tensor that is stored for a row's newest position, from which its first draft continues; see
-        `Mtp.absorb`.
+        """Shape of the tensor stored for a row's newest position.
+
+        The first draft continues from it; see `Mtp.absorb`.
         """
         return (self.attention_inputs,)
 

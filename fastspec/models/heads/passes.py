@@ -51,15 +51,15 @@ class HeadDecoder(Decoder):
             super().head_argmax(x, limit, tiling, out, **options)
 
     def _resumed(self, made: Tensor, rows: ForwardBatch) -> Tensor:
-        """Returns the residual stream after the last layer, from that layer's input and its q, k and v, concatenated.
-        """
+        """Returns the residual stream after the last layer, from that layer's input, q, k and v (concatenated)."""
         hidden = self.spec.hidden_size
         x, qkv = made[..., :hidden].contiguous(), made[..., hidden:].contiguous()
         return self._layer(self.spec.num_layers - 1, x, qkv, rows)[0]
 
     def _store(self, index: int, heads: Tensor, rows: ForwardBatch, *, num_heads: int) -> Tensor:
-        """Writes keys, normed and rotated, and values of rows to a layer's cache. Returns their queries, if there are
-        any.
+        """Writes keys, normed and rotated, and values of rows to a layer's cache.
+
+        Returns their queries, if there are any.
         """
         keys, values = self.cache.keys[index], self.cache.values[index]
         where = keys, values, rows.block_table, rows.positions, rows.write_mask
@@ -178,8 +178,9 @@ class Mtp(HeadDecoder):
         return features[:, :, 0]
 
     def drafted(self, g: Tensor, rows: ForwardBatch) -> Tensor:
-        """Returns the hidden state after the layer and its final norm, [B, Q, hidden], the head's input. Writes K and
-        V.
+        """Returns the hidden state after the layer and its final norm, [B, Q, hidden], the head's input.
+
+        Writes K and V.
 
         Args:
             g: [B, Q, hidden], from `condense` or `feature`.
@@ -212,9 +213,7 @@ class Mtp(HeadDecoder):
         return x
 
     def _joint(self, g: Tensor, rows: ForwardBatch) -> Tensor:
-        """Returns the layer's input [B, Q, hidden]: hidden states and the embeddings of the next tokens, joined by
-        `fc`.
-        """
+        """Returns the layer's input [B, Q, hidden]: hidden states and embeddings of the next tokens, joined by `fc`."""
         plan, norms, eps = self.spec.plans[0], (self._embed_norm, self._hidden_norm), self.spec.rms_eps
         first = self.head.hidden_first
         if self._embed_scale == 1.0 and plan.norm != "layer":
@@ -301,10 +300,10 @@ class DFlash(HeadDecoder):
             self._store(index, kv, rows, num_heads=0)
 
     def block(self, rows: ForwardBatch) -> Tensor:
-        """Returns the residual stream after the last layer, [B, Q, hidden], of a block: the last token of each row and
-        masks.
+        """Returns the residual stream of a block after the last layer, [B, Q, hidden].
 
-        Its keys stay in the cache until the next pass, at the positions after the context.
+        A block is the last token of each row and masks. Its keys stay in the cache until the next pass, at the
+        positions after the context.
         """
         x = self._embedded(rows)
         last = rows.positions[:, -1:].expand_as(rows.positions).contiguous()

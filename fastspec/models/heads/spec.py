@@ -210,8 +210,7 @@ def readings_of(ids: Sequence[int], layers: int, first: int, others: Sequence[in
 
 
 def as_layers(reading: Reading, layers: int) -> tuple[int, ...]:
-    """Converts a reading to the layer numbers of `Proposer.features`: layers from 0 on; -1 and `layers` for the ends.
-    """
+    """Converts a reading to the layer numbers of `Proposer.features`. -1 and `layers` are the two ends."""
     return tuple(layers if boundary == NORMED else boundary - 1 for boundary in reading)
 
 
@@ -274,8 +273,7 @@ class HeadSpec:
 
     @property
     def attention_inputs(self) -> int:
-        """Elements per position that the last layer needs from its attention on: the residual stream, and q, k and v.
-        """
+        """Elements per position that the last layer reads from its attention on: the residual stream, q, k and v."""
         gates = self.num_heads if self.decoder.plans[-1].output_gate else 0
         return self.hidden_size + (self.num_heads + gates + 2 * self.num_kv_heads) * self.head_dim
 

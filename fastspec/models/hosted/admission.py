@@ -1,5 +1,4 @@
-"""Admission of a hosted model at construction: short passes are compared, and a model whose results differ is refused.
-"""
+"""Admission of a hosted model at construction: compares short passes, and refuses a model whose results differ."""
 
 from __future__ import annotations
 
@@ -122,8 +121,9 @@ class _Trial:
             )
 
     def _compare(self, what: str, own: Tensor, tiling: Tiling, counts: Sequence[int]) -> Tensor:
-        """Returns hidden states of passes over these numbers of tokens. If they differ from `own`, each layer is
-        compared.
+        """Returns hidden states of passes over these numbers of tokens.
+
+        If they differ from `own`, each layer is compared.
         """
         passes = [partial(self._feed, sum(counts[:index]), count, tiling) for index, count in enumerate(counts)]
         ours = torch.cat([feed() for feed in passes], dim=1)

@@ -115,8 +115,7 @@ class ProductCodes:
         return made
 
     def values(self, dtype: torch.dtype) -> dict[str, Tensor]:
-        """Returns all tensors by their stored names, dequantised to `dtype`, from which transformers makes its module.
-        """
+        """Returns all tensors by their stored names, dequantised to `dtype`. transformers makes its module from them."""
         with self._whole.open():
             return {
                 name: self._whole.read(name).to(dtype) if self._whole.kind(name) else self._whole.read(name)

@@ -225,8 +225,9 @@ def causal_class(config: PretrainedConfig) -> Any:
 
 
 def shell_of(kind: Any, config: PretrainedConfig) -> nn.Module:
-    """Builds the model on the meta device, without memory and values. Attention is this package's; the config is a
-    copy.
+    """Builds the model on the meta device, without memory and values.
+
+    Attention is this package's; the config is a copy.
     """
     register()
     config = copy.deepcopy(config)

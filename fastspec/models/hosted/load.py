@@ -200,8 +200,9 @@ class _Filler:
         return made
 
     def _weight(self, parameter: Tensor, rows: Tensor | None = None, name: str = "") -> Weight:
-        """Returns the weight of a parameter, made once if it is used twice. Rounded if the product `name` is to be
-        rounded.
+        """Returns the weight of a parameter, made once if it is used twice.
+
+        Rounded if the product `name` is to be rounded.
         """
         key = id(parameter)
         if key not in self.weights:
@@ -219,8 +220,9 @@ class _Filler:
         return self.held[key]
 
     def _moved(self, tensor: Tensor) -> Tensor:
-        """Returns a copy on the device. Values in the checkpoint's dtype are converted to `dtype`; wider values keep
-        theirs.
+        """Returns a copy on the device.
+
+        Values in the checkpoint's dtype are converted to `dtype`; wider values keep theirs.
         """
         kept = tensor.dtype != self._stored
         return tensor.detach().to(self.device, tensor.dtype if kept else self.dtype, copy=True)

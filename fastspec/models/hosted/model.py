@@ -113,15 +113,18 @@ class HostedModel:
         return logits.float().view(*hidden.shape[:-1], -1)
 
     def argmax(self, hidden: Tensor, limit: int, tiling: Tiling, out: Tensor) -> None:
-        """Writes to `out` [R] the id of the largest of the first `limit` logits of hidden [R, hidden]. The lowest id if
-        equal.
+        """Writes to `out` [R] the id of the largest of the first `limit` logits of hidden [R, hidden].
+
+        The lowest id if equal.
         """
         out.copy_(self.logits(hidden, tiling)[..., :limit].argmax(dim=-1))
 
     def attend(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, options: dict[str, Any]
     ) -> Tensor:
-        """Computes the next attention call of the pass. Writes K/V to the pages of its slot, and attends to them there.
+        """Computes the next attention call of the pass.
+
+        Writes K/V to the pages of its slot, and attends to them there.
         """
         call, rows = self.info.probed.calls[self._at], self._rows
         assert rows is not None

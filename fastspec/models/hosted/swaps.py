@@ -53,7 +53,9 @@ def pass_of(module: nn.Module) -> Any:
 
 
 def register() -> None:
-    """Registers these functions in transformers. Only `probe` needs masks: for the other name transformers builds none.
+    """Registers these functions in transformers.
+
+    Only `probe` needs masks: for the other name transformers builds none.
     """
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -214,8 +216,9 @@ _MOST_KEPT: Final = 1 << 16  # largest constant that is kept, in bytes; larger o
 
 
 def number_on_device(given: Any, *args: Any, **kwargs: Any) -> Tensor | None:
-    """Returns the result of torch.tensor or Tensor.to for one number from the host, without a copy. None for other
-    calls.
+    """Returns the result of torch.tensor or Tensor.to for one number from the host, without a copy.
+
+    None for other calls.
     """
     inside = isinstance(given, Tensor)
     if given.dim() or given.device.type != "cpu" if inside else not isinstance(given, bool | int | float):
@@ -264,8 +267,9 @@ _VECTORS: Final = 64  # elements; a multiple of the vector size of any CPU
 
 
 def padded_elements(func: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """Computes `func` of each element of x [..., K]. The last axis is padded to whole vectors, so that none is left
-    over.
+    """Computes `func` of each element of x [..., K].
+
+    The last axis is padded to whole vectors, so that none is left over.
     """
     width = x.shape[-1] if x.dim() else 0
     if x.dim() < 2 or width % _VECTORS == 0:
@@ -493,7 +497,9 @@ def rotates(part: nn.Module) -> bool:
 
 
 def _forward(part: nn.Module) -> FunctionType | None:
-    """Returns a module's forward without decorators that only warn of old keywords. None if it is not a plain function.
+    """Returns a module's forward without decorators that only warn of old keywords.
+
+    None if it is not a plain function.
     """
     forward: Any = type(part).forward
     while hasattr(forward, "__wrapped__") and forward.__globals__.get("__name__") == DEPRECATION:
@@ -568,8 +574,9 @@ class PartProduct(nn.Module):
         self.register_buffer("bias", bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Returns y [..., N] for x [..., K]. Split by rows: this rank's part of y. Split by columns: x is this rank's
-        part.
+        """Returns y [..., N] for x [..., K]. Split by rows: this rank's part of y.
+
+        Split by columns: x is this rank's part.
         """
         with our_op(self._running):
             return self._summed(x) if self._columns else self._rows(x)

@@ -134,7 +134,9 @@ def softmax_memory(R: gl.constexpr, D: gl.constexpr, REGROUP: gl.constexpr):
 
 @gluon.jit
 def join(memory, splits):
-    """Joins `splits`, the result of `merge_parts`, to a `softmax_memory`. Returns (average [R, D], weight [R]) of all.
+    """Joins `splits`, the result of `merge_parts`, to a `softmax_memory`.
+
+    Returns (average [R, D], weight [R]) of all.
     """
     layout: gl.constexpr = splits[0][0].type.layout
     row: gl.constexpr = gl.SliceLayout(1, layout)

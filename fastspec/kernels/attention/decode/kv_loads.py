@@ -50,11 +50,11 @@ def halves(words, DTYPE: gl.constexpr):
 
 @gluon.constexpr_function
 def _widening(DTYPE, TO, OF, CONTROL):
-    """Returns PTX that converts two e4m3 numbers to DTYPE. `prmt` moves the bytes that CONTROL selects, with their
-    signs.
+    """Returns PTX that converts two e4m3 numbers to DTYPE.
 
-    If the bits of an e4m3 number are shifted to the exponent field of the other format, they are that number times
-    2^-120 (fp16: 2^-8). The multiplication corrects this.
+    `prmt` moves the bytes that CONTROL selects, with their signs. If the bits of an e4m3 number are shifted to the
+    exponent field of the other format, they are that number times 2^-120 (fp16: 2^-8). The multiplication corrects
+    this.
 
         e4m3   s eeee mmm
         bf16   s 0000eeee mmm0000     fp16   s 0eeee mmm0000000

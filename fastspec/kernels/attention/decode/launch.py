@@ -31,7 +31,8 @@ class DecodingPass:
         tokens: the new tokens; read only.
         cache: K and V; new ones are written, all are read.
         out: [B, Q, H * D], written.
-        work: work area for partial sums, written. With more than one split it needs B * Q * H * splits * (D + 1) elements.
+        work: work area for partial sums, written. With more than one split it needs B * Q * H * splits * (D + 1)
+            elements.
         pdl: True if the kernels use programmatic dependent launch.
         rule, sinks: arguments of `reference.attend`.
         scales: scales of an 8-bit cache.

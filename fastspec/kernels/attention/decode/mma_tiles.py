@@ -109,8 +109,9 @@ def _columns(bases, REGROUP):
 
 @gluon.constexpr_function
 def merged_layout(WARPS, R, D, REGROUP):
-    """Layout of sums [R, D] after PARTS are added, with the columns of a head. REGROUP: in the order of the next
-    product.
+    """Layout of sums [R, D] after PARTS are added, with the columns of a head.
+
+    REGROUP: in the order of the next product.
     """
     half = [[8, 0]] if R == 16 else []
     apart = [[0, 4], *([[0, 64]] if D == 128 else []), *half, [0, 8], [0, 2]]
@@ -181,9 +182,7 @@ def places_of(
     PAGE_SIZE: gl.constexpr,
     S: gl.constexpr,
 ):
-    """Computes addresses and positions of K [S, KEYS, D / 2] (first halves) and V [S, KEYS, D], starting at key
-    `first`.
-    """
+    """Computes addresses and positions of K [S, KEYS, D / 2] (first halves) and V [S, KEYS, D] from key `first` on."""
     kl: gl.constexpr = key_layout(gl.num_warps(), S, D // 2, 8)
     s, n = _along(S, 0, kl), _along(KEYS, 1, kl)
     slot, offset = _slots(cache, first, s, n, kv_head, KV_HEADS, D, PAGE_SIZE)
@@ -340,8 +339,7 @@ def share_of_keys(weight, head, scoring):
 
 @gluon.jit
 def _scored(queries, keys, first, position, scoring, WINDOW: gl.constexpr, S: gl.constexpr):
-    """Computes scores [S, ROWS, KEYS], times log2(e), of the keys from `first` on. -inf where a row does not see a key.
-    """
+    """Returns scores [S, ROWS, KEYS], times log2(e), of the keys from `first` on. -inf where a row does not see a key."""
     mma: gl.constexpr = operands(gl.num_warps(), S)
     scores = mma_v2(queries[0], _key_operand(keys[0]), gl.zeros([S, ROWS, KEYS], gl.float32, mma))
     scores = mma_v2(queries[1], _key_operand(keys[1]), scores) * scoring.factor
@@ -377,7 +375,9 @@ def begun(scores, v, S: gl.constexpr):
 
 @gluon.jit
 def averaged(out, top, total):
-    """Returns (out / total, top + log2(total)): the average of values, and its weight as log2. (0, -inf) without keys.
+    """Returns (out / total, top + log2(total)): the average of values, and its weight as log2.
+
+    (0, -inf) without keys.
     """
     share = 1.0 / gl.where(total == 0.0, 1.0, total)
     return out * gl.expand_dims(share, 1), top + fast_log2f(total)

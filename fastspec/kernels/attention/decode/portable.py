@@ -48,7 +48,9 @@ def peek(
     HEAD_DIM: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
 ):
-    """Prefetches the first PEEK_KEYS keys and values of this CTA. The positions and table that it reads may be stale.
+    """Prefetches the first PEEK_KEYS keys and values of this CTA.
+
+    The positions and table that it reads may be stale.
     """
     newest = tl.load(position_ptr + (batch + 1) * num_queries - 1, cache_modifier=".cg")
     at = start + tl.arange(0, PEEK_KEYS)
@@ -85,7 +87,9 @@ FAN = tl.constexpr(16)  # number of splits in a group
 
 @triton.jit
 def averaged(out, top, total):
-    """Returns (out / total, top + log2(total)): the average of values, and its weight as log2. (0, -inf) without keys.
+    """Returns (out / total, top + log2(total)): the average of values, and its weight as log2.
+
+    (0, -inf) without keys.
     """
     return out / tl.where(total == 0.0, 1.0, total)[:, None], top + tl.log2(total)
 

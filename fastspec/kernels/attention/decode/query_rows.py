@@ -31,7 +31,9 @@ def cache_of_row(cache, batch):
 
 @gluon.jit
 def new_positions(position_ptr, num_queries, WARPS: gl.constexpr):
-    """Loads the positions of a row's new tokens, int32 [PADDED_QUERIES], padded with NEVER. Each warp has all of them.
+    """Loads the positions of a row's new tokens, int32 [PADDED_QUERIES], padded with NEVER.
+
+    Each warp has all of them.
     """
     query = gl.arange(0, PADDED_QUERIES, layout=gl.BlockedLayout([1], [32], [WARPS], [0]))
     position = gl.load(position_ptr + query, mask=query < num_queries, other=NEVER, cache_modifier=".cg")
@@ -49,8 +51,7 @@ def kv_range(
     GROUP: gl.constexpr,
     WARPS: gl.constexpr,
 ):
-    """Returns (first new position, oldest visible key, newest visible key) for a tile's rows at positions low ..
-    high-1.
+    """Returns (first new position, oldest visible key, newest visible key) for a tile's rows at positions low..high-1.
 
     The newest is -1 if there are no such rows.
     """

@@ -128,8 +128,9 @@ def _attend_splits(
     SPLIT_SIZES: gl.constexpr, LATE_FROM: gl.constexpr, WINDOW: gl.constexpr, KV_HEADS: gl.constexpr,
     GROUP: gl.constexpr,
 ):  # fmt: skip
-    """Attends to the CTA's splits, one by one. Stores a partial sum of each; for a tile with only one split, the
-    output.
+    """Attends to the CTA's splits, one by one.
+
+    Stores a partial sum of each; for a tile with only one split, the output.
     """
     tile, batch, kv_head = share.tile, share.batch, share.kv_head
     tiles, full, free = pipeline.tiles, pipeline.full, pipeline.free
@@ -299,7 +300,9 @@ def shares_kernel(
     STAGES: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """Attends to part i of the splits of tile t in CTA (t, i). For the arguments see `_decode_kernel` of portable.py.
+    """Attends to part i of the splits of tile t in CTA (t, i).
+
+    For the arguments see `_decode_kernel` of portable.py.
     """
     DTYPE: gl.constexpr = tokens.qkv.dtype.element_ty
     NARROW: gl.constexpr = STAGES[1] > 0
@@ -334,27 +337,88 @@ def shares_kernel(
     if NARROW:
         gl.warp_specialize(
             [
-                (_consumer, (
-                    qs, pipeline, share, tokens, row_cache, out_ptr, partial_ptr, num_queries, num_pairs, splits,
-                    scoring, SPLIT_SIZES, LATE_FROM, WINDOW, KV_HEADS, GROUP, PAGE_SIZE, PDL,
-                )),
-                (load_and_widen, (
-                    key_desc, value_desc, loaded, pipeline, row_cache, kv_head * D, share, SPLIT_SIZES, PAGE_SIZE,
-                )),
+                (
+                    _consumer,
+                    (
+                        qs,
+                        pipeline,
+                        share,
+                        tokens,
+                        row_cache,
+                        out_ptr,
+                        partial_ptr,
+                        num_queries,
+                        num_pairs,
+                        splits,
+                        scoring,
+                        SPLIT_SIZES,
+                        LATE_FROM,
+                        WINDOW,
+                        KV_HEADS,
+                        GROUP,
+                        PAGE_SIZE,
+                        PDL,
+                    ),
+                ),
+                (
+                    load_and_widen,
+                    (
+                        key_desc,
+                        value_desc,
+                        loaded,
+                        pipeline,
+                        row_cache,
+                        kv_head * D,
+                        share,
+                        SPLIT_SIZES,
+                        PAGE_SIZE,
+                    ),
+                ),
             ],
-            [WIDENING_WARPS], [56],
+            [WIDENING_WARPS],
+            [56],
         )
     else:
         gl.warp_specialize(
             [
-                (_consumer, (
-                    qs, pipeline, share, tokens, row_cache, out_ptr, partial_ptr, num_queries, num_pairs, splits,
-                    scoring, SPLIT_SIZES, LATE_FROM, WINDOW, KV_HEADS, GROUP, PAGE_SIZE, PDL,
-                )),
-                (load_tiles, (
-                    key_desc, value_desc, loaded, row_cache, kv_head * D, share, SPLIT_SIZES, PAGE_SIZE,
-                )),
+                (
+                    _consumer,
+                    (
+                        qs,
+                        pipeline,
+                        share,
+                        tokens,
+                        row_cache,
+                        out_ptr,
+                        partial_ptr,
+                        num_queries,
+                        num_pairs,
+                        splits,
+                        scoring,
+                        SPLIT_SIZES,
+                        LATE_FROM,
+                        WINDOW,
+                        KV_HEADS,
+                        GROUP,
+                        PAGE_SIZE,
+                        PDL,
+                    ),
+                ),
+                (
+                    load_tiles,
+                    (
+                        key_desc,
+                        value_desc,
+                        loaded,
+                        row_cache,
+                        kv_head * D,
+                        share,
+                        SPLIT_SIZES,
+                        PAGE_SIZE,
+                    ),
+                ),
             ],
-            [1], [40],
+            [1],
+            [40],
         )
     # fmt: on

@@ -23,7 +23,9 @@ def rms_scale(squares, eps, K: tl.constexpr, BLOCK_K: tl.constexpr, STEPS: tl.co
 
 @triton.jit
 def weighted(x, gamma, SHRINK: tl.constexpr):
-    """Returns x * gamma in x's dtype, not yet divided by the norm. For fp16 a power of two, SHRINK, prevents overflow.
+    """Returns x * gamma in x's dtype, not yet divided by the norm.
+
+    For fp16 a power of two, SHRINK, prevents overflow.
     """
     return (x.to(tl.float32) * (gamma.to(tl.float32) * SHRINK)[:, None]).to(x.dtype)
 
@@ -61,9 +63,7 @@ def norm_kernel(
 
 @triton.jit
 def finish(out, up, m, n, bias_ptr, residual_ptr, out_ptr, num_rows, WIDTH: tl.constexpr, GATED: tl.constexpr):
-    """Stores element (n, m) of `out`, fp32 [BLOCK_N, ROWS]: adds the bias, applies the gate with `up`, adds the
-    residual.
-    """
+    """Stores element (n, m) of `out`, fp32 [BLOCK_N, ROWS], after bias, gate with `up`, and residual, in this order."""
     if bias_ptr is not None:
         out += tl.load(bias_ptr + n, mask=n < WIDTH, other=0.0).to(tl.float32)[:, None]
         if GATED:
@@ -79,8 +79,9 @@ def finish(out, up, m, n, bias_ptr, residual_ptr, out_ptr, num_rows, WIDTH: tl.c
 
 @triton.jit
 def offer(logits, m, n, scratch_ptr, num_rows, limit):
-    """Enters the largest of logits, fp32 [BLOCK_N, ROWS], into the scratch by uint64 maxima. Any order gives the same
-    result.
+    """Enters the largest of logits, fp32 [BLOCK_N, ROWS], into the scratch by uint64 maxima.
+
+    Any order gives the same result.
     """
     # a key: above, bits of the logit that order as integers; below, the id counted down. So the largest key is the
     # lowest id of the largest logit

@@ -1,5 +1,6 @@
-"""Converts codes to operands of the tensor core in registers, by masks and shifts. `common.code_packing` has their
-bits.
+"""Converts codes to operands of the tensor core in registers, by masks and shifts.
+
+`common.code_packing` has their bits.
 
 A unit is the part of K that one product takes: 64 values, or 32 if groups of 32 have their own sums. Words are int32.
 """
@@ -118,8 +119,9 @@ def _four_times(words):
 
 @gluon.jit
 def _scaled(pairs, scales, CONTROL: gl.constexpr):
-    """Multiplies pairs [S, R, 16] of fp4 with one half of the words of scales [S, R, 4]. Exact, because both have few
-    bits.
+    """Multiplies pairs [S, R, 16] of fp4 with one half of the words of scales [S, R, 4].
+
+    Exact, because both have few bits.
     """
     factors = _four_times(_permuted(scales, CONTROL))
     factors = gl.convert_layout(factors, pairs.type.layout, assert_trivial=True)
@@ -128,8 +130,9 @@ def _scaled(pairs, scales, CONTROL: gl.constexpr):
 
 @gluon.jit
 def _less(pairs, less, HIGH: gl.constexpr):
-    """Subtracts zero points from 4-bit codes, exactly. Pairs + `less` are raised by 2^64, or 2^60 if HIGH; 1 is then
-    2^-69.
+    """Subtracts zero points from 4-bit codes, exactly.
+
+    Pairs + `less` are raised by 2^64, or 2^60 if HIGH; 1 is then 2^-69.
     """
     return gl.inline_asm_elementwise(
         "fma.rn.bf16x2 $0, $1, $2, $3;",
@@ -143,8 +146,9 @@ def _less(pairs, less, HIGH: gl.constexpr):
 
 @gluon.jit
 def _zero_of(words, zeros, i: gl.constexpr):
-    """Returns the argument `less` of `_less` for block i of four, shaped like words [S, R, 16]: from zeros [S, R, 1],
-    or 8.
+    """Returns the argument `less` of `_less` for block i of four, shaped like words [S, R, 16].
+
+    Its values come from zeros [S, R, 1], or are 8.
     """
     if len(zeros) == 0:
         return gl.full_like(words, LESS_EIGHT)
@@ -188,7 +192,9 @@ def ones(S: gl.constexpr, lay: gl.constexpr):
 
 @gluon.jit
 def raised(words, FORM: gl.constexpr):
-    """Multiplies words of x, exactly, by the power of two by which codes are too small. 4-bit codes are raised instead.
+    """Multiplies words of x, exactly, by the power of two by which codes are too small.
+
+    4-bit codes are raised instead.
     """
     if bits_of(FORM) == 4:
         return words
@@ -224,8 +230,9 @@ def _rows_of_pairs(low, high, like: gl.constexpr):
 
 @gluon.jit
 def rows_of(words, KIND: gl.constexpr, like: gl.constexpr):
-    """Converts words [S, R / 2] of pairs of KIND, or of fp32 if words have 64 bits, to fp32 [S, R, 1] for layout
-    `like`.
+    """Converts words [S, R / 2] to fp32 [S, R, 1] for layout `like`.
+
+    A word is a pair of KIND, or with 64 bits of fp32.
     """
     held: gl.constexpr = words.dtype
     if gl.int64 == held:
@@ -239,8 +246,6 @@ def rows_of(words, KIND: gl.constexpr, like: gl.constexpr):
 
 @gluon.jit
 def zeros_of(words, like: gl.constexpr):
-    """Converts zero points, words [S, R / 2] of bf16 pairs, to int32 [S, R, 1] for `units_of`, for codes in layout
-    `like`.
-    """
+    """Converts zero points, words [S, R / 2] of bf16 pairs, to int32 [S, R, 1] for `units_of` and layout `like`."""
     less = times_gamma(words, gl.full_like(words, LESS_ONE), gl.bfloat16)
     return _rows_of_pairs(_permuted(less, "0x1010"), _permuted(less, "0x3232"), like)

@@ -124,8 +124,9 @@ def _less_offset(part, total, FORM: gl.constexpr):
 
 @gluon.jit
 def _block(sums, units, rows, scales, ones_of, right: gl.constexpr, FORM: gl.constexpr):
-    """Multiplies 8 rows of x with a K tile. `sums` is (acc,), or (acc, sums of x) if the offset is subtracted at the
-    end.
+    """Multiplies 8 rows of x with a K tile.
+
+    `sums` is (acc,), or (acc, sums of x) if the offset is subtracted at the end.
     """
     acc = sums[0]
     mma: gl.constexpr = acc.type.layout
@@ -194,8 +195,7 @@ def _first_of(some):
 
 @gluon.jit
 def _no_sums(S: gl.constexpr, R: gl.constexpr, BLOCKS: gl.constexpr, OWN_SUM: gl.constexpr, mma: gl.constexpr):
-    """Returns zero sums for each 8 rows of x; with OWN_SUM also sums of x, for offsets that are subtracted at the end.
-    """
+    """Returns zero sums for each 8 rows of x. With OWN_SUM also sums of x, for offsets subtracted at the end."""
     sums = ()
     for _ in gl.static_range(BLOCKS):
         each = (gl.zeros([S, R, BLOCK], gl.float32, mma),)

@@ -19,8 +19,9 @@ def pieces_of(KT, FORM):
 
 @gluon.constexpr_function
 def groups_of(KT, FORM, GROUP):
-    """Returns the number of scales per row and K tile that are applied to sums. 0 for fp4: its scales are applied to
-    codes.
+    """Returns the number of scales per row and K tile that are applied to sums.
+
+    0 for fp4: its scales are applied to codes.
     """
     return KT // GROUP if GROUP > 0 and FORM != "fp4" else 0
 

@@ -27,7 +27,8 @@ class FewRowsTile:
         weight_rows: rows of the weight in one CTA: 16, 32 or 64.
         blocks: number of blocks of 8 rows of x in one CTA, a power of two. A converted weight is multiplied with all of
             them.
-        depth, row_depth: K tiles of the weight and of x that are loaded ahead. row_depth 0: x is loaded when it is needed.
+        depth, row_depth: K tiles of the weight and of x that are loaded ahead. row_depth 0: x is loaded when it is
+            needed.
         registers: limit per thread.
     """
 

@@ -97,8 +97,9 @@ def _dequantise_kernel(
 
 
 def dequantise(weight: Weight, first: int, count: int, scratch: Tensor, early: bool = False) -> Weight:
-    """Returns rows first .. first + count - 1 of a quantised weight, packed. Both are multiples of 16, in the order of
-    its words.
+    """Returns rows first .. first + count - 1 of a quantised weight, packed.
+
+    Both are multiples of 16, in the order of its words.
 
     Args:
         scratch: bf16, count * K values or more, to which the result is written.
@@ -143,7 +144,8 @@ def _buffers(device: torch.device) -> _Buffers:
 
 
 def slice_of(n: int, k: int, rows: int, programs: int) -> int:
-    """Returns the rows of a weight [N, K] to dequantise at a time for `rows` rows of x, with the least estimated time.
+    """Returns how many rows of a weight [N, K] to dequantise at a time, for the least estimated time with `rows` rows
+    of x.
     """
     max_columns = max(COLUMNS, SLICE_BYTES // (2 * k) // COLUMNS * COLUMNS)
     if n <= max_columns:

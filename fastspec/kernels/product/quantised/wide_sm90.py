@@ -154,7 +154,9 @@ def _operands(pieces, zeros, like: gl.constexpr, FORM: gl.constexpr):
 
 @gluon.jit
 def _ones(piece, like: gl.constexpr):
-    """Returns the operand of ones [R, 64], whose product is the sum of x in units of codes. `piece`: words [1, R, 16].
+    """Returns the operand of ones [R, 64], whose product is the sum of x in units of codes.
+
+    `piece`: words [1, R, 16].
     """
     one = gl.full_like(piece, ONE)
     return _left_operand(joined_halves(one, one), like)
@@ -163,8 +165,7 @@ def _ones(piece, like: gl.constexpr):
 @gluon.jit
 def _pair_of(row, step, g: gl.constexpr, tile, split, N, K: gl.constexpr, S: gl.constexpr, T: gl.constexpr,
              GROUP: gl.constexpr, PAIRS: gl.constexpr, R: gl.constexpr):  # fmt: skip
-    """Returns the index of rows' scale or zero point for group g of a K tile, in pairs [N / 16, K / GROUP, PAIRS, 2].
-    """
+    """Returns the index of rows' scale or zero point in pairs [N / 16, K / GROUP, PAIRS, 2], for group g of a K tile."""
     tiles = gl.minimum(tile * (R // 16) + row // 16, N // 16 - 1)
     k_tile = gl.minimum(step % T * S + split + step // T, K // 128 - 1)  # after the last K tile x is zero
     group = tiles * (K // GROUP) + k_tile * (128 // GROUP) + g
@@ -187,7 +188,9 @@ def _scales_of(ptr, step, tile, split, like: gl.constexpr, N, K: gl.constexpr, S
 @gluon.jit
 def _zeros_of(ptr, step, tile, split, like: gl.constexpr, N, K: gl.constexpr, S: gl.constexpr, T: gl.constexpr,
               GROUP: gl.constexpr, PAIRS: gl.constexpr, R: gl.constexpr):  # fmt: skip
-    """Loads zero points of each group of a K tile, see `zeros_of`, for codes in layout `like`. Empty without a pointer.
+    """Loads zero points of each group of a K tile, see `zeros_of`, for codes in layout `like`.
+
+    Empty without a pointer.
     """
     found = ()
     if ptr is not None:

@@ -39,8 +39,8 @@ class StoredPart(NamedTuple):
         shapes: permitted shapes.
         dtypes: permitted dtypes, as safetensors names them.
         required: False if the tensor may be missing.
-        over: for each axis of the tensor: (axis of the matrix, rows or columns of the matrix per element). A tensor of one
-            element is for all of them. Empty: the tensor is for the whole matrix.
+        over: for each axis of the tensor: (axis of the matrix, rows or columns of the matrix per element). A tensor of
+            one element is for all of them. Empty: the tensor is for the whole matrix.
     """
 
     shapes: tuple[tuple[int, ...], ...]

@@ -1,5 +1,6 @@
-"""Tensors of a quantised checkpoint, with each quantised matrix as one tensor [N, K]. Also stored scales of 8-bit K and
-V.
+"""Tensors of a quantised checkpoint, with each quantised matrix as one tensor [N, K].
+
+Also stored scales of 8-bit K and V.
 """
 
 from __future__ import annotations
@@ -85,7 +86,9 @@ def read_cache_scales(stored: TensorSource, parameters: Collection[str]) -> dict
 
 
 def scales_of_layers(found: Mapping[int, CacheScales], layers: Iterable[int]) -> tuple[KVScales, ...]:
-    """Returns the KV scales that these layers use. Of several heads' scales it takes the largest, which fits all heads.
+    """Returns the KV scales that these layers use.
+
+    Of several heads' scales it takes the largest, which fits all heads.
     """
     named = [found.get(layer, CacheScales()) for layer in layers]
     return tuple(KVScales(max(each.k), max(each.v)) for each in named)

@@ -125,7 +125,9 @@ def _write(
 
 
 def _parts(codes: Codes, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Returns the tensors to store for a matrix. Its scales have the matrix's dtype, or bf16, in which they are exact.
+    """Returns the tensors to store for a matrix.
+
+    Its scales have the matrix's dtype, or bf16, in which they are exact.
     """
     scales = codes.scales.to(torch.float32 if dtype is torch.float32 else torch.bfloat16)
     if codes.kind.format == "fp8":
