@@ -174,7 +174,7 @@ def python_headers() -> bool:
 
 
 def kernel_difference(device: torch.device, dtype: torch.dtype) -> float:
-    """Returns the largest absolute difference between the Triton attention kernel and its torch definition (fp32, CPU)."""
+    """Returns the largest absolute difference of the Triton attention kernel from its torch definition (fp32, CPU)."""
     from fastspec.kernels.attention.prefill import paged_attention
 
     generator = torch.Generator("cpu").manual_seed(0)

@@ -122,7 +122,7 @@ def _weigh(groups_ptr, groups, SIZE: tl.constexpr):
 
 @triton.jit
 def _first_groups(groups_ptr, groups, top, GROUPS: tl.constexpr):
-    """Returns the `top` groups with the largest maxima, lowest first if equal. int32 [MAX_TOP], padded with `groups`."""
+    """Returns the `top` groups with the largest maxima, lowest first if equal: int32 [MAX_TOP], then `groups`."""
     group = tl.arange(0, GROUPS)
     rank = tl.arange(0, _MAX_TOP)
     largest = tl.load(groups_ptr + group, mask=group < groups, other=0.0, cache_modifier=".cg")

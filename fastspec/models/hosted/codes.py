@@ -115,7 +115,7 @@ class ProductCodes:
         return made
 
     def values(self, dtype: torch.dtype) -> dict[str, Tensor]:
-        """Returns all tensors by their stored names, dequantised to `dtype`. transformers makes its module from them."""
+        """Returns all tensors by their stored names, dequantised to `dtype`. transformers makes a module from them."""
         with self._whole.open():
             return {
                 name: self._whole.read(name).to(dtype) if self._whole.kind(name) else self._whole.read(name)

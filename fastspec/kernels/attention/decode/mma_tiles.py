@@ -339,7 +339,7 @@ def share_of_keys(weight, head, scoring):
 
 @gluon.jit
 def _scored(queries, keys, first, position, scoring, WINDOW: gl.constexpr, S: gl.constexpr):
-    """Returns scores [S, ROWS, KEYS], times log2(e), of the keys from `first` on. -inf where a row does not see a key."""
+    """Returns scores [S, ROWS, KEYS], times log2(e), of the keys from `first` on. -inf if a row does not see a key."""
     mma: gl.constexpr = operands(gl.num_warps(), S)
     scores = mma_v2(queries[0], _key_operand(keys[0]), gl.zeros([S, ROWS, KEYS], gl.float32, mma))
     scores = mma_v2(queries[1], _key_operand(keys[1]), scores) * scoring.factor

@@ -165,7 +165,7 @@ def _ones(piece, like: gl.constexpr):
 @gluon.jit
 def _pair_of(row, step, g: gl.constexpr, tile, split, N, K: gl.constexpr, S: gl.constexpr, T: gl.constexpr,
              GROUP: gl.constexpr, PAIRS: gl.constexpr, R: gl.constexpr):  # fmt: skip
-    """Returns the index of rows' scale or zero point in pairs [N / 16, K / GROUP, PAIRS, 2], for group g of a K tile."""
+    """Returns the index of rows' scale or zero point for group g of a K tile, in [N / 16, K / GROUP, PAIRS, 2]."""
     tiles = gl.minimum(tile * (R // 16) + row // 16, N // 16 - 1)
     k_tile = gl.minimum(step % T * S + split + step // T, K // 128 - 1)  # after the last K tile x is zero
     group = tiles * (K // GROUP) + k_tile * (128 // GROUP) + g
