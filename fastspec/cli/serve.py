@@ -87,7 +87,7 @@ def serve(
             proposer=flags.proposer_of(proposer),
         )
         flags.suggest_draft(target, draft, proposer)
-        start_ranks(tensor_parallel, device, ends_by_signal=True)
+        start_ranks(tensor_parallel, device, ends_by_signal=True, context=context)
         follows = this_rank() > 0
         with nullcontext() if follows else listening(host, port) as on, Progress() as progress:
             progress.stage(LOADING)
