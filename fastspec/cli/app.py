@@ -108,7 +108,8 @@ def generate(
         )
         flags.suggest_draft(target, draft, proposer)
         # stdin is read once, in this process; the ranks get its text as a flag
-        start_ranks(tensor_parallel, device, [*sys.argv[1:], "--prompt", text] if piped else None)
+        again = [*sys.argv[1:], "--prompt", text] if piped else None
+        start_ranks(tensor_parallel, device, again, context=context)
         pieces: list[tuple[str, bool]] = []
 
         def show(piece: str, drafted: bool) -> None:
@@ -153,7 +154,7 @@ def demo(
     with errors_in_one_line(context), Progress() as progress, ExitStack() as opened:
         check_call(context.params)
         flags.check_values(context.params)
-        start_ranks(tensor_parallel, device)
+        start_ranks(tensor_parallel, device, context=context)
         progress.stage(LOADING)
         generator = opened.enter_context(
             _opened(context, target, draft, num_speculative_tokens, {**options, **rounded})

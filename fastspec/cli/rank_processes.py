@@ -36,6 +36,7 @@ def start_ranks(
     arguments: Sequence[str] | None = None,
     *,
     ends_by_signal: bool = False,
+    context: typer.Context | None = None,
 ) -> None:
     """Starts the ranks, waits for them, and exits. In a rank, or if one process is enough, it only returns.
 
@@ -46,6 +47,7 @@ def start_ranks(
         device: value of the command's `--device`.
         arguments: arguments of the command line. Default: those of this process.
         ends_by_signal: True if the command usually ends by a signal. The ranks then get it and have 30 seconds to end.
+        context: context of the command. With it ranks may be forks of this process, which start faster.
 
     Raises:
         typer.BadParameter: an unsupported number of ranks, or more ranks than GPUs.
@@ -86,8 +88,8 @@ def start_ranks(
     )
     given = sys.argv[1:] if arguments is None else arguments
     try:
-        if _may_copy_this_process():
-            elastic_launch(config, run_rank)(*given)
+        if context is not None and _may_copy_this_process():
+            elastic_launch(config, rank_of(context))(*given)
         else:
             elastic_launch(config, sys.executable)("-m", "fastspec.cli", *given)
     except ChildFailedError as error:
@@ -99,22 +101,28 @@ def start_ranks(
     raise typer.Exit(0)
 
 
-def run_rank(*arguments: str) -> None:
-    """Runs the command line in a rank that was forked from the launcher and so shares its imports."""
+def rank_of(context: typer.Context) -> Callable[..., None]:
+    """Returns the function of a rank that is forked from the launcher, and so shares its imports.
+
+    It runs the command line of `context` with the arguments that it gets.
+    """
     import torch
 
-    from fastspec.cli.app import app  # which imports this module
+    command = context.find_root().command
 
-    if torch.cuda._is_in_bad_fork():  # this version of torch has used the driver in spite of LaunchWithoutNuma
-        with subprocess.Popen([sys.executable, "-m", "fastspec.cli", *arguments]) as anew:
-            for each in (signal.SIGTERM, signal.SIGINT):
-                signal.signal(each, lambda number, frame: anew.send_signal(number))
-            if anew.wait():
-                sys.exit(anew.returncode)
-        return
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # removes the launcher's signal handlers
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    app(list(arguments), prog_name="fastspec")
+    def run_rank(*arguments: str) -> None:
+        if torch.cuda._is_in_bad_fork():  # this version of torch has used the driver in spite of LaunchWithoutNuma
+            with subprocess.Popen([sys.executable, "-m", "fastspec.cli", *arguments]) as anew:
+                for each in (signal.SIGTERM, signal.SIGINT):
+                    signal.signal(each, lambda number, frame: anew.send_signal(number))
+                if anew.wait():
+                    sys.exit(anew.returncode)
+            return
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # removes the launcher's signal handlers
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        command.main(list(arguments), prog_name="fastspec")
+
+    return run_rank
 
 
 def _may_copy_this_process() -> bool:
