@@ -51,8 +51,8 @@ def chat(
     with errors_in_one_line(context), Progress() as progress:
         check_call(context.params)
         flags.check_values(context.params)
-        asked = flags.given(top_p=top_p, seed=seed)
-        asked |= flags.drawing(asked, temperature)
+        sampling = flags.given(top_p=top_p, seed=seed)
+        sampling |= flags.drawing(sampling, temperature)
         options: dict[str, Any] = {"max_batch_size": 1, "device": device, "max_length": max_length, "dtype": dtype}
         options |= {"num_speculative_tokens": num_speculative_tokens, "progress": False}
         options |= flags.given(
@@ -62,19 +62,27 @@ def chat(
         progress.stage(LOADING)
         with flags.opened(context, source, drafter, **options) as generator:
             progress.stage(None)
-            talk = Conversation(generator, system, max_new_tokens, asked)
-            _note(f"{talk.manner}; {_HELP}")
-            for line in _lines():
-                if line == "/clear":
-                    talk.clear()
-                    _note("a new conversation")
-                elif line.startswith("/"):
-                    _note(f"{line} is no command: {_HELP}")
-                else:
-                    try:
-                        talk.answer(line, write_text)
-                    except (ValueError, InvalidLogits) as error:
-                        _note(str(error))
+            _talk(Conversation(generator, system, max_new_tokens, sampling))
+
+
+def _talk(conversation: Conversation) -> None:
+    """Answers the user's lines until the end of input."""
+    _note(f"{conversation.manner}; {_HELP}")
+    for line in _lines():
+        if line == "/clear":
+            conversation.clear()
+            _note("a new conversation")
+        elif line.startswith("/"):
+            _note(f"{line} is no command: {_HELP}")
+        else:
+            _answer(conversation, line)
+
+
+def _answer(conversation: Conversation, line: str) -> None:
+    try:
+        conversation.answer(line, write_text)
+    except (ValueError, InvalidLogits) as error:
+        _note(str(error))
 
 
 @dataclass

@@ -89,7 +89,7 @@ def build(
     Raises:
         CheckpointError, UnsupportedModel: an error while loading. Everything allocated is freed.
     """
-    config, layout, device, length = settings.config, settings.layout, settings.device, settings.max_length
+    config, layout, device = settings.config, settings.layout, settings.device
     ops = layout.ops if device.type == "cuda" else sampling_alone(layout.ops)
     ranks = ranks or Ranks.alone()
     only_ours = not config.compile and config.proposer is None and not any(_hosted(each) for each in (target, draft))
@@ -97,57 +97,26 @@ def build(
     mark = torch.cuda.nvtx.range if config.nvtx and device.type == "cuda" else nullcontext
 
     with runner.on_stream():
-        exchange = ranks.exchange(device, *layout.exchanged(length)) if ranks.asked else None
+        exchange = ranks.exchange(device, *layout.exchanged(settings.max_length)) if ranks.asked else None
         work = ops.sampled_work(layout.batch, layout.max_drafts, layout.target.vocab_size, device)
         made = _Models(settings, ops, ranks, exchange, mark, work)
         scoring = made.model(target, layout.target_dtype)
         drafter = made.drafter(draft, scoring, shared_vocab)
-        state = DecodeState.allocate(
-            batch=layout.batch,
-            max_drafts=layout.max_drafts,
-            max_length=length,
-            pages_per_row=layout.pages_per_row(length),
-            vocab_size=layout.target.vocab_size,
-            device=device,
-            keep_draft_probs=layout.keep_draft_probs,
-        )
-        watch = ranks.world if ranks.size > 1 else None
-        ring = ResultRing(
-            layout.batch, layout.max_drafts, state.top_ids.shape[2], device, pinned=ops.name == "triton", watch=watch
-        )
+        state = _state(settings)
+        ring = _ring(settings, ops, state, ranks)
         chosen = choose(config.proposer, drafter, scoring.vocab_size)
         modules = _modules(layout, ops, scoring, chosen, ring, mark, work, device)
-    pages, chunks = PageTable(layout.num_pages(length), layout.page_size), layout.chunks_for(length)
-    same_bits, draft_chunks = _same_bits_of_both(chunks, made, device)
-    batches_prompts = _only_in_pages(modules, made.models) and same_bits == chunks
-    sizes = PassSizes(
-        layout.batch,
-        settings.exact,
-        chunks,
-        same_bits,
-        draft_chunks,
-        batch_tokens=_PREFILL_BATCH_TOKENS if batches_prompts else 0,
-        budget=config.prefill_budget,
-    )
-    shapes = StepShapes(
-        layout.batch,
-        state.tokens.shape[1],
-        layout.max_drafts,
-        settings.decode_tiling,
-        runner.static,
-        settings.verification,
-    )
-    prefix = prefix_states = None
-    if config.prefix_cache and (not takes_features(chosen) or kept_in_pages(chosen)):
-        salt = target.name, draft.name if draft else None
-        prefix, prefix_states = _prefix_cache(pages, sizes.grid_unit, made.models, reads_ahead(chosen), salt)
+    pages = PageTable(layout.num_pages(settings.max_length), layout.page_size)
+    sizes = _pass_sizes(settings, made, modules)
+    salt = target.name, draft.name if draft else None
+    prefix, prefix_states = _prefix_cache(settings, pages, sizes.grid_unit, made.models, chosen, salt)
     engine = Engine(
         modules=modules,
         state=state,
         pages=pages,
         runner=runner,
         ring=ring,
-        shapes=shapes,
+        shapes=_step_shapes(settings, state, static=runner.static),
         sizes=sizes,
         prefix=prefix,
         prefix_states=prefix_states,
@@ -156,6 +125,48 @@ def build(
         sharing=(ranks.world.rank, ranks.size),
     )
     return engine, made.pending
+
+
+def _state(settings: Settings) -> DecodeState:
+    layout, length = settings.layout, settings.max_length
+    return DecodeState.allocate(
+        batch=layout.batch,
+        max_drafts=layout.max_drafts,
+        max_length=length,
+        pages_per_row=layout.pages_per_row(length),
+        vocab_size=layout.target.vocab_size,
+        device=settings.device,
+        keep_draft_probs=layout.keep_draft_probs,
+    )
+
+
+def _ring(settings: Settings, ops: Ops, state: DecodeState, ranks: Ranks) -> ResultRing:
+    layout, num_top = settings.layout, state.top_ids.shape[2]
+    watch = ranks.world if ranks.size > 1 else None
+    pinned = ops.name == "triton"
+    return ResultRing(layout.batch, layout.max_drafts, num_top, settings.device, pinned=pinned, watch=watch)
+
+
+def _step_shapes(settings: Settings, state: DecodeState, *, static: bool) -> StepShapes:
+    layout, row_tokens = settings.layout, state.tokens.shape[1]
+    tiling, verification = settings.decode_tiling, settings.verification
+    return StepShapes(layout.batch, row_tokens, layout.max_drafts, tiling, static, verification)
+
+
+def _pass_sizes(settings: Settings, made: _Models, modules: StepModules) -> PassSizes:
+    """Returns the sizes of prefill passes. Short prompts share a pass if that changes no bit."""
+    chunks = settings.layout.chunks_for(settings.max_length)
+    same_bits, draft_chunks = _same_bits_of_both(chunks, made, settings.device)
+    shared = _only_in_pages(modules, made.models) and same_bits == chunks
+    return PassSizes(
+        settings.layout.batch,
+        settings.exact,
+        chunks,
+        same_bits,
+        draft_chunks,
+        batch_tokens=_PREFILL_BATCH_TOKENS if shared else 0,
+        budget=settings.config.prefill_budget,
+    )
 
 
 def _runner(settings: Settings, *, only_ours: bool) -> Runner:
@@ -326,16 +337,28 @@ class _Models:
 
 
 def _prefix_cache(
-    pages: PageTable, grid_unit: int, models: Sequence[CausalModel], reads_ahead: int, salt: tuple[str | None, ...]
-) -> tuple[PrefixCache, PrefixStates | None]:
-    """Makes the prefix cache, and the store of recurrent states after prefixes. None: no model has such states."""
+    settings: Settings,
+    pages: PageTable,
+    grid_unit: int,
+    models: Sequence[CausalModel],
+    proposer: Proposer | None,
+    salt: tuple[str | None, ...],
+) -> tuple[PrefixCache | None, PrefixStates | None]:
+    """Makes the prefix cache, and the store of recurrent states after prefixes.
+
+    The cache is None if the user turned it off, or if the proposer stores data of a row outside of its pages. The store
+    is None if no model has recurrent states.
+    """
+    if not settings.config.prefix_cache or (takes_features(proposer) and not kept_in_pages(proposer)):
+        return None, None
     of_target, of_draft = (*map(states_of, models), None)[:2]
     recurrent = of_target is not None or of_draft is not None
     unit = math.lcm(pages.page_size, grid_unit, DELTA_CHUNK if recurrent else 1)
+    ahead = reads_ahead(proposer)
     if not recurrent:
-        return PrefixCache(pages, unit, reads_ahead, salt), None
+        return PrefixCache(pages, unit, ahead, salt), None
     states = PrefixStates(of_target, of_draft, unit)
-    return PrefixCache(pages, unit, reads_ahead, salt, on_drop=states.forget), states
+    return PrefixCache(pages, unit, ahead, salt, on_drop=states.forget), states
 
 
 def _hosted(checkpoint: Checkpoint | HeadCheckpoint | None) -> bool:

@@ -94,7 +94,8 @@ class Calibration:
     @property
     def limit(self) -> str:
         """Largest cause of lost speed: "acceptance", "draft", "scoring" or "overhead"."""
-        return max(self._losses(), key=self._losses().__getitem__)
+        losses = self._losses()
+        return max(losses, key=lambda cause: losses[cause])
 
     @property
     def draft_pass_seconds(self) -> float:
@@ -152,7 +153,7 @@ class Calibration:
                 f"{slower:.2f} to break even; a draft that agrees more often with the target would help most"
             )
         if limit == "draft":
-            share = shown.draft_seconds / k / plain.step_seconds
+            share = self.draft_pass_seconds / plain.step_seconds
             return (
                 f"the draft. One of its passes takes {share:.2f} plain steps, so even with every draft accepted "
                 f"k = {k} would come to {(k + 1) / slower:.2f}x; a smaller draft would help most"

@@ -118,7 +118,9 @@ class Loop:
         self._closed = False
         self._joining = threading.Lock()  # held while a call joins, so that none joins during `close`
         self._calls: set[Delivery] = set()  # deliveries for which callers of `run` wait
-        self._joined: set[Delivery] = set()  # deliveries of the thread's requests for which a handle waits
+        # deliveries of the thread's requests for which somebody waits. Any thread and finaliser changes the set. So
+        # only `add` and `discard` change it, which need no lock, and only copies of it are iterated
+        self._joined: set[Delivery] = set()
         self._lent = False  # True while `alone` lends the scheduler
         self._settling: list[Settling] = []
         self._messages: SimpleQueue[Message | Settling] = SimpleQueue()
@@ -152,8 +154,7 @@ class Loop:
     @property
     def _awaited(self) -> bool:
         """True if a handle waits for a request of the thread that has not ended."""
-        self._joined = {each for each in self._joined if not each.done}
-        return bool(self._joined)
+        return any(not each.done for each in self._joined.copy())
 
     @property
     def called(self) -> bool:
@@ -294,7 +295,9 @@ class Loop:
 
     def leave(self, requests: list[Request]) -> None:
         """Ends requests that have not ended. Any thread may call it, also a finaliser."""
-        self._joined = {each for each in self._joined if each.requests is not requests}
+        for delivery in self._joined.copy():
+            if delivery.requests is requests:
+                self._joined.discard(delivery)
         if self._thread is not None:
             self._messages.put(Leaving(requests))
             return
@@ -343,6 +346,7 @@ class Loop:
             message = self._messages.get_nowait()
             if isinstance(message, Joining):
                 message.delivery.fail(RuntimeError("this generator was closed"))
+        self._joined.clear()
         self._plans.clear()
         del self._scheduler, self._make_ready, self._before_turn
 
@@ -482,6 +486,8 @@ class Loop:
         if request.finish_reason is not None:
             self._forget(request)
         delivery.take(request)
+        if delivery.done:
+            self._joined.discard(delivery)
 
     def _forget(self, request: Request) -> None:
         self.deliveries.pop(request, None)
@@ -498,6 +504,7 @@ class Loop:
             self._scheduler.cancel(request)
             self._forget(request)
         delivery.fail(error)
+        self._joined.discard(delivery)
 
 
 def _work(messages: SimpleQueue[Message | Settling], reference: weakref.ReferenceType[Loop]) -> None:

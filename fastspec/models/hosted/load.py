@@ -151,36 +151,14 @@ class _Filler:
         self._kinds: Mapping[str, CutKind] = {} if cut is None else cut.kinds
 
     def fill(self) -> None:
-        """Replaces products and the embedding, then copies the other tensors."""
-        embedding, head = self.shell.get_input_embeddings(), self.shell.get_output_embeddings()
+        """Replaces products, the embedding, norms and rotations, then copies the other tensors."""
         self._stored = self.source.get_input_embeddings().weight.dtype
-        swapped: dict[str, nn.Module] = {}
-        parts = list(self.shell.named_modules())
-        # a subclass has its own forward, which reads rows, and a tied head uses the same rows
-        if type(embedding) is not nn.Embedding:
-            name = next(name for name, part in parts if part is embedding)
-            parameter = self._parameter(self.source.get_submodule(name).weight)
-            self.weights[id(self.source.get_submodule(name).weight)] = Weight(parameter.data)
-        for name, part in parts:
-            like = self.source.get_submodule(name)
-            if part is embedding and type(part) is nn.Embedding:
-                swapped[name] = Embedding(self.model, self._weight(like.weight))
-            elif self._kinds.get(name) in ("rows", "columns"):
-                swapped[name] = self._part(name, like)
-            elif is_product(part) or part is head:
-                rows = like.weight if isinstance(part, nn.Linear) else like.weight.t()
-                wide = torch.float32 if part is head else None
-                bias = None if like.bias is None else self._moved(like.bias)
-                weight = self._kept(f"{name}.weight", like.weight) or self._weight(like.weight, rows, name)
-                swapped[name] = Product(self.model, weight, bias, wide)
-            # the module has no wider dtype for them
-            elif (known := known_norm(part)) is not None and like.weight.dtype == self._stored:
-                swapped[name] = NormSwap(self.model, known, self._parameter(like.weight).data)
-            elif rotates(part):
-                use_our_rotation(part, self.model)
-        for name, part in swapped.items():
-            owner, _, attribute = name.rpartition(".")
-            setattr(self.shell.get_submodule(owner), attribute, part)
+        self._read_embedding()
+        swapped = {name: self._swapped(name, part) for name, part in list(self.shell.named_modules())}
+        for name, module in swapped.items():
+            if module is not None:
+                owner, _, attribute = name.rpartition(".")
+                setattr(self.shell.get_submodule(owner), attribute, module)
         for name, part in self.shell.named_modules():
             if not isinstance(part, Embedding | NormSwap | PartProduct | Product):
                 self._copy(name, part, self.source.get_submodule(name))
@@ -188,6 +166,38 @@ class _Filler:
             raise UnsupportedModel(f"its parameter {left[0]} was not filled")
         if self.release:
             self._empty()
+
+    def _read_embedding(self) -> None:
+        """Reads the weight of an embedding that is a subclass of nn.Embedding, and so is not replaced.
+
+        Its own forward reads rows of the weight, and a tied head uses the same rows.
+        """
+        if type(self.shell.get_input_embeddings()) is not nn.Embedding:
+            weight = self.source.get_input_embeddings().weight
+            self.weights[id(weight)] = Weight(self._parameter(weight).data)
+
+    def _swapped(self, name: str, part: nn.Module) -> nn.Module | None:
+        """Returns the module that replaces `part` of the shell. None: it stays."""
+        like = self.source.get_submodule(name)
+        if part is self.shell.get_input_embeddings() and type(part) is nn.Embedding:
+            return Embedding(self.model, self._weight(like.weight))
+        if self._kinds.get(name) in ("rows", "columns"):
+            return self._part(name, like)
+        if is_product(part) or part is self.shell.get_output_embeddings():
+            return self._product(name, part, like)
+        # norm weights with a wider dtype than the checkpoint's are not replaced
+        if (known := known_norm(part)) is not None and like.weight.dtype == self._stored:
+            return NormSwap(self.model, known, self._parameter(like.weight).data)
+        if rotates(part):
+            use_our_rotation(part, self.model)
+        return None
+
+    def _product(self, name: str, part: nn.Module, like: Any) -> Product:
+        rows = like.weight if isinstance(part, nn.Linear) else like.weight.t()
+        wide = torch.float32 if part is self.shell.get_output_embeddings() else None
+        bias = None if like.bias is None else self._moved(like.bias)
+        weight = self._kept(f"{name}.weight", like.weight) or self._weight(like.weight, rows, name)
+        return Product(self.model, weight, bias, wide)
 
     def _kept(self, name: str, parameter: Tensor) -> Weight | None:
         """Returns the weight that stays quantised. None: it is not stored quantised, or another module uses it, too."""
