@@ -62,11 +62,11 @@ _LAZY = {
     "frequent_ids": "fastspec.models.vocab",
 }
 
-_RENAMED = {"CertainProposer": "DeterministicProposer"}  # old names, for one release
+_RENAMED = {"CertainProposer": "DeterministicProposer"}  # deprecated names, kept for one release
 
 
 def __getattr__(name: str) -> Any:
-    """Imports the heavy parts when they are first asked for: `import fastspec` stays quick."""
+    """Imports an exported name when it is first used, so that `import fastspec` does not import torch."""
     if name in _RENAMED:
         import warnings
 

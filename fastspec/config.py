@@ -1,4 +1,4 @@
-"""The arguments of a generator as one value: given once, checked once, compared by ranks."""
+"""Arguments of a generator as one frozen value: checked once, and compared by ranks."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from fastspec.proposers.choose import check
 from fastspec.proposers.interface import Proposer
 from fastspec.sampling.rules import BLOCK, Verification
 
-if TYPE_CHECKING:  # transformers' models are heavy to import, and a directory needs none of them
+if TYPE_CHECKING:  # transformers is slow to import, and a model given as a directory does not need it
     from transformers import PreTrainedModel
 
-PREFILL_BUDGET: Final = 256  # prompt tokens: on a GPU reading the weights still takes most of the time of such a pass
+PREFILL_BUDGET: Final = 256  # prompt tokens of a pass: up to here reading the weights takes most of the time on a GPU
 _MAX_BUDGET: Final = 2**31 - 1
-# of this process alone, so ranks may differ in them; `tensor_parallel` and its draft's are compared by `Ranks`
+# arguments that may differ between ranks; `Ranks` compares `tensor_parallel` and `draft_tensor_parallel` itself
 _OF_ONE_RANK: Final = frozenset(
     ["device", "progress", "nvtx", "release_source", "tensor_parallel", "draft_tensor_parallel"]
 )
@@ -30,7 +30,10 @@ Source: TypeAlias = "str | os.PathLike[str] | PreTrainedModel"
 
 
 class PlanOptions(TypedDict, total=False):
-    """Arguments of `FastSpecGenerator` that memory depends on: keywords of `plan`. Defaults are those of `Config`."""
+    """Keyword arguments of `plan`: the arguments of `FastSpecGenerator` that change memory use.
+
+    `Config` has the defaults.
+    """
 
     proposer: Proposer | None
     verification: Verification
@@ -52,9 +55,10 @@ class PlanOptions(TypedDict, total=False):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Config:
-    """Arguments of `FastSpecGenerator` beside target and draft, as they were given; its docstring says what they mean.
+    """Arguments of `FastSpecGenerator` except target and draft, as the user gave them.
 
-    `check` refuses bad values. `engine.settings.settings_of` completes the rest with what the models are.
+    The class documents their meaning. `check` refuses invalid values. `engine.settings.settings_of` replaces None by
+    values that depend on the models.
     """
 
     proposer: Proposer | None = None
@@ -85,34 +89,34 @@ class Config:
 
     @property
     def chooses_format(self) -> bool:
-        """True if the format of the draft's weights is to be chosen."""
+        """True if draft_quantization="auto": the format of the draft's weights is chosen by estimate."""
         return self.draft_quantization == AUTO
 
     @property
     def formats(self) -> tuple[str | None, str | None]:
-        """Formats that the weights of target and draft are rounded to; None: not rounded, or not chosen yet."""
+        """Formats to which the weights of (target, draft) are rounded. None: not rounded, or not chosen yet."""
         return self.target_quantization, None if self.chooses_format else self.draft_quantization
 
     def shared(self) -> dict[str, object]:
-        """Arguments by name that must be equal on all ranks of a generator."""
+        """Arguments by name that must be equal on all ranks."""
         return {each.name: getattr(self, each.name) for each in fields(self) if each.name not in _OF_ONE_RANK}
 
     def check(self, *, with_draft: bool) -> None:
-        """Refuses what can be told from the arguments alone.
+        """Refuses invalid arguments, as far as that is possible without the models.
 
         Args:
-            with_draft: there is a draft.
+            with_draft: True if the generator has a draft.
 
         Raises:
-            ValueError: a flag that is no bool, a budget out of range, or an object that is not a Proposer.
-            UnsupportedOption: an option of a draft, without one.
+            ValueError: a flag that is not a bool, a budget out of range, or an object that is not a Proposer.
+            UnsupportedOption: an option of a draft was given without a draft.
         """
         check(self.proposer, with_draft=with_draft)
         for name in ("prefix_cache", "exact", "graphs", "compile", "release_source", "nvtx"):
             value = getattr(self, name)
-            if value is None and name in ("prefix_cache", "exact", "compile"):  # None would be taken for False
+            if value is None and name in ("prefix_cache", "exact", "compile"):  # None would be read as False
                 raise ValueError(f"{name} must be True or False, got None; leave it out for the default")
-            flag(name, value)  # a text such as "no" would be true
+            flag(name, value)  # a text such as "no" would be read as True
         if self.prefill_budget is not None:
             check_range("prefill_budget", self.prefill_budget, 1, _MAX_BUDGET)
         if not with_draft and self.draft_quantization not in (None, AUTO):
@@ -122,10 +126,10 @@ class Config:
 
 
 def check_range(name: str, value: Any, low: int, high: int) -> int:
-    """Returns a whole number from low to high, also one that an array holds.
+    """Returns `value` as an int in low..high. Accepts integers of numpy and torch.
 
     Raises:
-        ValueError: anything else; names the argument.
+        ValueError: any other value. The message names the argument.
     """
     value = scalar(value)
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:

@@ -1,35 +1,40 @@
-"""The library's own error types. Each message says what was got, what was wanted, and the next step."""
+"""Error types of the library. Each message names the value, what was expected, and the next step."""
 
 
 class UnsupportedModel(ValueError):
-    """A model, or a setting in its config, that the decoder does not implement. Lists what is supported."""
+    """A model, or a setting in its config, that is not implemented. The message lists what is supported."""
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that is missing, damaged, or not what its own config says. Names the file and the field."""
+    """A checkpoint that is missing, damaged, or does not match its own config.
+
+    The message names the file and the field.
+    """
 
 
 class UnsupportedOption(ValueError):
-    """An argument or a generation option that is outside the supported list."""
+    """An argument or generation option that is not supported."""
 
 
 class InvalidLogits(RuntimeError):
-    """The target's logits held a NaN or an infinity, or left no token possible. Names prompts and positions.
+    """The target's logits contain NaN or infinity, or allow no token. The message names prompts and positions.
 
     Attributes:
-        output: what the call has made, a GenerateOutput: the other rows are whole; the rows that failed end before the
-            position that failed. None where rows were streamed.
+        output: GenerateOutput of the call. Rows that failed end before the position that failed; other rows are
+            complete. None if rows were streamed.
     """
 
     output: object = None
 
 
 class OutOfPages(RuntimeError):
-    """The K/V cache has too few free pages for the rows that were asked for."""
+    """The KV cache has too few free pages for the requested rows."""
 
 
 class RankFailed(RuntimeError):
-    """Another process of a tensor-parallel group died, raised or hangs. Names the rank and what is known of the cause.
+    """Another process of a tensor-parallel group died, raised an error or hangs.
 
-    No generator of this group can go on: end all its processes and start them again.
+    The message names its rank and the cause.
+
+    No generator of this group can continue: end all its processes and start them again.
     """

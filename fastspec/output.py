@@ -9,18 +9,18 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class RowStats:
-    """Counts of one row. Conservation: emitted = steps + accepted - dropped.
+    """Counts of one row. They satisfy emitted = steps + accepted - dropped.
 
     Attributes:
-        steps: target passes.
-        plain_steps: those of them that drafted nothing.
-        drafted: tokens proposed.
-        accepted: drafts accepted, also those that a stop or the cap then cut off.
-        emitted: tokens returned.
-        dropped: tokens after a stop id or the limit, accepted or sampled but not returned.
-        histogram: how many steps accepted 0, 1, .. k drafts; sums to steps.
-        steps_at: how many steps were made with k = 0, 1, ..; sums to steps.
-        cached_tokens: tokens of the prompt whose K/V were there from an earlier one, see `prefix_cache`.
+        steps: number of target passes.
+        plain_steps: number of these without drafts.
+        drafted: number of draft tokens.
+        accepted: number of accepted drafts, including those that a stop id or the limit then removed.
+        emitted: number of returned tokens.
+        dropped: number of tokens after a stop id or the limit: accepted or sampled, but not returned.
+        histogram: number of steps that accepted 0, 1, .. k drafts; sums to steps.
+        steps_at: number of steps that were made with k = 0, 1, ..; sums to steps.
+        cached_tokens: number of prompt tokens whose K/V were reused from an earlier prompt, see `prefix_cache`.
     """
 
     steps: int
@@ -36,27 +36,25 @@ class RowStats:
 
 @dataclass(frozen=True, slots=True)
 class Stats:
-    """Counts of a whole call, all rows together, and the rows' own.
+    """Counts of a whole call, summed over rows, and the counts of each row.
 
     Attributes:
-        steps: target passes summed over rows.
-        plain_steps: those of them that drafted nothing: k = 0, or a row beyond the draft's context.
-        drafted: as in RowStats, summed.
-        accepted: likewise.
-        emitted: likewise.
-        dropped: likewise.
-        k: drafts per step asked for; with "auto" the most that a step may have had.
+        steps: number of target passes, summed over rows.
+        plain_steps: number of these without drafts: with k = 0, or in a row beyond the draft's context.
+        drafted, accepted, emitted, dropped: see RowStats; summed.
+        k: drafts per step that were asked for. With "auto": upper limit.
         seconds: wall time of the call.
         rows: one RowStats per prompt.
-        synthetic: what drafts were accepted by, when it was a rule that changes the distribution; then the text is not
-            the model's. None for a real one.
-        auto: what num_speculative_tokens="auto" came to: "auto" where it chose k step by step (`steps_at` tells what),
-            or why it did not. None where k was a number.
-        exact: whether a row's bits are promised to depend on that row alone (docs/numerics.md).
-        threads: of torch's that worked on the last step on the CPU; None on CUDA.
-        cached_tokens: as in RowStats, summed.
-        same_text_on: with `tensor_parallel`, the numbers of processes that give this text, to the bit; else None.
-        draft_format: what draft_quantization="auto" made of the draft's format, and why; None where it chose none.
+        synthetic: name of the acceptance rule, if it changes the distribution; then the text is not the model's. None
+            for exact rules.
+        auto: result of num_speculative_tokens="auto": "auto" if k was chosen in each step (see `steps_at`), or the
+            reason why it was not. None if k was a number.
+        exact: True if the bits of a row depend on that row alone (docs/numerics.md).
+        threads: number of torch threads in the last step on the CPU. None on CUDA.
+        cached_tokens: see RowStats; summed.
+        same_text_on: with `tensor_parallel`, the numbers of processes that give this text, to the bit. Else None.
+        draft_format: draft format that draft_quantization="auto" chose, and the reason. None if another value was
+            given.
         weight_version: version of the target's weights: 0 as loaded, then as `update_weights` said.
     """
 
@@ -92,7 +90,7 @@ class Stats:
         draft_format: str | None = None,
         weight_version: int | str = 0,
     ) -> Stats:
-        """The counts of all rows, summed."""
+        """Sums the counts of all rows."""
 
         def total(name: str) -> int:
             return sum(getattr(row, name) for row in rows)
@@ -121,19 +119,19 @@ class Stats:
 
     @property
     def steps_at(self) -> dict[int, int]:
-        """How many of the steps were made with each k; ks without any are left out."""
+        """Number of steps with each k; ks without steps are left out."""
         width = max((len(row.steps_at) for row in self.rows), default=0)
         counts = {k: sum(row.steps_at[k] for row in self.rows if k < len(row.steps_at)) for k in range(width)}
         return {k: count for k, count in counts.items() if count}
 
     @property
     def acceptance_rate(self) -> float | None:
-        """accepted / drafted; None where nothing was drafted."""
+        """accepted / drafted. None if nothing was drafted."""
         return self.accepted / self.drafted if self.drafted else None
 
     @property
     def accepted_per_position(self) -> tuple[float, ...] | None:
-        """Share of drafting steps in which draft 1, 2, .. k was accepted; None where nothing was drafted."""
+        """Share of drafting steps in which draft 1, 2, .. k was accepted. None if nothing was drafted."""
         if not self.drafted:
             return None
         width = max(len(row.histogram) for row in self.rows)
@@ -143,11 +141,11 @@ class Stats:
 
     @property
     def tokens_per_step(self) -> float | None:
-        """emitted / steps; None where no step was made."""
+        """emitted / steps. None if no step was made."""
         return self.emitted / self.steps if self.steps else None
 
     def __str__(self) -> str:
-        """The counts in one line."""
+        """Formats the counts as one line."""
         rate = "-" if self.acceptance_rate is None else f"{self.acceptance_rate:.1%}"
         per_step = "-" if self.tokens_per_step is None else f"{self.tokens_per_step:.2f}"
         alone = (
@@ -163,7 +161,7 @@ class Stats:
         )
 
     def _drafts(self) -> str:
-        """k, or the ks that "auto" chose."""
+        """Formats k, or the ks that "auto" chose."""
         if self.auto is None:
             return str(self.k)
         if self.auto != "auto":
@@ -176,17 +174,18 @@ class GenerateOutput:
     """Result of `generate(..., return_dict_in_generate=True)`.
 
     Attributes:
-        sequences: LongTensor [B, T + new], prompts (left-padded) and new tokens, padded after a row's end. With
-            num_return_sequences a prompt's rows follow each other, here and in all lists.
-        new_tokens: the new tokens of each row, stop id included, unpadded.
-        finish_reasons: "stop" or "length" per row; "error" where no token could be chosen (see `InvalidLogits`);
-            "cancelled" where a handle's request was.
-        stats: what happened.
-        logprobs: of the new tokens, under the raw target (no temperature, no filters), in fp32; None unless asked for.
-        top_logprobs: at each new token the most probable (id, log-probability) pairs, largest first; as above.
-        texts: where stop_strings were given, the text of each row's new tokens, special tokens written out. In a row
-            that a stop string ended it ends with that string, while new_tokens end with the whole token that
-            completed it.
+        sequences: LongTensor [B, T + new]: prompts (left-padded) and new tokens, padded after a row's end. With
+            num_return_sequences the rows of a prompt follow each other, here and in all lists.
+        new_tokens: the new tokens of each row, including the stop id, without padding.
+        finish_reasons: for each row "stop", "length", "error" if no token could be chosen (see `InvalidLogits`), or
+            "cancelled" if its request was cancelled.
+        stats: counts of the call.
+        logprobs: log-probabilities of the new tokens under the raw target (no temperature, no filters), in fp32. None
+            unless requested.
+        top_logprobs: for each new token the most probable (id, log-probability) pairs, largest first. None unless
+            requested.
+        texts: if stop_strings were given: the text of each row's new tokens, with special tokens. If a stop string
+            ended the row, the text ends with that string, while new_tokens end with the whole token that completed it.
         prompt_logprobs: of each prompt's tokens from the second on, as above; None unless asked for. With
             num_return_sequences there is one list a prompt, not a row.
         prompt_top_logprobs: at each of these tokens the most probable (id, log-probability) pairs, as above.

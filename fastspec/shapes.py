@@ -1,4 +1,4 @@
-"""Facts that the host fixes before it launches a step or a pass: sizes, sampler kind, shapes of matrix products."""
+"""Shapes of steps and passes, which the host fixes before a launch: sizes, sampler kind, tiles of matrix products."""
 
 from __future__ import annotations
 
@@ -11,25 +11,27 @@ from torch import Tensor
 from fastspec.sampling.distribution import DRAFT, TARGET
 from fastspec.sampling.rules import COUPLED, REJECTION, Verification, needs_draft_probs
 
-KEY_BLOCK = 256  # positions; attention visits keys in blocks of this size
-# blocks of positions that one kernel serves; a second kernel serves all later ones: see `StepShape.first_block`
+KEY_BLOCK = 256  # positions per block in which attention processes keys
+# blocks of positions that one kernel serves; a second kernel serves all later ones, see `StepShape.first_block`
 EARLY_BLOCKS = 17
-DELTA_CHUNK = 64  # positions of a chunk of the gated delta rule over a prompt, on a grid from position 0 on
-LONG_PROMPT = 1024  # tokens: the first token of a longer prompt comes from its last pass, and the draft reads it later
-_PASS_COST = 128  # of a pass besides its tokens, in prompt tokens: about the time of reading the weights
+DELTA_CHUNK = 64  # positions of a chunk of the gated delta rule in a prompt; chunks are on a grid from position 0
+# prompt tokens; the first token of a longer prompt comes from its last prefill pass, and the draft reads it later
+LONG_PROMPT = 1024
+_PASS_COST = 128  # fixed cost of a pass, in prompt tokens: about the time to read the weights
 SAMPLERS = GREEDY, FULL = "greedy", "full"  # sampler kinds of a step
-# steps in which some rows follow a grammar: with MIXED_DRAFTS the proposer drafts for the other rows, else nothing does
+# values of `StepShape.grammars`: MIXED_DRAFTS: the proposer drafts for rows without a grammar. GRAMMAR_ONLY: only
+# grammars give drafts
 GRAMMARS = MIXED_DRAFTS, GRAMMAR_ONLY = "mixed", "only"
-NO_LIMIT = 2**31 - 1  # for positions that are fed, where the row's own limit keeps it within pages and context
+NO_LIMIT = 2**31 - 1  # limit for positions that are fed, if the row's own limit keeps it within pages and context
 
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """Shapes that matrix products are cut into.
+    """Tile sizes of matrix products.
 
     Attributes:
-        rows: rows of every product with weights; None takes all rows at once.
-        queries: query tokens of every product with keys; None takes all at once.
+        rows: rows of every product with weights. None: all rows at once.
+        queries: query tokens of every product with keys. None: all at once.
     """
 
     rows: int | None
@@ -40,12 +42,12 @@ UNTILED = Tiling(rows=None, queries=None)
 
 
 class AttentionRule(NamedTuple):
-    """How queries of one layer are scored against keys.
+    """Rule by which queries of one layer are scored against keys.
 
     Attributes:
-        window: keys that a query sees, the newest ones with its own among them; None: all.
-        scale: factor on q . k; None: 1 / sqrt(head_dim).
-        softcap: scores become softcap * tanh(scores / softcap), before the mask; None: they stay as they are.
+        window: number of newest keys that a query sees, including its own. None: all.
+        scale: factor on q . k. None: 1 / sqrt(head_dim).
+        softcap: scores become softcap * tanh(scores / softcap), before the mask. None: no softcap.
     """
 
     window: int | None = None
@@ -53,18 +55,18 @@ class AttentionRule(NamedTuple):
     softcap: float | None = None
 
     def factor(self, dim: int) -> float:
-        """The factor on q . k for heads of this dim."""
+        """Returns the factor on q . k for heads of size `dim`."""
         return float(dim**-0.5) if self.scale is None else self.scale
 
 
 class DeltaRule(NamedTuple):
-    """Sizes of a gated delta-rule layer (arXiv 2412.06464), whose state takes the place of keys and values.
+    """Sizes of a gated delta-rule layer (arXiv 2412.06464), which has a recurrent state instead of keys and values.
 
     Attributes:
         key_heads: heads of queries and keys. Each serves value_heads / key_heads neighbouring value heads.
         value_heads: heads of values, each with a state [value_dim, key_dim].
         key_dim, value_dim: elements of one head.
-        width: positions that the convolution reads, the current one included (its kernel size).
+        width: positions that the convolution reads, including the current one (its kernel size).
     """
 
     key_heads: int
@@ -85,7 +87,7 @@ class DeltaRule(NamedTuple):
 
     @property
     def channels(self) -> int:
-        """Elements of q, k and v of a position, which the convolution passes over."""
+        """Elements of q, k and v of a position, the channels of the convolution."""
         return 2 * self.keys + self.values
 
     @property
@@ -95,29 +97,29 @@ class DeltaRule(NamedTuple):
 
     @property
     def tail(self) -> int:
-        """Older positions that the convolution reads."""
+        """Number of older positions that the convolution reads."""
         return self.width - 1
 
 
 class RoutingRule(NamedTuple):
-    """How a token's experts are chosen from its router logits [E], and with what factors they are weighted.
+    """Rule by which a token's experts are chosen from its router logits [E], and weighted.
 
         s = softmax(logits), sigmoid(logits), or the logits themselves
-        chosen experts: the `chosen` largest of s [+ correction], of equal ones the lowest id first; with groups only
+        chosen experts: the `chosen` largest of s [+ correction], the lowest id first if equal; with groups only
             from the `kept_groups` groups of neighbouring experts whose two largest scores have the largest sums
             (DeepSeek-V3, arXiv 2412.19437, section 2.1.2)
         factor = s of a chosen expert; for "logits" softmax over the chosen experts; divided by the sum of the factors
             with `normed`; times `scale`
-        with `shared` behind them expert E, whose factor is 1 ("whole"), or sigmoid(logits[E]) ("gated")
+        with `shared` also expert E, after the chosen ones, whose factor is 1 ("whole"), or sigmoid(logits[E]) ("gated")
 
     Attributes:
-        chosen: experts of a token.
-        scores: what s is; "logits" takes the softmax over the chosen experts alone.
-        normed: factors are divided by their sum.
+        chosen: number of experts of a token.
+        scores: how s is computed; "logits" takes the softmax over the chosen experts alone.
+        normed: True if factors are divided by their sum.
         scale: factor on all of them.
-        groups: number of groups of experts, all of one size; 1: no groups.
+        groups: number of groups of experts, all of one size. 1: no groups.
         kept_groups: number of groups from which experts are chosen.
-        shared: an expert that every token has behind the chosen ones; None: there is none.
+        shared: type of the shared expert, which every token has after the chosen ones. None: there is none.
     """
 
     chosen: int
@@ -130,20 +132,19 @@ class RoutingRule(NamedTuple):
 
     @property
     def held(self) -> int:
-        """Experts of a token, with the shared one."""
+        """Number of experts of a token, including the shared one."""
         return self.chosen + (self.shared is not None)
 
     @property
     def gates(self) -> int:
-        """Logits behind those of the experts."""
+        """Number of logits after those of the experts."""
         return int(self.shared == "gated")
 
 
 class ClampedGate(NamedTuple):
-    """The activation of gpt-oss's experts (transformers' GptOssExperts), in place of silu(g) * u.
+    """Activation of gpt-oss's experts (transformers' GptOssExperts), instead of silu(g) * u.
 
-    g = min(g, limit), u = clamp(u, -limit, limit)
-    g * sigmoid(alpha * g) * (u + 1)
+    g = min(g, limit), u = clamp(u, -limit, limit) g * sigmoid(alpha * g) * (u + 1)
     """
 
     alpha: float
@@ -152,19 +153,19 @@ class ClampedGate(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepShape:
-    """Facts that the host fixes before it launches a step. Each value has its own captured graph.
+    """Shape of a step, which the host fixes before the launch. Each value has its own captured graph.
 
     Attributes:
-        num_drafts: k, tokens drafted by every running row; 0 is plain decoding.
-        sampler: GREEDY (every row picks the largest logit, as it is), FULL (everything the options can ask for).
-        num_blocks: bound on attended positions in blocks of KEY_BLOCK.
-        tiling: shapes of the matrix products of the target and of the draft.
-        top_logprobs: how many of the most probable ids are recorded at each place beside the emitted token's
-            log-probability; None records nothing.
-        verification: how drafts are judged where a row samples.
+        num_drafts: k, drafts of every running row; 0 is plain decoding.
+        sampler: GREEDY (every row takes the largest unchanged logit) or FULL (all options).
+        num_blocks: upper limit of attended positions, in blocks of KEY_BLOCK.
+        tiling: tiles of the matrix products of target and draft.
+        top_logprobs: number of most probable ids that are recorded at each place, with the emitted token's
+            log-probability. None: nothing is recorded.
+        verification: rule that accepts or refuses drafts of rows that sample.
         first_block: no running row is fed a position in an earlier block of KEY_BLOCK.
-        grammars: one of GRAMMARS where some rows follow a grammar; None: no row does.
-        first_token: the step is `first_token_step`, which runs no pass.
+        grammars: one of GRAMMARS if some rows have a grammar. None: no row has one.
+        first_token: True if the step is `first_token_step`, which runs no pass.
     """
 
     num_drafts: int
@@ -178,7 +179,7 @@ class StepShape:
     first_token: bool = False
 
     def for_first_tokens(self, *, grammars: bool) -> StepShape:
-        """The step for first tokens that goes with this plain one; `grammars`: of rows that follow one."""
+        """Returns the step for first tokens that matches this plain step. grammars: True if its rows have one."""
         return replace(self, first_token=True, grammars=GRAMMAR_ONLY if grammars else None)
 
     def forward_batch(
@@ -189,7 +190,7 @@ class StepShape:
         block_table: Tensor,
         state_rows: Tensor | None = None,
     ) -> ForwardBatch:
-        """The `ForwardBatch` of a pass of such a step; arguments as in `ForwardBatch`."""
+        """Makes the `ForwardBatch` of a pass of this step."""
         limits = self.num_blocks, self.tiling, self.first_block
         return ForwardBatch(ids, positions, write_mask, block_table, *limits, state_rows)
 
@@ -199,14 +200,14 @@ class ForwardBatch:
     """Input of one forward pass: B rows of Q consecutive tokens each.
 
     Attributes:
-        ids: int64 [B, Q], tokens within the model's vocabulary.
-        positions: int64 [B, Q], absolute positions, >= 0 also for rows that do not count.
-        write_mask: bool [B, Q], True if the K/V is kept; False for padding, finished rows, positions before a prompt.
+        ids: int64 [B, Q], token ids within the model's vocabulary.
+        positions: int64 [B, Q], absolute positions, >= 0 also for idle rows.
+        write_mask: bool [B, Q], True if K/V are stored. False for padding, finished rows, positions before a prompt.
         block_table: int64 [B, P], pages of each row.
-        num_blocks: host bound on the attended positions, in blocks of KEY_BLOCK.
-        tiling: shapes of the matrix products; fixing them fixes a row's bits whatever runs beside it.
-        first_block: rows that count are at positions in this block of KEY_BLOCK or in later ones.
-        state_rows: int64 [B], the row of the state cache that each row has; None: the model has no recurrent states.
+        num_blocks: upper limit of attended positions, in blocks of KEY_BLOCK.
+        tiling: tiles of the matrix products. With fixed tiles a row's bits do not depend on other rows.
+        first_block: all running rows are at positions in this block of KEY_BLOCK or later.
+        state_rows: int64 [B], row of the state cache for each row. None: the model has no recurrent states.
     """
 
     ids: Tensor
@@ -220,14 +221,14 @@ class ForwardBatch:
 
 
 def blocks(positions: int) -> int:
-    """Blocks of keys that hold so many positions."""
+    """Returns the number of blocks of keys for `positions` positions."""
     return -(-positions // KEY_BLOCK)
 
 
 def step_kinds(ks: Iterable[int], grammars: Iterable[str | None]) -> list[tuple[int, str | None]]:
-    """(k, grammars) of the steps that a call with these drafts and kinds of grammars may need, the largest k first.
+    """Returns (k, grammars) of the steps that a call with these drafts and grammars may need, largest k first.
 
-    A step with MIXED_DRAFTS has at least one draft; where grammars alone give drafts there may be none.
+    A step with MIXED_DRAFTS has at least one draft. With GRAMMAR_ONLY there may be none.
     """
     pairs = [
         (k, kind)
@@ -244,7 +245,7 @@ def keep_draft_probs(shape: StepShape) -> bool:
 
 
 def purpose_of(shape: StepShape) -> int:
-    """The purpose that keys a draft's random numbers: its own, or the target's (coupled verification)."""
+    """Returns the key of a draft's random numbers: its own, or the target's (coupled verification)."""
     return TARGET if shape.verification == COUPLED else DRAFT
 
 
@@ -256,23 +257,23 @@ def chunks_of(
     grid_unit: int | None = None,
     max_tokens: int | None = None,
 ) -> list[int]:
-    """Sizes of the passes over the prompt tokens at positions start..stop-1.
+    """Returns the sizes of the passes over the prompt tokens at positions start..stop-1.
 
-    Passes lie on an absolute grid of positions. From position 0 on, each range as long as the largest size is one pass,
-    whatever the length of the prompt. The rest after the last whole range is cut by its length alone: one pass with
-    room for all of it, or the largest size that it fills followed by passes over what remains, whichever costs less.
-    Passes of sizes in `same_bits` leave the same bits in the caches, so such a pass may be split, or start in its
-    middle. The smallest of them is the grid's unit: prompts with a common prefix have the same bits in all whole units
-    of that prefix.
+    Passes are on an absolute grid of positions. From position 0 on, each range as long as the largest size is one pass,
+    for any length of the prompt. The rest after the last whole range is split by its length alone. It is either one
+    pass with room for all of it, or the largest size that it fills followed by passes over what remains, whichever
+    costs less. Passes of sizes in `same_bits` write the same bits to the KV caches, so such a pass may be split, or
+    start in its middle. The smallest of them is the grid's unit: prompts with a common prefix have the same bits in all
+    whole units of that prefix.
 
     Args:
-        sizes: allowed sizes of passes, ascending.
+        sizes: permitted sizes of passes, ascending.
         stop: the position after the last token.
         start: the first position, a multiple of the unit.
-        same_bits: those of `sizes` whose passes leave the same bits, ascending; (): the largest alone.
+        same_bits: those of `sizes` whose passes write the same bits, ascending; (): only the largest.
         grid_unit: positions between two places where a pass may start; None: the smallest of `same_bits`.
-        max_tokens: the most tokens of a pass of a size in `same_bits`; the smallest size is always allowed. None: no
-            limit.
+        max_tokens: upper limit of tokens for passes of a size in `same_bits`; the smallest size is always permitted.
+            None: no limit.
     """
     same_bits = same_bits or sizes[-1:]
     assert start % (grid_unit or same_bits[0]) == 0, "a prompt is continued only at a multiple of the grid's unit"
@@ -296,13 +297,16 @@ def chunks_of(
 
 
 def _covering(sizes: list[int], tokens: int) -> list[int]:
-    """Sizes of the passes over so many tokens, of any of these sizes; the last may be larger than its tokens."""
+    """Returns the sizes of the passes over `tokens` tokens. The last may be larger than its tokens."""
     whole, rest = divmod(tokens, sizes[-1])
     return [sizes[-1]] * whole + _tail(tuple(sizes), rest)
 
 
 def _filled(sizes: list[int], tokens: int) -> list[int]:
-    """Sizes of the passes over a multiple of the smallest size, each filled; every size divides the next one."""
+    """Returns the sizes of the passes over a multiple of the smallest size, each filled.
+
+    Every size divides the next one.
+    """
     chunks = []
     for size in reversed(sizes):
         count, tokens = divmod(tokens, size)
@@ -311,15 +315,15 @@ def _filled(sizes: list[int], tokens: int) -> list[int]:
 
 
 def _tail(sizes: tuple[int, ...], tokens: int) -> list[int]:
-    """Sizes of the passes over fewer tokens than the largest size."""
+    """Returns the sizes of the passes over fewer tokens than the largest size."""
     if tokens <= 0:
         return []
     choices = [[size] for size in sizes if size >= tokens][:1]
     if filled := [size for size in sizes if size < tokens]:
         choices.append([filled[-1], *_tail(sizes, tokens - filled[-1])])
-    return min(choices, key=_cost)  # of equals the first, which is one pass
+    return min(choices, key=_cost)  # the first of equal ones, which is one pass
 
 
 def _cost(chunks: list[int]) -> int:
-    """The estimated cost of passes, in prompt tokens."""
+    """Returns the estimated cost of passes, in prompt tokens."""
     return sum(chunks) + _PASS_COST * len(chunks)

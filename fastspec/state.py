@@ -1,7 +1,7 @@
-"""DecodeState: every static device buffer of the decoding loop, allocated once.
+"""DecodeState: all static device buffers of the decoding loop, allocated once.
 
-Contents change, bindings do not. A row's `lengths` entry is the only truth about it: stale or rejected cache
-slots are never zeroed or copied, they lie above the length and are masked.
+Contents change, addresses do not. Only a row's `lengths` entry says which of its cache slots are valid: stale or
+refused slots are never zeroed or copied. They are after the length and are masked.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ from fastspec.sampling import verify
 from fastspec.sampling.distribution import SamplerRows
 from fastspec.sampling.processors import ProcessorRows
 
-# values of DecodeState.finish: what a commit leaves there, and those of rows that do not run
+# values of DecodeState.finish: those that a commit writes, and those of rows that do not run
 RUNNING, STOPPED, AT_LIMIT, IDLE = verify.RUNNING, verify.STOPPED, verify.AT_LIMIT, 3
 PAUSED = 4  # a row with a grammar, until the host has sent the masks of its next step
-PREFILLED = 5  # a row whose first token comes from the last pass over its prompt: until `first_token_step`
+PREFILLED = 5  # a row whose first token comes from its last prefill pass, until `first_token_step`
 MAX_STOP_IDS = 64
 OWN = "row"
 MAX_TOP_LOGPROBS = 20
-# buffers by the name of the field that takes them; here, for a step that is traced cannot ask a class for its fields
+# names of fields, computed here because a traced step cannot ask a class for its fields
 _SAMPLER = tuple(each.name for each in fields(SamplerRows))
 _PROCESSORS = tuple(each.name for each in fields(ProcessorRows))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Outbox:
-    """The buffers in which steps leave their results for the host; layouts as in `kernels/sampling/publish.py`.
+    """Buffers to which steps write their results for the host; see `kernels/sampling/publish.py` for layouts.
 
     Attributes:
         entries: int64 [slots, width], in host memory.
-        details: int32 [slots, B, K+1, 1+2N], in host memory: log-probabilities, when recorded.
-        counter: int64 [1] on the device, steps carried out.
+        details: int32 [slots, B, K+1, 1+2N], in host memory: log-probabilities, if recorded.
+        counter: int64 [1] on the device, number of completed steps.
     """
 
     entries: Tensor
@@ -52,13 +52,13 @@ class Buffer:
     """Shape, dtype and use of one field of `DecodeState`.
 
     Attributes:
-        shape: letters as `StateSizes` explains them, separated by spaces; "K+1" is one more than K.
-        dtype: of the elements.
-        fill: value in a row that was never admitted; a letter stands for its size, OWN for the row's number.
-        written_by: the stages that write to it.
-        meaning: one line.
-        reset: `DecodeState.reset` fills it again. Admission fills the others before they are read.
-        prefill: a pass over a prompt reads it, so `PrefillSlot` copies it.
+        shape: letters of `StateSizes`, separated by spaces; "K+1" is one more than K.
+        dtype: dtype of the elements.
+        fill: value in a row that was never admitted. A letter stands for its size, OWN for the row's number.
+        written_by: stages that write to it.
+        meaning: description, one line.
+        reset: True if `DecodeState.reset` fills it again. Admission fills the others before they are read.
+        prefill: True if prefill passes read it, so `PrefillSlot` copies it.
     """
 
     shape: str
@@ -70,16 +70,16 @@ class Buffer:
     prefill: bool = False
 
     def sizes(self, letters: Mapping[str, int]) -> tuple[int, ...]:
-        """The shape in numbers."""
+        """Returns the shape as numbers."""
         axes = (axis.partition("+") for axis in self.shape.split())
         return tuple(letters[letter] + int(more or 0) for letter, _, more in axes)
 
     def fill_value(self, letters: Mapping[str, int]) -> float:
-        """The fill as a number."""
+        """Returns the fill as a number."""
         return letters.get(self.fill, 0) if isinstance(self.fill, str) else self.fill
 
     def nbytes(self, letters: Mapping[str, int]) -> int:
-        """Bytes of the tensor."""
+        """Returns the bytes of the tensor."""
         return math.prod(self.sizes(letters)) * self.dtype.itemsize
 
 
@@ -89,11 +89,11 @@ class StateSizes:
 
     Attributes:
         batch: B, rows.
-        max_drafts: K, drafts a step at most.
-        max_length: T, tokens a row at most.
-        pages_per_row: P, cache pages.
+        max_drafts: K, largest number of drafts of a step.
+        max_length: T, largest number of tokens of a row.
+        pages_per_row: P, pages of the KV cache.
         vocab_size: V, target ids.
-        keep_draft_probs: whether `draft_probs` has room for distributions: Q is V if so, else 0.
+        keep_draft_probs: True if `draft_probs` has memory for distributions: Q is then V, else 0.
     """
 
     batch: int
@@ -105,7 +105,7 @@ class StateSizes:
 
     @property
     def letters(self) -> dict[str, int]:
-        """Sizes by the letters of shapes; also S, stop ids, N, top log-probabilities, and W, words of V bits."""
+        """Sizes by the letters of shapes. Also S, stop ids, N, top log-probabilities, and W, words for V bits."""
         return {
             "B": self.batch,
             "K": self.max_drafts,
@@ -134,7 +134,7 @@ def _buffer(
     reset: bool = False,
     prefill: bool = False,
 ) -> Any:
-    """A dataclass field that a `Buffer` describes."""
+    """Returns a dataclass field that a `Buffer` describes."""
     return field(metadata={"buffer": Buffer(shape, dtype, fill, written_by, meaning, reset, prefill)})
 
 
@@ -143,9 +143,9 @@ INT64, INT32, FP32, BOOL = torch.int64, torch.int32, torch.float32, torch.bool
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DecodeState:
-    """Every buffer of B rows (slots), each declared once: allocation, reset and memory plans read this table.
+    """All buffers of B rows (slots), each declared once. Allocation, reset and memory plans read this table.
 
-    `StateSizes` explains the letters of shapes. `accepted` is -1 in a row that did not step, and -1 - p in a row that
+    `StateSizes` explains the letters of shapes. `accepted` is -1 in a row that did not step. It is -1 - p in a row that
     did step but has invalid logits (NaN or infinite) at place p, so that nothing was emitted.
     """
 
@@ -201,7 +201,10 @@ class DecodeState:
         prob_dtype: torch.dtype = FP32,
         keep_draft_probs: bool = True,
     ) -> DecodeState:
-        """Allocates the buffers of `batch` idle rows; sizes as in `StateSizes`, prob_dtype is that of draft_probs."""
+        """Allocates the buffers of `batch` idle rows.
+
+        For sizes see `StateSizes`; prob_dtype is the dtype of draft_probs.
+        """
         letters = StateSizes(batch, max_drafts, max_length, pages_per_row, vocab_size, keep_draft_probs).letters
 
         def new(name: str, each: Buffer) -> Tensor:
@@ -214,7 +217,7 @@ class DecodeState:
         return cls(**{name: new(name, each) for name, each in BUFFERS.items()})
 
     def one_row(self) -> DecodeState:
-        """New buffers of one idle row, as wide as these."""
+        """Allocates buffers of one idle row, with the same widths."""
         letters = {"K": self.draft_tokens.shape[1]}
 
         def new(name: str, each: Buffer) -> Tensor:
@@ -223,7 +226,7 @@ class DecodeState:
         return DecodeState(**{name: new(name, each) for name, each in BUFFERS.items()})
 
     def rows(self, start: int, stop: int) -> DecodeState:
-        """Views of rows start..stop-1 of the same buffers."""
+        """Returns views of rows start..stop-1 of the same buffers."""
         return DecodeState(**{name: getattr(self, name)[start:stop] for name in BUFFERS})
 
     @property
@@ -233,7 +236,7 @@ class DecodeState:
 
     @property
     def running(self) -> Tensor:
-        """bool [B]: rows that step."""
+        """bool [B]: True for rows that step."""
         return self.finish == RUNNING
 
     @property
@@ -247,7 +250,10 @@ class DecodeState:
         return ProcessorRows(*(getattr(self, name) for name in _PROCESSORS))
 
     def move(self, source: int, place: int) -> None:
-        """Row `source` goes on as row `place`; its K/V and states stay where they are, for it keeps pages and row."""
+        """Moves row `source` to row `place`.
+
+        K/V and recurrent states are not copied: the row keeps its pages and state row.
+        """
         given_up = self.state_rows[place].clone()
         for name in BUFFERS:
             values = getattr(self, name)
@@ -262,17 +268,17 @@ class DecodeState:
 
     @contextmanager
     def all_idle(self) -> Iterator[None]:
-        """A context in which no row runs, so that a step has no effect on any row."""
+        """Context in which no row runs, so that a step changes no row."""
         finish, emitted = self.finish.clone(), self.emitted.clone()
         self.finish.fill_(IDLE)
         try:
             yield
         finally:
             self.finish.copy_(finish)
-            self.emitted.copy_(emitted)  # which the next step's proposer may ask for
+            self.emitted.copy_(emitted)  # restored, because the next step's proposer may read it
 
     def reset(self) -> None:
-        """Makes every row idle; what it held before no longer matters."""
+        """Makes every row idle. Earlier contents are never read again."""
         for name, each in BUFFERS.items():
             if each.reset:
                 getattr(self, name).fill_(each.fill)

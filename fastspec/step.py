@@ -1,7 +1,7 @@
 """One decoding step: propose, score, verify, commit, publish. Every running row advances by 1..k+1 tokens.
 
-The step reads and writes one DecodeState and leaves its results in a ring that the host reads later. It never reads a
-value back to the host, and no shape in it depends on data, so that it can be captured as it stands.
+The step reads and writes one DecodeState, and writes its results to a ring that the host reads later. It never copies a
+value to the host, and none of its shapes depends on data. So it can be captured in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from fastspec.state import IDLE, PAUSED, PREFILLED, RUNNING, DecodeState, Outbox
 
 @dataclass(frozen=True, slots=True)
 class PromptEnd:
-    """Hidden states of the last tokens of long prompts: `prefill` leaves them, `first_token_step` reads them.
+    """Hidden states of the last tokens of long prompts. `prefill` writes them, `first_token_step` reads them.
 
     Attributes:
         hidden: [B, hidden], the target's last hidden state of each row, in the target's dtype.
-        features: [B, layers, hidden], what the proposer reads of the same token; None: it reads no hidden states.
+        features: [B, layers, hidden], the hidden states that the proposer reads. None: it reads none.
         threshold: a prompt with more tokens than this is long.
     """
 
@@ -42,12 +42,12 @@ class PromptEnd:
 
     @classmethod
     def zeros(cls, rows: int, width: int, layers: int, dtype: torch.dtype, device: torch.device) -> PromptEnd:
-        """Zeros for `rows` rows, with hidden states of `width` elements."""
+        """Allocates zeros for `rows` rows, with hidden states of `width` elements."""
         hidden = torch.zeros(rows, width, dtype=dtype, device=device)
         return cls(hidden, hidden.new_zeros(rows, layers, width) if layers else None)
 
     def like(self, rows: int) -> PromptEnd:
-        """Zeros like these, for another number of rows."""
+        """Allocates zeros of these shapes, for another number of rows."""
         features = None if self.features is None else self.features.new_zeros(rows, *self.features.shape[1:])
         return PromptEnd(self.hidden.new_zeros(rows, self.hidden.shape[1]), features, self.threshold)
 
@@ -58,7 +58,7 @@ class PromptEnd:
             self.features[row].copy_(source.features[place])
 
     def keep(self, index: Tensor, hidden: Tensor, features: Tensor | None) -> None:
-        """Stores entry `index[b]` of each row b; a row whose index is not in 0..Q-1 stays as it is.
+        """Stores entry `index[b]` of each row b. A row whose index is not in 0..Q-1 is unchanged.
 
         Args:
             index: int64 [B].
@@ -76,19 +76,19 @@ class PromptEnd:
 
 @dataclass(frozen=True, slots=True)
 class StepModules:
-    """The models and work areas that a step runs on, besides its `DecodeState`.
+    """Models and work areas of a step, besides its `DecodeState`.
 
     Attributes:
         target: the model whose distribution the output follows.
-        proposer: writes the drafts; None allows k = 0 only.
+        proposer: makes the drafts. None: only k = 0 is possible.
         ops: implementations of all operations outside the models.
-        outbox: where results are published for the host; None: they stay in the state.
+        outbox: buffers to which results are published for the host. None: they stay in the state.
         scratch: work area of the commit, from `ops.commit_scratch`.
-        mark: names a phase of the step to a profiler while it is entered.
+        mark: context that names a phase of the step in a profiler.
         work: work area of a sampled step's end, from `ops.sampled_work`.
         record_work: work area of log-probabilities, from `ops.record_work`.
-        features: hidden states kept for the proposer between steps, from `feature_buffer`; None: it keeps none.
-        prompt_ends: what passes over long prompts leave for `first_token_step`; None: every first token comes from an
+        features: hidden states stored for the proposer between steps, from `feature_buffer`. None: it needs none.
+        prompt_ends: hidden states after long prompts, for `first_token_step`. None: every first token comes from an
             ordinary step.
     """
 
@@ -105,12 +105,12 @@ class StepModules:
 
 
 def step(modules: StepModules, state: DecodeState, shape: StepShape, draws: verify.Draws) -> None:
-    """Advances every running row of `state` by 1..k+1 tokens; other rows stay as they are.
+    """Advances every running row of `state` by 1..k+1 tokens. Other rows are unchanged.
 
     Args:
         modules: models and work areas.
-        state: views of the rows that the step covers; it is updated in place.
-        shape: what was fixed on the host: k, sampler, bound on positions, tiling.
+        state: views of the rows that the step covers; updated in place.
+        shape: values that the host has fixed: k, sampler, limit of positions, tiling.
         draws: random numbers, a function of (row seed, position, purpose, token).
     """
     if shape.first_token:
@@ -135,10 +135,10 @@ def step(modules: StepModules, state: DecodeState, shape: StepShape, draws: veri
 
 
 def first_token_step(modules: StepModules, state: DecodeState, shape: StepShape, draws: verify.Draws) -> None:
-    """Emits the first token of each row that is PREFILLED; all other rows stay as they are.
+    """Emits the first token of each row that is PREFILLED. Other rows are unchanged.
 
-    Its logits come from the hidden state that the last pass over the prompt left, so only the head's weights are read.
-    Which prompts take this step depends on their length alone, so neighbours and drafts do not change the text.
+    Its logits come from the hidden state of the last prefill pass, so only the head's weights are read. The length of a
+    prompt alone determines if it takes this step. So other rows and drafts do not change the text.
     """
     prompt_ends = modules.prompt_ends
     assert prompt_ends is not None, "the passes over prompts left something"
@@ -164,24 +164,24 @@ def first_token_step(modules: StepModules, state: DecodeState, shape: StepShape,
 def propose(
     proposer: Proposer, modules: StepModules, state: DecodeState, shape: StepShape, draws: verify.Draws
 ) -> None:
-    """Lets the proposer write the step's drafts to the state."""
+    """Calls the proposer, which writes the step's drafts to the state."""
     features = {} if modules.features is None else {"features": modules.features[: state.batch]}
     proposer.propose(state, shape, draws, **features)
 
 
 def score(modules: StepModules, state: DecodeState, shape: StepShape) -> Tensor:
-    """Feeds the last token and the drafts to the target; logits [B, k+1, V] of what follows each."""
+    """Feeds the last token and the drafts to the target. Returns logits [B, k+1, V] for the token after each."""
     return modules.target.logits(_hidden(modules, _scoring_batch(modules, state, shape))[0], shape.tiling)
 
 
 def _scored(
     modules: StepModules, state: DecodeState, shape: StepShape
 ) -> tuple[Tensor | PartKeys, Tensor | None, ForwardBatch]:
-    """Runs the target's pass of `score`, and returns its other results too.
+    """Runs the target's pass of `score`, and also returns its other results.
 
     Returns:
-        Logits [B, k+1, V], or argmax keys where these are enough; the hidden states that the proposer reads,
-        [B, k+1, layers, hidden], None where it reads none; the batch that was fed.
+        Logits [B, k+1, V], or argmax keys if these are enough; the hidden states that the proposer reads,
+        [B, k+1, layers, hidden], None if it reads none; the batch that was fed.
     """
     batch = _scoring_batch(modules, state, shape)
     hidden, features = _hidden(modules, batch)
@@ -198,7 +198,7 @@ def _needs_argmax_only(shape: StepShape) -> bool:
 
 
 def _scoring_batch(modules: StepModules, state: DecodeState, shape: StepShape) -> ForwardBatch:
-    """The batch of the scoring pass: each row's last token and its drafts, [B, k+1]."""
+    """Returns the batch of the scoring pass: each row's last token and its drafts, [B, k+1]."""
     ids, positions, write_mask = modules.ops.feed_rows(
         state.tokens,
         state.lengths,
@@ -213,7 +213,7 @@ def _scoring_batch(modules: StepModules, state: DecodeState, shape: StepShape) -
 
 
 def _hidden(modules: StepModules, batch: ForwardBatch) -> tuple[Tensor, Tensor | None]:
-    """Runs the target: its last hidden states [B, Q, hidden], and those that the proposer reads, or None."""
+    """Runs the target. Returns its last hidden states [B, Q, hidden], and those that the proposer reads, or None."""
     layers = features_of(modules.proposer)
     if not layers:
         return modules.target.hidden(batch), None
@@ -223,7 +223,7 @@ def _hidden(modules: StepModules, batch: ForwardBatch) -> tuple[Tensor, Tensor |
 def verify_and_commit(
     modules: StepModules, state: DecodeState, shape: StepShape, draws: verify.Draws, logits: Tensor | PartKeys
 ) -> None:
-    """Decides what is emitted, commits it to the state and publishes it."""
+    """Verifies the drafts, commits the emitted tokens to the state, and publishes them."""
     entry = (modules.outbox.entries, modules.outbox.counter) if modules.outbox else None
     record = None
     if shape.top_logprobs is not None:
@@ -250,7 +250,7 @@ def _judge(
     entry: tuple[Tensor, Tensor] | None,
     record: Record | None,
 ) -> None:
-    """`verify_and_commit` with the logits [B, k+1, V] from which tokens are chosen, masked by grammars if any."""
+    """Computes `verify_and_commit` with the logits [B, k+1, V] from which tokens are chosen, masked by grammars."""
     if isinstance(shape.verification, SyntheticAcceptance):
         accept_synthetic(modules, state, shape, shape.verification, draws, logits, entry, record)
     elif shape.sampler == FULL:
@@ -263,7 +263,7 @@ def _judge(
 
 
 def _drawn(modules: StepModules, shape: StepShape) -> bool:
-    """True if draft tokens of this step were sampled, so that `draft_probs` holds their distributions."""
+    """True if draft tokens of this step were sampled, so that `draft_probs` has their distributions."""
     return modules.proposer is not None and not modules.proposer.deterministic and shape.grammars != GRAMMAR_ONLY
 
 
@@ -282,7 +282,10 @@ def _record(
 
 
 def take_grammar_drafts(modules: StepModules, state: DecodeState, shape: StepShape) -> None:
-    """Rows with a grammar take the draft tokens that the host sent; with GRAMMAR_ONLY all other rows have no drafts."""
+    """Copies the draft tokens that the host sent to rows with a grammar.
+
+    With GRAMMAR_ONLY other rows have no drafts.
+    """
     k, rows = shape.num_drafts, state.constrained
     drafts = state.draft_tokens[:, :k]
     drafts.copy_(torch.where(rows[:, None], state.grammar_drafts[:, :k], drafts))
@@ -308,7 +311,7 @@ def accept_synthetic(
     entry: tuple[Tensor, Tensor] | None,
     record: Record | None,
 ) -> None:
-    """Accepts as many drafts as a rule for benchmarks says, and then what the target picks."""
+    """Accepts as many drafts as a rule for benchmarks says, then emits the target's token."""
     raw = logits
     drafts, counts = state.draft_tokens[:, : shape.num_drafts], state.draft_counts
     places = state.lengths[:, None] + torch.arange(shape.num_drafts + 1, device=logits.device)
@@ -335,19 +338,19 @@ def prefill(
     kept: Tensor | None = None,
     prompt_ends: PromptEnd | None = None,
 ) -> Tensor:
-    """One prefill pass of the target: the prompt tokens at positions start..start+chunk-1 of each row.
+    """Runs one prefill pass of the target: the prompt tokens at positions start..start+chunk-1 of each row.
 
-    A prompt's last token is not fed here: the row's first step feeds it. The exception is a long prompt where
-    `prompt_ends` is given: its last token is fed too, and its hidden state is kept for `first_token_step`.
+    A prompt's last token is not fed here: the row's first step feeds it. With `prompt_ends` the last token of a long
+    prompt is fed here, too, and its hidden state is stored for `first_token_step`.
 
     Args:
-        modules, shape: as of `step`; `shape.tiling` is exactly one chunk.
-        state: of one row, so that a prompt's K/V bits depend on that prompt alone. It may have several rows where the
-            bits do not depend on what else the pass feeds.
-        start: the first position; int64 [B] where it is read on the device.
+        modules, shape: see `step`; `shape.tiling` is exactly one chunk.
+        state: one row, so that a prompt's K/V bits depend on that prompt alone. Several rows are possible if the bits
+            do not depend on other rows of the pass.
+        start: the first position; int64 [B] if it is read on the device.
         chunk: tokens of the pass. Chunk sizes follow from the prompt's length alone.
-        kept: [1, ..], the row's part of `StepModules.features`; None: the proposer keeps nothing.
-        prompt_ends: of as many rows as the state; None: no last token is fed.
+        kept: [1, ..], the row's part of `StepModules.features`. None: the proposer stores nothing.
+        prompt_ends: has as many rows as the state. None: no last token is fed.
 
     Returns:
         The last hidden states [B, chunk, hidden]; those of tokens that were not fed have no meaning.
@@ -365,6 +368,6 @@ def prefill(
     hidden, features = _hidden(modules, batch)
     if prompt_ends is not None:
         prompt_ends.keep(index, hidden, features)
-    if features is not None:  # what follows the last token is not known yet
+    if features is not None:  # the token after the last one is not known yet
         hand_over_prompt(modules.proposer, state, shape, features, replace(batch, write_mask=known_next), kept)
     return hidden

@@ -1,4 +1,4 @@
-"""The caller's settings of torch, kept away from our work: set aside while we work, and put back afterwards."""
+"""Sets the caller's torch settings aside while this package works, and restores them afterwards."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from torch.overrides import _get_current_function_mode_stack
 
 @contextmanager
 def shielded(device: torch.device | None = None, threads: int | None = None) -> Iterator[None]:
-    """Settings of torch as this package needs them, whatever the caller's are; the caller's come back at the end.
+    """Context with the torch settings that this package needs. Restores the caller's settings at its end.
 
-    Set aside are the default device, autocast, and on CUDA deterministic algorithms, which would refuse the library's
-    products. The default dtype is for the whole process, other threads of the caller included, so it stays as it is:
-    everything we allocate names its dtype. Gradients and inference mode are seen to by who does the work.
+    Changed are the default device, autocast, and on CUDA deterministic algorithms, with which torch would refuse cuBLAS
+    products. The default dtype is not changed, because it is global to all threads: every allocation here names its
+    dtype. Callers of this function set gradient and inference mode.
 
     Args:
-        device: where the work runs; None: not known yet.
-        threads: of torch's operations on the CPU, for this thread. None: as they are. (Torch gives the number to a
-            thread that uses it for the first time meanwhile, too.)
+        device: device of the work. None: not known yet.
+        threads: torch's number of CPU threads for this thread. None: unchanged. (A thread that uses torch for the first
+            time meanwhile gets this number, too.)
     """
     changes = _changes(threads)
     with _algorithms().any() if device is not None and device.type == "cuda" else nullcontext():
-        if not changes:  # every step of a call passes here, and mostly there is nothing to set aside
+        if not changes:  # every step of a call comes here, and usually nothing has to be changed
             yield
             return
         with ExitStack() as stack:
@@ -36,7 +36,7 @@ def shielded(device: torch.device | None = None, threads: int | None = None) -> 
 
 
 def _changes(threads: int | None) -> list[AbstractContextManager[object]]:
-    """Contexts that set aside what the caller has set in this thread."""
+    """Returns contexts that change the settings of this thread."""
     changes: list[AbstractContextManager[object]] = []
     if _has_default_device():
         changes.append(torch.device("cpu"))
@@ -50,7 +50,7 @@ def _changes(threads: int | None) -> list[AbstractContextManager[object]]:
 
 @contextmanager
 def using_threads(count: int) -> Iterator[None]:
-    """So many threads for torch's operations on the CPU, in this thread."""
+    """Context with `count` CPU threads for torch's operations in this thread."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:
@@ -60,26 +60,29 @@ def using_threads(count: int) -> Iterator[None]:
 
 
 def _has_default_device() -> bool:
-    """True if tensors that are made without a device are not in host memory."""
+    """True if torch allocates tensors elsewhere than in host memory by default."""
     if not _get_current_function_mode_stack():
         return False  # a default device is a mode of torch functions
     try:
         return torch.get_default_device().type != "cpu"
-    except (AssertionError, RuntimeError):  # torch asks a tensor that it makes there, and there is no such device
+    except (AssertionError, RuntimeError):  # torch allocates a tensor there to find out, and the device does not exist
         return True
 
 
 class _Algorithms:
-    """Deterministic algorithms, a setting of the whole process: off while anybody here works, then the caller's."""
+    """Turns deterministic algorithms, a setting of the whole process, off while any thread works here.
+
+    Then restores it.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._inside = 0
-        self._asked = (False, False)  # deterministic, and only a warning where there are none
+        self._asked = (False, False)  # (deterministic, warn_only) of the caller
 
     @contextmanager
     def any(self) -> Iterator[None]:
-        """Any algorithm will do."""
+        """Context in which torch may use any algorithm."""
         with self._lock:
             if not self._inside:
                 asked = torch.are_deterministic_algorithms_enabled()
@@ -93,7 +96,7 @@ class _Algorithms:
             with self._lock:
                 self._inside -= 1
                 deterministic, warn_only = self._asked
-                # if the caller has set it meanwhile, that stays
+                # if the caller has set it meanwhile, that value stays
                 if not self._inside and deterministic and not torch.are_deterministic_algorithms_enabled():
                     torch.use_deterministic_algorithms(True, warn_only=warn_only)
 

@@ -1,1 +1,1 @@
-"""Chooses k for `num_speculative_tokens="auto"`. Plain arithmetic, no torch."""
+"""Chooses k, the number of draft tokens of a step, for `num_speculative_tokens="auto"`. Does not use torch."""

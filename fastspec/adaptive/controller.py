@@ -1,16 +1,16 @@
-"""num_speculative_tokens="auto": learns the fastest k while decoding.
+"""Learns the fastest k while decoding, for num_speculative_tokens="auto". k is the number of draft tokens of a step.
 
-The controller observes the time of every step and the accepted drafts of its rows, and chooses the drafts of the next
-step. It compares the ks by expected tokens per second of a row,
+The controller observes the time of every step and the number of accepted drafts of each row. It then chooses the k of
+the next step with the most expected tokens per second of a row:
 
     tokens(k) / seconds(k),  tokens(k) = 1 + S_1 + .. + S_k,
 
-S_j being the measured chance that the first j drafts are accepted. (With one chance a for every draft that is
-(1 - a^(k+1)) / (1 - a), as in Leviathan et al., arXiv 2211.17192, section 3.3.) k = 0, plain decoding, is one of them.
+S_j is the measured probability that the first j drafts are accepted. If every draft is accepted with one probability a,
+tokens(k) is (1 - a^(k+1)) / (1 - a) (Leviathan et al., arXiv 2211.17192, section 3.3). k = 0 is plain decoding.
 
-A k that was not used lately is probed now and then: a probe is a few steps at another k, and a small share of the time
-is the budget for all probes. A probe that changes nothing makes the next one wait longer. So a pair that does not pay
-costs little more than plain decoding, and a pair that begins to pay is noticed.
+A probe is a few steps with another k. It measures a k that was not used lately. Probes may use a small share of the
+decoding time. After a probe that changes nothing, the controller waits longer before the next one. So a pair for which
+drafting does not pay costs little more than plain decoding.
 
 No torch, no clock, no randomness: the same observations give the same choices.
 """
@@ -26,24 +26,27 @@ from fastspec.adaptive.estimates import Acceptance, StepTimes, tokens_per_step
 
 AUTO = "auto"
 LADDER = (0, 1, 2, 4, 6, 8, 12, 16)
-MAX_USEFUL = 8  # drafts of a step at most, where "auto" is all that was said and a draft model makes them
-REPEATABLE = 4  # drafts of a step whose text must be the same every time
+MAX_USEFUL = 8  # upper limit of k if the user gave only "auto" and a draft model proposes
+REPEATABLE = 4  # upper limit of k if repeated runs must give the same text
 
-_BETTER = 1.03  # starting to draft must promise so much
-_FASTER = 1.01  # and any other change so much: it costs next to nothing
-_HORIZON = 256  # tokens of a row over which the cost of resuming drafts is spread, at most
-_SHARE = 0.015  # of the time that may go to probes
-_START = 0.03  # of the first call's time that a first look may cost
-_PATIENCE = 4.0  # times as long the next probe waits at most, after some that changed nothing
-_PROBED_ROWS, _PROBED_STEPS = 8, 2  # results of rows, and steps, that a probe of drafting looks at
-_FIRST_ROWS = 3  # results that the first look takes: more come by themselves where they are good
-_TIMED_STEPS = 3  # steps that a probe of a time takes
-_NEAR = 0.88  # a k that should be so fast, as a share of the best, is worth timing
-_PLAIN_NEAR = 0.6  # plain decoding is timed from a lower share on, so that it is never overlooked
-_STALE = 2000  # steps after which a time is taken again
-_TIE, _TIE_STALE = 0.9, 128  # sooner, where the two would be so close that an error of the time decides
-_OLD_CALL, _OLD_PROBE = 32.0, 6.0  # results that earlier calls, and steps before a probe, count as
-_CLOSE, _OFTEN = 32, 4  # the first observations after a change are all weighed, later ones a few at a time
+_BETTER = 1.03  # required ratio of expected speeds to start drafting
+_FASTER = 1.01  # required ratio for any other change of k, which costs almost nothing
+_HORIZON = 256  # upper limit of the tokens over which the cost of resuming drafts is spread
+_SHARE = 0.015  # share of the decoding time that probes may use
+_START = 0.03  # share of the expected time of the first call that its first probe may cost
+_PATIENCE = 4.0  # upper limit of the factor on a probe's required budget, after probes that changed nothing
+_PROBED_ROWS, _PROBED_STEPS = 8, 2  # a probe of drafting needs this many row results and steps
+_FIRST_ROWS = 3  # row results that the first probe needs; if drafts are good, later steps give more
+_TIMED_STEPS = 3  # steps of a probe that measures the time of a k
+_NEAR = 0.88  # a k is timed again if its expected speed is at least this share of the present k's
+_PLAIN_NEAR = 0.6  # the same limit for plain decoding; lower, so that plain decoding is never overlooked
+_STALE = 2000  # a measured time is repeated after this many steps
+# from this ratio of speeds on, a time is repeated after fewer steps, because its error decides
+_TIE, _TIE_STALE = 0.9, 128
+# weights, in row results, of the acceptance of earlier calls, and of that before a probe
+_OLD_CALL, _OLD_PROBE = 32.0, 6.0
+# after a change of k the ks are compared at each of _CLOSE observations, then at every _OFTEN-th
+_CLOSE, _OFTEN = 32, 4
 
 
 def ladder(max_drafts: int) -> tuple[int, ...]:
@@ -57,8 +60,8 @@ class StepContext:
 
     Attributes:
         bucket: rows that the launch covers.
-        remaining: tokens that the row with the most left may still get.
-        draft_lag: for each row, passes until the draft has seen all tokens of the row; ascending.
+        remaining: the largest number of tokens that one of the rows may still generate.
+        draft_lag: for each row, the draft passes needed until the draft's cache has all tokens of the row; ascending.
     """
 
     bucket: int
@@ -72,12 +75,12 @@ class Observation:
 
     Attributes:
         k: drafts of the step.
-        bucket: as in StepContext.
-        accepted: drafts accepted, of every row that stepped and could draft.
-        seconds: since the step before it; None where other work or a pause lay in between.
-        caught_up: catch-up passes of the draft since the step before it, if there was nothing else in between;
-            `seconds` includes them. None: there were none.
-        rows: that stepped; 0: as many as `accepted` has.
+        bucket: rows that the launch covered.
+        accepted: number of accepted drafts, for each row that stepped and could draft.
+        seconds: time since the previous step. None if other work or a pause lay in between.
+        caught_up: catch-up passes of the draft since the previous step, if nothing else ran in between; `seconds`
+            includes them. None: there were none.
+        rows: number of rows that stepped. 0: `len(accepted)`.
     """
 
     k: int
@@ -89,37 +92,37 @@ class Observation:
 
     @property
     def tokens(self) -> float:
-        """Mean of the tokens that a row emitted."""
+        """Mean number of tokens that a row emitted."""
         return 1 + sum(self.accepted) / max(self.rows or len(self.accepted), 1)
 
 
 class DraftLengthPolicy(Protocol):
-    """Chooses k for a scheduler, and is told what every step did.
+    """Chooses k for a scheduler, and receives the result of every step.
 
     Attributes:
-        few: how many rows the next step drafts in, when it drafts: those that take the least to catch up. None: all.
+        few: number of rows that draft in the next step, if it drafts: those with the fewest catch-up passes. None: all.
     """
 
     @property
     def few(self) -> int | None:
-        """Rows that draft in the next step; None: all."""
+        """Number of rows that draft in the next step. None: all."""
 
     def choose(self, context: StepContext) -> int:
-        """Drafts for the next step; may be asked again before it is launched."""
+        """Returns k of the next step. May be called several times before a launch."""
 
     def observe(self, step: Observation) -> None:
-        """Takes in what a step did, in the order of the steps."""
+        """Records the result of a step. Called in the order of the steps."""
 
 
 @dataclass(slots=True)
 class _Probe:
-    """A few steps at another k.
+    """A few steps with another k.
 
     Attributes:
-        k: of the steps.
-        rows, steps: results of rows, and steps, that it still needs.
-        few: rows that draft in it; None: all.
-        spent: seconds lost on it so far, with those that catching up afterwards will take.
+        k: drafts of these steps.
+        rows, steps: row results and steps that the probe still needs.
+        few: number of rows that draft in these steps. None: all.
+        spent: seconds lost on the probe so far, including the expected catch-up after it.
     """
 
     k: int
@@ -131,15 +134,15 @@ class _Probe:
 
 @dataclass(slots=True)
 class Controller:
-    """Chooses k; lives as long as the generator, so that calls learn from one another.
+    """Chooses k. One controller serves all calls of a generator, so a call uses measurements of earlier calls.
 
     Args:
-        ks: what there is to choose from, 0 among them, ascending.
+        ks: values that k may have, ascending from 0.
 
     Attributes:
-        acceptance, times: learned so far.
-        k: drafts of most steps now; None before the first.
-        made: steps by k.
+        acceptance, times: estimates from all observations.
+        k: the chosen k, used in all steps except those of probes. None before the first choice.
+        made: number of steps made, by k.
     """
 
     ks: tuple[int, ...]
@@ -148,14 +151,15 @@ class Controller:
     k: int | None = None
     made: dict[int, int] = field(default_factory=dict)
     _probe: _Probe | None = None
-    _looked: bool = False  # a probe has ended, and nothing was decided since
-    _budget: float = 0.0  # seconds that probes may lose
+    _looked: bool = False  # a probe has ended, and no decision was made since
+    _budget: float = 0.0  # seconds that probes may cost now
     _patience: float = 1.0
-    _seen: int = 0  # observations
-    _changed: int = 0  # the observation after which k was changed last
-    _weighed: int = -1  # the observation, and the bucket, at the last decision
+    _seen: int = 0  # number of observations
+    _changed: int = 0  # value of _seen when k was changed last
+    _weighed: int = -1  # value of _seen at the last decision; _bucket is that decision's bucket
     _bucket: int = 0
-    _timed: dict[tuple[int, int], int] = field(default_factory=dict)  # (bucket, k) -> the last observation of its time
+    # (bucket, k) -> value of _seen at its last timed step
+    _timed: dict[tuple[int, int], int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.acceptance = Acceptance.unknown(self.ks[-1])
@@ -165,7 +169,7 @@ class Controller:
         self.times.know(seconds)
 
     def learn(self, steps: Sequence[Observation], bucket: int) -> None:
-        """Learns from the steps over `bucket` rows of a trial, whose ks it did not choose."""
+        """Adds observations of steps with `bucket` rows whose ks another trial chose."""
         taken: dict[int, list[float]] = {}
         for step in steps:
             if step.seconds is not None and step.caught_up is None and step.bucket == bucket:
@@ -175,20 +179,20 @@ class Controller:
         self.know({(bucket, k): statistics.median(seconds) for k, seconds in taken.items()})
 
     def forget(self) -> None:
-        """Forgets everything but the counts of steps, because another draft is used from now on."""
+        """Resets all estimates, because another draft is used from now on. Keeps the counts of steps."""
         fresh = Controller(self.ks)
         fresh.made = self.made
         for name in self.__slots__:
             setattr(self, name, getattr(fresh, name))
 
     def begin(self) -> None:
-        """Begins a new call, whose prompts may be of another kind."""
+        """Begins a new call. Lowers the weight of earlier acceptance, because the new prompts may differ."""
         self.acceptance.fade(_OLD_CALL)
         self._probe = None
         self._changed = self._seen
 
     def choose(self, context: StepContext) -> int:
-        """Drafts for the next step. Asking twice gives the same answer."""
+        """Returns k of the next step. Repeated calls without a new observation return the same k."""
         if self._probe:
             return self._probe.k
         if self.k is None or self._due(context.bucket):
@@ -205,14 +209,14 @@ class Controller:
 
     @property
     def few(self) -> int | None:
-        """Number of rows that draft in the next step, if it drafts; None: all.
+        """Number of rows that draft in the next step, if it drafts. None: all.
 
-        To see whether drafts are accepted a few rows are enough, and the draft need not take in all the others.
+        A probe of acceptance needs only a few rows. The draft then need not catch up in all other rows.
         """
         return self._probe.few if self._probe else None
 
     def observe(self, step: Observation) -> None:
-        """Takes in what a step did, in the order of the steps."""
+        """Records the result of a step. Called in the order of the steps."""
         self._seen += 1
         self.made[step.k] = self.made.get(step.k, 0) + 1
         if step.seconds is not None:
@@ -240,7 +244,7 @@ class Controller:
             self._probe.spent += step.seconds - step.tokens / self._rate(step.bucket, usual)
 
     def _due(self, bucket: int) -> bool:
-        """True if the ks should be compared again."""
+        """True if there are enough new observations to compare the ks again."""
         news = self._seen - self._weighed
         close = self._seen - self._changed < _CLOSE
         return bucket != self._bucket or news >= (1 if close else _OFTEN)
@@ -248,13 +252,14 @@ class Controller:
     def _decide(self, context: StepContext) -> None:
         self._weighed, self._bucket = self._seen, context.bucket
         values = {k: self._value(k, context) for k in self.ks}
-        # a guess is no reason to draft, which may begin with a long catching up: a probe is, as far as it may cost
+        # before the first observation choose 0: drafting may begin with a long catch-up, and only a probe limits that
+        # cost
         best = max(self.ks, key=lambda k: values[k]) if self.acceptance.seen else 0
         if self.k is None or values[best] > (_FASTER if self.k else _BETTER) * values[self.k]:
             self.k, self._changed = best, self._seen
 
     def _value(self, k: int, context: StepContext) -> float:
-        """Returns tokens per second of a row at this k from now on, with the cost of coming back to drafting."""
+        """Returns the expected tokens per second of a row with this k, including the time to resume drafting."""
         rate = self._rate(context.bucket, k)
         passes = sum(context.draft_lag)
         if not k or not passes:
@@ -266,7 +271,7 @@ class Controller:
         return tokens_per_step(self.acceptance.survival(), k) / self.times.seconds(bucket, k)
 
     def _wanted(self, context: StepContext) -> _Probe | None:
-        """Returns the probe that is worth its cost, once the budget covers it."""
+        """Returns the probe to make now. None if no probe is useful, or if the budget does not cover its cost."""
         found = self._of_drafting(context) if self.k == 0 else self._of_a_time(context)
         if found is None:
             return None
@@ -275,15 +280,15 @@ class Controller:
             self._budget = _START * context.remaining * self.times.seconds(context.bucket, 0)
         if self._budget < self._patience * cost:
             return None
-        self._budget = self._patience * cost  # a long time without any probe must not end in many
+        self._budget = self._patience * cost  # a large unused budget must not allow many probes in a row
         if probe.k and self.k == 0:
             self.acceptance.fade(_OLD_PROBE)
         return probe
 
     def _of_drafting(self, context: StepContext) -> tuple[_Probe, float] | None:
-        """Returns a probe of whether drafts are accepted by now, and its cost if none is.
+        """Returns a probe of acceptance, and the seconds that it loses if no draft is accepted.
 
-        None if full acceptance would not pay, or if too few tokens are left.
+        None if drafting would not pay even with full acceptance, or if too few tokens remain.
         """
         plain = self.times.seconds(context.bucket, 0)
         paying = [k for k in self.ks[1:] if (k + 1) * plain > _BETTER * self.times.seconds(context.bucket, k)]
@@ -300,7 +305,10 @@ class Controller:
         return _Probe(k, rows, _PROBED_STEPS, few), max(cost, 0.0)
 
     def _of_a_time(self, context: StepContext) -> tuple[_Probe, float] | None:
-        """Returns a probe of the time of the fastest k not timed lately, if it may be the fastest of all."""
+        """Returns a probe that times another k, and the seconds that it is expected to lose.
+
+        It takes the fastest k for which `_worth_timing` is true. None if there is none or too few tokens remain.
+        """
         assert self.k is not None, "a decision was made"
         bucket, ours = context.bucket, self._rate(context.bucket, self.k)
         rates = {k: self._rate(bucket, k) for k in self.ks if k != self.k}
@@ -313,19 +321,21 @@ class Controller:
         return _Probe(k, 0, _TIMED_STEPS, spent=coming_back), max(lost, 0.0) + coming_back
 
     def _worth_timing(self, bucket: int, k: int, share: float) -> bool:
-        """True if a k whose expected speed is `share` of the present one was not timed for too long."""
+        """True if the last timing of k is old and its expected speed is high enough: `share` times that of the present
+        k.
+        """
         age = self._seen - self._timed.get((bucket, k), -_STALE)
         near = share > (_NEAR if k else _PLAIN_NEAR) or (k == 0 and age > _STALE)
         return near and age >= (_TIE_STALE if share > _TIE else _STALE)
 
     def _end_probe(self) -> None:
-        """Pays for the probe; the next choice uses its result."""
+        """Subtracts the cost of the probe from the budget. The next call of `choose` compares the ks again."""
         assert self._probe is not None, "it was seen to its end"
         self._budget -= max(self._probe.spent, 0.0)
         self._probe, self._looked, self._weighed, self._changed = None, True, -1, self._seen
 
     def why(self) -> str:
-        """Says the present choice and its reason."""
+        """Returns a text with the present choice and its reason."""
         if self.k is None or not self.acceptance.seen:
             return "nothing was drafted yet"
         shown = self.k or self.ks[1]

@@ -1,4 +1,4 @@
-"""Estimates learned while decoding: chances of acceptance, and seconds of each kind of step.
+"""Estimates learned while decoding: probabilities of acceptance, and seconds of a step by (bucket, k).
 
 Plain arithmetic over observations; no torch, no clock, no randomness.
 """
@@ -9,32 +9,34 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-# before anything was seen, a draft is taken to be accepted so often: an optimist tries, and a few refusals convince him
+# initial probability of acceptance and its weight in row results: high enough that drafting is tried, with a weight so
+# low that a few refused drafts change it
 _FIRST_GUESS, _GUESS_WEIGHT = 0.7, 2.0
-_DEEPER_WEIGHT = 4.0  # of the guess that a deeper draft is accepted as often as the one before it
-_MEMORY_ROWS, _MEMORY_STEPS = 128, 16  # evidence fades over so many results of rows, and over so many steps at least
-_SETTLED = 6  # samples of a time whose median counts at first: one late step must not decide
-_SLOW = 0.1  # how far a later sample moves it,
-_OUTLIER = 2.0  # taken as at most so many times longer or shorter than expected
-_COST_OF_A_DRAFT = 0.2  # of a plain step, where no time was ever measured
+_DEEPER_WEIGHT = 4.0  # weight, in row results, of the initial guess that draft j+1 is accepted as often as draft j
+_MEMORY_ROWS, _MEMORY_STEPS = 128, 16  # older evidence fades to the weight of 128 row results, but at least of 16 steps
+_SETTLED = 6  # number of first samples of a time; their median is the estimate, so that one late step does not decide
+_SLOW = 0.1  # exponent with which the ratio of a later sample to the estimate changes it,
+_OUTLIER = 2.0  # after that ratio is limited to 1/2..2
+_COST_OF_A_DRAFT = 0.2  # assumed time of a draft, in plain steps, where no time was measured
 
 
 @dataclass(slots=True)
 class Acceptance:
-    """Chances that draft 1, 2, .. is accepted if all before it are.
+    """Probabilities that draft 1, 2, .. is accepted if all drafts before it are.
 
-    A draft does not depend on how many follow it, so a step of any k tells about all positions that it drafted. A row
-    that drafted fewer than k counts as a refusal, because tokens per step are what matters here.
+    A draft does not depend on the number of drafts after it. So a step with any k gives evidence for all its k
+    positions. In a row that drafted fewer than k the missing drafts count as refused, because tokens per step are
+    compared.
 
     Attributes:
-        trials, hits: by position, from the first draft; faded counts, of which a guess is the first.
+        trials, hits: evidence by draft position. Old evidence fades; the initial guess is included.
         seen: True after the first observation.
     """
 
     trials: list[float]
     hits: list[float]
     seen: bool = False
-    _survival: list[float] | None = None  # of the counts as they are
+    _survival: list[float] | None = None  # result of `survival` for the present counts; None: not computed
 
     @classmethod
     def unknown(cls, deepest: int) -> Acceptance:
@@ -44,11 +46,11 @@ class Acceptance:
 
     @property
     def weight(self) -> float:
-        """Number of row results that the counts represent."""
+        """Weight of all evidence, in row results."""
         return self.trials[0]
 
     def observe(self, k: int, accepted: Sequence[int]) -> None:
-        """Adds one step of k > 0 drafts: the number that each of its rows accepted."""
+        """Adds a step of k > 0 drafts. `accepted` has the number of accepted drafts of each row."""
         self.seen, self._survival = True, None
         kept = (1 - 1 / max(_MEMORY_ROWS, _MEMORY_STEPS * len(accepted))) ** len(accepted)
         for j in range(len(self.trials)):
@@ -60,14 +62,14 @@ class Acceptance:
                 self.hits[j] += count > j
 
     def fade(self, weight: float) -> None:
-        """Scales the counts down to represent at most `weight` results."""
+        """Scales the counts down to a weight of at most `weight` row results."""
         if self.weight > weight:
             kept, self._survival = weight / self.weight, None
             self.trials = [value * kept for value in self.trials]
             self.hits = [value * kept for value in self.hits]
 
     def survival(self) -> list[float]:
-        """Returns the chances that draft 1, 2, .. and all before it are accepted."""
+        """Returns for j = 1, 2, .. the probability that the first j drafts are all accepted."""
         if self._survival is None:
             self._survival = self._chances()
         return self._survival
@@ -83,24 +85,24 @@ class Acceptance:
 
 
 def tokens_per_step(survival: Sequence[float], k: int) -> float:
-    """Returns the expected tokens of a row in a step of k drafts: accepted drafts, and one chosen by the target."""
+    """Returns the expected tokens of a row in a step of k drafts: the accepted drafts and one token of the target."""
     return 1.0 + sum(survival[:k])
 
 
 @dataclass(slots=True)
 class StepTimes:
-    """Seconds of a step of each (bucket, k).
+    """Seconds of a step by (bucket, k).
 
-    A time is a product of three: what the step took before any call (`measured`), how much slower this bucket's
-    steps have become since (contexts grow, clocks change), and how far this k departs from the others in that. So one
-    running k keeps the expectations of all others up to date.
+    seconds(bucket, k) = measured[bucket, k] * scale[bucket] * own[bucket, k]. `measured` is the time before any call.
+    `scale` is the change of all steps of a bucket since then, for example by longer contexts or other clocks. `own` is
+    how much one k differs from that change. So the steps of one k keep the estimates of all other ks up to date.
 
     Attributes:
-        measured: seconds by (bucket, k), of idle rows; may be empty.
-        scale: by bucket.
-        own: by (bucket, k).
-        first: the first samples by (bucket, k), as what `scale` or `own` should be.
-        coming_back: how much longer a catch-up pass takes than a draft pass.
+        measured: seconds by (bucket, k), measured with rows that do not run; may be empty.
+        scale: factor by bucket.
+        own: factor by (bucket, k).
+        first: by (bucket, k), the first samples of the factor that is estimated.
+        coming_back: seconds of a catch-up pass divided by those of a draft pass.
     """
 
     measured: dict[tuple[int, int], float] = field(default_factory=dict)
@@ -111,7 +113,7 @@ class StepTimes:
     _latest_scale: float = 1.0
 
     def know(self, measured: Mapping[tuple[int, int], float]) -> None:
-        """Sets measured times of steps; earlier estimates of these steps are dropped."""
+        """Sets measured times of steps. Drops earlier estimates of these steps."""
         self.measured |= measured
         for bucket, k in measured:
             self.scale.pop(bucket, None)
@@ -119,17 +121,17 @@ class StepTimes:
             self.first.pop((bucket, k), None)
 
     def seconds(self, bucket: int, k: int) -> float:
-        """Returns the expected seconds of such a step."""
+        """Returns the expected seconds of a step of `bucket` rows and k drafts."""
         return self._base(bucket, k) * self._scale(bucket) * self._own(bucket, k)
 
     def observe(self, bucket: int, k: int, seconds: float, usual: int) -> None:
         """Adds the time of one step.
 
         Args:
-            bucket, k: of the step.
-            seconds: that it took, with nothing else in between.
-            usual: the k of most steps now. Its time moves all others'; the other ks' times move their own alone, as
-                does the usual one's while it is new.
+            bucket, k: rows and drafts of the step.
+            seconds: its time, with no other work in between.
+            usual: the k of most steps now. A time of this k changes `scale`, and so the estimates of all ks. A time of
+                another k changes only its `own`. The first samples of the usual k change only its `own`, too.
         """
         first = self.first.setdefault((bucket, k), [])
         new, alone = len(first) < _SETTLED, all(key == (bucket, k) for key in self.first if key[0] == bucket)
@@ -137,7 +139,8 @@ class StepTimes:
         before = self._scale(bucket) if alone or (k == usual and not new) else self._own(bucket, k)
         if new:
             first.append(before * ratio)
-            after = statistics.median_low(first)  # of two the quicker: what goes wrong takes longer
+            # the lower of two middle samples: disturbances make a step longer, not shorter
+            after = statistics.median_low(first)
         else:
             after = before * float(min(max(ratio, 1 / _OUTLIER), _OUTLIER) ** _SLOW)
         if alone or (k == usual and not new):
@@ -146,7 +149,7 @@ class StepTimes:
             self.own[bucket, k] = after
 
     def samples(self, bucket: int, k: int) -> int:
-        """Returns the number of first samples."""
+        """Returns the number of samples in `first`."""
         return len(self.first.get((bucket, k), ()))
 
     def draft_pass(self, bucket: int, deepest: int) -> float:
@@ -154,11 +157,11 @@ class StepTimes:
         return max(self.seconds(bucket, deepest) - self.seconds(bucket, 0), 0.0) / deepest
 
     def resume(self, bucket: int, deepest: int, passes: float) -> float:
-        """Returns the seconds until the draft has caught up by `passes` passes, with a wait of about one more."""
+        """Returns the seconds until the draft has caught up by `passes` passes. Waiting adds about one pass."""
         return (1 + passes) * self.draft_pass(bucket, deepest) * self.coming_back
 
     def observe_resume(self, bucket: int, deepest: int, passes: float, seconds: float) -> None:
-        """Adds the time of one catch-up."""
+        """Adds the time of one catch-up of `passes` passes."""
         expected = self.resume(bucket, deepest, passes)
         if expected > 0:
             self.coming_back *= min(max(seconds / expected, 0.25), 4.0) ** 0.5
@@ -168,7 +171,7 @@ class StepTimes:
         return self.scale.get(bucket, self._latest_scale)
 
     def _own(self, bucket: int, k: int) -> float:
-        """Returns the factor of this bucket, or of another one: a k differs from others by much the same in all."""
+        """Returns the factor of (bucket, k). Without one, that of k in another bucket, which is about the same."""
         found = self.own.get((bucket, k))
         if found is not None:
             return found
@@ -176,7 +179,10 @@ class StepTimes:
         return others[-1] if others else 1.0
 
     def _base(self, bucket: int, k: int) -> float:
-        """Returns the measured seconds, or those of the nearest measured bucket."""
+        """Returns the measured seconds of (bucket, k) or of the nearest measured bucket.
+
+        Without any, relative units.
+        """
         found = self.measured.get((bucket, k))
         if found is not None:
             return found

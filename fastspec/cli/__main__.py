@@ -9,12 +9,13 @@ import threading
 from contextlib import suppress
 from pathlib import Path
 
-MAPPED = Path("/proc/self/maps")  # the files of which parts are in this process's memory, on Linux
-WATCHED = ("nsight", "sanitizer")  # in paths of tools that write what they found when a process is taken apart
+MAPPED = Path("/proc/self/maps")  # files mapped into this process, on Linux
+# parts of the paths of NVIDIA tools that write their results at the normal exit of a process
+WATCHED = ("nsight", "sanitizer")
 
 
 def main() -> None:
-    """Runs the command line. Ctrl-C during the import of torch ends it with code 130, too."""
+    """Runs the command line. Ctrl-C ends it with code 130, also during the import of torch."""
     try:
         from fastspec.cli.app import app
     except KeyboardInterrupt:
@@ -27,10 +28,10 @@ def main() -> None:
 
 
 def end_now(code: object) -> None:
-    """Flushes output and ends the process without freeing its objects one by one, which takes long.
+    """Flushes output and ends the process at once. Python would free its objects one by one, which is slow.
 
-    The system frees the memory of process and devices. Returns if Python must end the process itself: a thread still
-    runs, the exit code is a text, output cannot be written, or a profiler is in the process.
+    The operating system frees host and GPU memory. Returns without ending the process, for a normal exit, in four
+    cases: another thread runs, the exit code is a text, output cannot be written, or an NVIDIA profiler is loaded.
     """
     waits = any(not each.daemon for each in threading.enumerate() if each is not threading.current_thread())
     if waits or not isinstance(code, int | None) or _is_watched():
@@ -46,7 +47,7 @@ def end_now(code: object) -> None:
 
 
 def _is_watched() -> bool:
-    """True if a profiler or checker of NVIDIA is loaded in this process."""
+    """True if an NVIDIA profiler or checker is loaded in this process."""
     with suppress(OSError):
         files = MAPPED.read_text(encoding="utf-8", errors="replace")
         return any(name in files for name in WATCHED)

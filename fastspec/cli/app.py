@@ -27,14 +27,14 @@ from fastspec.cli.rank_processes import start_ranks
 from fastspec.cli.serve import serve
 from fastspec.demo import demo_pair
 
-if TYPE_CHECKING:  # imported by the commands that need them: torch takes longer than `--help` may
+if TYPE_CHECKING:  # imported later by the commands that use them: importing torch would slow down `--help`
     from fastspec.generator import FastSpecGenerator
     from fastspec.output import GenerateOutput, Stats
     from fastspec.text.text_stream import StreamWriter
 
 DEMO_PROMPT = "def main(argv=None):"
-_AT_ONCE = 8  # texts decoded together
-_ENOUGH = 60.0  # seconds of timed runs after which the demo begins no other round
+_AT_ONCE = 8  # number of texts decoded in one batch
+_ENOUGH = 60.0  # seconds of timed runs after which `demo` starts no further round
 
 app = typer.Typer(
     help="Exact speculative decoding for Hugging Face causal language models.",
@@ -47,7 +47,7 @@ app = typer.Typer(
 
 
 def _command(function: Callable[..., None]) -> Callable[..., None]:
-    """Adds a command. Its first line is its summary, shown uncut in the list of commands."""
+    """Registers a command. The list of commands shows the first line of its docstring."""
     return app.command(short_help=(function.__doc__ or "").partition("\n")[0])(function)
 
 
@@ -107,12 +107,13 @@ def generate(
             proposer=flags.proposer_of(proposer),
         )
         flags.suggest_draft(target, draft, proposer)
-        # stdin is read once, here: the ranks get its text as a flag
-        start_ranks(tensor_parallel, device, [*sys.argv[1:], "--prompt", text] if piped else None)
+        # stdin is read once, in this process; the ranks get its text as a flag
+        again = [*sys.argv[1:], "--prompt", text] if piped else None
+        start_ranks(tensor_parallel, device, again, context=context)
         pieces: list[tuple[str, bool]] = []
 
         def show(piece: str, drafted: bool) -> None:
-            progress.stage(None)  # text shows itself
+            progress.stage(None)  # no progress line while the text itself is printed
             write_text(piece, GREEN if drafted and color else "")
 
         progress.stage(LOADING)
@@ -143,8 +144,8 @@ def demo(
 ) -> None:
     """Decodes one prompt with the shipped pair, with and without drafts, and compares time and text.
 
-    The baseline is the faster of two plain decodings: with exact=True, and with exact=False, where a row's bits may
-    depend on the number of rows.
+    The baseline is the faster of two plain decodings: one with exact=True, one with exact=False. With exact=False the
+    bits of a row may depend on the number of rows.
     """
     import_all()
     target, draft = map(str, demo_pair())
@@ -153,7 +154,7 @@ def demo(
     with errors_in_one_line(context), Progress() as progress, ExitStack() as opened:
         check_call(context.params)
         flags.check_values(context.params)
-        start_ranks(tensor_parallel, device)
+        start_ranks(tensor_parallel, device, context=context)
         progress.stage(LOADING)
         generator = opened.enter_context(
             _opened(context, target, draft, num_speculative_tokens, {**options, **rounded})
@@ -165,10 +166,10 @@ def demo(
         speculative = _Runs(generator, prompt, max_new_tokens, drafts=num_speculative_tokens)
         named = {"plain": plain, "plain, exact=False": plain_loose, "speculative": speculative}
         start, done = time.monotonic(), 0
-        # several ranks go by the count alone, for their clocks differ
+        # with several ranks only the count decides, because their clocks differ
         while done < repeats and (not done or tensor_parallel or time.monotonic() - start < _ENOUGH):
             done += 1
-            for name, runs in named.items():  # in turns, so that a machine that slows down slows all alike
+            for name, runs in named.items():  # alternate, so that a slower machine slows all variants equally
                 progress.stage(f"{name}, run {done} of {repeats}")
                 runs.run()
         progress.stage(None)
@@ -208,7 +209,7 @@ for _each in (pairs, quantize, chat, serve):
 
 
 class _Runs:
-    """Runs of one prompt with one number of drafts per step. The first, untimed one pays for allocations."""
+    """Timed runs of one prompt with one number of drafts per step. A first, untimed run allocates memory."""
 
     def __init__(self, generator: FastSpecGenerator, prompt: str, max_new_tokens: int, *, drafts: int) -> None:
         self._generate = partial(
@@ -236,7 +237,7 @@ class _Runs:
         return statistics.median(stats.seconds for stats in self._stats)
 
     def __str__(self) -> str:
-        """The runs in one line, to be printed."""
+        """Formats the runs as one line."""
         return str(replace(self._stats[0], seconds=self.seconds))
 
 
@@ -250,7 +251,10 @@ def _opened(
 def _generate(
     generator: FastSpecGenerator, prompt: str, write: Callable[[str, bool], object], **options: Any
 ) -> GenerateOutput:
-    """Decodes a prompt; writes each piece of text, and True with it if a draft ended in it."""
+    """Decodes a prompt.
+
+    Calls `write(text, drafted)` for each piece; `drafted` is True if a draft token completed the piece.
+    """
     tokenizer = generator.tokenizer
     from fastspec.text.origin import OriginWriter
     from fastspec.text.stop_strings import StoppedWriter
@@ -270,7 +274,7 @@ def _generate(
 
 
 def _replay(writer: StreamWriter, prompt: list[int], tokens: list[int]) -> None:
-    """Writes the text of tokens that are all known."""
+    """Streams tokens that are already known through `writer`."""
     import torch
 
     writer.put(torch.tensor(prompt, device="cpu"))
@@ -279,7 +283,7 @@ def _replay(writer: StreamWriter, prompt: list[int], tokens: list[int]) -> None:
 
 
 def _by_position(stats: Stats) -> str:
-    """The share of drafting steps that accepted draft 1, 2, .. k."""
+    """Formats the share of drafting steps that accepted draft 1, 2, .. k."""
     shares = stats.accepted_per_position
     if shares is None:
         return "accepted: nothing was drafted"

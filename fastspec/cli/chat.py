@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from fastspec.generator import FastSpecGenerator
 
 _HELP = "/clear starts again, /bye or Ctrl-D ends, Ctrl-C stops an answer"
-_REDRAW = 0.3  # seconds between two versions of the status line, and before the first
+_REDRAW = 0.3  # seconds between two updates of the status line, and before the first one
 
 
 def chat(
@@ -45,14 +45,14 @@ def chat(
     draft_quantization: flags.DraftFormat = None,
     kv_dtype: flags.KVDtype = None,
 ) -> None:
-    """Talks with the model by its chat template. Without a template it continues what you write."""
+    """Chats with the model through its chat template. Without a template it continues what you write."""
     source, drafter = flags.pair_of(target, draft)
     import_all()
     with errors_in_one_line(context), Progress() as progress:
         check_call(context.params)
         flags.check_values(context.params)
-        asked = flags.given(top_p=top_p, seed=seed)
-        asked |= flags.drawing(asked, temperature)
+        sampling = flags.given(top_p=top_p, seed=seed)
+        sampling |= flags.drawing(sampling, temperature)
         options: dict[str, Any] = {"max_batch_size": 1, "device": device, "max_length": max_length, "dtype": dtype}
         options |= {"num_speculative_tokens": num_speculative_tokens, "progress": False}
         options |= flags.given(
@@ -62,19 +62,27 @@ def chat(
         progress.stage(LOADING)
         with flags.opened(context, source, drafter, **options) as generator:
             progress.stage(None)
-            talk = Conversation(generator, system, max_new_tokens, asked)
-            _note(f"{talk.manner}; {_HELP}")
-            for line in _lines():
-                if line == "/clear":
-                    talk.clear()
-                    _note("a new conversation")
-                elif line.startswith("/"):
-                    _note(f"{line} is no command: {_HELP}")
-                else:
-                    try:
-                        talk.answer(line, write_text)
-                    except (ValueError, InvalidLogits) as error:
-                        _note(str(error))
+            _talk(Conversation(generator, system, max_new_tokens, sampling))
+
+
+def _talk(conversation: Conversation) -> None:
+    """Answers the user's lines until the end of input."""
+    _note(f"{conversation.manner}; {_HELP}")
+    for line in _lines():
+        if line == "/clear":
+            conversation.clear()
+            _note("a new conversation")
+        elif line.startswith("/"):
+            _note(f"{line} is no command: {_HELP}")
+        else:
+            _answer(conversation, line)
+
+
+def _answer(conversation: Conversation, line: str) -> None:
+    try:
+        conversation.answer(line, write_text)
+    except (ValueError, InvalidLogits) as error:
+        _note(str(error))
 
 
 @dataclass
@@ -83,9 +91,9 @@ class Conversation:
 
     Attributes:
         generator: decodes the answers.
-        system: the system message; None: there is none.
-        max_new_tokens: limit of an answer.
-        options: keywords of `submit`.
+        system: the system message. None: no system message.
+        max_new_tokens: limit of tokens of an answer.
+        options: keyword arguments of `submit`.
         said: (role, text) of each message.
     """
 
@@ -106,7 +114,7 @@ class Conversation:
 
     @property
     def manner(self) -> str:
-        """A line for the user about the template."""
+        """Line that tells the user if a chat template is used."""
         if self.templated:
             return "a conversation by the checkpoint's chat template"
         return "the checkpoint has no chat template: what you write is continued, not answered"
@@ -116,10 +124,10 @@ class Conversation:
         self.said = []
 
     def answer(self, text: str, write: Callable[[str], object]) -> None:
-        """Writes an answer while it is decoded. Ctrl-C stops it; its text so far stays in the conversation.
+        """Streams the answer to `text`. Ctrl-C stops it; the text so far stays in the conversation.
 
         Raises:
-            ValueError, InvalidLogits: there is no answer. The question is removed from the conversation.
+            ValueError, InvalidLogits: decoding failed. The question is removed from the conversation.
         """
         before = list(self.said)
         try:
@@ -160,10 +168,10 @@ class Conversation:
         _note(note)
 
     def _fitting(self) -> list[int]:
-        """Token ids of the conversation. Drops its oldest turns if it is too long.
+        """Returns the token ids of the conversation. Drops its oldest turns if it is too long.
 
         Raises:
-            ValueError: the last message is too long by itself.
+            ValueError: the last message alone is too long.
         """
         dropped = 0
         while True:
@@ -195,13 +203,13 @@ class Conversation:
 
 
 class _Speed:
-    """Counts the tokens of an answer and the time since the first of them."""
+    """Counts the tokens of an answer and the seconds since its first token."""
 
     def __init__(self) -> None:
         self._count, self._first, self._told = 0, 0.0, 0.0
 
     def after_token(self) -> str:
-        """Counts a token. Returns a new status line, or an empty text if the last one is recent."""
+        """Counts a token. Returns a new status line, or an empty text if the last update was too recent."""
         now = time.perf_counter()
         self._first = self._first or now
         self._count += 1
@@ -212,11 +220,12 @@ class _Speed:
 
 
 def _lines() -> Iterator[str]:
-    """The user's lines, until the end of input or `/bye`."""
-    if sys.stdin is None:  # it was closed before the command began
+    """Yields the lines that the user types, until the end of input or `/bye`."""
+    if sys.stdin is None:  # stdin was closed before the command began
         return
     shown = sys.stdin.isatty()
-    if isinstance(sys.stdin, io.TextIOWrapper):  # a line that is no text is refused by itself; the others go on
+    # bytes that are not UTF-8 become surrogates: `check_text` then refuses that line only
+    if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="surrogateescape")
     if shown:
         with contextlib.suppress(ImportError):

@@ -1,7 +1,7 @@
 """`fastspec doctor`: facts about this machine, a short self-check, faults and their fixes.
 
-A probe that raises becomes a line of the report, so the doctor itself does not fail. `python -m fastspec.cli.doctor`
-prints the same report if the command line cannot be imported.
+A probe that raises an error becomes a line of the report. So `doctor` itself does not fail. `python -m
+fastspec.cli.doctor` prints the same report if the command line cannot be imported.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import fastspec
 from fastspec.cli.probes import BUDGET, NEW_TOKENS, THIS_MACHINE, GpuFacts, Probes, gib
 from fastspec.cli.progress import Progress
 
-# pyproject.toml's floors, which an uninstalled checkout has no metadata to read from
+# the lowest versions of pyproject.toml: a checkout that is not installed has no metadata to read them from
 FLOORS: Mapping[str, str] = {
     "torch": "2.11",
     "triton": "3.6",
@@ -35,8 +35,9 @@ FLOORS: Mapping[str, str] = {
     "typer": "0.15",
 }
 PYTHON_FLOOR = "3.10"
-SEEN_ON_GPUS = "3.6"  # of Triton: what every test and every measurement on a GPU has run with
-# of outputs of unit-normal values, up to 4 in size: rounding the weights and the result, with a factor 2 to spare
+SEEN_ON_GPUS = "3.6"  # Triton version with which all GPU tests and measurements were run
+# absolute error of attention outputs up to about 4, from inputs with standard deviation 1: twice the rounding error of
+# the weights and the result
 TOLERANCE = {torch.bfloat16: 0.06, torch.float16: 0.008, torch.float32: 1e-4}
 REPORT_IT = "if no line marked ! explains it, please report it with this whole text"
 
@@ -47,7 +48,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One finding. "fail" means that decoding does not work; "warn" may explain a fault."""
+    """One finding. "fail": decoding does not work. "warn": may explain a fault."""
 
     status: Status
     name: str
@@ -55,7 +56,7 @@ class Line:
     fix: str | None = None
 
     def __str__(self) -> str:
-        """One line, or two with a fix."""
+        """Formats the finding as one line, and its fix as a second line."""
         fix = f"\n         fix: {self.fix}" if self.fix else ""
         return f"  {MARKS[self.status]:<5}{self.name}: {self.text}{fix}"
 
@@ -70,7 +71,7 @@ class Section:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Result of `diagnose`; `str()` gives the printed text."""
+    """Result of `diagnose`. `str()` formats it for the terminal."""
 
     sections: tuple[Section, ...]
 
@@ -80,11 +81,11 @@ class Report:
         return all(line.status != "fail" for section in self.sections for line in section.lines)
 
     def to_json(self) -> str:
-        """{"ok": bool, "sections": [{"title", "lines": [{"status", "name", "text", "fix"}]}]}."""
+        """Returns {"ok": bool, "sections": [{"title", "lines": [{"status", "name", "text", "fix"}]}]} as text."""
         return json.dumps({"ok": self.ok, **asdict(self)}, indent=2)
 
     def __str__(self) -> str:
-        """The sections one after the other."""
+        """Formats the sections one after the other."""
         parts = ["\n".join([section.title, *map(str, section.lines)]) for section in self.sections]
         return "\n\n".join(parts)
 
@@ -97,12 +98,12 @@ def diagnose(
 ) -> Report:
     """Checks this machine and decodes a few tokens on it. Takes some seconds and never raises.
 
-    On a slow machine the report lists the checks that were not finished in time.
+    On a slow machine the report lists the checks that did not finish in time.
 
     Args:
-        device: check this one only; default: every CUDA device, and the CPU.
-        probes: sources of facts.
-        tell: gets the name of each next check.
+        device: the only device to check. Default: every CUDA device, and the CPU.
+        probes: functions that read the facts; tests replace them.
+        tell: called with the name of each check before it runs.
     """
     tell("looking at this machine")
     fix = "update the driver, or use device='cpu'"
@@ -136,13 +137,13 @@ def _first(device: str) -> str:
 
 
 def _section(title: str, lines: Callable[[], Iterator[Line]], worst: Status = "warn") -> Section:
-    """Section with the lines, or with the error that a line raised."""
+    """Returns a section with these lines. If computing them raises, the error becomes a line."""
     made = _attempt(lambda: tuple(lines()), title, worst, REPORT_IT)
     return Section(title, (made,) if isinstance(made, Line) else made)
 
 
 def release(version: str) -> tuple[int, ...]:
-    """Leading numbers of a version without trailing zeros: "2.13.0a0+git" gives (2, 13)."""
+    """Returns the leading numbers of a version without trailing zeros: "2.13.0a0+git" gives (2, 13)."""
     found = re.match(r"\d+(\.\d+)*", version)
     numbers = [int(part) for part in found[0].split(".")] if found else []
     while numbers and numbers[-1] == 0:
@@ -151,7 +152,7 @@ def release(version: str) -> tuple[int, ...]:
 
 
 def _attempt(probe: Callable[[], T], name: str, status: Status, fix: str) -> T | Line:
-    """Result of `probe`, or a line with its error."""
+    """Returns the result of `probe`, or a line with its error."""
     try:
         return probe()
     except Exception as error:  # noqa: BLE001  a probe may meet anything a broken machine does, and all of it is news
@@ -232,7 +233,7 @@ def _dotted(gpu: GpuFacts) -> str:
 
 
 def _support(gpu: GpuFacts, build: str) -> tuple[Status, str, str | None]:
-    """(status, words, fix) of a device."""
+    """Returns (status, text, fix) for a device."""
     if build.startswith("ROCm"):
         return "warn", "AMD devices are untested", "if it fails, use device='cpu'"
     if not gpu.generation.usable:
@@ -281,7 +282,7 @@ def _cache_line(cache: Path, worse: Status) -> Line:
 
 
 def _check_lines(name: str, gpu: GpuFacts | None, probes: Probes) -> Iterator[Line]:
-    """Findings on one device."""
+    """Yields the findings on one device."""
     on_gpu = name.startswith("cuda")
     if gpu is not None and not gpu.generation.usable and not probes.torch_build().startswith("ROCm"):
         yield Line("fail", name, f"refused: compute capability {_dotted(gpu)}, 7.0 is the least", "use device='cpu'")
@@ -321,7 +322,7 @@ def _kernel_line(device: str, dtype: torch.dtype, probes: Probes) -> Line:
     if isinstance(measured, Line):
         return measured
     text = f"differs from torch by {measured:.2g} at most (allowed: {TOLERANCE[dtype]:g})"
-    if measured <= TOLERANCE[dtype]:  # not for NaN
+    if measured <= TOLERANCE[dtype]:  # False for NaN
         return Line("ok", name, text)
     return Line("fail", name, text, REPORT_IT)
 

@@ -1,4 +1,4 @@
-"""Errors of a command, as one line on stderr in the words of its flags."""
+"""Reports errors of a command as one line on stderr, with the names of its flags."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from fastspec.errors import InvalidLogits, OutOfPages, RankFailed
 
 @contextmanager
 def errors_in_one_line(context: typer.Context | None = None) -> Iterator[None]:
-    """Turns an error that the user can mend into one line and exit code 2, and a warning into one line.
+    """Turns an error that the user can fix into one line and exit code 2, and a warning into one line.
 
-    Every other error stays as it is.
+    Other errors keep their traceback.
 
     Args:
-        context: of the command; arguments that messages name are then written as its flags.
+        context: context of the command. If given, argument names in messages are replaced by the command's flags.
     """
-    import torch  # commands inside this context need it; `--help` does not
+    import torch  # imported here, because `--help` does not need torch
 
     def show(
         message: Warning | str,
@@ -34,8 +34,8 @@ def errors_in_one_line(context: typer.Context | None = None) -> Iterator[None]:
         file: TextIO | None = None,
         line: str | None = None,
     ) -> None:
-        """Prints a warning as one line of the command."""
-        clear = "\r\x1b[K" if sys.stderr is not None and sys.stderr.isatty() else ""  # a line of progress
+        """Prints a warning as one line."""
+        clear = "\r\x1b[K" if sys.stderr is not None and sys.stderr.isatty() else ""  # clears the progress line
         typer.echo(f"{clear}{_line(message, context)}", err=True)
 
     try:
@@ -46,8 +46,8 @@ def errors_in_one_line(context: typer.Context | None = None) -> Iterator[None]:
         if context is not None:
             error.message = _without_flag(in_flags(error.message, context), str(error.param_hint or ""))
         raise
-    except OSError as error:  # a file or a folder that cannot be used, a full disk
-        if error.errno == errno.EPIPE:  # the reader has gone: no message is needed
+    except OSError as error:  # an unusable file or folder, or a full disk
+        if error.errno == errno.EPIPE:  # the reader of a pipe has ended: no message is needed
             raise
         _end(error, None)
     except (ValueError, MemoryError, OutOfPages, InvalidLogits, RankFailed, torch.OutOfMemoryError) as error:
@@ -55,7 +55,7 @@ def errors_in_one_line(context: typer.Context | None = None) -> Iterator[None]:
 
 
 def in_flags(message: str, context: typer.Context) -> str:
-    """Replaces names of arguments by the flags of this command: `max_length=9` by `--max-length 9`.
+    """Replaces argument names in a message by flags of this command: `max_length=9` by `--max-length 9`.
 
     A name that is also an English word, such as `draft`, is replaced only before `=`.
     """
@@ -72,7 +72,7 @@ def in_flags(message: str, context: typer.Context) -> str:
 
 
 def _without_flag(message: str, flag: str) -> str:
-    """Leaves out a flag that click itself names before the message."""
+    """Removes the flag from the start of a message, because click prints it there itself."""
     return message.removeprefix(f"{flag} ") if flag else message
 
 

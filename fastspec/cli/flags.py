@@ -1,4 +1,4 @@
-"""Flags of the commands, and the arguments of `FastSpecGenerator` and `generate` that they stand for."""
+"""Flags of the commands, and the arguments of `FastSpecGenerator` and `generate` that they set."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from fastspec.generator import FastSpecGenerator
     from fastspec.proposers.ngram import NGram
 
-_MADE_WITH = "num_speculative_tokens"  # the command line hands it to the constructor
+_MADE_WITH = "num_speculative_tokens"  # this option is an argument of the constructor on the command line
 
 
 def _help(keyword: str) -> str:
@@ -36,7 +36,7 @@ MaxNewTokens = Annotated[int, typer.Option(help=_help("max_new_tokens"))]
 
 
 def _drafts(text: object) -> int | str:
-    """Reads a number of drafts, or "auto"."""
+    """Parses a number of drafts, or "auto"."""
     if str(text) == AUTO:
         return AUTO
     try:
@@ -46,7 +46,7 @@ def _drafts(text: object) -> int | str:
 
 
 Drafts = Annotated[
-    Any,  # int | str, of which typer makes no option by itself
+    Any,  # int | str: typer cannot make an option of this union
     typer.Option(
         parser=_drafts,
         metavar="INTEGER|auto",
@@ -61,7 +61,7 @@ _DTYPES = {
 
 
 def _dtype(text: str) -> str:
-    """The name that torch has for a dtype."""
+    """Returns torch's name of a dtype."""
     if text not in _DTYPES:
         raise typer.BadParameter(f"got {text!r}, wanted one of {', '.join(_DTYPES)}")
     return _DTYPES[text]
@@ -108,7 +108,7 @@ Drafter = Annotated[
 
 
 def with_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Gives a command a flag for every row of OPTIONS that has one; its `**asked` gets their values."""
+    """Adds a flag to a command for every row of OPTIONS that has one. The command gets the values in its `**asked`."""
     own = inspect.signature(command, eval_str=True)
     kinds = {row.keyword: _annotated(row.flag) for row in OPTIONS if isinstance(row.flag, Flag)}
     del kinds[_MADE_WITH]
@@ -128,7 +128,7 @@ def _default(keyword: str) -> float | None:
 
 
 def _annotated(flag: Flag) -> Any:
-    """Makes the annotation that typer turns into a flag."""
+    """Returns the annotation from which typer makes a flag."""
     told: dict[str, Any] = {"help": flag.help, "metavar": flag.metavar or None}
     names = [flag.name] if flag.name else []
     if flag.form is Form.FILE:
@@ -140,10 +140,12 @@ def _annotated(flag: Flag) -> Any:
 
 
 def options_of(flags: Mapping[str, Any]) -> dict[str, Any]:
-    """Keywords of `generate` for the flags that were given: all others keep the checkpoint's defaults.
+    """Returns keyword arguments of `generate` for the flags that were given.
+
+    Other options keep the checkpoint's defaults.
 
     Raises:
-        typer.BadParameter: a flag that cannot be read, or that would have no effect.
+        typer.BadParameter: a flag that cannot be parsed or would have no effect.
     """
     options: dict[str, Any] = {}
     for row in OPTIONS:
@@ -157,10 +159,10 @@ def options_of(flags: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def drawing(options: Mapping[str, Any], temperature: float) -> dict[str, Any]:
-    """Returns `do_sample` and `temperature` of `generate` for `--temperature`.
+    """Returns the arguments `do_sample` and `temperature` of `generate` for the value of `--temperature`.
 
     Raises:
-        typer.BadParameter: an option for sampling with a temperature of 0, where nothing is sampled.
+        typer.BadParameter: temperature is 0 (greedy), and an option for sampling was given.
     """
     if temperature:
         return {"do_sample": True, "temperature": temperature}
@@ -170,7 +172,7 @@ def drawing(options: Mapping[str, Any], temperature: float) -> dict[str, Any]:
 
 
 def _text_of(file: Path | str, flag: str) -> str:
-    path = Path(file)  # some versions of typer give the text
+    path = Path(file)  # some versions of typer pass a str
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -178,7 +180,7 @@ def _text_of(file: Path | str, flag: str) -> str:
 
 
 def proposer_of(flag: str | None) -> NGram | None:
-    """Makes the proposer that --proposer names."""
+    """Returns the proposer that --proposer names."""
     if flag is None:
         return None
     from fastspec.proposers.ngram import NGram
@@ -193,7 +195,7 @@ def proposer_of(flag: str | None) -> NGram | None:
 
 def check_values(flags: Mapping[str, Any]) -> None:
     """Refuses numbers out of range and texts that are not UTF-8, before models are loaded."""
-    from fastspec.inputs.row_options import read_number  # imports torch: `--help` does without
+    from fastspec.inputs.row_options import read_number  # imports torch, which `--help` must not
     from fastspec.inputs.values import whole
 
     least = {"max_new_tokens": 1, "num_return_sequences": 1, "min_new_tokens": 0}
@@ -215,10 +217,10 @@ def check_values(flags: Mapping[str, Any]) -> None:
 
 
 def check_text(text: str) -> None:
-    """Raises ValueError where bytes of the command line, or of what was typed, were not UTF-8 text."""
+    """Raises ValueError if a text from the command line or the keyboard was not UTF-8."""
     try:
         text.encode("utf-8")
-    except UnicodeEncodeError as error:  # Python keeps such bytes as lone surrogates, which no tokenizer takes
+    except UnicodeEncodeError as error:  # Python decodes such bytes as lone surrogates, which no tokenizer accepts
         raise ValueError(
             f"character {error.start} is {text[error.start]!r}, which is no text; write it in UTF-8, and set a "
             "locale of UTF-8 (LC_ALL=C.UTF-8)"
@@ -265,10 +267,10 @@ _READERS: Mapping[Form, Callable[[Any, str], object]] = {
 
 
 def pair_of(target: str | None, draft: str | None) -> tuple[str, str | None]:
-    """The models that were asked for, or the shipped pair.
+    """Returns (target, draft) as given, or the shipped pair if neither was.
 
     Raises:
-        typer.BadParameter: a draft without its target.
+        typer.BadParameter: a draft without a target.
     """
     if target is not None:
         return target, draft
@@ -279,13 +281,13 @@ def pair_of(target: str | None, draft: str | None) -> tuple[str, str | None]:
 
 
 def given(**options: Any) -> dict[str, Any]:
-    """The options that are not None; "none" of the draft's format is None, which is not the default there."""
+    """Returns the options that are not None. draft_quantization="none" becomes None, which turns rounding off."""
     found = {name: value for name, value in options.items() if value is not None}
     return found | ({"draft_quantization": None} if found.get("draft_quantization") == "none" else {})
 
 
 def suggest_draft(target: str | None, draft: str | None, proposer: str | None) -> None:
-    """Says on stderr which drafts fit a target that was given alone, where the table of pairs knows some."""
+    """Prints a fitting draft to stderr if the user gave only a target, and the table of pairs has such a draft."""
     if target is None or draft is not None or proposer is not None:
         return
     found = natural_pairs(target)
@@ -294,7 +296,7 @@ def suggest_draft(target: str | None, draft: str | None, proposer: str | None) -
 
 
 def opened(context: typer.Context, target: str, draft: str | None, **options: Any) -> FastSpecGenerator:
-    """A generator, made by what a caller of the app handed in for it (`app(obj=...)`), or as always."""
+    """Returns the generator of a command. An embedding program may pass a factory for it as `app(obj=factory)`."""
     if context.obj is not None:
         made: FastSpecGenerator = context.obj(target, draft, **options)
         return made

@@ -22,13 +22,13 @@ STDIN = "-"
 
 
 def read_prompt(prompt: str | None, file: Path | None) -> tuple[str, bool]:
-    """The prompt, and True if it was read from stdin.
+    """Returns the prompt, and True if it was read from stdin.
 
     The text is used unchanged: a final newline is part of the prompt.
 
     Args:
-        prompt: of `--prompt`; "-" reads stdin, and so does None without a file if stdin is no terminal.
-        file: of `--prompt-file`.
+        prompt: value of `--prompt`. "-" reads stdin; so does None if there is no file and stdin is not a terminal.
+        file: value of `--prompt-file`.
 
     Raises:
         typer.BadParameter: two prompts, none, or one that is empty or not UTF-8.
@@ -60,10 +60,10 @@ def _decoded(data: bytes, source: str) -> str:
 
 
 def check_call(given: Mapping[str, Any]) -> None:
-    """Refuses flags of `generate`, `chat` or `serve` that no model could satisfy.
+    """Refuses values of flags that are invalid for every model.
 
     Args:
-        given: values by the names of the command's parameters; a name that is missing is not checked.
+        given: values by the command's parameter names. Missing names are not checked.
 
     Raises:
         typer.BadParameter: a value out of range, or two values that exclude each other.
@@ -87,13 +87,13 @@ def check_call(given: Mapping[str, Any]) -> None:
 
 
 def check_grammar(options: Mapping[str, Any]) -> None:
-    """Refuses a grammar that cannot be read, or whose library is missing.
+    """Refuses a grammar that cannot be parsed, or whose library is missing.
 
     Args:
-        options: keywords of `generate`.
+        options: keyword arguments of `generate`.
 
     Raises:
-        ValueError: as `GrammarSpec.read`, or llguidance is not installed.
+        ValueError: an error of `GrammarSpec.read`, or llguidance is not installed.
     """
     grammar = GrammarSpec.read(options)
     if grammar is not None and find_spec("llguidance") is None:

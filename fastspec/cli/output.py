@@ -1,4 +1,4 @@
-"""Text of a model on stdout, notes on stderr, and a status line below both."""
+"""Writes the model's text to stdout, notes to stderr, and a status line below both."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ GREEN, _PLAIN = "\x1b[32m", "\x1b[0m"
 
 
 def write_text(text: str, colour: str = "") -> None:
-    """Writes a piece of text. A terminal gets it without control characters, a pipe gets it unchanged.
+    """Writes a piece of text to stdout. On a terminal control characters are removed; a pipe gets the text unchanged.
 
     Args:
-        text: of a model.
-        colour: escape sequence before the text; empty: none.
+        text: text of the model, which may contain control characters.
+        colour: escape sequence to write before the text. Empty: none.
     """
-    if sys.stdout is None:  # it was closed before the command began
+    if sys.stdout is None:  # stdout was closed before the command began
         return
     if sys.stdout.isatty():
         text = escape_control(text)
@@ -29,9 +29,9 @@ def write_text(text: str, colour: str = "") -> None:
 
 
 class StatusLine:
-    """The last line of a terminal, kept free while text scrolls above it. Used as a context.
+    """Status in the last line of a terminal, while text scrolls above it. A context manager.
 
-    It writes nothing if stdout or stderr is no terminal.
+    Writes nothing if stdout or stderr is not a terminal.
     """
 
     def __init__(self) -> None:
@@ -39,13 +39,13 @@ class StatusLine:
         self._shown = all(each is not None and each.isatty() for each in streams)
 
     def show(self, text: str) -> None:
-        """Replaces the line."""
+        """Replaces the text of the status line."""
         if self._shown:
             columns, rows = shutil.get_terminal_size()
             self._write(f"\x1b7\x1b[{rows};1H\x1b[2K{text[: columns - 1]}\x1b8")
 
     def __enter__(self) -> StatusLine:
-        if self._shown:  # one line of room below the cursor, then the lines that scroll
+        if self._shown:  # reserve the last line: scroll once, then limit the scrolling region to the lines above it
             rows = shutil.get_terminal_size().lines
             self._write(f"\n\x1b7\x1b[1;{rows - 1}r\x1b8\x1b[A")
         return self

@@ -1,4 +1,4 @@
-"""Probes of `fastspec doctor`: a small function for each fact, which a test can replace.
+"""Probes of `fastspec doctor`: one small function for each fact, which tests can replace.
 
 A probe may raise; the doctor writes the error into its report.
 """
@@ -32,13 +32,13 @@ from fastspec.shapes import AttentionRule
 
 NEW_TOKENS = 48
 PROMPT = "def main():\n"
-_GREEDY = ("plain", "speculative", "auto")  # runs with one text
-BUDGET = 30.0  # seconds that a self-check may decode on one device
+_GREEDY = ("plain", "speculative", "auto")  # runs of `self_check` that must give the same text
+BUDGET = 30.0  # seconds that `self_check` may decode on one device
 
 
 @dataclass(frozen=True, slots=True)
 class GpuFacts:
-    """One device as torch sees it; free, total and shared (per block) in bytes."""
+    """Properties of one device as torch reports them. `free`, `total` and `shared` (per block) are bytes."""
 
     index: int
     name: str
@@ -49,16 +49,15 @@ class GpuFacts:
 
     @property
     def generation(self) -> Gpu:
-        """Properties of the GPU generation that kernels depend on."""
+        """`Gpu` of this device: properties on which kernels depend."""
         return Gpu(self.capability, 0)
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """Result of `self_check`: equality of texts and of repeated draws, and statistics of the greedy runs.
+    """Result of `self_check`: if texts and repeated draws are equal, and statistics of the greedy runs.
 
-    `auto` is the run with k chosen while decoding; its text is compared, too. None marks a run without time, and
-    `unfinished` names it.
+    `auto` is the run with num_speculative_tokens="auto". None: the run was left out, and its name is in `unfinished`.
     """
 
     pair: str
@@ -71,16 +70,16 @@ class Check:
 
 
 class _Deadline:
-    """A streamer that ends its call after a time."""
+    """Streamer that ends `generate` after a time limit by raising `Passed`."""
 
     class Passed(Exception):
-        """Raised when the time is over."""
+        """Raised by `put` after the time limit."""
 
     def __init__(self, clock: Callable[[], float], seconds: float) -> None:
         self._clock, self._end = clock, clock() + seconds
 
     def put(self, value: object) -> None:
-        """Raises Passed when the time is over."""
+        """Raises Passed after the time limit. Ignores the tokens."""
         if self._clock() > self._end:
             raise self.Passed
 
@@ -89,12 +88,12 @@ class _Deadline:
 
 
 def gib(size: int) -> str:
-    """Bytes in GiB."""
+    """Formats bytes as GiB."""
     return f"{size / 2**30:.1f}"
 
 
 def installed_version(package: str) -> str | None:
-    """The version of an installed distribution, or None."""
+    """Returns the version of an installed distribution, or None."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -102,21 +101,24 @@ def installed_version(package: str) -> str | None:
 
 
 def without_bytecode() -> tuple[str, ...]:
-    """Large imported packages without compiled files that Python could read or write."""
+    """Names large imported packages for which Python can neither read nor write .pyc files."""
     modules = {name: sys.modules.get(name) for name in ("torch", "transformers")}
     files = {name: module.__file__ for name, module in modules.items() if module is not None and module.__file__}
     return tuple(name for name, file in files.items() if not os.path.exists(cache_from_source(file)))
 
 
 def torch_build() -> str:
-    """Platform of the torch build: "CPU", "CUDA 13.0" or "ROCm 7.0"."""
+    """Returns the platform of the torch build: "CPU", "CUDA 13.0" or "ROCm 7.0"."""
     if torch.version.hip:
         return f"ROCm {torch.version.hip}"
     return f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU"
 
 
 def nvidia_driver() -> str | None:
-    """Driver version by nvidia-smi, also if torch cannot use the driver; None without nvidia-smi."""
+    """Returns the driver version that nvidia-smi reports, even if torch cannot use the driver.
+
+    None without nvidia-smi.
+    """
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return None
@@ -126,7 +128,7 @@ def nvidia_driver() -> str | None:
 
 
 def cpu() -> str:
-    """Name, cores and memory of the CPU."""
+    """Describes the CPU: name, cores and memory."""
     import psutil
 
     info = Path("/proc/cpuinfo")
@@ -139,7 +141,7 @@ def cpu() -> str:
 
 
 def gpus() -> tuple[GpuFacts, ...]:
-    """Every CUDA device that torch can use."""
+    """Returns every CUDA device that torch can use."""
     if not torch.cuda.is_available():
         return ()
     found = []
@@ -152,27 +154,27 @@ def gpus() -> tuple[GpuFacts, ...]:
 
 
 def triton_cache() -> Path:
-    """Folder of Triton's compiled kernels."""
+    """Returns the folder of kernels that Triton has compiled."""
     import triton
 
     return Path(triton.knobs.cache.dir)
 
 
 def c_compiler() -> str | None:
-    """C compiler that Triton will use; None if there is none."""
+    """Returns the path of the C compiler that Triton will use. None if there is none."""
     import triton
 
-    asked: str | None = triton.knobs.build.cc  # the variable CC
+    asked: str | None = triton.knobs.build.cc  # set by the environment variable CC
     return shutil.which(asked) if asked else shutil.which("gcc") or shutil.which("clang")
 
 
 def python_headers() -> bool:
-    """True if Python.h exists, which Triton's launcher includes."""
+    """True if Python.h is installed. Triton needs it to compile its launcher."""
     return Path(sysconfig.get_paths()["include"], "Python.h").is_file()
 
 
 def kernel_difference(device: torch.device, dtype: torch.dtype) -> float:
-    """Largest difference of the Triton attention kernel from its definition in torch, in fp32 on the CPU."""
+    """Returns the largest absolute difference of the Triton attention kernel from its torch definition (fp32, CPU)."""
     from fastspec.kernels.attention.prefill import paged_attention
 
     generator = torch.Generator("cpu").manual_seed(0)
@@ -197,19 +199,19 @@ def kernel_difference(device: torch.device, dtype: torch.dtype) -> float:
 def self_check(
     device: torch.device, dtype: torch.dtype, budget: float = BUDGET, clock: Callable[[], float] = time.monotonic
 ) -> Check:
-    """Decodes one prompt without drafts, with drafts, with automatic k, and twice with one seed.
+    """Decodes one prompt without drafts, with drafts, with automatic k, and sampled twice with one seed.
 
     Args:
-        device, dtype: of the models.
-        budget: seconds. Later runs are left out, and the run in progress does not count.
-        clock: seconds.
+        device, dtype: for the models.
+        budget: seconds. After that the running decode is stopped and the rest is left out.
+        clock: returns seconds.
     """
     from fastspec.generator import FastSpecGenerator
 
     shipped = all((directory / "model.safetensors").is_file() for directory in demo_pair())
     target, draft = demo_pair() if shipped else _random_pair()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that models without tokenizers are taken to share theirs
+        warnings.simplefilter("ignore")  # hides the warning that models without tokenizers are assumed to share one
         generator = FastSpecGenerator(
             target, draft, device=device, dtype=dtype, max_batch_size=1, max_length=96, progress=False
         )
@@ -220,11 +222,12 @@ def self_check(
 
         def run(name: str, new_tokens: int = NEW_TOKENS, **options: Any) -> None:
             options.update(max_new_tokens=new_tokens, eos_token_id=None, return_dict_in_generate=True)
-            with suppress(_Deadline.Passed):  # a seed: without one, torch's own generator is drawn from
+            with suppress(_Deadline.Passed):  # without a seed, torch's global generator would change
                 found[name] = generator.generate([prompt], seed=1, streamer=deadline, **options)
 
         for drafts in (0, 4):
-            run("untimed", 8, do_sample=False, num_speculative_tokens=drafts)  # compiles and allocates
+            # this run compiles kernels and allocates memory
+            run("untimed", 8, do_sample=False, num_speculative_tokens=drafts)
         run("plain", do_sample=False, num_speculative_tokens=0)
         run("speculative", do_sample=False)
         run("auto", do_sample=False, num_speculative_tokens="auto")
@@ -234,7 +237,7 @@ def self_check(
 
 
 def _summary(found: dict[str, Any], pair: str) -> Check:
-    """Check of the completed runs."""
+    """Returns a Check of the runs that completed."""
     greedy = [found[name].new_tokens for name in _GREEDY if name in found]
     draws = [found[name].new_tokens for name in ("draw", "the same draw") if name in found]
     missing = [name for name in _GREEDY if name not in found]
@@ -246,7 +249,7 @@ def _summary(found: dict[str, Any], pair: str) -> Check:
 
 
 def _random_pair() -> tuple[Any, Any]:
-    """Two tiny random models; the draft is the target's first layer, so that some drafts are accepted."""
+    """Makes two tiny random models. The draft is the first layer of the target, so that some drafts are accepted."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     def model(layers: int) -> Any:
@@ -264,7 +267,7 @@ def _random_pair() -> tuple[Any, Any]:
             )
         )
 
-    with torch.random.fork_rng(devices=[]):  # the caller's random numbers stay as they were
+    with torch.random.fork_rng(devices=[]):  # restores the caller's random generator afterwards
         torch.manual_seed(0)
         target, draft = model(2), model(1)
     draft.load_state_dict({name: tensor for name, tensor in target.state_dict().items() if ".layers.1." not in name})
@@ -273,7 +276,7 @@ def _random_pair() -> tuple[Any, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Probes:
-    """Functions that provide the facts of the doctor."""
+    """Functions from which the doctor reads its facts."""
 
     system: str = sys.platform
     machine: str = f"{platform.system()} {platform.release()} ({platform.machine()})"

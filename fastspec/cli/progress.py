@@ -1,4 +1,4 @@
-"""One line on a terminal that names the running stage while nothing else is printed."""
+"""A line on the terminal that names the running stage, while nothing else is printed."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from types import TracebackType
 from typing import TextIO
 
 LOADING = "loading models and capturing steps"
-PAUSE = 1.0  # seconds between two versions of the line, and before the first
+PAUSE = 1.0  # seconds between two updates of the line, and before the first one
 _CLEAR = "\r\x1b[K"
 
 
 class Progress:
-    """Shows the running stage and the seconds since the command began. Used as a context.
+    """Shows the running stage and the seconds since the command began. A context manager.
 
-    It writes nothing if the stream is no terminal.
+    Writes nothing if the stream is not a terminal.
 
     Args:
-        stream: terminal to write to; default: stderr.
+        stream: terminal to write to. Default: stderr.
     """
 
     def __init__(self, stream: TextIO | None = None) -> None:
@@ -34,17 +34,17 @@ class Progress:
         self._thread = threading.Thread(target=self.follow, args=(self._over.wait,), daemon=True) if shown else None
 
     def stage(self, name: str | None) -> None:
-        """Names the stage that begins; None clears the line, before other output."""
+        """Sets the name of the running stage. None clears the line, so that other output can follow."""
         with self._lock:
             self._stage = name
             if name is None:
                 self._clear()
 
     def follow(self, wait: Callable[[float], bool]) -> None:
-        """Redraws the line until the context is left.
+        """Updates the line until the context is left.
 
         Args:
-            wait: waits for a number of seconds; returns True once the context is left.
+            wait: waits for the given seconds. Returns True once the context is left.
         """
         while not wait(PAUSE):
             with self._lock:

@@ -1,4 +1,4 @@
-"""`fastspec quantize`: a quantised copy of a checkpoint, for fastspec and other readers of compressed-tensors."""
+"""`fastspec quantize`: writes a quantised copy of a checkpoint in the compressed-tensors format."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ def quantize(
     form: Annotated[str, typer.Option("--format", help="int4, int8 or fp8.")] = "int4",
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a Hub id.")] = None,
 ) -> None:
-    """Writes a quantised copy of a checkpoint in the layout of compressed-tensors.
+    """Writes a quantised copy of a checkpoint in the compressed-tensors format.
 
-    Matrices of layers are rounded to nearest, without calibration data. A quantised draft does not change the text; a
-    quantised target is another model.
+    Weights of layers are rounded to nearest, without calibration data. A quantised draft does not change the text. A
+    quantised target is a different model and may give a different text.
     """
     from fastspec.models.checkpoints.quantised.write import write_quantised
 

@@ -1,4 +1,4 @@
-"""Starts the ranks of `--tensor-parallel`: torch's launcher runs the same command once for each."""
+"""Starts one process for each rank of `--tensor-parallel`. Each runs the same command, through torch's launcher."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 
 
 def this_rank() -> int:
-    """The rank of this process on its host; 0 if it runs alone."""
+    """Returns the number of this rank on its host. 0 without ranks."""
     import torch.distributed as dist
 
     return int(dist.get_node_local_rank(0))
 
 
 def follow(generator: FastSpecGenerator) -> None:
-    """Follows rank 0 until its end. Ignores the signals that end a server: rank 0 first completes its answers."""
+    """Follows rank 0 until it ends. Ignores SIGTERM and SIGINT, because rank 0 first completes its answers."""
     for each in (signal.SIGINT, signal.SIGTERM):
         signal.signal(each, signal.SIG_IGN)
     generator.follow()
@@ -36,20 +36,22 @@ def start_ranks(
     arguments: Sequence[str] | None = None,
     *,
     ends_by_signal: bool = False,
+    context: typer.Context | None = None,
 ) -> None:
-    """Starts the ranks and ends with them. Returns at once in a rank, and if one process is enough.
+    """Starts the ranks, waits for them, and exits. In a rank, or if one process is enough, it only returns.
 
-    Only the output of rank 0 is shown. It names the error of another rank.
+    Only the output of rank 0 is shown. If another rank fails, rank 0 prints that error.
 
     Args:
-        count: number of ranks; None: one process without ranks.
-        device: of the command.
-        arguments: of the command line; default: those of this process.
-        ends_by_signal: True if a signal is the usual end of the command. The ranks get it and have 30 seconds.
+        count: number of ranks. None: one process without ranks.
+        device: value of the command's `--device`.
+        arguments: arguments of the command line. Default: those of this process.
+        ends_by_signal: True if the command usually ends by a signal. The ranks then get it and have 30 seconds to end.
+        context: context of the command. With it ranks may be forks of this process, which start faster.
 
     Raises:
         typer.BadParameter: an unsupported number of ranks, or more ranks than GPUs.
-        typer.Exit: all ranks have ended. The code is 0, or 1 if one failed or a signal ended them.
+        typer.Exit: all ranks have ended. The code is 0, or 1 if a rank failed or was killed by a signal.
     """
     if count is None or count == 1:
         return
@@ -58,14 +60,15 @@ def start_ranks(
     if dist.is_torchelastic_launched():
         return
     _check(count, device)
-    for name in ("torch.distributed.elastic", "torch.multiprocessing"):  # below is said what they would say
+    # this function prints the same information in one line
+    for name in ("torch.distributed.elastic", "torch.multiprocessing"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     class LaunchWithoutNuma(LaunchConfig):
-        """A configuration for which torch does not ask the GPU driver which processors a rank should use."""
+        """LaunchConfig without NUMA binding, for which torch would initialise the GPU driver in this process."""
 
         def __post_init__(self) -> None:
             self.numa_options: Any = False
@@ -85,8 +88,8 @@ def start_ranks(
     )
     given = sys.argv[1:] if arguments is None else arguments
     try:
-        if _may_copy_this_process():
-            elastic_launch(config, run_rank)(*given)
+        if context is not None and _may_copy_this_process():
+            elastic_launch(config, rank_of(context))(*given)
         else:
             elastic_launch(config, sys.executable)("-m", "fastspec.cli", *given)
     except ChildFailedError as error:
@@ -98,28 +101,34 @@ def start_ranks(
     raise typer.Exit(0)
 
 
-def run_rank(*arguments: str) -> None:
-    """Runs the command line in a rank that is a fork of the launcher, with all its imports."""
+def rank_of(context: typer.Context) -> Callable[..., None]:
+    """Returns the function of a rank that is forked from the launcher, and so shares its imports.
+
+    It runs the command line of `context` with the arguments that it gets.
+    """
     import torch
 
-    from fastspec.cli.app import app  # which imports this module
+    command = context.find_root().command
 
-    if torch.cuda._is_in_bad_fork():  # this version of torch has asked the driver in spite of all
-        with subprocess.Popen([sys.executable, "-m", "fastspec.cli", *arguments]) as anew:
-            for each in (signal.SIGTERM, signal.SIGINT):
-                signal.signal(each, lambda number, frame: anew.send_signal(number))
-            if anew.wait():
-                sys.exit(anew.returncode)
-        return
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the launcher's handlers are the launcher's
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    app(list(arguments), prog_name="fastspec")
+    def run_rank(*arguments: str) -> None:
+        if torch.cuda._is_in_bad_fork():  # this version of torch has used the driver in spite of LaunchWithoutNuma
+            with subprocess.Popen([sys.executable, "-m", "fastspec.cli", *arguments]) as anew:
+                for each in (signal.SIGTERM, signal.SIGINT):
+                    signal.signal(each, lambda number, frame: anew.send_signal(number))
+                if anew.wait():
+                    sys.exit(anew.returncode)
+            return
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # removes the launcher's signal handlers
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        command.main(list(arguments), prog_name="fastspec")
+
+    return run_rank
 
 
 def _may_copy_this_process() -> bool:
-    """True if a fork of this process can use GPUs: they were counted without the driver, which a fork cannot use.
+    """True if a fork of this process can use GPUs: torch has not yet initialised the CUDA driver.
 
-    A fork saves the imports of torch and this package.
+    Forking saves the time to import torch and this package in each rank.
     """
     import torch
 
@@ -130,7 +139,7 @@ def _may_copy_this_process() -> bool:
 
 
 def _check(count: int, device: str | None) -> None:
-    """Refuses a count or device that each rank would refuse, before any rank is started."""
+    """Raises if every rank would refuse this count or device, before any rank is started."""
     import torch
 
     from fastspec.distributed.slices import SIZES

@@ -154,7 +154,7 @@ def serve(
             proposer=flags.proposer_of(proposer),
         )
         flags.suggest_draft(target, draft, proposer)
-        start_ranks(tensor_parallel, device, ends_by_signal=True)
+        start_ranks(tensor_parallel, device, ends_by_signal=True, context=context)
         set_up_logging(log_level)
         if this_rank() > 0:  # rank 0 answers
             with FastSpecGenerator(source, drafter, **options) as generator:

@@ -1,4 +1,4 @@
-"""The pair of tiny models that ships with the package: trained on the Python standard library's sources."""
+"""The demo pair of tiny models, trained on the source code of Python's standard library. It is part of the package."""
 
 from __future__ import annotations
 
@@ -6,6 +6,6 @@ from pathlib import Path
 
 
 def demo_pair() -> tuple[Path, Path]:
-    """Directories of the shipped (target, draft), in the Hugging Face layout with their tokenizer."""
+    """Returns the directories of the demo (target, draft) in the Hugging Face layout, with their tokenizer."""
     here = Path(__file__).parent
     return here / "target", here / "draft"

@@ -1,1 +1,1 @@
-"""One model over several processes: who holds which part, what they exchange, and what happens when one fails."""
+"""Splits one model over several processes: who has which part, their exchanges, and the handling of failures."""

@@ -1,4 +1,7 @@
-"""Before anything is launched all ranks compare what they were asked for: one rank that differs would stop them all."""
+"""Compares the arguments of all ranks before anything is launched.
+
+A rank with other arguments would block the others.
+"""
 
 from __future__ import annotations
 
@@ -12,16 +15,17 @@ from typing import Any
 from fastspec.distributed.world import STARTING, World
 from fastspec.errors import UnsupportedOption
 
-_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")  # of an object without a `repr` of its own: another in each process
+# memory address in the default `repr` of an object, which differs between processes
+_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 
 
 def digest(value: object) -> str:
-    """A short hash of what `repr` says of a value."""
+    """Returns a short hash of `repr(value)`."""
     return hashlib.sha256(_ADDRESS.sub("", repr(value)).encode()).hexdigest()[:16]
 
 
 def sources() -> str:
-    """A short hash of this package's own sources: ranks may have been started from different versions of it."""
+    """Returns a short hash of this package's source files, because ranks may run different versions."""
     found = hashlib.sha256()
     package = Path(__file__).parents[1]
     for file in sorted(package.rglob("*.py")):
@@ -33,20 +37,16 @@ def sources() -> str:
 def agree(
     world: World, asked: Mapping[str, object], told: Any, error: BaseException | None = None, *, starting: bool = False
 ) -> list[Any]:
-    """Compares values by their hashes, and exchanges a small one.
+    """Compares the arguments of all ranks by hash. Returns the `told` values of all ranks, in rank order.
 
     Args:
-        asked: by what to call them in an error; must be equal on all ranks.
-        told: JSON-ready; may differ.
-        error: this rank cannot do what it was asked for; it raises that itself.
-        starting: a generator is made, to which ranks may come minutes apart.
-
-    Returns:
-        What each rank told.
+        asked: arguments that must be equal on all ranks, by the name used in an error.
+        told: a small JSON value that may differ between ranks.
+        error: the error with which this rank refuses the arguments. This rank raises it itself, after `agree`.
+        starting: True while generators are constructed, when ranks may arrive minutes apart.
 
     Raises:
-        UnsupportedOption: on every rank, where values differ, or another rank cannot do what it was asked for; names
-            rank and value. Nothing was launched.
+        UnsupportedOption: on every rank, if arguments differ or another rank refused them. Names rank and value.
     """
     if world.size == 1:
         return [told]

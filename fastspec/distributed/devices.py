@@ -1,4 +1,4 @@
-"""Exchange between GPUs of one host: by a kernel of ours where they reach each other's memory, else by NCCL."""
+"""Exchanges between GPUs of one host: by Triton kernels if the GPUs reach each other's memory, else by NCCL."""
 
 from __future__ import annotations
 
@@ -17,17 +17,16 @@ from fastspec.kernels.room import EMPTY, Room, blocks_of, buffer_bytes, elements
 
 
 class OverDevices:
-    """Exchange of CUDA tensors; all of it can be captured.
+    """Exchange of CUDA tensors. All operations can be captured in a CUDA graph.
 
-    Tensors of a step and of passes over prompts are pushed into the peers' memory. What is too large for that goes by
-    NCCL: each rank gets its rows of all partial sums, adds them in the order of the tree, and gives the rounded rows
-    to the others.
+    A tensor that fits into `room` is written into the other GPUs' memory by a kernel. Larger tensors use NCCL: each
+    rank gets its rows of all partial sums, adds them in the order of the tree, and sends the rounded rows to all.
 
     Args:
-        world: of all ranks, one GPU each.
-        device: this rank's, the current one.
-        elements: of 4 bytes, of the largest tensor of a step.
-        prompts: likewise, of a pass over prompts.
+        world: all ranks, with one GPU each.
+        device: the CUDA device of this rank, which is the current device.
+        elements: 4-byte elements of the largest tensor of a step.
+        prompts: 4-byte elements of the largest tensor of a prefill pass.
     """
 
     def __init__(self, world: World, device: torch.device, elements: int, prompts: int = 0) -> None:
@@ -84,14 +83,15 @@ class OverDevices:
             out.copy_(largest_of([each.view(torch.int64) for each in self._gathered(halves)], width))
 
     def _room_for(self, tensor: Tensor) -> Room | None:
-        """The room for a tensor; None where it goes by NCCL."""
+        """Returns the shared memory for a tensor. None if the tensor must use NCCL."""
         fits = self.room is not None and tensor.numel() <= self.room.elements and tensor.is_contiguous()
         return self.room if fits else None
 
     def _group(self) -> Any:
-        """NCCL's communicator. Making one takes most of a second and a capture may not, so one is made early or never.
+        """Returns the NCCL communicator, and creates it at the first call.
 
-        A pass goes by all its exchanges once before it is captured, so what is not seen beforehand is made then.
+        Creation takes about 1 s and cannot happen during graph capture. Every pass runs once before its capture, so the
+        communicator exists by then.
         """
         if self._nccl is None:
             self._nccl = dist.new_group(list(range(self._world.size)), backend="nccl")
@@ -106,13 +106,13 @@ class OverDevices:
 
 
 def _all_gather(out: Tensor, part: Tensor, group: Any) -> None:
-    """One call of NCCL, whose name newer versions of torch have changed."""
+    """Calls NCCL's all-gather, which has another name in newer versions of torch."""
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     gather(out, part, group=group)
 
 
 def _room_of(world: World, device: torch.device, elements: int) -> tuple[Room | None, str]:
-    """Memory that all ranks reach, or why there is none: the same answer on all ranks."""
+    """Allocates memory that all ranks reach. Returns (room, ""), or (None, reason); equal on all ranks."""
     made, why = None, ""
     reached = all(torch.cuda.can_device_access_peer(device.index, peer) for peer in _others(world, device))
     if not all(world.gather_bytes(b"yes" if reached else b"")):
@@ -123,7 +123,7 @@ def _room_of(world: World, device: torch.device, elements: int) -> tuple[Room | 
         raise
     except (RuntimeError, OSError) as error:
         why = f"shared memory of the GPUs cannot be had ({str(error).splitlines()[0]})"
-    told = world.gather_bytes(why.encode())  # from here on the room of each is EMPTY
+    told = world.gather_bytes(why.encode())  # also a barrier: all ranks have initialised their room to EMPTY
     refused = next((each.decode() for each in told if each), "")
     return (None, refused) if refused else (made, "")
 
@@ -134,8 +134,8 @@ def _others(world: World, device: torch.device) -> list[int]:
 
 
 def _shared(world: World, device: torch.device, elements: int) -> Room:
-    """A room of all ranks. None may be used before all are made."""
-    torch.cuda.current_stream(device).synchronize()  # the device's context is current from here on
+    """Allocates the shared room of all ranks. A rank may use it only after all ranks have allocated theirs."""
+    torch.cuda.current_stream(device).synchronize()  # makes the CUDA context of the device current
     memory = SharedMemory(buffer_bytes(world.size, elements), EMPTY, world.gather_bytes, world.rank)
     buffers = torch.tensor(memory.addresses, dtype=torch.int64, device=device)
     turns = torch.zeros(blocks_of(elements), dtype=torch.int32, device=device)

@@ -1,6 +1,6 @@
-"""Exchanges between ranks inside a pass: sums of partial products, and parts of logits.
+"""Exchanges between ranks inside a pass: sums of partial products, and joining of logits.
 
-Partial sums are fp32. Every rank adds them in the order of one binary tree, so all ranks have the same bits.
+Partial sums are fp32. Every rank adds them in the order of one binary tree, so all ranks get the same bits.
 """
 
 from __future__ import annotations
@@ -17,37 +17,37 @@ from fastspec.kernels.room import WITH_NORM, Room
 
 
 class Exchange(Protocol):
-    """Exchanges between the ranks of a model. All take part in the same order."""
+    """Collective operations between the ranks of a model. All ranks call them in the same order."""
 
     def describe(self) -> str:
         """Describes the exchange for `explain`."""
 
     def sum(self, partial: Tensor) -> Tensor:
-        """The sum over ranks of fp32 tensors of one shape."""
+        """Returns the sum over ranks of fp32 tensors of one shape."""
 
     def added(self, partial: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
-        """residual + sum over ranks [+ bias], rounded once, in residual's dtype.
+        """Returns residual + sum over ranks [+ bias], rounded once to residual's dtype.
 
         Args:
-            partial: fp32, of residual's shape, or with an axis more in front, which is added as a tree first.
-            bias: [N], of the last axis.
+            partial: fp32 with residual's shape, or with one more leading axis, which is added as a tree first.
+            bias: [N], added along the last axis.
         """
 
     def gather(self, part: Tensor) -> Tensor:
-        """[..., W] 4-byte elements of every rank side by side: [..., size * W]."""
+        """Joins [..., W] 4-byte elements of every rank along the last axis: [..., size * W]."""
 
     def largest(self, keys: Tensor, width: int, out: Tensor) -> None:
-        """Writes to out int64 [R] the id of each row's largest logit.
+        """Writes the id of each row's largest logit to `out`, int64 [R].
 
         Args:
-            keys: uint64 [R], as `kernels.reference.keys_of` makes them of this rank's logits.
-            width: ids of each rank; they follow one another by rank.
-            out: any stride.
+            keys: uint64 [R], made by `kernels.reference.keys_of` from this rank's logits.
+            width: number of ids of a rank. Rank r has ids r * width .. (r + 1) * width - 1.
+            out: may have any stride.
         """
 
 
 def tree_sum(parts: Sequence[Tensor]) -> Tensor:
-    """The sum of a power of two of tensors: neighbours first, then neighbouring sums."""
+    """Returns the sum of a power of two of tensors: first of neighbours, then of neighbouring sums."""
     level = list(parts)
     while len(level) > 1:
         level = [left + right for left, right in zip(level[::2], level[1::2], strict=True)]
@@ -55,35 +55,41 @@ def tree_sum(parts: Sequence[Tensor]) -> Tensor:
 
 
 def one_way(partial: Tensor, residual: Tensor) -> Tensor:
-    """A partial sum of residual's shape; see `Exchange.added`."""
+    """Reduces the extra leading axis of a partial sum, if it has one.
+
+    Returns residual's shape; see `Exchange.added`.
+    """
     return tree_sum(partial.unbind()) if partial.dim() > residual.dim() else partial
 
 
 def add_rounded(total: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
-    """residual + (total [+ bias]) in fp32, rounded to residual's dtype."""
+    """Returns residual + (total [+ bias]), computed in fp32 and rounded to residual's dtype."""
     if bias is not None:
         total = total + bias.float()
     return (residual.float() + total).to(residual.dtype)
 
 
 class RankSums:
-    """`Exchange.added` as `kernels.reference.layer.Reduce`, and memory for kernels that add over ranks themselves."""
+    """Calls `Exchange.added`, and provides the memory for kernels that sum over ranks themselves.
+
+    It implements `kernels.reference.layer.Reduce`.
+    """
 
     def __init__(self, exchange: Exchange) -> None:
         self._exchange = exchange
 
     def __call__(self, partial: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
-        """residual + sum over ranks [+ bias]."""
+        """Returns residual + sum over ranks [+ bias]."""
         return self._exchange.added(partial, bias, residual)
 
     def room_for(self, elements: int) -> Room | None:
-        """Memory of all ranks for `elements` fp32 elements; None if sums of that size use another method."""
+        """Returns memory of all ranks for `elements` fp32 elements. None if sums of that size do not use it."""
         found: Room | None = getattr(self._exchange, "room", None)
         return found if found is not None and elements <= min(found.elements, WITH_NORM[found.size]) else None
 
 
 class Alone:
-    """The exchange of one rank: there is nothing to exchange."""
+    """Exchange for one rank, which has nothing to exchange."""
 
     def describe(self) -> str:
         """Describes the exchange for `explain`."""
@@ -107,7 +113,7 @@ class Alone:
 
 
 class OverHosts:
-    """Exchange of CPU tensors over gloo."""
+    """Exchange of CPU tensors by gloo."""
 
     def __init__(self, world: World) -> None:
         self._world = world

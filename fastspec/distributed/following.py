@@ -1,6 +1,6 @@
-"""Sends rank 0's requests to the ranks that follow it: what joins and leaves before each step, as JSON.
+"""Sends requests from rank 0 to the other ranks as JSON: those that join and leave before each step.
 
-Every rank has the same requests and makes the same schedule of them; only rank 0 has callers that wait for tokens.
+All ranks have the same requests and schedule them equally. Only rank 0 has callers that wait for tokens.
 """
 
 from __future__ import annotations
@@ -29,7 +29,10 @@ from fastspec.scheduling.requests import PreparedCall, Request, requests_of
 
 
 class RequestNumbers:
-    """Numbers of the requests that have not ended: all ranks number them alike, as they join."""
+    """Numbers of the requests that have not ended.
+
+    All ranks give the same numbers, in the order in which requests join.
+    """
 
     def __init__(self) -> None:
         self._next = 0
@@ -37,31 +40,31 @@ class RequestNumbers:
         self._requests: dict[int, Request] = {}
 
     def add(self, request: Request) -> None:
-        """Numbers a request that joins."""
+        """Gives the next number to a request that joins."""
         self._of[request], self._requests[self._next] = self._next, request
         self._next += 1
 
     def forget(self, request: Request) -> None:
-        """A request has ended."""
+        """Drops the number of a request that has ended."""
         number = self._of.pop(request, None)
         if number is not None:
             del self._requests[number]
 
     def of(self, requests: list[Request]) -> list[int]:
-        """The numbers of those that have not ended."""
+        """Returns the numbers of those requests that have not ended."""
         return [self._of[request] for request in requests if request in self._of]
 
     def requests(self, numbers: list[int]) -> list[Request]:
-        """The requests with these numbers."""
+        """Returns the requests with these numbers."""
         return [self._requests[number] for number in numbers]
 
 
 class Leader:
-    """Rank 0's end: tells the others what joins and leaves before each step. Made for the first one.
+    """Sends the messages of rank 0 before each step. Created with the first message.
 
     Args:
-        world: of all ranks.
-        numbers: of the requests that have not ended; requests are added here as they join.
+        world: all ranks.
+        numbers: numbers of requests. Requests that join are added here.
     """
 
     def __init__(self, world: World, numbers: RequestNumbers) -> None:
@@ -70,7 +73,7 @@ class Leader:
         self._ended = False
 
     def tell(self, messages: list[Message]) -> None:
-        """Tells the messages of a turn.
+        """Sends the messages of one turn.
 
         Raises:
             RankFailed: a rank has failed.
@@ -80,8 +83,8 @@ class Leader:
         self._ended = None in messages
 
     def end(self) -> None:
-        """Lets those that follow go, where they have not gone, and waits until they have read that."""
-        with suppress(RuntimeError):  # of a group that has failed already
+        """Ends the calls of `follow` on the other ranks, and waits until they have read that."""
+        with suppress(RuntimeError):  # the group has already failed
             if not self._ended:
                 self.tell([None])
             assert self._turns is not None, "it has told something"
@@ -89,12 +92,12 @@ class Leader:
 
 
 def check_submits(ranks: Ranks, loop: Loop) -> None:
-    """Checks that `submit` may be called on this rank.
+    """Raises if `submit` may not be called on this rank now.
 
     Raises:
-        UnsupportedOption: other ranks share the model, and this is not rank 0.
+        UnsupportedOption: this is a rank other than 0.
         RankFailed: a rank has failed.
-        RuntimeError: a call that all ranks make goes on.
+        RuntimeError: a call that all ranks make is running.
     """
     if ranks.size == 1:
         return
@@ -109,7 +112,7 @@ def check_submits(ranks: Ranks, loop: Loop) -> None:
 
 
 def check_tokenizer_is_stored(tokenizer: object, stored: object) -> None:
-    """Raises UnsupportedOption if a call that ranks follow brings a tokenizer of its own, which they do not have."""
+    """Raises UnsupportedOption if a call passes its own tokenizer. The other ranks have only the stored one."""
     if tokenizer not in (None, stored):
         raise UnsupportedOption(
             "a tokenizer of its own does not go with submit() and tensor_parallel, for the other ranks have the "
@@ -118,16 +121,16 @@ def check_tokenizer_is_stored(tokenizer: object, stored: object) -> None:
 
 
 def follow(ranks: Ranks, loop: Loop, reader: Reader, numbers: RequestNumbers) -> None:
-    """Makes every step that rank 0 makes, until it closes its generator.
+    """Makes the same steps as rank 0, until rank 0 closes its generator.
 
     Args:
-        reader: reads rank 0's messages.
-        numbers: of the requests that have not ended.
+        reader: parses rank 0's messages.
+        numbers: numbers of the requests that have not ended.
 
     Raises:
         UnsupportedOption: there are no other ranks, or this is rank 0.
         RankFailed: a rank has failed.
-        RuntimeError: a call goes on here.
+        RuntimeError: a call is running on this rank.
     """
     if ranks.size == 1 or ranks.first:
         raise UnsupportedOption("follow() is for the ranks behind rank 0, which submits; here call submit()")
@@ -145,7 +148,7 @@ def follow(ranks: Ranks, loop: Loop, reader: Reader, numbers: RequestNumbers) ->
 
 
 def written(messages: list[Message], numbers: RequestNumbers) -> str:
-    """Messages as `read` takes them; numbers those that join."""
+    """Returns messages as the JSON text that `Reader.read` parses. Gives numbers to requests that join."""
     return json.dumps([_written(each, numbers) for each in messages])
 
 
@@ -163,13 +166,13 @@ def _written(message: Message, numbers: RequestNumbers) -> Any:
 
 
 class Reader:
-    """Makes the same requests from what rank 0 has written.
+    """Makes requests from the messages of rank 0.
 
     Args:
-        max_length: tokens of a row.
-        choose: drafts of a call's steps, by its options.
-        tokenizer: loads the target's.
-        grammars: of the target's vocabulary.
+        max_length: limit of tokens of a row.
+        choose: returns the DraftChoice for the options of a call.
+        tokenizer: loads the target's tokenizer.
+        grammars: grammars over the target's vocabulary.
     """
 
     def __init__(
@@ -182,7 +185,7 @@ class Reader:
         self._max_length, self._choose, self._tokenizer, self._grammars = max_length, choose, tokenizer, grammars
 
     def read(self, text: str, numbers: RequestNumbers) -> list[Message]:
-        """The messages of a text; numbers those that join."""
+        """Parses the messages of a turn. Gives numbers to requests that join."""
         return [self._message(each, numbers) for each in json.loads(text)]
 
     def _message(self, entry: Any, numbers: RequestNumbers) -> Message:

@@ -1,4 +1,4 @@
-"""Signs of life: each rank tells the others that it lives, where it is, and why it gave up."""
+"""Heartbeats: each rank tells the others that it is alive, how far it is, and why it gave up."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import NamedTuple
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch lists it for its own tools alone
 
-BEAT = 0.25  # seconds between two signs of life
-LOST = 10.0  # seconds without one after which a rank counts as dead: a busy host may keep a live one for some
+BEAT = 0.25  # seconds between two heartbeats
+LOST = 10.0  # seconds without a heartbeat after which a rank counts as dead; a busy host may delay a live one
 _ABORT = "abort"
-_ANSWERS = 2.0  # seconds to wait for the store, which never answers when its process is stopped
+_ANSWERS = 2.0  # seconds to wait for the store: it never answers if its process is stopped
 
 
 class Status(NamedTuple):
@@ -22,7 +22,7 @@ class Status(NamedTuple):
     Attributes:
         beat: a counter that grows while the process lives.
         exchanges: number of exchanges that the rank has begun.
-        doing: the present work of the rank, for messages.
+        doing: description of its present work, for messages.
     """
 
     beat: int
@@ -31,17 +31,17 @@ class Status(NamedTuple):
 
 
 class Monitor:
-    """One thread of each rank, and a store that rank 0 keeps.
+    """Sends heartbeats from one thread of each rank, through a store that rank 0 keeps.
 
     Args:
-        rank, size: of this process.
-        port: of the store on this host; None: this rank keeps it.
-        others: whose signs this one looks for; a group of one has none, and no thread.
+        rank, size: number of this process, and number of all.
+        port: port of the store on this host. None: this rank creates the store.
+        others: ranks whose heartbeats this one reads. A group of one rank has no thread.
 
     Attributes:
-        port: of the store.
-        exchanges: begun by this rank; the owner counts.
-        doing: what this rank does, for the others to read.
+        port: port of the store.
+        exchanges: number of exchanges that this rank has begun; set by the owner.
+        doing: description of this rank's work, which the others read.
     """
 
     def __init__(self, rank: int, size: int, port: int | None) -> None:
@@ -58,7 +58,7 @@ class Monitor:
         self._thread.start()
 
     def abort(self, cause: str) -> None:
-        """Tells all ranks that this one cannot go on; the first cause that any rank tells stays."""
+        """Tells all ranks that this one cannot go on. Only the first cause of any rank is kept."""
         self._cause = self._cause or cause
         telling = threading.Thread(target=self._tell, args=(cause,), name="fastspec-ranks-abort", daemon=True)
         telling.start()
@@ -68,36 +68,36 @@ class Monitor:
         try:
             self._cause = self._store.compare_set(_ABORT, "", cause).decode()
         except RuntimeError:
-            return  # who kept the store is gone, and the others see that themselves
+            return  # rank 0 with the store has ended, and the other ranks notice that themselves
 
     @property
     def cause(self) -> str | None:
-        """Why the group cannot go on; None while all is well."""
+        """Reason why the group cannot go on. None while no rank has failed."""
         if self._cause is None:
             now = time.monotonic()
-            # rank 0 first: while it is stopped, its store says nothing about the others either
+            # rank 0 first: while it is stopped, its store gives no heartbeats of the other ranks either
             seen = sorted(self._seen.items())
             lost = next(((rank, said) for rank, (said, since) in seen if now - since > LOST), None)
-            if lost is not None:  # which the others may not have seen, and wait for this rank then
+            if lost is not None:  # tell all ranks, because some may not have noticed and would wait for this rank
                 self.abort(f"rank {lost[0]} gave no sign of life for {LOST:.0f} s; it was {lost[1].doing}")
         return self._cause
 
     def wait_for_cause(self, seconds: float) -> str | None:
-        """The cause, if one is told within some seconds."""
+        """Returns the cause, if a rank tells one within `seconds`."""
         end = time.monotonic() + seconds
         while self.cause is None and time.monotonic() < end:
             time.sleep(BEAT / 4)
         return self.cause
 
     def slowest(self) -> str:
-        """The ranks that have begun the fewest exchanges, this one left out, in words."""
+        """Names the other ranks that have begun the fewest exchanges."""
         if not self._seen:
             return "another rank"
         rank, (status, _) = min(self._seen.items(), key=lambda item: (item[1][0].exchanges, item[0]))
         return f"rank {rank}, which is {status.doing}, at exchange {status.exchanges}"
 
     def close(self) -> None:
-        """Ends the thread that exchanges signs of life."""
+        """Ends the heartbeat thread."""
         self._closed.set()
         self._thread.join(LOST)
 
@@ -107,7 +107,7 @@ class Monitor:
             beat += 1
             try:
                 self._exchange_signs(beat)
-            except RuntimeError as error:  # of the store, which has no narrower one
+            except RuntimeError as error:  # error of the store, which has no narrower class
                 if not self._closed.is_set():
                     text = str(error).splitlines()[0]
                     self._cause = self._cause or f"rank 0 is gone, for its store does not answer ({text})"

@@ -1,4 +1,4 @@
-"""Memory of a GPU that the processes of a host share: by the CUDA driver's handles for other processes."""
+"""GPU memory that the processes of a host share, by CUDA IPC handles."""
 
 from __future__ import annotations
 
@@ -10,29 +10,29 @@ LAZY_PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS, the only flag that t
 
 
 class IpcMemoryHandle(ctypes.Structure):
-    """CUipcMemHandle: how another process opens memory."""
+    """CUipcMemHandle of the CUDA driver: lets another process open device memory."""
 
     _fields_ = [("reserved", ctypes.c_byte * 64)]
 
 
 class SharedMemory:
-    """Memory on this process' GPU that is open to other processes, and theirs that is open to this one.
+    """GPU memory of this process that other processes have opened, and their memory opened here.
 
-    Of the driver, not of torch's allocator: that may give memory without such a handle (expandable segments), and
-    its own shared memory takes seconds to make.
+    It is allocated by the driver, because torch's allocator may give memory without an IPC handle (expandable
+    segments). torch's own symmetric memory takes seconds to create.
 
     Args:
         size: bytes.
-        word: 4 bytes that are repeated in all of it.
-        everyone: gathers bytes of all processes, in the order of ranks.
-        rank: of this process among them.
+        word: 4 bytes with which all of it is filled.
+        everyone: gathers bytes of all processes, in rank order.
+        rank: rank of this process.
         driver: libcuda.
 
     Attributes:
-        addresses: where each rank's memory lies for this process.
+        addresses: address of each rank's memory in this process.
 
     Raises:
-        RuntimeError: the driver refuses, with its reason. What was made is given back.
+        RuntimeError: the driver refused; has its reason. Everything allocated before is freed.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class SharedMemory:
             handle, refused = self._make(size, word), b""
         except RuntimeError as error:
             handle, refused = IpcMemoryHandle(), str(error).encode()
-        told = everyone(bytes(handle) + refused)  # by all, also by one that was refused
+        told = everyone(bytes(handle) + refused)  # every rank takes part, also one that was refused
         whose = next((index for index, each in enumerate(told) if each[64:]), None)
         try:
             if whose is not None:
@@ -71,12 +71,13 @@ class SharedMemory:
         return address.value
 
     def close(self) -> None:
-        """Closes others' memory and gives back this process'. Nothing may run that uses either."""
+        """Closes the memory of other ranks and frees that of this process. No kernel that uses either may run."""
         opened, self._opened = self._opened, []
         own, self._own = self._own, ctypes.c_uint64()
         if not own.value:
             return
-        self._driver.cuCtxPushCurrent_v2(self._context)  # this may be any thread, as one that collects garbage
+        # the caller may be any thread, for example one in which garbage is collected
+        self._driver.cuCtxPushCurrent_v2(self._context)
         for address in opened:
             self._driver.cuIpcCloseMemHandle(address)
         self._driver.cuMemFree_v2(own)

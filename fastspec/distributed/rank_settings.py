@@ -1,4 +1,4 @@
-"""Settings on which all ranks of a generator agree, and the part of each model that a rank has."""
+"""Settings on which all ranks of a generator agree, and the part of each model that a rank loads."""
 
 from __future__ import annotations
 
@@ -24,12 +24,11 @@ from fastspec.models.hosted.info import HostedInfo
 from fastspec.scheduling.draft_length import DraftChoice, DraftPlan
 from fastspec.scheduling.loop import Loop
 
-# seconds by which each of a layer's two sums lengthens a step of one row, by the number of ranks, on GPUs with NVLink:
-# the sum itself, and what a layer cannot fuse across it (perf/results/tensor_parallel.jsonl; 4 before sums of few rows
-# went as words, 8 by doubling)
+# extra seconds of a one-row step for each of the two sums of a layer, by the number of ranks, on GPUs with NVLink: the
+# sum itself, and the fusions that it prevents (perf/results/tensor_parallel.jsonl)
 SUM_SECONDS = {2: 5.6e-6, 4: 17e-6, 8: 35e-6}
-READ_SHARE = 0.9  # share of the rated memory bandwidth that passes over weights reach
-USUAL_RATE = 3.35e12  # bytes per second of an H100, where torch does not tell the memory's own
+READ_SHARE = 0.9  # share of the rated memory bandwidth that passes reach while they read weights
+USUAL_RATE = 3.35e12  # bytes per second of an H100's memory, used if torch does not report the rate
 
 
 def agreed_settings(
@@ -44,7 +43,8 @@ def agreed_settings(
         config: arguments of the constructor.
 
     Raises:
-        UnsupportedOption: ranks have different arguments, or a model does not divide. Also the errors of `settings_of`.
+        UnsupportedOption: ranks have different arguments, or a model cannot be split over them. Also the errors of
+            `settings_of`.
     """
     config = replace(config, device=ranks.device(config.device))
 
@@ -82,7 +82,7 @@ def agreed_settings(
         made = replace(shorter, length_reason="what all ranks have room for")
     cut = target.spec.cut if isinstance(target.spec, HostedInfo) else None
     if cut is not None:
-        # every product has a shape of its own on any number of ranks, where sums are one tree
+        # on a CPU sums are one tree for any number of ranks, so results are equal for any size that divides the parts
         fine = tuple(size for size in SIZES if size <= cut.share.parts)
         ranks.same_text_on = fine if cut.share.one_tree and target.rounded is None else (ranks.size,)
         return target, draft, replace(made, ranks=ranks.describe(cut.share, "it is hosted"))
@@ -96,16 +96,16 @@ def agreed_settings(
 def agreed_warmup(
     ranks: Ranks, loop: Loop, drafting: DraftPlan, max_length: int, asked: tuple[int | str | None, str, int]
 ) -> tuple[DraftChoice, int]:
-    """Returns the drafts of a warm-up and the tokens of its longest row, if all ranks ask for the same.
+    """Returns the draft lengths and the longest row of a warm-up, if all ranks were called with the same arguments.
 
     Args:
-        max_length: tokens that a row of the generator may get.
-        asked: drafts of a step, sampler, and tokens of the longest row, as `warmup` takes them.
+        max_length: limit of tokens of a row.
+        asked: the arguments of `warmup`: drafts of a step, sampler, and tokens of the longest row.
 
     Raises:
         ValueError: a value out of range.
-        UnsupportedOption: another rank was asked for something else, or refused it.
-        RuntimeError: a call or a handle goes on here.
+        UnsupportedOption: another rank got other arguments, or refused them.
+        RuntimeError: a call or a handle is running on this rank.
     """
     drafts, sampler, length = asked
 
@@ -119,7 +119,7 @@ def agreed_warmup(
 
 
 def _decide_draft(draft: Checkpoint | HeadCheckpoint | None, ranks: Ranks, device: torch.device, dtype: Any) -> None:
-    """Decides if the draft is split among ranks. A head is never split.
+    """Sets `ranks.split_draft`: True if the draft is split over the ranks. A head is never split.
 
     Raises:
         UnsupportedOption: the draft is a head, and draft_tensor_parallel="split".
@@ -136,7 +136,7 @@ def _splits_draft(draft: Checkpoint, ranks: Ranks, device: torch.device, dtype: 
     """True if the draft is split by default: on GPUs, if that shortens its passes."""
     if device.type != "cuda" or not _plain(draft) or not isinstance(draft.spec, ModelSpec):
         return False
-    if draft.spec.plans[0].qk_norm == "projection":  # which takes one exchange more a layer
+    if draft.spec.plans[0].qk_norm == "projection":  # this norm needs one more exchange in each layer
         return False
     return splitting_pays(draft.spec, dtype_of(dtype, draft.spec, device), ranks.size, memory_rate(device))
 
@@ -146,19 +146,19 @@ class TimedModel(Sizes, Protocol):
 
     @property
     def num_layers(self) -> int:
-        """Layers. Each adds over ranks twice."""
+        """Number of layers. Each layer has two sums over ranks."""
 
     def weight_bytes(self, dtype: torch.dtype) -> int:
-        """Bytes that a pass reads."""
+        """Bytes of weights that a pass reads."""
 
 
 def splitting_pays(model: TimedModel, dtype: torch.dtype, ranks: int, rate: float) -> bool:
-    """True if a pass over one row is estimated to be shorter with the model split among `ranks` ranks.
+    """True if a one-row pass is estimated to be faster with the model split over `ranks` ranks.
 
     Args:
-        model, dtype: the draft, as stored on the device.
+        model, dtype: the draft, and the dtype of its weights on the device.
         ranks: number of ranks.
-        rate: bytes per second that a device's memory is rated at.
+        rate: rated bytes per second of the device's memory.
     """
     if ranks not in SUM_SECONDS or not divides(model, ranks):
         return False
@@ -167,17 +167,17 @@ def splitting_pays(model: TimedModel, dtype: torch.dtype, ranks: int, rate: floa
 
 
 def memory_rate(device: torch.device) -> float:
-    """Bytes per second that a CUDA device's memory is rated at."""
+    """Returns the rated bytes per second of a CUDA device's memory."""
     found = torch.cuda.get_device_properties(device)
     khz, bits = getattr(found, "memory_clock_rate", 0), getattr(found, "memory_bus_width", 0)
-    return 2 * khz * 1e3 * bits / 8 or USUAL_RATE  # two transfers a clock
+    return 2 * khz * 1e3 * bits / 8 or USUAL_RATE  # two transfers per clock
 
 
 def _own(checkpoint: Checkpoint, ranks: Ranks, *, on_cpu: bool) -> Checkpoint:
-    """Returns the part of a checkpoint that this rank has.
+    """Returns the part of a checkpoint that this rank loads.
 
     Raises:
-        UnsupportedOption: a hosted model without a plan that is known here, or a model that does not divide.
+        UnsupportedOption: the model cannot be split over the ranks, or it is hosted and has no known split plan.
     """
     draft, spec = checkpoint.role == "draft", checkpoint.spec
     if isinstance(spec, HostedInfo):
@@ -189,7 +189,10 @@ def _own(checkpoint: Checkpoint, ranks: Ranks, *, on_cpu: bool) -> Checkpoint:
 
 
 def _own_hosted(checkpoint: Checkpoint, info: HostedInfo, ranks: Ranks, *, on_cpu: bool) -> Checkpoint:
-    """Returns the part of a hosted model that this rank has: by transformers' plan, or all of it for one rank."""
+    """Returns the part of a hosted model that this rank loads, by transformers' plan.
+
+    One rank loads the whole model.
+    """
     draft = checkpoint.role == "draft"
     if not ranks.asked or (draft and not ranks.split_draft):
         return checkpoint
@@ -208,7 +211,7 @@ def _own_hosted(checkpoint: Checkpoint, info: HostedInfo, ranks: Ranks, *, on_cp
 
 
 def _plain(checkpoint: Checkpoint) -> bool:
-    """True if a model of a native family has 16-bit or fp32 weights, and attention and dense MLPs only."""
+    """True if a model of a native family has 16-bit or fp32 weights, attention and dense MLPs, and nothing else."""
     spec = checkpoint.spec
     if not isinstance(spec, ModelSpec) or checkpoint.quantisation is not None or checkpoint.rounded is not None:
         return False

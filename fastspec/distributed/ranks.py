@@ -1,4 +1,4 @@
-"""Ranks of a generator: their number, their devices, their parts of a model, and equal arguments on all."""
+"""Ranks of a generator: their number, devices and parts of a model, and the comparison of their arguments."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from fastspec.inputs.table import keywords_of
 
 T = TypeVar("T")
 REPLICATED, SPLIT = "replicated", "split"
-SYMMETRIC = (InvalidLogits, OutOfPages)  # raised by all ranks at the same place
+SYMMETRIC = (InvalidLogits, OutOfPages)  # errors that all ranks raise at the same point
 
 
 class Row(Protocol):
@@ -36,10 +36,11 @@ class Ranks:
     """The ranks of one generator.
 
     Attributes:
-        world: them all, or this process alone.
-        asked: tensor_parallel was given, so that sums have the order that they have on any number of ranks.
-        split_draft: the draft model is cut as well; else every rank has all of it. None: not decided yet.
-        same_text_on: the numbers of ranks that give this text, to the bit; None: nothing is known of it.
+        world: all ranks, or this process alone.
+        asked: True if tensor_parallel was given. Sums then have an order that suits any number of ranks.
+        split_draft: True if the draft model is split over the ranks. False: every rank has all of it. None: not
+            decided.
+        same_text_on: numbers of ranks that give the same text, to the bit. None: unknown.
     """
 
     world: World
@@ -49,25 +50,25 @@ class Ranks:
 
     @classmethod
     def alone(cls) -> Ranks:
-        """One process, without `tensor_parallel`."""
+        """Returns one process without `tensor_parallel`."""
         return cls(World.alone())
 
     @classmethod
     def of(cls, asked: int | str | None, draft: str | None) -> Ranks:
-        """From the arguments of a generator.
+        """Makes the ranks from the arguments of a generator.
 
         Args:
             asked: tensor_parallel: a number of ranks, "auto", or None.
-            draft: draft_tensor_parallel: "replicated", "split", or None, for what is faster.
+            draft: draft_tensor_parallel: "replicated", "split", or None for the faster one.
 
         Raises:
-            UnsupportedOption: none of these, or there are not so many ranks.
+            UnsupportedOption: another value, or another number of processes than `asked`.
         """
         if asked is None:
             _check(asked, draft, 1)
             return cls.alone()
         ranks = cls(World.meet(), True, None if draft is None else draft == SPLIT)
-        try:  # once all have met, so that none waits for one that refuses
+        try:  # checked after all ranks have met, so that none waits for one that raises
             ranks.agreed(lambda: _check(asked, draft, ranks.size), lambda made: {}, starting=True)
         except Exception:
             ranks.close()
@@ -85,7 +86,7 @@ class Ranks:
         return self.world.rank == 0
 
     def device(self, asked: Any) -> Any:
-        """The device of this rank where `asked` does not name one: of several GPUs that of its own number."""
+        """Returns `asked`, if it names a device. Else the device of this rank: the GPU with its local rank."""
         wanted = asked is None or (str(asked) == "cuda")
         if self.size == 1 or not wanted or not torch.cuda.is_available():
             return asked
@@ -94,14 +95,16 @@ class Ranks:
     def share(self, sizes: Sizes, name: str, *, draft: bool, on_cpu: bool) -> RankShare | None:
         """Returns the part of a model that this rank has. None: the whole model, computed as without ranks.
 
-        On a GPU one rank has a share too, because its sums are made in the same way as those of several ranks.
+        On a GPU one rank has a share too, because its sums then have the same order as those of several ranks.
 
         Args:
-            name: name of the model, for messages.
-            on_cpu: split sums so finely that the number of ranks changes no bit. On a GPU this needs too many launches.
+            sizes, name: sizes of the model, and its name for messages.
+            draft: True for the draft model.
+            on_cpu: if True, sums are split so finely that the number of ranks changes no bit. On a GPU this needs too
+                many launches.
 
         Raises:
-            UnsupportedOption: the model does not divide among the ranks.
+            UnsupportedOption: the model cannot be divided among the ranks.
         """
         whole = draft and not self.split_draft
         if not self.asked or (whole and on_cpu):
@@ -112,16 +115,16 @@ class Ranks:
         return share_of(sizes, self.world.rank, self.size, one_tree=on_cpu)
 
     def exchange(self, device: torch.device, step: int, prompts: int) -> Exchange:
-        """Makes the exchange that passes on a device use.
+        """Returns the exchange for passes on a device.
 
         Args:
-            step, prompts: 4-byte elements of the largest tensor of a step, and of a sum in a pass over prompts.
+            step, prompts: 4-byte elements of the largest tensor of a step, and of a prefill pass.
         """
         if self.size == 1:
             return Alone()
         if device.type == "cpu":
             return OverHosts(self.world)
-        from fastspec.distributed.devices import OverDevices  # which few machines need
+        from fastspec.distributed.devices import OverDevices  # imported only where several GPUs are used
 
         return OverDevices(self.world, device, step, prompts)
 
@@ -133,7 +136,7 @@ class Ranks:
         *,
         starting: bool = False,
     ) -> tuple[T, list[Any]]:
-        """Runs `make` on every rank and compares its arguments. Returns its result and the `told` values of all ranks.
+        """Runs `make` on every rank and compares the arguments. Returns its result and the `told` values of all ranks.
 
         Raises:
             UnsupportedOption: `make` failed on another rank, or a rank has other arguments. Also the errors of `make`.
@@ -150,7 +153,10 @@ class Ranks:
         return made, agree(self.world, asked(made), told(made), starting=starting)
 
     def agreed_call(self, make: Callable[[], T], parts: Callable[[T], tuple[Sequence[Row], Options]]) -> T:
-        """Prepares a call on all ranks and compares it. Without a seed, rows get the random seeds of rank 0."""
+        """Prepares a call on all ranks and compares its arguments.
+
+        Rows without a seed get the random seeds of rank 0.
+        """
         if self.size == 1:
             return make()
 
@@ -170,12 +176,15 @@ class Ranks:
         return made
 
     def guarded(self, what: str) -> AbstractContextManager[None]:
-        """Returns a context in which an error on this rank alone ends the work of the others."""
+        """Returns a context in which an error that only this rank raises ends the work of all ranks."""
         return self.world.guarded(what, SYMMETRIC)
 
     @contextmanager
     def stepping(self) -> Iterator[None]:
-        """Guards a step that other ranks wait for. Raises the error that ended all ranks, instead of its own."""
+        """Guards a step that other ranks wait for.
+
+        If a rank has failed, raises that rank's error instead of its own.
+        """
         try:
             with self.guarded("stepping"):
                 yield
@@ -190,7 +199,8 @@ class Ranks:
         """Describes the ranks and their parts for `explain`. Empty without `tensor_parallel`.
 
         Args:
-            whole_head: why every rank has the whole head. Empty: the head is split.
+            share: the part of the target on this rank.
+            whole_head: reason why every rank has the whole head. Empty: the head is split.
         """
         if not self.asked:
             return ""
@@ -207,7 +217,7 @@ class Ranks:
 
 
 def _check(asked: int | str | None, draft: str | None, size: int) -> None:
-    """Refuses arguments of `Ranks.of` that are invalid, or that do not fit the number of processes."""
+    """Refuses invalid arguments of `Ranks.of`, and those that do not fit the number of processes."""
     if draft not in (None, REPLICATED, SPLIT):
         raise UnsupportedOption(f"draft_tensor_parallel={draft!r} is not supported, wanted {REPLICATED!r} or {SPLIT!r}")
     if asked is None and draft is not None:
@@ -229,28 +239,29 @@ def _check(asked: int | str | None, draft: str | None, size: int) -> None:
 
 
 def _by_name(rows: Sequence[RowOptions], chosen: Options) -> dict[str, object]:
-    """Options of a call, by their names in an error."""
+    """Returns the options of a call, by their names in an error."""
     found: dict[str, list[object]] = {}
     for field in fields(chosen):
         if field.name != "rows":
             found.setdefault(keywords_of(field.name), []).append(getattr(chosen, field.name))
     for field in fields(RowOptions):
         values = [getattr(row, field.name) for row in rows]
-        same = all(value == values[0] for value in values)  # then another number of prompts is no difference here
+        # one value for equal options: a different number of prompts is reported elsewhere
+        same = all(value == values[0] for value in values)
         found.setdefault(keywords_of(field.name), []).append(values[0] if same else values)
     return {f"option {name}": values for name, values in found.items()}
 
 
 def place_of(device: torch.device) -> str:
-    """Returns a name of a device, with the UUID of a GPU, because each process may number GPUs differently."""
+    """Returns a name of a device. A GPU's name has its UUID, because each process may number GPUs differently."""
     if device.type != "cuda":
         return device.type
-    unique = getattr(torch.cuda.get_device_properties(device), "uuid", "")  # which not every torch tells
+    unique = getattr(torch.cuda.get_device_properties(device), "uuid", "")  # older versions of torch do not report it
     return f"{device} {unique}".strip()
 
 
 def check_places(places: Sequence[str]) -> None:
-    """Refuses ranks that share a GPU, and kinds of devices that differ.
+    """Refuses ranks that share a GPU, and ranks on devices of different types.
 
     Raises:
         UnsupportedOption: names the ranks.
@@ -270,5 +281,5 @@ def check_places(places: Sequence[str]) -> None:
 
 
 def _numbers(sizes: Sequence[int]) -> str:
-    """Formats numbers, as in "1, 2 and 4"."""
+    """Formats numbers as text: "1, 2 and 4"."""
     return f"{', '.join(map(str, sizes[:-1]))} and {sizes[-1]}"

@@ -12,15 +12,16 @@ from typing import NamedTuple, Protocol
 
 from fastspec.errors import UnsupportedOption
 
-SIZES = (1, 2, 4, 8)  # numbers of ranks; powers of two, so that their sums are whole subtrees of one binary tree
+# supported numbers of ranks: powers of two, so that the sum of a rank is a whole subtree of one binary tree
+SIZES = (1, 2, 4, 8)
 
 
 class Sizes(Protocol):
-    """Sizes of a model that are divided among ranks."""
+    """Sizes of a model that are split over ranks."""
 
     @property
     def family(self) -> str:
-        """The name of its architecture."""
+        """Name of the architecture."""
 
     @property
     def vocab_size(self) -> int:
@@ -28,7 +29,7 @@ class Sizes(Protocol):
 
     @property
     def num_heads(self) -> int:
-        """Query heads of a layer; 0: attention is not split."""
+        """Query heads of a layer. 0: attention is not split."""
 
     @property
     def num_kv_heads(self) -> int:
@@ -36,11 +37,11 @@ class Sizes(Protocol):
 
     @property
     def divided(self) -> Mapping[str, int]:
-        """Sizes that the number of ranks must divide, by name: query heads, widths of MLPs and so on."""
+        """Sizes that must be divisible by the number of ranks, by name: query heads, widths of MLPs and so on."""
 
 
 class Cut(NamedTuple):
-    """A range of rows or columns, start..stop-1."""
+    """Range start..stop-1 of rows or columns."""
 
     start: int
     stop: int
@@ -51,10 +52,10 @@ class RankShare:
     """Part of one model that one rank owns.
 
     Attributes:
-        rank: number of this rank. size: number of all ranks.
-        parts: number of parts of dimension K of o and down; a multiple of `size`. Their sums are added as one binary
-            tree, and a rank computes one subtree.
-        one_tree: `parts` is the same for every number of ranks, so that the number changes no bit.
+        rank, size: number of this rank, and number of all ranks.
+        parts: number of parts into which dimension K of o and down is split; a multiple of `size`. The partial sums are
+            added as one binary tree, and a rank computes one subtree.
+        one_tree: True if `parts` is the same for every number of ranks, so that the number changes no bit.
     """
 
     rank: int
@@ -63,44 +64,47 @@ class RankShare:
     one_tree: bool = False
 
     def cut(self, total: int, unit: int = 1) -> Cut:
-        """Returns this rank's range of `total` elements. If units do not divide, the first ranks get one more."""
+        """Returns this rank's range of `total` elements, in units of `unit`.
+
+        The first ranks get one unit more if needed.
+        """
         units, more = divmod(total // unit, self.size)
         start = self.rank * units + min(self.rank, more)
         return Cut(start * unit, (start + units + (self.rank < more)) * unit)
 
     def kv_cut(self, kv_heads: int) -> Cut:
-        """Returns this rank's key heads. With fewer heads than ranks, several ranks have the same head."""
+        """Returns this rank's range of KV heads. With fewer heads than ranks, several ranks have the same head."""
         if kv_heads >= self.size:
             return self.cut(kv_heads)
         head = self.rank * kv_heads // self.size
         return Cut(head, head + 1)
 
     def vocab_cut(self, vocab_size: int) -> Cut:
-        """Returns this rank's rows of the head; all rows if they do not divide."""
+        """Returns this rank's rows of the head: all rows if the head is not split."""
         return self.cut(vocab_size) if self.splits_vocab(vocab_size) else Cut(0, vocab_size)
 
     def splits_vocab(self, vocab_size: int) -> bool:
-        """True if the head is split: each part must have a multiple of 16 rows, the unit of packed weights."""
+        """True if the head is split. Each part must be a multiple of 16 rows, the unit of packed weights."""
         return vocab_size % (16 * self.parts) == 0
 
     @property
     def own_parts(self) -> int:
-        """Parts of K on this rank."""
+        """Number of parts of K on this rank."""
         return self.parts // self.size
 
 
 def divides(sizes: Sizes, ranks: int) -> bool:
-    """True if `ranks` ranks can divide a layer of these sizes."""
+    """True if a layer of these sizes can be split over `ranks` ranks."""
     kv_heads = sizes.num_kv_heads
     whole = sizes.num_heads % ranks == 0 and all(size % ranks == 0 for size in sizes.divided.values())
     return whole and (kv_heads % ranks == 0 or ranks % kv_heads == 0)
 
 
 def check_divides(sizes: Sizes, ranks: int, name: str) -> None:
-    """Refuses a number of ranks that does not divide this model.
+    """Refuses a number of ranks over which this model cannot be split.
 
     Raises:
-        UnsupportedOption: the message names the sizes and the supported numbers.
+        UnsupportedOption: names the sizes and the supported numbers.
     """
     if ranks in SIZES and divides(sizes, ranks):
         return
@@ -115,7 +119,7 @@ def share_of(sizes: Sizes, rank: int, ranks: int, *, one_tree: bool) -> RankShar
     """Returns the share of a rank.
 
     Args:
-        one_tree: split K into as many parts as the largest supported number of ranks needs. Then the number of ranks
+        one_tree: if True, K has as many parts as the largest supported number of ranks. Then the number of ranks
             changes no bit, but there are more and smaller products.
     """
     parts = max(each for each in SIZES if divides(sizes, each)) if one_tree else ranks

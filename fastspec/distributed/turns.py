@@ -1,4 +1,4 @@
-"""Messages of rank 0 to the ranks that follow it, before each step: texts in order, each read once by every rank."""
+"""Messages of rank 0 to the other ranks before each step: an ordered log of texts that every rank reads once."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch li
 from fastspec.distributed.monitor import LOST
 from fastspec.distributed.world import World
 
-_NAP = 0.004  # seconds between two looks while nothing is told for long; shorter at first
-_LOOK = 0.25  # seconds between two looks at the others while nothing is told
-_SEEN = 64  # turns after which a follower says how far it is, and rank 0 forgets what all have read
+_NAP = 0.004  # upper limit of the seconds between two reads while no message comes; reads are more frequent at first
+_LOOK = 0.25  # seconds between two checks of the other ranks while no message comes
+_SEEN = 64  # a follower reports its position after this many turns; rank 0 deletes texts that all have read
 
 
 class Turns:
-    """One end of this message log: rank 0 writes, the others read. It uses the store of the ranks' signs of life.
+    """One end of the message log: rank 0 writes, the others read. The log is in the store of the heartbeats.
 
-    A store answers one request at a time on a connection, so this has a connection of its own: waiting here must not
-    delay signs of life.
+    A connection to the store answers one request at a time. So this class has its own connection: waiting here must not
+    delay heartbeats.
 
     Args:
-        world: of all ranks, several.
+        world: all ranks; more than one.
     """
 
     def __init__(self, world: World) -> None:
@@ -38,11 +38,11 @@ class Turns:
         )
 
     def begin(self) -> None:
-        """Says that this rank follows."""
+        """Tells rank 0 that this rank follows."""
         self._store.set(f"follows/{self._world.rank}", "")
 
     def tell(self, text: str) -> None:
-        """Tells all others a text, in the order of the calls.
+        """Appends a text to the log.
 
         Raises:
             RankFailed: a rank has failed.
@@ -68,7 +68,7 @@ class Turns:
                 break
             except Empty:
                 self._world.check()
-        if isinstance(found, RuntimeError):  # the store is gone
+        if isinstance(found, RuntimeError):  # the process with the store has ended
             raise self._world.broken(found) from found
         self._number += 1
         if self._number % _SEEN == 0:
@@ -76,7 +76,7 @@ class Turns:
         return found
 
     def _read(self) -> None:
-        """Reads the texts that are wanted, in a thread: the store of a process that is stopped never answers."""
+        """Reads requested texts in a thread, because the store of a stopped process never answers."""
         while (number := self._wanted.get()) is not None:
             try:
                 self._found.put(self._read_one(f"turn/{number}"))
@@ -85,23 +85,23 @@ class Turns:
 
     def _read_one(self, key: str) -> str:
         begun = time.monotonic()
-        while not self._store.check([key]):  # not `wait`, whose every timeout torch writes to stderr
+        while not self._store.check([key]):  # not `wait`, because torch prints each of its timeouts to stderr
             time.sleep(min(_NAP, (time.monotonic() - begun) / 8))
             if self._over:
                 raise RuntimeError("nobody waits for it")
         return self._store.get(key).decode()
 
     def close(self) -> None:
-        """Ends the thread that reads."""
+        """Ends the reading thread."""
         self._over = True
         self._wanted.put(None)
 
     def end(self) -> None:
-        """Says that this rank has read all there is."""
+        """Tells rank 0 that this rank has read everything."""
         self._store.set(f"ended/{self._world.rank}", "")
 
     def wait_for_end(self) -> None:
-        """Waits until those that follow have said so, or may be gone: with rank 0 its store ends, and all in it."""
+        """Waits until all followers have called `end` or have failed. The store and its texts end with rank 0."""
         until = time.monotonic() + LOST
         for rank in range(1, self._world.size):
             while self._store.check([f"follows/{rank}"]) and not self._store.check([f"ended/{rank}"]):

@@ -1,4 +1,4 @@
-"""The processes that share one model: how they find each other, and what the host of each tells the others."""
+"""The processes that share one model: how they find each other, and their exchanges between hosts."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from fastspec.distributed.monitor import LOST, Monitor
 from fastspec.errors import RankFailed
 
 PATIENCE = 20.0  # seconds that a rank may reach an exchange later than the others
-STARTING = 600.0  # seconds that it may reach the construction of a generator later
-_SLICE = 0.25  # seconds between two looks at the others while an exchange is waited for
-_TELLING = LOST + 1.5  # seconds in which a rank whose connection broke off may still be told why
+STARTING = 600.0  # seconds that a rank may reach the construction of a generator later
+_SLICE = 0.25  # seconds between two checks of the other ranks while an exchange is awaited
+_TELLING = LOST + 1.5  # seconds in which a rank whose connection broke may still learn the cause
 
 
 class World:
     """Ranks 0..size-1, one process each, all on one host.
 
     Args:
-        rank, size: of this process.
-        group: a gloo group of them all; None for one process alone.
-        patience: seconds that a rank may come later to an exchange than the others.
+        rank, size: number of this process, and number of all.
+        group: gloo group of all processes. None for one process alone.
+        patience: seconds that a rank may reach an exchange later than the others.
 
     Attributes:
-        rank, size: as above.
-        local_rank: the number of this process on its host, and of its GPU.
+        rank, size: see Args.
+        local_rank: number of this process on its host, and of its GPU.
     """
 
     def __init__(self, rank: int, size: int, group: Any = None, patience: float = PATIENCE) -> None:
@@ -47,12 +47,12 @@ class World:
 
     @classmethod
     def alone(cls) -> World:
-        """A world of one process."""
+        """Returns a world of one process."""
         return cls(0, 1)
 
     @classmethod
     def meet(cls, patience: float = PATIENCE) -> World:
-        """All processes that torchrun, or the caller, made; this one alone where nobody did."""
+        """Returns all processes that torchrun or the caller started. Without a process group: this process alone."""
         if not dist.is_available() or not (dist.is_initialized() or dist.is_torchelastic_launched()):
             return cls.alone()
         if not dist.is_initialized():
@@ -64,12 +64,12 @@ class World:
         return cls(rank, size, group, patience)
 
     def close(self) -> None:
-        """Ends the signs of life. The group stays, for torch ends it with the process."""
+        """Ends the heartbeats. The process group stays until the process ends."""
         if self._monitor is not None:
             self._monitor.close()
 
     def gather(self, tensor: Tensor, patience: float | None = None) -> list[Tensor]:
-        """Gathers a CPU tensor of one shape and dtype from every rank, in the order of ranks.
+        """Gathers a CPU tensor of one shape and dtype from every rank, in rank order.
 
         Raises:
             RankFailed: a rank did not answer within `patience`, or has ended.
@@ -81,7 +81,7 @@ class World:
         return found
 
     def gather_bytes(self, data: bytes, patience: float | None = None) -> list[bytes]:
-        """Bytes of every rank, each of any length."""
+        """Gathers bytes from every rank. Lengths may differ."""
         if self.size == 1:
             return [data]
         lengths = self.gather(torch.tensor([len(data)], dtype=torch.int64, device="cpu"), patience)
@@ -91,7 +91,7 @@ class World:
         return [bytes(each[: int(length)].tolist()) for each, length in zip(found, lengths, strict=True)]
 
     def share_number(self, number: float) -> float:
-        """Rank 0's number, on every rank."""
+        """Returns rank 0's number on every rank."""
         if self.size == 1:
             return number
         words = self.gather(torch.tensor(list(struct.pack("<d", number)), dtype=torch.uint8, device="cpu"), STARTING)
@@ -99,7 +99,7 @@ class World:
         return float(shared)
 
     def share_seconds(self, seconds: float | None) -> float | None:
-        """A time that rank 0 measured, on every rank, so that all decide alike; None where rank 0 has none."""
+        """Returns the time that rank 0 measured, on every rank, so that all decide equally. None if rank 0 has none."""
         if self.size == 1:
             return seconds
         shared = self.share_number(-1.0 if seconds is None else seconds)
@@ -113,32 +113,36 @@ class World:
             raise RankFailed(f"{self._failed}. No rank can go on: end all processes and start them again")
 
     def launched(self) -> None:
-        """A step is launched; the others may ask how far this rank is."""
+        """Counts a launched step. Other ranks read the count to see how far this rank is."""
         if self._monitor is not None:
             self._monitor.exchanges += 1
 
     def waiting(self, seconds: float) -> None:
-        """A step's result was waited for so long; raises RankFailed where a rank has failed, or is too late."""
+        """Checks the other ranks while a step's result is awaited, after `seconds`.
+
+        Raises:
+            RankFailed: a rank has failed, or `seconds` exceeds the patience.
+        """
         self.check()
         if seconds > self.patience:
             self._give_up()
 
     def wait_for_all(self) -> None:
-        """Waits until every rank is here, though loading and compiling may take some minutes longer than others."""
+        """Waits until every rank is here. Loading and compiling may take minutes longer on some ranks."""
         self.gather(torch.zeros(1, dtype=torch.uint8, device="cpu"), STARTING)
 
     def doing(self, what: str) -> None:
-        """Says what this rank does now, for errors of others."""
+        """Sets the description of this rank's work, for error messages of other ranks."""
         if self._monitor is not None:
             self._monitor.doing = what
 
     @contextmanager
     def guarded(self, what: str, symmetric: tuple[type[BaseException], ...] = ()) -> Iterator[None]:
-        """While it lasts, an error of this rank ends what the others do, with its cause.
+        """Context in which an error of this rank ends the work of all ranks. They get its cause.
 
         Args:
-            what: this rank does, in words.
-            symmetric: errors that all ranks raise alike, at the same place; they end nothing.
+            what: description of the work.
+            symmetric: errors that all ranks raise at the same point; these end nothing.
         """
         if self.size == 1:
             yield
@@ -165,7 +169,7 @@ class World:
         self._failed = self._failed or cause
 
     def _finish(self, begin: Callable[[], Any], patience: float | None) -> None:
-        """Begins an exchange of the hosts, and waits for it while the others live."""
+        """Begins an exchange and waits for it, as long as no rank has failed."""
         self.check()
         if self._monitor is not None:
             self._monitor.exchanges += 1
@@ -176,7 +180,7 @@ class World:
                 work = begin() if work is None else work
                 work.wait(timedelta(seconds=_SLICE))
                 return
-            except RuntimeError as error:  # of the wait, which ended before the exchange, or of the exchange
+            except RuntimeError as error:  # the wait ended before the exchange, or the exchange failed
                 if work is None or work.is_completed():
                     raise self.broken(error) from error
             self.check()
@@ -184,7 +188,7 @@ class World:
                 self._give_up()
 
     def _give_up(self) -> None:
-        """Ends it all because a rank is too late."""
+        """Ends the work of all ranks, because one is too late."""
         slowest = "another rank" if self._monitor is None else self._monitor.slowest()
         self._failed = f"rank {self.rank} waited in vain for {slowest}; it hangs, or went another way"
         if self._monitor is not None:
@@ -193,12 +197,12 @@ class World:
 
     @property
     def port(self) -> int:
-        """Port of the store of the ranks' signs of life, on this host."""
+        """Port of the heartbeat store on this host."""
         assert self._monitor is not None, "one rank has nobody to tell of itself"
         return self._monitor.port
 
     def broken(self, error: RuntimeError) -> RankFailed:
-        """The error for a connection that broke off."""
+        """Returns the error for a connection that broke."""
         cause = self._monitor.wait_for_cause(_TELLING) if self._monitor is not None else None
         if cause is None and self._monitor is not None:
             cause = f"the connection to another rank broke off, perhaps {self._monitor.slowest()}"

@@ -1,1 +1,1 @@
-"""Calls of a user on one running scheduler: what they bring in, how they run, and what they hand back."""
+"""The engine: models, buffers and pages of a generator, and how it is built, measured and warmed up."""

@@ -19,7 +19,7 @@ Pair: TypeAlias = "tuple[Checkpoint, Checkpoint | HeadCheckpoint | None]"
 def checked_arguments(
     target: Source, draft: Source | None, config: Config, ranks: Ranks
 ) -> tuple[Checkpoint, Checkpoint | HeadCheckpoint | None, Settings]:
-    """Returns target, draft and the settings of a generator. Loads and allocates nothing.
+    """Returns target, draft and settings of a generator. Loads and allocates nothing.
 
     Args:
         target, draft, config: arguments of the constructor.
@@ -31,7 +31,7 @@ def checked_arguments(
 
     def pair() -> Pair:
         """Checks the arguments and finds target and draft."""
-        config.check(with_draft=draft is not None)  # checked here, so that other ranks learn of the error
+        config.check(with_draft=draft is not None)  # inside `pair`, so that the other ranks get this error, too
         revisions = config.target_revision, config.draft_revision
         found, drafter = resolve_pair(
             target, draft, revisions, config.formats, config.feature_layers, config.draft_vocab

@@ -1,4 +1,4 @@
-"""Builds an engine: loads weights and allocates every buffer, on the stream that will use them."""
+"""Builds an engine: allocates weights and all buffers, on the stream that will use them."""
 
 from __future__ import annotations
 
@@ -64,8 +64,10 @@ from fastspec.shapes import DELTA_CHUNK
 from fastspec.state import DecodeState
 from fastspec.step import PromptEnd, StepModules
 
-_PREFILL_BATCH_TOKENS = 256  # tokens of a pass over several short prompts: with fewer it waits for the weights
-_SAME_BITS_CODES = 128  # tokens of a pass; smaller passes multiply quantised weights by the kernel of steps
+# tokens of a pass over several short prompts: up to here its time is that of reading the weights
+_PREFILL_BATCH_TOKENS = 256
+# smallest prefill pass with the same bits, in tokens, for quantised weights: smaller ones use the kernel of steps
+_SAME_BITS_CODES = 128
 _MAX_BUDGET = 2**31 - 1
 
 
@@ -77,18 +79,18 @@ def build(
     shared_vocab: SharedVocab,
     ranks: Ranks | None = None,
 ) -> tuple[Engine, list[Pending]]:
-    """Makes the engine of a generator, and the weights that must be filled before anything is run.
+    """Makes the engine of a generator. Returns it with the weights that must be filled before the first launch.
 
     Args:
         settings: completed arguments of the generator.
-        target, draft: where the weights come from.
+        target, draft: sources of the weights.
         shared_vocab: token ids that draft and target share.
-        ranks: that share the models; None: this process is alone.
+        ranks: ranks that share the models. None: this process is alone.
 
     Raises:
-        CheckpointError, UnsupportedModel: from loading; nothing is kept.
+        CheckpointError, UnsupportedModel: an error while loading. Everything allocated is freed.
     """
-    config, layout, device, length = settings.config, settings.layout, settings.device, settings.max_length
+    config, layout, device = settings.config, settings.layout, settings.device
     ops = layout.ops if device.type == "cuda" else sampling_alone(layout.ops)
     ranks = ranks or Ranks.alone()
     only_ours = not config.compile and config.proposer is None and not any(_hosted(each) for each in (target, draft))
@@ -96,57 +98,26 @@ def build(
     mark = torch.cuda.nvtx.range if config.nvtx and device.type == "cuda" else nullcontext
 
     with runner.on_stream():
-        exchange = ranks.exchange(device, *layout.exchanged(length)) if ranks.asked else None
+        exchange = ranks.exchange(device, *layout.exchanged(settings.max_length)) if ranks.asked else None
         work = ops.sampled_work(layout.batch, layout.max_drafts, layout.target.vocab_size, device)
         made = _Models(settings, ops, ranks, exchange, mark, work)
         scoring = made.model(target, layout.target_dtype)
         drafter = made.drafter(draft, scoring, shared_vocab)
-        state = DecodeState.allocate(
-            batch=layout.batch,
-            max_drafts=layout.max_drafts,
-            max_length=length,
-            pages_per_row=layout.pages_per_row(length),
-            vocab_size=layout.target.vocab_size,
-            device=device,
-            keep_draft_probs=layout.keep_draft_probs,
-        )
-        watch = ranks.world if ranks.size > 1 else None
-        ring = ResultRing(
-            layout.batch, layout.max_drafts, state.top_ids.shape[2], device, pinned=ops.name == "triton", watch=watch
-        )
+        state = _state(settings)
+        ring = _ring(settings, ops, state, ranks)
         chosen = choose(config.proposer, drafter, scoring.vocab_size)
         modules = _modules(layout, ops, scoring, chosen, ring, mark, work, device)
-    pages, chunks = PageTable(layout.num_pages(length), layout.page_size), layout.chunks_for(length)
-    same_bits, draft_chunks = _same_bits_of_both(chunks, made, device)
-    batches_prompts = _only_in_pages(modules, made.models) and same_bits == chunks
-    sizes = PassSizes(
-        layout.batch,
-        settings.exact,
-        chunks,
-        same_bits,
-        draft_chunks,
-        batch_tokens=_PREFILL_BATCH_TOKENS if batches_prompts else 0,
-        budget=config.prefill_budget,
-    )
-    shapes = StepShapes(
-        layout.batch,
-        state.tokens.shape[1],
-        layout.max_drafts,
-        settings.decode_tiling,
-        runner.static,
-        settings.verification,
-    )
-    prefix = prefix_states = None
-    if config.prefix_cache and (not takes_features(chosen) or kept_in_pages(chosen)):
-        salt = target.name, draft.name if draft else None
-        prefix, prefix_states = _prefix_cache(pages, sizes.grid_unit, made.models, reads_ahead(chosen), salt)
+    pages = PageTable(layout.num_pages(settings.max_length), layout.page_size)
+    sizes = _pass_sizes(settings, made, modules)
+    salt = target.name, draft.name if draft else None
+    prefix, prefix_states = _prefix_cache(settings, pages, sizes.grid_unit, made.models, chosen, salt)
     engine = Engine(
         modules=modules,
         state=state,
         pages=pages,
         runner=runner,
         ring=ring,
-        shapes=shapes,
+        shapes=_step_shapes(settings, state, static=runner.static),
         sizes=sizes,
         prefix=prefix,
         prefix_states=prefix_states,
@@ -157,8 +128,50 @@ def build(
     return engine, made.pending
 
 
+def _state(settings: Settings) -> DecodeState:
+    layout, length = settings.layout, settings.max_length
+    return DecodeState.allocate(
+        batch=layout.batch,
+        max_drafts=layout.max_drafts,
+        max_length=length,
+        pages_per_row=layout.pages_per_row(length),
+        vocab_size=layout.target.vocab_size,
+        device=settings.device,
+        keep_draft_probs=layout.keep_draft_probs,
+    )
+
+
+def _ring(settings: Settings, ops: Ops, state: DecodeState, ranks: Ranks) -> ResultRing:
+    layout, num_top = settings.layout, state.top_ids.shape[2]
+    watch = ranks.world if ranks.size > 1 else None
+    pinned = ops.name == "triton"
+    return ResultRing(layout.batch, layout.max_drafts, num_top, settings.device, pinned=pinned, watch=watch)
+
+
+def _step_shapes(settings: Settings, state: DecodeState, *, static: bool) -> StepShapes:
+    layout, row_tokens = settings.layout, state.tokens.shape[1]
+    tiling, verification = settings.decode_tiling, settings.verification
+    return StepShapes(layout.batch, row_tokens, layout.max_drafts, tiling, static, verification)
+
+
+def _pass_sizes(settings: Settings, made: _Models, modules: StepModules) -> PassSizes:
+    """Returns the sizes of prefill passes. Short prompts share a pass if that changes no bit."""
+    chunks = settings.layout.chunks_for(settings.max_length)
+    same_bits, draft_chunks = _same_bits_of_both(chunks, made, settings.device)
+    shared = _only_in_pages(modules, made.models) and same_bits == chunks
+    return PassSizes(
+        settings.layout.batch,
+        settings.exact,
+        chunks,
+        same_bits,
+        draft_chunks,
+        batch_tokens=_PREFILL_BATCH_TOKENS if shared else 0,
+        budget=settings.config.prefill_budget,
+    )
+
+
 def _runner(settings: Settings, *, only_ours: bool) -> Runner:
-    """Makes the runner of steps. `only_ours`: all kernels in a step are from this package."""
+    """Makes the runner of steps. `only_ours`: True if a step contains no kernels of other packages."""
     if not settings.graphs:
         return EagerRunner(settings.device)
     if only_ours:
@@ -176,7 +189,7 @@ def _modules(
     work: Any,
     device: torch.device,
 ) -> StepModules:
-    """Models and work areas of a step; allocates the work areas."""
+    """Joins models and work areas of a step. Allocates the work areas."""
     rows, drafts, width, vocab = layout.batch, layout.max_drafts, layout.target.hidden_size, layout.target.vocab_size
     return StepModules(
         target,
@@ -193,7 +206,7 @@ def _modules(
 
 
 def _only_in_pages(modules: StepModules, models: Sequence[CausalModel]) -> bool:
-    """True if a pass over a prompt writes only to the pages of its row, so that prompts may share a pass."""
+    """True if a prefill pass writes only to the pages of its row. Then several prompts may share a pass."""
     proposer = modules.proposer
     paged = proposer is None or not proposer.max_length or kept_in_pages(proposer)
     return paged and modules.features is None and not takes_features(proposer) and not any(map(is_recurrent, models))
@@ -203,17 +216,17 @@ class _Models:
     """Makes target and drafter, each with its cache, on the current stream.
 
     Args:
-        settings: of the generator.
-        ops: the kernels. With compile=True passes run those of `torch.compile` instead.
-        ranks: that share the models.
-        exchange: between them; None: this process is alone.
-        mark, work: as for `DraftModel`.
+        settings: settings of the generator.
+        ops: the kernels. With compile=True prefill and decode passes run code of `torch.compile` instead.
+        ranks: ranks that share the models.
+        exchange: collective operations between them. None: this process is alone.
+        mark, work: arguments of `DraftModel`.
 
     Attributes:
-        models: the target, then the draft model, once they are made.
-        pending: their weights, and those of a head, to be filled.
-        matrices: weights of the target's products in passes over prompts, and those of a head.
-        of_draft_model: the same weights of a draft model.
+        models: the target, then the draft model, in the order in which they are made.
+        pending: weights of the models and of a head that are still to be filled.
+        matrices: matrices that prefill passes of the target multiply with, and those of a head.
+        of_draft_model: the same of a draft model.
     """
 
     def __init__(
@@ -240,7 +253,7 @@ class _Models:
         self.of_draft_model: list[Weight] = []
 
     def model(self, checkpoint: Checkpoint, dtype: torch.dtype) -> CausalModel:
-        """The model of a checkpoint; its weights are among `pending`, but for a hosted one, which has them."""
+        """Makes the model of a checkpoint. Native weights are added to `pending`; a hosted model is loaded at once."""
         made = self._hosted(checkpoint, dtype) if _hosted(checkpoint) else self._native(checkpoint, dtype)
         self.models.append(made)
         return made
@@ -313,7 +326,10 @@ class _Models:
         of_pages: torch.dtype,
         found: Mapping[int, CacheScales] | None = None,
     ) -> PagedKVCache:
-        """A cache with pages of dtype `of_pages` and the checkpoint's scales; states have the model's dtype."""
+        """Allocates a KV cache with pages of dtype `of_pages` and the checkpoint's scales.
+
+        Recurrent states have `dtype`.
+        """
         layout, length = self._settings.layout, self._settings.max_length
         sizes = len(spec.attending), layout.num_pages(length), layout.page_size, spec.num_kv_heads, spec.head_dim
         rows, where = (layout.batch, layout.max_drafts), dict[str, Any](dtype=dtype, device=self._settings.device)
@@ -331,16 +347,28 @@ def _vocab_map(shared: SharedVocab, device: torch.device) -> VocabMap | None:
 
 
 def _prefix_cache(
-    pages: PageTable, grid_unit: int, models: Sequence[CausalModel], reads_ahead: int, salt: tuple[str | None, ...]
-) -> tuple[PrefixCache, PrefixStates | None]:
-    """The prefix cache, and where recurrent states after prefixes are kept; None: no model has such states."""
+    settings: Settings,
+    pages: PageTable,
+    grid_unit: int,
+    models: Sequence[CausalModel],
+    proposer: Proposer | None,
+    salt: tuple[str | None, ...],
+) -> tuple[PrefixCache | None, PrefixStates | None]:
+    """Makes the prefix cache, and the store of recurrent states after prefixes.
+
+    The cache is None if the user turned it off, or if the proposer stores data of a row outside of its pages. The store
+    is None if no model has recurrent states.
+    """
+    if not settings.config.prefix_cache or (takes_features(proposer) and not kept_in_pages(proposer)):
+        return None, None
     of_target, of_draft = (*map(states_of, models), None)[:2]
     recurrent = of_target is not None or of_draft is not None
     unit = math.lcm(pages.page_size, grid_unit, DELTA_CHUNK if recurrent else 1)
+    ahead = reads_ahead(proposer)
     if not recurrent:
-        return PrefixCache(pages, unit, reads_ahead, salt), None
+        return PrefixCache(pages, unit, ahead, salt), None
     states = PrefixStates(of_target, of_draft, unit)
-    return PrefixCache(pages, unit, reads_ahead, salt, on_drop=states.forget), states
+    return PrefixCache(pages, unit, ahead, salt, on_drop=states.forget), states
 
 
 def _hosted(checkpoint: Checkpoint | HeadCheckpoint | None) -> bool:
@@ -350,22 +378,22 @@ def _hosted(checkpoint: Checkpoint | HeadCheckpoint | None) -> bool:
 def _same_bits_of_both(
     chunks: tuple[int, ...], made: _Models, device: torch.device
 ) -> tuple[tuple[int, ...] | None, tuple[int, ...] | None]:
-    """`PassSizes.same_bits` and `PassSizes.draft_chunks` of these models."""
+    """Returns `PassSizes.same_bits` and `PassSizes.draft_chunks` for these models."""
     of_target = _same_bits(chunks, made.models, made.matrices, device)
     of_draft = _same_bits(chunks, made.models, made.of_draft_model, device)
     if of_target is None or of_draft is None:
         return None, None
-    # a quantised draft's smallest passes have other bits; the target's do not wait for larger ones
+    # the smallest passes of a quantised draft have other bits; the target still uses its own smaller passes
     return of_target, of_draft if of_draft[0] > of_target[0] else None
 
 
 def _same_bits(
     chunks: tuple[int, ...], models: Iterable[CausalModel], matrices: Iterable[Weight], device: torch.device
 ) -> tuple[int, ...] | None:
-    """Sizes of passes over prompts that leave the same bits in the caches of these models; None: no two are known to.
+    """Returns the prefill pass sizes that all write the same bits to the KV caches. None: no two sizes are known to.
 
-    One kernel sums products with packed weights in the same order for any number of rows. A library's order may depend
-    on the number of rows, and so may that of sums over several GPUs.
+    The kernel for packed weights sums in the same order for any number of rows. The order of a library may depend on
+    the number of rows. So may that of sums over several GPUs.
     """
     formats = {matrix.format for matrix in matrices}
     if not all(type(model) is Decoder for model in models) or "rows" in formats:
@@ -376,12 +404,13 @@ def _same_bits(
 
 
 def _matrices(weights: DecoderWeights | HeadWeights) -> Iterator[Weight]:
-    """The matrices that passes over prompts multiply with: those of the layers, and what a head has besides."""
+    """Yields the matrices that prefill passes multiply with: those of the layers, and the additional ones of a head."""
     decoder = weights.decoder if isinstance(weights, HeadWeights) else weights
     others = weights.others.values() if isinstance(weights, HeadWeights) else ()
     parts = [part for layer in decoder.layers for part in (layer, layer.delta, layer.experts) if part is not None]
     held = [getattr(part, each.name) for part in parts for each in fields(part)]
-    # by tiles, whatever the number of tokens: products of few rows, and of routers that have a shared expert's gate
+    # leave out matrices whose kernel uses tiles for any number of tokens: those with few rows, and routers that are
+    # joined with a shared expert's gate
     by_tiles = {id(layer.experts.router) for layer in decoder.layers if layer.experts and layer.experts.joined}
     for each in (*held, *others):
         if isinstance(each, Weight) and each.shape[0] >= PACKED_ROWS and id(each) not in by_tiles:
@@ -389,7 +418,10 @@ def _matrices(weights: DecoderWeights | HeadWeights) -> Iterator[Weight]:
 
 
 def _mean_weight(settings: Settings, target: Checkpoint) -> float | None:
-    """Elements of one of the target's matrices, in the mean; None where threads of the CPU are not ours to choose."""
+    """Returns the mean number of elements of the target's matrices.
+
+    None if this package does not choose CPU threads.
+    """
     if settings.device.type != "cpu" or settings.config.compile or target.ranks > 1:
         return None
     dtype = settings.layout.target_dtype

@@ -1,8 +1,8 @@
-"""`draft_quantization="auto"`: the format in which a draft's passes are estimated to be shortest. It changes no text.
+"""Chooses the weight format of a draft for `draft_quantization="auto"`. The choice changes speed, not the text.
 
-A pass over few rows is bound by reading weights, so its time is estimated as their bytes divided by the share of the
-memory bandwidth that products in that format reach. Acceptance is assumed to be the same in every format, until
-`format_trial` has measured what a draft model brings.
+A pass over few rows is limited by reading weights. Its estimated time is their bytes divided by the share of memory
+bandwidth that products in that format reach. Acceptance is assumed to be equal in every format, until `format_trial`
+has measured a draft model.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from fastspec.models.checkpoints.checkpoint import Checkpoint
 from fastspec.models.checkpoints.pair import AS_STORED, rounded_to
 from fastspec.models.heads.checkpoint import HeadCheckpoint
 
-# by format: (up to so many rows, share of an H100's memory bandwidth that products reach); the last share holds for
+# by format: (up to this many rows, share of an H100's memory bandwidth that products reach). The last share holds for
 # more rows, too (perf/LOG.md, "Quantised weights")
 SHARES: Final[Mapping[CodeFormat | None, tuple[tuple[int, float], ...]]] = {
     None: ((1, 0.99), (4, 0.99), (8, 0.98), (32, 0.90), (64, 0.86)),
@@ -32,8 +32,9 @@ SHARES: Final[Mapping[CodeFormat | None, tuple[tuple[int, float], ...]]] = {
 
 
 _ALIKE: Final = "no format is read with fewer bytes here"
-_SOME: Final = (128, 128)  # (N, K) of a matrix that is kept in codes where any is
-LEAST: Final = 32 * 2**20  # bytes of a pass: fewer stay in the L2 cache of large GPUs, so they are not read from memory
+_SOME: Final = (128, 128)  # (N, K) of an example matrix, to ask if `ops` stores any matrix in codes
+# bytes of weights of a pass: fewer stay in the L2 cache of large GPUs and are not read from memory
+LEAST: Final = 32 * 2**20
 
 
 def with_format(
@@ -43,12 +44,14 @@ def with_format(
     *,
     alone: bool = True,
 ) -> Checkpoint | HeadCheckpoint | None:
-    """The draft, rounded to the format with the least estimated time; its `stored` says which, and why.
+    """Returns the draft, rounded to the format with the least estimated time.
+
+    Its `stored` tells the format and the reason.
 
     Args:
-        target, draft: as resolved.
+        target, draft: the resolved checkpoints.
         config: arguments of the generator.
-        alone: no other rank shares the models.
+        alone: True if no other rank shares the models.
     """
     if draft is None or draft.stored:  # a quantised checkpoint keeps its format
         return draft
@@ -60,7 +63,7 @@ def with_format(
         return replace(draft, stored=f'{AS_STORED}: "auto" found that {_ALIKE}')
     made: dict[CodeFormat | None, Checkpoint | HeadCheckpoint] = {form: rounded_to(draft, form) for form in FORMATS}
     made[None] = draft
-    unread = 0  # by a pass
+    unread = 0  # bytes that a pass does not read: the head's own embedding
     if isinstance(draft, HeadCheckpoint) and draft.spec.own_embed:
         unread = run_in.itemsize * math.prod(draft.spec.tensors["embed_tokens.weight"])
     sizes = {form: one.bytes_loaded(run_in, on, ops) - unread for form, one in made.items()}
@@ -79,7 +82,7 @@ def with_format(
 
 
 def _left(draft: Checkpoint | HeadCheckpoint, *, ours: bool) -> str:
-    """Names the reason why a draft keeps its stored format; empty: it may be rounded."""
+    """Returns the reason why a draft keeps its stored format. Empty: it may be rounded."""
     if not ours:
         return "compiled by torch, or beside a target that ranks share"
     if isinstance(draft, HeadCheckpoint):
@@ -92,15 +95,15 @@ def _left(draft: Checkpoint | HeadCheckpoint, *, ours: bool) -> str:
 
 
 def best_of(sizes: Mapping[CodeFormat | None, int], rows: int) -> CodeFormat | None:
-    """The format with the least estimated time of a pass; None: as it is stored, also when times are equal.
+    """Returns the format with the least estimated time of a pass. None: keep the stored format, also for equal times.
 
     Args:
         sizes: bytes of the weights in each format.
-        rows: of the products of a pass.
+        rows: rows of the products of a pass.
     """
     return min(sizes, key=lambda form: (sizes[form] / share(form, rows), form is not None))
 
 
 def share(form: CodeFormat | None, rows: int) -> float:
-    """The share of the memory bandwidth that products of `rows` rows reach in a format."""
+    """Returns the share of memory bandwidth that products of `rows` rows reach in a format."""
     return next((value for up_to, value in SHARES[form] if rows <= up_to), SHARES[form][-1][1])

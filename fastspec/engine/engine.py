@@ -1,4 +1,4 @@
-"""The engine: models, state and pages of a generator, and how a step or a prefill pass is launched or captured."""
+"""The engine: models, state and pages of a generator, and the launch and capture of its steps."""
 
 from __future__ import annotations
 
@@ -31,33 +31,33 @@ from fastspec.state import DecodeState
 from fastspec.step import StepModules, step
 from fastspec.torch_settings import shielded, using_threads
 
-_MEANS = 3  # taken of each time that is measured
+_MEANS = 3  # number of means of which each measurement takes the smallest
 
 
 def _as_measured(seconds: float | None) -> float | None:
-    """The time as it was measured: this process is alone."""
+    """Returns the time unchanged, because there are no other ranks."""
     return seconds
 
 
 @dataclass(slots=True, eq=False)
 class Engine:
-    """Models, device buffers and pages of a generator. A scheduler launches steps and passes on it.
+    """Models, device buffers and pages of a generator. A scheduler launches steps and prefill passes on it.
 
     Attributes:
         modules: models, proposer and work areas of a step.
         state: the device buffers.
-        pages: the host's page table over both caches.
-        runner: launches steps, or replays what it captured.
-        ring: the buffers to which steps write their results.
+        pages: the page table on the host, for the caches of target and draft.
+        runner: launches steps, or replays captured ones.
+        ring: buffers to which steps write their results.
         shapes: shapes of steps.
-        sizes: sizes of passes over prompts.
-        prefix: the prefix cache; None: every prompt is prefilled whole.
-        prefix_states: recurrent states after prefixes; None: there are none, or no prefix cache.
-        mean_weight: mean number of elements of the target's matrices; None: threads stay as torch has them.
-        share_seconds: replaces a time that a rank measured by rank 0's, so that all ranks decide alike.
-        threads: number of threads that work on a step on the CPU; None until `choose_threads`, and on other devices.
-        sharing: this rank, and how many ranks share the machine and capture the same.
-        prompts: launches passes over prompts.
+        sizes: sizes of prefill passes.
+        prefix: the prefix cache. None: every prompt is prefilled completely.
+        prefix_states: recurrent states after prefixes. None: the models have none, or there is no prefix cache.
+        mean_weight: mean number of elements of the target's matrices. None: torch's number of threads is not changed.
+        share_seconds: replaces a measured time by rank 0's, so that all ranks decide equally.
+        threads: number of threads of a step on the CPU. None until `choose_threads`, and on other devices.
+        sharing: (this rank, number of ranks) that share the machine and capture the same steps.
+        prompts: launches prefill passes.
     """
 
     modules: StepModules
@@ -81,40 +81,44 @@ class Engine:
 
     @contextmanager
     def on_device(self) -> Iterator[None]:
-        """A context for work on the device: our device and stream, no gradients, none of the caller's settings."""
+        """Context for work on the device.
+
+        Sets device and stream, disables gradients, hides the caller's torch settings.
+        """
         threads = self.threads.now if self.threads else None
         with shielded(self.state.lengths.device, threads), torch.inference_mode(), self.runner.on_stream():
             yield
 
     def captured_shape(self, rows: int, shape: StepShape) -> StepShape:
-        """The shape itself, or with room for the longest rows where only that step is captured: the same bits."""
+        """Returns `shape`, or the shape for the longest rows if only that one is captured. Both give the same bits."""
         wide = replace(shape, num_blocks=blocks(self.shapes.max_positions), first_block=0)
         return wide if not self.ready(rows, shape) and self.ready(rows, wide) else shape
 
     def launch(self, rows: int, shape: StepShape) -> int:
-        """Queues one step over the first `rows` rows; returns its sequence number in the ring."""
+        """Queues one step over the first `rows` rows. Returns its sequence number in the ring."""
         key, start = StepKey(rows, shape), time.perf_counter()
         sequence = self.ring.count(lambda: self.runner.run(key, self._body(rows, shape)))
-        if self.threads:  # the CPU has done the step by now
+        if self.threads:  # on the CPU the step has finished by now
             self.threads.took((rows, shape.num_drafts, shape.sampler), time.perf_counter() - start)
         return sequence
 
     def ready(self, rows: int, shape: StepShape) -> bool:
-        """True if such a step can be launched."""
+        """True if a step of this shape can be launched without a capture."""
         return self.runner.ready(StepKey(rows, shape))
 
     def capture(self, rows: int, shape: StepShape) -> None:
-        """Makes the runner ready for such a step."""
+        """Captures a step of this shape, so that it can be launched."""
         self.runner.capture(StepKey(rows, shape), self._body(rows, shape), lambda: self.idle(rows))
 
     def compile(
         self, steps: Iterable[tuple[int, StepShape]], *, prompts: bool, compilers: Executor | None = None
     ) -> None:
-        """Compiles the kernels of these steps, and of the passes over prompts, in parallel and before any is needed.
+        """Compiles the kernels of steps, and of prefill passes, in parallel. Called before any of them is launched.
 
         Args:
-            steps: rows and shape of each. prompts: as well.
-            compilers: run Triton's compiler; None: threads do.
+            steps: (rows, shape) of each step.
+            prompts: True to compile the kernels of prefill passes, too.
+            compilers: executor of Triton's compiler. None: threads.
         """
         with self.modules.ops.compiling(compilers), self.idle(self.state.batch):
             for rows, shape in steps:
@@ -123,7 +127,7 @@ class Engine:
                 body()
 
     def move(self, source: int, place: int) -> None:
-        """Row `source` goes on as row `place`, in its pages and all buffers."""
+        """Moves row `source` to row `place`, with its pages and all buffers."""
         self.pages.move(source, place)
         self.state.move(source, place)
         if self.modules.features is not None:
@@ -132,7 +136,10 @@ class Engine:
             self.modules.prompt_ends.copy(place, self.modules.prompt_ends, source)
 
     def choose_threads(self) -> None:
-        """Chooses once how many threads work on a step on the CPU, by what a plain pass over one row takes."""
+        """Chooses the number of CPU threads of a step, by the time of a plain step of one row.
+
+        Later calls do nothing.
+        """
         if self.mean_weight is None or self.threads is not None:
             return
 
@@ -143,12 +150,15 @@ class Engine:
         self.threads = Threads.of(torch.get_num_threads(), self.mean_weight, seconds)
 
     def seconds(self, rows: int, shape: StepShape, repeats: int = 3) -> float:
-        """The shortest time of such a step in which no row runs, in seconds; waits for the device."""
+        """Measures the shortest time of a step of this shape, in seconds, with no running rows.
+
+        Waits for the device.
+        """
         with self.idle(rows):
             return min(self.timed(StepKey(rows, shape), self._body(rows, shape), repeats))
 
     def timed(self, key: Hashable, body: Callable[[], None], repeats: int) -> list[float]:
-        """Seconds of one run: a few means, each over several runs, after one run that does not count."""
+        """Returns a few means of the seconds of one run, each over several runs. A first run is not counted."""
         self.runner.run(key, body)
         self.ring.resync()
         means = []
@@ -161,7 +171,7 @@ class Engine:
         return means
 
     def finish(self) -> None:
-        """Waits for everything that is queued: buffers may go afterwards."""
+        """Waits for all queued work. Buffers may be freed afterwards."""
         with self.on_device():
             self.ring.resync()
 
@@ -175,9 +185,9 @@ class Engine:
         shortest: int = 0,
         grammars: Iterable[str | None] = (None,),
     ) -> list[tuple[int, StepShape]]:
-        """The steps that up to `max_rows` rows of such lengths may come to and that are still to be captured.
+        """Returns (rows, shape) of the steps that may occur for up to `max_rows` rows and are not captured yet.
 
-        Largest first: their graphs share one pool.
+        Rows have `shortest` to `longest` tokens. Largest steps come first, because all graphs share one memory pool.
         """
         sizes, kinds = reversed(self.shapes.buckets(max_rows)), tuple(grammars)
         shapes = self.shapes.kinds(ks, sampler, top_logprobs, longest, shortest, kinds)
@@ -187,7 +197,7 @@ class Engine:
         return [(rows, shape) for rows in sizes for shape in shapes if not self.runner.ready(StepKey(rows, shape))]
 
     def _body(self, rows: int, shape: StepShape) -> Callable[[], None]:
-        """The step, for a runner to launch; its views are made when it is called, because a replay needs none."""
+        """Returns a function that runs the step. It makes its views when called, because a graph replay needs none."""
 
         def body() -> None:
             view = self.state.rows(0, rows)
@@ -197,7 +207,7 @@ class Engine:
 
     @contextmanager
     def idle(self, rows: int) -> Iterator[None]:
-        """A context in which steps change nothing but the ring, whose count is taken over afterwards."""
+        """Context in which steps change only the ring. Afterwards the ring's count is read from the device."""
         try:
             with self.state.rows(0, rows).all_idle():
                 yield

@@ -1,4 +1,4 @@
-"""The text of `FastSpecGenerator.explain`: what runs, and how; and the warning where drafting cannot pay."""
+"""Text of `FastSpecGenerator.explain`, and the warning that drafting does not pay."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _GRAMMARS = (
     "a row that follows one steps when the host has read its last token, others meanwhile; its drafts are what the "
     "grammar forces and what the row repeats, not the draft's"
 )
-_STEPS_TO_JUDGE = 64  # fewer steps say little about acceptance
+_STEPS_TO_JUDGE = 64  # steps needed before acceptance is judged
 
 
 def explain(
@@ -39,7 +39,7 @@ def explain(
     shared_vocab: SharedVocab,
     drafting: DraftPlan,
 ) -> str:
-    """One fact a line: device, models, drafting, cache, kernels, graphs, memory."""
+    """Describes device, models, drafting, cache, kernels, graphs and memory, one per line."""
     layout = settings.layout
     lines = [
         f"device     {settings.device}",
@@ -67,9 +67,12 @@ def explain(
 
 
 def break_even_advice(stats: Stats, layout: Layout) -> str | None:
-    """A warning where drafting cannot have paid, even if only reading weights took time; None: there is no reason."""
+    """Returns a warning if a draft pass, estimated by its weight bytes, costs more than its accepted tokens save.
+
+    None if drafting may pay, or if there are too few steps to judge.
+    """
     judged = stats.drafted and stats.steps >= _STEPS_TO_JUDGE and not stats.synthetic
-    if layout.draft is None or not judged or stats.auto == AUTO:  # "auto" compares with plain decoding itself
+    if layout.draft is None or not judged or stats.auto == AUTO:  # "auto" itself compares with plain decoding
         return None
     target_bytes, draft_bytes = layout.weight_bytes
     draft_pass = draft_bytes / target_bytes
@@ -85,7 +88,7 @@ def break_even_advice(stats: Stats, layout: Layout) -> str | None:
 
 
 def launch_plans(settings: Settings) -> str:
-    """Where the launch plans of attention and products come from, on a GPU."""
+    """Says if the launch plans of attention and products were measured on this GPU."""
     gpu = generation_of(settings.device)
     name = "sm_" + "".join(map(str, gpu.capability))
     if gpu.measured:
@@ -94,7 +97,7 @@ def launch_plans(settings: Settings) -> str:
 
 
 def _kv(layout: Layout) -> str:
-    """Describes K and V in 8 bits; empty without them."""
+    """Describes an 8-bit KV cache. Empty without one."""
     if layout.kv_dtypes is None or FP8 not in layout.kv_dtypes:
         return ""
     of_target, of_draft = layout.kv_dtypes[0] == FP8, layout.draft is not None and layout.kv_dtypes[1] == FP8
@@ -111,7 +114,7 @@ def _chunks(engine: Engine) -> str:
 
 
 def _batched(engine: Engine) -> str:
-    """Describes the prompts that share a pass."""
+    """Describes how many prompts share a prefill pass."""
     sizes = {chunk: rows for chunk in engine.sizes.chunks if (rows := engine.sizes.prompts_per_pass(chunk)) > 1}
     if not sizes:
         return ", one at a time"
@@ -169,7 +172,7 @@ def _drafting(
 
 
 def _drafts(drafting: DraftPlan) -> str:
-    """k, and what "auto" made of it."""
+    """Describes k, and what "auto" has chosen."""
     lines = drafting.describe()
     if not drafting.auto and not lines:
         return f"k = {drafting.max_drafts}, unless a call says otherwise"
@@ -199,7 +202,7 @@ def _attention(settings: Settings, engine: Engine) -> str:
 
 
 def attention_kernels(settings: Settings) -> dict[str, str]:
-    """Names the kernels that decode target and draft on a GPU, and why they were chosen."""
+    """Names the decode attention kernels of target and draft on a GPU, with the reason for each."""
     layout, gpu = settings.layout, generation_of(settings.device)
     capacity = layout.pages_per_row(settings.max_length) * layout.page_size
     of_target, of_draft = layout.cache_dtypes
@@ -227,7 +230,10 @@ def _products(settings: Settings) -> str:
 
 
 def shared_expert(settings: Settings, engine: Engine) -> str:
-    """How the target's shared experts are computed, and why not among the chosen ones; empty where it has none."""
+    """Describes how the target's shared expert is computed. Empty if the target has none.
+
+    It either runs in the launches of the routed experts, or as an MLP of its own; then the text gives the reason.
+    """
     target = engine.modules.target
     if not isinstance(target, Decoder):
         return ""

@@ -1,4 +1,4 @@
-"""Bytes that a generator needs, computed before it allocates any, and the memory that is free for them."""
+"""Computes the bytes that a generator needs, before it allocates any, and measures the free memory."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from fastspec.models.interface import ModelInfo
 from fastspec.state import StateSizes
 
 _GIB = 2**30
-_LIBRARY_WORKSPACE = 32 * 2**20  # what cuBLAS takes on a Hopper GPU; a CPU takes less
-_KEPT_STATES = 4  # states are kept after at least this many prefixes
-FREE_SHARE = 0.9  # of the free memory that a default max_length may take; the rest is for passes and others
+_LIBRARY_WORKSPACE = 32 * 2**20  # cuBLAS allocates this on a Hopper GPU; other libraries take less
+_KEPT_STATES = 4  # the prefix cache keeps recurrent states after at least this many prefixes
+# share of the free memory that a default max_length may use; the rest is left for passes and other programs
+FREE_SHARE = 0.9
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """Bytes by use. Weights count as loaded (fused copies), tied embeddings once.
+    """Bytes by use. Weights count as loaded, with fused copies. Tied embeddings count once.
 
     Attributes:
-        target_weights: of the target.
-        draft_weights: of the draft.
-        target_cache: K/V pages of the target, and recurrent states of its rows.
-        draft_cache: the same of the draft.
+        target_weights, draft_weights: weights of target and draft.
+        target_cache: KV pages of the target, and recurrent states of its rows.
+        draft_cache: KV pages and recurrent states of the draft.
         buffers: the decode state, the prefill slot and the rotary tables.
-        workspace: what the largest pass needs for a moment (an estimate), and the libraries' own work areas.
-        exchange: memory of this GPU that others of the same model write to; NCCL's own is not counted.
-        graphs: captured graphs themselves; the tensors inside them count as workspace.
-        free: free on the device when the plan was made.
+        workspace: estimated temporary memory of the largest pass, and work areas of libraries.
+        exchange: memory of this GPU that other ranks write to. NCCL's own memory is not counted.
+        graphs: captured CUDA graphs. Tensors inside them count as workspace.
+        free: free bytes on the device when the plan was made.
     """
 
     target_weights: int
@@ -48,18 +48,18 @@ class MemoryPlan:
 
     @property
     def total(self) -> int:
-        """Bytes of all uses together."""
+        """Sum of all uses, in bytes."""
         return sum(getattr(self, field.name) for field in fields(self) if field.name != "free")
 
     @property
     def headroom(self) -> int:
-        """Bytes that stay free."""
+        """Free bytes minus `total`."""
         return self.free - self.total
 
     def __str__(self) -> str:
-        """One line, in GiB."""
+        """Formats the plan as one line, in GiB."""
         uses = [field.name for field in fields(self) if field.name != "free"]
-        if not self.exchange:  # of one process alone
+        if not self.exchange:  # 0 without other ranks
             uses.remove("exchange")
         parts = ", ".join(f"{name.replace('_', ' ')} {getattr(self, name) / _GIB:.3f}" for name in uses)
         return f"{self.total / _GIB:.3f} GiB ({parts}), headroom {self.headroom / _GIB:.3f}"
@@ -67,22 +67,22 @@ class MemoryPlan:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Sizes that the caller chose.
+    """Sizes from which the memory plan is computed.
 
     Attributes:
         batch: rows that decode at once.
-        max_drafts: k at most.
+        max_drafts: largest k.
         page_size: positions per page.
-        target, draft: specs; draft is None for plain decoding.
-        target_dtype, draft_dtype: of weights, activations and, unless `kv_dtypes` says otherwise, caches.
+        target, draft: specs. draft is None for plain decoding.
+        target_dtype, draft_dtype: dtype of weights, activations and, unless `kv_dtypes` is set, KV caches.
         chunks: prompt tokens that one pass may feed, ascending.
-        ops: whose kernels run.
-        keep_draft_probs: the distribution of every draft is kept until the draft is verified.
-        feature_layers: layers of the target whose hidden states the proposer reads.
-        feature_elements: of a row, what is kept for the proposer between steps.
-        weights: bytes of the weights of target and draft where they are quantised; None: as their specs have it.
-        keeps_prefixes: states after prefixes of prompts are kept, if there are recurrent layers.
-        kv_dtypes: of the K/V pages of target and draft; None: as the models.
+        ops: implementation of the kernels.
+        keep_draft_probs: True if the probabilities of every draft are kept until its verification.
+        feature_layers: number of target layers whose hidden states the proposer reads.
+        feature_elements: elements per row that are kept for the proposer between steps.
+        weights: bytes of quantised weights of (target, draft). None: computed from their specs.
+        keeps_prefixes: True if recurrent states after prefixes of prompts are kept.
+        kv_dtypes: dtypes of the KV pages of (target, draft). None: those of the models.
         ranks: processes that share the target.
     """
 
@@ -105,28 +105,32 @@ class Layout:
 
     @property
     def cache_dtypes(self) -> tuple[torch.dtype, torch.dtype]:
-        """Dtypes of the K/V pages of target and draft."""
+        """Dtypes of the KV pages of (target, draft)."""
         return self.kv_dtypes or (self.target_dtype, self.draft_dtype)
 
     def with_batch(self, batch: int) -> Layout:
-        """This layout with another number of rows."""
+        """Returns this layout with another number of rows."""
         return replace(self, batch=batch)
 
     def pages_per_row(self, max_length: int) -> int:
-        """Pages of a row of `max_length` tokens and the k+1 positions that a last step may touch beyond."""
+        """Returns the pages of a row of `max_length` tokens. The last step may use k + 1 positions more."""
         return -(-(max_length + self.max_drafts + 1) // self.page_size)
 
     def num_pages(self, max_length: int) -> int:
-        """Pages of the whole cache, the trash page included."""
+        """Returns the pages of the whole cache, including the trash page."""
         return 1 + self.batch * self.pages_per_row(max_length)
 
     def chunks_for(self, max_length: int) -> tuple[int, ...]:
-        """The chunk sizes that prompts use in rows of `max_length` tokens."""
+        """Returns the chunk sizes of prompts in rows of `max_length` tokens."""
         smaller = [size for size in self.chunks if size < max_length]
         return self.chunks[: len(smaller) + 1]
 
     def plan(self, max_length: int, free: int) -> MemoryPlan:
-        """Bytes needed for rows of up to `max_length` tokens, with `free` bytes free."""
+        """Returns the memory plan for rows of up to `max_length` tokens.
+
+        Args:
+            free: free bytes on the device.
+        """
         positions = self.num_pages(max_length) * self.page_size
         state, slot = self.state_sizes(max_length), self.with_batch(1).state_sizes(max_length)
         target_weights, draft_weights = self.weight_bytes
@@ -149,23 +153,23 @@ class Layout:
 
     @property
     def kept_states(self) -> int:
-        """Prefixes after which states are kept, and one for passes to write to; 0: none are kept."""
+        """Number of recurrent states kept after prefixes, plus one that passes write to. 0: none are kept."""
         return 1 + max(_KEPT_STATES, 2 * self.batch) if self.keeps_prefixes else 0
 
     def _state_bytes(self, spec: ModelInfo, dtype: torch.dtype) -> int:
-        """Recurrent states of the rows, and those after prefixes of prompts."""
+        """Returns the bytes of the rows' recurrent states and of those kept after prefixes."""
         return self.batch * spec.state_bytes(self.max_drafts, dtype) + self.kept_states * spec.state_bytes(0, dtype)
 
     @property
     def weight_bytes(self) -> tuple[int, int]:
-        """Bytes of the weights of target and draft."""
+        """Bytes of the weights of (target, draft)."""
         if self.weights is not None:
             return self.weights
         draft = self.draft.weight_bytes(self.draft_dtype) if self.draft else 0
         return self.target.weight_bytes(self.target_dtype), draft
 
     def state_sizes(self, max_length: int) -> StateSizes:
-        """Sizes of the decode state of rows of up to `max_length` tokens."""
+        """Returns the sizes of the decode state for rows of up to `max_length` tokens."""
         return StateSizes(
             self.batch,
             self.max_drafts,
@@ -177,16 +181,16 @@ class Layout:
 
     @property
     def max_queries(self) -> int:
-        """Tokens of a row that one pass of a step feeds at most; a draft feeds two at first."""
+        """Largest number of tokens of a row in one pass of a step. The first draft pass has two."""
         return max(2, self.max_drafts + 1)
 
     def exchanged(self, max_length: int) -> tuple[int, int]:
-        """Elements of the largest tensor that ranks exchange: in a step, and of a sum in a pass over prompts."""
+        """Returns the elements of the largest tensor that ranks exchange: (in a step, in a prefill pass)."""
         widest = max(self.target.hidden_size, -(-self.target.vocab_size // self.ranks))
         return self.batch * self.max_queries * widest, self.chunks_for(max_length)[-1] * self.target.hidden_size
 
     def _exchange_bytes(self, max_length: int) -> int:
-        """The room that ranks share on GPUs; on a CPU nothing of an exchange stays."""
+        """Returns the bytes of the memory that ranks share on GPUs. 0 on a CPU."""
         return room_bytes(self.ranks, *self.exchanged(max_length)) if self.ops.name == "triton" else 0
 
     def _rotary_bytes(self, max_length: int) -> int:
@@ -194,26 +198,27 @@ class Layout:
         return sum(spec.rotary_bytes(positions) for spec in (self.target, self.draft) if spec)
 
     def _feature_bytes(self) -> int:
-        """The buffers of `feature_buffer` and `PromptEnd`, and the prefill slot's rows of them."""
+        """Returns the bytes of `feature_buffer` and `PromptEnd`, including those of the prefill slot."""
         ends = (1 + self.feature_layers) * self.target.hidden_size
         return (self.batch + 1) * (self.feature_elements + ends) * self.target_dtype.itemsize
 
     def _workspace_bytes(self, max_length: int) -> int:
-        """Estimate of the largest pass: a prompt chunk's activations, or a step's logits and their filtering."""
+        """Estimates the temporary memory of the largest pass: a prefill chunk, or a step with its logits."""
         spec, size = self.target, self.target_dtype.itemsize
         heads = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
         wide = max(3 * heads, 3 * spec.intermediate_size) + 4 * spec.hidden_size
         wide += spec.routed_elements
-        wide += 2 * self.feature_layers * spec.hidden_size  # each by itself, and side by side
+        wide += 2 * self.feature_layers * spec.hidden_size  # the features of each layer, and their concatenation
         rows = self.batch * (self.max_drafts + 1)
-        # logits, their padded, processed and scaled copies, sort with its int64 ids, softmaxes and masks: 15 words
+        # 15 words per logit: the logits, their padded, processed and scaled copies, the sort with its int64 ids,
+        # softmaxes and masks
         step = rows * (wide * size + 15 * 4 * spec.vocab_size)
-        # a chunk attends to everything so far, in fp32 partial sums of every head
+        # attention of a chunk keeps fp32 partial sums of every head
         chunk = self.chunks_for(max_length)[-1] * (wide * size + 4 * 4 * spec.num_heads * spec.head_dim)
         return max(step, chunk) + self._kernels_bytes(max_length) + _LIBRARY_WORKSPACE
 
     def _kernels_bytes(self, max_length: int) -> int:
-        """Work buffers of the kernels of both models."""
+        """Returns the bytes of the kernels' work buffers for both models."""
         positions = self.pages_per_row(max_length) * self.page_size
         specs = [spec for spec in (self.target, self.draft) if spec]
         heads = [shape for spec in specs for shape in dict.fromkeys(spec.attention_shapes)]
@@ -222,11 +227,11 @@ class Layout:
         return ends + sum(self.ops.workspace_bytes(self.batch, self.max_queries, positions, each) for each in heads)
 
     def largest_length(self, upper: int, free: int) -> int:
-        """The largest max_length up to `upper` whose plan fits in `free` bytes; 0 when not even 1 does."""
+        """Returns the largest max_length up to `upper` whose plan fits in `free` bytes. 0 if none fits."""
         return _largest(upper, lambda length: self.plan(length, free).total <= free)
 
     def largest_batch(self, max_length: int, free: int) -> int:
-        """The largest number of rows up to this one whose plan fits in `free` bytes; 0 when not even one does."""
+        """Returns the largest number of rows up to `batch` whose plan fits in `free` bytes. 0 if none fits."""
         return _largest(self.batch, lambda rows: self.with_batch(rows).plan(max_length, free).total <= free)
 
 
@@ -239,12 +244,15 @@ def _largest(upper: int, fits: Callable[[int], bool]) -> int:
 
 
 def position_bytes(spec: ModelInfo, dtype: torch.dtype) -> int:
-    """Bytes of K and V per cached position."""
+    """Returns the bytes of K and V of one cached position."""
     return 2 * dtype.itemsize * sum(kv_heads * dim for _, kv_heads, dim in spec.attention_shapes)
 
 
 def free_bytes(device: torch.device) -> int:
-    """Memory free on the device now. Blocks that torch caches but does not use are released first, so they count."""
+    """Returns the free bytes of the device.
+
+    Unused blocks of torch's cache are released first, so they count as free.
+    """
     if device.type == "cuda":
         _empty_cache(device)
         return torch.cuda.mem_get_info(device)[0]
@@ -252,10 +260,9 @@ def free_bytes(device: torch.device) -> int:
 
 
 def release_unused(device: torch.device) -> None:
-    """Collects objects that nothing refers to, and returns the memory that torch cached for them to the GPU's driver.
+    """Runs the garbage collector, then returns the memory that torch has cached to the GPU driver.
 
-    Graphs, exchanges and models refer to each other, so they stay until the garbage collector runs. Does nothing for a
-    CPU, whose allocator keeps no such cache.
+    Graphs, exchanges and models refer to each other, so only the garbage collector frees them. Does nothing on a CPU.
     """
     if device.type == "cuda":
         gc.collect()
@@ -263,7 +270,7 @@ def release_unused(device: torch.device) -> None:
 
 
 def _empty_cache(device: torch.device) -> None:
-    """Releases torch's cached blocks, if there are some: the call waits for the GPU."""
+    """Releases torch's cached blocks, if there are any, because the call waits for the GPU."""
     if torch.cuda.memory_reserved(device) > torch.cuda.memory_allocated(device):
         with torch.cuda.device(device):
             torch.cuda.empty_cache()

@@ -1,4 +1,4 @@
-"""Sizes of passes over prompts: how many tokens each feeds, and how many prompts share one."""
+"""Sizes of prefill passes: how many tokens a pass feeds, and how many prompts share one."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ from fastspec.shapes import chunks_of
 
 @dataclass(frozen=True, slots=True)
 class PassSizes:
-    """Sizes of passes over prompts, and the positions at which they may begin.
+    """Sizes of prefill passes, and the positions at which they may begin.
 
     Attributes:
         batch: rows of the engine.
-        exact: the bits of a row depend on that row alone.
+        exact: True if the bits of a row depend on that row alone.
         chunks: prompt tokens that one pass may feed, ascending.
-        same_bits: sizes of passes that leave the same bits, ascending; None: the largest of `chunks` alone.
-        draft_chunks: sizes of a draft model's passes, which all leave the same bits; None: those of the target.
-        batch_tokens: tokens of one pass over several short prompts; 0: each prompt has its own passes.
-        budget: prompt tokens for which rows of other calls wait in each step; None: whole prompts.
+        same_bits: sizes of passes that write the same bits to the KV cache, ascending. None: only the largest of
+            `chunks`.
+        draft_chunks: the same for passes of a draft model. None: the target's sizes.
+        batch_tokens: tokens of one pass over several short prompts. 0: every prompt has its own passes.
+        budget: prompt tokens that each step may prefill while other rows wait. None: whole prompts.
     """
 
     batch: int
@@ -35,12 +36,19 @@ class PassSizes:
         return (self.same_bits or self.chunks[-1:])[0] if self.exact else 1
 
     def prompts_per_pass(self, chunk: int) -> int:
-        """Number of prompts that share a pass with `chunk` tokens of each; 1: each has its own."""
+        """Returns the number of prompts that share a pass with `chunk` tokens of each.
+
+        1: prompts do not share passes.
+        """
         rows = self.batch_tokens // chunk
         return rows if 1 < rows <= self.batch else 1
 
     def passes(self, stop: int, start: int = 0, max_tokens: int | None = None, *, draft: bool = False) -> list[int]:
-        """Sizes of the target's or the draft's passes over the tokens at positions start..stop-1, see `chunks_of`."""
+        """Returns the sizes of the passes over the tokens at positions start..stop-1; see `chunks_of`.
+
+        Args:
+            draft: True for the passes of the draft model.
+        """
         own, same = self.draft_chunks if draft else None, self.same_bits or self.chunks[-1:]
         sizes, same = (own or self.chunks, own or same) if self.exact else (self.chunks, self.chunks)
         return chunks_of(sizes, stop, start, same, self.grid_unit, max_tokens)

@@ -1,4 +1,4 @@
-"""Passes over prompts: they feed a prompt's tokens through extra rows, the prefill slots."""
+"""Prefill passes. They feed a prompt's tokens through extra rows, the prefill slots."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from fastspec.shapes import GREEDY
 from fastspec.state import BUFFERS, IDLE, RUNNING, DecodeState
 from fastspec.step import PromptEnd, StepModules, prefill
 
-# tokens of a prefill pass: a larger one keeps the device busy for longer than its launches take
+# largest captured prefill pass, in tokens: launching a larger one takes less time than the device works on it
 _LARGEST_CAPTURED = 1024
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PrefillSlot:
-    """Buffers of one row or of several, and the positions up to which their prompts are prefilled.
+    """Rows of buffers for prefill, apart from those of running rows.
 
     Attributes:
-        state: the buffers of the slot's rows. K/V of each lie in the pages of the row that it stands for.
-        start: int64 [rows], the positions of the target's next pass.
-        features: [1, ..], its row of `StepModules.features`; None where nothing is kept.
-        prompt_ends: its rows of `StepModules.prompt_ends`; None where there are none.
+        state: buffers of the slot's rows. Their K and V are written to the pages of the rows that they stand for.
+        start: int64 [rows], first position of the target's next pass.
+        features: [1, ..], the slot's row of `StepModules.features`. None: no features are kept.
+        prompt_ends: the slot's rows of `StepModules.prompt_ends`. None: there are none.
     """
 
     state: DecodeState
@@ -42,9 +42,9 @@ class PrefillSlot:
     def allocate(
         cls, state: DecodeState, features: Tensor | None = None, rows: int = 1, prompt_ends: PromptEnd | None = None
     ) -> PrefillSlot:
-        """An idle slot with room for any `rows` rows of `state` and of `prompt_ends`, and one of `features` [B, ..].
+        """Allocates an idle slot of `rows` rows, and one row of `features` [B, ..].
 
-        Of several rows only what passes over prompts read has memory of its own.
+        With several rows, only the buffers that prefill passes read have separate memory for each row.
         """
         one = state.one_row()
         if rows > 1:
@@ -57,9 +57,10 @@ class PrefillSlot:
         return cls(one, torch.zeros_like(one.lengths), own_features, own_ends)
 
     def enter(self, state: DecodeState, row: int, start: int, *, running: bool = True, place: int = 0) -> None:
-        """Row `place` of the slot stands for row `row` of `state` from now on; passes begin at position `start`.
+        """Assigns row `place` of the slot to row `row` of `state`. Its passes begin at position `start`.
 
-        A row whose prompt is not prefilled yet idles (`running` is False); the slot runs all the same.
+        Args:
+            running: False if the row's prompt is not prefilled yet: the row of `state` idles, the slot runs.
         """
         for name, each in BUFFERS.items():
             if each.prefill:
@@ -69,22 +70,22 @@ class PrefillSlot:
         self.start[place].fill_(start)
 
     def leave(self, state: DecodeState, row: int, place: int = 0) -> None:
-        """Copies back what passes of a draft changed; the slot's row is idle then."""
+        """Copies the buffers that draft passes changed back to `row`. The slot's row is idle afterwards."""
         state.draft_lengths[row].copy_(self.state.draft_lengths[place])
         self.state.finish[place].fill_(IDLE)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PromptPasses:
-    """Launches passes over prompts, or captures and replays them.
+    """Launches prefill passes, or captures and replays them.
 
     Attributes:
         modules: models and proposer.
         state: the device buffers of the rows.
-        runner: launches passes, or replays what it captured.
+        runner: launches passes, or replays captured ones.
         sizes: sizes of the passes.
         shapes: shapes of the passes.
-        slots: the prefill slots, by the number of prompts that share a pass.
+        slots: prefill slots by number of rows.
     """
 
     modules: StepModules
@@ -98,27 +99,27 @@ class PromptPasses:
     def allocate(
         cls, modules: StepModules, state: DecodeState, runner: Runner, sizes: PassSizes, shapes: StepShapes
     ) -> PromptPasses:
-        """Allocates the slots that passes of these sizes need, on the current stream."""
+        """Allocates the slots for passes of these sizes, on the current stream."""
         numbers = {1, *map(sizes.prompts_per_pass, sizes.chunks)}
         slots = {n: PrefillSlot.allocate(state, modules.features, n, modules.prompt_ends) for n in numbers}
         return cls(modules, state, runner, sizes, shapes, slots)
 
     def takes_whole(self, prompt: int) -> bool:
-        """True if a prompt of so many tokens is prefilled whole, so that its first token comes from the last pass."""
+        """True if all `prompt` tokens are prefilled. The first new token then comes from the last prefill pass."""
         return self.modules.prompt_ends is not None and prompt > self.modules.prompt_ends.threshold
 
     @property
     def reads_prompts(self) -> bool:
-        """True if the proposer reads prompts in passes of its own, for example a draft model."""
+        """True if the proposer has prefill passes of its own, as a draft model has."""
         return self.modules.proposer is not None and self.modules.proposer.max_length > 0
 
     @property
     def _readers(self) -> tuple[bool, ...]:
-        """Models with passes over prompts: False for the target, True for the draft."""
+        """Values of `draft` for which there are prefill passes: False for the target, True for the draft."""
         return (False, True) if self.reads_prompts else (False,)
 
     def capture(self) -> None:
-        """Captures the passes over prompts that are replayed."""
+        """Captures the prefill passes of up to _LARGEST_CAPTURED tokens."""
         for chunk in (chunk for chunk in reversed(self.sizes.chunks) if chunk <= _LARGEST_CAPTURED):
             for draft, rows in itertools.product(
                 self._readers, sorted({1, self.sizes.prompts_per_pass(chunk)}, reverse=True)
@@ -127,7 +128,7 @@ class PromptPasses:
                 self.runner.capture(key, body, self.slots[rows].state.all_idle)
 
     def bodies(self) -> list[Callable[[], None]]:
-        """Returns one pass of each kind, for the compiler."""
+        """Returns one pass of each size, for the compiler."""
         return [
             self.body(chunk, chunk, draft=draft, rows=rows)
             for chunk in self.sizes.chunks
@@ -145,24 +146,24 @@ class PromptPasses:
         first: bool = True,
         scores: PromptScores | None = None,
     ) -> None:
-        """Queues passes over a row's tokens from position `start` on: of the target, or of the proposer.
+        """Queues passes over a row's tokens, from position `start` on.
 
-        The first pass of a size is launched by the host; later ones are replayed.
+        The first pass of a size is launched by the host and then captured. Later ones are replayed.
 
         Args:
-            row: of the state.
+            row: index of the row in `state`.
             start: position of the first token.
-            chunks: sizes of the passes, one after the other.
-            draft: passes of the proposer, not of the target.
-            running: the row runs already; if it has ended meanwhile, nothing is written.
-            first: no pass of this prompt has been queued yet.
+            chunks: sizes of the passes, in order.
+            draft: True for passes of the proposer, False for those of the target.
+            running: True if the row already runs. If it has ended meanwhile, the passes write nothing.
+            first: True if no pass of this prompt was queued before.
             scores: takes log-probabilities of the prompt's tokens. Such passes are launched by the host.
         """
         slot = self.slots[1]
         slot.enter(self.state, row, start, running=running)
         kept = None if draft else slot.features
         if kept is not None and first:
-            kept.zero_()  # those of the prompt that was in this slot before
+            kept.zero_()  # clears the features of the slot's previous prompt
         for chunk in chunks:
             start += chunk
             if scores is None or draft:
@@ -175,12 +176,12 @@ class PromptPasses:
         self._leave(slot, row, draft=draft)
 
     def feed_rows(self, starts: Mapping[int, int], chunk: int, *, draft: bool, running: bool = True) -> None:
-        """Queues one pass over a chunk of each of several rows, as many as may share a pass at most.
+        """Queues one pass over a chunk of each of several rows. At most `prompts_per_pass(chunk)` rows.
 
         Args:
-            starts: row of the state -> position of its first token.
+            starts: row -> position of its first token.
             chunk: tokens of each row.
-            draft, running: as of `feed_row`.
+            draft, running: see `feed_row`.
         """
         slot = self.slots[rows := self.sizes.prompts_per_pass(chunk) if len(starts) > 1 else 1]
         for place, (row, start) in enumerate(starts.items()):
@@ -190,13 +191,13 @@ class PromptPasses:
             self._leave(slot, row, place, draft=draft)
 
     def _leave(self, slot: PrefillSlot, row: int, place: int = 0, *, draft: bool) -> None:
-        """A row leaves a slot, and takes along what the target's last pass left for `first_token_step`."""
+        """Ends the use of a slot by a row. Copies the target's last hidden state to the row, for `first_token_step`."""
         if slot.prompt_ends is not None and self.modules.prompt_ends is not None and not draft:
             self.modules.prompt_ends.copy(row, slot.prompt_ends, place)
         slot.leave(self.state, row, place)
 
     def _run_pass(self, upto: int, chunk: int, draft: bool, rows: int = 1) -> None:
-        """Replays such a pass, or launches and then captures it."""
+        """Replays a pass if it is captured. Else launches it, then captures it if it is small enough."""
         key, body = PromptKey(chunk, draft, rows), self.body(upto, chunk, draft=draft, rows=rows)
         if self.runner.static and chunk > _LARGEST_CAPTURED:
             body()
@@ -207,7 +208,7 @@ class PromptPasses:
             self.runner.capture(key, body, self.slots[rows].state.all_idle, warm=True)
 
     def body(self, upto: int, chunk: int, *, draft: bool, rows: int = 1) -> Callable[[], None]:
-        """A pass over the next `chunk` tokens of each row of a slot, which end before position `upto`."""
+        """Returns a pass over the next `chunk` tokens of each row of a slot. All of them are below position `upto`."""
         shape, slot, proposer = self.shapes.chunk(upto, chunk, GREEDY), self.slots[rows], self.modules.proposer
 
         def feed() -> None:

@@ -1,4 +1,4 @@
-"""Completes a generator's arguments: device, dtypes, sizes, and the memory that they need."""
+"""Completes the arguments of a generator: device, dtypes, sizes and memory plan."""
 
 from __future__ import annotations
 
@@ -24,29 +24,30 @@ from fastspec.sampling.rules import Verification, checked, needs_draft_probs
 from fastspec.shapes import UNTILED, Tiling
 
 MAX_DRAFTS = 16
-# Rows of every product of a step. On a CPU 8 rows hold the k + 1 of one prompt and take hardly longer than 5; on a GPU
-# a pass waits for the weights, so padding to 64 costs little and a batch of 8 x 8 rows reads them once.
+# Rows of every product of a step. On a CPU 8 rows are enough for k + 1 tokens of one prompt and take hardly longer than
+# 5. On a GPU a pass takes the time to read the weights. So padding to 64 rows costs little, and a batch of 8 rows with
+# 8 tokens each reads the weights once.
 _DECODE_TILING = {"cpu": Tiling(rows=8, queries=8), "cuda": Tiling(rows=64, queries=8)}
-# Prompt tokens per prefill pass. A GPU is busy with some hundred; a CPU with fewer, and padding costs it more.
+# Prompt tokens of a prefill pass. A GPU needs some hundred to be fully used. A CPU needs fewer, and padding costs more.
 _CHUNKS = {"cpu": (64,), "cuda": (64, 128, 256, 512, 1024, 2048)}
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """A generator's arguments, completed with what its models are, before anything is loaded or allocated.
+    """Completed arguments of a generator, before anything is loaded or allocated.
 
     Attributes:
-        config: the arguments as they were given.
-        device: where everything lies.
+        config: arguments as the user gave them.
+        device: device of all buffers.
         layout: sizes and dtypes.
-        max_length: tokens per row.
-        length_reason: why max_length is what it is, for people.
-        decode_tiling: shapes of a step's matrix products.
-        graphs: capture steps as CUDA graphs.
-        memory: the plan.
-        verification: how drafts are judged.
-        auto: calls that say nothing choose k while they decode.
-        ranks: which other processes have a part of the model, in words; empty: none.
+        max_length: largest number of tokens of a row.
+        length_reason: text with the reason for this max_length.
+        decode_tiling: tile shapes of the matrix products of a step.
+        graphs: True if steps are captured as CUDA graphs.
+        memory: the memory plan.
+        verification: rule that accepts or refuses drafts.
+        auto: True if calls choose k while decoding, unless they set num_speculative_tokens.
+        ranks: description of the other processes that share the model. Empty: none.
     """
 
     config: Config
@@ -68,15 +69,15 @@ class Settings:
 
 
 def settings_of(target: ModelSource, draft: ModelSource | None, config: Config) -> Settings:
-    """Checks the arguments against the models and completes them with their defaults; allocates nothing.
+    """Checks the arguments against the models and fills in defaults. Allocates nothing.
 
     Args:
-        target, draft: their specs are read here, not their weights.
+        target, draft: sources of the models. Only their specs are read.
         config: arguments of the generator.
 
     Raises:
         ValueError: a value out of range.
-        MemoryError: the plan does not fit; the message names the largest length that does.
+        MemoryError: the plan does not fit. The message names settings that fit.
     """
     drafts = _drafts(config.num_speculative_tokens, draft, config.proposer)
     max_batch_size = check_range("max_batch_size", config.max_batch_size, 1, 1024)
@@ -89,7 +90,7 @@ def settings_of(target: ModelSource, draft: ModelSource | None, config: Config) 
         target=target.spec,
         target_dtype=dtype_of(config.dtype, target.spec, on),
         draft=draft.spec if draft else None,
-        draft_dtype=dtype_of(config.dtype, (draft or target).spec, on),  # of a head's spec that is the target's
+        draft_dtype=dtype_of(config.dtype, (draft or target).spec, on),  # without a draft: the target's dtype
         chunks=_CHUNKS[on.type],
         ops=ops_for(on),
         keep_draft_probs=needs_draft_probs(rule) and not (proposer and is_deterministic(proposer) and not draft),
@@ -113,9 +114,9 @@ def settings_of(target: ModelSource, draft: ModelSource | None, config: Config) 
 def _kv_dtypes(
     config: Config, layout: Layout, target: ModelSource, draft: ModelSource | None, device: torch.device
 ) -> tuple[torch.dtype, torch.dtype] | None:
-    """Dtypes of the K/V pages of target and draft; None: those of the models.
+    """Returns the dtypes of the KV pages of (target, draft). None: those of the models.
 
-    The few layers of a head keep keys in the model's dtype.
+    A head has few layers, so its pages keep the model's dtype.
     """
     asked = config.kv_dtype
     apart = tuple(asked) if isinstance(asked, tuple | list) else (asked, asked)
@@ -141,7 +142,10 @@ def _kv_dtypes(
 
 
 def _features(target: ModelSource, draft: ModelSource | None, proposer: object | None, drafts: int) -> tuple[int, int]:
-    """Hidden states that are read at a position, and elements kept of each row: of a head, else of the proposer."""
+    """Returns two numbers for a head or proposer.
+
+    They are the number of target layers whose hidden states it reads, and the elements kept per row between steps.
+    """
     if isinstance(draft, HeadCheckpoint):
         read, shape = draft.spec.feature_layers, draft.spec.kept
     else:
@@ -152,22 +156,23 @@ def _features(target: ModelSource, draft: ModelSource | None, proposer: object |
 def _weights(
     layout: Layout, target: ModelSource, draft: ModelSource | None, device: torch.device, compile: bool
 ) -> tuple[int, int]:
-    """Bytes that the weights of target and draft take on the device."""
-    ops = TORCH_OPS if compile else layout.ops  # torch.compile takes plain matrices only
+    """Returns the bytes of the weights of (target, draft) on the device."""
+    ops = TORCH_OPS if compile else layout.ops  # torch.compile does not support packed or quantised weights
     of_draft = draft.bytes_loaded(layout.draft_dtype, device, ops) if draft else 0
     return target.bytes_loaded(layout.target_dtype, device, ops), of_draft
 
 
 def announce(settings: Settings) -> None:
-    """Prints the chosen length and the plan on stderr."""
+    """Prints the chosen max_length and the memory plan to stderr."""
     line = f"fastspec: max_length = {settings.max_length} ({settings.length_reason}); {settings.memory}"
     tqdm.write(line, file=sys.stderr)
 
 
 def _drafts(asked: int | str, draft: ModelSource | None, proposer: object | None) -> int:
-    """Drafts per step that there must be room for.
+    """Returns the largest k, for which buffers are allocated.
 
-    With "auto" those that may pay: of a draft model, whose passes cost most, fewer than of a head or of lookup alone.
+    For "auto" it is the largest k that may pay. That is less for a draft model, whose passes cost most, than for a
+    head.
     """
     limit = draft.spec.max_drafts if isinstance(draft, HeadCheckpoint) else None
     if isinstance(asked, str):
@@ -183,7 +188,7 @@ def _drafts(asked: int | str, draft: ModelSource | None, proposer: object | None
 
 
 def device_of(device: torch.device | str | None, target: ModelSource) -> torch.device:
-    """The device that a generator of this target runs on, where `device` was asked for."""
+    """Returns the device of a generator: `device`, or a default that suits the target."""
     if device is None and target.module is not None:
         chosen = next(target.module.parameters()).device
     else:
@@ -205,7 +210,7 @@ def device_of(device: torch.device | str | None, target: ModelSource) -> torch.d
 def _graphs(asked: bool | None, device: torch.device) -> bool:
     if asked and device.type != "cuda":
         raise ValueError(f"graphs=True needs a CUDA device, got {device}; leave graphs unset, or pass device='cuda'")
-    # without Triton attention gathers pages, as many as the rows are long: nothing to record once for all lengths
+    # without Triton, attention gathers as many pages as the rows are long, so one graph cannot serve all lengths
     possible = device.type == "cuda" and ops_for(device).name == "triton"
     if asked and not possible:
         raise ValueError("graphs=True needs Triton; install it (pip install triton), or leave graphs unset")
@@ -251,7 +256,7 @@ def _check_recurrent(target: ModelSource, draft: ModelSource | None, compile: bo
 
 
 def dtype_of(dtype: torch.dtype | str | None, spec: ModelInfo, device: torch.device) -> torch.dtype:
-    """The dtype that a model is kept in where `dtype` was asked for."""
+    """Returns the dtype of a model's weights: `dtype`, or a default that suits spec and device."""
     if dtype is None:
         return spec.dtype if device.type == "cuda" else torch.float32
     named = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
@@ -261,13 +266,13 @@ def dtype_of(dtype: torch.dtype | str | None, spec: ModelInfo, device: torch.dev
 
 
 def _free_bytes(device: torch.device, target: ModelSource) -> int:
-    """Memory free for this process: each GPU has its own, and the ranks of a host share its memory."""
+    """Returns the free memory for this process. Each rank has its own GPU, but ranks on a CPU share its memory."""
     return free_bytes(device) // (target.ranks if device.type == "cpu" else 1)
 
 
 def _max_length(asked: int | None, layout: Layout, device: torch.device, free: int) -> tuple[int, str]:
-    """The length of rows, and the reason for it."""
-    # by default both models can take in a whole row; when asked for more, rows go on without drafts
+    """Returns max_length, and a text with the reason."""
+    # default: the context that both models support; above the draft's context rows continue without drafts
     context = layout.target.max_length
     preferred = min(context, layout.draft.max_length) if layout.draft else context
     allowed = int(free * FREE_SHARE)
@@ -289,7 +294,7 @@ def _max_length(asked: int | None, layout: Layout, device: torch.device, free: i
 
 
 def _what_fits(layout: Layout, length: int, context: int, allowed: int) -> str:
-    """The largest length at this batch size, and the largest batch at this length."""
+    """Describes the largest length with this batch size, and the largest batch size with this length."""
     longest = layout.largest_length(context, allowed)
     if longest >= 2:
         text = f"With max_batch_size={layout.batch} the largest max_length that fits is {longest}"

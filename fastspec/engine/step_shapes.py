@@ -1,4 +1,4 @@
-"""Shapes of steps and of passes over prompts: the facts by which captured graphs differ."""
+"""Shapes of steps and prefill passes. Captured graphs differ by shape."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from dataclasses import dataclass, replace
 from fastspec.sampling.rules import REJECTION, Verification
 from fastspec.shapes import EARLY_BLOCKS, KEY_BLOCK, StepShape, Tiling, blocks, step_kinds
 
-_LEAST_ROOM = 1024  # positions that the smallest captured steps have room for
-_ROOM_GROWTH = 4  # the next larger kind of captured steps has room for so many times the positions
-_USUAL_LENGTH = 256  # tokens of a row, where a step is timed before there are rows
+_LEAST_ROOM = 1024  # positions per row in the smallest captured steps
+_ROOM_GROWTH = 4  # factor between the positions of one captured step and the next larger one
+_USUAL_LENGTH = 256  # assumed length of rows when a step is timed before any rows exist
 
 
 @dataclass(frozen=True, slots=True)
 class StepShapes:
-    """Shapes of the steps of one engine.
+    """Makes the shapes of the steps of one engine.
 
     Attributes:
         batch: rows of the engine.
-        row_tokens: columns of `DecodeState.tokens`: the longest row and one more.
-        max_drafts: k, at most.
-        tiling: shapes of a step's matrix products.
-        static: steps are captured, so that few shapes must serve all lengths.
-        verification: rule that accepts drafts.
+        row_tokens: columns of `DecodeState.tokens`: length of the longest row, plus 1.
+        max_drafts: largest k.
+        tiling: tile shapes of the matrix products of a step.
+        static: True if steps are captured. Then few shapes must serve all lengths.
+        verification: rule that accepts or refuses drafts.
     """
 
     batch: int
@@ -39,41 +39,42 @@ class StepShapes:
         return self.row_tokens + self.max_drafts
 
     def bucket(self, rows: int) -> int:
-        """Rows of the step that reaches the first `rows`: a power of two, or all rows of the engine."""
+        """Returns the launch size of a step over the first `rows` rows: the next power of two, but at most `batch`."""
         return min(1 << (rows - 1).bit_length(), self.batch)
 
     def buckets(self, max_rows: int) -> list[int]:
-        """The buckets of steps of up to `max_rows` rows, ascending."""
+        """Returns the buckets of steps of up to `max_rows` rows, ascending."""
         return sorted({self.bucket(rows) for rows in range(1, max_rows + 1)})
 
     def room(self, positions: int) -> int:
-        """Positions of a row that a captured step has room for, if at least `positions` are needed.
+        """Returns the positions per row of the captured step that serves rows with `positions` positions.
 
-        The largest room for all steps would be slow. Such a step launches thousands of programs, most of them idle,
-        and attention needs more launches a layer if there are positions after EARLY_BLOCKS.
+        One captured step for the longest rows would be slow. It launches thousands of programs, most of them idle.
+        Attention needs more launches per layer if there are positions after EARLY_BLOCKS.
         """
         room = _LEAST_ROOM
         while room < positions:
             room *= _ROOM_GROWTH
-        return room if room + room // 8 < self.max_positions else self.max_positions  # not for a few less
+        # use the largest size if that is at most 1/8 larger
+        return room if room + room // 8 < self.max_positions else self.max_positions
 
     def step(self, k: int, sampler: str, top_logprobs: int | None, longest: int, shortest: int = 0) -> StepShape:
-        """The shape of a step over rows of at most `longest` tokens and at least `shortest`."""
+        """Returns the shape of a step over rows of `shortest` to `longest` tokens."""
         positions = longest + k
         if self.static:
-            positions = self.room(positions)  # so that few kinds of launches serve all lengths
-        lowest = shortest - 2  # a draft model is fed a row's last two tokens, so no position is below this one
+            positions = self.room(positions)  # round up, so that few captured steps serve all lengths
+        lowest = shortest - 2  # a draft model reads a row's last two tokens, so this is the lowest position
         first = EARLY_BLOCKS if lowest >= EARLY_BLOCKS * KEY_BLOCK else 0
         return StepShape(k, sampler, blocks(positions), self.tiling, top_logprobs, self.verification, first)
 
     def typical(self, k: int, sampler: str, top_logprobs: int | None, longest: int = 0, shortest: int = 0) -> StepShape:
-        """The shape of a call's step over rows of `shortest` to `longest` tokens; uncaptured, of a usual length."""
+        """Returns the shape with which a step is timed. Without captured steps it has _USUAL_LENGTH tokens per row."""
         if not self.static:
             longest, shortest = min(_USUAL_LENGTH, self.row_tokens), 0
         return self.step(k, sampler, top_logprobs, longest, shortest)
 
     def chunk(self, upto: int, chunk: int, sampler: str) -> StepShape:
-        """The shape of a pass over one chunk of a prompt that ends before position `upto`."""
+        """Returns the shape of a prefill pass over one chunk of a prompt that ends before position `upto`."""
         if self.static:
             upto = self.row_tokens
         return StepShape(0, sampler, blocks(upto), Tiling(chunk, chunk))
@@ -87,6 +88,6 @@ class StepShapes:
         shortest: int,
         grammars: Iterable[str | None],
     ) -> list[StepShape]:
-        """The shapes of a call's steps over rows of `shortest` to `longest` tokens."""
+        """Returns the shapes of all steps of a call over rows of `shortest` to `longest` tokens."""
         call = sampler, top_logprobs, longest, shortest
         return [replace(self.step(k, *call), grammars=kind) for k, kind in step_kinds(ks, grammars)]

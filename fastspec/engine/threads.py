@@ -1,4 +1,4 @@
-"""How many of torch's threads work on one step on the CPU."""
+"""Chooses how many of torch's threads work on one step on the CPU."""
 
 from __future__ import annotations
 
@@ -12,33 +12,34 @@ import torch
 from fastspec.kernels.ops import Ops
 from fastspec.torch_settings import using_threads
 
-_SMALL = 2**16  # mean elements of a weight matrix: below, starting threads takes longer than the product
-_GAIN = 1.25  # what twice the threads must bring
-_SLOW = 8.0  # times what such a step took: then the threads wait for cores that others use
+_SMALL = 2**16  # mean elements of a weight matrix; for smaller ones starting threads takes longer than the product
+_GAIN = 1.25  # least speedup for which twice the threads are used
+_SLOW = 8.0  # a step that takes this many times its shortest time is slow: its threads wait for busy cores
 _IN_A_ROW = 3
-_REST = 256  # steps with one thread after that
+_REST = 256  # number of steps with one thread after several slow steps
 
 
 @dataclass(slots=True)
 class Threads:
-    """The number of threads for a generator's work, in whichever thread of the caller it runs.
+    """Number of torch threads for a generator's steps, whichever thread of the caller runs them.
 
-    Threads that share an operation wait for each other at its end. Where other processes use the cores, such a wait may
-    last as long as a time slice of theirs, and small models have many operations. So a number is chosen by measuring;
-    and when steps become many times slower, one thread works alone for a while.
+    Threads that share an operation wait for each other at its end. If other processes use the cores, such a wait may
+    last a whole time slice, and small models have many operations. So the number is chosen by measurement. When steps
+    become many times slower, one thread works alone for a while.
 
     Attributes:
-        limit: torch's own setting at construction.
-        chosen: at construction.
-        why: it was chosen.
-        now: for the next step.
+        limit: torch's number of threads at construction.
+        why: text with the reason for `chosen`.
+        chosen: number of threads that was fastest at construction.
+        now: number of threads of the next step.
     """
 
     limit: int
     chosen: int = 1
     why: str = "torch has one"
     now: int = 1
-    _best: dict[Hashable, float] = field(default_factory=dict)  # seconds of a step, by its kind
+    # shortest time of a step in seconds, by (rows, drafts, sampler)
+    _best: dict[Hashable, float] = field(default_factory=dict)
     _slow: int = 0
     _rest: int = 0
     _before: float = 0.0  # seconds of the last slow step
@@ -46,12 +47,12 @@ class Threads:
 
     @classmethod
     def of(cls, limit: int, elements: float, seconds: Callable[[int], float]) -> Threads:
-        """Chooses a number.
+        """Chooses the number of threads by measurement.
 
         Args:
-            limit: at most so many.
-            elements: of a weight matrix, in the mean.
-            seconds: what a pass takes with a number of threads; asked only where there is a choice.
+            limit: upper limit.
+            elements: mean elements of a weight matrix.
+            seconds: measures a pass with a given number of threads. Called only if there is a choice.
         """
         if limit == 1:
             return cls(limit)
@@ -67,7 +68,7 @@ class Threads:
         return cls(limit, count, f"measured, {why}", count)
 
     def took(self, kind: Hashable, seconds: float) -> None:
-        """Takes in what a step took; `now` may change."""
+        """Records the time of a step. May change `now`."""
         if self.chosen == 1:
             return
         if self._rest:
@@ -80,26 +81,27 @@ class Threads:
             self.now, self._rest, self._slow, self._before, self._alone = 1, _REST, 0, seconds, []
 
     def _take_alone(self, kind: Hashable, seconds: float) -> None:
-        """Takes in a step that one thread made after steps of several had become slow."""
+        """Records the time of a step with one thread, after slow steps with several threads."""
         self._rest -= 1
         if len(self._alone) < _IN_A_ROW:
             self._alone.append(seconds)
             if len(self._alone) == _IN_A_ROW and min(self._alone) > self._before:
-                self._best[kind], self._rest = self._before, 0  # such steps are longer now: threads were not to blame
+                # one thread is slow, too, so these steps have become longer: use `chosen` threads again
+                self._best[kind], self._rest = self._before, 0
         if not self._rest:
             self.now = self.chosen
 
     def __str__(self) -> str:
-        """A short description, for messages and `explain()`."""
+        """Describes the choice, for messages and `explain()`."""
         resting = f"; {self.now} for now: steps had become many times slower" if self.now != self.chosen else ""
         return f"{self.chosen} of torch's {self.limit} on the CPU ({self.why}){resting}"
 
 
 def sampling_alone(ops: Ops) -> Ops:
-    """These operations, with those over whole distributions run by one thread.
+    """Returns `ops` with all operations over whole distributions limited to one thread.
 
-    Several would split a sum over a large vocabulary where there is one row and not where there are more, so that bits
-    would depend on the number of rows, of drafts and of threads.
+    Several threads would split a sum over a large vocabulary if there is one row, but not if there are more. The bits
+    would then depend on the numbers of rows, drafts and threads.
     """
     names = ("sampled_commit", "sampled_draw", "verify_commit", "commit", "record_logprobs")
     alone = {name: _alone(getattr(ops, name)) for name in names}
@@ -109,7 +111,7 @@ def sampling_alone(ops: Ops) -> Ops:
 def _alone(op: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(op)
     def by_one_thread(*args: Any, **options: Any) -> Any:
-        """Runs the op with one thread of torch."""
+        """Runs the op with one torch thread."""
         if torch.get_num_threads() == 1:
             return op(*args, **options)
         with using_threads(1):

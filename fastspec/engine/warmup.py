@@ -1,4 +1,4 @@
-"""Warm-up of a call: captures its steps, and times them where k is to be chosen."""
+"""Warm-up of a call: captures its steps, and times them if k is chosen while decoding."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ def warm_up_for(
     loaded: Callable[[], None] = lambda: None,
     compilers: Executor | None = None,
 ) -> None:
-    """Captures and times the steps over up to `rows` rows that a call may need, with a progress bar each.
+    """Captures and times the steps that a call with up to `rows` rows may need, with progress bars.
 
     Args:
-        engine: of the generator.
-        rows: at once.
-        choice: drafts of the call.
-        longest: tokens that its rows may get. shortest: that they all have.
-        progress: show the bars.
-        prompts: compile and capture the passes over prompts, too.
-        loaded: waits for weights that another thread still fills; kernels are compiled before.
-        compilers: of `Engine.compile`; None: begun here where something is missing.
+        engine: engine of the generator.
+        rows: rows that decode at once.
+        choice: draft lengths of the call.
+        longest, shortest: upper limit of the tokens of its rows, and tokens that all of them have.
+        progress: True to show the bars.
+        prompts: True to compile and capture prefill passes, too.
+        loaded: waits until another thread has filled the weights. Called after the kernels are compiled.
+        compilers: executor for `Engine.compile`. None: processes are started here if a kernel is missing.
 
     Raises:
-        RuntimeError: a step could not be captured; the message says which.
+        RuntimeError: a step could not be captured; the message names it.
     """
     lengths = longest, shortest
     missing = engine.missing(rows, choice.ks, choice.sampler, choice.top_logprobs, *lengths, choice.grammars)
@@ -54,7 +54,7 @@ def warm_up_for(
             engine.compile(missing, prompts=prompts, compilers=compiling)
     loaded()
     engine.choose_threads()
-    if missing or prompts:  # else a call begins at once
+    if missing or prompts:  # if nothing is missing, the call begins at once
         _choose_reading(engine)
         bar = tqdm(missing, desc="capturing steps", unit="graph", disable=not (progress and missing))
         with engine.on_device():
@@ -67,7 +67,7 @@ def warm_up_for(
 
 
 def _choose_reading(engine: Engine) -> None:
-    """`choose_reading` of an engine's head, before anything is captured or admitted."""
+    """Runs `choose_reading` for a head, before anything is captured and before any row uses the pages."""
     chunk, pages = engine.sizes.chunks[0], engine.state.block_table.shape[1]
     shape = engine.shapes.chunk(chunk, chunk, GREEDY)
     with engine.on_device():
@@ -78,10 +78,13 @@ def _choose_reading(engine: Engine) -> None:
 def compilers_for(
     target: Any, device: Any, graphs: bool | None, rank: int, ranks: int
 ) -> AbstractContextManager[Executor | None]:
-    """Processes that compile a generator's kernels, started before its arguments are checked; None: none are needed.
+    """Starts processes that compile kernels, if the generator will run on CUDA. Yields None for another device.
+
+    Called before the arguments are checked, so that the processes start while the models are found.
 
     Args:
-        target, device, graphs: of the constructor. rank, ranks: this one of so many, on one machine.
+        target, device, graphs: arguments of the constructor, not checked yet.
+        rank, ranks: number of this rank, and of all ranks on this machine.
     """
     there = torch.cuda.is_available() and graphs is not False
     if there and device is None and isinstance(target, torch.nn.Module):
@@ -93,10 +96,10 @@ def compilers_for(
 
 @contextmanager
 def filling(pending: Sequence[Pending], device: torch.device) -> Iterator[Callable[[], None]]:
-    """A context in which weights are filled: on CUDA by another thread, while this one compiles kernels.
+    """Context in which weights are filled. On CUDA another thread does it, while this thread compiles kernels.
 
-    It yields a function that waits until all weights are filled, and raises the error of the loading. Leaving the
-    context stops the loading.
+    Yields a function that waits until all weights are filled; it raises the error of loading. Leaving the context
+    cancels the loading.
     """
 
     def fill() -> None:
@@ -116,10 +119,10 @@ def filling(pending: Sequence[Pending], device: torch.device) -> Iterator[Callab
 
 
 def _time(engine: Engine, rows: int, choice: DraftChoice, lengths: tuple[int, int], progress: bool) -> None:
-    """Times the steps that the controller has no time for yet."""
+    """Measures the steps whose time the controller does not know yet."""
     controller = choice.controller
     assert controller is not None, "the caller saw to it"
-    # without graphs steps are slow enough, on a CPU at least, that one bucket must do for all
+    # without graphs a step takes long, so only the largest bucket is timed
     static = engine.runner.static
     buckets, repeats = (engine.shapes.buckets(rows), 9) if static else ([engine.shapes.bucket(rows)], 3)
     known = controller.times.measured

@@ -1,6 +1,6 @@
-"""Compiles grammars and computes token masks with llguidance. Only this file imports it, on first use.
+"""Compiles grammars and computes token masks with llguidance. Only this file imports llguidance, at the first use.
 
-A mask is a function of the grammar, the vocabulary and the text so far.
+A mask depends on the grammar, the vocabulary and the text so far.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from fastspec.grammar.spec import JSON_SCHEMA, REGEX, GrammarSpec
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-_KEPT = 64  # compiled grammars
-_QUOTED = 300  # characters of the library's message, or of a grammar, that an error quotes
-# the values of a schema's `format` that llguidance turns into a grammar
+_KEPT = 64  # number of compiled grammars that are cached
+_QUOTED = 300  # longest quote of the library's message or of a grammar in an error, in characters
+# values of a schema's `format` that llguidance enforces
 _FORMATS: Final = frozenset(
     ["date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uri", "uuid", "unknown"]
 )
@@ -29,7 +29,7 @@ _VALUES: Final = frozenset(["const", "enum", "default", "examples"])  # keywords
 
 
 class Grammars:
-    """Grammars of one vocabulary, each compiled once. Any thread may use them.
+    """Grammars over one vocabulary, each compiled once. Safe to use from any thread.
 
     Args:
         vocab_size: width of the target's logits.
@@ -38,22 +38,23 @@ class Grammars:
     def __init__(self, vocab_size: int) -> None:
         self.vocab_size = vocab_size
         self._lock = threading.Lock()
-        self._tokenizer: tuple[Any, LLTokenizer] | None = None  # the last tokenizer, of transformers and of llguidance
-        self._dropped: list[int] = []  # of that tokenizer: `_dropped_blanks`
+        # the last tokenizer: transformers' and llguidance's object
+        self._tokenizer: tuple[Any, LLTokenizer] | None = None
+        self._dropped: list[int] = []  # result of `_dropped_blanks` for that tokenizer
         self._compiled: OrderedDict[GrammarSpec, LLMatcher] = OrderedDict()
 
     def row(self, spec: GrammarSpec, tokenizer: Any, prompt: list[int], stop_ids: tuple[int, ...]) -> RowGrammar:
-        """Creates the grammar state of a row without tokens.
+        """Creates the grammar state of a row that has no new tokens yet.
 
         Args:
-            spec: the grammar that its text follows.
-            tokenizer: the target's, of transformers; None: the checkpoint brings none.
+            spec: the grammar that the row's text must follow.
+            tokenizer: the target's tokenizer. None: the checkpoint has none.
             prompt: token ids of the row's prompt.
-            stop_ids: end the row; they are allowed where the text is complete.
+            stop_ids: token ids that end the row. They are allowed where the text is complete.
 
         Raises:
-            ValueError: the grammar cannot be read, or allows no text, or there is no tokenizer.
-            UnsupportedOption: the library is not installed, or cannot read this tokenizer.
+            ValueError: the grammar cannot be parsed or allows no text, or there is no tokenizer.
+            UnsupportedOption: llguidance is not installed, or does not support this tokenizer.
         """
         if tokenizer is None:
             raise ValueError(
@@ -71,7 +72,7 @@ class Grammars:
         return row
 
     def _matcher(self, spec: GrammarSpec, vocabulary: LLTokenizer) -> LLMatcher:
-        """Compiled grammar in its start state."""
+        """Returns a matcher of the compiled grammar in its start state."""
         if spec not in self._compiled:
             self._compiled[spec] = _compiled(spec, vocabulary)
         self._compiled.move_to_end(spec)
@@ -88,7 +89,7 @@ class Grammars:
 
 
 def _vocabulary(spec: GrammarSpec, tokenizer: Any, vocab_size: int) -> LLTokenizer:
-    """Converts the tokenizer to llguidance's."""
+    """Converts a transformers tokenizer to llguidance's."""
     try:
         from llguidance import LLTokenizer
     except ImportError:
@@ -104,10 +105,10 @@ def _vocabulary(spec: GrammarSpec, tokenizer: Any, vocab_size: int) -> LLTokeniz
 
 
 def _described(tokenizer: Any) -> str:
-    """A fast tokenizer as JSON in which every blank of a token is written as a blank.
+    """Returns a fast tokenizer as JSON, with its `Metaspace` decoder replaced by `Replace`.
 
-    llguidance takes the bytes of tokens from the decoder. It knows `Replace`, but takes the mark of a `Metaspace`
-    decoder for a character of the text, so the latter is written as the former.
+    llguidance computes the bytes of tokens from the decoder. It supports `Replace`, which writes blanks. But it treats
+    the blank mark of a `Metaspace` decoder as a character of the text.
     """
     backend = copy.copy(tokenizer.backend_tokenizer)
     backend.no_padding()
@@ -128,7 +129,7 @@ def _blanks(metaspace: dict[str, Any]) -> dict[str, Any]:
 
 
 def _dropped_blanks(tokenizer: Any, vocabulary: LLTokenizer) -> list[int]:
-    """Ids of tokens whose leading blank `decode` drops at the start of a text; empty: it drops none."""
+    """Returns the ids of tokens whose leading blank `decode` drops at the start of a text. Empty if it drops none."""
     blank = [token for token in range(vocabulary.vocab_size) if vocabulary.decode_bytes([token])[:1] == b" "]
     probe = next((token for token in blank if len(vocabulary.decode_bytes([token])) > 1), None)
     if probe is None or probe >= len(tokenizer):
@@ -159,14 +160,14 @@ def _compiled(spec: GrammarSpec, vocabulary: LLTokenizer) -> LLMatcher:
 
 
 def _constraints(schema: Any) -> Any:
-    """A JSON schema without keywords that constrain nothing and that llguidance refuses."""
+    """Returns a JSON schema without those keywords that constrain nothing and that llguidance refuses."""
     if isinstance(schema, list):
         return [_constraints(each) for each in schema]
     if not isinstance(schema, dict):
         return schema
     kept = {name: value for name, value in schema.items() if not _is_annotation(name, value)}
     for name, value in kept.items():
-        if name in _BY_NAME and isinstance(value, dict):  # its keys are names, not keywords
+        if name in _BY_NAME and isinstance(value, dict):  # the keys of this value are property names, not keywords
             kept[name] = {key: _constraints(each) for key, each in value.items()}
         elif name not in _VALUES:
             kept[name] = _constraints(value)
@@ -177,7 +178,7 @@ def _is_annotation(name: str, value: Any) -> bool:
     """True if a keyword constrains nothing.
 
     An unknown `format` is an annotation (JSON Schema 2020-12, Validation, 7.2.1). zod writes `propertyNames` for every
-    record, though names are texts anyway.
+    record, but property names are always strings.
     """
     if name == "format":
         return isinstance(value, str) and value not in _FORMATS

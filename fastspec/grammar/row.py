@@ -1,9 +1,9 @@
 """State of one row in its grammar: allowed tokens, forced tokens, and the end of the text.
 
-The host knows a row's text only after it has read a step, and a mask depends on the draft tokens before it. So the host
-makes the draft tokens of such a row. They are tokens that the grammar forces, or else tokens that followed the row's
-last tokens earlier (lookup), if the grammar allows them. They depend on the row's text alone, so its text follows the
-target's masked distribution.
+A mask depends on the draft tokens before it, and only the host knows the grammar. So the host makes the draft tokens of
+such a row. They are tokens that the grammar forces. Else they are tokens that followed the row's last tokens earlier
+(lookup), if the grammar allows them. They depend on the row's text alone, so its text follows the target's masked
+distribution.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-_LONGEST, _SHORTEST = 4, 2  # last tokens of the row that a lookup compares
+_LONGEST, _SHORTEST = 4, 2  # number of last tokens that a lookup compares: at most, and at least
 _BITS = 32
 ALL = -1  # a mask word with all bits set: its 32 ids are allowed
 
@@ -37,16 +37,16 @@ class Matcher(Protocol):
         """Removes the last tokens."""
 
     def compute_ff_tokens(self) -> list[int]:
-        """Next tokens that the grammar forces (fast-forward tokens)."""
+        """Returns the next tokens that the grammar forces (fast-forward tokens)."""
 
     def validate_tokens(self, tokens: list[int]) -> int:
-        """Number of leading tokens of the list that are allowed next."""
+        """Returns how many of the first tokens of the list are allowed next."""
 
     def consume_tokens(self, sampled_tokens: list[int]) -> bool:
         """Advances the matcher by these tokens."""
 
     def compute_bitmask(self) -> bytes:
-        """Mask with one bit for each id that is allowed next."""
+        """Returns a mask with one bit for each token id; 1: allowed next."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,14 +55,14 @@ class GrammarStep:
 
     Attributes:
         drafts: draft tokens, all allowed by the grammar.
-        masks: int32 [len(drafts) + 1, W]: the ids allowed at each place; id i is bit i % 32 of word i // 32.
+        masks: int32 [len(drafts) + 1, W], the ids allowed at each position: id i is bit i % 32 of word i // 32.
     """
 
     drafts: list[int]
     masks: NDArray[np.int32]
 
     def cut(self, max_drafts: int) -> GrammarStep:
-        """Keeps at most `max_drafts` draft tokens."""
+        """Returns this step with at most `max_drafts` draft tokens."""
         return GrammarStep(self.drafts[:max_drafts], self.masks[: max_drafts + 1])
 
 
@@ -101,16 +101,16 @@ class GivenTokens:
 
 
 class RowGrammar:
-    """The state of one row in its grammar.
+    """State of one row in its grammar.
 
     Args:
-        matcher: the compiled grammar, at its start.
-        vocab_size: width of the target's logits; a mask has W = ceil(vocab_size / 32) words.
-        stop_ids: end the row; they are allowed where the text is complete.
-        ends: ids that end a text for the matcher, which has no `stop_ids`; never allowed.
+        matcher: matcher of the compiled grammar, in its start state.
+        vocab_size: width of the target's logits. A mask has W = ceil(vocab_size / 32) words.
+        stop_ids: token ids that end the row. They are allowed where the text is complete.
+        ends: end-of-text ids of the matcher that are not in `stop_ids`; never allowed.
         prompt: token ids of the row's prompt, for lookup.
-        dropped: ids whose leading blank is dropped where a text begins with them. They are not allowed as the first
-            token while others are, so that the decoded text is the one that the grammar has read.
+        dropped: ids whose leading blank `decode` drops at the start of a text. They are not allowed as the first token
+            while other ids are. So the decoded text equals the text that the grammar has checked.
     """
 
     def __init__(
@@ -127,9 +127,9 @@ class RowGrammar:
         self._not_known = ~_bits(range(vocab_size), self._words)
         self._ends, self._stops = _bits(ends, self._words), _bits(stop_ids, self._words)
         self._dropped = _bits([token for token in dropped if token < vocab_size], self._words)
-        self._begun = False  # some token was emitted
+        self._begun = False  # True after the first emitted token
         self._lookup = _Lookup(prompt)
-        self._next: tuple[int, GrammarStep] | None = None  # the last answer of `next_step`, with its `max_drafts`
+        self._next: tuple[int, GrammarStep] | None = None  # (max_drafts, result) of the last call of `next_step`
 
     @property
     def possible(self) -> bool:
@@ -137,11 +137,12 @@ class RowGrammar:
         return bool(self._mask(first=not self._begun).any())
 
     def advance(self, tokens: Sequence[int]) -> int | None:
-        """Takes the emitted tokens of a step.
+        """Advances the row by the emitted tokens of a step.
 
         Returns:
-            The number of these tokens up to the end of the text, if the text must end and there are no stop ids. None
-            if the row continues, or a stop id ended it.
+            If the text must end within these tokens and there are no stop ids: the number of tokens up to its end. None
+                if
+            the row continues or a stop id has ended it.
         """
         self._next = None
         self._begun = self._begun or bool(tokens)
@@ -155,7 +156,7 @@ class RowGrammar:
         return None
 
     def next_step(self, max_drafts: int) -> GrammarStep:
-        """Makes at most `max_drafts` draft tokens and their masks for the next step. The row does not change."""
+        """Returns at most `max_drafts` draft tokens for the next step, and their masks. Does not change the row."""
         if self._next is None or self._next[0] != max_drafts:
             self._next = max_drafts, self._make_step(max_drafts)
         return self._next[1]
@@ -195,7 +196,7 @@ class RowGrammar:
         return GrammarStep(drafts, np.stack([*masks, np.full(self._words, ALL, dtype=np.int32)]))
 
     def _run(self, drafts: list[int], room: int) -> list[int]:
-        """Next draft tokens: forced ones, else those of lookup."""
+        """Returns the next draft tokens: forced tokens, else those of lookup."""
         if room <= 0 or self._matcher.is_error():
             return []
         if self._must_end:
@@ -203,11 +204,15 @@ class RowGrammar:
         run = [token for token in self._matcher.compute_ff_tokens()[:room] if token < self._vocab_size]
         if not run:
             run = self._lookup.after(drafts, room)
-        run = list(takewhile(lambda token: token not in self._stop_ids, run))  # a stop id ends the row
+        # a stop id ends the row, so no draft may follow it
+        run = list(takewhile(lambda token: token not in self._stop_ids, run))
         return run[: self._matcher.validate_tokens(run)] if run else []
 
     def _mask(self, *, first: bool) -> NDArray[np.int32]:
-        """Ids allowed next, int32 [W]. All ids if the text has ended, because the host then cuts the row."""
+        """Returns the ids allowed next, int32 [W].
+
+        If the text has ended: all ids, because the host then cuts the row.
+        """
         if self._must_end and not self._stop_ids:
             return ~self._not_known
         allowed = np.zeros(self._words, dtype=np.int32)
@@ -215,7 +220,8 @@ class RowGrammar:
             data = self._matcher.compute_bitmask()
             found = np.frombuffer(data + bytes(-len(data) % 4), dtype=np.int32)[: self._words]
             allowed[: len(found)] = found
-            # a stop id may be a token of the grammar, too: it ends the row, so it comes only where the text is complete
+            # a stop id may also be a token of the grammar; since it ends the row, it is allowed only where the text is
+            # complete
             allowed &= ~(self._not_known | self._ends | self._stops)
             if first and (others := allowed & ~self._dropped).any():
                 allowed = others
@@ -225,7 +231,7 @@ class RowGrammar:
 
 
 def words_of(vocab_size: int) -> int:
-    """W, the number of int32 words of a mask: ceil(vocab_size / 32)."""
+    """Returns W, the number of int32 words of a mask: ceil(vocab_size / 32)."""
     return -(-vocab_size // _BITS)
 
 
@@ -235,7 +241,7 @@ def _holds(mask: NDArray[np.int32], token: int) -> bool:
 
 
 def _bits(ids: Iterable[int], words: int) -> NDArray[np.int32]:
-    """The mask int32 [W] that allows these ids."""
+    """Returns the mask int32 [W] that allows these ids."""
     bits = np.zeros(words * _BITS, dtype=bool)
     bits[list(ids)] = True
     return np.packbits(bits, bitorder="little").view(np.int32)
@@ -245,24 +251,24 @@ class _Lookup:
     """Finds the tokens that followed an earlier occurrence of the row's last tokens.
 
     Args:
-        prompt: the row's first tokens.
+        prompt: the first tokens of the row.
     """
 
     def __init__(self, prompt: Sequence[int]) -> None:
         self._tokens: list[int] = []
-        self._places: dict[tuple[int, ...], int] = {}  # n-gram -> index after its last occurrence
+        self._places: dict[tuple[int, ...], int] = {}  # n-gram -> index of the token after its last occurrence
         for token in prompt:
             self.push(token)
 
     def push(self, token: int) -> None:
         """Appends a token of the row."""
         self._tokens.append(token)
-        end = len(self._tokens) - 1  # n-grams that end before the newest token, which follows them
+        end = len(self._tokens) - 1  # n-grams that end before the newest token: that token follows them
         for size in range(_SHORTEST, min(_LONGEST, end) + 1):
             self._places[tuple(self._tokens[end - size : end])] = end
 
     def after(self, more: list[int], room: int) -> list[int]:
-        """At most `room` tokens that followed an earlier occurrence of the last tokens of the row and `more`."""
+        """Returns at most `room` tokens that followed an earlier occurrence of the last tokens of the row + `more`."""
         last = (self._tokens[-_LONGEST:] + more)[-_LONGEST:]
         for size in range(len(last), _SHORTEST - 1, -1):
             if (at := self._places.get(tuple(last[-size:]))) is not None:

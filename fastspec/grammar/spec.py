@@ -1,4 +1,4 @@
-"""Grammar that a caller asks for: a JSON schema, a regular expression, or a Lark grammar. Standard library only."""
+"""Grammar that a user asks for: a JSON schema, a regular expression, or a Lark grammar. Standard library only."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-KINDS = JSON_SCHEMA, REGEX, GRAMMAR = "json_schema", "regex", "grammar"  # keywords of `generate`
+KINDS = JSON_SCHEMA, REGEX, GRAMMAR = "json_schema", "regex", "grammar"  # the keywords of `generate` for grammars
 
 
 @dataclass(frozen=True, slots=True)
 class GrammarSpec:
-    """One grammar of a caller.
+    """Grammar of a row as the user gave it.
 
     Attributes:
         kind: one of KINDS.
@@ -24,15 +24,15 @@ class GrammarSpec:
 
     @property
     def missing_library(self) -> str:
-        """Message for an environment without llguidance."""
+        """Error message for an environment without llguidance."""
         return f"{self.kind} needs the package llguidance, which is not installed: pip install 'llguidance>=1.9'"
 
     @classmethod
     def read(cls, given: Mapping[str, Any]) -> GrammarSpec | None:
-        """Reads the grammar of one row from its options; None if there is none.
+        """Returns the grammar of one row from its options. None if there is none.
 
         Raises:
-            ValueError: more than one of `KINDS` is given, or a value of another type.
+            ValueError: more than one of `KINDS` is given, or a value has a wrong type.
         """
         asked = [kind for kind in KINDS if given.get(kind) is not None]
         if len(asked) > 1:
@@ -50,7 +50,7 @@ def _text(kind: str, value: Any) -> str:
 
 
 def _schema(value: Any) -> str:
-    """Converts a dict, JSON, or a pydantic class to a schema in JSON."""
+    """Converts a dict, a JSON text, or a pydantic class to a schema as JSON."""
     if callable(made := getattr(value, "model_json_schema", None)):
         value = made()
     if isinstance(value, str):

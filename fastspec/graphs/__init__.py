@@ -1,1 +1,1 @@
-"""Running a step: launched by the host, or captured once as a CUDA graph and replayed."""
+"""Runs steps: launched by the host, or captured once as a CUDA graph and replayed."""

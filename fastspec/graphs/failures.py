@@ -1,10 +1,13 @@
-"""The error for a CUDA device that has failed."""
+"""Error for a CUDA device that has failed."""
 
 from __future__ import annotations
 
 
 def device_failed(error: RuntimeError) -> RuntimeError:
-    """The error to raise for a CUDA error, which a later call may report than the one that caused it."""
+    """Returns the error to raise for a CUDA error.
+
+    The call that reports it may be later than the one that caused it.
+    """
     return RuntimeError(
         f"the CUDA device failed: {str(error).splitlines()[0]}. Nothing on it can go on in this process, be it this "
         "generator's or not: start a new one. What failed may have been queued long before; CUDA_LAUNCH_BLOCKING=1 "

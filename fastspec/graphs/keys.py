@@ -1,4 +1,4 @@
-"""Keys of captured work: what differs between two graphs of one engine, and how messages name it."""
+"""Keys of captured graphs: what distinguishes two graphs of one engine, and their names in messages."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from fastspec.shapes import KEY_BLOCK, StepShape
 
 
 class StepKey(NamedTuple):
-    """One decoding step.
+    """Key of one decoding step.
 
     Attributes:
-        rows: rows that it runs over.
-        shape: everything else that was fixed on the host.
+        rows: rows that the launch covers.
+        shape: everything else that is fixed in a captured step.
     """
 
     rows: int
@@ -21,12 +21,12 @@ class StepKey(NamedTuple):
 
 
 class PromptKey(NamedTuple):
-    """One pass over a chunk of a prompt.
+    """Key of a prefill pass.
 
     Attributes:
         tokens: size of the chunk.
-        draft: the pass is the draft model's, not the target's.
-        rows: prompts that go through together, each with a chunk of that size.
+        draft: True for a pass of the draft model.
+        rows: number of prompts in the pass, each with a chunk of that size.
     """
 
     tokens: int
@@ -35,11 +35,11 @@ class PromptKey(NamedTuple):
 
 
 class PartKey(NamedTuple):
-    """One part of a step, captured alone so that it can be timed.
+    """Key of one part of a step, captured alone to measure its time.
 
     Attributes:
         part: "draft" or "score".
-        step: the whole step.
+        step: key of the whole step.
     """
 
     part: str
@@ -47,7 +47,7 @@ class PartKey(NamedTuple):
 
 
 def describe(key: Hashable) -> str:
-    """The key in words, for messages and profilers. A key of another type is its own name."""
+    """Formats a key for messages and profilers. A key of another type is formatted by `str`."""
     if isinstance(key, StepKey):
         return _step(key.rows, key.shape)
     if isinstance(key, PromptKey):

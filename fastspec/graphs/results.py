@@ -1,8 +1,8 @@
-"""The result ring: steps leave what they emitted in host memory, and the host reads it without a device call.
+"""Result ring: steps write their emitted tokens to host memory, and the host reads them without a call of CUDA.
 
-An entry is int64 [1 + B*(5 + K)]: a sequence number, then for each row emitted, accepted, drafted, finish and its
-block of K+1 tokens. On CUDA the ring is pinned memory that the device writes to (kernels/sampling/publish.py); the
-sequence number is stored last, so an entry whose number is the expected one is complete.
+An entry is int64 [1 + B*(5 + K)]: a sequence number, then for each row emitted, accepted, drafted, finish and its block
+of K+1 tokens. On CUDA the ring is pinned memory that the device writes to (kernels/sampling/publish.py). The sequence
+number is stored last. So an entry with the expected number is complete.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ from numpy.typing import NDArray
 from fastspec.graphs.failures import device_failed
 from fastspec.state import Outbox
 
-Pairs = list[tuple[int, float]]  # ids and their log-probabilities
+Pairs = list[tuple[int, float]]  # (token id, log-probability)
 
-SLOTS = 64  # many more than steps are ever launched ahead
-PATIENCE = 2.0  # seconds without a result after which the device is asked whether it is still working
+SLOTS = 64  # number of entries; far fewer steps are launched ahead
+PATIENCE = 2.0  # seconds without a result after which the host checks the device for errors
 _HEADER = 4  # emitted, accepted, drafted, finish
 
 
 class Watch(Protocol):
-    """Watches the other processes that a step may wait for."""
+    """Callbacks that check the other processes on which a step depends."""
 
     def launched(self) -> None:
-        """A step is launched."""
+        """Called after the launch of a step."""
 
     def waiting(self, seconds: float) -> None:
-        """The host has waited this long for a result; raises if it will never come."""
+        """Called while the host waits for a result, for `seconds` so far. Raises if a rank has failed."""
 
 
 class NoOthers:
-    """The watch of a process that waits for no other."""
+    """Watch of a process that depends on no other."""
 
     def launched(self) -> None:
         """Does nothing."""
@@ -46,7 +46,7 @@ class NoOthers:
 
 
 class RowResult(NamedTuple):
-    """Result of one step for one row; `block[:emitted]` are its new tokens."""
+    """Result of one step for one row. `block[:emitted]` are its new tokens."""
 
     emitted: int
     accepted: int
@@ -56,19 +56,19 @@ class RowResult(NamedTuple):
 
 
 class ResultRing:
-    """A ring buffer of step results, for steps of up to `batch` rows and `max_drafts` drafts on `device`.
+    """Ring buffer of step results, for steps of up to `batch` rows and `max_drafts` drafts on `device`.
 
-    With log-probabilities recorded, those of the emitted token and of the `num_top` most probable ids come along.
+    If log-probabilities are recorded, an entry also has those of the emitted tokens and of the `num_top` most probable
+    ids.
 
     Args:
-        pinned: the device writes to host memory, as Triton's kernels can; otherwise the ring is on the device, and
-            reading it waits.
-        watch: notified of launches and of long waits; raises where another process that the device waits for has
-            failed. None: the device waits for no other process.
+        pinned: True if the device writes to host memory, which Triton kernels can. Else the ring is on the device, and
+            reading it waits for the device.
+        watch: called at launches and during long waits. Raises if another rank has failed. None: no other ranks.
 
     Attributes:
-        outbox: what steps write to.
-        launched: sequence number of the last step that was launched.
+        outbox: buffers to which steps write.
+        launched: sequence number of the last launched step.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class ResultRing:
         self._unsettled = False
 
     def count(self, launch: Callable[[], None]) -> int:
-        """Launches one step; returns its sequence number."""
+        """Launches one step. Returns its sequence number."""
         self._unsettled = True
         self._watch.launched()
         launch()
@@ -104,24 +104,24 @@ class ResultRing:
         return self.launched
 
     def correct_count(self) -> None:
-        """Corrects the count after an interrupted launch."""
+        """Corrects `launched` after an interrupted launch."""
         if self._unsettled:
             self.resync()
 
     def resync(self) -> None:
-        """Waits for the device and takes over its count, after steps that were not counted here."""
+        """Waits for the device and copies its count, after steps that `count` did not launch."""
         self.launched = int(self.outbox.counter)
         self._unsettled = False
 
     def ready(self, sequence: int) -> bool:
-        """True if the results of the step with that number are there."""
+        """True if the results of the step with this number have arrived."""
         return bool(self._entry(sequence)[0] == sequence)
 
     def read(self, sequence: int, rows: int) -> list[RowResult]:
-        """The results of one step for the first `rows` rows; waits for them.
+        """Waits for a step. Returns its results for the first `rows` rows.
 
         Raises:
-            RuntimeError: the device failed, or the step ended without leaving results.
+            RuntimeError: the device failed, or the step ended without a result.
         """
         start = time.monotonic()
         deadline = start + PATIENCE
@@ -139,16 +139,16 @@ class ResultRing:
         if words is None:
             words = self.outbox.entries.cpu().numpy()
             if self.outbox.entries.device.type == "cpu":
-                self._words = words  # a view, made once: a step's result is asked for many times
+                self._words = words  # cached, because the host polls for a result many times
         entry: NDArray[np.int64] = words[sequence % SLOTS]
         return entry
 
     def logprobs(self, sequence: int, row: int, count: int, top: int) -> tuple[list[float], list[Pairs]]:
-        """Log-probabilities that a step recorded for a row; the step must have been read.
+        """Returns the log-probabilities that a step recorded for a row. `read` must have been called for the step.
 
         Returns:
-            Those of the first `count` tokens of the row's block; and at each of these places the `top` most probable
-            (id, log-probability) pairs.
+            Log-probabilities of the first `count` tokens of the row's block. For each of them also the `top` most
+            probable (id, log-probability) pairs.
         """
         words = self.outbox.details[sequence % SLOTS, row, :count].cpu().numpy()
         ids = words[:, 1 : 1 + top].tolist()
@@ -157,10 +157,10 @@ class ResultRing:
         return words[:, 0].view(np.float32).tolist(), pairs
 
     def _check_alive(self, sequence: int) -> None:
-        """Asks the device what became of its work."""
+        """Raises if the device has failed, or if it is idle without having written the result."""
         try:
             if self._device.type == "cuda" and not torch.cuda.current_stream(self._device).query():
-                return  # it is still at work
+                return  # the device is still working
         except RuntimeError as error:
             raise device_failed(error) from error
         if not self.ready(sequence):

@@ -1,7 +1,7 @@
-"""Runners: a step is a callable over static buffers; a runner launches it, or replays what it captured of it.
+"""Runners. A step is a function over static buffers; a runner launches it, or captures it once and replays the graph.
 
-Knows no model and no state: it gets callables. A captured callable must read and write buffers that outlive the
-runner, allocate nothing it needs later, and read nothing back to the host.
+A captured function must read and write only buffers that outlive the runner. It may keep no new memory and copy nothing
+back to the host.
 """
 
 from __future__ import annotations
@@ -21,29 +21,30 @@ import torch
 from fastspec.graphs.failures import device_failed
 from fastspec.graphs.keys import describe
 
-WARM_UPS = 2  # the first compiles and loads kernels and takes the libraries' work areas; the second finds them there
+# the first run compiles and loads kernels and allocates the libraries' work areas; the second runs with them
+WARM_UPS = 2
 
 
 class Runner(Protocol):
     """Runs steps.
 
     Attributes:
-        static: whether steps are replayed, so that nothing in their launch may depend on lengths.
-        depth: steps that may be launched before the results of the first are read.
+        static: True if steps are replayed. Then nothing in a launch may depend on the rows' lengths.
+        depth: number of steps that may be launched before the first result is read.
     """
 
     static: bool
     depth: int
 
     def run(self, key: Hashable, body: Callable[[], None]) -> None:
-        """Runs `body` once, or what was captured of it under `key`, without waiting for it.
+        """Runs `body`, or replays the graph captured under `key`. Does not wait for the device.
 
         Raises:
             RuntimeError: nothing was captured under `key`.
         """
 
     def ready(self, key: Hashable) -> bool:
-        """True if a step of that key can run."""
+        """True if `run` would accept this key."""
 
     def capture(
         self,
@@ -53,40 +54,41 @@ class Runner(Protocol):
         *,
         warm: bool = False,
     ) -> None:
-        """Makes `key` ready to run.
+        """Captures `body` under `key`.
 
         Args:
-            key: what `body` depends on besides the contents of its buffers; `keys.describe` names it in messages.
+            key: everything on which `body` depends except the contents of its buffers. `keys.describe` names it in
+                messages.
             body: the step.
-            idle: a context in which running `body` changes nothing that counts.
-            warm: `body` has run here already, so that its kernels are compiled and loaded.
+            idle: context in which `body` changes no row.
+            warm: True if `body` has already run, so that its kernels are compiled and loaded.
 
         Raises:
-            RuntimeError: the capture failed; the runner stays usable.
+            RuntimeError: the capture failed. The runner stays usable.
         """
 
     def use_variant(self, variant: Hashable) -> None:
-        """From now on captures and runs the steps of this variant; None is the first one. Graphs of others stay."""
+        """Selects the set of graphs that `capture` and `run` use. None is the default set. Other sets are kept."""
 
     def forget_variant(self, variant: Hashable) -> None:
-        """Drops the graphs of a variant that is not in use; none of its steps may be queued."""
+        """Deletes a set of graphs that is not in use. None of its steps may be queued."""
 
     def on_stream(self) -> AbstractContextManager[object]:
-        """A context in which work is queued on this runner's stream."""
+        """Context in which work is queued on this runner's stream."""
 
     def wait_for_caller(self) -> None:
-        """Lets what is queued from now on wait for what the caller has queued on its current stream."""
+        """Makes later work on this runner's stream wait for the work on the caller's current stream."""
 
     def describe(self) -> str:
         """Describes the captured steps."""
 
 
 class EagerRunner:
-    """The host launches every operation of every step.
+    """Runner without capture: the host launches every operation of every step.
 
     Args:
-        device: where.
-        depth: as in Runner; by default a step is launched when the one before it was read.
+        device: device of the steps.
+        depth: see Runner. By default a step is launched after the previous one was read.
     """
 
     static = False
@@ -100,7 +102,7 @@ class EagerRunner:
         body()
 
     def ready(self, key: Hashable) -> bool:
-        """True: nothing has to be captured."""
+        """Returns True, because nothing has to be captured."""
         return True
 
     def capture(
@@ -114,34 +116,34 @@ class EagerRunner:
         """Does nothing."""
 
     def use_variant(self, variant: Hashable) -> None:
-        """Does nothing: steps are launched as they are now."""
+        """Does nothing."""
 
     def forget_variant(self, variant: Hashable) -> None:
         """Does nothing."""
 
     def on_stream(self) -> AbstractContextManager[object]:
-        """A context of the runner's stream; off CUDA of nothing."""
+        """Context of the runner's stream. Does nothing without CUDA."""
         return self._stream.current() if self._stream else nullcontext()
 
     def wait_for_caller(self) -> None:
-        """On CUDA, lets the runner's stream wait for the caller's."""
+        """On CUDA, makes the runner's stream wait for the caller's."""
         if self._stream:
             self._stream.wait_for_caller()
 
     def describe(self) -> str:
-        """The runner in one line."""
+        """Describes the runner in one line."""
         return "none captured: every step runs eagerly"
 
 
 @dataclass(frozen=True, slots=True)
 class Captured:
-    """One graph and what it took.
+    """A captured graph with statistics.
 
     Attributes:
-        graph: to replay.
-        nodes: kernels, copies and fills in it.
-        seconds: warm-up and capture.
-        bytes: the shared pool grew by this.
+        graph: the CUDA graph.
+        nodes: number of kernels, copies and fills.
+        seconds: time of warm-up and capture.
+        bytes: growth of the shared memory pool.
     """
 
     graph: torch.cuda.CUDAGraph
@@ -151,16 +153,16 @@ class Captured:
 
 
 class GraphRunner:
-    """Captures steps as CUDA graphs and replays them; a step that was not captured is an error.
+    """Captures steps as CUDA graphs and replays them. Running a step that was not captured is an error.
 
-    All graphs share one memory pool: they run one after the other, and none reads what an earlier one left there.
+    All graphs share one memory pool. They run one after the other, and none reads memory that an earlier one has left.
 
     Args:
-        device: where to capture.
-        depth: as in Runner.
-        nvtx: mark captures and replays as NVTX ranges.
-        warm_ups: runs of a step before it is captured; one is enough for kernels of this package.
-        warming: a context for these runs, in which a step may leave out what loads nothing.
+        device: the CUDA device.
+        depth: see Runner.
+        nvtx: True to mark captures and replays as NVTX ranges.
+        warm_ups: runs of a step before its capture. One is enough if all kernels are of this package.
+        warming: context for these runs, in which a step may skip work that loads no kernel.
     """
 
     static = True
@@ -185,7 +187,7 @@ class GraphRunner:
         self._stream = _StreamLease(device, self)
 
     def run(self, key: Hashable, body: Callable[[], None]) -> None:
-        """Replays the graph of `key`: one launch.
+        """Replays the graph of `key`, with one launch.
 
         Raises:
             RuntimeError: nothing was captured under `key`, or the device has failed.
@@ -203,7 +205,7 @@ class GraphRunner:
             raise device_failed(error) from error
 
     def ready(self, key: Hashable) -> bool:
-        """True if a step of that key was captured."""
+        """True if a graph was captured under `key`."""
         return key in self._graphs
 
     def capture(
@@ -214,14 +216,14 @@ class GraphRunner:
         *,
         warm: bool = False,
     ) -> None:
-        """Captures `body`, unless `key` is there already."""
+        """Captures `body`, unless there is a graph of `key`."""
         if self.ready(key):
             return
         try:
             self._graphs[key] = self._capture(key, body, idle, 0 if warm else self._warm_ups)
         except RuntimeError as error:
             self._failures[key] = f"its capture failed: {error}"
-            # a stream whose capture failed may stay in that state, and the pool with it
+            # after a failed capture, the stream and the memory pool may stay in capture mode
             torch.cuda.synchronize(self._device)
             self._stream.discard()
             self._stream = _StreamLease(self._device, self)
@@ -233,24 +235,24 @@ class GraphRunner:
         self._failures.pop(key, None)
 
     def use_variant(self, variant: Hashable) -> None:
-        """The variant's graphs; all share one pool."""
+        """Selects the variant's graphs. All variants share one memory pool."""
         self._graphs = self._variants.setdefault(variant, {})
 
     def forget_variant(self, variant: Hashable) -> None:
-        """Drops the variant's graphs."""
+        """Deletes the variant's graphs."""
         if self._variants.get(variant) is not self._graphs:
             self._variants.pop(variant, None)
 
     def on_stream(self) -> AbstractContextManager[object]:
-        """The stream of captures and replays."""
+        """Context of the stream on which graphs are captured and replayed."""
         return self._stream.current()
 
     def wait_for_caller(self) -> None:
-        """Lets the runner's stream wait for the caller's."""
+        """Makes the runner's stream wait for the caller's."""
         self._stream.wait_for_caller()
 
     def describe(self) -> str:
-        """A line for each graph."""
+        """Describes each graph in one line."""
         lines = [
             f"{describe(key)}: {captured.nodes} nodes, {captured.seconds * 1e3:.0f} ms to capture, "
             f"{captured.bytes / 2**20:.1f} MiB"
@@ -272,11 +274,12 @@ class GraphRunner:
                     body()
             torch.cuda.current_stream(self._device).synchronize()
             collecting = gc.isenabled()
-            gc.disable()  # what others left to the collector may, as it goes, call what a capture forbids
+            gc.disable()  # a finaliser of garbage may make a CUDA call that fails during a capture
             try:
-                # other threads may go on calling CUDA meanwhile
+                # other threads may make CUDA calls during the capture
                 graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-                held = torch.cuda.memory_allocated(self._device)  # with the generator's state, which is torch's own
+                # read after capture_begin, because torch allocates its generator state there
+                held = torch.cuda.memory_allocated(self._device)
                 with torch.cuda.nvtx.range(f"capture: {describe(key)}") if self._nvtx else nullcontext():
                     body()
             finally:
@@ -295,11 +298,11 @@ class GraphRunner:
 
 
 class _StreamLease:
-    """One stream, for one runner as long as it lives.
+    """Lends one stream to one runner, until the runner is freed.
 
-    cuBLAS keeps a work area per stream until the process ends, and captured graphs go on using it: runners that
-    live at the same time must not share a stream, and a new stream per runner would lose 32 MiB with each. So
-    streams are handed out, and taken back when their runner goes.
+    cuBLAS keeps a work area for each stream until the process ends, and captured graphs use it. So runners that exist
+    at the same time must not share a stream. A new stream for every runner would leak 32 MiB each. So streams are
+    reused.
     """
 
     def __init__(self, device: torch.device, owner: object) -> None:
@@ -310,16 +313,16 @@ class _StreamLease:
 
     @contextmanager
     def current(self) -> Any:
-        """Makes device and stream the current ones, whatever the caller's are."""
+        """Makes device and stream current."""
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
             yield
 
     def wait_for_caller(self) -> None:
-        """Lets the stream wait for the caller's."""
+        """Makes the stream wait for the caller's current stream."""
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
 
     def discard(self) -> None:
-        """Never hands this stream out again."""
+        """Prevents this stream from being lent again."""
         self._finalizer.detach()
 
 
@@ -329,7 +332,7 @@ def _free_streams(device: torch.device) -> list[torch.cuda.Stream]:
 
 
 def _node_count(graph: torch.cuda.CUDAGraph) -> int:
-    """Nodes of a kept graph, by the driver's cuGraphGetNodes."""
+    """Returns the number of nodes of a graph, by cuGraphGetNodes of the driver."""
     count = ctypes.c_size_t()
     handle = ctypes.c_void_p(graph.raw_cuda_graph())
     status = ctypes.CDLL("libcuda.so.1").cuGraphGetNodes(handle, None, ctypes.byref(count))

@@ -1,1 +1,1 @@
-"""Prompts and generation options as users pass them, checked before anything is launched."""
+"""Reads and checks prompts and generation options, before anything is launched."""

@@ -1,4 +1,4 @@
-"""Prompts and options of one call of `generate`, `stream`, `submit` or `calibrate`, checked together."""
+"""Reads prompts and options of one call of `generate`, `stream`, `submit` or `calibrate`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from fastspec.inputs.options import Options, resolve
 from fastspec.inputs.prompts import RawPrompts, read
 from fastspec.inputs.values import is_list
 
-_CALLER = 6  # stack levels from `RawPrompts.prompts` to the user's line; the generator has two, and a closure
+# stack levels from `RawPrompts.prompts` to the user's line, through two levels of the generator and a closure
+_CALLER = 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,8 +22,8 @@ class CallArguments:
     """Arguments of a call, as the user passed them.
 
     Attributes:
-        input_ids, attention_mask, generation_config: as in `generate`.
-        keywords: all others; reading them takes entries out.
+        input_ids, attention_mask, generation_config: arguments of `generate`.
+        keywords: all other keyword arguments. Reading them removes entries.
     """
 
     input_ids: Any
@@ -31,7 +32,7 @@ class CallArguments:
     keywords: dict[str, Any]
 
     def prompts(self) -> RawPrompts:
-        """Reads the prompts from `input_ids`, or from the keyword `inputs`, which is transformers' name for them."""
+        """Reads the prompts from `input_ids`, or from transformers' other name for them, `inputs`."""
         inputs = self.keywords.pop("inputs", None)
         if inputs is not None and self.input_ids is not None:
             raise ValueError("prompts are given twice, as input_ids and as inputs; leave one out")
@@ -39,7 +40,7 @@ class CallArguments:
 
     @property
     def unlimited(self) -> bool:
-        """True if neither the keywords nor the config limit the number of tokens."""
+        """True if neither keywords nor config limit the number of tokens."""
         names = ("max_new_tokens", "max_length")
         return all(self.keywords.get(name, getattr(self.generation_config, name, None)) is None for name in names)
 
@@ -50,9 +51,9 @@ class CallInputs:
 
     Attributes:
         prompts: token ids of each prompt, without padding.
-        options: of the call and of each row.
-        raw: the prompts with the caller's padding.
-        tokenizer: reads stop strings and grammars; None where the call has neither, or where there is none.
+        options: options of the call and of its rows.
+        raw: the prompts with the user's padding.
+        tokenizer: reads stop strings and grammars. None if the call has neither, or if there is no tokenizer.
     """
 
     prompts: list[list[int]]
@@ -63,14 +64,14 @@ class CallInputs:
 
 @dataclass(frozen=True, slots=True)
 class ModelLimits:
-    """Facts about the target that bound a call.
+    """Properties of the target that limit a call.
 
     Attributes:
-        vocab_size: token ids lie below it.
-        context: tokens that the model was made for.
-        max_length: tokens of prompt and output that the generator has room for in a row.
-        generation_config: defaults of the checkpoint; None: it has none.
-        tokenizer: loads the checkpoint's tokenizer; gives None where it has none.
+        vocab_size: upper limit of token ids (exclusive).
+        context: number of tokens that the model supports.
+        max_length: number of tokens of prompt and output that the generator has memory for.
+        generation_config: defaults of the checkpoint. None: it has none.
+        tokenizer: loads the checkpoint's tokenizer. Returns None if there is none.
     """
 
     vocab_size: int
@@ -81,16 +82,16 @@ class ModelLimits:
 
 
 def read_call(arguments: CallArguments, model: ModelLimits, default_new_tokens: int | None = None) -> CallInputs:
-    """Reads and checks the arguments of a call. Touches no device memory.
+    """Reads and checks the arguments of a call. Does not use the device.
 
     Args:
-        arguments: their keywords are taken apart.
-        model: the target.
-        default_new_tokens: new tokens of a call that sets no limit, cut to the room behind the prompts. None: as in
-            transformers.
+        arguments: arguments of the call. Entries are removed from its keywords.
+        model: limits of the target.
+        default_new_tokens: max_new_tokens for a call that sets no limit, reduced to the room after the prompts. None:
+            the default of transformers.
 
     Raises:
-        ValueError, UnsupportedOption: as in `generate`.
+        ValueError, UnsupportedOption: errors of `generate`.
     """
     keywords, raw = arguments.keywords, arguments.prompts()
     tokenizer = _checked_tokenizer(keywords.pop("tokenizer", None))
@@ -112,7 +113,7 @@ def read_call(arguments: CallArguments, model: ModelLimits, default_new_tokens: 
 
 
 def _checked_tokenizer(tokenizer: Any) -> PreTrainedTokenizerBase | None:
-    """Returns the tokenizer that a call brings.
+    """Returns the tokenizer that a call passes.
 
     Raises:
         ValueError: the object is not a tokenizer.
@@ -132,5 +133,5 @@ def check_streamer(streamer: object, rows: int) -> None:
 
 
 def one_prompt(ids: Any) -> Any:
-    """Wraps a plain list of ids as a batch of one; returns anything else unchanged."""
+    """Wraps a plain list of ids as a batch of one. Returns anything else unchanged."""
     return [ids] if isinstance(ids, list | tuple | range) and not any(is_list(one) for one in ids) else ids

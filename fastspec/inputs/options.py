@@ -1,7 +1,7 @@
-"""Generation options with transformers' meaning. The list is closed: an error names any other option.
+"""Generation options with the meaning that they have in transformers. An option outside OPTIONS raises an error.
 
-Keywords come before the caller's `generation_config`, that before the checkpoint's, and that before transformers'
-defaults. transformers' own `GenerationConfig.update` merges them.
+Order of precedence: keyword arguments, the user's `generation_config`, the checkpoint's, the defaults of transformers.
+They are merged by `GenerationConfig.update` of transformers.
 """
 
 from __future__ import annotations
@@ -27,12 +27,13 @@ __all__ = ["OWN", "PER_ROW", "SUPPORTED", "Options", "RowOptions", "derive_seed"
 
 SUPPORTED = tuple(option.keyword for option in OPTIONS if option.in_transformers)
 OWN = tuple(option.keyword for option in OPTIONS if not option.in_transformers)
-PER_ROW = tuple(name for name in COLUMNS if name in SUPPORTED)  # one value, or a list with one per prompt
+# options that take one value, or a list with one value per prompt
+PER_ROW = tuple(name for name in COLUMNS if name in SUPPORTED)
 _ROW_FIELDS = {field.name for field in fields(RowOptions)}
-# transformers' options that end up in `RowOptions`
+# options of transformers that set fields of `RowOptions`
 _OF_ROWS = tuple(option.keyword for option in OPTIONS if option.in_transformers and _ROW_FIELDS & {*option.sets})
-# entries of a checkpoint's config that are not read: `to_dict` leaves the first three out; the generator's arguments
-# say whether the checkpoint's own drafter is used
+# entries of a checkpoint's config that are not read: `to_dict` omits the first three; `use_mtp` is replaced by the
+# generator's arguments
 _UNSAVED = ("_commit_hash", "_original_object_hash", "_mask_length", "use_mtp")
 
 
@@ -41,19 +42,20 @@ class Options:
     """Checked options of one call.
 
     Attributes:
-        max_new_tokens: most new tokens of a row.
-        stop_ids: ids that end a row; empty for none.
-        stop_strings: texts that end a row; empty for none.
-        across_prompt: True if they may begin in the prompt, as in transformers.
+        max_new_tokens: upper limit of new tokens of a row.
+        stop_ids: token ids that end a row. May be empty.
+        stop_strings: texts that end a row. May be empty.
+        across_prompt: True if a stop string may begin in the prompt, as in transformers.
         pad_token_id: fills rows that ended early.
-        padding: pad_token_id as the caller or the checkpoint names it; it may fill prompts too. None: neither does.
-        rows: `copies` of the first prompt, then of the second, and so on.
+        padding: pad_token_id as the user or the checkpoint set it, with which prompts may be padded. None: not set.
+        rows: options of each row: `copies` rows of the first prompt, then of the second, and so on.
         copies: num_return_sequences.
         return_dict: True if `generate` returns a GenerateOutput, not a tensor.
-        num_speculative_tokens: largest number of drafts that a row asks for; None: the generator's.
+        num_speculative_tokens: the largest draft limit of any row. None: the generator's.
         auto: True if a row asks for "auto".
-        seeded: True if the caller gave a seed.
-        top_logprobs: alternatives to record beside the new tokens' log-probabilities; None: record neither.
+        seeded: True if the user gave a seed.
+        top_logprobs: number of most probable ids to record with the new tokens' log-probabilities. None: record
+            neither.
         prompt_top_logprobs: the same, of the prompts' tokens.
     """
 
@@ -74,7 +76,7 @@ class Options:
 
     @property
     def plain(self) -> bool:
-        """True if every row takes the largest unchanged logit."""
+        """True if every row is greedy and no option changes its logits."""
         return all(row.plain for row in self.rows)
 
 
@@ -91,17 +93,17 @@ def resolve(
     """Merges and checks the options of one call.
 
     Args:
-        checkpoint: the target's own generation config.
-        given: the caller's config, or None.
-        keywords: the caller's keywords.
-        num_rows: prompts in the call.
-        prompt_length: padded prompt length, from which `max_length` counts as in transformers.
-        vocab_size: of the target; stop and pad ids lie below it.
-        context: the target's max_position_embeddings; only the default length is cut to it.
+        checkpoint: generation config of the target's checkpoint.
+        given: generation config that the user passed, or None.
+        keywords: keyword arguments of the call.
+        num_rows: number of prompts.
+        prompt_length: padded prompt length. `max_length` includes it, as in transformers.
+        vocab_size: upper limit of stop and pad ids (exclusive).
+        context: max_position_embeddings of the target. Limits only the default length.
 
     Raises:
-        UnsupportedOption: an option outside the supported list has a value that would change the output.
-        ValueError: a value out of range, or per-row values that do not match the number of prompts.
+        UnsupportedOption: an unsupported option has a value that would change the output.
+        ValueError: a value out of range, or a list whose length is not the number of prompts.
     """
     if given is not None and not isinstance(given, GenerationConfig):
         raise UnsupportedOption(
@@ -159,7 +161,10 @@ def _asks_for_auto(drafts: Any) -> bool:
 
 
 def top_logprobs(name: str, value: Any, vocab_size: int) -> int | None:
-    """Reads the option `name`: False and None record nothing, True the tokens alone, n also the n most probable."""
+    """Reads the option `name`. False, None: record nothing.
+
+    True: record the tokens. n: also record the n most probable ids.
+    """
     value = scalar(value)
     if value is None or value is False:
         return None
@@ -184,7 +189,7 @@ def _stop_strings(value: Any) -> tuple[str, ...]:
 
 @cache
 def _names() -> frozenset[str]:
-    """Names of the options that transformers knows."""
+    """Returns the names of transformers' generation options."""
     return frozenset(vars(GenerationConfig()))
 
 
@@ -194,7 +199,7 @@ def _merge(
     merged = copy.deepcopy(given) if given is not None else GenerationConfig()
     if checkpoint is not None:
         entries = {name: value for name, value in vars(checkpoint).items() if name not in _UNSAVED}
-        # entries that it does not check are never read
+        # allow_custom_entries: entries unknown to transformers are ignored
         merged.update(**entries, defaults_only=True, allow_custom_entries=True)
     merged.update(**merged._get_default_generation_params(), defaults_only=True)
     known = _names() | set(merged._get_default_generation_params())
@@ -203,7 +208,7 @@ def _merge(
             near = get_close_matches(name, (*SUPPORTED, *OWN), 1)
             meant = f"; did you mean {near[0]}?" if near else ";"
             raise UnsupportedOption(f"unknown option {name!r}{meant} supported: {', '.join((*SUPPORTED, *OWN))}")
-    # set one by one: update() would validate combinations (temperature without sampling) that are checked here
+    # not by update(), which would refuse combinations that are checked here (such as temperature without sampling)
     for name, value in keywords.items():
         setattr(merged, name, value)
     return merged
@@ -215,7 +220,7 @@ def _refuse_unsupported(merged: GenerationConfig) -> None:
         if name in SUPPORTED or name in IGNORED:
             continue
         if name not in _names() and name not in neutral:
-            continue  # transformers ignores custom entries of a checkpoint's file too
+            continue  # transformers also ignores custom entries of a checkpoint's file
         off = OFF.get(name, (None, False, neutral.get(name)))
         if any(value is accepted for accepted in off):
             continue
@@ -239,7 +244,7 @@ def _max_new_tokens(
         return whole("max_new_tokens", merged.max_new_tokens, low=1)
     configs = [config for config in (given, checkpoint) if config is not None]
     if keywords.get("max_length") is None and all(config.max_length is None for config in configs):
-        # as in transformers: its default max_length counts new tokens, cut to the model's context
+        # as in transformers, whose default max_length counts new tokens and is cut to the model's context
         return max(1, min(int(merged.max_length), context - prompt_length))
     total = whole("max_length", merged.max_length, low=1)
     if total <= prompt_length:
@@ -251,7 +256,7 @@ def _max_new_tokens(
 
 
 def _beyond_prompt(min_length: Any, prompt_length: int, max_new_tokens: int) -> int:
-    """Converts `min_length`, which counts the padded prompt as in transformers, to new tokens."""
+    """Converts `min_length`, which includes the padded prompt as in transformers, to a number of new tokens."""
     least = whole("min_length", min_length, low=0)
     if least > prompt_length + max_new_tokens:
         raise ValueError(

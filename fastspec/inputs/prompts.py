@@ -1,4 +1,4 @@
-"""Prompts as users pass them, checked and turned into lists of ids before anything is launched."""
+"""Reads prompts and converts them to lists of token ids, before anything is launched."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _WANTED = "a LongTensor [B, T] or [T], an array of integers, a list of lists of 
 
 @dataclass(frozen=True, slots=True)
 class RawPrompts:
-    """Prompts of a call, as the caller passed them.
+    """Prompts of a call, as the user passed them.
 
     Attributes:
-        rows: ids of each, the caller's padding included.
-        masks: of the caller: 1 where a row's text is; None where there are none.
-        arrays: True if they came as one array, so that all rows have one length.
-        device: of the caller's prompts.
+        rows: token ids of each row, including padding.
+        masks: attention mask of each row: 1 for text, 0 for padding. None: the user passed no mask.
+        arrays: True if the rows came as one array and so have one length.
+        device: device of the user's prompts.
     """
 
     rows: list[list[int]]
@@ -34,30 +34,30 @@ class RawPrompts:
 
     @property
     def width(self) -> int:
-        """Tokens of the longest row."""
+        """Number of tokens of the longest row."""
         return max(map(len, self.rows), default=0)
 
     def prompts(
         self, vocab_size: int, padding: int | None = None, stop_ids: tuple[int, ...] = (), *, stacklevel: int = 2
     ) -> list[list[int]]:
-        """Returns the rows without their padding.
+        """Returns the rows without padding.
 
-        Without a mask, leading ids of `padding` in an array are padding, as transformers infers it: unless it ends a
-        row too, or no `pad_token_id` is known. Lists hold text alone. A warning is raised for rows that look padded.
+        Without a mask, leading ids equal to `padding` in an array count as padding, as in transformers. They count as
+        text if `padding` is None or is also a stop id. Lists never contain padding. A warning is given for rows that
+        look padded.
 
         Args:
-            vocab_size: ids lie below it.
-            padding: fills rows, by what the caller or the checkpoint says; None: nothing says.
-            stop_ids: end a row.
-            stacklevel: of the warning.
+            vocab_size: upper limit of ids (exclusive).
+            padding: the pad id that the user or the checkpoint set. None: not set.
+            stop_ids: token ids that end a row.
+            stacklevel: stack level of the warning.
 
         Raises:
-            ValueError: an empty prompt, an id out of range (named with its place), or padding that is not to
-                the left.
+            ValueError: an empty prompt, an id out of range, or padding that is not on the left.
         """
         if self.masks is not None:
             rows = _unpad(self.rows, self.masks)
-        elif len(set(map(len, self.rows))) != 1:  # padded rows would have one length
+        elif len(set(map(len, self.rows))) != 1:  # rows with padding would have one length
             rows = self.rows
         elif padding is None or padding in stop_ids or not self.arrays:
             rows = self.rows
@@ -80,13 +80,13 @@ class RawPrompts:
 
 
 def read(input_ids: Any, attention_mask: Any = None) -> RawPrompts:
-    """Reads prompts: LongTensor [B, T] (left padding marked by the mask) or [T], an array, or lists of ids.
+    """Reads prompts: LongTensor [B, T] (left-padded, with a mask) or [T], an array, or lists of ids.
 
-    A mapping with "input_ids", which tokenizers return, brings its mask along.
+    A mapping with "input_ids", which tokenizers return, may contain the mask.
 
     Raises:
-        ValueError: no prompt, wrong type, dtype or nesting, or a mask that is not of zeros and ones in the shape of the
-            prompts.
+        ValueError: no prompt, a wrong type, dtype or nesting, or a mask that has other values than 0 and 1 or another
+            shape than the prompts.
     """
     if isinstance(input_ids, Mapping):
         input_ids, attention_mask = _of_tokenizer(input_ids, attention_mask)
@@ -99,7 +99,7 @@ def read(input_ids: Any, attention_mask: Any = None) -> RawPrompts:
 
 
 def _of_tokenizer(encoding: Mapping[str, Any], attention_mask: Any) -> tuple[Any, Any]:
-    """Takes ids and mask out of a tokenizer's result."""
+    """Returns ids and mask from the result of a tokenizer."""
     if "input_ids" not in encoding:
         raise ValueError(f"input_ids is a mapping without 'input_ids'; it holds {sorted(map(str, encoding))}")
     mask = encoding.get("attention_mask")
@@ -138,7 +138,7 @@ def _array_rows(array: Any) -> list[list[int]]:
 
 
 def _tensor_rows(tensor: Tensor, name: str) -> list[list[int]]:
-    if tensor.is_nested:  # which has no sizes to look at
+    if tensor.is_nested:  # nested tensors have no sizes to check
         raise ValueError(f"{name} must be a plain tensor, got a nested one; give a list of tensors")
     if tensor.is_floating_point() or tensor.is_complex() or tensor.is_quantized or tensor.dtype == torch.bool:
         raise ValueError(f"{name} must hold integers, got dtype {tensor.dtype}")
@@ -166,17 +166,17 @@ def _list_row(row: Any, index: int) -> list[int]:
 
 
 def _leading(row: list[int], token: int) -> int:
-    """Counts the ids `token` at the beginning of a row."""
+    """Counts how many ids at the beginning of a row equal `token`."""
     return next((at for at, one in enumerate(row) if one != token), len(row))
 
 
 def _warn_of_padding(rows: list[list[int]], padding: int | None, stop_ids: tuple[int, ...], stacklevel: int) -> None:
     """Warns if rows look padded and nothing distinguishes padding from text."""
     named = padding if padding is not None else stop_ids[0] if stop_ids else None
-    if named is None:  # then by a run of one id
+    if named is None:  # without a pad id, padding is recognised as a run of one id
         named = next((row[0] for row in rows if _leading(row, row[0]) > 1), None) if len(rows) > 1 and rows[0] else None
     counts = [] if named is None else [_leading(row, named) for row in rows]
-    # one at the front of every row may well be the token that begins texts
+    # a single id at the front of every row is probably the token that begins texts
     if not any(counts) or (max(counts) == 1 and len(set(counts)) == 1):
         return
     why = "no pad_token_id is known" if padding is None else f"pad_token_id={padding} ends texts too"

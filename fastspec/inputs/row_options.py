@@ -1,4 +1,4 @@
-"""Options of one row, checked: lists with one value per prompt become one `RowOptions` a row."""
+"""Reads the options of each row. An option that is a list has one value per prompt."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from fastspec.grammar.spec import KINDS, GrammarSpec
 from fastspec.inputs import values
 from fastspec.inputs.table import MAX_TEMPERATURE, MIN_TEMPERATURE, NUMBERS
 
-_IN_WORDS = 10  # ids named in an error
+_IN_WORDS = 10  # number of ids that an error lists
 
 
 @dataclass(frozen=True, slots=True)
 class RowOptions:
-    """Options of one row. temperature 0 is greedy; top_k 0, top_p 1 and min_p 0 keep every token.
+    """Checked options of one row. temperature 0 is greedy; top_k 0, top_p 1 and min_p 0 keep every token.
 
     Attributes:
-        temperature, top_k, top_p, min_p: as in `fastspec.sampling.distribution.compute_probs`.
-        seed: of the row's randomness.
-        repetition_penalty, presence_penalty, frequency_penalty: as in `fastspec.sampling.processors.ProcessorRows`.
-        bias: (id, bias) pairs, each id once; -inf bans.
-        allowed: ids that may come at all; None: every id.
-        min_new_tokens: no stop id comes before so many.
-        draft_limit: drafts per step at most; 0 opts out of speculation, None takes what the generator drafts.
-        grammar: that the text follows; None: any text.
+        temperature, top_k, top_p, min_p: see `fastspec.sampling.distribution.compute_probs`.
+        seed: seed of the row's random numbers.
+        repetition_penalty, presence_penalty, frequency_penalty: see `fastspec.sampling.processors.ProcessorRows`.
+        bias: (id, bias) pairs, each id once. -inf bans the id.
+        allowed: ids that the row may emit. None: every id.
+        min_new_tokens: a stop id is not allowed before this many new tokens.
+        draft_limit: upper limit of drafts per step. 0: no speculation. None: the generator's limit.
+        grammar: grammar that the text must follow. None: any text.
         given: token ids that the row is to have; None: the target chooses them.
     """
 
@@ -62,15 +62,15 @@ class RowOptions:
 
     @property
     def plain(self) -> bool:
-        """True if the row takes the largest unchanged logit."""
+        """True if the row is greedy and no option changes its logits."""
         return self.temperature == 0 and not self.processed
 
 
 def read_number(name: str, value: Any) -> float:
-    """Checks the value of an option that is one number a row; None is its neutral value.
+    """Checks the value of an option that is one number per row. None gives the option's neutral value.
 
     Raises:
-        ValueError: it is not a number, or out of range.
+        ValueError: not a number, or out of range.
     """
     number = NUMBERS[name]
     if isinstance(number.neutral, int):
@@ -92,16 +92,16 @@ def rows_of(
     """Makes the options of `copies` rows per prompt.
 
     Args:
-        given: values by keyword, one for all prompts or one per prompt; None where the caller gave none.
-        num_rows: prompts.
-        copies: rows that each prompt becomes; they differ only in their seeds.
-        vocab_size: ids lie below it.
-        stop_ids: end a row; transformers takes them out of bad_words_ids.
-        do_sample: False is greedy, whatever the temperature.
+        given: option values by keyword: one value, or one per prompt. None: not given.
+        num_rows: number of prompts.
+        copies: rows per prompt. They differ only in their seeds.
+        vocab_size: upper limit of ids (exclusive).
+        stop_ids: token ids that end a row. As in transformers, bad_words_ids does not ban them.
+        do_sample: False is greedy, for any temperature.
         max_new_tokens: upper limit of min_new_tokens.
 
     Raises:
-        ValueError: a value out of range, a list of another length, or no id left that a row could begin with.
+        ValueError: a value out of range, a list of a wrong length, or options that leave no id for the first token.
         UnsupportedOption: a banned or biased sequence of several ids.
     """
     columns = {name: values.column(name, given[name], num_rows) for name in (*COLUMNS, *KINDS)}
@@ -120,7 +120,7 @@ COLUMNS = (*NUMBERS, "min_new_tokens", "num_speculative_tokens")
 
 
 def _numbers(row: Mapping[str, Any], do_sample: bool, max_new_tokens: int) -> dict[str, Any]:
-    """Checks the options of one row that are numbers."""
+    """Checks those options of one row that are numbers."""
     least = values.whole("min_new_tokens", row["min_new_tokens"] or 0, low=0)
     if least > max_new_tokens:
         raise ValueError(f"min_new_tokens={least} is more than the {max_new_tokens} new tokens at most; change one")
@@ -130,7 +130,7 @@ def _numbers(row: Mapping[str, Any], do_sample: bool, max_new_tokens: int) -> di
 
 
 def _draft_limit(value: Any) -> int | None:
-    """Reads the largest number of drafts of a row; None leaves it to the generator, or to "auto"."""
+    """Reads a row's draft limit. None for "auto" and for the generator's default."""
     if value is None or (isinstance(value, str) and value == AUTO):
         return None
     if isinstance(value, str):
@@ -148,7 +148,7 @@ class _Ids:
 
     @classmethod
     def of(cls, given: Mapping[str, Any], num_rows: int, vocab_size: int, stop_ids: tuple[int, ...]) -> _Ids:
-        """Reads the ids of each row from the options of a call."""
+        """Reads the ids of each prompt from the options of a call."""
         common = values.sequence_biases("sequence_bias", given["sequence_bias"], vocab_size)
         words = values.single_words("bad_words_ids", given["bad_words_ids"], num_rows, vocab_size)
         suppressed = values.id_columns("suppress_tokens", given["suppress_tokens"], num_rows, vocab_size)
@@ -168,7 +168,7 @@ def _sum(first: Mapping[int, float], second: Mapping[int, float]) -> dict[int, f
 
 
 def _check_choice(index: int, options: Mapping[str, Any], vocab_size: int, stop_ids: tuple[int, ...]) -> None:
-    """Raises ValueError for a row that could not take any token."""
+    """Raises ValueError if no token is allowed in a row."""
     banned = {key for key, value in options["bias"] if value == -math.inf}
     waiting = set(stop_ids) if options["min_new_tokens"] else set()
     allowed = options["allowed"]
@@ -182,31 +182,31 @@ def _check_choice(index: int, options: Mapping[str, Any], vocab_size: int, stop_
 
 
 def _temperature(value: Any) -> float:
-    """The temperature of a row; 0 is greedy.
+    """Reads a row's temperature. 0 is greedy.
 
-    Below MIN_TEMPERATURE it is 0: the distribution's limit, which fp32 does not tell from it. Clients send 1e-5 or less
-    where they mean greedy decoding.
+    A value below MIN_TEMPERATURE gives 0, because in fp32 the distribution then is the greedy one. Some clients send
+    1e-5 when they mean greedy decoding.
     """
     number = values.real("temperature", value, 1.0, low=0.0, high=MAX_TEMPERATURE)
     return 0.0 if number < MIN_TEMPERATURE else number
 
 
 def _seeds(seed: Any, num_rows: int, copies: int, drawn: bool) -> list[int]:
-    """Returns the caller's seeds, one per row, or seeds derived from (seed, prompt index, return index)."""
+    """Returns the user's seeds, one per row, or seeds derived from (seed, prompt index, return index)."""
     if values.is_list(seed):
         of = "prompts" if copies == 1 else f"rows ({num_rows} prompts times num_return_sequences)"
         rows = values.per_row("seed", values.listed(seed), num_rows * copies, of)
         return [values.whole("seed", one, low=-(2**63), high=2**63 - 1) for one in rows]
     if seed is None:
-        # torch's CPU generator, whatever the default device: torch.manual_seed then repeats a call. Greedy rows draw
-        # nothing, so they take no number from the caller's generator
+        # torch's CPU generator, whatever the default device is: torch.manual_seed then makes a call repeatable. Greedy
+        # rows need no random numbers, so they leave that generator unchanged
         seed = int(torch.randint(2**63 - 1, (), device="cpu").item()) if drawn else secrets.randbits(63)
     base = values.whole("seed", seed, low=-(2**63), high=2**63 - 1)
     return [derive_seed(base, prompt, copy) for prompt in range(num_rows) for copy in range(copies)]
 
 
 def derive_seed(seed: int, prompt_index: int, return_index: int) -> int:
-    """Derives a signed 64-bit row seed from (seed, prompt index, return index) by a chain of SplitMix64 finalisers."""
+    """Derives a signed 64-bit row seed from (seed, prompt index, return index), by SplitMix64 finalisers."""
     state = seed % 2**64
     for word in (prompt_index, return_index):
         state = (state + 0x9E3779B97F4A7C15 * (word + 1)) % 2**64

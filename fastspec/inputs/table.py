@@ -1,7 +1,7 @@
 """OPTIONS: one row for every keyword of `generate`, `stream` and `submit`.
 
-The parser, the command line, the server, the ranks and docs/options.md read this table. `GenerateOptions` gives the
-keywords' types to type checkers; a test keeps both equal. No torch: the command line prints its help from here.
+The parser, the command line, the server, the ranks and docs/options.md read this table. `GenerateOptions` has the
+keywords' types for type checkers; a test keeps both equal. Does not import torch, so that `--help` is fast.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-4, 1e4
-MAX_PENALTY = 2.0  # of presence and frequency, either way, as in vLLM
+MAX_PENALTY = 2.0  # limit of presence and frequency penalties in both directions, as in vLLM
 MAX_REPETITION = 1e4
 MAX_RETURN_SEQUENCES = 2**16
 
@@ -27,12 +27,12 @@ MAX_RETURN_SEQUENCES = 2**16
 Numbers: TypeAlias = "float | Sequence[float | None] | Tensor | np.ndarray[Any, Any] | None"
 Wholes: TypeAlias = "int | Sequence[int | None] | Tensor | np.ndarray[Any, Any] | None"
 Texts: TypeAlias = "str | Sequence[str | None] | None"
-Schema: TypeAlias = "str | Mapping[str, Any] | type[Any] | None"  # JSON, its dict, or a class of pydantic's
+Schema: TypeAlias = "str | Mapping[str, Any] | type[Any] | None"  # a schema as JSON, as a dict, or as a pydantic class
 Biases: TypeAlias = "Mapping[int, float] | Sequence[Mapping[int, float] | None] | None"
 
 
 class GenerateOptions(TypedDict, total=False):
-    """Types of the keywords, for `Unpack`. `return_dict_in_generate` is not here: it decides the type of the result."""
+    """Types of the keywords, for `Unpack`. Without `return_dict_in_generate`, which decides the type of the result."""
 
     inputs: Any
     max_new_tokens: int | None
@@ -69,13 +69,13 @@ class GenerateOptions(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True)
 class Number:
-    """Facts of an option that is one number a row.
+    """Properties of an option that is one number per row.
 
     Attributes:
         fills: buffer of `DecodeState` that admission sets to the value.
-        neutral: value that changes nothing; None from the caller means it. An int admits whole numbers only.
-        low, high: least and largest value.
-        changes_greedy: True if it changes logits, so the tokens of a greedy row too; else it acts on the distribution.
+        neutral: value that changes nothing, also used for None. If it is an int, the option takes whole numbers only.
+        low, high: smallest and largest value.
+        changes_greedy: True if it changes logits, and so the tokens of a greedy row. False if it changes only sampling.
     """
 
     fills: str
@@ -86,7 +86,7 @@ class Number:
 
 
 class Form(Enum):
-    """Form of a flag's value on the command line."""
+    """How the value of a flag is written on the command line."""
 
     VALUE = "one value, of the option's own type"
     IDS = "token ids with commas"
@@ -97,15 +97,15 @@ class Form(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Flag:
-    """The flag of `fastspec generate` for an option.
+    """Flag of `fastspec generate` for an option.
 
     Attributes:
-        help: one line.
+        help: help text, one line.
         kind: type of the value on the command line.
-        form: how it is written.
-        default: value where the flag is left out; None: the checkpoint's.
-        name: "--name", where it is not the keyword with dashes.
-        metavar: stands for the value in the help; empty: typer's own.
+        form: how the value is written.
+        default: value if the flag is missing. None: the checkpoint's.
+        name: "--name", if it is not the keyword with dashes.
+        metavar: name of the value in the help. Empty: typer's default.
     """
 
     help: str
@@ -118,21 +118,21 @@ class Flag:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Option:
-    """One keyword.
+    """One keyword of `generate`.
 
     Attributes:
-        keyword: of `generate`.
+        keyword: its name.
         group: heading in docs/options.md.
-        meaning: one or two sentences.
-        takes: accepted values, for people; empty: the range of `number`.
-        default: for people; empty: the neutral value of `number`.
-        type: for people.
+        meaning: one or two sentences for the docs.
+        takes: accepted values, for the docs. Empty: the range of `number`.
+        default: default, for the docs. Empty: the neutral value of `number`.
+        type: type, for the docs.
         per_row: True if a list gives one value per prompt.
-        in_transformers: True for a field of transformers' GenerationConfig; else the option is fastspec's own.
-        number: facts of an option that is one number a row; None for others.
+        in_transformers: True for a field of transformers' GenerationConfig, False for an option of fastspec alone.
+        number: properties of an option that is one number per row. None for others.
         sets: fields of `Options` and `RowOptions` that hold the value.
-        flag: on the command line; a str says why there is none.
-        field: of a request to the server; a str that begins with "-" says why there is none.
+        flag: the flag on the command line. A str is the reason why there is none.
+        field: the field of a request to the server. A str that begins with "-" is the reason why there is none.
     """
 
     keyword: str
@@ -527,7 +527,7 @@ NUMBERS: Final[Mapping[str, Number]] = {
     option.keyword: option.number for option in OPTIONS if option.number is not None
 }
 
-# entries of a config that change nothing in the text of plain decoding
+# config entries that do not change the text of plain decoding
 IGNORED: Final = frozenset(
     [
         "_commit_hash",
@@ -544,7 +544,7 @@ IGNORED: Final = frozenset(
         "assistant_lookbehind",
         "target_lookbehind",
         "max_matching_ngram_size",
-        "use_cache",  # without a cache transformers computes the same text more slowly; many checkpoints say False
+        "use_cache",  # transformers computes the same text without a cache, only slower; many checkpoints set False
         "compile_config",
         "disable_compile",
         "cache_config",
@@ -552,10 +552,10 @@ IGNORED: Final = frozenset(
         "prefill_chunk_size",
         "continuous_batching_config",
         "low_memory",
-        "renormalize_logits",  # a number added to all logits does not change the distribution
+        "renormalize_logits",  # adding one number to all logits does not change the distribution
     ]
 )
-# entries of a config that are refused unless they have one of these values
+# config entries that are refused unless they have one of these values
 OFF: Final[Mapping[str, tuple[Any, ...]]] = {
     "num_beams": (None, 1),
     "num_beam_groups": (None, 1),
@@ -571,13 +571,13 @@ OFF: Final[Mapping[str, tuple[Any, ...]]] = {
     "guidance_scale": (None, 1.0),
     "penalty_alpha": (None, 0.0),
 }
-# entries of a config that are refused, and what to do instead
+# config entries that are refused, with what to do instead
 ADVICE: Final[Mapping[str, str]] = {
     "max_time": "stop the iteration over stream() when the time is up",
     "prompt_lookup_num_tokens": "pass a draft model",
     "assistant_early_exit": "pass a draft model",
 }
-# arguments of transformers' `generate` that are not in its config, and what to do instead
+# arguments of transformers' `generate` that are not config entries, with what to do instead
 ARGUMENTS: Final[Mapping[str, str]] = {
     "logits_processor": "use logit_bias, allowed_token_ids, penalties, or a regex or grammar",
     "stopping_criteria": "use stop_strings or eos_token_id, or leave the iteration over stream()",
@@ -595,6 +595,6 @@ ARGUMENTS: Final[Mapping[str, str]] = {
 
 
 def keywords_of(field: str) -> str:
-    """Names the keywords that set a field of `Options` or `RowOptions`, for messages; `field` itself if none does."""
+    """Returns the keywords that set a field of `Options` or `RowOptions`, for messages. `field` itself if none does."""
     found = [option.keyword for option in OPTIONS if field in option.sets] or [field]
     return " or ".join([", ".join(found[:-1]), found[-1]]) if len(found) > 1 else found[0]

@@ -1,4 +1,4 @@
-"""Checks of single values, of columns with one value per prompt, and of token ids; every error names the option."""
+"""Checks single values, columns with one value per prompt, and token ids. Every error names the option."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from fastspec.errors import UnsupportedOption
 
 
 def is_array(value: Any) -> bool:
-    """True for a tensor, a NumPy array, or a column of a data frame (it has `__array__`); not a NumPy scalar."""
+    """True for a tensor, a NumPy array, or a column of a data frame (it has `__array__`). False for a NumPy scalar."""
     return isinstance(value, torch.Tensor) or (hasattr(value, "__array__") and not isinstance(value, np.generic))
 
 
 def is_list(value: Any) -> bool:
-    """True for a sequence other than text, and for an array with a dimension."""
+    """True for a sequence other than text, and for an array with at least one dimension."""
     if is_array(value):
         return bool(value.ndim if isinstance(value, torch.Tensor) else np.ndim(value))
     return isinstance(value, Sequence) and not isinstance(value, str | bytes)
 
 
 def listed(value: Any) -> list[Any]:
-    """Returns the values of an object for which `is_list` is true; those of an array as Python's own."""
+    """Returns a list of the values of an object for which `is_list` is true. Array elements become Python numbers."""
     if not is_array(value):
         return list(value)
     values: list[Any] = value.tolist() if isinstance(value, torch.Tensor) else np.asarray(value).tolist()
@@ -33,8 +33,8 @@ def listed(value: Any) -> list[Any]:
 
 
 def scalar(value: Any) -> Any:
-    """Converts an array of one value or a NumPy scalar to Python's own number; returns anything else unchanged."""
-    if isinstance(value, np.bool_ | np.integer | np.floating):  # item() leaves some wide floats as they are
+    """Converts an array of one value or a NumPy scalar to a Python number. Returns anything else unchanged."""
+    if isinstance(value, np.bool_ | np.integer | np.floating):  # item() does not convert some wide floats
         return (bool if isinstance(value, np.bool_) else int if isinstance(value, np.integer) else float)(value)
     if isinstance(value, torch.Tensor):
         return value.item() if value.numel() == 1 else value
@@ -50,14 +50,22 @@ def column(name: str, value: Any, num_rows: int) -> list[Any]:
 
 
 def per_row(name: str, values: list[Any], num_rows: int, of: str = "prompts") -> list[Any]:
-    """Returns `values` if there are `num_rows` of them; else raises ValueError."""
+    """Returns `values` if there are `num_rows` of them.
+
+    Raises:
+        ValueError: another number of values.
+    """
     if len(values) != num_rows:
         raise ValueError(f"{name} has {len(values)} values for {num_rows} {of}; give one value, or one per prompt")
     return values
 
 
 def whole(name: str, value: Any, *, low: int, high: int | None = None) -> int:
-    """Returns a whole number in low..high; else raises ValueError."""
+    """Returns a whole number in low..high.
+
+    Raises:
+        ValueError: any other value.
+    """
     value = scalar(value)
     if isinstance(value, bool) or not isinstance(value, int) or value < low or (high is not None and value > high):
         limit = f"at least {low}" if high is None else f"between {low} and {high}"
@@ -66,7 +74,11 @@ def whole(name: str, value: Any, *, low: int, high: int | None = None) -> int:
 
 
 def flag(name: str, value: Any) -> bool:
-    """Returns a bool; None is False; else raises ValueError."""
+    """Returns a bool. None gives False.
+
+    Raises:
+        ValueError: any other value.
+    """
     value = scalar(value)
     if value is not None and not isinstance(value, bool):
         raise ValueError(f"{name} must be True or False, got {value!r}")
@@ -74,7 +86,11 @@ def flag(name: str, value: Any) -> bool:
 
 
 def real(name: str, value: Any, default: float, *, low: float, high: float = math.inf) -> float:
-    """Returns a finite number in low..high; None is the default; else raises ValueError."""
+    """Returns a finite number in low..high. None gives the default.
+
+    Raises:
+        ValueError: any other value.
+    """
     value = scalar(value)
     if value is None:
         return default
@@ -85,7 +101,7 @@ def real(name: str, value: Any, default: float, *, low: float, high: float = mat
 
 
 def token_ids(name: str, value: Any, vocab_size: int) -> tuple[int, ...]:
-    """Returns ids below vocab_size, each once, ascending; None gives ()."""
+    """Returns ids below vocab_size, each once, ascending. None gives ()."""
     if value is None:
         return ()
     if not is_list(value) and not isinstance(value, set | frozenset):
@@ -94,7 +110,7 @@ def token_ids(name: str, value: Any, vocab_size: int) -> tuple[int, ...]:
 
 
 def id_columns(name: str, value: Any, num_rows: int, vocab_size: int) -> list[tuple[int, ...] | None]:
-    """Token ids for each prompt, of one list for all or a list of lists (or None) with one per prompt."""
+    """Returns the token ids of each prompt. `value` is one list for all, or a list of one list (or None) per prompt."""
     if value is None:
         return [None] * num_rows
     if is_list(value) and any(is_list(one) or one is None for one in listed(value)):
@@ -104,7 +120,7 @@ def id_columns(name: str, value: Any, num_rows: int, vocab_size: int) -> list[tu
 
 
 def single_words(name: str, value: Any, num_rows: int, vocab_size: int) -> list[tuple[int, ...]]:
-    """Reads transformers' list of lists of one id, or one such list per prompt; returns the ids of each prompt.
+    """Reads transformers' list of one-id lists, or one such list per prompt. Returns the ids of each prompt.
 
     Raises:
         UnsupportedOption: a word of several ids.
@@ -134,7 +150,7 @@ def _only(name: str, word: Any) -> Any:
 
 
 def biases(name: str, value: Any, num_rows: int, vocab_size: int) -> list[dict[int, float]]:
-    """Reads one dict of biases, or one (or None) per prompt; returns a dict for each prompt."""
+    """Reads one dict of biases, or one dict (or None) per prompt. Returns a dict for each prompt."""
     rows = [value] * num_rows if value is None or isinstance(value, Mapping) else column(name, value, num_rows)
     return [_bias(name, row, vocab_size) for row in rows]
 
@@ -155,7 +171,7 @@ def _shift(name: str, value: Any) -> float:
 
 
 def sequence_biases(name: str, value: Any, vocab_size: int) -> dict[int, float]:
-    """Reads transformers' `sequence_bias`, [[[id], bias], ...] or {(id,): bias}; returns biases by id."""
+    """Reads transformers' `sequence_bias`, [[[id], bias], ...] or {(id,): bias}. Returns biases by id."""
     if value is None:
         return {}
     pairs = list(value.items()) if isinstance(value, Mapping) else listed(value) if is_list(value) else value

@@ -1,1 +1,1 @@
-"""fastspec inside other frameworks."""
+"""Integrations of fastspec into other frameworks."""

@@ -1,7 +1,7 @@
-"""Continues many prompts on many machines by Ray: a class for `Dataset.map_batches`. Needs Ray.
+"""Continues many prompts on many machines with Ray Data: a class for `Dataset.map_batches`. Needs Ray.
 
-A replica is one generator on one GPU, or on CPUs. Ray starts the replicas, gives them batches and shows progress. It
-gives the batch of a dead replica to another one. Replicas are independent.
+A replica is one generator on one GPU, or on CPUs. Ray starts the replicas, sends them batches and shows progress. If a
+replica dies, Ray sends its batch to another one. Replicas are independent.
 """
 
 from __future__ import annotations
@@ -24,25 +24,24 @@ _ADDED = frozenset(
 
 
 class Generate:
-    """Continues the prompt of every row of a batch; for `ray.data.Dataset.map_batches`, format "numpy".
+    """Continues the prompt of every row of a batch. For `ray.data.Dataset.map_batches`, batch format "numpy".
 
-    Added columns, one value a row: `generated_text` (where there is a tokenizer), `generated_ids` (the new tokens),
-    `finish_reason` ("stop", "length", or "error" where no token could be chosen), and the counts `new_tokens`,
-    `target_steps`, `drafted`, `accepted`; with the option `logprobs` also `logprobs`, those of the new tokens.
+    Adds these columns, one value per row: `generated_text` (if there is a tokenizer), `generated_ids` (the new tokens),
+    `finish_reason` ("stop", "length", or "error" if no token could be chosen), and the counts `new_tokens`,
+    `target_steps`, `drafted`, `accepted`. With the option `logprobs` also `logprobs` of the new tokens.
 
     Args:
         target, draft: directories or Hub ids that every machine can read.
-        prompt_column: column of texts; or of lists of token ids.
-        option_columns: columns that hold a generation option's value for each row, by the option's name: `seed`,
-            `temperature` and so on.
+        prompt_column: column with the prompts: texts, or lists of token ids.
+        option_columns: columns with values of generation options, named as the option: `seed`, `temperature` and so on.
         options: generation options of all rows.
         generator_options: arguments of `FastSpecGenerator`. `max_batch_size` should be the size of Ray's batches, or a
             divisor of it.
 
     Raises:
-        UnsupportedOption: an option that `generate` does not know, or one that is given twice.
+        UnsupportedOption: an option that `generate` does not have, or one that is given twice.
         KeyError: a batch without one of these columns.
-        ValueError: a batch with a column of an added one's name, or a prompt that is neither text nor ids.
+        ValueError: a batch already has a column with the name of an added one, or a prompt is neither text nor ids.
     """
 
     def __init__(
@@ -84,7 +83,7 @@ class Generate:
         return {**batch, **added}
 
     def _check_free(self, batch: Columns) -> None:
-        """Refuses a batch with a column that the results would replace."""
+        """Refuses a batch that already has a column with the name of a result."""
         added = _ADDED if self._options.get("logprobs") in (None, False) else {*_ADDED, "logprobs"}
         if taken := sorted(added & batch.keys()):
             raise ValueError(
@@ -137,7 +136,7 @@ def _plain(value: Any) -> Any:
 
 
 def _objects(values: Sequence[Any]) -> Any:
-    """Creates a column of objects. NumPy would create a matrix from lists of equal length."""
+    """Creates a column of objects. From lists of equal length NumPy would create a matrix."""
     column = np.empty(len(values), dtype=object)
     for index, value in enumerate(values):
         column[index] = value

@@ -1,6 +1,6 @@
-"""OpenAI's protocol on many machines by Ray Serve. Needs Ray.
+"""Serves OpenAI's protocol on many machines with Ray Serve. Needs Ray.
 
-A replica is one generator on one GPU, or on CPUs, with the routes of `fastspec serve`. Ray's proxy gives requests to
+A replica is one generator on one GPU, or on CPUs, with the routes of `fastspec serve`. Ray's proxy sends requests to
 the replicas, checks their health and replaces dead ones. Replicas are independent.
 """
 
@@ -23,11 +23,11 @@ from fastspec.server.app import app_of
 from fastspec.server.service import Limits, Service
 from fastspec.shapes import FULL
 
-if TYPE_CHECKING:  # where Ray is not installed this file can be read all the same
+if TYPE_CHECKING:  # so that this file can be imported without Ray
     from ray.serve import Application
 
-REPLICA_HEADER = "Fastspec-Replica"  # of every answer: who gave it
-_DRAIN = 60.0  # seconds that the last answers of a replica may take, as with `fastspec serve`
+REPLICA_HEADER = "Fastspec-Replica"  # header of every answer with the name of the replica
+_DRAIN = 60.0  # seconds that a replica may take for its last answers, the same as in `fastspec serve`
 _OF_ONE_PROCESS = ("tensor_parallel", "draft_tensor_parallel")
 
 
@@ -45,16 +45,16 @@ def deployment(
 
     Args:
         target, draft: directories or Hub ids that every machine can read.
-        name: of the model, for clients. Default: the target's last directory, or its Hub id.
-        api_key: that clients must send. Ray keeps it in the clear among the deployment's arguments.
-        limits: of each replica: `body`, `tokens`, `requests`, `seconds`, as `--limit` of `fastspec serve`.
+        name: model name for clients. Default: the target's last directory, or its Hub id.
+        api_key: key that clients must send. Ray stores it unencrypted among the deployment's arguments.
+        limits: limits of each replica: `body`, `tokens`, `requests`, `seconds`, as in `--limit` of `fastspec serve`.
         generator_options: arguments of `FastSpecGenerator`.
-        **ray_options: arguments of `ray.serve.deployment`: `num_replicas`, `autoscaling_config` and so on. Where they
-            say nothing a replica gets one GPU (with the device "cpu": none), as many requests as `limits` let wait,
-            and a minute for its last answers once it is told to end.
+        **ray_options: arguments of `ray.serve.deployment`: `num_replicas`, `autoscaling_config` and so on. By default a
+            replica gets one GPU (none with device "cpu"), as many requests as `limits` allow to wait, and one minute to
+            complete its last answers.
 
     Raises:
-        UnsupportedOption, ValueError: an argument that a replica cannot have; nothing was started.
+        UnsupportedOption, ValueError: an argument that a replica cannot have. Nothing was started.
     """
     from ray import serve
 
@@ -65,7 +65,7 @@ def deployment(
     chosen = Limits(**(limits or {}))  # type: ignore[arg-type]
     actor = dict(ray_options.pop("ray_actor_options", None) or {})
     if str(options.get("device")) != "cpu":
-        actor.setdefault("num_gpus", 1)  # without one Ray would hide them all, and the replica run on CPUs
+        actor.setdefault("num_gpus", 1)  # without num_gpus Ray hides all GPUs, and the replica would run on the CPU
     if actor.get("num_gpus", 0) > 1:
         wrong = f"ray_actor_options num_gpus={actor['num_gpus']}: a replica runs on one GPU"
         raise UnsupportedOption(f"{wrong}; give it 1, and num_replicas more")
@@ -82,7 +82,7 @@ class Replica:
     """One generator and its routes. Ray creates it.
 
     Args:
-        target, draft, name, api_key, limits, options: as `deployment` has checked them.
+        target, draft, name, api_key, limits, options: arguments that `deployment` has checked.
     """
 
     def __init__(
@@ -99,29 +99,33 @@ class Replica:
         )
 
     async def __call__(self, request: Request) -> Response:
-        """Answers a request with the response of the routes."""
+        """Returns the response of the routes to a request."""
         return self._answer
 
     async def check_health(self) -> None:
-        """Raises an error if the generator cannot make steps. Ray calls it regularly and then replaces the replica."""
-        if not self._service.running:  # a probe would wait behind answers, and these tell their own errors
+        """Raises if the generator cannot make steps. Ray calls it regularly, and replaces the replica if it raises."""
+        # not while requests run: the check would wait for them, and they report errors themselves
+        if not self._service.running:
             await self._generator.submit([0], max_new_tokens=1)
 
     def __del__(self) -> None:
         """Closes the generator. Ray calls it after the last answers."""
-        if hasattr(self, "_generator"):  # it could be loaded
+        if hasattr(self, "_generator"):  # False if loading failed
             self._generator.close()
 
 
 class _Answer(Response):
-    """Response of the routes with the replica's name. Ray passes the connection, so events are sent at once."""
+    """Response of the routes, with the replica's name in a header.
+
+    Ray passes the connection, so events are sent at once.
+    """
 
     def __init__(self, app: ASGIApp, replica: str) -> None:
         super().__init__()
         self._app, self._header = app, (REPLICA_HEADER.lower().encode(), replica.encode())
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Runs the application, and adds the header to its answer."""
+        """Runs the application and adds the header to its response."""
 
         async def signed(message: Message) -> None:
             if message["type"] == "http.response.start":

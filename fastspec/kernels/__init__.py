@@ -1,1 +1,1 @@
-"""Every op of a step: the interface (`ops.py`), the torch definitions (`reference/`) and the Triton kernels."""
+"""The operations of a step: their interface (`ops.py`), definitions in torch (`reference/`) and Triton kernels."""

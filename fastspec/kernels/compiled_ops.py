@@ -1,11 +1,11 @@
-"""The ops of passes that torch.compile takes as one graph, and functions that are compiled once per set of shapes.
+"""Ops for passes that torch.compile compiles as one graph, and functions that are compiled once per set of shapes.
 
 Norms, activations, products and the largest logit are the torch definitions of `reference`. The compiler fuses the
-operations around a product, and leaves the product to cuBLAS. Attention stays one kernel, registered as
-`fastspec::attend`. That op declares which tensors it writes: so it breaks no graph, and no cache is copied. Ops outside
+operations around a product, and calls cuBLAS for the product. Attention is one kernel, registered as
+`fastspec::attend`. That op declares which tensors it writes, so it breaks no graph and no cache is copied. Ops outside
 of a model's passes are not compiled.
 
-The compiler chooses kernels by shape, and fuses in fp32. So a row's bits depend on the rows beside it.
+The compiler chooses kernels by shape, and fuses in fp32. So a row's bits depend on the number of rows in the pass.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from fastspec.kernels.reference.attention import AttendCall
 from fastspec.shapes import KEY_BLOCK, AttentionRule
 
 INDUCTOR = "inductor"
-MAX_QUERIES = 17  # most tokens of a row in a step's pass: max_drafts and one
+MAX_QUERIES = 17  # largest number of tokens of a row in a step's pass: max_drafts + 1
 # ops that are not part of a compiled pass
 OUTSIDE = (
     *("feed_rows", "verify_commit", "sampled_commit", "sampled_draw", "commit", "publish"),
@@ -38,7 +38,7 @@ OUTSIDE = (
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Work area of one model's attention; fields as in `dispatch.AttendWork`. Unused tensors are empty."""
+    """Work area of one model's attention; the fields are those of `dispatch.AttendWork`. Unused tensors are empty."""
 
     split_keys: int
     counters: Tensor
@@ -63,14 +63,14 @@ def attend_op(
     sizes: Sequence[int],
     factors: Sequence[float],
 ) -> Tensor:
-    """`reference.attend` as an op of torch. It has no `num_blocks`, which would be compiled in as a constant.
+    """Registers `reference.attend` as an op of torch. It has no `num_blocks`, which would be compiled as a constant.
 
     On CUDA a launch covers the whole table, and the kernels find the newest position themselves. On other devices the
     newest position is read from the tensor.
 
     Args:
-        sizes: query heads, window, keys of a split. A window of 0 means none.
-        factors: scale of scores, softcap, epsilon of the norms. A softcap of 0 means none.
+        sizes: query heads, window, keys of a split. Window 0: none.
+        factors: scale of scores, softcap, epsilon of the norms. Softcap 0: none.
         others: the fields of `AttendCall`, and the tensors of `Work`.
     """
     (num_heads, window, split_keys), (scale, softcap, eps) = sizes, factors
@@ -98,12 +98,12 @@ def _attend_shape(qkv: Tensor, *tensors: Any) -> Tensor:
 
 
 class CompiledOps(Ops):
-    """Torch's definitions for the passes of models, which torch.compile takes. Outside of passes it has the given ops.
+    """Torch definitions for the passes of models, which torch.compile compiles. Outside of passes it uses other ops.
 
-    Weights stay row-major, and any number of rows is one product. So these ops require exact=False.
+    Weights stay row-major, and a product with any number of rows is one call. So these ops require exact=False.
 
     Args:
-        outside: the ops for everything that is not part of a pass.
+        outside: ops for everything that is not part of a model's pass.
     """
 
     name = "compiled"
@@ -118,7 +118,7 @@ class CompiledOps(Ops):
         self, device: torch.device, batch: int, max_queries: int, max_positions: int, heads: tuple[int, int, int]
     ) -> Work:
         work = self._outside.workspace(device, batch, max_queries, max_positions, heads)
-        if work is None:  # torch's own ops
+        if work is None:  # torch's own ops need no work area
             none = torch.empty(0, dtype=torch.int32, device=device)
             return Work(0, none, torch.empty(0, dtype=torch.float32, device=device))
         return Work(work.attend.split_keys, work.attend.counters, work.attend.partials)
@@ -126,7 +126,7 @@ class CompiledOps(Ops):
     @staticmethod
     @override
     def attend(call: AttendCall, work: Any = None) -> Tensor:
-        """Calls `attend_op`, which finds the bounds on blocks itself. Settings exclude 8-bit caches with these ops."""
+        """Calls `attend_op`, which finds the number of blocks itself. Settings refuse 8-bit caches with these ops."""
         q_norm, k_norm, eps = (None, None, 0.0) if call.norms is None else call.norms
         sizes = [call.num_heads, call.rule.window or 0, work.split_keys]
         factors = [call.rule.factor(call.keys.shape[-1]), call.rule.softcap or 0.0, eps]
@@ -138,14 +138,14 @@ class CompiledOps(Ops):
 
 
 class PerShape:
-    """A function of an object and of tensors, compiled as one graph for each set of shapes and strides.
+    """Function of an object and of tensors, compiled as one graph for each set of shapes and strides.
 
     The first call with new shapes compiles, which takes seconds to minutes. Later calls launch. Contents and addresses
-    of tensors do not matter. Torch's limit of recompilations counts for each set of shapes on its own.
+    of tensors do not matter. Torch's limit of recompilations applies to each set of shapes separately.
 
     Args:
         function: the function to compile. A graph break in it is an error. It may read attributes of the object.
-        backend: of torch.compile.
+        backend: backend of torch.compile.
     """
 
     def __init__(self, function: Callable[..., Tensor], backend: str | Callable[..., Any] = INDUCTOR) -> None:

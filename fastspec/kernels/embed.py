@@ -1,4 +1,4 @@
-"""Lookup of rows of the embedding.
+"""Looks up rows of the embedding table.
 
 | argument | shape, dtype                                | notes                            |
 |----------|---------------------------------------------|----------------------------------|
@@ -20,12 +20,12 @@ from fastspec.kernels.common.code_values import code_values, source_of
 from fastspec.kernels.common.launch import launch
 from fastspec.kernels.common.weights import Weight
 
-BLOCK, NUM_WARPS = 1024, 4  # columns per program: 16 bytes a thread
+BLOCK, NUM_WARPS = 1024, 4  # columns per CTA: a thread copies 16 bytes
 
 
 @triton.jit
 def place_of(token, column, width, PACKED: tl.constexpr):
-    """Offsets, int64, of columns of the row `token` in a table [V, width]. PACKED is the layout of `packing`."""
+    """Returns offsets (int64) of columns of row `token` in a table [V, width]. PACKED: the layout of `packing`."""
     if PACKED:
         at = token // 16 * 16 * width + token % 16 * 32 + column // 32 * 512 + column % 32
     else:
@@ -35,7 +35,7 @@ def place_of(token, column, width, PACKED: tl.constexpr):
 
 @triton.jit
 def _copy_row(weight_ptr, out_ptr, token, out_row, rows, width, PACKED: tl.constexpr, BLOCK: tl.constexpr):
-    """Copies columns program_id(1) * BLOCK.. of the table's row `token`."""
+    """Copies BLOCK columns of the table's row `token`, starting at program_id(1) * BLOCK."""
     token = tl.minimum(tl.maximum(token, 0), rows - 1).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     at = place_of(token, column, width, PACKED)
@@ -55,7 +55,8 @@ def _embed_kernel(
     PDL: tl.constexpr,
 ):
     if PDL:
-        # in this order: the kernel after the next may read the fed tokens before it waits (`attend` in dispatch.py)
+        # wait before the next kernel may start: the kernel after it reads the pass's tokens before its wait (`attend`
+        # in dispatch.py)
         gdc_wait()
         gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
@@ -76,7 +77,7 @@ def _embed_codes_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Looks up rows in a quantised table, as `_embed_kernel` does in other tables."""
+    """Looks up rows of a quantised table. `_embed_kernel` does it for other tables."""
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -89,10 +90,10 @@ def _embed_codes_kernel(
 
 
 def embed(weight: Weight, ids: Tensor) -> Tensor:
-    """Implements `Ops.embed` with a Triton kernel.
+    """Computes `Ops.embed` with a Triton kernel.
 
     Raises:
-        ValueError: a tensor is not as above.
+        ValueError: a shape, dtype or layout other than in the table above.
     """
     rows, width = weight.shape
     if not weight.data.is_contiguous():

@@ -1,31 +1,32 @@
-"""Exchange between the GPUs of one host, inside a captured step. Each rank writes into the memory of the others.
+"""Exchanges between the GPUs of one host inside a captured step. Each rank writes into the memory of the others.
 
     added:   out = round(residual + (x_0 + x_1 + ..  [+ bias]))     x_r: fp32 partial sums of rank r
-    gather:  out = x_0 | x_1 | ..                                   side by side in every row
-    largest: out = the id of the largest logit, by the keys of each rank's ids (`reference.keys_of`)
+    gather:  out = x_0 | x_1 | ..                                   joined in every row
+    largest: out = the id of the largest logit, from the keys of each rank's ids (`reference.keys_of`)
 
 | argument | shape, dtype                             | notes                                                    |
 |----------|------------------------------------------|----------------------------------------------------------|
-| x        | [M, N] of 4 bytes an element             | contiguous, at most `Room.elements` in all               |
+| x        | [M, N] fp32                              | contiguous, at most `Room.elements` in all               |
 |          | [PARTS, M, N] fp32, for `added` only     | split-K parts: added first, as a tree; 1, 2 or 4 of them |
+| keys     | [R] uint64, for `largest` only           | contiguous; a key counts as two elements                 |
 | residual | [M, N] bf16, fp16 or fp32                | None: the sum itself, in fp32                            |
 | bias     | [N], any float dtype                     | or None                                                  |
 
 Every rank adds the parts of all ranks as one binary tree, neighbours first. So all ranks get the same bits.
 
-Elements arrive without flags (the Lamport all-reduce of TensorRT-LLM). A place that nobody has written holds EMPTY, a
-NaN that is never sent. A reader polls a place until it holds another value, and then sets it to EMPTY again. So
-neither side waits for a flag. The place of an element depends only on its number.
+Elements arrive without flags (the Lamport all-reduce of TensorRT-LLM). A place to which nothing was sent holds EMPTY, a
+NaN that is never sent. A reader polls a place until it holds another value, and then sets it to EMPTY again. So no side
+waits for a flag. The place of an element depends only on its number.
 
-Exchanges of a block of BLOCK elements use the two halves of the room in turn. Rank A writes to a half of rank B again
-two exchanges later. By then A has waited for B's push of the exchange between them. B emptied the half before that
-push. So A overwrites nothing that B still reads.
+Exchanges of a block of BLOCK elements use the two halves of the room in turn. Rank A writes to the same half of rank B
+again two exchanges later. By then A has received B's data of the exchange in between. B emptied the half before it sent
+that data. So A overwrites nothing that B still reads.
 
 A large sum is two-shot: one rank adds each block, and sends the sum to the others in 16 bits. A small sum is one-shot:
 every rank gets the parts of all ranks. In both cases no rank ends an exchange of a block before all others have begun
 it; the two halves of the room rely on that.
 
-A program that waits for longer than LIMIT stops the device with an error. So no kernel waits for ever.
+A CTA that waits for longer than LIMIT stops the device with an error. So no kernel waits for ever.
 """
 
 from __future__ import annotations
@@ -43,14 +44,14 @@ NUM_WARPS = 4
 def exchange_added(
     x: Tensor, bias: Tensor | None, residual: Tensor | None, room: Room, least: int | None = None
 ) -> Tensor:
-    """Computes round(residual + (sum over ranks of x [+ bias])); without a residual the sum in fp32.
+    """Computes round(residual + (sum over ranks of x [+ bias])). Without a residual: the sum, in fp32.
 
     Args:
-        x: fp32, shape of residual. It may have an axis of 1, 2 or 4 split-K parts in front, which are added as a tree.
+        x: fp32, with residual's shape. It may have one more leading axis of 1, 2 or 4 split-K parts, added as a tree.
         bias: [N], or None.
         residual: [M, N], or None.
-        room: memory of the ranks.
-        least: elements from which a sum with a residual of 16 bits is two-shot. Default: TWO_SHOT.
+        room: shared memory of the ranks.
+        least: number of elements from which a sum with a 16-bit residual is two-shot. Default: TWO_SHOT.
 
     Raises:
         ValueError: x is not contiguous fp32, or is larger than the room.
@@ -76,7 +77,7 @@ def exchange_added(
 
 
 def exchange_gather(x: Tensor, room: Room) -> Tensor:
-    """Joins x [..., W] of all ranks in every row: [..., size * W].
+    """Joins x [..., W] fp32 of all ranks along the last axis: [..., size * W].
 
     Raises:
         ValueError: x is not contiguous fp32, or is larger than the room.
@@ -88,13 +89,13 @@ def exchange_gather(x: Tensor, room: Room) -> Tensor:
 
 
 def exchange_largest(keys: Tensor, width: int, room: Room, out: Tensor) -> None:
-    """Writes the id of each row's largest logit to out int64 [R].
+    """Writes the id of each row's largest logit to `out`, int64 [R].
 
     Args:
-        keys: uint64 [R], this rank's keys of `reference.keys_of`.
-        width: ids of a rank.
-        room: memory of the ranks.
-        out: written.
+        keys: uint64 [R], the result of `reference.keys_of` on this rank.
+        width: number of ids of a rank.
+        room: shared memory of the ranks.
+        out: output.
 
     Raises:
         ValueError: keys are not contiguous uint64, or do not fit in the room.

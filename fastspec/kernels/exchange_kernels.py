@@ -18,7 +18,7 @@ _OTHER_NAN, _OTHER_NAN_16 = tl.constexpr(0x7FFFFFFF), tl.constexpr(0x7FFF)
 
 @triton.jit
 def _lying(buffers_ptr, rank, dtype: tl.constexpr):
-    """Address of a rank's buffers. It is a multiple of 16 bytes, so the compiler moves 16 bytes at once."""
+    """Returns the address of a rank's buffers. It is a multiple of 16 bytes, so the compiler moves 16 bytes at once."""
     return tl.multiple_of(tl.load(buffers_ptr + rank).to(tl.pointer_type(dtype)), 16)
 
 
@@ -76,10 +76,12 @@ def push(
     value, at, there, room, first, elements,
     RANK: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, COUNT: tl.constexpr,
 ):  # fmt: skip
-    """Sends COUNT blocks from `first` on to all other ranks. `at` are their places in the room.
+    """Sends COUNT blocks, starting at block `first`, to all other ranks.
+
+    `at` are the places of the elements in the room.
 
     Returns:
-        Where the other ranks' blocks arrive in this rank's room, rank by rank; with several blocks, for each element.
+        Addresses where the blocks of the other ranks arrive in this rank's room, rank by rank.
     """
     buffers_ptr, turns_ptr = room
     turns = ()
@@ -94,7 +96,7 @@ def push(
         if peer != RANK:
             theirs = _lying(buffers_ptr, peer, tl.int32)
             tl.store(theirs + (half + RANK * elements.to(tl.int64)) + at, bits, mask=there)
-    tl.debug_barrier()  # every thread has read the turns
+    tl.debug_barrier()  # every thread has read the exchange counters
     for i in tl.static_range(COUNT):
         tl.store(turns_ptr + first + i, 1 - turns[i])
     return _lying(buffers_ptr, RANK, tl.int32) + half
@@ -108,7 +110,7 @@ def _pushed(mine, at, there, elements, limit, rank: tl.constexpr):
 
 @triton.jit
 def sum_ranks(own, mine, at, there, elements, limit, FIRST: tl.constexpr, COUNT: tl.constexpr, RANK: tl.constexpr):
-    """Adds the parts of COUNT ranks from FIRST on as a tree; COUNT is 1, 2, 4 or 8."""
+    """Adds the parts of COUNT ranks, starting at rank FIRST, as a tree; COUNT is 1, 2, 4 or 8."""
     if COUNT == 1:
         if FIRST == RANK:
             return own
@@ -122,7 +124,7 @@ def sum_ranks(own, mine, at, there, elements, limit, FIRST: tl.constexpr, COUNT:
 
 @triton.jit
 def _sum_parts(x_ptr, at, there, count, FIRST: tl.constexpr, COUNT: tl.constexpr):
-    """Adds COUNT split-K parts from FIRST on as a tree; COUNT is 1, 2 or 4."""
+    """Adds COUNT split-K parts, starting at part FIRST, as a tree; COUNT is 1, 2 or 4."""
     if COUNT == 1:
         return tl.load(x_ptr + (FIRST * count.to(tl.int64) + at), mask=there, other=0.0)
     else:
@@ -133,7 +135,7 @@ def _sum_parts(x_ptr, at, there, count, FIRST: tl.constexpr, COUNT: tl.constexpr
 
 @triton.jit
 def _load_own(x_ptr, count, BLOCK: tl.constexpr, PDL: tl.constexpr, PARTS: tl.constexpr):
-    """Waits until x is written. Returns the places of a block, the mask of those in x, and this rank's values."""
+    """Waits until x is written. Returns places of a block, a mask of those inside x, and this rank's values."""
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -143,7 +145,7 @@ def _load_own(x_ptr, count, BLOCK: tl.constexpr, PDL: tl.constexpr, PARTS: tl.co
 
 @triton.jit
 def _load_addends(bias_ptr, residual_ptr, at, there, width):
-    """Loads bias and residual of a block before the wait. They do not depend on other ranks."""
+    """Loads bias and residual of a block before the wait, because they do not depend on other ranks."""
     bias, residual = 0.0, 0.0
     if bias_ptr is not None:
         bias = tl.load(bias_ptr + at % width, mask=there, other=0.0).to(tl.float32)
@@ -171,7 +173,7 @@ def _one_shot_kernel(
 
 @triton.jit
 def _narrow(room_ptr, at, BLOCK: tl.constexpr):
-    """Address of a block's 16-bit results: the start of the place of its own fp32 elements."""
+    """Returns the address of a block's 16-bit results: the start of the place of its own fp32 elements."""
     first = tl.program_id(0) * BLOCK
     return (room_ptr + first).to(tl.pointer_type(tl.int16)) + (at - first)
 
@@ -214,7 +216,7 @@ def _two_shot_kernel(
     x_ptr, bias_ptr, residual_ptr, out_ptr, room, count, width, elements, limit,
     RANK: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Adds one block two-shot. The block's number decides which rank adds all parts and sends the rounded sum."""
+    """Adds one block two-shot. The block's number determines which rank adds all parts and sends the rounded sum."""
     at, there, own = _load_own(x_ptr, count, BLOCK, PDL, PARTS)
     buffers_ptr, turns_ptr = room
     pid = tl.program_id(0)
@@ -228,7 +230,7 @@ def _two_shot_kernel(
         )  # fmt: skip
     else:
         _send_block(own, at, there, out_ptr, buffers_ptr, owner, half, elements, limit, RANK, BLOCK)
-    tl.debug_barrier()  # every thread has read the turn
+    tl.debug_barrier()  # every thread has read the exchange counter
     tl.store(turns_ptr + pid, 1 - turn)
 
 

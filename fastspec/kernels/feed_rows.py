@@ -1,4 +1,4 @@
-"""The tokens of a pass, built from the state in one launch: ids, positions, and the mask of stored K/V.
+"""Builds the tokens of a pass from the state in one launch: ids, positions, and the mask of stored K/V.
 
     position[b, i] = lengths[b] + first + i
     id[b, i]       = tokens[b, position]  below lengths[b],  draft_tokens[b, position - lengths[b]]  from there on
@@ -32,7 +32,7 @@ def fed(
     lengths_ptr,
     finish_ptr,
     drafts_ptr,
-    counts_ptr,  # None: the pass is not the first of a draft
+    counts_ptr,  # None: the pass is not the first one of a draft
     tokens_stride,
     tokens_width,
     drafts_stride,
@@ -41,12 +41,12 @@ def fed(
     vocab,
     num_drafts,
 ):
-    """Computes id, position and write mask of token `query`, a scalar or a block, of one row."""
+    """Computes id, position and write mask of token `query` (a scalar or a block) of one row."""
     length = tl.load(lengths_ptr + row)
     running = tl.load(finish_ptr + row) == 0
     position = length + first + query
     known = first + query < 0
-    # every valid length is in range; lengths are data, so they are clamped all the same
+    # valid lengths are in range; clamped because the kernel cannot check these values
     at = tl.minimum(tl.maximum(position, 0), tokens_width - 1)
     token = tl.load(tokens_ptr + row * tokens_stride + at, mask=known & in_range, other=0)
     draft = tl.load(drafts_ptr + row * drafts_stride + first + query, mask=(first + query >= 0) & in_range, other=0)
@@ -60,8 +60,8 @@ def fed(
 
 @triton.jit
 def count_drafts(row, lengths_ptr, counts_ptr, limit, num_drafts):
-    """Stores the number of a row's drafts that count. The last needs position lengths + count - 2 below `limit`."""
-    room = limit - tl.load(lengths_ptr + row) + 1  # in this order in 64 bits
+    """Stores how many of a row's drafts fit. The last one is read at position lengths + count - 2, below `limit`."""
+    room = limit - tl.load(lengths_ptr + row) + 1  # computed in this order to stay in 64 bits
     tl.store(counts_ptr + row, tl.minimum(tl.maximum(room, 0), num_drafts))
 
 
@@ -130,14 +130,14 @@ def feed_rows(
     draft_counts: Tensor | None = None,
     num_drafts: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Implements `Ops.feed_rows` with a Triton kernel.
+    """Computes `Ops.feed_rows` with a Triton kernel.
 
     Raises:
-        ValueError: a tensor's rows are not contiguous, or there are fewer drafts than the pass feeds.
+        ValueError: a tensor's rows are not contiguous, or `draft_tokens` has fewer columns than the pass reads.
     """
     check_feed(tokens, lengths, finish, draft_tokens, draft_counts, first + queries)
     batch, device = lengths.shape[0], lengths.device
-    # torch uses them as indices of tables, also while kernels only compile
+    # new_ids: torch uses them as indices of tables, also within `compiling()`
     ids, positions = (new_ids(batch * queries, device).view(batch, queries) for _ in range(2))
     write_mask = torch.empty(batch, queries, dtype=torch.bool, device=device)
     launch(

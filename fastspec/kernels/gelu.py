@@ -1,4 +1,4 @@
-"""gelu(gate) * up of a fused product, in one launch, for products that do not compute it themselves.
+"""gelu(gate) * up in one launch, for products that do not compute it themselves.
 
 | argument | shape, dtype                       | notes                                      |
 |----------|------------------------------------|--------------------------------------------|
@@ -40,11 +40,11 @@ def _gelu_kernel(
 
 
 def gelu_tanh_mul(gate_up: Tensor, *, interleaved: bool = False) -> Tensor:
-    """Implements `Ops.gelu_tanh_mul` with a Triton kernel. The formula is computed in fp32.
+    """Computes `Ops.gelu_tanh_mul` with a Triton kernel, in fp32.
 
     Args:
         gate_up: [..., 2 I].
-        interleaved: columns are 8 of the gate, then 8 of up, in the order of a packed gated weight's rows.
+        interleaved: True if columns are 8 of the gate, then 8 of up, in the order of a packed gated weight's rows.
     """
     width = gate_up.shape[-1] // 2
     rows = gate_up.reshape(-1, 2 * width).contiguous()

@@ -1,4 +1,4 @@
-"""`Gpu`: the facts about a device that launches and plans depend on. All tests of a compute capability are here.
+"""`Gpu`: properties of a device on which launches and plans depend. Only this file compares compute capabilities.
 
 Importing this module needs neither Triton nor CUDA.
 """
@@ -11,22 +11,22 @@ from typing import Final
 
 import torch
 
-FP8_FROM: Final = (8, 9)  # the first compute capability whose kernels read e4m3
+FP8_FROM: Final = (8, 9)  # first compute capability whose kernels read e4m3
 MEASURED: Final = frozenset({(9, 0)})  # compute capabilities on which plans were measured
 # compute capabilities with more than 99 KiB of shared memory for one CTA (CUDA programming guide)
 ROOMY: Final = frozenset({(8, 0), (9, 0), (10, 0), (10, 3)})
-# tokens of a pass over a prompt, by compute capability, from which one kernel multiplies packed weights of 16 bits
+# by compute capability: smallest prefill pass, in tokens, from which on one kernel multiplies packed 16-bit weights
 SAME_BITS_FROM: Final = {(9, 0): 64}
-SAME_BITS_ELSEWHERE: Final = 256  # smaller passes were not compared on other GPUs
+SAME_BITS_ELSEWHERE: Final = 256  # the same for other GPUs, on which smaller passes were not compared
 
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """A device as plans see it.
+    """Properties of a device that plans use.
 
     Attributes:
-        capability: compute capability of CUDA; (0, 0) of other devices.
-        sms: streaming multiprocessors.
+        capability: compute capability of CUDA; (0, 0) for other devices.
+        sms: number of streaming multiprocessors.
     """
 
     capability: tuple[int, int]
@@ -34,17 +34,17 @@ class Gpu:
 
     @property
     def usable(self) -> bool:
-        """True if torch's kernels run: sm_70 on."""
+        """True if torch's kernels run: from sm_70 on."""
         return self.capability >= (7, 0)
 
     @property
     def supported(self) -> bool:
-        """True if the packed products run, which copy asynchronously: sm_80 on."""
+        """True if the packed products run. They need asynchronous copies: from sm_80 on."""
         return self.capability >= (8, 0)
 
     @property
     def measured(self) -> bool:
-        """True if plans were measured on a GPU of this capability."""
+        """True if plans were measured on a GPU with this capability."""
         return self.capability in MEASURED
 
     @property
@@ -54,12 +54,12 @@ class Gpu:
 
     @property
     def pdl(self) -> bool:
-        """True if a kernel may start before its predecessor ends (programmatic dependent launch): sm_90 on."""
+        """True if a kernel may start before the previous one ends (programmatic dependent launch): from sm_90 on."""
         return self.capability >= (9, 0)
 
     @property
     def hopper(self) -> bool:
-        """True if kernels multiply by warp groups (wgmma) and copy by TMA as on sm_90, which alone has both."""
+        """True for sm_90: kernels may use wgmma and TMA."""
         return self.capability == (9, 0)
 
     @property
@@ -69,31 +69,31 @@ class Gpu:
 
     @property
     def same_bits_from(self) -> int:
-        """Tokens from which passes over prompts sum products with packed weights of 16 bits in one order."""
+        """Smallest prefill pass, in tokens, from which on products with packed 16-bit weights sum in one order."""
         return SAME_BITS_FROM.get(self.capability, SAME_BITS_ELSEWHERE)
 
 
 def gpu_of(device: torch.device) -> Gpu:
-    """The record of a device; ((0, 0), 1) off CUDA."""
+    """Returns the properties of a device. ((0, 0), 1) for a device other than CUDA."""
     if device.type != "cuda":
         return Gpu((0, 0), 1)
     return Gpu(torch.cuda.get_device_capability(device), multiprocessors(device))
 
 
 def generation_of(device: torch.device) -> Gpu:
-    """The record of a device without its number of SMs, for questions about its capability alone."""
+    """Returns the properties of a device without its number of SMs, where only the capability matters."""
     return Gpu(torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0), 0)
 
 
 @cache
 def multiprocessors(device: torch.device) -> int:
-    """Streaming multiprocessors of a CUDA device."""
+    """Returns the number of streaming multiprocessors of a CUDA device."""
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 @cache
 def shared_memory(device: torch.device) -> int:
-    """Bytes of shared memory that one program may have; 0 off CUDA, where nothing limits it."""
+    """Returns the bytes of shared memory that one CTA may have. 0 for other devices, which have no limit."""
     if device.type != "cuda":
         return 0
     import triton
@@ -104,11 +104,11 @@ def shared_memory(device: torch.device) -> int:
 
 @cache
 def has_pdl(device: torch.device) -> bool:
-    """`Gpu.pdl` of a device, for every launch."""
+    """Returns `Gpu.pdl` of a device. Cached, because every launch calls it."""
     return generation_of(device).pdl
 
 
 @cache
 def has_warp_groups(device: torch.device) -> bool:
-    """`Gpu.hopper` of a device, for every launch."""
+    """Returns `Gpu.hopper` of a device. Cached, because every launch calls it."""
     return generation_of(device).hopper

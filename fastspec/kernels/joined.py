@@ -1,13 +1,13 @@
-"""Input of a learned drafter's layer: a token's embedding and a hidden state, both normed, in one row.
+"""Input of a learned drafter's layer: the norm of a token's embedding and the norm of a hidden state, in one row.
 
 | argument | shape, dtype                          | notes                                                       |
 |----------|---------------------------------------|-------------------------------------------------------------|
 | table    | `Weight` [V, K], as rows or packed    | contiguous, x's dtype                                       |
 | ids      | [B, Q] int64                          | contiguous; clamped to the table                            |
 | x        | [B, Q, K] bf16, fp16 or fp32          | contiguous, K up to `norm.MAX_WIDTH`                        |
-| norms    | two of [K], x's dtype or fp32         | contiguous, both the same; of the embedding and of x        |
+| norms    | two of [K], x's dtype or fp32         | contiguous, same dtype; weights for the embedding and for x |
 
-One launch replaces four. A program norms the embedding or x of one row, with the same bits as norm.py.
+One launch replaces four. A CTA norms the embedding or x of one row, with the same bits as norm.py.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def _joined_kernel(
 ):
     """Norms one row of the table, or of x."""
     if PDL:
-        # in this order, as in `embed`: a pass begins here
+        # wait first, as in `embed`, because a pass begins with this kernel
         gdc_wait()
         gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
@@ -69,13 +69,13 @@ def _joined_kernel(
 def joined_norms(
     table: Weight, ids: Tensor, x: Tensor, norms: tuple[Tensor, Tensor], eps: float, *, x_first: bool = False
 ) -> Tensor:
-    """Implements `Ops.joined_norms` with a Triton kernel.
+    """Computes `Ops.joined_norms` with a Triton kernel.
 
     Args:
-        table, ids, x, norms, eps, x_first: as there; the table is not quantised.
+        table, ids, x, norms, eps, x_first: see `Ops.joined_norms`; the table is not quantised.
 
     Raises:
-        ValueError: a tensor is not as above.
+        ValueError: a shape, dtype or layout other than in the table above.
     """
     rows, width = table.shape
     if table.codes is not None or table.dtype != x.dtype or not table.data.is_contiguous() or width > MAX_WIDTH:

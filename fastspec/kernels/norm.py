@@ -5,7 +5,7 @@
 | x            | [..., K] bf16, fp16 or fp32           | any strides, K up to MAX_WIDTH                     |
 | weight, bias | [K], x's dtype or fp32, both the same | contiguous; see `reference.norm` for their meaning |
 
-A program has one row. The order of its sum depends only on K, so a row's bits do not depend on other rows.
+A CTA has one row. The order of its sum depends only on K, so a row's bits do not depend on other rows.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from fastspec.kernels.common.checks import told
 from fastspec.kernels.common.launch import launch
 
 MAX_WIDTH = 65536
-ELEMENTS = 512  # of a row per warp, with at most 16 warps
+ELEMENTS = 512  # elements of a row per warp, with at most 16 warps
 
 
 @triton.jit
@@ -110,15 +110,15 @@ def _warps(block: int) -> int:
 
 
 def norm(x: Tensor, weight: Tensor, eps: float, *, bias: Tensor | None = None, centred: bool = False) -> Tensor:
-    """Implements `Ops.norm` with a Triton kernel.
+    """Computes `Ops.norm` with a Triton kernel.
 
     Args:
-        x, weight, eps, bias, centred: as there.
+        x, weight, eps, bias, centred: see `Ops.norm`.
 
     Raises:
-        ValueError: a tensor is not as above.
+        ValueError: a shape, dtype or layout other than in the table above.
     """
-    width, x = x.shape[-1], x.contiguous()  # the last of several positions is a view
+    width, x = x.shape[-1], x.contiguous()  # the last of several positions is a view with strides
     if not 0 < width <= MAX_WIDTH or weight.shape != (width,) or not weight.is_contiguous():
         raise ValueError(
             f"x is {told(x)}, weight {told(weight)}; wanted [..., K] and contiguous [K], K up to {MAX_WIDTH}"
@@ -149,13 +149,13 @@ def norm(x: Tensor, weight: Tensor, eps: float, *, bias: Tensor | None = None, c
 def add_norm(
     added: Tensor, x: Tensor, weight: Tensor, next_weight: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor | None]:
-    """Implements `Ops.add_norm` with a Triton kernel.
+    """Computes `Ops.add_norm` with a Triton kernel.
 
     Args:
-        added, x, weight, next_weight, eps: as there.
+        added, x, weight, next_weight, eps: see `Ops.add_norm`.
 
     Raises:
-        ValueError: a tensor is not as above, or two of them do not fit each other.
+        ValueError: a shape, dtype or layout other than in the table above, or tensors that do not fit each other.
     """
     width, added, x = x.shape[-1], added.contiguous(), x.contiguous()
     if not 0 < width <= MAX_WIDTH or weight.shape != (width,) or added.shape != x.shape or added.dtype != x.dtype:

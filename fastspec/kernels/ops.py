@@ -1,4 +1,4 @@
-"""`Ops`: every computation of a step, in torch. A subclass overrides what it has a kernel for."""
+"""`Ops`: every computation of a step, in torch. A subclass overrides the ops for which it has kernels."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fastspec.kernels.common.weights import Format, Weight
 
 
 class Ops:
-    """The ops of a step. `reference` defines each op in torch: its signature, shapes and meaning.
+    """The ops of a step. Signature, shapes and meaning of an op are defined in `reference`, in torch.
 
     An override has the same parameters. Methods without a definition in `reference` describe an implementation: its
     weight formats, and the memory of its kernels.
@@ -29,7 +29,7 @@ class Ops:
 
     name = "torch"
 
-    # the passes of models
+    # ops of the models' passes
     feed_rows = staticmethod(reference.feed_rows)
     embed = staticmethod(reference.embed)
     norm = staticmethod(reference.norm)
@@ -51,7 +51,7 @@ class Ops:
     gated = staticmethod(reference.gated)
     argmax = staticmethod(reference.argmax)
 
-    # drafts and commits
+    # ops of drafting and verification
     verify_commit = staticmethod(reference.verify_commit)
     sampled_commit = staticmethod(reference.sampled_commit)
     sampled_draw = staticmethod(reference.sampled_draw)
@@ -59,12 +59,12 @@ class Ops:
     record_logprobs = staticmethod(reference.record_logprobs)
     publish = staticmethod(reference.publish)
 
-    # weights that are rounded when they are loaded
+    # ops that round weights while they are loaded
     pack_rounded = staticmethod(rounding.pack_rounded)
 
     @staticmethod
     def weight_format(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Format:
-        """The format of a weight (N, K) for `linear`, `argmax` and `embed`."""
+        """Returns the format in which `linear`, `argmax` and `embed` read a weight (N, K)."""
         return "rows"
 
     @staticmethod
@@ -76,8 +76,8 @@ class Ops:
         Args:
             shape: (N, K).
             kind: format and blocks of the codes.
-            dtype: of activations.
-            device: of the weight.
+            dtype: dtype of activations.
+            device: device of the weight.
         """
         return False
 
@@ -91,59 +91,62 @@ class Ops:
 
     @staticmethod
     def joins_shared(dtype: torch.dtype, hidden: int, device: torch.device) -> bool:
-        """True if a shared expert of the others' width is stored as the last one, and its gate as the last router row.
+        """True if a shared expert is stored as the last routed expert, and its gate as the last row of the router.
 
-        The router is then stored as rows. Otherwise the shared expert is an MLP of its own.
+        Both must have the same width. The router is then stored as rows. Otherwise the shared expert is a separate MLP.
         """
         return False
 
     def workspace(
         self, device: torch.device, batch: int, max_queries: int, max_positions: int, heads: tuple[int, int, int]
     ) -> Any:
-        """Memory for the passes of one model, for the parameter `work` of `attend` and `argmax`. Torch needs none.
+        """Allocates the parameter `work` of `attend` and `argmax` for one model. None for torch.
 
         Args:
-            device: of the model.
-            batch: most rows of a decoding pass.
-            max_queries: most tokens of a row in such a pass.
-            max_positions: positions of a row.
-            heads: (query heads, key heads, head_dim).
+            device: device of the model.
+            batch: largest number of rows of a decode pass.
+            max_queries: largest number of tokens of a row in such a pass.
+            max_positions: largest number of positions of a row.
+            heads: (query heads, KV heads, head_dim).
         """
         return None
 
     @staticmethod
     def workspace_bytes(batch: int, max_queries: int, max_positions: int, heads: tuple[int, int, int]) -> int:
-        """Bytes of `workspace`."""
+        """Returns the bytes of `workspace`."""
         return 0
 
     @staticmethod
     def commit_scratch(batch: int, max_drafts: int, device: torch.device) -> Any:
-        """Memory for the parameter `scratch` of `verify_commit`, `sampled_commit` and `commit`."""
+        """Allocates the parameter `scratch` of `verify_commit`, `sampled_commit` and `commit`."""
         return None
 
     @staticmethod
     def sampled_work(batch: int, max_drafts: int, vocab: int, device: torch.device) -> Any:
-        """Memory for the parameter `work` of `sampled_commit` and `sampled_draw`."""
+        """Allocates the parameter `work` of `sampled_commit` and `sampled_draw`."""
         return None
 
     @staticmethod
     def sampled_work_bytes(batch: int, max_drafts: int, vocab: int) -> int:
-        """Bytes of `sampled_work`."""
+        """Returns the bytes of `sampled_work`."""
         return 0
 
     @staticmethod
     def record_work(batch: int, max_drafts: int, vocab: int, device: torch.device) -> Any:
-        """Memory to record log-probabilities, for `Record.work`."""
+        """Allocates `Record.work`, for recording log-probabilities."""
         return None
 
     @staticmethod
     def record_work_bytes(batch: int, max_drafts: int, vocab: int) -> int:
-        """Bytes of `record_work`."""
+        """Returns the bytes of `record_work`."""
         return 0
 
     @staticmethod
     def compiling(executor: Executor | None = None) -> AbstractContextManager[None]:
-        """A context in which ops compute nothing, and `executor` compiles their kernels. Torch has none to compile."""
+        """Returns a context in which ops compute nothing, and `executor` compiles their kernels.
+
+        Torch has no kernels to compile.
+        """
         return nullcontext()
 
     @staticmethod
@@ -152,12 +155,12 @@ class Ops:
         return False
 
     def store(self, rows: Tensor, gated: bool) -> Weight:
-        """Makes the `Weight` of rows [N, K] in the wanted format. Gated: the first N/2 rows are the gate."""
+        """Makes a `Weight` of rows [N, K] in the format of `weight_format`. gated: the first N/2 rows are the gate."""
         form = self.weight_format((rows.shape[0], rows.shape[1]), rows.dtype, rows.device)
         return Weight.pack(rows, gated) if form == "packed" else Weight(rows)
 
     def replaced(self, **members: Callable[..., object] | str) -> Self:
-        """Copies these ops, with other functions in place of the named ops.
+        """Returns a copy of these ops in which the named ops are replaced.
 
         Raises:
             AttributeError: there is no op of that name.

@@ -20,9 +20,9 @@ from fastspec.kernels.common.launch import launch
 @triton.jit
 def _rotate_kernel(
     given,  # (q, k)
-    strides,  # of q by row, head and token, and of k
+    strides,  # strides of q by row, head and token, and those of k
     angles,  # (cos, sin)
-    steps,  # strides of cos by row and token, and of sin
+    steps,  # strides of cos by row and token, and those of sin
     rotated,  # (q, k) [B, Q, H, D], contiguous
     tokens,
     H: tl.constexpr,
@@ -66,10 +66,10 @@ def _rotate_head(at, cos, sin, to, half, inside, DIM: tl.constexpr):
 
 
 def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Implements `Ops.rotate` with a Triton kernel. The results are views of contiguous [B, Q, H, D].
+    """Computes `Ops.rotate` with a Triton kernel. The results are views of contiguous [B, Q, H, D].
 
     Args:
-        q, k, cos, sin: as there.
+        q, k, cos, sin: see `Ops.rotate`.
 
     Raises:
         ValueError: shapes or dtypes that do not fit each other.

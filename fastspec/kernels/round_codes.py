@@ -2,15 +2,15 @@
 
 | argument | shape, dtype                | notes                                                              |
 |----------|-----------------------------|--------------------------------------------------------------------|
-| values   | [N, K] bf16, fp16 or fp32   | contiguous; whole tiles, of a gated matrix the gate's rows first   |
-| halves   | int16 [N/16, K/C, 16, 32]   | written: words of `code_packing`, C = 64, of int4 128              |
-| scales   | fp32 [N, K / group]         | written: a group is a row of fp8 and int8                          |
-| part     | number                      | rows of a gate, or all                                             |
+| values   | [N, K] bf16, fp16 or fp32   | contiguous; whole tiles; a gated matrix has the gate's rows first  |
+| halves   | int16 [N/16, K/C, 16, 32]   | output: words of `code_packing`, C = 64; for int4 128              |
+| scales   | fp32 [N, K / group]         | output: for fp8 and int8 a group is a whole row                    |
+| part     | number                      | rows of the gate, or all rows                                      |
 | height   | number                      | rows of a tile that lie in one part: 8 or 16                       |
 | chunks   | number                      | K/C                                                                |
 
-A program of int4 has some groups in registers. A program of fp8 and int8 has some rows. It reads them once from DRAM,
-then from the caches: for the largest magnitude, for the squared errors of all tried scales, and for the codes.
+For int4 a CTA has some groups in registers. For fp8 and int8 it has some rows. It reads them once from DRAM, then from
+the caches: for the largest magnitude, for the squared errors of all tried scales, and for the codes.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from fastspec.kernels.common.launch import launch
 _TRIED = len(rounding.SHRINK)
 TRIED = tl.constexpr(_TRIED)
 LEAST = tl.constexpr(rounding.LEAST)
-WITHIN = 4096  # values of a program of groups
-ROWS, COLUMNS = 2, 1024  # of a program of rows: how many, and values of each at a time
+WITHIN = 4096  # values of a CTA of `round_groups_kernel`
+ROWS, COLUMNS = 2, 1024  # for `round_rows_kernel`: rows of a CTA, and values of each that it processes at a time
 
 
 @triton.jit
@@ -43,7 +43,7 @@ def _short(scales):
 
 @triton.jit
 def _shrunk(top, tried):
-    """Scales for the largest magnitude `top`, times SHRINK[tried], with the bits of `rounding`."""
+    """Returns scales for the largest magnitude `top`, times SHRINK[tried], with the bits of `rounding`."""
     none = tl.zeros_like(top)
     return _short(top * tl.div_rn(none + (40 - tried), none + 40.0))
 
@@ -56,7 +56,10 @@ def _divided(x, scales):
 
 @triton.jit
 def _nearest(quotient, FORM: tl.constexpr):
-    """Values of the nearest codes, in fp32. Adding 1.5 * 2^23 steps to a quotient rounds it to whole steps."""
+    """Returns the values of the nearest codes, in fp32.
+
+    Adding 1.5 * 2^23 steps to a quotient rounds it to whole steps.
+    """
     if FORM == "fp8":
         bounded = tl.minimum(tl.maximum(quotient, -448.0), 448.0)
         # steps are 2^-3 of a number's power of two, and 2^-9 below 2^-6
@@ -71,7 +74,7 @@ def _nearest(quotient, FORM: tl.constexpr):
 
 @triton.jit
 def _squares(x, scales, FORM: tl.constexpr, STEPS: tl.constexpr):
-    """Squared distances to the nearest codes, divided by the scale, in whole steps: int32."""
+    """Returns squared distances to the nearest codes, divided by the scale, in whole steps: int32."""
     quotient = x * tl.div_rn(tl.full(scales.shape, 1.0, tl.float32), scales)[:, None]
     apart = _nearest(quotient, FORM) - quotient
     # a number from 2^23 to 2^24 has whole numbers in its last bits
@@ -80,18 +83,21 @@ def _squares(x, scales, FORM: tl.constexpr, STEPS: tl.constexpr):
 
 @triton.jit
 def _errors(squares, scales, top):
-    """Error of each scale, from its sum of squares."""
+    """Returns the error of each scale, from its sum of squares."""
     share = tl.div_rn(scales, tl.maximum(top, LEAST))
     return squares.to(tl.float32) * (share * share)
 
 
 @triton.jit
 def _bits(quotient, FORM: tl.constexpr):
-    """Codes nearest to quotients, int32, as input of `_packed`. Bit 7 is a sign; int4 numbers have 8 added."""
+    """Returns the codes nearest to quotients, int32, as input of `_packed`.
+
+    Bit 7 is a sign; int4 numbers have 8 added.
+    """
     value = _nearest(quotient, FORM)
     if FORM == "fp8":
         size = tl.abs(value)
-        normal = (size.to(tl.int32, bitcast=True) >> 20) - 960  # another bias of the exponent
+        normal = (size.to(tl.int32, bitcast=True) >> 20) - 960  # changes the bias of the exponent
         code = tl.where(size < 0.015625, (size * 512.0).to(tl.int32), normal)
         return code | ((quotient.to(tl.int32, bitcast=True) >> 24) & 0x80)
     elif FORM == "int8":
@@ -217,7 +223,7 @@ def round_rows_kernel(
 
 
 def pack_rounded(place: PackedCodes, tile: int, rows: Tensor) -> Tensor:
-    """Implements `common.rounding.pack_rounded` with a Triton kernel."""
+    """Computes `common.rounding.pack_rounded` with a Triton kernel."""
     (n, k), form = rows.shape, place.kind.format
     group = place.group or k
     scales = torch.empty((n, k // group), dtype=torch.float32, device=rows.device)

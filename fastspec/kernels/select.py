@@ -1,4 +1,4 @@
-"""Choice of the ops for a device. Importing this module imports no Triton."""
+"""Chooses the ops for a device. Importing this module does not import Triton."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import torch
 
 from fastspec.kernels.ops import TORCH_OPS, Ops
 
-KERNELS: Final = "fastspec.kernels.triton_ops"  # imports every kernel
+KERNELS: Final = "fastspec.kernels.triton_ops"  # module that imports every kernel
 
 
 def ops_for(device: torch.device) -> Ops:
-    """Triton's ops on CUDA where Triton is installed, torch's elsewhere."""
+    """Returns Triton's ops for CUDA if Triton is installed, else torch's ops."""
     if device.type != "cuda" or find_spec("triton") is None:
         return TORCH_OPS
     from fastspec.kernels.triton_ops import TRITON_OPS
@@ -24,13 +24,13 @@ def ops_for(device: torch.device) -> Ops:
 
 
 def compilers(rank: int, ranks: int) -> AbstractContextManager[Executor | None]:
-    """The executor that compiles Triton's kernels; None without Triton.
+    """Returns the executor that compiles Triton's kernels. None without Triton.
 
-    It starts at once if this machine has compiled no kernel before.
+    If this machine has compiled no kernel before, its processes start at once.
 
     Args:
-        rank: of this process.
-        ranks: processes on this machine that share the work.
+        rank: number of this rank.
+        ranks: number of ranks on this machine that share the work.
     """
     if find_spec("triton") is None:
         return nullcontext()

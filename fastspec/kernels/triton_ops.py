@@ -1,4 +1,4 @@
-"""The ops as Triton kernels, for steps on CUDA."""
+"""Ops as Triton kernels, for steps on CUDA."""
 
 from __future__ import annotations
 
@@ -56,16 +56,16 @@ from fastspec.kernels.sampling.publish import publish
 from fastspec.kernels.sampling.sampled_commit import sampled_commit
 from fastspec.shapes import UNTILED, Tiling
 
-DECODE_ROWS = 64  # rows of a product; larger tilings belong to prompts
+DECODE_ROWS = 64  # largest number of rows of a step's product; larger tilings belong to prompts
 
 
 @dataclass(frozen=True, slots=True)
 class Workspace:
-    """Memory for the passes of one model. Every kernel restores its counters and keys before it ends.
+    """Work area for the passes of one model. Every kernel restores its counters and keys before it ends.
 
     Attributes:
-        attend: of `attend`.
-        argmax: int64 zeros, of `argmax`: one for each row and one more.
+        attend: work area of `attend`.
+        argmax: int64 zeros for `argmax`: one per row, plus one.
     """
 
     attend: AttendWork
@@ -73,7 +73,7 @@ class Workspace:
 
 
 class TritonOps(Ops):
-    """The ops with a Triton kernel; the others are torch's. Each wrapper has the signature of its op."""
+    """Ops with a Triton kernel; others are inherited from torch's. Each method has the signature of its op."""
 
     name = "triton"
 
@@ -139,7 +139,7 @@ class TritonOps(Ops):
     @override
     def attend(call: AttendCall, work: Any = None) -> Tensor:
         product = call.product
-        # codes of 8 bits want rows raised as well, which what regroups them does at no cost
+        # no regrouping for 8-bit codes: their rows must be raised as well, which the regrouping kernel does at no cost
         regroup = product is not None and not reads_raised(product) and runs_on_tma([product], call.positions.numel())
         return attend_paged(call, work.attend, regroup)
 
@@ -157,7 +157,7 @@ class TritonOps(Ops):
         gelu: bool = False,
         out_dtype: torch.dtype | None = None,
     ) -> Tensor:
-        """A product with a weight that `store` returned.
+        """Computes a product with a weight that `store` returned.
 
         | weight | rows | kernel |
         |---|---|---|
@@ -165,18 +165,18 @@ class TritonOps(Ops):
         | packed | of a prompt | `prefill_linear`: the same bits for any number of tokens |
         | quantised | up to MAX_ROWS, or of steps | `packed_linear`, which reads fewer bytes |
         | quantised | more, of a prompt | `prefill_quantised` |
-        | rows, 16 bits | of steps, or N < PACKED_ROWS | `tile_linear`: a library's bits may depend on rows |
-        | rows, fp32 | of steps | `tile_linear`: a library would pad to as many rows as a step may have |
-        | rows | others | a library's product |
+        | rows, 16 bits | of steps, or N < PACKED_ROWS | `tile_linear`: the bits of a library may depend on the number
+        of rows | | rows, fp32 | of steps | `tile_linear`: a library would need padding to the largest number of rows |
+        | rows | others | a product of a library |
 
         Raises:
-            RuntimeError: a library would multiply fp32 in tf32 where bits are promised.
+            RuntimeError: equal bits are required, but a library would multiply fp32 in tf32.
         """
         prompt = x.dim() == 3 and x.shape[1] > MAX_SPLIT_QUERIES
         if weight.format != "rows":
             rows, quantised = x.numel() // x.shape[-1], weight.format == "codes"
             prompt = prompt and not (quantised and rows <= MAX_ROWS)
-            # these products have no bias with a gate
+            # these products do not support a bias with a gate
             if prompt and (bias is None or not gated):
                 product = prefill_quantised if quantised else prefill_linear
                 if gelu and gated:
@@ -217,7 +217,7 @@ class TritonOps(Ops):
 
         Args:
             attended: [B, Q, H * D], or regrouped [B, Q, H * D / 64, 64].
-            others: as in `reference.layer_tail`.
+            others: see `reference.layer_tail`.
         """
         weights = [layer.o, layer.gate_up, layer.down, *([] if next_layer is None else [next_layer.qkv])]
         if x.shape[1] <= MAX_SPLIT_QUERIES and runs_on_tma(weights, x.shape[0] * x.shape[1]):
@@ -246,9 +246,9 @@ class TritonOps(Ops):
     def normed_logits(
         x: Tensor, weight: Tensor, eps: float, router: Weight, bias: Tensor | None, tiling: Tiling = UNTILED
     ) -> tuple[Tensor, Tensor]:
-        """Launches one kernel in steps. Rows of prompts are multiplied by tiles.
+        """Launches one kernel in steps. Rows of prompts are multiplied in tiles.
 
-        A row has the same bits beside any others, in steps and in prompts, so `tiling` is not read.
+        A row has the same bits in steps and in prompts, with any other rows. So `tiling` is not read.
         """
         if x.shape[1] <= MAX_SPLIT_QUERIES:
             return routers.normed_logits(x, weight, eps, router, bias)
@@ -269,12 +269,12 @@ class TritonOps(Ops):
     ) -> None:
         if weight.format != "rows":
             packed_argmax(x, weight, limit, work.argmax, norm=norm, pdl=has_pdl(x.device), out=out)
-        elif out.dtype == torch.uint64:  # the other kernel of an argmax writes no keys
+        elif out.dtype == torch.uint64:  # the other argmax kernel writes no keys
             logits = TritonOps.linear(x, weight, None, tiling, norm=norm, out_dtype=torch.float32)
             out.view(torch.int64).copy_(reference.keys_of(logits, limit))
         elif tiling.rows is None:
             reference.argmax(x, weight, limit, tiling, norm=norm, work=None, out=out)
-        else:  # `out` may be a column of the drafts, and that kernel writes ids side by side
+        else:  # `out` may be a column of the drafts, but that kernel writes contiguous ids
             out.copy_(tile_argmax(x, weight.data, limit, work.argmax, norm=norm, pdl=has_pdl(x.device)))
 
 

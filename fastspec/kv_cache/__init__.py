@@ -1,1 +1,1 @@
-"""Paged K/V storage: the host's page table and the device's pages."""
+"""Paged KV cache: the page table on the host and the pages on the device."""

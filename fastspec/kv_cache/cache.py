@@ -1,6 +1,6 @@
-"""K/V storage in pages.
+"""KV cache in pages.
 
-Position `p` of a row lives in page `block_table[row, p // page_size]` at offset `p % page_size`.
+Position `p` of a row is in page `block_table[row, p // page_size]` at offset `p % page_size`.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ class PagedKVCache:
     """Keys, values and recurrent states of the rows of one model.
 
     Attributes:
-        keys, values: [layers that attend, num_pages, page_size, num_kv_heads, head_dim] each, in the
-            model's dtype or in `FP8`.
+        keys, values: [layers with attention, num_pages, page_size, num_kv_heads, head_dim] each, in the model's dtype
+            or in `FP8`.
         states: states of the recurrent layers; None without such layers.
-        scales: scales of each layer with attention, of an fp8 cache. Empty: all are 1, or the cache is not fp8.
+        scales: scales of each layer with attention, for an fp8 cache. Empty: all are 1, or the cache is not fp8.
     """
 
     keys: Tensor
@@ -44,13 +44,13 @@ class PagedKVCache:
         states: StateCache | None = None,
         scales: tuple[KVScales, ...] = (),
     ) -> PagedKVCache:
-        """Allocates zeroed pages, beside the states that are there."""
+        """Allocates zeroed pages. `states` are kept as they are."""
         shape = (num_layers, num_pages, page_size, num_kv_heads, head_dim)
         keys, values = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
         return cls(keys, values, states, scales)
 
     def scales_of(self, layer: int) -> KVScales | None:
-        """The scales of one layer; None: none are known."""
+        """Returns the scales of one layer. None: it has none."""
         return self.scales[layer] if self.scales else None
 
     @property

@@ -1,18 +1,18 @@
-"""Host page table: which row owns which cache pages. Standard library only.
+"""Page table on the host: which row owns which pages of the KV cache. Standard library only.
 
-A page holds `page_size` consecutive positions of one row, for every layer of every model that shares the
-table (the draft and the target hold the same positions, so one table serves both).
+A page holds `page_size` consecutive positions of one row, for every layer of every model that uses the table. Draft and
+target hold the same positions, so one table serves both.
 
 | pages                 | owner                                                        |
 |-----------------------|--------------------------------------------------------------|
 | 0                     | no row: the trash page takes writes of padding and idle rows |
 | in `_owned[row]`      | that row, in the order of its positions; rows that begin     |
 |                       | with the same tokens may share their first pages             |
-| in `_kept`            | the prefix cache, besides the rows that have it              |
+| in `_kept`            | the prefix cache, and the rows that use the page             |
 | all others            | free                                                         |
 
-Pages have reference counts: a page is free again when the last row that has it is released, unless the prefix cache
-keeps it. A page that only the prefix cache has is idle: it is freed as soon as a row needs it.
+Pages have reference counts. A page becomes free when the last row that uses it is released, unless the prefix cache
+keeps it. A page that only the prefix cache keeps is idle: it is freed as soon as a row needs it.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ TRASH_PAGE = 0
 
 
 class PageTable:
-    """Hands whole pages to rows and takes them back.
+    """Gives whole pages to rows and takes them back.
 
     Args:
-        num_pages: pages in the cache, the trash page included (at least 2).
+        num_pages: pages in the cache, including the trash page; at least 2.
         page_size: positions per page.
-        order: the order in which free pages are handed out; any permutation of 1..num_pages-1.
-            Results never depend on it. Default: ascending.
+        order: order in which free pages are given out: a permutation of 1..num_pages-1. Results never depend on it.
+            Default: ascending.
     """
 
     def __init__(self, num_pages: int, page_size: int, order: Iterable[int] | None = None) -> None:
@@ -43,20 +43,20 @@ class PageTable:
             raise ValueError(f"order must be a permutation of 1..{num_pages - 1}, got {usable[:8]}...")
         self.num_pages = num_pages
         self.page_size = page_size
-        self._free = usable[::-1]  # a stack: pop() takes the first of `usable`
+        self._free = usable[::-1]  # a stack: pop() returns the first of `usable`
         self._owned: dict[Hashable, tuple[int, ...]] = {}
-        self._rows_of: Counter[int] = Counter()  # page -> rows that have it
+        self._rows_of: Counter[int] = Counter()  # page -> number of rows that use it
         self._kept: set[int] = set()
-        self._idle = 0  # pages that only the prefix cache has
+        self._idle = 0  # number of pages that only the prefix cache keeps
 
     @property
     def num_free(self) -> int:
-        """Pages that no row owns and the prefix cache does not keep."""
+        """Number of pages that no row owns and the prefix cache does not keep."""
         return len(self._free)
 
     @property
     def num_idle(self) -> int:
-        """Pages that only the prefix cache has."""
+        """Number of pages that only the prefix cache keeps."""
         return self._idle
 
     @property
@@ -65,37 +65,37 @@ class PageTable:
         return frozenset(self._kept)
 
     def in_use(self, page: int) -> bool:
-        """True if a row has this page."""
+        """True if a row uses this page."""
         return self._rows_of[page] > 0
 
     def pages_for(self, num_positions: int) -> int:
-        """Pages that hold `num_positions` positions."""
+        """Returns the number of pages for `num_positions` positions."""
         return -(-num_positions // self.page_size)
 
     def fits(self, num_positions: int, shared: int = 0) -> bool:
-        """True if `reserve` would succeed now, with the first `shared` pages shared."""
+        """True if `reserve` would succeed now. `shared` is the number of first pages that are shared."""
         return self.pages_for(num_positions) - shared <= len(self._free)
 
     def can_fit(self, num_positions: int, shared: tuple[int, ...] = ()) -> bool:
-        """True if `reserve` would succeed after all idle pages except the shared ones are freed."""
+        """True if `reserve` would succeed after all idle pages except `shared` are freed."""
         spared = sum(not self.in_use(page) for page in shared)
         return self.pages_for(num_positions) - len(shared) <= len(self._free) + self._idle - spared
 
     def reserve(self, row: Hashable, num_positions: int, shared: tuple[int, ...] = ()) -> tuple[int, ...]:
-        """Gives `row` pages for `num_positions` positions; all or nothing.
+        """Gives `row` pages for `num_positions` positions.
 
         Args:
             row: any hashable name.
-            num_positions: positions that it may read or write.
-            shared: its first pages, which other rows have or the prefix cache keeps; the row must not write to them.
+            num_positions: positions that the row may read or write.
+            shared: its first pages, which other rows use or the prefix cache keeps. The row must not write to them.
 
         Returns:
             The pages, in the order of the positions they hold.
 
         Raises:
-            ValueError: the row already owns pages, `num_positions` < 1, or a page to share is neither owned by a row
-                nor kept in the prefix cache.
-            OutOfPages: too few pages are free; nothing was taken.
+            ValueError: the row already owns pages, `num_positions` < 1, or no row uses a shared page and the prefix
+                cache does not keep it.
+            OutOfPages: too few pages are free. Nothing was reserved.
         """
         if row in self._owned:
             raise ValueError(f"row {row!r} already owns {len(self._owned[row])} pages; release it first")
@@ -116,21 +116,21 @@ class PageTable:
         return pages
 
     def pages_of(self, row: Hashable) -> tuple[int, ...]:
-        """The pages of a row, in the order of the positions they hold."""
+        """Returns the pages of a row, in the order of the positions they hold."""
         return self._owned[row]
 
     def keep(self, pages: tuple[int, ...]) -> None:
-        """Keeps pages for the prefix cache, also after their rows are released; a row must have them now.
+        """Marks pages as kept by the prefix cache, so that they are not freed with their rows. A row must use them now.
 
         Raises:
-            ValueError: no row has one of them, or it is kept already; nothing was changed.
+            ValueError: no row uses one of them, or it is already kept. Nothing was changed.
         """
         if wrong := [page for page in pages if not self.in_use(page) or page in self._kept]:
             raise ValueError(f"pages {wrong} belong to no row or are kept already, so they cannot be kept now")
         self._kept.update(pages)
 
     def give_up(self, pages: tuple[int, ...]) -> None:
-        """Stops keeping these pages; those that no row has become free.
+        """Removes that mark. Pages that no row uses become free.
 
         Raises:
             KeyError: one of them is not kept.
@@ -142,10 +142,10 @@ class PageTable:
                 self._free.append(page)
 
     def release(self, row: Hashable) -> None:
-        """Takes all pages from `row`; those that no other row has and the prefix cache does not keep become free.
+        """Takes all pages from `row`. Pages that no other row uses and the prefix cache does not keep become free.
 
         Raises:
-            KeyError: the row owns nothing.
+            KeyError: the row owns no pages.
         """
         if row not in self._owned:
             raise KeyError(f"row {row!r} owns no pages")
@@ -159,25 +159,25 @@ class PageTable:
                     self._free.append(page)
 
     def move(self, source: int, place: int) -> None:
-        """Gives the pages of row `source` to row `place`.
+        """Moves the pages of row `source` to row `place`.
 
         Raises:
-            KeyError: the source owns no pages, or the place owns some.
+            KeyError: `source` owns no pages, or `place` owns some.
         """
         if source not in self._owned or place in self._owned:
             raise KeyError(f"cannot move the pages of row {source} to row {place}: rows with pages {list(self._owned)}")
         self._owned[place] = self._owned.pop(source)
 
     def release_all(self) -> None:
-        """Takes back the pages of every row; kept ones stay kept."""
+        """Takes all pages from all rows. The prefix cache keeps its pages."""
         for row in list(self._owned):
             self.release(row)
 
     def check_integrity(self) -> None:
-        """Recounts every page from scratch.
+        """Counts all pages again and compares.
 
         Raises:
-            RuntimeError: a page is free and owned, miscounted, lost, out of range, or the trash page was handed out.
+            RuntimeError: a page is both free and owned, miscounted, lost or out of range, or a row owns the trash page.
         """
         counted = Counter(page for pages in self._owned.values() for page in pages)
         whole = sorted([*self._free, *{*counted, *self._kept}]) == list(range(1, self.num_pages))

@@ -1,12 +1,12 @@
-"""The prefix cache: pages whose K/V a later prompt may begin with. Standard library only.
+"""Prefix cache: pages whose K/V a later prompt with the same first tokens may use. Standard library only.
 
-Prompts are kept as a tree (as in SGLang, arXiv 2312.07104, section 3). A node stands for the `unit` tokens that follow
-those of its parent, and holds the pages with their K/V. It is found by its parent and its tokens themselves, not by a
-hash alone, so two prompts are never confused. The parent of the first nodes is the salt: what K/V depend on besides
-tokens, as the models.
+Prompts are stored as a tree (as in SGLang, arXiv 2312.07104, section 3). A node stands for the `unit` tokens that
+follow those of its parent, and has the pages with their K/V. It is found by its parent and its tokens, not by a hash
+alone. So two prompts are never confused. The parent of the first nodes is the salt: everything except tokens on which
+K/V depend, such as the models.
 
-The `PageTable` owns the pages; here is only which pages are kept, and for which tokens. A row that has a node's pages
-has those of all its ancestors, so all descendants of an idle node are idle.
+The `PageTable` owns the pages. This file only records which pages are kept, and for which tokens. A row that uses a
+node's pages uses those of all its ancestors. So all descendants of an idle node are idle.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from fastspec.kv_cache.pages import PageTable
 
 @dataclass(slots=True, eq=False)
 class Node:
-    """`unit` tokens that follow those of the parent, and their pages.
+    """`unit` tokens that follow those of the parent, with their pages.
 
     Attributes:
-        parent: the node before it; for a first node the cache's salt.
+        parent: the node before it. For a first node: the cache's salt.
         tokens: its own tokens, and the `ahead` tokens that follow them.
         pages: the pages with K/V of its own tokens.
-        drafted: whether the pages hold the draft's K/V, too.
-        children: number of nodes whose parent it is.
+        drafted: True if the pages also have the draft's K/V.
+        children: number of nodes whose parent is this node.
     """
 
     parent: Hashable
@@ -38,23 +38,23 @@ class Node:
 
     @property
     def key(self) -> tuple[Hashable, tuple[int, ...]]:
-        """The key by which the cache finds it."""
+        """Key of this node in the cache."""
         return self.parent, self.tokens
 
 
 class PrefixCache:
-    """Keeps pages of prompts, and frees the least recently used ones when rows need pages (LRU).
+    """Keeps pages of prompts. Frees the least recently used ones when rows need pages (LRU).
 
     Args:
-        table: owns the pages.
+        table: owner of the pages.
         unit: positions of a node, a multiple of the page size.
-        ahead: how many following tokens the contents of a position depend on; 1 for a head whose position i holds
+        ahead: number of following tokens on which the K/V of a position depend: 1 for a head whose position i holds
             token i + 1, else 0.
-        salt: what K/V depend on besides tokens, such as the names of the models.
-        on_drop: called with each node whose pages are given up; None: nothing is called.
+        salt: everything except tokens on which K/V depend, such as the names of the models.
+        on_drop: called with each node that is dropped; None: not called.
 
     Raises:
-        ValueError: a node would not end where a page does.
+        ValueError: `unit` is not a multiple of the page size.
     """
 
     def __init__(
@@ -76,15 +76,15 @@ class PrefixCache:
         self._nodes: OrderedDict[tuple[Hashable, tuple[int, ...]], Node] = OrderedDict()  # least recently used first
 
     def __len__(self) -> int:
-        """The number of nodes."""
+        """Number of nodes."""
         return len(self._nodes)
 
     def match(self, tokens: Sequence[int], limit: int) -> list[Node]:
-        """The longest path of nodes whose tokens are a prefix of `tokens`; marks them as used now.
+        """Returns the longest path of nodes whose tokens are a prefix of `tokens`. Marks the nodes as recently used.
 
         Args:
             tokens: token ids of a prompt.
-            limit: at most so many positions are shared.
+            limit: largest number of positions to share.
         """
         found: list[Node] = []
         parent = self._root
@@ -98,12 +98,12 @@ class PrefixCache:
         return found
 
     def insert(self, nodes: list[Node], tokens: Sequence[int], pages: Sequence[int], limit: int) -> list[Node]:
-        """Keeps the pages that a row has computed.
+        """Keeps pages that a row has computed.
 
-        Where another row has inserted the same tokens meanwhile, its pages stay and this row's are not kept.
+        If another row has meanwhile inserted the same tokens, that row's pages stay, and this row's are not kept.
 
         Args:
-            nodes: the path that the row shares already, from the first node on.
+            nodes: path of nodes that the row already shares, starting at the first node.
             tokens: token ids of the row.
             pages: pages of the row, in the order of positions.
             limit: only positions below this may be shared.
@@ -128,25 +128,22 @@ class PrefixCache:
         return path
 
     def use_variant(self, variant: Hashable) -> None:
-        """From now on finds and keeps pages of this variant of the models; None is the first one. Others stay."""
+        """Selects the nodes of a variant of the models; None: the first variant. Nodes of other variants stay."""
         self._variant = variant
 
     @property
     def _root(self) -> Hashable:
-        """The parent of first nodes."""
+        """Parent of first nodes."""
         return self._salt, self._variant
 
     def make_room(self, count: int, spared: Collection[Node] = ()) -> bool:
-        """Drops idle nodes, the least recently used first, until `count` pages are free.
+        """Drops idle nodes, least recently used first, until `count` pages are free. Returns True if it succeeded.
 
         Args:
-            count: pages that must be free.
+            count: number of pages that must be free.
             spared: nodes that must stay.
-
-        Returns:
-            Whether `count` pages are free now.
         """
-        passed = 0  # nodes in a row that could not be dropped
+        passed = 0  # number of consecutive nodes that could not be dropped
         while self._table.num_free < count and passed < len(self._nodes):
             node = next(iter(self._nodes.values()))
             if node.children or node in spared or self._table.in_use(node.pages[0]):
@@ -165,10 +162,10 @@ class PrefixCache:
         self._nodes.clear()
 
     def check_integrity(self) -> None:
-        """Recounts from scratch.
+        """Counts everything again and compares.
 
         Raises:
-            RuntimeError: pages are kept for no node or for two, a parent is gone, or children are miscounted.
+            RuntimeError: pages are kept for no node or for two nodes, a parent is missing, or children are miscounted.
         """
         pages = [page for node in self._nodes.values() for page in node.pages]
         children = dict.fromkeys(self._nodes.values(), 0)
@@ -188,7 +185,10 @@ class PrefixCache:
         return tuple(tokens[start : start + self.unit + self._ahead])
 
     def _used(self, nodes: list[Node]) -> None:
-        """Marks the first node as used last, so that a node is dropped before its parent."""
+        """Marks nodes as recently used.
+
+        The first node is the most recent, so that a node is dropped before its parent.
+        """
         for node in reversed(nodes):
             self._nodes.move_to_end(node.key)
 

@@ -1,12 +1,12 @@
-"""Recurrent states that are kept for later prompts, beside the pages of the prefix cache.
+"""Recurrent states after prefixes of prompts, stored for later prompts along with the pages of the prefix cache.
 
-K/V of a prefix can be cut anywhere. A recurrent state cannot: it belongs to one position. So the states of a prompt
-are kept at two positions: after its last node that may be shared, where its chat will go on, and after the last node
-that it shares with earlier prompts, where later ones will branch off. A prompt is computed from the last position with
-a kept state on. It shares the pages after that position all the same: its passes write the same bits there again.
+K/V of a prefix can be cut at any position. A recurrent state belongs to one position. So the states of a prompt are
+stored at two positions: after its last node that may be shared, where its chat will continue, and after the last node
+that it shares with earlier prompts, where later prompts will branch off. A prompt is computed from the last position
+with a stored state. It still shares the pages after that position: its passes write the same bits there again.
 
-A state is copied when it is kept and when a row begins from it, so a kept one is never in use. Where there is no room,
-the least recently used one is dropped; and it is dropped with the pages of its node.
+A state is copied when it is stored and when a row begins from it. So a stored state is never in use. If there is no
+space, the least recently used one is dropped. It is also dropped with the pages of its node.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from fastspec.kv_cache.states import StateCache
 
 @dataclass(slots=True)
 class StoredState:
-    """The stored states after one prefix.
+    """Stored states after one prefix.
 
     Attributes:
-        row: of the state pools of both models.
-        models: whose state is stored: False is the target, True the draft.
+        row: row in the state pools of both models.
+        models: models whose state is stored: False is the target, True the draft.
     """
 
     row: int
@@ -34,10 +34,10 @@ class StoredState:
 
 
 class PrefixStates:
-    """Keeps states by the node of the prefix cache that ends where they are.
+    """Stores states by the node of the prefix cache that ends at their position.
 
     Args:
-        target, draft: states of the models' rows; None: the model attends in every layer. One of them has states.
+        target, draft: states of the models' rows. None: the model has attention in every layer. Not both are None.
         unit: positions of a node.
     """
 
@@ -50,7 +50,7 @@ class PrefixStates:
         self._kept: OrderedDict[Hashable, StoredState] = OrderedDict()  # least recently used first
 
     def __len__(self) -> int:
-        """The number of prefixes with states."""
+        """Number of prefixes with stored states."""
         return len(self._kept)
 
     def recurrent(self, *, draft: bool) -> bool:
@@ -58,7 +58,10 @@ class PrefixStates:
         return draft in self._pools
 
     def resumable(self, nodes: Sequence[Hashable], *, draft: bool) -> int:
-        """Positions of a path of nodes that the model can skip: all, or up to the last node whose state is stored."""
+        """Returns how many positions of a path of nodes the model can skip.
+
+        All, or those up to the last stored state.
+        """
         if not self.recurrent(draft=draft):
             return len(nodes) * self.unit
         found = (place for place in range(len(nodes), 0, -1) if draft in self._of(nodes[place - 1]))
@@ -68,7 +71,7 @@ class PrefixStates:
         return self._kept[key].models if key in self._kept else set()
 
     def load(self, nodes: Sequence[Hashable], length: int, row: Tensor, *, draft: bool) -> None:
-        """Copies that model's state after `length` positions, as `resumable` gave them, to a row, int64 [1]."""
+        """Copies a model's state after `length` positions, the result of `resumable`, to a row, int64 [1]."""
         if not length or not self.recurrent(draft=draft):
             return
         key = nodes[length // self.unit - 1]
@@ -76,12 +79,12 @@ class PrefixStates:
         self._pools[draft].load(self._kept[key].row, self._caches[draft], row, length)
 
     def capture_after(self, length: int, *, draft: bool) -> None:
-        """Lets that model's next passes leave the state after `length` positions for `save`; 0: they leave none."""
+        """Makes a model's next passes copy their state after `length` positions for `save`. 0: no copy."""
         if self.recurrent(draft=draft):
             self._pools[draft].at.fill_(length)
 
     def save(self, key: Hashable, *, draft: bool) -> None:
-        """Keeps what that model's passes left, under this key."""
+        """Stores the state that the model's passes have copied, under `key`."""
         if not self.recurrent(draft=draft):
             return
         if key not in self._kept:
@@ -93,17 +96,17 @@ class PrefixStates:
         self._kept[key].models.add(draft)
 
     def rename(self, key: Hashable, node: Hashable | None) -> None:
-        """Keeps under a node what was kept under another key; None, or a node with states: forgets it."""
+        """Moves stored states from `key` to `node`. Drops them if `node` is None or already has states."""
         if key in self._kept and node is not None and node not in self._kept:
             self._kept[node] = self._kept.pop(key)
         self.forget(key)
 
     def forget(self, key: Hashable) -> None:
-        """Drops the states that are kept under this key, if any."""
+        """Drops the states stored under `key`, if any."""
         if key in self._kept:
             self._free.append(self._kept.pop(key).row)
 
     def clear(self) -> None:
-        """Drops all kept states."""
+        """Drops all stored states."""
         for key in list(self._kept):
             self.forget(key)

@@ -1,11 +1,11 @@
-"""Recurrent states beside the K/V pages, kept so that refused drafts can be undone without a copy.
+"""Recurrent states of rows, stored by position so that refused drafts need no copy to be undone.
 
-A row has a ring buffer of states in each layer: the state after position p lies in slot p % slots. A pass over a row
-from position n on starts from the state after n - 1, and stores one after each position; the last `slots` of them stay.
-So a row's length decides which state counts, as it decides which keys do: with slots = max_drafts + 1, the state after
-the last accepted token is always there, however many drafts of a step are refused.
+A row has a ring buffer of states in each layer: the state after position p is in slot p % slots. A pass over a row from
+position n on starts from the state after n - 1. It stores one state after each position; the last `slots` of them stay.
+So a row's length selects the valid state, as it selects the valid keys. With slots = max_drafts + 1, the state after
+the last accepted token is always there, for any number of refused drafts.
 
-The convolution of a layer reads the inputs of a few older positions; those have a ring buffer of their own.
+The convolution of a layer reads the inputs of a few older positions. Those have a ring buffer of their own.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from fastspec.shapes import DeltaRule
 
 @dataclass(frozen=True, slots=True)
 class StateCache:
-    """The recurrent states of one model.
+    """Recurrent states of one model.
 
     Attributes:
-        states: fp32 [layers, rows, slots, value_heads, value_dim, key_dim], slots being max_drafts + 1.
-        inputs: [layers, rows, max_drafts + width, channels], inputs of the convolution: as many as are read and
-            written in one step, so no place is written that other programs still read.
-        kept: states after prefixes of prompts; None: none are kept.
+        states: fp32 [layers, rows, slots, value_heads, value_dim, key_dim], with slots = max_drafts + 1.
+        inputs: [layers, rows, max_drafts + width, channels], inputs of the convolution: as many as one step reads and
+            writes. So no CTA writes to a place that another one still reads.
+        kept: states after prefixes of prompts. None: not stored.
     """
 
     states: Tensor
@@ -46,9 +46,9 @@ class StateCache:
         device: torch.device,
         kept: int = 0,
     ) -> StateCache:
-        """Allocates zeroed states for layers of these rules, all equal, and steps with up to `max_drafts` drafts.
+        """Allocates zeroed states for layers with these rules, all equal, and steps with up to `max_drafts` drafts.
 
-        With `kept` there is room for the states after so many prefixes, one of them for passes to write to.
+        With `kept` it also allocates a `StatePool` of that many states, one of which passes write to.
         """
         pool = StatePool.allocate(rules, kept, dtype=dtype, device=device) if kept else None
         states, inputs = _shapes(rules[0], max_drafts)
@@ -58,11 +58,11 @@ class StateCache:
 
 @dataclass(frozen=True, slots=True)
 class StatePool:
-    """States after prefixes of prompts, see `PrefixStates`.
+    """Memory for states after prefixes of prompts, see `PrefixStates`.
 
     Attributes:
-        at: int64 [1], the number of positions after which passes over prompts leave the state in row 0; 0: nowhere.
-        rows: each as the state of a row that never drafts.
+        at: int64 [1], number of positions after which prefill passes copy their state to row 0; 0: no copy.
+        rows: states in the layout of rows that never draft.
     """
 
     at: Tensor
@@ -72,7 +72,7 @@ class StatePool:
     def allocate(
         cls, rules: tuple[DeltaRule, ...], count: int, *, dtype: torch.dtype, device: torch.device
     ) -> StatePool:
-        """Room for `count` states, row 0 included."""
+        """Allocates memory for `count` states, including row 0."""
         rows = StateCache.allocate(rules, count, 0, dtype=dtype, device=device)
         return cls(torch.zeros(1, dtype=torch.int64, device=device), rows)
 
@@ -82,16 +82,16 @@ class StatePool:
         return self.rows.states.shape[1]
 
     def of_layer(self, layer: int) -> KeptState:
-        """Where a pass leaves the state of a layer."""
+        """Returns the memory to which a pass copies the state of a layer."""
         return KeptState(self.at, self.rows.states[layer, 0, 0], self.rows.inputs[layer, 0])
 
     def save(self, row: int) -> None:
-        """Copies what passes left in row 0."""
+        """Copies row 0, the state that a pass has left, to `row`."""
         for each in (self.rows.states, self.rows.inputs):
             each[:, row].copy_(each[:, 0])
 
     def load(self, row: int, cache: StateCache, place: Tensor, length: int) -> None:
-        """Gives a row of the cache, int64 [1], the state after its first `length` positions."""
+        """Copies a stored state to a row of the cache, int64 [1], as its state after `length` positions."""
         slots, places, width = cache.states.shape[2], cache.inputs.shape[2], self.rows.inputs.shape[2]
         state = cache.states.select(2, (length - 1) % slots)
         state.index_copy_(1, place, self.rows.states[:, row, 0][:, None])
@@ -101,7 +101,7 @@ class StatePool:
 
 
 def row_bytes(rule: DeltaRule, max_drafts: int, dtype: torch.dtype) -> int:
-    """Bytes of the states and inputs of one row in one layer, with inputs of `dtype`."""
+    """Returns the bytes of the states and inputs of one row in one layer, with inputs of `dtype`."""
     states, inputs = _shapes(rule, max_drafts)
     return 4 * math.prod(states) + dtype.itemsize * math.prod(inputs)
 

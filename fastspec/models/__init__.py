@@ -1,1 +1,1 @@
-"""Decoder models: the checked spec, where checkpoints come from, weights, and the forward pass."""
+"""Decoder models: the checked spec, checkpoints, weights, and the forward pass."""

@@ -15,14 +15,14 @@ from fastspec.shapes import UNTILED, ForwardBatch, Tiling
 
 
 class CompiledDecoder(Decoder):
-    """A Decoder whose passes in a step run through torch.compile, each as one graph; its ops must be `compiled(ops)`.
+    """Decoder whose passes in a step run through torch.compile, each as one graph. Its ops must be `CompiledOps`.
 
-    Compiled once for each number of rows and of tokens a row, by the first pass of that shape. Prompt chunks, which
-    have more tokens, are not compiled: they have many sizes, and their products take most of their time.
+    Compiled once for each number of rows and of tokens per row, by the first pass of that shape. Prompt chunks, which
+    have more tokens, are not compiled: they have many sizes, and products take most of their time.
 
     Args:
-        *args, **options: as for Decoder.
-        backend: of torch.compile.
+        *args, **options: arguments of Decoder.
+        backend: backend of torch.compile.
     """
 
     def __init__(self, *args: Any, backend: str | Callable[..., Any] = INDUCTOR, **options: Any) -> None:
@@ -43,7 +43,7 @@ class CompiledDecoder(Decoder):
 
     @override
     def argmax(self, hidden: Tensor, limit: int, tiling: Tiling, out: Tensor) -> None:
-        # not written by the graph: out is a column, which may lie where vector stores of the compiler's cannot
+        # copied outside of the graph: `out` is a column, which may be misaligned for the compiler's vector stores
         out.copy_(self._compiled_pick(self, hidden, limit))
 
 

@@ -1,8 +1,8 @@
-"""The checked fields of a Hugging Face config: sizes, rope, and what each layer does.
+"""Checked fields of a Hugging Face config: sizes, rotary embedding, and the operations of each layer.
 
-`spec_from_config` turns a config into a frozen `ModelSpec`, or refuses it by name. What its layers do is said by the
-family's file in `families/`. No other code reads a config: a setting that is not in the spec does not change the
-arithmetic.
+`spec_from_config` converts a config to a frozen `ModelSpec`, or refuses it with the name of the field. The family's
+file in `families/` defines the layers. No other code reads a config. So a setting that is not in the spec cannot change
+the arithmetic.
 """
 
 from __future__ import annotations
@@ -29,24 +29,25 @@ if TYPE_CHECKING:
 NO_SCALES: Final = ModelScales()
 DTYPES: Final = (torch.bfloat16, torch.float16, torch.float32)
 MAX_HEAD_DIM: Final = 512
-# transformers changes its own classes while it makes or reads a model, for all threads: so we do one at a time
+# transformers changes its own classes, for all threads, while it makes or reads a model; so only one thread does it at
+# a time
 MAKING: Final = threading.RLock()
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """Shape and arithmetic of one decoder. Sizes are counts of elements.
+    """Shape and arithmetic of one decoder. Sizes are numbers of elements.
 
     Attributes:
         family: a key of `FAMILIES`.
-        max_length: the config's max_position_embeddings, in tokens.
+        max_length: max_position_embeddings of the config, in tokens.
         rms_eps: epsilon of all norms.
-        ropes: the rotary embeddings that plans name.
+        ropes: the rotary embeddings that plans refer to.
         scales: factors outside of layers.
-        plans: what each layer does. All layers hold the same kinds of tensors, except that a recurrent one has others
-            in place of attention's.
-        tied: the head is the embedding matrix.
-        dtype: the dtype that the checkpoint declares, else the one it is stored in.
+        plans: operations of each layer. All layers have the same kinds of tensors, except that recurrent layers have
+            others instead of attention's.
+        tied: True if the head is the embedding matrix.
+        dtype: dtype that the checkpoint declares, else the one in which it is stored.
     """
 
     family: str
@@ -66,21 +67,21 @@ class ModelSpec:
 
     @property
     def rope(self) -> RopeSpec:
-        """The first rotary embedding, of most models the only one."""
+        """The first rotary embedding; most models have only one."""
         return self.ropes[0]
 
     @property
     def names(self) -> Mapping[str, tuple[str, ...]]:
-        """Stored names that differ from those of `layer_table.LAYER`, by row."""
+        """Stored names that differ from those of `layer_table.LAYER`, by row of that table."""
         return FAMILIES[self.family].names
 
     @property
     def head_order(self) -> list[int] | None:
-        """The stored element of each element of a head; None: heads lie as kernels want them. See `rope.head_order`."""
+        """Index of the stored element for each element of a head. None: no reordering. See `rope.head_order`."""
         return head_order(len(self.rope.inv_freq), self.head_dim, interleaved=FAMILIES[self.family].interleaved)
 
     def for_length(self, max_length: int) -> ModelSpec:
-        """The spec for a generator whose rows hold up to `max_length` tokens; see `RopeSpec.for_length`."""
+        """Returns the spec for a generator with rows of up to `max_length` tokens; see `RopeSpec.for_length`."""
         return replace(self, ropes=tuple(rope.for_length(max_length) for rope in self.ropes))
 
     @property
@@ -90,22 +91,22 @@ class ModelSpec:
 
     @property
     def attention_shapes(self) -> tuple[tuple[int, int, int], ...]:
-        """Query heads, key heads and head_dim of each layer that attends."""
+        """(query heads, KV heads, head_dim) of each layer with attention."""
         return ((self.num_heads, self.num_kv_heads, self.head_dim),) * len(self.attending)
 
     @property
     def attending(self) -> tuple[int, ...]:
-        """Layers that attend, in the order of their places in the K/V cache."""
+        """Indices of layers with attention, in the order of the KV cache."""
         return tuple(layer for layer, plan in enumerate(self.plans) if plan.delta is None)
 
     @property
     def deltas(self) -> tuple[DeltaRule, ...]:
-        """The sizes of each layer with a recurrent state."""
+        """Sizes of each layer with a recurrent state."""
         return tuple(plan.delta for plan in self.plans if plan.delta is not None)
 
     @property
     def divided(self) -> dict[str, int]:
-        """Sizes that several ranks divide among them beside heads; see `distributed.slices.Sizes`."""
+        """Sizes except heads that must be divisible by the number of ranks, by name; see `distributed.slices.Sizes`."""
         found = {"intermediate_size": self.intermediate_size}
         for plan in self.plans:
             if plan.experts is not None:
@@ -117,69 +118,72 @@ class ModelSpec:
 
     @property
     def hosting(self) -> str:
-        """Empty: our decoder runs it."""
+        """Empty, because this package's decoder runs the model. A `HostedInfo` has a text here."""
         return ""
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        """The window of each layer; None: full attention."""
+        """Attention window of each layer. None: full attention."""
         return tuple(plan.window for plan in self.plans)
 
     @property
     def qkv_bias(self) -> bool:
-        """q, k and v projections have a bias."""
+        """True if q, k and v projections have a bias."""
         return self._attends.qkv_bias
 
     @property
     def o_bias(self) -> bool:
-        """The output projection has a bias."""
+        """True if the output projection has a bias."""
         return self._attends.o_bias
 
     @property
     def mlp_bias(self) -> bool:
-        """Gate, up and down projections have a bias."""
+        """True if gate, up and down projections have a bias."""
         return self.plans[0].mlp_bias
 
     @property
     def qk_norm(self) -> bool:
-        """Queries and keys are normalised."""
+        """True if queries and keys are normalised."""
         return self._attends.qk_norm is not None
 
     @property
     def _attends(self) -> LayerPlan:
-        """The plan of the first layer that attends."""
+        """Plan of the first layer with attention."""
         return self.plans[(*self.attending, 0)[0]]
 
     def rotary_bytes(self, positions: int) -> int:
-        """Bytes of the rotary tables, and of the factors on queries, for that many positions."""
+        """Returns the bytes of the rotary tables, and of the factors on queries, for `positions` positions."""
         return 4 * positions * sum(self.head_dim + bool(rope.query_beta) for rope in self.ropes)
 
     def state_bytes(self, max_drafts: int, dtype: torch.dtype) -> int:
-        """Bytes of the recurrent states of one row, see `StateCache`."""
+        """Returns the bytes of the recurrent states of one row, see `StateCache`."""
         return sum(row_bytes(each, max_drafts, dtype) for each in self.deltas)
 
     def weight_bytes(self, dtype: torch.dtype) -> int:
-        """Bytes of the fused weights in `dtype`."""
+        """Returns the bytes of the fused weights in `dtype`."""
         return weight_bytes(self, dtype)
 
     @property
     def routed_elements(self) -> int:
-        """Elements that the experts of one token need between their two products and after them; 0 without experts."""
+        """Temporary elements per token for the experts, between their two products and after them.
+
+        0 without experts.
+        """
         plans = [plan.experts for plan in self.plans if plan.experts]
         each = [plan.routing.chosen * (plan.width + self.hidden_size) + self._of_shared(plan) for plan in plans]
         return max(each, default=0)
 
     def _of_shared(self, plan: ExpertsPlan) -> int:
-        """Elements that a shared expert needs: as one more expert of the token, or with products of its own."""
+        """Returns the temporary elements per token for a shared expert, joined with the routed ones or separate."""
         return max(3 * plan.shared, (plan.width + self.hidden_size) * (plan.shared == plan.width))
 
     def norm_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """The dtype of norm weights beside matrices in `dtype`: fp32 where norms are rounded after their weight."""
+        """Returns the dtype of norm weights in a model of `dtype`: fp32 if norms are rounded after their weight."""
         return dtype if self.plans[0].norm == "rms" else torch.float32
 
 
 def supported_models() -> str:
-    """One line that lists every supported family and setting, for error messages."""
+    """Returns one line that lists every supported family and setting, for error messages."""
     families = ", ".join(FAMILIES)
     kinds = ", ".join(dict.fromkeys(kind for family in FAMILIES.values() for kind in family.rope_kinds))
     return (
@@ -191,18 +195,18 @@ def supported_models() -> str:
 
 
 def spec_from_config(config: PretrainedConfig) -> ModelSpec:
-    """Reads the checked fields out of a loaded Hugging Face config.
+    """Reads the checked fields of a loaded Hugging Face config.
 
     Args:
-        config: a transformers config object; both the `rope_parameters` and the older
-            `rope_theta`/`rope_scaling` spellings are read through it. Not modified.
+        config: a transformers config object, with `rope_parameters` or the older `rope_theta` and `rope_scaling`. Not
+            modified.
 
     Returns:
-        The frozen spec. Its dtype is float32 when the config names none, as in transformers.
+        The frozen spec. Its dtype is float32 if the config names none, as in transformers.
 
     Raises:
-        UnsupportedModel: the family, or any setting that changes the arithmetic, is not implemented. The
-            message names the field, its value, and what is supported.
+        UnsupportedModel: the family, or a setting that changes the arithmetic, is not implemented. The message names
+            the field, its value, and what is supported.
     """
     fields = ConfigFields(config, supported_models())
     family = _family(fields)
@@ -217,7 +221,7 @@ def spec_from_config(config: PretrainedConfig) -> ModelSpec:
     if heads % kv_heads:
         fields.refuse("num_key_value_heads", kv_heads, f"a divisor of num_attention_heads={heads}")
     head_dim = _head_dim(fields, heads)
-    plans = described.plans(fields, layers)  # before ropes_of: transformers reads layer_types there, unchecked
+    plans = described.plans(fields, layers)  # before ropes_of, where transformers reads layer_types without a check
     return ModelSpec(
         family=family,
         vocab_size=fields.size("vocab_size"),
@@ -245,10 +249,10 @@ def _family(fields: ConfigFields) -> str:
 
 
 def refuse_other_architectures(family: str, named: object) -> None:
-    """Refuses `architectures` of a config that name anything but the causal model of its family.
+    """Refuses a config whose `architectures` names anything except the causal model of its family.
 
     Raises:
-        UnsupportedModel: names what it says and what was wanted.
+        UnsupportedModel: names the entry and what was expected.
     """
     named, wanted = list(named) if isinstance(named, tuple) else named, FAMILIES[family].architecture
     if named and named != [wanted]:
@@ -259,9 +263,9 @@ def refuse_other_architectures(family: str, named: object) -> None:
 
 
 def _refuse_unread_settings(fields: ConfigFields, act_field: str, act: str) -> None:
-    """Refuses settings that would change the result and that no field of the spec carries."""
-    # First: such a config raises on reading a field that layers differ in. Older versions of transformers do not know
-    # such layers, and keep what they are given.
+    """Refuses settings that would change the result and are not in the spec."""
+    # first, because such a config raises an error when a field is read in which layers differ; older versions of
+    # transformers do not know such layers, and only store the setting
     if fields.get("is_heterogeneous" if hasattr(fields.config, "is_heterogeneous") else "per_layer_config"):
         fields.refuse("per_layer_config", "set", "layers of one shape")
     if fields.get(act_field) != act:
@@ -277,14 +281,14 @@ def _refuse_quantised(fields: ConfigFields) -> None:
 
 
 def says_quantised(value: object) -> bool:
-    """True if a config's `quantization_config` asks for anything. None, and fields that are null or off, do not."""
+    """True if a config's `quantization_config` has an effect. None, and fields that are null or off, have none."""
     if not isinstance(value, Mapping):
         return value is not None
     if value.get("load_in_4bit") is False and value.get("load_in_8bit") is False:
         return value.get("quant_method") not in (
             None,
             "bitsandbytes",
-        )  # bitsandbytes names its method also where it is off
+        )  # bitsandbytes names its method even if it is off
     return any(each not in (None, False) for each in value.values())
 
 

@@ -1,10 +1,9 @@
-"""Classes of configs and tokenizers of the commonest families, without the imports of transformers' own ways to them.
+"""Config and tokenizer classes of the most common families, without transformers' slow imports.
 
-transformers' classes have a decorator that builds docstrings, which in some versions imports all of generation, and
-Llama's checks a field of training, for which it imports image readers, `torch.distributed.tensor` and, where it is
-installed, torchvision. Either takes seconds, and nothing here needs it. The config classes below have the same names,
-fields and defaults; everything else comes from the same base class. `AutoTokenizer` imports all that and torch's
-compiler in some versions, to find the class of a tokenizer, which a checkpoint names itself.
+In some versions, a decorator of transformers' config classes imports all of generation. Llama's class validates a
+training field, for which it imports image readers, `torch.distributed.tensor` and torchvision. `AutoTokenizer` imports
+all that and torch's compiler to find the class of a tokenizer. This takes seconds and is not needed here. The config
+classes below have the same names, fields, defaults and base class. A checkpoint names the class of its tokenizer.
 """
 
 from collections.abc import Mapping
@@ -18,8 +17,8 @@ from transformers import PretrainedConfig
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# names that checkpoints give to the class of a tokenizer that is one file, and types of models for which
-# `AutoTokenizer` takes no other class then
+# class names in checkpoints for a tokenizer in one file; and model types for which `AutoTokenizer` then uses no other
+# class
 _OF_ONE_FILE: Final = ("PreTrainedTokenizerFast", "TokenizersBackend")
 _READ_FROM_ONE_FILE: Final = ("llama",)
 _QWEN: Final = ("Qwen2Tokenizer", "Qwen2TokenizerFast")
@@ -27,7 +26,7 @@ _READ_AS_QWEN: Final = ("qwen2", "qwen3")
 
 
 class _Config(PretrainedConfig):
-    """Fields that the four classes have in common, as transformers documents them."""
+    """Fields that the four classes have in common, as documented in transformers."""
 
     vocab_size: int = 32000
     hidden_size: int = 4096
@@ -73,7 +72,7 @@ class LlamaConfig(_Config):
         super().__post_init__(**kwargs)
 
     def validate_architecture(self) -> None:
-        """Raises ValueError where heads do not divide the hidden size; called while a config is made."""
+        """Raises ValueError if the number of heads does not divide the hidden size. Called when a config is made."""
         if self.hidden_size % self.num_attention_heads:
             raise ValueError(
                 f"The hidden size ({self.hidden_size}) is not a multiple of the number of attention heads "
@@ -134,7 +133,7 @@ class Qwen3Config(Qwen2Config):
 
 
 _OURS: Final = (LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config)
-# the base class of older versions has fields of another kind, and no checks of types
+# the base class of older versions has other fields, and does not check types
 OURS: Final[dict[str, type[PretrainedConfig]]] = {
     kind.model_type: strict(kind) if is_dataclass(kind) else kind  # type: ignore[arg-type]
     for kind in _OURS
@@ -142,42 +141,47 @@ OURS: Final[dict[str, type[PretrainedConfig]]] = {
 
 
 def config_class(model_type: str) -> type[PretrainedConfig]:
-    """The class that reads configs of a type: transformers' own if there is none here.
+    """Returns the class that reads configs of a type: one of these, or transformers' own.
 
     Raises:
-        KeyError: transformers has none.
+        KeyError: transformers has no such type.
     """
     if model_type in OURS:
         return OURS[model_type]
-    from transformers import CONFIG_MAPPING  # which looks through the folders of all models
+    from transformers import CONFIG_MAPPING  # slow: it searches the folders of all models
 
     theirs: type[PretrainedConfig] = CONFIG_MAPPING[model_type]
     return theirs
 
 
 def load_as_named(directory: Path, config: PretrainedConfig, beside: Mapping[str, Any]) -> Any:
-    """The tokenizer that `AutoTokenizer` loads from a directory, by the class that the checkpoint names if it is that.
+    """Loads the tokenizer that `AutoTokenizer` would load.
+
+    Uses the class that the checkpoint names, if that is sufficient.
 
     Args:
-        directory: on the local disk. config: of the model. beside: what tokenizer_config.json says.
+        directory: local directory.
+        config: config of the model.
+        beside: content of tokenizer_config.json.
 
     Raises:
-        Exception: of any kind, where files are damaged.
+        Exception: of any type, if files are damaged.
     """
     kind = tokenizer_class(config.model_type, beside) if (directory / "tokenizer.json").is_file() else None
     if kind is not None:
         return kind.from_pretrained(str(directory), local_files_only=True)
     from transformers import AutoTokenizer
 
-    # the config is given, or it would be read again, without our checks
+    # with the config given, transformers does not read it again without this package's checks
     return AutoTokenizer.from_pretrained(str(directory), config=config, trust_remote_code=False, local_files_only=True)
 
 
 def tokenizer_class(model_type: str, beside: Mapping[str, Any]) -> "type[PreTrainedTokenizerBase] | None":
-    """The class that `AutoTokenizer` takes for a directory with a tokenizer.json; None: only that knows.
+    """Returns the class that `AutoTokenizer` uses for a directory with a tokenizer.json. None: ask `AutoTokenizer`.
 
     Args:
-        model_type: of the config. beside: what tokenizer_config.json says.
+        model_type: type of the config.
+        beside: content of tokenizer_config.json.
     """
     named = beside.get("tokenizer_class")
     if model_type in _READ_FROM_ONE_FILE and named in _OF_ONE_FILE:

@@ -1,4 +1,4 @@
-"""One decoder-only transformer over a paged cache: any supported family, by the layer plans of its ModelSpec."""
+"""Decoder-only transformer over a paged KV cache. The layer plans of its ModelSpec define its arithmetic."""
 
 from __future__ import annotations
 
@@ -20,20 +20,21 @@ from fastspec.models.layer_table import DecoderWeights, LayerWeights
 from fastspec.shapes import AttentionRule, ForwardBatch, Tiling
 
 Rotation: TypeAlias = "tuple[Tensor, Tensor]"  # cosines and sines, each fp32 [positions, D/2]
-HeadNorms: TypeAlias = "tuple[Tensor, Tensor, float]"  # of queries and of keys, each [D], and their epsilon
+# norm weights of queries and of keys, each [D], and their epsilon
+HeadNorms: TypeAlias = "tuple[Tensor, Tensor, float]"
 
 
 class Decoder:
-    """Weights and cache of one model, and its forward pass.
+    """Weights and KV cache of one model, and its forward pass.
 
     Args:
-        spec: what distinguishes this model.
+        spec: sizes and layer plans of the model.
         weights: fused weights, all on one device.
         cache: pages and states that this model reads and writes.
-        ops: implementations of everything a pass does.
-        max_positions: positions the rotary table covers; every position of a pass must lie below it.
-        batch: rows of a decoding pass at most.
-        max_queries: tokens of each of them at most.
+        ops: implementations of all operations of a pass.
+        max_positions: number of positions in the rotary table; every position of a pass must be below it.
+        batch: largest number of rows of a decode pass.
+        max_queries: largest number of tokens of each row in such a pass.
     """
 
     def __init__(
@@ -50,7 +51,7 @@ class Decoder:
         self.spec = spec
         self.weights = weights
         self.cache = cache
-        # the place of each layer in the cache of keys, or in that of states
+        # index of each layer in the cache of keys, or in that of recurrent states
         kinds = [plan.delta is not None for plan in spec.plans]
         self._places = [kinds[:layer].count(recurs) for layer, recurs in enumerate(kinds)]
         self.ops = ops
@@ -58,11 +59,11 @@ class Decoder:
         dim = spec.head_dim
         self._tables = [rope.tables(max_positions, dim, device) for rope in spec.ropes]  # each [max_positions, D/2]
         self._query_factors = [rope.query_factors(max_positions, device) for rope in spec.ropes]
-        # rounded as transformers rounds it
+        # rounded as in transformers
         self._embed_scale = float(torch.tensor(spec.scales.embed, dtype=weights.embed.dtype, device="cpu"))
         heads = (spec.num_heads, spec.num_kv_heads, spec.head_dim)
         self._work = ops.workspace(device, batch, max_queries, max_positions, heads)
-        self._reduce: Reduce | None = None  # sums over devices that share the layers
+        self._reduce: Reduce | None = None  # sums over the ranks that share the layers
 
     @property
     def vocab_size(self) -> int:
@@ -70,13 +71,13 @@ class Decoder:
         return self.spec.vocab_size
 
     def hidden(self, rows: ForwardBatch) -> Tensor:
-        """Feeds rows and writes their K/V to the cache; returns the last residual stream [B, Q, hidden]."""
+        """Feeds rows and writes their K/V to the cache. Returns the last residual stream [B, Q, hidden]."""
         return self._hidden(rows, {})
 
     def hidden_with_features(self, rows: ForwardBatch, layers: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-        """Runs `hidden`; also returns the residual stream after each of `layers`, [B, Q, len(layers), hidden].
+        """Runs `hidden`. Also returns the residual stream after each of `layers`, [B, Q, len(layers), hidden].
 
-        Layer -1 stands for the embedding, and layer `num_layers` for the output of the final norm.
+        Layer -1 is the embedding. Layer `num_layers` is the output of the final norm.
         """
         features: dict[int, Tensor | None] = dict.fromkeys(layers)
         last = self._hidden(rows, features)
@@ -84,7 +85,7 @@ class Decoder:
         return last, found[0][:, :, None] if len(found) == 1 else torch.stack(found, dim=2)
 
     def _hidden(self, rows: ForwardBatch, features: dict[int, Tensor | None]) -> Tensor:
-        """Runs `hidden`; stores the residual stream after each layer that is a key of `features` under this key."""
+        """Runs `hidden`. For each layer that is a key of `features`, stores the residual stream after it there."""
         x, layers = self.ops.embed(self.weights.embed, rows.ids), self.weights.layers
         if self._embed_scale != 1.0:
             x = x * self._embed_scale
@@ -93,7 +94,7 @@ class Decoder:
         qkv: Tensor | None = self._qkv(0, x, rows.tiling)
         few = self.ops.is_brief() and not features  # other layers launch the same kernels
         for index in one_of_each(self.spec.plans, layers) if few else range(len(layers)):
-            assert qkv is not None  # only the last layer leaves none
+            assert qkv is not None  # it is None only after the last layer
             x, qkv = self._layer(index, x, qkv, rows)
             if index in features:
                 features[index] = x
@@ -102,18 +103,22 @@ class Decoder:
         return x
 
     def _layer(self, index: int, x: Tensor, qkv: Tensor, rows: ForwardBatch) -> tuple[Tensor, Tensor | None]:
-        """The residual stream after a layer, and q, k and v of the next; None after the last."""
+        """Returns the residual stream after a layer, and q, k and v of the next layer; None after the last."""
         layer = self.weights.layers[index]
         mix = self._attend if layer.delta is None else self._delta_rule
         return self._after_attention(index, mix(index, layer, qkv, rows), x, rows.tiling)
 
     def _after_attention(self, index: int, attended: Tensor, x: Tensor, tiling: Tiling) -> tuple[Tensor, Tensor | None]:
-        """Computes the rest of a layer after its attention; returns x and the next layer's qkv, if that is made."""
+        """Computes the rest of a layer after its attention.
+
+        Returns x, and the next layer's qkv if an op computes it with this.
+        """
         layers, plan = self.weights.layers, self.spec.plans[index]
         layer, next_layer = layers[index], layers[index + 1] if index + 1 < len(layers) else None
         if self._fuses(plan):
             eps, ops = self.spec.rms_eps, self.ops
-            here, then = cast("Layer", layer), cast("Layer | None", next_layer)  # plans that fuse have all of a `Layer`
+            # a plan that is fused has all fields of a `Layer`
+            here, then = cast("Layer", layer), cast("Layer | None", next_layer)
             return ops.layer_tail(ops.linear, attended, x, here, then, eps, tiling, self._reduce)
         if plan.sandwiched and self._reduce is None:
             return self._sandwich_tail(index, attended, x, tiling)
@@ -124,7 +129,7 @@ class Decoder:
         return x, None if next_layer is None else self._qkv(index + 1, x, tiling, h)
 
     def _norm_of(self, index: int) -> tuple[Tensor, float] | None:
-        """The norm before attention in a layer where no product has it; None: there is none, or a product has it."""
+        """Returns the norm before attention if a separate op computes it. None: no norm, or a product computes it."""
         plans, layers = self.spec.plans, self.weights.layers
         if index == len(layers) or plans[index].fused_norm or plans[index].norm == "layer":
             return None
@@ -136,7 +141,10 @@ class Decoder:
         return plan.fused_tail
 
     def _sandwich_tail(self, index: int, attended: Tensor, x: Tensor, tiling: Tiling) -> tuple[Tensor, Tensor | None]:
-        """`_after_attention` where norms stand before and after attention and MLP: two norms and a sum are one op."""
+        """Computes `_after_attention` for layers with norms before and after attention and MLP.
+
+        One op computes the norm of an output, the sum, and the next norm.
+        """
         layers, plan, linear = self.weights.layers, self.spec.plans[index], self.ops.linear
         layer, next_layer = layers[index], layers[index + 1] if index + 1 < len(layers) else None
 
@@ -152,7 +160,10 @@ class Decoder:
         return x, None if next_layer is None else linear(h, next_layer.qkv, next_layer.qkv_bias, tiling)
 
     def _qkv(self, index: int, x: Tensor, tiling: Tiling, normed: Tensor | None = None) -> Tensor:
-        """q, k and v of a layer, [B, Q, (H + 2 Hkv) * D]; `normed`: the norm of x, where it is there."""
+        """Returns q, k and v of a layer, [B, Q, (H + 2 Hkv) * D].
+
+        `normed` is the norm of x, if it is already computed.
+        """
         layer, plan = self.weights.layers[index], self.spec.plans[index]
         norm = (layer.input_norm, layer.input_norm_bias)
         x, options = self._normed(plan, x, *norm) if normed is None else (normed, {})
@@ -162,13 +173,13 @@ class Decoder:
         return torch.cat((product, self._product(x, layer.delta.gates, None, tiling)), dim=-1)
 
     def _product(self, x: Tensor, weight: Weight, bias: Tensor | None, tiling: Tiling, **options: Any) -> Tensor:
-        """A product: the whole result, or this rank's part of it."""
+        """Computes a product. In a subclass for ranks: this rank's part of it."""
         return self.ops.linear(x, weight, bias, tiling, **options)
 
     def _normed(
         self, plan: LayerPlan, x: Tensor, weight: Tensor | None, bias: Tensor | None
     ) -> tuple[Tensor, dict[str, Any]]:
-        """norm(x), or x and options with which `linear` computes the norm itself, where it can."""
+        """Returns (norm(x), {}). If `linear` can compute the norm itself: (x, options of `linear` for it)."""
         if weight is None:
             return x, {}
         if plan.fused_norm:
@@ -179,7 +190,10 @@ class Decoder:
         return self.ops.norm(x, weight, self.spec.rms_eps, bias=bias, centred=plan.norm == "layer")
 
     def _plain_tail(self, plan: LayerPlan, attended: Tensor, x: Tensor, layer: LayerWeights, tiling: Tiling) -> Tensor:
-        """The residual stream after a layer, product by product; for any `LayerPlan` without experts."""
+        """Returns the residual stream after a layer, computed product by product.
+
+        For any `LayerPlan` without experts.
+        """
         after = self._add_residual(plan, attended, layer.o, layer.o_bias, x, layer.attended_norm, tiling)
         if plan.parallel:
             inner = self._mlp_inner(plan, x, layer.input_norm, layer.input_norm_bias, layer, tiling)
@@ -188,7 +202,7 @@ class Decoder:
         return self._add_residual(plan, inner, layer.mlp[1], layer.down_bias, after, layer.mlp_norm, tiling)
 
     def _experts_tail(self, index: int, attended: Tensor, x: Tensor, tiling: Tiling) -> tuple[Tensor, Tensor | None]:
-        """The residual stream behind a layer that is a mixture of experts (`ExpertsPlan`), and its `_norm_of`."""
+        """Returns the residual stream after a layer with experts (`ExpertsPlan`), and the next layer's normed input."""
         plan, layer, norm = self.spec.plans[index], self.weights.layers[index], self._norm_of(index + 1)
         assert plan.experts is not None
         assert layer.experts is not None
@@ -206,7 +220,7 @@ class Decoder:
         return self.ops.experts_normed(*routed, shared=shared, shared_logits=logits, residual=x, norm=norm)
 
     def _routed(self, plan: LayerPlan, x: Tensor, layer: LayerWeights, tiling: Tiling) -> tuple[Tensor, Tensor, Tensor]:
-        """The experts of every row and their factors, as `Ops.route`, and what they multiply: the norm of x."""
+        """Returns the experts of every row, their factors (see `Ops.route`), and the experts' input: the norm of x."""
         experts, weights = plan.experts, layer.experts
         assert experts is not None
         assert weights is not None
@@ -234,7 +248,10 @@ class Decoder:
         norm: Tensor | None,
         tiling: Tiling,
     ) -> Tensor:
-        """x + the output of attention or MLP: `inner` times its last weight [, normed]. Sums over ranks are here."""
+        """Returns x + the output of attention or MLP: `inner` times its last weight [, normed].
+
+        Ranks are summed here.
+        """
         if plan.residual_scale == 1.0 and norm is None:
             return self.ops.linear(inner, weight, bias, tiling, residual=x)
         added = self.ops.linear(inner, weight, bias, tiling)
@@ -243,7 +260,7 @@ class Decoder:
         return x + self._residual_branch(plan, added, norm)
 
     def _residual_branch(self, plan: LayerPlan, added: Tensor, norm: Tensor | None) -> Tensor:
-        """Returns the summand of x: the output of attention or MLP, normed if the plan says so, times its factor."""
+        """Returns the output of attention or MLP that is added to x: normed if the plan says so, times its factor."""
         added = added if norm is None else self._norm(plan, added, norm)
         return added if plan.residual_scale == 1.0 else added * plan.residual_scale
 
@@ -256,19 +273,19 @@ class Decoder:
         layer: LayerWeights,
         tiling: Tiling,
     ) -> Tensor:
-        """The MLP up to its last product: norm, gate and up projections, activation; [B, Q, intermediate]."""
+        """Computes the MLP before its last product: norm, gate and up projections, activation. [B, Q, intermediate]."""
         x, options = self._normed(plan, x, norm, bias)
         inner = self._product(x, layer.mlp[0], layer.gate_up_bias, tiling, **plan.gating, **options)
         return inner if plan.gated else reference.gelu_tanh(inner)
 
     def _activated(self, plan: LayerPlan, inner: Tensor) -> Tensor:
-        """The MLP's activation of gate and up, where no product computes it."""
+        """Applies the MLP's activation to gate and up, if no product computes it."""
         if plan.activation == "silu":
             return reference.silu_mul(inner)
         return self.ops.gelu_tanh_mul(inner) if plan.gated else reference.gelu_tanh(inner)
 
     def logits(self, hidden: Tensor, tiling: Tiling) -> Tensor:
-        """fp32 logits [..., V] of what `hidden` returned, [..., hidden]."""
+        """Returns fp32 logits [..., V] for the result of `hidden`, [..., hidden]."""
         scales, logits = self.spec.scales, self._raw_logits(hidden, tiling)
         if scales.logits != 1.0:
             logits = logits * scales.logits
@@ -277,33 +294,36 @@ class Decoder:
         return logits
 
     def _raw_logits(self, hidden: Tensor, tiling: Tiling) -> Tensor:
-        """fp32 logits [..., V] before they are scaled."""
+        """Returns fp32 logits [..., V] before they are scaled."""
         x, options = self._normed(self.spec.plans[-1], hidden, self.weights.norm, self.weights.norm_bias)
         return self.head_logits(x, tiling, **options)
 
     def head_logits(self, x: Tensor, tiling: Tiling, **options: Any) -> Tensor:
-        """fp32 logits [..., V] by the head's product alone; options are those of `linear`."""
+        """Returns fp32 logits [..., V] of the head's product alone. `options` are those of `linear`."""
         return self._product(x, self.weights.head, None, tiling, out_dtype=torch.float32, **options)
 
     def argmax(self, hidden: Tensor, limit: int, tiling: Tiling, out: Tensor) -> None:
-        """Writes to out [R] which of the first `limit` logits of hidden [R, hidden] is largest, lowest id first."""
+        """Writes to `out` [R] the id of the largest of the first `limit` logits of hidden [R, hidden].
+
+        The lowest id if equal.
+        """
         scales = self.spec.scales
-        if scales.logits != 1.0 or scales.softcap is not None:  # scaling may make different logits equal
+        if scales.logits != 1.0 or scales.softcap is not None:  # scaling may round different logits to equal values
             out.copy_(self.logits(hidden, tiling)[..., :limit].argmax(dim=-1))
             return
         self._raw_argmax(hidden, limit, tiling, out)
 
     def _raw_argmax(self, hidden: Tensor, limit: int, tiling: Tiling, out: Tensor) -> None:
-        """Writes the argmax of logits before they are scaled."""
+        """Writes the argmax of the logits before they are scaled."""
         x, options = self._normed(self.spec.plans[-1], hidden, self.weights.norm, self.weights.norm_bias)
         self.head_argmax(x, limit, tiling, out, work=self._work, **options)
 
     def head_argmax(self, x: Tensor, limit: int, tiling: Tiling, out: Tensor, **options: Any) -> None:
-        """Writes the argmax of the head's product, without the final norm; options are those of `Ops.argmax`."""
+        """Writes the argmax of the head's product, without the final norm. `options` are those of `Ops.argmax`."""
         self.ops.argmax(x, self.weights.head, limit, tiling, out=out, **options)
 
     def _delta_rule(self, index: int, layer: LayerWeights, product: Tensor, rows: ForwardBatch) -> Tensor:
-        """A recurrent layer up to its output projection: the gated delta rule, [B, Q, DeltaRule.values]."""
+        """Computes a recurrent layer before its output projection: the gated delta rule, [B, Q, DeltaRule.values]."""
         rule, place, states = self.spec.plans[index].delta, self._places[index], self.cache.states
         assert rule is not None, "the layer is recurrent"
         assert layer.delta is not None, "and has the weights of one"
@@ -317,7 +337,7 @@ class Decoder:
         return self.ops.gated_norm(out, gate, layer.delta.norm, self.spec.rms_eps)
 
     def _attend(self, index: int, layer: LayerWeights, qkv: Tensor, rows: ForwardBatch) -> Tensor:
-        """Attention of a layer up to its output projection, with the output gate where it has one: [B, Q, H * D]."""
+        """Computes attention before the output projection, with the output gate if the layer has one: [B, Q, H * D]."""
         plan = self.spec.plans[index]
         if plan.output_gate:
             gates = self.spec.num_heads * self.spec.head_dim
@@ -326,20 +346,20 @@ class Decoder:
         return self._attend_ungated(index, layer, qkv, rows)
 
     def _attend_ungated(self, index: int, layer: LayerWeights, qkv: Tensor, rows: ForwardBatch) -> Tensor:
-        """Attention without the output gate: norms and rotation of heads as the plan has them."""
+        """Computes attention without the output gate, with the plan's norms and rotation of heads."""
         plan = self.spec.plans[index]
         rotation: Rotation | None = None if plan.rope is None else self._tables[plan.rope]
         norms = self._norms(index)
         if norms is None and plan.qk_norm is not None:
             qkv = self._normed_heads(plan, layer, qkv, rows.positions)
         if plan.qk_norm == "head_after_rope":
-            rotation = None  # heads are rotated already
+            rotation = None  # heads are already rotated
         if plan.rope is not None and (factors := self._query_factors[plan.rope]) is not None:
             qkv = self._scaled_queries(qkv, factors, rows.positions)
         return self._attend_rows(index, qkv, rows, rotation, norms, plan.rule, layer.sinks)
 
     def _norms(self, index: int) -> HeadNorms | None:
-        """The norms of heads that `attend` applies; None where there are none, or `attend` cannot apply them."""
+        """Returns the head norms that `attend` applies. None: there are none, or `attend` cannot apply them."""
         plan, layer = self.spec.plans[index], self.weights.layers[index]
         if plan.qk_norm != "head" or plan.norm == "layer" or layer.q_norm is None or layer.k_norm is None:
             return None
@@ -355,9 +375,9 @@ class Decoder:
         rule: AttentionRule,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """Attention of rows over a layer's cache, up to their own positions: [B, Q, H * D]."""
+        """Computes attention of rows over a layer's cache, up to their own positions: [B, Q, H * D]."""
         cos, sin = (None, None) if rotation is None else rotation
-        # K/V are written before they are read: a row sees the same blocks of keys whether they are new or old
+        # K/V are written before they are read, so a row reads the same blocks of keys whether they are new or old
         call = AttendCall(
             qkv,
             cos,
@@ -374,14 +394,17 @@ class Decoder:
             rule=rule,
             sinks=sinks,
             kv_scales=self.cache.scales_of(self._places[index]),
-            # kernels may leave the result in another order for the fused tail, which no other op reads
+            # kernels may write the result in the order of the fused tail's first product, which alone reads it then
             product=self.weights.layers[index].o if self._fuses(self.spec.plans[index]) else None,
             tiling=rows.tiling,
         )
         return self.ops.attend(call, self._work)
 
     def _normed_heads(self, plan: LayerPlan, layer: LayerWeights, qkv: Tensor, positions: Tensor) -> Tensor:
-        """qkv with the norms of queries and keys that `attend` cannot apply, and rotated where they come before."""
+        """Returns qkv with those norms of queries and keys that `attend` cannot apply.
+
+        Rotates first if the norms come after rope.
+        """
         spec = self.spec
         sizes = [spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim]
         query, key, value = qkv.split(sizes, dim=-1)
@@ -398,7 +421,7 @@ class Decoder:
         return torch.cat([*normed, value], dim=-1)
 
     def _scaled_queries(self, qkv: Tensor, factors: Tensor, positions: Tensor) -> Tensor:
-        """qkv with the queries times the factor of their position; rotation commutes with it."""
+        """Returns qkv with the queries times the factor of their position. Rotating before or after gives the same."""
         heads = self.spec.num_heads * self.spec.head_dim
         at = positions.clamp(max=factors.shape[0] - 1)
         query = qkv[..., :heads] * factors[at][..., None].to(qkv.dtype)

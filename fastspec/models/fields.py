@@ -1,4 +1,4 @@
-"""Reads single fields of a Hugging Face config, each checked, and refuses a bad one by name."""
+"""Reads single fields of a Hugging Face config, checks them, and refuses a bad one by name."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 FLOAT: Final = "__float__"
-MAX_NUMBER: Final = 2.0**62  # of a setting that is no size; torch takes whole numbers of 64 bits only
+MAX_NUMBER: Final = 2.0**62  # limit of settings that are not sizes; torch's integers have 64 bits
 
 SIZE_LIMITS: Final[Mapping[str, int]] = {
     "vocab_size": 2**24,
@@ -40,11 +40,12 @@ OPTIONAL_SIZES: Final = ("num_key_value_heads", "head_dim", "sliding_window")
 
 
 def check_sizes(raw: Mapping[str, Any], path: str, *, native: bool) -> None:
-    """Refuses sizes in a config file that are no whole numbers in their limits.
+    """Refuses a config file with sizes that are not whole numbers within their limits.
 
     Args:
-        raw: the JSON object. path: its file, for messages.
-        native: of a family of this package; others may leave any size out, or have one for each layer.
+        raw: the JSON object.
+        path: its file, for messages.
+        native: True for a family of this package. Other configs may omit any size, or have one value per layer.
 
     Raises:
         CheckpointError: names the file and the field.
@@ -54,17 +55,17 @@ def check_sizes(raw: Mapping[str, Any], path: str, *, native: bool) -> None:
         if (value is None and field in OPTIONAL_SIZES) or (not native and (value is None or isinstance(value, list))):
             continue
         if field == "sliding_window" and value == 0 and raw.get("use_sliding_window") is False:
-            continue  # as transformers saves Qwen2-MoE
+            continue  # transformers saves Qwen2-MoE so
         if field.startswith("shared_") and type(value) is int and value == 0:
-            continue  # "none", as Qwen3-Coder and MiniMax-M2 have it; a family with a shared expert refuses it
+            continue  # means "none" in Qwen3-Coder and MiniMax-M2; families with a shared expert refuse it
         if type(value) is not int or not 1 <= value <= limit:
             raise CheckpointError(f"{path}: {field}={value!r}, wanted a whole number from 1 to {limit}")
 
 
 def with_floats(value: Any) -> Any:
-    """A value of a JSON file with numbers that JSON lacks: transformers stores infinity as {"__float__": "Infinity"}.
+    """Converts numbers that JSON does not have: transformers stores infinity as {"__float__": "Infinity"}.
 
-    Anything else is returned as it is.
+    Returns anything else unchanged.
     """
     if isinstance(value, list):
         return [with_floats(each) for each in value]
@@ -77,10 +78,10 @@ def with_floats(value: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class ConfigFields:
-    """The fields of one config.
+    """Checked access to the fields of one config.
 
     Attributes:
-        config: a transformers config object; it is not modified.
+        config: a transformers config object; not modified.
         supported: a list of supported models, for the end of error messages.
     """
 
@@ -88,16 +89,16 @@ class ConfigFields:
     supported: str
 
     def refuse(self, field: str, got: object, wanted: str) -> NoReturn:
-        """Raises UnsupportedModel, which names the field, its value and what was wanted."""
+        """Raises UnsupportedModel with the field, its value and what was expected."""
         raise UnsupportedModel(f"{field}={got!r} is not supported, wanted {wanted}; {self.supported}")
 
     def get(self, field: str) -> Any:
-        """The value as it is; None if there is none."""
-        # A family's config class declares only its own fields, and transformers itself reads the others this way.
+        """Returns the value without a check. None if there is none."""
+        # a family's config class declares only its own fields, and transformers itself reads others in this way
         return getattr(self.config, field, None)
 
     def size(self, field: str) -> int:
-        """A whole number within its limit."""
+        """Returns a whole number within its limit."""
         value = self.get(field)
         limit = SIZE_LIMITS[field]
         if type(value) is not int or not 1 <= value <= limit:
@@ -105,35 +106,38 @@ class ConfigFields:
         return int(value)
 
     def count(self, field: str, maximum: int, minimum: int = 1) -> int:
-        """A whole number from `minimum` to `maximum`."""
+        """Returns a whole number from `minimum` to `maximum`."""
         value = self.get(field)
         if type(value) is not int or not minimum <= value <= maximum:
             self.refuse(field, value, f"a whole number from {minimum} to {maximum}")
         return int(value)
 
     def flag(self, field: str) -> bool:
-        """True or false; false if there is none."""
+        """Returns True or False. False if there is none."""
         value = self.get(field)
         if value is not None and type(value) is not bool:
             self.refuse(field, value, "true or false")
         return bool(value)
 
     def positive(self, field: str) -> float:
-        """A positive number."""
+        """Returns a positive number."""
         return self.check_positive(self.get(field), field)
 
     def optional_positive(self, field: str) -> float | None:
-        """A positive number; None if there is none."""
+        """Returns a positive number. None if there is none."""
         return None if self.get(field) is None else self.positive(field)
 
     def check_positive(self, value: object, field: str) -> float:
-        """The value of the field, as a positive number."""
+        """Returns `value` of the field as a positive number."""
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= MAX_NUMBER:
             self.refuse(field, value, f"a positive number up to {MAX_NUMBER:.2g}")
         return float(value)
 
     def layer_types(self, layers: int, *kinds: str) -> tuple[str, ...] | None:
-        """The kind of each layer, None where the config does not say; by default of kinds of attention."""
+        """Returns the type of each layer, which must be one of `kinds`. Default: types of attention.
+
+        None if the config has none.
+        """
         kinds = kinds or ("full_attention", "sliding_attention")
         types = self.get("layer_types")
         if types is None:

@@ -1,4 +1,4 @@
-"""Layers that launch the same kernels."""
+"""Finds layers that launch the same kernels."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ if TYPE_CHECKING:
 
 
 def one_of_each(plans: Sequence[LayerPlan], layers: Sequence[LayerWeights]) -> list[int]:
-    """Layers that together launch all that the model launches, in order: the first of each kind, and the last.
+    """Returns indices of layers that together launch all kernels of the model: the first of each kind, and the last.
 
-    A layer's kind is its plan and how its matrices are stored, and that of the next layer, whose first product it
-    makes. All layers if some are recurrent: the tensor that a layer hands to the next has a size of its own there.
+    A layer's kind is its plan and the format of its matrices, with those of the next layer, whose first product it
+    computes. If some layers are recurrent, all layers are returned: the tensor between two layers then has different
+    sizes.
     """
     count = len(layers)
     if any(plan.delta is not None for plan in plans):

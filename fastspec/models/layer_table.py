@@ -1,17 +1,17 @@
-"""LAYER: every tensor of a decoder layer, one row each; MODEL: those outside of layers.
+"""LAYER: a table with one row for each tensor of a decoder layer. MODEL: the same for tensors outside of layers.
 
-Shapes, stored names, slices of ranks, bytes and loaded fields are all read from these rows. A new tensor of a family is
-one row here and one field of the weights below.
+Shapes, stored names, slices of ranks, bytes and loaded fields are all read from these rows. A new tensor of a family
+needs one row here and one field of the weights below.
 
-Sizes are names of axes (`axes_of`). An axis says how many elements there are and how ranks share them:
+Sizes are names of axes (`axes_of`). An axis has a number of elements, and a rule how ranks share them:
 
 | rule     | a rank's elements                                                              |
 |----------|--------------------------------------------------------------------------------|
 | whole    | all                                                                            |
 | heads    | an equal number of whole heads                                                 |
-| kv_heads | likewise; with fewer heads than ranks, several ranks have the same head        |
+| kv_heads | the same; with fewer heads than ranks, several ranks have the same head        |
 | even     | an equal number                                                                |
-| packed   | columns of experts, in runs that packed weights keep together                  |
+| packed   | columns of experts, in ranges that packed weights keep together                |
 | vocab    | rows of the head, if every part of them has whole tiles of 16                  |
 """
 
@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 
 EMBED: Final = "model.embed_tokens.weight"
 HEAD: Final = "lm_head.weight"
-CORRECTION: Final = "e_score_correction_bias"  # of a router's scores
-GATE_UP: Final = ("gate_proj", "up_proj")  # of one expert
+CORRECTION: Final = "e_score_correction_bias"  # name of a correction of a router's scores
+GATE_UP: Final = ("gate_proj", "up_proj")  # names of the gate and up matrices of one expert
 DOWN: Final = "down_proj"
 NORM: Final = "model.norm.weight"
 NORM_BIAS: Final = "model.norm.bias"
@@ -50,14 +50,14 @@ Shapes = dict[str, tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DeltaWeights:
-    """Tensors of a recurrent layer besides its projections; sizes as in `DeltaRule`.
+    """Tensors of a recurrent layer besides its projections. See `DeltaRule` for sizes.
 
     Attributes:
-        conv: [channels, 1, width], of the convolution.
+        conv: [channels, 1, width], weights of the convolution.
         decay: fp32 [value_heads], log A (`A_log` in checkpoints).
         step: fp32 [value_heads], the bias that is added to a (`dt_bias`).
-        norm: [value_dim], of the gated norm.
-        gates: [2 * value_heads, hidden], the rows of b and a if only these are not quantised; None: they lie in
+        norm: [value_dim], weight of the gated norm.
+        gates: [2 * value_heads, hidden], the rows of b and a, if only these are not quantised. None: they are in
             `LayerWeights.qkv`.
     """
 
@@ -70,23 +70,27 @@ class DeltaWeights:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerWeights:
-    """One decoder layer. H query heads, Hkv key heads, D head_dim. A field that the plan does not ask for is None.
+    """Weights of one decoder layer: H query heads, Hkv KV heads, D head_dim.
 
-    Elements of query and key heads may lie in another order than in the checkpoint, the same for both
-    (`ModelSpec.head_order`). Norm weights have the dtype `ModelSpec.norm_dtype`.
+    Fields that the plan does not need are None. Elements of query and key heads may be in another order than in the
+    checkpoint, the same for both (`ModelSpec.head_order`). Norm weights have the dtype `ModelSpec.norm_dtype`.
 
     Attributes:
-        input_norm, post_norm: [hidden] norm weights before attention and before the MLP.
-        attended_norm, mlp_norm: [hidden] norm weights of what attention and MLP add to the residual stream.
+        input_norm, post_norm: [hidden], norm weights before attention and before the MLP.
+        attended_norm, mlp_norm: [hidden], weights of the norms of the outputs of attention and MLP.
         input_norm_bias, post_norm_bias: [hidden].
-        qkv: [(H + 2 * Hkv) * D, hidden], query rows first, then key, then value, then those of an output gate.
-            Of a recurrent layer [DeltaRule.rows, hidden]: q, k, v, z, b and a. qkv_bias: its bias.
-        q_norm, k_norm: [D], or [H * D] and [Hkv * D] of a norm over all heads.
-        o: [hidden, H * D]; of a recurrent layer [hidden, DeltaRule.values]. o_bias: [hidden].
-        gate_up: [2 * intermediate, hidden], gate rows first; without a gate half of it. gate_up_bias: its bias.
-        down: [hidden, intermediate]. down_bias: [hidden].
-        delta: other tensors of a recurrent layer; None: the layer attends.
-        experts: the MLP is a mixture of experts. gate_up and down are then those of a shared expert.
+        qkv: [(H + 2 * Hkv) * D, hidden]: query rows first, then key, then value, then those of an output gate.
+            In a recurrent layer [DeltaRule.rows, hidden]: q, k, v, z, b and a.
+        qkv_bias: bias of qkv.
+        q_norm, k_norm: [D], or [H * D] and [Hkv * D] for a norm over all heads.
+        o: [hidden, H * D]; in a recurrent layer [hidden, DeltaRule.values].
+        o_bias: [hidden].
+        gate_up: [2 * intermediate, hidden], gate rows first; without a gate half of it.
+        gate_up_bias: bias of gate_up.
+        down: [hidden, intermediate].
+        down_bias: [hidden].
+        delta: other tensors of a recurrent layer. None: the layer has attention.
+        experts: weights of a mixture of experts. gate_up and down are then those of a shared expert. None: a dense MLP.
         sinks: [H], for each head the score of one more key without a value.
     """
 
@@ -112,13 +116,13 @@ class LayerWeights:
 
     @property
     def mlp(self) -> tuple[Weight, Weight]:
-        """gate_up and down, of a layer that has an MLP or a shared expert."""
+        """(gate_up, down) of a layer with a dense MLP or a shared expert."""
         assert self.gate_up is not None, "a mixture without a shared expert has no MLP"
         assert self.down is not None, "gate_up does not come alone"
         return self.gate_up, self.down
 
     def matrix(self, place: str) -> Weight | None:
-        """The matrix in a field, or in one of its parts ("delta.gates"); None: it holds something else, or nothing."""
+        """Returns the matrix in a field, or in a part of it ("delta.gates"). None if there is none."""
         found: object = self
         for name in place.split("."):
             found = getattr(found, name, None)
@@ -130,7 +134,7 @@ class DecoderWeights:
     """All weights of one decoder, of one dtype on one device.
 
     Attributes:
-        embed: [V, hidden]. head: [V, hidden]; `head is embed` when tied.
+        embed, head: [V, hidden]. `head is embed` if they are tied.
         norm, norm_bias: [hidden], of the norm before the head.
     """
 
@@ -141,7 +145,7 @@ class DecoderWeights:
     norm_bias: Tensor | None = None
 
     def nbytes(self) -> int:
-        """Bytes of device memory that the weights take; a tied head is counted once."""
+        """Bytes of device memory. A tied head counts once."""
         held: list[Weight | ExpertWeights | Tensor | None] = [self.embed, self.norm, self.norm_bias, self.head]
         held += [tensor for layer in self.layers for part in (layer, layer.delta) for tensor in _held(part)]
         return sum({id(each): each.nbytes for each in held if each is not None}.values())
@@ -157,7 +161,7 @@ class Axis(NamedTuple):
     """Elements along one axis of a tensor, and how ranks share them.
 
     Attributes:
-        units: of all ranks, such as heads.
+        units: number of units, such as heads, on all ranks together.
         rule: see the table above.
         each: elements of a unit.
     """
@@ -168,11 +172,11 @@ class Axis(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Elements of all ranks."""
+        """Elements on all ranks together."""
         return self.units * self.each
 
     def part(self, share: RankShare, unit: int = 1) -> Cut:
-        """The elements of one rank.
+        """Returns the elements of one rank.
 
         Args:
             unit: elements of a "packed" axis that stay together.
@@ -188,12 +192,15 @@ class Axis(NamedTuple):
         return Cut(found.start * self.each, found.stop * self.each)
 
     def piece(self, parts: int) -> int:
-        """Elements that are multiplied at once where bits must not depend on ranks: one head, or one of `parts`."""
+        """Returns the elements of one product, if bits must not depend on the number of ranks.
+
+        That is one head, or one of `parts`.
+        """
         return self.each if self.rule in ("heads", "kv_heads") else self.size // parts
 
 
 class Slice(NamedTuple):
-    """The part of a tensor that a rank reads: ranges of rows, one under the other, and of columns; None: all."""
+    """Part of a tensor that a rank reads: ranges of rows, stacked, and a range of columns. None: all."""
 
     rows: tuple[Cut, ...]
     columns: Cut | None = None
@@ -212,31 +219,31 @@ def _never(plan: LayerPlan) -> bool:
 
 
 def _as_stored(spec: ModelSpec, plan: LayerPlan) -> None:
-    """An `Order` that moves no row."""
+    """Implements `Order` without reordering."""
 
 
 @dataclass(frozen=True, slots=True)
 class TableRow:
-    """One tensor of a layer, or several stored tensors that are fused into one.
+    """One tensor of a layer, which may be fused from several stored tensors.
 
     Attributes:
-        name: of the row, by which `ModelFamily.names` renames its stored tensors.
-        stored: names in a checkpoint, below the layer's prefix and without `leaf`; {} stands for an expert's number.
-            Without any the row is absent.
-        rows: axes of the fused rows, in the order of the checkpoint. A group lies in one stored tensor.
+        name: name of the row, with which `ModelFamily.names` renames its stored tensors.
+        stored: names in a checkpoint, without the layer's prefix and `leaf`; {} is the number of an expert. Without
+            names the row is not used.
+        rows: axes of the fused rows, in the order of the checkpoint. Each group of axes is in one stored tensor.
         columns: axes of the other dimensions.
         kind: "matrix": a `Weight`. "stack": the same matrix of all experts. "vector": in the model's dtype. "norm":
             in `ModelSpec.norm_dtype`. "exact": in fp32.
-        when: the plan has this tensor.
-        bias: the plan has a bias for each stored tensor, whose field is `<field>_bias`.
-        order: stored row of each row in the field; None: as stored.
-        field: of `LayerWeights`, or of a part of it ("experts.router"); empty: the name of the row.
+        when: condition on the plan under which the layer has this tensor.
+        bias: condition under which each stored tensor has a bias; its field is `<field>_bias`.
+        order: stored row of each row in the field. None: as stored.
+        field: field of `LayerWeights`, or of a part of it ("experts.router"). Empty: the name of the row.
         leaf: last part of stored names.
-        gated: the first half of the rows is a gate, if the plan's MLP has one.
-        tree: sums over the columns of all ranks are one tree; see `Weight`.
+        gated: True if the first half of the rows is a gate, for plans whose MLP has one.
+        tree: True if sums over the columns of all ranks are one tree; see `Weight`.
         apart: field of the last rows (b and a) if only these are not quantised.
-        joins: row of the experts to which this tensor of a shared expert may be added as one more.
-        mixed: rows of a group are stored head by head, so that ranks cut the group as one.
+        joins: row of the experts to which this tensor of a shared expert may be added as one more expert.
+        mixed: True if rows of a group are stored head by head, so that ranks split the group as one.
     """
 
     name: str
@@ -257,7 +264,7 @@ class TableRow:
 
     @property
     def place(self) -> str:
-        """The field that takes it."""
+        """The field that holds it."""
         return self.field or self.name
 
     @property
@@ -267,30 +274,30 @@ class TableRow:
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """Axes of all rows, one under the other."""
+        """Axes of all rows, in the order in which they are stacked."""
         return tuple(axis for part in self.rows for axis in ((part,) if isinstance(part, str) else part))
 
     def cut(self, axes: Mapping[str, Axis]) -> Literal["rows", "columns"] | None:
-        """The side that ranks share; None: every rank has all of it."""
+        """Returns the dimension that is split over ranks. None: every rank has the whole tensor."""
         if any(axes[axis].rule != "whole" for axis in self.axes):
             return "rows"
         return "columns" if self.columns and axes[self.columns[0]].rule != "whole" else None
 
     def names(self, renamed: Mapping[str, tuple[str, ...]]) -> tuple[str, ...]:
-        """Stored names, without `leaf`, in a family that renames some rows."""
+        """Returns stored names, without `leaf`, in a family that renames some rows."""
         return renamed.get(self.name, self.stored)
 
     def groups(self, stored: int) -> tuple[tuple[str, ...], ...]:
-        """Axes of the rows of each stored tensor, for that many."""
+        """Returns the axes of the rows of each of `stored` stored tensors."""
         if stored == len(self.rows):
             return tuple((part,) if isinstance(part, str) else part for part in self.rows)
         return (self.axes,)
 
 
 def qkv_order(spec: ModelSpec, plan: LayerPlan) -> list[int] | None:
-    """The stored row of each row of q, k, v and output gate; None: as stored.
+    """Returns the stored row of each row of q, k, v and output gate. None: as stored.
 
-    With an output gate the stored q rows are, head by head, query and gate. The fused matrix has all gates last.
+    With an output gate, the stored q rows are query and gate for each head. The fused matrix has all gates last.
     """
     dim, heads, kv_rows = spec.head_dim, spec.num_heads, spec.num_kv_heads * spec.head_dim
     in_head = spec.head_order or list(range(dim))
@@ -312,17 +319,17 @@ def _head_norm_order(spec: ModelSpec, plan: LayerPlan, heads: int) -> list[int] 
 
 
 def q_norm_order(spec: ModelSpec, plan: LayerPlan) -> list[int] | None:
-    """The stored element of each element of q_norm; None: as stored."""
+    """Returns the stored element of each element of q_norm. None: as stored."""
     return _head_norm_order(spec, plan, spec.num_heads)
 
 
 def k_norm_order(spec: ModelSpec, plan: LayerPlan) -> list[int] | None:
-    """The stored element of each element of k_norm; None: as stored."""
+    """Returns the stored element of each element of k_norm. None: as stored."""
     return _head_norm_order(spec, plan, spec.num_kv_heads)
 
 
 def delta_order(spec: ModelSpec, plan: LayerPlan) -> list[int]:
-    """The stored row of each row of q, k, v, z, b and a, which are stored grouped by key head."""
+    """Returns the stored row of each row of q, k, v, z, b and a, which are stored grouped by key head."""
     rule = plan.delta
     assert rule is not None, "the layer is recurrent"
     served = rule.value_heads // rule.key_heads
@@ -330,11 +337,11 @@ def delta_order(spec: ModelSpec, plan: LayerPlan) -> list[int]:
     each = 2 * rule.key_dim + 2 * own
 
     def of_heads(start: int, size: int) -> list[int]:
-        """Rows start..start+size-1 of every key head."""
+        """Returns rows start..start+size-1 of every key head."""
         return [head * each + at for head in range(rule.key_heads) for at in range(start, start + size)]
 
     def gates(start: int) -> list[int]:
-        """b or a of every value head."""
+        """Returns the rows of b or a of every value head."""
         first = rule.key_heads * each
         return [first + head * 2 * served + at for head in range(rule.key_heads) for at in range(start, start + served)]
 
@@ -348,7 +355,7 @@ def _norms_heads(plan: LayerPlan) -> bool:
 
 
 def _asks(name: str) -> Condition:
-    """True if a field of the `ExpertsPlan` is set."""
+    """Returns a condition that is true if a field of the `ExpertsPlan` is set."""
     return lambda plan: bool(getattr(plan.experts, name))
 
 
@@ -363,7 +370,7 @@ _HIDDEN = ("hidden",)
 
 
 def _rows(when: Condition, *rows: TableRow) -> tuple[TableRow, ...]:
-    """Rows of plans that fulfil `when` besides their own condition."""
+    """Adds the condition `when` to rows."""
 
     def both(own: Condition) -> Condition:
         return lambda plan: when(plan) and own(plan)
@@ -488,10 +495,10 @@ MODEL: Final[tuple[TableRow, ...]] = (
 
 
 def axes_of(spec: ModelSpec, plan: LayerPlan, reads: int | None = None) -> dict[str, Axis]:
-    """The axes of a layer by their names in the table.
+    """Returns the axes of a layer by their names in the table.
 
     Args:
-        reads: elements that the first product of the layer reads; None: hidden_size.
+        reads: input width of the first product of the layer. None: hidden_size.
     """
     dim, heads, kv_heads = spec.head_dim, spec.num_heads, spec.num_kv_heads
     over_all = plan.qk_norm == "projection"
@@ -529,14 +536,14 @@ def axes_of(spec: ModelSpec, plan: LayerPlan, reads: int | None = None) -> dict[
 
 
 class StoredTensor(NamedTuple):
-    """One tensor of a checkpoint, as the table has it.
+    """One tensor of a checkpoint, derived from the table.
 
     Attributes:
-        name: below the layer's prefix.
-        kind: of its row; "norm" for the bias of a norm.
-        rows: axes of its first dimension, one under the other.
-        columns: axes of the others.
-        mixed: rows of all axes lie together, head by head.
+        name: name without the layer's prefix.
+        kind: kind of its row; "norm" for the bias of a norm.
+        rows: axes of its first dimension, in the order in which they are stacked.
+        columns: axes of the other dimensions.
+        mixed: True if rows of all axes are stored together, head by head.
     """
 
     name: str
@@ -547,11 +554,11 @@ class StoredTensor(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the whole tensor."""
+        """Shape of the whole tensor."""
         return (sum(axis.size for axis in self.rows), *(axis.size for axis in self.columns))
 
     def part(self, share: RankShare, unit: int) -> Slice | None:
-        """The slice that a rank reads; None: everything."""
+        """Returns the slice that a rank reads. None: the whole tensor."""
         if any(axis.rule != "whole" for axis in self.rows):
             if self.mixed:
                 return Slice((share.cut(self.shape[0]),))
@@ -564,12 +571,12 @@ class StoredTensor(NamedTuple):
 
 
 def rows_of(spec: ModelSpec, plan: LayerPlan) -> tuple[TableRow, ...]:
-    """Rows of the table that a layer has."""
+    """Returns the rows of the table that a layer has."""
     return tuple(row for row in LAYER if row.when(plan) and row.names(spec.names))
 
 
 def stored_tensors(spec: ModelSpec, plan: LayerPlan, reads: int | None = None) -> Iterator[StoredTensor]:
-    """Every stored tensor of a layer; see `axes_of` for the arguments."""
+    """Yields every stored tensor of a layer. For the arguments see `axes_of`."""
     axes, rows = axes_of(spec, plan, reads), rows_of(spec, plan)
     for stack, some in groupby(rows, lambda row: row.kind == "stack"):
         fused = tuple(some)
@@ -590,7 +597,7 @@ def _stored(
 
 
 def _by_layer(spec: ModelSpec) -> Iterator[tuple[str, StoredTensor]]:
-    """Every stored tensor of a model with its whole name."""
+    """Yields every stored tensor of a model with its full name."""
     plan = spec.plans[0]
     for row in MODEL:
         if row.name != "head" or not spec.tied:
@@ -601,20 +608,20 @@ def _by_layer(spec: ModelSpec) -> Iterator[tuple[str, StoredTensor]]:
 
 
 def tensor_shapes(spec: ModelSpec) -> Shapes:
-    """Name and shape of every tensor that a checkpoint of this spec must hold, head included unless tied."""
+    """Yields name and shape of every tensor that a checkpoint of this spec must have. Includes the head unless tied."""
     return {name: tensor.shape for name, tensor in _by_layer(spec)}
 
 
 def layer_shapes(spec: ModelSpec, layer: int, prefix: str, reads: int) -> Shapes:
-    """Name and shape of every tensor of one layer, under a prefix; `reads` as in `axes_of`."""
+    """Yields name and shape of every tensor of one layer, with a prefix. `reads`: see `axes_of`."""
     return {f"{prefix}{tensor.name}": tensor.shape for tensor in stored_tensors(spec, spec.plans[layer], reads)}
 
 
 def slices_of(spec: ModelSpec, share: RankShare, unit: int = 1) -> dict[str, Slice]:
-    """The slices that a rank reads of the tensors that are cut, by name; it reads all others whole.
+    """Returns the slices that a rank reads, by tensor name. Tensors that are not split have no entry.
 
     Args:
-        spec: of the whole model.
+        spec: spec of the whole model.
         unit: columns of experts that stay together.
     """
     found = ((name, tensor.part(share, unit)) for name, tensor in _by_layer(spec))
@@ -622,18 +629,18 @@ def slices_of(spec: ModelSpec, share: RankShare, unit: int = 1) -> dict[str, Sli
 
 
 def weight_bytes(spec: ModelSpec, dtype: torch.dtype) -> int:
-    """Bytes of all tensors with matrices in `dtype`."""
+    """Returns the bytes of all tensors with matrices in `dtype`."""
     sizes = {"norm": spec.norm_dtype(dtype).itemsize, "exact": torch.float32.itemsize}
     return sum(math.prod(each.shape) * sizes.get(each.kind, dtype.itemsize) for _, each in _by_layer(spec))
 
 
 def pieces_of(row: TableRow, spec: ModelSpec, plan: LayerPlan, own: Mapping[str, Axis], parts: int) -> list[int]:
-    """Rows of each product that a rank makes of a field, if bits must not depend on the number of ranks.
+    """Returns the rows of each product that a rank makes of a field, if bits must not depend on the number of ranks.
 
     Args:
-        spec, plan: of all ranks.
+        spec, plan: those of the whole model.
         own: axes of this rank.
-        parts: as in `RankShare`.
+        parts: see `RankShare`.
     """
     whole = axes_of(spec, plan)
     sizes = ((own[axis].size, whole[axis].piece(parts)) for axis in row.axes if own[axis].size)

@@ -1,6 +1,6 @@
-"""Natural pairs: small published models that have the tokenizer of larger ones, from `pairs.json`. Needs no network.
+"""Natural pairs: small published models with the tokenizer of larger ones, from `pairs.json`. Needs no network.
 
-A name in the table is a hint. What is loaded is compared token by token all the same (`vocab.shared_vocab`).
+The table only gives hints. Loaded models are always compared token by token (`vocab.shared_vocab`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from typing import Any, Final
 LARGEST_SHARE: Final = 0.35
 """A draft with more than this share of the parameters that a token of the target reads is not suggested: it rarely
 makes decoding faster."""
-_ACTIVE: Final = {"openai/gpt-oss-20b": 3.6, "openai/gpt-oss-120b": 5.1}  # billions; other names say it: "-A3B"
+# active parameters in billions; other models have them in their names: "-A3B"
+_ACTIVE: Final = {"openai/gpt-oss-20b": 3.6, "openai/gpt-oss-120b": 5.1}
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,13 +24,13 @@ class TokenizerGroup:
     """Published models that share one tokenizer.
 
     Attributes:
-        name: for people.
-        tokenizer: its name; groups with the same one mix.
+        name: name for messages.
+        tokenizer: name of the tokenizer. Models of groups with the same one may be paired.
         types: `model_type` of their configs.
         vocab_sizes: rows of their embeddings, which may be padded differently.
-        marker: an id and its text that no group of the same type and size has, to recognise a tokenizer file by.
-        models: Hub ids, with parameters in billions (of a mixture all experts'), ascending. Each may be the draft of a
-            larger one.
+        marker: (id, text) that no other group of the same type and size has, to recognise a tokenizer file.
+        models: Hub id -> parameters in billions (in a mixture of all experts), ascending. Each may draft for a larger
+            one.
     """
 
     name: str
@@ -40,7 +41,10 @@ class TokenizerGroup:
     models: tuple[tuple[str, float], ...]
 
     def drafts(self, billions: float | None) -> list[str]:
-        """Models small enough to draft for one of that many parameters, the smallest first; None: unknown."""
+        """Returns models small enough to draft for a model of `billions` parameters, smallest first.
+
+        None: unknown size.
+        """
         if billions is None:
             return [name for name, _ in self.models[:2]]
         return [name for name, size in self.models if size <= LARGEST_SHARE * billions]
@@ -51,7 +55,7 @@ _TABLE: Final = Path(__file__).with_suffix(".json")
 
 
 def _group(row: dict[str, Any]) -> TokenizerGroup:
-    """One group of the table, in which lists stand for tuples and `models` is an object."""
+    """Makes one group from a row of the table. JSON has lists instead of tuples, and an object for `models`."""
     marker, lists = row["marker"], {name: tuple(row[name]) for name in ("types", "vocab_sizes")}
     return TokenizerGroup(
         row["name"], row["tokenizer"], **lists, marker=marker and tuple(marker), models=tuple(row["models"].items())
@@ -63,12 +67,12 @@ GROUPS: Final = tuple(_group(row) for row in json.loads(_TABLE.read_text("utf-8"
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """The entry of the table for one model.
+    """Entry of the table for one model.
 
     Attributes:
-        model: as it was named.
-        group: that it belongs to.
-        drafts: drafts that fit it, the smallest first; empty: the table has none that is small enough.
+        model: name that the user gave.
+        group: group of the model.
+        drafts: drafts that fit, smallest first. Empty: the table has none that is small enough.
         by: how the model was recognised.
     """
 
@@ -78,7 +82,7 @@ class Found:
     by: str
 
     def __str__(self) -> str:
-        """A few lines for people."""
+        """Formats the entry as a few lines."""
         head = f"{self.model}: {self.group.name} ({self.by})"
         if not self.drafts:
             return f"{head}; the table has no draft small enough for it. A small model of another family can draft too"
@@ -86,17 +90,17 @@ class Found:
 
 
 def natural_pairs(model: str) -> Found | None:
-    """Drafts that fit a model, by its Hub id or by the files of its directory. Nothing is downloaded.
+    """Returns drafts that fit a model, by its Hub id or by the files of its directory. Downloads nothing.
 
     Args:
-        model: a directory with config.json, or a Hub id: one that the table does not name is told by its files, where
-            they were downloaded before.
+        model: a directory with config.json, or a Hub id. If the table does not have the id, the model is recognised by
+            its files, if these were downloaded before.
 
     Returns:
-        None where the table does not know it.
+        None if the table does not have the model.
     """
     directory = Path(os.path.expanduser(model))
-    if not os.path.isdir(directory):  # os.path, not Path: it answers False to a name that no file system takes
+    if not os.path.isdir(directory):  # os.path: a name that no file system accepts gives False; Path would raise
         if (known := _by_name(model)) is not None:
             return Found(model, known[0], tuple(known[0].drafts(known[1])), "by its name")
         if (cached := _in_cache(model)) is None:
@@ -109,18 +113,18 @@ def natural_pairs(model: str) -> Found | None:
 
 
 def _in_cache(model: str) -> Path | None:
-    """The files of a Hub id, where they were downloaded before."""
+    """Returns the files of a Hub id, if they were downloaded before."""
     from huggingface_hub import try_to_load_from_cache
 
     try:
         found = try_to_load_from_cache(model, "config.json")
-    except ValueError:  # no Hub id
+    except ValueError:  # not a Hub id
         return None
     return Path(found).parent if isinstance(found, str) else None
 
 
 def suggestion(*models: str) -> str:
-    """The end of an error message: which drafts fit the first of these models that the table knows; else empty."""
+    """Returns an end for error messages: drafts that fit the first of these models that the table has. Else empty."""
     for model in models:
         found = natural_pairs(model)
         if found is not None and found.drafts:
@@ -129,13 +133,16 @@ def suggestion(*models: str) -> str:
 
 
 def public_name(model: str) -> str:
-    """The public name of a model: a directory's name, or its Hub id."""
+    """Returns the public name of a model: the name of its directory, or its Hub id."""
     directory = Path(os.path.expanduser(model))
     return directory.resolve().name if directory.exists() else model
 
 
 def _by_name(model: str, *, exact: bool = False) -> tuple[TokenizerGroup, float | None] | None:
-    """The group of a Hub id and its billions of parameters; unless `exact`, of a name that extends one, too."""
+    """Returns the group of a Hub id and its billions of parameters.
+
+    Unless `exact`, also for names that extend a known one.
+    """
     asked = model.lower()
     for group in GROUPS:
         for name, billions in group.models:
@@ -156,13 +163,19 @@ def _by_name(model: str, *, exact: bool = False) -> tuple[TokenizerGroup, float 
 
 
 def _read(name: str, billions: float) -> float:
-    """Billions of parameters that a token reads: of a mixture those of its chosen experts and what all share."""
+    """Returns the billions of parameters that a token uses.
+
+    In a mixture: those of its chosen experts and shared ones.
+    """
     said = re.search(r"-a([\d.]+)b", name.lower())
     return float(said[1]) if said else _ACTIVE.get(name, billions)
 
 
 def _by_files(directory: Path) -> TokenizerGroup | None:
-    """The group of a local checkpoint: by model_type and vocabulary, then by a token that only one group has."""
+    """Returns the group of a local checkpoint.
+
+    Compares model_type and vocabulary size, then a token that one group has.
+    """
     config = _json(directory / "config.json")
     text = config.get("text_config")
     inner: dict[str, Any] = text if isinstance(text, dict) else {}
@@ -178,7 +191,10 @@ def _by_files(directory: Path) -> TokenizerGroup | None:
 
 
 def _billions(directory: Path) -> float | None:
-    """About how many parameters of a directory a token reads, as if each took two bytes; None: no weights are there."""
+    """Estimates the billions of parameters that a token uses, from file sizes with two bytes each.
+
+    None: no weights found.
+    """
     stored = sum(path.stat().st_size for path in directory.glob("*.safetensors"))
     config = _json(directory / "config.json")
     text = config.get("text_config", config)
@@ -187,7 +203,7 @@ def _billions(directory: Path) -> float | None:
 
 
 def _number(config: Any, *names: str) -> int | None:
-    """The first of these fields that is a whole number."""
+    """Returns the first of these fields that is a whole number."""
     found = [config.get(name) for name in names] if isinstance(config, dict) else []
     return next((each for each in found if type(each) is int), None)
 

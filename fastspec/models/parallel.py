@@ -1,4 +1,4 @@
-"""A decoder of which each rank has a part: heads, columns of the MLP, and rows of the head."""
+"""Decoder that is split over ranks: each has some heads, some columns of the MLP, and some rows of the head."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from fastspec.shapes import Tiling
 
 
 class Pieces(NamedTuple):
-    """Products of one weight, each of a shape that does not depend on how many ranks there are.
+    """One weight as several products, whose shapes do not depend on the number of ranks.
 
     Attributes:
-        rows: the weight's rows by pieces; one where it is multiplied at once.
-        columns: likewise, by ranges of K.
+        rows: the weight split by rows; one element if it is not split.
+        columns: the weight split by ranges of K; one element if it is not split.
     """
 
     rows: tuple[Weight, ...]
@@ -40,14 +40,15 @@ class Pieces(NamedTuple):
 class ParallelDecoder(Decoder):
     """One rank's part of a decoder. All ranks make the same calls, and get the same bits.
 
-    K of o and down is cut into `RankShare.parts`; the sums of parts are one binary tree, of which this rank holds a
-    subtree. Where bits must not depend on the number of ranks, rows are multiplied in pieces as well, so that every
-    product has the same shape on any number of ranks.
+    K of o and down is split into `RankShare.parts`. The sums of parts are one binary tree, of which this rank has a
+    subtree. If bits must not depend on the number of ranks, rows are also multiplied in pieces. Then every product has
+    the same shape on any number of ranks.
 
     Args:
-        spec: of this rank's part. weights, cache, ops, **sizes: as for Decoder.
-        sliced: which part that is.
-        exchange: between the ranks.
+        spec: spec of this rank's part.
+        weights, cache, ops, **sizes: see Decoder.
+        sliced: describes the part.
+        exchange: exchange between the ranks.
     """
 
     def __init__(
@@ -64,18 +65,19 @@ class ParallelDecoder(Decoder):
         super().__init__(spec, weights, cache, ops, **sizes)
         self._share, self.exchange = sliced.share, exchange
         self._reduce = RankSums(exchange)
-        shared_codes = weights.head is weights.embed and weights.head.codes is not None  # which are not taken apart
+        # codes are not split into pieces
+        shared_codes = weights.head is weights.embed and weights.head.codes is not None
         self._splits_vocab = sliced.share.splits_vocab(spec.vocab_size) and not shared_codes
         self._head = _head(weights, spec, sliced.share) if self._splits_vocab else weights.head
         self._pieces: dict[int, Pieces] = {}
-        self._experts: dict[int, list[ExpertWeights]] = {}  # of a layer, for each part that is this rank's
+        self._experts: dict[int, list[ExpertWeights]] = {}  # by layer: the experts of each of this rank's parts
         for plan, whole, layer in zip(spec.plans, sliced.spec.plans, weights.layers, strict=True):
             self._split_layer(plan, whole, layer, sliced.spec)
         rows = spec.vocab_size if self._splits_vocab else self._head.shape[0] * sliced.share.parts
         self._pieces[id(self._head)] = self._rows_of(self._head, rows // sliced.share.parts)
 
     def _split_layer(self, plan: LayerPlan, whole: LayerPlan, layer: LayerWeights, spec: ModelSpec) -> None:
-        """Finds the pieces of a layer's matrices; `whole` and `spec` are those of all ranks."""
+        """Splits a layer's matrices into pieces. `whole` and `spec` are those of the whole model."""
         own, share = axes_of(self.spec, plan), self._share
         for row in rows_of(self.spec, plan):
             weight, gates, cut = layer.matrix(row.place), layer.matrix(row.apart), row.cut(own)
@@ -93,7 +95,7 @@ class ParallelDecoder(Decoder):
             self._experts[id(layer)] = self._experts_of(layer.experts, plan.experts.width)
 
     def _experts_of(self, weights: ExpertWeights, width: int) -> list[ExpertWeights]:
-        """The experts by the parts of their columns that are this rank's; the bias of all is added once."""
+        """Returns the experts for each of this rank's parts of their columns. Only one part has the bias."""
         if self._share.own_parts == 1:
             parts = [weights]
         else:
@@ -102,25 +104,25 @@ class ParallelDecoder(Decoder):
         return parts[:first] + [replace(part, down_bias=None) for part in parts[first:]]
 
     def _rows_of(self, weight: Weight, rows: int | list[int]) -> Pieces:
-        """A weight in pieces of these rows; in one where bits may depend on the number of ranks."""
+        """Returns a weight in pieces of these rows. In one piece if bits may depend on the number of ranks."""
         if not self._share.one_tree:
             return Pieces((weight,), ())
         return Pieces(tuple(Weight(piece) for piece in weight.data.split(rows)), ())
 
     def _columns_of(self, weight: Weight) -> Pieces:
-        """A weight by the parts of K that are this rank's."""
+        """Returns a weight split into this rank's parts of K."""
         k = weight.shape[1]
         if self._share.own_parts == 1:
             return Pieces((), ((Cut(0, k), weight),))
         return Pieces((), tuple((cut, Weight(weight.data[:, slice(*cut)])) for cut in self._parts_of(k)))
 
     def _parts_of(self, k: int) -> list[Cut]:
-        """The ranges of K elements that are one part each."""
+        """Returns the range of each part of K."""
         own = self._share.own_parts
         return [Cut(part * k // own, (part + 1) * k // own) for part in range(own)]
 
     def _fuses(self, plan: LayerPlan) -> bool:
-        return plan.fused_tail and not self._share.one_tree  # which is made of products in pieces
+        return plan.fused_tail and not self._share.one_tree  # with one_tree, products are made in pieces
 
     def _product(self, x: Tensor, weight: Weight, bias: Tensor | None, tiling: Tiling, **options: Any) -> Tensor:
         pieces = self._pieces[id(weight)].rows if id(weight) in self._pieces else ()
@@ -137,7 +139,7 @@ class ParallelDecoder(Decoder):
         norm: tuple[Tensor, float] | None = None,
         **options: Any,
     ) -> list[Tensor]:
-        """A product by the pieces of its weight's rows."""
+        """Computes the product with each piece of a weight's rows."""
         pieces = self._pieces[id(weight)].rows
         if norm is not None:
             x = reference.rms_norm(x, *norm)
@@ -155,11 +157,11 @@ class ParallelDecoder(Decoder):
     ) -> Tensor:
         if not self._share.one_tree:
             return super()._mlp_inner(plan, x, norm, bias, layer, tiling)
-        # activations by parts as well: a CPU may round an element at the end of a tensor otherwise than before
+        # the activation is also computed by parts, because a CPU may round the last elements of a tensor differently
         x, options = self._normed(plan, x, norm, bias)
         products = self._products(x, layer.mlp[0], layer.gate_up_bias, tiling, **options)
         own = self._share.own_parts
-        parts = [torch.cat(products[part::own], dim=-1) for part in range(own)]  # its gate, then its up
+        parts = [torch.cat(products[part::own], dim=-1) for part in range(own)]  # gate and up of each part
         return torch.cat([self._activated(plan, part) for part in parts], dim=-1)
 
     def _add_residual(
@@ -180,7 +182,7 @@ class ParallelDecoder(Decoder):
         return x + self._residual_branch(plan, added, norm)
 
     def _partials(self, given: Tensor, weight: Weight, tiling: Tiling) -> list[Tensor]:
-        """fp32 products of columns of `given` with those of a weight, one for each part that is this rank's."""
+        """Returns fp32 products of columns of `given` with those of a weight, one for each of this rank's parts."""
         own, made = given.shape[-1], []
         for cut, piece in self._pieces[id(weight)].columns:
             columns = given if cut == (0, own) else given[..., slice(*cut)].contiguous()
@@ -188,9 +190,10 @@ class ParallelDecoder(Decoder):
         return made
 
     def _experts_tail(self, index: int, attended: Tensor, x: Tensor, tiling: Tiling) -> tuple[Tensor, Tensor | None]:
-        """See `Decoder`. The router is whole on every rank. A rank has some columns of each expert and the shared one.
+        """Computes `Decoder._experts_tail`. Every rank has the whole router, and some columns of each expert.
 
-        What the experts of a row give is added up in fp32 for each part of the columns, and parts are added as a tree.
+        The outputs of a row's experts are added in fp32 for each part of the columns, and the parts are added as a
+        tree.
         """
         plan, layer, size = self.spec.plans[index], self.weights.layers[index], self._share
         experts, weights = plan.experts, layer.experts
@@ -210,10 +213,10 @@ class ParallelDecoder(Decoder):
             if of_all is not None:
                 more = {"shared": of_all} if logits is None else {"shared": of_all, "shared_logits": logits}
             partial.append(self.ops.experts(h, ids, factors, mine, experts.clamp, residual=None, **more))
-        return self.exchange.added(tree_sum(partial), None, x), None  # the norm is of what all ranks add
+        return self.exchange.added(tree_sum(partial), None, x), None  # the next norm needs the sum over all ranks
 
     def _normed_heads(self, plan: LayerPlan, layer: LayerWeights, qkv: Tensor, positions: Tensor) -> Tensor:
-        """Norms queries and keys. A norm over the heads of all ranks gathers them first."""
+        """Norms queries and keys. For a norm over all heads, the ranks first gather the heads."""
         if plan.qk_norm != "projection" or self._share.size == 1:
             return super()._normed_heads(plan, layer, qkv, positions)
         assert layer.q_norm is not None
@@ -222,7 +225,7 @@ class ParallelDecoder(Decoder):
         sizes = [self.spec.num_heads * dim, self.spec.num_kv_heads * dim]
         both, value = qkv.split([sum(sizes), sizes[1]], dim=-1)
         of_all = self.exchange.gather(both.float().contiguous()).to(qkv.dtype).unflatten(-1, (size, -1))
-        same = size * self.spec.num_kv_heads * dim // layer.k_norm.shape[0]  # ranks with the same key heads
+        same = size * self.spec.num_kv_heads * dim // layer.k_norm.shape[0]  # number of ranks with the same KV heads
         normed = []
         for x, weight, every in zip(of_all.split(sizes, dim=-1), (layer.q_norm, layer.k_norm), (1, same), strict=True):
             whole = self._norm(plan, x[..., ::every, :].flatten(-2).contiguous(), weight)
@@ -235,13 +238,15 @@ class ParallelDecoder(Decoder):
         return self.exchange.gather(logits) if self._splits_vocab else logits
 
     def _own_logits(self, x: Tensor, tiling: Tiling, **options: Any) -> Tensor:
-        """fp32 logits of this rank's ids."""
+        """Returns fp32 logits of this rank's ids."""
         return self._product(x, self._head, None, tiling, out_dtype=torch.float32, **options)
 
     def best_keys(self, hidden: Tensor, tiling: Tiling) -> PartKeys | None:
-        """Keys of the largest logits of hidden [B, Q, hidden]. Ranks exchange 8 bytes a position, and no logits.
+        """Returns keys of the largest logits of hidden [B, Q, hidden].
 
-        None where all logits must be seen: they are scaled, or each rank has all of them.
+        Ranks exchange 8 bytes per position instead of logits.
+
+        None if all logits are needed: they are scaled, or each rank has all of them.
         """
         scales, packed = self.spec.scales, self._head.format != "rows" or not hidden.is_cuda
         if scales.logits != 1.0 or scales.softcap is not None or not self._splits_vocab or not packed:
@@ -252,7 +257,7 @@ class ParallelDecoder(Decoder):
         return PartKeys(of_all.view(torch.int64).unflatten(0, hidden.shape[:2]), self._head.shape[0])
 
     def _own_keys(self, x: Tensor, limit: int, tiling: Tiling, work: Any, **options: Any) -> Tensor:
-        """uint64 [R]: `reference.keys_of` of this rank's first `limit` logits of x [R, hidden]."""
+        """Returns uint64 [R]: `reference.keys_of` this rank's first `limit` logits of x [R, hidden]."""
         keys = torch.empty(len(x), dtype=torch.uint64, device=x.device)
         if len(self._pieces[id(self._head)].rows) == 1:
             self.ops.argmax(x, self._head, limit, tiling, work=work, out=keys, **options)
@@ -271,7 +276,7 @@ class ParallelDecoder(Decoder):
 
 
 def _head(weights: DecoderWeights, spec: ModelSpec, share: RankShare) -> Weight:
-    """This rank's rows of the head, which are views where it is tied to the embedding."""
+    """Returns this rank's rows of the head; views of the embedding if it is tied."""
     if weights.head is not weights.embed:
         return weights.head
     if share.size == 1:

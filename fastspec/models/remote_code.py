@@ -1,8 +1,8 @@
-"""Code beside a checkpoint is never run: a config that names it is refused, unless transformers has the class.
+"""Refuses configs that name code in the checkpoint, unless transformers has the class. Such code is never run.
 
-Publishers put `auto_map` into the config where transformers did not have the type yet, as for Phi-4-mini or
-DeepSeek-V3. Now that it has them, it reads such checkpoints with its own classes by default, and so does fastspec.
-Some, as Kimi-K2, have a `model_type` of their own for classes of these names: they are read as the type of those.
+Publishers put `auto_map` into the config if transformers did not have the type yet, as for Phi-4-mini or DeepSeek-V3.
+Now transformers has these types and reads such checkpoints with its own classes. So does fastspec. Some, such as
+Kimi-K2, have their own `model_type` for classes of these names. They are read as the type of those classes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ AUTO_MAP: Final = "auto_map"
 
 
 def refuse_remote_code(path: Path, raw: Mapping[str, Any]) -> None:
-    """Refuses a config that names code beside the checkpoint, unless transformers has classes of these names.
+    """Refuses a config that names code in the checkpoint, unless transformers has classes of these names.
 
     Raises:
         UnsupportedModel: names the file.
@@ -38,7 +38,10 @@ def refuse_remote_code(path: Path, raw: Mapping[str, Any]) -> None:
 
 
 def with_known_type(path: Path, raw: dict[str, Any]) -> dict[str, Any]:
-    """A config that has a type of its own for classes of transformers, with the type of these; any other as it is."""
+    """Replaces an unknown `model_type` by that of the transformers classes that the config names.
+
+    Else returns it unchanged.
+    """
     kind = _type_of_names(raw)
     if kind is None:
         return raw
@@ -51,13 +54,13 @@ def with_known_type(path: Path, raw: dict[str, Any]) -> dict[str, Any]:
 
 
 def _type_of_names(raw: Mapping[str, Any]) -> str | None:
-    """The type of transformers whose config and causal model a config names, where its own type is unknown there."""
+    """Returns transformers' type for the classes that a config names. None if its own type is known, or none fits."""
     kind, asked = raw.get("model_type"), raw.get(AUTO_MAP)
     if not isinstance(kind, str) or kind in FAMILIES or not isinstance(asked, dict):
         return None
     if not {"AutoConfig", "AutoModelForCausalLM"} <= asked.keys():
         return None
-    from transformers import CONFIG_MAPPING  # which looks through the folders of all models
+    from transformers import CONFIG_MAPPING  # slow: it searches the folders of all models
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     if kind in CONFIG_MAPPING:
@@ -70,13 +73,13 @@ def _type_of_names(raw: Mapping[str, Any]) -> str | None:
 
 
 def _asked_for(asked: Any) -> str:
-    """The causal model that `auto_map` names; all of `auto_map` if it names none."""
+    """Returns the causal model that `auto_map` names. All of `auto_map` if it names none."""
     named = asked.get("AutoModelForCausalLM") if isinstance(asked, dict) else None
     return str(named or asked)
 
 
 def _own_names(raw: Mapping[str, Any]) -> str:
-    """The names that were wanted instead, for messages."""
+    """Returns the names that were expected instead, for messages."""
     import transformers
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -91,10 +94,10 @@ def _own_names(raw: Mapping[str, Any]) -> str:
 
 
 def names_causal_model(named: str, model_type: str) -> bool:
-    """True if an entry of `architectures` is the causal model that transformers has for a type.
+    """True if an entry of `architectures` is transformers' causal model for a type.
 
-    A publisher's own name counts where only the case of letters differs, as "PhiMoEForCausalLM", or where transformers
-    reads the type with a class of another type, as EXAONE 3.5 with Llama's.
+    A publisher's own name is accepted if only the case of letters differs, as in "PhiMoEForCausalLM", or if
+    transformers reads the type with a class of another type, as EXAONE 3.5 with Llama's.
     """
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -113,7 +116,8 @@ def _names(value: str | tuple[str, ...] | None) -> tuple[str, ...]:
 def _is_own(asked: Any, raw: Mapping[str, Any]) -> bool:
     """True if `auto_map` and `architectures` name the causal model that transformers has for this type.
 
-    The config's class may have another name, as Hunyuan-A13B's: it holds fields, and transformers' own reads them.
+    The config's class may have another name, as in Hunyuan-A13B: it only holds fields, and transformers' class reads
+    them.
     """
     from transformers import CONFIG_MAPPING
 
@@ -127,10 +131,10 @@ def _is_own(asked: Any, raw: Mapping[str, Any]) -> bool:
 
 
 def _letters(name: str) -> str:
-    """A name without what publishers write otherwise: Ernie4_5_ForCausalLM, PhiMoEForCausalLM."""
+    """Removes differences in spelling between publishers, as in Ernie4_5_ForCausalLM and PhiMoEForCausalLM."""
     return name.replace("_", "").lower()
 
 
 def _last(name: object) -> str | None:
-    """The class of "file.Class"."""
+    """Returns "Class" of "file.Class"."""
     return None if name is None else str(name).rpartition(".")[2]

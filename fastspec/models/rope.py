@@ -1,4 +1,4 @@
-"""Rotary embedding: the settings of a config reduced to numbers, and the tables that kernels read."""
+"""Rotary embedding: converts the settings of a config to numbers, and makes the tables that kernels read."""
 
 from __future__ import annotations
 
@@ -17,17 +17,16 @@ from fastspec.models.fields import ConfigFields
 
 @dataclass(frozen=True, slots=True)
 class RopeSpec:
-    """Rotary embedding of one kind of layer, reduced to numbers.
+    """Numbers of the rotary embedding of one type of layer.
 
     Attributes:
-        kind: as a config names it, for messages.
-        inv_freq: inverse frequencies in radians per position of the pairs that are rotated, each exactly representable
-            in fp32. Pairs beyond them, up to head_dim / 2, stay as they are.
+        kind: its name in a config, for messages.
+        inv_freq: inverse frequencies, in radians per position, of the rotated pairs, each exact in fp32. Further pairs,
+            up to head_dim / 2, are not rotated.
         scaling: factor on cos and sin.
-        long_inv_freq: used in place of `inv_freq` by a generator whose rows have room for more than `short_length`
-            tokens; empty: there are none.
+        long_inv_freq: used instead of `inv_freq` by a generator whose max_length exceeds `short_length`. Empty: none.
         short_length: in tokens.
-        query_beta: b of a factor on queries by position p, 1 + b * log(1 + floor(p / short_length)); 0: none.
+        query_beta: b in the factor on queries by position p, 1 + b * log(1 + floor(p / short_length)). 0: no factor.
     """
 
     kind: str
@@ -38,13 +37,13 @@ class RopeSpec:
     query_beta: float = 0.0
 
     def for_length(self, max_length: int) -> RopeSpec:
-        """The frequencies of a generator whose rows hold up to `max_length` tokens: the same for all its calls."""
+        """Returns the spec for a generator with rows of up to `max_length` tokens. It is the same for all its calls."""
         if not self.long_inv_freq or max_length <= self.short_length:
             return self
         return replace(self, inv_freq=self.long_inv_freq)
 
     def tables(self, positions: int, dim: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """cos and sin, fp32 [positions, dim / 2], of heads of `dim` elements."""
+        """Returns cos and sin, fp32 [positions, dim / 2], for heads of `dim` elements."""
         inv_freq = torch.tensor(self.inv_freq, dtype=torch.float32, device=device)
         angles = torch.arange(positions, dtype=torch.float32, device=device)[:, None] * inv_freq
         cos, sin = angles.cos() * self.scaling, angles.sin() * self.scaling
@@ -55,7 +54,7 @@ class RopeSpec:
         return cos, sin
 
     def query_factors(self, positions: int, device: torch.device) -> Tensor | None:
-        """The factor on queries, fp32 [positions]; None: there is none."""
+        """Returns the factor on queries, fp32 [positions]. None: no factor."""
         if not self.query_beta:
             return None
         at = torch.arange(positions, device=device)
@@ -63,13 +62,13 @@ class RopeSpec:
 
 
 def head_order(rotated: int, dim: int, *, interleaved: bool) -> list[int] | None:
-    """The stored element of each element of a head, for kernels that rotate i with i + dim / 2; None: as stored.
+    """Returns the stored element of each element of a head, for kernels that rotate i with i + dim / 2.
 
-    Scores are sums over a head, so queries and keys may lie in any order that both have.
+    None: as stored. Scores are sums over a head, so queries and keys may have any order, if both have the same.
 
     Args:
-        rotated: pairs that are rotated, the head's first 2 * rotated elements.
-        interleaved: pairs are neighbours 2i and 2i + 1, else i and i + rotated.
+        rotated: number of rotated pairs: the head's first 2 * rotated elements.
+        interleaved: True if pairs are neighbours 2i and 2i + 1, else i and i + rotated.
     """
     if not interleaved and 2 * rotated == dim:
         return None
@@ -81,10 +80,10 @@ def head_order(rotated: int, dim: int, *, interleaved: bool) -> list[int] | None
 
 
 def ropes_of(fields: ConfigFields, head_dim: int, family: ModelFamily) -> tuple[RopeSpec, ...]:
-    """The rotary embeddings of a config: one, or one for each of `family.rope_layers`, in that order.
+    """Returns the rotary embeddings of a config: one, or one for each of `family.rope_layers`, in that order.
 
     Raises:
-        UnsupportedModel: a kind or a setting that the family does not have.
+        UnsupportedModel: a type or a setting that the family does not support.
     """
     layers = family.rope_layers
     parameters = fields.get("rope_parameters")
@@ -107,7 +106,7 @@ def _rope(
     kind = parameters.get("rope_type", parameters.get("type", "default"))
     if kind == "dynamic" and parameters.get("alpha"):
         kind = "ntk_alpha"
-    elif kind == "dynamic":  # other frequencies beyond max_position_embeddings alone, where no row goes
+    elif kind == "dynamic":  # its frequencies differ only beyond max_position_embeddings, which no row reaches
         fields.check_positive(parameters.get("factor"), "rope_parameters.factor")
         kind = "default"
     if kind not in family.rope_kinds:
@@ -155,7 +154,7 @@ NEEDED = {
 def _transformers_rope(
     fields: ConfigFields, parameters: Mapping[str, Any], kind: str, rotated: int, layer: str | None
 ) -> RopeSpec:
-    """The numbers of a kind that transformers computes, with its own function."""
+    """Returns the numbers of a type of rope, computed by transformers' own function."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     needed = {name: fields.check_positive(parameters.get(name), f"rope_parameters.{name}") for name in NEEDED[kind]}

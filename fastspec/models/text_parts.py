@@ -1,6 +1,6 @@
-"""Models that read images or sound, too: their text model by itself, and the names of its tensors in a checkpoint.
+"""Models that also read images or sound: their text model, and the names of its tensors in a checkpoint.
 
-With text alone in its prompt such a model computes what its text model computes; for every type here a test compares
+For prompts of text alone, such a model computes the same as its text model. For every type in this file a test compares
 the two.
 """
 
@@ -32,7 +32,10 @@ _HEAD: Final = "lm_head."
 
 
 def text_part_of(config: PretrainedConfig) -> PretrainedConfig | None:
-    """The config of the text model of a larger one, with what only the whole one says; None: not of `TEXT_PARTS`."""
+    """Returns the config of the text model in a larger one, with the settings that only the larger has.
+
+    None: unknown type.
+    """
     text: PretrainedConfig | None = getattr(config, "text_config", None)
     if text is None or config.model_type not in TEXT_PARTS:
         return None
@@ -42,10 +45,10 @@ def text_part_of(config: PretrainedConfig) -> PretrainedConfig | None:
 
 
 def native_text_part(config: PretrainedConfig) -> PretrainedConfig | None:
-    """The config of the text model of a larger one, where our decoder runs it; None: it does not, or this is no part.
+    """Returns the config of the text model in a larger one, if this package's decoder runs it. Else None.
 
     Raises:
-        UnsupportedModel: `architectures` name another class than that of the whole model.
+        UnsupportedModel: `architectures` names another class than that of the whole model.
     """
     text = text_part_of(config)
     if text is None or text.model_type not in FAMILIES:
@@ -55,7 +58,7 @@ def native_text_part(config: PretrainedConfig) -> PretrainedConfig | None:
 
 
 def check_whole_class(config: PretrainedConfig) -> str:
-    """Name of the class of the whole model, which its checkpoints give as their architecture.
+    """Returns the class name of the whole model, which its checkpoints have as their architecture.
 
     Raises:
         UnsupportedModel: a config names another.
@@ -69,7 +72,7 @@ def check_whole_class(config: PretrainedConfig) -> str:
 
 
 def text_class(config: PretrainedConfig, text: PretrainedConfig) -> Any:
-    """transformers' causal model of the text part of a config.
+    """Returns transformers' causal model class for the text part of a config.
 
     Raises:
         UnsupportedModel: there is none.
@@ -84,19 +87,19 @@ def text_class(config: PretrainedConfig, text: PretrainedConfig) -> Any:
 
 
 def text_name(stored: str) -> str | None:
-    """The name that a stored tensor has in the text model; None: it is of another part."""
+    """Returns the name of a stored tensor in the text model. None: it belongs to another part."""
     name = stored.removeprefix("model.")
     for part in _PARTS:
         if name.startswith(part):
             inner = name.removeprefix(part)
-            while inner.startswith("model."):  # transformers 5.17 saves some with the prefix twice
+            while inner.startswith("model."):  # transformers 5.17 saves some models with the prefix twice
                 inner = inner.removeprefix("model.")
             return inner if inner.startswith(_HEAD) else f"model.{inner}"
     return stored if stored.startswith(_HEAD) else None
 
 
 def text_values(directory: Path) -> dict[str, Tensor]:
-    """The stored tensors of the text model, by their names in it."""
+    """Returns the stored tensors of the text model, by their names in it."""
     shards = ShardTensors(directory)
     names = {stored: text_name(stored) for stored in shards.infos()}
     with shards.open():

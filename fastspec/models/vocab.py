@@ -31,7 +31,7 @@ _FILES: Final = (
     *(_TOKENIZER, "added_tokens.json", "special_tokens_map.json"),
     *("tokenizer.model", "vocab.json", "merges.txt"),
 )
-# fields of tokenizer_config.json that say nothing of ids and their texts
+# fields of tokenizer_config.json that do not affect ids and their texts
 _NOT_OF_IDS: Final = frozenset(
     ["chat_template", "model_max_length", "padding_side", "truncation_side", "processor_class", "name_or_path"]
 )
@@ -76,7 +76,7 @@ def shared_vocab(
 
     Args:
         target, draft: resolved checkpoints.
-        target_tokenizer, draft_tokenizer: their tokenizers, if loaded already; else those beside the weights.
+        target_tokenizer, draft_tokenizer: their tokenizers, if already loaded. Default: those in the checkpoints.
 
     Returns:
         With one tokenizer, `size` is the smaller embedding's rows, or the highest id that both tokenizers define, plus
@@ -180,9 +180,9 @@ def _same_source(target: Checkpoint, draft: Checkpoint) -> bool:
 
 
 def _ids_of_equal_files(target: Checkpoint, draft: Checkpoint) -> list[int]:
-    """The ids of the tokenizer that both checkpoints have, by its files: reading one is faster than loading two.
+    """Returns the ids of the tokenizer that both checkpoints have, from one file. Loading two tokenizers is slow.
 
-    Empty if they have different ones, or files of another kind.
+    Empty if the files differ, or are of another type.
     """
     first, second = target.directory, draft.directory
     if first is None or second is None or not all(_equal(first / name, second / name) for name in _FILES):
@@ -204,12 +204,12 @@ def _ids_of_equal_files(target: Checkpoint, draft: Checkpoint) -> list[int]:
         ids = list(vocabulary.values()) if isinstance(vocabulary, dict) else list(range(len(vocabulary)))
         ids += [each["id"] for each in raw["added_tokens"]]
         return [int(each) for each in (*ids, *config.get("added_tokens_decoder", {}))]
-    except (AttributeError, KeyError, TypeError, ValueError):  # loading it says what is wrong
+    except (AttributeError, KeyError, TypeError, ValueError):  # loading the tokenizer will report the error
         return []
 
 
 def _equal(path: Path, other: Path) -> bool:
-    """True if neither file is there, or both have the same bytes."""
+    """True if neither file exists, or both have the same bytes."""
     if not (path.is_file() and other.is_file()):
         return path.is_file() == other.is_file()
     return filecmp.cmp(path, other, shallow=False)
@@ -241,13 +241,13 @@ def _compare_sizes(target: Checkpoint, draft: Checkpoint) -> int:
 
 
 def frequent_ids(texts: Iterable[Iterable[int]], count: int) -> list[int]:
-    """The `count` ids that are most frequent in texts, ascending; of equally frequent ones the lowest.
+    """Returns the `count` most frequent ids in texts, ascending. Of equally frequent ids the lowest are taken.
 
-    For `draft_vocab`: count them in texts like those that the target will write.
+    For `draft_vocab`: pass texts like those that the target will write.
 
     Args:
-        texts: ids of each, as a tokenizer gives them.
-        count: fewer are returned where texts have fewer.
+        texts: token ids of each text.
+        count: number of ids. Fewer are returned if the texts have fewer.
 
     Raises:
         ValueError: `count` is below 1, or texts are empty.

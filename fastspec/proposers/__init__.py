@@ -1,1 +1,1 @@
-"""Proposers: whatever writes the draft tokens of a step."""
+"""Proposers, which make the draft tokens of a step."""

@@ -1,4 +1,4 @@
-"""Proposers whose head drafts one token a pass; each pass reads the hidden state that the pass before it left."""
+"""Proposers whose head makes one draft token per pass. Each pass reads the hidden state of the previous pass."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fastspec.state import DecodeState
 
 
 class ChainHead(Protocol):
-    """Passes of a head that can read its own hidden states (g) in place of the target's: `Eagle3` and `Mtp`."""
+    """Passes of a head that can read its own hidden states (g) instead of the target's: `Eagle3` and `Mtp`."""
 
     @property
     def head(self) -> HeadSpec:
@@ -27,45 +27,45 @@ class ChainHead(Protocol):
 
     @property
     def vocab_size(self) -> int:
-        """Number of ids that it drafts."""
+        """Number of ids that it can draft."""
 
     def condense(self, features: Tensor, tiling: Tiling) -> Tensor:
-        """g [B, Q, hidden], made of the target's hidden states [B, Q, layers, target's hidden]."""
+        """Returns g [B, Q, hidden] for the target's hidden states [B, Q, layers, target's hidden]."""
 
     def absorb(self, g: Tensor, rows: ForwardBatch) -> Tensor:
         """Writes K and V of g at the positions of `rows`, whose ids are the next tokens (i + 1 at position i).
 
-        Returns what `resumed` goes on from, [B, Q, *head.kept].
+        Returns the state from which `resumed` continues, [B, Q, *head.kept].
         """
 
     def drafted(self, g: Tensor, rows: ForwardBatch) -> Tensor:
-        """Writes K and V as `absorb`; returns what `logits`, `argmax` and `feature` read, [B, Q, hidden]."""
+        """Writes K and V like `absorb`. Returns the input of `logits`, `argmax` and `feature`, [B, Q, hidden]."""
 
     def resumed(self, made: Tensor, rows: ForwardBatch) -> Tensor:
-        """Continues from the result of `absorb` at these positions to the result of `drafted`; ignores `rows.ids`."""
+        """Returns the result of `drafted` from the result of `absorb` at these positions. Ignores `rows.ids`."""
 
     def feature(self, x: Tensor) -> Tensor:
-        """g of the next position, made of what `drafted` returned."""
+        """Returns g of the next position, from the result of `drafted`."""
 
     def logits(self, hidden: Tensor, tiling: Tiling) -> Tensor:
-        """fp32 logits [..., vocab_size] of what `drafted` returned."""
+        """Returns fp32 logits [..., vocab_size] for the result of `drafted`."""
 
     def argmax(self, hidden: Tensor, limit: int, tiling: Tiling, out: Tensor) -> None:
-        """Writes the argmax of what `drafted` returned, as `CausalModel.argmax`."""
+        """Writes the argmax for the result of `drafted`; see `CausalModel.argmax`."""
 
 
 class ChainDrafts(LearnedDrafts[ChainHead]):
-    """Drafts with a head, each draft from the one before it.
+    """Proposer with a head that makes each draft from the previous one.
 
-    At the end of every step, also of plain ones, and in every pass over a prompt, it computes K and V of its layers
-    from the target's hidden states, at all committed positions. They replace those that drafting has left there, which
-    came from the head's own hidden states. So its cache is never behind, and drafting may pause and go on.
+    At the end of every step, also without drafts, and in every prefill pass, it computes K and V of its layers from the
+    target's hidden states, at all committed positions. They replace the K and V from drafting, which were computed from
+    the head's own hidden states. So its cache is always up to date, and drafting may pause and resume.
 
     Args:
-        model, ops, vocab_map, mark, work: as for `LearnedDrafts`.
-        readings: which hidden states of the target it reads, as boundaries; see `HeadSpec`. The first until one is
-            chosen.
-        sample: ids of a text on which they may be tried.
+        model, ops, vocab_map, mark, work: see `LearnedDrafts`.
+        readings: boundaries of the target's hidden states that it may read; see `HeadSpec`. The first is used until one
+            is chosen.
+        sample: token ids of a text with which the readings are compared.
     """
 
     def __init__(
@@ -83,19 +83,22 @@ class ChainDrafts(LearnedDrafts[ChainHead]):
         self.readings, self.sample = readings, sample
 
     def read(self, reading: tuple[int, ...]) -> None:
-        """Reads these hidden states from now on; leaves no other reading to choose."""
+        """Selects the hidden states to read. No other reading can be chosen afterwards."""
         super().read(reading)
         self.readings = (reading,)
 
     def first_drafts(self, features: Tensor, rows: ForwardBatch) -> Tensor:
-        """Returns the first draft after every place of rows [B, Q], for `choose_reading`: int64 [B, Q], target ids."""
+        """Returns the first draft after every position of rows [B, Q]: int64 [B, Q], target ids.
+
+        For `choose_reading`.
+        """
         x = self.model.drafted(self.model.condense(features, rows.tiling), rows)
         flat = x.view(-1, 1, x.shape[-1])
         ids = self.model.logits(flat, rows.tiling).argmax(-1).view(rows.ids.shape)
         return self._target_ids(ids)
 
     def take_features(self, state: DecodeState, shape: StepShape, features: Tensor, rows: ForwardBatch) -> Tensor:
-        """Reads hidden states; returns the entries from which the first draft after each position starts."""
+        """Reads hidden states. Returns, for each position, the state from which its first draft continues."""
         return self.model.absorb(self.model.condense(features, rows.tiling), rows)
 
     def propose(
@@ -107,13 +110,13 @@ class ChainDrafts(LearnedDrafts[ChainHead]):
         *,
         features: Tensor,
     ) -> None:
-        """Drafts k tokens per running row that holds at least one position; see `Proposer.propose`.
+        """Makes k drafts for each running row with at least one position; see `Proposer.propose`.
 
         Args:
-            state, shape, draws: as there.
-            lookup: as in `DraftModel.propose`.
-            features: [B, *kept], what `take_features` left of each row's newest position: there the first draft needs
-                no more than attention and what follows it.
+            state, shape, draws: see `Proposer.propose`.
+            lookup: see `DraftModel.propose`.
+            features: [B, *kept], result of `take_features` for each row's newest position. From it the first draft
+                needs only the last layer's attention and the computation after it.
         """
         k, model = shape.num_drafts, self.model
         known = state.lengths > 1
@@ -121,7 +124,7 @@ class ChainDrafts(LearnedDrafts[ChainHead]):
         known = (known & state.running)[:, None]
         places = torch.arange(-2, k - 2, device=known.device)[:, None] + state.lengths
         places = places.clamp_min_(0)[..., None]
-        # zeros: while kernels are only compiled nothing is picked, and ids are looked up all the same
+        # zeros: while kernels are only compiled, no ids are written, but ids are used as indices
         picks = torch.zeros_like(places[..., 0])
         x = features[:, None]
         for j in range(k):
@@ -133,15 +136,18 @@ class ChainDrafts(LearnedDrafts[ChainHead]):
                     overwrite_draft(state, shape, lookup[0][:, j], j < lookup[1], j)
 
     def _inputs(self, state: DecodeState, shape: StepShape, j: int, positions: Tensor, known: Tensor) -> ForwardBatch:
-        """Position lengths - 2 + j of every row, and the draft that follows it; of the first position no token."""
+        """Returns position lengths - 2 + j of every row, with the draft that follows it.
+
+        The first position has no token.
+        """
         ids = state.draft_tokens[:, max(j - 1, 0)][:, None].contiguous()
         return shape.forward_batch(ids, positions, known, state.block_table)
 
     def _draw(self, state: DecodeState, shape: StepShape, draws: Draws, x: Tensor, j: int, picks: Tensor) -> None:
-        """Draws draft j of every row from hidden states [B, 1, hidden]; records token and distribution.
+        """Draws draft j of every row from hidden states [B, 1, hidden]. Records token and distribution.
 
         Args:
-            picks: int64 [B], all 0: where to pick ids of the head.
+            picks: int64 [B] of zeros, to which the head's ids are written.
         """
         model = self.model
         if shape.sampler != GREEDY:

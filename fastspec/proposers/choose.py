@@ -1,4 +1,4 @@
-"""Chooses a generator's proposer by the arguments `draft` and `proposer`."""
+"""Chooses the proposer of a generator from the arguments `draft` and `proposer`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def check(proposer: object, *, with_draft: bool) -> None:
     """Refuses an unusable proposer, before anything is loaded.
 
     Raises:
-        ValueError: the object is not a proposer, or cannot go with a draft.
+        ValueError: the object is not a proposer, or cannot be combined with a draft.
     """
     if proposer is None:
         return
@@ -48,7 +48,7 @@ def check(proposer: object, *, with_draft: bool) -> None:
 
 
 def choose(proposer: Proposer | None, model: ContinuesDrafts | None, vocab_size: int) -> Proposer | None:
-    """Returns the draft model or head, the caller's own proposer, or lookup before the model."""
+    """Returns the user's proposer, the draft model or head, or lookup combined with the draft."""
     if proposer is None:
         return model
     if isinstance(proposer, NGram):
@@ -57,13 +57,13 @@ def choose(proposer: Proposer | None, model: ContinuesDrafts | None, vocab_size:
 
 
 class Guarded(Wrapping):
-    """A caller's proposer. Its drafts are cut before the first id that the target does not know.
+    """Proposer of the user. Removes its drafts from the first id on that the target does not have.
 
-    Inside a step nothing can raise, and an unknown id would be looked up in the target's distribution.
+    Nothing can raise inside a step, and an unknown id would be used as an index into the target's distribution.
 
     Args:
-        proposer: the caller's.
-        vocab_size: the target's.
+        proposer: the user's proposer.
+        vocab_size: vocabulary size of the target.
     """
 
     def __init__(self, proposer: Proposer, vocab_size: int) -> None:
@@ -75,7 +75,7 @@ class Guarded(Wrapping):
         return type(self._inner).__name__
 
     def propose(self, state: DecodeState, shape: StepShape, draws: Draws, **features: Tensor) -> None:
-        """Lets the proposer draft; then cuts its drafts."""
+        """Calls the user's proposer, then removes invalid drafts."""
         self._inner.propose(state, shape, draws, **features)
         drafts = state.draft_tokens[:, : shape.num_drafts]
         known = ((drafts >= 0) & (drafts < self._vocab_size)).long().cumprod(dim=1).sum(dim=1)

@@ -1,4 +1,4 @@
-"""Lookup first, the draft model where it misses."""
+"""Proposer that tries lookup first, and uses the draft model in rows without a match."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from fastspec.state import DecodeState
 
 
 class ContinuesDrafts(Proposer, Protocol):
-    """A proposer that continues drafts of another one: a draft model, or a learned drafter."""
+    """Proposer that can continue drafts of another one: a draft model or a learned drafter."""
 
     def propose(self, *arguments: Any, **features: Any) -> None:
-        """Drafts, and takes `lookup` as `DraftModel.propose` does."""
+        """Makes drafts. Accepts `lookup` as `DraftModel.propose` does."""
 
 
 class LookupThenModel(Wrapping):
-    """Drafts by lookup in rows where it finds a match, with a model in the others.
+    """Drafts by lookup in rows with a match, and with a model in other rows.
 
-    The model still runs in every row, because the shape of a step is fixed. In rows with a match it is fed the tokens
-    of the lookup, so its cache holds the drafts of every row and never has to catch up. Lookup can add better drafts
-    (long copies), not a cheaper step.
+    The model still runs in every row, because the shape of a step is fixed. In rows with a match it gets the tokens of
+    the lookup, so its KV cache has the drafts of every row and never has to catch up. Lookup can give better drafts
+    (long copies), but not a cheaper step.
 
     Args:
-        lookup: asked first.
-        model: drafts the rest.
+        lookup: the lookup, which is tried first.
+        model: makes the other drafts.
     """
 
     def __init__(self, lookup: NGram, model: ContinuesDrafts) -> None:
@@ -38,11 +38,11 @@ class LookupThenModel(Wrapping):
         self.lookup, self.model = lookup, model
 
     def __str__(self) -> str:
-        """A short description, for messages and `explain()`."""
+        """Short description, for messages and `explain()`."""
         return f"{self.lookup}, then {self.model} where it finds nothing"
 
     def propose(self, state: DecodeState, shape: StepShape, draws: Draws, **features: Tensor) -> None:
-        """Drafts k tokens per running row; a row beyond the model's context has only the drafts of the lookup."""
+        """Makes k drafts per running row. A row beyond the model's context has only the drafts of the lookup."""
         drafts, found = self.lookup.guess(state.tokens, state.lengths, shape.num_drafts)
         self.model.propose(state, shape, draws, (drafts, found), **features)
         state.draft_counts.copy_(found.maximum(state.draft_counts))

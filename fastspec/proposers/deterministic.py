@@ -1,4 +1,4 @@
-"""Base of proposers whose drafts are a function of a row's tokens, with nothing drawn."""
+"""Base class of proposers whose drafts are a function of a row's tokens, without random numbers."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from fastspec.state import DecodeState
 
 
 class DeterministicProposer(ProposerBase):
-    """A proposer that is one function, `guess`. It keeps nothing between steps, so nothing can be out of date.
+    """Proposer defined by one function, `guess`. It stores nothing between steps.
 
-    Where a class has `features`, a tuple of layers of the target (see `Proposer`), its `guess` takes one argument more:
-    features [B, layers, hidden], what they left at each row's last position but one. That is the newest there is: the
-    last token was picked by it, and was not fed yet. Zeros, or junk, in a row of one token.
+    A class may have `features`, a tuple of target layers (see `Proposer`). Its `guess` then has a fourth argument:
+    features [B, layers, hidden], hidden states at the position before each row's last token. Newer ones do not exist:
+    the last token was chosen from them and has not been fed yet. Zeros or undefined in a row of one token.
     """
 
     deterministic = True
@@ -27,16 +27,17 @@ class DeterministicProposer(ProposerBase):
     def guess(self, tokens: Tensor, lengths: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """Guesses the next tokens of each row.
 
-        Runs inside the step, which is captured and replayed: torch operations whose shapes do not depend on values,
-        and nothing that reads a value (no .item(), no if on a tensor, no boolean mask as an index).
+        It runs inside the step, which is captured and replayed. So it may use only torch operations whose shapes do not
+        depend on values, and must not read values on the host: no .item(), no `if` on a tensor, no boolean mask as
+        index.
 
         Args:
-            tokens: int64 [B, T] on the device; a row's tokens are the first `lengths` ones, the others are junk.
+            tokens: int64 [B, T] on the device. The first `lengths` of a row are its tokens; the others are undefined.
             lengths: int64 [B], at least 1.
-            k: drafts a row may have.
+            k: largest number of drafts per row.
 
         Returns:
-            (drafts int64 [B, k], counts int64 [B]: how many of a row's drafts count, from the first; 0 for none).
+            (drafts int64 [B, k], counts int64 [B]): the first `counts` drafts of a row are used; 0: none.
         """
 
     def propose(self, state: DecodeState, shape: StepShape, draws: Draws, **features: Tensor) -> None:
@@ -47,11 +48,11 @@ class DeterministicProposer(ProposerBase):
         state.draft_counts.copy_(counts)
 
     def catch_up(self, state: DecodeState, shape: StepShape, chunk: int) -> None:
-        """Does nothing: it keeps nothing of a row."""
+        """Does nothing, because it stores nothing about a row."""
         return
 
 
 def _newest(state: DecodeState, buffer: Tensor) -> Tensor:
-    """Picks each row's newest entry [B, layers, hidden] of a buffer; see `Proposer`."""
+    """Returns each row's newest entry [B, layers, hidden] of a buffer; see `Proposer`."""
     last = (state.emitted - 1).clamp_min(0)
     return buffer[torch.arange(state.batch, device=last.device), last]

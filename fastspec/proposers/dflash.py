@@ -1,4 +1,4 @@
-"""Proposer of a DFlash head: makes all drafts of a step by one pass over a block of masks."""
+"""Proposer with a DFlash head: makes all drafts of a step in one pass over a block of masks."""
 
 from __future__ import annotations
 
@@ -21,17 +21,18 @@ from fastspec.state import DecodeState
 class DFlashDrafts(LearnedDrafts[DFlash]):
     """Drafts with a DFlash head (arXiv 2602.06036).
 
-    At the end of every step, also of plain ones, and in every pass over a prompt, keys and values of accepted tokens
-    are computed from the target's hidden states. So the head's cache is never behind, and drafting may pause and go on.
+    At the end of every step, also without drafts, and in every prefill pass, keys and values of accepted tokens are
+    computed from the target's hidden states. So the head's cache is always up to date, and drafting may pause and
+    resume.
 
-    A block has the last token and as many masks as the step wants drafts, as vLLM runs it. The publishers' own code
-    runs the whole block: there rows see masks after those, too, so with fewer drafts they may be others.
+    A block has the last token and one mask per draft of the step, as in vLLM. The publishers' own code always runs the
+    whole block. Its rows also see masks after those of the drafts, so with fewer drafts it may give other tokens.
 
-    No draft is fed to the head before all are drawn: a draft's distribution depends only on the text before the block,
-    and, where the row has penalties, on the drafts before it.
+    All drafts are drawn before any is fed to the head. So a draft's distribution depends only on the text before the
+    block and, in a row with penalties, on the drafts before it.
 
     Args:
-        model, ops, vocab_map, mark, work: as for `LearnedDrafts`.
+        model, ops, vocab_map, mark, work: see `LearnedDrafts`.
     """
 
     def __init__(
@@ -42,11 +43,11 @@ class DFlashDrafts(LearnedDrafts[DFlash]):
         mark: Callable[[str], AbstractContextManager[object]] = nullcontext,
         work: Any = None,
     ) -> None:
-        (reading,) = model.head.readings  # engines agree on it
+        (reading,) = model.head.readings  # there is only one reading
         super().__init__(model, ops, reading, vocab_map, mark, work)
 
     def take_features(self, state: DecodeState, shape: StepShape, features: Tensor, rows: ForwardBatch) -> None:
-        """Writes keys and values of the positions; keeps nothing else. See `FeatureReader`."""
+        """Writes keys and values of the positions. Returns nothing to store. See `FeatureReader`."""
         self.model.store_context(features, rows)
 
     def propose(
@@ -57,12 +58,12 @@ class DFlashDrafts(LearnedDrafts[DFlash]):
         lookup: tuple[Tensor, Tensor] | None = None,
         **features: Tensor,
     ) -> None:
-        """Drafts k tokens per running row; see `Proposer.propose`.
+        """Makes k drafts per running row; see `Proposer.propose`.
 
         Args:
-            state, shape, draws: as there.
-            lookup: as in `DraftModel.propose`.
-            features: none: nothing is kept of them.
+            state, shape, draws: see `Proposer.propose`.
+            lookup: see `DraftModel.propose`.
+            features: empty, because nothing is stored between steps.
         """
         k, head = shape.num_drafts, self.model.head
         with self._mark("block"):
@@ -93,9 +94,9 @@ class DFlashDrafts(LearnedDrafts[DFlash]):
         return shape.forward_batch(ids, positions, write_mask, state.block_table)
 
     def _pick(self, state: DecodeState, shape: StepShape, x: Tensor, lookup: tuple[Tensor, Tensor] | None) -> None:
-        """Picks the most probable token at each place, of hidden states [B, k, hidden]."""
+        """Writes the most probable token of each position as its draft, from hidden states [B, k, hidden]."""
         k, model = shape.num_drafts, self.model
-        # zeros: while kernels are only compiled nothing is picked, and ids are looked up all the same
+        # zeros: while kernels are only compiled, no ids are written, but ids are used as indices
         picks = torch.zeros(x.shape[0] * k, dtype=torch.int64, device=x.device)
         model.argmax(x.reshape(-1, x.shape[-1]), model.vocab_size, shape.tiling, out=picks)
         drafts = self._target_ids(picks).view(-1, k)

@@ -1,4 +1,4 @@
-"""Proposer with a draft model: k passes of a small model over its own pages of the shared page table."""
+"""Proposer with a draft model: k passes of a small model, whose KV pages are in the shared page table."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from fastspec.state import DecodeState
 class DraftModel(ProposerBase):
     """Drafts with a causal model.
 
-    The first pass of a step feeds a row's last two tokens: after full acceptance the last draft was never fed
-    to the draft itself, and feeding two always fills that gap without a check. A draft with recurrent states goes
-    back by one token there, and is fed it again.
+    The first pass of a step feeds a row's last two tokens. After full acceptance the last draft was never fed to the
+    draft model, so its K/V are missing. Feeding two tokens always fills that gap without a check. A model with
+    recurrent states goes back by one token for this, and is fed it again.
 
     Args:
-        model: the draft; its cache has the page geometry of the shared table.
-        ops: implementations of what is not the model's.
-        shared_vocab: target ids below this may be drafted, and are fed to the draft; every other token is fed to it as
-            id 0. With a map it is the target's vocabulary; without one, ids below it mean the same to both models.
-        max_length: the draft's context in tokens; a row that has outgrown it goes on without drafts.
-        mark: names a pass to a profiler while it is entered.
-        work: from `ops.sampled_work`.
-        vocab_map: between the draft's ids and the target's. None: they are the same.
+        model: the draft model; its cache has the page size and pages of the shared table.
+        ops: ops for everything outside the model.
+        shared_vocab: target ids below this may be drafted and are fed to the draft. All other tokens are fed as id 0.
+            With `vocab_map` it is the target's vocabulary. Without, ids below it mean the same in both models.
+        max_length: the draft's context in tokens. A longer row continues without drafts.
+        mark: context that names a pass in a profiler.
+        work: result of `ops.sampled_work`.
+        vocab_map: map between the draft's ids and the target's. None: they are the same.
     """
 
     in_pages = True
@@ -58,17 +58,17 @@ class DraftModel(ProposerBase):
         self._map = vocab_map
 
     def __str__(self) -> str:
-        """A short description, for messages and `explain()`."""
+        """Short description, for messages and `explain()`."""
         return "the draft model" if self._map is None else "the draft model, which has another tokenizer"
 
     def propose(
         self, state: DecodeState, shape: StepShape, draws: Draws, lookup: tuple[Tensor, Tensor] | None = None
     ) -> None:
-        """Drafts k tokens per running row; see `Proposer.propose`.
+        """Makes k drafts per running row; see `Proposer.propose`.
 
         Args:
-            state, shape, draws: as there.
-            lookup: (drafts int64 [B, k], counts int64 [B]) that a lookup found: they replace a row's first `counts`
+            state, shape, draws: see `Proposer.propose`.
+            lookup: (drafts int64 [B, k], counts int64 [B]) found by a lookup. They replace a row's first `counts`
                 sampled drafts. None: all drafts are the model's.
         """
         may_feed = (state.draft_limits > 0)[:, None] if self._recurrent else None
@@ -80,12 +80,12 @@ class DraftModel(ProposerBase):
                     overwrite_draft(state, shape, lookup[0][:, j], j < lookup[1], j)
 
     def _inputs(self, state: DecodeState, shape: StepShape, j: int, may_feed: Tensor | None = None) -> ForwardBatch:
-        """Returns the input of draft j: a row's last two tokens, or the draft before it.
+        """Returns the input of draft j: a row's last two tokens, or the previous draft.
 
-        A row of which no draft may count may not have been caught up: the keys of its passes would be written again
-        before they are read, but the states that it goes on from would be lost. So it is fed where `may_feed` says so.
+        A row whose drafts will be ignored may be behind with catching up. Its K/V would be rewritten before they are
+        read, but its recurrent states would be lost. So only rows in `may_feed` change their states.
         """
-        # that is position lengths + j - 2, which must lie in the draft's context
+        # draft j is read at position lengths + j - 2, which must be in the draft's context
         first = {"first": -2, "queries": 2, "draft_counts": state.draft_counts, "num_drafts": shape.num_drafts}
         ids, positions, write_mask = self.ops.feed_rows(
             state.tokens,
@@ -102,7 +102,7 @@ class DraftModel(ProposerBase):
         return shape.forward_batch(ids, positions, write_mask, state.block_table, state.state_rows)
 
     def catch_up(self, state: DecodeState, shape: StepShape, chunk: int) -> None:
-        """Feeds up to `chunk` committed tokens per running row, all but the last two; see `Proposer.catch_up`."""
+        """Feeds up to `chunk` committed tokens per running row, except the last two; see `Proposer.catch_up`."""
         positions = state.draft_lengths[:, None] + torch.arange(chunk, device=state.lengths.device)
         known = (state.lengths - 2).clamp(max=self.max_length)
         write_mask = state.running[:, None] & (positions < known[:, None])
@@ -114,7 +114,7 @@ class DraftModel(ProposerBase):
         state.draft_lengths.add_(write_mask.sum(dim=1))
 
     def _draw(self, state: DecodeState, shape: StepShape, draws: Draws, hidden: Tensor, j: int) -> None:
-        """Draws draft j of every row from hidden states [B, 1, hidden]; records token and distribution."""
+        """Draws draft j of every row from hidden states [B, 1, hidden]. Records token and distribution."""
         if shape.sampler == GREEDY and self._map is None:
             self.model.argmax(hidden[:, 0], self.shared_vocab, shape.tiling, out=state.draft_tokens[:, j])
             return
@@ -128,12 +128,12 @@ class DraftModel(ProposerBase):
 
 @dataclass(frozen=True, slots=True)
 class VocabMap:
-    """Two vocabularies, each in terms of the other.
+    """Map between two vocabularies, in both directions.
 
     Attributes:
-        to_draft: int64 [target ids], the draft id that is fed for each; 0 where there is none.
-        places: int64 [draft ids], the target id that means the same; the number of target ids where there is none.
-        known: bool [draft ids], True where there is one.
+        to_draft: int64 [target ids], the draft id that is fed for each; 0 if there is none.
+        places: int64 [draft ids], the target id with the same text; the number of target ids if there is none.
+        known: bool [draft ids], True if there is one.
     """
 
     to_draft: Tensor
@@ -142,7 +142,7 @@ class VocabMap:
 
     @classmethod
     def of(cls, target_ids: Tensor, target_vocab: int, to_draft: Tensor | None = None) -> VocabMap:
-        """Makes the map from the target id of each draft id; -1 where there is none.
+        """Makes the map from the target id of each draft id; -1 if there is none.
 
         Args:
             target_ids: int64 [draft ids].
@@ -172,13 +172,13 @@ class VocabMap:
 
 
 def sample(ops: Ops, state: DecodeState, shape: StepShape, draws: Draws, logits: Tensor, j: int, work: Any) -> None:
-    """Draws draft j of every row from logits [B, 1, target ids]; records token and distribution."""
+    """Draws draft j of every row from logits [B, 1, target ids]. Records token and distribution."""
     keep = keep_draft_probs(shape)
     ops.sampled_draw(logits, state, j, work, purpose=purpose_of(shape), keep_draft_probs=keep, draws=draws)
 
 
 def overwrite_draft(state: DecodeState, shape: StepShape, token: Tensor, in_rows: Tensor, j: int) -> None:
-    """Makes draft j `token` [B] in rows `in_rows` bool [B], and its distribution one on it."""
+    """Sets draft j to `token` [B] in rows `in_rows` bool [B], and its distribution to probability 1 on it."""
     state.draft_tokens[:, j] = torch.where(in_rows, token, state.draft_tokens[:, j])
     if keep_draft_probs(shape):
         probs = state.draft_probs[:, j]

@@ -1,4 +1,4 @@
-"""Hands the target's hidden states to the proposer that reads them, at the end of a step and over a prompt."""
+"""Passes the target's hidden states to the proposer that reads them, after each step and prefill pass."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ def hand_over_step(
     rows: ForwardBatch,
     buffer: Tensor | None,
 ) -> None:
-    """Hands over the hidden states of a step, after its commit.
+    """Passes the hidden states of a step to the proposer, after its commit.
 
-    Newly committed positions are handed over with the tokens that follow them, which are those that the step emitted;
-    also those of rows that ended in the step, because their pages may be kept for later prompts.
+    The hidden states of newly committed positions are passed together with the tokens that follow them, which the step
+    emitted. This includes rows that ended in the step, because their pages may be reused by later prompts.
 
     Args:
-        proposer: with `features`.
-        state: the step's rows.
-        features: [B, k+1, layers, hidden] of the positions that the step fed.
-        rows: what it fed.
-        buffer: as `feature_buffer` makes it, of at least these rows.
+        proposer: the proposer. Nothing is done if it has no `features`.
+        state: rows of the step.
+        features: [B, k+1, layers, hidden] at the positions that the step fed.
+        rows: the tokens and positions that the step fed.
+        buffer: result of `feature_buffer`, with at least these rows.
     """
     if takes_features(proposer):
-        count = state.emitted  # 0 of rows that did not step
+        count = state.emitted  # 0 for rows that did not step
         committed = torch.arange(features.shape[1], device=count.device) < count[:, None]
         following = state.block[:, : features.shape[1]].contiguous()
         reader = cast("FeatureReader", proposer)
@@ -52,10 +52,10 @@ def hand_over_prompt(
     rows: ForwardBatch,
     buffer: Tensor | None,
 ) -> None:
-    """Hands over the hidden states of a pass over a piece of a prompt; arguments as of `hand_over_step`, for one row.
+    """Passes the hidden states of a prefill pass of one row. For other arguments see `hand_over_step`.
 
     Args:
-        rows: what the pass fed.
+        rows: the tokens and positions that the pass fed.
     """
     if takes_features(proposer):
         following = state.tokens.gather(1, (rows.positions + 1).clamp(max=state.tokens.shape[1] - 1))
@@ -80,7 +80,7 @@ def _tell(
 
 
 def _keep_newest(found: Tensor, count: Tensor, buffer: Tensor) -> None:
-    """Copies each row's last valid entry, number `count` [B] of found [B, Q, ..], to the buffer, where it has any."""
+    """Copies each row's last valid entry, number `count` - 1 [B] of found [B, Q, ..], to the buffer, if it has any."""
     wide = [1] * (found.dim() - 2)
     if found.shape[1] > 1:
         newest = (count - 1).clamp_min(0).view(-1, 1, *wide)

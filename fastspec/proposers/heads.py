@@ -1,4 +1,4 @@
-"""Proposers of EAGLE-3 heads and MTP layers, and `build_head`, which makes the proposer of any learned head."""
+"""Proposers with EAGLE-3 heads and MTP layers, and `build_head`, which makes the proposer of any learned head."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class MtpDrafts(ChainDrafts):
     """Drafts with the MTP layer of the target's own checkpoint; see `ChainDrafts`."""
 
     def __str__(self) -> str:
-        """A short description, for messages and `explain()`."""
+        """Short description, for messages and `explain()`."""
         ids = f", which drafts {self.model.vocab_size} of {self._target.vocab_size} ids" if self._map else ""
         return f"the checkpoint's own {self.model.head.found}{ids}"
 
@@ -50,18 +50,18 @@ def build_head(
     mark: Callable[[str], AbstractContextManager[object]],
     work: Any,
 ) -> tuple[ContinuesDrafts, PendingHead]:
-    """Makes the proposer of a head, and its weights, which must be filled before use.
+    """Makes the proposer of a head. Returns it with its weights, which must be filled before use.
 
     Args:
-        checkpoint: checked against its target.
-        target: the model that it drafts for; what the head lacks is shared with it.
-        cache: pages of the head's layers.
-        dtype: of the target.
-        ops: whose kernels run.
-        sizes: positions, rows and tokens of a pass, as `Decoder` takes them.
-        length: tokens of a row.
-        progress: show a progress bar.
-        mark, work: as for `DraftModel`.
+        checkpoint: the head, already checked against its target.
+        target: the target, whose matrices are used where the head has none.
+        cache: KV pages of the head's layers.
+        dtype: dtype of the target.
+        ops: implementation of the kernels.
+        sizes: positions, rows and tokens of a pass; arguments of `Decoder`.
+        length: largest number of tokens of a row.
+        progress: True to show a progress bar.
+        mark, work: see `DraftModel`.
     """
     spec, device = checkpoint.spec, cache.keys.device
     pending = allocate_head(checkpoint, target.weights, dtype=dtype, device=device, ops=ops, progress=progress)

@@ -1,4 +1,4 @@
-"""Base of the proposers with a learned head."""
+"""Base class of proposers with a learned head."""
 
 from __future__ import annotations
 
@@ -26,27 +26,27 @@ class HeadModel(Protocol):
 
     @property
     def vocab_size(self) -> int:
-        """Ids that it drafts."""
+        """Number of ids that it can draft."""
 
 
 Model = TypeVar("Model", bound=HeadModel)
 
 
 class LearnedDrafts(ProposerBase, Generic[Model]):
-    """A proposer with a learned head. It reads hidden states as they are computed, so its cache is never behind.
+    """Proposer with a learned head. It reads hidden states as they are computed, so its cache is always up to date.
 
     Args:
         model: the head.
-        ops: implementations of what is not the model's.
-        reading: the hidden states of the target that it reads, as boundaries.
-        vocab_map: int64 [head's ids], the target's id of each; None: they are the target's ids.
-        mark: names a pass to a profiler while it is entered.
-        work: from `ops.sampled_work`.
+        ops: ops for everything outside the model.
+        reading: boundaries of the target's hidden states that it reads.
+        vocab_map: int64 [head's ids], the target's id of each. None: the head has the target's ids.
+        mark: context that names a pass in a profiler.
+        work: result of `ops.sampled_work`.
     """
 
     features: tuple[int, ...] = ()
     in_pages = True
-    article = "a"  # of the head's name
+    article = "a"  # article before the head's name
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class LearnedDrafts(ProposerBase, Generic[Model]):
         self._map = None if vocab_map is None else VocabMap.of(vocab_map, self._target.vocab_size)
 
     def read(self, reading: tuple[int, ...]) -> None:
-        """Reads these hidden states of the target from now on, and no others."""
+        """Selects the hidden states of the target to read."""
         self.reading, self.features = reading, self.layers_of(reading)
 
     def layers_of(self, reading: tuple[int, ...]) -> tuple[int, ...]:
@@ -72,19 +72,19 @@ class LearnedDrafts(ProposerBase, Generic[Model]):
         return as_layers(reading, self._target.layers)
 
     def __str__(self) -> str:
-        """A short description, for messages and `explain()`."""
+        """Short description, for messages and `explain()`."""
         ids = f", drafts {self.model.vocab_size} of {self._target.vocab_size} ids" if self._map else ""
         boundaries = f"boundaries {described(self.reading)} of the target"
         return f"{self.article} {self.model.head.found} that reads {boundaries}{ids}"
 
     def catch_up(self, state: DecodeState, shape: StepShape, chunk: int) -> None:
-        """Does nothing: hidden states are read as soon as they are computed."""
+        """Does nothing, because hidden states are read as soon as they are computed."""
 
     def _target_ids(self, drafted: Tensor) -> Tensor:
         """Converts drafted ids of the head to ids of the target."""
         return drafted if self._map is None else self._map.places[drafted]
 
     def _sample(self, state: DecodeState, shape: StepShape, draws: Draws, logits: Tensor, j: int) -> None:
-        """Draws draft j of every row from logits [B, 1, head's ids]; records token and distribution."""
+        """Draws draft j of every row from logits [B, 1, head's ids]. Records token and distribution."""
         logits = logits if self._map is None else self._map.in_target_ids(logits)
         sample(self.ops, state, shape, draws, logits, j, self._work)

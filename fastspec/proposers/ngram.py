@@ -1,4 +1,7 @@
-"""Prompt lookup: drafts copied from where a row's last tokens stood before, found on the device inside the step."""
+"""Prompt lookup: copies drafts from an earlier occurrence of a row's last tokens.
+
+It runs on the device, in the step.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +15,14 @@ _LONGEST = 32
 
 
 class NGram(DeterministicProposer):
-    """Drafts what followed the last occurrence of a row's last tokens in the row itself.
+    """Drafts the tokens that followed the last occurrence of a row's last tokens in the row itself.
 
-    The longest match of max_n down to min_n tokens wins, among equally long ones the most recent. Where fewer than k
-    tokens followed it, the copy goes on with what it has copied, so that a text that repeats itself is drafted as one.
-    A row without a match has no drafts in that step.
+    Uses the longest match of max_n down to min_n tokens; of equally long ones the most recent. If fewer than k tokens
+    followed it, the copy continues with its own tokens, so that repetitive text is drafted correctly. A row without a
+    match has no drafts in that step.
 
     Args:
-        min_n, max_n: tokens that must match at least, and that are compared at most: 1 <= min_n <= max_n <= 32.
+        min_n, max_n: smallest and largest number of tokens to match: 1 <= min_n <= max_n <= 32.
 
     Raises:
         ValueError: min_n or max_n is out of range.
@@ -33,22 +36,23 @@ class NGram(DeterministicProposer):
         self.min_n, self.max_n = min_n, max_n
 
     def __str__(self) -> str:
-        """A short description, for messages and `explain()`."""
+        """Short description, for messages and `explain()`."""
         return f"lookup of the last {self.min_n} to {self.max_n} tokens in the row itself"
 
     def guess(self, tokens: Tensor, lengths: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        """k drafts for rows with a match; see `DeterministicProposer.guess`."""
+        """Returns k drafts for rows with a match; see `DeterministicProposer.guess`."""
         start, found = self._match(tokens, lengths)
-        period = (lengths - start).clamp_min(1)  # what is beyond the row's end is the copy itself
+        period = (lengths - start).clamp_min(1)  # after the row's end the copy continues with its own tokens
         offsets = torch.arange(k, device=tokens.device) % period[:, None]
         return tokens.gather(1, start[:, None] + offsets), torch.where(found, k, 0)
 
     def _match(self, tokens: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
-        """(start int64 [B], found bool [B]): the place after the best match; 0 where there is none."""
+        """Returns (start int64 [B], found bool [B]): the position after the best match; 0 if there is none."""
         width = tokens.shape[1]
         place = torch.arange(width, device=tokens.device)
         matching = place < lengths[:, None]
-        run = torch.zeros_like(tokens)  # how many tokens before each place equal the row's last ones
+        # for each position, the number of tokens before it that equal the row's last tokens
+        run = torch.zeros_like(tokens)
         for back in range(1, self.max_n + 1):
             last = tokens.gather(1, (lengths - back).clamp_min(0)[:, None])
             before = pad(tokens, (back, 0))[:, :width]

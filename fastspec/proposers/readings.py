@@ -1,4 +1,4 @@
-"""Chooses the hidden states that a head reads, by a trial on a short text, where its config is ambiguous."""
+"""Chooses which hidden states a head reads, by a trial on a short text, if its config is ambiguous."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from fastspec.shapes import ForwardBatch, StepShape, Tiling
 
 
 def choose_reading(target: CausalModel, proposer: object, shape: StepShape, tiling: Tiling, pages: Tensor) -> None:
-    """Chooses the reading with the best first drafts, and says so; does nothing where there is only one.
+    """Chooses the reading with the best first drafts and prints it. Does nothing if there is only one.
 
     Waits for the device.
 
     Args:
-        target: the model that it drafts for.
-        proposer: the head, or lookup before it.
-        shape: of a pass over a piece of a prompt of `shape.tiling.queries` tokens.
-        tiling: of products of a step.
+        target: the target model.
+        proposer: the head, or lookup combined with it.
+        shape: shape of a prefill pass of `shape.tiling.queries` tokens.
+        tiling: tiling of a step's products.
         pages: int64 [1, P], pages that no row owns.
     """
     head = drafter_of(proposer)
     if not isinstance(head, ChainDrafts) or len(head.readings) < 2:
         return
     shares = _accepted(target, head, shape, tiling, pages)
-    best = max(range(len(shares)), key=lambda index: shares[index])  # the first of equals
+    best = max(range(len(shares)), key=lambda index: shares[index])  # the first of equal ones
     tried = "; ".join(
         f"boundaries {described(reading)}: {share:.0%}" for reading, share in zip(head.readings, shares, strict=True)
     )
@@ -45,7 +45,7 @@ def choose_reading(target: CausalModel, proposer: object, shape: StepShape, tili
 
 
 def _accepted(target: CausalModel, head: ChainDrafts, shape: StepShape, tiling: Tiling, pages: Tensor) -> list[float]:
-    """Returns, for each reading, the share of places of the text where the first draft is the target's argmax."""
+    """Returns, for each reading, the share of positions of the text at which the first draft is the target's argmax."""
     chunk = shape.tiling.queries
     assert chunk is not None, "passes over prompts have a size"
     text = head.sample[:chunk]

@@ -1,1 +1,1 @@
-"""The sampling distribution, verification rules and random numbers, as pure torch functions."""
+"""Sampling distribution, verification rules and random numbers, as pure torch functions."""

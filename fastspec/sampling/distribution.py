@@ -1,9 +1,9 @@
-"""The sampler's distribution and its random numbers.
+"""Distribution of the sampler, and its random numbers.
 
 Random numbers come from Philox4x32-10 (Salmon et al., SC 2011), a counter-based generator. Each number is a function of
 (row seed, absolute position, purpose, token). It does not depend on the batch, the step or the row's slot. So a row's
-text does not depend on its neighbours. A rollback needs no bookkeeping, because a position's numbers decide only the
-token that finally stands there.
+text does not depend on other rows. When drafts are refused, no random state must be restored, because a position's
+numbers determine only the token that is finally emitted there.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
 _MASK = 0xFFFFFFFF
 _ROUNDS = 10
-# the largest fp32 below 1: a uniform number of 1 gives an infinite time, and such a token could never be drawn
+# largest fp32 below 1: a uniform number of 1 would give an infinite time, and its token could never be drawn
 _BELOW_ONE = 1.0 - 2.0**-24
 
 
@@ -47,7 +47,7 @@ def _unit(high: Tensor, low: Tensor) -> Tensor:
 
 
 def exponentials(seeds: Tensor, positions: Tensor, purpose: int, num_tokens: int) -> Tensor:
-    """Draws Exponential(1) times fp32 [B, num_tokens], keyed by (seeds [B], positions [B], purpose, token)."""
+    """Returns Exponential(1) times fp32 [B, num_tokens], keyed by (seeds [B], positions [B], purpose, token)."""
     pairs = torch.arange((num_tokens + 1) // 2, device=seeds.device)
     words = philox(
         (pairs, positions[:, None] & _MASK, torch.full_like(pairs, purpose), positions[:, None] >> 32),
@@ -58,7 +58,7 @@ def exponentials(seeds: Tensor, positions: Tensor, purpose: int, num_tokens: int
 
 
 def uniforms(seeds: Tensor, positions: Tensor, purpose: int) -> Tensor:
-    """Draws fp32 numbers in (0, 1) of positions' shape [B, k], keyed by (seeds [B], positions, purpose)."""
+    """Returns fp32 numbers in (0, 1), shaped like positions [B, k], keyed by (seeds [B], positions, purpose)."""
     zero = torch.zeros_like(positions)
     words = philox(
         (zero, positions & _MASK, zero + purpose, positions >> 32),
@@ -78,10 +78,10 @@ class PhiloxDraws:
         return uniforms(self.seeds, positions, ACCEPT) < probability
 
     def sample(self, probs: Tensor, positions: Tensor, purpose: int) -> Tensor:
-        """Draws ids [B] from probs [B, V]: the token with the least time / probability wins (Gumbel-max).
+        """Draws ids [B] from probs [B, V]: the token with the smallest time / probability is taken (Gumbel-max).
 
-        P(token wins) = probs / sum(probs) exactly, without a cumulative sum; ties go to the lowest id. With probs [B,
-        R, V] and positions [B, R] it returns ids [B, R].
+        P(token) = probs / sum(probs) exactly, without a cumulative sum. Ties go to the lowest id. With probs [B, R, V]
+        and positions [B, R] it returns ids [B, R].
         """
         seeds = self.seeds.view(-1, *[1] * (positions.dim() - 1)).expand_as(positions).flatten()
         times = exponentials(seeds, positions.flatten(), purpose, probs.shape[-1])
@@ -130,13 +130,13 @@ def _filter(scaled: Tensor, options: SamplerRows) -> Tensor:
 
 
 def _kept_by_rank(descending: Tensor, options: SamplerRows) -> Tensor:
-    """Marks the sorted logits [B, R, V] that survive top-k and then top-p: bool [B, R, V]."""
+    """Returns bool [B, R, V]: True for the sorted logits that top-k and then top-p keep."""
     vocab = descending.shape[-1]
     top_k = torch.where(options.top_k > 0, options.top_k, vocab).clamp(1, vocab)[:, None, None]
     kth = descending.gather(-1, (top_k - 1).expand(*descending.shape[:-1], 1))
     kept = descending >= kth
     probs = descending.masked_fill(~kept, -torch.inf).softmax(-1)
-    # mass from each rank to the end, summed from the smallest up as transformers does; a light tail is removed
+    # mass from each rank to the end, summed from the smallest up as in transformers; ids with a small tail are removed
     tail = probs.flip(-1).cumsum(-1).flip(-1)
     heavy = (tail > 1.0 - options.top_p[:, None, None]) | (options.top_p >= 1.0)[:, None, None]
     first = torch.arange(vocab, device=descending.device) == 0

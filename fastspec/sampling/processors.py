@@ -5,7 +5,7 @@ The order is that of transformers' `LogitsProcessorList`: bias (`SequenceBiasLog
 (`MinNewTokensLengthLogitsProcessor`). Frequency and presence penalties are vLLM's, and come after the repetition
 penalty. A banned id has a bias of -inf. No later processor can undo that, so one table serves biases and bans.
 
-All functions but `count` are pure. No shape depends on values, so one captured step serves all options.
+All functions except `count` are pure. No shape depends on values, so one captured step serves all options.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class ProcessorRows:
-    """Processor options and token counts of B rows. Neutral values change no bit of the logits.
+    """Processor options and token counts of B rows. With neutral values no bit of the logits changes.
 
     Attributes:
         bias: fp32 [B, V], added; -inf bans an id. Neutral: 0.
         in_prompt: bool [B, V], True for ids of the prompt.
-        output_counts: int32 [B, V], how often an id was emitted.
+        output_counts: int32 [B, V], number of times that an id was emitted.
         repetition: fp32 [B], divides positive logits and multiplies others, for ids in prompt or output. Neutral: 1.
         presence: fp32 [B], subtracted from logits of ids in the output. Neutral: 0.
         frequency: fp32 [B], subtracted once for each time the id was emitted. Neutral: 0.
         stop_ids: int64 [B, S], padded with -1.
-        min_lengths: int64 [B], tokens of prompt and output that a row needs before a stop id may come. Neutral: 0.
+        min_lengths: int64 [B], tokens of prompt and output before which no stop id is allowed. Neutral: 0.
     """
 
     bias: Tensor
@@ -42,13 +42,13 @@ class ProcessorRows:
 
 
 def process(logits: Tensor, rows: ProcessorRows, lengths: Tensor, drafts: Tensor) -> Tensor:
-    """Applies the options of `rows` to logits [B, R, V]. Each place is treated as if the drafts before it were emitted.
+    """Applies the options of `rows` to logits [B, R, V]. At each place the drafts before it count as emitted.
 
     Args:
-        logits: of the ids 0..V-1; V may be less than the vocabulary of `rows`.
+        logits: logits of the ids 0..V-1; V may be less than the vocabulary of `rows`.
         rows: options and counts of committed tokens.
-        lengths: int64 [B], committed tokens.
-        drafts: int64 [B, D] with D >= R - 1. Place r comes after the first D - R + 1 + r drafts. Places behind a row's
+        lengths: int64 [B], number of committed tokens.
+        drafts: int64 [B, D] with D >= R - 1. Place r comes after the first D - R + 1 + r drafts. Places after a row's
             last valid draft are not used.
     """
     places, vocab = logits.shape[1:]
@@ -93,31 +93,37 @@ def count(counts: Tensor, block: Tensor, emitted: Tensor) -> None:
 
 
 def invalid(logits: Tensor) -> Tensor:
-    """Marks places without a distribution: bool [B, R]. Their logits have a NaN or an infinity, or are all -inf."""
+    """Returns bool [B, R]: True for places without a distribution.
+
+    Their logits have NaN or infinity, or are all -inf.
+    """
     return ~logits.amax(dim=-1).isfinite()
 
 
 def flag_invalid(accepted: Tensor, places: Tensor) -> Tensor:
-    """Cuts `accepted` int64 [B], so that no token chosen at an invalid place is emitted. Returns -1 where none is left.
+    """Lowers `accepted` int64 [B], so that no token of an invalid place is emitted. -1 if nothing can be emitted.
 
     Drafts before the invalid place are still emitted. A row that does not end there begins its next step at that place.
 
     Args:
         accepted: int64 [B]; a row's tokens are chosen at places 0..accepted.
-        places: bool [B, k+1], True where a place is invalid.
+        places: bool [B, k+1], True for invalid places.
     """
     first = first_invalid(places)
     return torch.where(first <= accepted, first - 1, accepted)
 
 
 def first_invalid(places: Tensor) -> Tensor:
-    """Finds the first True of places bool [B, k+1]: int64 [B], k + 1 where there is none."""
+    """Returns the first True place of bool [B, k+1]: int64 [B]. k + 1 if there is none."""
     index = torch.arange(places.shape[1], device=places.device)
     return torch.where(places, index, places.shape[1]).amin(dim=1)
 
 
 def drawable(probs: Tensor) -> Tensor:
-    """Replaces invalid distributions in probs [B, V] by probability 1 on id 0. Verification is right for any draft."""
+    """Replaces rows of probs [B, V] that contain NaN by probability 1 on id 0, so that a draft can be drawn.
+
+    The text stays exact, because verification gives the target's distribution for any draft.
+    """
     none = probs.isnan().any(dim=-1, keepdim=True)
     first = torch.arange(probs.shape[1], device=probs.device) == 0
     return torch.where(none, first.to(probs.dtype), probs)
@@ -127,7 +133,7 @@ def allowed(logits: Tensor, masks: Tensor) -> Tensor:
     """Applies grammar masks: logits fp32 [B, R, V] become -inf for ids whose bit is not set. Others keep their bits.
 
     Args:
-        logits: of R places.
+        logits: logits at R places.
         masks: int32 [B, R or more, W] with 32 W >= V: id i is bit i % 32 of word i // 32.
     """
     batch, places, vocab = logits.shape

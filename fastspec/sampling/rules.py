@@ -12,11 +12,11 @@ MODES = REJECTION, COUPLED, BLOCK = "rejection", "coupled", "block"
 
 @dataclass(frozen=True, slots=True)
 class SyntheticAcceptance:
-    """Accepts drafts at a given rate, for benchmarks only: the text does not follow the model's distribution.
+    """Accepts drafts at a given rate. For benchmarks only: the text does not follow the model's distribution.
 
     Args:
-        rate: probability that a draft is accepted, whatever it is, if all drafts before it were.
-        pattern: used in place of a rate: number of drafts to accept in each step, repeated (1 to 64 numbers).
+        rate: probability that a draft is accepted if all drafts before it were, whatever its token is.
+        pattern: instead of a rate: number of drafts to accept in each step, repeated (1 to 64 numbers).
 
     Raises:
         ValueError: both or neither are given, or a value is out of range.
@@ -34,10 +34,11 @@ class SyntheticAcceptance:
             counts = tuple(self.pattern)
             if not 1 <= len(counts) <= 64 or not all(type(count) is int and count >= 0 for count in counts):
                 raise ValueError(f"SyntheticAcceptance's pattern is 1 to 64 counts of drafts, got {self.pattern!r}")
-            object.__setattr__(self, "pattern", counts)  # hashable, and the caller's list stays the caller's
+            # a tuple is hashable, and does not change with the caller's list
+            object.__setattr__(self, "pattern", counts)
 
     def __str__(self) -> str:
-        """Describes the rule in words."""
+        """Describes the rule."""
         if self.pattern is None:
             return f"synthetic acceptance at a rate of {self.rate:g}"
         return f"synthetic acceptance of {', '.join(map(str, self.pattern))} drafts in turn"
@@ -61,16 +62,16 @@ def checked(verification: object) -> Verification:
 
 
 def needs_draft_probs(verification: Verification) -> bool:
-    """True if the rule needs the distributions that drafts were drawn from."""
+    """True if the rule needs the distributions from which drafts were drawn."""
     return verification in (REJECTION, BLOCK)
 
 
 def synthetic_name(verification: Verification) -> str | None:
-    """Describes synthetic acceptance in words; None for a rule that keeps the model's distribution."""
+    """Returns a description of synthetic acceptance. None for a rule that keeps the model's distribution."""
     return str(verification) if isinstance(verification, SyntheticAcceptance) else None
 
 
 def announce_synthetic(verification: Verification) -> None:
-    """Warns the caller of a constructor that the text will not follow the model's distribution."""
+    """Warns that the text will not follow the model's distribution, if the rule is synthetic."""
     if name := synthetic_name(verification):
         warnings.warn(f"{name}: for benchmarks only, the text is not the model's", stacklevel=3)

@@ -1,4 +1,4 @@
-"""Verification of drafts: the definition of correct, and the op of a step where no kernel does it.
+"""Verification of drafts: the definition, which also runs in steps without a kernel for it.
 
 p is the target's distribution, q the draft's. Drafts x_1..x_k were drawn from q. With each of three rules the emitted
 tokens follow p exactly:
@@ -9,10 +9,10 @@ tokens follow p exactly:
 - `block`: judges all drafts together. On average it accepts at least as many as any rule that keeps the distribution
   (Sun et al. 2024, arXiv 2403.10444, algorithm 2).
 - `coupled`: the target samples with the random numbers that the draft used, and its sample is emitted. A draft is
-  accepted where both are equal (Daliri, Musco and Suresh, arXiv 2408.07978).
+  accepted if both are equal (Daliri, Musco and Suresh, arXiv 2408.07978).
 
-A *place* is one of the k + 1 positions that a step scores in a row. All functions but `commit` are pure: random numbers
-are arguments.
+A *place* is one of the k + 1 positions that a step scores in a row. All functions except `commit` are pure: random
+numbers are arguments.
 """
 
 from __future__ import annotations
@@ -24,36 +24,36 @@ from torch import Tensor
 
 from fastspec.sampling.rules import SyntheticAcceptance
 
-RUNNING, STOPPED, AT_LIMIT = 0, 1, 2  # values of `finish` after a commit; fastspec.state has more
+RUNNING, STOPPED, AT_LIMIT = 0, 1, 2  # values of `finish` after a commit; fastspec.state has further values
 
 
 class Draws(Protocol):
-    """Source of random numbers: `PhiloxDraws` in use, an enumerator of all outcomes in tests."""
+    """Source of random numbers: `PhiloxDraws`; in tests an enumeration of all outcomes."""
 
     def accept(self, probability: Tensor, positions: Tensor) -> Tensor:
         """Returns bool [B, k], True with `probability` [B, k]; positions int64 [B, k] key the numbers."""
 
     def sample(self, probs: Tensor, positions: Tensor, purpose: int) -> Tensor:
-        """Draws ids int64 [B] from probs [B, V], which need not sum to 1; positions int64 [B] key the numbers.
+        """Draws ids int64 [B] from probs [B, V], which need not sum to 1. positions int64 [B] key the numbers.
 
         With probs [B, R, V] and positions [B, R] it returns ids [B, R].
         """
 
 
 def accept_probability(p: Tensor, q: Tensor) -> Tensor:
-    """Computes min(1, p/q) elementwise: 0 where p is 0, 1 where only q is 0 (such a token cannot have been drawn)."""
+    """Returns min(1, p/q) elementwise: 0 if p is 0, 1 if only q is 0 (such a token cannot have been drawn)."""
     ratio = torch.where(q > 0, p / q.clamp_min(torch.finfo(q.dtype).tiny), 1.0)
     return torch.where(p > 0, ratio.clamp(max=1.0), 0.0)
 
 
 def residual(p: Tensor, q: Tensor) -> Tensor:
-    """Computes max(p - q, 0) over the last axis, not normalised; p where that is all zero (p = q up to rounding)."""
+    """Returns max(p - q, 0) over the last axis, not normalised. p if that is all zero (p = q up to rounding)."""
     excess = (p - q).clamp_min(0.0)
     return torch.where(excess.sum(-1, keepdim=True) > 0, excess, p)
 
 
 def greedy(logits: Tensor, drafts: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
-    """Accepts drafts that equal the target's argmax, which is the lowest id among equals.
+    """Accepts drafts that equal the target's argmax, the lowest id if several are equal.
 
     Args:
         logits: [B, k+1, V] of the target at the drafted places and after them.
@@ -75,19 +75,19 @@ def agreeing(picks: Tensor, drafts: Tensor, counts: Tensor) -> Tensor:
 def rejection(
     p: Tensor, q: Tensor | None, drafts: Tensor, counts: Tensor, positions: Tensor, draws: Draws, purpose: int
 ) -> tuple[Tensor, Tensor]:
-    """Verifies k drafts a row by rejection sampling, which keeps the target's distribution.
+    """Verifies k drafts per row by rejection sampling, which keeps the target's distribution.
 
     Args:
         p: [B, k+1, V], the target's distribution at each place.
-        q: [B, k, V], the distribution each draft was drawn from; None: drafts are deterministic.
+        q: [B, k, V], the distribution from which each draft was drawn; None: drafts are deterministic.
         drafts: int64 [B, k].
         counts: int64 [B], number of valid drafts in a row; the token after them comes from the target's distribution.
         positions: int64 [B, k+1], absolute positions of the places.
         draws: source of random numbers.
-        purpose: keys the draw of the last token, apart from the draft's own draws.
+        purpose: key of the random numbers for the last token; differs from that of the draft's own numbers.
 
     Returns:
-        (accepted int64 [B], block int64 [B, k+1]) as `greedy`.
+        (accepted int64 [B], block int64 [B, k+1]), see `greedy`.
     """
     k = drafts.shape[1]
     q = _deterministic(drafts, p) if q is None else q
@@ -100,7 +100,9 @@ def rejection(
 def block(
     p: Tensor, q: Tensor | None, drafts: Tensor, counts: Tensor, positions: Tensor, draws: Draws, purpose: int
 ) -> tuple[Tensor, Tensor]:
-    """Verifies k drafts a row as one block, keeping the target's distribution; arguments and results as `rejection`.
+    """Verifies k drafts per row as one block, keeping the target's distribution.
+
+    For arguments and results see `rejection`.
 
     Sun et al. 2024, arXiv 2403.10444, algorithm 2, with c_0 = 1 and c_i = min(c_{i-1} p(x_i)/q(x_i), 1):
 
@@ -133,7 +135,7 @@ def _carried(p: Tensor, q: Tensor, drafts: Tensor) -> Tensor:
     """Computes c_0 .. c_k of `block`: [B, k+1]."""
     at = drafts[:, :, None]
     over, under = p[:, : drafts.shape[1]].gather(2, at)[:, :, 0], q.gather(2, at)[:, :, 0]
-    # a token with q = 0 cannot have been drawn: any ratio will do
+    # a token with q = 0 cannot have been drawn, so its ratio does not matter
     ratio = torch.where(under > 0, over / under.clamp_min(torch.finfo(q.dtype).tiny), 1.0)
     carried = [torch.ones_like(p[:, 0, 0])]
     for j in range(drafts.shape[1]):
@@ -157,7 +159,7 @@ def _ended(
     draws: Draws,
     purpose: int,
 ) -> Tensor:
-    """Builds blocks [B, k+1]: the accepted drafts, then a last token.
+    """Returns blocks [B, k+1]: the accepted drafts, then a last token.
 
     The last token comes from the residual max(scaled - q, 0) after a rejection, else from p.
     """
@@ -182,8 +184,8 @@ def coupled(
 ) -> tuple[Tensor, Tensor]:
     """Accepts drafts that equal the target's own sample, and always emits that sample (arXiv 2408.07978).
 
-    Draft j must have been drawn with the numbers of positions[:, j] and `purpose`. The emitted token depends on the
-    text before it and on these numbers alone, never on drafts.
+    Draft j must have been drawn with the numbers of positions[:, j] and `purpose`. The emitted token depends only on
+    the text before it and on these numbers, never on drafts.
 
     Args:
         p: [B, k+1, V], the target's distribution at each place; the rows need not sum to 1.
@@ -191,10 +193,10 @@ def coupled(
         counts: int64 [B], number of valid drafts in a row.
         positions: int64 [B, k+1], absolute positions of the places.
         draws: random numbers that are a function of position, purpose and token.
-        purpose: the one that the drafts were drawn with.
+        purpose: key with which the drafts were drawn.
 
     Returns:
-        (accepted int64 [B], block int64 [B, k+1]) as `greedy`.
+        (accepted int64 [B], block int64 [B, k+1]), see `greedy`.
     """
     picks = draws.sample(p, positions, purpose)
     return _leading(picks[:, :-1] == drafts, counts), picks
@@ -209,16 +211,16 @@ def synthetic(
     draws: Draws,
     number: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Accepts as many drafts [B, k] as `rule` says, at most `counts` [B], then emits a pick of the target.
+    """Accepts as many drafts [B, k] as `rule` says, at most `counts` [B], then emits a token of the target.
 
     Args:
         rule: a rate or a pattern.
         picks: int64 [B, k+1], the target's token at each place.
-        drafts, counts, positions, draws: as in `rejection`.
-        number: int64 [1], the number of this step.
+        drafts, counts, positions, draws: see `rejection`.
+        number: int64 [1], number of this step.
 
     Returns:
-        (accepted, block) as `greedy`.
+        (accepted, block), see `greedy`.
     """
     if rule.pattern is None:
         rate = torch.full(drafts.shape, rule.rate or 0.0, dtype=torch.float32, device=drafts.device)
@@ -226,7 +228,8 @@ def synthetic(
     else:
         turn = number % len(rule.pattern)
         asked = torch.zeros_like(counts)
-        for index, count in enumerate(rule.pattern):  # no table: a captured step may not copy one to the device
+        # not a table, because a captured step cannot copy one to the device
+        for index, count in enumerate(rule.pattern):
             asked = torch.where(turn == index, count, asked)
         accepted = torch.minimum(asked, counts.clamp(max=drafts.shape[1]))
     return accepted, closed(drafts, accepted, picks.gather(1, accepted[:, None])[:, 0])
@@ -239,7 +242,7 @@ def _leading(flags: Tensor, counts: Tensor) -> Tensor:
 
 
 class CommitRows(Protocol):
-    """Tensors of B rows that a commit reads and writes; `fastspec.state.DecodeState` has and explains them."""
+    """Tensors of B rows that a commit reads and writes. `fastspec.state.DecodeState` explains them."""
 
     @property
     def tokens(self) -> Tensor:
@@ -303,14 +306,14 @@ def commit(rows: CommitRows, accepted: Tensor, block: Tensor) -> None:
 
     Args:
         rows: changed in place; rows that do not run keep their tokens and lengths.
-        accepted: int64 [B], accepted drafts; if it is negative, nothing is emitted and the row is unchanged.
+        accepted: int64 [B], number of accepted drafts; if negative, nothing is emitted and the row is unchanged.
         block: int64 [B, k+1], the accepted drafts and one more token.
     """
     k = block.shape[1] - 1
     running = rows.finish == RUNNING
     places = torch.arange(k + 1, device=block.device)
     is_stop = (block[:, :, None] == rows.stop_ids[:, None, :]).any(-1) & (places <= accepted[:, None])
-    # tokens up to and with the first stop id; k + 2 where there is none
+    # number of tokens up to the first stop id, including it; k + 2 if there is none
     upto_stop = torch.where(is_stop, places + 1, k + 2).amin(dim=1)
     room = rows.limits - rows.lengths
     count = torch.minimum(torch.minimum(accepted + 1, upto_stop), room).clamp_min(0)
@@ -322,7 +325,8 @@ def commit(rows: CommitRows, accepted: Tensor, block: Tensor) -> None:
     at = (rows.lengths[:, None] + places).clamp(max=junk)
     rows.tokens.scatter_(1, torch.where(places < count[:, None], at, junk), block)
     if k:
-        # the draft fed positions up to lengths + drafts - 2; its next pass starts two before the new length
+        # the draft was fed positions up to lengths + drafts - 2; its next pass starts two positions before the new
+        # length
         fed = torch.minimum(rows.lengths + rows.draft_counts - 1, rows.lengths + count - 1)
         rows.draft_lengths.copy_(torch.where(running & (rows.draft_counts > 0), fed, rows.draft_lengths))
     rows.lengths.add_(count)

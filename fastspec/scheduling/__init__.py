@@ -1,1 +1,1 @@
-"""Calls and requests: when each prompt and each step runs, with how many drafts, and in which thread."""
+"""Scheduling of calls and requests: when each prompt and step runs, with how many drafts, and in which thread."""

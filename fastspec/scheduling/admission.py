@@ -1,4 +1,4 @@
-"""Writes a request into a row of the state, and sends draft tokens and masks to rows that follow a grammar.
+"""Writes a request into a row of the state, and sends draft tokens and masks to rows with a grammar.
 
 The host never waits for the device here.
 """
@@ -28,16 +28,16 @@ def fill_prompt(
     stop_ids: tuple[int, ...],
     draft_length: int = 0,
 ) -> None:
-    """Fills the fields of a row that passes over its prompt read, and its stop ids.
+    """Writes the fields of a row that prefill passes read, and its stop ids.
 
     The row idles until its prompt is prefilled.
 
     Args:
-        state, row: written.
+        state, row: the row to write to.
         prompt: token ids.
-        pages: of the K/V cache.
-        stop_ids: end the row.
-        draft_length: positions whose K/V of the draft the row's pages hold already.
+        pages: its pages of the KV cache.
+        stop_ids: token ids that end the row.
+        draft_length: number of positions whose draft K/V are already in the row's pages.
     """
     padded = [*stop_ids, *[-1] * (MAX_STOP_IDS - len(stop_ids))]
     sent = _send([*padded, *pages, *prompt], torch.int64, state.lengths.device)
@@ -53,14 +53,15 @@ def fill_prompt(
 def fill_options(
     state: DecodeState, row: int, prompt_length: int, limit: int, options: RowOptions, sampler: str
 ) -> None:
-    """Fills the fields of a row that steps read.
+    """Writes the fields of a row that steps read.
 
     Args:
-        state, row: written.
+        state, row: the row to write to.
         prompt_length: tokens of the prompt.
         limit: largest length of the row, in tokens.
-        options: of the row.
-        sampler: of the steps to come. Biases and counts are filled only for FULL, which alone reads them.
+        options: options of the row.
+        sampler: sampler kind of its steps. Biases and counts are written only for FULL, because GREEDY does not read
+            them.
     """
     numbers = {
         "limits": limit,
@@ -78,17 +79,17 @@ def fill_options(
 
 def _fill(state: DecodeState, row: int, numbers: Mapping[str, float]) -> None:
     for name, value in numbers.items():
-        getattr(state, name)[row].fill_(value)  # assigning to the element would wait
+        getattr(state, name)[row].fill_(value)  # assignment to the element would wait for the device
 
 
 def allow(state: DecodeState, steps: Mapping[int, GrammarStep], k: int, ready: int = RUNNING) -> None:
     """Queues the copy of draft tokens and masks to the device, and lets the rows run.
 
     Args:
-        state: the rows of `steps` are written.
+        state: state of the rows.
         steps: row -> its draft tokens and masks.
-        k: drafts of the step; a row's further draft tokens are left out.
-        ready: the value of `finish` that lets them run: RUNNING, or PREFILLED in a step for first tokens.
+        k: drafts of the step; further draft tokens of a row are dropped.
+        ready: value of `finish` that lets them run: RUNNING, or PREFILLED in a step for first tokens.
     """
     places, words = k + 1, state.masks.shape[2]
     packed = np.full((len(steps), 2 + k + places * words), ALL, dtype=np.int32)
@@ -107,12 +108,12 @@ def allow(state: DecodeState, steps: Mapping[int, GrammarStep], k: int, ready: i
 
 
 def draft_limit(options: RowOptions, max_drafts: int) -> int:
-    """Returns the number of drafts of a row that may count in a step of at most `max_drafts`."""
+    """Returns the upper limit of a row's valid drafts in a step of at most `max_drafts`."""
     return max_drafts if options.draft_limit is None else min(options.draft_limit, max_drafts)
 
 
 def fill_tables(state: DecodeState, row: int, prompt_length: int, options: RowOptions) -> None:
-    """Fills the biases and counts of a row that has emitted nothing, or whose options do not read counts."""
+    """Writes the biases and counts of a row that has emitted nothing, or whose options do not read counts."""
     prompt = state.tokens[row, :prompt_length]
     state.output_counts[row].zero_()
     state.in_prompt[row].zero_().index_fill_(0, prompt, True)
@@ -127,8 +128,8 @@ def fill_tables(state: DecodeState, row: int, prompt_length: int, options: RowOp
 
 
 def _send(values: list[int] | tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Copies values to the device; on CUDA through pinned memory, so that the host does not wait."""
-    if dtype == torch.int64 and values:  # an array is read in a third of the time
+    """Copies values to the device. On CUDA through pinned memory, so that the host does not wait."""
+    if dtype == torch.int64 and values:  # torch reads an array in a third of the time
         return _moved(torch.frombuffer(array("q", values), dtype=dtype), device)
     return _moved(torch.tensor(values, dtype=dtype, device="cpu"), device)
 

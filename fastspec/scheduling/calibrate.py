@@ -1,14 +1,13 @@
-"""Measures drafting on given prompts: runs every k, times its parts, and names the part that limits the speed-up.
+"""Measures drafting on given prompts: runs every k, times its parts, and names the part that limits the speedup.
 
-A step of k drafts gives a row tokens(k) = 1 + S_1 + .. + S_k tokens, S_j being the chance that the first j drafts are
-all accepted, here measured position by position. (Where every draft has the same chance a, that is
-(1 - a^(k+1)) / (1 - a): Leviathan et al., arXiv 2211.17192, section 3.3, whose c is a draft pass over a plain step.)
-The prediction for a k is made without having run it:
+A step of k drafts gives a row tokens(k) = 1 + S_1 + .. + S_k tokens. S_j is the probability that the first j drafts are
+all accepted, measured for each position. (If every draft has the same probability a, tokens(k) is (1 - a^(k+1)) / (1 -
+a): Leviathan et al., arXiv 2211.17192, section 3.3.) The speedup of a k is predicted by
 
     tokens(k) / (drafting(k) + scoring(k) + rest) * plain step,  rest = plain step - scoring(0)
 
-from acceptance at the largest k and from the draft's and the target's passes timed by themselves. Where the
-measured speed-up is lower, something else in the step grows with k.
+from the acceptance at the largest k, and from separate timings of the draft's and the target's passes. If the measured
+speedup is lower, something else in the step grows with k.
 """
 
 from __future__ import annotations
@@ -30,10 +29,10 @@ from fastspec.scheduling.scheduler import Scheduler
 from fastspec.shapes import StepShape
 from fastspec.step import propose, score
 
-CALIBRATION_TOKENS = 64  # new ones of every prompt, where the caller does not say
-ROUNDS = 2  # every k is run so often, in turn: a machine that slows down slows all
-_REPEATS = 15  # of a part that is timed by itself
-_LIVE_STEPS = 2  # steps before that: then caches hold the prompts
+CALIBRATION_TOKENS = 64  # default number of new tokens per prompt
+ROUNDS = 2  # number of runs of every k, in turn, so that a slower machine slows all ks equally
+_REPEATS = 15  # runs of a part when it is timed alone
+_LIVE_STEPS = 2  # steps before that, after which the caches contain the prompts
 _COLUMNS = ("k", "step ms", "draft ms", "score ms", "rest ms", "tokens/step", "predicted", "measured")
 
 
@@ -43,14 +42,14 @@ class Trial:
 
     Attributes:
         k: drafts of a step; 0 is plain decoding.
-        steps: that were timed.
-        step_seconds: of a whole step as the scheduler makes it, the median.
-        draft_seconds: of its k draft passes together (a lookup's time where there is no draft model).
-        score_seconds: of the target's pass over k + 1 tokens a row.
-        tokens: emitted by a step a row, measured with this k.
+        steps: number of timed steps.
+        step_seconds: median time of a whole step of the scheduler.
+        draft_seconds: time of its k draft passes together, or of the lookup if there is no draft model.
+        score_seconds: time of the target's pass over k + 1 tokens per row.
+        tokens: measured tokens that a step emits per row.
         predicted_tokens: the same, predicted from acceptance at the largest k.
-        predicted: speed-up over plain decoding, from predicted_tokens and the times of the parts.
-        measured: speed-up over plain decoding: tokens / step_seconds over the same of k = 0.
+        predicted: speedup over plain decoding, from predicted_tokens and the times of the parts.
+        measured: speedup over plain decoding: tokens / step_seconds, divided by that of k = 0.
     """
 
     k: int
@@ -65,20 +64,20 @@ class Trial:
 
     @property
     def rest_seconds(self) -> float:
-        """Seconds of a step that are neither drafting nor scoring: verification, commit, and waiting for the host."""
+        """Seconds of a step except drafting and scoring: verification, commit, and waiting for the host."""
         return max(self.step_seconds - self.draft_seconds - self.score_seconds, 0.0)
 
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """Result of `FastSpecGenerator.calibrate`; str() of it is a table and a verdict.
+    """Result of `FastSpecGenerator.calibrate`. str() gives a table and a verdict.
 
     Attributes:
-        device: of the generator.
-        rows: rows that decoded at once.
-        trials: by k, ascending, 0 first.
-        survival: the chance that the first 1, 2, .. drafts are all accepted.
-        draft_format: the draft's format and why; None where draft_quantization="auto" chose none.
+        device: name of the generator's device.
+        rows: number of rows that decoded at once.
+        trials: measurements of each k, ascending from 0.
+        survival: probability that the first 1, 2, .. drafts are all accepted.
+        draft_format: draft format that draft_quantization="auto" chose, and the reason. None if it chose none.
     """
 
     device: str
@@ -94,8 +93,9 @@ class Calibration:
 
     @property
     def limit(self) -> str:
-        """Largest loss of drafting: "acceptance", "draft", "scoring" or "overhead"."""
-        return max(self._losses(), key=self._losses().__getitem__)
+        """Largest cause of lost speed: "acceptance", "draft", "scoring" or "overhead"."""
+        losses = self._losses()
+        return max(losses, key=lambda cause: losses[cause])
 
     @property
     def draft_pass_seconds(self) -> float:
@@ -103,7 +103,7 @@ class Calibration:
         return self.trials[-1].draft_seconds / self.trials[-1].k
 
     def __str__(self) -> str:
-        """Table, and below it the best k and its largest loss."""
+        """Formats the table, and below it the best k and its largest cause of lost speed."""
         cells = [list(_COLUMNS), *map(_cells, self.trials)]
         widths = [max(len(line[column]) for line in cells) for column in range(len(_COLUMNS))]
         table = ["  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in cells]
@@ -114,7 +114,7 @@ class Calibration:
         )
 
     def words(self) -> list[str]:
-        """Says the best k and its largest loss, in sentences."""
+        """Returns sentences with the best k and its largest cause of lost speed."""
         best = next(trial for trial in self.trials if trial.k == self.best)
         if best.k:
             first = f"best: k = {best.k}, {best.measured:.2f}x plain decoding"
@@ -129,7 +129,10 @@ class Calibration:
         return max(self.trials[1:], key=lambda trial: trial.measured)
 
     def _losses(self) -> dict[str, float]:
-        """Splits the loss against k + 1 tokens in a plain step's time among its causes, as logarithms."""
+        """Splits the loss among its causes, as logarithms.
+
+        Without a loss, k + 1 tokens would take the time of a plain step.
+        """
         plain, shown = self.trials[0], self._shown()
         costs = {
             "draft": shown.draft_seconds,
@@ -150,7 +153,7 @@ class Calibration:
                 f"{slower:.2f} to break even; a draft that agrees more often with the target would help most"
             )
         if limit == "draft":
-            share = shown.draft_seconds / k / plain.step_seconds
+            share = self.draft_pass_seconds / plain.step_seconds
             return (
                 f"the draft. One of its passes takes {share:.2f} plain steps, so even with every draft accepted "
                 f"k = {k} would come to {(k + 1) / slower:.2f}x; a smaller draft would help most"
@@ -171,7 +174,7 @@ class Calibration:
 
 @dataclass(slots=True)
 class FixedPolicy:
-    """Policy that keeps k and records the steps."""
+    """Policy with a fixed k that records the steps."""
 
     k: int
     steps: list[Observation] = field(default_factory=list)
@@ -192,20 +195,20 @@ class FixedPolicy:
 
     @property
     def accepted(self) -> list[int]:
-        """Accepted drafts of every row in every step."""
+        """Number of accepted drafts of every row in every step."""
         return [count for step in self.steps for count in step.accepted]
 
 
 def calibrate(
     scheduler: Scheduler, requests: list[Request], stop_ids: tuple[int, ...], choice: DraftChoice
 ) -> Calibration:
-    """Runs the requests with every k of a choice, and times drafting and scoring by themselves.
+    """Runs the requests with every k of a choice, and times drafting and scoring separately.
 
     Args:
-        scheduler: its engine is ready for the choice.
-        requests: as a call has them; they stay unchanged.
-        stop_ids: end a row.
-        choice: its ks are run; its controller learns from them.
+        scheduler: scheduler whose engine is ready for the choice.
+        requests: requests of a call; not changed.
+        stop_ids: token ids that end a row.
+        choice: its ks are run. Its controller gets the measurements.
 
     Raises:
         ValueError: the texts end too early to time a step.
@@ -239,7 +242,7 @@ def again(requests: list[Request]) -> list[Request]:
 def _parts(
     scheduler: Scheduler, requests: list[Request], choice: DraftChoice, bucket: int
 ) -> dict[int, tuple[float, float]]:
-    """Times drafting and scoring by k: {k: (drafting, scoring)} in seconds, over rows in the middle of their texts."""
+    """Times drafting and scoring by k, {k: (drafting, scoring)} in seconds, with rows in the middle of their texts."""
     engine = scheduler.engine
     rows = again(requests)[: engine.state.batch]
     call = CallPlan((), choice.sampler, lambda made: choice.ks[-1], lengths=lengths_of(rows))
@@ -248,7 +251,7 @@ def _parts(
         next(running, None)
     found, lengths = {}, lengths_of(requests)
     with engine.on_device():
-        for k in reversed(choice.ks):  # largest first: their graphs share one pool
+        for k in reversed(choice.ks):  # largest first, because their graphs share one memory pool
             shape = engine.shapes.typical(k, choice.sampler, choice.top_logprobs, *lengths)
             draft, score = map(engine.share_seconds, _part_seconds(engine, bucket, shape))
             assert draft is not None, "both were measured"
@@ -258,9 +261,9 @@ def _parts(
 
 
 def _part_seconds(engine: Engine, rows: int, shape: StepShape) -> tuple[float, float]:
-    """Times drafting and scoring alone, in seconds, over the rows as they are; no row advances.
+    """Returns the seconds of drafting and of scoring, each run alone over the present rows. No row advances.
 
-    With graphs each part is captured as one.
+    With graphs, each part is captured as one graph.
     """
     modules, view = engine.modules, engine.state.rows(0, rows)
     bodies: dict[str, Callable[[], object]] = {"score": lambda: score(modules, view, shape)}
@@ -275,7 +278,7 @@ def _part_seconds(engine: Engine, rows: int, shape: StepShape) -> tuple[float, f
 
 
 def _forget(part: Callable[[], object]) -> None:
-    """Runs a part, and ignores its result."""
+    """Runs a part and ignores its result."""
     part()
 
 

@@ -1,4 +1,4 @@
-"""Chooses the number of drafts of a call's steps: a fixed number, or a controller's choice."""
+"""Chooses the number of drafts of a call's steps: a fixed number, or a controller that chooses in each step."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ _FIXED_K_NOTE = (
 
 @dataclass(frozen=True, slots=True)
 class DraftChoice:
-    """Drafts of one call.
+    """Draft lengths of one call.
 
     Attributes:
-        k: drafts of every step; with a controller, the most of a step.
-        ks: drafts that a step may have; 0 is among them if a row has opted out.
-        sampler: kind of the steps.
-        top_logprobs: as in StepShape.
-        controller: chooses among `ks`; None: every step has k.
+        k: drafts of every step; with a controller: upper limit.
+        ks: numbers of drafts that a step may have; contains 0 if a row has opted out.
+        sampler: sampler kind of the steps.
+        top_logprobs: see StepShape.
+        controller: chooses among `ks`. None: every step has k.
         note: value of `Stats.auto`; None without "auto".
-        grammars: kinds of steps with grammars that may come, as in StepShape.
+        grammars: values of `StepShape.grammars` that its steps may have.
     """
 
     k: int
@@ -41,13 +41,13 @@ class DraftChoice:
 
 @dataclass(slots=True)
 class DraftPlan:
-    """Room of a generator for drafts, and the controllers that choose k for its calls.
+    """Draft lengths that a generator supports, and the controllers that choose k for its calls.
 
     Attributes:
         auto: True if calls without num_speculative_tokens are "auto".
-        max_drafts: most drafts of a step.
-        verification: rule that judges drafts.
-        controllers: by sampler kind and recorded log-probabilities: their steps differ in time and acceptance.
+        max_drafts: largest number of drafts of a step.
+        verification: rule that accepts or refuses drafts.
+        controllers: controllers by (sampler kind, top_logprobs), because such steps differ in time and acceptance.
     """
 
     auto: bool
@@ -57,14 +57,14 @@ class DraftPlan:
 
     @property
     def default(self) -> int | str:
-        """num_speculative_tokens of calls that give none."""
+        """num_speculative_tokens of calls that do not set it."""
         return AUTO if self.auto else self.max_drafts
 
     def check(self, asked: int | None) -> int:
-        """Returns the drafts per step of a call that asks for `asked`; None asks for the most.
+        """Returns the drafts per step for the value `asked` of a call. None gives the largest.
 
         Raises:
-            ValueError: more than the generator was made for.
+            ValueError: more than `max_drafts`.
         """
         if asked is None:
             return self.max_drafts
@@ -77,10 +77,10 @@ class DraftPlan:
         return asked
 
     def for_call(self, chosen: Options) -> DraftChoice:
-        """Chooses the drafts of a call.
+        """Chooses the draft lengths of a call.
 
         Raises:
-            ValueError: it asks for more than the generator was made for.
+            ValueError: it asks for more than `max_drafts`.
         """
         if all(row.given is not None for row in chosen.rows):
             k = self.max_drafts  # the given tokens are drafts, and all of them are accepted
@@ -88,12 +88,12 @@ class DraftPlan:
         choice, follow = self._without_grammars(chosen), [row.guided for row in chosen.rows]
         if not any(follow):
             return choice
-        # a controller times steps without grammars, also where no row takes any
+        # a controller times steps without grammars, even if every row has one
         alone = all(follow) and choice.controller is None
         return replace(choice, grammars=(GRAMMAR_ONLY,) if alone else (None, *GRAMMARS))
 
     def _without_grammars(self, chosen: Options) -> DraftChoice:
-        """Chooses the drafts of a call, leaving grammars aside."""
+        """Chooses the draft lengths of a call as if no row had a grammar."""
         sampler = GREEDY if chosen.plain else FULL
         k = self.check(chosen.num_speculative_tokens)
         for row in chosen.rows:
@@ -110,19 +110,20 @@ class DraftPlan:
 
     @property
     def ks(self) -> tuple[int, ...]:
-        """Numbers of drafts that "auto" chooses from."""
+        """Numbers of drafts from which "auto" chooses."""
         return ladder(self.max_drafts)
 
     def controller(self, sampler: str, top_logprobs: int | None) -> Controller:
-        """Returns the controller of such calls; it lives as long as the generator."""
+        """Returns the controller of calls with this sampler and top_logprobs. It exists as long as the generator."""
         key = (sampler, top_logprobs)
-        return self.controllers.get(key) or self.controllers.setdefault(key, Controller(self.ks))  # in any thread
+        # setdefault, because any thread may call this
+        return self.controllers.get(key) or self.controllers.setdefault(key, Controller(self.ks))
 
     def for_warmup(self, asked: int | str | None, sampler: str) -> DraftChoice:
-        """Chooses the steps that `warmup` captures: those of a call without further options, and plain ones.
+        """Chooses the steps that `warmup` captures: those of a call without further options, and steps without drafts.
 
         Raises:
-            ValueError: `asked` is not a number of drafts, or more than the most; or an unknown sampler.
+            ValueError: `asked` is not a number of drafts or is above `max_drafts`, or the sampler is unknown.
         """
         if sampler not in SAMPLERS:
             raise ValueError(f"sampler must be one of {', '.join(SAMPLERS)}, got {sampler!r}")
@@ -134,10 +135,10 @@ class DraftPlan:
         return DraftChoice(k, tuple(sorted({0, k})), sampler, None)
 
     def for_calibration(self, chosen: Options) -> DraftChoice:
-        """Chooses all ks, for a trial of each; the controller of such calls learns from it.
+        """Chooses all ks. The controller of such calls gets the measurements.
 
         Raises:
-            ValueError: there is nothing that drafts, or the call chooses drafts itself.
+            ValueError: the generator has no proposer, or the call sets its own number of drafts.
         """
         if not self.max_drafts:
             raise ValueError("there is nothing to calibrate: the generator was made without anything that drafts")
@@ -155,7 +156,7 @@ class DraftPlan:
         lines = []
         for (sampler, recorded), controller in self.controllers.items():
             if not controller.made and not self.auto:
-                continue  # it only learned from a trial
+                continue  # only a trial used this controller
             made = ", ".join(f"{count} with {k}" for k, count in sorted(controller.made.items())) or "none"
             kind = f"{sampler} sampler" + ("" if recorded is None else ", log-probabilities recorded")
             lines.append(f"{kind}: {controller.why()}; steps: {made}")

@@ -1,9 +1,8 @@
-"""The trial of a draft's format, a part of `calibrate`: the rounded draft against the draft as it is stored.
+"""Trial of a draft's format, a part of `calibrate`: compares the rounded draft with the draft in its stored format.
 
-A draft in fewer bits has shorter passes, but fewer of its drafts are accepted; how many fewer depends on the prompts.
-So the prompts are continued by the same steps, twice with the draft in the chosen format and twice with the draft as it
-is stored, which is loaded once more. The draft with more tokens a second stays, the other is freed. Text is the same
-with either draft.
+A draft with fewer bits has faster passes, but fewer of its tokens are accepted. How many fewer depends on the prompts.
+So the prompts are continued in alternating turns with the rounded draft and with the stored one, which is loaded again.
+The draft that gives more tokens per second is kept, the other is freed. The text is the same with both.
 """
 
 from __future__ import annotations
@@ -32,10 +31,10 @@ from fastspec.scheduling.draft_length import DraftChoice, DraftPlan
 from fastspec.scheduling.requests import CallPlan, Request, lengths_of
 from fastspec.scheduling.scheduler import Scheduler
 
-NEW: Final = 256  # tokens that a draft makes in a turn, in all rows together
-_LEAST: Final = 32  # in a row
-_TURNS: Final = 2  # of each draft, alternating: a machine that slows down slows both
-_DRAFTS: Final = 4  # of a step, where k is chosen while decoding
+NEW: Final = 256  # tokens per turn, in all rows together
+_LEAST: Final = 32  # least number of tokens per row
+_TURNS: Final = 2  # turns of each draft, alternating, so that a slower machine slows both equally
+_DRAFTS: Final = 4  # drafts per step, if k is chosen while decoding
 
 
 @dataclass(slots=True)
@@ -43,8 +42,8 @@ class DraftRate:
     """Speed of one draft in a trial.
 
     Attributes:
-        tokens: emitted by a step, a row.
-        seconds: of a step.
+        tokens: tokens that a step emits per row.
+        seconds: time of a step.
     """
 
     tokens: float
@@ -52,23 +51,23 @@ class DraftRate:
 
     @property
     def rate(self) -> float:
-        """Tokens a second of a row."""
+        """Tokens per second of a row."""
         return self.tokens / self.seconds
 
 
 @dataclass(slots=True, eq=False)
 class FormatTrial:
-    """Tries a rounded draft against the same draft as it is stored, and keeps the faster one.
+    """Compares a rounded draft with the same draft in its stored format, and keeps the faster one.
 
     Args:
-        draft: as it was loaded; "auto" chose its `rounded`.
-        dtype: of its activations.
-        released: True if its module gave its memory away, so that it cannot be read again.
+        draft: checkpoint of the loaded draft, for which "auto" chose `rounded`.
+        dtype: dtype of its activations.
+        released: True if its live module was released, so that it cannot be read again.
 
     Attributes:
-        draft: as it is loaded now; its `stored` says what was found.
-        found: the result in a few words; empty before the first trial.
-        decided: True once both drafts were measured. There is no second trial.
+        draft: checkpoint of the draft as it is loaded now; its `stored` describes the result.
+        found: short description of the result; empty before the first trial.
+        decided: True after both drafts were measured. There is no second trial.
     """
 
     draft: Checkpoint
@@ -84,7 +83,7 @@ class FormatTrial:
         self._say("not tried yet against the draft as it is stored: calibrate() does")
 
     def __str__(self) -> str:
-        """The format that drafts now, and why."""
+        """Describes the format of the draft, and the reason."""
         return f"{self.draft.rounded or AS_STORED}: {self.found or 'not tried yet'}"
 
     def forgo(self, why: str) -> None:
@@ -104,15 +103,15 @@ class FormatTrial:
         make_ready: Callable[[list[Request], DraftChoice], None],
         drafting: DraftPlan,
     ) -> None:
-        """Tries both drafts on these requests, unless both were measured before; nothing else runs meanwhile.
+        """Measures both drafts on these requests, unless that was done before. Nothing else may run meanwhile.
 
         Args:
-            scheduler: has no request.
-            requests: as a call has them; they stay unchanged.
-            choice: its sampler, and its largest k up to 4, are those of the trial.
-            stop_ids: end a row.
-            make_ready: captures the steps that such requests and drafts may need.
-            drafting: its controllers forget what they learned if the draft changes.
+            scheduler: scheduler without requests.
+            requests: requests of a call; not changed.
+            choice: its sampler is used, and its largest k, but at most 4.
+            stop_ids: token ids that end a row.
+            make_ready: captures the steps for such requests and drafts.
+            drafting: its controllers are reset if the draft changes.
         """
         if self.decided:
             return
@@ -129,12 +128,12 @@ class FormatTrial:
         k = max(each for each in choice.ks if each <= _DRAFTS)
         plain = replace(choice, k=k, ks=(k,), controller=None, note=None)
         try:
-            with engine.runner.on_stream():  # not in inference mode: threads fill these tensors
+            with engine.runner.on_stream():  # not in inference mode, because threads fill these tensors
                 stored = load_weights(
                     as_stored, dtype=self.dtype, device=drafter.weights.norm.device, progress=False, ops=drafter.ops
                 )
             self._try(scheduler, requests[: engine.state.batch], plain, stop_ids, make_ready, drafter, stored)
-        except (RuntimeError, ValueError, OSError) as error:  # the draft that is there still works
+        except (RuntimeError, ValueError, OSError) as error:  # the present draft still works
             self._say_found(f"not tried: {error}")
             warnings.warn(f"the draft stays in {self._form}, not tried against what is stored: {error}", stacklevel=3)
         if self.draft.rounded is None:
@@ -170,7 +169,7 @@ class FormatTrial:
                 winner = self._judge(one, other)
             else:
                 self._say_found("not tried: texts end before steps could be timed")
-        finally:  # after an error, the chosen draft stays
+        finally:  # after an error the rounded draft is kept
             self._use(engine, drafter, winner, both[winner])
             engine.finish()
             engine.runner.forget_variant(None if winner is None else AS_STORED)
@@ -179,7 +178,7 @@ class FormatTrial:
     def _drafting(
         self, engine: Engine, drafter: Decoder, form: CodeFormat | None, weights: DecoderWeights
     ) -> Iterator[None]:
-        """Lets steps draft with these weights; all of them have ended when the context is left."""
+        """Context in which steps draft with these weights. Waits for all steps at its end."""
         self._use(engine, drafter, form, weights)
         try:
             yield
@@ -187,19 +186,19 @@ class FormatTrial:
             engine.finish()
 
     def _use(self, engine: Engine, drafter: Decoder, form: CodeFormat | None, weights: DecoderWeights) -> None:
-        """Lets steps draft with these weights, with graphs and kept prompts of their own."""
-        variant = None if form == self._form else AS_STORED  # graphs from before the trial have no variant
+        """Makes steps draft with these weights. Each draft has its own graphs and cached prompts."""
+        variant = None if form == self._form else AS_STORED  # graphs captured before the trial have no variant
         drafter.weights = weights
         engine.runner.use_variant(variant)
         if engine.prefix is not None:
             engine.prefix.use_variant(variant)
 
     def _judge(self, one: DraftRate, other: DraftRate) -> CodeFormat | None:
-        """Decides which format stays, and says why.
+        """Chooses the format to keep, and records the reason.
 
         Args:
-            one: of the rounded draft.
-            other: of the draft as it is stored.
+            one: speed of the rounded draft.
+            other: speed of the draft in its stored format.
         """
         ratio = one.rate / other.rate
         facts = (
@@ -227,9 +226,9 @@ class FormatTrial:
 
 
 def trial_of(draft: object, dtype: torch.dtype, *, released: bool, ranks: int = 1) -> FormatTrial | None:
-    """Returns the trial of a draft whose format "auto" has chosen; None where there is nothing to try.
+    """Returns the trial of a draft for which "auto" chose a format. None if there is nothing to compare.
 
-    Several ranks try nothing: each would measure other times, and all must decide alike.
+    With several ranks there is no trial, because ranks would measure different times but must decide equally.
     """
     if not isinstance(draft, Checkpoint) or not draft.chosen or ranks > 1:
         return None
@@ -237,7 +236,7 @@ def trial_of(draft: object, dtype: torch.dtype, *, released: bool, ranks: int = 
 
 
 def _drafter(engine: Engine) -> Decoder | None:
-    """Returns the model that drafts, alone or after a lookup."""
+    """Returns the draft model, also if it is combined with a lookup."""
     proposer = drafter_of(engine.modules.proposer)
     model = proposer.model if isinstance(proposer, DraftModel) else None
     return model if isinstance(model, Decoder) else None
@@ -246,7 +245,7 @@ def _drafter(engine: Engine) -> Decoder | None:
 def _run(
     scheduler: Scheduler, texts: list[Request], choice: DraftChoice, stop_ids: tuple[int, ...], policy: FixedPolicy
 ) -> None:  # fmt: skip
-    """Continues the prompts; `policy` records the steps."""
+    """Continues the prompts. `policy` records the steps."""
     requests = again(texts)
     call = CallPlan(stop_ids, choice.sampler, lambda made: choice.k, policy=policy, lengths=lengths_of(requests))
     for _ in scheduler.run(requests, call):
@@ -254,6 +253,6 @@ def _run(
 
 
 def _rate_of(run: FixedPolicy, bucket: int) -> DraftRate | None:
-    """Returns the speed of the steps over `bucket` rows; None if no step could be timed."""
+    """Returns the speed of the steps over `bucket` rows. None if no step could be timed."""
     seconds, accepted = run.seconds(bucket), run.accepted
     return DraftRate(1 + statistics.mean(accepted), statistics.median(seconds)) if seconds and accepted else None

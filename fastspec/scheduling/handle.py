@@ -1,4 +1,4 @@
-"""The handle of one request, and `Delivery`: tokens go from the thread that makes steps to the threads that wait."""
+"""`Handle` of one request, and `Delivery`, which passes tokens from the thread that makes steps to waiting threads."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from fastspec.scheduling.requests import PreparedCall, Request, check_valid, out
 
 
 class OfOneProcess:
-    """Base of objects with threads, locks or device memory: it refuses to be copied or pickled.
+    """Base class of objects with threads, locks or device memory. They cannot be copied or pickled.
 
     Attributes:
-        instead: advice of the error.
+        instead: advice for the error.
     """
 
     instead: ClassVar[str] = "make one in each process"
 
     def __reduce__(self) -> NoReturn:
-        """Refuses.
+        """Refuses to copy or pickle the object.
 
         Raises:
             TypeError: always.
@@ -40,19 +40,19 @@ FORKED = (
 
 
 class Delivery:
-    """Hands the tokens of one call's requests from the thread that makes steps to the threads that wait.
+    """Passes the tokens of one call's requests from the thread that makes steps to the threads that wait.
 
-    Only the thread that makes steps changes a request. Nothing is queued: tokens lie in their requests, and a count
+    Only the thread that makes steps changes a request. There is no queue: tokens are in their requests, and a count
     says how many of them may be read.
 
     Args:
-        requests: of the call.
+        requests: requests of the call.
 
     Attributes:
-        counts: tokens of each request that may be read, with their log-probabilities.
-        begun: tokens of each request that were emitted before the thread began to make its steps.
-        error: the error of the device or of a step that ended the requests; None: there was none.
-        started, ended: by `time.perf_counter`; `ended` is None while some request goes on.
+        counts: number of tokens of each request that may be read, with their log-probabilities.
+        begun: number of tokens of each request that were emitted before the loop's thread took over.
+        error: error of the device or of a step that ended the requests. None: no error.
+        started, ended: times by `time.perf_counter`; `ended` is None until all requests have ended.
     """
 
     def __init__(self, requests: list[Request]) -> None:
@@ -75,14 +75,14 @@ class Delivery:
         return self.ended is not None
 
     def take(self, request: Request) -> None:
-        """Reports that a step emitted tokens of a request, or ended it."""
+        """Publishes new tokens of a request, or its end."""
         with self._changed:
             self.counts[self._places[request]] = len(request.new_tokens)
             self._left -= request.finish_reason is not None
             self._tell(self._left == 0)
 
     def begin(self) -> None:
-        """Takes over from a caller that made the steps until now, and has read their tokens."""
+        """Takes over from a caller that made the steps itself until now, and has read their tokens."""
         with self._changed:
             self.counts = [len(request.new_tokens) for request in self.requests]
             self.begun = list(self.counts)
@@ -90,7 +90,7 @@ class Delivery:
             self._tell(self._left == 0)
 
     def fail(self, error: BaseException) -> None:
-        """Reports the error that ended the requests."""
+        """Sets the error that ended the requests."""
         with self._changed:
             self.error = error
             self._tell(True)
@@ -105,7 +105,7 @@ class Delivery:
             wake()
 
     def check(self) -> None:
-        """Raises RuntimeError if an error has ended the requests; RankFailed if no other request can begin."""
+        """Raises RuntimeError if an error has ended the requests. Raises RankFailed if a rank has failed."""
         if isinstance(self.error, RankFailed):
             raise RankFailed(str(self.error)) from self.error
         if self.error is not None:
@@ -114,13 +114,14 @@ class Delivery:
             ) from self.error
 
     def wait(self, version: int, timeout: float | None = None) -> int:
-        """Waits for a change after `version`, or for the end; returns the version then.
+        """Waits for a change after `version`, or for the end. Returns the new version.
 
         Raises:
-            TimeoutError: nothing came for so many seconds.
-            RuntimeError: nothing can come, for this process was forked from the one that steps.
+            TimeoutError: no change within `timeout` seconds.
+            RuntimeError: this process was forked from the one that makes steps, so no change can come.
         """
-        if not self.done and os.getpid() != self._process:  # before any lock, which a thread may have held then
+        # before taking any lock, which another thread may have held at the fork
+        if not self.done and os.getpid() != self._process:
             raise RuntimeError(FORKED)
         with self._changed:
             if not self._changed.wait_for(lambda: self.done or self._version != version, timeout):
@@ -128,10 +129,10 @@ class Delivery:
             return self._version
 
     def follow(self, version: int) -> Iterator[dict[int, list[int]]]:
-        """Yields the tokens that another thread's steps emit after `version`: new tokens by the request's index.
+        """Yields new tokens by the request's index, which another thread's steps emit after `version`.
 
         Raises:
-            RuntimeError: as in `check`.
+            RuntimeError: see `check`.
         """
         shown = list(self.begun)
         while True:
@@ -151,12 +152,12 @@ class Delivery:
                 version = self.wait(version)
 
     async def wait_in_loop(self, version: int) -> int:
-        """Waits in an event loop, which goes on; see `wait`."""
+        """Waits in an asyncio event loop without blocking it; see `wait`."""
         loop = asyncio.get_running_loop()
         woken = asyncio.Event()
 
         def wake() -> None:
-            with suppress(RuntimeError):  # the loop has been closed: no one waits in it any more
+            with suppress(RuntimeError):  # the event loop has been closed, so nobody waits in it
                 loop.call_soon_threadsafe(woken.set)
 
         with self._changed:
@@ -172,17 +173,17 @@ class Delivery:
 
 
 class Handle(OfOneProcess):
-    """Handle of one prompt that is being continued; made by `FastSpecGenerator.submit`.
+    """Handle of one prompt that is being continued. Made by `FastSpecGenerator.submit`.
 
-    Iterate over it for the tokens (`for`, or `async for`), ask for the `result()`, or `await` it. Each of these starts
-    with the first token, whenever it begins; several may run at once, in any thread. The request ends early if an
-    iteration is left, an `await` is cancelled, or the handle is dropped.
+    Iterate over it to get tokens (`for`, or `async for`), call `result()`, or `await` it. Each of these starts with the
+    first token, whenever it begins. Several may run at once, in any thread. If an iteration is left, an `await` is
+    cancelled, or the handle is dropped, the request ends early.
 
     Args:
-        call: the checked call, of one prompt.
+        call: the checked call with one prompt.
         delivery: its tokens.
         cancel: ends the request.
-        stats: counts of the call up to now.
+        stats: returns the counts of the call so far.
 
     Attributes:
         call, delivery: the arguments.
@@ -202,24 +203,24 @@ class Handle(OfOneProcess):
         return self.delivery.done
 
     def cancel(self) -> None:
-        """Ends the request before its time; its row and its pages are free after the running step.
+        """Ends the request early. Its row and pages are free after the running step.
 
-        Earlier tokens stay: `result()` returns them, with the finish reason "cancelled". A request that has ended does
-        not change.
+        Tokens that were already emitted are kept: `result()` returns them, with the finish reason "cancelled". Does
+        nothing if the request has ended.
         """
         if not self.delivery.done:
             self._cancel()
 
     def result(self, timeout: float | None = None) -> GenerateOutput:
-        """Waits for the end; returns the GenerateOutput that `generate` returns with `return_dict_in_generate`.
+        """Waits for the end. Returns the GenerateOutput that `generate` returns with `return_dict_in_generate`.
 
         Args:
-            timeout: seconds to wait. When they are over the request goes on.
+            timeout: seconds to wait. The request continues after a timeout.
 
         Raises:
-            TimeoutError: it has not ended by then.
-            InvalidLogits: as in `generate`.
-            RuntimeError: a step failed, and with it all requests that were there.
+            TimeoutError: it has not ended within `timeout` seconds.
+            InvalidLogits: see `generate`.
+            RuntimeError: a step failed, which ends all running requests.
         """
         limit = None if timeout is None else time.monotonic() + timeout
         version = 0
@@ -231,12 +232,12 @@ class Handle(OfOneProcess):
         return self._output()
 
     def __iter__(self) -> Iterator[int]:
-        """Yields tokens as they come; raises as `result`."""
+        """Yields tokens as they are emitted. Raises the errors of `result`."""
         for start, stop in self.pieces():
             yield from self.call.requests[0].new_tokens[start:stop]
 
     def pieces(self) -> Iterator[tuple[int, int]]:
-        """Yields (start, stop) of the tokens that one step or a few have added; raises as `result`."""
+        """Yields (start, stop) of the tokens that one or a few steps have added. Raises the errors of `result`."""
         shown, version = 0, 0
         try:
             while not self.delivery.done or shown < self.delivery.counts[0]:
@@ -249,7 +250,7 @@ class Handle(OfOneProcess):
         self._check()
 
     def __await__(self) -> Generator[object, None, GenerateOutput]:
-        """Waits for the end in an event loop; see `result`."""
+        """Waits for the end in an asyncio event loop; see `result`."""
         return self._result().__await__()
 
     async def _result(self) -> GenerateOutput:
@@ -262,13 +263,13 @@ class Handle(OfOneProcess):
         return self._output()
 
     async def __aiter__(self) -> AsyncIterator[int]:
-        """Yields tokens in an event loop."""
+        """Yields tokens in an asyncio event loop."""
         async for start, stop in self.pieces_in_loop():
             for token in self.call.requests[0].new_tokens[start:stop]:
                 yield token
 
     async def pieces_in_loop(self) -> AsyncIterator[tuple[int, int]]:
-        """Yields pieces in an event loop; see `pieces`."""
+        """Yields pieces in an asyncio event loop; see `pieces`."""
         shown, version = 0, 0
         try:
             while not self.delivery.done or shown < self.delivery.counts[0]:

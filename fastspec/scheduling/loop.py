@@ -1,7 +1,8 @@
-"""The steps of all calls of a generator: made in the caller's thread, or by a thread that sleeps without work.
+"""Makes the steps of all calls of a generator, in the caller's thread or in a thread of its own.
 
-A call that is alone makes its steps itself, in its caller's thread. From the first `submit` on, or from the first call
-that comes while another one runs, a thread makes all steps. Calls and handles then go on together.
+A call that runs alone makes its steps itself, in its caller's thread. From the first `submit` on, or from the first
+call that comes while another one runs, a thread makes all steps. Calls and handles then run together. The thread sleeps
+while there is no work.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from fastspec.scheduling.handle import FORKED, Delivery
 from fastspec.scheduling.requests import CallPlan, PreparedCall, Request, check_valid, lengths_of
 from fastspec.scheduling.scheduler import Scheduler
 
-Emitted: TypeAlias = dict[int, list[int]]  # row of a call -> its new tokens
+Emitted: TypeAlias = dict[int, list[int]]  # index of a row in its call -> its new tokens
 MakeReady: TypeAlias = Callable[[Engine, int, DraftChoice, int, int], None]
 
 
@@ -32,7 +33,7 @@ class Joining:
     """Message: a call joins.
 
     Attributes:
-        call: checked.
+        call: the checked call.
         delivery: receives its tokens.
     """
 
@@ -49,20 +50,20 @@ class Leaving:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Settling:
-    """Message: someone waits until all requests have ended.
+    """Message: a thread waits until all requests have ended.
 
     Attributes:
-        settled: set then.
+        settled: event that is set then.
     """
 
     settled: threading.Event
 
 
-Message: TypeAlias = "Joining | Leaving | None"  # None: the end
+Message: TypeAlias = "Joining | Leaving | None"  # None ends the thread
 
 
 class _Caught:
-    """Context that keeps the error that ends it, for the threads that wait for the work."""
+    """Context that stores the error that ends it, for the threads that wait for the work."""
 
     def __init__(self) -> None:
         self.error: BaseException | None = None
@@ -78,24 +79,24 @@ class _Caught:
 
 
 class Loop:
-    """Runs calls on one scheduler, from the making of a generator to its close.
+    """Runs calls on one scheduler, as long as the generator exists.
 
-    The thread starts with the first message and ends with `close`, or when this object is collected. While it sleeps it
-    keeps no reference to this object. Messages may come from any thread, and from finalisers.
+    The thread starts with the first message. It ends with `close`, or when this object is garbage-collected: while it
+    sleeps it has no reference to this object. Messages may come from any thread, and from finalisers.
 
     Args:
-        scheduler: others may step it only while they hold `turn`.
-        make_ready: captures the steps that a call may need. Takes the engine, the rows at once, the drafts, the tokens
-            of the longest row and those of the shortest prompt. Called while no request is there.
-        longest: tokens that a row of the generator may get.
-        ranks: that make every call alike; several make one call at a time.
-        before_turn: takes all messages before the thread handles them.
-        on_end: takes each request that has ended.
-        on_close: called when the last step was made.
+        scheduler: the scheduler. Other code may step it only while it holds `turn`.
+        make_ready: captures the steps that a call may need. Arguments: engine, number of rows, draft lengths, limit of
+            the longest row's tokens, and tokens of the shortest prompt. Called while there are no requests.
+        longest: limit of tokens of a row.
+        ranks: ranks that make every call together. With several ranks only one call runs at a time.
+        before_turn: called with all messages before the thread handles them.
+        on_end: called with each request that has ended.
+        on_close: called after the last step.
 
     Attributes:
-        turn: lock, held while a step is made.
-        deliveries: of all requests that have not ended.
+        turn: lock that is held while a step is made.
+        deliveries: delivery of each request that has not ended.
     """
 
     def __init__(
@@ -115,18 +116,20 @@ class Loop:
         self.turn = threading.Lock()
         self.deliveries: dict[Request, Delivery] = {}
         self._closed = False
-        self._joining = threading.Lock()  # held while a call joins, so that nothing joins during `close`
-        self._calls: set[Delivery] = set()  # that callers of `run` wait for
-        self._joined: set[Delivery] = set()  # that the thread was given, until nobody waits for them
-        self._lent = False  # to whom `alone` lends the scheduler
+        self._joining = threading.Lock()  # held while a call joins, so that none joins during `close`
+        self._calls: set[Delivery] = set()  # deliveries for which callers of `run` wait
+        # deliveries of the thread's requests for which somebody waits. Any thread and finaliser changes the set. So
+        # only `add` and `discard` change it, which need no lock, and only copies of it are iterated
+        self._joined: set[Delivery] = set()
+        self._lent = False  # True while `alone` lends the scheduler
         self._settling: list[Settling] = []
         self._messages: SimpleQueue[Message | Settling] = SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._plans: dict[Hashable, tuple[CallPlan, int]] = {}  # key -> plan, and the number of requests that share it
+        self._plans: dict[Hashable, tuple[CallPlan, int]] = {}  # key -> plan, and number of requests that share it
         self._keys: dict[Request, Hashable] = {}
         self._leaving: list[Request] = []
         self._begun = False
-        self._failures = 0  # steps that failed since the last call came
+        self._failures = 0  # number of failed steps since the last call joined
 
     @property
     def running(self) -> bool:
@@ -135,24 +138,23 @@ class Loop:
 
     @property
     def leads(self) -> bool:
-        """True if the other ranks follow this one, so that calls are made here alone."""
+        """True if other ranks follow this one, so that calls are made only here."""
         return self._ranks.size > 1 and self.running
 
     @property
     def threads(self) -> Threads | None:
-        """The choice of CPU threads; None on a GPU, and once the generator is closed."""
+        """Choice of CPU threads. None on a GPU, and after `close`."""
         return None if self._closed else self._scheduler.engine.threads
 
     @property
     def idle(self) -> bool:
-        """True if there is no request of the thread."""
+        """True if the thread has no request."""
         return not self.deliveries and self._messages.empty()
 
     @property
     def _awaited(self) -> bool:
-        """True if someone waits for a request of the thread, which has not ended."""
-        self._joined = {each for each in self._joined if not each.done}
-        return bool(self._joined)
+        """True if a handle waits for a request of the thread that has not ended."""
+        return any(not each.done for each in self._joined.copy())
 
     @property
     def called(self) -> bool:
@@ -176,11 +178,11 @@ class Loop:
 
     @property
     def engine(self) -> Engine:
-        """The engine that the scheduler runs on."""
+        """The engine of the scheduler."""
         return self.scheduler.engine
 
     def check_open(self) -> None:
-        """Raises RuntimeError if the generator is closed, or in a forked child, which lacks its parent's threads."""
+        """Raises RuntimeError if the generator is closed, or in a forked process, which lacks its parent's threads."""
         if self._closed:
             raise RuntimeError("this generator is closed; make a new one")
         if self._thread is not None and not self._thread.is_alive():
@@ -188,10 +190,10 @@ class Loop:
 
     @contextmanager
     def alone(self) -> Iterator[Scheduler]:
-        """Lends the scheduler for work that needs the device for itself.
+        """Context that lends the scheduler for work during which no other call may run.
 
         Raises:
-            RuntimeError: a call or a handle goes on, the generator is closed, or other ranks follow this one.
+            RuntimeError: a call or a handle is running, the generator is closed, or other ranks follow this one.
         """
         scheduler = self.scheduler
         if self.leads:
@@ -211,19 +213,19 @@ class Loop:
             self.turn.release()
 
     def _wait_for_idle(self) -> None:
-        """Waits until the thread has ended the requests that nobody waits for: of calls that are just over."""
+        """Waits until the thread has ended requests for which nobody waits: those of calls that have just ended."""
         if self.running:
             message = Settling(threading.Event())
             self._messages.put(message)
             message.settled.wait()
 
     def make_ready(self, requests: list[Request], choice: DraftChoice) -> None:
-        """Captures the steps that these requests may need, where no others join them."""
+        """Captures the steps that these requests may need, if no others join them."""
         engine = self._scheduler.engine
         self._make_ready(engine, min(len(requests), engine.state.batch), choice, *lengths_of(requests))
 
     def run(self, call: PreparedCall) -> Generator[Emitted, None, None]:
-        """Runs a call to its end; yields new tokens by row, after each step or after a few.
+        """Runs a call to its end. Yields new tokens by row, after one or a few steps.
 
         Raises:
             RuntimeError: the generator is closed, or a step failed.
@@ -249,7 +251,7 @@ class Loop:
         check_valid(call.requests, call.options.copies)
 
     def _step_here(self, call: PreparedCall, delivery: Delivery) -> Iterator[Emitted]:
-        """Makes the steps of a call, until the thread takes over."""
+        """Makes the steps of a call in this thread, until the loop's thread takes over."""
         steps = None
         try:
             while True:
@@ -272,10 +274,10 @@ class Loop:
                 steps.close()
 
     def join(self, call: PreparedCall, delivery: Delivery) -> None:
-        """Adds a call to the requests of the thread, from any thread; the first one starts it.
+        """Adds a call to the requests of the thread, and starts the thread if necessary. Any thread may call it.
 
         Raises:
-            OutOfPages: a request needs more pages than there are.
+            OutOfPages: a request needs more pages than the cache has.
             RuntimeError: the generator is closed.
         """
         with self._joining:
@@ -286,13 +288,16 @@ class Loop:
                 thread = threading.Thread(target=_work, args=(inbox, reference), name="fastspec-steps", daemon=True)
                 weakref.finalize(self, _end, inbox, thread)
                 thread.start()
-                self._thread = thread  # after the start: other threads see no thread, or a living one
+                # set after the start, so that other threads see either no thread or a running one
+                self._thread = thread
             self._joined.add(delivery)
             self._messages.put(Joining(call, delivery))
 
     def leave(self, requests: list[Request]) -> None:
-        """Ends requests that have not ended; from any thread, also while an object is being collected."""
-        self._joined = {each for each in self._joined if each.requests is not requests}
+        """Ends requests that have not ended. Any thread may call it, also a finaliser."""
+        for delivery in self._joined.copy():
+            if delivery.requests is requests:
+                self._joined.discard(delivery)
         if self._thread is not None:
             self._messages.put(Leaving(requests))
             return
@@ -301,18 +306,18 @@ class Loop:
 
     @contextmanager
     def following(self) -> Iterator[None]:
-        """Reserves the loop for `make_turn`: no call joins at the beginning.
+        """Context for calls of `make_turn` on ranks that follow rank 0. Refuses calls of this process.
 
         Raises:
-            RuntimeError: a call goes on here, or the generator is closed.
+            RuntimeError: a call is running on this rank, or the generator is closed.
         """
         with self._joining, self.alone():
             yield
 
     def close(self) -> None:
-        """Cancels handles, ends the thread, waits for the device and lets the scheduler go, with all its buffers.
+        """Cancels handles, ends the thread, waits for the device, and frees the scheduler with all its buffers.
 
-        Closing twice is fine.
+        May be called twice.
 
         Raises:
             RuntimeError: a call is still running.
@@ -334,18 +339,19 @@ class Loop:
             self._ranks.close()
 
     def _stop(self) -> None:
-        """Cancels all requests, waits for the end of the thread, and lets the scheduler go."""
+        """Cancels all requests, waits for the end of the thread, and frees the scheduler."""
         if self._thread is not None:
             _end(self._messages, self._thread)
         while not self._messages.empty():
             message = self._messages.get_nowait()
             if isinstance(message, Joining):
                 message.delivery.fail(RuntimeError("this generator was closed"))
+        self._joined.clear()
         self._plans.clear()
         del self._scheduler, self._make_ready, self._before_turn
 
     def work(self, first: Message | Settling) -> bool:
-        """Handles messages and makes steps until there is nothing to do; returns False at the end of the thread.
+        """Handles messages and makes steps until there is no work. Returns False if the thread shall end.
 
         Args:
             first: the message that woke the thread.
@@ -355,7 +361,7 @@ class Loop:
         with self.turn:
             self._take_over()
         while True:
-            while not self._messages.empty():  # only this thread takes from it
+            while not self._messages.empty():  # only this thread takes messages
                 self._sort(self._messages.get_nowait(), messages)
             with _Caught() as caught:
                 self._before_turn(messages)
@@ -367,14 +373,14 @@ class Loop:
             if None in messages:
                 self._tell_settled()
                 return False
-            # after a failed step, the next one frees what its requests held; if that fails too, nothing else will
+            # the step after a failed one frees what its requests used; if that fails, too, there is nothing left to try
             if self._messages.empty() and (self._scheduler.idle or self._failures > 1):
                 self._tell_settled()
                 return True
             messages = []
 
     def _sort(self, message: Message | Settling, messages: list[Message]) -> None:
-        """Adds a message to those that the next turn handles; one who waits for the end is told there."""
+        """Adds a message to those of the next turn. A `Settling` message is stored instead."""
         if isinstance(message, Settling):
             self._settling.append(message)
         else:
@@ -386,7 +392,7 @@ class Loop:
             message.settled.set()
 
     def make_turn(self, messages: list[Message]) -> None:
-        """Handles messages and makes a step."""
+        """Handles messages and makes one step."""
         with self.turn:
             for message in messages:
                 self._handle(message)
@@ -396,14 +402,14 @@ class Loop:
         return self._ranks.stepping() if self._ranks.size > 1 else nullcontext()
 
     def _refuse(self, messages: list[Message], error: BaseException) -> None:
-        """Ends all requests with an error, also those that would have joined."""
+        """Ends all requests with an error, including those that would have joined."""
         joining = [each.delivery for each in messages if isinstance(each, Joining)]
         with self.turn:
             for delivery in dict.fromkeys([*self.deliveries.values(), *joining]):
                 self._give_up(delivery, error)
 
     def _take_over(self) -> None:
-        """Takes over the requests that a caller stepped in its own thread before this thread started."""
+        """Takes over the requests whose steps a caller made in its own thread before this thread started."""
         if not self._begun:
             self._begun = True
             for delivery in dict.fromkeys(self.deliveries.values()):
@@ -423,7 +429,7 @@ class Loop:
     def _admit(self, joining: Joining) -> None:
         call, delivery = joining.call, joining.delivery
         with _Caught() as caught, self._stepping():
-            if self._scheduler.idle or not self.deliveries:  # requests that are left then have no consumer
+            if self._scheduler.idle or not self.deliveries:  # nobody waits for the requests that are left
                 self._make_all_ready(call)
             self._scheduler.engine.runner.wait_for_caller()
             for request in call.requests:
@@ -434,15 +440,15 @@ class Loop:
             self._give_up(delivery, caught.error)
 
     def _make_all_ready(self, call: PreparedCall) -> None:
-        """Captures the steps that a call may need, for all rows and lengths: calls that join later find them."""
+        """Captures the steps that a call may need, for all numbers of rows and lengths. So later calls can join."""
         engine = self._scheduler.engine
         for lengths in dict.fromkeys((lengths_of(call.requests), (self._longest, 0))):
             self._make_ready(engine, engine.state.batch, call.choice, *lengths)
 
     def _plan_of(self, request: Request, call: PreparedCall) -> CallPlan:
-        """Returns the plan of a request. Requests that ask for the same kind of steps share one.
+        """Returns the plan of a request. Requests that need the same kind of steps share one.
 
-        So their steps cost the host no more than those of one call, and "auto" learns from them as from one.
+        So their steps cost the host no more than those of one call, and "auto" gets the observations of all of them.
         """
         choice, stop_ids = call.choice, call.options.stop_ids
         key = (stop_ids, choice.sampler, choice.k, choice.top_logprobs, id(choice.controller))
@@ -459,7 +465,7 @@ class Loop:
         return plan
 
     def _step(self) -> None:
-        """Makes one step; tells the deliveries of its requests."""
+        """Makes one step. Passes its tokens to the deliveries."""
         with _Caught() as caught, self._stepping():
             emitted = self._scheduler.step()
         if caught.error is not None:
@@ -480,6 +486,8 @@ class Loop:
         if request.finish_reason is not None:
             self._forget(request)
         delivery.take(request)
+        if delivery.done:
+            self._joined.discard(delivery)
 
     def _forget(self, request: Request) -> None:
         self.deliveries.pop(request, None)
@@ -496,10 +504,11 @@ class Loop:
             self._scheduler.cancel(request)
             self._forget(request)
         delivery.fail(error)
+        self._joined.discard(delivery)
 
 
 def _work(messages: SimpleQueue[Message | Settling], reference: weakref.ReferenceType[Loop]) -> None:
-    """Runs in the thread. Holds the loop only while there is work."""
+    """Runs in the thread. Has a reference to the loop only while there is work."""
     goes_on = True
     while goes_on:
         message = messages.get()

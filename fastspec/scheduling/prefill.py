@@ -1,9 +1,9 @@
 """Prefills prompts: the queue of waiting requests, and the request whose prompt is being prefilled.
 
-First come, first served: the first request of the queue gets a row as soon as one is free and its pages fit, where idle
-pages of the prefix cache count as free; no other request overtakes it. Prompts are prefilled one after the other, so a
-prompt can share pages of the one before it. A row runs when all of its prompt but the last token is prefilled; the
-first step feeds that token. A long prompt is prefilled whole, and its first token comes from the last pass
+First come, first served: the first request of the queue gets a row when a row is free and its pages fit. Idle pages of
+the prefix cache count as free. No other request overtakes it. Prompts are prefilled one after the other, so a prompt
+can share pages of the previous one. A row runs after all of its prompt except the last token is prefilled; the first
+step feeds that token. A long prompt is prefilled completely, and its first token comes from the last pass
 (`step.first_token_step`).
 """
 
@@ -21,25 +21,29 @@ from fastspec.scheduling.requests import Request
 from fastspec.shapes import DELTA_CHUNK, chunks_of
 from fastspec.state import PAUSED, PREFILLED, RUNNING
 
-_PASS_ROWS = 128  # prompt tokens up to which a pass takes hardly longer than one over a few: it waits for the weights
-_MAX_BUDGETS = 4  # that one step spends, where many short prompts wait
-_DRAFT_RATE = 4  # tokens that a draft model reads at least in the time in which the target reads one
+# prompt tokens up to which a pass takes hardly longer than one over a few tokens: it is limited by reading the weights
+_PASS_ROWS = 128
+_MAX_BUDGETS = 4  # largest number of budgets that one step spends, if many short prompts wait
+_DRAFT_RATE = 4  # lower limit of the tokens that a draft model reads in the time in which the target reads one
 
 
 @dataclass(slots=True)
 class Passes:
-    """Passes over a prompt that are still to come, of the target or of the draft.
+    """Prefill passes of the target or of the draft that are not queued yet.
 
     Attributes:
-        position: the first position of the next pass.
-        remaining: sizes of the passes still to come.
+        position: first position of the next pass.
+        remaining: sizes of the passes.
     """
 
     position: int
     remaining: deque[int] = field(default_factory=deque)
 
     def take(self, limit: int | None, *, at_least_one: bool) -> list[int]:
-        """Removes and returns the next passes, of at most `limit` tokens together, or `at_least_one` longer one."""
+        """Removes and returns the next passes with at most `limit` tokens together.
+
+        If `at_least_one`, one may be longer.
+        """
         taken: list[int] = []
         while self.remaining and (
             limit is None or (at_least_one and not taken) or sum(taken) + self.remaining[0] <= limit
@@ -53,9 +57,9 @@ class ShortPass:
     """Last pass of a prompt, short enough to share a launch with those of other prompts.
 
     Attributes:
-        request: whose prompt it is.
-        start: its first position. chunk: tokens.
-        draft: first position of the draft's pass, which has as many tokens; None: it has none now.
+        request: request of the prompt.
+        start, chunk: first position and tokens of the pass.
+        draft: first position of the draft's pass, with as many tokens. None: the draft has none now.
     """
 
     request: Request
@@ -66,13 +70,13 @@ class ShortPass:
 
 @dataclass(slots=True)
 class PrefillQueue:
-    """Waiting requests, and their prefill from the queue into a row.
+    """Waiting requests, and their prefill into a row.
 
     Attributes:
-        engine: the engine whose caches are filled.
+        engine: engine with the KV caches.
         waiting: requests without a row, in the order in which they came.
-        request: the request whose prompt is being prefilled; None: there is none.
-        row: the row that this request will run in.
+        request: the request whose prompt is being prefilled. None: no prompt is.
+        row: row of this request.
     """
 
     engine: Engine
@@ -81,17 +85,17 @@ class PrefillQueue:
     row: int = 0
     _deferred: dict[int, ShortPass] = field(
         default_factory=dict
-    )  # row -> its prompt's last pass, to be queued with those of other prompts
+    )  # row -> last pass of its prompt, which waits for those of other prompts
     _target: Passes = field(default_factory=lambda: Passes(0))
-    _draft: Passes | None = None  # passes of the draft; None: steps let it catch up later
-    _refused: tuple[Request, int] | None = None  # request that did not fit, and how many pages were free or idle then
+    _draft: Passes | None = None  # passes of the draft; None: the draft catches up later, in steps
+    _refused: tuple[Request, int] | None = None  # request that did not fit, and the number of free and idle pages then
 
     def begin(self, rows: Collection[int], positions: int) -> tuple[Request, tuple[int, ...]] | None:
-        """Gives the first waiting request the lowest free row and its pages; None if it must wait.
+        """Gives the first waiting request the lowest free row and its pages. Returns None if it must wait.
 
         Args:
-            rows: rows that are taken.
-            positions: positions that the request may write.
+            rows: rows that are in use.
+            positions: number of positions that the request may write.
         """
         table, prefix, request = self.engine.pages, self.engine.prefix, self.waiting[0]
         row = next((row for row in range(self.engine.state.batch) if row not in rows), None)
@@ -102,7 +106,8 @@ class PrefillQueue:
         # the hidden states of all tokens are wanted for their scores: passes write the same bits to shared pages again
         known = 0 if request.scores is not None else self._resumable(nodes, draft=False)
         if not self.engine.sizes.exact:
-            nodes = nodes[:known]  # what is computed again may have other bits than what lies in pages of others
+            # positions that are computed again may get other bits, so they must not be in shared pages
+            nodes = nodes[:known]
         shared = tuple(page for node in nodes for page in node.pages)
         if not table.can_fit(positions, shared):
             self._refused = seen
@@ -120,19 +125,20 @@ class PrefillQueue:
         return request, pages
 
     def budgets(self, running: int) -> int:
-        """Returns the number of budgets spent before the next step: several if more short prompts wait than rows run.
+        """Returns the number of budgets for the next step: several if more short prompts wait than rows run.
 
-        Requests that come at once then run together after a few steps, not one after the other.
+        So requests that come together run together after a few steps, not one after the other.
         """
         short = sum(2 * len(request.prompt) <= self.engine.sizes.batch_tokens for request in self.waiting)
         return max(1, min(_MAX_BUDGETS, short // max(1, running)))
 
     def plan(self, *, drafting: bool, max_tokens: int | None) -> None:
-        """Decides how the prompt is cut into passes.
+        """Splits the prompt into passes.
 
         Args:
-            drafting: the draft is prefilled together with the target, not later when the row first drafts.
-            max_tokens: at most so many tokens a pass, as far as that leaves the same bits; None: no limit.
+            drafting: True to prefill the draft together with the target. False: it catches up when the row first
+                drafts.
+            max_tokens: upper limit of tokens per pass, as far as that keeps the same bits. None: no limit.
         """
         engine, request = self.engine, self.request
         assert request is not None, "it has begun"
@@ -146,14 +152,14 @@ class PrefillQueue:
             self._draft = self._passes(request, start, stop, max_tokens and _DRAFT_RATE * max_tokens, draft=True)
 
     def feed(self, limit: int | None, *, at_least_one: bool) -> int:
-        """Queues passes that take about as long as the target's over `limit` tokens; the row runs after the last one.
+        """Queues passes that together take about as long as the target's passes over `limit` tokens.
 
-        The draft's passes are long and rare, because a pass reads the weights however few tokens it feeds: they come
-        once the draft is that far behind, and behind the last pass of the target.
+        The row runs after the last. The draft's passes are long and rare, because every pass reads all weights. A draft
+        pass is queued when the draft is that far behind, and after the last pass of the target.
 
         Args:
-            limit: tokens; None: all that are left.
-            at_least_one: queue a pass even if it is longer than the limit.
+            limit: tokens; None: all that remain.
+            at_least_one: True to queue a pass even if it is longer than the limit.
 
         Returns:
             Cost of the passes, in tokens of the target.
@@ -175,7 +181,7 @@ class PrefillQueue:
             self._target.position += sum(taken)
             fed += sum(taken)
             if draft is not None and not self._target.remaining:
-                # a short prompt's draft is read in the same turn, whatever the target took of it
+                # the draft reads a short prompt in the same turn, whatever part of the limit the target used
                 left = None if limit is None else max(limit - fed, limit // _DRAFT_RATE)
                 fed += self._feed_draft(request, draft, left, at_least_one=at_least_one and not fed)
         if not self._target.remaining and not (draft and draft.remaining):
@@ -184,7 +190,7 @@ class PrefillQueue:
         return fed
 
     def _defer(self, request: Request, taken: list[int]) -> bool:
-        """Defers the pass just taken to `flush`, if it is its prompt's last and short; returns whether it did."""
+        """Defers the given pass to `flush` if it is its prompt's last one and short. Returns True if it did."""
         draft, rows = self._draft, self.engine.sizes.prompts_per_pass(taken[0]) if len(taken) == 1 else 1
         if (
             rows == 1
@@ -203,7 +209,7 @@ class PrefillQueue:
         return True
 
     def flush(self) -> None:
-        """Queues the passes of short prompts that wait for each other, as one; their rows run after it."""
+        """Queues the deferred passes of short prompts as one pass. Their rows run after it."""
         if not self._deferred:
             return
         short, self._deferred = self._deferred, {}
@@ -220,13 +226,13 @@ class PrefillQueue:
             self._finish(each.request, row)
 
     def _drafted(self, request: Request, upto: int) -> None:
-        """Notes that the draft has read a request's tokens up to `upto`, except the last two."""
+        """Records that the draft has read a request's tokens up to `upto`, except the last two."""
         proposer = self.engine.modules.proposer
         assert proposer is not None, "it is fed"
         request.draft_length = min(upto, request.length - 2, proposer.max_length)
 
     def _feed_draft(self, request: Request, passes: Passes, limit: int | None, *, at_least_one: bool) -> int:
-        """Queues the draft's next passes; arguments and result as of `feed`."""
+        """Queues the draft's next passes. For arguments and result see `feed`."""
         chunks = passes.take(None if limit is None else _DRAFT_RATE * limit, at_least_one=at_least_one)
         if chunks:
             self._enqueue(request, self.row, passes.position, chunks, draft=True, running=False)
@@ -235,7 +241,7 @@ class PrefillQueue:
         return -(-sum(chunks) // _DRAFT_RATE)
 
     def _finish(self, request: Request, row: int) -> None:
-        """Lets the row run after its prompt is prefilled; later prompts may share its pages."""
+        """Lets the row run after its prompt is prefilled. Later prompts may share its pages."""
         prefix = self.engine.prefix
         if prefix is not None:
             pages = self.engine.pages.pages_of(row)
@@ -243,7 +249,8 @@ class PrefillQueue:
             mark_drafted(prefix, request)
             if self.engine.prefix_states is not None:
                 last = self._max_nodes(request)
-                whole = 0 < last <= len(request.nodes)  # else another row's pages are kept for these tokens
+                # False: the prefix cache keeps another row's pages for these tokens
+                whole = 0 < last <= len(request.nodes)
                 self.engine.prefix_states.rename(request, request.nodes[last - 1] if whole else None)
         state = self.engine.state
         state.emitted[row].fill_(min(1, len(request.prompt) - 1))  # steps that ran while the row idled wrote 0
@@ -252,7 +259,7 @@ class PrefillQueue:
         state.finish[row].fill_(ready if request.grammar is None else PAUSED)
 
     def drop(self, request: Request) -> None:
-        """Forgets a request that has ended while it waited or while its prompt was being prefilled."""
+        """Removes a request that has ended while it waited or while its prompt was being prefilled."""
         if request is self.request:
             self.engine.pages.release(self.row)
             self.request = None
@@ -262,7 +269,7 @@ class PrefillQueue:
             self.waiting.remove(request)
 
     def reset(self) -> None:
-        """Forgets prompts that were being prefilled and clears the prefix cache; waiting requests stay."""
+        """Removes prompts that were being prefilled, and clears the prefix cache. Waiting requests stay."""
         self.request = self._refused = None
         self._deferred.clear()
         if self.engine.prefix is not None:
@@ -271,7 +278,7 @@ class PrefillQueue:
             self.engine.prefix_states.clear()
 
     def catch_up(self, rows: Mapping[int, Request]) -> float:
-        """Feeds the draft the tokens of these rows that it has not read; returns the number of passes."""
+        """Feeds the draft the tokens of these rows that it has not read. Returns the number of passes."""
         passes, short = 0.0, dict[int, dict[int, int]]()  # chunk -> row -> start
         for row, request in sorted(rows.items()):
             self._adopt_draft_kv(request, row)
@@ -294,7 +301,7 @@ class PrefillQueue:
         return passes
 
     def _adopt_draft_kv(self, request: Request, row: int) -> None:
-        """Counts K/V of the draft that another row has meanwhile written to pages which this row shares."""
+        """Updates a row's draft length, if another row has meanwhile written the draft's K/V to shared pages."""
         prefix, proposer = self.engine.prefix, self.engine.modules.proposer
         if prefix is None or request.drafted or not kept_in_pages(proposer):
             return
@@ -306,7 +313,10 @@ class PrefillQueue:
             self.engine.state.draft_lengths[row].fill_(known)
 
     def keep(self, request: Request, row: int) -> None:
-        """Keeps pages that steps wrote for a row that has ended, if the engine is not exact: their bits may differ."""
+        """Adds pages that steps wrote to the prefix cache when a row ends.
+
+        Only with exact=False, because their bits may differ.
+        """
         prefix = self.engine.prefix
         if prefix is not None and not self.engine.sizes.exact and request.finish_reason != "error":
             tokens, pages = request.prompt + request.new_tokens, self.engine.pages.pages_of(row)
@@ -316,7 +326,7 @@ class PrefillQueue:
     def _enqueue(
         self, request: Request, row: int, start: int, chunks: list[int], *, draft: bool, running: bool
     ) -> None:
-        """Queues passes, and keeps the recurrent states after them that later prompts may begin with."""
+        """Queues passes, and saves the recurrent states after them from which later prompts may begin."""
         kept, left, first = self.engine.prefix_states, deque(chunks), start == request.cached
         for length, key in [*self._state_points(request, start, draft=draft), (None, None)]:
             part: list[int] = []
@@ -333,9 +343,9 @@ class PrefillQueue:
                 kept.save(key, draft=draft)
 
     def _state_points(self, request: Request, start: int, *, draft: bool) -> list[tuple[int | None, Hashable]]:
-        """Lengths at which passes from `start` on leave states to keep, each with the key to keep them under."""
+        """Returns the lengths after which passes from `start` on save recurrent states, each with its key."""
         kept, prefix = self.engine.prefix_states, self.engine.prefix
-        # a pass over as few tokens as a step leaves none, and one that begins inside a chunk has other bits
+        # a pass with as few tokens as a step saves no state, and one that begins inside a chunk gives other bits
         whole = self.engine.sizes.chunks[0] > self.engine.shapes.max_drafts + 1 and not start % DELTA_CHUNK
         if kept is None or prefix is None or not kept.recurrent(draft=draft) or not whole:
             return []
@@ -344,7 +354,10 @@ class PrefillQueue:
         return points + ([(last, request)] if request is self.request and max(start, shared) < last else [])
 
     def _passes(self, request: Request, start: int, stop: int, max_tokens: int | None, *, draft: bool) -> Passes:
-        """Passes over the positions start..stop-1; one ends wherever states are kept, except at the last such place."""
+        """Returns passes over the positions start..stop-1.
+
+        One ends wherever states are saved, except at the last such position.
+        """
         ends = [length for length, _ in self._state_points(request, start, draft=draft)[:-1] if length is not None]
         edges = [start, *(end for end in ends if end < stop), stop]
         passes = (self.engine.sizes.passes(end, begin, max_tokens, draft=draft) for begin, end in pairwise(edges))
@@ -357,16 +370,19 @@ class PrefillQueue:
             self.engine.prefix_states.load(request.nodes, length, place, draft=draft)
 
     def _resumable(self, nodes: list[Node], *, draft: bool) -> int:
-        """Returns the number of nodes that a model can continue from: all, unless it needs a state that is not kept."""
+        """Returns the number of nodes after which a model can continue.
+
+        All, unless it needs a state that is not saved.
+        """
         kept = self.engine.prefix_states
         return len(nodes) if kept is None else kept.resumable(nodes, draft=draft) // kept.unit
 
     def _max_nodes(self, request: Request) -> int:
-        """Returns the largest number of nodes of a prompt."""
+        """Returns how many prefix-cache nodes a prompt may share: whole nodes within `_shareable` positions."""
         return self._shareable(request) // self.engine.prefix.unit if self.engine.prefix is not None else 0
 
     def _shareable(self, request: Request) -> int:
-        """Returns the number of a prompt's positions that may be shared: no step writes to them.
+        """Returns how many of a prompt's first positions may be shared, because no step writes to them.
 
         The first step feeds the target the last token, and the draft the last two.
         """
@@ -374,13 +390,13 @@ class PrefillQueue:
 
 
 def mark_drafted(prefix: PrefixCache, request: Request) -> None:
-    """Marks the nodes of a row whose pages also hold the draft's K/V: those up to its `draft_length`."""
+    """Sets `drafted` of a row's nodes up to its `draft_length`: their pages now also have the draft's K/V."""
     for node in request.nodes[: request.draft_length // prefix.unit]:
         node.drafted = True
 
 
 def drafted_upto(prefix: PrefixCache, nodes: list[Node]) -> int:
-    """Returns the number of first positions whose pages also hold the draft's K/V."""
+    """Returns the number of first positions whose pages also have the draft's K/V."""
     undrafted = next((place for place, node in enumerate(nodes) if not node.drafted), len(nodes))
     return undrafted * prefix.unit
 
@@ -396,6 +412,6 @@ def lag_of(engine: Engine, request: Request) -> list[int]:
     if proposer is None:
         return []
     known, start = min(request.length - 2, proposer.max_length), request.draft_length
-    if request.drafted or start % engine.sizes.grid_unit:  # steps have written after the prefill
+    if request.drafted or start % engine.sizes.grid_unit:  # steps have written tokens after the prefill
         return chunks_of(engine.sizes.chunks, known - start)
     return engine.sizes.passes(known, start, draft=True)

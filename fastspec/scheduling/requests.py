@@ -1,7 +1,7 @@
-"""Requests: one prompt while the scheduler has it. Calls become requests here, and requests become results.
+"""Requests: one prompt each while the scheduler runs it. Converts calls to requests, and requests to results.
 
-The mask of a row that follows a grammar depends on its last token, which the host must read first. So such a row is in
-one step at a time. It pauses until that step was read, while other rows step.
+The mask of a row with a grammar depends on its last token, which the host must read first. So such a row is in one step
+at a time. It pauses until that step was read, while other rows step.
 """
 
 from __future__ import annotations
@@ -32,22 +32,23 @@ from fastspec.shapes import FULL
 from fastspec.state import RUNNING, STOPPED
 from fastspec.text.stop_strings import StopWatch
 
-_NAMED = 8  # rows that an error names
+_NAMED = 8  # largest number of rows that an error names
 
 
 @dataclass(slots=True, eq=False)
 class CallPlan:
-    """Facts that all requests of one call share while they run.
+    """Settings that all requests of one call share while they run.
 
     Attributes:
         stop_ids: token ids that end a row.
-        sampler: kind of its steps, GREEDY or FULL.
-        choose_k: maps the number of steps made to the drafts of the next one, at most engine.shapes.max_drafts.
-        top_logprobs: as in StepShape.
-        policy: chooses k in place of `choose_k`, and observes every step.
-        lengths: tokens that the longest row may get, and tokens of the shortest prompt.
-        steps: steps launched so far.
-        joined: True if requests may join while it runs, so that a step may not be captured yet.
+        sampler: sampler kind of its steps, GREEDY or FULL.
+        choose_k: function of the number of steps made that returns the drafts of the next one, at most
+            engine.shapes.max_drafts.
+        top_logprobs: see StepShape.
+        policy: chooses k instead of `choose_k`, and observes every step. None: `choose_k` is used.
+        lengths: limit of tokens of the longest row, and tokens of the shortest prompt.
+        steps: number of steps launched so far.
+        joined: True if requests may join while it runs. Then a step may be missing among the captured ones.
     """
 
     stop_ids: tuple[int, ...]
@@ -67,31 +68,31 @@ class CallPlan:
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """One prompt while the scheduler has it.
+    """One prompt while the scheduler runs it.
 
     Attributes:
         prompt: token ids, at least one.
-        max_new_tokens: most new tokens.
+        max_new_tokens: upper limit of new tokens.
         options: sampling options and seed.
-        watch: takes the new tokens of each step. Returns how many of them belong to the row if the row ends there, or
-            None if it goes on. Finds ends that the device does not see.
-        grammar: state of the grammar that the text follows, or of its given tokens; None: any text.
-        scores: takes log-probabilities of the prompt's tokens; None: they are not recorded.
+        watch: called with the new tokens of each step, to find ends that the device does not detect. Returns the number
+            of tokens up to the end of the row, or None if it continues.
+        grammar: state of the grammar that the text follows, or of its given tokens. None: any text.
+        scores: takes log-probabilities of the prompt's tokens. None: they are not recorded.
         new_tokens: tokens emitted so far.
         finish_reason: "stop" or "length" once finished; "error" if no token could be chosen or a step was interrupted;
             "cancelled" if the request was cancelled.
         invalid_at: position for which no token could be chosen.
         logprobs: log-probabilities of new_tokens, if recorded.
-        top_logprobs: most probable (id, log-probability) pairs at each new token, if recorded.
+        top_logprobs: most probable (id, log-probability) pairs for each new token, if recorded.
         steps, plain_steps, drafted, accepted, dropped, histogram, steps_at: counts, see `RowStats`.
         draft_length: the host's copy of DecodeState.draft_lengths.
-        draft_lag: True if a step without drafts was launched since the draft last caught up.
+        draft_lag: True if a step without drafts was launched after the draft last caught up.
         draft_limit: the host's copy of DecodeState.draft_limits.
-        cached: prompt tokens whose K/V were found in the prefix cache.
+        cached: number of prompt tokens whose K/V were found in the prefix cache.
         nodes: nodes of the prefix cache whose pages the row shares.
-        has_tables: True if the row's biases and counts are filled; only steps of the full sampler read them.
+        has_tables: True if the row's biases and counts were written; only steps of the full sampler read them.
         admitted: time by `time.perf_counter` when the request got a row; None: it waits.
-        prefilled: True if the row's next token is its first, from the last pass over its prompt.
+        prefilled: True if the row's next token is its first, from its last prefill pass.
     """
 
     prompt: list[int]
@@ -123,7 +124,7 @@ class Request:
 
     @property
     def length(self) -> int:
-        """Tokens of prompt and output so far."""
+        """Number of tokens of prompt and output so far."""
         return len(self.prompt) + len(self.new_tokens)
 
     @property
@@ -151,14 +152,15 @@ class Request:
         )
 
     def record(self, result: RowResult, k: int) -> list[int]:
-        """Adds the result of one step with k drafts; returns the step's new tokens."""
+        """Adds the result of one step with k drafts. Returns the step's new tokens."""
         if result.finish == RUNNING and result.accepted < 0:
             self.invalid_at = self.length - 1 - result.accepted
             self.finish_reason = "error"
             return []
         tokens = result.block[: result.emitted]
         whole = self.grammar.advance(tokens) if self.grammar is not None else None
-        tokens = tokens[:whole]  # before the watch: tokens behind the end of the grammar's text are not the row's
+        # before `watch` is called: tokens after the end of the grammar's text do not belong to the row
+        tokens = tokens[:whole]
         end = self.watch(tokens) if self.watch else None
         tokens = tokens[:end]
         if result.drafted and self.grammar is None:  # the draft model never reads drafts of a grammar
@@ -184,11 +186,11 @@ class InFlightStep:
 
     Attributes:
         sequence: its number in the result ring.
-        requests: requests by the row that each had at the launch.
+        requests: row -> request, at the launch.
         k: drafts.
-        bucket: rows that it covers.
-        resumed: catch-up passes queued before it. None: there were none, and the step before it drafted.
-        timed: True if only such passes came between it and the step before it, so that its time is usable.
+        bucket: rows that the launch covers.
+        resumed: number of catch-up passes queued before it. None: there were none, and the previous step drafted.
+        timed: True if only such passes came between it and the previous step, so that its time can be used.
         drafting: rows that could draft.
         first_token: True for the step for first tokens, whose k no policy chose.
     """
@@ -204,24 +206,24 @@ class InFlightStep:
 
 
 def lengths_of(requests: list[Request]) -> tuple[int, int]:
-    """Returns the tokens that the longest row may get, and the tokens of the shortest prompt."""
+    """Returns the limit of tokens of the longest row, and the tokens of the shortest prompt."""
     longest = max((request.limit for request in requests), default=0)
     return longest, min((len(request.prompt) for request in requests), default=0)
 
 
 def due(rows: Mapping[int, Request], in_flight: Iterable[InFlightStep]) -> dict[int, Request]:
-    """Selects the rows that may run in the next step. A row with a grammar waits until its last step was read."""
+    """Returns the rows that may run in the next step. A row with a grammar waits until its last step was read."""
     waiting = {request for step in in_flight for request in step.requests.values() if request.grammar is not None}
     return {row: request for row, request in rows.items() if request not in waiting}
 
 
 def may_draft(rows: Mapping[int, Request]) -> list[int]:
-    """Selects the rows that have not opted out of drafting."""
+    """Returns the rows that have not opted out of drafting."""
     return [row for row, request in rows.items() if request.options.draft_limit != 0]
 
 
 def constrained(rows: Mapping[int, Request]) -> bool:
-    """True if one of these rows follows a grammar."""
+    """True if one of these rows has a grammar."""
     return any(request.grammar is not None for request in rows.values())
 
 
@@ -233,7 +235,7 @@ def grammar_steps(
     Args:
         requests: row -> request.
         calls: request -> its plan.
-        k: drafts of the other rows; if 0, the plans of rows with a grammar say how many the step has.
+        k: drafts of the other rows. If 0, the plans of rows with a grammar determine the drafts of the step.
     """
     steps, largest = {}, 0
     for row, request in requests.items():
@@ -250,9 +252,9 @@ class PreparedCall:
 
     Attributes:
         requests: one for every row.
-        options: of the call.
-        prompts: as the caller passed them.
-        choice: drafts of its steps.
+        options: options of the call.
+        prompts: the prompts as the user passed them.
+        choice: draft lengths of its steps.
         weight_version: of the target's weights that it is made for.
     """
 
@@ -276,11 +278,12 @@ def requests_of(
         prompts: checked token ids.
         chosen: options of the call.
         tokenizer: reads stop strings and grammars.
-        max_length: tokens of prompt and output that a row may have.
-        grammars: of the target's vocabulary; None: no row follows one.
+        max_length: limit of tokens of prompt and output of a row.
+        grammars: grammars over the target's vocabulary. None: no row has one.
 
     Raises:
-        ValueError: a row would be too long, stop strings or a grammar lack a tokenizer, or a grammar cannot be used.
+        ValueError: a row would be too long, stop strings or a grammar need a missing tokenizer, or a grammar is
+            invalid.
     """
     for index, (prompt, first) in enumerate(zip(prompts, chosen.rows[:: chosen.copies], strict=True)):
         new_tokens = _new_tokens(chosen, first)
@@ -337,7 +340,7 @@ def _place(index: int, position: int, copies: int) -> str:
 
 
 def output_of(call: PreparedCall, stats: Stats) -> GenerateOutput:
-    """Builds the output of a call; fields that the caller did not ask for are None."""
+    """Makes the output of a call. Fields that the user did not ask for are None."""
     requests, chosen = call.requests, call.options
     recorded = chosen.top_logprobs is not None
     scores = [request.scores for request in requests[:: chosen.copies] if request.scores is not None]
@@ -387,11 +390,11 @@ def score_output_of(rows: list[ScoredRow], call: PreparedCall, stats: Stats) -> 
 
 
 def _sequences(requests: list[Request], chosen: Options, raw: RawPrompts) -> Tensor:
-    """Joins left-padded prompts and new tokens: LongTensor [B, T + new] on the device of the caller's prompts."""
+    """Joins left-padded prompts and new tokens: LongTensor [B, T + new] on the device of the user's prompts."""
     width, longest = raw.width, max(len(request.new_tokens) for request in requests)
     rows = []
     for index, request in enumerate(requests):
-        row = raw.rows[index // chosen.copies]  # the caller's own padding ids are kept
+        row = raw.rows[index // chosen.copies]  # keeps the user's own padding ids
         tail = [chosen.pad_token_id] * (longest - len(request.new_tokens))
         rows.append([chosen.pad_token_id] * (width - len(row)) + row + request.new_tokens + tail)
     return torch.tensor(rows, dtype=torch.int64, device=raw.device)

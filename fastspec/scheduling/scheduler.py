@@ -1,11 +1,11 @@
-"""The scheduler: admits requests to rows, launches steps ahead of the reader, and reads their tokens.
+"""Scheduler: admits requests to rows, launches steps before earlier ones are read, and reads their tokens.
 
-A request waits, gets the lowest free row when its pages fit, may move to a lower row, and gives row and pages back
-when it ends, while the other rows go on. `PrefillQueue` prefills the prompts. All work of the device is queued in one
-stream. The host waits only when it reads a step's results, and later steps are queued by then.
+A request waits, gets the lowest free row when its pages fit, may move to a lower row, and gives row and pages back when
+it ends, while other rows continue. `PrefillQueue` prefills the prompts. All work of the device is queued in one stream.
+The host waits only when it reads a step's results, and later steps are queued by then.
 
-`step` belongs to one thread at a time. `add` and `cancel` may be called from any thread: they go through a queue that
-the next step empties.
+`step` may be called by only one thread at a time. `add` and `cancel` may be called from any thread: they use a queue
+that the next step empties.
 """
 
 from __future__ import annotations
@@ -36,11 +36,12 @@ from fastspec.scheduling.requests import (
 from fastspec.shapes import FULL, GRAMMAR_ONLY, GREEDY, MIXED_DRAFTS, StepShape
 from fastspec.state import IDLE, PREFILLED, RUNNING
 
-_NOTICED = 0.25  # of an interval: a longer pause of the reader may be what made it long
+# share of an interval: if the reader paused longer than this, its pause may have lengthened the interval
+_NOTICED = 0.25
 
 
 class Scheduler:
-    """Runs requests to their end, step by step; lives as long as the generator.
+    """Runs requests to their end, step by step. Exists as long as the generator.
 
     Args:
         engine: runs the steps. Its state is reset here.
@@ -48,15 +49,16 @@ class Scheduler:
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self._arrivals: SimpleQueue[tuple[Request, CallPlan | None]] = SimpleQueue()  # None: cancel
-        self._calls: dict[Request, CallPlan] = {}  # of every request that has not ended
+        # (request, its plan); None instead of a plan: cancel the request
+        self._arrivals: SimpleQueue[tuple[Request, CallPlan | None]] = SimpleQueue()
+        self._calls: dict[Request, CallPlan] = {}  # plan of every request that has not ended
         self._queue = PrefillQueue(engine)
-        self._rows: dict[int, Request] = {}  # row of the state -> request in it that steps
+        self._rows: dict[int, Request] = {}  # row -> its request, for rows that step
         self._in_flight: deque[InFlightStep] = deque()
         self._clock = StepTimer(ahead=engine.runner.depth > 1)
-        self._disturbed = False  # other work was queued since the last step
+        self._disturbed = False  # True if other work was queued since the last step
         self._last_k = 0
-        self._interrupted = True  # something may be half done: the next step begins with a reset
+        self._interrupted = True  # True if a step was interrupted: the next step begins with a reset
 
     @property
     def idle(self) -> bool:
@@ -64,10 +66,10 @@ class Scheduler:
         return not self._calls and self._arrivals.empty()
 
     def add(self, request: Request, call: CallPlan) -> None:
-        """Queues a request; from any thread.
+        """Queues a request. Any thread may call it.
 
         Raises:
-            OutOfPages: it needs more pages than there are.
+            OutOfPages: it needs more pages than the cache has.
         """
         self.check(request)
         request.begin(self.engine.shapes.max_drafts)
@@ -83,11 +85,14 @@ class Scheduler:
             )
 
     def cancel(self, request: Request) -> None:
-        """Cancels a request, from any thread. A request that has ended does not change."""
+        """Cancels a request. Any thread may call it. Does nothing if the request has ended."""
         self._arrivals.put((request, None))
 
     def step(self) -> dict[Request, list[int]]:
-        """Launches steps ahead, then reads the oldest one. Returns the new tokens of its requests; {} without work."""
+        """Launches further steps, then reads the oldest one.
+
+        Returns the new tokens of its requests; {} without work.
+        """
         with self.engine.on_device():
             if self._interrupted:
                 self._reset()
@@ -102,9 +107,9 @@ class Scheduler:
             self._reset()
 
     def run(self, requests: list[Request], call: CallPlan) -> Iterator[dict[int, list[int]]]:
-        """Runs requests to their end; yields, after every step, the new tokens of those that got some, by index.
+        """Runs requests to their end. After every step, yields the new tokens by index of the request.
 
-        Other requests of the scheduler go on meanwhile. Leaving the iteration cancels the requests of this one.
+        Other requests of the scheduler continue meanwhile. Leaving the iteration cancels its requests.
         """
         self.engine.runner.wait_for_caller()
         places = {request: index for index, request in enumerate(requests)}
@@ -112,7 +117,7 @@ class Scheduler:
             for request in requests:
                 self.add(request, call)
             while any(request.finish_reason is None for request in requests):
-                # the device's context is left before yielding: it would leak into the caller
+                # the device context is left before yielding, because the caller's code would run in it
                 emitted = self.step()
                 self._clock.leave()
                 yield {places[request]: tokens for request, tokens in emitted.items() if request in places}
@@ -125,14 +130,14 @@ class Scheduler:
     def run_call(
         self, requests: list[Request], stop_ids: tuple[int, ...], choice: DraftChoice
     ) -> Generator[dict[int, list[int]], None, None]:
-        """Runs the requests of a new call as `run`, with the drafts of a choice; its steps are captured already."""
+        """Calls `run` for the requests of a new call, with the drafts of a choice. Its steps are already captured."""
         if choice.controller is not None:
             choice.controller.begin()
         settings = choice.sampler, lambda made: choice.k, choice.top_logprobs, choice.controller, lengths_of(requests)
         yield from self.run(requests, CallPlan(stop_ids, *settings))
 
     def _reset(self) -> None:
-        """Resets everything after an interrupted step. Requests in rows have ended; those that wait go on waiting."""
+        """Resets everything after an interrupted step. Requests in rows have ended; waiting requests stay."""
         engine = self.engine
         engine.ring.correct_count()
         engine.state.reset()
@@ -181,18 +186,22 @@ class Scheduler:
         del self._calls[request]
 
     def _free_row(self, request: Request, *, running: bool) -> None:
-        """Frees the row and the pages of a request that has ended; `running`: the device does not know of the end."""
-        row = next(row for row, owner in self._rows.items() if owner is request)  # it may have moved since its step
+        """Frees row and pages of a request that has ended. running: True if the device has not ended the row."""
+        # searched, because it may have moved since its step
+        row = next(row for row, owner in self._rows.items() if owner is request)
         del self._rows[row]
         self._queue.keep(request, row)
         self.engine.pages.release(row)
-        if running:  # before another row gets these pages
+        if running:  # stopped before another row gets these pages
             self.engine.state.finish[row].fill_(IDLE)
 
     def _launch(self) -> bool:
-        """Queues the next step. Returns False if no row is sure to need it, or if it must wait for earlier steps."""
+        """Queues the next step.
+
+        Returns False if it is not certain that a row needs it, or if it must wait for earlier steps.
+        """
         requests = due(self._rows, self._in_flight)
-        # run ahead only if some row needs this step even when every draft in flight is accepted
+        # launch ahead only if some row needs this step even if every draft in flight is accepted
         needed = self._surely_needs_step if self._in_flight else self._may_need_step
         if not any(map(needed, requests.values())):
             return False
@@ -206,7 +215,7 @@ class Scheduler:
         passes = 0.0
         if k:
             if self._in_flight and any(requests[row].draft_lag for row in drafting):
-                return False  # how far the draft is behind is known once those steps are read
+                return False  # how far the draft is behind is known only after those steps are read
             passes = self._queue.catch_up({row: self._rows[row] for row in drafting})
         drafted, (k, masked) = k, grammar_steps(requests, self._calls, k)
         rows = self.engine.shapes.bucket(max(self._rows) + 1)
@@ -219,7 +228,7 @@ class Scheduler:
         if masked:
             admission.allow(self.engine.state, masked, k)
         resumed = passes if passes or (drafted and not self._last_k) else None
-        # a step launched into an empty queue began when the host came to it, not when the one before it ended
+        # a step that is launched into an empty queue begins at its launch, not at the end of the previous step
         timed = not self._disturbed and (resumed is not None or bool(self._in_flight) or self.engine.runner.depth == 1)
         sequence = self.engine.launch(rows, shape)
         self._in_flight.append(InFlightStep(sequence, requests, k, rows, resumed, timed, drafting))
@@ -231,7 +240,7 @@ class Scheduler:
         return True
 
     def _launch_first_tokens(self, requests: dict[int, Request]) -> bool:
-        """Queues the step for first tokens, over the rows whose long prompts are prefilled and no others."""
+        """Queues the step for first tokens, only over rows whose long prompts are prefilled."""
         calls = {self._calls[request] for request in requests.values()}
         rows, masked = self.engine.shapes.bucket(max(self._rows) + 1), grammar_steps(requests, self._calls, 0)[1]
         shape = self.engine.captured_shape(
@@ -249,18 +258,18 @@ class Scheduler:
         return True
 
     def _ready(self, rows: int, shape: StepShape, calls: set[CallPlan]) -> bool:
-        """True if such a step can be launched now. Captures a missing one once no result is in flight."""
+        """True if a step of this shape can be launched now. Captures a missing one if no result is in flight."""
         foreseen = len(calls) == 1 and not any(call.joined for call in calls) and not constrained(self._rows)
         if not foreseen and not self.engine.ready(rows, shape):
             if self._in_flight:
-                return False  # a capture runs steps of its own: results in flight are read first
+                return False  # a capture runs steps of its own, so results in flight are read first
             self.engine.capture(rows, shape)
             self._disturbed = True
         return True
 
     def _shape(self, k: int, calls: set[CallPlan], requests: dict[int, Request]) -> StepShape:
-        """Returns the shape of the next step, which has everything that a running call needs."""
-        if self.engine.runner.static:  # one kind of captured step serves a whole call
+        """Returns the shape of the next step, which serves all running calls."""
+        if self.engine.runner.static:  # one captured step serves a whole call
             longest, shortest = max(call.lengths[0] for call in calls), min(call.lengths[1] for call in calls)
         else:
             now = [request.length for request in requests.values()]
@@ -270,7 +279,7 @@ class Scheduler:
         return self.engine.shapes.step(k, sampler, max(recorded, default=None), longest, shortest)
 
     def _choose_drafts(self, requests: dict[int, Request]) -> tuple[int, frozenset[int]]:
-        """Chooses the drafts of the next step, and the rows that draft; some calls have fewer drafts, or none."""
+        """Chooses the drafts of the next step, and the rows that draft. Some calls may have fewer drafts, or none."""
         if not requests:
             return 0, frozenset()
         calls, wanted = {self._calls[request] for request in requests.values()}, []
@@ -291,7 +300,7 @@ class Scheduler:
         """Returns the drafts that one call wants, and its rows that draft."""
         willing = may_draft(requests)
         if not willing:
-            return 0, frozenset()  # a plain step
+            return 0, frozenset()  # a step without drafts
         if call.policy is None:
             return call.choose_k(call.steps), frozenset(willing)
         passes = {row: passes_of(lag_of(self.engine, requests[row])) for row in willing}
@@ -302,19 +311,19 @@ class Scheduler:
         return k, frozenset(nearest[: call.policy.few])
 
     def _limit_drafts(self, row: int, request: Request, drafts: int) -> None:
-        """Limits the drafts of a row that count to `drafts`, and to its own limit."""
+        """Sets the limit of a row's valid drafts to `drafts`, or to the row's own limit if that is lower."""
         limit = min(drafts, admission.draft_limit(request.options, self.engine.shapes.max_drafts))
         if limit != request.draft_limit:
             self.engine.state.draft_limits[row].fill_(limit)
             request.draft_limit = limit
 
     def _may_need_step(self, request: Request) -> bool:
-        """True if a request may go on after its launched steps, each of which emits at least one token."""
+        """True if a request may continue after its launched steps, each of which emits at least one token."""
         launched = sum(request in step.requests.values() for step in self._in_flight)
         return request.length + launched < request.limit
 
     def _surely_needs_step(self, request: Request) -> bool:
-        """True if a request goes on even if all drafts of its launched steps are accepted, unless a stop id comes."""
+        """True if a request continues even if all drafts of its launched steps are accepted, unless a stop id comes."""
         emitted = sum(step.k + 1 for step in self._in_flight if request in step.requests.values())
         return request.length + emitted < request.limit
 
@@ -323,13 +332,13 @@ class Scheduler:
         return request.limit + self.engine.shapes.max_drafts + 1
 
     def _admit(self) -> None:
-        """Prefills prompts, first come first served: whole, or within the budget where rows of other calls wait."""
+        """Prefills prompts in order of arrival: completely, or within the budget if rows of other calls wait."""
         fed, queue, began = 0, self._queue, None
         budgets = queue.budgets(len(self._rows))
         while (request := queue.request or (began := self._begin())) is not None:
             budget = self._budget(self._calls[request])
             fed += queue.feed(None if budget is None else budget * budgets - fed, at_least_one=not fed)
-            if request is began:  # after its first passes: the device works meanwhile
+            if request is began:  # after its first passes, so that the device works meanwhile
                 self._fill_options(queue.row, request)
             self._disturbed = True
             if queue.request is not None:
@@ -338,7 +347,10 @@ class Scheduler:
         queue.flush()
 
     def _budget(self, call: CallPlan) -> int | None:
-        """Prompt tokens of a call that are prefilled between two steps; None: all, no other call's rows wait."""
+        """Returns how many prompt tokens of a call are prefilled between two steps.
+
+        None: all, because no other call waits.
+        """
         alone = not self._rows or (not call.joined and all(self._calls[other] is call for other in self._rows.values()))
         return None if alone else self.engine.sizes.budget
 
@@ -367,12 +379,12 @@ class Scheduler:
         return self._last_k > 0 if call.policy else call.choose_k(call.steps) > 0
 
     def _fill_options(self, row: int, request: Request) -> None:
-        """Fills the fields of a row that steps read."""
+        """Writes the fields of a row that steps read."""
         full = request.has_tables = any(each.full for each in self._calls.values())
         state, sampler = self.engine.state, FULL if full else GREEDY
         admission.fill_options(state, row, len(request.prompt), request.limit, request.options, sampler)
         for other, running in self._rows.items() if full else ():
-            if not running.has_tables:  # admitted when no step read them
+            if not running.has_tables:  # it was admitted when no step read its tables
                 admission.fill_tables(state, other, len(running.prompt), running.options)
                 running.has_tables = True
 
@@ -385,13 +397,13 @@ class Scheduler:
             taken = {*self._rows, self._queue.row} if self._queue.request else self._rows
             place = next((row for row in range(source) if row not in taken), None)
             if place is None:
-                return  # except the one whose prompt is being prefilled
+                return  # not the row whose prompt is being prefilled
             self._rows[place] = self._rows.pop(source)
             self.engine.move(source, place)
             self._disturbed = True
 
     def _collect(self, step: InFlightStep) -> dict[Request, list[int]]:
-        """Reads the results of a step; frees the rows that ended."""
+        """Reads the results of a step. Frees the rows that ended."""
         waited = self.engine.runner.depth == 1 or not self.engine.ring.ready(step.sequence)
         results = self.engine.ring.read(step.sequence, max(step.requests) + 1)
         self._report(step, results, self._clock.arrived(waited))
@@ -411,12 +423,12 @@ class Scheduler:
         return emitted
 
     def _report(self, step: InFlightStep, results: list[RowResult], seconds: float | None) -> None:
-        """Reports a step to the policy of its call; steps that calls share are not reported."""
+        """Reports a step to the policy of its call. Steps that several calls share are not reported."""
         going = {row for row, request in step.requests.items() if request.finish_reason is None}
         calls = {self._calls[step.requests[row]] for row in going}
         policy = calls.pop().policy if len(calls) == 1 else None
         if policy is None or step.first_token or constrained(step.requests):
-            return  # such a step drafts as its grammars have it, or is for first tokens alone
+            return  # the grammar determined the drafts of this step, or it was for first tokens only
         accepted = {row: results[row].accepted for row in sorted(going) if results[row].accepted >= 0}
         drafting = tuple(count for row, count in accepted.items() if row in step.drafting)
         quiet = self.engine.share_seconds(seconds if step.timed else None)
@@ -424,11 +436,11 @@ class Scheduler:
 
 
 class StepTimer:
-    """Times steps by the host's clock: results arrive in order, so the time between two is a step's.
+    """Times steps by the host's clock. Results arrive in order, so the time between two of them is that of a step.
 
     Args:
-        ahead: True if steps are launched ahead, so that the device works while the reader of the results is away.
-        clock: seconds.
+        ahead: True if steps are launched ahead, so that the device works while the reader processes results.
+        clock: returns seconds.
     """
 
     def __init__(self, ahead: bool, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -439,24 +451,25 @@ class StepTimer:
         self._away = 0.0
 
     def leave(self) -> None:
-        """Notes that the reader of the results takes over."""
+        """Records that the reader of the results takes over."""
         self._left = self._clock()
 
     def back(self) -> None:
-        """Notes that the scheduler has control again."""
+        """Records that the scheduler has control again."""
         self._away += self._clock() - self._left
 
     def arrived(self, waited: bool) -> float | None:
-        """Returns the seconds between this result and the one before it, without the reader's own time.
+        """Returns the seconds between this result and the previous one, without the reader's own time.
 
-        None for the first result, and if the reader was away so long that the time of arrival is not known.
+        None for the first result, and if the reader was away so long that the time of arrival is unknown.
 
         Args:
-            waited: True if the scheduler had to wait for it.
+            waited: True if the scheduler had to wait for the result.
         """
         now = self._clock()
         interval = None if self._last is None else now - self._last
         away, self._last, self._away = self._away, now, 0.0
         if interval is None or not self._ahead:
-            return None if interval is None else interval - away  # without steps ahead the device rested meanwhile
+            # without steps launched ahead, the device was idle meanwhile
+            return None if interval is None else interval - away
         return interval if waited or away < _NOTICED * interval else None

@@ -1,4 +1,4 @@
-"""Token ids to text, and stop strings."""
+"""Converts token ids to text, and finds stop strings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""New text by the origin of its tokens: accepted drafts, and tokens of the target."""
+"""Streams new text with the origin of its tokens: accepted drafts, or tokens of the target."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ if TYPE_CHECKING:
 
 
 class OriginWriter(BaseStreamer):
-    """A streamer that tells for each piece of text if its token was drafted.
+    """Streamer that tells for each piece of text if its token was drafted.
 
     A step emits accepted drafts and one token of the target, which is its last. Only the end of a row can cut that
-    token off, so the last token of a step waits for the next step, or for `finish`.
+    token off. So the last token of a step is held back until the next step, or until `finish`.
 
     Args:
-        tokenizer: the target's.
-        write: takes each piece of text, and True if a draft ended in it.
-        stop_strings: of the call.
+        tokenizer: the target's tokenizer.
+        write: called with each piece of text, and True if a draft completed it.
+        stop_strings: stop strings of the call.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class OriginWriter(BaseStreamer):
         )
 
     def put(self, value: Any) -> None:
-        """Takes the prompt's ids the first time, then the ids of each step ([n])."""
+        """Receives the prompt's ids the first time, then the ids of each step ([n])."""
         if not self._begun:
             self._writer.put(value)
             self._begun = True
@@ -50,7 +50,7 @@ class OriginWriter(BaseStreamer):
         self._last = value[-1:]
 
     def end(self) -> None:
-        """The last token waits for `finish`."""
+        """Does nothing, because the last token waits for `finish`."""
 
     def finish(self, *, drafted: bool) -> None:
         """Writes the last token and the text that was held back.

@@ -1,8 +1,8 @@
-"""Stop strings. The host looks for them in the text of each row after each step.
+"""Stop strings. After each step the host searches for them in the text of each row.
 
-A row ends with the first token that completes a stop string, as in transformers' `StopStringCriteria`, for any division
-of tokens into steps. The string may begin in the prompt, unless the caller excludes that, and must end after it. The
-ids keep the whole last token; the text ends with the stop string. Text is that of `TextStream` over all ids, with
+A row ends with the first token that completes a stop string, as in transformers' `StopStringCriteria`, however tokens
+are divided into steps. The string may begin in the prompt, unless the user excludes that, but must end after it. The
+ids contain the whole last token; the text ends with the stop string. Text is that of `TextStream` over all ids, with
 special tokens, as the tokenizer's `decode` writes it.
 """
 
@@ -17,7 +17,7 @@ from fastspec.text.text_stream import StreamWriter, TextStream
 
 
 def first_end(before: str, new: str, stop_strings: Sequence[str]) -> int:
-    """Number of characters of `new` up to the end of the first complete stop string; 0 if there is none.
+    """Returns the number of characters of `new` up to the end of the first complete stop string. 0 if there is none.
 
     The string may begin in `before`.
     """
@@ -27,16 +27,16 @@ def first_end(before: str, new: str, stop_strings: Sequence[str]) -> int:
 
 
 class StopWatch:
-    """Looks for stop strings in the text of one row while its tokens arrive.
+    """Searches for stop strings in the text of one row while its tokens arrive.
 
     Args:
-        tokenizer: the target's.
+        tokenizer: the target's tokenizer.
         stop_strings: non-empty texts, at least one.
         prompt: token ids before the row's own.
         across_prompt: True if a stop string may begin in the prompt.
 
     Attributes:
-        beyond: characters of the last token after the stop string; None while the row continues.
+        beyond: number of characters of the last token after the stop string. None while the row continues.
     """
 
     def __init__(
@@ -50,14 +50,14 @@ class StopWatch:
         self._stop_strings = stop_strings
         self._stream = TextStream(tokenizer, prompt, skip_special_tokens=False)
         self._reach = max(map(len, stop_strings)) - 1
-        # text that a match may begin in but not end in
+        # text in which a match may begin but not end
         self._before = self._tail(self._stream.context) if across_prompt else ""
         self._pieces: list[str] = []
         self._pending = ""
         self.beyond: int | None = None
 
     def __call__(self, tokens: Sequence[int]) -> int | None:
-        """Takes the next tokens. Returns the number of tokens up to the row's end; None if the row continues."""
+        """Receives the next tokens. Returns the number of tokens up to the row's end, or None if the row continues."""
         for index, token in enumerate(tokens):
             piece = self._stream.push([token])
             self._pending = self._stream.pending()
@@ -72,11 +72,14 @@ class StopWatch:
 
     @property
     def text(self) -> str:
-        """Text of the tokens so far; it ends with the stop string if there was one."""
+        """Text of the tokens so far. Ends with the stop string if one was found."""
         return "".join(self._pieces) + self._pending
 
     def _end_in(self, new: str) -> int:
-        """Number of characters of `new` up to the end of the first complete stop string; 0 if there is none."""
+        """Returns the number of characters of `new` up to the end of the first complete stop string.
+
+        0 if there is none.
+        """
         return first_end(self._before, new, self._stop_strings)
 
     def _tail(self, text: str) -> str:
@@ -84,13 +87,13 @@ class StopWatch:
 
 
 class StoppedWriter(StreamWriter):
-    """A StreamWriter whose text ends with the stop string that ended the row, as `GenerateOutput.texts` does.
+    """StreamWriter whose text ends with the stop string that ended the row, like `GenerateOutput.texts`.
 
-    It searches the row's text as the row does: with special tokens, although they are not shown.
+    It searches the text with special tokens, although these are not written.
 
     Args:
-        tokenizer, write: as for StreamWriter.
-        stop_strings: of the call; none of them: everything is written.
+        tokenizer, write: see StreamWriter.
+        stop_strings: stop strings of the call. Without any, all text is written.
     """
 
     def __init__(
@@ -115,11 +118,11 @@ class StoppedWriter(StreamWriter):
         super().put(value[:end])
         if end is None:
             self._flush(len(self._held))
-        elif self._tokenizer.decode(ids[end - 1 : end], skip_special_tokens=True):  # else nothing of it is shown
+        elif self._tokenizer.decode(ids[end - 1 : end], skip_special_tokens=True):  # otherwise none of it is shown
             self._cut = (self._watch and self._watch.beyond) or 0
 
     def end(self) -> None:
-        """Writes the rest of the text; the next `put` is a new prompt."""
+        """Writes the rest of the text. The next `put` receives a new prompt."""
         super().end()
         self._flush(len(self._held) - self._cut)
         self._watch, self._begun, self._held, self._cut = None, False, "", 0

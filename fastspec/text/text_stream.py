@@ -1,4 +1,4 @@
-"""Token ids to text while they arrive."""
+"""Converts token ids to text while they arrive."""
 
 from __future__ import annotations
 
@@ -12,15 +12,14 @@ from transformers.generation.streamers import BaseStreamer
 from fastspec.text.token_bytes import BYTE_TOKEN, byte_letters
 
 _REPLACEMENT = "\ufffd"
-_REACH = 4  # tokens that the window keeps where the last character may not be whole
+_REACH = 4  # number of last tokens that are decoded again while a character is incomplete
 
 
 def bytes_of(tokenizer: PreTrainedTokenizerBase, token: int) -> bytes | None:
-    """The bytes of a token that a decoder cannot show alone, since they are a part of a character.
+    """Returns the bytes of a token that is only a part of a character, so that a decoder cannot show it alone.
 
-    Returns:
-        They, of a byte token such as `<0xE9>` or of a token that byte-level BPE writes one letter a byte
-        (`tokenizers`' ByteLevel, after GPT-2); None: the tokenizer writes its tokens otherwise.
+    Works for a byte token such as `<0xE9>`, and for tokens that byte-level BPE writes with one letter per byte
+    (`tokenizers`' ByteLevel, after GPT-2). None for other tokenizers.
     """
     name = str(tokenizer.convert_ids_to_tokens(token))
     if found := BYTE_TOKEN.fullmatch(name):
@@ -30,21 +29,21 @@ def bytes_of(tokenizer: PreTrainedTokenizerBase, token: int) -> bytes | None:
 
 
 class TextStream:
-    """Turns token ids into pieces of text. A returned piece never changes.
+    """Converts token ids to pieces of text. A returned piece never changes.
 
     The joined pieces are the text of `context + ids` after the text of `context`, as one call of the tokenizer's
     `decode` gives it. Special tokens are left out. Spaces are not "cleaned up", because that would change text already
-    returned. A character of several tokens is held back until it is complete; `finish` returns the rest as `decode`
+    returned. A character of several tokens is held back until it is complete. `finish` returns the rest as `decode`
     does, with U+FFFD.
 
-    There is one difference, in a run of byte tokens (`<0xE9>`) with an invalid byte. `decode` writes U+FFFD for every
-    byte of the run. This class keeps the complete characters, because they are already returned.
+    There is one difference, in a sequence of byte tokens (`<0xE9>`) with an invalid byte. `decode` writes U+FFFD for
+    every byte of the sequence. This class keeps the complete characters, because they were already returned.
 
     Args:
-        tokenizer: the model's.
-        context: ids before, usually the prompt. Some tokenizers write the leading space of a word only after
+        tokenizer: the model's tokenizer.
+        context: ids before the text, usually the prompt. Some tokenizers write the leading space of a word only after
             other text.
-        skip_special_tokens: as in `decode`.
+        skip_special_tokens: see `decode` of transformers.
 
     Attributes:
         context: text of the context, without an incomplete character.
@@ -56,14 +55,14 @@ class TextStream:
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
         self._bytes = _ByteTokens(self._decode, tokenizer)
-        # `_window` starts where decoding may start afresh; `_shown` is the text of its first tokens, which is
-        # out already. Both are cut back whenever a piece leaves, so that a token's cost does not grow.
+        # `_window` has the tokens from which decoding may start; `_shown` is the text of its first tokens, which was
+        # already returned. Both are shortened whenever a piece is returned, so that the cost per token does not grow.
         self._window = self._bytes.mended(context)
         self.context = self._shown = self._decode(self._window)
         self._fresh: list[int] = []
 
     def push(self, ids: Iterable[int]) -> str:
-        """Takes new ids and returns the text that is final now, possibly none."""
+        """Receives new ids. Returns the text that is final now; may be empty."""
         return "".join([self._push_one(token) for token in ids])
 
     def pending(self) -> str:
@@ -80,7 +79,7 @@ class TextStream:
     def _push_one(self, token: int) -> str:
         value = self._bytes.value(token)
         if value is None and self._left_out(token):
-            return ""  # such a token does not end a run of bytes
+            return ""  # `decode` leaves this token out, so it does not end a sequence of bytes
         ready = self._bytes.push(token, value)
         if not ready:
             return ""
@@ -88,12 +87,12 @@ class TextStream:
         self._fresh += ready
         text = self._decode(self._window)
         piece = self._unseen(text)
-        # a byte-level tokenizer writes what is not whole yet as one U+FFFD, at the end
+        # a byte-level tokenizer decodes an incomplete character to one U+FFFD at the end
         held = value is None and text.endswith(_REPLACEMENT)
         piece = piece[:-1] if held else piece
         if not piece:
             return ""
-        # the bytes of a character that is not whole are in its last three tokens
+        # the bytes of an incomplete character are in its last three tokens
         self._window = self._window[-_REACH:] if held else self._fresh
         self._fresh = list(self._window) if held else []
         shown = self._decode(self._window)
@@ -110,7 +109,7 @@ class TextStream:
     def _unseen(self, text: str) -> str:
         if text.startswith(self._shown):
             return text[len(self._shown) :]
-        # a context that ends inside a character has another text once the character is whole
+        # a context that ends inside a character has another text after the character is complete
         pairs = zip(self._shown, text, strict=False)
         return text[next((at for at, (old, new) in enumerate(pairs) if old != new), len(text)) :]
 
@@ -121,34 +120,34 @@ class TextStream:
 
 
 class _ByteTokens:
-    """Assembles characters from runs of byte tokens. A byte that belongs to no character becomes U+FFFD.
+    """Assembles characters from sequences of byte tokens. A byte that belongs to no character becomes U+FFFD.
 
-    So the decoder gets valid text only, and never changes text already returned.
+    So the decoder only gets valid text, and never changes text that was already returned.
 
     Args:
-        decode: ids to text.
-        tokenizer: names the tokens.
+        decode: converts ids to text.
+        tokenizer: knows the names of tokens.
     """
 
     def __init__(self, decode: Callable[[list[int]], str], tokenizer: PreTrainedTokenizerBase) -> None:
         self._name_of: Callable[[int], object] = tokenizer.convert_ids_to_tokens
         self._decode, self._ids_of = decode, tokenizer.convert_tokens_to_ids
-        self._held: list[tuple[int, int]] = []  # (id, byte) of a character that is not whole
+        self._held: list[tuple[int, int]] = []  # (id, byte) of an incomplete character
 
     @cached_property
     def _replacement(self) -> list[int]:
-        """Byte tokens of U+FFFD; empty if the tokenizer's decoder does not assemble byte tokens."""
+        """Byte tokens of U+FFFD. Empty if the tokenizer's decoder does not assemble byte tokens."""
         found = [self._ids_of(f"<0x{byte:02X}>") for byte in _REPLACEMENT.encode()]
         ids = [token for token in found if isinstance(token, int)]
         return ids if len(ids) == len(found) and self._decode(ids) == _REPLACEMENT else []
 
     def value(self, token: int) -> int | None:
-        """Byte of a byte token; None for another token."""
+        """Returns the byte of a byte token. None for another token."""
         found = BYTE_TOKEN.fullmatch(str(self._name_of(token)))
         return int(found[1], 16) if found and self._replacement else None
 
     def push(self, token: int, value: int | None) -> list[int]:
-        """Takes the next token; ids that may be decoded now."""
+        """Receives the next token. Returns the ids that may be decoded now."""
         if value is None:
             ready = [*self.spoiled(), token]
             self.forget()
@@ -164,7 +163,7 @@ class _ByteTokens:
         return ready
 
     def spoiled(self) -> list[int]:
-        """Held bytes, each as U+FFFD."""
+        """Returns the held bytes, each as U+FFFD."""
         return self._replacement * len(self._held)
 
     def forget(self) -> None:
@@ -172,7 +171,10 @@ class _ByteTokens:
         self._held = []
 
     def mended(self, ids: Sequence[int]) -> list[int]:
-        """Ids with complete characters in their last run of byte tokens; an incomplete character is held."""
+        """Returns ids with complete characters in their last sequence of byte tokens.
+
+        An incomplete character is held.
+        """
         start = len(ids)
         while start and self.value(ids[start - 1]) is not None:
             start -= 1
@@ -180,7 +182,10 @@ class _ByteTokens:
 
 
 def _character(data: bytes) -> int | None:
-    """Number of bytes of the first character of `data`; 0 if no character begins so, None if it is incomplete."""
+    """Returns the number of bytes of the first character of `data`.
+
+    0 if no character begins so, None if it is incomplete.
+    """
     try:
         return len(data.decode()[0].encode())
     except UnicodeDecodeError as error:
@@ -190,11 +195,11 @@ def _character(data: bytes) -> int | None:
 
 
 class StreamWriter(BaseStreamer):
-    """A streamer for `generate` that writes the text of new tokens, without the prompt.
+    """Streamer for `generate` that writes the text of new tokens, without the prompt.
 
     Args:
-        tokenizer: the target's.
-        write: takes each piece of text.
+        tokenizer: the target's tokenizer.
+        write: called with each piece of text.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, write: Callable[[str], object]) -> None:
@@ -203,7 +208,7 @@ class StreamWriter(BaseStreamer):
         self._stream: TextStream | None = None
 
     def put(self, value: Tensor) -> None:
-        """Takes the prompt's ids ([1, T] or [T]) the first time, then the ids of new tokens ([n]).
+        """Receives the prompt's ids ([1, T] or [T]) the first time, then the ids of new tokens ([n]).
 
         Raises:
             ValueError: the prompt has several rows, whose texts would mix.
@@ -217,7 +222,7 @@ class StreamWriter(BaseStreamer):
             self._write(piece)
 
     def end(self) -> None:
-        """Writes the text that was held back; the next `put` is a new prompt."""
+        """Writes the text that was held back. The next `put` receives a new prompt."""
         if self._stream is not None and (rest := self._stream.finish()):
             self._write(rest)
         self._stream = None

@@ -58,7 +58,7 @@ def test_a_terminal_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_ranks_get_the_text_of_stdin_as_a_flag(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two processes cannot read one pipe."""
     given: list[Any] = []
-    monkeypatch.setattr(cli, "start_ranks", lambda count, device, arguments: given.append(arguments))
+    monkeypatch.setattr(cli, "start_ranks", lambda count, device, arguments, context: given.append(arguments))
     monkeypatch.setattr(sys, "argv", ["fastspec", "generate", "--tensor-parallel", "2"])
     asked("--tensor-parallel", "2", stdin="piped")
     asked("--tensor-parallel", "2", "--prompt", "x")

@@ -18,7 +18,14 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.launcher import api
 
 from fastspec.cli import rank_processes
-from fastspec.cli.rank_processes import run_rank, start_ranks
+from fastspec.cli.app import app
+from fastspec.cli.rank_processes import start_ranks
+
+
+def context_of_command() -> typer.Context:
+    """Context of a command of the command line, as its function gets it."""
+    root = typer.main.get_command(app)
+    return typer.Context(root.commands["demo"], parent=typer.Context(root))  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(("fails", "code"), [(False, 0), (True, 1)])
@@ -41,12 +48,27 @@ def test_ranks_run_the_same_command_line(
     monkeypatch.setattr(rank_processes, "_may_copy_this_process", lambda: copies)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: pytest.fail("asks the driver, and copies could not"))
     with pytest.raises(typer.Exit) as ended:
-        start_ranks(2, None, ["demo", "--tensor-parallel", "2"])
+        start_ranks(2, None, ["demo", "--tensor-parallel", "2"], context=context_of_command())
     assert ended.value.exit_code == code
     given = ("demo", "--tensor-parallel", "2")
-    anew, copied = (sys.executable, ("-m", "fastspec.cli", *given)), (run_rank, given)
-    assert started == [(2, 0, *(copied if copies else anew))]
+    ((count, restarts, entry, arguments),) = started
+    assert (count, restarts) == (2, 0)
+    if copies:
+        assert (entry.__name__, arguments) == ("run_rank", given)
+    else:
+        assert (entry, arguments) == (sys.executable, ("-m", "fastspec.cli", *given))
     assert ("rank 1 ended with exit code 3" in capsys.readouterr().err) == fails
+
+
+def test_a_forked_rank_runs_the_whole_command_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: False)
+    monkeypatch.setattr(signal, "signal", lambda number, handler: None)
+    with pytest.raises(SystemExit) as ended:
+        rank_processes.rank_of(context_of_command())("--version")
+    assert ended.value.code == 0
+    assert re.search(r"\d+\.\d+\.\d+", capsys.readouterr().out)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import pytest
 pytest.importorskip("opentelemetry.sdk.trace", reason="runs with `make test-integrations`")
 pytest.importorskip("opentelemetry.exporter.otlp.proto.http", reason="runs with `make test-integrations`")
 
-from fastspec.server.request_record import RequestRecord
+from fastspec.server.request_log import RequestRecord
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanKind, StatusCode
 

@@ -15,7 +15,7 @@ from typing import Any
 import jsonschema
 import pytest
 from fastspec.server.access_log import AccessLog
-from fastspec.server.request_record import RequestRecord
+from fastspec.server.request_log import RequestRecord
 
 import fastspec
 from fastspec import FastSpecGenerator

@@ -1,1 +1,1 @@
-"""Attention over paged keys: decode and prefill kernels, and which one runs."""
+"""Attention over a paged KV cache: decode and prefill kernels, and the choice between them."""

@@ -1,9 +1,9 @@
 """Arguments of attention kernels, grouped: tensors, and the sizes that belong to them.
 
-Triton compiles for the values of integers inside a tuple: whether one is 1, and whether it is a multiple of 16. So a
-group holds only integers of one model and its cache. Integers that differ between passes are parameters of their own,
-named in a kernel's `do_not_specialize`. A field may not be called `values` or `type`, which are attributes of Triton's
-tuples.
+Triton compiles a kernel again if an integer inside a tuple becomes 1 or a multiple of 16, or stops being so. So a group
+holds only integers that are constant for one model and its cache. Integers that differ between passes are separate
+parameters, named in a kernel's `do_not_specialize`. A field may not be called `values` or `type`, because Triton's
+tuples have attributes with these names.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from fastspec.kernels.common.kv_scales import KVScales
 from fastspec.kernels.reference.attention import HeadsCall
 from fastspec.shapes import AttentionRule
 
-LOG2E = 1.4426950408889634  # kernels use exp2: scores are multiplied with this
+LOG2E = 1.4426950408889634  # log2(e): kernels use exp2, so scores are multiplied with this
 
 
 class NewTokens(NamedTuple):
-    """New tokens of a pass, Q of each of B rows, and the weights and angles of their heads.
+    """New tokens of a pass, Q of each of B rows, with the norm weights and rotary angles of their heads.
 
     Attributes:
         qkv: [B, Q, (H + 2 Hkv) D] bf16, fp16 or fp32.
@@ -30,8 +30,8 @@ class NewTokens(NamedTuple):
         write_mask: bool [B, Q]; K and V of tokens with False are not stored.
         cos, sin: fp32 [num_angles, D / 2]; None: no rotary embedding.
         q_norm, k_norm: [D], weights of the head norms; None: the model has no such norms.
-        num_angles: number of positions that `cos` and `sin` have.
-        eps: of the head norms.
+        num_angles: number of positions in `cos` and `sin`.
+        eps: epsilon of the head norms.
         k_factor, v_factor: 1 / scale, multiplied with K and V before they are stored in 8 bits; None: no 8-bit cache.
     """
 
@@ -53,10 +53,10 @@ class PagedCache(NamedTuple):
 
     Attributes:
         k, v: [num_pages, page_size, Hkv, D].
-        block_table: int64 [B, table_width], rows at `table_stride`; after `cache_of_row` in a kernel, one row of it.
+        block_table: int64 [B, table_width]. In a kernel, after `cache_of_row`, one row of it.
         table_stride: elements from one row of the table to the next.
-        table_width: number of pages that a row can have.
-        num_pages: of the cache.
+        table_width: largest number of pages of a row.
+        num_pages: number of pages in the cache.
     """
 
     k: Any
@@ -72,12 +72,13 @@ class Scoring(NamedTuple):
 
         score = factor * (q . k), with a cap: cap * tanh(factor * (q . k))
 
-    In an 8-bit cache, k and v are the stored numbers: the scale of K is part of the factor.
+    For an 8-bit cache, k and v are the stored numbers: the scale of K is part of the factor.
 
     Attributes:
         factor: multiplied with q . k.
         cap: the softcap, times log2(e); None: none.
-        sinks: [H] in fp32 or the cache's dtype, for each head the score of one more key, of value zero; None: none.
+        sinks: [H] in fp32 or the cache's dtype: for each head the score of one more key, whose value is zero; None:
+            none.
         value_scale: multiplied with sums of values; None: 1.
     """
 
@@ -93,7 +94,7 @@ class WorkArea(NamedTuple):
     Attributes:
         partials: fp32 [B * Hkv, splits, Q * GROUP, D], averages of values; then [B * Hkv, splits, Q * GROUP], log2 of
             the sums of their weights.
-        counters: int32, zero between launches; None where a kernel needs none.
+        counters: int32, zero between launches; None: the kernel needs none.
     """
 
     partials: Any
@@ -101,7 +102,7 @@ class WorkArea(NamedTuple):
 
 
 def check_heads(call: HeadsCall) -> None:
-    """Raises ValueError unless kernels can make K and V of a call, store and read them: shapes as in rope.py."""
+    """Raises ValueError for shapes or dtypes of a call that the kernels of rope.py do not support."""
     qkv, keys, cos, sin, num_heads = call.qkv, call.keys, call.cos, call.sin, call.num_heads
     check_cache(qkv, keys, call.values, call.block_table, call.positions, num_heads)
     kv_heads, dim = keys.shape[2:]
@@ -120,11 +121,11 @@ def check_heads(call: HeadsCall) -> None:
 
 
 def new_tokens(call: HeadsCall, scales: KVScales | None = None) -> NewTokens:
-    """The group of a call's tensors, whose shapes are checked.
+    """Checks the tensors of a call and groups them.
 
     Args:
         call: the new tokens.
-        scales: of a cache in 8 bits.
+        scales: scales of an 8-bit cache. None: the cache has 16 or 32 bits.
     """
     q_norm, k_norm, eps = call.norms or (None, None, 0.0)
     num_angles = 0 if call.cos is None else call.cos.shape[0]
@@ -134,7 +135,7 @@ def new_tokens(call: HeadsCall, scales: KVScales | None = None) -> NewTokens:
 
 
 def scoring_of(rule: AttentionRule, sinks: Tensor | None, dim: int, scales: KVScales | None = None) -> Scoring:
-    """Groups the numbers of `rule`, and sinks whose shape is checked, for heads of `dim`."""
+    """Groups the numbers of `rule` with `sinks`, for heads of size `dim`. Checks the shape of `sinks`."""
     factor, value_scale = rule.factor(dim), None if scales is None else scales.v
     if scales is not None:
         factor *= scales.k
@@ -144,5 +145,5 @@ def scoring_of(rule: AttentionRule, sinks: Tensor | None, dim: int, scales: KVSc
 
 
 def paged_cache(keys: Tensor, values: Tensor, block_table: Tensor) -> PagedCache:
-    """Groups these tensors, whose shapes are checked."""
+    """Groups keys, values and block table. Checks their shapes."""
     return PagedCache(keys, values, block_table, block_table.stride(0), block_table.shape[1], keys.shape[0])

@@ -1,10 +1,10 @@
-"""Attention of a layer, for CUDA, in one launch: head norms, rotary embedding, K/V append, attention.
+"""Attention of a layer on CUDA in one launch: head norms, rotary embedding, K/V append, attention.
 
     out[b, i, h] = sum_j softmax_j(s[j]) v[j],  s[j] = scale q[b, i, h] . k[j],  j <= positions[b, i]
                                                        and with a window W also j > positions[b, i] - W
 
-With a softcap c, scores are c tanh(s[j] / c), before the mask. A sink of a head is the score of one more key, of value
-zero. Every kernel supports all of these.
+With a softcap c, scores are c tanh(s[j] / c), before the mask. A sink of a head is the score of one more key, whose
+value is zero. Every kernel supports all of these.
 
 | argument     | shape, dtype                                   | notes                                             |
 |--------------|------------------------------------------------|---------------------------------------------------|
@@ -21,29 +21,29 @@ Kernels:
 | pass                                 | kernels                                                            |
 |--------------------------------------|--------------------------------------------------------------------|
 | prompt chunk (Q > MAX_SPLIT_QUERIES) | rope.py appends, prefill.py attends                                |
-| decoding, where `plan.uses_mma`      | decode/mma.py or mma_batch.py: rows below position `plan.LATE_FROM` |
+| decode, where `plan.uses_mma`        | decode/mma.py or mma_batch.py: rows below position `plan.LATE_FROM` |
 |                                      | decode/tma_sm90.py: rows from there on                             |
-| decoding, else                       | `_decode_kernel` of decode/portable.py                             |
+| decode, else                         | `_decode_kernel` of decode/portable.py                             |
 
-A pass that may have rows of both kinds launches both kernels. Each skips the other's rows.
+A pass that may have early and late rows launches both kernels. Each skips the other's rows.
 
-A decoding pass splits the keys (as Flash-Decoding). CTA (t, s) has query tile t of one row and kv head, and the keys at
-positions s * split_keys and up. It stores the new K/V that fall among its keys. It reads all its keys back from the
-cache in blocks, and stores the average of the values and its weight. The last CTA of a tile, found by an integer
-counter, combines these in ascending order. `_decode_kernel` combines FAN splits to a group, then the groups. The other
-kernels have no groups.
+A decode pass splits the keys (as Flash-Decoding). CTA (t, s) has query tile t of one row and KV head, and the keys from
+position s * split_keys on. It stores the new K/V that fall among its keys. It reads all its keys back from the cache in
+blocks, and stores the average of the values and its weight. The last CTA of a tile, found by an integer counter,
+combines these in ascending order. `_decode_kernel` combines FAN splits to a group, then the groups. The other kernels
+have no groups.
 
-Row invariance. The bits of a row do not depend on other rows. Which kernel runs and where it splits keys depends on the
-model and the row's position, for `_decode_kernel` on the size of its cache. Blocks and splits begin at absolute
-positions, and sums over them run in ascending order. A block or split that is masked for a row does not change it. A
-sink is added once, when all keys of a row are combined. No product is fused with a sum (enable_fp_fusion=False). So K
-has the same bits from each kernel, and those of the torch definition.
+Row invariance. The bits of a row do not depend on other rows. The choice of the kernel and of the splits depends on the
+model and the row's position; for `_decode_kernel` it also depends on the size of its cache. Blocks and splits begin at
+absolute positions, and sums over them run in ascending order. A block or split that is masked for a row does not change
+it. A sink is added once, when all keys of a row are combined. No product is fused with a sum (enable_fp_fusion=False).
+So K has the same bits from each kernel, and those of the torch definition.
 
-Programmatic launch (PDL): the next kernel may start at once. Before its wait, none of these kernels reads what the
-preceding product writes. `_decode_kernel` reads positions and the table early, past L1, to prefetch keys into L2. Stale
-values prefetch the wrong lines and change no result. Where `plan.EARLY` says so, it uses these early reads. The other
-kernels read positions, the table, and K and V of earlier passes before their wait, and use them: see what `attend` asks
-of its caller.
+Programmatic launch (PDL): the next kernel may start at once. Before its wait, none of these kernels reads values that
+the preceding product writes. `_decode_kernel` reads positions and the table early, past L1, to prefetch keys into L2.
+Stale values prefetch the wrong lines and change no result. Tiles in `plan.EARLY` also use these early reads. The other
+kernels read positions, the table, and K and V of earlier passes before their wait, and use them. `attend` says what its
+caller must guarantee for that.
 """
 
 from __future__ import annotations
@@ -66,17 +66,17 @@ from fastspec.kernels.gpu import gpu_of, has_pdl
 from fastspec.kernels.reference.attention import AttendCall
 from fastspec.shapes import KEY_BLOCK
 
-MAX_SPLIT_QUERIES = 17  # more query tokens are a prompt chunk, which fills the device without split keys
+MAX_SPLIT_QUERIES = 17  # a pass with more query tokens is a prompt chunk, which fills the device without splitting keys
 
 
 @dataclass(frozen=True, slots=True)
 class AttendWork:
-    """Work area of the decoding passes of one model, for one pass at a time.
+    """Work area of the decode passes of one model. Only one pass may use it at a time.
 
     Attributes:
         split_keys: keys of one partial sum of `_decode_kernel`. The bits of a row depend on it.
         counters: int32, zero between launches.
-        partials: fp32.
+        partials: fp32 partial sums.
     """
 
     split_keys: int
@@ -85,13 +85,13 @@ class AttendWork:
 
 
 def attend_work(device: torch.device, max_rows: int, max_positions: int, heads: tuple[int, int, int]) -> AttendWork:
-    """Allocates the work area of `attend` for the decoding passes of a model.
+    """Allocates the work area of `attend` for the decode passes of a model.
 
     Args:
-        device: of the model.
-        max_rows: B * Q of the largest decoding pass.
-        max_positions: number of positions that the block table has room for.
-        heads: (query heads, key heads, head_dim).
+        device: device of the model.
+        max_rows: B * Q of the largest decode pass.
+        max_positions: largest number of positions of a row in the block table.
+        heads: (query heads, KV heads, head_dim).
     """
     counters, partials = plan.work_sizes(max_rows, max_positions, heads)
     return AttendWork(
@@ -102,24 +102,24 @@ def attend_work(device: torch.device, max_rows: int, max_positions: int, heads: 
 
 
 def attend_work_bytes(max_rows: int, max_positions: int, heads: tuple[int, int, int]) -> int:
-    """Bytes of `attend_work`."""
+    """Returns the bytes of `attend_work`."""
     return 4 * sum(plan.work_sizes(max_rows, max_positions, heads))
 
 
 def attend(call: AttendCall, work: AttendWork, regroup: bool = False) -> Tensor:
-    """Attention of a layer, as `Ops.attend`. Page 0 keeps what it has.
+    """Computes `Ops.attend`, the attention of a layer. Does not write to page 0.
 
-    Positions, writes, the table and the cache are read before the kernel waits for the kernel that makes `qkv`. All
-    work on them must have ended before that one began. `embed` guarantees it: it waits for the tokens of the pass.
+    Positions, write mask, table and cache are read before the kernel waits for the kernel that makes `qkv`. All writes
+    to them must have ended before that kernel began. `embed` guarantees this: it waits for the tokens of the pass.
 
     Args:
-        call: tensors and rules; `product` and `tiling` are not read.
-        work: room for the pass.
-        regroup: the result may be [B, Q, H * D / 64, 64], regrouped: see `packing.in_order`. It is regrouped where the
-            kernels of early rows run alone.
+        call: tensors and rules. `product` and `tiling` are not read.
+        work: the work area of the pass.
+        regroup: True if the result may be [B, Q, H * D / 64, 64], regrouped: see `packing.in_order`. It is regrouped if
+            the pass has only early rows.
 
     Raises:
-        ValueError: shapes, dtypes or layouts that are not as above, or `work` is too small for the pass.
+        ValueError: shapes, dtypes or layouts other than above, or `work` is too small for the pass.
     """
     if not (call.qkv.is_contiguous() and call.positions.is_contiguous() and call.write_mask.is_contiguous()):
         qkv, positions = call.qkv.contiguous(), call.positions.contiguous()
@@ -141,7 +141,7 @@ def attend(call: AttendCall, work: AttendWork, regroup: bool = False) -> Tensor:
 def uses_mma(
     device: torch.device, dtype: torch.dtype, dim: int, page_size: int, capacity: int, cached: torch.dtype | None = None
 ) -> bool:  # fmt: skip
-    """`plan.uses_mma` of a device, for queries of this dtype, and K and V of another one where `cached` is given."""
+    """Calls `plan.uses_mma` for a device. `cached` is the dtype of K and V, if it differs from that of the queries."""
     return plan.uses_mma(gpu_of(device), dtype.itemsize, dim, page_size, capacity, (cached or dtype).itemsize)
 
 

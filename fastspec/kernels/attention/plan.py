@@ -1,4 +1,4 @@
-"""Launch plans of decoding attention: kernel, grid, tile sizes and registers.
+"""Launch plans of decode attention: kernel, grid, tile sizes and registers.
 
 Only integers, without Triton. A plan depends on a GPU's compute capability and number of SMs, on the model, and on the
 sizes of a pass. The bits of a row depend only on the model and the size of its cache: through the kernel (`uses_mma`),
@@ -22,28 +22,28 @@ from typing import Any
 from fastspec.kernels.gpu import Gpu
 from fastspec.shapes import EARLY_BLOCKS, KEY_BLOCK
 
-# constants of kernels, under the names in brackets; test_plan.py compares them
-ROW_GROUP = 8  # tiles of decode/mma.py have groups of so many query rows [EIGHT]
-PARTS = 4  # parts of a split of decode/mma.py, each with a softmax of its own [PARTS]
-SPLIT = PARTS * 32  # keys of a split of decode/mma.py [PARTS * KEYS]
-TMA_TILE_ROWS = 64  # query rows of a tile of decode/tma_sm90.py [ROWS]
-TMA_WARPS = 4  # warps of its CTA that multiply [WARPS]
-GATHER_WARPS = 4  # warps of a CTA of `gather_kernel` [GATHER_WARPS]
+# constants of kernels, with their names there in brackets; test_plan.py compares them
+ROW_GROUP = 8  # query rows in a group of decode/mma.py [EIGHT]
+PARTS = 4  # parts of a split of decode/mma.py, each with its own softmax [PARTS]
+SPLIT = PARTS * 32  # keys in a split of decode/mma.py [PARTS * KEYS]
+TMA_TILE_ROWS = 64  # query rows in a tile of decode/tma_sm90.py [ROWS]
+TMA_WARPS = 4  # multiplying warps of its CTA [WARPS]
+GATHER_WARPS = 4  # warps in a CTA of `gather_kernel` [GATHER_WARPS]
 FAN = 16  # partial sums that `_decode_kernel` combines at a time [FAN]
 
-# registers per thread, for up to eight warps: an SM has no more. Without this limit the assembler spills, to fit one
-# more CTA
+# the largest number of registers per thread with up to eight warps. Without this limit the assembler spills registers,
+# to fit one more CTA on an SM
 MAX_REGISTERS = 255
 
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """Sizes of a decoding pass.
+    """Sizes of a decode pass.
 
     Attributes:
-        num_rows: query rows of one kv head, Q * H / Hkv.
-        pairs: number of pairs (row of the batch, kv head), B * Hkv.
-        dim: of a head.
+        num_rows: query rows of one KV head, Q * H / Hkv.
+        pairs: number of pairs (row of the batch, KV head), B * Hkv.
+        dim: head_dim.
     """
 
     num_rows: int
@@ -53,7 +53,14 @@ class Pass:
 
 @dataclass(frozen=True, slots=True)
 class LaunchPlan:
-    """Launch of the kernel of that name: `constants` are its constexpr arguments, `options` those of the launch."""
+    """Plan of one launch.
+
+    Attributes:
+        kernel: name of the kernel.
+        grid: number of CTAs by axis.
+        constants: constexpr arguments of the kernel.
+        options: launch options, such as num_warps.
+    """
 
     kernel: str
     grid: tuple[int, ...]
@@ -72,40 +79,40 @@ class Tiles:
 
 
 def cdiv(a: int, b: int) -> int:
-    """Computes a / b, rounded up."""
+    """Returns a / b, rounded up."""
     return -(-a // b)
 
 
 def padded_dim(dim: int) -> int:
-    """Pads head_dim to a power of two, 16 or more."""
+    """Returns head_dim padded to a power of two, at least 16."""
     return max(16, 1 << (dim - 1).bit_length())
 
 
 # --- which kernel ---
 
-MMA_DIMS = (64, 128)  # head_dim that decode/mma.py and decode/tma_sm90.py are used for
-# decode/tma_sm90.py decodes rows from this position on. It is a block after 4096: with max_length 4096 the drafts of a
-# last step are still early
+MMA_DIMS = (64, 128)  # head_dim of models that use decode/mma.py and decode/tma_sm90.py
+# decode/tma_sm90.py decodes rows from this position on. It is one block more than 4096: with max_length 4096 the drafts
+# of the last step are still early
 LATE_FROM = EARLY_BLOCKS * KEY_BLOCK
 
 
 def uses_tma(gpu: Gpu, page_size: int) -> bool:
-    """True if decode/tma_sm90.py can run: on a GPU with wgmma, with pages of a multiple of 8 keys."""
+    """True if decode/tma_sm90.py can run: the GPU has wgmma, and the page size is a multiple of 8 keys."""
     return page_size % 8 == 0 and gpu.hopper
 
 
 def uses_mma(
     gpu: Gpu, itemsize: int, dim: int, page_size: int, capacity: int, cached: int | None = None
 ) -> bool:  # fmt: skip
-    """True if the tensor-core kernels run a model's decoding passes; else `_decode_kernel` runs all rows.
+    """True if the tensor-core kernels run a model's decode passes. Else `_decode_kernel` runs all rows.
 
     Args:
         gpu: the device.
         itemsize: bytes of an element of queries.
-        dim: of a head.
-        page_size: of the cache.
-        capacity: number of positions that a row of the cache can have. If it exceeds LATE_FROM, `uses_tma` must hold,
-            because no other kernel decodes late rows.
+        dim: head_dim.
+        page_size: page size of the cache.
+        capacity: largest number of positions of a row. If it exceeds LATE_FROM, `uses_tma` must hold, because no other
+            kernel decodes late rows.
         cached: bytes of an element of K and V, 1 or `itemsize`; None: `itemsize`.
     """
     fits = itemsize == 2 and dim in MMA_DIMS and gpu.pdl
@@ -115,7 +122,7 @@ def uses_mma(
 def described(
     gpu: Gpu, itemsize: int, dim: int, page_size: int, capacity: int, cached: int | None = None
 ) -> str:  # fmt: skip
-    """Names the kernels that decode, and for the portable one the reason; arguments as of `uses_mma`."""
+    """Names the decode kernels; for the portable one also the reason. For the arguments see `uses_mma`."""
     if uses_mma(gpu, itemsize, dim, page_size, capacity, cached):
         early = "decode_mma" if cached in (None, itemsize) else "decode_mma_batch, K and V in 8 bits"
         if capacity <= LATE_FROM:
@@ -135,8 +142,8 @@ def described(
 
 # --- where keys are split ---
 
-# (first position, keys of a split from there on). Splits are whole blocks of 128 keys and end at the next position.
-# The bits of a late row depend on this table, but not on the length of a cache or a pass
+# (first position, keys in a split from there on). Splits are whole blocks of 128 keys and end at the next position. The
+# bits of a late row depend on this table, but not on the length of a cache or a pass
 LATE_SPLITS: tuple[tuple[int, int], ...] = ((0, 128), (1024, 256), (4096, 512), (16384, 1024), (65536, 2048))
 
 
@@ -150,47 +157,53 @@ def split_sizes() -> tuple[tuple[int, int, int], ...]:
 
 
 def early_splits(room: int) -> int:
-    """Number of splits of decode/mma.py in the positions below `room`."""
+    """Returns the number of splits of decode/mma.py in the positions below `room`."""
     return cdiv(room, SPLIT)
 
 
 def late_splits(room: int) -> int:
-    """Number of splits of decode/tma_sm90.py in the positions below `room`."""
+    """Returns the number of splits of decode/tma_sm90.py in the positions below `room`."""
     position, keys, number = [each for each in split_sizes() if each[0] < room][-1]
     return number + cdiv(room - position, keys)
 
 
 def early_and_late(begin: int, room: int) -> tuple[int, int]:
-    """Splits of a pass over rows at positions begin .. room-1: (of its early rows, of its late rows); 0 for no rows."""
+    """Returns the splits of a pass over rows at positions begin .. room-1: (of early rows, of late rows).
+
+    0: no such rows.
+    """
     early = early_splits(min(room, LATE_FROM)) if begin < LATE_FROM else 0
     return early, late_splits(room) if room > LATE_FROM else 0
 
 
 def partial_sums(*splits: int) -> int:
-    """Number of partial sums of a row: the largest of `splits`, or 0 if no kernel has more than one."""
+    """Returns the number of partial sums of a row: the largest of `splits`, or 0 if no kernel has more than one."""
     return max(each if each > 1 else 0 for each in splits)
 
 
 def split_keys_for(max_positions: int, dim: int) -> int:
-    """Keys of a split of `_decode_kernel`, by the positions that a row of the cache can have, not by those in use."""
+    """Returns the keys of a split of `_decode_kernel`.
+
+    They depend on the largest number of positions, not on those in use.
+    """
     if max_positions <= 4096:
         return 64 if padded_dim(dim) == 256 else 128
     return 256 if max_positions <= 8192 else 512
 
 
 def work_sizes(max_rows: int, max_positions: int, heads: tuple[int, int, int]) -> tuple[int, int]:
-    """Elements of (counters, partial sums) that suffice for every decoding pass, by each kernel.
+    """Returns the elements of (counters, partial sums) that are enough for every decode pass, by each kernel.
 
     Args:
         max_rows: B * Q of the largest pass.
-        max_positions: number of positions that the block table has room for.
-        heads: (query heads, kv heads, head_dim).
+        max_positions: largest number of positions of a row in the block table.
+        heads: (query heads, KV heads, head_dim).
     """
     num_heads, kv_heads, dim = heads
     room = cdiv(max_positions, KEY_BLOCK) * KEY_BLOCK
     splits = cdiv(room, split_keys_for(max_positions, dim))
     groups = cdiv(splits, FAN)
-    tiles = max_rows * kv_heads * cdiv(num_heads // kv_heads, ROW_GROUP)  # no tile has fewer rows
+    tiles = max_rows * kv_heads * cdiv(num_heads // kv_heads, ROW_GROUP)  # the smallest tile has ROW_GROUP rows
     sums = splits + groups if splits > 1 else 0
     sums = max(sums, partial_sums(*early_and_late(0, room)))
     return tiles * (1 + groups), max_rows * num_heads * sums * (dim + 1)
@@ -198,7 +211,7 @@ def work_sizes(max_rows: int, max_positions: int, heads: tuple[int, int, int]) -
 
 # --- `_decode_kernel` ---
 
-# by (element size, padded head_dim); never by the number of rows
+# by (element size, padded head_dim); they must not depend on the number of rows
 TILES = {
     (2, 16): Tiles(32, 64, 4, 3),
     (2, 32): Tiles(32, 64, 4, 3),
@@ -213,7 +226,7 @@ TILES = {
     (4, 256): Tiles(16, 16, 8, 1),
     (4, 512): Tiles(16, 16, 8, 1),
 }
-EARLY = {(2, 256)}  # tiles with which the kernel reads positions, write mask and table before its wait, and uses them
+EARLY = {(2, 256)}  # tiles with which the kernel uses positions, write mask and table that it reads before its wait
 
 
 def tiles_plan(sizes: Pass, itemsize: int, splits: int) -> LaunchPlan:
@@ -229,19 +242,19 @@ def tiles_plan(sizes: Pass, itemsize: int, splits: int) -> LaunchPlan:
 
 # --- decode/mma.py and decode/mma_batch.py ---
 
-# by head_dim: registers of a thread, and CTAs per SM with as many
+# by head_dim: registers per thread, and CTAs per SM with this number
 MMA_REGISTERS, CTAS_PER_SM = {64: 168, 128: MAX_REGISTERS}, {64: 3, 128: 2}
-MAX_ROW_GROUPS = 4  # of 8 query rows in a tile
-# (capability, SMs) of a GPU, by head_dim: a pass of up to so many groups of 8 rows has tiles of one group.
-# Measured on H100 and H200; other GPUs use half their SMs, not measured
+MAX_ROW_GROUPS = 4  # groups of 8 query rows in a tile
+# (capability, SMs) of a GPU, by head_dim: a pass of up to this many groups of 8 rows has tiles of one group. Measured
+# on H100 and H200. Other GPUs use half their number of SMs, which is not measured
 MAX_SINGLE_GROUPS = {((9, 0), 132): {64: 64, 128: 63}}
-# splits that a CTA with an SM of its own reads at a time, each by its own warps. Fewer CTAs leave fewer partial sums to
-# combine, and none if one CTA has all splits of a tile
+# splits that a CTA with its own SM reads at a time, each by its own warps. With fewer CTAs there are fewer partial sums
+# to combine, and none if one CTA has all splits of a tile
 CONCURRENT_SPLITS = 2
 
 
 def max_ctas_alone(gpu: Gpu) -> int:
-    """Most CTAs with two warps for each part of a split, and an SM of their own.
+    """Returns the largest number of CTAs that have two warps per part of a split, and an SM of their own.
 
     With fewer threads, the next kernel's early CTAs on the same SM would slow them down.
     """
@@ -249,13 +262,13 @@ def max_ctas_alone(gpu: Gpu) -> int:
 
 
 def early_plan(gpu: Gpu, sizes: Pass, splits: int, narrow: bool = False) -> LaunchPlan:
-    """Plans the launch of `fragment_kernel` or `batch_kernel`, which give a row the same bits.
+    """Plans the launch of `fragment_kernel` or `batch_kernel`. Both give a row the same bits.
 
     Args:
         gpu: the device.
-        sizes: of the pass.
-        splits: number of splits that the longest row of the pass may have.
-        narrow: K and V are in 8 bits, which only `batch_kernel` reads, even with one split to a CTA.
+        sizes: sizes of the pass.
+        splits: number of splits of the longest row of the pass.
+        narrow: True if K and V have 8 bits. Only `batch_kernel` reads these, even with one split per CTA.
     """
     groups = tile_groups(gpu, sizes)
     tiles = sizes.pairs * cdiv(cdiv(sizes.num_rows, ROW_GROUP), groups)
@@ -272,13 +285,13 @@ def early_plan(gpu: Gpu, sizes: Pass, splits: int, narrow: bool = False) -> Laun
 
 
 def even_groups(num_rows: int, max_groups: int) -> int:
-    """Groups of 8 rows in a tile, at most `max_groups`, so that tiles have about the same size."""
+    """Returns the groups of 8 rows in a tile, at most `max_groups`, so that tiles have about the same size."""
     groups = cdiv(num_rows, ROW_GROUP)
     return cdiv(groups, cdiv(groups, max_groups))
 
 
 def tile_groups(gpu: Gpu, sizes: Pass) -> int:
-    """Groups of 8 query rows in a tile, for which K and V are read once.
+    """Returns the groups of 8 query rows in a tile. A tile reads K and V once.
 
     It is 1 for small passes. Else it is the least of 2 .. MAX_ROW_GROUPS with no more tiles than SMs, or MAX_ROW_GROUPS
     with tiles of about the same size.
@@ -294,22 +307,22 @@ def tile_groups(gpu: Gpu, sizes: Pass) -> int:
 def reads_concurrently(gpu: Gpu, dim: int, tiles: int, groups: int, splits: int) -> bool:
     """True if a CTA reads CONCURRENT_SPLITS splits at a time, on an SM of its own.
 
-    That helps if one CTA then has all splits of a tile, or if the number of warps stays the same. Few tiles of one
-    group are faster with more CTAs. It does not help if there are at most CONCURRENT_SPLITS splits.
+    That is faster if one CTA then has all splits of a tile, or if the number of warps stays the same. Few tiles of one
+    group are faster with more CTAs. It is of no use with at most CONCURRENT_SPLITS splits.
     """
     as_many_warps = groups > 1 and CTAS_PER_SM[dim] <= CONCURRENT_SPLITS
     return splits > CONCURRENT_SPLITS and tiles <= gpu.sms and (as_many_warps or tiles > gpu.sms // 2)
 
 
 def ctas_of_early_tile(gpu: Gpu, dim: int, tiles: int, splits: int, concurrent: bool) -> int:
-    """Number of CTAs that share the splits of a tile, so that all CTAs run at once; 0: each split has its own CTA.
+    """Returns the number of CTAs that share the splits of a tile, so that all CTAs run at once. 0: one CTA per split.
 
     Args:
         gpu: the device.
-        dim: of a head.
-        tiles: of the pass.
-        splits: number of splits that the longest row of the pass may have.
-        concurrent: as `reads_concurrently` returned; if True, there are no more tiles than SMs.
+        dim: head_dim.
+        tiles: number of tiles of the pass.
+        splits: number of splits of the longest row of the pass.
+        concurrent: result of `reads_concurrently`. If True, there are no more tiles than SMs.
     """
     if concurrent:
         return min(cdiv(splits, CONCURRENT_SPLITS), gpu.sms // tiles)
@@ -319,21 +332,22 @@ def ctas_of_early_tile(gpu: Gpu, dim: int, tiles: int, splits: int, concurrent: 
 
 # --- decode/tma_sm90.py and decode/combine.py ---
 
-TMA_TILE_KEYS = {64: 128, 128: 64}  # keys of a tile by head_dim; splits are whole tiles. The bits of a row depend on it
-# (CTAs per SM, bytes of K and V in the pipeline of each): first for up to MAX_DEEP_TILES tiles, which have few
-# splits for many CTAs; then for more tiles, where one of two CTAs reads while the other begins or ends
+# keys in a tile, by head_dim; splits are whole tiles. The bits of a row depend on it
+TMA_TILE_KEYS = {64: 128, 128: 64}
+# (CTAs per SM, bytes of K and V in the pipeline of each). First entry: up to MAX_DEEP_TILES tiles, which have few
+# splits for many CTAs. Second entry: more tiles; of two CTAs on an SM one reads while the other begins or ends
 TMA_PIPELINES, MAX_DEEP_TILES = ((1, 112 * 1024), (2, 64 * 1024)), 31
-# for K and V in 8 bits (CTAs per SM, tiles in the pipeline of each, tiles of 16 bits converted from them): first where
-# one CTA per SM has at most two splits, then elsewhere
+# for 8-bit K and V (CTAs per SM, tiles in the pipeline of each, converted 16-bit tiles). First entry: if one CTA per SM
+# has at most two splits. Second entry: all other passes
 NARROW_PIPELINES = ((1, 8, 6), (2, 4, 4))
-TMA_REGISTERS = 128  # per thread of five warps; the loading warp hands most of its own to the others
-MAX_CTAS_PER_TILE = 8  # more only if the tiles are too few to fill the device
-CTA_OVERHEAD = 0.02  # start and end of a CTA, as a fraction of the time for a tile's keys
+TMA_REGISTERS = 128  # per thread of five warps; the loading warp gives most of its own to the others
+MAX_CTAS_PER_TILE = 8  # a tile has more CTAs only if the tiles are too few to fill the device
+CTA_OVERHEAD = 0.02  # time of start and end of a CTA, as a fraction of the time for a tile's keys
 GATHER_REGISTERS = 255  # per thread: a warp holds two sets of partial sums
 
 
 def ctas_of_late_tile(tiles: int, resident: int) -> int:
-    """Number of CTAs that share the splits of a tile, if `resident` CTAs run at a time.
+    """Returns the number of CTAs that share the splits of a tile, if `resident` CTAs run at a time.
 
     It minimises the number of waves times the time of a CTA.
     """
@@ -342,7 +356,7 @@ def ctas_of_late_tile(tiles: int, resident: int) -> int:
 
 
 def late_plan(gpu: Gpu, sizes: Pass, splits: int, narrow: bool = False) -> LaunchPlan:
-    """Plans the launch of `shares_kernel`; arguments as of `early_plan`."""
+    """Plans the launch of `shares_kernel`. For the arguments see `early_plan`."""
     tiles = sizes.pairs * cdiv(sizes.num_rows, TMA_TILE_ROWS)
     keys = TMA_TILE_KEYS[sizes.dim]
     ctas_per_sm, pipeline = TMA_PIPELINES[tiles > MAX_DEEP_TILES]

@@ -1,4 +1,4 @@
-"""Causal attention of many query rows over paged keys, for CUDA: grouped heads, sliding window.
+"""Causal attention of many query rows over a paged KV cache on CUDA, with grouped heads and sliding windows.
 
     out[b, i, h] = sum_j softmax_j(s[j]) v[j],  s[j] = scale q[b, i, h] . k[j],  j <= positions[b, i]
                                                        and with a window W also j > positions[b, i] - W
@@ -11,16 +11,16 @@
 | positions    | [B, Q] int64                          | >= 0                                                |
 | sinks        | [H] fp32 or query's dtype             | contiguous; None: none                              |
 
-Used for prompt chunks; dispatch.py has the decoding passes. A CTA takes a tile of query rows of one head and all keys
+Used for prompt chunks; dispatch.py runs the decode passes. A CTA takes a tile of query rows of one head and all keys
 that they see. The algorithm is that of FlashAttention-2 (Dao 2023, arXiv 2307.08691): online softmax over blocks of
 keys. Blocks that every row of the tile sees are computed without a mask:
 
     keys        0 ........... oldest row's position ......... newest row's position
     blocks      [ no mask ][ no mask ][ mask ][ mask ]      (with a window: all with a mask)
 
-Products accumulate in fp32; fp32 inputs use IEEE precision. Slots above a tile's newest position are not read: they may
-hold NaN. A block that is masked for a row does not change its bits. A block that the row sees has the same bits with
-the mask and without.
+Products accumulate in fp32; fp32 inputs use IEEE precision. Slots after a tile's newest position are not read, because
+they may hold NaN. A block that is masked for a row does not change its bits. A block that the row sees has the same
+bits with the mask and without.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from fastspec.shapes import KEY_BLOCK, UNTILED, AttentionRule, Tiling
 
 _LOG2E = tl.constexpr(LOG2E)
 
-# by (element size, head_dim padded to a power of two): within 99 KiB of shared memory, which every GPU has
+# by (element size, head_dim padded to a power of two): needs at most 99 KiB of shared memory, which every GPU has
 LAUNCH = {
     (2, 16): Tiles(64, 64, 4, 3),
     (2, 32): Tiles(64, 64, 4, 3),
@@ -57,14 +57,14 @@ LAUNCH = {
     (4, 256): Tiles(16, 16, 8, 1),
     (4, 512): Tiles(16, 16, 8, 1),
 }
-# for warpgroup products: GPUs with LARGE_SHARED bytes of shared memory per block
+# for wgmma: GPUs with LARGE_SHARED bytes of shared memory per block
 LARGE = {
     (2, 64): Tiles(128, 128, 8, 3),
     (2, 128): Tiles(128, 128, 8, 3),
     (2, 256): Tiles(128, 32, 8, 2),
 }
 LARGE_SHARED = 225 * 1024
-# where such large tiles leave SMs idle: half the rows and half the warps, so that a row keeps its bits
+# if tiles of LARGE would leave SMs idle: half the rows and half the warps, so that a row keeps its bits
 HALVES = {
     (2, 64): Tiles(64, 128, 4, 3),
     (2, 128): Tiles(64, 128, 4, 3),
@@ -75,12 +75,13 @@ HALVES = {
 def pages_of(cache, first, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
     """Loads the pages of keys first .. first + BLOCK_N - 1: [BLOCK_N], or one if a single page holds them all.
 
-    It reads the lower 32 bits in two halves: a pipelined loop does not stage such narrow loads through shared memory.
+    It reads the lower 32 bits in two halves, because a pipelined loop does not stage such narrow loads through shared
+    memory.
     """
     at = first
     if PAGE_SIZE % BLOCK_N != 0:
         at = first + tl.arange(0, BLOCK_N)
-    # in range for every valid table and position; clamped because both are data
+    # in range for every valid table and position; clamped because kernels cannot check these values
     entry = cache.block_table + tl.minimum(at // PAGE_SIZE, cache.table_width - 1)
     half = entry.to(tl.pointer_type(tl.int16), bitcast=True)
     page = (tl.load(half).to(tl.int32) & 0xFFFF) | (tl.load(half + 1).to(tl.int32) << 16)
@@ -97,14 +98,14 @@ def slots_of(
     PAGE_SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Computes the offsets of keys first.. in the cache, from the result of `pages_of`.
+    """Computes the offsets in the cache of keys from `first` on, from the result of `pages_of`.
 
     Returns:
         (offset of the block, offsets [BLOCK_N, 1] within it).
     """
     key = tl.arange(0, BLOCK_N)
     if PAGE_SIZE % BLOCK_N == 0:
-        place = ((page * PAGE_SIZE + first % PAGE_SIZE) * KV_HEADS + kv_head) * HEAD_DIM  # int64 from page
+        place = ((page * PAGE_SIZE + first % PAGE_SIZE) * KV_HEADS + kv_head) * HEAD_DIM  # int64, because page is
         return place, (key * (KV_HEADS * HEAD_DIM))[:, None]
     else:
         slot = ((page * PAGE_SIZE + (first + key) % PAGE_SIZE) * KV_HEADS + kv_head) * HEAD_DIM
@@ -113,7 +114,7 @@ def slots_of(
 
 @triton.jit
 def tanh(x):
-    """Computes tanh(x) with a relative error of 3 * 2^-23: an odd polynomial near zero, elsewhere by a power of 2."""
+    """Computes tanh(x) with a relative error of 3 * 2^-23. Uses an odd polynomial near zero, elsewhere a power of 2."""
     squared = x * x
     series = -0.006276390049606562 * squared + 0.021116215735673904
     series = (series * squared - 0.053875137120485306) * squared + 0.13332924246788025
@@ -134,7 +135,7 @@ def _attend_blocks(
     top,
     total,
     out,
-    cache,  # PagedCache of one row
+    cache,  # PagedCache with one row
     position,
     kv_head,
     begin,
@@ -194,7 +195,7 @@ def _flash_kernel(
     num_queries,
     limit,  # keys from this position on are not read
     scoring,  # Scoring
-    WINDOW: tl.constexpr,  # 0: none
+    WINDOW: tl.constexpr,  # 0: no window
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -208,7 +209,7 @@ def _flash_kernel(
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
-    # the tiles with most keys start first, so the last CTAs are short
+    # tiles with most keys start first, so that the last CTAs are short
     tile = tl.num_programs(1) - 1 - tl.program_id(1)
     head, batch = tl.program_id(0), tl.program_id(2).to(tl.int64)
     row = tile * ROWS + tl.arange(0, ROWS)
@@ -223,7 +224,7 @@ def _flash_kernel(
     begin, whole = 0, (oldest + 1) // BLOCK_N * BLOCK_N
     if WINDOW > 0:
         begin = tl.maximum(oldest - WINDOW + 1, 0) // BLOCK_N * BLOCK_N
-        whole = begin  # unless the window is wide, no block is visible to every row as a whole: all are masked
+        whole = begin  # with a window no block is visible to every row, unless the window is wide: all are masked
     position = position.to(tl.int32)
 
     top = tl.full([ROWS], -float("inf"), tl.float32)
@@ -250,11 +251,12 @@ def _flash_kernel(
 def launch_of(
     device: torch.device, itemsize: int, block_d: int, converted: bool = False, heads: int = 0, rows: int = 0
 ) -> Tiles:
-    """Chooses the tiles for a device: large ones if its shared memory holds them.
+    """Returns the tiles for a device: those of LARGE if its shared memory holds them.
 
-    Heads of 256 with an 8-bit cache use small tiles: the conversion leaves too few registers.
+    Heads of size 256 with an 8-bit cache use small tiles, because the conversion needs registers.
 
     Args:
+        converted: True for an 8-bit cache.
         heads: query heads of all rows of the batch.
         rows: query tokens of one row; 0: many.
     """
@@ -280,10 +282,10 @@ def paged_attention(
     out: Tensor | None = None,
     kv_scales: KVScales | None = None,
 ) -> Tensor:
-    """Computes `reference.paged_attention`. `tiling` is ignored, because rows are invariant with any.
+    """Computes `reference.paged_attention`. `tiling` is ignored, because rows are invariant with any tiles.
 
     Args:
-        out: the output, contiguous and like query; query itself may be given.
+        out: the output, contiguous and shaped like query; may be query itself.
 
     Raises:
         ValueError: shapes, dtypes or layouts that do not fit each other, or a head_dim without tiles.

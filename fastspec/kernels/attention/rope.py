@@ -1,4 +1,4 @@
-"""Head norms, rotary embedding and K/V append for CUDA: device code for dispatch.py, and one launch for a prompt chunk.
+"""Head norms, rotary embedding and K/V append on CUDA: device code for dispatch.py, and one launch for a prompt chunk.
 
     x -> rmsnorm(x) over D, if the model has it;  (x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin),  x = [x1 | x2]
 
@@ -12,9 +12,9 @@
 | positions    | [B, Q] int64                             | >= 0; beyond the table: its last row      |
 | write_mask   | [B, Q] bool                              | False: K/V are not stored                 |
 
-One function stores K for decoding and prompts, in tiles of NEW_ROWS rows and four warps: so the norm's sum has the same
+One function stores K for decode and prompts, in tiles of NEW_ROWS rows and four warps. So the norm's sum has the same
 order in both. Callers launch with enable_fp_fusion=False, so every product is rounded. The result has the bits of the
-torch definition, except for the norm, whose sum torch takes in another order.
+torch definition, except for the norm: torch sums in another order.
 """
 
 from __future__ import annotations
@@ -31,13 +31,16 @@ from fastspec.kernels.common.kv_scales import scales_of
 from fastspec.kernels.common.launch import launch
 from fastspec.kernels.reference.attention import HeadsCall
 
-NEW_ROWS = tl.constexpr(8)  # new K/V rows stored at a time
+NEW_ROWS = tl.constexpr(8)  # number of new K/V rows stored at a time
 NUM_WARPS = 4
 
 
 @triton.constexpr_function
 def _chunk_rows(block_d: int) -> int:
-    """Rows of one head per CTA of a prompt chunk: the widest heads need more registers."""
+    """Returns the rows of one head per CTA of a prompt chunk.
+
+    The widest heads need more registers, so they have fewer.
+    """
     return 32 if block_d <= 256 else 8
 
 
@@ -62,7 +65,7 @@ def columns(HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
 
 @triton.jit
 def _scaled(x, factor, weight):
-    """Computes weight * (x * factor), rounded to x's dtype after each product; with an fp32 weight only once."""
+    """Returns weight * (x * factor), rounded to x's dtype after each product. With an fp32 weight rounded only once."""
     normed = x.to(tl.float32) * factor[:, None]
     if weight.dtype != tl.float32:
         normed = normed.to(x.dtype).to(tl.float32)
@@ -73,7 +76,7 @@ def _scaled(x, factor, weight):
 def apply_rope(x1, x2, position, valid, tokens, norm_ptr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
     """Normalises and rotates heads with halves x1, x2 [R, BLOCK_D / 2], which are zero beyond HEAD_DIM / 2.
 
-    `norm_ptr` is one of the norms of `tokens`; position [R] of each head; `valid` is False for padding.
+    `norm_ptr` is one of the norm weights of `tokens`. position [R]: of each head. `valid` is False for padding.
     """
     HALF: tl.constexpr = HEAD_DIM // 2
     column = tl.arange(0, BLOCK_D // 2)
@@ -99,7 +102,7 @@ def apply_rope(x1, x2, position, valid, tokens, norm_ptr, HEAD_DIM: tl.constexpr
 
 @triton.jit
 def as_stored(x, factor, DTYPE: tl.constexpr):
-    """Converts x to the cache's dtype, see kv_scales.py. e4m3 is made from bits: GPUs convert differently."""
+    """Converts x to the cache's dtype, see kv_scales.py. Computes e4m3 from bits, because GPUs convert differently."""
     if factor is None:
         return x
     else:
@@ -119,12 +122,12 @@ def as_stored(x, factor, DTYPE: tl.constexpr):
 @triton.jit
 def new_places(
     tokens,  # NewTokens
-    cache,  # PagedCache of row `batch`
+    cache,  # PagedCache with row `batch`
     batch,
     kv_head,
     first_row,
-    start,  # positions from here
-    stop,  # to here, exclusive
+    start,  # first position
+    stop,  # end of positions, exclusive
     num_queries,
     KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -132,10 +135,10 @@ def new_places(
 ):
     """Loads (index, position, slot in the cache, True if stored) of rows first_row .. first_row + NEW_ROWS - 1.
 
-    The preceding product writes none of this. Loads bypass L1, which may hold older contents of the same memory.
+    The preceding product writes none of these. Loads bypass L1, because it may hold old contents of this memory.
     """
     row = first_row + tl.arange(0, NEW_ROWS)
-    at = batch * num_queries + row  # int64 from batch
+    at = batch * num_queries + row  # int64, because batch is
     is_new = row < num_queries
     position = tl.load(tokens.positions + at, mask=is_new, other=0, cache_modifier=".cg")
     write_mask = tl.load(tokens.write_mask + at, mask=is_new, other=0, cache_modifier=".cg") != 0
@@ -149,17 +152,17 @@ def new_places(
 @triton.jit
 def append(
     tokens,  # NewTokens
-    cache,  # PagedCache of the row
+    cache,  # PagedCache with this row
     kv_head,
     first_row,
     num_queries,
-    places,  # of `new_places`
+    places,  # result of `new_places`
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Stores K and V of rows first_row .. first_row + NEW_ROWS - 1 where `places` says."""
+    """Stores K and V of rows first_row .. first_row + NEW_ROWS - 1 in the slots of `places`."""
     at, position, slot, stored = places
     is_new = first_row + tl.arange(0, NEW_ROWS) < num_queries
     HALF: tl.constexpr = HEAD_DIM // 2
@@ -195,7 +198,7 @@ def _rotate_kernel(
     PAGE_SIZE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Rotates and stores heads. Program (rows, head, batch): heads below H are queries, the others K with its V."""
+    """Rotates and stores heads. Program (rows, head, batch): heads below H are queries, the others are K with its V."""
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -226,10 +229,10 @@ def _rotate_kernel(
 
 
 def store_heads(call: HeadsCall) -> Tensor:
-    """Stores K and V, and returns the queries, as `Ops.store_heads`. Page 0 keeps what it has.
+    """Stores K and V, and returns the queries; see `Ops.store_heads`. Does not write to page 0.
 
     Raises:
-        ValueError: shapes, dtypes or layouts that are not as above.
+        ValueError: shapes, dtypes or layouts other than above.
     """
     check_heads(call)
     qkv, num_heads = call.qkv, call.num_heads

@@ -1,9 +1,9 @@
-"""Division of a multiprocessor's memory while a kernel runs: shared memory for its programs, the rest L1.
+"""Sets how an SM's memory is divided while a kernel runs: shared memory for its CTAs, the rest for L1.
 
-L1 holds values that are on their way from memory, so a kernel with little L1 reads slowly. A division stays until a
-kernel with another preference starts on an idle multiprocessor. With programmatic dependent launch a multiprocessor is
-hardly ever idle. Triton prefers all shared memory for any kernel that needs more than 48 KiB. One such kernel in a
-layer would slow down all others (measured in perf/LOG.md). So each kernel gets a preference here.
+L1 holds values that are being loaded, so a kernel with little L1 reads slowly. A division stays until a kernel with
+another preference starts on an idle SM. With programmatic dependent launch an SM is hardly ever idle. Triton prefers
+all shared memory for any kernel that needs more than 48 KiB. One such kernel in a layer would slow down all others
+(measured in perf/LOG.md). So each kernel gets a preference here.
 
 CUDA Driver API: cuFuncSetAttribute, CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT.
 """
@@ -17,12 +17,12 @@ from typing import Any
 import torch
 
 PREFERRED_CARVEOUT = 9  # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
-RESERVED = 1024  # bytes of shared memory that the system takes for each program (compute capability 8.0 on)
-LEAST = 14  # percent; 32 KiB on an H200. Kernels that need less share one division
+RESERVED = 1024  # bytes of shared memory that the system takes for each CTA (compute capability 8.0 on)
+LEAST = 14  # percent; 32 KiB on an H200. Kernels that need less use this
 
 
 def percent_of(programs: int, shared: int, room: int, least: int) -> int:
-    """Percent of a multiprocessor's `room` bytes for `programs` of `shared` bytes each; at least `least`."""
+    """Returns the percentage of an SM's `room` bytes for `programs` CTAs of `shared` bytes each; at least `least`."""
     needed = -(-100 * programs * (shared + RESERVED) // room)
     return min(100, max(least, needed))
 

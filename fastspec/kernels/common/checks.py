@@ -14,11 +14,11 @@ from torch import Tensor
 from fastspec.kernels.common.kv_scales import FP8
 
 ATTENTION_TYPES = (torch.bfloat16, torch.float16, torch.float32)
-MAX_HEAD_DIM = 512  # the widest head that the launch tables of attention have tiles for
+MAX_HEAD_DIM = 512  # largest head_dim in the launch tables of attention
 
 
 def told(tensor: Tensor) -> str:
-    """Text for a tensor in an error: dtype and shape, and strides unless it is contiguous."""
+    """Formats dtype and shape of a tensor for an error, and its strides if it is not contiguous."""
     strides = "" if tensor.is_contiguous() else f" with strides {list(tensor.stride())}"
     return f"{_name(tensor.dtype)} {list(tensor.shape)}{strides}"
 
@@ -43,7 +43,7 @@ def check(
 
 
 def check_table(name: str, table: Tensor, rows: int, width: int = 1) -> None:
-    """Raises ValueError unless `table` is int64 of `rows` rows, `width` columns or more, each row contiguous."""
+    """Raises ValueError unless `table` is int64 with `rows` rows of `width` columns or more, each row contiguous."""
     fits = table.dim() == 2 and table.dtype == torch.int64 and table.shape[0] == rows and table.shape[1] >= width
     if fits and table.stride(1) == 1:
         return
@@ -52,7 +52,7 @@ def check_table(name: str, table: Tensor, rows: int, width: int = 1) -> None:
 
 
 def check_room(name: str, tensor: Tensor, least: int, step: str) -> None:
-    """Raises ValueError unless `tensor` is contiguous int64 of `least` elements or more."""
+    """Raises ValueError unless `tensor` is contiguous int64 with at least `least` elements."""
     if tensor.dtype != torch.int64 or tensor.numel() < least or not tensor.is_contiguous():
         raise ValueError(f"{name} is {told(tensor)}; wanted contiguous int64 [{least}] or longer: {step}")
 
@@ -97,7 +97,10 @@ def check_cache(
 
 
 def rows_dtype(rows: Tensor, keys: Tensor) -> torch.dtype:
-    """The dtype of rows that attend to `keys`: the cache's dtype. Beside an 8-bit cache, any dtype of a cache."""
+    """Returns the dtype that query rows must have: the cache's dtype.
+
+    With an 8-bit cache, the dtype that `rows` have.
+    """
     if keys.dtype != FP8:
         return keys.dtype
     return rows.dtype if rows.dtype in ATTENTION_TYPES else torch.bfloat16

@@ -46,12 +46,13 @@ FIELDS: dict[Form, tuple[tuple[Field, ...], ...]] = {
     "int4": (((0, 4, 0),), ((0, 4, 4),), ((0, 4, 8),), ((0, 4, 12),)),
     "fp4": (((3, 1, 15), (0, 3, 6)), ((3, 1, 12), (0, 3, 3)), ((3, 1, 14), (0, 3, 9)), ((3, 1, 13), (0, 3, 0))),
 }
-# the sums of products are 2^LIFT times too small, with x or codes raised by 2^64. For fp4 neither is raised: scales are
-# stored 2^FP4_RAISED times larger
+# sums of products are 2^LIFT times too small, after x or the codes were multiplied by 2^64. For fp4 neither is: its
+# scales are stored 2^FP4_RAISED times larger
 LIFT: dict[Form, int] = {"fp8": 56, "int8": 69, "off8": 69, "int4": 69, "fp4": 26}
 FP4_RAISED = 100
-GROUPS = {"fp8": (64, 128), "int8": (64, 128), "int4": (32, 64, 128), "fp4": (16, 32)}  # by format, columns of a scale
-PART = 2**23  # codes packed at a time; temporary memory is a few times that
+# by format: numbers of columns that may share a scale
+GROUPS = {"fp8": (64, 128), "int8": (64, 128), "int4": (32, 64, 128), "fp4": (16, 32)}
+PART = 2**23  # number of codes packed at a time; this needs a few times as much temporary memory
 
 
 @dataclass(slots=True, eq=False)
@@ -131,18 +132,18 @@ class PackedCodes:
     def fill_rounded(
         self, runs: Iterable[tuple[int, Tensor]], pack: Callable[[PackedCodes, int, Tensor], Tensor]
     ) -> None:
-        """Fills the weight from values, which `pack` rounds. Values come in runs of whole tiles, in order.
+        """Fills the weight from values, which `pack` rounds. Values come in ranges of whole tiles, in order.
 
         Args:
             runs: (number of the first tile, rows [n, K]), ascending. A gated matrix has the gate's rows first.
-            pack: `rounding.pack_rounded`, or a kernel for it. It writes the words of a run, without -128 in int8, and
+            pack: `rounding.pack_rounded`, or a kernel for it. It writes the words of a range, without -128 in int8, and
                 returns the scales.
         """
         scales = self._joined([pack(self, tile, rows) for tile, rows in runs])
         self._fill_scales(scales, None)
 
     def _joined(self, runs: list[Tensor]) -> Tensor:
-        """Joins values of runs of rows in the order of all rows. Each row has one value or more."""
+        """Joins values of ranges of rows in the order of all rows. Each row has one value or more."""
         if not self.gated:
             return torch.cat(runs)
         return torch.cat([run[: len(run) // 2] for run in runs] + [run[len(run) // 2 :] for run in runs])

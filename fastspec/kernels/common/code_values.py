@@ -1,6 +1,6 @@
-"""Dequantised values in Triton kernels, for prompts' products and for rows of an embedding.
+"""Dequantises values in Triton kernels, for prefill products and for rows of an embedding.
 
-They have the bits of `PackedCodes.dequantise`: fp32, rounded once to bf16.
+The bits are those of `PackedCodes.dequantise`: fp32, rounded once to bf16.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class ValueSource(NamedTuple):
 
 
 def source_of(codes: PackedCodes) -> tuple[ValueSource, dict[str, Any]]:
-    """Tensors and constants for the arguments of `code_values`."""
+    """Returns the tensors and the constexpr arguments with which a kernel calls `code_values`."""
     scales = codes.scales
     if scales is not None:
         half = torch.bfloat16 if codes.form == "fp4" else torch.float16
@@ -82,7 +82,7 @@ def blocks_of(FORM):
 
 @triton.jit
 def column_of(place, FORM: tl.constexpr, GROUP: tl.constexpr):
-    """Column, of 32, of half number `place` of a row's 32 halves."""
+    """Returns the column (0..31) of half number `place` of a row's 32 halves."""
     if FORM == "int4" and GROUP == 32:
         return place % 8 // 4 * 16 + place // 8 * 4 + place % 4
     else:
@@ -100,8 +100,8 @@ def scaled(
     K: tl.constexpr,
     FORM: tl.constexpr,  # as in `PackedCodes`
     GROUP: tl.constexpr,
-    PAIRS: tl.constexpr,  # pairs of scales of a tile for a group
-    LOWER: tl.constexpr,  # multiplies a factor to remove its lift
+    PAIRS: tl.constexpr,  # number of pairs of scales of a tile per group of columns
+    LOWER: tl.constexpr,  # factor that removes the lift of the stored values
 ):
     """Dequantises code number i of halves, int32, in fp32.
 
@@ -142,7 +142,7 @@ def code_values(
     PAIRS: tl.constexpr,
     LOWER: tl.constexpr,
 ):
-    """Dequantises rows n, int64 in the order of the words, at columns k, in fp32. For the rest see `scaled`."""
+    """Dequantises rows n (int64, in the order of the words) at columns k, in fp32. For other arguments see `scaled`."""
     C: tl.constexpr = 32 * blocks_of(FORM)
     within = k % 32
     place = within

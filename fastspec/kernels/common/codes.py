@@ -22,7 +22,7 @@ from torch import Tensor
 
 CodeFormat = Literal["fp8", "int8", "int4", "fp4"]
 BITS = {"fp8": 8, "int8": 8, "int4": 4, "fp4": 4}
-_SLICE = 2048  # rows
+_SLICE = 2048  # rows dequantised at a time
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # OCP Microscaling Formats 1.0, section 5.3.3
 
 
@@ -43,7 +43,9 @@ class CodesKind(NamedTuple):
         return -(-shape[0] // self.block[0]), -(-shape[1] // self.block[1])
 
     def of_part(self, rows: Sequence[tuple[int, int]], width: int) -> CodesKind:
-        """The kind of `Codes.part`. Blocks keep their rows if all ranges have whole blocks, else they have one row.
+        """Returns the kind of `Codes.part`.
+
+        Blocks keep their rows if all ranges have whole blocks, else they have one row.
 
         Args:
             rows: (start, stop) of each range.
@@ -112,7 +114,7 @@ class Codes:
         return values.to(dtype)
 
     def dequantise_into(self, place: Tensor) -> None:
-        """Writes the values to `place` [N, K], some rows at a time. So only few of them exist in fp32."""
+        """Writes the values to `place` [N, K], _SLICE rows at a time. So only that many exist in fp32."""
         rows = self.kind.block[0]
         step = -(-_SLICE // rows) * rows
         for start in range(0, self.shape[0], step):
@@ -167,7 +169,8 @@ def _spread(values: Tensor, times: int, dim: int, size: int) -> Tensor:
 def join(parts: Sequence[Codes]) -> Codes:
     """Joins the rows of matrices of one format and one K: [sum of N, K].
 
-    Blocks of several rows stay if each part but the last has only whole ones. Otherwise they become blocks of one row.
+    Blocks of several rows stay if every part except the last has only whole ones. Otherwise they become blocks of one
+    row.
 
     Raises:
         ValueError: parts differ in format, in K, or in the columns of a block.
@@ -186,7 +189,7 @@ def join(parts: Sequence[Codes]) -> Codes:
 
 
 def joined_kind(kinds: Sequence[CodesKind], shapes: Sequence[tuple[int, int]]) -> CodesKind | None:
-    """The kind of `join` for matrices of these kinds and shapes; None if they cannot be joined."""
+    """Returns the kind of `join` for matrices of these kinds and shapes. None if they cannot be joined."""
     first = kinds[0]
     if len({(kind.format, kind.block[1], shape[1]) for kind, shape in zip(kinds, shapes, strict=True)}) > 1:
         return None

@@ -1,7 +1,7 @@
-"""Compile jobs: the sources of one kernel as text, and the process that compiles them.
+"""Compile jobs: a kernel's source as text, and the process that compiles it.
 
 A job is JSON: a kernel by module and name, the types and constants of its arguments, the target and Triton's options.
-Only names in `fastspec` and `triton` are looked up, wherever the text comes from.
+Names outside `fastspec` and `triton` are refused, because the text comes from another process.
 """
 
 from __future__ import annotations
@@ -32,17 +32,20 @@ _PLAIN: Final = (bool, int, float, str, type(None))
 
 
 class NotSendable(TypeError):
-    """A job has an argument without a text. Its own process compiles it."""
+    """A job has an argument that cannot be converted to text.
+
+    The process that wants the kernel must compile it itself.
+    """
 
 
 def job_of(compiling: Callable[[], Any]) -> bytes:
-    """Text of a call that Triton hands to an executor.
+    """Converts a call of Triton's compiler to the text of a job.
 
     Args:
-        compiling: Triton's closure over the source, the target, the options and its settings.
+        compiling: the closure that Triton submits: over the source, the target, the options and its settings.
 
     Raises:
-        NotSendable: another version of Triton, or an argument without a text.
+        NotSendable: this version of Triton is unknown, or an argument cannot be converted to text.
     """
     held = getclosurevars(compiling).nonlocals
     try:
@@ -56,7 +59,7 @@ def job_of(compiling: Callable[[], Any]) -> bytes:
 
 
 def is_cached(compiling: Callable[[], Any]) -> bool:
-    """True if Triton's disk cache has the kernel of this call, or if this cannot be known."""
+    """True if Triton's disk cache has the kernel of this call, or if that cannot be determined."""
     from triton.compiler import get_cache_key, make_backend
     from triton.runtime.cache import get_cache_manager
 
@@ -70,10 +73,10 @@ def is_cached(compiling: Callable[[], Any]) -> bool:
 
 
 def read_job(job: bytes) -> tuple[Any, Any, dict[str, Any], dict[str, Any]]:
-    """The source, the target, the options and the settings of a job.
+    """Returns (source, target, options, settings) of a job.
 
     Raises:
-        NotSendable: a name that is not in `fastspec` or `triton`.
+        NotSendable: a name outside `fastspec` and `triton`.
     """
     gluon, *told = json.loads(job)
     kernel, signature, constants, attrs, target, options, settings = map(_made, told)
@@ -89,18 +92,18 @@ def read_job(job: bytes) -> tuple[Any, Any, dict[str, Any], dict[str, Any]]:
 
 
 def hash_in_order(kernel: Any) -> None:
-    """Computes the cache keys of a kernel's callees before its own key, unless the kernel has one.
+    """Computes the cache keys of a kernel's callees before its own key, unless the kernel already has a key.
 
-    Triton's disk cache is looked up by a kernel's key. In Triton 3.6 a key depends on whether the keys of its callees
-    existed before: constants that callees read are included or not. Another process, or another order of launches,
-    would then not find the cached kernel. With this order a key depends only on the kernel.
+    Triton looks up its disk cache by a kernel's key. In Triton 3.6 the key includes constants that callees read only if
+    the callees had no key before. So with another order of launches, or in another process, the cached kernel is not
+    found. With this order the key depends on the kernel alone.
     """
     if getattr(kernel, "hash", "") is None:
         _hash_in_order(kernel, set())
 
 
 def _hash_in_order(function: Any, begun: set[int]) -> None:
-    """Hashes a function and those that it calls, in order. `begun` stops functions that call each other."""
+    """Hashes the functions that a function calls, then the function. `begun` ends the recursion for mutual calls."""
     begun.add(id(function))
     cells = zip(function.fn.__code__.co_freevars, function.fn.__closure__ or (), strict=False)
     scope = function.fn.__globals__ | {name: cell.cell_contents for name, cell in cells}
@@ -111,7 +114,7 @@ def _hash_in_order(function: Any, begun: set[int]) -> None:
 
 
 def _called(code: CodeType, scope: Mapping[str, Any]) -> Iterator[Any]:
-    """Triton functions among the names in a function's code, and in modules among these."""
+    """Yields the Triton functions that a function's code names, directly or as attributes of modules."""
     from triton.runtime.jit import JITCallable
 
     for name in code.co_names + code.co_freevars:
@@ -124,21 +127,24 @@ def _called(code: CodeType, scope: Mapping[str, Any]) -> Iterator[Any]:
 
 
 def launcher_of(job: bytes) -> str:
-    """The kind of launcher of a job's kernel. Kernels with the same argument types share one launcher."""
+    """Returns a key of the launcher that a job's kernel needs.
+
+    Kernels with the same argument types share one launcher.
+    """
     _, _, signature, *_ = json.loads(job)
     return json.dumps([kind for _, kind in signature["dict"]])
 
 
 def serve(kernels: str, cache: str, ends: list[int]) -> None:
-    """Forks a process for each socket. It compiles the jobs that arrive there until the socket closes.
+    """Forks one process per socket. Each compiles the jobs that arrive at its socket, until the socket closes.
 
-    Before it forks, it imports the modules with kernels, without torch. It also hashes Triton's own files, hundreds of
-    megabytes, because names in Triton's cache contain that hash.
+    Before it forks, it imports the modules with kernels, without torch. It also hashes Triton's own files (hundreds of
+    MB), because the names in Triton's cache contain this hash.
 
     Args:
-        kernels: the module that imports all kernels.
-        cache: the directory for machine code.
-        ends: numbers of the open sockets.
+        kernels: name of the module that imports all kernels.
+        cache: directory of Triton's disk cache.
+        ends: file numbers of the open sockets.
     """
     leave_out_torch()
     import triton
@@ -153,7 +159,7 @@ def serve(kernels: str, cache: str, ends: list[int]) -> None:
         library_dirs()
     triton.knobs.cache.dir = cache
     hashing.join()
-    gc.disable()  # no process lives for long
+    gc.disable()  # these processes do not live long
     gc.freeze()
     for end in ends:
         if os.fork() == 0:
@@ -181,21 +187,26 @@ def _work(asked: Connection) -> None:
                 if launcher:
                     _make_launcher(source, compiled)
             finally:
-                asked.send_bytes(b"done")  # if it failed, the process that asked compiles it again and sees why
+                # sent after a failure, too: the process that asked then compiles the kernel itself and gets the error
+                asked.send_bytes(b"done")
     except (EOFError, OSError):
         return
 
 
 def _make_launcher(source: Any, compiled: Any) -> None:
-    """Compiles the launcher of a kernel. In some versions of Triton it is a C module in the cache."""
+    """Compiles the launcher of a kernel into the cache. In some versions of Triton it is a C module."""
     with suppress(*_NO_LAUNCHER):
         from triton.backends.nvidia.driver import CudaLauncher
 
-        CudaLauncher(source, compiled.metadata)  # if it cannot be made here, the launching process makes it
+        # if this fails, the process that launches the kernel makes the launcher
+        CudaLauncher(source, compiled.metadata)
 
 
 def _told(value: Any) -> Any:
-    """Converts a value to JSON. Plain values stay; others become an object with one field, which names their kind."""
+    """Converts a value to JSON.
+
+    Numbers, texts and None stay; another type becomes an object with one field that names the type.
+    """
     from triton.language import constexpr, dtype
     from triton.runtime.jit import JITCallable
 
@@ -223,7 +234,7 @@ def _told(value: Any) -> Any:
 
 
 def _made(told: Any) -> Any:
-    """Undoes `_told`."""
+    """Converts the JSON of `_told` back to the value."""
     if isinstance(told, list):
         return [_made(each) for each in told]
     if not isinstance(told, dict):

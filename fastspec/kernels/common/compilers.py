@@ -1,4 +1,7 @@
-"""Processes that compile Triton kernels. Triton's frontend is Python, so threads of one process wait for each other."""
+"""Processes that compile Triton kernels.
+
+Triton's compiler is Python code, so threads of one process would run in turn.
+"""
 
 from __future__ import annotations
 
@@ -21,10 +24,11 @@ from typing import Any, Final
 
 from fastspec.kernels.common.compile_jobs import NotSendable, is_cached, job_of, launcher_of
 
-HERE: Final = 2  # kernels that this process compiles at once; more would wait for each other
+HERE: Final = 2  # number of kernels that this process compiles at a time; with more, threads would wait for each other
 LOOK: Final = 0.01  # seconds between two checks for a kernel that another process compiles
-_LIMIT: Final = "/sys/fs/cgroup/cpu.max"  # microseconds of all cores, and of the period
-LONGEST: Final = 60.0  # seconds for one kernel; then the process counts as hung, and this one compiles it as well
+_LIMIT: Final = "/sys/fs/cgroup/cpu.max"  # file with the CPU limit: microseconds of CPU time per period, and the period
+# seconds for one kernel; after that the compiling process counts as hung, and this process compiles the kernel
+LONGEST: Final = 60.0
 _BEGIN: Final = """
 import ast, sys
 sys.path[:] = ast.literal_eval(sys.argv[1])
@@ -34,33 +38,34 @@ serve(sys.argv[2], sys.argv[3], [int(end) for end in sys.argv[4:]])
 
 
 class Compilers(Executor):
-    """Executor for Triton's compiler: two threads, and processes from the first kernel on that is not in the cache.
+    """Executor for Triton's compiler: two threads, and processes that start with the first kernel that is not cached.
 
-    A process writes to the cache on disk, and the thread that asked reads it there. If a process cannot compile a
-    kernel, the thread compiles it. The processes are forks of one fresh interpreter. It has imported the kernels, and
-    has no other thread and no device.
+    A process writes the kernel to Triton's disk cache. The thread that asked reads it from there. If a process cannot
+    compile a kernel, the thread does. The processes are forks of a fresh interpreter that has imported the kernels and
+    nothing else; it has one thread and has not used a GPU.
 
-    Ranks of one machine need the same kernels. Each rank begins with its share, then takes kernels that the others have
-    not begun, and reads the rest from the cache. So every kernel is compiled once.
+    Ranks of one machine need the same kernels. Each rank begins with its share, then takes kernels that no rank has
+    begun, and reads the rest from the cache. So every kernel is compiled once.
 
     Args:
-        count: processes; 0: threads alone.
+        count: number of processes; 0: only threads.
         kernels: full name of the module that imports all kernels.
-        now: start the processes at once, not with the first such kernel.
-        rank: of this process.
-        ranks: processes that ask for the same kernels in the same order.
+        now: True to start the processes at once, not with the first kernel that is not cached.
+        rank: number of this rank.
+        ranks: number of ranks, which all ask for the same kernels in the same order.
     """
 
     def __init__(self, count: int, *, kernels: str, now: bool = False, rank: int = 0, ranks: int = 1) -> None:
         self._kernels = kernels
         self._rank, self._ranks, self._submitted = rank, ranks, 0
-        self._later: list[tuple[Future[Any], Callable[[], Any]]] = []  # calls of other ranks' shares, in order
-        # a program that embeds Python would be started again instead of an interpreter
+        self._later: list[tuple[Future[Any], Callable[[], Any]]] = []  # calls in the shares of other ranks, in order
+        # sys.executable of a program that embeds Python would start that program
         able = hasattr(os, "fork") and "python" in os.path.basename(sys.executable or "")
         self._count = count if able else 0
-        self._places: queue.SimpleQueue[Connection | None] = queue.SimpleQueue()  # None: in this process
-        self._launchers: set[str] = set()  # kinds that a process was asked for
-        self._living = 0  # processes that are ready; while there are any, this one only asks them
+        # free compilers: a connection to a process, or None for this process
+        self._places: queue.SimpleQueue[Connection | None] = queue.SimpleQueue()
+        self._launchers: set[str] = set()  # results of `launcher_of` that a process was already asked to make
+        self._living = 0  # number of processes that are ready; if there are any, this process compiles nothing itself
         self._threads = ThreadPoolExecutor(HERE + self._count, "fastspec-compile")
         self._beginning = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
@@ -73,11 +78,14 @@ class Compilers(Executor):
         self._preparing.start()
 
     def prepared(self) -> None:
-        """Waits until Triton is ready for its first kernel in this process."""
+        """Waits until Triton can compile its first kernel in this process."""
         self._preparing.join()
 
     def submit(self, compiling: Callable[..., Any], /, *args: Any, **options: Any) -> Future[Any]:
-        """Queues one call of Triton's compiler, without arguments. Calls of other ranks' shares wait for `all_told`."""
+        """Queues one call of Triton's compiler. `compiling` takes no arguments.
+
+        Calls in other ranks' shares wait for `all_told`.
+        """
         self._submitted += 1
         if self._submitted % self._ranks == self._rank:
             return self._threads.submit(self._compile, compiling)
@@ -86,13 +94,13 @@ class Compilers(Executor):
         return future
 
     def all_told(self) -> None:
-        """Ends the queue for now. The shares of other ranks follow, beginning with their last calls."""
+        """Ends the submission of kernels. Queues the calls in the shares of other ranks, in reverse order."""
         later, self._later = self._later, []
         for future, compiling in reversed(later):
             self._threads.submit(self._compile, compiling).add_done_callback(partial(_passed_on, future))
 
     def begin(self) -> None:
-        """Starts the processes, unless they run. They take jobs as soon as they have imported the kernels."""
+        """Starts the processes, unless they are running. They take jobs as soon as they have imported the kernels."""
         with self._beginning:
             if self._process is not None or not self._count:
                 return
@@ -100,10 +108,10 @@ class Compilers(Executor):
             ends = [theirs.fileno() for _, theirs in pipes]
             quiet: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
             command = [sys.executable, "-c", _BEGIN, repr(sys.path), self._kernels, _cache(), *map(str, ends)]
-            # a session of its own: they end together, and an interrupt reaches only this process
+            # in a session of their own, so that they end together and Ctrl-C reaches only this process
             try:
                 self._process = subprocess.Popen(command, pass_fds=ends, start_new_session=True, **quiet)
-            except OSError:  # no memory, or no right to
+            except OSError:  # no memory, or not permitted
                 self._count = 0
                 self._compile_here()
                 return
@@ -136,7 +144,7 @@ class Compilers(Executor):
             self._places.put(None)
 
     def _welcome(self, asked: list[Connection]) -> None:
-        """Makes each process available as soon as it is ready. If a process ends, this one compiles in its place."""
+        """Makes each process available when it is ready. If a process ends, this process compiles instead."""
         while asked:
             for one in first_of(asked):
                 assert isinstance(one, Connection), "nothing else was given"
@@ -168,7 +176,7 @@ class Compilers(Executor):
                 self._places.put(place)
 
     def _first_with(self, launcher: str) -> bool:
-        """True for the first call with this kind of launcher."""
+        """True for the first kernel that needs this launcher."""
         with self._beginning:
             first = launcher not in self._launchers
             self._launchers.add(launcher)
@@ -181,7 +189,7 @@ class Compilers(Executor):
 
 def _prepare() -> None:
     """Hashes Triton's files and compiles its driver, as Triton does before its first kernel."""
-    with suppress(Exception):  # a later user gets the error as well
+    with suppress(Exception):  # a later use of Triton gets the same error
         from triton.runtime import driver
         from triton.runtime.cache import triton_key
 
@@ -200,7 +208,7 @@ def _passed_on(future: Future[Any], done: Future[Any]) -> None:
 
 
 def _job(compiling: Callable[[], Any]) -> bytes | None:
-    """Text of a job; None if it has none."""
+    """Returns the text of a job. None if it cannot be converted to text."""
     try:
         return job_of(compiling)
     except NotSendable:
@@ -208,7 +216,10 @@ def _job(compiling: Callable[[], Any]) -> bytes | None:
 
 
 def _asked(process: Connection, job: bytes, launcher: bool) -> bool:
-    """Has a process compile a job, if it can, and make the kernel's launcher. False if the process has ended."""
+    """Asks a process to compile a job and, if `launcher`, to make the launcher.
+
+    Returns False if the process has ended.
+    """
     try:
         process.send_bytes(b"launcher" if launcher else b"")
         process.send_bytes(job)
@@ -221,9 +232,10 @@ def _asked(process: Connection, job: bytes, launcher: bool) -> bool:
 
 @contextmanager
 def _alone(job: bytes) -> Iterator[None]:
-    """Context in which no other process compiles this job. It first waits for a process that has begun.
+    """Context in which no other process compiles this job. If another one has begun, waits for it first.
 
-    It locks a file; the lock ends with the process. On file systems without locks, several processes may compile it.
+    It locks a file. The operating system releases the lock at the end of the process. On file systems without locks
+    several processes may compile the same job.
     """
     path = os.path.join(_cache(), f"{hashlib.sha256(job).hexdigest()[:32]}.compiling")
     until = time.monotonic() + LONGEST
@@ -245,7 +257,7 @@ def _alone(job: bytes) -> Iterator[None]:
 
 def _locked(file: int) -> bool:
     """True if this process now holds the file's lock, or the file system has no locks."""
-    import fcntl  # missing on some systems, but not on those with Triton
+    import fcntl  # not available on Windows, which has no Triton either
 
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -257,26 +269,26 @@ def _locked(file: int) -> bool:
 
 
 def of_this_machine(sharing: int = 1) -> int:
-    """Number of processes to start if `sharing` ranks share the machine: one for each core that this process may use.
+    """Returns the number of processes to start, if `sharing` ranks share the machine: one per usable core.
 
-    A container may see all cores of its machine, but get the time of only a few.
+    A container may see all cores of its machine but have a CPU limit of only a few.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    with suppress(OSError, ValueError):  # "max" where there is no limit
+    with suppress(OSError, ValueError):  # "max" if there is no limit
         limit, period = map(int, Path(_LIMIT).read_text().split())
         cores = max(min(cores, limit // period), 1)
     return cores // sharing
 
 
 def _cache() -> str:
-    """Directory of Triton's disk cache."""
+    """Returns the directory of Triton's disk cache."""
     from triton import knobs
 
     return str(knobs.cache.dir)
 
 
 def nothing_compiled() -> bool:
-    """True if Triton's cache is empty. Then every kernel is compiled before its launch."""
+    """True if Triton's disk cache is empty, so every kernel must be compiled."""
     try:
         with os.scandir(_cache()) as entries:
             return next(entries, None) is None

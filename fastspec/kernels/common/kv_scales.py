@@ -1,9 +1,9 @@
-"""K and V in 8 bits: the conversion of a head's values to e4m3 and back.
+"""8-bit KV cache: the conversion of K and V to e4m3 and back.
 
     stored = e4m3(x / scale), rounded to nearest even, limited to +-448;   read = stored * scale
 
-Each layer has one scale for K and one for V, fixed before anything runs. So the stored values of a token depend only on
-that token. A row has the same bits if its tokens came one by one, as drafts or in a prompt.
+Each layer has one scale for K and one for V, which never change. So the stored values of a token depend only on that
+token. A row has the same bits whether its tokens came one by one, as drafts, or in a prompt.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ LARGEST: Final = 448.0
 
 
 class KVScales(NamedTuple):
-    """Scales of one layer: K and V are divided by them before they are stored, and multiplied when they are read."""
+    """Scales of one layer. K and V are divided by them before they are stored, and multiplied by them when read."""
 
     k: float = 1.0
     v: float = 1.0
 
 
 def scales_of(keys: Tensor, given: KVScales | None) -> KVScales | None:
-    """The scales of a cache: `given` or 1 in 8 bits; None for a cache of another dtype.
+    """Returns the scales of an 8-bit cache: `given`, or 1. None for a cache of another dtype.
 
     Args:
         keys: K pages of the cache.
         given: scales of the checkpoint.
 
     Raises:
-        ValueError: scales are given for a cache that is not in 8 bits.
+        ValueError: scales are given for a cache that does not have 8 bits.
     """
     if keys.dtype == FP8:
         return given or KVScales()
@@ -42,7 +42,7 @@ def scales_of(keys: Tensor, given: KVScales | None) -> KVScales | None:
 
 
 def as_stored(x: Tensor, dtype: torch.dtype, scale: float) -> Tensor:
-    """Rounds x to e4m3 for an 8-bit cache. For other caches x does not change. Any shape."""
+    """Rounds x to e4m3 for an 8-bit cache. Returns x unchanged for other caches. Any shape."""
     if dtype != FP8:
         return x
     return (x.float() * (1.0 / scale)).clamp(-LARGEST, LARGEST).to(FP8)

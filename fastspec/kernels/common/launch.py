@@ -15,13 +15,13 @@ from fastspec.kernels.common.compile_jobs import hash_in_order
 from fastspec.kernels.common.compilers import Compilers
 from fastspec.kernels.gpu import has_pdl
 
-# kernels compiled within `compiling()`; None outside of it
+# keys of the kernels compiled in the present `compiling()` context; None outside of it
 _compiling: ContextVar[set[Hashable] | None] = ContextVar("compiling", default=None)
 _brief: ContextVar[bool] = ContextVar("brief", default=False)
 
 
 def pdl_options(pdl: bool) -> dict[str, Any]:
-    """Keywords of a launch: the kernel's constant PDL, and `launch_pdl` if it may start before its predecessor ends.
+    """Returns launch options for programmatic dependent launch: the constant PDL, and `launch_pdl` if `pdl` is True.
 
     Otherwise `launch_pdl` is left out, because Triton's interpreter does not know it.
     """
@@ -34,14 +34,14 @@ def new_ids(count: int, device: torch.device, dtype: torch.dtype = torch.int64) 
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, least_shared: int = LEAST, **options: Any) -> None:
-    """Calls kernel[grid](*args, **options). Within `compiling()` it only compiles the kernel.
+    """Launches kernel[grid](*args, **options). Within `compiling()` it only compiles the kernel.
 
     Args:
-        kernel: a function of Triton.
-        grid: programs by axis.
+        kernel: a Triton function.
+        grid: number of CTAs by axis.
         *args: arguments of the kernel.
-        least_shared: least percent of shared memory that the device reserves for the kernel (carveout.py).
-        **options: constants of the kernel and options of the launch. `completed` adds those that are missing.
+        least_shared: least percentage of an SM's memory that is shared memory during this kernel (carveout.py).
+        **options: constexpr arguments of the kernel and launch options. `completed` adds those that are missing.
     """
     options = completed(kernel, args, options)
     begun = _compiling.get()
@@ -50,7 +50,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, least_shared: int = L
         divide(kernel[grid](*args, **options), least_shared)
         return
     kind = id(kernel), _kind(args), _kind(tuple(options.items()))
-    if kind not in begun:  # else Triton would look for it again in every layer until it is compiled
+    if kind not in begun:  # otherwise Triton would look it up again in every layer until it is compiled
         begun.add(kind)
         for each in options.values():
             hash_in_order(each)
@@ -58,11 +58,11 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, least_shared: int = L
 
 
 def completed(kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -> dict[str, Any]:
-    """Adds to the options of a launch the two that most callers leave out.
+    """Adds the two launch options that most callers leave out.
 
-    `enable_fp_fusion` lets a product and a sum be rounded together. Triton's default differs between its versions, and
-    so would the bits. A kernel with the constant `PDL` may start before its predecessor ends, if the device has
-    programmatic dependent launch. Elsewhere `launch_pdl` is left out: Triton's interpreter does not know it.
+    `enable_fp_fusion` allows one rounding for a product and a sum. Triton's default differs between versions, and so
+    would the bits. A kernel with the constant `PDL` may start before the previous kernel ends, if the device has
+    programmatic dependent launch. Elsewhere `launch_pdl` is left out, because Triton's interpreter does not know it.
     """
     options = {"enable_fp_fusion": True, **options}
     if "PDL" not in options and "PDL" in kernel.arg_names:
@@ -73,7 +73,7 @@ def completed(kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -> di
 
 
 def _device_of(args: tuple[Any, ...]) -> torch.device:
-    """The device of the first tensor among arguments, in groups, or under descriptors."""
+    """Returns the device of the first tensor among the arguments, also inside tuples and TMA descriptors."""
     found = _first_device(args)
     assert found is not None, "a kernel has tensors"
     return found
@@ -92,14 +92,17 @@ def _first_device(args: tuple[Any, ...]) -> torch.device | None:
 
 
 def is_brief() -> bool:
-    """True if a pass may leave out layers that launch no new kernel: within `compiling()` or `brief()`."""
-    # torch.compile traces whole passes, and a ContextVar would break its graph
+    """True within `compiling()` or `brief()`: a pass may skip layers that launch no new kernel."""
+    # False while torch.compile traces a pass: reading a ContextVar would break its graph
     return not torch.compiler.is_dynamo_compiling() and (_compiling.get() is not None or _brief.get())
 
 
 @contextmanager
 def brief() -> Iterator[None]:
-    """Has a model's pass run one layer of each kind. That loads all kernels; the results are not used."""
+    """Context in which a model's pass runs only one layer of each kind. That loads all kernels.
+
+    Results must not be used.
+    """
     token = _brief.set(True)
     try:
         yield
@@ -108,26 +111,26 @@ def brief() -> Iterator[None]:
 
 
 def _kind(value: Any) -> Hashable:
-    """The type of an argument and the facts about its value that machine code may depend on."""
+    """Returns the type of an argument and those properties of its value on which machine code may depend."""
     if isinstance(value, torch.Tensor):
         return value.dtype, value.data_ptr() % 16
     if isinstance(value, tuple):
         return type(value), *map(_kind, value)
     if value is None or isinstance(value, bool | int | float | str):
         return type(value), value
-    base = getattr(value, "base", None)  # of a descriptor, its tensor
+    base = getattr(value, "base", None)  # the tensor of a TMA descriptor
     described = str(getattr(value, "block_shape", "")), str(getattr(value, "layout", ""))
     return (_kind(base), *described) if base is not None else (id(value),)
 
 
 @contextmanager
 def compiling(executor: Executor | None = None) -> Iterator[None]:
-    """Has `launch` compile kernels in parallel and run none. The end of the context waits for all of them.
+    """Context in which `launch` compiles kernels in parallel and runs none. Its end waits for all compilations.
 
-    Within it results of kernels are uninitialised, except for ids, which are 0. Code within must not depend on values.
+    Results of kernels are uninitialised, except for ids, which are 0. Code in the context must not depend on values.
 
     Args:
-        executor: runs Triton's compiler, see `Compilers`; None: threads do.
+        executor: runs Triton's compiler, see `Compilers`; None: threads.
     """
     import triton
 
@@ -139,7 +142,7 @@ def compiling(executor: Executor | None = None) -> Iterator[None]:
                 pool.prepared()
             try:
                 yield
-            finally:  # after an error as well: the compilations that have begun are waited for
+            finally:  # after an error, too, because compilations that have begun use the context
                 if isinstance(pool, Compilers):
                     pool.all_told()
     finally:
@@ -147,12 +150,12 @@ def compiling(executor: Executor | None = None) -> Iterator[None]:
 
 
 def described(tensor: torch.Tensor, block: list[int]) -> Any:
-    """The descriptor with which the copy engine of sm_90 (TMA) reads a tensor in blocks.
+    """Returns the TMA descriptor (sm_90) with which a kernel loads blocks of a tensor.
 
     Args:
         tensor: contiguous, at an address that is a multiple of 16.
-        block: sizes of a block. Its last axis has 64 or 128 bytes. Shared memory gets its pieces of 16 bytes in the
-            order in which warp groups read them.
+        block: sizes of a block. Its last axis has 64 or 128 bytes. Its 16-byte pieces are swizzled in shared memory, as
+            wgmma reads them.
     """
     from triton.experimental.gluon.language import NVMMASharedLayout
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor

@@ -1,4 +1,4 @@
-"""The packed form of a weight: the elements of one load of a warp are contiguous.
+"""Packed layout of a weight: the elements that one warp loads together are contiguous.
 
 | form   | shape                  | element [n, k] of the weight is at                 |
 |--------|------------------------|----------------------------------------------------|
@@ -7,8 +7,8 @@
 | gated  | [N/16, K/32, 16, 32]   | as packed, of a weight whose rows are interleaved: |
 |        |                        | 8 of the gate, then the matching 8 of up           |
 
-x, which multiplies a packed weight, has rows [..., K], or is regrouped: [..., K/64, 64]. Of each 64 values the pair
-with number 16 h + 4 c + t is then at 8 t + 4 h + c. So the values that one product takes are contiguous.
+x, which multiplies a packed weight, has rows [..., K], or is regrouped: [..., K/64, 64]. In each group of 64 values,
+pair number 16 h + 4 c + t is then at 8 t + 4 h + c. So the values that one product takes are contiguous.
 
 A tile of 16 rows is contiguous. In a gated weight, a gate and its up are 8 rows apart, in one thread's registers.
 """
@@ -22,7 +22,7 @@ from torch import Tensor
 
 DTYPES = (torch.bfloat16, torch.float16)
 BLOCK = 64  # values that are regrouped together
-PACKED_ROWS = 16  # of a tile: weights of fewer rows have no packed form (small routers, the gate of a shared expert)
+PACKED_ROWS = 16  # rows of a tile; weights with fewer rows are not packed (small routers, the gate of a shared expert)
 
 
 def can_pack(weight_shape: Sequence[int], dtype: torch.dtype) -> bool:
@@ -74,7 +74,7 @@ def _rows_shape(rows: int, width: int, gated: bool) -> tuple[int, ...]:
 
 
 def _in_rows(packed: Tensor, gated: bool) -> Tensor:
-    """Views packed with its axes in the order of the weight's rows, in the shape of `_rows_shape`."""
+    """Views a packed weight with its axes in the order of the weight's rows, in the shape of `_rows_shape`."""
     halves: Tensor = packed.unflatten(2, (2, 8)).permute(2, 0, 3, 1, 4)
     return halves if gated else packed.transpose(1, 2)
 

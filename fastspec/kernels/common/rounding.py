@@ -26,11 +26,11 @@ SHRINK = tuple(1.0 - step / 40 for step in range(15))
 STEPS = {"fp8": 2.0**7, "int8": 2.0**10, "int4": 2.0**19}
 LEAST = 2.0**-126  # the smallest normal bf16; kernels are also imported where torch is not
 _GROUPS = (128, 64, 32)
-VALUES = 2**22  # rounded at a time; temporary memory is up to twenty bytes for each
+VALUES = 2**22  # values rounded at a time; each needs up to twenty bytes of temporary memory
 
 
 def kind_for(form: CodeFormat, shape: tuple[int, int]) -> CodesKind | None:
-    """The kind for rounding a matrix (N, K); None if no group size of int4 divides K."""
+    """Returns the CodesKind with which a matrix (N, K) is rounded. None if no group size of int4 divides K."""
     if form != "int4":
         return CodesKind(form, (1, shape[1]))
     group = next((size for size in _GROUPS if shape[1] % size == 0), None)
@@ -70,7 +70,8 @@ def pack_rounded(place: PackedCodes, tile: int, rows: Tensor) -> Tensor:
 
 def _rounded(groups: Tensor, form: CodeFormat) -> tuple[Tensor, Tensor]:
     """Rounds values [n, G, K / G]: codes [n, K] and scales [n, G]."""
-    largest = groups.abs().amax(-1) * (1 / LARGEST[form])  # torch divides by a number with other bits on a GPU
+    # not a division: torch's division by a number gives other bits on a GPU
+    largest = groups.abs().amax(-1) * (1 / LARGEST[form])
     best = torch.full_like(largest, torch.inf)
     chosen = largest
     for factor in SHRINK:
@@ -91,7 +92,7 @@ def _short(scales: Tensor) -> Tensor:
 
 
 def _nearest(quotient: Tensor, form: CodeFormat) -> Tensor:
-    """Values of the codes nearest to quotients: a new fp32 tensor."""
+    """Returns the values of the codes nearest to quotients, as a new fp32 tensor."""
     if form == "fp8":
         return quotient.clamp(-448.0, 448.0).to(torch.float8_e4m3fn).float()
     low, high = (-127, 127) if form == "int8" else (-8, 7)

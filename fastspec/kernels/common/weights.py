@@ -1,4 +1,4 @@
-"""`Weight`: a matrix [N, K] of a model, in the format of the matrix products.
+"""`Weight`: a matrix [N, K] of a model, in the layout that the matrix products read.
 
 Ops get a `Weight` and choose a kernel by its `format`. No other code depends on the layout of its values.
 """
@@ -27,13 +27,13 @@ class Weight:
         data: the stored values. "rows": [N, K]. "packed": contiguous [N/16, K/32, 16, 32], see `packing`. "codes": the
             words of `codes`.
         format: layout of `data`.
-        gated: rows are interleaved, 8 of the gate and then the matching 8 of up. Only packed weights and codes are. A
-            gated weight as "rows" has the gate's N/2 rows first.
+        gated: True if rows are interleaved, 8 of the gate and then the matching 8 of up. Only packed weights and codes
+            are. With "rows" the gate's N/2 rows come first.
         codes: codes and scales of a quantised weight, see `code_packing`.
-        activations: of a quantised weight, the dtype of its operand x and of its values in `unpack`.
-        whole: (N, K) of the matrix of which this one is a rank's part; None: it is a whole matrix.
-        tree: kernels that can do so sum over K as one binary tree over consecutive parts of K. A rank's part of K is a
-            subtree, so the bits do not depend on the number of ranks.
+        activations: for a quantised weight, the dtype of its operand x and of the values of `unpack`.
+        whole: (N, K) of the whole matrix, if this weight is a rank's part of it. None: this is the whole matrix.
+        tree: True if kernels that support it sum over K as one binary tree over consecutive parts of K. A rank's part
+            of K is a subtree, so the bits do not depend on the number of ranks.
 
     Raises:
         ValueError: `data` does not have the shape of its format.
@@ -73,15 +73,15 @@ class Weight:
         device: torch.device,
         **sums: Any,
     ) -> Weight:
-        """Allocates a weight of shape (N, K), which `fill` writes. `gated` has no effect unless it is packed.
+        """Allocates a weight of shape (N, K), which `fill` writes.
 
         Args:
             shape: (N, K).
             form: layout of the values.
-            gated: rows are interleaved.
-            dtype: of the values.
-            device: of the values.
-            **sums: `whole` and `tree`.
+            gated: True if rows are interleaved; ignored unless the layout is packed.
+            dtype: dtype of the values.
+            device: device of the values.
+            **sums: attributes `whole` and `tree`.
         """
         packed = form == "packed"
         data = torch.empty(packing.packed_shape(shape) if packed else shape, dtype=dtype, device=device)
@@ -96,12 +96,12 @@ class Weight:
         Args:
             shape: (N, K).
             kind: format and blocks of the codes.
-            gated: rows are interleaved.
-            dtype: of the operand x, and of `unpack` and `embed`.
-            device: of the codes.
+            gated: True if rows are interleaved.
+            dtype: dtype of the operand x, and of the results of `unpack` and `embed`.
+            device: device of the codes.
 
         Raises:
-            ValueError: the kind has no packed form at this shape; `Ops.keeps_codes` returns False.
+            ValueError: there is no packed layout for this kind and shape; `Ops.keeps_codes` returns False.
         """
         codes = PackedCodes.empty(shape, kind, gated, device)
         return cls(codes.words, "codes", gated, codes, dtype)
@@ -117,7 +117,7 @@ class Weight:
         self.codes.fill(codes)
 
     def fill_run(self, tile: int, rows: Tensor) -> None:
-        """Writes rows [n, K] of whole tiles of a packed weight from tile number `tile` on; a gate's rows come first."""
+        """Writes rows [n, K] of whole tiles of a packed weight, starting at tile `tile`. Gate rows come first."""
         packing.pack_into(self.data[tile : tile + rows.shape[0] // 16], rows, self.gated)
 
     def fill(self, rows: Tensor) -> None:
@@ -158,13 +158,16 @@ class Weight:
         return self.data.nbytes if self.codes is None else self.codes.nbytes
 
     def unpack(self) -> Tensor:
-        """The matrix as rows [N, K], the gate's first: `data` itself, or a copy of packed or dequantised values."""
+        """Returns the matrix as rows [N, K], gate rows first.
+
+        That is `data`, or a copy of packed or dequantised values.
+        """
         if self.codes is not None:
             return self.codes.dequantise(self.dtype)
         return packing.unpack(self.data, self.gated) if self.format == "packed" else self.data
 
     def embed(self, ids: Tensor) -> Tensor:
-        """Rows [..., K] at int64 ids [...] in 0..N-1. Rows of a gated weight are in the order of storage."""
+        """Returns rows [..., K] at int64 ids [...] in 0..N-1. Rows of a gated weight are in the order of storage."""
         if self.codes is not None:
             return self.codes.rows(ids, self.dtype)
         return packing.embed_rows(self.data, ids) if self.format == "packed" else self.data[ids]

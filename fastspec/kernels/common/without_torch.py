@@ -1,4 +1,7 @@
-"""Import of kernels without torch. Compilation needs only these and Triton. Torch takes longer to import."""
+"""Imports kernels without torch, for processes that only compile.
+
+They need only Triton, and torch is slow to import.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +13,17 @@ from types import ModuleType
 
 
 class _Name(type):
-    """A stand-in for a name of torch, in annotations and as a key. It cannot be called."""
+    """Stand-in for a name of torch, for annotations and dict keys. It cannot be called."""
 
     def __getattr__(cls, name: str) -> _Name:
         return _named(f"{cls.__qualname__}.{name}", name)
 
 
 class _Absent(MetaPathFinder, Loader):
-    """Finder of stand-ins for torch and its modules. Such a module has every name that is looked up in it."""
+    """Import finder that provides stand-ins for torch and its modules.
+
+    A stand-in module has every name that is looked up.
+    """
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -34,9 +40,9 @@ class _Absent(MetaPathFinder, Loader):
 
 
 def leave_out_torch() -> None:
-    """Has this process import stand-ins for torch from now on, unless it has imported torch.
+    """Makes later imports of torch in this process return stand-ins, unless torch is already imported.
 
-    Modules with kernels may name things of torch at import. Calling one of them, or using it as a number, fails.
+    Modules with kernels may name parts of torch at import. Calling one of them, or using it as a number, fails.
     """
     if "torch" not in sys.modules:
         sys.meta_path.insert(0, _Absent())

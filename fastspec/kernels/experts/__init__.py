@@ -1,1 +1,1 @@
-"""Mixtures of experts as Triton kernels: which experts a token has, their products, and the sum of what they give."""
+"""Mixtures of experts as Triton kernels: choice of experts, their products, and the weighted sum of their outputs."""

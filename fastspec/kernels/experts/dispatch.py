@@ -1,4 +1,4 @@
-"""Launches the kernels of experts: sorts pairs (row, chosen expert) by expert, and chooses a tile by their number."""
+"""Launches the kernels of experts. Sorts the pairs (row, chosen expert) by expert, and chooses a tile size."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from fastspec.shapes import ClampedGate
 
 @dataclass(frozen=True, slots=True)
 class ExpertTile:
-    """Tile of one program for 16-bit or fp32 weights.
+    """Tile of one CTA for 16-bit or fp32 weights.
 
     Attributes:
-        rows: pairs of a row and an expert.
-        block_n: rows of the weight.
-        num_warps, num_stages: as in Triton.
+        rows: number of pairs (row, expert).
+        block_n: number of rows of the weight.
+        num_warps, num_stages: launch options of Triton.
     """
 
     rows: int
@@ -37,12 +37,12 @@ class ExpertTile:
 
 @dataclass(frozen=True, slots=True)
 class CodesTile:
-    """Tile of one program for mxfp4 weights.
+    """Tile of one CTA for mxfp4 weights.
 
     Attributes:
-        rows: pairs, 8 or a power of two times that.
-        weight_rows: 16 or 32.
-        depth: chunks of a warp's weights in flight.
+        rows: number of pairs: 8 times a power of two.
+        weight_rows: number of rows of the weight: 16 or 32.
+        depth: number of chunks of weights that a warp loads ahead.
     """
 
     rows: int
@@ -50,17 +50,18 @@ class CodesTile:
     depth: int
 
 
-# by element size of the weights; see `tile_of`. A row's bits do not depend on the tile, except in fp32, which has one
+# by element size of the weights; see `tile_of`. A row's bits do not depend on the tile. In fp32 they would, so fp32 has
+# only one tile
 LAUNCH = {
     2: (ExpertTile(8, 16, 1, 6), ExpertTile(16, 16, 1, 5), ExpertTile(32, 32, 2, 4), ExpertTile(64, 32, 4, 3)),
     4: (ExpertTile(8, 16, 4, 3),),
 }
 CODES_LAUNCH = (CodesTile(8, 16, 1), CodesTile(16, 16, 1), CodesTile(32, 16, 1), CodesTile(64, 16, 1))
-BLOCK_K = {2: 128, 4: 64}  # by element size of the weights. It sets the order of sums, so it is the same for all rows
-SPLIT_K = 4  # for mxfp4, one warp for each split of K. It sets the order of sums
+BLOCK_K = {2: 128, 4: 64}  # by element size of the weights; it determines the order of sums, so all rows use the same
+SPLIT_K = 4  # for mxfp4: number of parts of K, with one warp each; it determines the order of sums
 SUM_BLOCK = 512
-# most bytes of a weight row for which the second product of a single row loads all weights before the wait: a warp has
-# no registers for more. Several rows have more programs than run at once, and later programs do not wait
+# for a single row: largest number of bytes of a weight row for which the second product loads all weights before its
+# wait; more do not fit into a warp's registers. With several rows only the first CTAs wait, so this is not needed
 AHEAD_BYTES = 1536
 
 
@@ -81,10 +82,10 @@ def experts(
     shared_logits: Tensor | None = None,
     residual: Tensor | None,
 ) -> Tensor:
-    """Implements `Ops.experts` with Triton kernels. The residual is added before the sum is rounded.
+    """Computes `Ops.experts` with Triton kernels. The residual is added before the sum is rounded.
 
     Args:
-        x, ids, factors, weights, clamp, shared, shared_logits, residual: as there.
+        x, ids, factors, weights, clamp, shared, shared_logits, residual: see `Ops.experts`.
 
     Raises:
         ValueError: shapes, dtypes or layouts that do not fit each other.
@@ -109,10 +110,10 @@ def experts_normed(
     residual: Tensor,
     norm: tuple[Tensor, float],
 ) -> tuple[Tensor, Tensor]:
-    """Implements `Ops.experts_normed` with Triton kernels.
+    """Computes `Ops.experts_normed` with Triton kernels.
 
     Args:
-        x, ids, factors, weights, clamp, shared, shared_logits, residual, norm: as there.
+        x, ids, factors, weights, clamp, shared, shared_logits, residual, norm: see `Ops.experts_normed`.
 
     Raises:
         ValueError: shapes, dtypes or layouts that do not fit each other.
@@ -130,7 +131,7 @@ def experts_normed(
 def _expert_outputs(
     x: Tensor, ids: Tensor, factors: Tensor, weights: ExpertWeights, clamp: ClampedGate | None
 ) -> Tensor | None:
-    """Computes the output of each pair's expert, [R * chosen, K]; None if there are no rows."""
+    """Computes the expert's output of each pair, [R * chosen, K]. None if there are no rows."""
     count, double, hidden = weights.gate_up.shape
     rows = x.reshape(-1, hidden).contiguous()
     num_rows, chosen = ids.shape
@@ -152,7 +153,7 @@ def _expert_outputs(
 def _add_up(
     outputs: Tensor, factors: Tensor, others: tuple[Tensor | None, ...], out: Tensor, norm: Norm | None
 ) -> None:
-    """Writes sums of rows to `out`, and their norms; `others` are shared, shared_logits and residual of `experts`."""
+    """Writes sums of rows to `out`, and their norms. `others` are shared, shared_logits and residual of `experts`."""
     (rows, chosen), hidden = factors.shape, outputs.shape[1]
     added = [None if each is None else each.reshape(rows, -1).contiguous() for each in others]
     block = SUM_BLOCK if norm is None else triton.next_power_of_2(hidden)
@@ -164,14 +165,17 @@ def _add_up(
 
 
 def tile_of(stack: ExpertStack, ids: Tensor) -> ExpertTile | CodesTile:
-    """Chooses the smallest tile with room for twice an expert's average number of pairs, or else the largest."""
+    """Returns the smallest tile that holds twice the average number of pairs of an expert. The largest if none does."""
     likely = min(len(ids), 2 * triton.cdiv(ids.numel(), stack.shape[0]))
     tiles: tuple[ExpertTile | CodesTile, ...] = LAUNCH[stack.dtype.itemsize] if stack.scales is None else CODES_LAUNCH
     return next((tile for tile in tiles if likely <= tile.rows), tiles[-1])
 
 
 def _chosen(ids: Tensor, experts: int, each: int) -> Chosen:
-    """Groups pairs for the products. A single row has a pair per program; several rows have lists by expert."""
+    """Groups pairs for the products. With a single row each pair has its own CTAs.
+
+    Several rows have lists by expert.
+    """
     if len(ids) == 1:
         return Chosen(ids, None, None)
     return Chosen(ids, *lists_of(ids, experts, each))

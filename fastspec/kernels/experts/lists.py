@@ -21,8 +21,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from fastspec.kernels.common.launch import launch, new_ids
 
-FEW_ROWS = 64  # one program makes the lists for at most so many rows
-PART = 64  # pairs compared at a time
+FEW_ROWS = 64  # for at most this many rows one CTA makes the lists
+PART = 64  # number of pairs compared at a time
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -34,14 +34,14 @@ def list_kernel(
     count,  # T
     E: tl.constexpr,
     CHOSEN: tl.constexpr,
-    EACH: tl.constexpr,  # pairs of a tile
-    PAIRS: tl.constexpr,  # most pairs, a multiple of PART
+    EACH: tl.constexpr,  # number of pairs in a tile
+    PAIRS: tl.constexpr,  # largest number of pairs, a multiple of PART
     PART: tl.constexpr,
     EXPERTS: tl.constexpr,  # powers of two, for E and T
     TILES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Makes both lists, in one program for all rows."""
+    """Makes both lists, with one CTA for all rows."""
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -64,13 +64,14 @@ def _few(
     PART: tl.constexpr,
     TILES: tl.constexpr,
 ):
-    """Makes the lists for up to PART pairs, which are all compared with each other; no loop over experts."""
+    """Makes both lists by comparing each pair with each other pair. For up to PART pairs."""
     p = tl.arange(0, PART)
     there = p < pairs
     ids = tl.load(ids_ptr + p, mask=there, other=E)
     same, earlier = ids[None, :] == ids[:, None], p[None, :] < p[:, None]
     ahead = (ids[None, :] < ids[:, None]) | (same & earlier)
-    # three counts of up to PART in one sum: pairs sorted before this one, those with its expert, all with its expert
+    # one sum computes three counts of up to PART: pairs sorted before this one, earlier pairs of its expert, all pairs
+    # of its expert
     packed = ahead.to(tl.int32) + ((same & earlier).to(tl.int32) << 8) + (same.to(tl.int32) << 16)
     sums = tl.sum(packed, axis=1)
     rank, within = sums & 0xFF, (sums >> 8) & 0xFF
@@ -102,7 +103,7 @@ def _many(
     EXPERTS: tl.constexpr,
     TILES: tl.constexpr,
 ):
-    """Makes the lists for more pairs, which are counted by expert."""
+    """Makes both lists by counting the pairs of each expert. For more than PART pairs."""
     e = tl.arange(0, EXPERTS)
     counts = tl.zeros((EXPERTS,), tl.int32)
     for first in range(0, PAIRS, PART):
@@ -120,7 +121,8 @@ def _many(
     starts = tl.cumsum(counts, axis=0) - counts
     each = (counts + EACH - 1) // EACH
     ends = tl.cumsum(each, axis=0)
-    for i in range(0, tl.cdiv(pairs, EACH)):  # pairs, not rows: a row of NaN has one expert in all its pairs
+    # counts pairs, not rows: a row of NaN has the same expert in all its pairs
+    for i in range(0, tl.cdiv(pairs, EACH)):
         at = tiles_ptr + (ends - each + i) * 3
         here = i < each
         tl.store(at, e, mask=here)
@@ -131,7 +133,10 @@ def _many(
 
 
 def tiles_of(pairs: int, experts: int, each: int) -> int:
-    """Most tiles of `each` pairs for a number of pairs. The last tile of an expert may have fewer pairs."""
+    """Returns the largest number of tiles for `pairs` pairs.
+
+    The last tile of an expert may have fewer than `each` pairs.
+    """
     return min(pairs, pairs // each + experts)
 
 

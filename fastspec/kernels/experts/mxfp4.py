@@ -1,7 +1,7 @@
-"""Products of chosen experts in mxfp4: codes become operands of the tensor core in registers.
+"""Products of chosen experts in mxfp4. Codes are converted to operands of the tensor core in registers.
 
-A program has R weight rows of one expert, and up to 8 BLOCKS of the pairs (row, chosen expert) with that expert. S
-warps take every S-th chunk of 128 values of K. A lane's 16 bytes are 32 codes of a row:
+A CTA has R weight rows of one expert, and up to 8 BLOCKS of the pairs (row, chosen expert) with that expert. S warps
+take every S-th chunk of 128 values of K. A lane's 16 bytes are 32 codes of a row:
 
     K        | chunk 0: 128 values | chunk 1 | ... | chunk S-1 | chunk S | ...
     warp     | 0                   | 1       | ... | S-1       | 0       | ...
@@ -10,7 +10,7 @@ Masks and shifts convert codes to bf16, which are multiplied by the scale, a pow
 these numbers have few bits.
 
 Row invariance: S sums, each in ascending order, then added in order. A pair's bits do not depend on the number of its
-expert's pairs, nor on its place among them.
+expert's pairs, nor on its index among them.
 """
 
 # mypy: disable-error-code="assignment,misc,var-annotated"
@@ -39,7 +39,7 @@ from fastspec.kernels.product.quantised.conversion import code_halves, joined_ha
 BLOCK = gl.constexpr(8)  # pairs per product
 TIMES = gl.constexpr(2.0**62)  # sums are 2^-62 too small: codes as bf16 by 2^-126, stored scales 2^64 too large
 PIECE = gl.constexpr(256)  # words of 16 rows in a chunk
-BOTH = gl.constexpr(0x00800080)  # times an exponent: a pair of bf16 with that exponent
+BOTH = gl.constexpr(0x00800080)  # multiplied by an exponent it gives a pair of bf16 with that exponent
 
 
 class ExpertOperands(NamedTuple):
@@ -151,9 +151,9 @@ def mxfp4_kernel(
     N: gl.constexpr,
     K: gl.constexpr,
     S: gl.constexpr,
-    R: gl.constexpr,  # weight rows of a program
-    BLOCKS: gl.constexpr,  # of 8 pairs
-    D: gl.constexpr,  # chunks of weights in flight
+    R: gl.constexpr,  # weight rows of a CTA
+    BLOCKS: gl.constexpr,  # groups of 8 pairs
+    D: gl.constexpr,  # number of chunks of weights loaded ahead
     CHOSEN: gl.constexpr,
     OF_PAIRS: gl.constexpr,  # x has a row for each pair
     GATED: gl.constexpr,
@@ -163,7 +163,7 @@ def mxfp4_kernel(
     """Multiplies R weight rows of an expert with up to 8 BLOCKS of its pairs.
 
     With OF_PAIRS (the second product) it loads weights and the list of pairs before it waits for x. The first product
-    writes only x, and starts it only after the list of pairs is complete.
+    writes only x, and lets this kernel start only after the list of pairs is complete.
     """
     if PDL:
         if not OF_PAIRS:
@@ -188,11 +188,11 @@ def _multiply(
     N: gl.constexpr, K: gl.constexpr, S: gl.constexpr, R: gl.constexpr, BLOCKS: gl.constexpr, D: gl.constexpr,
     CHOSEN: gl.constexpr, OF_PAIRS: gl.constexpr, GATED: gl.constexpr, CLAMPED: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """Runs a program that has pairs."""
+    """Runs a CTA that has pairs."""
     mma: gl.constexpr = gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[S, 1, 1], instr_shape=[1, 16, 8])
     left: gl.constexpr = gl.DotOperandLayout(0, mma, 8)
     right: gl.constexpr = gl.DotOperandLayout(1, mma, 8)
-    x: gl.constexpr = gl.DotOperandLayout(1, mma, 4)  # in words: half as many are contiguous
+    x: gl.constexpr = gl.DotOperandLayout(1, mma, 4)  # in words, so half as many are contiguous
     w: gl.constexpr = words_layout(S, R)
     CHUNKS: gl.constexpr = (K + 127) // 128
     T: gl.constexpr = (CHUNKS + S - 1) // S
@@ -201,7 +201,7 @@ def _multiply(
     s = gl.expand_dims(gl.arange(0, S, layout=gl.SliceLayout(1, gl.SliceLayout(2, w))), 1)
     r = gl.expand_dims(gl.arange(0, R, layout=gl.SliceLayout(0, gl.SliceLayout(2, w))), 0)
     k = gl.expand_dims(gl.expand_dims(gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(1, w))), 0), 1)
-    group = gl.minimum(tile * (R // 16) + r // 16, N // 16 - 1)  # row groups beyond the end repeat the last one
+    group = gl.minimum(tile * (R // 16) + r // 16, N // 16 - 1)  # row groups after the last one repeat it
     scales_of = (group * CHUNKS + s) * 16 + r % 16
     of = (gl.expand_dims(scales_of, 2) * 16 + k, scales_of)
     there = (T - 1) * S + s < CHUNKS
@@ -214,7 +214,7 @@ def _multiply(
     if PDL and OF_PAIRS:
         gdc_wait()
     else:
-        thread_barrier()  # else the assembler would move these loads down to their use
+        thread_barrier()  # without the barrier the assembler would move these loads down to their use
 
     s = gl.expand_dims(gl.expand_dims(gl.arange(0, S, layout=gl.SliceLayout(1, gl.SliceLayout(2, x))), 1), 2)
     k = gl.expand_dims(gl.expand_dims(gl.arange(0, 32, layout=gl.SliceLayout(0, gl.SliceLayout(2, x))), 0), 2)

@@ -1,10 +1,10 @@
-"""Products of chosen experts. A program reads an expert's weights once for several rows.
+"""Products of chosen experts. A CTA reads an expert's weights once for several rows.
 
-A pair is a row and one of its chosen experts; its number is row * CHOSEN + place. A program has pairs of one expert: a
-tile of lists.py, or one pair if there is a single row.
+A pair is a row and one of its chosen experts; its number is row * CHOSEN + place. A CTA has pairs of one expert: a tile
+of lists.py, or one pair if there is a single row.
 
 Row invariance: as in `product/portable`. The weights are the left operand, in tiles of at most 32 rows. An element is
-one chain of sums over k, for any number of rows and any place of a row. fp32 has one tile for every call. mxfp4.py has
+one chain of sums over k, for any number of rows and any index of a row. fp32 has one tile for every call. mxfp4.py has
 the kernel of mxfp4 stacks.
 """
 
@@ -23,10 +23,10 @@ from fastspec.kernels.norm import normed_row, weight_of
 
 
 class Chosen(NamedTuple):
-    """The pairs of each program.
+    """The pairs of each CTA.
 
     Attributes:
-        ids: int32 [R * CHOSEN], the expert of each pair. Without `tiles` each pair has its own programs.
+        ids: int32 [R * CHOSEN], the expert of each pair. Without `tiles` each pair has its own CTAs.
         order: int32 [R * CHOSEN], pairs sorted by expert, or None.
         tiles: int32 [T, 3], expert, index in `order` of the first pair, number of pairs (0: unused); or None.
     """
@@ -37,7 +37,7 @@ class Chosen(NamedTuple):
 
 
 class Norm(NamedTuple):
-    """The norm of a sum; all None if there is none.
+    """Arguments of the norm of a sum; all None if there is none.
 
     Attributes:
         weight: [K].
@@ -94,7 +94,7 @@ def _values_product(x_at, weight_at, here, out, K: tl.constexpr, BLOCK_K: tl.con
 
 @triton.jit
 def _weights_ahead(weight_at, some, K: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Loads all weight rows in blocks of K before the wait. `some` is True if the program has pairs."""
+    """Loads all weight rows in blocks of K before the wait. `some` is True if the CTA has pairs."""
     k = tl.arange(0, BLOCK_K)
     blocks = ()
     for at in tl.static_range(0, K, BLOCK_K):
@@ -118,7 +118,10 @@ def _product_of_loaded(x_at, blocks, here, out, K: tl.constexpr, BLOCK_K: tl.con
 
 @triton.jit
 def _gated_values_product(x_at, weight_at, here, up_of, gate, up, K: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Computes `_values_product` for gate rows, and for up rows, `up_of` elements after the gate rows."""
+    """Computes `_values_product` for gate rows and for up rows.
+
+    The up rows are `up_of` elements after the gate rows.
+    """
     k = tl.arange(0, BLOCK_K)
     for at in range(0, K, BLOCK_K):
         if K % BLOCK_K == 0:
@@ -156,8 +159,8 @@ def expert_kernel(
 ):
     """Computes BLOCK_N columns of the result for up to ROWS pairs of one expert.
 
-    With OF_PAIRS (the second product) it loads the list of pairs before it waits for x, with AHEAD the weights as well.
-    The first product writes only x, and starts it only after the list of pairs is complete.
+    With OF_PAIRS (the second product) it loads the list of pairs before it waits for x; with AHEAD the weights as well.
+    The first product writes only x, and lets this kernel start only after the list of pairs is complete.
     """
     if PDL:
         if not OF_PAIRS:
@@ -167,7 +170,7 @@ def expert_kernel(
     expert, pair, valid = _pairs_of(chosen, tl.program_id(1), ROWS)
     ROWS_OF: tl.constexpr = 2 * WIDTH if GATED else WIDTH
     some = tl.max(valid.to(tl.int32), axis=0) > 0
-    last = expert.to(tl.int64) * ROWS_OF + tl.minimum(n, WIDTH - 1)  # columns beyond the end repeat the last one
+    last = expert.to(tl.int64) * ROWS_OF + tl.minimum(n, WIDTH - 1)  # columns after the last one repeat it
     weight_at = stack.weight + last[:, None] * K
     if AHEAD:
         blocks = _weights_ahead(weight_at, some, K, BLOCK_K)
@@ -212,9 +215,9 @@ def sum_kernel(
     ROUND_FIRST: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Adds a row's expert outputs times their factors, in the order of ids: [residual +] sum [+ shared output].
+    """Computes [residual +] the sum of a row's expert outputs times their factors [+ shared output].
 
-    With a norm, a program has a whole row.
+    The outputs are added in the order of ids. With a norm, a CTA has a whole row.
     """
     if PDL:
         gdc_launch_dependents()

@@ -1,4 +1,4 @@
-"""Choice of the experts of each row, and their factors. There is one program per row, and one more for its norm.
+"""Chooses the experts of each row, and computes their factors. One CTA per row, and one more for its norm.
 
 | argument   | shape, dtype   | notes                                                      |
 |------------|----------------|------------------------------------------------------------|
@@ -24,19 +24,20 @@ from fastspec.kernels.common.launch import launch, new_ids
 from fastspec.kernels.norm import normed_row, weight_of
 from fastspec.shapes import RoutingRule
 
-MAX_EXPERTS = 4096  # most logits of one program
+MAX_EXPERTS = 4096  # largest number of logits of one CTA
 SCORES = {"softmax": 0, "sigmoid": 1, "logits": 2}
-ONE_WARP = 2048  # a program for at most so many experts, or elements of a norm, is one warp: no sum needs a barrier
-LEAST = tl.constexpr(-(2**31))  # a key below those of all scores
+# for at most this many experts, or elements of a norm, a CTA has one warp, so that no sum needs a barrier
+ONE_WARP = 2048
+LEAST = tl.constexpr(-(2**31))  # less than the keys of all scores
 
 
 class RowNorm(NamedTuple):
-    """The norm of the rows that experts multiply; all None if there is none.
+    """Arguments of the norm of the rows that experts multiply; all None if there is none.
 
     Attributes:
         x: [R, K], rows to norm.
         weight: [K].
-        normed: [R, K], written.
+        normed: [R, K], output.
         eps: epsilon.
     """
 
@@ -48,21 +49,27 @@ class RowNorm(NamedTuple):
 
 @triton.jit
 def _ordered(x):
-    """Converts fp32 x to int32 with the same order and equal zeros: a warp finds the largest in one instruction."""
+    """Converts fp32 x to int32 with the same order and equal zeros.
+
+    A warp finds the largest int32 in one instruction.
+    """
     bits = (x + 0.0).to(tl.int32, bitcast=True)
     return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
 
 
 @triton.jit
 def _largest(keys, at, none):
-    """Finds the largest of int32 keys, and the lowest index `at` that has it."""
+    """Returns the largest of int32 keys, and the lowest index `at` that has it."""
     best = tl.max(keys, axis=0)
     return best, tl.min(tl.where(keys == best, at, none), axis=0)
 
 
 @triton.jit
 def _in_kept_groups(ranked, e, E: tl.constexpr, GROUPS: tl.constexpr, KEPT: tl.constexpr, BLOCK: tl.constexpr):
-    """Sets `ranked` to -inf outside of the KEPT best groups. A group ranks by the sum of its two largest scores."""
+    """Sets `ranked` to -inf outside of the KEPT best groups.
+
+    The value of a group is the sum of its two largest scores.
+    """
     SIZE: tl.constexpr = E // GROUPS
     group = tl.arange(0, BLOCK)  # there are at most as many groups as experts
     keys = _ordered(ranked)
@@ -91,7 +98,7 @@ def route_kernel(
     beside,  # RowNorm
     E: tl.constexpr,
     CHOSEN: tl.constexpr,
-    HELD: tl.constexpr,  # CHOSEN, and one more with a shared expert
+    HELD: tl.constexpr,  # CHOSEN, plus 1 if there is a shared expert
     GATED: tl.constexpr,  # the shared expert's gate is the logit after those of the experts
     SCORES: tl.constexpr,
     NORMED: tl.constexpr,
@@ -189,13 +196,13 @@ def _choose(
 
 
 def route(logits: Tensor, rule: RoutingRule, correction: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Implements `Ops.route` with a Triton kernel.
+    """Computes `Ops.route` with a Triton kernel.
 
     Args:
-        logits, rule, correction: as there.
+        logits, rule, correction: see `Ops.route`.
 
     Raises:
-        ValueError: a tensor is not as above.
+        ValueError: a shape, dtype or layout other than in the table above.
     """
     return _launch(logits, rule, correction, None)[:2]
 
@@ -208,13 +215,13 @@ def route_normed(
     weight: Tensor,
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Implements `Ops.route_normed` with a Triton kernel.
+    """Computes `Ops.route_normed` with a Triton kernel.
 
     Args:
-        logits, rule, correction, x, weight, eps: as there.
+        logits, rule, correction, x, weight, eps: see `Ops.route_normed`.
 
     Raises:
-        ValueError: a tensor is not as above, or there are not as many rows of x.
+        ValueError: a shape, dtype or layout other than in the table above, or x has another number of rows than logits.
     """
     if x.numel() != len(logits) * x.shape[-1] or weight.shape != x.shape[-1:]:
         raise ValueError(f"x is {told(x)} for {len(logits)} rows of logits and a weight {told(weight)}; wanted [R, K]")

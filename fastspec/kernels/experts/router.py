@@ -1,4 +1,4 @@
-"""The norm before a router and the router's product, in one launch. It saves a launch in steps, which have few rows.
+"""Norm before a router and the router's product, in one launch. That saves a launch in steps, which have few rows.
 
 | argument | shape, dtype                      | notes                                            |
 |----------|-----------------------------------|--------------------------------------------------|
@@ -7,8 +7,8 @@
 | router   | `Weight` [N, K] in x's dtype      | stored as rows                                   |
 | bias     | [N], x's dtype                    | or None                                          |
 
-A program loads BLOCK_N rows of the router before it waits for x. Then it computes their logits for one row of x after
-the other. The order of an element's sum depends only on K, so a row's bits do not depend on other rows.
+A CTA loads BLOCK_N rows of the router before it waits for x. Then it computes their logits for one row of x after the
+other. The order of an element's sum depends only on K, so a row's bits do not depend on other rows.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from fastspec.kernels.norm import normed_row, weight_of
 
 MAX_WIDTH = 8192
 BLOCK_N = 8
-PROGRAMS = 1024  # with more programs than this, each has several rows of x
+PROGRAMS = 1024  # largest number of CTAs with one row of x each; above it, a CTA has several rows
 
 
 @triton.jit(do_not_specialize=["rows", "each"])
@@ -39,7 +39,7 @@ def router_kernel(
     logits_ptr,  # fp32 [R, N]
     eps,
     rows,  # R
-    each,  # rows of x per program
+    each,  # rows of x per CTA
     N: tl.constexpr,
     K: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -47,7 +47,7 @@ def router_kernel(
     ROUND_FIRST: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Computes BLOCK_N logits of `each` rows. The first program of a row stores its norm."""
+    """Computes BLOCK_N logits of `each` rows. The first CTA of a row stores its norm."""
     if PDL:
         gdc_launch_dependents()
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -80,13 +80,13 @@ def router_kernel(
 
 
 def normed_logits(x: Tensor, weight: Tensor, eps: float, router: Weight, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Implements `Ops.normed_logits` with a Triton kernel.
+    """Computes `Ops.normed_logits` with a Triton kernel.
 
     Args:
-        x, weight, eps, router, bias: as there.
+        x, weight, eps, router, bias: see `Ops.normed_logits`.
 
     Raises:
-        ValueError: a tensor is not as above.
+        ValueError: a shape, dtype or layout other than in the table above.
     """
     (n, k), flat = router.shape, x.reshape(-1, x.shape[-1]).contiguous()
     if router.format != "rows" or router.dtype != x.dtype or x.shape[-1] != k or not k <= MAX_WIDTH:

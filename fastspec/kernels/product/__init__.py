@@ -1,1 +1,1 @@
-"""Matrix products with the weights: kernels by number of rows, and which one runs."""
+"""Matrix products with the weights: kernels for different numbers of rows, and the choice between them."""

@@ -1,17 +1,17 @@
-"""The id of the largest logit of a packed head, found where the logits are made: they are never written.
+"""Finds the id of the largest logit of a packed head in the kernel that computes the logits. Logits are not stored.
 
-    out[r] = argmax_{id < limit} logits[r, id],    logits = rms_norm(x) weight^T in fp32, as `packed_linear` has them
+    out[r] = argmax_{id < limit} logits[r, id],    logits = rms_norm(x) weight^T in fp32, equal to `packed_linear`
 
 | argument | shape, dtype                    | notes                                            |
 |----------|---------------------------------|--------------------------------------------------|
 | x        | [R, K] bf16 or fp16             |                                                  |
 | weight   | `Weight` [V, K] in x's dtype    | packed, not gated                                |
-| scratch  | int64 [R + 1] or more           | zero before and after, for one launch at a time  |
-| out      | int64 [R], any stride           | uint64: the keys themselves, as `reference.keys_of` defines them |
+| scratch  | int64 [R + 1] or more           | zero before and after; for one launch at a time  |
+| out      | int64 [R], any stride           | uint64: the keys themselves, see `reference.keys_of` |
 
-Of equal logits the lowest id wins, and NaN counts as the largest, both as in torch.argmax. Every program enters the
-largest of its rows by one integer maximum for each row of x; the last to arrive writes the ids and clears the
-scratch, so the order in which they arrive does not matter.
+Of equal logits the lowest id is taken, and NaN counts as the largest, as in torch.argmax. Each CTA enters the largest
+logit of its weight rows by an integer maximum per row of x. So the order of CTAs does not matter. The last CTA writes
+the ids and clears the scratch.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ def packed_argmax(
     pdl: bool,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Implements `Ops.packed_argmax` with a Triton kernel; the result is `out` where that is given.
+    """Computes `Ops.packed_argmax` with a Triton kernel. The result is written to `out`, if given.
 
     Args:
-        limit: ids below it count; at least 1 where ids are wanted, and where keys are, none may count.
-        scratch: calls that can run at the same time need one each.
-        pdl: as in `packed_linear`.
+        limit: only ids below it count. At least 1 for ids; may be 0 for keys.
+        scratch: calls that may run at the same time need different ones.
+        pdl: see `packed_linear`.
 
     Raises:
-        TypeError: dtypes that do not go together.
-        ValueError: shapes that do not, or a limit below 1.
+        TypeError: dtypes that do not fit each other.
+        ValueError: shapes that do not fit each other, or a limit below 1.
     """
     if x.dim() != 2:
         raise ValueError(f"x has shape {tuple(x.shape)}; it must be [R, K]")

@@ -1,22 +1,22 @@
-"""Matrix product with a packed weight for the few rows of a decode pass, fused with what stands before and after it.
+"""Product with a packed weight for the few rows of a decode pass, fused with the norm before it and the sum after it.
 
-    out = act(rms_norm(x) weight^T + bias) + residual,    act(gate, up) = silu(gate) * up, or gelu, where gated
+    out = act(rms_norm(x) weight^T + bias) + residual,    if gated: act(gate, up) = silu(gate) * up, or with gelu
 
 | argument | shape, dtype                            | notes                                             |
 |----------|-----------------------------------------|---------------------------------------------------|
 | x        | [..., K] bf16 or fp16                   | any number of rows                                |
-| weight   | `Weight` [N, K] in x's dtype            | packed, or of codes; gated or not as the call is  |
+| weight   | `Weight` [N, K] in x's dtype            | packed or codes; gated if the call is             |
 | bias     | [N], x's dtype                          | gate first, as in the weight before packing       |
-| norm     | (gamma [K] in x's dtype, eps)           | of x, arXiv 1910.07467                            |
+| norm     | (gamma [K] in x's dtype, eps)           | RMSNorm of x, arXiv 1910.07467                    |
 | residual | [..., N or N/2], x's dtype              |                                                   |
-| out      | [..., N or N/2], x's dtype or fp32      | one rounding, from fp32                           |
+| out      | [..., N or N/2], x's dtype or fp32      | rounded once, from fp32                           |
 
-Products accumulate in fp32. With a norm the operands are x * gamma, each rounded once, while the squares of x are
+Products accumulate in fp32. With a norm the operands are x * gamma, each rounded once. Meanwhile the squares of x are
 summed in fp32, and the sum of products is scaled at the end. In fp16 x * gamma must be in fp16's range.
 
-Row invariance: a sum over K is S sums, of every S-th K tile of KT values, each in ascending order, then added in order.
-S and KT belong to the weight's shape. A row's bits do not depend on how many rows run together, on the kernel
-or on its tiles: they depend on that row alone.
+Row invariance: a sum over K consists of S sums, each over every S-th K tile of KT values in ascending order. These are
+then added in order. S and KT depend only on the weight's shape. So a row's bits do not depend on other rows, on the
+kernel or on its tiles.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ def packed_linear(
     out_dtype: torch.dtype | None = None,
     pdl: bool,
 ) -> Tensor:
-    """Implements `Ops.packed_linear` with a Triton kernel.
+    """Computes `Ops.packed_linear` with a Triton kernel.
 
     Args:
-        pdl: the kernels may start before the one in front of them ends, and let the next one start early; every
-            kernel of the chain must be launched so. Needs sm_90.
+        pdl: True if the kernels may start before the previous kernel ends, and let the next one start early. All
+            kernels of the chain must then be launched with it. Needs sm_90.
 
     Raises:
-        TypeError: dtypes that do not go together.
-        ValueError: shapes that do not, or a weight that is not packed.
+        TypeError: dtypes that do not fit each other.
+        ValueError: shapes that do not fit each other, or a weight that is not packed.
     """
     rows = checked_rows(x, weight, norm)
     n, _ = weight.shape
@@ -70,7 +70,7 @@ def packed_linear(
 
 
 def run(call: Call, pdl: bool) -> None:
-    """Launches a product, of a packed or of a quantised weight."""
+    """Launches the product with a packed or quantised weight."""
     if call.weight.format == "codes":
         run_quantised(call, pdl)
     else:
@@ -78,7 +78,7 @@ def run(call: Call, pdl: bool) -> None:
 
 
 def checked_rows(x: Tensor, weight: Weight, norm: tuple[Tensor, float] | None) -> Tensor:
-    """x [..., K] as contiguous rows [M, K]; what the kernels are given must go together."""
+    """Returns x [..., K] as contiguous rows [M, K]. Raises if the arguments do not fit each other."""
     if weight.format == "rows":
         raise ValueError(f"weight is stored as {weight.format}; pack it first, with `Weight.pack`")
     if weight.format == "codes" and x.dtype != torch.bfloat16:

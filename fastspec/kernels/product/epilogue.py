@@ -1,7 +1,7 @@
-"""Parts of both packed products: operands from 32-bit words, sums in a fixed order, and the end of a tile.
+"""Device code of all packed products: operands from 32-bit words, sums in a fixed order, and the end of a tile.
 
-Weights and activations travel as 32-bit words, two 16-bit values each, low half first. A loop that carries words
-keeps them in 32-bit registers, and one word holds what one multiplication of pairs needs.
+Weights and activations are moved as 32-bit words of two 16-bit values each, low half first. A loop keeps words in
+32-bit registers. One word holds the operands of one multiplication of pairs.
 """
 
 # ruff: noqa: RUF005  (Triton adds tuples, and knows no starred ones)
@@ -14,8 +14,8 @@ from triton.experimental.gluon import language as gl
 from fastspec.kernels.common.gluon_compat import thread_barrier
 from fastspec.kernels.product.k_steps import in_order
 
-# for results that the next kernel reads: they stay in L2 though weights stream through it, and are not written to
-# device memory
+# for results that the next kernel reads: they stay in L2 while weights stream through it, and are not written to device
+# memory
 STAYS = gl.constexpr("evict_last")
 LIFTED = gl.constexpr(2.0**64)
 GELU = gl.constexpr((2 / 3.141592653589793) ** 0.5)
@@ -23,7 +23,7 @@ GELU = gl.constexpr((2 / 3.141592653589793) ** 0.5)
 
 @gluon.jit
 def weight_operand(words, DTYPE: gl.constexpr, layout: gl.constexpr):
-    """[S, R, K/2] words -> [S, R, K] values in the layout of the left operand; no instruction of its own."""
+    """Casts words [S, R, K/2] to values [S, R, K] in the layout of the left operand. Needs no instruction."""
     low, high = words.to(gl.int16), (words >> 16).to(gl.int16)
     values = gl.reshape(gl.join(low, high), [words.shape[0], words.shape[1], words.shape[2] * 2])
     return gl.convert_layout(values.to(DTYPE, bitcast=True), layout, assert_trivial=True)
@@ -31,7 +31,7 @@ def weight_operand(words, DTYPE: gl.constexpr, layout: gl.constexpr):
 
 @gluon.jit
 def row_operand(words, DTYPE: gl.constexpr, layout: gl.constexpr):
-    """[S, K/2, BM] words -> [S, K, BM] values in the layout of the right operand."""
+    """Casts words [S, K/2, BM] to values [S, K, BM] in the layout of the right operand."""
     low, high = words.to(gl.int16), (words >> 16).to(gl.int16)
     pairs = gl.permute(gl.join(low, high), (0, 1, 3, 2))
     values = gl.reshape(pairs, [words.shape[0], words.shape[1] * 2, words.shape[2]])
@@ -40,7 +40,10 @@ def row_operand(words, DTYPE: gl.constexpr, layout: gl.constexpr):
 
 @gluon.jit
 def times_gamma(words, gamma, DTYPE: gl.constexpr):
-    """Products of pairs, each rounded once. x * gamma - 0 is that product, and sm_80 has it for both types."""
+    """Multiplies pairs of values by gamma, each rounded once.
+
+    Computes x * gamma - 0, which sm_80 has for both types.
+    """
     if gl.bfloat16 == DTYPE:
         return gl.inline_asm_elementwise(
             "{ .reg .b32 zero; mov.b32 zero, 0x80008000; fma.rn.bf16x2 $0, $1, $2, zero; }",
@@ -58,7 +61,7 @@ def times_gamma(words, gamma, DTYPE: gl.constexpr):
 
 @gluon.jit
 def unpacked(words, DTYPE: gl.constexpr):
-    """Words of two values each -> (low, high) in fp32."""
+    """Splits words of two values each into (low, high) in fp32."""
     if gl.bfloat16 == DTYPE:
         low, high = words << 16, words & -65536
         return low.to(gl.float32, bitcast=True), high.to(gl.float32, bitcast=True)
@@ -83,14 +86,17 @@ def _each_of_four(words):
 
 @gluon.jit
 def no_squares(words):
-    """Zeros [...] for `add_squares` to start from, given words [..., 4]."""
+    """Returns zeros [...] from which `add_squares` starts, for words [..., 4]."""
     one = _each_of_four(words)[0]
     return gl.full(one.shape, 0.0, gl.float32, layout=one.type.layout)
 
 
 @gluon.jit
 def add_squares(total, words, DTYPE: gl.constexpr):
-    """total [...] + the squares of words [..., 4], one after the other: the same chain of roundings in any layout."""
+    """Returns total [...] + the squares of words [..., 4], added one by one.
+
+    The order of roundings is equal in any layout.
+    """
     four = _each_of_four(words)
     for i in gl.static_range(4):
         low, high = unpacked(four[i], DTYPE)
@@ -100,7 +106,7 @@ def add_squares(total, words, DTYPE: gl.constexpr):
 
 @gluon.jit
 def folded(x):
-    """[A, n] -> [A]: neighbours are added, then neighbouring sums, and so on, in whatever layout."""
+    """Sums [A, n] to [A]: first neighbours, then neighbouring sums, and so on, in any layout."""
     for _ in gl.static_range(5):
         if x.shape[1] > 1:
             left, right = gl.split(gl.reshape(x, [x.shape[0], x.shape[1] // 2, 2]))
@@ -110,7 +116,7 @@ def folded(x):
 
 @gluon.jit
 def apart(x):
-    """[A, n] -> n tensors [A]."""
+    """Splits [A, n] into n tensors [A]."""
     if x.shape[1] == 1:
         return (gl.reshape(x, [x.shape[0]]),)
     else:
@@ -124,7 +130,7 @@ def apart(x):
 
 @gluon.jit
 def plus(sums, accs):
-    """Tuples of sums, as long as each other, added to each other."""
+    """Adds two tuples of sums, element by element."""
     total = ()
     for i in gl.static_range(len(accs)):
         total = total + (sums[i] + accs[i],)
@@ -133,25 +139,28 @@ def plus(sums, accs):
 
 @gluon.jit
 def added_up(x):
-    """[A, n] with all of n in one thread's registers -> [A], added from the first to the last."""
+    """Sums [A, n] to [A] from the first to the last. One thread has all of n in its registers."""
     return in_order(apart(x))
 
 
 @gluon.constexpr_function
 def column_layout(tile):
-    """The layout of a vector over the last axis of a tile [A, 2, 8, BM] in layout `tile`."""
+    """Returns the layout of a vector over the last axis of a tile [A, 2, 8, BM] with layout `tile`."""
     return gl.SliceLayout(0, gl.SliceLayout(0, gl.SliceLayout(0, tile)))
 
 
 @gluon.jit
 def root_scale(squares, K: gl.constexpr, eps):
-    """Sums of squares over K -> 1 / root of mean square."""
+    """Returns 1 / root mean square, from sums of squares over K."""
     return gl.rsqrt(squares * (1.0 / K) + eps)
 
 
 @gluon.jit
 def splits_scale(squares_ptr, row, there, M, eps, K: gl.constexpr, S: gl.constexpr):
-    """`root_scale` of rows, whose sums of squares by split are squares_ptr fp32 [S, M]; there: a mask, or None."""
+    """Returns `root_scale` of rows. squares_ptr has their sums of squares by split, fp32 [S, M].
+
+    `there` is a mask, or None.
+    """
     splits = ()
     for i in gl.static_range(S):
         at = squares_ptr + (i * M + row)
@@ -161,7 +170,7 @@ def splits_scale(squares_ptr, row, there, M, eps, K: gl.constexpr, S: gl.constex
 
 @gluon.jit
 def row_factor(scale, like):
-    """A factor for each row of x, [BM], as [1, 1, 1, BM] for tiles like `like`."""
+    """Reshapes a factor for each row of x, [BM], to [1, 1, 1, BM], for tiles like `like`."""
     columns: gl.constexpr = column_layout(like.type.layout)
     if scale.type.layout != columns:
         scale = gl.convert_layout(scale, columns)
@@ -170,21 +179,21 @@ def row_factor(scale, like):
 
 @gluon.jit
 def loaded_factor(scale_ptr, first_row, M, like):
-    """`row_factor` of rows first_row and on of scale_ptr fp32 [M]."""
+    """Loads `row_factor` of rows from `first_row` on, from scale_ptr fp32 [M]."""
     row = first_row + gl.arange(0, like.shape[3], layout=column_layout(like.type.layout))
     return row_factor(gl.load(scale_ptr + row, mask=row < M, other=0.0), like)
 
 
 @gluon.jit
 def row_numbers(total):
-    """0 .. BM - 1 as [1, 1, 1, BM]: which row of x a tile's column belongs to."""
+    """Returns 0 .. BM - 1 as [1, 1, 1, BM]: the row of x that belongs to each column of a tile."""
     at = gl.arange(0, total.shape[3], layout=column_layout(total.type.layout))
     return gl.expand_dims(gl.expand_dims(gl.expand_dims(at, 0), 0), 0)
 
 
 @gluon.jit
 def weight_numbers(total, first, group, half):
-    """first + group a + half h + r as [A, 2, 8, 1], for the weight row that sits at [a, h, r] of a tile."""
+    """Returns first + group a + half h + r as [A, 2, 8, 1]: the weight row at [a, h, r] of a tile."""
     planes: gl.constexpr = gl.SliceLayout(0, total.type.layout)
     groups: gl.constexpr = gl.SliceLayout(2, gl.SliceLayout(3, total.type.layout))
     a = gl.arange(0, total.shape[0], layout=gl.SliceLayout(1, groups))
@@ -198,15 +207,15 @@ def weight_numbers(total, first, group, half):
 
 @gluon.jit
 def _halves(tile):
-    """[A, 2, 8, BM] -> its [:, 0] and [:, 1]; a thread holds both, nothing moves."""
+    """Splits [A, 2, 8, BM] into [:, 0] and [:, 1]. A thread has both, so no data moves."""
     return gl.split(gl.permute(tile, (0, 2, 3, 1)))
 
 
 @gluon.jit
 def regrouped(word):
-    """Where a word of a row comes to such that what one product of 16 values takes of it lies side by side.
+    """Returns the new index of a word of a row, so that the words that one product of 16 values takes are neighbours.
 
-    Of every 32 words the word 16 h + 4 c + t comes to 8 t + 4 h + c.
+    Of every 32 words, word 16 h + 4 c + t moves to 8 t + 4 h + c.
     """
     return word // 32 * 32 + word % 4 * 8 + word // 16 % 2 * 4 + word // 4 % 4
 
@@ -221,13 +230,13 @@ def _width(N, GATED: gl.constexpr):
 
 @gluon.constexpr_function
 def _owned(tile, OWN):
-    """Weight rows that are a tile's own: OWN of those that it has room for, or all."""
+    """Returns the number of weight rows of a tile that it stores: OWN, or all of them if OWN is 0."""
     return OWN or tile.shape[0] * 16
 
 
 @gluon.jit
 def _columns(like, tile_id, GATED: gl.constexpr, OWN: gl.constexpr):
-    """Column of the output that a weight row's sums go to, for a tile after tile_id others."""
+    """Returns the output column of each weight row's sums, for tile number tile_id."""
     if GATED:
         return weight_numbers(like, tile_id * (_owned(like, OWN) // 2), 8, 0)
     else:
@@ -236,7 +245,7 @@ def _columns(like, tile_id, GATED: gl.constexpr, OWN: gl.constexpr):
 
 @gluon.jit
 def _columns_end(like, tile_id, width, GATED: gl.constexpr, OWN: gl.constexpr):
-    """The first column that is no more the tile's own, of `width`."""
+    """Returns the first column after those of a tile; at most `width`."""
     if _owned(like, OWN) < like.shape[0] * 16:
         width = gl.minimum(width, (tile_id + 1) * _width(_owned(like, OWN), GATED))
     return width
@@ -244,7 +253,7 @@ def _columns_end(like, tile_id, width, GATED: gl.constexpr, OWN: gl.constexpr):
 
 @gluon.jit
 def _offsets(like, tile_id, first_row, M, N, GATED: gl.constexpr, OWN: gl.constexpr):
-    """Offsets from the first row of the output and whether they are in it: [A, 2, 8, BM], or [A, 8, BM] where gated."""
+    """Returns offsets in the output, and a mask of those inside it: [A, 2, 8, BM], or [A, 8, BM] if GATED."""
     row = row_numbers(like)
     column = _columns(like, tile_id, GATED, OWN)
     width = _width(N, GATED)
@@ -260,7 +269,7 @@ def _offsets(like, tile_id, first_row, M, N, GATED: gl.constexpr, OWN: gl.conste
 def addends(
     like, tile_id, first_row, bias_ptr, residual_ptr, M, N, GATED: gl.constexpr, OWN: gl.constexpr = 0
 ):  # fmt: skip
-    """Loads bias and residual, as far as given, before `write_tile` adds them."""
+    """Loads bias and residual, if given, which `write_tile` adds."""
     loaded = ()
     if bias_ptr is not None:
         column = _columns(like, tile_id, GATED, OWN)
@@ -277,12 +286,15 @@ def addends(
 
 @gluon.constexpr_function
 def _rows_layout(runs, each, BM, warps):
-    """Layout of [runs, each, BM]: a thread holds the values of a run, and lanes go along the runs of a row first."""
+    """Layout of [runs, each, BM]: a thread has the `each` values of one run.
+
+    Neighbouring lanes have the row's next runs.
+    """
     held = [[0, 1 << bit, 0] for bit in range(each.bit_length() - 1)]
     spread = [[1 << bit, 0, 0] for bit in range(runs.bit_length() - 1)]
     spread += [[0, 0, 1 << bit] for bit in range(BM.bit_length() - 1)]
     threads = 4 + warps.bit_length()
-    spread += [[0, 0, 0]] * (threads - len(spread))  # more threads than numbers: some do the same
+    spread += [[0, 0, 0]] * (threads - len(spread))  # more threads than numbers: some threads have the same numbers
     return gl.DistributedLinearLayout(held + spread[threads:], spread[:5], spread[5:threads], [], [runs, each, BM])
 
 
@@ -291,9 +303,10 @@ def _store_rows(
     values, tile_id, first_row, out_ptr, M, N, GATED: gl.constexpr, REGROUP: gl.constexpr, OWN: gl.constexpr,
     WARPS: gl.constexpr,
 ):  # fmt: skip
-    """Stores 16-bit values [A, 2, 8, BM], or [A, 8, BM] where gated, by rows: 16 bytes, or a word to regroup, a lane.
+    """Stores 16-bit values [A, 2, 8, BM], or [A, 8, BM] if GATED, by rows.
 
-    As warp groups leave sums, what a warp stores at once are single values of several rows.
+    A lane stores 16 bytes, or a word if REGROUP. wgmma leaves single values of several rows in a warp's registers, so
+    the values are first converted to this layout.
     """
     BM: gl.constexpr = values.shape[len(values.shape) - 1]
     EACH: gl.constexpr = 2 if REGROUP else 8
@@ -319,12 +332,12 @@ def write_tile(
     total, loaded, tile_id, first_row, out_ptr, M, N, GATED: gl.constexpr, BIAS: gl.constexpr, RESIDUAL: gl.constexpr,
     REGROUP: gl.constexpr = False, OWN: gl.constexpr = 0, WARPS: gl.constexpr = 0, RAISE: gl.constexpr = False,
 ):  # fmt: skip
-    """Bias, silu(gate) * up, residual, one rounding, store: in order, or as `regrouped` orders it.
+    """Finishes a tile: adds the bias, applies silu(gate) * up, adds the residual, rounds once and stores.
 
-    GATED: 2 for gelu (by its tanh formula, arXiv 1606.08415) in the place of silu.
-    OWN: weight rows, a multiple of 16, that are the tile's own, of those that it has room for; 0 for all.
-    WARPS: that multiplied as warp groups, which alone can regroup; 0 where values are as well stored where they lie.
-    RAISE: what is stored is 2^64 times as large, exactly, as the next product's codes of 8 bits want it.
+    GATED: 2 for gelu (tanh formula, arXiv 1606.08415) instead of silu. REGROUP: stores in the order of `regrouped`.
+    Needs WARPS. OWN: number of weight rows that the tile stores, a multiple of 16; 0: all. WARPS: number of warps that
+    multiplied by wgmma; 0: another product, whose values are stored from their layout. RAISE: multiplies the result by
+    2^64, exactly, for a next product with 8-bit codes.
     """
     at, valid = _offsets(total, tile_id, first_row, M, N, GATED, OWN)
     if BIAS:
@@ -342,7 +355,7 @@ def write_tile(
     if RAISE:
         total = total.to(kind).to(gl.float32) * LIFTED
     base = out_ptr + first_row.to(gl.int64) * _width(N, GATED)
-    if gl.float32 == kind:  # logits, which are too many to stay
+    if gl.float32 == kind:  # logits are too many to stay in L2
         gl.store(base + at, total, mask=valid)
     elif WARPS > 0:
         _store_rows(total.to(kind), tile_id, first_row, out_ptr, M, N, GATED, REGROUP, OWN, WARPS)
@@ -352,10 +365,10 @@ def write_tile(
 
 @gluon.jit
 def enter_keys(total, tile_id, first_row, keys_ptr, M, N, limit, OWN: gl.constexpr = 0):
-    """Enters the largest logit of each row of a tile [A, 2, 8, BM] among `keys`.
+    """Enters the largest logit of each row of a tile [A, 2, 8, BM] into `keys` by an integer maximum.
 
-    A key grows with the logit and, between equal ones, falls with the id: 32 bits that order floats as integers
-    (NaN above all, both zeros alike) over 31 bits of 2^31 - 1 - id. It is above zero, so zero means none yet.
+    A key orders by logit, then by lower id. Its upper 32 bits order floats as integers, with NaN on top and equal
+    zeros. Its lower 31 bits are 2^31 - 1 - id. Every key is above zero, so zero means that there is none yet.
     """
     A: gl.constexpr = total.shape[0]
     token = _columns(total, tile_id, False, OWN)
@@ -371,13 +384,12 @@ def enter_keys(total, tile_id, first_row, keys_ptr, M, N, limit, OWN: gl.constex
 
 @gluon.jit
 def write_argmax(keys_ptr, out_ptr, out_stride, M, warps: gl.constexpr):
-    """In the last program of a launch: keys become tokens, and all is zero again for the next launch.
+    """In the last CTA of a launch: writes ids from the keys, and clears the keys for the next launch.
 
-    keys_ptr: int64 [M + 1], of which the last counts programs.
-    out_ptr: int64 tokens; uint64: the keys as they are.
+    keys_ptr: int64 [M + 1]; the last element counts CTAs. out_ptr: int64 ids. If uint64: gets the keys unchanged.
     """
     kind: gl.constexpr = out_ptr.dtype.element_ty
-    # every warp's maxima are in place before one thread counts this program as done
+    # every warp must have entered its maxima before one thread counts this CTA as done
     thread_barrier()
     done = gl.atomic_add(keys_ptr + M, 1, sem="acq_rel")
     if done == gl.num_programs(0) * gl.num_programs(1) - 1:

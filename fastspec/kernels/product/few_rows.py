@@ -1,9 +1,9 @@
-"""Packed product for up to 16 rows of x (any number in blocks): fragments straight into registers, warps split K.
+"""Packed product for up to 16 rows of x (more in blocks of rows): operands go from memory to registers, warps split K.
 
-One program owns R weight rows. S warps take K tiles of KT values of K in turn, a K tile's 16 contiguous bytes of a lane
-are that lane's operands of the tensor core, and no byte of weights or of x passes through shared memory. D K tiles of
-weights are in flight before the kernel waits for the one before it. With a norm the squares of x are summed beside
-the products, or AHEAD of them, while the first weights are still to arrive.
+A CTA has R weight rows. S warps take the K tiles of KT values in turn. A lane loads 16 contiguous bytes of a K tile,
+which are its operands of the tensor core. Weights and x do not pass through shared memory. D K tiles of weights are
+loaded before the kernel waits for the previous kernel. With a norm, the squares of x are summed during the products, or
+AHEAD of them, while the first weights are loaded.
 """
 
 # ruff: noqa: RUF005  (Triton adds tuples, and knows no starred ones)
@@ -34,13 +34,13 @@ from fastspec.kernels.product.epilogue import (
 )
 from fastspec.kernels.product.k_steps import by_groups
 
-UNROLLED = gl.constexpr(16)  # more K tiles than this, and the loop over them is one
-SQUARED = gl.constexpr(4)  # K tiles of x in flight while their squares are summed
+UNROLLED = gl.constexpr(16)  # with more K tiles than this, the loop over them is not unrolled
+SQUARED = gl.constexpr(4)  # K tiles of x that are loaded ahead while their squares are summed
 
 
 @gluon.jit
 def words_at(at, of, k, ragged: gl.constexpr, policy: gl.constexpr):
-    """Words at offsets `of` from `at`, zero where `k` says that a K tile reaches beyond K."""
+    """Loads words at offsets `of` from `at`. Zero where `k` is beyond K in a ragged last K tile."""
     if ragged:
         return gl.load(at + of, mask=k, other=0, eviction_policy=policy)
     else:
@@ -54,7 +54,7 @@ def _weights(at, of, first: gl.constexpr, k, ragged: gl.constexpr):
 
 @gluon.jit
 def _rows(at, of, first: gl.constexpr, k, ragged: gl.constexpr):
-    """Words of x, and with a norm those of gamma beside them."""
+    """Loads words of x; with a norm also those of gamma."""
     if len(at) == 3:
         return words_at(at[1], of[1] + first, k, ragged, ""), words_at(at[2], of[2] + first, k, ragged, "")
     else:
@@ -71,14 +71,17 @@ def _moved(at, words: gl.constexpr):
 
 @gluon.jit
 def _runs(words):
-    """[S, KT / 2, BM] -> [S, KT / 32, 4, BM, 4]: the four words that a lane loads at once come last."""
+    """Rearranges [S, KT / 2, BM] to [S, KT / 32, 4, BM, 4].
+
+    The last axis has the four words that a lane loads together.
+    """
     runs = gl.reshape(words, [words.shape[0], words.shape[1] // 16, 4, 4, words.shape[2]])
     return gl.permute(runs, (0, 1, 2, 4, 3))
 
 
 @gluon.jit
 def _squares(at, of, k, STEP: gl.constexpr, T: gl.constexpr, RAGGED: gl.constexpr, DTYPE: gl.constexpr):
-    """Sums of squares of rows of x, of every run of 8 values that a lane loads at once: [S, KT / 32, 4, BM]."""
+    """Sums the squares of rows of x over each 8 values that a lane loads together: [S, KT / 32, 4, BM]."""
     total = no_squares(_runs(words_at(at, of, k, RAGGED, "")))
     FULL: gl.constexpr = (T - 1 if RAGGED else T) // SQUARED
     if T <= UNROLLED:
@@ -95,7 +98,7 @@ def _squares(at, of, k, STEP: gl.constexpr, T: gl.constexpr, RAGGED: gl.constexp
 
 @gluon.jit
 def _row_sums(total):
-    """Sums of squares [S, KT / 32, 4, BM] of runs of 8 values -> [BM]: runs as neighbours, then the S in order."""
+    """Sums the squares [S, KT / 32, 4, BM] to [BM]: first neighbours, then the S parts in order."""
     S: gl.constexpr = total.shape[0]
     BM: gl.constexpr = total.shape[3]
     RUNS: gl.constexpr = total.shape[1] * 4
@@ -116,7 +119,7 @@ def _next_squares(total, at, of, k, STEP: gl.constexpr, N: gl.constexpr, RAGGED:
 
 @gluon.jit
 def _step(sums, weight, inputs, left: gl.constexpr, right: gl.constexpr, DTYPE: gl.constexpr):
-    """One K tile: weight rows^T is added to sums[0], and to sums[1], where there is one, the squares of the rows."""
+    """Processes one K tile. Adds weight rows^T to sums[0], and the squares of the rows to sums[1], if there is one."""
     rows = inputs[0]
     if len(inputs) == 2:
         rows = times_gamma(inputs[0], inputs[1], DTYPE)
@@ -129,7 +132,7 @@ def _step(sums, weight, inputs, left: gl.constexpr, right: gl.constexpr, DTYPE: 
 
 @gluon.jit
 def sum_of_splits(acc, PAIRWISE: gl.constexpr):
-    """The S sums [S, R, BM] of the warps added up, PAIRWISE at a time: [R / 16, 2, 8, BM]."""
+    """Adds the S sums [S, R, BM] of the warps, PAIRWISE neighbours first: [R / 16, 2, 8, BM]."""
     S: gl.constexpr = acc.shape[0]
     R: gl.constexpr = acc.shape[1]
     BM: gl.constexpr = acc.shape[2]
@@ -150,34 +153,35 @@ def small_m_kernel(
     N,
     limit,
     out_stride,
-    loops,  # LOOPS: a compiler that knew it would unroll them and run out of registers
+    loops,  # equal to LOOPS, but unknown to the compiler: it would unroll the loop and run out of registers
     K: gl.constexpr,
     S: gl.constexpr,
     KT: gl.constexpr,
-    PAIRWISE: gl.constexpr,  # splits whose sums are added to each other first; 0: splits are runs of K, and a tree
+    # number of neighbouring splits that are added first; 0: splits are ranges of K and are added as a tree
+    PAIRWISE: gl.constexpr,
     R: gl.constexpr,
     BM: gl.constexpr,
-    D: gl.constexpr,  # K tiles of weights in flight
-    XD: gl.constexpr,  # K tiles of x in flight
+    D: gl.constexpr,  # number of K tiles of weights loaded ahead
+    XD: gl.constexpr,  # number of K tiles of x loaded ahead
     AHEAD: gl.constexpr,
     GATED: gl.constexpr,
     PDL: gl.constexpr,
     DTYPE: gl.constexpr,
 ):
-    """One program of the small-M kernel: R weight rows by BM rows of x."""
+    """Small-M kernel. A CTA computes R weight rows by BM rows of x."""
     x_ptr, gamma_ptr, scale_ptr, eps = inputs
     bias_ptr, residual_ptr, out_ptr, keys_ptr, _parts_ptr = epilogue
     mma: gl.constexpr = gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[S, 1, 1], instr_shape=[1, 16, 8])
     left: gl.constexpr = gl.DotOperandLayout(0, mma, 8)
     right: gl.constexpr = gl.DotOperandLayout(1, mma, 8)
-    w: gl.constexpr = gl.DotOperandLayout(0, mma, 4)  # of words: half as many contiguous ones
+    w: gl.constexpr = gl.DotOperandLayout(0, mma, 4)  # in words, so half as many are contiguous
     x: gl.constexpr = gl.DotOperandLayout(1, mma, 4)
     W: gl.constexpr = KT // 2
     T: gl.constexpr = (K + S * KT - 1) // (S * KT)
     RAGGED: gl.constexpr = K % (S * KT) != 0
-    RUNS: gl.constexpr = PAIRWISE == 0  # a warp's K tiles follow one another
+    RUNS: gl.constexpr = PAIRWISE == 0  # True: the K tiles of a warp are neighbours
     STEP: gl.constexpr = W if RUNS else S * W
-    APART: gl.constexpr = T * W if RUNS else W  # words between where two warps begin
+    APART: gl.constexpr = T * W if RUNS else W  # words between the first K tiles of two warps
 
     tile = gl.program_id(0)
     first_row = gl.program_id(1) * BM
@@ -191,7 +195,7 @@ def small_m_kernel(
     s = gl.expand_dims(gl.expand_dims(gl.arange(0, S, layout=gl.SliceLayout(1, gl.SliceLayout(2, x))), 1), 2)
     k = gl.expand_dims(gl.expand_dims(gl.arange(0, W, layout=gl.SliceLayout(0, gl.SliceLayout(2, x))), 0), 2)
     m = gl.expand_dims(gl.expand_dims(gl.arange(0, BM, layout=gl.SliceLayout(0, gl.SliceLayout(1, x))), 0), 1)
-    # rows beyond the last repeat it: they cost no traffic, and nothing of them is stored
+    # rows after the last one repeat it; they need no memory traffic, and their results are not stored
     of = of + (gl.minimum(m, M - 1 - first_row) * (K // 2) + s * APART + k,)
     x_in = (T - 1) * STEP + s * APART + k < K // 2
     at = (weight_ptr + tile.to(gl.int64) * (R * K // 2), x_ptr + first_row.to(gl.int64) * (K // 2))

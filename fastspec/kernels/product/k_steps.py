@@ -1,25 +1,26 @@
-"""The order of sums over K: how kernels of many rows walk through it, steps of 64 values, pass by pass, and what is
-added to what.
-"""
+"""Order of sums over K in kernels for many rows: steps of 64 values, passes of steps, and how passes are added."""
 
 from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-WORDS = gl.constexpr(32)  # of a row in a step: 64 values, half a K tile of 128
+WORDS = gl.constexpr(32)  # words of a row in a step: 64 values, half a K tile of 128
 
 
 @gluon.constexpr_function
 def steps_of(K, S, KT, depth):
-    """Steps of a pass over K, a multiple of `depth`: those that are too many multiply zeros."""
+    """Returns the number of steps of a pass over K, a multiple of `depth`. Extra steps multiply zeros."""
     steps = -(-K // (S * KT)) * (KT // 64)
     return -(-steps // depth) * depth
 
 
 @gluon.jit
 def place_of(step, STEPS: gl.constexpr, K_TILE: gl.constexpr, S: gl.constexpr):
-    """Where in K the step begins, in words: passes have STEPS steps, and each starts one K tile further on."""
+    """Returns the word of K at which a step begins.
+
+    A pass has STEPS steps, and each pass starts one K tile after the last.
+    """
     HALVES: gl.constexpr = K_TILE // WORDS
     within = step % STEPS
     return step // STEPS * K_TILE + within // HALVES * (S * K_TILE) + within % HALVES * WORDS
@@ -27,7 +28,7 @@ def place_of(step, STEPS: gl.constexpr, K_TILE: gl.constexpr, S: gl.constexpr):
 
 @gluon.jit
 def in_order(parts):
-    """The sum of a tuple, from its first to its last."""
+    """Sums a tuple from its first element to its last."""
     total = parts[0]
     for i in gl.static_range(1, len(parts)):
         total = total + parts[i]
@@ -36,7 +37,7 @@ def in_order(parts):
 
 @gluon.jit
 def as_tree(parts):
-    """The sum of a tuple of a power of two: of its halves, each added so."""
+    """Sums a tuple of a power of two of elements as a binary tree of its halves."""
     if len(parts) == 1:
         return parts[0]
     else:
@@ -45,7 +46,7 @@ def as_tree(parts):
 
 @gluon.jit
 def by_groups(parts, PAIRWISE: gl.constexpr):
-    """The sum of a tuple: of PAIRWISE neighbours at a time, then of these, each from the first to the last.
+    """Sums PAIRWISE neighbours of a tuple, then these sums, each in order.
 
     PAIRWISE 0: as one binary tree.
     """

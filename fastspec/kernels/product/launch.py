@@ -1,4 +1,4 @@
-"""Launches of the packed products, as `plan` says: the product, and the norm or the sum that goes with it."""
+"""Launches the packed products with the plans of `plan`: the norm before, the product, and the sum of splits after."""
 
 from __future__ import annotations
 
@@ -26,30 +26,30 @@ Norm = tuple[Tensor, float]  # weight [K] and epsilon
 
 
 def tile_for(weight: Weight, rows: int, *, whole: bool = False, gated: bool = False) -> Tile:
-    """`plan.tile_of` for a weight, on its device."""
+    """Returns `plan.tile_of` for a weight on its device."""
     return plan.tile_of(*weight.shape, rows, gpu_of(weight.device), whole, gated, split_for(weight))
 
 
 def split_for(weight: Weight) -> Split:
-    """How a product with this weight cuts its sum over K."""
+    """Returns how a product with this weight splits its sum over K."""
     if weight.codes is not None:
         return quantised.split_of(weight.codes.form, *weight.shape)
     tree = weight.tree and gpu_of(weight.device).hopper
     return plan.split_for(weight.shape, weight.whole, tree)
 
 
-# Arguments of kernels, in groups. Triton compiles for the values of integers inside a tuple: whether one is 1, and
-# whether it is a multiple of 16. So integers, which differ from pass to pass, are parameters of their own.
+# Groups of kernel arguments. Triton compiles a kernel again if an integer inside a tuple becomes 1 or a multiple of 16,
+# or stops being so. So integers that differ between passes are separate parameters.
 
 
 class Rows(NamedTuple):
-    """The rows that a weight is multiplied with, and the norm that goes before.
+    """The rows that are multiplied with a weight, and the norm before the product.
 
     Attributes:
         x_ptr: int32 words [M, K / 2].
-        gamma_ptr: int32 words [K / 2]: the kernel itself normalises; None: it does not.
-        scale_ptr: fp32 [M], factors of rows that gamma is in already; None: there are none.
-        eps: of the norm.
+        gamma_ptr: int32 words [K / 2]; the kernel computes the norm itself. None: it does not.
+        scale_ptr: fp32 [M], factors of rows if x is already multiplied with gamma. None: no factors.
+        eps: epsilon of the norm.
     """
 
     x_ptr: Any
@@ -62,11 +62,11 @@ class Epilogue(NamedTuple):
     """Operations on complete sums: bias, residual, gate, argmax.
 
     Attributes:
-        bias_ptr: [N]; None: none.
-        residual_ptr: [M, width]; None: none.
-        out_ptr: [M, width]; int64 tokens or uint64 keys, with a stride, where `keys_ptr` is given.
-        keys_ptr: int64 [M + 1], of an argmax; None: sums are stored.
-        parts_ptr: fp32 [S / PAIRWISE, M, N]: where it is given nothing else is written; of the TMA kernel alone.
+        bias_ptr: [N]; None: no bias.
+        residual_ptr: [M, width]; None: no residual.
+        out_ptr: [M, width]. With `keys_ptr`: int64 ids or uint64 keys, with a stride.
+        keys_ptr: int64 [M + 1] for an argmax; None: sums are stored.
+        parts_ptr: fp32 [S / PAIRWISE, M, N]; if given, only partial sums are stored, there. TMA kernel only.
     """
 
     bias_ptr: Any
@@ -77,7 +77,7 @@ class Epilogue(NamedTuple):
 
 
 class TmaSums(NamedTuple):
-    """How a sum over K values is cut: see `Split`. PAIRWISE splits are added to each other first, by one program."""
+    """How the sum over K is split; see `Split`. One CTA adds PAIRWISE neighbouring splits first."""
 
     K: int
     S: int
@@ -86,13 +86,13 @@ class TmaSums(NamedTuple):
 
 
 class TmaTile(NamedTuple):
-    """The tile of a program: see `Tma`.
+    """Tile of a CTA; see `Tma`.
 
     Attributes:
-        R: weight rows that there is room for: warp groups multiply 64, and shapes are powers of two.
-        OWN: those that the program has; of the others' sums nothing is stored.
-        GROUP, REST: rows of x that are multiplied at once, and more of them in a second product; REST 0: none.
-        STAGES: steps of K in the pipeline. WARPS: that multiply.
+        R: weight rows in shared memory: a power of two, because wgmma multiplies 64.
+        OWN: weight rows that the CTA has. Sums of the others are not stored.
+        GROUP, REST: rows of x in the first product, and in a second product; REST 0: no second one.
+        STAGES, WARPS: steps of K in the pipeline, and number of multiplying warps.
     """
 
     R: int
@@ -105,7 +105,7 @@ class TmaTile(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """Operands of one product, x [M, K] contiguous; None is absent."""
+    """Operands of one product, with x [M, K] contiguous. None: the operand is absent."""
 
     x: Tensor
     weight: Weight
@@ -125,14 +125,14 @@ class Call:
 
 
 def _constants(call: Call, split: Split, pdl: bool) -> dict[str, Any]:
-    """Constants that all kernels of products have."""
+    """Returns the constexpr arguments that all kernels of products have."""
     k = call.x.shape[1]
     cut = {"K": k, "S": split.split_k, "KT": split.tile_of_k(k), "PAIRWISE": split.pairwise}
     return {**cut, "GATED": call.gate, "PDL": pdl, "DTYPE": GLUON_TYPE[call.x.dtype]}
 
 
 def run(call: Call, pdl: bool, tile: Tile | None = None) -> None:
-    """Launches a product, and before it its norm, where that is a kernel of its own."""
+    """Launches a product, and before it its norm, if the product's kernel does not compute it."""
     rows, k = call.x.shape
     n, _ = call.weight.shape
     tile = tile or tile_for(call.weight, rows, whole=call.argmax_keys is not None, gated=call.gated)
@@ -151,7 +151,7 @@ def run(call: Call, pdl: bool, tile: Tile | None = None) -> None:
     inputs = Rows(call.x.view(torch.int32), gamma, scale, 0.0 if call.norm is None else call.norm[1])
     numbers = (call.limit, 0 if call.argmax_keys is None else call.out.stride(0))
     shape = _constants(call, split, pdl) | {"R": tile.weight_rows, "D": tile.depth}
-    # no contraction that the kernels do not ask for: two of them must round alike
+    # no fused multiply-add except where kernels ask for it: two kernels must round equally
     options: dict[str, Any] = {"launch_pdl": pdl, "enable_fp_fusion": False}
     operands = (inputs, call.weight.words(), epilogue, rows, n)
     steps = plan.cdiv(k, split.split_k * split.k_tile)
@@ -180,19 +180,19 @@ def run(call: Call, pdl: bool, tile: Tile | None = None) -> None:
 def permuted_for(
     weight: Weight, x: Tensor, norm: Norm | None, pdl: bool, parts: Parts | None = None, bias: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """`permuted_rows` for a product of the TMA kernel with `weight`."""
+    """Calls `permuted_rows` for a product of the TMA kernel with `weight`."""
     split = split_for(weight)
     cut = split.split_k, split.k_tile
     return permuted_rows(x, norm, cut, GLUON_TYPE[x.dtype], pdl, parts, bias, reads_raised(weight))
 
 
 def reads_raised(weight: Weight) -> bool:
-    """True if the TMA kernel of this weight reads rows multiplied by 2^64: the weight has 8-bit codes."""
+    """True if the weight has 8-bit codes. Its TMA kernel then reads rows of x multiplied by 2^64."""
     return weight.codes is not None and weight.codes.form in quantised.WIDE
 
 
 def launch_tma_and_sum(tile: Tma, call: Call, squares: Tensor | None, pdl: bool) -> None:
-    """`launch_tma`, and then the sum of splits, where they are left apart."""
+    """Calls `launch_tma`; if it leaves partial sums, adds them with another kernel."""
     parts = launch_tma(tile, call, squares, pdl)
     if parts is not None:
         add_up(parts, squares, call.norm, call.bias, call.residual, call.out, pdl)
@@ -202,12 +202,12 @@ def launch_tma(tile: Tma, call: Call, squares: Tensor | None, pdl: bool, regroup
     """Launches the TMA kernel.
 
     Args:
-        call: x as `permuted_for` makes it.
-        squares: what comes with it.
-        regroup_out: the result is regrouped as x is.
+        call: operands; x is the result of `permuted_for`.
+        squares: sums of squares from `permuted_for`.
+        regroup_out: True if the result shall be regrouped as x is.
 
     Returns:
-        Where splits are left apart, their sums: for `add_up`, with all `call` asks for but the product.
+        None, or the partial sums of splits. `add_up` adds these and applies the rest of `call`.
     """
     rows = len(call.x)
     n, k = call.weight.shape

@@ -1,10 +1,10 @@
-"""The layer tail, from attention to the next layer's q, k and v, for rows that the TMA kernel multiplies.
+"""Layer tail: from attention to the next layer's q, k and v, for numbers of rows that the TMA kernel multiplies.
 
     x' = x + attended o^T;  x'' = x' + act(norm(x') gate_up^T) down^T;  qkv = norm'(x'') qkv^T
 
-To the bits of `reference.layer_tail` out of packed products. A product's result is stored in the order in which the
-next one reads it: sums, residual and norm are one kernel, gated products are written regrouped, and attention's output
-may be. In two halves, `attention_out` and `mlp`, each with a place for a sum over devices after its last product.
+The bits are those of `reference.layer_tail` with packed products. A product's result is stored in the order in which
+the next product reads it. One kernel computes sums, residual and norm; gated products and attention may store their
+output regrouped. There are two halves, `attention_out` and `mlp`. Each can sum over devices after its last product.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from fastspec.kernels.room import Room
 
 
 def runs_on_tma(weights: list[Weight], rows: int) -> bool:
-    """True if all these are packed or quantised, and there are enough rows for the TMA kernel."""
+    """True if all weights are packed or quantised, and there are enough rows for the TMA kernel."""
     return all(
         (weight.codes is not None or is_packed([weight])) and isinstance(_tile(weight, rows), Tma | Wide)
         for weight in weights
@@ -43,11 +43,11 @@ def runs_on_tma(weights: list[Weight], rows: int) -> bool:
 
 
 class NextInput(NamedTuple):
-    """The residual stream x [M, hidden], and what the product after it reads.
+    """The residual stream x [M, hidden], and the input of the next product.
 
     Attributes:
-        permuted: x times the norm's weight, as `permuted_rows` orders it.
-        squares: fp32 [S, M], the sums of squares that come with it; None without a norm.
+        permuted: x times the norm's weight, in the order of `permuted_rows`.
+        squares: fp32 [S, M], sums of squares for the norm. None without a norm.
     """
 
     x: Tensor
@@ -57,10 +57,13 @@ class NextInput(NamedTuple):
 
 @runtime_checkable
 class SharesRoom(Protocol):
-    """A `Reduce` between GPUs that reach each other's memory."""
+    """`Reduce` between GPUs that reach each other's memory."""
 
     def room_for(self, elements: int) -> Room | None:
-        """Memory of all for so many fp32 elements; None where such sums are made by calling it."""
+        """Returns shared memory for `elements` fp32 elements.
+
+        None if sums of that size are made by calling the `Reduce`.
+        """
 
 
 def layer_tail(
@@ -72,7 +75,7 @@ def layer_tail(
     pdl: bool,
     reduce: Reduce | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Implements `Ops.layer_tail` for weights and rows that `runs_on_tma` accepts. `attended` may be regrouped."""
+    """Computes `Ops.layer_tail` for weights and rows that `runs_on_tma` accepts. `attended` may be regrouped."""
     shape, rows = x.shape, x.reshape(-1, x.shape[-1]).contiguous()
     x, qkv = mlp(attention_out(attended, rows, layer, eps, pdl, reduce), layer, next_layer, eps, pdl, reduce)
     return x.view(shape), None if qkv is None else qkv.view(*shape[:-1], -1)
@@ -81,12 +84,12 @@ def layer_tail(
 def attention_out(
     attended: Tensor, x: Tensor, layer: Layer, eps: float, pdl: bool, reduce: Reduce | None = None
 ) -> NextInput:
-    """Implements `Ops.attention_out`; also returns the input of `mlp`.
+    """Computes `Ops.attention_out`. Also returns the input of `mlp`.
 
     Args:
         attended: [B, Q, H * D], or regrouped [B, Q, H * D / 64, 64].
         x: [M, hidden] contiguous, M = B * Q.
-        eps: of the norm in front of the MLP.
+        eps: epsilon of the norm before the MLP.
     """
     given = attended.reshape(len(x), -1).contiguous()
     if attended.dim() == 3:
@@ -99,7 +102,10 @@ def attention_out(
 def mlp(
     given: NextInput, layer: Layer, next_layer: Layer | None, eps: float, pdl: bool, reduce: Reduce | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """Implements `Ops.mlp` on the result of `attention_out`: x [M, hidden], and q, k and v of the next layer [M, N]."""
+    """Computes `Ops.mlp` on the result of `attention_out`.
+
+    Returns x [M, hidden], and q, k and v of the next layer [M, N].
+    """
     x, permuted, squares = given
     out = x.new_empty(len(x), layer.gate_up.shape[0] // 2)
     call = Call(permuted, layer.gate_up, out, layer.gate_up_bias, (layer.post_norm, eps), gated=True)
@@ -119,7 +125,7 @@ def mlp(
 
 
 def _raised_for(weight: Weight, given: Tensor) -> Tensor:
-    """Regrouped rows as the product with `weight` reads them: times 2^64, exactly, for codes of 8 bits."""
+    """Returns regrouped rows in the form that the product with `weight` reads: times 2^64, exactly, for 8-bit codes."""
     return given * 2.0**64 if reads_raised(weight) else given
 
 
@@ -130,7 +136,7 @@ def _tile(weight: Weight, rows: int, gated: bool = False) -> Tma | Wide:
 
 
 def _launch(tile: Tma | Wide, call: Call, squares: Tensor | None, pdl: bool) -> Parts | None:
-    """The product, as `launch_tma` has it."""
+    """Launches the product; see `launch_tma`."""
     return launch_wide(tile, call, squares, pdl) if isinstance(tile, Wide) else launch_tma(tile, call, squares, pdl)
 
 
@@ -150,7 +156,7 @@ def _leaves_parts(tile: Tma | Wide, weight: Weight) -> bool:
 def _summed(
     given: Tensor, weight: Weight, bias: Tensor | None, residual: Tensor, pdl: bool, reduce: Reduce | None
 ) -> Tensor:
-    """residual + the product with `given` rows, summed over devices where `reduce` does that [+ bias]."""
+    """Returns residual + the product with `given` rows [+ bias], summed over devices by `reduce`, if given."""
     tile = _tile(weight, len(given))
     if reduce is not None:
         return reduce(_own_sums(tile, given, weight, residual, pdl), bias, residual)
@@ -160,7 +166,7 @@ def _summed(
 
 
 def _own_sums(tile: Tma | Wide, given: Tensor, weight: Weight, like: Tensor, pdl: bool) -> Tensor:
-    """This device's product in fp32, as `Reduce` takes it: its splits apart where they are a tree."""
+    """Returns this device's product in fp32, as input of `Reduce`: a tree's splits are kept apart."""
     parts = _own_parts(tile, given, weight, like, pdl)
     if len(parts.sums) == 1:
         return parts.sums[0]
@@ -172,7 +178,7 @@ def _own_sums(tile: Tma | Wide, given: Tensor, weight: Weight, like: Tensor, pdl
 
 
 def _own_parts(tile: Tma | Wide, given: Tensor, weight: Weight, like: Tensor, pdl: bool) -> Parts:
-    """This device's product in fp32, as its splits leave it; one of them where they leave nothing apart."""
+    """Returns this device's product in fp32 as partial sums: one part if the product left none apart."""
     out = like.new_empty(1, *like.shape, dtype=torch.float32)
     return _launch(tile, Call(given, weight, out[0]), None, pdl) or Parts(out, 1)
 
@@ -187,10 +193,11 @@ def _added(
     pdl: bool,
     reduce: Reduce | None,
 ) -> NextInput:
-    """`_summed`, and what `permuted_for` makes of it for a product with `next_weight`."""
+    """Computes `_summed`, and prepares the result for a product with `next_weight`; see `permuted_for`."""
     tile = _tile(weight, len(given))
     if isinstance(reduce, SharesRoom):
-        from fastspec.kernels.product.rank_sums import elements_in_room, sum_ranks_permuted  # which few machines need
+        # imported only where several GPUs are used
+        from fastspec.kernels.product.rank_sums import elements_in_room, sum_ranks_permuted
 
         split = split_for(next_weight)
         cut = split.split_k, split.k_tile

@@ -1,9 +1,11 @@
-"""Packed product for 17 rows of x and more where the TMA kernel does not run: weights and x through shared memory.
+"""Packed product for 17 or more rows of x on GPUs without the TMA kernel. Weights and x pass through shared memory.
 
-Sums are made of the same terms in the same order as in the small-M kernel, so a row's bits are the same. There each of
-S warps takes every S-th K tile of K; here that is one pass of S over K by one program. A warp has 32 weight rows.
+Sums have the same terms in the same order as in the small-M kernel, so a row has the same bits. There, each of S warps
+takes every S-th K tile. Here, one CTA makes S passes over K, and each pass takes every S-th K tile. A warp has 32
+weight rows.
 
-Weights come by asynchronous copies, D steps deep, the first of them before the kernel waits for the one before it.
+Weights are loaded by asynchronous copies, D steps ahead. The first copies start before the kernel waits for the
+previous kernel.
 """
 
 # ruff: noqa: RUF005  (Triton adds tuples, and knows no starred ones)
@@ -30,13 +32,13 @@ from fastspec.kernels.product.k_steps import WORDS, place_of, steps_of
 
 @gluon.constexpr_function
 def _mma_layout(warps):
-    """Layout of sums [1, R, BM]: warps divide the rows of the weight."""
+    """Layout of sums [1, R, BM]: the weight rows are divided among the warps."""
     return gl.NVMMADistributedLayout([2, 0], [1, warps, 1], [1, 16, 8])
 
 
 @gluon.constexpr_function
 def _stage_layout(BM, W, warps):
-    """Layout of x [1, BM, W] as loaded: a lane holds the 2 x 4 words of a row that a lane of the product multiplies."""
+    """Layout of x [1, BM, W] as loaded: a lane has the 2 x 4 words of a row that a lane of the product needs."""
     rows = [1 << bit for bit in range(BM.bit_length() - 1)]
     runs = [[0, 0, 1 << bit] for bit in range(5, W.bit_length() - 1)]
     lanes = [[0, 0, 4], [0, 0, 8]] + [[0, row, 0] for row in rows[:3]]
@@ -48,16 +50,16 @@ def _stage_layout(BM, W, warps):
 
 @gluon.constexpr_function
 def _shared_layout(BM, W):
-    """Rows of words such that 16 bytes hold the operands of two products, in an order free of bank conflicts."""
+    """Layout of rows of words in shared memory: 16 bytes hold the operands of two products, without bank conflicts."""
     bits = [[0, 0, 16], [0, 0, 1], [0, 0, 2], [0, 0, 4], [0, 0, 8]] + [[0, 0, 32]] * (W == 64)
-    # odd rows swap their halves of 32 bytes: 2 rows by 4 lanes lie in different banks
+    # odd rows swap their halves of 32 bytes, so that 2 rows by 4 lanes use different banks
     bits += [[0, 1, 2]] + [[0, 1 << bit, 0] for bit in range(1, BM.bit_length() - 1)]
     return gl.SharedLinearLayout(bits)
 
 
 @gluon.constexpr_function
 def _copy_layout(R, W, warps):
-    """Layout of weights [1, R, W] when they are copied: a warp copies 512 bytes in one piece."""
+    """Layout of weights [1, R, W] for copies: a warp copies 512 contiguous bytes."""
     steps = [[0, 0, 4], [0, 0, 8]] + [[0, 1 << bit, 0] for bit in range(4)]
     steps += [[0, 0, 1 << bit] for bit in range(4, W.bit_length() - 1)]
     steps += [[0, 1 << bit, 0] for bit in range(4, R.bit_length() - 1)]
@@ -68,7 +70,10 @@ def _copy_layout(R, W, warps):
 
 @gluon.constexpr_function
 def _weight_layout(R, W):
-    """Weights in shared memory lie as they do in memory: what a warp loads of a fragment is one piece of 512 bytes."""
+    """Layout of weights in shared memory, the same as in global memory.
+
+    A warp loads 512 contiguous bytes per fragment.
+    """
     bits = [[0, 0, 1 << bit] for bit in range(4)] + [[0, 1 << bit, 0] for bit in range(4)]
     bits += [[0, 0, 1 << bit] for bit in range(4, W.bit_length() - 1)]
     bits += [[0, 1 << bit, 0] for bit in range(4, R.bit_length() - 1)]
@@ -77,7 +82,7 @@ def _weight_layout(R, W):
 
 @gluon.jit
 def _buffers(GROUP: gl.constexpr, GROUPS: gl.constexpr):
-    """Shared memory for what a step needs of each group of rows of x."""
+    """Allocates shared memory for one step of each group of rows of x."""
     buffers = ()
     for _i in gl.static_range(GROUPS):
         buffers = buffers + (gl.allocate_shared_memory(gl.int32, [1, GROUP, WORDS], _shared_layout(GROUP, WORDS)),)
@@ -86,16 +91,16 @@ def _buffers(GROUP: gl.constexpr, GROUPS: gl.constexpr):
 
 @gluon.constexpr_function
 def _turns(depth):
-    """How many buffers of x take turns: a divisor of `depth`."""
+    """Returns the number of buffers of x that are used in turn: a divisor of `depth`."""
     return min(count for count in range(2, depth + 1) if depth % count == 0)
 
 
 @gluon.jit
 def _copied(to, at, of, zero, step, K: gl.constexpr, STEPS: gl.constexpr, K_TILE: gl.constexpr, S: gl.constexpr):
-    """Issues the copies of a step's weights; zeros where the pass or K has no such step.
+    """Issues the copies of a step's weights. Writes zeros for steps after the last one of the pass or of K.
 
     Args:
-        zero: of shape [1, 1, 1], for a mask must be a tensor.
+        zero: tensor [1, 1, 1] of zero, because a mask must be a tensor.
     """
     place = place_of(step, STEPS, K_TILE, S)
     there = (zero + place < K // 2) & (step < S * STEPS)
@@ -104,7 +109,7 @@ def _copied(to, at, of, zero, step, K: gl.constexpr, STEPS: gl.constexpr, K_TILE
 
 @gluon.jit
 def _fetched(at, of, valid, step, K: gl.constexpr, STEPS: gl.constexpr, K_TILE: gl.constexpr, S: gl.constexpr):
-    """Words of each group of rows of x, [1, GROUP, WORDS]; zero where there is no row and beyond K."""
+    """Loads words of each group of rows of x, [1, GROUP, WORDS]. Zero for rows that do not exist and beyond K."""
     place = place_of(step, STEPS, K_TILE, S)
     there = place < K // 2
     loaded = ()
@@ -115,10 +120,11 @@ def _fetched(at, of, valid, step, K: gl.constexpr, STEPS: gl.constexpr, K_TILE: 
 
 @gluon.jit
 def _products(accs, weight, shared, nil, left: gl.constexpr, right: gl.constexpr, DTYPE: gl.constexpr):
-    """accs + weight rows^T, one group of rows after the other: the operands of one are alive at a time."""
-    w: gl.constexpr = gl.DotOperandLayout(0, left.parent, 4)  # of words: half as many contiguous ones
+    """Returns accs + weight rows^T. Multiplies one group of rows at a time, whose operands fit into the registers."""
+    w: gl.constexpr = gl.DotOperandLayout(0, left.parent, 4)  # in words, so half as many are contiguous
     x: gl.constexpr = gl.DotOperandLayout(1, right.parent, 4)
-    # the compiler copies what 16 bytes bring into the registers of an operand for each product: not what it computes
+    # XOR with zero: the compiler would copy loaded values into an operand's registers for each product, but not
+    # computed ones
     values = weight_operand(weight.load(w) ^ nil, DTYPE, left)
     new = ()
     for i in gl.static_range(len(accs)):
@@ -130,15 +136,15 @@ def _products(accs, weight, shared, nil, left: gl.constexpr, right: gl.constexpr
 @gluon.jit
 def _passed(
     accs,
-    rows,  # of x, for the first step
-    number,  # of the pass
+    rows,  # rows of x for the first step
+    number,  # number of the pass
     turns,
     w_at,
     x_at,
     w_of,
     x_of,
     valid,
-    zero,  # as in `_copied`
+    zero,  # see `_copied`
     ring,
     shared,
     nil,
@@ -150,7 +156,7 @@ def _passed(
     S: gl.constexpr,
     DTYPE: gl.constexpr,
 ):
-    """One pass over K: its sums, and x for the first step of the next."""
+    """Makes one pass over K. Returns its sums, and the x of the next pass's first step."""
     D: gl.constexpr = len(ring)
     for turn in range(turns):
         first = number * STEPS + turn * D
@@ -158,7 +164,8 @@ def _passed(
             here = shared[i % len(shared)]
             for j in gl.static_range(len(here)):
                 here[j].store(rows[j])
-            # this waits for all warps: after it x and everyone's copies are there, and what is filled next is read
+            # waits for all warps: then x and all copies of this step have arrived, and the buffers filled next have
+            # been read
             async_copy.wait_group(D - 2)
             _copied(ring[(i + D - 1) % D], w_at, w_of, zero, first + (i + D - 1), K, STEPS, K_TILE, S)
             async_copy.commit_group()
@@ -169,7 +176,7 @@ def _passed(
 
 @gluon.jit
 def _stashes(like):
-    """Shared memory for sums that are complete, while a thread's registers hold those of the current pass."""
+    """Allocates shared memory for complete sums, while registers hold those of the current pass."""
     swizzled: gl.constexpr = gl.SwizzledSharedLayout(2, 1, 8, [2, 1, 0])
     stashes = ()
     for i in gl.static_range(len(like)):
@@ -199,28 +206,28 @@ def _unstashed(stashes, like):
 
 @gluon.jit(do_not_specialize=["M", "limit", "out_stride", "turns"])
 def large_m_kernel(
-    inputs,  # Rows of launch.py; gamma is in x already
+    inputs,  # Rows of launch.py; x is already multiplied with gamma
     weight_ptr,  # int32 words [N / 16, K / 32, 16, 16]
     epilogue,  # Epilogue of launch.py
     M,
     N,
     limit,
     out_stride,
-    turns,  # of D steps in a pass: a compiler that knew would unroll them
+    turns,  # number of D steps in a pass; unknown to the compiler, which would unroll them
     K: gl.constexpr,
     S: gl.constexpr,
     KT: gl.constexpr,
-    PAIRWISE: gl.constexpr,  # splits whose sums are added to each other first
+    PAIRWISE: gl.constexpr,  # number of neighbouring splits that are added first
     R: gl.constexpr,
     GROUP: gl.constexpr,  # rows of x that are multiplied together
     GROUPS: gl.constexpr,
-    D: gl.constexpr,  # steps whose weights are in shared memory, one of them in use
+    D: gl.constexpr,  # number of steps whose weights are in shared memory; one of them is in use
     WARPS: gl.constexpr,
     GATED: gl.constexpr,
     PDL: gl.constexpr,
     DTYPE: gl.constexpr,
 ):
-    """One program of the large-M kernel: R weight rows by GROUPS * GROUP rows of x."""
+    """Large-M kernel. A CTA computes R weight rows by GROUPS * GROUP rows of x."""
     x_ptr, _gamma_ptr, scale_ptr, _eps = inputs
     bias_ptr, residual_ptr, out_ptr, keys_ptr, _parts_ptr = epilogue
     mma: gl.constexpr = _mma_layout(WARPS)
@@ -261,7 +268,7 @@ def large_m_kernel(
         gdc_wait()
     rows = _fetched(x_at, x_of, valid, 0, K, STEPS, K_TILE, S)
     stashes = _stashes(zeros)
-    some = stashes  # of splits that are added up first
+    some = stashes  # sums of the splits that are added first
     if PAIRWISE > 1:
         some = _stashes(zeros)
     for group in range(S // PAIRWISE):
@@ -276,7 +283,7 @@ def large_m_kernel(
             _stashed(stashes, _unstashed(some, zeros))
             _emptied(some, zeros)
     totals = _unstashed(stashes, zeros)
-    # else zeros for steps that do not exist could be written to shared memory after its next use has begun
+    # otherwise zeros for steps that do not exist could be written to shared memory that is already in use again
     async_copy.wait_group(0)
 
     for i in gl.static_range(GROUPS):

@@ -1,7 +1,7 @@
-"""The norm before a packed product of many rows: x * gamma, rounded once, and one factor per row for its sums.
+"""Norm before a packed product with many rows: x * gamma, rounded once, and one factor per row for its sums.
 
-The products of up to 8 rows do this themselves. Here it is done once and not in every program, to the same bits: the
-squares are summed in the order that belongs to the weight's split of K.
+Products of up to 8 rows compute the norm themselves. Here it is computed once instead of in every CTA, with the same
+bits: squares are summed in the order of the weight's split of K.
 """
 
 # ruff: noqa: RUF005  (Triton adds tuples, and knows no starred ones)
@@ -17,7 +17,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from fastspec.kernels.common.launch import launch
 from fastspec.kernels.product.epilogue import add_squares, added_up, folded, no_squares, root_scale, times_gamma
 
-BLOCK = gl.constexpr(16)  # K tiles of x in flight
+BLOCK = gl.constexpr(16)  # number of K tiles of x loaded ahead
 
 
 @gluon.constexpr_function
@@ -27,7 +27,7 @@ def _warps(lanes):
 
 @gluon.jit
 def _words(at, of, first: gl.constexpr, T: gl.constexpr, STEP: gl.constexpr, K: gl.constexpr):
-    """Words at offsets `of` of up to BLOCK K tiles from tile `first` on, zeros beyond K."""
+    """Loads words at offsets `of` of up to BLOCK K tiles, starting at tile `first`. Zeros beyond K."""
     found = ()
     for i in gl.static_range(first, min(T, first + BLOCK)):
         found = found + (gl.load(at + (of + i * STEP), mask=of + i * STEP < K // 2, other=0),)
@@ -47,8 +47,8 @@ def norm_kernel(
     PDL: gl.constexpr,
     DTYPE: gl.constexpr,
 ):
-    """One row: x * gamma, and 1 / root of the mean of x's squares."""
-    RUNS: gl.constexpr = KT // 8  # in a K tile: what one lane of the product loads at once
+    """Computes x * gamma of one row, and 1 / root mean square of x."""
+    RUNS: gl.constexpr = KT // 8  # number of 16-byte loads per K tile and row
     WARPS: gl.constexpr = _warps(S * RUNS)
     T: gl.constexpr = (K + S * KT - 1) // (S * KT)
     STEP: gl.constexpr = S * KT // 2
@@ -58,7 +58,8 @@ def norm_kernel(
     row = gl.program_id(0).to(gl.int64)
     here = x_ptr + row * (K // 2)
     there = out_ptr + row * (K // 2)
-    gs = _words(gamma_ptr, of, 0, T, STEP, K)  # before the wait: they come from device memory, and x from the L2 cache
+    # loaded before the wait: gamma comes from device memory, x from the L2 cache
+    gs = _words(gamma_ptr, of, 0, T, STEP, K)
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -81,10 +82,11 @@ def norm_kernel(
 def norm_rows(
     x: Tensor, gamma: Tensor, eps: float, splits: int, k_tile: int, dtype: gl.dtype, pdl: bool
 ) -> tuple[Tensor, Tensor]:
-    """x [M, K], gamma [K] -> (x * gamma [M, K] in x's dtype, fp32 [M] 1 / sqrt(mean(x^2) + eps)).
+    """Returns x * gamma [M, K] in x's dtype, and 1 / sqrt(mean(x^2) + eps), fp32 [M].
 
     Args:
-        x, gamma: bf16 or fp16, contiguous. splits, k_tile: how K is split in that the product will have.
+        x, gamma: [M, K] and [K], bf16 or fp16, contiguous.
+        splits, k_tile: split of K of the product that follows.
     """
     rows, k = x.shape
     scaled, factor = torch.empty_like(x), x.new_empty(rows, dtype=torch.float32)

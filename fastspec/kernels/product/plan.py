@@ -1,8 +1,8 @@
-"""How packed products are launched: the split of K that belongs to a weight, and tiles by the number of rows.
+"""Launch plans of packed products: the split of K for a weight, and tiles for a number of rows.
 
-Decisions only, made of numbers: this module needs neither Triton nor a GPU. `launch` acts on them. `MEASURED_ON` says
-which kernels' tiles were chosen by measurement, on which GPU: bf16, weights cold, shapes of Llama 3.1 8B and 3.2 1B.
-Other shapes take the defaults, and other GPUs are untested: results are right there, and tiles are guesses.
+Only numbers: this module needs neither Triton nor a GPU. `launch` uses the plans. `MEASURED_ON` says on which GPU a
+kernel's tiles were chosen by measurement: bf16, weights not cached, shapes of Llama 3.1 8B and 3.2 1B. Other shapes use
+the defaults. On other GPUs results are correct, but tiles are guesses.
 """
 
 from __future__ import annotations
@@ -11,32 +11,33 @@ from dataclasses import dataclass, replace
 
 from fastspec.kernels.gpu import Gpu
 
-# rows of x
-FUSED_ROWS = 8  # the most for which the product computes the norm itself; with more the norm is a kernel of its own
-TMA_ROWS = 160  # the most that one CTA of the TMA kernel multiplies: two accumulators of each row fill the registers
-SOME_ROWS = 128  # up to here weight rows are balanced over the SMs; with more rows the tensor cores are busy anyway
-# rows of the weight
-MANY_WEIGHT_ROWS = 16384  # from here on one CTA sums all of K for its weight rows
+# numbers of rows of x
+FUSED_ROWS = 8  # largest number for which the product computes the norm itself; with more another kernel does
+# largest number that one CTA of the TMA kernel multiplies: two accumulators of each row fill the registers
+TMA_ROWS = 160
+# up to here weight rows are balanced over the SMs; with more rows the tensor cores are fully used anyway
+SOME_ROWS = 128
+# numbers of rows of the weight
+MANY_WEIGHT_ROWS = 16384  # from here on one CTA sums over all of K for its weight rows
 LARGE_WEIGHT_ROWS = 128  # of a CTA of the large-M kernel: 32 for each warp
-ROUND_ROWS = 16  # weight rows whose time equals the start and the end of one more CTA
+ROUND_ROWS = 16  # start and end of one CTA take as long as this many weight rows
 # values of K
-STEP = 64  # that the large-M kernel multiplies at a time
-LONG = 16  # K tiles: longer sums are unrolled less, because registers run out
+STEP = 64  # step of the large-M kernel
+LONG = 16  # in K tiles; longer sums are unrolled less, because registers run out
 # bytes of shared memory
-TMA_BYTES = (224_000, 115_000)  # for the stages of the TMA pipeline: of the only CTA on an SM, and of each of two
-EXCHANGE_BYTES = 4096  # of those, through which the compiler brings a tile's values into row order
+TMA_BYTES = (224_000, 115_000)  # for the stages of the TMA pipeline: with one CTA on an SM, and for each of two CTAs
+EXCHANGE_BYTES = 4096  # part of it through which the compiler brings a tile's values into row order
 
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """How a sum over K is cut. A row's bits depend on this.
+    """How a sum over K is split. A row's bits depend on this.
 
     Attributes:
-        split_k: S, a power of two: how many sums K is divided among; tile i of K goes to sum i % S.
-        k_tile: KT, 64 or 128: consecutive values of K in one tile.
-        pairwise: how many neighbouring sums are added to each other before all are added up; 1 for none.
-        runs: sum i is of the i-th of S equal parts of K, and not of every S-th tile, and all are added as one binary
-            tree.
+        split_k: S, a power of two: number of sums. Tile i of K belongs to sum i % S.
+        k_tile: KT, 64 or 128: number of neighbouring values of K in a tile.
+        pairwise: number of neighbouring sums that are added first, before all are added; 1: none.
+        runs: True if sum i is over the i-th of S equal parts of K instead. All sums are then added as one binary tree.
     """
 
     split_k: int
@@ -46,22 +47,22 @@ class Split:
 
     @property
     def kernel_pairwise(self) -> int:
-        """`pairwise`, or 0 where K is cut into runs, as kernels are told that add up all sums."""
+        """`pairwise`, or 0 if `runs`; the argument of kernels that add all sums."""
         return 0 if self.runs else self.pairwise
 
     def tile_of_k(self, k: int) -> int:
-        """Consecutive values of K that belong to one sum."""
+        """Returns the number of neighbouring values of K that belong to one sum."""
         return k // self.split_k if self.runs else self.k_tile
 
 
 @dataclass(frozen=True, slots=True)
 class Small:
-    """A launch of the small-M kernel.
+    """Launch of the small-M kernel.
 
     Attributes:
-        weight_rows, rows: of the weight and of x, in one CTA.
+        weight_rows, rows: rows of the weight and of x in one CTA.
         depth, row_depth: K tiles of the weight and of x that are loaded ahead.
-        ahead: squares for the norm are summed before the products.
+        ahead: True if the squares for the norm are summed before the products.
     """
 
     weight_rows: int
@@ -73,7 +74,7 @@ class Small:
 
 @dataclass(frozen=True, slots=True)
 class Large:
-    """A launch of the large-M kernel: groups of `rows` rows of x in one CTA, steps of K in shared memory."""
+    """Launch of the large-M kernel. A CTA has `groups` groups of `rows` rows of x, and steps of K in shared memory."""
 
     groups: int
     depth: int
@@ -84,16 +85,16 @@ class Large:
 
 @dataclass(frozen=True, slots=True)
 class Tma:
-    """A launch of the TMA kernel, sm_90's pipeline of TMA loads and warp-group products.
+    """Launch of the TMA kernel: sm_90's pipeline of TMA loads and wgmma.
 
     Attributes:
-        rows: of x in one CTA. rest: more of them, which a second product multiplies.
-        weight_rows: of a CTA, a multiple of 16 and the sum of at most three powers of two.
-        warps: that multiply. stages: steps of K in shared memory.
-        split_k: sums of the split that a CTA makes, one or those that are added pairwise; another kernel adds up what
-            CTAs leave. None: a CTA makes all of them.
-        registers: limit for a thread, so that two CTAs fit on an SM.
-        programs: CTAs that share the weight's tiles, each going on to its next one; None: one CTA for each tile.
+        rows, rest: rows of x in one CTA, and more rows in a second product.
+        weight_rows: rows of the weight in one CTA: a multiple of 16, and a sum of at most three powers of two.
+        warps, stages: number of multiplying warps, and steps of K in shared memory.
+        split_k: number of splits that a CTA sums: one, or those that are added pairwise. Another kernel adds the
+            partial sums of CTAs. None: a CTA sums all of K.
+        registers: limit per thread, so that two CTAs fit on an SM.
+        programs: number of CTAs, which take the weight's tiles in turn. None: one CTA per tile.
     """
 
     rows: int
@@ -107,18 +108,18 @@ class Tma:
 
     @property
     def room(self) -> int:
-        """Weight rows that there is shared memory for: a power of two, of which warp groups multiply 64."""
+        """Weight rows for which shared memory is allocated: a power of two, because wgmma multiplies 64."""
         return max(64, 1 << (self.weight_rows - 1).bit_length())
 
     @property
     def boxes(self) -> list[int]:
-        """`boxes` of the weight rows, three with zeros after."""
+        """`boxes` of the weight rows, padded with zeros to three."""
         sizes = boxes(self.weight_rows)
         return sizes + [0] * (3 - len(sizes))
 
 
 Tile = Small | Large | Tma
-# by kind of tile: the GPU on which its entries were measured, None for untested ones
+# by kernel: the GPU on which its entries were measured; None: untested
 MEASURED_ON: dict[type, str | None] = {Small: "NVIDIA H200", Tma: "NVIDIA H200", Large: None}
 
 # by (N, K)
@@ -127,13 +128,13 @@ SPLITS = {
     (4096, 14336): Split(8, 128, 2),
     (2048, 8192): Split(8, 64),
 }
-# sums of a weight whose K ranks may share: as many as the largest number of ranks that changes no bit; where the split
-# of few weight rows has more sums, as many as that
+# split of a weight whose K may be divided among ranks: as many sums as the largest number of ranks that changes no bit,
+# or those of the split of few weight rows, if that has more
 TREE, TREE_PAIRWISE = 4, 2
-TREE_ROWS = 4096  # of a weight of more rows they are no more than that, for a CTA of many rows of x makes them all
-LONG_TILE_K = 4096  # from this K on their tiles may be 128 values long
+TREE_ROWS = 4096  # a weight with more rows has TREE sums, because one CTA computes all of them for many rows of x
+LONG_TILE_K = 4096  # from this K on, K tiles of a tree may have 128 values
 
-# (weight rows, depth, row depth) by S and k_tile of the split, and the most rows of x
+# by (S, k_tile) of the split: (weight rows, depth, row depth), for up to some number of rows of x
 SMALL = {
     (Split(1, 64), 8): (16, 8, 2),
     (Split(1, 128), 8): (16, 4, 1),
@@ -157,7 +158,7 @@ SMALL_OWN = {
     (6144, 4096): (32, 4, 1),
     (16384, 2048): (32, 4, 2),
     (128256, 2048): (32, 4, 2),
-    # what ranks have of some, on H100s
+    # parts of some weights on ranks, measured on H100
     (14336, 4096): (32, 4, 1),
     (7168, 4096): (32, 4, 1),
     (8192, 2048): (32, 4, 1),
@@ -166,12 +167,12 @@ SMALL_OWN = {
     (4096, 1024): (16, 6, 2),
 }
 
-# CTAs that own their SM, by (N, K): from how many rows of x on, weight rows, and sums of the split that each makes;
-# None: all of them
+# by (N, K): CTAs that have their own SM: (from this number of rows of x on, weight rows, number of splits that each
+# sums; None: all)
 ONE_CTA_PER_SM: dict[tuple[int, int], tuple[int, int, int | None]] = {
     (4096, 4096): (64, 64, 2),
     (4096, 14336): (64, 128, 2),
-    # what two and four ranks have of some, on H100s
+    # parts of some weights on two and four ranks, measured on H100
     (4096, 2048): (129, 64, 1),
     (4096, 7168): (96, 64, 2),
     (14336, 4096): (9, 112, None),
@@ -181,27 +182,31 @@ ONE_CTA_PER_SM: dict[tuple[int, int], tuple[int, int, int | None]] = {
     (1536, 4096): (129, 64, 1),
 }
 
-# weights, by (N, K), that the small-M kernel reads faster with as much L1 as possible, though L1 is divided anew then
+# (N, K) of weights that the small-M kernel reads faster with as much L1 as possible, in spite of changing the division
+# of the SM's memory
 L1_FIRST = {(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)}
 
 
 def cdiv(a: int, b: int) -> int:
-    """a / b, rounded up."""
+    """Returns a / b, rounded up."""
     return -(-a // b)
 
 
 def boxes(weight_rows: int) -> list[int]:
-    """Weight rows, a multiple of 16, as the copy engine brings them: powers of two, the largest first."""
+    """Splits a number of weight rows, a multiple of 16, into the powers of two that TMA loads, largest first."""
     return [1 << bit for bit in range(weight_rows.bit_length() - 1, 3, -1) if weight_rows >> bit & 1]
 
 
 def split_of(n: int, k: int) -> Split:
-    """The split that belongs to a weight [N, K]: that of the table, or one for how long its sums are."""
+    """Returns the split of a weight [N, K]: that of SPLITS, or a default by the length of its sums."""
     return SPLITS.get((n, k)) or (Split(8, 128) if k >= 8192 and n < k else Split(4, 64))
 
 
 def tree_of(n: int, k: int) -> Split | None:
-    """The split of a weight [N, K] whose sums are one binary tree over equal parts of K; None where it has none."""
+    """Returns the split of a weight [N, K] whose sums are one binary tree over equal parts of K.
+
+    None if there is none.
+    """
     usual = split_of(n, k)
     many = usual.split_k if n <= TREE_ROWS else TREE
     tiles = (usual.k_tile, 64) if many > TREE or k >= LONG_TILE_K else (64,)
@@ -211,9 +216,9 @@ def tree_of(n: int, k: int) -> Split | None:
 
 
 def split_for(shape: tuple[int, int], whole: tuple[int, int] | None = None, tree: bool = False) -> Split:
-    """The split of a weight; arguments as the fields of `Weight`.
+    """Returns the split of a weight. The arguments are fields of `Weight`.
 
-    It is that of the whole matrix, or the part of it that belongs to a part of K: so ranks change no bit.
+    For a rank's part of K it is the matching part of the whole matrix's split. So the number of ranks changes no bit.
     """
     n, k = whole or shape
     found = tree_of(n, k) if tree else None
@@ -226,7 +231,10 @@ def split_for(shape: tuple[int, int], whole: tuple[int, int] | None = None, tree
 
 
 def tree_parts(shape: tuple[int, int], whole: tuple[int, int] | None) -> int:
-    """Parts of K whose sums a product of many rows adds as a tree; arguments as in `split_for`. 1: none."""
+    """Returns how many parts of K a product with many rows adds as a tree. 1: no tree.
+
+    For the arguments see `split_for`.
+    """
     split, ranks = split_for(shape, whole, True), (whole or shape)[1] // shape[1]
     return max(1, TREE // ranks) if split.runs else 1
 
@@ -234,12 +242,12 @@ def tree_parts(shape: tuple[int, int], whole: tuple[int, int] | None) -> int:
 def tile_of(
     n: int, k: int, rows: int, gpu: Gpu, whole: bool = False, gated: bool = False, split: Split | None = None
 ) -> Tile:
-    """The launch for `rows` rows of x and a weight [N, K].
+    """Returns the launch for `rows` rows of x and a weight [N, K].
 
     Args:
-        whole: K must not be split over CTAs, as where each CTA takes the largest of its sums.
-        gated: as in `reference.linear`.
-        split: of the weight; None: that of its shape.
+        whole: True if a CTA must sum over all of K, for an argmax.
+        gated: see `reference.linear`.
+        split: split of the weight; None: that of its shape.
     """
     split = split or split_of(n, k)
     if rows > small_rows(gpu):
@@ -257,19 +265,22 @@ def tile_of(
 
 
 def small_rows(gpu: Gpu) -> int:
-    """Rows of x up to which the small-M kernel runs; for more the TMA kernel does, on other GPUs the large-M one."""
+    """Returns the largest number of rows of x for the small-M kernel.
+
+    More rows use the TMA kernel or the large-M kernel.
+    """
     return 8 if gpu.hopper else 16
 
 
 def _large_of(rows: int, split: Split, gpu: Gpu) -> Large:
-    """The large-M kernel's tile: one program does all of K for its weight rows."""
+    """Returns the tile of the large-M kernel. One CTA sums over all of K for its weight rows."""
     roomy = gpu.roomy
-    tight = not roomy and split.pairwise > 1  # whose sums need room of their own
+    tight = not roomy and split.pairwise > 1  # these sums need registers of their own
     return Large(2 if rows > 32 and roomy else 1, 3 if tight else 4)
 
 
 def _tma_of(n: int, k: int, rows: int, split: Split, sms: int, whole: bool, gated: bool) -> Tma:
-    """The TMA kernel's tile: one or two CTAs on an SM; where weight rows are few, K is split over CTAs."""
+    """Returns the tile of the TMA kernel: one or two CTAs on an SM. With few weight rows, K is split over CTAs."""
     rows = cdiv(rows, cdiv(rows, TMA_ROWS))
     group = 1 << (rows.bit_length() - 1)
     rest = 0 if group == rows else max(8, 1 << (rows - group - 1).bit_length())
@@ -278,7 +289,7 @@ def _tma_of(n: int, k: int, rows: int, split: Split, sms: int, whole: bool, gate
     few, some = group + rest <= 64, group + rest <= SOME_ROWS
     splits = None
     own = ONE_CTA_PER_SM.get((n, k))
-    at_once = own is not None and own[2] is None  # else K is split over CTAs
+    at_once = own is not None and own[2] is None  # otherwise K is split over CTAs
     if own is not None and group + rest >= own[0] and (at_once or not (whole or gated)):
         weight_rows, splits, roomy = own[1], own[2] and min(own[2], split.pairwise), True
     elif n >= MANY_WEIGHT_ROWS:
@@ -289,7 +300,7 @@ def _tma_of(n: int, k: int, rows: int, split: Split, sms: int, whole: bool, gate
         weight_rows, splits, roomy = _split_k_apart(n, group + rest, split, sms)
     warps = 8 if roomy and weight_rows > 64 else 4
     tile = Tma(group, weight_rows, warps, 0, rest, splits, None if roomy else 128)
-    # an argmax needs the registers that would hold the end of a tile while the next one is loaded
+    # an argmax needs the registers with which the next tile would be loaded during the end of a tile
     if warps == 8 and not whole and splits is None:
         tiles = cdiv(n, weight_rows)
         tile = replace(tile, programs=cdiv(tiles, cdiv(tiles, sms)))
@@ -298,17 +309,17 @@ def _tma_of(n: int, k: int, rows: int, split: Split, sms: int, whole: bool, gate
 
 
 def _split_k_apart(n: int, rows: int, split: Split, sms: int) -> tuple[int, int, bool]:
-    """Weight rows and sums of the split of one CTA, and whether it owns its SM."""
+    """Returns weight rows and number of splits of one CTA, and True if it has its own SM."""
     splits = 1 if cdiv(n, 64) * split.split_k <= 2 * sms else split.pairwise
     return _balanced(n, split.split_k // splits, sms) if rows <= SOME_ROWS else 64, splits, False
 
 
 def _balanced(n: int, splits: int, sms: int, two: bool = True) -> int:
-    """Weight rows of one CTA, of n: those with which the busiest SM is done first.
+    """Returns weight rows of one CTA, out of n, with which the busiest SM finishes first.
 
     Args:
-        splits: CTAs that share the same weight rows.
-        two: two CTAs of 64 to 128 weight rows on an SM, or one of more than 64.
+        splits: number of CTAs that share the same weight rows.
+        two: True for two CTAs of 64 to 128 weight rows on an SM. False for one CTA of more than 64.
     """
     places, sizes = (2 * sms, (128, 112, 96, 80, 64)) if two else (sms, (128, 112, 96, 80))
     return min(sizes, key=lambda own: cdiv(cdiv(n, own) * splits, places) * (own + ROUND_ROWS))

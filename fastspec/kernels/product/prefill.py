@@ -1,17 +1,17 @@
-"""The product of prompt chunks with packed weights: tens to thousands of rows, bound by the tensor cores.
+"""Product of prompt chunks with packed weights: tens to thousands of rows, limited by the tensor cores.
 
     out[m, n] = epilogue(sum_k normed[m, k] W[n, k]),    normed = x / sqrt(mean(x^2) + eps) * gamma, or x
 
 | argument | shape, dtype                     | notes                                                          |
 |----------|----------------------------------|----------------------------------------------------------------|
-| x        | [..., K] bf16 or fp16            | any number of rows, never a cause to compile again             |
-| weight   | `Weight` [N, K] in x's dtype     | packed, gated or not as the call is                            |
+| x        | [..., K] bf16 or fp16            | any number of rows, without a new compilation                  |
+| weight   | `Weight` [N, K] in x's dtype     | packed; gated if the call is                                   |
 | bias     | [N], any float dtype             | added in fp32; not with `gated`                                |
-| norm     | gamma [K], eps                   | an RMSNorm of x in front (arXiv 1910.07467), a kernel of its own |
+| norm     | gamma [K], eps                   | RMSNorm of x (arXiv 1910.07467) by a kernel before the product |
 | residual | [..., N], any float dtype        | added in fp32; not with `gated`                                |
 
-Accumulators, statistics and the epilogue are fp32; normed rows are rounded to x's dtype, the result once at the end.
-The bits of a row depend on how many rows the call has: a prompt is cut into chunks the same way every time.
+Accumulators, statistics and the epilogue are fp32. Normed rows are rounded to x's dtype, the result once at the end.
+The bits of a row depend on the number of rows in the call. So a prompt is always cut into chunks in the same way.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from fastspec.kernels.product.plan import tree_parts
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """Tile of one program (rows of x, columns of the result, depth), warps, pipeline stages."""
+    """Tile of one CTA (rows of x, columns of the result, depth), warps, and pipeline stages."""
 
     block_m: int
     block_n: int
@@ -43,11 +43,11 @@ class Launch:
 
     @property
     def shared(self) -> int:
-        """Bytes of shared memory that the pipeline takes at most."""
+        """Largest number of bytes of shared memory for the pipeline."""
         return (self.block_m + self.block_n) * self.block_k * 2 * self.num_stages
 
 
-# (rows up to, tile) by the shared memory a program may use; the last tile of a list takes every number of rows
+# by shared memory of a CTA: (largest number of rows, tile); the last tile of a list serves any number of rows
 LAUNCH = {
     200_000: (
         (64, Launch(64, 64, 64, 4, 4)),
@@ -65,7 +65,8 @@ LAUNCH = {
         (0, Launch(128, 128, 64, 8, 3)),
     ),
 }
-GROUP = 16  # tiles of rows that walk the same columns together: their weights leave memory once
+# tiles of rows that process the same columns together, so that their weights are read once from device memory
+GROUP = 16
 
 
 @triton.jit
@@ -81,7 +82,7 @@ def _rms_norm_kernel(x_ptr, gamma_ptr, out_ptr, eps, K: tl.constexpr, BLOCK: tl.
 
 @triton.jit
 def _finish(out, m, n, bias_ptr, residual_ptr, out_ptr, num_rows, WIDTH: tl.constexpr, STRIDE: tl.constexpr):
-    """Stores out [BLOCK_M, columns] plus bias and residual."""
+    """Adds bias and residual to `out` [BLOCK_M, columns] and stores it."""
     if bias_ptr is not None:
         out += tl.load(bias_ptr + n, mask=n < WIDTH, other=0.0).to(tl.float32)[None, :]
     at = m.to(tl.int64)[:, None] * STRIDE + n[None, :]
@@ -101,14 +102,14 @@ def _prefill_kernel(
     num_rows,
     N: tl.constexpr,
     K: tl.constexpr,
-    STRIDE: tl.constexpr,  # numbers from row to row of the result and of the residual
+    STRIDE: tl.constexpr,  # elements between rows of the result and of the residual
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     GROUP: tl.constexpr,
     GATED: tl.constexpr,
 ):
-    # programs go down the rows of a group before they go to the next columns
+    # CTAs process the rows of a group before the next columns
     tile = tl.program_id(0)
     per_group = GROUP * tl.cdiv(N, BLOCK_N)
     first_m = tile // per_group * GROUP
@@ -119,7 +120,7 @@ def _prefill_kernel(
     m = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
     n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
-    # rows and columns beyond the end repeat the last one and are not stored: no mask in the loop
+    # rows and columns after the last one repeat it and are not stored, so the loop needs no mask
     last_m, last_n = tl.minimum(m, num_rows - 1).to(tl.int64), tl.minimum(n, N - 1).to(tl.int64)
     x_at = x_ptr + last_m[:, None] * K + k[None, :]
     weight_at = weight_ptr + (last_n // 16 * (16 * K) + last_n % 16 * 32)[None, :] + (k // 32 * 512 + k % 32)[:, None]
@@ -130,13 +131,13 @@ def _prefill_kernel(
         weight_at += BLOCK_K * 16
 
     if GATED:
-        # 8 columns of gate, 8 of up: an accumulator's fragments are 8 columns wide, so the pairs meet in one thread
+        # 8 columns of gate, 8 of up: an accumulator's fragments have 8 columns, so both of a pair are in one thread
         gate, up = tl.split(tl.permute(tl.reshape(out, (BLOCK_M, BLOCK_N // 16, 2, 8)), (0, 1, 3, 2)))
         out = tl.reshape(gate / (1.0 + tl.exp(-gate)) * up, (BLOCK_M, BLOCK_N // 2))
         n = tile_n * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
         _finish(out, m, n, bias_ptr, residual_ptr, out_ptr, num_rows, N // 2, STRIDE)
     else:
-        # by halves: a whole tile of the residual beside the accumulator is more than the registers hold
+        # in halves: a whole tile of the residual and the accumulator do not fit into the registers
         left, right = tl.split(tl.permute(tl.reshape(out, (BLOCK_M, 2, BLOCK_N // 2)), (0, 2, 1)))
         n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N // 2)
         _finish(left, m, n, bias_ptr, residual_ptr, out_ptr, num_rows, N, STRIDE)
@@ -144,7 +145,7 @@ def _prefill_kernel(
 
 
 def launch_of(num_rows: int, shared: int) -> Launch:
-    """The launch entry of a chunk of `num_rows` rows where a program may use `shared` bytes of shared memory."""
+    """Returns the tile for a chunk of `num_rows` rows, if a CTA may use `shared` bytes of shared memory."""
     table = next(table for least, table in LAUNCH.items() if shared >= least)
     return next((launch for rows, launch in table if num_rows <= rows), table[-1][1])
 
@@ -159,16 +160,16 @@ def prefill_linear(
     gated: bool = False,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """[residual +] [silu(gate) * up of] norm(x) @ W.T [+ bias], as `reference.prefill_linear`, which defines it.
+    """Computes `reference.prefill_linear`: [residual +] [silu(gate) * up of] norm(x) @ W.T [+ bias].
 
     Args:
         x: [..., K].
-        weight: packed, K a multiple of 64; with `gated` of interleaved rows.
+        weight: packed, K a multiple of 64; if `gated` with interleaved rows.
         bias: [N], contiguous.
         norm: weight [K], contiguous, and epsilon of an RMSNorm of x.
         residual: [..., N].
-        gated: the result is [..., N/2].
-        out_dtype: of the result; by default x's.
+        gated: True if the result is [..., N/2].
+        out_dtype: dtype of the result. Default: x's.
 
     Raises:
         ValueError: shapes, dtypes or layouts that do not fit each other.
@@ -190,7 +191,7 @@ def prepared(
     gated: bool,
     out_dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Rows [R, K], normed, the residual and room for the result, of a call as `prefill_linear` has it."""
+    """Returns normed rows [R, K], residual and an empty result for a call of `prefill_linear`."""
     _check(x, weight, norm)
     if gated and (bias is not None or residual is not None):
         raise ValueError("a gated product has no bias and no residual; leave them out or gate later")
@@ -199,7 +200,7 @@ def prepared(
         check("bias", bias, (n,))
     rows = x.reshape(-1, k).contiguous()
     if rows.data_ptr() % 16:
-        rows = rows.clone()  # a view that starts anywhere: rows are fetched 16 bytes at a time
+        rows = rows.clone()  # a view at an unaligned address: rows are loaded 16 bytes at a time
     out = torch.empty(*x.shape[:-1], n // 2 if gated else n, dtype=out_dtype or x.dtype, device=x.device)
     if residual is not None:
         if residual.shape != out.shape:
@@ -213,7 +214,7 @@ def prepared(
 def multiply(
     rows: Tensor, weight: Weight, bias: Tensor | None, residual: Tensor | None, out: Tensor, gated: bool
 ) -> None:
-    """The product alone, of what `prepared` returns; residual and out may be columns of what is wider."""
+    """Launches the product alone, on the result of `prepared`. `residual` and `out` may be columns of wider tensors."""
     n, _ = weight.shape
     if has_warp_groups(rows.device):
         programs, parts = multiprocessors(rows.device), tree_parts(weight.shape, weight.whole) if weight.tree else 1
@@ -233,7 +234,7 @@ def run(
     gated: bool,
     launch: Launch,
 ) -> None:
-    """One launch of the product at any tile: what a sweep of tiles calls."""
+    """Launches the product with a given tile. A search over tiles calls it."""
     n, k = weight.shape
     tiles = triton.cdiv(rows.shape[0], launch.block_m) * triton.cdiv(n, launch.block_n)
     start(_prefill_kernel, (tiles,),

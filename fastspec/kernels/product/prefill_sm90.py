@@ -1,12 +1,11 @@
-"""`prefill_linear` on Hopper: tiles come by the copy engine, whole warp groups multiply, one program a multiprocessor.
+"""`prefill_linear` on sm_90: TMA loads tiles, wgmma multiplies, one CTA per SM.
 
-Meaning, shapes and dtypes are those of `prefill_linear`, which calls this; rows come in normed.
+Meaning, shapes and dtypes are those of `prefill_linear`, which calls this. Rows are already normed.
 
-Weights are fetched as rows of 64 numbers, two packed rows of 32 each: 128 bytes a request, where rows of 64 bytes
-would ask the L2 cache twice as often and wait for it. The copy engine permutes 16-byte pieces by rows of 128 bytes, the
-product takes them back by rows of 64: the same permutation but for bit 0 of the row, flipped in every second 8 rows.
-So columns 8..15 of every 16 come out exchanged with their neighbours, and putting them back is free: one thread
-holds both.
+Weights are loaded as rows of 64 values, which are two packed rows of 32: 128 bytes per request. Rows of 64 bytes would
+need twice as many requests to the L2 cache. TMA swizzles 16-byte pieces by rows of 128 bytes, and wgmma reads them by
+rows of 64. Both permutations are equal, except for bit 0 of the row in every second 8 rows. So columns 8..15 of every
+16 are exchanged with their neighbours. Exchanging them back is free, because one thread has both.
 """
 
 from __future__ import annotations
@@ -31,13 +30,14 @@ from fastspec.kernels.common.launch import described
 from fastspec.kernels.common.launch import launch as start
 from fastspec.kernels.common.weights import Weight
 
-HELD = gl.constexpr(128 * 256)  # sums of the largest tile
-GROUP = gl.constexpr(16)  # tiles of rows that walk the same columns together: their weights leave memory once
+HELD = gl.constexpr(128 * 256)  # number of sums of the largest tile
+# tiles of rows that process the same columns together, so that their weights are read once from device memory
+GROUP = gl.constexpr(16)
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillTile:
-    """Rows of x and columns of one program's tile, pipeline stages, and what a tile costs."""
+    """Tile of one CTA: rows of x and columns, pipeline stages, and the time of a tile."""
 
     rows: int
     columns: int
@@ -45,14 +45,14 @@ class PrefillTile:
     cost: float
 
 
-# cost: microseconds of a tile of depth 4096 on an H200, with a tile at work on every multiprocessor. Tiles that were
-# timed and fell behind these: 128 rows by 128, 64 or (as two products) 192 columns; 64 by 64, but for 64 rows in all
+# cost: microseconds of a tile of depth 4096 on an H100 or H200, with a tile on every SM. Other tiles were slower: 128
+# rows by 128, 64 or (as two products) 192 columns; 64 by 64, except for 64 rows in all
 TILES = (PrefillTile(128, 256, 4, 42.8), PrefillTile(64, 256, 4, 24.5), PrefillTile(64, 128, 6, 17.0))
 
 
 @gluon.jit
 def _place(tile, num_rows, ROWS: gl.constexpr, COLUMNS: gl.constexpr, TILES_N: gl.constexpr):
-    """First row and column of a tile: down the rows of a group before the next columns."""
+    """Returns the first row and column of a tile. The rows of a group come before the next columns."""
     per_group: gl.constexpr = GROUP * TILES_N
     first = tile // per_group * GROUP
     rows = gl.minimum(gl.cdiv(num_rows, ROWS) - first, GROUP)
@@ -62,7 +62,7 @@ def _place(tile, num_rows, ROWS: gl.constexpr, COLUMNS: gl.constexpr, TILES_N: g
 
 @gluon.jit
 def _fetch(x_desc, weight_desc, xs, ws, full, slot, m, n, step, there):
-    """Starts the copies of one step's x and weights into a slot of the ring."""
+    """Starts the copies of one step's x and weights to a slot of the ring."""
     mbarrier.expect(full.index(slot), (xs.shape[1] + ws.shape[1] * 16) * 128, pred=there)
     load_block(x_desc, [m, step * 64], full.index(slot), xs.index(slot), pred=there)
     for half in gl.static_range(2):
@@ -72,7 +72,7 @@ def _fetch(x_desc, weight_desc, xs, ws, full, slot, m, n, step, there):
 
 @gluon.jit
 def _multiply(out, x, ws, slot):
-    """out += x [ROWS, 64] times a slot's weights, as two products of depth 32."""
+    """Returns out + x [ROWS, 64] times a slot's weights, as two products of depth 32."""
     columns: gl.constexpr = out.shape[1]
     lay: gl.constexpr = gl.NVMMASharedLayout(64, 16, 2)
     for half in gl.static_range(2):
@@ -86,14 +86,17 @@ def _multiply(out, x, ws, slot):
 
 @gluon.jit
 def _exchanged(x):
-    """[R, n, 8] with neighbours exchanged."""
+    """Exchanges neighbours along axis 1 of [R, n, 8]."""
     even, odd = gl.split(gl.reshape(x, (x.shape[0], x.shape[1], 4, 2)))
     return gl.reshape(gl.join(odd, even), (x.shape[0], x.shape[1], 8))
 
 
 @gluon.jit
 def _places(part, SLOT: gl.constexpr):
-    """Where sums [R, 64] are held: a slot is behind those of a tile, of which all 64 columns have the same."""
+    """Returns the places in `held` of sums [R, 64].
+
+    A slot starts behind the previous one, at the same place for all columns.
+    """
     row = gl.arange(0, part.shape[0], layout=gl.SliceLayout(1, part.type.layout))
     column = gl.arange(0, part.shape[1], layout=gl.SliceLayout(0, part.type.layout))
     return SLOT * HELD + gl.expand_dims(row, 1) * part.shape[1] + gl.expand_dims(column, 0)
@@ -106,7 +109,7 @@ def _held(part, held, SLOT: gl.constexpr):
 
 @gluon.jit
 def _hold(part, held, PART: gl.constexpr):
-    """Parts 0 and 1 come to the first slot, added, and part 2 to the second, for part 3 to be added to it first."""
+    """Holds sums of parts of K: parts 0 and 1 are added in the first slot; part 2 goes to the second slot."""
     if PART == 1:
         part = _held(part, held, 0) + part
     gl.store(held + _places(part, PART // 2), part)
@@ -117,9 +120,9 @@ def _store(
     part, m, n, bias_ptr, residual_ptr, out_ptr, held, num_rows,
     WIDTH: gl.constexpr, STRIDE: gl.constexpr, WARPS: gl.constexpr, PART: gl.constexpr, PARTS: gl.constexpr,
 ):  # fmt: skip
-    """Stores part [R, C] plus bias and residual, 64 columns at a time, for they pass through shared memory.
+    """Adds bias and residual to part [R, C] and stores it, 64 columns at a time, through shared memory.
 
-    Sums of a part of K that is not the last are held for the others instead: each thread finds its own again.
+    Sums of a part of K that is not the last are held for the next parts. Each thread holds and reads the same sums.
     """
     rows: gl.constexpr = part.shape[0]
     columns: gl.constexpr = part.shape[1]
@@ -158,9 +161,9 @@ def _finish(
     N: gl.constexpr, STRIDE: gl.constexpr, GATED: gl.constexpr, WARPS: gl.constexpr, PART: gl.constexpr,
     PARTS: gl.constexpr,
 ):  # fmt: skip
-    """The epilogue of an accumulator [R, C] whose columns 8..15 of every 16 are exchanged in pairs.
+    """Runs the epilogue of an accumulator [R, C], in which columns 8..15 of every 16 are exchanged in pairs.
 
-    It has the sums of a part of K: PART of PARTS.
+    The accumulator has the sums of part PART of PARTS of K.
     """
     rows: gl.constexpr = out.shape[0]
     columns: gl.constexpr = out.shape[1]
@@ -177,16 +180,16 @@ def _finish(
 
 @gluon.jit(do_not_specialize=["num_rows"])
 def _hopper_kernel(
-    x_desc,  # [R, K] by [ROWS, 64]
-    weight_desc,  # [N/16, K/4, 64] by [COLUMNS/16, 8, 64]
+    x_desc,  # [R, K] in blocks of [ROWS, 64]
+    weight_desc,  # [N/16, K/4, 64] in blocks of [COLUMNS/16, 8, 64]
     bias_ptr,
     residual_ptr,
     out_ptr,
-    held_ptr,  # fp32 [programs, 2, HELD], room for the sums of parts of K; None: there is one part
+    held_ptr,  # fp32 [programs, 2, HELD], for the sums of parts of K; None: one part
     num_rows,
     N: gl.constexpr,
     K: gl.constexpr,
-    STRIDE: gl.constexpr,  # numbers from row to row of the result and of the residual
+    STRIDE: gl.constexpr,  # elements between rows of the result and of the residual
     ROWS: gl.constexpr,
     COLUMNS: gl.constexpr,
     STAGES: gl.constexpr,
@@ -194,7 +197,8 @@ def _hopper_kernel(
     WARPS: gl.constexpr,
     PARTS: gl.constexpr,  # equal parts of K whose sums are added as one binary tree: 1, 2 or 4
 ):
-    gdc_launch_dependents()  # what is launched to start early: values of the next weight, which need nothing of this
+    # the next kernel may start early: it dequantises the next weight, which does not depend on this kernel
+    gdc_launch_dependents()
     xs = gl.allocate_shared_memory(x_desc.dtype, [STAGES, ROWS, 64], gl.NVMMASharedLayout(128, 16, 2))
     ws = gl.allocate_shared_memory(x_desc.dtype, [STAGES * 2, COLUMNS // 16, 8, 64], gl.NVMMASharedLayout(128, 16, 3))
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -207,7 +211,7 @@ def _hopper_kernel(
     TILES_N: gl.constexpr = (N + COLUMNS - 1) // COLUMNS
     tiles = gl.cdiv(num_rows, ROWS) * TILES_N
     programs = gl.num_programs(0)
-    # the ring runs on from tile to tile: the next one's first steps arrive while this one is stored
+    # the ring continues from tile to tile: the first steps of the next tile are loaded while this one is stored
     ahead = gl.program_id(0)
     ahead_step = 0
     ahead_m, ahead_n = _place(ahead, num_rows, ROWS, COLUMNS, TILES_N)
@@ -230,7 +234,8 @@ def _hopper_kernel(
                 slot = at % STAGES
                 mbarrier.wait(full.index(slot), at // STAGES % 2)
                 out = _multiply(out, xs.index(slot), ws, slot)
-                # all but this step's products are done, after the barrier those of every warp: the slot before is free
+                # all products before this step's are complete, and after the barrier in every warp: the previous slot
+                # is free
                 out = warpgroup_mma_wait(2, deps=(out,))
                 thread_barrier()
                 free = (at + STAGES - 1) % STAGES
@@ -246,23 +251,23 @@ def _hopper_kernel(
 
 
 def time_of(tile: PrefillTile, num_rows: int, n: int, programs: int) -> float:
-    """Microseconds that `programs` programs take with K = 4096."""
+    """Returns the estimated microseconds of a product with K = 4096 on `programs` CTAs."""
     tiles = triton.cdiv(num_rows, tile.rows) * triton.cdiv(n, tile.columns)
     return int(triton.cdiv(tiles, programs)) * tile.cost
 
 
 def tile_of(num_rows: int, n: int, programs: int, parts: int = 1) -> PrefillTile:
-    """The tile with which `programs` programs are done first; parts as in `run`."""
+    """Returns the tile with the least estimated time on `programs` CTAs. `parts`: see `run`."""
 
     def time(tile: PrefillTile) -> float:
         return time_of(tile, num_rows, n, programs)
 
-    # four warps have no registers left for adding up so many columns of parts
+    # four warps have too few registers to add parts with more columns
     return min((tile for tile in TILES if parts < 4 or tile.rows == 128 or tile.columns == 128), key=time)
 
 
 def row_stride(out: Tensor) -> int:
-    """Numbers from row to row of [..., width], whose rows lie one after the other."""
+    """Returns the elements between rows of [..., width], whose rows have one stride."""
     return out.stride(-2) if out.dim() > 1 else out.shape[-1]
 
 
@@ -277,11 +282,13 @@ def run(
     programs: int,
     parts: int = 1,
 ) -> None:
-    """One launch of the product with any tile: rows [R, K], weight packed, both at multiples of 16 bytes.
+    """Launches the product with a given tile.
+
+    Rows [R, K] and the packed weight have addresses that are multiples of 16.
 
     Args:
-        residual, out: [..., N or N/2], or those columns of wider ones of the same width.
-        parts: equal parts of K, a multiple of 64 each, whose sums are added as one binary tree: 1, 2 or 4.
+        residual, out: [..., N or N/2], or these columns of tensors with one common width.
+        parts: number of equal parts of K, each a multiple of 64, whose sums are added as one binary tree: 1, 2 or 4.
     """
     n, k = weight.shape
     pairs = weight.data.view(n // 16, k // 4, 64)

@@ -1,10 +1,10 @@
-"""Sums over GPUs between packed products of many rows, and what the next product reads of them, as one kernel.
+"""Sums over GPUs between packed products of many rows, and the preparation of the next product's rows, in one kernel.
 
-    x' = round(residual + (sum over ranks of x [+ bias]));  given = norm(x') regrouped, as `split_k.regroup_kernel`
+    x' = round(residual + (sum over ranks of x [+ bias]));  given = norm(x') regrouped, see `split_k.regroup_kernel`
 
-To the bits of `exchange.exchange_added` and `split_k.permuted_rows` one after the other. A program has the part of a
-row that one split of the next product multiplies, and so many blocks of the room: it pushes its part into the peers'
-memory and waits for theirs, as `exchange` describes it.
+The bits are those of `exchange.exchange_added` followed by `split_k.permuted_rows`. A CTA has the part of a row that
+one split of the next product multiplies, in whole blocks of the room. It writes its part into the peers' memory and
+waits for theirs, see `exchange`.
 """
 
 # mypy: disable-error-code="assignment"
@@ -28,7 +28,7 @@ from fastspec.kernels.room import BLOCK, LIMIT, Room
 
 
 class Sums(NamedTuple):
-    """Pointers that a program reads and writes; see the parameters of `split_k.regroup_kernel`."""
+    """Pointers that a CTA reads and writes; see the parameters of `split_k.regroup_kernel`."""
 
     SPLITS: int
     PAIRWISE: int
@@ -40,12 +40,12 @@ class Sums(NamedTuple):
 
 
 class Peers(NamedTuple):
-    """How a program exchanges its part.
+    """Constants of the exchange of a CTA's part.
 
     Attributes:
-        RANK, SIZE: as in `Room`.
-        BLOCK: elements of a block of the room.
-        COUNT: blocks of a program.
+        RANK, SIZE: fields of `Room`.
+        BLOCK: elements in a block of the room.
+        COUNT: number of blocks of a CTA.
     """
 
     RANK: int
@@ -56,14 +56,14 @@ class Peers(NamedTuple):
 
 @gluon.jit(do_not_specialize=["M"])
 def ranks_kernel(
-    parts_ptr,  # fp32 [SPLITS, M, K], of this rank
+    parts_ptr,  # fp32 [SPLITS, M, K] of this rank
     factors_ptr,  # fp32 [K] or None: see `Parts`
     bias_ptr,  # [K] or None
     residual_ptr,  # [M, K]
-    out_ptr,  # [M, K], the sums
+    out_ptr,  # [M, K], receives the sums
     gamma_ptr,  # int32 words [K / 2]
-    given_ptr,  # int32 words [M, K / 2]: the sums, times gamma, regrouped, and raised
-    squares_ptr,  # fp32 [S, M]: of the sums, by splits of the product after
+    given_ptr,  # int32 words [M, K / 2]: receives the sums times gamma, regrouped and raised
+    squares_ptr,  # fp32 [S, M]: receives the sums' squares, by splits of the next product
     room,
     M,
     elements,
@@ -75,12 +75,12 @@ def ranks_kernel(
     RAISE: gl.constexpr,
     PEERS: gl.constexpr,  # Peers
 ):
-    """The part of a row that one split of the next product multiplies."""
+    """Computes the part of a row that one split of the next product multiplies."""
     K: gl.constexpr = SUMS.K
     S: gl.constexpr = SUMS.S
     KT: gl.constexpr = SUMS.KT
     ROOM: gl.constexpr = SUMS.ROOM
-    K_TILE: gl.constexpr = KT // 2  # words
+    K_TILE: gl.constexpr = KT // 2  # in words
     RANK: gl.constexpr = PEERS.RANK
     SIZE: gl.constexpr = PEERS.SIZE
     BLOCK: gl.constexpr = PEERS.BLOCK
@@ -90,7 +90,7 @@ def ranks_kernel(
     place = word // K_TILE * (S * K_TILE) + split * K_TILE + word % K_TILE
     i = gl.arange(0, 2 * ROOM, layout=gl.BlockedLayout([8], [32], [WARPS], [0]))
     n = i // KT * (S * KT) + split * KT + i % KT
-    # elements in the order in which 16 bytes of the room are each thread's
+    # elements in an order in which each thread has 16 contiguous bytes of the room
     j = gl.arange(0, 2 * ROOM, layout=gl.BlockedLayout([4], [32], [WARPS], [0]))
     mine = j // KT * (S * KT) + split * KT + j % KT
     first = (row * S + split) * COUNT
@@ -115,14 +115,14 @@ def ranks_kernel(
 
 
 def words_of_split(k: int, split: tuple[int, int]) -> int:
-    """Words of two elements, a power of two, in which lies what one split of a product multiplies of a row of k."""
+    """Returns the words (two elements each), rounded up to a power of two, that one split multiplies of a row of k."""
     splits, k_tile = split
     tiles: int = triton.next_power_of_2(triton.cdiv(k, splits * k_tile))
     return tiles * k_tile // 2
 
 
 def elements_in_room(rows: int, k: int, split: tuple[int, int]) -> int:
-    """Elements of a room that rows [M, k] take for a product so split: programs have whole blocks of BLOCK."""
+    """Returns the elements of a room for rows [M, k] and a product with this split. A CTA has whole blocks of BLOCK."""
     return rows * split[0] * max(2 * words_of_split(k, split), BLOCK)
 
 
@@ -137,13 +137,13 @@ def sum_ranks_permuted(
     room: Room,
     raise_rows: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Rows for a product of the TMA kernel, out of this rank's sums and the others'.
+    """Returns rows for a product of the TMA kernel, from the sums of all ranks.
 
     Args:
         parts: sums [SPLITS, M, K] of this rank.
         bias, residual: [K] and [M, K], added once.
-        norm, split, dtype, pdl, raise_rows: as for `split_k.permuted_rows`, whose results these are.
-        room: with place for `elements_in_room`.
+        norm, split, dtype, pdl, raise_rows: see `split_k.permuted_rows`, which has the same results.
+        room: shared memory for `elements_in_room` elements.
     """
     rows, k = residual.shape
     splits, k_tile = split

@@ -1,8 +1,8 @@
 """Kernels between packed products of many rows: add splits, bias and residual, round once, apply the next norm.
 
-Where a norm and a product come next, rows are multiplied with gamma and regrouped, as the TMA kernel reads them; the
-factors of rows come from the sums of squares of each split of that product, to the bits of `norm`. So a program has
-the part of a row that one split will multiply, and few rows still make many programs.
+Before a norm and a product, rows are multiplied with gamma and regrouped, as the TMA kernel reads them. The factors of
+rows are computed from the sums of squares of each split of that product, with the bits of `norm`. So a CTA has the part
+of a row that one split will multiply, and even few rows give many CTAs.
 """
 
 # mypy: disable-error-code="assignment"
@@ -34,22 +34,22 @@ from fastspec.kernels.product.epilogue import (
 from fastspec.kernels.product.k_steps import by_groups
 from fastspec.kernels.product.quantised.conversion import raised_rows
 
-COLUMNS = 512  # of one program that only adds up
+COLUMNS = 512  # columns of one CTA of `sum_kernel`
 WARPS = 4
-FEW_PROGRAMS = 264  # two for each multiprocessor of an H200
-# words of shared memory of a program, where there are few or more of them: three or six share a multiprocessor. They
-# start early, and without this limit as many as fit would start on the multiprocessors that are free first
+FEW_PROGRAMS = 264  # two for each SM of an H200
+# words of shared memory of a CTA, with few or more of them: three or six share an SM. CTAs start early; without this
+# limit they would all start on the first free SMs
 SPREAD = (16384, 8192)
 
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """The sums of the splits of a product, where they are left apart.
+    """Partial sums of the splits of a product.
 
     Attributes:
         sums: fp32 [SPLITS, M, N].
-        pairwise: how many neighbours go together first; 0: all are added as one binary tree.
-        factors: fp32 [N] that their sum is multiplied by, of codes; None: of 16-bit weights.
+        pairwise: number of neighbours that are added first; 0: all are added as one binary tree.
+        factors: fp32 [N], factors of the sums of codes; None for 16-bit weights.
     """
 
     sums: Tensor
@@ -67,9 +67,10 @@ def sums_of(
     parts_ptr, factors_ptr, bias_ptr, residual_ptr, factor, row, n, there, M,
     N: gl.constexpr, SPLITS: gl.constexpr, PAIRWISE: gl.constexpr,
 ):  # fmt: skip
-    """fp32 sums of columns n of a row, times their factors and the row's, with all that belongs to them; else zeros.
+    """Returns fp32 sums of columns n of a row, times their factors and the row's, plus bias and residual.
 
-    Splits are loaded through shared memory: of loads into registers the compiler keeps only few in flight.
+    Zero if not `there`. Splits are loaded through shared memory, because the compiler keeps only few loads into
+    registers in flight.
     """
     at = row.to(gl.int64) * N + n
     held = ()
@@ -111,15 +112,15 @@ def sum_kernel(
     eps,
     M,
     N: gl.constexpr,
-    K: gl.constexpr,  # of the norm
+    K: gl.constexpr,  # K of the norm
     SPLITS: gl.constexpr,
-    PAIRWISE: gl.constexpr,  # parts that are added up first
+    PAIRWISE: gl.constexpr,  # number of neighbouring parts that are added first
     S: gl.constexpr,
     COLUMNS: gl.constexpr,
     WARPS: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """COLUMNS columns of a row."""
+    """Computes COLUMNS columns of a row."""
     row = gl.program_id(0)
     n = gl.program_id(1) * COLUMNS + gl.arange(0, COLUMNS, layout=gl.BlockedLayout([4], [32], [WARPS], [0]))
     if PDL:
@@ -139,8 +140,8 @@ def leave_given(
     K: gl.constexpr, S: gl.constexpr, KT: gl.constexpr, ROOM: gl.constexpr, SHARED: gl.constexpr, WARPS: gl.constexpr,
     DTYPE: gl.constexpr, RAISE: gl.constexpr,
 ):  # fmt: skip
-    """Stores one split's part of a row in the order that the next product reads, see `regroup_kernel`."""
-    K_TILE: gl.constexpr = KT // 2  # words
+    """Stores one split's part of a row in the order that the next product reads; see `regroup_kernel`."""
+    K_TILE: gl.constexpr = KT // 2  # in words
     words_at = row.to(gl.int64) * (K // 2)
     low, high = gl.split(gl.reshape(total.to(gl.int16, bitcast=True), [ROOM, 2]))
     words = gl.convert_layout((high.to(gl.int32) << 16) | (low.to(gl.int32) & 0xFFFF), word.type.layout)
@@ -166,29 +167,29 @@ def leave_given(
 
 @gluon.jit(do_not_specialize=["M"])
 def regroup_kernel(
-    parts_ptr,  # fp32 [SPLITS, M, K], or None: residual is all there is
+    parts_ptr,  # fp32 [SPLITS, M, K], or None: only the residual
     factors_ptr,  # fp32 [K] or None: see `Parts`
     bias_ptr,  # [K] or None
     residual_ptr,  # [M, K]
-    out_ptr,  # [M, K], the sums, or None
+    out_ptr,  # [M, K], receives the sums; or None
     gamma_ptr,  # int32 words [K / 2], or None
-    regrouped_ptr,  # int32 words [M, K / 2]: the sums, times gamma, regrouped, and raised
-    squares_ptr,  # fp32 [S, M]: of the sums, by splits of the product after; None as gamma_ptr
+    regrouped_ptr,  # int32 words [M, K / 2]: receives the sums times gamma, regrouped and raised
+    squares_ptr,  # fp32 [S, M]: receives the sums' squares, by splits of the next product; None without gamma_ptr
     M,
-    SPLITS: gl.constexpr,  # of the product before
-    PAIRWISE: gl.constexpr,  # of its parts that are added up first
+    SPLITS: gl.constexpr,  # splits of the previous product
+    PAIRWISE: gl.constexpr,  # number of its neighbouring parts that are added first
     K: gl.constexpr,
-    S: gl.constexpr,  # of the product after
+    S: gl.constexpr,  # splits of the next product
     KT: gl.constexpr,
-    ROOM: gl.constexpr,  # words, a power of two
-    SHARED: gl.constexpr,  # words of shared memory, ROOM at least; more than that for fewer programs to share it
+    ROOM: gl.constexpr,  # number of words, a power of two
+    SHARED: gl.constexpr,  # words of shared memory, at least ROOM; more, so that fewer CTAs share an SM
     WARPS: gl.constexpr,
     PDL: gl.constexpr,
     DTYPE: gl.constexpr,
     RAISE: gl.constexpr,
 ):
-    """The part of a row that one split of the next product multiplies."""
-    K_TILE: gl.constexpr = KT // 2  # words
+    """Computes the part of a row that one split of the next product multiplies."""
+    K_TILE: gl.constexpr = KT // 2  # in words
     split, row = gl.program_id(0), gl.program_id(1)
     word = gl.arange(0, ROOM, layout=gl.BlockedLayout([4], [32], [WARPS], [0]))
     place = word // K_TILE * (S * K_TILE) + split * K_TILE + word % K_TILE
@@ -219,11 +220,11 @@ def add_up(
     out: Tensor,
     pdl: bool,
 ) -> None:
-    """out [M, N] = rounded(sum of parts, in order, * their factors [N] * those of rows [M] + bias [N] + residual).
+    """Writes out [M, N] = rounded(sum of parts, in order, * their factors [N] * row factors [M] + bias [N] + residual).
 
     Args:
-        squares: fp32 [S, M], what `permuted_rows` returns; None for no factors.
-        norm: that they belong to.
+        squares: fp32 [S, M], result of `permuted_rows`; None: rows have no factors.
+        norm: the norm of these squares.
     """
     splits, rows, n = parts.sums.shape
     k, eps = (1, 0.0) if norm is None else (len(norm[0]), norm[1])
@@ -249,18 +250,19 @@ def permuted_rows(
     bias: Tensor | None = None,
     raise_rows: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Rows for a product of the TMA kernel.
+    """Prepares rows for a product of the TMA kernel.
 
     Args:
         x: [M, K], 16-bit and contiguous.
-        norm: weight [K] and epsilon; None for rows as they are.
+        norm: weight [K] and epsilon; None: rows are not normed.
         split: number of splits and K tile of the product.
-        dtype: of x, in Gluon's terms.
-        parts: sums [SPLITS, M, K], with bias [K]: added to x, and all that follows is of the sum.
-        raise_rows: what is regrouped is 2^64 times as large, exactly, as a product with codes of 8 bits reads it.
+        dtype: x's dtype in Gluon.
+        parts: partial sums [SPLITS, M, K]. They and bias [K] are first added to x.
+        raise_rows: True to multiply the regrouped rows by 2^64, exactly, for a product with 8-bit codes.
 
     Returns:
-        x or the sum [M, K]; that times the norm's weight, regrouped; fp32 [S, M] sums of squares, None without a norm.
+        x or the sum [M, K]; the same times the norm's weight, regrouped; sums of squares fp32 [S, M], None without a
+        norm.
     """
     rows, k = x.shape
     splits, k_tile = split

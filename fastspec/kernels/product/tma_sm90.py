@@ -1,15 +1,15 @@
-"""Packed product of 9 rows of x and more on sm_90: weights and x come through a TMA pipeline.
+"""Packed product for 9 or more rows of x on sm_90. Weights and x are loaded through a TMA pipeline.
 
-Sums are made of the same terms in the same order as in the small-M kernel, so a row's bits are the same: where there S
-warps take every S-th K tile of K, here a program makes S passes over K, one after the other, and adds up what they give
-in the same order. Where weight rows are too few to keep a device busy so, a program makes one of the passes, or those
-whose sums are added pairwise; the sums are left in `parts`, and `split_k` adds them up. Where they are many and x
-has many rows, programs are persistent: they take several tiles, and load the next one while a tile's sums are written.
+Sums have the same terms in the same order as in the small-M kernel, so a row has the same bits. There, each of S warps
+takes every S-th K tile. Here, a CTA makes S passes over K, and adds their sums in the same order. With too few weight
+rows to fill the GPU, a CTA makes only one pass, or those that are added pairwise. It stores these sums in `parts`, and
+`split_k` adds them. With many weight rows and many rows of x, CTAs are persistent: they take several tiles, and load
+the next one while a tile's sums are stored.
 
-One warp asks the copy engine for weights and rows of x, 64 values of each a step, STAGES steps ahead; the others
-multiply. Of what is fetched only the weights pass through registers: a lane's 16 bytes are its operands of four
-products. What these four take of a row of x lies apart; it comes side by side, from attention, from `split_k` or
-from here, as warp groups read it out of shared memory. Where a norm comes before, another warp computes rows' factors.
+One warp loads weights and rows of x by TMA, 64 values of each per step, STAGES steps ahead. The others multiply. Only
+the weights pass through registers: a lane's 16 bytes are its operands of four products. x is regrouped, so that the
+values of these four products are contiguous, as wgmma reads them from shared memory. Attention, `split_k` or this
+kernel store it so. With a norm, one more warp computes the rows' factors.
 """
 
 # mypy: disable-error-code="assignment"
@@ -42,12 +42,12 @@ from fastspec.kernels.product.epilogue import (
 from fastspec.kernels.product.k_steps import WORDS, place_of, steps_of
 from fastspec.kernels.product.plan import boxes
 
-_boxes = gluon.constexpr_function(boxes)  # what device code can call
+_boxes = gluon.constexpr_function(boxes)  # `boxes` as a function of device code
 
 
 @gluon.constexpr_function
 def group_sums(GROUP, warps):
-    """Layout of sums [R, GROUP] of warp groups."""
+    """Layout of sums [R, GROUP] of wgmma."""
     return gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, GROUP, 16])
 
 
@@ -63,7 +63,7 @@ def pieces_layout(R, warps, pieces=2):
 
 @gluon.jit
 def group_operand(words, DTYPE: gl.constexpr):
-    """[R, 32] words -> [R, 64] values such that products of 16 neighbours are those of the small-M kernel."""
+    """Casts words [R, 32] to values [R, 64] such that products of 16 neighbours are those of the small-M kernel."""
     runs = gl.permute(gl.reshape(words, [words.shape[0], 2, 4, 4]), (0, 3, 1, 2))
     flat = gl.reshape(runs, [words.shape[0], 32])
     low, high = flat.to(gl.int16), (flat >> 16).to(gl.int16)
@@ -77,7 +77,7 @@ def _steps_in_all(STEPS, S, pairwise, apart):
 
 @gluon.constexpr_function
 def _box_first(OWN, index):
-    """Where box `index` of a tile begins, in groups of 16 weight rows."""
+    """Returns the first group of 16 weight rows of box `index` of a tile."""
     return sum(_boxes(OWN)[:index]) // 16
 
 
@@ -91,7 +91,7 @@ def _ask_for_weights(
     weight_descs, ws, full, step, tile, place, split,
     STEPS: gl.constexpr, K_TILE: gl.constexpr, S: gl.constexpr, BYTES: gl.constexpr, OWN: gl.constexpr,
 ):  # fmt: skip
-    """Announces the BYTES of a step to its slot's barrier, and issues the copies of its weights."""
+    """Sets the BYTES of a step as expected at its slot's barrier, and issues the copies of its weights."""
     slot = step % ws.shape[0]
     at = (split * K_TILE + place_of(place, STEPS, K_TILE, S)) // 2
     mbarrier.expect(full.index(slot), BYTES)
@@ -107,7 +107,7 @@ def _ask_for_weights(
 def _ask_for_rows(
     x_descs, xs, full, step, place, split, first_row, STEPS: gl.constexpr, K_TILE: gl.constexpr, S: gl.constexpr
 ):  # fmt: skip
-    """Issues the copies of the rows of x of a step."""
+    """Issues the copies of a step's rows of x."""
     slot = step % xs[0].shape[0]
     at = 2 * (split * K_TILE + place_of(place, STEPS, K_TILE, S))
     for i in gl.static_range(len(xs)):
@@ -117,7 +117,7 @@ def _ask_for_rows(
 
 @gluon.jit
 def _turns(N, OWN: gl.constexpr, STAY: gl.constexpr):
-    """Tiles of this program."""
+    """Returns the number of tiles of this CTA."""
     if STAY:
         return ((N + OWN - 1) // OWN - gl.program_id(0) + gl.num_programs(0) - 1) // gl.num_programs(0)
     else:
@@ -130,10 +130,10 @@ def _fetch(
     PDL: gl.constexpr, EACH: gl.constexpr, STEPS: gl.constexpr, K_TILE: gl.constexpr, S: gl.constexpr,
     BYTES: gl.constexpr, OWN: gl.constexpr, APART: gl.constexpr, STAY: gl.constexpr,
 ):  # fmt: skip
-    """The loading warp: weights need not wait for the kernel before this one, x must.
+    """Runs the loading warp. Weights do not wait for the previous kernel; x does.
 
-    Where splits are left apart the next kernel only adds them up. It has little to do before they are stored, and if it
-    started early, most of its programs would wait on the few multiprocessors that are free first.
+    If splits are stored as parts, the next kernel only adds them. It could do little before they are stored. If it
+    started early, most of its CTAs would wait on the first free SMs.
     """
     STAGES: gl.constexpr = ws.shape[0]
     AHEAD: gl.constexpr = min(EACH, STAGES)
@@ -160,7 +160,7 @@ def _fetch(
 
 @gluon.jit
 def _weights_of(step, ws, full, WARPS: gl.constexpr):
-    """Words [R, 32] of a step out of its slot, where the two halves of a K tile of 32 rows lie one after the other."""
+    """Loads words [R, 32] of a step from its slot, in which the two halves of a K tile of 32 rows follow each other."""
     groups: gl.constexpr = ws.shape[1]
     slot = step % ws.shape[0]
     mbarrier.wait(full.index(slot), step // ws.shape[0] & 1)
@@ -172,9 +172,10 @@ def _weights_of(step, ws, full, WARPS: gl.constexpr):
 def _passed(
     step, words, xs, ws, full, free, nil, last, STEPS: gl.constexpr, WARPS: gl.constexpr
 ):  # fmt: skip
-    """One pass over K: the step after it, its weights, and the pass's sums [R, GROUP] of each group of rows of x.
+    """Makes one pass over K.
 
-    Weights of a step are loaded while the one before it is multiplied; the last step's are loaded again.
+    Returns the next step, its weights, and the pass's sums [R, GROUP] for each group of rows of x. Weights of a step
+    are loaded while the previous step is multiplied. The weights of the last step are loaded twice.
     """
     accs = ()
     for i in gl.static_range(len(xs)):
@@ -182,8 +183,8 @@ def _passed(
     for _ in range(STEPS):
         slot = step % ws.shape[0]
         new = ()
-        # what 16 bytes bring the compiler copies into the registers of an operand for each product, what it computes
-        # not; and it computes here, not where it is loaded, for products under way read those registers then
+        # XOR with zero: the compiler would copy loaded values into an operand's registers for each product, but not
+        # computed ones. It is here and not at the load, because products in flight still read those registers then
         words ^= nil
         for i in gl.static_range(len(xs)):
             values = gl.convert_layout(
@@ -202,7 +203,7 @@ def _passed(
 def _pairwise_sums(
     step, words, xs, ws, full, free, nil, last, STEPS: gl.constexpr, PAIRWISE: gl.constexpr, WARPS: gl.constexpr
 ):  # fmt: skip
-    """PAIRWISE passes, and their sums added up."""
+    """Makes PAIRWISE passes and adds their sums."""
     step, words, totals = _passed(step, words, xs, ws, full, free, nil, last, STEPS, WARPS)
     for _ in gl.static_range(1, PAIRWISE):
         step, words, accs = _passed(step, words, xs, ws, full, free, nil, last, STEPS, WARPS)
@@ -217,7 +218,7 @@ def _zero_sums(R: gl.constexpr, GROUP: gl.constexpr, WARPS: gl.constexpr):
 
 @gluon.jit
 def _leave(accs, parts, split, first_row, M, N, OWN: gl.constexpr):
-    """Stores the sums of the splits that are added to each other first: parts [S / PAIRWISE, M, N]."""
+    """Stores the sums of the splits that are added first: parts [S / PAIRWISE, M, N]."""
     for i in gl.static_range(len(accs)):
         n = gl.arange(0, accs[i].shape[0], layout=gl.SliceLayout(1, accs[i].type.layout))
         first = gl.program_id(0) * OWN
@@ -231,7 +232,7 @@ def _leave(accs, parts, split, first_row, M, N, OWN: gl.constexpr):
 
 @gluon.constexpr_function
 def _factors_room(rows):
-    """Factors that there is room for: a power of two."""
+    """Returns the number of factors in shared memory: a power of two."""
     return max(32, 1 << (rows - 1).bit_length())
 
 
@@ -240,7 +241,7 @@ def _work_out_factors(
     factors, known, squares_ptr, first_row, M, eps,
     K: gl.constexpr, S: gl.constexpr, ROWS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """The warp that computes the norm's factor of each row, from sums of squares fp32 [S, M], while others multiply."""
+    """Runs the warp that computes the norm's factor of each row, from sums of squares fp32 [S, M]."""
     if squares_ptr is not None:
         if PDL:
             gdc_wait()
@@ -255,7 +256,7 @@ def _end(
     totals, tile, first_row, factors, bias_ptr, residual_ptr, out_ptr, keys_ptr, M, N, limit,
     GATED: gl.constexpr, REGROUP: gl.constexpr, OWN: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
-    """The epilogue of complete sums."""
+    """Runs the epilogue of complete sums."""
     FIRST: gl.constexpr = (0, totals[0].shape[1])
     for i in gl.static_range(len(totals)):
         total = gl.reshape(totals[i], [totals[i].shape[0] // 16, 2, 8, totals[i].shape[1]])
@@ -279,14 +280,14 @@ def _multiply(
     EACH: gl.constexpr, STEPS: gl.constexpr, PAIRWISE: gl.constexpr,
     WARPS: gl.constexpr, GATED: gl.constexpr, REGROUP: gl.constexpr, OWN: gl.constexpr, STAY: gl.constexpr,
 ):  # fmt: skip
-    """The multiplying warps."""
+    """Runs the multiplying warps."""
     bias_ptr, residual_ptr, out_ptr, keys_ptr, parts_ptr = epilogue
     nil = M >> 31
     step = 0
     turns = _turns(N, OWN, STAY)
     last = EACH * turns - 1
     for turn in range(turns):
-        words = _weights_of(step, ws, full, WARPS)  # anew: the end of a tile needs their registers
+        words = _weights_of(step, ws, full, WARPS)  # loaded again, because the end of a tile needs these registers
         step, words, totals = _pairwise_sums(step, words, xs, ws, full, free, nil, last, STEPS, PAIRWISE, WARPS)
         if parts_ptr is not None:
             _leave(totals, parts_ptr, split // PAIRWISE, first_row, M, N, OWN)
@@ -296,8 +297,8 @@ def _multiply(
                 totals = plus(totals, accs)
             if factors is not None:
                 mbarrier.wait(known.index(0), 0)
-            zero = nil & turn  # so that addresses are computed here, and hold no registers before
-            width = (N + zero) // 16 * 16  # that is N, and now the compiler knows where 16 bytes begin
+            zero = nil & turn  # so that addresses are computed here and need no registers before
+            width = (N + zero) // 16 * 16  # equal to N; tells the compiler that it is a multiple of 16
             _end(
                 *(totals, gl.program_id(0) + turn * gl.num_programs(0), first_row + zero),
                 *(factors, bias_ptr, residual_ptr, out_ptr, keys_ptr, M + zero, width, limit + zero),
@@ -307,12 +308,12 @@ def _multiply(
 
 @gluon.jit(do_not_specialize=["M", "limit", "out_stride"])
 def tma_kernel(
-    x_desc,  # [M, K] by [GROUP, 64], regrouped
-    rest_desc,  # the same by [REST, 64], or None
-    weight_desc,  # int32 words [N / 16, K / 4, 32] by [first of `boxes(OWN)` / 16, 16, 32]
-    second_desc,  # the same by the second of them, or None
-    third_desc,  # and by the third
-    squares_ptr,  # fp32 [S, M] or None: sums of squares of the rows of x, whose norm goes before
+    x_desc,  # [M, K] in blocks of [GROUP, 64], regrouped
+    rest_desc,  # the same in blocks of [REST, 64], or None
+    weight_desc,  # int32 words [N / 16, K / 4, 32] in blocks of [first of `boxes(OWN)` / 16, 16, 32]
+    second_desc,  # the same for the second of `boxes(OWN)`, or None
+    third_desc,  # the same for the third of `boxes(OWN)`, or None
+    squares_ptr,  # fp32 [S, M] or None: sums of squares of the rows of x, for the norm
     epilogue,  # Epilogue of launch.py
     M,
     N,
@@ -322,12 +323,12 @@ def tma_kernel(
     SUMS: gl.constexpr,  # TmaSums of launch.py
     TILE: gl.constexpr,  # TmaTile of launch.py
     GATED: gl.constexpr,
-    REGROUP: gl.constexpr,  # out is regrouped as x is
-    STAY: gl.constexpr,  # programs go on to every num_programs-th tile, the ring running on
+    REGROUP: gl.constexpr,  # True: out is regrouped as x is
+    STAY: gl.constexpr,  # True: CTAs are persistent and take every num_programs-th tile
     PDL: gl.constexpr,
     DTYPE: gl.constexpr,
 ):
-    """OWN weight rows by GROUP + REST rows of x: all of K, or PAIRWISE splits where their sums are stored."""
+    """Computes OWN weight rows by GROUP + REST rows of x. Sums all of K, or PAIRWISE splits if it stores parts."""
     K: gl.constexpr = SUMS.K
     S: gl.constexpr = SUMS.S
     KT: gl.constexpr = SUMS.KT
@@ -338,7 +339,7 @@ def tma_kernel(
     REST: gl.constexpr = TILE.REST
     STAGES: gl.constexpr = TILE.STAGES
     WARPS: gl.constexpr = TILE.WARPS
-    K_TILE: gl.constexpr = KT // 2  # words
+    K_TILE: gl.constexpr = KT // 2  # in words
     STEPS: gl.constexpr = steps_of(K, S, KT, 1)
     BYTES: gl.constexpr = (OWN + GROUP + REST) * 128
     first_row = gl.program_id(1) * (GROUP + REST)
@@ -382,7 +383,7 @@ def tma_kernel(
             )),
             (_work_out_factors, (factors, known, squares_ptr, first_row, M, eps, K, S, ROWS, PDL)),
         ],
-        [1, 1], [32, 32],  # a warp more for each, and how many registers its threads need
+        [1, 1], [32, 32],  # extra warps, and registers of each of their threads
     )
     # fmt: on
     if epilogue.keys_ptr is not None:

@@ -1,17 +1,17 @@
-"""The gated delta rule over the tokens of a step, with the convolution before it, in one launch.
+"""Gated delta rule for the tokens of a step, with the convolution before it, in one launch.
 
     for each token:   S <- e^g S;   S <- S + beta (v - S k) k^T;   out = S q        (Gated DeltaNet, arXiv 2412.06464)
 
-A program computes BLOCK values of one value head of one row. It loads its part of the state once, and stores it after
-each token. The number of tokens is a runtime argument, the largest number a constant (TOKENS). Steps of one token have
-a kernel of their own. With few rows, a program has a smaller part of the state.
+A CTA computes BLOCK values of one value head of one row. It loads its part of the state once, and stores it after each
+token. The number of tokens is a runtime argument; its upper limit is a constant (TOKENS). Steps of one token have a
+kernel of their own. With few rows, a CTA has a smaller part of the state.
 
 Row invariance: a token's bits are the same in all these kernels. A sum over the elements of a key stays in one warp,
 and a lane has the same elements of the key in every kernel (`_LEAST`).
 
-Every program that needs q and k of a head computes their convolution again. One of them stores their inputs in a ring
-by position. No program reads a place that this launch writes: the positions read and the positions written are
-consecutive, and the ring has room for both.
+Every CTA that needs q and k of a head computes their convolution again. One of them stores their inputs in a ring by
+position. No CTA reads a place that this launch writes: the positions read and the positions written are consecutive,
+and the ring has room for both.
 """
 
 from __future__ import annotations
@@ -37,11 +37,13 @@ from fastspec.kernels.recurrent.parts import (
 )
 from fastspec.shapes import DeltaRule
 
-STEP_TILE, WARPS = 2048, 1  # elements of the state per program, and its warps
-FEW_ROWS, FEW_TILE = 2, 1024  # with at most FEW_ROWS rows a program has fewer elements: all programs still run at once
-AHEAD = tl.constexpr(2)  # most tokens for which registers suffice to load older inputs before the wait
+STEP_TILE, WARPS = 2048, 1  # elements of the state per CTA, and its warps
+# with at most FEW_ROWS rows a CTA has only FEW_TILE elements, because then all CTAs still run at once
+FEW_ROWS, FEW_TILE = 2, 1024
+AHEAD = tl.constexpr(2)  # largest number of tokens for which registers suffice to load older inputs before the wait
 _LEAST = (
-    256  # least elements of keys [TOKENS, KEYS]: a lane then loads 16 bytes of a key, the most it can, in any dtype
+    # least number of elements of keys [TOKENS, KEYS], so that a lane loads 16 bytes of a key, the maximum, in any dtype
+    256
 )
 
 
@@ -54,14 +56,14 @@ def _delta_kernel(
     num_tokens,
     KEY_HEADS: tl.constexpr,
     VALUE_HEADS: tl.constexpr,
-    DIMS: tl.constexpr,  # of a key and of a value
+    DIMS: tl.constexpr,  # sizes of a key and of a value
     WIDTH: tl.constexpr,
     SLOTS: tl.constexpr,
-    TOKENS: tl.constexpr,  # a power of two, num_tokens at least
+    TOKENS: tl.constexpr,  # a power of two, at least num_tokens
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Computes one block of values; programs by row, value head, and block of its values."""
+    """Computes one block of values. CTAs by row, value head, and block of its values."""
     if PDL:
         gdc_launch_dependents()
     KEY_DIM: tl.constexpr = DIMS[0]
@@ -81,7 +83,7 @@ def _delta_kernel(
     product_ptr += row * num_tokens * ROWS
     out_ptr += (row * num_tokens * VALUE_HEADS + head) * VALUE_DIM
     states_ptr = slots.states + (held * SLOTS * VALUE_HEADS + head) * (VALUE_DIM * KEY_DIM)
-    within = value[:, None] * KEY_DIM + key[None, :]  # of the state [BLOCK, KEYS]
+    within = value[:, None] * KEY_DIM + key[None, :]  # offsets in the state [BLOCK, KEYS]
     whole = has_value[:, None] & has_key[None, :]
     # if the mask has no token, nothing is read or written, so any position will do
     start = tl.load(slots.positions + row * num_tokens + first, mask=count > 0, other=0).to(tl.int32)
@@ -104,7 +106,7 @@ def _delta_kernel(
             inputs_ptr, weights.conv, v_channel, has_value, token, mine, start, CHANNELS, WIDTH, PLACES
         )
     if PDL:
-        gdc_wait()  # the product comes from the previous kernel; states and older inputs come from earlier passes
+        gdc_wait()  # the previous kernel computes the product; states and older inputs come from earlier passes
     # all tokens at once, so that their loads overlap
     q, q_in = convs(
         product_ptr, inputs_ptr, weights.conv, q_channel, has_key, token, mine, start, ROWS, CHANNELS, WIDTH, PLACES,
@@ -142,7 +144,7 @@ def _delta_kernel(
 
 
 def step_rule(product: Tensor, weights: Weights, slots: StateSlots, out: Tensor, rule: DeltaRule) -> None:
-    """Writes the result of `reference.delta_rule` to out [B, Q, rule.values]. Q is at most the number of slots."""
+    """Writes the result of `reference.delta_rule` to `out` [B, Q, rule.values]. Q is at most the number of slots."""
     batch, tokens, _ = product.shape
     block = block_of(rule, STEP_TILE if batch > FEW_ROWS else FEW_TILE)
     launch(
@@ -164,17 +166,17 @@ def step_rule(product: Tensor, weights: Weights, slots: StateSlots, out: Tensor,
 
 
 def room_of(rule: DeltaRule, tokens: int, slots: int) -> int:
-    """Tokens of one convolution: 1 for a step of one token, else a power of two with room for the longest step."""
+    """Returns the tokens of one convolution: 1 for a step of one token, else a power of two for the longest step."""
     least = _LEAST // triton.next_power_of_2(rule.key_dim)
     return int(max(1, least, 1 if tokens == 1 else triton.next_power_of_2(slots)))
 
 
 def block_of(rule: DeltaRule, tile: int) -> int:
-    """Values of a head per program, for `tile` elements of the state."""
+    """Returns the values of a head per CTA, for `tile` elements of the state."""
     return int(min(triton.next_power_of_2(rule.value_dim), max(4, tile // triton.next_power_of_2(rule.key_dim))))
 
 
 def sizes_of(rule: DeltaRule) -> dict[str, Any]:
-    """Returns the compile-time sizes of the kernels, by name."""
+    """Returns the kernels' constexpr sizes by name."""
     dims = rule.key_dim, rule.value_dim
     return {"KEY_HEADS": rule.key_heads, "VALUE_HEADS": rule.value_heads, "DIMS": dims}

@@ -41,10 +41,10 @@ def delta_rule(
     rule: DeltaRule,
     kept: KeptState | None = None,
 ) -> Tensor:
-    """Implements `Ops.delta_rule` with Triton kernels. The output of masked tokens is zero.
+    """Computes `Ops.delta_rule` with Triton kernels. The output of masked tokens is zero.
 
     Raises:
-        ValueError: a tensor is not as above.
+        ValueError: a shape, dtype or layout other than in the table above.
     """
     _check(product, layer, states, inputs, state_rows, positions, write_mask, rule)
     _check_kept(kept, product, states, rule)

@@ -1,4 +1,4 @@
-"""The gated norm after a recurrent layer, and the gate after attention, in one launch each.
+"""Gated norm after a recurrent layer, and gate after attention, in one launch each.
 
     gated_norm:  rmsnorm(x) weight silu(gate)      gated:  x sigmoid(gate)
 
@@ -6,9 +6,9 @@
 |----------|--------------------------------------|---------------------------------------------------|
 | x        | [B, Q, heads * D] bf16, fp16 or fp32 | contiguous                                        |
 | gate     | as x                                 | its last axis contiguous, tokens at equal strides |
-| weight   | [D], x's dtype                       | contiguous; of the norm                           |
+| weight   | [D], x's dtype                       | contiguous; weight of the norm                    |
 
-One program computes some heads of one token, so a row's bits do not depend on other rows.
+One CTA computes some heads of one token, so a row's bits do not depend on other rows.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from fastspec.kernels.common.checks import told
 from fastspec.kernels.common.launch import launch
 
-_ELEMENTS = 1024  # per program
+_ELEMENTS = 1024  # elements per CTA
 
 
 @triton.jit
@@ -39,7 +39,7 @@ def _gated_norm_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Computes GROUP heads of one token; programs by token and group of heads."""
+    """Computes GROUP heads of one token. CTAs by token and group of heads."""
     if PDL:
         gdc_launch_dependents()
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1) * GROUP + tl.arange(0, GROUP)
@@ -60,7 +60,7 @@ def _gated_norm_kernel(
 
 @triton.jit
 def _gate_kernel(x_ptr, gate_ptr, out_ptr, gate_stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """Computes BLOCK elements of one token; programs by token and block."""
+    """Computes BLOCK elements of one token. CTAs by token and block."""
     if PDL:
         gdc_launch_dependents()
     token, at = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -75,10 +75,10 @@ def _gate_kernel(x_ptr, gate_ptr, out_ptr, gate_stride, WIDTH: tl.constexpr, BLO
 
 
 def gated(x: Tensor, gate: Tensor) -> Tensor:
-    """Implements `Ops.gated` with a Triton kernel.
+    """Computes `Ops.gated` with a Triton kernel.
 
     Raises:
-        ValueError: a tensor is not as above.
+        ValueError: a shape, dtype or layout other than in the table above.
     """
     stride, width = _stride_of(x, gate), x.shape[-1]
     out = torch.empty_like(x)
@@ -90,10 +90,10 @@ def gated(x: Tensor, gate: Tensor) -> Tensor:
 
 
 def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Implements `Ops.gated_norm` with a Triton kernel.
+    """Computes `Ops.gated_norm` with a Triton kernel.
 
     Raises:
-        ValueError: a tensor is not as above.
+        ValueError: a shape, dtype or layout other than in the table above.
     """
     dim = weight.shape[0]
     if x.shape[-1] % dim or weight.dtype != x.dtype:
@@ -122,7 +122,7 @@ def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def _stride_of(x: Tensor, gate: Tensor) -> int:
-    """Returns the elements from one token's gate to the next one's, after checking x and gate."""
+    """Checks x and gate. Returns the elements from one token's gate to the next one's."""
     if x.dim() != 3 or not x.is_contiguous():
         raise ValueError(f"x is {told(x)}; wanted contiguous [B, Q, heads * D]")
     stride = gate.stride(1) if gate.dim() == 3 else 0

@@ -13,7 +13,7 @@ import triton.language as tl
 from fastspec.kernels.reference.recurrent import L2_EPS
 
 _EPS = tl.constexpr(L2_EPS)
-_OF_STEPS = tl.constexpr(64)  # tokens whose mask is loaded at a time, in steps and in prompts
+_OF_STEPS = tl.constexpr(64)  # number of tokens whose mask is loaded at a time
 OF_PROMPTS = tl.constexpr(1024)
 
 
@@ -37,7 +37,7 @@ class StateSlots(NamedTuple):
 
 @triton.jit
 def span(mask_ptr, num_tokens, SCANNED: tl.constexpr = _OF_STEPS):
-    """Finds a row's first token in the write mask, and the number of its tokens there."""
+    """Returns a row's first token in the write mask, and the number of its tokens there."""
     first = num_tokens
     count = num_tokens * 0
     for start in range(0, num_tokens, SCANNED):
@@ -75,7 +75,7 @@ def convs_ahead(
     WIDTH: tl.constexpr,
     PLACES: tl.constexpr,
 ):
-    """Loads, for each tap, weights and older inputs of `convs`, which do not come from the product."""
+    """Loads, for each tap, those inputs of `convs` that do not come from the product: weights and older inputs."""
     loaded = ()
     for tap in tl.static_range(WIDTH):
         at = token - (WIDTH - 1 - tap)
@@ -101,13 +101,13 @@ def convs(
     PLACES: tl.constexpr,
     ahead=None,
 ):
-    """Computes silu of the convolution at tokens [T] and channels [C], and returns the inputs of those tokens as well.
+    """Computes silu of the convolution at tokens [T] and channels [C].
 
     `product_ptr` points to the first token in the write mask, at position `start`. The ring `inputs_ptr` has the inputs
     of older positions. Tokens that are not `there` are not read. `ahead` is the result of `convs_ahead`, or None.
 
     Returns:
-        Result [T, C] in fp32, rounded to the product's dtype, and inputs [T, C] in that dtype.
+        Result [T, C] in fp32, rounded to the product's dtype, and the tokens' inputs [T, C] in that dtype.
     """
     dtype: tl.constexpr = product_ptr.dtype.element_ty
     total = tl.zeros([token.shape[0], channel.shape[0]], tl.float32)
@@ -130,7 +130,7 @@ def convs(
 
 @triton.jit
 def gates(b_ptr, more, there, VALUE_HEADS: tl.constexpr):
-    """Computes fp32 beta = sigmoid(b) and softplus(a + step), the base of the decay, for some tokens and one head."""
+    """Returns fp32 beta = sigmoid(b) and softplus(a + step), the base of the decay, for some tokens and one head."""
     b = tl.load(b_ptr, mask=there, other=0.0)
     a = tl.load(b_ptr + VALUE_HEADS, mask=there, other=0.0).to(tl.float32) + more
     beta = sigmoid(b.to(tl.float32)).to(b.dtype).to(tl.float32)
@@ -151,7 +151,7 @@ def row_of(x, one):
 
 @triton.jit
 def advanced(state, q, k, v, decay, beta):
-    """Advances the state [values, keys] by one token: (new state, output [values] of that token)."""
+    """Advances the state [values, keys] by one token. Returns (new state, output [values] of that token)."""
     state = state * decay
     delta = (v - tl.sum(state * k[None, :], axis=1)) * beta
     state = state + delta[:, None] * k[None, :]

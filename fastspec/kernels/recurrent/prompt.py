@@ -1,9 +1,10 @@
-"""The gated delta rule over the tokens of a prompt, by chunks, in four launches.
+"""Gated delta rule for the tokens of a prompt, in chunks, by four launches.
 
-1. `_prepare_kernel`: the convolved q, k and v, beta and the logarithm of the decay of all tokens in parallel, in fp32.
-2. `solve_kernel`: U, W and P of all chunks in parallel.
-3. `_scan_kernel`: a program goes through the chunks of a row. It has BLOCK values of one value head, and keeps its part
-   of the state in registers.
+1. `_prepare_kernel`: computes convolved q, k and v, beta and the logarithm of the decay, in fp32, for all tokens in
+   parallel.
+2. `solve_kernel`: computes U, W and P of all chunks in parallel.
+3. `_scan_kernel`: a CTA goes through the chunks of a row. It has BLOCK values of one value head, and keeps its part of
+   the state in registers.
 4. `_keep_kernel`: stores the inputs of the last tokens for the convolution of later passes.
 
 The formulas are those of Gated DeltaNet (arXiv 2412.06464, section 3.3). S is the state before a chunk, with keys k_t,
@@ -23,7 +24,7 @@ Chunks are on a grid of positions from 0 on, so a pass may have parts of its fir
     positions   | 0 .. C-1 | C .. 2C-1 | 2C .. 3C-1 | ...
     a pass      | [start ................. end)
 
-A token's bits do not depend on how a prompt is cut into passes, if each pass begins where a chunk does.
+If each pass begins at the start of a chunk, a token's bits do not depend on how a prompt is cut into passes.
 """
 
 from __future__ import annotations
@@ -98,7 +99,7 @@ def _inverse(a, CHUNK: tl.constexpr, PRECISION: tl.constexpr):
         at = tl.arange(0, CHUNK) // 16
         off = tl.where(at[:, None] == at[None, :], 0.0, a)
         joins = tl.dot(diagonal, off, input_precision=PRECISION)
-        if BLOCKS > 2:  # else N^2 is 0 already
+        if BLOCKS > 2:  # otherwise N^2 is 0
             twice = tl.dot(joins, joins, input_precision=PRECISION)
             whole = diagonal + tl.dot(twice, diagonal, input_precision=PRECISION)
         whole -= tl.dot(joins, whole, input_precision=PRECISION)
@@ -117,7 +118,7 @@ def solve_kernel(
     CHUNK: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Computes U, W and P of one chunk; programs by chunk, value head and row."""
+    """Computes U, W and P of one chunk. CTAs by chunk, value head and row."""
     KEY_DIM: tl.constexpr = DIMS[0]
     VALUE_DIM: tl.constexpr = DIMS[1]
     piece, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
@@ -159,8 +160,8 @@ def solve_kernel(
         tl.store(chunks.scores + (place * CHUNK + line)[:, None] * CHUNK + line[None, :], scores)
 
 
-_PREPARED = 16  # tokens per program of `_prepare_kernel`
-_KEPT = 1024  # channels per program of `_keep_kernel`
+_PREPARED = 16  # tokens per CTA of `_prepare_kernel`
+_KEPT = 1024  # channels per CTA of `_keep_kernel`
 
 
 class Plan(NamedTuple):
@@ -168,9 +169,9 @@ class Plan(NamedTuple):
 
     Attributes:
         chunk: positions of a chunk, a divisor of DELTA_CHUNK.
-        block: values per program of the scan.
-        solve_warps, scan_warps, stages: of the launches.
-        precision: of fp32 products.
+        block: values per CTA of the scan.
+        solve_warps, scan_warps, stages: launch options.
+        precision: precision of fp32 products, in Triton's terms.
     """
 
     chunk: int
@@ -181,7 +182,7 @@ class Plan(NamedTuple):
     precision: str
 
 
-# measured on an H100. bf16x3 products drop what is below 2^-16 of a factor, far below the rounding to 16 bits
+# measured on an H100. bf16x3 products drop bits below 2^-16 of a factor, far below the rounding to 16 bits
 IN_16_BITS = Plan(chunk=32, block=16, solve_warps=4, scan_warps=4, stages=2, precision="bf16x3")
 IN_FP32 = Plan(chunk=16, block=16, solve_warps=8, scan_warps=8, stages=1, precision="ieee")  # not measured
 
@@ -195,26 +196,26 @@ def _prepare_kernel(
     num_tokens,
     KEY_HEADS: tl.constexpr,
     VALUE_HEADS: tl.constexpr,
-    DIMS: tl.constexpr,  # of a key and of a value
+    DIMS: tl.constexpr,  # sizes of a key and of a value
     WIDTH: tl.constexpr,
     PLACES: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
-    """Convolves a block of tokens; programs by block of tokens, row, and head: key heads first, then value heads."""
+    """Convolves a block of tokens. CTAs by block of tokens, row, and head: key heads first, then value heads."""
     KEY_DIM: tl.constexpr = DIMS[0]
     VALUE_DIM: tl.constexpr = DIMS[1]
     CHANNELS: tl.constexpr = 2 * KEY_HEADS * KEY_DIM + VALUE_HEADS * VALUE_DIM
     ROWS: tl.constexpr = CHANNELS + VALUE_HEADS * VALUE_DIM + 2 * VALUE_HEADS
     row, head = tl.program_id(1).to(tl.int64), tl.program_id(2)
     first, count = span(slots.write_mask + row * num_tokens, num_tokens, OF_PROMPTS)
-    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)  # counted from the first that is not masked
+    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)  # counted from the first token that is not masked
     there = token < count
     if tl.program_id(0) * TOKENS < count:
         start = tl.load(slots.positions + row * num_tokens + first).to(tl.int32)
         inputs_ptr = slots.inputs + tl.load(slots.state_rows + row) * (PLACES * CHANNELS)
         at = product_ptr + (row * num_tokens + first) * ROWS
         to = row * num_tokens + first + token
-        if head < KEY_HEADS:  # the branches share no variable name: a name has one shape in Triton
+        if head < KEY_HEADS:  # the branches share no variable name, because in Triton a name has one shape
             key = tl.arange(0, triton.next_power_of_2(KEY_DIM))
             has_key, of_q = key < KEY_DIM, head * KEY_DIM + key
             of_k = of_q + KEY_HEADS * KEY_DIM
@@ -248,7 +249,7 @@ def _scan_kernel(
     slots,  # StateSlots
     ready,  # Prepared
     chunks,  # Chunks
-    kept,  # KeptState, if there is one
+    kept,  # KeptState, or None
     out_ptr,
     num_tokens,
     num_pieces,
@@ -261,7 +262,7 @@ def _scan_kernel(
     KEEPS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Runs through the chunks of a row; programs by row, value head, and block of its values."""
+    """Goes through the chunks of a row. CTAs by row, value head, and block of its values."""
     KEY_DIM: tl.constexpr = DIMS[0]
     VALUE_DIM: tl.constexpr = DIMS[1]
     SIZE: tl.constexpr = VALUE_DIM * KEY_DIM
@@ -321,7 +322,7 @@ def _scan_kernel(
 def _keep_kernel(
     product_ptr,
     slots,  # StateSlots
-    kept,  # KeptState, if there is one
+    kept,  # KeptState, or None
     num_tokens,
     ROWS: tl.constexpr,
     CHANNELS: tl.constexpr,
@@ -332,7 +333,7 @@ def _keep_kernel(
 ):
     """Stores the inputs of a row's last tokens, and those of the last tokens before `kept.at`.
 
-    Programs by row, token counted from the end, and block of channels.
+    CTAs by row, token counted from the end, and block of channels.
     """
     row, channel = tl.program_id(0).to(tl.int64), tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
     first, count = span(slots.write_mask + row * num_tokens, num_tokens, OF_PROMPTS)
@@ -359,7 +360,10 @@ def _keep_kernel(
 def prompt_rule(
     product: Tensor, weights: Weights, slots: StateSlots, out: Tensor, rule: DeltaRule, kept: KeptState | None = None
 ) -> None:
-    """Writes the result of `reference.delta_rule` to out [B, Q, rule.values]. Q is above the number of slots."""
+    """Writes the result of `reference.delta_rule` to `out` [B, Q, rule.values].
+
+    Q is larger than the number of slots.
+    """
     batch, tokens, _ = product.shape
     places, sizes = slots.inputs.shape[1], sizes_of(rule)
 

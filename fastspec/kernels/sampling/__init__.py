@@ -1,1 +1,1 @@
-"""Kernels on logits: distributions, draws, verification, commit, published results."""
+"""Kernels that process logits: distributions, draws, verification, commit, and publication of results."""

@@ -1,7 +1,7 @@
-"""Bounds of a line's threshold, and the ids between them (candidates).
+"""Computes bounds of a line's threshold, and collects the ids between them (candidates). A line is one scored position.
 
-Top-k, top-p and min-p keep the ids from a threshold on. The first launch of distribution.py leaves the largest logit
-and the mass of each group of 32 ids. From these alone follow bounds:
+Top-k, top-p and min-p keep the ids whose logits are at or above a threshold. The first launch of distribution.py stores
+the largest logit and the mass of each group of 32 ids. These alone give bounds:
 
 - top-k: each group whose largest logit reaches t has an id that does. So if k groups reach t, t is at most the k-th
   largest logit. The same holds for sets of four groups; for a small k these give as good a bound for a quarter of the
@@ -10,11 +10,11 @@ and the mass of each group of 32 ids. From these alone follow bounds:
   at most 31 exp(t). Any other group has all its mass below t. If these sum to less than top-p may remove, no id below t
   is kept.
 
-If too many candidates remain, one id of each group serves as a sample of the distribution. A flat distribution gets
-bounds at 3.5 standard deviations of the sample. One with a few likely ids gets as many of the likeliest ids as fit.
-Such bounds are guesses (GUESSED) and are checked afterwards.
+If too many candidates remain, one id of each group serves as a sample of the distribution. For a flat distribution the
+bounds are 3.5 standard deviations of the sample apart. For one with a few likely ids they include as many of the
+likeliest ids as fit. Such bounds are guesses (GUESSED) and are checked afterwards.
 
-Sums are taken in one order, over pieces that do not depend on the number of rows. So a line's record does not either.
+Sums have one order, over pieces that do not depend on the number of rows. So a line's record does not depend on it.
 """
 
 from __future__ import annotations
@@ -42,13 +42,14 @@ from fastspec.kernels.sampling.logits import (
 )
 from fastspec.kernels.sampling.threshold import fixed
 
-DEVIATIONS = tl.constexpr(3.5)  # of a sample's estimate: for one line in two thousand the guess is wrong
+# standard deviations of a sample's estimate: for one line in two thousand the guess is wrong
+DEVIATIONS = tl.constexpr(3.5)
 STRIDE = tl.constexpr(29)  # the sample of group g is its id 29 g mod 32
-REACH = tl.constexpr(16.0)  # the k-th of the groups' maxima is first searched for from largest - REACH on
-SET = tl.constexpr(4)  # groups that count as one, where FEW * k is at most the number of groups
+REACH = tl.constexpr(16.0)  # the k-th largest of the groups' maxima is first searched in largest - REACH .. largest
+SET = tl.constexpr(4)  # groups that are merged to one, if FEW * k is at most the number of groups
 FEW = tl.constexpr(16)
-ROUNDED = tl.constexpr(1e-6)  # of a mass: more than the rounding error of a sum of groups
-PIVOTS = tl.constexpr(8)  # values tried in a step: more take longer to sum than they save
+ROUNDED = tl.constexpr(1e-6)  # a mass that is larger than the rounding error of a sum of groups
+PIVOTS = tl.constexpr(8)  # values tried in a step; with more, their sums take longer than the saved steps
 MAX_GROUPS = 4096  # larger vocabularies merge several groups to one, to save registers
 _GROUP = tl.constexpr(GROUP)
 
@@ -75,12 +76,12 @@ def added(values):
 
 @triton.jit
 def largest_with(keys, weights, least):
-    """Finds the largest key t (int64) for which `weights` of keys [1, N] >= t sum to at least `least`.
+    """Returns the largest key t (int64) for which `weights` of keys [1, N] >= t sum to at least `least`.
 
     Returns the lowest key if there is none.
     """
     low = tl.zeros([], tl.int64) + KEY_LOWEST
-    reached = added(weights)  # by keys >= low
+    reached = added(weights)  # sum of weights of keys >= low
     high = tl.where(reached >= least, tl.max(tl.max(keys, axis=1), axis=0).to(tl.int64), low)
     high = tl.maximum(high, low)
     while (low < high) & (reached > least):
@@ -100,10 +101,10 @@ def largest_with(keys, weights, least):
 
 @triton.jit
 def _largest_below(x, weights, rest, groups, largest, max_mass, WIDTH):
-    """Finds a value t below which ids have a mass of at most `max_mass`, by groups with maxima x [1, N].
+    """Returns a value t below which ids have a mass of at most `max_mass`, from groups with maxima x [1, N].
 
-    `weights` are the groups' masses, `rest` the same without the group's largest id: that id is not below t if it
-    reaches t.
+    `weights` are the groups' masses. `rest` is the same without the group's largest id: if that id reaches t, it is not
+    below t.
     """
     low = largest + tl.minimum(tl.log(max_mass / (groups * WIDTH)), 0.0)
     high = largest
@@ -117,7 +118,7 @@ def _largest_below(x, weights, rest, groups, largest, max_mass, WIDTH):
 
 @triton.jit
 def _quantile(x, weights, max_mass, low, high):
-    """Finds neighbours (below, above) of the largest t in [low, high] with a mass of x < t of at most `max_mass`."""
+    """Returns neighbours (below, above) of the largest t in [low, high] with a mass of x < t of at most `max_mass`."""
     for _ in range(4):
         pivots = low + (tl.arange(0, PIVOTS) + 1) * ((high - low) / (PIVOTS + 1))
         below = tl.sum(tl.where(x < pivots[:, None], weights, 0.0), axis=1)
@@ -127,7 +128,7 @@ def _quantile(x, weights, max_mass, low, high):
 
 @triton.jit
 def _reached_by(tops, largest, least):
-    """Finds the key of a value that at least `least` of tops [1, N] reach, and few more; KEY_LOWEST if there is none.
+    """Returns the key of a value that at least `least` of tops [1, N] reach, and few more. KEY_LOWEST if there is none.
 
     Pivots are evenly spaced values, not keys: logits are spread like that, so one to three steps are enough.
     """
@@ -147,14 +148,14 @@ def _reached_by(tops, largest, least):
             low = last
         else:
             high = low
-            low = largest + (low - largest) * 64.0  # five times: more than the range of a model's logits
+            low = largest + (low - largest) * 64.0  # repeated five times this exceeds the range of a model's logits
         steps += 1
     return tl.where(reached >= least, key_of(low + 0.0), KEY_LOWEST).to(tl.int64)
 
 
 @triton.jit
 def _kth_at_least(tops, largest, top_k, GROUPS: tl.constexpr):
-    """Finds a key that is at most that of the k-th largest logit, by the groups' maxima [1, GROUPS]."""
+    """Returns a key that is at most that of the k-th largest logit, from the groups' maxima [1, GROUPS]."""
     if top_k * FEW <= GROUPS:
         sets = tl.max(tl.reshape(tops, [GROUPS // SET, SET]), axis=1)
         key = _reached_by(sets[None, :], largest, top_k)
@@ -167,12 +168,15 @@ def _kth_at_least(tops, largest, top_k, GROUPS: tl.constexpr):
 def _guessed(
     source, lower, upper, largest, normaliser, top_k, top_p, groups, GROUPS: tl.constexpr, WIDTH, MAX_FOUND, STOPS
 ):
-    """Guesses (lower, upper, 1 if guessed) from one id of each group, unless the given bounds leave few enough ids."""
+    """Guesses (lower, upper, 1) from one id of each group.
+
+    If the given bounds leave few enough ids, returns them with 0.
+    """
     group = tl.arange(0, GROUPS)[None, :]
     x = scaled(view_of(*source), tl.where(group < groups, group * WIDTH + (group * STRIDE) % _GROUP, -1), STOPS)
     keys = key_of(x)
     ones = (keys > KEY_LOWEST).to(tl.int32)
-    room = tl.maximum(tl.zeros([], tl.int32) + MAX_FOUND * 4 // 5 // WIDTH, 1)  # samples in 4/5 MAX_FOUND ids
+    room = tl.maximum(tl.zeros([], tl.int32) + MAX_FOUND * 4 // 5 // WIDTH, 1)  # number of samples in 4/5 MAX_FOUND ids
     low, high = lower, upper
     if added((keys >= lower).to(tl.int32)) > room:
         rank = top_k.to(tl.float32) / WIDTH
@@ -201,7 +205,7 @@ def _guessed(
 
 @triton.jit
 def _sampled_edge(x, largest, light, least, upper, WIDTH):
-    """Finds keys below and above the threshold of top-p, by a sample of ids x [1, N] that stand for WIDTH ids each."""
+    """Returns keys below and above the threshold of top-p, from a sample x [1, N] of ids for WIDTH ids each."""
     weights = tl.exp(x - largest) * WIDTH
     low, high = least, largest
     error, under, wide = light * 0.0, least, light
@@ -225,7 +229,7 @@ def _sampled_edge(x, largest, light, least, upper, WIDTH):
 
 @triton.jit
 def _bounded(source, tops, lower, largest, normaliser, top_k, top_p, min_p, groups, GROUPS, WIDTH, MAX_FOUND, STOPS):
-    """Finds (lower, upper, guessed): the threshold's key is in [lower, upper), unless `guessed` is wrong."""
+    """Returns (lower, upper, guessed). The threshold's key is in [lower, upper), unless `guessed` is wrong."""
     limits_k = (top_k > 0) & (top_k < source[0].vocab)
     limits_p = top_p < 1.0
     floor = key_of(largest + tl.log(tl.maximum(min_p, 1e-37)) - 1e-3).to(tl.int64)
@@ -248,9 +252,9 @@ def _bounded(source, tops, lower, largest, normaliser, top_k, top_p, min_p, grou
 
 @triton.jit
 def merged(tops_ptr, masses_ptr, groups, GROUPS: tl.constexpr, EACH: tl.constexpr):
-    """Merges every EACH stored groups: (largest logit, mass relative to that), fp32 [1, GROUPS].
+    """Merges every EACH stored groups to (largest logit, mass relative to that), fp32 [1, GROUPS].
 
-    Masses of a greedy line, or of one with a top-k, are not stored: they may be any value.
+    Masses of a greedy line, or of one with top-k, are not stored: they may be any value.
     """
     group = tl.arange(0, GROUPS)[None, :] * EACH
     tops = tl.load(tops_ptr + group, mask=group < groups, other=-float("inf"))
@@ -280,7 +284,11 @@ def described(
     MAX_FOUND: tl.constexpr,
     STOPS: tl.constexpr,
 ):
-    """Describes a line by groups [1, GROUPS] of WIDTH ids: (kind, largest, normaliser, best, lower, upper, guessed)."""
+    """Describes a line from groups [1, GROUPS] of WIDTH ids.
+
+    Returns:
+        (kind, largest, normaliser, best, lower, upper, guessed).
+    """
     vocab = source[0].vocab
     largest = tl.max(tl.max(tops, axis=1), axis=0)
     lower = tl.zeros([], tl.int64) + KEY_LOWEST + 1
@@ -304,7 +312,7 @@ def described(
             masses = masses * relative
             normaliser = added(masses)
             if top_p < 1.0:
-                # a little less, because sums of groups are rounded
+                # slightly less than 1 - top_p, because sums of groups are rounded
                 max_mass = tl.maximum((1.0 - top_p) * 0.999 - ROUNDED, 1e-30) * normaliser
                 # the largest id of a group has exactly 1 of the group's relative mass
                 rest = tl.maximum(masses - relative, 0.0)
@@ -350,7 +358,7 @@ def _note(source, start, counters_ptr, found_ptr, largest, min_p, lower, upper, 
 
 @triton.jit
 def noted(source, tops_ptr, counters_ptr, found_ptr, largest, min_p, lower, upper, groups, CHUNK, MAX_FOUND, STOPS):
-    """Stores the candidates of this program's chunks. True for the last program of the line to finish."""
+    """Stores the candidates of this CTA's chunks. Returns True for the last CTA of the line to finish."""
     # disable_licm: values hoisted out of the loop would take registers
     for chunk in tl.range(tl.program_id(0), tl.cdiv(source[0].vocab, CHUNK), tl.num_programs(0), disable_licm=True):
         group = chunk * (CHUNK // _GROUP) + tl.arange(0, CHUNK // _GROUP)
@@ -364,15 +372,15 @@ def noted(source, tops_ptr, counters_ptr, found_ptr, largest, min_p, lower, uppe
 
 @triton.jit
 def read_off(counters_ptr, word):
-    """Loads a counter that several programs have added to."""
+    """Loads a counter that several CTAs have incremented."""
     return tl.load(counters_ptr + word, cache_modifier=".cg")
 
 
 @triton.jit
 def _places_of(near):
-    """Numbers the true elements of near int32 [ROWS, COLUMNS] in their order: (index of each, how many).
+    """Numbers the true elements of near int32 [ROWS, COLUMNS] in order. Returns (index of each, how many).
 
-    Two short scans are faster than a long one through all threads of a program.
+    Two short scans are faster than a long one over all threads of a CTA.
     """
     in_row = tl.sum(near, axis=1)
     before = tl.cumsum(in_row, axis=0) - in_row
@@ -404,7 +412,7 @@ def list_groups(tops_ptr, groups, lower, listed_ptr, lists, max_listed, SIZE: tl
 
 @triton.jit
 def gather(source, listed_ptr, found_ptr, number, lower, MAX_FOUND: tl.constexpr, STOPS: tl.constexpr):
-    """Stores the ids of all listed groups whose key is at least `lower`, in their order. Returns how many there are."""
+    """Stores the ids of all listed groups whose key is at least `lower`, in their order. Returns their number."""
     count = number * 0
     for start in tl.range(0, number, LISTED_PIECE, disable_licm=True):
         slot = start + tl.arange(0, LISTED_PIECE)

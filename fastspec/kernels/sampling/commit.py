@@ -1,15 +1,15 @@
-"""Commits a step in one launch, for steps that sample; greedy_commit.py ends greedy steps by the same code.
+"""Commits a step that samples, in one launch. Greedy steps use the same device code in greedy_commit.py.
 
-The definition is `fastspec.sampling.verify.commit`. A program commits one row. The last program publishes the step's
-entry (publish.py).
+The definition is `fastspec.sampling.verify.commit`. A CTA commits one row. The last CTA publishes the step's entry
+(publish.py).
 
 | argument   | shape, dtype         | notes                                                                        |
 |------------|----------------------|------------------------------------------------------------------------------|
 | accepted   | [B] int64            |                                                                              |
 | block      | [B, k+1] int64       | rows may be views of a longer table                                          |
-| rows       | fields of B rows     | as `fastspec.state.DecodeState`; tables may be row slices of longer ones     |
-| scratch    | scratch_of(...)      | zero between launches: the last program to use a counter clears it           |
-| publish_to | (entries, counter)   | as publish.py                                                                |
+| rows       | fields of B rows     | see `fastspec.state.DecodeState`; tables may be row slices of longer ones    |
+| scratch    | scratch_of(...)      | zero between launches: the last CTA that uses a counter clears it            |
+| publish_to | (entries, counter)   | see publish.py                                                               |
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ NUM_WARPS = 2
 STATE_INTS = ["batch", "num_drafts", "places", "slots", "entry_width", "block_stride", "stop_stride", "tokens_width"]
 COLUMNS = ("lengths", "limits", "draft_lengths", "finish", "draft_counts", "emitted", "accepted")
 DETAILS_BLOCK = tl.constexpr(512)  # int32 elements of log-probabilities that are stored at a time
-_MIN_PLACES = 32  # one compiled kernel for all usual k
+_MIN_PLACES = 32  # so that one compiled kernel serves all usual k
 
 
 class StateRows(NamedTuple):
@@ -57,7 +57,7 @@ class StateRows(NamedTuple):
 
 
 class RowSizes(NamedTuple):
-    """Integers of a commit. They vary between launches, so kernels take each as a parameter (`STATE_INTS`)."""
+    """Integers of a commit. They vary between launches, so each is a separate parameter of kernels (`STATE_INTS`)."""
 
     tokens_width: Any
     stop_stride: Any
@@ -70,7 +70,7 @@ class RowSizes(NamedTuple):
 
 
 class Ring(NamedTuple):
-    """Where a step's entry is published; None: nowhere."""
+    """Ring to which a step's entry is published. None: not published."""
 
     entries: Any
     counter: Any
@@ -91,21 +91,21 @@ SIZES = tl.constexpr(RowSizes)
 def commit_row(
     row,
     accepted,
-    block,  # int64 [PLACES], -1 from place num_drafts + 1 on
+    block,  # int64 [PLACES]; -1 from place num_drafts + 1 on
     state,  # StateRows
     scratch_ptr,
     ring,
     sizes,  # RowSizes
-    logits_ptr,  # [B, k+1, V]; read only where log-probabilities are recorded
+    logits_ptr,  # [B, k+1, V]; read only if log-probabilities are recorded
     logits_stride,
     recorded,  # RecordRows of logprobs.py
     details_width,
     TOP: tl.constexpr,
     BLOCKS: tl.constexpr,  # CommitBlocks
 ):
-    """Commits one row as `verify.commit` does. The last row to be committed publishes the step's entry.
+    """Commits one row; see `verify.commit`. The last row to be committed publishes the step's entry.
 
-    If log-probabilities are recorded, those of the emitted tokens are stored before.
+    If log-probabilities are recorded, those of the emitted tokens are stored first.
 
     Returns:
         The number of emitted tokens.
@@ -143,7 +143,7 @@ def commit_row(
 
     # all warps must have read the row before one of them writes to it
     tl.debug_barrier()
-    # in range for every valid length; clamped because lengths are data
+    # in range for every valid length; clamped because the kernel cannot check lengths
     at = tl.minimum(tl.maximum(length + place, 0), tokens_width - 1)
     tl.store(state.tokens + row * state.tokens_stride + at, block, mask=place < count)
     tl.store(state.draft_lengths + row, fed, mask=running & (counts > 0) & (num_drafts > 0))
@@ -170,7 +170,7 @@ def commit_row(
             before = tl.atomic_add(scratch_ptr, 1, sem="acq_rel")
         if before == batch - 1:
             tl.store(scratch_ptr, 0)
-            if batch > 1:  # by one program: a fence per row would wait until its stores have reached the host's memory
+            if batch > 1:  # by one CTA: a fence per row would wait until its stores have reached the host's memory
                 tl.debug_barrier()
                 store_entry(
                     entries_ptr,
@@ -188,7 +188,7 @@ def commit_row(
                     num_drafts > 0,
                 )
             if recorded.details is not None:
-                tl.debug_barrier()  # with one row, its threads stored the log-probabilities just now
+                tl.debug_barrier()  # with one row, other threads of this CTA have just stored the log-probabilities
                 slot_ptr = recorded.details + sequence % slots * details_width
                 total = batch * places * (1 + 2 * TOP)
                 stored = recorded.logprobs, recorded.top_ids, recorded.top_logprobs
@@ -241,7 +241,7 @@ def _commit_kernel(
 
 
 def scratch_of(batch: int, max_drafts: int, device: torch.device) -> Tensor:
-    """Allocates counters for up to `batch` rows: committed rows, programs done per row, best key per place."""
+    """Allocates counters for up to `batch` rows: committed rows, finished CTAs per row, best key per place."""
     return torch.zeros(1 + batch * (max_drafts + 2), dtype=torch.int64, device=device)
 
 
@@ -255,7 +255,7 @@ def commit(
     """Computes `reference.commit`, but leaves the junk column of `rows.tokens` unchanged.
 
     Raises:
-        ValueError: a layout is not as above, or the scratch is too small.
+        ValueError: a layout other than in the table above, or the scratch is too small.
     """
     batch, places = block.shape
     check_rows(rows, batch, places - 1, scratch)
@@ -311,7 +311,7 @@ def state_of(rows: CommitRows) -> StateRows:
 
 
 def sizes_of(rows: CommitRows, publish_to: tuple[Tensor, Tensor] | None) -> tuple[int, ...]:
-    """Returns tokens_width to entry_width, in the kernels' order."""
+    """Returns tokens_width to entry_width, in the order of the kernels' parameters."""
     if publish_to is not None:
         check_ring(publish_to[0], rows)
     slots, width = (1, 1) if publish_to is None else publish_to[0].shape
@@ -319,7 +319,7 @@ def sizes_of(rows: CommitRows, publish_to: tuple[Tensor, Tensor] | None) -> tupl
 
 
 def blocks_of(rows: CommitRows) -> CommitBlocks:
-    """Block shapes of a launch."""
+    """Returns the block shapes of a launch."""
     stops = rows.stop_ids.shape[1]
     places = max(_MIN_PLACES, triton.next_power_of_2(rows.block.shape[1]))
     return CommitBlocks(places, triton.next_power_of_2(stops), stops)

@@ -1,14 +1,14 @@
-"""Distributions of a sampled step in two launches without a sort: processors, temperature, top-k, top-p, min-p.
+"""Distributions of a sampled step in two launches, without a sort: processors, temperature, top-k, top-p, min-p.
 
 The definition is `distribution.compute_probs` of `processors.process`. A *line* is one scored position of one row.
 
 1. `_groups_kernel` reads the logits once. It stores the largest logit and the mass of each group of 32 ids. A group's
-   mass is relative to its own largest logit, so programs share nothing. A program takes CHUNK ids of a row and goes
-   through its places, with the logits of STAGES - 1 places in flight: its speed depends on the number of loads in
-   flight. If log-probabilities are recorded (logprobs.py), it reads the raw logits again, from L2.
-2. `_distribution_kernel` finds bounds of each line's threshold (bounds.py). If few groups of ids reach the lower bound,
-   as with language models, one program reads these groups alone, in ascending order. Otherwise all programs of the line
-   share its chunks: they count ids and masses above the bounds and store the candidates between them. The last program
+   mass is relative to its own largest logit, so CTAs share nothing. A CTA takes CHUNK ids of a row and goes through its
+   places, with the logits of STAGES - 1 places loaded ahead: its speed depends on the number of loads in flight. If
+   log-probabilities are recorded (logprobs.py), it reads the raw logits again, from L2.
+2. `_distribution_kernel` computes bounds of each line's threshold (bounds.py). If few groups of ids reach the lower
+   bound, as usual with language models, one CTA reads these groups alone, in ascending order. Otherwise all CTAs of the
+   line share its chunks: they count ids and masses above the bounds and store the candidates between them. The last CTA
    to finish finds the threshold among the candidates (threshold.py).
 
 Fields of a line's record:
@@ -20,9 +20,9 @@ Fields of a line's record:
 | P_DRAFT, Q_DRAFT | probabilities of this place's draft under the target's and the draft's distribution |
 | NUM_LISTED | number of ids in `found`; they include all that the distribution keeps. -1: unknown |
 
-The order of the ids in `found` depends on the line alone if NUM_LISTED is not negative.
+If NUM_LISTED is not negative, the order of the ids in `found` depends on the line alone.
 
-Differences to torch: sums are rounded in another order. So if top-p is within that rounding of an id's cumulative
+Differences from torch: sums are rounded in another order. So if top-p is within that rounding of an id's cumulative
 probability, one id more or less may be kept. Ids that tie at the threshold of top-p are kept in ascending order, as
 with torch's stable sort.
 """
@@ -82,14 +82,14 @@ from fastspec.kernels.sampling.threshold import PIECE, RANKED, fixed, normaliser
 # --- the first launch ---
 
 
-CHUNK = 2048  # ids per program of the first launch
-STAGES = 3  # places in the pipeline of a program that has several
-GROUPS_LAUNCH = {"num_warps": 4, "maxnreg": 80}  # six programs per SM: 96 KiB in flight
+CHUNK = 2048  # ids per CTA of the first launch
+STAGES = 3  # places in the pipeline of a CTA that has several
+GROUPS_LAUNCH = {"num_warps": 4, "maxnreg": 80}  # six CTAs per SM: 96 KiB in flight
 _GROUP = tl.constexpr(GROUP)
 
 
 def piece_of(chunk: int) -> int:
-    """Number of ids that a program takes at a time in a row with penalties, which need more registers."""
+    """Returns the ids that a CTA processes at a time in a row with penalties, which need more registers."""
     return max(GROUP, chunk // 4)
 
 
@@ -101,7 +101,7 @@ def _sum_up(x, tops_ptr, chunk, groups, weighs, CHUNK: tl.constexpr):
     group = chunk * (CHUNK // _GROUP) + tl.arange(0, CHUNK // _GROUP)
     tl.store(tops_ptr + group, tops, mask=group < groups)
     if weighs:
-        # a group of -inf alone has mass exp(-inf) = 0; one with +inf makes the line invalid, whatever its mass
+        # a group with only -inf has mass exp(-inf) = 0; one with +inf makes the line invalid, whatever its mass
         masses = tl.sum(tl.exp(x - level_of(tops)[:, None]), axis=1)
         tl.store(tops_ptr + groups + group, masses, mask=group < groups)
 
@@ -122,7 +122,7 @@ def _groups_kernel(
     recorded,  # RecordRows of logprobs.py
     places,
     first,
-    parts,  # programs among which the places of a chunk are split
+    parts,  # number of CTAs among which the places of a chunk are split
     top,
     state_places,  # K + 1
     CHUNK: tl.constexpr,
@@ -137,7 +137,7 @@ def _groups_kernel(
         gdc_launch_dependents()
         gdc_wait()
     row, part = tl.program_id(1) // parts, tl.program_id(1) % parts
-    # loaded before any branch, also for rows that do not run: the loads overlap
+    # loaded before any branch, also for rows that do not run, so that the loads overlap
     running = tl.load(source.finish + row) == RUNNING
     end = places
     if source.counts is not None:
@@ -178,10 +178,10 @@ def _groups_kernel(
 # --- the second launch ---
 
 
-# a program runs its code once and waits for instruction fetches: many threads with few instructions each
+# a CTA runs its code once and waits for instruction fetches, so it has many threads with few instructions each
 LAUNCH = {"num_warps": 16}
-CROWDED = {"maxnreg": 64}  # for more lines than PROGRAMS: two programs share an SM
-PROGRAMS = 132  # about so many per launch: more do not make a line faster
+CROWDED = {"maxnreg": 64}  # with more than PROGRAMS lines two CTAs share an SM
+PROGRAMS = 132  # approximate number of CTAs per launch; more do not make a line faster
 _RECORD = tl.constexpr(RECORD)
 _COUNTERS = tl.constexpr(COUNTERS)
 
@@ -232,7 +232,7 @@ def load_distribution(record_ptr):
 
 @triton.jit
 def share(dist, x, index, min_p):
-    """Computes fp32 probabilities of ids with scaled logits x, for a line that is neither INVALID nor GREEDY."""
+    """Returns fp32 probabilities of ids with scaled logits x, for a line that is neither INVALID nor GREEDY."""
     e = tl.exp(x - dist.largest)
     p = tl.div_rn(e, dist.normaliser + tl.zeros_like(e))
     return tl.where(kept(key_of(x), index, e, dist.key, dist.cut, min_p), p, 0.0)
@@ -240,7 +240,7 @@ def share(dist, x, index, min_p):
 
 @triton.jit
 def probabilities(dist, view, index, min_p, STOPS: tl.constexpr):
-    """Computes fp32 probabilities at ids index int32, for a line that is not INVALID."""
+    """Returns fp32 probabilities at ids index int32, for a line that is not INVALID."""
     p = (index == dist.best).to(tl.float32)
     if dist.kind != GREEDY:
         p = share(dist, scaled(view, index, STOPS), index, min_p)
@@ -268,7 +268,7 @@ def _find_threshold(
     PIECE: tl.constexpr,
     STOPS: tl.constexpr,
 ):
-    """Finds (key, cut, fp32 normaliser) of a line once all its candidates are stored."""
+    """Returns (key, cut, fp32 normaliser) of a line, after all its candidates are stored."""
     vocab = source[0].vocab
     top_k = tl.where(top_k < vocab, top_k, 0).to(tl.int32)
     lower, upper = lower.to(tl.int32), upper.to(tl.int32)
@@ -279,7 +279,7 @@ def _find_threshold(
             *(guessed, top_k, top_p, min_p, vocab, MAX_FOUND, RANKED),
         )
     if sound == 0:
-        # where `rank_candidates` did not decide, a search of the candidates would not either: read the line
+        # `rank_candidates` did not decide, so a search of the candidates would not either: read the whole line
         key, cut, mass = search(
             *(source, found_ptr, (count > MAX_FOUND) | (count <= RANKED), largest, normaliser, count, count_above),
             *(mass_above, kept_above, lower, upper, guessed, top_k, top_p, min_p, MAX_FOUND, PIECE, STOPS),
@@ -302,7 +302,7 @@ def _store_distribution(record_ptr, dist, upper, guessed, num_listed):
 
 @triton.jit
 def _draft_at(draft, logits_ptr, bias_ptr, q_ptr):
-    """Loads (logit, bias, probability under the draft's distribution) fp32 [16] of a draft int32 [16]; -1 is no id."""
+    """Loads (logit, bias, probability under the draft's distribution) fp32 [16] of a draft int32 [16]. -1: no id."""
     known = draft >= 0
     x = tl.load(logits_ptr + draft, mask=known, other=-float("inf"))
     bias = tl.load(bias_ptr + draft, mask=known, other=0.0)
@@ -314,7 +314,7 @@ def _draft_at(draft, logits_ptr, bias_ptr, q_ptr):
 
 @triton.jit
 def _weigh_draft(source, draft, read, dist, record_ptr, min_p, STOPS: tl.constexpr):
-    """Stores P_DRAFT and Q_DRAFT, from `read` as `_draft_at` returned it."""
+    """Stores P_DRAFT and Q_DRAFT from `read`, the result of `_draft_at`."""
     x = processed(view_of(*source), read[0] + read[1], draft, draft >= 0, STOPS)
     p = tl.max(share(dist, x, draft, min_p), axis=0)
     # NaN: every comparison with it is false, so a draft at an invalid line is never accepted
@@ -335,7 +335,7 @@ def _distribution_kernel(
     q_place,
     CHUNK: tl.constexpr,
     GROUPS: tl.constexpr,
-    EACH: tl.constexpr,  # groups that are merged to one
+    EACH: tl.constexpr,  # number of groups that are merged to one
     MAX_FOUND: tl.constexpr,
     LISTED: tl.constexpr,
     RANKED: tl.constexpr,
@@ -349,7 +349,7 @@ def _distribution_kernel(
     line = tl.program_id(1)
     vocab, groups = source.vocab, source.groups
     row, place = (line // places).to(tl.int64), first + line % places
-    # loaded before any branch, also for lines that are not needed: the loads overlap
+    # loaded before any branch, also for lines that are not needed, so that the loads overlap
     wanted = tl.load(source.finish + row) == RUNNING
     if source.counts is not None:
         wanted = wanted & (place <= tl.load(source.counts + row))
@@ -358,14 +358,15 @@ def _distribution_kernel(
     drafted = tl.load(source.draft_tokens + row * source.drafts_stride + place, mask=place < drafts, other=-1)
     tops_ptr = work.groups + line.to(tl.int64) * groups * 2
     tops, masses = merged(tops_ptr, tops_ptr + groups, groups, GROUPS // EACH, EACH)
-    # a line that may need several programs is described by each of them, with equal results
+    # each CTA of a line that may need several describes the line, with equal results
     shared = (temperature > 0) & filtered(top_k, top_p, min_p, vocab)
     if wanted & (shared | (tl.program_id(0) == 0)):
-        # each function builds its view from this: a view that lived on would take half the registers
+        # each function builds its own view from this: a view that stays alive would take half of the registers
         at = source, line, row, place
         mine = tl.program_id(0) == 0
-        weighs = (place < drafts) & (temperature > 0)  # a greedy row is judged by match
-        # loaded now and used at the end: the latency is hidden
+        # in a greedy row a draft is accepted if it equals the token of the target
+        weighs = (place < drafts) & (temperature > 0)
+        # loaded now and used at the end, to hide the latency
         drafted = tl.where(weighs & (drafted >= 0) & (drafted < vocab), drafted, -1)
         draft = drafted.to(tl.int32) + tl.zeros([16], tl.int32)
         line_ptr = source.logits + line * tl.cast(source.logits_stride, tl.int64)
@@ -391,7 +392,7 @@ def _distribution_kernel(
             mass_above, kept_above = tl.zeros([], tl.int64), tl.zeros([], tl.int64)
             if (number <= LISTED) & alone:
                 if mine:
-                    tl.debug_barrier()  # other threads read the list
+                    tl.debug_barrier()  # the code below reads the list that other threads have stored
                     count = gather(at, line_listed, line_found, number, lower, MAX_FOUND, STOPS)
                     num_listed = tl.where(count <= MAX_FOUND, count, -1)
             else:
@@ -404,7 +405,8 @@ def _distribution_kernel(
                     count_above = read_off(line_counters, COUNT_ABOVE).to(tl.int32)
                     mass_above, kept_above = read_off(line_counters, MASS_ABOVE), read_off(line_counters, KEPT_ABOVE)
             if mine:
-                tl.debug_barrier()  # other threads read the candidates; all threads have read the counters
+                # the code below reads candidates of other threads, and all threads have read the counters
+                tl.debug_barrier()
                 for word in tl.static_range(KEPT_ABOVE + 1):
                     tl.store(line_counters + word, 0)
                 key, cut, normaliser = _find_threshold(
@@ -421,7 +423,7 @@ def _distribution_kernel(
 
 
 def launch_of(lines: int) -> dict[str, int]:
-    """Launch options for so many lines. Options that change the order of sums are the same for all."""
+    """Returns launch options for `lines` lines. Options that change the order of sums do not depend on the number."""
     return LAUNCH | (CROWDED if lines > PROGRAMS else {})
 
 
@@ -436,17 +438,19 @@ def find_distributions(
     ragged: bool = False,
     record: Record | None = None,
 ) -> None:
-    """Fills the records of `work` for logits [B, R, V] of places first.. of each row, in two launches.
+    """Computes the records of `work` for logits [B, R, V], in two launches.
+
+    The places are `first`, first + 1, .. of each row.
 
     Args:
         logits: fp32, of the ids 0..V-1; V may be less than the vocabulary of the state.
-        rows: the state of the rows.
-        work: large enough for these lines.
+        rows: state of the rows.
+        work: work area with room for these lines.
         first: the first place; place j comes after the row's first j drafts.
-        drafts: places below this hold a draft, whose probabilities are recorded.
-        draft_probs: [B, K, V] that drafts were drawn from; None: the proposer is deterministic.
-        ragged: skips places behind a row's draft_counts.
-        record: log-probabilities of the raw logits to record. Those of the emitted tokens come later, at the commit.
+        drafts: places below this have a draft, whose probabilities are recorded.
+        draft_probs: [B, K, V], probabilities from which drafts were drawn; None: the proposer is deterministic.
+        ragged: True to skip places after a row's draft_counts.
+        record: log-probabilities of the raw logits to record. Those of the emitted tokens are recorded at the commit.
     """
     batch, places, vocab = logits.shape
     source = sampled_parts.source_of(logits, rows, ragged=ragged)

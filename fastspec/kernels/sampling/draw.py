@@ -1,16 +1,16 @@
 """Draws a draft token from its distribution, and stores that distribution, in three launches.
 
-The definition is `reference.sampled_draw`. distribution.py finds the rows' distributions in two launches. In the third,
-a program takes CHUNK ids of a row. It stores their probabilities if the state needs them, and samples among them with
-the numbers of `distribution.PhiloxDraws`. An atomic maximum merges the winners. The last program of a row to finish
+The definition is `reference.sampled_draw`. distribution.py computes the rows' distributions in two launches. In the
+third, a CTA takes CHUNK ids of a row. It stores their probabilities if the state needs them, and samples among them
+with the numbers of `distribution.PhiloxDraws`. An atomic maximum merges the winners. The last CTA of a row to finish
 stores its token. A row without a distribution (NaN or infinite logits, or all -inf) drafts id 0 with probability 1.
 Rows that do not run are unchanged.
 
 | argument    | shape, dtype     | notes                                                                   |
 |-------------|------------------|-------------------------------------------------------------------------|
 | logits      | [B, 1, V'] fp32  | V' <= V; contiguous over the vocabulary                                  |
-| draft_probs | [B, K, V] fp32   | of the state; zero from V' on. Not written if not kept                   |
-| work        | sampled_work     | counters are zero between launches: the last program to use them clears them |
+| draft_probs | [B, K, V] fp32   | buffer of the state; zero from V' on. Not written if not kept            |
+| work        | sampled_work     | counters are zero between launches: the last CTA that uses them clears them |
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def sampled_draw(
     """Computes `reference.sampled_draw`. Random numbers come from the rows' seeds; `draws` is ignored.
 
     Raises:
-        ValueError: a layout is not as above, or the work area is too small.
+        ValueError: a layout other than in the table above, or the work area is too small.
     """
     check_source(logits, rows, work)
     batch, _, vocab = logits.shape

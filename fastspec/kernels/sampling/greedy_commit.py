@@ -1,15 +1,15 @@
 """Verifies drafts of greedy rows and commits the step, in one launch.
 
 The definition is `fastspec.sampling.verify`: `greedy`, with invalid places handled as by
-`fastspec.sampling.processors.flag_invalid`, then `commit`. A program takes CHUNK logits of one place. It packs their
+`fastspec.sampling.processors.flag_invalid`, then `commit`. A CTA takes CHUNK logits of one place. It packs their
 largest and its lowest id into one integer that orders as (logit, -id). An atomic maximum merges it into the place's
-integer. That is exact, so neither the chunks nor the order of programs changes a bit. The last program of a row to
-finish commits that row (commit.py).
+integer. That is exact, so neither the chunks nor the order of CTAs changes a bit. The last CTA of a row to finish
+commits that row (commit.py).
 
 | argument | shape, dtype     | notes                                                |
 |----------|------------------|------------------------------------------------------|
 | logits   | [B, k+1, V] fp32 | V < 2^31; contiguous, or places at one common stride |
-|          | `PartKeys`       | in place of logits: the keys of 2, 4 or 8 parts of the vocabulary |
+|          | `PartKeys`       | instead of logits: the keys of 2, 4 or 8 parts of the vocabulary |
 
 The other arguments are those of commit.py.
 """
@@ -43,21 +43,22 @@ from fastspec.kernels.sampling.commit import (
 from fastspec.kernels.sampling.logprobs import RECORD_INTS, check_record, record_line, record_rows
 from fastspec.sampling.verify import STOPPED, CommitRows
 
-# (number of places in the batch from which on it is used, logits per program, warps). The arithmetic is exact, so this
-# choice changes no bits
+# (smallest number of places in the batch, logits per CTA, warps). The arithmetic is exact, so this choice changes no
+# bits
 LAUNCH = ((48, 8192, 8), (0, 4096, 4))
 
 
 class Lines(NamedTuple):
     """Logits, the drafts that they verify, and their sizes. A line is one scored position of one row."""
 
-    logits: Any  # fp32 [B (k+1), V]; None where there are keys
+    logits: Any  # fp32 [B (k+1), V]; None if keys are given
     drafts: Any  # int64 [B, >= k]
     vocab: int
     logits_stride: int
     drafts_stride: int
-    keys: Any = None  # int64 [B (k+1), parts] of `reference.PartKeys`, in place of logits; parts are CHUNK
-    width: int = 0  # ids of a part
+    # int64 [B (k+1), parts] of `reference.PartKeys`, instead of logits; CHUNK is then the number of parts
+    keys: Any = None
+    width: int = 0  # number of ids in a part
 
 
 @triton.jit
@@ -72,7 +73,7 @@ def _best_of(x, index):
     Two such integers compare as (x, -index) do, with -0 equal to 0.
     """
     top = tl.reduce(x, 0, _larger)
-    if top == top:  # no NaN among them
+    if top == top:  # False if there is a NaN
         first = tl.min(tl.where(x == top, index, 0x7FFFFFFF), axis=0)
     else:
         first = tl.min(tl.where(x != x, index, 0x7FFFFFFF), axis=0)
@@ -126,7 +127,7 @@ def _verify_kernel(
                 *(x, recorded, line_ptr, line),
                 *(row * places + line % (num_drafts + 1), chunk, tl.num_programs(0), vocab, top, CHUNK, GROUPS, TOP),
             )
-            tl.debug_barrier()  # all threads have stored before the row's counter is incremented
+            tl.debug_barrier()  # all threads must have stored before the row's counter is incremented
         best = _best_of(x, index)
     row_arrivals_ptr = scratch_ptr + 1 + row
     tl.atomic_max(scratch_ptr + 1 + batch + line, best, sem="relaxed")
@@ -175,7 +176,7 @@ def verify_commit(
     """Computes `reference.verify_commit`, but leaves the junk column of `rows.tokens` unchanged.
 
     Raises:
-        ValueError: a layout is not as above, or the scratch is too small.
+        ValueError: a layout other than in the table above, or the scratch is too small.
     """
     lines, chunk, warps = _lines_of(logits, rows.draft_tokens, recorded=record is not None)
     batch, places = rows.draft_counts.shape[0], (logits.keys if isinstance(logits, PartKeys) else logits).shape[1]
@@ -224,7 +225,7 @@ def record_logprobs(logits: Tensor, rows: CommitRows, scratch: Any, record: Reco
 
 
 def _lines_of(logits: Tensor | PartKeys, drafts: Tensor, *, recorded: bool) -> tuple[Lines, int, int]:
-    """Returns the kernel's `Lines`, the logits (or keys) per program, and its warps."""
+    """Returns the kernel's `Lines`, the logits (or keys) per CTA, and its warps."""
     if isinstance(logits, PartKeys):
         keys, parts = logits.keys, logits.keys.shape[-1]
         if recorded or keys.dtype != torch.int64 or not keys.is_contiguous() or parts & (parts - 1):
@@ -235,7 +236,7 @@ def _lines_of(logits: Tensor | PartKeys, drafts: Tensor, *, recorded: bool) -> t
         return Lines(None, drafts, parts, 0, drafts.stride(0), keys, logits.width), parts, 1
     check_logits(logits)
     batch, places, vocab = logits.shape
-    lines = logits.flatten(0, 1)  # a view where places lie at one stride, a copy otherwise
-    # if log-probabilities are recorded, smaller chunks: one program ranks a place, and more programs hide its latency
+    lines = logits.flatten(0, 1)  # a view if places have one stride, else a copy
+    # smaller chunks if log-probabilities are recorded: one CTA ranks a place, and more CTAs hide its latency
     chunk, warps = next(entry[1:] for entry in LAUNCH if entry[0] <= (0 if recorded else batch * places))
     return Lines(lines, drafts, vocab, lines.stride(0), drafts.stride(0)), chunk, warps

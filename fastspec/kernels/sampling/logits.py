@@ -1,4 +1,4 @@
-"""Device code and sizes that all kernels of a sampled step share: scaled logits, their integer order, random numbers.
+"""Device code and sizes shared by all kernels of a sampled step: scaled logits, their integer order, random numbers.
 
 A *place* is one of the k + 1 positions that a step scores in a row. A *line* is one place of one row. Line r of a
 launch belongs to row r // places, and its place is first + r % places. A *group* is GROUP neighbouring ids of a line.
@@ -22,18 +22,18 @@ from fastspec.kernels.common.checks import check_logits, told
 from fastspec.sampling import verify
 
 GROUP = 32  # neighbouring ids whose largest logit and mass are stored
-CHUNK = 4096  # ids per program
-PROGRAMS = 768  # of a launch: as many fill the device, so places of a row are not split further
+CHUNK = 4096  # ids per CTA
+PROGRAMS = 768  # number of CTAs of a launch that fill the device; with as many, places of a row are not split further
 MAX_IDS = 2**19 - 1  # largest vocabulary: fixed-point masses stay below 2^63
-CANDIDATES = 8192  # ids near the threshold that a line can store
-LISTED = 1024  # groups with candidates that one program handles alone
+CANDIDATES = 8192  # ids near the threshold that can be stored for a line
+LISTED = 1024  # number of groups with candidates up to which one CTA processes them alone
 OPTIONS = {"enable_fp_fusion": False}
 
 RUNNING = tl.constexpr(verify.RUNNING)
 # int32 keys that compare as the fp32 values do
 KEY_LOWEST = tl.constexpr(-2139095041)  # -inf
-KEY_OPEN = tl.constexpr(2139095041)  # above every value
-# fixed point: the mass of an id is at most 1
+KEY_OPEN = tl.constexpr(2139095041)  # larger than the key of every value
+# fixed-point unit: the mass of an id is at most 1
 UNIT = tl.constexpr(2.0**44)
 NO_UNIT = tl.constexpr(2.0**-44)
 
@@ -45,8 +45,9 @@ SEARCHED, KNOWN, GREEDY, INVALID = map(tl.constexpr, range(4))  # kinds of a lin
 COUNTERS = 8
 ARRIVED, FOUND, COUNT_ABOVE, MASS_ABOVE, KEPT_ABOVE, WINNER, RESIDUAL_WINNER, RESIDUAL = map(tl.constexpr, range(8))
 
-# for do_not_specialize: one compiled kernel for all values of these. Integers inside a tuple cannot be listed there, so
-# sizes that vary between launches are parameters of their own. Those in `Source` belong to one model and one state
+# for do_not_specialize: one compiled kernel serves all values of these. Integers inside a tuple cannot be listed there,
+# so sizes that vary between launches are separate parameters. Those in `Source` are constant for one model and one
+# state
 INTS = ["places", "first"]
 
 
@@ -56,7 +57,7 @@ class SampledWork:
 
     Attributes:
         counters: int64 [lines, COUNTERS], zero between steps.
-        arrivals: int64 [B], programs of a row that have finished; zero between steps.
+        arrivals: int64 [B], number of a row's finished CTAs; zero between steps.
         records: int32 [lines, RECORD], the distribution of each line.
         groups: fp32 [lines, 2, V / GROUP]: largest scaled logit of a group, and its mass relative to that.
         found: int32 [lines, 2, CANDIDATES]: keys and ids near the threshold.
@@ -85,16 +86,16 @@ def sampled_work(batch: int, max_drafts: int, vocab: int, device: torch.device) 
 
 
 def sampled_work_bytes(batch: int, max_drafts: int, vocab: int) -> int:
-    """Bytes of `sampled_work`."""
+    """Returns the bytes of `sampled_work`."""
     line = 8 * COUNTERS + 4 * RECORD + 8 * triton.cdiv(vocab, GROUP) + 8 * CANDIDATES + 4 * LISTED
     return int(batch * (max_drafts + 1) * line + 8 * batch)
 
 
 def parts_of(batch: int, places: int, programs: int) -> int:
-    """Number of parts that the places of a row are split into; each part has `programs` programs of its own.
+    """Returns the number of parts into which the places of a row are split. Each part has `programs` CTAs of its own.
 
-    More parts than fill the device would not help: a program that handles several places of a row finds their common
-    data in L1.
+    More parts than fill the device would not help: a CTA that processes several places of a row finds their common data
+    in L1.
     """
     return min(places, int(triton.cdiv(PROGRAMS, batch * programs)))
 
@@ -102,8 +103,8 @@ def parts_of(batch: int, places: int, programs: int) -> int:
 class Source(NamedTuple):
     """Inputs of the kernels of a sampled step: logits of B rows, and everything that `processors.process` reads.
 
-    Tables are [B, ...] with a stride between rows; the other tensors are [B]. The sizes belong to one model and one
-    state, so Triton may compile for their alignment.
+    Tables are [B, ...] with a stride between rows; the other tensors are [B]. The sizes are constant for one model and
+    one state, so Triton may compile for their alignment.
 
     Attributes:
         logits: fp32 [B, R, V], places at `logits_stride`.
@@ -167,7 +168,7 @@ _View = tl.constexpr(View)
 
 
 def source_of(logits: Tensor, rows: Any, *, ragged: bool = True) -> Source:
-    """Builds the kernels' argument for logits [B, R, V]; if not `ragged`, places behind valid drafts count, too."""
+    """Makes a `Source` for logits [B, R, V]. If not `ragged`, places after the valid drafts are processed, too."""
     does, sampler = rows.processors, rows.sampler
     vocab = logits.shape[2]
     return Source(
@@ -238,7 +239,7 @@ def value_of(key):
 
 @triton.jit
 def level_of(largest):
-    """Returns `largest` where it is finite, else 0. Masses are relative to it, so an infinity never gives NaN."""
+    """Returns `largest`, or 0 if it is not finite. Masses are relative to it, so an infinity never gives NaN."""
     return tl.where((largest > -float("inf")) & (largest < float("inf")), largest, 0.0)
 
 
@@ -318,7 +319,7 @@ def processed(view, x, index, known, NUM_STOPS: tl.constexpr):
 
 @triton.jit
 def tempered(stop_ptr, early, temperature, x, index, known, NUM_STOPS: tl.constexpr):
-    """Ends `scaled`, for logits x that have biases and penalties: stop ids, temperature, NaN."""
+    """Completes `scaled` for logits x with biases and penalties: stop ids, temperature, NaN."""
     if early:
         for stop in range(0, NUM_STOPS):
             x = tl.where(index == tl.load(stop_ptr + stop).to(tl.int32), -float("inf"), x)
@@ -389,7 +390,7 @@ def uniform(seed, position, PURPOSE: tl.constexpr):
 
 @triton.jit
 def winner(weights, time, index):
-    """Packs the sampled id to an int64 that compares as (weight / time, -index); 0 where no weight is positive."""
+    """Packs the sampled id into an int64 that compares as (weight / time, -index). 0 if no weight is positive."""
     speed = tl.where(weights > 0, weights / time, -1.0)
     best = tl.max(speed, axis=0)
     first = tl.min(tl.where(speed == best, index, 0x7FFFFFFF), axis=0)

@@ -1,23 +1,23 @@
-"""Log-probabilities of emitted tokens and of the likeliest ids, by the kernels that end a step: no launch of their own.
+"""Log-probabilities of emitted tokens and of the likeliest ids, computed by the kernels that end a step.
 
 The definition is `reference.step.record_logprobs`. A line is one scored position of one row.
 
-1. The first kernel to read the logits is that of greedy_commit.py, or the first one of distribution.py. It stores the
-   largest of every 64 logits, and the sum of exp(x - largest) over them (their mass).
-2. The last program of a line to finish sums these and ranks. The n largest logits are in the n groups with the largest
+1. The first kernel that reads the logits (of greedy_commit.py, or the first one of distribution.py) stores the largest
+   of every 64 logits, and the sum of exp(x - largest) over them (their mass).
+2. The last CTA of a line to finish sums these and ranks ids. The n largest logits are in the n groups with the largest
    maxima. Among equals the lowest group, then the lowest id, comes first.
-3. The program that commits a row reads the logits of its emitted tokens.
+3. The CTA that commits a row reads the logits of its emitted tokens.
 
-Sums are in fixed point, so they do not depend on chunks, on the order of programs, or on how a reduction is compiled. A
+Sums are in fixed point, so they do not depend on chunks, on the order of CTAs, or on how a reduction is compiled. A
 line has the same bits in a greedy step and in one that samples.
 
 | argument | shape, dtype                | notes                                                                     |
 |----------|-----------------------------|---------------------------------------------------------------------------|
 | logits   | [B, k+1, V] fp32            | V < 2^19                                                                  |
-| arrivals | [lines] int64               | zero between launches: the last program to finish clears it               |
+| arrivals | [lines] int64               | zero between launches: the last CTA to finish clears it                   |
 | groups   | [lines, 2, >= V / 64] fp32  | largest logit of a group, and the group's mass relative to that           |
 | levels   | [lines, 2] fp32             | largest logit of a line, and the logarithm of its mass relative to that   |
-| the rest | as in publish.py            | logprobs are stored at emitted places                                     |
+| others   | see publish.py              | logprobs are stored at emitted places                                     |
 
 A line whose largest logit is NaN or infinite emits nothing; its recorded values have no meaning.
 """
@@ -38,24 +38,25 @@ from fastspec.kernels.sampling.publish import check_details, check_recorded
 from fastspec.sampling.verify import CommitRows
 
 GROUP = 64  # neighbouring ids whose largest logit and mass are stored
-PIECE = tl.constexpr(1024)  # groups that are summed at a time
-MAX_TOP = 32  # most likeliest ids of a line, and so most groups to read
-NUM_WARPS = 8  # of a launch that records: ranking takes registers
-RECORD_INTS = ["top", "details_width"]  # for do_not_specialize: one compiled kernel for all values
-NONE = tl.constexpr(-2147483648)  # key of padding, and of ids that are ranked already
-# fixed point, unsigned: the mass of 64 ids is at most 64
+PIECE = tl.constexpr(1024)  # number of groups that are summed at a time
+MAX_TOP = 32  # largest number of likeliest ids of a line, and so of groups to read
+NUM_WARPS = 8  # for launches that record: ranking takes registers
+RECORD_INTS = ["top", "details_width"]  # for do_not_specialize: one compiled kernel serves all values
+NONE = tl.constexpr(-2147483648)  # key of padding, and of ids that are already ranked
+# unsigned fixed-point unit: the mass of 64 ids is at most 64
 ID_UNIT = tl.constexpr(2.0**25)
 NO_ID_UNIT = tl.constexpr(2.0**-25)
-# the mass of 2^19 ids is at most 2^19
+# fixed-point unit: the mass of 2^19 ids is at most 2^19
 GROUP_UNIT = tl.constexpr(2.0**40)
 NO_GROUP_UNIT = tl.constexpr(2.0**-40)
-_WIDTH = tl.constexpr(GROUP)  # not _GROUP as in logits.py: Triton's cache needs one value for a name in a kernel
+# not called _GROUP as in logits.py, because Triton's cache needs one value per name in a kernel
+_WIDTH = tl.constexpr(GROUP)
 _MAX_TOP = tl.constexpr(MAX_TOP)
 
 
 @dataclass(frozen=True, slots=True)
 class RecordWork:
-    """Work area for recording log-probabilities; shapes as above."""
+    """Work area for recording log-probabilities; see the table above for shapes."""
 
     arrivals: Tensor
     groups: Tensor
@@ -85,7 +86,7 @@ def record_work(batch: int, max_drafts: int, vocab: int, device: torch.device) -
 
 
 def record_work_bytes(batch: int, max_drafts: int, vocab: int) -> int:
-    """Bytes of `record_work`."""
+    """Returns the bytes of `record_work`."""
     return int(batch * (max_drafts + 1) * (8 + 8 * triton.cdiv(vocab, GROUP) + 8))
 
 
@@ -103,7 +104,7 @@ def _sum_up(x, groups_ptr, chunk, groups, CHUNK: tl.constexpr):
 
 @triton.jit
 def _weigh(groups_ptr, groups, SIZE: tl.constexpr):
-    """Computes (level, logarithm of the mass relative to it) of a line, by SIZE groups at a time."""
+    """Returns (level, logarithm of the mass relative to it) of a line. Processes SIZE groups at a time."""
     largest = tl.full([SIZE], -float("inf"), tl.float32)
     for first in tl.range(0, groups, SIZE):
         group = first + tl.arange(0, SIZE)
@@ -121,7 +122,7 @@ def _weigh(groups_ptr, groups, SIZE: tl.constexpr):
 
 @triton.jit
 def _first_groups(groups_ptr, groups, top, GROUPS: tl.constexpr):
-    """Finds the `top` groups with the largest maxima, lowest first if equal: int32 [MAX_TOP], padded with `groups`."""
+    """Returns the `top` groups with the largest maxima, lowest first if equal: int32 [MAX_TOP], then `groups`."""
     group = tl.arange(0, GROUPS)
     rank = tl.arange(0, _MAX_TOP)
     largest = tl.load(groups_ptr + group, mask=group < groups, other=0.0, cache_modifier=".cg")
@@ -165,7 +166,7 @@ def record_line(
     GROUPS: tl.constexpr,
     TOP: tl.constexpr,
 ):
-    """Records one chunk of logits x of a line. The last program of the line sums and ranks all chunks."""
+    """Records one chunk of logits x of a line. The last CTA of the line sums and ranks all chunks."""
     line, place = line.to(tl.int64), place.to(tl.int64) * TOP
     groups = tl.cdiv(vocab, _WIDTH)
     arrivals_ptr, groups_ptr = record.arrivals + line, record.groups + line * groups * 2
@@ -203,19 +204,19 @@ def record_rows(record: Record | None, rows: CommitRows) -> RecordRows:
 
 
 def sizes_of(record: Record | None) -> tuple[int, int]:
-    """Returns top and details_width, in the kernels' order."""
+    """Returns top and details_width, in the order of the kernels' parameters."""
     if record is None:
         return 0, 0
     return record.top, 0 if record.details is None else record.details.stride(0)
 
 
 def width_of(record: Record | None, rows: CommitRows) -> int:
-    """Returns TOP, the number of likeliest ids that the state has room for; 0 if nothing is recorded."""
+    """Returns TOP, the number of likeliest ids for which the state has memory. 0 if nothing is recorded."""
     return 0 if record is None else rows.top_ids.shape[2]
 
 
 def constants_of(record: Record | None, rows: CommitRows, vocab: int) -> dict[str, Any]:
-    """Block shapes and options of a launch. Roundings are the same in all launches that record."""
+    """Returns block shapes and options of a launch. Roundings are the same in all launches that record."""
     if record is None:
         return {"GROUPS": 0, "TOP": width_of(record, rows)}
     groups = max(16, triton.next_power_of_2(triton.cdiv(vocab, GROUP)))

@@ -1,4 +1,4 @@
-"""Publishes a step's results in a ring that the host polls: no copy, no synchronisation, the same in a CUDA graph.
+"""Publishes a step's results in a ring that the host polls. No copy, no synchronisation; the same in a CUDA graph.
 
 `entries` is a ring of int64 [slots, 1 + Bmax * (5 + K)]. On CUDA it is in pinned host memory, which the kernel writes
 directly. Launch n (from 1, counted in `counter` int64 [1] on the device) fills slot n % slots:
@@ -10,11 +10,11 @@ The sequence number n is stored last, after a fence at system scope. A host that
 | argument                                | shape, dtype                    | notes                                |
 |-----------------------------------------|---------------------------------|--------------------------------------|
 | entries, counter                        | above                           | rows from B on are unchanged         |
-| emitted, accepted, draft_counts, finish | [B] int64                       | of `rows`                            |
-| block                                   | [B, K+1] int64                  | of `rows`                            |
+| emitted, accepted, draft_counts, finish | [B] int64                       | fields of `rows`                     |
+| block                                   | [B, K+1] int64                  | field of `rows`                      |
 | details                                 | [slots, Bmax, K+1, 1+2N] int32  | optional: log-probability, N ids,    |
 |                                         |                                 | N log-probabilities, as bits of fp32 |
-| logprobs, top_ids, top_logprobs         | [B, K+1] fp32, then [B, K+1, N] | of `rows`, contiguous, for details   |
+| logprobs, top_ids, top_logprobs         | [B, K+1] fp32, then [B, K+1, N] | fields of `rows`, contiguous         |
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class Details(NamedTuple):
     """Log-probabilities to publish: tensors on the host, pointers in the kernel; all None if none are published.
 
     Attributes:
-        ring: int32 [slots, Bmax, K+1, 1+2N], written.
-        logprobs, top_ids, top_logprobs: of the rows, as in the table above.
+        ring: int32 [slots, Bmax, K+1, 1+2N], output.
+        logprobs, top_ids, top_logprobs: fields of the rows, see the table above.
     """
 
     ring: Any
@@ -66,9 +66,9 @@ def store_entry(
     places,  # K + 1
     drafting,
 ):
-    """Stores entry `sequence` without its number, element after element: scattered stores reach the host slowly.
+    """Stores entry `sequence` without its number, in the order of its elements: scattered stores reach the host slowly.
 
-    Only one program may call it. Its loads bypass L1, because other programs may have stored the values in this launch.
+    Only one CTA may call it. Its loads bypass L1, because other CTAs may have stored the values in this launch.
     """
     entry_ptr = entries_ptr + sequence % slots * entry_width + 1
     for first in range(0, batch * (4 + places), WORDS):
@@ -87,7 +87,7 @@ def store_entry(
 
 @triton.jit
 def store_sequence(entries_ptr, counter_ptr, slots, entry_width, sequence):
-    """Stores the sequence number of an entry whose other elements this program has stored, and counts it."""
+    """Stores the sequence number of an entry, after this CTA has stored its other elements. Increments the counter."""
     # the barrier makes all threads' stores visible to one thread. The fence at system scope comes from an
     # atomic on the counter, because few machines support atomics on host memory
     tl.debug_barrier()
@@ -97,7 +97,7 @@ def store_sequence(entries_ptr, counter_ptr, slots, entry_width, sequence):
 
 @triton.jit
 def store_details(
-    details_ptr,  # of the entry's slot
+    details_ptr,  # details of the entry's slot
     logprobs_ptr,
     top_ids_ptr,
     top_logprobs_ptr,
@@ -105,7 +105,7 @@ def store_details(
     TOP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Stores `total` elements: the bits of the log-probabilities of all places. Only one program may call it."""
+    """Stores `total` elements: the bits of the log-probabilities of all places. Only one CTA may call it."""
     width: tl.constexpr = 1 + 2 * TOP
     for first in range(0, total, BLOCK):
         word = first + tl.arange(0, BLOCK)
@@ -174,7 +174,7 @@ def publish(
     """Computes `reference.publish`.
 
     Raises:
-        ValueError: the ring does not fit the rows, or a layout is not as above.
+        ValueError: the ring does not fit the rows, or a layout other than in the table above.
     """
     check_ring(entries, rows)
     batch, places = rows.block.shape

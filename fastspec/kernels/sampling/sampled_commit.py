@@ -3,12 +3,12 @@
 The definition is `fastspec.sampling.verify`: `rejection` (Leviathan et al. 2022, Chen et al. 2023), `block` (Sun et al.
 2024) or `coupled`, with p = `distribution.compute_probs` of `processors.process`. Invalid places are handled as by
 `processors.flag_invalid`. Then come `verify.commit` and `processors.count`. A greedy row's distribution is 1 on its
-argmax. So it accepts drafts that equal it, whatever the rule.
+argmax. So it accepts drafts that equal it, under every rule.
 
     launch 1, 2   distribution.py fills a record per line (one scored position of one row)
-    launch 3      each program reads the records of its row, and finds the places where the row may end (`span`)
+    launch 3      each CTA reads the records of its row, and finds the places where the row may end (`span`)
                   it samples among its ids at these places, under p and under max(c p - q, 0), and sums the latter
-                  the last program of a row accepts drafts and commits the row (commit.py)
+                  the last CTA of a row accepts drafts and commits the row (commit.py)
 
 | rule      | places where a row may end, given its records and uniform numbers                             |
 |-----------|-----------------------------------------------------------------------------------------------|
@@ -17,15 +17,15 @@ argmax. So it accepts drafts that equal it, whatever the rule.
 | coupled   | all                                                                                           |
 
 Samples are merged by an atomic maximum, and sums are fixed point. So neither the split into chunks nor the order of
-programs changes a bit. If all these places have few ids (NUM_LISTED), each place takes one program. A row that samples
-nothing takes one program. Random numbers are those of `distribution.PhiloxDraws`.
+CTAs changes a bit. If all these places have few ids (NUM_LISTED), each place uses one CTA. A row that samples nothing
+uses one CTA. Random numbers are those of `distribution.PhiloxDraws`.
 
 | argument    | shape, dtype     | notes                                                                        |
 |-------------|------------------|------------------------------------------------------------------------------|
 | logits      | [B, k+1, V] fp32 | V < 2^19; contiguous, or places at one common stride                         |
-| draft_probs | [B, K, V] fp32   | of the state; not read where drafts are deterministic                        |
-| scratch     | as commit.py     |                                                                              |
-| work        | sampled_work     | counters are zero between launches: the last program to use them clears them |
+| draft_probs | [B, K, V] fp32   | buffer of the state; not read if drafts are deterministic                    |
+| scratch     | see commit.py    |                                                                              |
+| work        | sampled_work     | counters are zero between launches: the last CTA that uses them clears them  |
 """
 
 from __future__ import annotations
@@ -86,10 +86,10 @@ from fastspec.sampling.verify import Draws
 RULES = {REJECTION: 0, BLOCK: 1, COUPLED: 2}
 BY_REJECTION, BY_BLOCK, BY_COUPLING = map(tl.constexpr, RULES.values())
 ACCEPT, TARGET = tl.constexpr(distribution.ACCEPT), tl.constexpr(distribution.TARGET)
-# fixed point: the residual sums to 1 at most
+# fixed-point unit: the residual sums to at most 1
 SHARE = tl.constexpr(2.0**60)
 NO_SHARE = tl.constexpr(2.0**-60)
-AT_ONCE = tl.constexpr(4)  # places whose sums are computed together
+AT_ONCE = tl.constexpr(4)  # number of places whose sums are computed together
 TINY = tl.constexpr(1.1754943508222875e-38)
 NO_RANK = tl.constexpr(-2147483648)
 _GROUP = tl.constexpr(GROUP)
@@ -105,7 +105,7 @@ def at_place(values, place, index):
 
 @triton.jit
 def reported(record_ptr, place, num_places):
-    """Loads (P_DRAFT, Q_DRAFT, NUM_LISTED, KIND) [PLACES] of a row's lines; undefined where not recorded."""
+    """Loads (P_DRAFT, Q_DRAFT, NUM_LISTED, KIND) [PLACES] of a row's lines. Undefined if they were not recorded."""
     record_ptr += place * _RECORD
     known = place < num_places
     p = tl.load(record_ptr + P_DRAFT, mask=known, other=0).to(tl.float32, bitcast=True)
@@ -116,7 +116,7 @@ def reported(record_ptr, place, num_places):
 
 @triton.jit
 def _ratios(p, q, place, counts, seed, length, RULE: tl.constexpr):
-    """Computes (p/q of the draft at each place, its uniform number, c_i before each place): fp32 [PLACES].
+    """Returns (p/q of the draft at each place, its uniform number, c_i before each place): fp32 [PLACES].
 
     The definitions are `verify.accept_probability` and `verify._carried`.
     """
@@ -128,7 +128,7 @@ def _ratios(p, q, place, counts, seed, length, RULE: tl.constexpr):
     if RULE == BY_BLOCK:
         c = tl.full([], 1.0, tl.float32)
         for start in range(0, counts, AT_ONCE):
-            # sums of AT_ONCE places overlap, because none needs another; beyond the last place the ratio is 1
+            # sums of AT_ONCE places overlap, because they are independent; after the last place the ratio is 1
             for more in tl.static_range(AT_ONCE):
                 c = c * at_place(ratio, place, start + more)
                 c = tl.where(c > 1.0, 1.0, c)  # a NaN stays a NaN
@@ -146,7 +146,7 @@ def _leading(flags, place, counts, PLACES: tl.constexpr):
 
 @triton.jit
 def span(p, q, place, counts, seed, length, RULE: tl.constexpr, PLACES: tl.constexpr):
-    """Finds (first, last) of the places at which a row may end, and c_i [PLACES]."""
+    """Returns the (first, last) place at which a row may end, and c_i [PLACES]."""
     ratio, accept_u, carried = _ratios(p, q, place, counts, seed, length, RULE)
     first = counts * 0
     last = counts
@@ -162,14 +162,14 @@ def span(p, q, place, counts, seed, length, RULE: tl.constexpr, PLACES: tl.const
 
 @triton.jit
 def is_shared(num_listed, kinds, place, first, last, MAX_LISTED):
-    """True if one of the places first..last has more ids than one program samples: then the row's programs share it."""
+    """True if one of the places first..last has more ids than one CTA samples. Then the row's CTAs share it."""
     many = ((num_listed < 0) | (num_listed > MAX_LISTED)) & (kinds < GREEDY) & (place >= first) & (place <= last)
     return tl.max(many.to(tl.int32), axis=0) > 0
 
 
 @triton.jit
 def place_of(record_ptr, drafts_ptr, carried, place, at, counts, vocab):
-    """Loads (distribution, draft, c) of one place; the draft is -1 if there is none, or if it is not below `vocab`."""
+    """Loads (distribution, draft, c) of one place. The draft is -1 if there is none, or if it is not below `vocab`."""
     draft = tl.load(drafts_ptr + at, mask=at < counts, other=-1)
     draft = tl.where((draft >= 0) & (draft < vocab), draft, -1).to(tl.int32)
     return load_distribution(record_ptr + at * _RECORD), draft, at_place(carried, place, at)
@@ -177,7 +177,7 @@ def place_of(record_ptr, drafts_ptr, carried, place, at, counts, vocab):
 
 @triton.jit
 def _drafted(p, index, q_ptr, draft):
-    """Returns probabilities of ids under the draft's distribution; undefined where p is not positive."""
+    """Returns probabilities of ids under the draft's distribution. Undefined where p is not positive."""
     q = (index == draft).to(tl.float32)
     if q_ptr is not None:
         q = tl.load(q_ptr + index, mask=p > 0, other=0.0)
@@ -192,10 +192,10 @@ def _excess(p, q, c):
 
 @triton.jit
 def _entry(p, excess, time):
-    """Computes an int32 rank of each id: the highest is sampled (probability over an exponential time, `PhiloxDraws`).
+    """Returns an int32 rank of each id. The highest is sampled (probability over an exponential time, `PhiloxDraws`).
 
-    Ranks under the residual are not negative, so they win over ranks under p. Those count only if the residual is zero.
-    An id without probability has the lowest rank.
+    Ranks under the residual are not negative, so they win over ranks under p. Ranks under p matter only if the residual
+    is zero. An id without probability has the lowest rank.
     """
     weights = tl.where(excess > 0, excess, p)
     bits = tl.where(weights > 0, weights / time, 0.0).to(tl.int32, bitcast=True)
@@ -235,13 +235,13 @@ def sample_dense(
     CHUNK,
     STOPS,
 ):
-    """Ranks the ids of this program's chunks at a place, and sums the residual.
+    """Ranks the ids of this CTA's chunks at a place, and sums the residual.
 
     It keeps the best of every 4 ids and compares all of these at the end, so no chunk waits for a reduction. Sums of 4
     ids are added as integers, so the split into chunks does not matter.
     """
     LANES: tl.constexpr = CHUNK // 4
-    # the line is not greedy here; constants save registers
+    # the line is not greedy here; constants need no registers
     known, none = tl.full([], KNOWN, tl.int32), tl.full([], -1, tl.int32)
     dist = LINE_DISTRIBUTION(known, dist.largest, dist.normaliser, dist.key, dist.cut, none)
     best = tl.zeros([LANES], tl.int32) + NO_RANK
@@ -272,7 +272,7 @@ def sample_dense(
 
 @triton.jit
 def listed_from(start, end, found_ptr, MAX_FOUND: tl.constexpr, SIZE: tl.constexpr):
-    """Loads (keys, ids) int32 [SIZE] from the list, from `start` on; undefined from `end` on."""
+    """Loads (keys, ids) int32 [SIZE] from the list, starting at `start`. Undefined from `end` on."""
     slot = start + tl.arange(0, SIZE)
     there = slot < end
     return tl.load(found_ptr + slot, mask=there, other=0), tl.load(found_ptr + MAX_FOUND + slot, mask=there, other=0)
@@ -282,7 +282,7 @@ def listed_from(start, end, found_ptr, MAX_FOUND: tl.constexpr, SIZE: tl.constex
 def sample_listed(
     q_ptr, dist, few, found_ptr, number, counters_ptr, draft, c, beyond, seed, position, min_p, RULE, MAX_FOUND, SIZE
 ):
-    """Does `sample_dense` for a line whose ids are all listed; `few` has the first of them, already loaded."""
+    """Computes `sample_dense` for a line whose ids are all listed. `few` has the first of them, already loaded."""
     key, index = few
     best = tl.zeros([SIZE], tl.int32) + NO_RANK
     who = tl.zeros([SIZE], tl.int32)
@@ -291,7 +291,7 @@ def sample_listed(
         there = start + tl.arange(0, SIZE) < number
         p = share(dist, value_of(tl.where(there, key, KEY_LOWEST)), index, min_p)
         q = _drafted(tl.where(beyond, p, 0.0), index, q_ptr, draft)
-        # overlaps with the loads above
+        # computed here, to overlap with the loads above
         time = times_of(seed, position, TARGET, index)
         excess = tl.where(beyond, _excess(p, q, c), 0.0)
         rank = _entry(p, excess, time)
@@ -305,9 +305,10 @@ def sample_listed(
 
 @triton.jit
 def judged(ends, record_ptr, counters_ptr, drafts_ptr, place, counts, num_drafts, vocab, seed, length, RULE, PLACES):
-    """Computes (accepted, block [PLACES]) of a running row whose places have all been sampled.
+    """Returns (accepted, block [PLACES]) of a running row whose places have all been sampled.
 
-    `ends` is what `span` returned, `counts` the row's drafts up to the first place without a distribution.
+    `ends` is the result of `span`. `counts` is the number of the row's drafts up to the first place without a
+    distribution.
     """
     valid = place <= counts
     kinds = tl.load(record_ptr + place * _RECORD + KIND, mask=valid, other=0)
@@ -341,9 +342,9 @@ def judged(ends, record_ptr, counters_ptr, drafts_ptr, place, counts, num_drafts
 
 
 LAUNCH = {"num_warps": 8, "maxnreg": 128}
-PROGRAMS = 264  # about so many per launch: two per SM
-MAX_LISTED = 1024  # listed ids of a place up to which one program samples alone
-LISTED = 128  # of these at a time: mostly there are fewer, and a smaller kernel starts sooner
+PROGRAMS = 264  # approximate number of CTAs per launch: two per SM
+MAX_LISTED = 1024  # largest number of listed ids of a place that one CTA samples alone
+LISTED = 128  # number of these loaded at a time: usually there are fewer, and a smaller kernel starts sooner
 
 
 class EndWork(NamedTuple):
@@ -362,10 +363,10 @@ class EndBlocks(NamedTuple):
 
     Attributes:
         RULE: a value of RULES.
-        TOP: as `logprobs.width_of` returns it.
-        CHUNK: ids per program.
-        MAX_FOUND: room of a place's list.
-        MAX_LISTED, LISTED: as above, at most MAX_FOUND.
+        TOP: result of `logprobs.width_of`.
+        CHUNK: ids per CTA.
+        MAX_FOUND: capacity of a place's list.
+        MAX_LISTED, LISTED: the constants above, at most MAX_FOUND.
     """
 
     RULE: int
@@ -377,7 +378,7 @@ class EndBlocks(NamedTuple):
 
 
 def end_chunk() -> int:
-    """Ids per program of the last launch: fewer than before, because sampling takes more registers."""
+    """Returns the ids per CTA of the last launch: fewer than before, because sampling takes more registers."""
     return max(GROUP, sampled_parts.CHUNK // 4)
 
 
@@ -398,7 +399,7 @@ def _end_kernel(
     entry_width,
     batch,
     places,  # K + 1
-    parts,  # programs among which the places of a row are split
+    parts,  # number of CTAs among which the places of a row are split
     details_width,
     LAUNCHED: tl.constexpr,  # EndBlocks
     BLOCKS: tl.constexpr,  # CommitBlocks
@@ -418,16 +419,16 @@ def _end_kernel(
     row, part = (tl.program_id(1) // parts).to(tl.int64), tl.program_id(1) % parts
     place = tl.arange(0, PLACES)
     row_records = records_ptr + row * num_places * _RECORD
-    # loaded before any branch: the loads overlap
+    # loaded before any branch, so that the loads overlap
     running = tl.load(source.finish + row) == RUNNING
     counts = tl.minimum(tl.load(source.counts + row).to(tl.int32), num_places - 1)
     seed, length = tl.load(source.seeds + row), tl.load(source.lengths + row)
     temperature = tl.load(source.temperature + row)
     p, q, num_listed, kinds = reported(row_records, place, num_places)
-    # drafts from the first place without a distribution on are not valid; places behind the drafts are not counted
+    # drafts from the first place without a distribution on are not valid; places after the drafts are not counted
     counts = tl.minimum(counts, tl.min(tl.where(kinds == INVALID, place, PLACES), axis=0))
     handled = ((tl.program_id(0) == 0) & (part == 0)).to(tl.int32)
-    workers = tl.full([], 1, tl.int32)  # in a row that samples nothing, the first program commits alone
+    workers = tl.full([], 1, tl.int32)  # in a row that samples nothing, the first CTA commits alone
     low, high, carried = counts * 0, counts, tl.full([PLACES], 1.0, tl.float32)
     if running & (temperature > 0):
         low, high, carried = span(p, q, place, counts, seed, length, RULE, PLACES)
@@ -440,7 +441,7 @@ def _end_kernel(
                     row_records, source.draft_tokens + row * source.drafts_stride, carried, place, at, counts, vocab
                 )
                 if dist.kind < GREEDY:
-                    # the chunks of a place start with the program after that of the previous place's last chunk
+                    # the first chunk of a place belongs to the CTA after that of the previous place's last chunk
                     turn = ((at - low) // parts * chunks) % tl.num_programs(0)
                     begin = (tl.program_id(0) + tl.num_programs(0) - turn) % tl.num_programs(0)
                     line, min_p = row * num_places + at, tl.load(source.min_p + row)
@@ -456,7 +457,7 @@ def _end_kernel(
                     )
             workers = parts * tl.num_programs(0)
         else:
-            # few ids a place: one program each
+            # places with few ids: one CTA each
             mine = low + part * tl.num_programs(0) + tl.program_id(0)
             for at in range(mine, high + 1, parts * tl.num_programs(0)):
                 handled += 1
@@ -481,7 +482,7 @@ def _end_kernel(
     if (handled > 0) & (last == 0):
         last = tl.atomic_add(arrivals_ptr + row, handled, sem="acq_rel") == workers - handled
     if last:
-        tl.debug_barrier()  # a program that works alone waits for the atomics of its own threads
+        tl.debug_barrier()  # if a CTA works alone, it waits here for the atomics of its own threads
         num_drafts, row_counters = num_places - 1, counters_ptr + row * num_places * _COUNTERS
         row_drafts = source.draft_tokens + row * source.drafts_stride
         drafts = tl.load(row_drafts + place, mask=place < num_drafts, other=0)
@@ -532,7 +533,7 @@ def sampled_commit(
     """Computes `reference.sampled_commit`. Random numbers come from the rows' seeds; `draws` is ignored.
 
     Raises:
-        ValueError: a layout is not as above, or a work area is too small.
+        ValueError: a layout other than in the table above, or a work area is too small.
     """
     batch, places, vocab = logits.shape
     check_source(logits, rows, work)
@@ -548,9 +549,9 @@ def sampled_commit(
     _, details_width = logprobs.sizes_of(record)
     chunk = end_chunk()
     chunks, max_found = triton.cdiv(vocab, chunk), work.found.shape[2]
-    # under rejection a row samples at one place
+    # under the rule `rejection` a row samples at one place
     parts = 1 if rule == REJECTION else sampled_parts.parts_of(batch, places, chunks)
-    # a program for each chunk, unless the rows alone fill the device
+    # a CTA for each chunk, unless the rows alone fill the device
     programs = max(1, min(chunks, PROGRAMS // (batch * parts)))
     launch(
         _end_kernel,

@@ -1,8 +1,8 @@
-"""Finds the threshold of a line among the candidates of bounds.py, or in the whole line where these do not suffice.
+"""Finds the threshold of a line among the candidates of bounds.py. If they do not decide, reads the whole line.
 
-Up to RANKED candidates are all compared with each other. More of them, and whole lines, are searched by one loop. It
-reads the ids once per turn and tests some pivots at a time. The loop has one read for all cases: less code is fetched,
-which is faster than a loop for each case.
+Up to RANKED candidates are all compared with each other. More of them, and whole lines, are searched in one loop. Each
+iteration reads the ids once and tests several pivots. The loop has one read for all cases: less code is fetched, which
+is faster than a loop for each case.
 
 All sums are integers, masses in fixed point (`UNIT`), so the order of candidates cannot matter. A distribution is
 (largest logit, normaliser, key, cut): `kept` of logits.py says which ids it keeps.
@@ -25,11 +25,12 @@ from fastspec.kernels.sampling.logits import (
     view_of,
 )
 
-RANKED = 128  # up to so many candidates are compared with each other
+RANKED = 128  # up to this many candidates are compared with each other
 PIECE = 1024  # ids that `search` reads at a time
-OTHERS = tl.constexpr(32)  # candidates compared with all others at a time
+OTHERS = tl.constexpr(32)  # number of candidates compared with all others at a time
 COUNTED = tl.constexpr(53)  # up to 512 fixed-point masses sum to less than 2^COUNTED
-_PIVOTS = tl.constexpr(4)  # not PIVOTS as in bounds.py: Triton's cache needs one value for each global name of a kernel
+# not called PIVOTS as in bounds.py, because Triton's cache needs one value per global name of a kernel
+_PIVOTS = tl.constexpr(4)
 MAX_MASS = tl.constexpr(2**62)
 ASK_COUNT, FIND_KTH, ASK_TOTAL, FIND_EDGE, ASK_ABOVE, ASK_EQUALS, FIND_CUT, SUM_UP = map(tl.constexpr, range(8))
 
@@ -48,14 +49,14 @@ def mass_of(key, largest):
 
 @triton.jit
 def taken_of_equals(mass, above, budget):
-    """Counts the ids of equal mass that top-p keeps: one after the other while the mass above is below the budget."""
+    """Returns how many ids of equal mass top-p keeps: one after the other while the mass above is below the budget."""
     each = tl.maximum(mass, 1)
     return (budget - above + each - 1) // each
 
 
 @triton.jit
 def budget_of(total, top_p):
-    """Computes the fixed-point mass that top-p must keep: all but 1 - top_p, which is fp32 as in torch."""
+    """Returns the fixed-point mass that top-p must keep: all except 1 - top_p, which is fp32 as in torch."""
     light = ((1.0 - top_p).to(tl.float64) * total.to(tl.float64)).to(tl.int64)
     return tl.maximum(total - light, 1)
 
@@ -101,21 +102,21 @@ def rank_candidates(
     found_ptr,
     largest,
     total,  # fixed-point mass of the whole line
-    count,  # candidates, up to SIZE
+    count,  # number of candidates, up to SIZE
     count_above,
     mass_above,
     kept_above,
     lower,
     upper,
     guessed,
-    top_k,  # 0: none
+    top_k,  # 0: no top-k
     top_p,
     min_p,
     vocab,
     MAX_FOUND: tl.constexpr,
     SIZE: tl.constexpr,
 ):
-    """Finds (key, cut, fixed-point normaliser, 1 if these hold) from up to SIZE candidates."""
+    """Returns (key, cut, fixed-point normaliser, 1 if these hold) from up to SIZE candidates."""
     slot = tl.arange(0, SIZE)
     there = slot < count
     keys = tl.load(found_ptr + slot, mask=there, other=KEY_LOWEST, cache_modifier=".cg")
@@ -129,7 +130,7 @@ def rank_candidates(
         # with fewer than k candidates, take all of them
         rank = tl.where(top_k > 0, tl.minimum(top_k - count_above, count), count)
         enough = there & (reach >= rank)
-        # the mass at or above a key falls as the key grows: one reduction finds the k-th key and the mass from it on
+        # the mass at or above a key decreases with the key, so one reduction finds the k-th key and the mass from it on
         upto = mass_above + above + (reach - over) * mass
         kth, inside = tl.reduce((tl.where(enough, keys, KEY_LOWEST), tl.where(enough, upto, MAX_MASS)), 0, _max_and_min)
         inside = tl.where(count > 0, inside, mass_above)
@@ -165,7 +166,7 @@ def rank_candidates(
 
 @triton.jit
 def _id_of_rank(ids, equal, rank, vocab):
-    """Finds the smallest id up to which at least `rank` ids are `equal`."""
+    """Returns the smallest id up to which at least `rank` ids are `equal`."""
     low, high = vocab * 0, vocab - 1
     while low < high:
         middle = (low + high) // 2
@@ -179,7 +180,7 @@ def _id_of_rank(ids, equal, rank, vocab):
 def _weigh(
     source, found_ptr, whole, count, pivots, cuts, largest, least, by_mass, MAX_FOUND, SIZE: tl.constexpr, STOPS
 ):
-    """Counts, or sums the mass of, ids above each pivot or equal to it up to an id of `cuts`: int64 [PIVOTS].
+    """Counts ids, or sums their mass, above each pivot or equal to it up to an id of `cuts`: int64 [PIVOTS].
 
     Ids with a mass below `least` do not count.
     """
@@ -202,7 +203,7 @@ def _weigh(
 def search(
     source,
     found_ptr,
-    whole,  # True: read the line in place of candidates
+    whole,  # True: read the whole line instead of candidates
     largest,
     normaliser,
     count,
@@ -219,10 +220,10 @@ def search(
     SIZE: tl.constexpr,
     STOPS: tl.constexpr,
 ):
-    """Finds (key, cut, fixed-point normaliser). It reads the whole line if the candidates do not decide.
+    """Returns (key, cut, fixed-point normaliser). Reads the whole line if the candidates do not decide.
 
-    A threshold is the largest key with enough ids at or above it, by their number or their mass. Each turn asks one
-    question, in this order (`asked`):
+    A threshold is the largest key with enough ids at or above it, by their number or their mass. Each iteration answers
+    one question, in this order (`asked`):
 
         ASK_COUNT   how many ids there are       FIND_KTH    the k-th largest key
         ASK_TOTAL   the mass at or above it      FIND_EDGE   the threshold of top-p
@@ -231,12 +232,12 @@ def search(
     """
     vocab = source[0].vocab
     turn = tl.arange(0, _PIVOTS)
-    top = key_of(largest)  # no threshold lies above the largest
+    top = key_of(largest)  # no threshold is above the largest logit
     edge = tl.where(top_p < 1.0, ASK_TOTAL, SUM_UP)
     asked = tl.where(top_k > 0, ASK_COUNT, edge)
     low, high = lower, lower
     first, last, cut = vocab * 0, vocab - 1, vocab
-    # the sum to reach: rank of the k-th, a mass, or a rank among equals; in the end the normaliser
+    # target of the sum: rank of the k-th, a mass, or a rank among equals; in the end the normaliser
     goal = tl.zeros([], tl.int64) + top_k - count_above
     fails = whole
     while asked <= SUM_UP:

@@ -1,1 +1,1 @@
-"""Weights: where they come from, how they are read, and the form the kernels want."""
+"""Checkpoints: finding them, reading their tensors, and converting these to weights for the kernels."""

@@ -1,4 +1,4 @@
-"""A checkpoint that has been found and checked: its spec, and the place of its weights. Nothing is loaded here."""
+"""A checkpoint that was found and checked: its spec and the location of its weights. Nothing is loaded here."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ ByteCount = Callable[["Checkpoint", torch.dtype, torch.device, "Ops"], int]
 
 
 class Sliced(NamedTuple):
-    """The part of a checkpoint that one rank loads.
+    """Part of a checkpoint that one rank loads.
 
     Attributes:
-        share: its part.
-        spec: of the whole model.
-        unit: columns of experts that stay together, as packed weights need them.
+        share: the rank's part.
+        spec: spec of the whole model.
+        unit: columns of experts that must stay together, because packed weights need them.
     """
 
     share: RankShare
@@ -43,22 +43,23 @@ class Sliced(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Checkpoint:
-    """One resolved source of a model: its spec, and the place of its weights.
+    """Resolved source of one model: its spec and the location of its weights.
 
     Attributes:
         name: path, Hub id or class name, for messages.
         role: "target" or "draft".
-        spec: the checked config: a `ModelSpec`, or a `HostedInfo` where transformers' own module is run.
+        spec: the checked config: a `ModelSpec`, or a `HostedInfo` if transformers' own module is run.
         directory: local files, or None for a live module.
-        module: the caller's live transformers model, or None.
+        module: the user's live transformers model, or None.
         generation_config: a private copy of the checkpoint's generation settings.
-        quantisation: how its matrices are stored where they are quantised; None: as the config's dtype.
-        stored: that in words.
-        cache_scales: of 8-bit K and V, by layer, where they are stored; used where K and V are kept in 8 bits.
-        rounded, chosen: what matrices are rounded to when they are loaded, None: nothing; whether by choice of "auto".
-        sliced: what of it one rank of several loads, which `spec` then describes; None: all of it.
-        mtp: MTP layers lie beside the model.
-        count: computes `bytes_loaded`.
+        quantisation: quantised format of the stored matrices. None: not quantised.
+        stored: description of that format, for messages.
+        cache_scales: stored scales of 8-bit K and V by layer, used if the KV cache has 8 bits.
+        rounded: format to which matrices are rounded while they are loaded. None: not rounded.
+        chosen: True if "auto" chose that format.
+        sliced: the part that one rank loads, which `spec` then describes. None: all of it.
+        mtp: True if the checkpoint also has MTP layers.
+        count: function that computes `bytes_loaded`.
     """
 
     name: str
@@ -77,18 +78,18 @@ class Checkpoint:
     count: ByteCount = field(kw_only=True)
 
     def bytes_loaded(self, dtype: torch.dtype, device: torch.device, ops: Ops) -> int:
-        """Bytes that its weights take on a device, as `ops` store them, with activations of `dtype`."""
+        """Returns the bytes of its weights on a device, in the formats of `ops`, with activations of `dtype`."""
         return self.count(self, dtype, device, ops)
 
     @property
     def ranks(self) -> int:
-        """Processes that share it."""
+        """Number of processes that share it."""
         held = self.spec.cut if isinstance(self.spec, HostedInfo) else self.sliced
         return 1 if held is None else held.share.size
 
     @property
     def native(self) -> ModelSpec:
-        """The spec of a model that our decoder runs; UnsupportedModel where it is hosted."""
+        """Spec of a model that this package's decoder runs. Raises UnsupportedModel for a hosted model."""
         if not isinstance(self.spec, ModelSpec):
             raise UnsupportedModel(f"{self.name}: is hosted, and has no weights of the decoder's own")
         return self.spec

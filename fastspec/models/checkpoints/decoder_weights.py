@@ -1,10 +1,8 @@
-"""Checkpoint tensors to the decoder's fused tensors, checked by name, shape and dtype before anything is
-allocated.
+"""Converts checkpoint tensors to the decoder's fused weights. Names, shapes and dtypes are checked before allocation.
 
-Every linear is y = x @ W.T with W [out, in]. The q, k and v projections become one matrix, and so do gate and
-up; the fused matrix is allocated on the device first, and each part is copied from the file (or the live
-module) into its rows, so that the device never holds a matrix twice. A live module is only read: nothing is
-shared with it.
+Every linear is y = x @ W.T with W [out, in]. The q, k and v projections become one matrix, and so do gate and up. The
+fused matrix is allocated on the device first. Then each part is copied from the file or the live module into its rows.
+So the device never holds a matrix twice. A live module is only read, and shares no memory with the result.
 """
 
 from __future__ import annotations
@@ -58,12 +56,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class PendingWeights:
-    """Weights that are allocated, and filled later.
+    """Weights that are allocated but not filled yet.
 
     Attributes:
-        weights: to be used by nothing that reads values before `fill` has returned.
-        fill: reads the files; it may run in another thread. Raises CheckpointError as `allocate_weights`.
-        cancel: makes `fill` end soon; the weights are not to be used then.
+        weights: the weights. Their values must not be read before `fill` has returned.
+        fill: reads the files; may run in another thread. Raises the CheckpointErrors of `allocate_weights`.
+        cancel: makes `fill` end soon. The weights must not be used then.
         checkpoint: whose weights they are.
         loader: fills them again with other values.
     """
@@ -86,25 +84,24 @@ def allocate_weights(
 ) -> PendingWeights:
     """Allocates all weights of a checkpoint, fused, in `dtype` on `device`.
 
-    A live module is copied here and now, for with `release_source` its memory makes room for the copy.
+    A live module is copied at once, because with `release_source` its memory is needed for the copy.
 
     Args:
-        checkpoint: from `sources.resolve`.
-        dtype: torch.bfloat16, torch.float16 or torch.float32; stored values are rounded to it.
-        device: where the fused tensors are allocated.
-        progress: shows a progress bar in bytes on standard error.
-        release_source: frees a live module while it is copied: each parameter becomes an empty meta tensor
-            once its copy is made, and the module cannot be used again, also if loading fails half way.
-            Without it the module is left as it was. Means nothing for a directory.
-        ops: whose weights they are.
+        checkpoint: result of `sources.resolve`.
+        dtype: torch.bfloat16, torch.float16 or torch.float32. Stored values are rounded to it.
+        device: device of the fused tensors.
+        progress: True to show a progress bar in bytes on stderr.
+        release_source: True to free a live module while it is copied. Each parameter becomes an empty meta tensor after
+            its copy. The module cannot be used again, even if loading fails half way. No effect for a directory.
+        ops: ops that will read the weights.
 
     Returns:
         Contiguous tensors that share no memory with the source.
 
     Raises:
-        CheckpointError: the stored tensors are not what the config says, or a value does not fit in float16.
+        CheckpointError: the stored tensors do not match the config, or a value does not fit in float16.
         UnsupportedModel: a stored dtype, or the live module, is not supported.
-        UnsupportedOption: `dtype` is none of the three.
+        UnsupportedOption: another `dtype`.
     """
     if dtype not in DTYPES:
         raise UnsupportedOption(f"dtype={dtype} is not supported, wanted bfloat16, float16 or float32")
@@ -126,11 +123,12 @@ def allocate_weights(
     )
     with torch.no_grad():
         if spec.tied and release_source and HEAD in source.infos():
-            source.release([HEAD])  # whose values are the embedding's, as `resolve` found
+            source.release([HEAD])  # its values are the embedding's, as `resolve` found
         weights = _assemble(loader, spec)
 
     if device.type == "cuda":
-        torch.cuda.current_stream(device).synchronize()  # other streams fill memory that was in use on this one
+        # other streams will fill this memory, which work on this stream may still use
+        torch.cuda.current_stream(device).synchronize()
 
     def fill() -> None:
         with bar:
@@ -140,7 +138,7 @@ def allocate_weights(
 
 
 def planned_bytes(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, ops: Ops) -> int:
-    """Bytes that `allocate_weights` with these arguments takes; nothing is allocated, and no value is read."""
+    """Returns the bytes of `allocate_weights` with these arguments. Allocates nothing and reads no values."""
     if checkpoint.quantisation is None and checkpoint.rounded is None and checkpoint.sliced is None:
         return checkpoint.native.weight_bytes(dtype)
     rounds_to = _rounding(checkpoint)
@@ -152,9 +150,10 @@ def planned_bytes(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.devi
 
 
 def _rounding(checkpoint: Checkpoint) -> Rounding:
-    """The `Rounding` of a checkpoint: matrices of layers, and the head of a draft, which is as large as they are.
+    """Returns the `Rounding` of a checkpoint. It rounds matrices of layers, and the head of a draft.
 
-    A head of a target stays as it is, as in published checkpoints. One in 4 bits would lose the most: it has 8.
+    A draft's head is as large as its layers. A target's head is not rounded, as in published checkpoints: in 4 bits it
+    would lose the most. In a draft it is rounded to 8 bits.
     """
     form, draft = checkpoint.rounded, checkpoint.role == "draft"
 
@@ -170,26 +169,26 @@ def _rounding(checkpoint: Checkpoint) -> Rounding:
 
 
 def load_weights(checkpoint: Checkpoint, **options: Any) -> DecoderWeights:
-    """Allocates weights and fills them at once; arguments and errors are those of `allocate_weights`."""
+    """Allocates weights and fills them at once. For arguments and errors see `allocate_weights`."""
     pending = allocate_weights(checkpoint, **options)
     pending.fill()
     return pending.weights
 
 
 def _whole(checkpoint: Checkpoint) -> ModelSpec:
-    """The spec of the stored model. One rank may load a part of it."""
+    """Returns the spec of the whole stored model, of which a rank may load a part."""
     return checkpoint.native if checkpoint.sliced is None else checkpoint.sliced.spec
 
 
 def _own(source: TensorSource, checkpoint: Checkpoint) -> TensorSource:
-    """This rank's part of a source; all of it without ranks."""
+    """Returns this rank's part of a source; the whole source without ranks."""
     if checkpoint.sliced is None:
         return source
     return SlicedTensors(source, slices_of(checkpoint.sliced.spec, checkpoint.sliced.share, checkpoint.sliced.unit))
 
 
 def source_of(checkpoint: Checkpoint) -> TensorSource:
-    """The tensors of a checkpoint by the names of parameters."""
+    """Returns the tensors of a checkpoint, by the names of the model's parameters."""
     whole = _whole(checkpoint)
     if checkpoint.module is not None:
         return by_expert(ModuleTensors(checkpoint.module), whole, checkpoint.name)
@@ -203,7 +202,7 @@ def source_of(checkpoint: Checkpoint) -> TensorSource:
 
 def _assemble(loader: Loader, spec: ModelSpec) -> DecoderWeights:
     embed = loader.weight(EMBED)
-    head = embed if spec.tied else loader.weight(HEAD)  # what is largest is begun first
+    head = embed if spec.tied else loader.weight(HEAD)  # the largest tensors are filled first
     layers = tuple(layer_weights(loader, spec, index) for index in range(spec.num_layers))
     norm = norm_weight(loader, spec, NORM)
     bias = norm_weight(loader, spec, NORM_BIAS) if spec.plans[-1].norm_bias else None
@@ -211,16 +210,16 @@ def _assemble(loader: Loader, spec: ModelSpec) -> DecoderWeights:
 
 
 def norm_weight(loader: Loader, spec: ModelSpec, name: str, order: list[int] | None = None) -> Tensor:
-    """A norm's bias, or its weight plus what the kind of norm adds to it."""
+    """Returns a norm's bias, or its weight plus the constant of that type of norm."""
     plus_one = spec.plans[0].norm == "rms_plus_one"
     return loader.tensor(name, order=order, dtype=spec.norm_dtype(loader.dtype), plus=1.0 if plus_one else 0.0)
 
 
 def layer_weights(loader: Loader, spec: ModelSpec, index: int, prefix: str | None = None) -> LayerWeights:
-    """The fields of one layer, filled as the rows of `LAYER` say.
+    """Makes the fields of one layer by the rows of `LAYER`.
 
     Args:
-        prefix: of its stored names; None: that of a model's layers.
+        prefix: prefix of the layer's stored names; None: that of a model's layers.
     """
     return _Layer(loader, spec, spec.plans[index], f"model.layers.{index}." if prefix is None else prefix).weights()
 
@@ -235,7 +234,7 @@ class _Layer:
         self._made: dict[str, Weight | ExpertStack | Tensor | None] = {}
 
     def weights(self) -> LayerWeights:
-        """Allocates the weights of the layer and tells the loader where each tensor goes."""
+        """Allocates the weights of the layer, and tells the loader where to copy each tensor."""
         for row in self._rows:
             if not (self._joined and row.joins):
                 self._take(row)
@@ -252,7 +251,7 @@ class _Layer:
         return LayerWeights(**fields)
 
     def _take(self, row: TableRow) -> None:
-        """Makes the field of a row, and that of its bias."""
+        """Makes the field of a row of `LAYER`, and that of its bias."""
         loader, order, place = self._loader, row.order(self._spec, self._plan), row.place
         names, biases = self._names(row, row.leaf), self._names(row, ".bias") if row.bias(self._plan) else []
         if row.kind == "stack":
@@ -272,7 +271,7 @@ class _Layer:
 
     def _take_matrix(self, row: TableRow, names: list[str], order: list[int] | None) -> None:
         loader, more = self._loader, self._joining(row)
-        if self._joined and row.takes_shared:  # a joined router is read as rows, with or without a gate below it
+        if self._joined and row.takes_shared:  # a router that is joined with a shared expert's gate is stored as rows
             self._made[row.place] = Weight(loader.tensor(*names, *(name for each in more for name in each)))
         elif row.apart and not loader.same_format(*names):
             half, rows = len(names) // 2, sum(axes_of(self._spec, self._plan)[axis].size for axis in row.axes[:-2])
@@ -293,20 +292,21 @@ class _Layer:
             self._made[f"{row.place}_bias"] = self._loader.tensor(*of_all).view(experts.count, -1)
 
     def _names(self, row: TableRow, leaf: str) -> list[str]:
-        """Names of the stored tensors of a row; of a stack each name for all experts."""
+        """Returns the stored names of a row of `LAYER`. For a stack: each name for all experts."""
         count = self._plan.experts.count if row.kind == "stack" and self._plan.experts is not None else 1
         names = row.names(self._spec.names)
         return [f"{self._prefix}{name.format(expert)}{leaf}" for name in names for expert in range(count)]
 
     def _joining(self, row: TableRow) -> list[tuple[str, ...]]:
-        """Names of the tensors of a shared expert that are added to a row of the experts."""
+        """Returns the names of a shared expert's tensors that are added to the experts of a row of `LAYER`."""
         joining = [other for other in self._rows if self._joined and other.joins == row.name]
         return [tuple(self._names(other, other.leaf)) for other in joining]
 
     def _joins_shared(self) -> bool:
-        """True if the shared expert is loaded as the last of the experts.
+        """True if the shared expert is loaded as the last of the routed experts.
 
-        It must be as wide as they are and unquantised, and the layer whole: ranks cut the two by other rules.
+        It must be as wide as they are and not quantised. The layer must be whole, because ranks cut the two
+        differently.
         """
         experts = self._plan.experts
         if experts is None or experts.shared != experts.width or experts.bias or experts.router_bias:

@@ -1,4 +1,4 @@
-"""Each expert's matrices under a name of their own, however a checkpoint or a live module stores them.
+"""Gives each expert's matrices their own names, however a checkpoint or a live module stores them.
 
 | stored as, for N experts                                 | by                                       |
 |----------------------------------------------------------|------------------------------------------|
@@ -36,18 +36,18 @@ PLACE: Final = re.compile(r"(.*layers\.\d+\.)(mlp|block_sparse_moe)\.(.+)")
 MIXTRAL: Final = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 BLOCKS, SCALES = "_blocks", "_scales"
 _STACKS = ("gate_up_proj", "down_proj")
-_CODES_OF_BLOCK = 16  # bytes, of 32 values
+_CODES_OF_BLOCK = 16  # bytes for 32 values
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertPart:
-    """The place of one expert's matrix or bias in a tensor of all experts.
+    """Location of one expert's matrix or bias in a tensor of all experts.
 
     Attributes:
-        stored: name of that tensor; of mxfp4 without `_blocks`.
-        expert: index of its first axis.
-        rows: rows of that expert's matrix, after it was transposed back, or of its bias.
-        transposed: the matrix is stored transposed.
+        stored: name of that tensor; for mxfp4 without `_blocks`.
+        expert: index on its first axis.
+        rows: rows of that expert's matrix (after transposing back), or of its bias.
+        transposed: True if the matrix is stored transposed.
     """
 
     stored: str
@@ -56,21 +56,21 @@ class ExpertPart:
     transposed: bool
 
     def of(self, tensor: Tensor) -> Tensor:
-        """The part of that tensor."""
+        """Returns this part of the stored tensor."""
         mine = tensor[self.expert]
         return (mine.t() if self.transposed else mine)[self.rows]
 
 
 def by_expert(source: TensorSource, spec: ModelSpec, name: str) -> TensorSource:
-    """The source, in `ExpertTensors` if layers of the spec have experts; arguments and errors are its own."""
+    """Returns the source as `ExpertTensors` if layers of the spec have experts. Else the source itself."""
     return ExpertTensors(source, spec, name) if any(plan.experts for plan in spec.plans) else source
 
 
 def check_mxfp4(source: object, quantisation: Quantisation | None, name: str) -> None:
-    """Refuses a checkpoint whose config and stored experts do not agree on whether experts are in mxfp4.
+    """Refuses a checkpoint if only one of its config and its stored experts says mxfp4.
 
     Raises:
-        CheckpointError: says how they are stored and what the config says.
+        CheckpointError: has the stored format and that of the config.
     """
     said = quantisation is not None and quantisation.method == "mxfp4"
     found = isinstance(source, ExpertTensors) and source.quantised
@@ -84,15 +84,15 @@ def check_mxfp4(source: object, quantisation: Quantisation | None, name: str) ->
 
 
 class ExpertTensors(WrappedSource):
-    """The tensors of a source, with each expert's matrices and biases as tensors of their own.
+    """Tensors of a source, with each expert's matrices and biases as separate tensors.
 
     Args:
         source: `ShardTensors` or `ModuleTensors`.
-        spec: whose layers have experts.
-        name: of the checkpoint, for messages.
+        spec: spec of a model whose layers have experts.
+        name: name of the checkpoint, for messages.
 
     Raises:
-        CheckpointError: a tensor with all experts does not have the shape that follows from the config, a scale is
+        CheckpointError: a tensor of all experts does not have the shape that follows from the config, a scale is
             missing, or a parameter is stored twice.
     """
 
@@ -119,7 +119,10 @@ class ExpertTensors(WrappedSource):
         return any(part.stored + BLOCKS in self._source.infos() for part in self._parts.values())
 
     def _look_transposed(self, infos: Mapping[str, TensorInfo]) -> bool:
-        """True if a stack has the shape of its transpose. No layer has only square stacks, which do not tell."""
+        """True if a stack has the shape of its transpose.
+
+        A square stack cannot tell, but no layer has only square stacks.
+        """
         for stored, info in infos.items():
             name = found[3].removeprefix("experts.") if (found := PLACE.fullmatch(stored)) else ""
             if name not in _STACKS:
@@ -130,12 +133,12 @@ class ExpertTensors(WrappedSource):
         return False
 
     def _size(self, kind: str) -> tuple[int, int]:
-        """Rows and columns of one expert's matrix in one of `_STACKS`."""
+        """Returns rows and columns of one expert's matrix in one of `_STACKS`."""
         width = self._plan.width
         return (2 * width, self._hidden) if kind == "gate_up_proj" else (self._hidden, width)
 
     def _take(self, stored: str, info: TensorInfo) -> None:
-        """Registers a stored tensor under the names that its contents have here."""
+        """Registers a stored tensor under its name here, or its parts under their names."""
         found = PLACE.fullmatch(stored)
         if found is None:
             self._enter(stored, stored, info)
@@ -158,7 +161,7 @@ class ExpertTensors(WrappedSource):
     def _take_all(self, experts: str, name: str, stored: str, info: TensorInfo) -> None:
         """Registers each expert's part of a tensor with all experts."""
         if name.endswith(SCALES):
-            return  # registered with its blocks
+            return  # registered with the tensor of its blocks
         blocks, bias = name.endswith(BLOCKS), name.endswith("_bias")
         kind = name.removesuffix(BLOCKS).removesuffix("_bias")
         if kind not in _STACKS:
@@ -214,7 +217,7 @@ class ExpertTensors(WrappedSource):
         return self._infos
 
     def read(self, name: str) -> Tensor:
-        """The tensor on the source's device; for mxfp4 its fp32 values."""
+        """Returns a tensor on the source's device. For mxfp4: its fp32 values."""
         codes = self.codes(name, torch.device("cpu"))
         if codes is not None:
             return codes.dequantise(torch.float32)
@@ -222,25 +225,28 @@ class ExpertTensors(WrappedSource):
         return whole if part is None else part.of(whole)
 
     def read_part(self, name: str, rows: slice, columns: slice) -> Tensor:
-        """Rows and, of a matrix, columns of a tensor."""
+        """Returns rows and, for a matrix, columns of a tensor."""
         if name in self._parts:
             return self.read(name)[(rows, columns)[: len(self._infos[name].shape)]]
         return super().read_part(name, rows, columns)
 
     def kind(self, name: str) -> CodesKind | None:
-        """`MXFP4` for experts that are stored so; else the kind that the source says."""
+        """Returns `MXFP4` for experts that are stored so, else the kind that the source reports."""
         if self._in_blocks(name):
             return MXFP4
         return None if name in self._parts else super().kind(name)
 
     def codes(self, name: str, device: torch.device) -> Codes | None:
-        """The codes of a quantised matrix on `device`; None: it is not quantised."""
+        """Returns the codes of a quantised matrix on `device`. None: it is not quantised."""
         if not self._in_blocks(name):
             return None if name in self._parts else super().codes(name, device)
         return self._codes_of(name, slice(None), slice(None), device)
 
     def codes_part(self, name: str, rows: slice, columns: slice, device: torch.device) -> Codes | None:
-        """Rows and columns of the codes. Columns that are not whole blocks of mxfp4 are cut out of all columns."""
+        """Returns rows and columns of the codes.
+
+        If the columns are not whole mxfp4 blocks, all columns are read and then cut.
+        """
         if not self._in_blocks(name):
             return None if name in self._parts else super().codes_part(name, rows, columns, device)
         height, width = self._infos[name].shape
@@ -252,7 +258,7 @@ class ExpertTensors(WrappedSource):
         return self._codes_of(name, slice(None), slice(None), device).part([(top, bottom)], (start, stop))
 
     def _codes_of(self, name: str, rows: slice, blocks: slice, device: torch.device) -> Codes:
-        """Rows, and blocks of columns, of a matrix in mxfp4."""
+        """Returns rows, and blocks of columns, of a matrix in mxfp4."""
         part = self._parts[name]
         packed = part.of(self._source.read(part.stored + BLOCKS))[rows, blocks].to(device)
         exponents = part.of(self._source.read(part.stored + SCALES))[rows, blocks].to(device)
@@ -263,7 +269,7 @@ class ExpertTensors(WrappedSource):
         return name in self._parts and self._names[name].endswith(BLOCKS)
 
     def release(self, names: list[str]) -> None:
-        """Releases the source's tensors of which all parts have been named, in this call or before."""
+        """Releases the source's tensors whose parts have all been named, in this call or before."""
         free = [self._names[name] for name in names if name not in self._parts]
         for name in names:
             if name in self._parts:

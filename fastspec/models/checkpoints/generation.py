@@ -1,4 +1,4 @@
-"""The generation settings that a checkpoint or a live model brings, as transformers reads them."""
+"""Generation settings of a checkpoint or a live model, as transformers reads them."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ if TYPE_CHECKING:
 
 CONFIG: Final = "config.json"
 GENERATION: Final = "generation_config.json"
-# Fields whose ids do nothing where the model cannot emit them.
+# fields whose ids are ignored if the model cannot emit them
 UNREACHABLE: Final = ("eos_token_id", "pad_token_id", "suppress_tokens")
 
 
 def settings_of_directory(directory: Path, raw: Mapping[str, Any], vocab_size: int) -> GenerationConfig:
-    """The settings of `generation_config.json`; without that file, the settings in `config.json`.
+    """Returns the settings of `generation_config.json`. Without that file: those in `config.json`.
 
     Args:
         directory: a local checkpoint.
-        raw: its `config.json`. Not modified. The config object will not do: it drops generation settings.
-        vocab_size: of the model; ids that it cannot emit are left out with a warning.
+        raw: content of its `config.json`. Not modified. (transformers' config object drops generation settings.)
+        vocab_size: vocabulary size of the model. Ids that it cannot emit are dropped with a warning.
 
     Raises:
-        CheckpointError: unreadable, or not valid settings; names the file.
+        CheckpointError: unreadable or invalid settings. Names the file.
     """
     from transformers import GenerationConfig
 
@@ -48,7 +48,7 @@ def settings_of_directory(directory: Path, raw: Mapping[str, Any], vocab_size: i
 
 
 def settings_of_module(module: nn.Module, vocab_size: int) -> GenerationConfig | None:
-    """A copy of a live model's own `generation_config`; None if it has none.
+    """Returns a copy of a live model's `generation_config`. None if it has none.
 
     Raises:
         UnsupportedModel: a generation setting was put on `model.config`, where transformers' `generate` refuses it.
@@ -75,7 +75,7 @@ def _drop_unreachable(settings: GenerationConfig, vocab_size: int, where: str) -
             continue
         left = [one for one in ids if one not in beyond]
         setattr(settings, name, (left or None) if isinstance(value, list | tuple) else None)
-        if beyond != [-1]:  # which some checkpoints write for "none"
+        if beyond != [-1]:  # some checkpoints write -1 for "none"
             warnings.warn(
                 f"{where}: {name}={value!r} is left out: ids {beyond} are not among the model's {vocab_size}, so it "
                 f"never emits them; give {name} in the call to set another",

@@ -1,4 +1,4 @@
-"""Files of a Hub id: from the cache, or downloaded, config first."""
+"""Gets the files of a Hub id from the cache, or downloads them. The config comes first."""
 
 from __future__ import annotations
 
@@ -14,24 +14,28 @@ from fastspec.models.checkpoints.safetensors_files import find_shards
 
 CONFIG_FILES: Final = ("*.json",)
 WEIGHT_FILES: Final = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
-# Copies of the same weights in other formats: subfolders, and Mistral's own single file.
+# copies of the same weights in other formats: subfolders, and Mistral's single file
 IGNORED_FILES: Final = ("*/*", "consolidated*")
-TEMPLATES: Final = ("additional_chat_templates/*.jinja",)  # for tools, for retrieval: chosen as AutoTokenizer does
+# chat templates for tools and retrieval, which AutoTokenizer reads
+TEMPLATES: Final = ("additional_chat_templates/*.jinja",)
 COMMIT: Final = re.compile(r"[0-9a-f]{40}")
-OF_FILES: Final = (".safetensors", ".bin", ".pt", ".pth", ".json", ".gguf")  # which are no models by themselves
+# suffixes of files that are not models by themselves
+OF_FILES: Final = (".safetensors", ".bin", ".pt", ".pth", ".json", ".gguf")
 HUB_ID: Final = re.compile(r"(\w[\w.-]{0,95}/)?\w[\w.-]{0,95}", re.ASCII)
 
 
 def download(source: str | os.PathLike[str], revision: str | None, check: Callable[[Path], object]) -> Path:
-    """Local snapshot of a Hub id: the config is fetched and checked first, then that commit's weights.
+    """Returns the local snapshot of a Hub id.
+
+    The config is fetched and checked first, then the weights of the same commit.
 
     Args:
         source: the Hub id.
         revision: branch, tag or commit.
-        check: raises where the config of a directory is not supported.
+        check: raises if the config in a directory is not supported.
 
     Raises:
-        CheckpointError: it is no Hub id, or could not be downloaded.
+        CheckpointError: not a Hub id, or it could not be downloaded.
     """
     name = os.fspath(source)
     if os.path.isfile(source) or name.endswith(OF_FILES):
@@ -44,7 +48,7 @@ def download(source: str | os.PathLike[str], revision: str | None, check: Callab
             "save_pretrained writes it, or a Hub id like owner/name"
         )
     directory = _snapshot(source, revision, CONFIG_FILES, check)
-    # A snapshot's directory is named by its commit, so a branch that moves in between cannot mix two commits.
+    # a snapshot's directory has the name of its commit, so two commits cannot be mixed if a branch moves meanwhile
     directory = _snapshot(source, directory.name, WEIGHT_FILES, find_shards)
     return _snapshot(source, directory.name, TEMPLATES, find_shards, ignored=())
 
@@ -56,11 +60,11 @@ def _snapshot(
     check: Callable[[Path], object],
     ignored: tuple[str, ...] = IGNORED_FILES,
 ) -> Path:
-    """Files of a Hub id at a revision, from the cache or downloaded, that pass the check."""
+    """Returns files of a Hub id at a revision that pass `check`, from the cache or downloaded."""
     import huggingface_hub
     from huggingface_hub.errors import HfHubHTTPError
 
-    # The HTTP library's own base error, whichever library this version of the Hub client is built on.
+    # base error of the HTTP library on which this version of the Hub client is built
     http_error = cast("type[Exception]", HfHubHTTPError.__mro__[1])
     fetch = partial(
         huggingface_hub.snapshot_download,
@@ -87,10 +91,10 @@ def _snapshot(
 
 
 def _way_out(repo: str, error: Exception) -> str:
-    """Advice for an error of the Hub's client."""
+    """Returns advice for an error of the Hub client."""
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
 
-    if isinstance(error, GatedRepoError):  # which is also a RepositoryNotFoundError
+    if isinstance(error, GatedRepoError):  # a subclass of RepositoryNotFoundError, so tested first
         return f"ask for access at https://huggingface.co/{repo} and log in (hf auth login)"
     if isinstance(error, RepositoryNotFoundError):
         return "check the name, or log in (hf auth login) where it is private"
@@ -100,10 +104,10 @@ def _way_out(repo: str, error: Exception) -> str:
 
 
 def _cached(fetch: Callable[..., str], check: Callable[[Path], object]) -> Path | None:
-    """A commit's files in the cache, or None where they are not all there.
+    """Returns a commit's files from the cache. None if some are missing.
 
-    Some versions of the Hub client ask what a commit holds though its files are in the cache, and fail without a
-    network. A commit never changes, so what is there is what was asked for.
+    Without a network, some versions of the Hub client fail although all files of a commit are cached, because they ask
+    the Hub for the list of files. A commit never changes, so cached files are valid.
     """
     try:
         found = Path(fetch(local_files_only=True))

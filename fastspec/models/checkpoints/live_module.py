@@ -1,4 +1,4 @@
-"""A caller's live transformers model as a source of weights: checked, read, and changed only if asked to."""
+"""Reads weights from a user's live transformers model. Checks the model first, and changes it only on request."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ if TYPE_CHECKING:
     from fastspec.models.rope import RopeSpec
 
 
-# Hooks of transformers that leave what a layer returns as it is: they mark it for gradients, or note it down.
+# hooks of transformers that do not change a layer's result: they mark it for gradients, or record it
 HARMLESS_HOOKS: Final = ("transformers.modeling_utils", "transformers.utils.output_capturing")
 
-TRAINING_HOOKS: Final = ("transformers.integrations.neftune",)  # noise, in training alone
+TRAINING_HOOKS: Final = ("transformers.integrations.neftune",)  # adds noise, only in training
 
 GLOBAL_HOOKS: Final = ("_global_forward_hooks", "_global_forward_pre_hooks")
 
 PLAIN: Final = (bool, int, float, str, type(None))
-# Numbers that no forward pass reads: sizes follow from the weights, the rest is for training, cache or messages.
+# numbers that no forward pass reads: sizes follow from the weights; others are for training, cache or messages
 UNREAD: Final = (
     *("vocab_size", "hidden_size", "intermediate_size", "in_features", "out_features"),
     *("num_embeddings", "embedding_dim", "padding_idx", "sparse", "scale_grad_by_freq"),
@@ -44,16 +44,17 @@ UNREAD: Final = (
     *("max_seq_len_cached", "original_max_seq_len", "name_or_path", "kernel_config"),
 )
 
-DROPOUTS: Final = ("attention_dropout", "residual_dropout", "embedding_dropout")  # of layers, in training alone
+# attributes of layers, used only in training
+DROPOUTS: Final = ("attention_dropout", "residual_dropout", "embedding_dropout")
 
-ROTARY: Final = ("inv_freq", "attention_scaling")  # carried into the spec
+ROTARY: Final = ("inv_freq", "attention_scaling")  # attributes that the spec contains
 
 
 def check_unchanged(module: nn.Module) -> None:
-    """Refuses hooks, replaced methods, special tensors and dropout anywhere in a live model.
+    """Refuses a live model with hooks, replaced methods, special tensors or dropout.
 
-    Backward and state-dict hooks are none of these: neither the model's text nor a copy of its parameters depends on
-    them.
+    Backward and state-dict hooks are accepted, because they change neither the model's text nor a copy of its
+    parameters.
 
     Args:
         module: a transformers model. Not modified.
@@ -127,7 +128,7 @@ def _check_methods(part: nn.Module, refuse: Refuse) -> None:
 
 
 def _is_own(part: nn.Module, name: str, value: Any) -> bool:
-    """True if an attribute is the class's own method, bound again or compiled."""
+    """True if an attribute is the class's own method, only bound again or compiled."""
     value = getattr(value, "_torchdynamo_orig_callable", value)
     own = inspect.getattr_static(type(part), name)
     return isinstance(value, MethodType) and value.__self__ is part and value.__func__ is own
@@ -143,7 +144,7 @@ def _check_parameters(part: nn.Module, refuse: Refuse) -> None:
 
 
 def _check_attention(module: nn.Module) -> None:
-    """Refuses attention and masks of other packages than transformers, under any name."""
+    """Refuses attention and mask functions that are not transformers' own, under any name."""
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -161,17 +162,18 @@ def _check_attention(module: nn.Module) -> None:
 
 
 def check_as_built(module: nn.Module, spec: ModelSpec) -> None:
-    """Compares the classes and constants of a live model with those of a new one of the same config.
+    """Compares the classes and constants of a live model with those of a new model with the same config.
 
     Args:
-        module: a model that `check_unchanged` passed, whose parameters are those of the spec.
-        spec: of its config.
+        module: a model that `check_unchanged` accepted, with the parameters of the spec.
+        spec: spec of its config.
 
     Raises:
         UnsupportedModel: names the submodule, the constant, both values, and what to do.
     """
     config: Any = copy.deepcopy(module.config)
-    config._attn_implementation = "eager"  # which every machine has, and which is compared elsewhere
+    # available on every machine; the live model's own attention is checked elsewhere
+    config._attn_implementation = "eager"
     with MAKING, torch.device("meta"):
         built = dict(type(module)(config).named_modules())
     for path, part in module.named_modules():
@@ -201,7 +203,7 @@ def _same_config(own: Any, spec: ModelSpec) -> bool:
 
 
 def changed_constants(part: nn.Module, like: nn.Module) -> Iterator[tuple[str, object]]:
-    """Plain constants of `part` that differ from those of `like`, with their values."""
+    """Yields the plain constants of `part` that differ from those of `like`, with their values."""
     missing = object()
     for name, wanted in vars(like).items():
         if name.startswith("_") or name in UNREAD or name.endswith(ROTARY) or not isinstance(wanted, PLAIN):
@@ -212,15 +214,15 @@ def changed_constants(part: nn.Module, like: nn.Module) -> Iterator[tuple[str, o
 
 
 def as_built(module: nn.Module, spec: ModelSpec) -> ModelSpec:
-    """The spec with the rotary frequencies that a live model holds: its `.to(dtype)` rounds them, as do its owners.
+    """Returns the spec with the rotary frequencies of a live model, because `.to(dtype)` may have rounded them.
 
     Raises:
-        UnsupportedModel: they are not one positive finite number per pair of a head's elements that is turned.
+        UnsupportedModel: the frequencies are not one positive finite number per rotated pair of a head's elements.
     """
     rotary = module.get_submodule("model.rotary_emb")
     layers = FAMILIES[spec.family].rope_layers
     prefixes = [f"{layer}_" for layer in layers] if layers else [""]
-    # a kind of layer that the model does not have has no frequencies there
+    # there are no frequencies for layer types that the model does not have
     kinds = ["", *(f"{kind}_" for kind in getattr(module.config, "layer_types", None) or ())]
     ropes = [
         _rope_as_built(module, rotary, rope, prefix) if prefix in kinds else rope
@@ -243,7 +245,7 @@ def _rope_as_built(module: nn.Module, rotary: nn.Module, rope: RopeSpec, prefix:
     found = tuple(inv_freq.tolist())
     if not rope.long_inv_freq:
         return replace(rope, inv_freq=found, scaling=float(scaling))
-    # transformers swaps the two by the length of the last text
+    # transformers switches between the two by the length of the last text
     if found not in (rope.inv_freq, rope.long_inv_freq) or scaling != rope.scaling:
         _refuse(
             module,
@@ -258,13 +260,13 @@ PLAIN_LAYERS: Final = (nn.Linear, nn.Embedding, nn.ModuleList, nn.SiLU, nn.Layer
 
 
 def check_module(module: nn.Module) -> None:
-    """Refuses every live module that is not a plain, whole, supported transformers model on one device.
+    """Refuses a live module that is not an unchanged, complete, supported transformers model on one device.
 
-    Subclasses, adapters, quantised layers, wrappers, hooks and replaced methods are refused too: their forward pass is
-    not the one that the decoder computes, whatever their weights look like.
+    Subclasses, adapters, quantised layers, wrappers, hooks and replaced methods are refused, because their forward pass
+    is not the one that the decoder computes.
 
     Raises:
-        UnsupportedModel: naming the class, the submodule, the devices, or what was changed.
+        UnsupportedModel: names the class, the submodule, the devices, or the change.
     """
     import transformers
     from transformers.activations import GELUTanh, SiLUActivation
@@ -298,7 +300,7 @@ def check_module(module: nn.Module) -> None:
 
 
 def check_devices(module: nn.Module, name: str) -> None:
-    """Refuses a module whose parameters are on several devices, or on none."""
+    """Refuses a module whose parameters are on several devices, or that has none."""
     placed = {str(where) for where in (getattr(module, "hf_device_map", None) or {}).values()}
     held = {str(parameter.device) for parameter in module.parameters()}
     if len(placed) > 1 or len(held) > 1 or "disk" in placed:
@@ -314,7 +316,7 @@ def check_devices(module: nn.Module, name: str) -> None:
 
 
 class ModuleTensors(TensorSource):
-    """The parameters of a live model, by their checkpoint names.
+    """Parameters of a live model, by their checkpoint names.
 
     Args:
         module: a supported model. Only `release` changes it.
@@ -327,7 +329,7 @@ class ModuleTensors(TensorSource):
         check_module(module)
         self._module = module
         self._parameters: dict[str, Tensor] = dict(module.named_parameters(remove_duplicate=False))
-        # of routers: a buffer there, and a weight like any other
+        # correction of a router: a buffer in the module, but stored like a weight
         self._buffers = {name: each for name, each in module.named_buffers() if name.endswith(CORRECTION)}
         self._parameters |= self._buffers
         where = type(module).__name__
@@ -337,17 +339,17 @@ class ModuleTensors(TensorSource):
         }
 
     def infos(self) -> Mapping[str, TensorInfo]:
-        """Every parameter by name; a tied head is listed under both names."""
+        """Every parameter by name. A tied head has both names."""
         return self._infos
 
     def read(self, name: str) -> Tensor:
-        """The parameter itself, detached; the caller copies it."""
+        """Returns the parameter itself, detached. The caller copies it."""
         return self._parameters[name].detach()
 
     def release(self, names: list[str]) -> None:
-        """Puts an empty meta tensor in place of each named parameter, so that its memory can go.
+        """Replaces each named parameter by an empty meta tensor, so that its memory can be freed.
 
-        The module cannot run afterwards. Memory stays in use while the caller holds a parameter elsewhere.
+        The module cannot run afterwards. The memory is not freed while the user holds the parameter elsewhere.
         """
         for name in names:
             if name in self._buffers:

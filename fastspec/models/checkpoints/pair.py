@@ -1,4 +1,4 @@
-"""Target and draft of a generator, as they are stored or rounded to fewer bits while they are loaded."""
+"""Resolves target and draft of a generator, in their stored formats or with rounding while they are loaded."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from fastspec.kernels.common.codes import CodeFormat
 
 Source = TypeVar("Source", bound=Checkpoint | HeadCheckpoint)
-_SAMPLE, _SAMPLES = 4096, 256  # bytes of a file that are looked at, at how many places
-AS_STORED: Final = "as it is stored"  # how `Checkpoint.stored` begins where "auto" rounds nothing
+_SAMPLE, _SAMPLES = 4096, 256  # for fingerprints: bytes per sample, and samples per file
+AS_STORED: Final = "as it is stored"  # `Checkpoint.stored` begins so if "auto" does not round
 
 
 def resolve_pair(
@@ -35,18 +35,18 @@ def resolve_pair(
     feature_layers: Sequence[int] | None = None,
     draft_vocab: Sequence[int] | None = None,
 ) -> tuple[Checkpoint, Checkpoint | HeadCheckpoint | None]:
-    """Target and draft by `resolve`, to be rounded while they are loaded; a draft that is a head by `resolve_head`.
+    """Resolves target and draft, with the formats to which they will be rounded. A head is resolved by `resolve_head`.
 
     "mtp" as draft is the target's own MTP layer, not a directory of that name.
 
     Args:
-        revisions, quantization: of target and draft.
-        feature_layers: boundaries of the target that a head is to read; None: those its config names.
-        draft_vocab: ids that an MTP layer may draft; None: all.
+        revisions, quantization: of (target, draft).
+        feature_layers: boundaries of target layers that a head shall read. None: those in its config.
+        draft_vocab: ids that an MTP layer may draft. None: all.
 
     Raises:
-        As `resolve`, `resolve_head` and `resolve_mtp`; UnsupportedOption: quantization that is not a format, or of what
-        is stored quantised, or an option that the draft has no use for.
+        UnsupportedOption: an unknown format, a format for a model that is stored quantised, or an option that the draft
+            does not use. Also the errors of `resolve`, `resolve_head` and `resolve_mtp`.
     """
     if draft is None and revisions[1] is not None:
         raise UnsupportedOption(f"draft_revision={revisions[1]!r}, and there is no draft; leave it out")
@@ -105,14 +105,14 @@ def _rounded_head(head: HeadCheckpoint, form: str | None) -> HeadCheckpoint:
 
 
 def rounded_to(checkpoint: Source, form: CodeFormat) -> Source:
-    """The checkpoint with its matrices rounded while they are loaded; it is not stored quantised."""
+    """Returns the checkpoint with rounding of its matrices while they are loaded. It must not be stored quantised."""
     draft = isinstance(checkpoint, HeadCheckpoint) or checkpoint.role == "draft"
     effect = "which never changes the text" if draft else "another model than the one that is stored"
     return replace(checkpoint, rounded=form, stored=f"matrices rounded to {form} while loading, {effect}")
 
 
 def fingerprint(checkpoint: Checkpoint | HeadCheckpoint) -> str:
-    """A short hash of a checkpoint: config, headers, sizes, and samples of the stored bytes of every file."""
+    """Returns a short hash of a checkpoint: config, headers, sizes, and samples of the stored bytes of every file."""
     cut, of_hosted = getattr(checkpoint, "sliced", None), getattr(checkpoint.spec, "cut", None)
     whole = (checkpoint.spec if of_hosted is None else of_hosted.whole) if cut is None else cut.spec
     found = hashlib.sha256(repr((whole, checkpoint.stored, checkpoint.rounded)).encode())

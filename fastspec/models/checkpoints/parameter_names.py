@@ -1,4 +1,7 @@
-"""Names of parameters for stored names, by the rules of transformers: a prefix, a tied head, and unused tensors."""
+"""Maps stored tensor names to the model's parameter names, by the rules of transformers.
+
+They concern a missing or repeated prefix, a tied head, and unused tensors.
+"""
 
 from __future__ import annotations
 
@@ -15,15 +18,15 @@ from fastspec.models.layer_table import EMBED, HEAD, tensor_shapes
 
 PREFIX: Final = "model."
 TEXT: Final = ("language_model.", "text_model.")
-COMPARED_ROWS: Final = 4096  # of two matrices at a time
+COMPARED_ROWS: Final = 4096  # rows of two matrices that are compared at a time
 
 
 class RenamedTensors(WrappedSource):
-    """The tensors of a checkpoint directory under other names than they are stored by.
+    """Tensors of a checkpoint directory under other names.
 
     Args:
         source: the stored tensors.
-        stored: their names here, and those they are stored by.
+        stored: new name -> stored name.
     """
 
     def __init__(self, source: TensorSource, stored: Mapping[str, str]) -> None:
@@ -34,24 +37,24 @@ class RenamedTensors(WrappedSource):
         return self._stored[name]
 
     def infos(self) -> Mapping[str, TensorInfo]:
-        """Every tensor, by its name here."""
+        """Every tensor by its new name."""
         infos = self._source.infos()
         return {name: infos[stored] for name, stored in self._stored.items()}
 
 
 class NamedTensors(RenamedTensors):
-    """The tensors of a checkpoint directory, by the names of the model's parameters.
+    """Tensors of a checkpoint directory, by the names of the model's parameters.
 
-    A name may lack the `model.` that it should have, or have one too many, and lie under one of `TEXT`.
-    A tied embedding may be stored as the head.
+    A stored name may lack the prefix `model.`, or have it twice, or be below one of `TEXT`. A tied embedding may be
+    stored as the head.
 
     Args:
         source: the stored tensors.
         wanted: names of the model's parameters.
-        tied: the config ties the head to the embedding.
+        tied: True if the config ties the head to the embedding.
 
     Raises:
-        CheckpointError: two stored tensors are one parameter, or the index does not name one that is needed.
+        CheckpointError: two stored tensors have the name of one parameter, or the index lacks a needed one.
     """
 
     def __init__(self, source: TensorSource, wanted: Collection[str], tied: bool) -> None:
@@ -75,21 +78,21 @@ class NamedTensors(RenamedTensors):
         super().__init__(source, names)
 
     def others(self) -> list[str]:
-        """Stored names that are no parameter of the model."""
+        """Stored names that are not parameters of the model."""
         return self._others
 
 
 def named(stored: TensorSource, spec: ModelSpec) -> NamedTensors:
-    """The tensors of a directory by the names of the parameters of `spec`."""
+    """Returns the tensors of a directory, by the parameter names of `spec`."""
     return NamedTensors(stored, tensor_shapes(spec).keys(), spec.tied)
 
 
 def parameter(stored: str, wanted: Collection[str]) -> str:
-    """The parameter among those wanted that a stored name means, which may lack `model.` or have it twice."""
+    """Returns the parameter in `wanted` for a stored name, which may lack `model.` or have it twice."""
     text = stored.removeprefix(PREFIX)
-    for part in TEXT:  # of a model that has other parts beside its text model
+    for part in TEXT:  # for models that contain other parts besides the text model
         text = text.removeprefix(part)
-    while text.startswith(PREFIX + PREFIX):  # transformers 5.17 saves some with the prefix twice
+    while text.startswith(PREFIX + PREFIX):  # transformers 5.17 saves some models with the prefix twice
         text = text.removeprefix(PREFIX)
     for name in (stored.removeprefix(PREFIX), PREFIX + stored, text, PREFIX + text):
         if name in wanted:
@@ -100,7 +103,7 @@ def parameter(stored: str, wanted: Collection[str]) -> str:
 def has_own_head(source: TensorSource) -> bool:
     """True if the stored head has other values than the embedding. Dtypes are not compared.
 
-    Reads both matrices up to the first rows that differ. Their shapes must be equal.
+    Reads both matrices until the first different rows. Their shapes must be equal.
     """
     if HEAD not in source.infos():
         return False

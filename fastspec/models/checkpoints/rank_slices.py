@@ -1,4 +1,4 @@
-"""A rank's slices of a checkpoint, by the names of the whole tensors. Nothing else is read."""
+"""Slices of a checkpoint for one rank, by the names of the whole tensors. Nothing else is read."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
     from fastspec.models.families.plan import LayerPlan
 
 
-_MXFP4_UNIT = 64  # columns of a matrix in mxfp4 that kernels read together
+_MXFP4_UNIT = 64  # columns of an mxfp4 matrix that kernels read together
 
 
 def sliced(checkpoint: Checkpoint, share: RankShare) -> Checkpoint:
-    """The checkpoint as one rank sees it: with the sizes of its part, and only its slices to be read.
+    """Returns a rank's part of a checkpoint: the spec has the sizes of the part, and only its slices are read.
 
     Raises:
-        UnsupportedOption: a layer's arithmetic needs what other ranks have, in an order that is not known here.
+        UnsupportedOption: a layer's result would depend on other ranks in a way that is not supported.
     """
     if checkpoint.native.head_order is not None and checkpoint.native.plans[0].qk_norm == "projection":
         raise UnsupportedOption(
@@ -51,7 +51,7 @@ def _experts_divide(spec: ModelSpec, unit: int) -> bool:
 
 
 def local_spec(spec: ModelSpec, share: RankShare, unit: int = 1) -> ModelSpec:
-    """The spec of one rank's part: fewer heads, and narrower MLPs and experts.
+    """Returns the spec of one rank's part: fewer heads, and narrower MLPs and experts.
 
     Args:
         unit: columns of experts that stay together.
@@ -78,13 +78,13 @@ def _local_plan(plan: LayerPlan, share: RankShare, unit: int) -> LayerPlan:
 
 
 def same_text_on(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> tuple[int, ...]:
-    """Numbers of ranks that give the same bits as this number, with itself among them.
+    """Returns the numbers of ranks that give the same bits as the present number, which is included.
 
-    On a GPU the sums over K of o and down are one tree where every part of it, of the most ranks, is a product of a
-    kernel that has it.
+    On a GPU the sums over K of o and down must be one tree. This needs kernels that support it for every part, even
+    with the largest number of ranks.
 
     Args:
-        checkpoint: one rank's part. Matrices rounded while loading have scales of their own on each rank.
+        checkpoint: one rank's part. If matrices are rounded while loading, each rank has its own scales.
         dtype, device: of its weights.
     """
     assert checkpoint.sliced is not None, "as `sliced` made it"
@@ -101,7 +101,7 @@ def same_text_on(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.devic
 
 
 def _in_trees(spec: ModelSpec, ranks: int, dtype: torch.dtype) -> bool:
-    """True if each of `ranks` ranks sums whole subtrees over K and multiplies all else as one rank does."""
+    """True if each of `ranks` ranks sums whole subtrees over K, and its other products have the bits of one rank."""
     if not divides(spec, ranks):
         return False
     hidden, heads, inner = spec.hidden_size, spec.num_heads * spec.head_dim, spec.intermediate_size
@@ -114,7 +114,7 @@ def _in_trees(spec: ModelSpec, ranks: int, dtype: torch.dtype) -> bool:
 
 
 class SlicedTensors(WrappedSource):
-    """A source of whole tensors, seen through slices: shapes and values are those of the slices."""
+    """Slices of the tensors of a source: shapes and values are those of the slices."""
 
     def __init__(self, source: TensorSource, slices: Mapping[str, Slice]) -> None:
         super().__init__(source)
@@ -126,7 +126,7 @@ class SlicedTensors(WrappedSource):
         return self._infos
 
     def read(self, name: str) -> Tensor:
-        """The slice of a tensor."""
+        """Returns the slice of a tensor."""
         if (each := self._slices.get(name)) is None:
             return self._source.read(name)
         columns = slice(None) if each.columns is None else slice(*each.columns)
@@ -134,16 +134,16 @@ class SlicedTensors(WrappedSource):
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def read_part(self, name: str, rows: slice, columns: slice) -> Tensor:
-        """Part of the slice of a tensor."""
+        """Returns a part of the slice of a tensor."""
         return TensorSource.read_part(self, name, rows, columns)
 
     def kind(self, name: str) -> CodesKind | None:
-        """The kind of the codes of a slice; None: it is not quantised."""
+        """Returns the kind of a quantised slice. None: it is not quantised."""
         kind, each = self._source.kind(name), self._slices.get(name)
         return kind if kind is None or each is None else kind.of_part(each.rows, self._infos[name].shape[1])
 
     def codes(self, name: str, device: torch.device) -> Codes | None:
-        """The slice of a quantised matrix; None: it is not quantised."""
+        """Returns the slice of a quantised matrix. None: it is not quantised."""
         each = self._slices.get(name)
         if each is None:
             return self._source.codes(name, device)
@@ -156,12 +156,13 @@ class SlicedTensors(WrappedSource):
         codes = codes if codes.kind == self.kind(name) else codes.by_rows()
         if codes.kind == self.kind(name):
             return codes
-        whole = self._source.codes(name, device)  # in whose words or groups a range ends
+        # the slice ends inside a stored word or group, so the whole matrix is read
+        whole = self._source.codes(name, device)
         assert whole is not None, "parts of it are"
         return whole.part(each.rows, each.columns)
 
     def codes_part(self, name: str, rows: slice, columns: slice, device: torch.device) -> Codes | None:
-        """Rows and columns of the slice of a quantised matrix."""
+        """Returns rows and columns of the slice of a quantised matrix."""
         codes = self.codes(name, device)
         if codes is None:
             return None

@@ -1,5 +1,7 @@
-"""Safetensors files of a local checkpoint: headers first, strict on names, tensors as views of the mapped
-file."""
+"""Safetensors files of a local checkpoint.
+
+Headers are read first and names are checked; tensors are views of mapped files.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ from fastspec.models.checkpoints.tensor_source import TensorInfo, TensorSource
 SINGLE: Final = "model.safetensors"
 INDEX: Final = "model.safetensors.index.json"
 MAX_JSON_BYTES: Final = 64 * 2**20
-# Old checkpoints store these buffers. They follow from the config, and transformers leaves them out in silence too.
+# buffers that old checkpoints store; they follow from the config, and transformers ignores them silently, too
 DERIVED: Final = re.compile(r"rotary_emb\.inv_freq")
 STORED_DTYPES: Final[Mapping[str, torch.dtype]] = {
     "BF16": torch.bfloat16,
@@ -62,14 +64,14 @@ def find_shards(directory: Path) -> dict[str, str] | None:
     """Finds the weight files of a checkpoint without opening them.
 
     Args:
-        directory: the checkpoint. `model.safetensors` is used if it is there, else the files that
-            `model.safetensors.index.json` names: the order of transformers.
+        directory: the checkpoint. Uses `model.safetensors` if it exists, else the files in
+            `model.safetensors.index.json`, as transformers does.
 
     Returns:
         The index's map of tensor name to file name, or None for the single file.
 
     Raises:
-        CheckpointError: no safetensors weights, a damaged index, or an index that names anything but plain
+        CheckpointError: no safetensors weights, a damaged index, or an index that names anything except plain
             `.safetensors` files of this directory.
     """
     if (directory / SINGLE).is_file():
@@ -86,7 +88,8 @@ def find_shards(directory: Path) -> dict[str, str] | None:
                 f"{path}: weight_map[{name!r}] is {file!r}, wanted the plain name of a .safetensors file in {directory}"
             )
     for file in sorted(set(weight_map.values())):
-        if not os.path.isfile(directory / file):  # False, not OSError, for a name that is too long
+        # os.path: a name that is too long gives False; Path.is_file would raise OSError
+        if not os.path.isfile(directory / file):
             raise CheckpointError(f"{path}: weight_map names {file!r}, which is not a file in {directory}")
     return weight_map
 
@@ -111,14 +114,14 @@ def _no_weights(directory: Path) -> str:
 
 
 class ShardTensors(TensorSource):
-    """The tensors of a checkpoint directory.
+    """Tensors of a checkpoint directory.
 
     Args:
         directory: a local checkpoint.
 
     Attributes:
         directory: that checkpoint.
-        unnamed: tensors that lie in a file of the index, but that the index does not name.
+        unnamed: tensors in a file of the index that the index does not name.
 
     Raises:
         CheckpointError: weights are missing, a file is damaged or truncated, or files and index disagree.
@@ -150,7 +153,7 @@ class ShardTensors(TensorSource):
 
     @contextmanager
     def open(self) -> Iterator[None]:
-        """Keeps every file mapped while tensors are read."""
+        """Context in which every file stays mapped."""
         with ExitStack() as stack:
             for file in sorted({info.where for info in self._infos.values()}):
                 self._open[file] = stack.enter_context(_open(self.directory, file))
@@ -160,7 +163,7 @@ class ShardTensors(TensorSource):
                 self._open.clear()
 
     def read(self, name: str) -> torch.Tensor:
-        """The tensor as a CPU view of its mapped file, inside `open()`."""
+        """Returns the tensor as a CPU view of its mapped file. Only inside `open()`."""
         file = self._infos[name].where
         try:
             tensor: torch.Tensor = self._open[file].get_tensor(name)
@@ -169,7 +172,7 @@ class ShardTensors(TensorSource):
         return tensor
 
     def read_part(self, name: str, rows: slice, columns: slice) -> torch.Tensor:
-        """Rows and, of a matrix, columns of a tensor; nothing else of it is read."""
+        """Returns rows and, for a matrix, columns of a tensor. Reads nothing else of it."""
         info = self._infos[name]
         try:
             part: torch.Tensor = self._open[info.where].get_slice(name)[(rows, columns)[: len(info.shape)]]

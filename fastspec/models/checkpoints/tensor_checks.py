@@ -1,4 +1,4 @@
-"""Checks of stored tensors against the table of a model's tensors, and warnings of unused ones."""
+"""Compares stored tensors with the table of a model's tensors, and warns of unused ones."""
 
 from __future__ import annotations
 
@@ -18,13 +18,15 @@ if TYPE_CHECKING:
 
 
 def check_tensors(infos: Mapping[str, TensorInfo], spec: ModelSpec, name: str) -> None:
-    """Compares the stored tensors with those that the config asks for, before anything is allocated.
+    """Compares the stored tensors with those that the config requires, before anything is allocated.
 
     Args:
-        infos: the stored tensors. spec: of the same checkpoint. name: the checkpoint, for messages.
+        infos: the stored tensors.
+        spec: spec of the same checkpoint.
+        name: name of the checkpoint, for messages.
 
     Raises:
-        CheckpointError: names are missing, or a shape is not the config's.
+        CheckpointError: tensors are missing, or a shape differs from the config's.
         UnsupportedModel: a tensor is stored in a dtype other than bfloat16, float16 or float32.
     """
     wanted = tensor_shapes(spec)
@@ -61,7 +63,7 @@ def _advice(missing: list[str]) -> str:
 
 
 def check_no_others(infos: Mapping[str, TensorInfo], spec: ModelSpec, name: str) -> None:
-    """Refuses parameters of a live model that its config has no place for: its layers compute with them.
+    """Refuses a live model with parameters that its config does not have, because its layers compute with them.
 
     Raises:
         CheckpointError: names them.
@@ -76,14 +78,14 @@ def check_no_others(infos: Mapping[str, TensorInfo], spec: ModelSpec, name: str)
 
 
 def listing(names: list[str]) -> str:
-    """The number of names and the first three of them, for messages."""
+    """Returns the number of names and the first three of them, for messages."""
     shown = ", ".join(names[:3])
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return f"{len(names)} tensor(s) ({shown}{more})"
 
 
 def warn_of_other_parts(stored: Iterable[str], name: str) -> list[str]:
-    """Warns of tensors of other parts than the text model of a checkpoint; returns the stored names of the others."""
+    """Warns of tensors that belong to other parts of a model, such as a vision tower. Returns the remaining names."""
     stored = sorted(stored)
     parts = [each for each in stored if text_name(each) is None]
     if parts:
@@ -96,16 +98,16 @@ def warn_of_other_parts(stored: Iterable[str], name: str) -> list[str]:
 
 
 def name_others(tensors: NamedTensors, spec: ModelSpec, name: str, *, is_part: bool) -> bool:
-    """Warns of unused tensors. MTP layers are no reason: `draft="mtp"` may use them.
+    """Warns of unused tensors. MTP layers give no warning, because `draft="mtp"` may use them.
 
     Args:
         tensors: the model's tensors by their names here.
-        spec: of the model.
-        name: of the checkpoint, for messages.
-        is_part: the model is the text part of another.
+        spec: spec of the model.
+        name: name of the checkpoint, for messages.
+        is_part: True if the model is the text part of another one.
 
     Returns:
-        Whether there are MTP layers among them.
+        True if there are MTP layers among them.
     """
     others = tensors.others()
     mtp = find_mtp(others, spec.num_layers)

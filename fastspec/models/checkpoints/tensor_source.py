@@ -1,4 +1,7 @@
-"""Named tensors of a checkpoint or a live module: the base of everything that weights are read from."""
+"""`TensorSource`: named tensors of a checkpoint or a live module.
+
+Base class of everything from which weights are read.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +19,11 @@ from fastspec.kernels.common.codes import Codes, CodesKind
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """Facts of a tensor that are known before it is read.
+    """Properties of a tensor that are known before it is read.
 
     Attributes:
         shape: its sizes.
-        dtype: its stored dtype; a plain str names one that cannot be loaded.
+        dtype: its stored dtype. A str is the name of a dtype that cannot be loaded.
         where: the file name or module class that holds it, for messages.
     """
 
@@ -32,7 +35,7 @@ class TensorInfo:
 class TensorSource:
     """Named tensors, described before they are read. Several threads may read at a time.
 
-    A subclass states `infos` and `read`. Unless it states more, nothing is quantised and nothing is released.
+    A subclass defines `infos` and `read`. By default nothing is quantised and nothing is released.
 
     Attributes:
         directory: the checkpoint; None: a live module.
@@ -43,43 +46,46 @@ class TensorSource:
     unnamed: frozenset[str] = frozenset()
 
     def infos(self) -> Mapping[str, TensorInfo]:
-        """Shape, stored dtype and place of every tensor, without reading any."""
+        """Shape, stored dtype and location of every tensor. Reads no values."""
         raise NotImplementedError
 
     @contextmanager
     def open(self) -> Iterator[None]:
-        """Holds files open while tensors are read."""
+        """Context in which files stay open."""
         yield
 
     def read(self, name: str) -> Tensor:
-        """The tensor where it lies, inside `open()`: a view of the mapped file, or the module's own parameter."""
+        """Returns the tensor without a copy: a view of the mapped file (inside `open()`), or the module's parameter."""
         raise NotImplementedError
 
     def read_part(self, name: str, rows: slice, columns: slice) -> Tensor:
-        """Rows and, of a matrix, columns of a tensor."""
+        """Returns rows and, for a matrix, columns of a tensor."""
         return self.read(name)[(rows, columns)[: len(self.infos()[name].shape)]]
 
     def kind(self, name: str) -> CodesKind | None:
-        """The kind of a quantised matrix; None: it is not quantised."""
+        """Returns the kind of a quantised matrix. None: it is not quantised."""
         return None
 
     def codes(self, name: str, device: torch.device) -> Codes | None:
-        """A quantised matrix on a device; None: it is not quantised."""
+        """Returns a quantised matrix on a device. None: it is not quantised."""
         return None
 
     def codes_part(self, name: str, rows: slice, columns: slice, device: torch.device) -> Codes | None:
-        """Rows and columns of a quantised matrix, as `Codes.part`. Reads no more than stored words need."""
+        """Returns rows and columns of a quantised matrix, see `Codes.part`.
+
+        Reads only whole stored words that contain them.
+        """
         return None
 
     def release(self, names: list[str]) -> None:
-        """Lets go of the source's memory for tensors that have been copied."""
+        """Frees the source's memory of tensors that have been copied."""
 
 
 class WrappedSource(TensorSource):
-    """Another source, passed on. A subclass states only what it changes.
+    """Source that forwards to another source. A subclass overrides what it changes.
 
     Args:
-        source: is read.
+        source: the wrapped source.
     """
 
     def __init__(self, source: TensorSource) -> None:
@@ -87,7 +93,7 @@ class WrappedSource(TensorSource):
         self.directory, self.unnamed = source.directory, source.unnamed
 
     def _inner(self, name: str) -> str:
-        """The name of a tensor in the wrapped source."""
+        """Returns the name of a tensor in the wrapped source."""
         return name
 
     @override

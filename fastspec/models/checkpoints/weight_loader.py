@@ -1,8 +1,9 @@
 """Copies the tensors of one checkpoint into a model's weights: at once, or later and in parallel.
 
-Files are read later: the weights are allocated first, so that kernels can be compiled and the rest of a model made
-while threads fill them. On CUDA each thread copies through pinned memory of its own, on a stream of its own, on which
-values are also packed, or rounded: a thread reads the next values meanwhile, and waits at most where a matrix ends.
+Files are read later. First the weights are allocated, so that kernels can be compiled and the rest of a model built
+while threads fill them. On CUDA each thread copies through its own pinned memory, on its own stream. On that stream the
+values are also packed or rounded, while the thread reads the next values. The thread waits at most at the end of a
+matrix.
 """
 
 from __future__ import annotations
@@ -29,16 +30,16 @@ from fastspec.kernels.common.weights import Weight
 from fastspec.kernels.ops import Ops
 from fastspec.models.checkpoints.tensor_source import TensorInfo, TensorSource
 
-READERS = 4  # threads that fill weights on CUDA
-_PINNED_BYTES = 32 * 2**20  # of each reader
-VALUES = 2**23  # of a matrix that is read, and packed, at a time
+READERS = 4  # number of threads that fill weights on CUDA
+_PINNED_BYTES = 32 * 2**20  # pinned bytes of each thread
+VALUES = 2**23  # values of a matrix that are read and packed at a time
 
 
 Rounding = Callable[[str, tuple[int, int]], "CodesKind | None"]
 
 
 def _as_it_is(name: str, shape: tuple[int, int]) -> None:
-    """A `Rounding` that rounds no matrix."""
+    """Implements `Rounding` without rounding."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -59,16 +60,17 @@ class Part:
 
 
 class Loader:
-    """Makes weights of one dtype on one device out of the named tensors of one source.
+    """Makes weights of one dtype on one device from the named tensors of one source.
 
     Args:
-        source: the tensors; open where they are copied at once.
-        ops: whose weights they are.
-        rounds_to: the kind to which a matrix (name, (N, K)) that is not stored quantised is rounded; None: as it is.
-        planned: allocate nothing; only count.
-        release: let go of the source's tensors when they are copied.
-        later: copy nothing before `fill`.
-        whole: tensors of whole matrices, of which `source` has one rank's parts; None: it has all of them.
+        source: the tensors. Must be open if they are copied at once.
+        ops: ops that will read the weights.
+        rounds_to: returns the kind to which a matrix (name, (N, K)) is rounded. None: not rounded. Not called for
+            matrices that are stored quantised.
+        planned: True to allocate nothing and only count bytes.
+        release: True to free the source's tensors after they are copied.
+        later: True to copy nothing before `fill`.
+        whole: tensors of whole matrices, if `source` has one rank's parts. None: `source` has whole matrices.
 
     Attributes:
         parts: the weights that were made.
@@ -100,10 +102,12 @@ class Loader:
     def tensor(
         self, *names: str, order: list[int] | None = None, dtype: torch.dtype | None = None, plus: float = 0.0
     ) -> Tensor:
-        """The named tensors under each other: [sum of their rows, ...].
+        """Makes one tensor of the named tensors, stacked along their rows.
 
         Args:
-            order: of the rows, new from old. dtype: another than the loader's. plus: is added to every value.
+            order: index of the old row for each new row.
+            dtype: dtype, if not the loader's.
+            plus: number that is added to every value.
         """
         parts = [self._infos[name].shape for name in names]
         shape = (sum(part[0] for part in parts), *parts[0][1:])
@@ -112,11 +116,11 @@ class Loader:
         return made
 
     def weight(self, *names: str, gated: bool = False, order: list[int] | None = None, tree: bool = False) -> Weight:
-        """The named matrices under each other, as one `Weight`.
+        """Makes one `Weight` of the named matrices, stacked along their rows.
 
         Args:
-            order: as in `tensor`.
-            tree: as in `Weight`, where ranks share matrices.
+            order: see `tensor`.
+            tree: see `Weight`; for matrices that ranks share.
         """
         shape = _shape_of(self._infos, names)
         kind = self._kind(names, shape, order)
@@ -133,13 +137,13 @@ class Loader:
         return made
 
     def same_format(self, *names: str) -> bool:
-        """True if all the named matrices are stored quantised, or none."""
+        """True if all named matrices are stored quantised, or none is."""
         return len({self._source.kind(name) is None for name in names}) == 1
 
     def joins_shared(self, *names: str) -> bool:
-        """True if ops want the named matrices of a shared expert and a router among those of all experts.
+        """True if `ops` store a shared expert's matrices and router row together with those of the routed experts.
 
-        Of codes they stay apart, and where ranks share matrices.
+        Quantised matrices are stored separately, and so are those that ranks share.
         """
         plain = all(self._source.kind(name) is None for name in names)
         rounded = any(self._rounds_to(name, _shape_of(self._infos, (name,))) is not None for name in names)
@@ -148,9 +152,9 @@ class Loader:
         return wanted and plain and not rounded and self._whole is None
 
     def stack(self, experts: list[tuple[str, ...]], gated: bool = False) -> ExpertStack:
-        """One stack of the named matrices of each expert. It is mxfp4 if all are stored so and `ops` read it.
+        """Makes one stack of the named matrices of each expert. It is mxfp4 if all are stored so and `ops` read it.
 
-        gated: the first half of the rows is a gate.
+        gated: True if the first half of the rows is a gate.
         """
         names = [name for each in experts for name in each]
         rows, width = sum(self._infos[name].shape[0] for name in experts[0]), self._infos[names[0]].shape[1]
@@ -166,13 +170,13 @@ class Loader:
         first = 0
         for name in names:
             codes = self._source.codes(name, self._device)
-            assert codes is not None  # as their kind says
+            assert codes is not None  # their kind is mxfp4
             place.fill_codes(expert, first, codes)
             first += codes.shape[0]
             self._bar.update(math.prod(codes.shape) * self.dtype.itemsize)
 
     def _kind(self, names: tuple[str, ...], shape: tuple[int, int], order: list[int] | None) -> CodesKind | None:
-        """The kind to which all the named matrices are quantised; None where they are not, or differ."""
+        """Returns the kind to which all named matrices are quantised. None if they are not, or if kinds differ."""
         kinds = [kind for name in names if (kind := self._source.kind(name)) is not None]
         if not kinds:
             return self._rounds_to(names[0], shape)
@@ -183,7 +187,7 @@ class Loader:
         return kind if kind is None or order is None else CodesKind(kind.format, (1, kind.block[1]))
 
     def fill(self) -> None:
-        """Copies what was left for later; on CUDA it is all there when this returns.
+        """Copies everything that was left for later. On CUDA all copies are complete when it returns.
 
         Raises:
             CheckpointError: a value cannot be read, or does not fit in float16. Nothing more is copied then.
@@ -232,7 +236,7 @@ class Loader:
             self._source, self._infos, self._bar, self._release = before
 
     def cancel(self) -> None:
-        """Makes `fill` end soon, in any thread."""
+        """Makes `fill` end soon. Any thread may call it."""
         self._copies.clear()
 
     def _copy(self, part: Part) -> None:
@@ -243,18 +247,18 @@ class Loader:
             part.copy(None)
 
     def _read_along(self) -> None:
-        """One thread of `fill`."""
+        """Runs one thread of `fill`."""
         staging = _Staging(self._device)
         with torch.cuda.device(self._device), torch.cuda.stream(staging.stream):
             self._fill_until_done(staging)
         staging.stream.synchronize()
 
     def _fill_until_done(self, staging: _Staging | None) -> None:
-        with torch.no_grad():  # a thread has its own such modes
+        with torch.no_grad():  # each thread has its own gradient mode
             while self._copies:
                 try:
                     copy = self._copies.popleft()
-                except IndexError:  # another thread took the last
+                except IndexError:  # another thread took the last one
                     return
                 try:
                     copy(staging)
@@ -290,7 +294,7 @@ class Loader:
         order: list[int] | None,
         staging: _Staging | None,
     ) -> None:
-        """Fills a weight of plain values; of a kind that is not stored so, of values rounded to it."""
+        """Fills a weight of plain values. With a `kind`, values are first rounded to it."""
         plain = all(self._source.kind(name) is None for name in names)
         values = partial(self._rounded, kind if plain else None)
         if place.format == "packed" and order is None and plain:
@@ -302,19 +306,19 @@ class Loader:
             place.fill(values(self._rows(names, place, order, staging)))
 
     def _rounded(self, kind: CodesKind | None, rows: Tensor) -> Tensor:
-        """Rows rounded to a kind and turned back to values; with None the rows themselves."""
+        """Rounds rows to a kind and returns their values. With None, returns the rows unchanged."""
         return rows if kind is None else rounded(rows, kind).dequantise(self.dtype)
 
     def _pack_rounded(self, place: PackedCodes, tile: int, rows: Tensor) -> Tensor:
-        with self._launching:  # a kernel that is compiled by its first launch is compiled once
+        with self._launching:  # a kernel is compiled by its first launch; the lock prevents that two threads compile it
             return self._ops.pack_rounded(place, tile, rows)
 
     def _runs(
         self, names: tuple[str, ...], place: Weight, staging: _Staging | None
     ) -> Iterator[tuple[int, Tensor]]:  # fmt: skip
-        """The rows of a weight, a run of whole tiles at a time: (number of the first tile, rows), the gate's first.
+        """Yields the rows of a weight in ranges of whole tiles: (number of the first tile, rows). Gate rows come first.
 
-        The next run takes the memory of the one before it, in the order of the stream.
+        A range uses the same memory as the previous one, in the order of the stream.
         """
         (n, k), halves = place.shape, 2 if place.gated else 1
         stored = [self._source.read(name) for name in names]
@@ -333,7 +337,7 @@ class Loader:
     def _fill_rows(
         self, names: tuple[str, ...], stored: list[Tensor], start: int, place: Tensor, staging: _Staging | None
     ) -> None:
-        """Copies to `place` as many rows of the named matrices under each other, from row `start` on."""
+        """Fills `place` with rows of the named matrices, stacked along their rows, starting at row `start`."""
         first, stop = 0, start + place.shape[0]
         for name, matrix in zip(names, stored, strict=True):
             low, high = max(start, first), min(stop, first + matrix.shape[0])
@@ -348,7 +352,7 @@ class Loader:
             first += matrix.shape[0]
 
     def _rows(self, names: tuple[str, ...], place: Weight, order: list[int] | None, staging: _Staging | None) -> Tensor:
-        """The values of a weight as rows [N, K], before they come into its format."""
+        """Returns the values of a weight as rows [N, K], before conversion to its format."""
         rows = torch.empty(place.shape, dtype=self.dtype, device=self._device)
         self._fill_tensor(names, rows, order, 0.0, staging)
         return rows
@@ -394,12 +398,12 @@ class _Staging:
         self._copied = torch.cuda.Event()
 
     def copy(self, place: Tensor, stored: Tensor) -> None:
-        """stored, on the CPU, to place, contiguous on the device: piece by piece, rounded to place's dtype."""
+        """Copies `stored` (CPU) to `place` (device, contiguous) piece by piece. Values are rounded to place's dtype."""
         pinned = self._pinned.view(place.dtype)
         flat, source = place.view(-1), stored.reshape(-1)
         for start in range(0, flat.numel(), pinned.numel()):
             piece = source[start : start + pinned.numel()]
-            self._copied.synchronize()  # the piece before has left the pinned memory
+            self._copied.synchronize()  # waits until the previous piece has been copied out of the pinned memory
             here = pinned[: piece.numel()]
             here.copy_(piece)
             flat[start : start + piece.numel()].copy_(here, non_blocking=True)
@@ -407,5 +411,5 @@ class _Staging:
 
 
 def _shape_of(infos: Mapping[str, TensorInfo], names: tuple[str, ...]) -> tuple[int, int]:
-    """(N, K) of matrices under each other."""
+    """Returns (N, K) of matrices stacked along their rows."""
     return sum(infos[name].shape[0] for name in names), infos[names[0]].shape[1]

@@ -1,4 +1,4 @@
-"""Supported families, by relatives in one file. To add one, write its file and add a line to the table here."""
+"""Supported families; each file has related ones. To add one, write its file and add a line to the table here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Cohere (Command R, Cohere 2): attention and MLP side by side, a LayerNorm, interleaved rope, scaled logits."""
+"""Cohere (Command R, Cohere 2): attention and MLP in parallel, LayerNorm, interleaved rope, scaled logits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""EXAONE 4: norms of heads, norms after attention and MLP only; where layers have windows, only those have rope."""
+"""EXAONE 4: head norms, and norms only after attention and MLP. If some layers have windows, only those have rope."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Gemma 2: norms 1 + w before and after attention and MLP, softcaps of scores and logits, windows in every other layer.
 
-Gemma 3, the text model: without the softcap of scores, with norms of heads, and with a rope for each kind of layer. In
-`gemma3`, from 4B on, it is a part of a model that reads images, too.
+Gemma 3 (text model): no softcap of scores, head norms, and a different rope for layers with and without a window. From
+4B on, `gemma3` is the text part of a model that also reads images.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _ACT = ("hidden_activation", "gelu_pytorch_tanh")
 
 
 def _plan(fields: ConfigFields) -> LayerPlan:
-    """The plan that layers of Gemma 2 and 3 share."""
+    """Returns the plan that layers of Gemma 2 and 3 share."""
     if fields.flag("use_bidirectional_attention"):
         fields.refuse("use_bidirectional_attention", True, "false: a query sees older keys only")
     bias = fields.flag("attention_bias")
@@ -31,7 +31,7 @@ def _plan(fields: ConfigFields) -> LayerPlan:
 
 
 def _scales(fields: ConfigFields) -> ModelScales:
-    """The embedding times the root of its width, and the softcap of logits where there is one."""
+    """Returns the factor on the embedding, the square root of its width, and the softcap of logits, if there is one."""
     return ModelScales(
         embed=fields.size("hidden_size") ** 0.5, softcap=fields.optional_positive("final_logit_softcapping")
     )

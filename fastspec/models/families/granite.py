@@ -1,6 +1,6 @@
-"""Granite 3: Llama with factors on embedding, scores and what each part adds; logits are divided.
+"""Granite 3: Llama with factors on embedding, scores, and outputs of attention and MLP. Logits are divided by a factor.
 
-Granite 4 without recurrent layers (350M, 1B, Micro): the same, its MLP under another name; rope, or none.
+Granite 4 without recurrent layers (350M, 1B, Micro): the same, with other names for its MLP, and with or without rope.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def _plans(fields: ConfigFields, layers: int) -> tuple[LayerPlan, ...]:
 
 
 def _plans4(fields: ConfigFields, layers: int) -> tuple[LayerPlan, ...]:
-    types = fields.get("layer_types")  # older versions of transformers say "attention"
+    types = fields.get("layer_types")  # older versions of transformers write "attention"
     if not isinstance(types, list | tuple) or len(types) != layers or {*types} - {"full_attention", "attention"}:
         wanted = "attention in every layer: others keep a state that a rejected draft would spoil"
         fields.refuse("layer_types", types, wanted)

@@ -1,4 +1,4 @@
-"""Hunyuan dense: queries and keys are normalised after rope, whose base an `alpha` may stretch."""
+"""Hunyuan dense: queries and keys are normalised after rope. An `alpha` may increase the base of rope."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Llama, Seed-OSS, ERNIE 4.5, Helium: full attention in every layer; biases where the config asks for them.
+"""Llama, Seed-OSS, ERNIE 4.5, Helium: full attention in every layer; biases if the config asks for them.
 
 In ERNIE 4.5 and Helium rope is interleaved.
 """

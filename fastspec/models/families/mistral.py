@@ -1,6 +1,6 @@
-"""Mistral: no biases; with a sliding_window every layer has it.
+"""Mistral: no biases. If there is a sliding_window, every layer has it.
 
-Ministral: windows in the layers of layer_types. Ministral 3: yarn, and queries that grow with their position.
+Ministral: windows in the layers named in layer_types. Ministral 3: yarn, and queries scaled by their position.
 """
 
 from __future__ import annotations

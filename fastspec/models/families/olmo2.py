@@ -1,4 +1,4 @@
-"""OLMo 2 and 3: norms after attention and MLP, not before; queries and keys normalised over all heads at once."""
+"""OLMo 2 and 3: norms after attention and MLP, none before. One norm over all query heads and one over all KV heads."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def _plans(fields: ConfigFields, layers: int) -> tuple[LayerPlan, ...]:
 
 
 def _plans3(fields: ConfigFields, layers: int) -> tuple[LayerPlan, ...]:
-    """Windows in three of four layers, which have a rope of their own."""
+    """Three of four layers have a window, and a rope of their own."""
     plan = _plan(fields)
     return tuple(
         replace(plan, window=window, rope=0 if window is None else 1)

@@ -1,4 +1,7 @@
-"""Phi-3 and 4: as Llama, q, k and v in one matrix, gate and up in one; rope of a part of each head, or longrope."""
+"""Phi-3 and 4: Llama with q, k and v in one matrix, and gate and up in one.
+
+Rope on a part of each head, or longrope.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The plan of a layer: its arithmetic, in order; and the record of a family, which makes plans."""
+"""Plan of a layer, which lists its operations in order; and `ModelFamily`, which makes plans from a config."""
 
 from __future__ import annotations
 
@@ -16,22 +16,23 @@ HeadNorm = Literal["head", "head_after_rope", "projection"]
 
 @dataclass(frozen=True, slots=True)
 class ExpertsPlan:
-    """The MLP of a layer as a mixture of experts. h is the norm of the residual stream.
+    """Mixture of experts as the MLP of a layer. h is the norm of the residual stream.
 
         ids, factors = routing(h Wrouter [+ bias])
         m = sum of factor_j expert_j(h) over a token's chosen experts, in the order in which they were chosen
-        m = m + [sigmoid(h Wshared_gate) *] shared(h) [where there is a shared expert]
+        m = m + [sigmoid(h Wshared_gate) *] shared(h) [if there is a shared expert]
 
     Attributes:
         count: number of experts.
         width: intermediate size of one expert.
-        routing: how the experts of a token are chosen.
-        clamp: activation of the experts; None: silu.
-        router_bias: the router's product has a bias.
-        correction: each expert has a correction that is added to its score only to choose experts (as in DeepSeek-V3).
-        bias: the experts' products have a bias.
-        shared: intermediate size of the shared expert, through which every token goes; 0: there is none.
-        shared_gate: the shared expert's output is multiplied by a gate, one number for each token.
+        routing: rule that chooses the experts of a token.
+        clamp: activation of the experts. None: silu.
+        router_bias: True if the router's product has a bias.
+        correction: True if each expert has a correction that is added to its score only to choose experts (as in
+            DeepSeek-V3).
+        bias: True if the experts' products have a bias.
+        shared: intermediate size of the shared expert, which every token uses. 0: there is none.
+        shared_gate: True if the shared expert's output is multiplied by a gate, one number per token.
     """
 
     count: int
@@ -47,48 +48,48 @@ class ExpertsPlan:
 
 @dataclass(frozen=True, slots=True)
 class LayerPlan:
-    """One decoder layer. x is the residual stream; f is the activation.
+    """Plan of one decoder layer. x is the residual stream; f is the activation.
 
         h = norm(x) [x itself without pre_norm]
         q, k, v = h Wqkv [+ bias]                   one product
-        q, k = norm of q and of k [where qk_norm says how]
-        q, k = rope(q, k) [where rope names a table], q = query_scale(position) q
+        q, k = norm(q), norm(k) [see qk_norm]
+        q, k = rope(q, k) [see rope], q = query_scale(position) q
         a = attention(q, k, v)                      over all keys, or over the `window` newest
-        a = sigmoid(gate) a [with output_gate, whose rows lie after those of v in Wqkv]
+        a = sigmoid(gate) a [with output_gate, whose rows come after those of v in Wqkv]
         [with delta: a = gated delta rule of h Wqkv, which is then q, k, v, z, b and a: see `reference.delta_rule`]
         a = a Wo [+ bias], a = norm(a) [with post_norm]
         x = x + residual_scale * a
-        h = norm(x) [x itself without pre_norm; the first h where parallel]
+        h = norm(x) [x itself without pre_norm; the first h if parallel]
         g, u = h Wgate_up [+ bias]                  one product
         m = (f(g) * u) Wdown [+ bias] [without gated: f(h Wup) Wdown], m = norm(m) [with post_norm]
-            [with experts: as `ExpertsPlan` says]
+            [with experts: see `ExpertsPlan`]
         x = x + residual_scale * m
 
     Attributes:
-        window: keys that a query sees, the newest ones with its own among them; None: all.
-        attention_scale: factor on q . k; None: 1 / sqrt(head_dim).
-        softcap: scores become softcap * tanh(scores / softcap); None: they stay as they are.
-        qkv_bias: q, k and v projections have a bias.
-        o_bias: the output projection has one.
-        mlp_bias: gate, up and down projections have one.
-        qk_norm: queries and keys are normalised: each head, before or after rope, or all heads as one vector, before
-            rope; None: they are not.
-        rope: index of the rotary table in `ModelSpec.ropes`; None: no rotation.
-        norm: what all norms of the layer are; of the last layer, the norm before the head, too.
-            "rms": RMSNorm, rounded before its weight is multiplied. "rms_fp32": rounded after it.
-            "rms_plus_one": as "rms_fp32", the factor is 1 + weight. "layer": LayerNorm, rounded at its end.
-        norm_bias: the norms have a bias; "layer" only.
-        pre_norm: norms before attention and MLP.
-        post_norm: norms of what attention and MLP add to x.
-        parallel: attention and MLP read the same norm of x. With pre_norm and without post_norm only.
+        window: number of newest keys that a query sees, including its own. None: all.
+        attention_scale: factor on q . k. None: 1 / sqrt(head_dim).
+        softcap: scores become softcap * tanh(scores / softcap). None: no softcap.
+        qkv_bias: True if q, k and v projections have a bias.
+        o_bias: True if the output projection has a bias.
+        mlp_bias: True if gate, up and down projections have a bias.
+        qk_norm: norm of queries and keys: for each head, before or after rope, or over all heads as one vector, before
+            rope. None: no norm.
+        rope: index of the rotary table in `ModelSpec.ropes`. None: no rotation.
+        norm: type of all norms of the layer. The last layer's type is also that of the norm before the head.
+            "rms": RMSNorm, rounded before the product with its weight. "rms_fp32": rounded after it.
+            "rms_plus_one": like "rms_fp32" with the factor 1 + weight. "layer": LayerNorm, rounded at its end.
+        norm_bias: True if the norms have a bias; "layer" only.
+        pre_norm: True if there are norms before attention and MLP.
+        post_norm: True if there are norms of the outputs of attention and MLP.
+        parallel: True if attention and MLP read the same norm of x. Needs pre_norm, without post_norm.
         activation: f.
-        gated: the MLP has a gate.
-        residual_scale: factor on what attention and MLP add to x.
-        output_gate: the output of attention is multiplied by sigmoid(gate), element by element. The rows of q_proj
-            are, head by head, those of the query and then those of the gate.
-        delta: the layer has a recurrent state in place of attention; None: it attends.
-        sinks: every head has an attention sink: one more key, with a learned score and without a value (gpt-oss).
-        experts: the MLP is a mixture of experts; None: it is one MLP.
+        gated: True if the MLP has a gate.
+        residual_scale: factor on the outputs of attention and MLP.
+        output_gate: True if the output of attention is multiplied by sigmoid(gate), element by element. For each head,
+            q_proj has the rows of the query, then those of the gate.
+        delta: recurrent state of the layer, instead of attention. None: the layer has attention.
+        sinks: True if every head has an attention sink: one more key, with a learned score and no value (gpt-oss).
+        experts: mixture of experts as MLP. None: a dense MLP.
     """
 
     window: int | None = None
@@ -126,12 +127,12 @@ class LayerPlan:
 
     @property
     def fused_tail(self) -> bool:
-        """True if `Ops.layer_tail` computes the layer from attention on, which is as in Llama's layers."""
+        """True if `Ops.layer_tail` can compute the layer after its attention. The rest must then be as in Llama."""
         return self._plain and self.fused_norm and self.fused_gate and self.experts is None
 
     @property
     def sandwiched(self) -> bool:
-        """True if `Ops.add_norm` computes the norms and sums between products, before and after attention and MLP."""
+        """True if `Ops.add_norm` can compute the norms and sums before and after attention and MLP."""
         norms = self.post_norm and self.pre_norm and self.norm == "rms_plus_one" and self.gated
         return norms and self.residual_scale == 1.0 and self.delta is None
 
@@ -156,7 +157,7 @@ class LayerPlan:
 
     @property
     def rule(self) -> AttentionRule:
-        """The rule by which `Ops.attend` scores queries against keys."""
+        """Rule by which `Ops.attend` scores queries against keys."""
         return AttentionRule(self.window, self.attention_scale, self.softcap)
 
 
@@ -165,9 +166,9 @@ class ModelScales:
     """Factors outside of layers: x = embed * scale, logits = softcap(logits_scale * (norm(x) Whead)).
 
     Attributes:
-        embed: factor on the embedding, rounded to the dtype of the model as transformers does.
+        embed: factor on the embedding, rounded to the model's dtype as in transformers.
         logits: factor on the logits.
-        softcap: logits become softcap * tanh(logits / softcap); None: they stay as they are.
+        softcap: logits become softcap * tanh(logits / softcap). None: no softcap.
     """
 
     embed: float = 1.0
@@ -181,25 +182,27 @@ def _no_scales(fields: ConfigFields) -> ModelScales:
 
 @dataclass(frozen=True, slots=True)
 class ModelFamily:
-    """One family of models.
+    """One family of models: how its configs and stored tensors are read.
 
     Attributes:
-        architecture: the class of transformers that a config names, and that a live module must have.
-        plans: from a config, whose number of layers is checked, the plan of each layer. Refuses a setting that
-            changes the arithmetic and has no place in a plan.
-        names: stored names of a layer's tensors, by the row of `layer_table.LAYER`, if others than there.
-        scales: from a config, what is done outside of layers.
-        eps: the config's field with the epsilon of norms.
-        inner: the config's field with the elements between the products of an MLP.
-        act: the config's field with the activation, and the one value that the plans compute.
-        rope_kinds: kinds of rotary tables that this family is tested with.
-        rope_layers: kinds of layers, each with rotary settings of its own, by index; empty: one for all.
-        text_part: a checkpoint has other parts, which are left out; its config has the text model as `text_config`.
-        partial_rope: a config may ask that only the first part of a head is rotated.
-        transposed_experts: a tensor with all experts of a layer may be stored transposed.
-        read_as: the `model_type` whose config class reads this family's configs, where transformers has no class for
-            it; code that its checkpoints name is not run. Empty: the family's own.
-        interleaved: rope rotates neighbours 2i and 2i + 1 of a head. Else halves: i and i + half of what it rotates.
+        architecture: transformers' model class, which a config must name and a live module must have.
+        plans: function of (config fields, number of layers) that returns the plan of each layer. Raises for a setting
+            that changes the arithmetic and that plans cannot express.
+        names: stored names of a layer's tensors by row of `layer_table.LAYER`, if they differ from that table.
+        scales: function of the config fields that returns the factors outside of layers.
+        eps: config field with the epsilon of norms.
+        inner: config field with the intermediate size of the MLP.
+        act: (config field of the activation, the one value that the plans implement).
+        rope_kinds: types of rotary scaling with which this family is tested.
+        rope_layers: layer types that have their own rotary settings, by index of the table. Empty: one setting for all.
+        text_part: True if a checkpoint contains other parts, which are not loaded. Its config has the text model as
+            `text_config`.
+        partial_rope: True if a config may ask for rotation of only the first part of a head.
+        transposed_experts: True if a tensor with all experts of a layer may be stored transposed.
+        read_as: `model_type` whose config class reads this family's configs, if transformers has no class for it. Code
+            that its checkpoints name is not run. Empty: the family's own.
+        interleaved: True if rope rotates neighbours 2i and 2i + 1 of a head. Else it rotates the halves: i and i +
+            half.
     """
 
     architecture: str
@@ -219,9 +222,9 @@ class ModelFamily:
 
 
 def without_windows(fields: ConfigFields, layers: int) -> None:
-    """Refuses a layer that asks for a window, in a model that has none.
+    """Refuses a layer with a window, for a family without windows.
 
-    A `sliding_window` alone is ignored, as transformers does.
+    A `sliding_window` alone is ignored, as in transformers.
     """
     types = fields.layer_types(layers)
     if types is not None and "sliding_attention" in types:
@@ -229,7 +232,7 @@ def without_windows(fields: ConfigFields, layers: int) -> None:
 
 
 def windows_by_layer_type(fields: ConfigFields, layers: int) -> tuple[int | None, ...]:
-    """The window of each layer where `layer_types` says which layers have one."""
+    """Returns the window of each layer, for families in which `layer_types` says which layers have one."""
     types = fields.layer_types(layers)
     if fields.get("sliding_window") is None:
         without_windows(fields, layers)
@@ -241,7 +244,7 @@ def windows_by_layer_type(fields: ConfigFields, layers: int) -> tuple[int | None
 
 
 def one_window(fields: ConfigFields, layers: int) -> int | None:
-    """The window of all layers, where a `sliding_window` is one of every layer."""
+    """Returns the window of all layers, for families in which `sliding_window` is for every layer."""
     types = fields.layer_types(layers)
     if fields.get("sliding_window") is None:
         without_windows(fields, layers)

@@ -1,7 +1,7 @@
-"""Qwen2: biases on q, k and v; a window in the layers that layer_types names. MiMo has the same layers.
+"""Qwen2: biases on q, k and v, and a window in the layers named in layer_types. MiMo has the same layers.
 
-So has the text model of Qwen2-VL and 2.5-VL: its rope has three positions for each token, which are equal where all
-tokens are text.
+So has the text model of Qwen2-VL and 2.5-VL. Its rope has three positions per token, which are equal if all tokens are
+text.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""Qwen3: norms on queries and keys; biases where the config asks for them; a window in the layers of layer_types.
-The text model of Qwen3-VL is the same: the three positions of its rope are equal where all tokens are text.
+"""Qwen3: norms on queries and keys, biases if the config asks for them, and windows in layers named in layer_types.
 
-Qwen3.5 and 3.6, dense: gated delta-rule layers, and full attention in every fourth layer, with an output gate and a
-rope of a part of each head; norms 1 + w.
+The text model of Qwen3-VL is the same. Its rope has three positions per token, which are equal if all tokens are text.
+
+Qwen3.5 and 3.6, dense: layers with the gated delta rule, and full attention in every fourth layer. Attention has an
+output gate, and rope on a part of each head. Norms are 1 + w.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ def _plans(fields: ConfigFields, layers: int) -> tuple[LayerPlan, ...]:
 
 
 def hybrid_plans(fields: ConfigFields, layers: int) -> tuple[LayerPlan, ...]:
-    """Plans of the layers of Qwen3-Next and Qwen3.5, each with a dense MLP."""
+    """Returns the plans of the layers of Qwen3-Next and Qwen3.5, each with a dense MLP."""
     types = fields.layer_types(layers, "linear_attention", "full_attention")
     if types is None:
         fields.refuse("layer_types", None, "'linear_attention' or 'full_attention' for each layer")

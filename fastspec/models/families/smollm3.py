@@ -1,4 +1,4 @@
-"""SmolLM3: Llama, some of whose layers have no rope."""
+"""SmolLM3: Llama with some layers that have no rope."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from fastspec.models.fields import ConfigFields
 
 
 def _plans(fields: ConfigFields, layers: int) -> tuple[LayerPlan, ...]:
-    with_rope = fields.get("no_rope_layers")  # 1 where there is rope, whatever its name says
+    with_rope = fields.get("no_rope_layers")  # 1 means that the layer has rope, in spite of the field's name
     if not isinstance(with_rope, list) or len(with_rope) != layers or any(each not in (0, 1) for each in with_rope):
         fields.refuse("no_rope_layers", with_rope, f"a list of num_hidden_layers={layers} entries 0 or 1")
     if fields.flag("use_sliding_window"):

@@ -1,1 +1,1 @@
-"""Learned drafters: small models that draft from hidden states of the target, as they are published."""
+"""Learned drafters (heads): small published models that draft from hidden states of the target."""

@@ -1,4 +1,4 @@
-"""A learned drafter on disk: its spec, where its weights lie, and its stored tensors, checked against the spec."""
+"""Checkpoint of a learned drafter: its spec, the location of its weights, and checks of its stored tensors."""
 
 from __future__ import annotations
 
@@ -27,27 +27,27 @@ if TYPE_CHECKING:
 HeadCount = Callable[["HeadCheckpoint", torch.dtype, torch.device, "Ops"], int]
 OFFSETS: Final = "d2t"
 PICKLED: Final = "pytorch_model.bin"
-# what trainers save beside a head, or may: nothing of it is computed with
+# tensors that trainers save with a head, but that no computation uses
 UNUSED: Final = ("t2d", "verifier_lm_head.weight", "verifier_norm.weight", "rotary_emb.inv_freq")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HeadCheckpoint:
-    """One head and where its weights lie; a `ModelSource`.
+    """Checkpoint of one head. Implements `ModelSource`.
 
     Attributes:
         name: path or Hub id, for messages.
-        spec: its kind and sizes.
+        spec: its type and sizes.
         directory: local files.
-        vocab_map: int64 [spec.vocab_size] on the CPU, the target's id of each id of the head; None: the same ids.
-        sample: the target's ids of a short text, to try readings on.
-        source: the target, if its checkpoint holds the head; None: the head has a checkpoint of its own.
-        stored: what its matrices are rounded to while they are loaded, for people; empty: they are not.
+        vocab_map: int64 [spec.vocab_size] on the CPU, the target's id of each id of the head. None: the ids are equal.
+        sample: ids of a short text, with which the readings of its config are compared.
+        source: the target, if its checkpoint contains the head. None: the head has its own checkpoint.
+        stored: description of the format to which its matrices are rounded. Empty: not rounded.
         module: None, because heads are read from files.
         ranks: 1, because several processes do not share a head.
-        mtp: False: a head holds no MTP layer for `draft="mtp"`.
-        rounded: the format of `stored`; None: matrices stay as they are stored.
-        count: computes `bytes_loaded`.
+        mtp: False: a head has no MTP layer for `draft="mtp"`.
+        rounded: the format described by `stored`. None: not rounded.
+        count: function that computes `bytes_loaded`.
     """
 
     name: str
@@ -64,18 +64,18 @@ class HeadCheckpoint:
     count: HeadCount = field(kw_only=True)
 
     def bytes_loaded(self, dtype: torch.dtype, device: torch.device, ops: Ops) -> int:
-        """Bytes of its weights and of its table of ids on a device, with activations of `dtype`."""
+        """Returns the bytes of its weights and of its table of ids on a device, with activations of `dtype`."""
         return self.count(self, dtype, device, ops)
 
 
 class HeadTensors(RenamedTensors):
-    """The tensors of a directory.
+    """Tensors of a head's directory.
 
     Args:
-        directory: of a head.
+        directory: directory of a head.
 
     Raises:
-        CheckpointError: weights are missing, damaged, pickled, or two stored tensors are one.
+        CheckpointError: weights are missing, damaged or pickled, or two stored tensors have one name here.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -92,10 +92,10 @@ class HeadTensors(RenamedTensors):
 
 
 def refuse_pickled(directory: Path) -> None:
-    """Refuses a directory whose only weights are pickled, as the first heads were published.
+    """Refuses a directory that has only pickled weights, as the first published heads had.
 
     Raises:
-        CheckpointError: with the line that converts them.
+        CheckpointError: has the command that converts them.
     """
     if not (directory / PICKLED).is_file() or any((directory / name).is_file() for name in (SINGLE, INDEX)):
         return
@@ -106,7 +106,7 @@ def refuse_pickled(directory: Path) -> None:
 
 
 def conversion(directory: Path | str) -> str:
-    """The command that turns pickled weights of a directory into safetensors."""
+    """Returns the command that converts pickled weights of a directory to safetensors."""
     return (
         f'cd {directory} && python -c "import torch; from safetensors.torch import save_file; save_file({{k: '
         f"v.clone() for k, v in torch.load('{PICKLED}', map_location='cpu', weights_only=True).items()}}, "
@@ -118,8 +118,8 @@ def check_head_tensors(tensors: TensorSource, spec: HeadSpec) -> None:
     """Compares the stored tensors with those of the spec, before anything is allocated.
 
     Raises:
-        CheckpointError: a tensor is missing, of another shape, or has no place.
-        UnsupportedModel: one is stored in a dtype other than bfloat16, float16 or float32.
+        CheckpointError: a tensor is missing, has another shape, or is unknown.
+        UnsupportedModel: a tensor is stored in a dtype other than bfloat16, float16 or float32.
     """
     infos = tensors.infos()
     missing = [wanted for wanted in spec.tensors if wanted not in infos]
@@ -144,10 +144,10 @@ def check_head_tensors(tensors: TensorSource, spec: HeadSpec) -> None:
 
 
 def target_ids(tensors: HeadTensors, spec: HeadSpec) -> Tensor | None:
-    """The target's id of each id of the head, int64 [vocab_size] on the CPU, by its table of offsets; None: the same.
+    """Reads the table of the target's ids for the head's ids: int64 [vocab_size] on the CPU. None: the ids are equal.
 
     Raises:
-        CheckpointError: there is no table, or it names ids that the target does not have, or one twice.
+        CheckpointError: the table is missing, or has ids that the target does not have, or an id twice.
     """
     drafted, known = spec.vocab_size, spec.target.vocab_size
     if OFFSETS not in tensors.infos():
@@ -171,7 +171,7 @@ def target_ids(tensors: HeadTensors, spec: HeadSpec) -> Tensor | None:
 
 @contextmanager
 def naming(what: str) -> Iterator[None]:
-    """Puts a subject in front of the reason of an error."""
+    """Context that puts `what` in front of the message of an error."""
     try:
         yield
     except (CheckpointError, UnsupportedModel, UnsupportedOption) as error:
@@ -179,10 +179,10 @@ def naming(what: str) -> Iterator[None]:
 
 
 def sizes_of(target: Checkpoint) -> TargetSizes:
-    """The sizes of a target that a head must know.
+    """Returns the sizes of a target that a head needs.
 
     Raises:
-        UnsupportedModel: the target is hosted, so that its layers' hidden states are not ours to read.
+        UnsupportedModel: the target is hosted, so its layers' hidden states cannot be read.
     """
     spec = target.spec
     if not isinstance(spec, ModelSpec):

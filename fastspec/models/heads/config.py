@@ -1,4 +1,4 @@
-"""The parts of a head's config that all kinds have: sizes of its layers, and facts of its target."""
+"""Parts of a head's config that all types of heads have: sizes of its layers, and properties of its target."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _READ: Final = (
 
 
 def inner_config(raw: Mapping[str, Any], where: Path) -> Mapping[str, Any]:
-    """The config of a head's layers: an object of its own in the layout of speculators, else the config itself."""
+    """Returns the config of a head's layers: a separate object in the layout of speculators, else the config itself."""
     inner = raw.get(INNER, raw)
     if not isinstance(inner, Mapping):
         raise CheckpointError(f"{where}: {INNER} is {type(inner).__name__}, wanted an object")
@@ -31,10 +31,10 @@ def inner_config(raw: Mapping[str, Any], where: Path) -> Mapping[str, Any]:
 
 
 def flag(raw: Mapping[str, Any], name: str, default: bool = False) -> bool:
-    """True or false, also as null for the default.
+    """Returns True or False. null gives the default.
 
     Raises:
-        CheckpointError: something else.
+        CheckpointError: any other value.
     """
     value = raw.get(name)
     if value is None:
@@ -45,10 +45,10 @@ def flag(raw: Mapping[str, Any], name: str, default: bool = False) -> bool:
 
 
 def size(raw: Mapping[str, Any], name: str, default: int) -> int:
-    """A whole number from 1, also as null for the default.
+    """Returns a whole number from 1 on. null gives the default.
 
     Raises:
-        CheckpointError: something else.
+        CheckpointError: any other value.
     """
     value = raw.get(name)
     if value is None:
@@ -59,10 +59,10 @@ def size(raw: Mapping[str, Any], name: str, default: int) -> int:
 
 
 def ids_of(value: object, name: str) -> tuple[int, ...] | None:
-    """A list of layer ids; None if there is none.
+    """Returns a list of layer ids. None if there is none.
 
     Raises:
-        CheckpointError: it is none.
+        CheckpointError: not a list of ids.
     """
     if value is None:
         return None
@@ -72,13 +72,13 @@ def ids_of(value: object, name: str) -> tuple[int, ...] | None:
 
 
 def decoder_of(inner: Mapping[str, Any], names: Collection[str], vocab_size: int, target: TargetSizes) -> ModelSpec:
-    """The head's layers as those of a Llama, or of a Qwen3 where queries and keys are normalised.
+    """Returns the spec of the head's layers: those of Llama, or those of Qwen3 if queries and keys are normalised.
 
     Args:
-        inner: from `inner_config`.
-        names: of the stored tensors, as `plain_name` has them. They say which projections have a bias.
-        vocab_size: of its own logits.
-        target: whose dtype it runs in.
+        inner: result of `inner_config`.
+        names: names of the stored tensors, converted by `plain_name`. They show which projections have a bias.
+        vocab_size: number of the head's own logits.
+        target: sizes of the target, whose dtype the head uses.
 
     Raises:
         UnsupportedModel: a setting that changes the arithmetic and is not implemented.
@@ -141,10 +141,10 @@ def _plans(
 
 
 def check_verifier(raw: Mapping[str, Any], target: TargetSizes, architecture: str) -> None:
-    """Refuses a head that names the model it was trained on, where the target is another.
+    """Refuses a head whose config names another architecture than the target's as the model it was trained on.
 
-    What it names is a Hub id, and a target may lie in a directory of any name: so architectures are compared, where
-    both are known. Sizes are compared with those of tensors.
+    The config has a Hub id, but a target's directory may have any name. So architectures are compared, if both are
+    known. Sizes are compared elsewhere, with the tensors.
 
     Raises:
         CheckpointError: names both.

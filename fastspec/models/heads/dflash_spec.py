@@ -1,4 +1,4 @@
-"""DFlash heads (arXiv 2602.06036): their configs, in the layout of z-lab and in that of speculators."""
+"""DFlash heads (arXiv 2602.06036): their configs in the layouts of z-lab and of speculators."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ DEFAULT_THETA: Final = 1e6
 DEFAULT_BLOCK: Final = 16
 MAX_BLOCK: Final = 64
 SLIDING, FULL = "sliding_attention", "full_attention"
-# settings of relatives, and what no pass here computes: (name, values that are fine)
+# settings of related heads that are not implemented: name -> values that have no effect
 OTHERS: Final[Mapping[str, tuple[object, ...]]] = {
     "projector_type": (None, "dflash"),
     "shift_label": (None, False),
@@ -37,22 +37,21 @@ OTHERS: Final[Mapping[str, tuple[object, ...]]] = {
 
 @dataclass(frozen=True, slots=True)
 class DFlashSpec(HeadSpec):
-    """Sizes and arithmetic of a DFlash head; the passes are in `dflash.py`.
+    """Sizes and arithmetic of a DFlash head. `DFlash` in passes.py has the passes.
 
-    `decoder` has a plan for each layer, with its window. In a layer with a window that is not causal it is counted from
-    the block's first row, for all rows.
+    `decoder` has a plan for each layer, with its window. If a layer with a window is not causal, all rows of a block
+    use the window of the block's first row.
 
     Attributes:
-        block_size: rows of a block at most: the last token, and masks.
-        mask_id: the token that masks are embedded as.
-        causal: of each layer, whether a row of the block sees only the rows before it and itself. In the others every
-            row sees every row.
-        sample_from_anchor: every row predicts the token after it, the last token's as well; else every mask predicts
-            the token in its own place.
-        sinks: every query head has one more key, of value zero.
+        block_size: largest number of rows of a block: the last token, and masks.
+        mask_id: token id whose embedding is used for masks.
+        causal: for each layer, True if a row of the block sees only earlier rows and itself. False: it sees every row.
+        sample_from_anchor: True if every row predicts the next token, including the last token's row. False: every mask
+            predicts the token at its own position.
+        sinks: True if every query head has one more key, whose value is zero.
         value_scale: factor on values.
         embed_scale: factor on embeddings.
-        mask_file: where the vector is that masks are embedded as; None: in the embedding.
+        mask_file: file with the embedding vector of masks. None: it is in the embedding.
     """
 
     block_size: int = DEFAULT_BLOCK
@@ -66,16 +65,16 @@ class DFlashSpec(HeadSpec):
 
     @property
     def max_drafts(self) -> int:
-        """Drafts of one pass at most."""
+        """Largest number of drafts of one pass."""
         return self.block_size - (not self.sample_from_anchor)
 
     def rows(self, k: int) -> int:
-        """Rows of a pass that makes k drafts."""
+        """Returns the rows of a pass that makes k drafts."""
         return k + (not self.sample_from_anchor)
 
     @property
     def joined(self) -> Mapping[str, tuple[str, ...]]:
-        """Names of tensors that are loaded joined: k and v of all layers for the context, and all sinks."""
+        """Names of tensors that are loaded as one tensor: k and v of all layers for the context, and all sinks."""
         projections = [f"layers.{layer}.self_attn.{which}_proj" for layer in range(self.num_layers) for which in "kv"]
         found = {"context.weight": tuple(f"{each}.weight" for each in projections)}
         if self.decoder.qkv_bias:
@@ -83,7 +82,7 @@ class DFlashSpec(HeadSpec):
         return found | ({"sinks": tuple(map(SINKS.format, range(self.num_layers)))} if self.sinks else {})
 
     def weight_bytes(self, dtype: torch.dtype) -> int:
-        """Bytes of its own weights in `dtype`. Tensors joined for the context count twice."""
+        """Returns the bytes of its own weights in `dtype`. Tensors that are also loaded joined count twice."""
         twice = [part for name, parts in self.joined.items() if name != "sinks" for part in parts]
         again = sum(math.prod(self.tensors[part]) for part in twice)
         mask = 0 if self.mask_file is None else self.hidden_size
@@ -98,18 +97,18 @@ def dflash_spec(
     feature_layers: Sequence[int] | None,
     where: Path,
 ) -> DFlashSpec:
-    """The spec of a DFlash head, by its config and the shapes of its tensors.
+    """Makes the spec of a DFlash head from its config and the shapes of its tensors.
 
     Args:
-        found: its kind and layout.
-        raw: `config.json`.
+        found: its type and layout.
+        raw: content of `config.json`.
         infos: its tensors, by `plain_name`.
-        target: the model that it is to draft for.
-        feature_layers: the caller's own choice of boundaries; None: the config's.
-        where: the config, for messages; beside it there may be an embedding of the mask.
+        target: sizes of the target.
+        feature_layers: boundaries of target layers that the user chose. None: those of the config.
+        where: path of the config, for messages. Its directory may have an embedding of the mask.
 
     Raises:
-        CheckpointError: config and tensors do not go together, or the head is of another target.
+        CheckpointError: config and tensors do not match, or the head was made for another target.
         UnsupportedModel: a setting that is not implemented.
     """
     settings = _Settings.of(raw, where)
@@ -150,7 +149,7 @@ def dflash_spec(
 
 @dataclass(frozen=True, slots=True)
 class _Settings:
-    """A config, and the object in it that has a head's own settings: those count before others of their name."""
+    """Settings of a head: first those of the object in the config that is only for heads, then those of the config."""
 
     own: Mapping[str, Any]
     raw: Mapping[str, Any]
@@ -164,7 +163,7 @@ class _Settings:
         return cls(own or {}, raw)
 
     def get(self, name: str, default: object = None) -> Any:
-        """The value; the default if there is none, or null."""
+        """Returns the value of a setting. The default if it is missing or null."""
         found = self.own.get(name)
         found = self.raw.get(name) if found is None else found
         return default if found is None else found
@@ -176,14 +175,14 @@ class _Settings:
         return flag({name: self.get(name)}, name, default)
 
     def number(self, name: str) -> float:
-        """A positive number; 1 if there is none."""
+        """Returns a positive number. 1 if there is none."""
         value = self.get(name, 1.0)
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 2**31:
             self.refuse(name, "a positive number")
         return float(value)
 
     def whole(self, name: str, minimum: int, maximum: int, default: int | None = None) -> int:
-        """Returns a whole number from `minimum` to `maximum`; refuses other values."""
+        """Returns a whole number from `minimum` to `maximum`. Refuses other values."""
         value = self.get(name, default)
         if type(value) is not int or not minimum <= value <= maximum:
             self.refuse(name, f"a whole number from {minimum} to {maximum}")
@@ -191,7 +190,7 @@ class _Settings:
 
 
 def _readings(settings: _Settings, target: TargetSizes, asked: Sequence[int] | None) -> tuple[Reading, ...]:
-    """z-lab names layers, speculators boundaries, and engines agree: there is one reading."""
+    """Returns the only reading: z-lab names layers and speculators names boundaries, and all engines agree on that."""
     if asked is not None:
         return (asked_boundaries(asked, target.layers, None),)
     for name, shift in (("target_layer_ids", 1), ("aux_hidden_state_layer_ids", 0)):
@@ -208,16 +207,16 @@ def _scales(settings: _Settings, logit_scale: float) -> ModelScales:
 
 
 def _mask_id(settings: _Settings, vocab: int) -> int:
-    """The mask's token: under the first of its names that is there, as vLLM looks for it."""
+    """Returns the mask's token id. Of its possible names the first that exists is used, as in vLLM."""
     name = next((name for name in MASK_NAMES if settings.get(name) is not None), MASK_NAMES[0])
     return settings.whole(name, 0, vocab - 1)
 
 
 def _mask_file(directory: Path) -> Path | None:
-    """The file with the embedding of the mask, of a checkpoint that has one.
+    """Returns the file with the embedding of the mask. None if the checkpoint has none.
 
     Raises:
-        CheckpointError: it is pickled; with the line that converts it.
+        CheckpointError: it is pickled. Has the command that converts it.
     """
     file = directory / f"{MASK_FILE}.safetensors"
     if file.is_file():
@@ -235,11 +234,12 @@ def _mask_file(directory: Path) -> Path | None:
 def _attention(
     settings: _Settings, inner: Mapping[str, Any], layers: int, ours: bool
 ) -> tuple[tuple[int | None, ...], tuple[bool, ...]]:
-    """(window, causal) of each layer.
+    """Returns (window, causal) of each layer, as two tuples.
 
-    Layers that `layer_types` calls sliding are causal, others are not; `use_swa` gives every layer a window. A flag of
-    the config counts before this: in z-lab's layout for all layers, in speculators', whose full layers never are
-    causal, for those with a window. There such a layer that is not causal sees one key more.
+    Layers that `layer_types` calls sliding are causal, others are not. `use_swa` gives every layer a window. An
+    explicit flag for causal layers overrides this. In z-lab's layout it is for all layers; in speculators' layout only
+    for layers with a window, because full layers are never causal there. There a layer with a window that is not causal
+    sees one more key.
     """
     types = inner.get("layer_types")
     if types is not None and (not isinstance(types, list) or len(types) != layers or {*types} - {SLIDING, FULL}):
@@ -264,7 +264,7 @@ def _attention(
 
 
 def _check_shared(decoder: ModelSpec, target: TargetSizes, *, own_embed: bool, own_head: bool) -> None:
-    """Refuses to share a matrix that the target has in another form."""
+    """Refuses a head that shares a matrix with the target, if the target's has another form."""
     hidden, vocab = decoder.hidden_size, decoder.vocab_size
     if hidden != target.hidden_size and not (own_embed and own_head):
         raise CheckpointError(

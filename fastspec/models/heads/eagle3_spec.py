@@ -1,4 +1,4 @@
-"""EAGLE-3 heads (arXiv 2503.01840): their configs, in the layout of EAGLE and SGLang and in that of speculators."""
+"""EAGLE-3 heads (arXiv 2503.01840): their configs in the layout of EAGLE and SGLang, and in that of speculators."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ from fastspec.models.layer_table import layer_shapes
 class Eagle3Spec(HeadSpec):
     """Sizes and arithmetic of an EAGLE-3 head.
 
-        a = the target's hidden states at one position, side by side
-        a = norm(a) [with norm_before_fc], or each of them its own norm [with fc_norm]
-        g = a Wfc [+ bias] [without fc: a];  of a drafted position: what `feature` was there
-        e = norm(embedding of the token that follows), h = norm(g)
+        a = the target's hidden states at one position, concatenated
+        a = norm(a) [with norm_before_fc], or each hidden state has its own norm [with fc_norm]
+        g = a Wfc [+ bias] [without fc: a];  at a drafted position g is `feature` of the previous pass
+        e = norm(embedding of the next token), h = norm(g)
         r = g [h with norm_before_residual]
         x = r + attention([e h]);  x = x + mlp(norm(x)); then ordinary layers, if there are more
         logits = norm(x) Whead;  feature = x [norm(x) with norm_output]
 
     Attributes:
-        fc: the target's hidden states go through a product first.
+        fc: True if the target's hidden states are first multiplied with Wfc.
         fc_bias, norm_before_fc, fc_norm, norm_before_residual, norm_output: see above.
     """
 
@@ -50,7 +50,10 @@ class Eagle3Spec(HeadSpec):
 
     @property
     def kept(self) -> tuple[int, ...]:
-        """Shape of the tensor kept of a row's newest position, for its first draft; see `Eagle3.absorb`."""
+        """Shape of the tensor stored for a row's newest position.
+
+        The first draft continues from it; see `Eagle3.absorb`.
+        """
         return (self.attention_inputs,)
 
 
@@ -62,18 +65,18 @@ def eagle3_spec(
     feature_layers: Sequence[int] | None,
     where: Path,
 ) -> Eagle3Spec:
-    """The spec of an EAGLE-3 head, by its config and the shapes of its tensors.
+    """Makes the spec of an EAGLE-3 head from its config and the shapes of its tensors.
 
     Args:
-        found: its kind and layout.
-        raw: `config.json`.
+        found: its type and layout.
+        raw: content of `config.json`.
         infos: its tensors, by `plain_name`.
-        target: the model that it is to draft for.
-        feature_layers: the caller's own choice of boundaries; None: the config's.
-        where: the config, for messages.
+        target: sizes of the target.
+        feature_layers: boundaries of target layers that the user chose. None: those of the config.
+        where: path of the config, for messages.
 
     Raises:
-        CheckpointError: config and tensors do not go together, or the head is of another target.
+        CheckpointError: config and tensors do not match, or the head was made for another target.
         UnsupportedModel: a setting that is not implemented.
     """
     inner = inner_config(raw, where)
@@ -98,10 +101,10 @@ def eagle3_spec(
 
 
 def _flags(found: Recognised, raw: Mapping[str, Any], infos: Collection[str]) -> dict[str, bool]:
-    """The variant, with the defaults of the engine that wrote the layout.
+    """Returns the flags of the variant. Defaults are those of the engine that wrote the layout.
 
-    `norm_before_residual` is a flag of speculators and of vLLM. Where a file of speculators leaves it out, that library
-    reads false. SGLang has no such flag, and computes as with false.
+    `norm_before_residual` is a flag of speculators and of vLLM. If it is missing, speculators uses false. SGLang has no
+    such flag, and computes as with false.
     """
     inner = raw.get("eagle_config")
     eagle: Mapping[str, Any] = inner if isinstance(inner, Mapping) else {}
@@ -125,7 +128,7 @@ def _flags(found: Recognised, raw: Mapping[str, Any], infos: Collection[str]) ->
 def _check_target(
     raw: Mapping[str, Any], inner: Mapping[str, Any], infos: Mapping[str, TensorInfo], target: TargetSizes
 ) -> None:
-    """Refuses a head whose sizes say that it was made for another target."""
+    """Refuses a head whose sizes show that it was made for another target."""
     hidden = raw.get("target_hidden_size")
     vocab = infos["t2d"].shape[0] if "t2d" in infos else inner.get("vocab_size")
     for name, got, wanted in (("hidden_size", hidden, target.hidden_size), ("vocab_size", vocab, target.vocab_size)):
@@ -137,7 +140,7 @@ def _check_target(
 
 
 def _inputs(infos: Mapping[str, TensorInfo], target: TargetSizes, decoder: ModelSpec) -> int:
-    """The number of hidden states of the target that it reads, by the width of its first product."""
+    """Returns how many hidden states of the target it reads, from the width of its first product."""
     if "fc.weight" not in infos:
         if decoder.hidden_size != target.hidden_size:
             raise CheckpointError(
@@ -179,13 +182,14 @@ def _readings(
         raise CheckpointError(f"{name}={list(ids)} has {len(ids)} entries, and fc.weight is made for {count}")
     behind = ids_of(inner.get("layer_ids"), "layer_ids")
     if behind is not None and list(behind) == [each + 1 for each in ids]:
-        return readings_of(behind, target.layers, 0)  # named in both ways, which leaves one reading
-    # as layers whose output is read in SGLang and its trainer, as boundaries in vLLM and speculators
+        return readings_of(behind, target.layers, 0)  # the config names them in both ways, so there is only one reading
+    # SGLang and its trainer read the numbers as layers whose output is used; vLLM and speculators read them as
+    # boundaries
     return readings_of(ids, target.layers, 0) if written else readings_of(ids, target.layers, 1, (0,))
 
 
 def _check_shared(spec: Eagle3Spec) -> None:
-    """Refuses to share a matrix that the target has in another form."""
+    """Refuses a head that shares a matrix with the target, if the target's has another form."""
     target = spec.target
     if not spec.own_embed and spec.hidden_size != target.hidden_size:
         raise CheckpointError(

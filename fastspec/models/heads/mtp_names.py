@@ -38,14 +38,14 @@ _COPIES: Final = ("embed_tokens", "shared_head.head")  # copies of the model's o
 
 @dataclass(frozen=True, slots=True)
 class StoredMtp:
-    """MTP layers that a checkpoint holds beside its model.
+    """MTP layers that a checkpoint contains in addition to its model.
 
     Attributes:
-        layout: whose tensor names they have: "mtp" is Qwen's, "nextn" DeepSeek's and GLM's, "mimo" MiMo's.
-        depth: the number of MTP layers.
-        names: tensors of the first layer, name here -> stored name. Names here are fc, pre_fc_norm_embedding,
-            pre_fc_norm_hidden and norm, and those of a decoder layer as `model.layers.0.*`.
-        stored: the stored names of all MTP layers' tensors, copies of shared matrices included.
+        layout: naming of the tensors: "mtp" is Qwen's, "nextn" DeepSeek's and GLM's, "mimo" MiMo's.
+        depth: number of MTP layers.
+        names: tensors of the first layer: name here -> stored name. Names here are fc, pre_fc_norm_embedding,
+            pre_fc_norm_hidden and norm, and for a decoder layer `model.layers.0.*`.
+        stored: stored names of all MTP layers' tensors, including copies of shared matrices.
     """
 
     layout: MtpLayout
@@ -60,11 +60,11 @@ class StoredMtp:
 
 
 def find_mtp(stored: Collection[str], layers: int) -> StoredMtp | None:
-    """The MTP layers of a checkpoint; None where there are none.
+    """Returns the MTP layers of a checkpoint. None if there are none.
 
     Args:
-        stored: names of the checkpoint's tensors, as they are stored.
-        layers: layers of the model; in DeepSeek's layout the layers with higher numbers are MTP layers.
+        stored: stored names of the checkpoint's tensors.
+        layers: number of layers of the model. In DeepSeek's layout layers with higher numbers are MTP layers.
     """
     plain = {name: _unwrapped(name) for name in stored}
     for layout in _PLACES:
@@ -81,7 +81,7 @@ def _unwrapped(name: str) -> str:
 
 
 def _place(layout: MtpLayout, text: str, layers: int) -> tuple[int, str, str] | None:
-    """(MTP layer, module by its name here, parameter) of a stored name; None: it is of no MTP layer."""
+    """Splits a stored name into (MTP layer, module by its name here, parameter). None: not a tensor of an MTP layer."""
     match = _PLACES[layout].fullmatch(text)
     if match is None:
         return None

@@ -1,4 +1,4 @@
-"""The MTP layer in a target's own checkpoint: its spec and its stored tensors."""
+"""MTP layer in a target's own checkpoint: its spec and its stored tensors."""
 
 from __future__ import annotations
 
@@ -43,30 +43,33 @@ class MtpSpec(HeadSpec):
         e = norm(embedding of the next token), h = norm(the target's hidden state after its final norm)
         x = [e h] Wfc^T                    [h e] with hidden_first
         x = norm(layer(x))                 the layer has the plan of the target's last layer with attention
-        logits = x Whead^T                 for later drafts x takes the place of the target's hidden state
+        logits = x Whead^T                 for later drafts x replaces the target's hidden state
 
-    The embedding and Whead are the target's. With `draft_vocab` Whead is a matrix of its own, with some rows of the
-    target's. All norms are of the kind that the target has.
+    The embedding and Whead are the target's. With `draft_vocab`, Whead is a separate matrix with some rows of the
+    target's. All norms have the target's type.
 
     Attributes:
-        hidden_first: the hidden state comes before the embedding in what Wfc multiplies.
+        hidden_first: True if the hidden state comes before the embedding in the input of Wfc.
     """
 
     hidden_first: bool = False
 
     @property
     def kept(self) -> tuple[int, ...]:
-        """Shape of the tensor kept of a row's newest position, for its first draft; see `Mtp.absorb`."""
+        """Shape of the tensor stored for a row's newest position.
+
+        The first draft continues from it; see `Mtp.absorb`.
+        """
         return (self.attention_inputs,)
 
     def weight_bytes(self, dtype: torch.dtype) -> int:
-        """Bytes of its own weights in `dtype`; norms may be in fp32."""
+        """Returns the bytes of its own weights in `dtype`; norms may be in fp32."""
         sizes = {2: dtype.itemsize, 1: self.decoder.norm_dtype(dtype).itemsize}
         return sum(sizes.get(len(shape), dtype.itemsize) * math.prod(shape) for shape in self.tensors.values())
 
 
 def mtp_source(checkpoint: HeadCheckpoint) -> TensorSource:
-    """The tensors of the MTP layer that `resolve_mtp` found, by their names here."""
+    """Returns the tensors of the MTP layer that `resolve_mtp` found, by their names here."""
     target, spec = checkpoint.source, checkpoint.spec
     assert target is not None, "a layer lies in its target's checkpoint"
     assert isinstance(spec, MtpSpec), "as its spec says"
@@ -77,7 +80,7 @@ def mtp_source(checkpoint: HeadCheckpoint) -> TensorSource:
 
 
 class WithSomeRows(WrappedSource):
-    """The tensors of an MTP layer, with some rows of the target's output matrix as its head.
+    """Tensors of an MTP layer, with some rows of the target's output matrix as its head.
 
     Args:
         layer: tensors of the MTP layer, by their names here.
@@ -91,7 +94,7 @@ class WithSomeRows(WrappedSource):
         self._name = HEAD if HEAD in model.infos() else EMBED
 
     def infos(self) -> Mapping[str, TensorInfo]:
-        """Tensors of the layer and of the head. A head without plain values is left out."""
+        """Tensors of the layer and of the head. A head that is stored quantised is left out."""
         whole = self._model.infos().get(self._name)
         if whole is None:
             return super().infos()
@@ -107,11 +110,11 @@ class WithSomeRows(WrappedSource):
             yield
 
     def read(self, name: str) -> Tensor:
-        """The tensor; of the head a copy."""
+        """Returns a tensor; the head as a copy."""
         return self._model.read(self._name)[self._ids] if name == HEAD else super().read(name)
 
     def read_part(self, name: str, rows: slice, columns: slice) -> Tensor:
-        """Rows and, of a matrix, columns of a tensor."""
+        """Returns rows and, for a matrix, columns of a tensor."""
         return self.read(name)[rows, columns] if name == HEAD else super().read_part(name, rows, columns)
 
     @override
@@ -128,9 +131,9 @@ class WithSomeRows(WrappedSource):
 
 
 def mtp_tensors(target: Checkpoint, spec: MtpSpec) -> RenamedTensors:
-    """The tensors of the first MTP layer in a target's directory, by their names here.
+    """Returns the tensors of the first MTP layer in a target's directory, by their names here.
 
-    Matrices may be quantised as the target's are, or lie as they are beside a quantised target.
+    Matrices may be quantised as the target's are. They may also be unquantised although the target is quantised.
     """
     assert target.directory is not None, "checked by `resolve_mtp`"
     stored: TensorSource = ShardTensors(target.directory)
@@ -154,11 +157,11 @@ def mtp_tensors(target: Checkpoint, spec: MtpSpec) -> RenamedTensors:
 
 
 def mtp_spec(target: Checkpoint, directory: Path) -> MtpSpec:
-    """The spec of the MTP layer in a target's directory.
+    """Makes the spec of the MTP layer in a target's directory.
 
     Raises:
         CheckpointError: there is none.
-        UnsupportedModel: there are several, or one of experts beside dense layers.
+        UnsupportedModel: there are several, or one with experts for a target with dense layers.
     """
     sizes, model = sizes_of(target), target.native
     found = find_mtp(ShardTensors(directory).infos().keys(), model.num_layers)
@@ -191,7 +194,7 @@ def mtp_spec(target: Checkpoint, directory: Path) -> MtpSpec:
 
 
 def _plan(model: ModelSpec) -> LayerPlan:
-    """The plan of the last layer with attention. Layers without a sliding window come first."""
+    """Returns the plan of the last layer with attention, if possible of one without a sliding window."""
     attending = [model.plans[layer] for layer in model.attending]
     return next((plan for plan in reversed(attending) if plan.window is None), attending[-1])
 

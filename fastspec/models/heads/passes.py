@@ -1,4 +1,4 @@
-"""The passes of learned heads: EAGLE-3, MTP and DFlash, each a decoder with inputs of its own."""
+"""Passes of learned heads: EAGLE-3, MTP and DFlash. Each is a decoder with different inputs."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from fastspec.shapes import ForwardBatch, Tiling
 
 
 class HeadDecoder(Decoder):
-    """A decoder that may write keys and values without attending to them.
+    """Decoder that can write keys and values without attending to them.
 
-    Where several ranks share the target and the head has the target's output matrix, of which each rank has some rows,
-    the target multiplies with it: all ranks get all logits.
+    If several ranks share the target, each has some rows of its output matrix. A head that uses this matrix lets the
+    target multiply with it, and all ranks get all logits.
     """
 
     _lender: Decoder | None = None
 
     def borrow(self, target: Decoder) -> None:
-        """Takes the target, which multiplies with the output matrix if the head has the target's."""
+        """Takes the target, which multiplies with the output matrix if the head uses the target's."""
         self._lender = target if self.weights.head is target.weights.head else None
 
     @override
@@ -51,13 +51,16 @@ class HeadDecoder(Decoder):
             super().head_argmax(x, limit, tiling, out, **options)
 
     def _resumed(self, made: Tensor, rows: ForwardBatch) -> Tensor:
-        """The residual stream after the last layer, from that layer's input and its q, k and v, side by side."""
+        """Returns the residual stream after the last layer, from that layer's input, q, k and v (concatenated)."""
         hidden = self.spec.hidden_size
         x, qkv = made[..., :hidden].contiguous(), made[..., hidden:].contiguous()
         return self._layer(self.spec.num_layers - 1, x, qkv, rows)[0]
 
     def _store(self, index: int, heads: Tensor, rows: ForwardBatch, *, num_heads: int) -> Tensor:
-        """Keys, normed and rotated, and values of rows into a layer's cache; their queries, if they have any."""
+        """Writes keys, normed and rotated, and values of rows to a layer's cache.
+
+        Returns their queries, if there are any.
+        """
         keys, values = self.cache.keys[index], self.cache.values[index]
         where = keys, values, rows.block_table, rows.positions, rows.write_mask
         call = HeadsCall(heads, *self._tables[0], *where, num_heads=num_heads, norms=self._norms(index))
@@ -65,16 +68,16 @@ class HeadDecoder(Decoder):
 
 
 class Eagle3(HeadDecoder):
-    """Weights and cache of an EAGLE-3 head (arXiv 2503.01840), and its passes. `Eagle3Spec` has the formulas.
+    """Weights and KV cache of an EAGLE-3 head (arXiv 2503.01840), and its passes. `Eagle3Spec` has the formulas.
 
-    In every pass position i stands for the hidden state at i and the token that follows it, i + 1: `rows.ids` are those
-    tokens. So its cache ends one position before its target's.
+    In every pass, position i has the hidden state at i and the next token, i + 1: `rows.ids` are these next tokens. So
+    its KV cache is one position shorter than the target's.
 
     Args:
-        spec: what distinguishes this head.
-        weights: its own, and those that it shares with the target.
-        cache: pages of its layers, under the target's page table.
-        ops, sizes: as for `Decoder`.
+        spec: sizes and arithmetic of the head.
+        weights: its own weights, and those that it shares with the target.
+        cache: pages of its layers, in the target's page table.
+        ops, sizes: see `Decoder`.
     """
 
     def __init__(self, spec: Eagle3Spec, weights: HeadWeights, cache: PagedKVCache, ops: Ops, **sizes: Any) -> None:
@@ -86,7 +89,7 @@ class Eagle3(HeadDecoder):
         self._chunk_norms = [weights.vector(f"fc_norm.{index}.weight") for index in range(spec.feature_layers)]
 
     def condense(self, features: Tensor, tiling: Tiling) -> Tensor:
-        """g [B, Q, hidden] of the target's hidden states [B, Q, layers, target's hidden]."""
+        """Returns g [B, Q, hidden] for the target's hidden states [B, Q, layers, target's hidden]."""
         eps = self.spec.rms_eps
         if self.head.fc_norm:
             normed = [
@@ -103,7 +106,7 @@ class Eagle3(HeadDecoder):
         return self.ops.linear(wide, fc, self._own.vector("fc.bias"), tiling, **options)
 
     def drafted(self, g: Tensor, rows: ForwardBatch) -> Tensor:
-        """The residual stream after the last layer, [B, Q, hidden]; writes K and V of all layers.
+        """Returns the residual stream after the last layer, [B, Q, hidden]. Writes K and V of all layers.
 
         Args:
             g: [B, Q, hidden], from `condense` or `feature`.
@@ -113,25 +116,25 @@ class Eagle3(HeadDecoder):
         return self._layer(self.spec.num_layers - 1, x, qkv, rows)[0]
 
     def absorb(self, g: Tensor, rows: ForwardBatch) -> Tensor:
-        """Writes K and V of all layers, and computes no more than they need: of the last layer no attention.
+        """Writes K and V of all layers. Computes only what they need: no attention in the last layer.
 
         Returns:
-            [B, Q, attention_inputs], what `resumed` goes on from.
+            [B, Q, attention_inputs], from which `resumed` continues.
         """
         x, qkv = self._upto_last(g, rows)
         self._store(self.spec.num_layers - 1, qkv, rows, num_heads=self.spec.num_heads)
         return torch.cat((x, qkv), dim=-1)
 
     def resumed(self, made: Tensor, rows: ForwardBatch) -> Tensor:
-        """The result of `drafted`, from the result of `absorb` for these positions. `rows.ids` are not read."""
+        """Returns the result of `drafted`, from that of `absorb` for these positions. `rows.ids` are not read."""
         return self._resumed(made, rows)
 
     def feature(self, x: Tensor) -> Tensor:
-        """g of the next position, made of what `drafted` returned."""
+        """Returns g of the next position, from the result of `drafted`."""
         return self.ops.norm(x, self.weights.norm, self.spec.rms_eps) if self.head.norm_output else x
 
     def _upto_last(self, g: Tensor, rows: ForwardBatch) -> tuple[Tensor, Tensor]:
-        """The residual stream in front of the last layer, and that layer's q, k and v."""
+        """Returns the residual stream before the last layer, and that layer's q, k and v."""
         layer, eps = self.weights.layers[0], self.spec.rms_eps
         assert layer.input_norm is not None, "of the embeddings"
         norms = layer.input_norm, self._hidden_norm
@@ -146,16 +149,16 @@ class Eagle3(HeadDecoder):
 
 
 class Mtp(HeadDecoder):
-    """Weights and cache of an MTP layer (arXiv 2412.19437), and its passes. `MtpSpec` has the formulas.
+    """Weights and KV cache of an MTP layer (arXiv 2412.19437), and its passes. `MtpSpec` has the formulas.
 
-    In every pass, position i joins the target's hidden state of position i with token i + 1; `rows.ids` are these next
-    tokens. So its K/V cache is one position shorter than the target's.
+    In every pass, position i joins the target's hidden state of position i with token i + 1: `rows.ids` are these next
+    tokens. So its KV cache is one position shorter than the target's.
 
     Args:
         spec: sizes and arithmetic of the layer.
-        weights: its own, and those that it shares with the target.
-        cache: K/V pages of its layer, under the target's page table.
-        ops, sizes: as for `Decoder`.
+        weights: its own weights, and those that it shares with the target.
+        cache: KV pages of its layer, in the target's page table.
+        ops, sizes: see `Decoder`.
     """
 
     def __init__(self, spec: MtpSpec, weights: HeadWeights, cache: PagedKVCache, ops: Ops, **sizes: Any) -> None:
@@ -171,11 +174,13 @@ class Mtp(HeadDecoder):
         self._stores = plain and plan.rope == 0
 
     def condense(self, features: Tensor, tiling: Tiling) -> Tensor:
-        """g [B, Q, hidden]: the target's hidden states [B, Q, 1, hidden], unchanged."""
+        """Returns g [B, Q, hidden]: the target's hidden states [B, Q, 1, hidden], unchanged."""
         return features[:, :, 0]
 
     def drafted(self, g: Tensor, rows: ForwardBatch) -> Tensor:
-        """The hidden state after the layer and its final norm, [B, Q, hidden], which the head reads; writes K and V.
+        """Returns the hidden state after the layer and its final norm, [B, Q, hidden], the head's input.
+
+        Writes K and V.
 
         Args:
             g: [B, Q, hidden], from `condense` or `feature`.
@@ -186,10 +191,10 @@ class Mtp(HeadDecoder):
         return self._norm(self.spec.plans[0], x, self.weights.norm)
 
     def absorb(self, g: Tensor, rows: ForwardBatch) -> Tensor:
-        """Writes K and V; skips attention if an op can store K and V only.
+        """Writes K and V. Skips attention if an op can store only K and V.
 
         Returns:
-            [B, Q, attention_inputs], what `resumed` goes on from.
+            [B, Q, attention_inputs], from which `resumed` continues.
         """
         x = self._joint(g, rows)
         qkv = self._qkv(0, x, rows.tiling)
@@ -200,15 +205,15 @@ class Mtp(HeadDecoder):
         return torch.cat((x, qkv), dim=-1)
 
     def resumed(self, made: Tensor, rows: ForwardBatch) -> Tensor:
-        """The result of `drafted`, from the result of `absorb` for these positions. `rows.ids` are not read."""
+        """Returns the result of `drafted`, from that of `absorb` for these positions. `rows.ids` are not read."""
         return self._norm(self.spec.plans[0], self._resumed(made, rows), self.weights.norm)
 
     def feature(self, x: Tensor) -> Tensor:
-        """g of the next position, [B, Q, hidden]: what `drafted` returned, unchanged."""
+        """Returns g of the next position, [B, Q, hidden]: the result of `drafted`, unchanged."""
         return x
 
     def _joint(self, g: Tensor, rows: ForwardBatch) -> Tensor:
-        """The layer's input [B, Q, hidden]: hidden states and the embeddings of the next tokens, joined by `fc`."""
+        """Returns the layer's input [B, Q, hidden]: hidden states and embeddings of the next tokens, joined by `fc`."""
         plan, norms, eps = self.spec.plans[0], (self._embed_norm, self._hidden_norm), self.spec.rms_eps
         first = self.head.hidden_first
         if self._embed_scale == 1.0 and plan.norm != "layer":
@@ -220,11 +225,11 @@ class Mtp(HeadDecoder):
         return self.ops.linear(eh, self._fc, None, rows.tiling)
 
     def _raw_logits(self, hidden: Tensor, tiling: Tiling) -> Tensor:
-        """Computes logits without the final norm, which `drafted` has applied already."""
+        """Computes logits without the final norm, which `drafted` has already applied."""
         return self.head_logits(hidden, tiling)
 
     def _raw_argmax(self, hidden: Tensor, limit: int, tiling: Tiling, out: Tensor) -> None:
-        """Writes the argmax without the final norm, which `drafted` has applied already."""
+        """Writes the argmax without the final norm, which `drafted` has already applied."""
         self.head_argmax(hidden, limit, tiling, out, work=self._work)
 
 
@@ -237,28 +242,28 @@ _T = TypeVar("_T")
 
 
 class DFlash(HeadDecoder):
-    """Weights and cache of a DFlash head (arXiv 2602.06036), and its passes. `DFlashSpec` has the settings.
+    """Weights and KV cache of a DFlash head (arXiv 2602.06036), and its passes. `DFlashSpec` has the settings.
 
         c = norm([f_1 .. f_n] Wfc)                        f: the target's hidden states at one position
-        context: k, v of every layer = c Wk, c Wv         at the positions of accepted tokens, kept in the cache
+        context: k, v of every layer = c Wk, c Wv         at the positions of accepted tokens, stored in the cache
         block:   x = embeddings of [last token, mask ..]  at the positions after them
                  x = x + attention(norm(x)), over the keys of the context and of the block;  x = x + mlp(norm(x))
         logits = norm(x) Whead
 
     All rows of a block see each other, but `Ops.attend` only reads keys at or before a row's position. So the keys of
     the block are stored first, in the pages after the context. Then all rows attend as if they were at the last
-    position; each was rotated by its own position before. Only one pass uses these keys. A pass stores its block before
-    it reads there, and `store_context` stored all keys before the block over those of earlier blocks.
+    position, after each was rotated by its own position. Only one pass uses these keys: a later pass overwrites them,
+    either with its own block or by `store_context`.
 
     Args:
-        spec: what distinguishes this head.
-        weights: its own, and those that it shares with the target.
-        cache: pages of its layers, under the target's page table.
-        ops: implementations of everything a pass does.
-        max_positions: that a row may have, its last block's among them.
-        batch: rows of a pass at most.
-        max_queries: tokens of each of them at most, in a step.
-        mask: [hidden], what masks are embedded as; None: as their token is.
+        spec: sizes and arithmetic of the head.
+        weights: its own weights, and those that it shares with the target.
+        cache: pages of its layers, in the target's page table.
+        ops: implementations of all operations of a pass.
+        max_positions: largest number of positions of a row, including its last block.
+        batch: largest number of rows of a pass.
+        max_queries: largest number of tokens of each row in a step.
+        mask: [hidden], the embedding of masks. None: that of their token.
     """
 
     def __init__(
@@ -273,7 +278,7 @@ class DFlash(HeadDecoder):
         max_queries: int,
         mask: Tensor | None = None,
     ) -> None:
-        # every draft of a pass is a row of the argmax
+        # the argmax has one row for every draft of a pass
         sizes = {"max_positions": max_positions, "batch": batch * max_queries, "max_queries": 1}
         super().__init__(spec.decoder, weights.decoder, cache, ops, **sizes)
         self.head, self._mask = spec, mask
@@ -282,11 +287,11 @@ class DFlash(HeadDecoder):
         self._context_bias, self._sinks = weights.vector("context.bias"), weights.vector("sinks")
 
     def store_context(self, features: Tensor, rows: ForwardBatch) -> None:
-        """Writes K and V of accepted tokens, of all layers, by one product.
+        """Writes K and V of accepted tokens to the caches of all layers, with one product.
 
         Args:
             features: [B, Q, n, target's hidden], hidden states of the target at these tokens.
-            rows: where they are, and which of them count; ids are not read.
+            rows: their positions and write mask; ids are not read.
         """
         context = self.ops.linear(features.flatten(2), self._fc, None, rows.tiling)
         norm = (self._hidden_norm, self.spec.rms_eps)
@@ -295,9 +300,10 @@ class DFlash(HeadDecoder):
             self._store(index, kv, rows, num_heads=0)
 
     def block(self, rows: ForwardBatch) -> Tensor:
-        """The residual stream after the last layer, [B, Q, hidden], of a block: the last token of each row and masks.
+        """Returns the residual stream of a block after the last layer, [B, Q, hidden].
 
-        Its keys are in the cache until the next pass, at the positions after the context.
+        A block is the last token of each row and masks. Its keys stay in the cache until the next pass, at the
+        positions after the context.
         """
         x = self._embedded(rows)
         last = rows.positions[:, -1:].expand_as(rows.positions).contiguous()
@@ -310,7 +316,7 @@ class DFlash(HeadDecoder):
                 attended = self._attend_rows(index, qkv, rows, self._tables[0], self._norms(index), rule, sinks)
             else:
                 attended = self._attend_all(index, qkv, rows, whole)
-            if self.head.value_scale != 1.0:  # on the sum of values, which is the same as on each
+            if self.head.value_scale != 1.0:  # applied to the sum of values, which is the same as on each value
                 attended = attended * self.head.value_scale
             x, qkv = self._after_attention(index, attended, x, rows.tiling)
         return x
@@ -322,17 +328,17 @@ class DFlash(HeadDecoder):
         return x if self.head.embed_scale == 1.0 else x * self.head.embed_scale
 
     def _attend_all(self, index: int, qkv: Tensor, rows: ForwardBatch, whole: ForwardBatch) -> Tensor:
-        """Attention of a block's rows to the context and to each other, [B, Q, H * D].
+        """Computes attention of a block's rows to the context and to each other, [B, Q, H * D].
 
         Args:
-            whole: the rows as if all were at the last one's position, and none were stored.
+            whole: the rows with the position of the last one, and with a write mask of False.
         """
         num_heads, rule = self.spec.num_heads, self.spec.plans[index].rule
         query = self._store(index, qkv, rows, num_heads=num_heads)
-        # keys and values of these rows are passed again, but not written. The kernel that copies them starts once the
-        # keys are stored, and attention, which reads keys before it waits, starts after that kernel
+        # keys and values of these rows are passed again, but not written: the kernel that copies them starts after the
+        # keys are stored, and attention, which reads keys before its wait, starts after that kernel
         qkv = torch.cat([query.flatten(2), qkv[..., num_heads * self.spec.head_dim :]], dim=-1)
-        if rule.window is not None:  # of the first row, for all
+        if rule.window is not None:  # the window of the first row, for all rows
             rule = rule._replace(window=rule.window + rows.positions.shape[1] - 1)
         return self._attend_rows(index, qkv, whole, None, None, rule, self._sinks_of(index))
 
@@ -346,10 +352,10 @@ def _there(found: _T | None) -> _T:
 
 
 def mask_embedding(file: Path, hidden: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """The embedding of masks, [hidden], from a safetensors file with the tensor `mask_embedding`.
+    """Reads the embedding of masks, [hidden], from a safetensors file with the tensor `mask_embedding`.
 
     Raises:
-        CheckpointError: the file is damaged, or holds another tensor.
+        CheckpointError: the file is damaged, or has another tensor.
     """
     try:
         with safe_open(file, framework="pt", device="cpu") as opened:

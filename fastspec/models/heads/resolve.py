@@ -1,4 +1,4 @@
-"""Finds a learned drafter: a head in a checkpoint of its own, or an MTP layer in its target's."""
+"""Finds a learned drafter: a head in its own checkpoint, or an MTP layer in its target's."""
 
 from __future__ import annotations
 
@@ -53,11 +53,11 @@ HeadFiles = tuple[Path, dict[str, Any], Recognised]
 
 @dataclass(frozen=True, slots=True)
 class DraftFiles:
-    """The result of a look at a draft.
+    """Result of `draft_files`.
 
     Attributes:
-        head: its files, if it is a head.
-        fetched: where the files of a Hub id lie, so that they are looked up once; None: it is no Hub id.
+        head: files of the head. None: the draft is not a head.
+        fetched: local directory of a Hub id, so that it is fetched only once. None: not a Hub id.
     """
 
     head: HeadFiles | None = None
@@ -65,22 +65,23 @@ class DraftFiles:
 
 
 def draft_files(source: object, revision: str | None) -> DraftFiles:
-    """Looks whether a draft is a head.
+    """Finds out if a draft is a head.
 
     Args:
         source: the user's `draft`. Files of a Hub id are fetched.
-        revision: of a Hub id.
+        revision: revision of a Hub id.
 
     Raises:
-        CheckpointError: it is a head whose weights cannot be read, or a Hub id that could not be downloaded.
-        UnsupportedModel: it is a drafter of an unsupported kind.
+        CheckpointError: a head whose weights cannot be read, or a Hub id that could not be downloaded.
+        UnsupportedModel: a drafter of an unsupported type.
     """
     if not isinstance(source, str | os.PathLike):
         return DraftFiles()
     with naming("draft"):
         directory = Path(os.path.abspath(os.path.expanduser(source)))
         if os.path.isdir(directory):
-            return DraftFiles() if revision is not None else DraftFiles(_head_files(directory))  # `resolve` refuses it
+            # a revision of a local directory: `resolve` raises the error
+            return DraftFiles() if revision is not None else DraftFiles(_head_files(directory))
         if not isinstance(source, str):
             return DraftFiles()
         fetched = _fetched(source, revision)
@@ -123,16 +124,16 @@ def resolve_head(
     target: Checkpoint,
     feature_layers: Sequence[int] | None,
 ) -> HeadCheckpoint:
-    """The head that `draft_files` has found, checked against its target; nothing is allocated.
+    """Resolves the head that `draft_files` has found, and checks it against its target. Allocates nothing.
 
     Args:
-        found: as `draft_files` has it.
-        name: for messages.
-        target: the model that it is to draft for.
-        feature_layers: the caller's own choice of boundaries; None: the config's.
+        found: files of the head.
+        name: name for messages.
+        target: the target.
+        feature_layers: boundaries of target layers that the user chose. None: those of the config.
 
     Raises:
-        CheckpointError: it is damaged, or of a target with other sizes.
+        CheckpointError: the head is damaged, or was made for a target with other sizes.
         UnsupportedModel: a setting that is not implemented, or a target whose hidden states cannot be read.
         UnsupportedOption: `feature_layers` that the target does not have.
     """
@@ -155,18 +156,18 @@ def resolve_mtp(
     asked: object,
     vocab: Sequence[int] | None = None,
 ) -> HeadCheckpoint:
-    """The MTP layer of a target's checkpoint; nothing is allocated.
+    """Resolves the MTP layer of a target's checkpoint. Allocates nothing.
 
     Args:
-        target: resolved.
-        revision, asked: the caller's draft_revision and feature_layers; both must be None.
-        vocab: ids that the layer may draft; None: all.
+        target: the resolved target.
+        revision, asked: the user's draft_revision and feature_layers; both must be None.
+        vocab: token ids that the layer may draft. None: all.
 
     Raises:
-        CheckpointError: the checkpoint has no MTP layer, or tensors of it are missing.
-        UnsupportedModel: the target is hosted, has several MTP layers, or one of experts beside dense layers.
-        UnsupportedOption: an option that does not go with an MTP layer, or a live module as target.
-        ValueError: `vocab` is empty, or has an id twice or one that the target does not know.
+        CheckpointError: the checkpoint has no MTP layer, or some of its tensors are missing.
+        UnsupportedModel: the target is hosted, has several MTP layers, or one with experts in spite of dense layers.
+        UnsupportedOption: an option that an MTP layer does not support, or a live module as target.
+        ValueError: `vocab` is empty, or has an id twice, or an id that the target does not have.
     """
     for name, value in (("draft_revision", revision), ("feature_layers", asked)):
         if value is not None:
@@ -194,7 +195,7 @@ def resolve_mtp(
 
 
 def _checked_ids(vocab: Sequence[int], known: int) -> Tensor:
-    """The ids in ascending order, int64 [n] on the CPU."""
+    """Returns the ids in ascending order, int64 [n] on the CPU."""
     ids = sorted({each for each in vocab if type(each) is int and 0 <= each < known})
     if not ids or len(ids) != len(vocab):
         raise ValueError(
@@ -205,7 +206,7 @@ def _checked_ids(vocab: Sequence[int], known: int) -> Tensor:
 
 
 def _sample(target: Checkpoint, spec: HeadSpec) -> tuple[int, ...]:
-    """Ids of a short text, if there are readings to try on it; else none."""
+    """Returns ids of a short text, if several readings must be compared. Else an empty tuple."""
     if len(spec.readings) < 2:
         return ()
     tokenizer = load_tokenizer(target)
@@ -213,4 +214,4 @@ def _sample(target: Checkpoint, spec: HeadSpec) -> tuple[int, ...]:
     known = tuple(each for each in ids if 0 <= each < spec.target.vocab_size)
     if len(known) >= 16:
         return known
-    return tuple(index * 7919 % spec.target.vocab_size for index in range(64))  # without a tokenizer any text will do
+    return tuple(index * 7919 % spec.target.vocab_size for index in range(64))  # without a tokenizer any ids are used

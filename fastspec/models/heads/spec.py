@@ -1,10 +1,11 @@
-"""A learned drafter before its weights are loaded: its kind, its sizes, and the hidden states that it reads.
+"""Spec of a learned drafter: its type, its sizes, and the hidden states that it reads.
 
-The kind follows from its tensors and its config, never from its name.
+The type follows from its tensors and its config, never from its name.
 
-A boundary b is the residual stream after b layers, `hidden_states[b]` of transformers. 0 is the embedding. The last
-one is the number of layers, before the final norm. Configs name layers in two ways: as boundaries (vLLM, speculators),
-or as the layers whose output is read, one less (SGLang, SpecForge). So a config may have more than one reading.
+Boundary b is the residual stream after b layers, `hidden_states[b]` of transformers. 0 is the embedding. The last one
+is the number of layers, before the final norm. Configs name layers in two ways: as boundaries (vLLM, speculators), or
+as the layers whose output is read, one less (SGLang, SpecForge). So the numbers in a config may have more than one
+reading.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ _WITHIN: Final = (
     "an MTP layer drafts for the model in whose checkpoint it lies: give that checkpoint as target, with draft='mtp'; "
     "put the layer's tensors into the target's directory where they lie apart"
 )
-# config keys and tensors that only the relatives of these heads have
+# config keys and tensors that only related types of drafters have
 _RELATIVES_BY_KEY: Final = {
     "medusa_num_heads": "Medusa",
     "dspark_noise_token_id": "DSpark",
@@ -62,7 +63,7 @@ _RELATIVES_BY_TENSOR: Final = {
     "medusa_head.": "Medusa",
     "mtp.": "MTP",
     "mtp_layers.": "MTP",
-    ".eh_proj.": "MTP",  # after the number of a layer, in the layout of DeepSeek and GLM
+    ".eh_proj.": "MTP",  # follows the number of a layer, in the layout of DeepSeek and GLM
 }
 
 _PREFIXES: Final = (("model.", ""), ("midlayer.", "layers.0."))
@@ -74,7 +75,7 @@ _OLD_NAMES: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Recognised:
-    """The kind and layout of a head."""
+    """Type and layout of a head."""
 
     kind: HeadKind
     layout: Layout
@@ -85,7 +86,7 @@ class Recognised:
 
 
 def plain_name(stored: str) -> str:
-    """The name of a head's tensor here: one name for layouts that differ only in names."""
+    """Converts a head's stored tensor name to the name used here, which is the same for all layouts."""
     for old, new in _PREFIXES:
         if stored.startswith(old):
             stored = new + stored.removeprefix(old)
@@ -95,7 +96,7 @@ def plain_name(stored: str) -> str:
 def says_head(raw: Mapping[str, Any]) -> bool:
     """True if a config alone shows that it is a drafter's, before any weight is fetched.
 
-    A head whose config looks like an ordinary model's is recognised later, by its tensors.
+    A head whose config looks like that of an ordinary model is recognised later, by its tensors.
     """
     keys = {SPECULATORS, "speculators_config", "eagle_config", "draft_vocab_size", "dflash_config", *_RELATIVES_BY_KEY}
     marks = ("eagle3", "dflash", "dspark", "medusa", "speculator", "peagle")
@@ -103,14 +104,14 @@ def says_head(raw: Mapping[str, Any]) -> bool:
 
 
 def recognise(raw: Mapping[str, Any], stored: Collection[str]) -> Recognised | None:
-    """The head that a config and the names of the stored tensors make, None for an ordinary model.
+    """Returns the type of head that a config and stored tensor names belong to. None for an ordinary model.
 
     Args:
-        raw: `config.json`.
-        stored: names of tensors, as they are stored.
+        raw: content of `config.json`.
+        stored: stored names of tensors.
 
     Raises:
-        UnsupportedModel: it is a drafter of another kind; the message names the kind.
+        UnsupportedModel: a drafter of an unsupported type. The message names the type.
     """
     names = {plain_name(name) for name in stored}
     _refuse_relatives(raw, stored, names)
@@ -141,7 +142,7 @@ def _refuse_relatives(raw: Mapping[str, Any], stored: Collection[str], names: Co
     if "dflash2" in _architectures(raw).lower():
         _refuse("DFlash2")
     embeds = any(name.endswith("embed_tokens.weight") and name.startswith("model.") for name in stored)
-    whole = embeds and not says_head(raw)  # an ordinary model may have MTP layers after its own
+    whole = embeds and not says_head(raw)  # an ordinary model may have MTP layers after its own layers
     for mark, relative in _RELATIVES_BY_TENSOR.items():
         found = next((name for name in names if name.startswith(mark) or (mark[0] == "." and mark in name)), None)
         if found is not None and not whole:
@@ -160,20 +161,20 @@ Reading = tuple[int, ...]
 
 
 def default_boundaries(layers: int) -> Reading:
-    """The boundaries that EAGLE-3 reads if its config names none: low, middle, high."""
+    """Returns the boundaries that EAGLE-3 reads if its config names none: low, middle, high."""
     return (2, layers // 2, layers - 3)
 
 
 def asked_boundaries(asked: Sequence[int], layers: int, count: int | None) -> Reading:
-    """The caller's own choice, checked.
+    """Checks the boundaries that the user chose.
 
     Args:
         asked: boundaries.
-        layers: of the target.
-        count: how many the head's tensors are made for; None: any number.
+        layers: number of the target's layers.
+        count: number of hidden states for which the head's tensors are made. None: any number.
 
     Raises:
-        ValueError: one is not there, or there are too few or too many.
+        ValueError: a boundary does not exist, or there are too few or too many.
     """
     reading = tuple(asked)
     for boundary in reading:
@@ -188,13 +189,13 @@ def asked_boundaries(asked: Sequence[int], layers: int, count: int | None) -> Re
 
 
 def readings_of(ids: Sequence[int], layers: int, first: int, others: Sequence[int] = ()) -> tuple[Reading, ...]:
-    """All readings of a config's ids that the target has layers for.
+    """Returns all readings of a config's layer numbers for which the target has layers.
 
     Args:
-        ids: as the config names them.
-        layers: of the target.
-        first: the number that the engine of this layout adds to an id to get a boundary.
-        others: what other engines add.
+        ids: numbers in the config.
+        layers: number of the target's layers.
+        first: number that the engine of this layout adds to get a boundary.
+        others: numbers that other engines add.
 
     Raises:
         CheckpointError: there is none.
@@ -209,7 +210,7 @@ def readings_of(ids: Sequence[int], layers: int, first: int, others: Sequence[in
 
 
 def as_layers(reading: Reading, layers: int) -> tuple[int, ...]:
-    """A reading as `Proposer.features` names hidden states: layers from 0, -1 and `layers` for the ends."""
+    """Converts a reading to the layer numbers of `Proposer.features`. -1 and `layers` are the two ends."""
     return tuple(layers if boundary == NORMED else boundary - 1 for boundary in reading)
 
 
@@ -220,10 +221,10 @@ def described(reading: Reading) -> str:
 
 @dataclass(frozen=True, slots=True)
 class TargetSizes:
-    """Sizes of a target that a head must know.
+    """Sizes of a target that a head needs.
 
     Attributes:
-        name: for messages.
+        name: name for messages.
         embed_scale: factor on its embedding.
     """
 
@@ -238,19 +239,19 @@ class TargetSizes:
 
 @dataclass(frozen=True, slots=True)
 class HeadSpec:
-    """Sizes of a head; a `ModelInfo`.
+    """Sizes of a head. Implements `ModelInfo`.
 
-    A head runs in its target's dtype, for it reads that model's hidden states, and may share its embedding.
+    A head has its target's dtype, because it reads the target's hidden states and may share its embedding.
 
     Attributes:
-        found: its kind and layout.
-        decoder: its layers, as those of a model; vocab_size is that of its own logits.
-        target: the model that it drafts for.
-        readings: which hidden states of the target it reads, as boundaries: b is the residual stream after b layers,
-            0 the embedding, and `NORMED` the stream after all layers and the final norm. One entry for each way of
-            understanding its config, the one of the engine that wrote the layout first.
-        tensors: every tensor that is loaded, by its name here (`plain_name`), with its shape.
-        own_embed, own_head: whether it has an embedding and a head of its own; else they are the target's.
+        found: its type and layout.
+        decoder: spec of its layers; vocab_size is that of its own logits.
+        target: sizes of the target.
+        readings: boundaries of the target that it reads: b is the residual stream after b layers, 0 the embedding, and
+            `NORMED` the stream after all layers and the final norm. One entry for each way to read its config; the
+            first is that of the engine that wrote the layout.
+        tensors: shape of every tensor that is loaded, by its name here (`plain_name`).
+        own_embed, own_head: True if it has its own embedding, or its own head. Else the target's is used.
     """
 
     found: Recognised
@@ -262,33 +263,33 @@ class HeadSpec:
     own_head: bool
 
     def for_length(self, max_length: int) -> Self:
-        """The spec for rows of up to `max_length` tokens, as `ModelSpec.for_length`."""
+        """Returns the spec for rows of up to `max_length` tokens; see `ModelSpec.for_length`."""
         return replace(self, decoder=self.decoder.for_length(max_length))
 
     @property
     def kept(self) -> tuple[int, ...]:
-        """Shape of the tensor kept of a row between steps, see `Proposer.kept`; (): none is kept."""
+        """Shape of the tensor stored for each row between steps, see `Proposer.kept`. (): none."""
         return ()
 
     @property
     def attention_inputs(self) -> int:
-        """Elements that the last layer reads of a position from its attention on: the stream, and q, k and v."""
+        """Elements per position that the last layer reads from its attention on: the residual stream, q, k and v."""
         gates = self.num_heads if self.decoder.plans[-1].output_gate else 0
         return self.hidden_size + (self.num_heads + gates + 2 * self.num_kv_heads) * self.head_dim
 
     @property
     def max_drafts(self) -> int | None:
-        """Drafts of a step at most; None: any number."""
+        """Largest number of drafts of a step. None: any number."""
         return None
 
     @property
     def joined(self) -> Mapping[str, tuple[str, ...]]:
-        """Tensors that are loaded joined, under a new name: the names of the tensors side by side in each."""
+        """Tensors that are loaded joined: new name -> names of the tensors in it."""
         return {}
 
     @property
     def feature_layers(self) -> int:
-        """Hidden states of the target that are read at each position."""
+        """Number of hidden states of the target that are read at each position."""
         return len(self.readings[0])
 
     @property
@@ -323,12 +324,12 @@ class HeadSpec:
 
     @property
     def hosting(self) -> str:
-        """Empty: our code runs it."""
+        """Empty, because this package's decoder runs it."""
         return ""
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        """The window of each layer."""
+        """Attention window of each layer."""
         return self.decoder.windows
 
     @property
@@ -338,12 +339,12 @@ class HeadSpec:
 
     @property
     def num_kv_heads(self) -> int:
-        """Key and value heads of a layer."""
+        """KV heads of a layer."""
         return self.decoder.num_kv_heads
 
     @property
     def head_dim(self) -> int:
-        """Elements of one head."""
+        """Elements of one attention head."""
         return self.decoder.head_dim
 
     @property
@@ -353,12 +354,12 @@ class HeadSpec:
 
     @property
     def routed_elements(self) -> int:
-        """0: heads have no experts."""
+        """0, because heads have no experts."""
         return 0
 
     @property
     def intermediate_size(self) -> int:
-        """Elements between the products of an MLP."""
+        """Intermediate size of the MLP."""
         return self.decoder.intermediate_size
 
     def rotary_bytes(self, positions: int) -> int:
@@ -366,9 +367,9 @@ class HeadSpec:
         return self.decoder.rotary_bytes(positions)
 
     def state_bytes(self, max_drafts: int, dtype: torch.dtype) -> int:
-        """None: a head attends."""
+        """Returns 0, because a head has no recurrent state."""
         return 0
 
     def weight_bytes(self, dtype: torch.dtype) -> int:
-        """Bytes of its own weights in `dtype`; weights shared with the target are not counted."""
+        """Returns the bytes of its own weights in `dtype`. Weights shared with the target are not counted."""
         return dtype.itemsize * sum(math.prod(shape) for shape in self.tensors.values())

@@ -1,4 +1,4 @@
-"""The weights of a head as its layers want them: allocated at once, filled later, like those of a model."""
+"""Weights of a head: allocated at once and filled later, like those of a model."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class HeadWeights:
     """Weights of a head.
 
     Attributes:
-        decoder: its layers, its norm, its embedding and its head; the last two may be the target's.
+        decoder: its layers, norm, embedding and head; the last two may be the target's.
         others: its other tensors by name: "fc.weight" as a `Weight`, norms and biases as tensors.
     """
 
@@ -38,19 +38,19 @@ class HeadWeights:
     others: dict[str, Weight | Tensor]
 
     def matrix(self, name: str) -> Weight | None:
-        """A matrix among `others`."""
+        """Returns a matrix of `others`."""
         found = self.others.get(name)
         return found if isinstance(found, Weight) else None
 
     def vector(self, name: str) -> Tensor | None:
-        """A norm or a bias among `others`."""
+        """Returns a norm or a bias of `others`."""
         found = self.others.get(name)
         return found if isinstance(found, Tensor) else None
 
 
 @dataclass(frozen=True, slots=True)
 class PendingHead:
-    """Weights of a head that are allocated, and filled later; see `PendingWeights`."""
+    """Weights of a head that are allocated but not filled yet; see `PendingWeights`."""
 
     weights: HeadWeights
     fill: Callable[[], None]
@@ -66,21 +66,20 @@ def allocate_head(
     ops: Ops,
     progress: bool = True,
 ) -> PendingHead:
-    """Allocates the weights of a head in `dtype` on `device`. Matrices that it lacks are the target's, and not copied.
+    """Allocates the weights of a head in `dtype` on `device`. Matrices that it lacks are the target's, without a copy.
 
-    Matrices are rounded to `checkpoint.rounded`, but for an embedding. As of a draft model, its head has 8 bits at
-    least, and what is the target's stays as it is.
+    Matrices except an embedding are rounded to `checkpoint.rounded`. The output matrix has at least 8 bits, as in a
+    draft model. Matrices of the target are not rounded.
 
     Args:
-        checkpoint: from `resolve_head`.
+        checkpoint: result of `resolve_head`.
         target: weights of its target.
-        dtype: of the target.
-        device: of the target.
-        ops: whose weights they are.
-        progress: show a progress bar.
+        dtype, device: those of the target.
+        ops: ops that will read the weights.
+        progress: True to show a progress bar.
 
     Raises:
-        CheckpointError: from `fill`, as that of a model.
+        CheckpointError: raised by `fill`, as for a model.
     """
     spec, source = checkpoint.spec, _source_of(checkpoint)
     total = spec.weight_bytes(dtype)
@@ -97,7 +96,7 @@ def allocate_head(
 
 
 def head_bytes(checkpoint: HeadCheckpoint, dtype: torch.dtype, device: torch.device, ops: Ops) -> int:
-    """Bytes of a head's weights and of its table of ids; nothing is allocated, and no value is read."""
+    """Returns the bytes of a head's weights and of its table of ids. Allocates nothing and reads no values."""
     spec, ids = checkpoint.spec, checkpoint.vocab_map
     tables = 0 if ids is None else 8 * (len(ids) + spec.target.vocab_size)
     if checkpoint.rounded is None:
@@ -105,7 +104,8 @@ def head_bytes(checkpoint: HeadCheckpoint, dtype: torch.dtype, device: torch.dev
     bar: tqdm[NoReturn] = tqdm(disable=True)
     how: dict[str, Any] = {"rounds_to": _rounding(checkpoint), "planned": True, "later": True}
     loader = Loader(_source_of(checkpoint), dtype, device, ops, bar, **how)
-    nothing = Weight.empty((0, 0), "rows", False, dtype, torch.device("meta"))  # what is shared takes no more
+    # shared matrices need no additional bytes
+    nothing = Weight.empty((0, 0), "rows", False, dtype, torch.device("meta"))
     shared = DecoderWeights(embed=nothing, layers=(), norm=nothing.data, head=nothing)
     weights = _assemble(loader, spec, shared)
     mask = spec.hidden_size * dtype.itemsize if isinstance(spec, DFlashSpec) and spec.mask_file is not None else 0

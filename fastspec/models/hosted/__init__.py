@@ -1,1 +1,1 @@
-"""Models of transformers that run as they are, with attention, K/V and matrix products of this package."""
+"""Hosted models: transformers' own modules, with attention, KV cache and matrix products of this package."""

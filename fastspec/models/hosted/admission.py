@@ -1,4 +1,4 @@
-"""Short passes of a hosted model at construction: a model whose results differ is refused, with the layer's name."""
+"""Admission of a hosted model at construction: compares short passes, and refuses a model whose results differ."""
 
 from __future__ import annotations
 
@@ -16,30 +16,30 @@ from fastspec.models.hosted.probe import base_name
 from fastspec.models.hosted.swaps import ATTENTION
 from fastspec.shapes import ForwardBatch, Tiling
 
-# What rounding explains without a look at single layers, as a share of the norm of the hidden states: sums are taken in
-# another order, and in 16 bits a router may choose another expert of nearly the same weight.
+# difference of hidden states, as a share of their norm, that rounding alone explains: sums have another order, and in
+# 16 bits a router may choose another expert of nearly the same weight
 _TOLERANCE: Final = {torch.float32: 1e-3, torch.bfloat16: 0.2, torch.float16: 0.1}
-_ROUNDED: Final = 0.5  # where matrices were rounded while they were loaded, against the module before
+_ROUNDED: Final = 0.5  # the same if matrices were rounded while they were loaded
 
 
 def admit(model: HostedModel, name: str, tiling: Tiling, max_queries: int) -> None:
     """Compares short passes of a hosted model with each other, and with the module's own attention.
 
     Args:
-        model: with its weights and its cache, whose first pages are written.
-        name: of the model, for messages.
-        tiling: of steps. Where it fixes rows, bits of a row alone must be those of the row among others.
-        max_queries: tokens of a step at most.
+        model: the model with weights and KV cache, whose first pages are overwritten.
+        name: name of the model, for messages.
+        tiling: tiling of steps. If it fixes the number of rows, a row must have the same bits alone and among others.
+        max_queries: largest number of tokens of a step.
 
     Raises:
-        UnsupportedModel: a difference; names the check and the layer where it begins.
+        UnsupportedModel: a difference. Names the check and the layer where it begins.
     """
     try:
         with torch.inference_mode():
             _Trial(model, tiling, max_queries).run()
     except UnsupportedModel as error:
         raise UnsupportedModel(f"{name}: cannot be hosted: {error}") from error
-    # whatever a foreign module raises once its parts are swapped
+    # errors that a foreign module may raise when its parts are replaced
     except (TypeError, AttributeError, NotImplementedError, AssertionError, LookupError) as error:
         raise UnsupportedModel(
             f"{name}: cannot be hosted: a pass with swapped parts failed ({type(error).__name__}: {error})"
@@ -92,7 +92,7 @@ class _Trial:
         )
 
     def _own(self) -> Tensor:
-        """The hidden states with transformers' own attention and masks, without a cache."""
+        """Returns the hidden states with transformers' own attention and masks, without a cache."""
         model, base = self._model, self._model.base
         base.set_attn_implementation("eager")
         try:
@@ -107,7 +107,7 @@ class _Trial:
         return hidden
 
     def _check_cut(self, own: Tensor) -> None:
-        """Compares the results of all ranks with those of the whole module before it was cut."""
+        """Compares the results of all ranks with those of the whole module before it was split."""
         cut, wanted = self._model.info.cut, self._model.wanted
         if cut is None or wanted is None:
             return
@@ -121,7 +121,10 @@ class _Trial:
             )
 
     def _compare(self, what: str, own: Tensor, tiling: Tiling, counts: Sequence[int]) -> Tensor:
-        """Hidden states of passes over so many tokens each; where they are not `own`, each layer's have to be."""
+        """Returns hidden states of passes over these numbers of tokens.
+
+        If they differ from `own`, each layer is compared.
+        """
         passes = [partial(self._feed, sum(counts[:index]), count, tiling) for index, count in enumerate(counts)]
         ours = torch.cat([feed() for feed in passes], dim=1)
         error = (ours.float() - own.float()).norm() / own.float().norm()
@@ -146,7 +149,7 @@ class _Trial:
         )  # the comparison has written K/V of other inputs to the pages
 
     def _first_difference(self, first: int, count: int) -> str:
-        """The first submodule whose output for token `first` depends on the tokens fed after it."""
+        """Returns the first submodule whose output for token `first` depends on the tokens fed after it."""
         alone = self._outputs(lambda: self._feed(first, 1, self._tiling))
         among = self._outputs(lambda: self._feed(first, count - first, self._tiling))
         for (name, one), (_, many) in zip(alone, among, strict=True):

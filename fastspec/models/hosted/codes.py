@@ -1,6 +1,6 @@
-"""Matrix products of hosted models in fewer bits: stored so, or rounded while they are loaded.
+"""Quantised matrix products of hosted models: stored quantised, or rounded while they are loaded.
 
-Products keep the codes; all other tensors of a quantised checkpoint are dequantised.
+Products keep the codes. All other tensors of a quantised checkpoint are dequantised.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ _WEIGHT = ".weight"
 
 
 def quantised_products(shards: TensorSource, quantisation: Quantisation, info: HostedInfo) -> QuantisedShards:
-    """The tensors of a quantised checkpoint, with the weight of every nn.Linear as one (quantised) matrix.
+    """Returns the tensors of a quantised checkpoint, with the weight of every nn.Linear as one (quantised) matrix.
 
     Raises:
-        UnsupportedModel: something else than an nn.Linear is stored quantised.
-        CheckpointError: parts are missing, or are not what the config says.
+        UnsupportedModel: a module other than nn.Linear is stored quantised.
+        CheckpointError: parts are missing, or do not match the config.
     """
     shell = shell_of(info.kind, info.config)
     shapes = {
@@ -54,14 +54,14 @@ def quantised_products(shards: TensorSource, quantisation: Quantisation, info: H
 
 
 class ProductCodes:
-    """The codes of a hosted model's products, by the names of its parameters.
+    """Codes of a hosted model's products, by the names of its parameters.
 
     Args:
         checkpoint: a directory with quantised weights.
-        info: of the same model.
+        info: info of the same model.
 
     Raises:
-        CheckpointError, UnsupportedModel: as `quantised_products`.
+        CheckpointError, UnsupportedModel: see `quantised_products`.
     """
 
     def __init__(self, checkpoint: Checkpoint, info: HostedInfo) -> None:
@@ -78,7 +78,7 @@ class ProductCodes:
             self.tensors = SlicedTensors(self._whole, slices)
 
     def _slices(self, cut: HostedCut) -> dict[str, Slice]:
-        """One rank's slices of the quantised products that are cut, by stored name."""
+        """Returns one rank's slices of the quantised products that are split, by stored name."""
         found = {}
         for name, stored in self._stored.items():
             kind, (rows, columns) = cut.kinds.get(name.removesuffix(_WEIGHT)), self._whole.infos()[stored].shape
@@ -89,7 +89,7 @@ class ProductCodes:
         return found
 
     def kinds(self) -> dict[str, tuple[tuple[int, int], CodesKind]]:
-        """Shape and kind of every quantised product."""
+        """Returns shape and kind of every quantised product."""
         found = {}
         for name, stored in self._stored.items():
             kind, shape = self.tensors.kind(stored), self.tensors.infos()[stored].shape
@@ -98,7 +98,7 @@ class ProductCodes:
         return found
 
     def weight(self, name: str, dtype: torch.dtype, device: torch.device, ops: Ops) -> Weight | None:
-        """The quantised weight of a parameter; None: it is not stored quantised, or `ops` do not take its format.
+        """Returns the quantised weight of a parameter. None: not stored quantised, or `ops` do not support its format.
 
         `tensors` must be open.
         """
@@ -115,7 +115,7 @@ class ProductCodes:
         return made
 
     def values(self, dtype: torch.dtype) -> dict[str, Tensor]:
-        """All tensors by their stored names, dequantised to `dtype`: what transformers makes its module of."""
+        """Returns all tensors by their stored names, dequantised to `dtype`. transformers makes a module from them."""
         with self._whole.open():
             return {
                 name: self._whole.read(name).to(dtype) if self._whole.kind(name) else self._whole.read(name)
@@ -124,9 +124,9 @@ class ProductCodes:
 
 
 def rounding_of(checkpoint: Checkpoint, shell: nn.Module) -> dict[str, tuple[tuple[int, int], CodesKind]]:
-    """Shape (N, K) and kind of every product that is rounded while it is loaded, by the name of its module.
+    """Returns shape (N, K) and kind of every product that is rounded while it is loaded, by the name of its module.
 
-    As of a native model: matrices of layers, and of a draft the head, if it is not the embedding.
+    As in a native model: matrices of layers, and a draft's head if it is not the embedding.
     """
     form, found = checkpoint.rounded, dict[str, tuple[tuple[int, int], CodesKind]]()
     if form is None:
@@ -137,7 +137,7 @@ def rounding_of(checkpoint: Checkpoint, shell: nn.Module) -> dict[str, tuple[tup
         if not is_product(part) or (part is head and not own):
             continue
         columns, rows = part.weight.shape if not isinstance(part, nn.Linear) else part.weight.shape[::-1]
-        # one in 4 bits would lose the most in the head, so it has 8
+        # a head in 4 bits would lose the most, so it has 8 bits
         kind = kind_for("int8" if form == "int4" and part is head else form, (rows, columns))
         if kind is not None:
             found[name] = (rows, columns), kind
@@ -145,7 +145,7 @@ def rounding_of(checkpoint: Checkpoint, shell: nn.Module) -> dict[str, tuple[tup
 
 
 def rounded_weight(rows: Tensor, kind: CodesKind, ops: Ops) -> Weight:
-    """A weight of values [N, K] that are rounded: as codes where `ops` read them, else the values that they mean."""
+    """Rounds values [N, K] to a weight: as codes if `ops` read them, else as the values of the codes."""
     codes = rounded(rows, kind)
     if not ops.keeps_codes((rows.shape[0], rows.shape[1]), kind, rows.dtype, rows.device):
         return ops.store(codes.dequantise(rows.dtype), False)
@@ -155,7 +155,7 @@ def rounded_weight(rows: Tensor, kind: CodesKind, ops: Ops) -> Weight:
 
 
 def hosted_bytes(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, ops: Ops) -> int:
-    """Bytes that a hosted model's weights take, with activations of `dtype`."""
+    """Returns the bytes of a hosted model's weights, with activations of `dtype`."""
     info = checkpoint.spec
     assert isinstance(info, HostedInfo), "a native model is counted by `planned_bytes`"
     total = info.weight_bytes(dtype)

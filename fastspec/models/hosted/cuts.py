@@ -1,7 +1,7 @@
-"""One rank's part of a hosted model, by the plan that transformers publishes with its config.
+"""One rank's part of a hosted model, by the tensor-parallel plan that transformers publishes with its config.
 
-The plan (`base_model_tp_plan`) names products that are cut by rows or by columns, and experts whose columns are cut.
-Parts that the plan leaves whole, or gathers right after the product, are whole on every rank here.
+The plan (`base_model_tp_plan`) names products that are split by rows or by columns, and experts whose columns are
+split. Modules that the plan does not split, or gathers right after the product, are whole on every rank.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from fastspec.models.hosted.probe import ProbedOp, base_name, probe
 from fastspec.models.hosted.swaps import PARTS, STACKS, expert_layers
 
 PLAN: Final = "base_model_tp_plan"
-# styles of the plan whose module takes and gives what every rank has: whole on every rank
+# styles of the plan for modules whose inputs and outputs are equal on every rank: not split
 _WHOLE: Final = (
     *("replicate", "replicated_with_grad_allreduce", "local_params", "mla_kv_a_proj", "embedding_rowwise"),
     *("embedding_colwise", "colwise_gather_output", "colwise_rep", "rowwise_split_input", "rowwise_rep"),
@@ -31,10 +31,10 @@ _EXPERTS: Final = "moe_tp_experts"
 
 
 class SizesToCut(NamedTuple):
-    """Sizes that ranks must divide; see `distributed.slices.Sizes`.
+    """Sizes that must be divisible by the number of ranks; see `distributed.slices.Sizes`.
 
     Attributes:
-        num_heads, num_kv_heads: 0 where the plan leaves attention whole.
+        num_heads, num_kv_heads: 0 if the plan does not split attention.
     """
 
     family: str
@@ -45,10 +45,10 @@ class SizesToCut(NamedTuple):
 
 
 def kinds_of(shell: nn.Module, plan: Mapping[str, str] | None) -> dict[str, CutKind]:
-    """The parts of a model on the meta device that a plan cuts, by full names.
+    """Returns the modules of a model on the meta device that a plan splits, by full name.
 
     Raises:
-        UnsupportedModel: there is no plan, it cuts nothing, or something in a way that is not known here.
+        UnsupportedModel: there is no plan, it splits nothing, or it splits a module in an unknown way.
     """
     if not plan:
         raise UnsupportedModel(f"transformers publishes no plan for it ({PLAN} of its config)")
@@ -73,7 +73,7 @@ def kinds_of(shell: nn.Module, plan: Mapping[str, str] | None) -> dict[str, CutK
 
 
 def _pattern(name: str) -> str:
-    """A module's name as plans write it: every number is a *."""
+    """Converts a module's name to the form in plans: every number becomes *."""
     return re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", name)
 
 
@@ -90,7 +90,7 @@ def _kind_of(name: str, part: Any, style: str, is_experts: bool) -> CutKind:
 
 
 def divided(shell: nn.Module, kinds: Mapping[str, CutKind]) -> dict[str, int]:
-    """SizesToCut that must divide by the number of ranks, each named by one of the modules that have it."""
+    """Returns the sizes that must be divisible by the number of ranks, each with the name of one module that has it."""
     found: dict[int, str] = {}
     for name, kind in kinds.items():
         if kind == "first":
@@ -104,13 +104,13 @@ def divided(shell: nn.Module, kinds: Mapping[str, CutKind]) -> dict[str, int]:
 
 
 def parts_of(total: int, share: RankShare) -> list[Cut]:
-    """The ranges of `total` elements that are one part each of this rank's."""
+    """Returns the ranges of `total` elements that are this rank's parts."""
     width, first = total // share.parts, share.rank * share.own_parts
     return [Cut(part * width, (part + 1) * width) for part in range(first, first + share.own_parts)]
 
 
 def cut_shell(shell: nn.Module, cut: HostedCut) -> None:
-    """Gives a model on the meta device the sizes of one rank's part."""
+    """Changes the sizes of a model on the meta device to those of one rank's part."""
     for name, kind in cut.kinds.items():
         if kind == "first":
             owner, _, attribute = name.rpartition(".")
@@ -128,13 +128,13 @@ def cut_shell(shell: nn.Module, cut: HostedCut) -> None:
 
 
 def own_part(part: nn.Module, key: str, tensor: Tensor, kind: CutKind, share: RankShare) -> Tensor:
-    """A rank's part of one parameter of a cut module.
+    """Returns a rank's part of one parameter of a split module.
 
     Args:
-        part: the module, or the like; for experts its flags are read.
+        part: the module, or one like it; for experts its flags are read.
         key: the parameter's name in it.
-        tensor: all of it.
-        kind: how the module is cut.
+        tensor: the whole parameter.
+        kind: how the module is split.
     """
     if kind == "experts":
         return _own_experts(part, key, tensor, share)
@@ -144,10 +144,10 @@ def own_part(part: nn.Module, key: str, tensor: Tensor, kind: CutKind, share: Ra
 
 
 def _own_experts(part: Any, key: str, tensor: Tensor, share: RankShare) -> Tensor:
-    """This rank's [parts, ...] of a stack of all experts [experts, ...]. Other tensors are returned whole."""
+    """Returns this rank's [parts, ...] of a stack of all experts [experts, ...]. Returns other tensors whole."""
     if key not in STACKS:
         return tensor
-    if key == "down_proj_bias":  # added once
+    if key == "down_proj_bias":  # only one rank adds the bias
         zero, first = torch.zeros_like(tensor), share.rank == 0
         return torch.stack([tensor if first and index == 0 else zero for index in range(share.own_parts)])
     bias, down = key.endswith("_bias"), key == "down_proj"
@@ -162,7 +162,7 @@ def _own_experts(part: Any, key: str, tensor: Tensor, share: RankShare) -> Tenso
 
 
 def _width(part: Any) -> int:
-    """Columns of each expert of a whole module."""
+    """Returns the columns of each expert of a whole module."""
     shape: Any = part.down_proj.shape
     return int(shape[-2] if part.is_transposed else shape[-1])
 
@@ -172,10 +172,10 @@ def _along(tensor: Tensor, axis: int, start: int, stop: int) -> Tensor:
 
 
 def sizes_to_cut(info: HostedInfo) -> SizesToCut:
-    """Sizes of a hosted model that ranks must divide.
+    """Returns the sizes of a hosted model that must be divisible by the number of ranks.
 
     Raises:
-        UnsupportedModel: transformers' plan cuts nothing of it, or in a way that is not known here.
+        UnsupportedModel: transformers' plan splits nothing of it, or in an unknown way.
     """
     shell = shell_of(info.kind, info.config)
     kinds = kinds_of(shell, _plan(info))
@@ -183,17 +183,17 @@ def sizes_to_cut(info: HostedInfo) -> SizesToCut:
     sizes = divided(shell, kinds)
     sizes |= {f"heads of {call.layer}": call.heads for call in calls}
     sizes |= {f"key heads of {call.layer}": call.kv_heads for call in calls}
-    distinct = {size: name for name, size in reversed(sizes.items())}  # the first of each size
+    distinct = {size: name for name, size in reversed(sizes.items())}  # the first name of each size
     heads = max((call.heads for call in calls), default=0)
     kv_heads = max((call.kv_heads for call in calls), default=0)
     return SizesToCut(info.family, info.vocab_size, heads, kv_heads, {name: size for size, name in distinct.items()})
 
 
 def share_info(info: HostedInfo, share: RankShare) -> HostedInfo:
-    """The part of a model that one rank runs.
+    """Returns the part of a model that one rank runs.
 
     Raises:
-        UnsupportedModel: with a part of its matrices the module cannot run, or attends otherwise than to its own heads.
+        UnsupportedModel: with a part of its matrices the module cannot run, or it attends to other heads than its own.
     """
     shell = steady_shell(info.kind, info.config)
     cut = HostedCut(share, kinds_of(shell, _plan(info)), info)
@@ -216,7 +216,7 @@ def share_info(info: HostedInfo, share: RankShare) -> HostedInfo:
 
 
 def part_shell(info: HostedInfo) -> nn.Module:
-    """The model on the meta device, with the sizes of what `info` says of it."""
+    """Returns the model on the meta device with the sizes of `info`."""
     shell = steady_shell(info.kind, info.config)
     if info.cut is not None:
         cut_shell(shell, info.cut)
@@ -229,6 +229,6 @@ def _plan(info: HostedInfo) -> dict[str, str] | None:
 
 
 def _is_cut(call: ProbedOp, kinds: object) -> bool:
-    """True if products of the module that makes this attention call are cut."""
+    """True if products of the module that makes this attention call are split."""
     assert isinstance(kinds, dict)
     return any(name.startswith(f"{call.layer}.") for name in kinds)

@@ -1,4 +1,4 @@
-"""A hosted model before its weights are loaded: its class, sizes and attention calls, and checks of a live module."""
+"""Hosted model before its weights are loaded: its class, sizes and attention calls, and checks of a live module."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 
-# Rotary frequencies that depend on the longest row of a pass, so on a row's neighbours: those of "dynamic" where it is
-# beyond max_position_embeddings, and no row is longer here; those of "longrope" beyond a length that is checked.
+# types of rope whose frequencies depend on the longest row of a pass, and so on other rows: "dynamic" changes them
+# above max_position_embeddings, which no row exceeds here; "longrope" above a length that is checked
 _ROPES_OF_LENGTH: Final = ("dynamic", "longrope")
 
 _WARNS: Final = "warn_if_padding_and_no_attention_mask"
@@ -49,8 +49,8 @@ class HostedCut:
 
     Attributes:
         share: its part.
-        kinds: the cut of each module, or of each parameter ("first": along the first axis), by name.
-        whole: the `HostedInfo` of all ranks.
+        kinds: how each module, or each parameter ("first": along the first axis), is split, by name.
+        whole: the `HostedInfo` of the whole model.
     """
 
     share: RankShare
@@ -59,7 +59,7 @@ class HostedCut:
 
     @property
     def said(self) -> str:
-        """The parts that are cut, for `explain()`."""
+        """Description of the split modules for `explain()`."""
         counts = {kind: list(self.kinds.values()).count(kind) for kind in ("rows", "columns", "experts")}
         experts = f", and columns of {counts['experts']} expert layers" if counts["experts"] else ""
         if self.share.size == 1:
@@ -72,17 +72,19 @@ class HostedCut:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HostedInfo:
-    """A model that transformers defines and we host; `ModelInfo` of it.
+    """Model that transformers defines and this package hosts. Implements `ModelInfo`.
 
     Attributes:
         kind: its class in transformers.
-        config: of it, private to this object.
-        norms, wide_norms: RMSNorms whose formula is known; elements of those whose weights are kept in fp32.
+        config: its config, a private copy.
+        norms: RMSNorms whose formula is known.
+        wide_norms: elements of those norms whose weights are stored in fp32.
         rotations: attention modules whose rotation of heads is known.
-        whole: name of the class whose text model it is; empty: it is no part of another.
-        probed: findings of a traced pass.
-        parameters, kept_bytes: elements of its parameters, shared ones once; bytes of its buffers.
-        cut: one rank's part, which sizes and calls then describe; None: all of it.
+        whole: name of the model class of which it is the text part. Empty: it is not a part.
+        probed: results of a traced pass.
+        parameters: elements of its parameters, shared ones counted once.
+        kept_bytes: bytes of its buffers.
+        cut: one rank's part, which sizes and calls then describe. None: the whole model.
     """
 
     family: str
@@ -106,23 +108,23 @@ class HostedInfo:
 
     @property
     def slots(self) -> tuple[tuple[int, int, int], ...]:
-        """Query heads, key heads and head_dim of each K/V slot."""
+        """(query heads, KV heads, head_dim) of each slot in the KV cache."""
         found = {call.slot: call.shape for call in self.probed.calls}
         return tuple(found[slot] for slot in range(len(found)))
 
     @property
     def attention_shapes(self) -> tuple[tuple[int, int, int], ...]:
-        """Query heads, key heads and head_dim of each K/V slot."""
+        """(query heads, KV heads, head_dim) of each slot in the KV cache."""
         return self.slots
 
     @property
     def num_layers(self) -> int:
-        """Attention calls of a pass."""
+        """Number of attention calls of a pass."""
         return len(self.probed.calls)
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        """The window of each attention call; None: full attention."""
+        """Attention window of each attention call. None: full attention."""
         return tuple(call.rule.window for call in self.probed.calls)
 
     @property
@@ -132,17 +134,17 @@ class HostedInfo:
 
     @property
     def num_kv_heads(self) -> int:
-        """Key heads of the layer that has most."""
+        """KV heads of the layer that has most."""
         return max(call.kv_heads for call in self.probed.calls)
 
     @property
     def head_dim(self) -> int:
-        """head_dim of the widest head."""
+        """Largest head_dim."""
         return max(call.head_dim for call in self.probed.calls)
 
     @property
     def hosting(self) -> str:
-        """The swapped parts, and the others, for people."""
+        """Description of the replaced modules and of the others."""
         norms = f", {self.norms} norms" if self.norms else ""
         norms += f", {self.rotations} rotations" if self.rotations else ""
         experts = f", {self.experts} expert layers in fixed shapes" if self.experts else ""
@@ -160,33 +162,33 @@ class HostedInfo:
         )
 
     def rotary_bytes(self, positions: int) -> int:
-        """None: the module has its own, counted with its buffers."""
+        """Returns 0: the module has its own tables, which are counted with its buffers."""
         return 0
 
     def state_bytes(self, max_drafts: int, dtype: torch.dtype) -> int:
-        """None: models with recurrent states are not hosted."""
+        """Returns 0, because models with recurrent states are not hosted."""
         return 0
 
     @property
     def routed_elements(self) -> int:
-        """0: not known."""
+        """0, because it is unknown."""
         return 0
 
     def weight_bytes(self, dtype: torch.dtype) -> int:
-        """Bytes of all parameters in `dtype`, of its buffers, and of what norms that round once keep in fp32."""
+        """Returns the bytes of all parameters in `dtype`, of buffers, and of norm weights that are stored in fp32."""
         wide = self.wide_norms * (4 - dtype.itemsize)
         return self.parameters * dtype.itemsize + self.kept_bytes + wide
 
 
 def hosted_info(config: PretrainedConfig, kind: Any = None) -> HostedInfo:
-    """Builds the model of a config on the meta device, and probes it.
+    """Builds the model of a config on the meta device, and traces a pass of it.
 
     Args:
         config: a transformers config; not modified.
-        kind: its class; None: transformers' causal model of that config, or of its text part (`TEXT_PARTS`).
+        kind: its class. None: transformers' causal model of that config, or of its text part (`TEXT_PARTS`).
 
     Raises:
-        UnsupportedModel: it cannot be hosted; says why.
+        UnsupportedModel: it cannot be hosted. Has the reason.
     """
     config = copy.deepcopy(config)
     name, whole = str(config.model_type), ""
@@ -209,7 +211,7 @@ def hosted_info(config: PretrainedConfig, kind: Any = None) -> HostedInfo:
 
 
 def causal_class(config: PretrainedConfig) -> Any:
-    """transformers' own causal model of a config.
+    """Returns transformers' causal model class for a config.
 
     Raises:
         UnsupportedModel: there is none.
@@ -223,16 +225,19 @@ def causal_class(config: PretrainedConfig) -> Any:
 
 
 def shell_of(kind: Any, config: PretrainedConfig) -> nn.Module:
-    """The model on the meta device: no memory, no values. Its attention is ours; its config is a copy."""
+    """Builds the model on the meta device, without memory and values.
+
+    Attention is this package's; the config is a copy.
+    """
     register()
     config = copy.deepcopy(config)
-    config._attn_implementation = "eager"  # neither chosen by the file nor fetched
+    config._attn_implementation = "eager"  # so that the file cannot choose an implementation, and none is fetched
     try:
         with MAKING, torch.device("meta"):
             shell: nn.Module = kind(config)
     except FOREIGN as error:
         raise UnsupportedModel(f"its class {kind.__name__} cannot be made of this config: {error}") from error
-    for part in shell.modules():  # it reads ids on the host, and no padding is fed here
+    for part in shell.modules():  # the padding id is only used on the host, and no padding is fed here
         if hasattr(part, _WARNS):
             part.__dict__[_WARNS] = lambda *_: None
     use_fixed_experts(shell)
@@ -240,7 +245,7 @@ def shell_of(kind: Any, config: PretrainedConfig) -> nn.Module:
 
 
 def steady_shell(kind: Any, config: PretrainedConfig) -> nn.Module:
-    """`shell_of`, in which rotary frequencies stay those of rows within the context: what passes run."""
+    """Builds `shell_of` with rotary frequencies fixed to those of rows within the context, as passes use them."""
     shell = shell_of(kind, config)
     for part in shell.modules():
         kind = part.__dict__.get("rope_type")
@@ -280,7 +285,7 @@ def _refuse_config(config: Any) -> None:
 
 
 def _advice_on(config: Any) -> str:
-    """Advice for a model that reads more than text: its language model may be hosted by itself, or not."""
+    """Returns advice for a model that reads more than text: whether its language model can be hosted by itself."""
     text = getattr(config, "text_config", None)
     if text is None:
         return ": wanted a text model; save its language model by itself"
@@ -290,7 +295,7 @@ def _advice_on(config: Any) -> str:
             hosted_info(text)
         except UnsupportedModel as error:
             reason = str(error).partition("cannot be hosted: ")[2].removesuffix(_TRIED)
-            if not reason.startswith("its class"):  # which cannot be made of what this config says of it
+            if not reason.startswith("its class"):  # such a model cannot be built from this config
                 return f", and its language model ({kind}) cannot be hosted by itself either: {reason}"
     return f": wanted a text model; save its language model ({kind}) by itself"
 
@@ -326,7 +331,7 @@ def _info(
 
 
 def _norms(shell: nn.Module) -> list[tuple[KnownNorm, int]]:
-    """The RMSNorms of a model, with their widths; modules of one class and with the same settings are tried once."""
+    """Returns the RMSNorms of a model with their widths. Modules with the same class and settings are tested once."""
     tried: dict[Any, KnownNorm | None] = {}
     found = []
     for part in shell.modules():
@@ -344,14 +349,14 @@ def _norms(shell: nn.Module) -> list[tuple[KnownNorm, int]]:
 
 
 def known_type(model_type: str) -> bool:
-    """True if transformers has a config of this type."""
+    """True if transformers has a config class of this type."""
     from transformers import CONFIG_MAPPING
 
     return model_type in CONFIG_MAPPING
 
 
 def is_hostable(module: nn.Module) -> bool:
-    """True if a live module is a causal model of transformers of no native family."""
+    """True if a live module is a causal model of transformers that does not belong to a native family."""
     from transformers import PretrainedConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
@@ -365,7 +370,7 @@ def is_hostable(module: nn.Module) -> bool:
 
 
 def check_hosted_module(module: Any) -> None:
-    """Refuses a live module that is not as its config builds it, or whose parameters are not all on one device.
+    """Refuses a live module that differs from what its config builds, or whose parameters are on several devices.
 
     Raises:
         UnsupportedModel: names the submodule and what was found.

@@ -1,8 +1,8 @@
-"""Two passes compared layer by layer, each layer fed the same in both, so that differences do not add up.
+"""Compares two passes layer by layer. Each layer gets the same input in both, so that differences do not add up.
 
-Where a router chooses experts, rounding may choose another one for some tokens: their hidden states then differ much,
-and so do those of later layers. A layer's output for most tokens, and its attention for all of them, still differ by
-rounding only.
+Because of rounding, a router may choose another expert for some tokens. Their hidden states then differ much, and so do
+those of later layers. But with the same input, most tokens of a layer's output, and all of its attention's, differ only
+by rounding.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from fastspec.errors import UnsupportedModel
 
-# what rounding explains in one layer, as a share of a token's mean norm
+# difference of one layer that rounding explains, as a share of a token's mean norm
 _NEAR: Final = {torch.float32: 1e-3, torch.bfloat16: 0.05, torch.float16: 0.02}
-_INPUT: Final = "hidden_states"  # by this name where a layer is not given them first
+_INPUT: Final = "hidden_states"  # keyword of the layer's input, if it is not positional
 
 
 @dataclass
@@ -27,8 +27,8 @@ class PassRecord:
     """Hidden states of a pass by layer, in the order in which layers ran; each [1, tokens, width].
 
     Attributes:
-        inputs: of each layer, as they came, and the last hidden states after them.
-        attended: what its attention module returned.
+        inputs: inputs of each layer, then the last hidden states.
+        attended: outputs of each layer's attention module.
     """
 
     inputs: list[Tensor] = field(default_factory=list)
@@ -36,11 +36,11 @@ class PassRecord:
 
 
 class Layers:
-    """The layers of a base model that attend.
+    """Layers of a base model that have attention.
 
     Args:
         base: the base model.
-        names: of its modules that call attention, in order, from `base` on.
+        names: names, relative to `base`, of its modules that call attention, in order.
     """
 
     def __init__(self, base: nn.Module, names: Sequence[str]) -> None:
@@ -48,14 +48,14 @@ class Layers:
         self._base = base
 
     def record(self, run: Callable[[], Tensor]) -> PassRecord:
-        """Records a pass over all tokens; `run` returns its last hidden states."""
+        """Records a pass over all tokens. `run` returns its last hidden states."""
         seen = PassRecord()
         with self._watched(seen, lambda layer, given: given):
             seen.inputs.append(run())
         return seen
 
     def record_fed_like(self, own: PassRecord, first: int, run: Callable[[], Tensor]) -> PassRecord:
-        """Records a pass over tokens from `first` on. Each layer is fed the inputs that it had in `own`."""
+        """Records a pass over tokens from `first` on. Each layer gets the input that is recorded in `own`."""
         seen = PassRecord()
 
         def fed(layer: int, given: Tensor) -> Tensor:
@@ -66,10 +66,10 @@ class Layers:
         return seen
 
     def compare(self, own: PassRecord, passes: Sequence[PassRecord], what: str) -> None:
-        """Compares passes that fed all tokens, one part after the other.
+        """Compares passes that together fed all tokens, with a pass `own` over all tokens.
 
         Raises:
-            UnsupportedModel: a layer differs by more than rounding; names it.
+            UnsupportedModel: a layer differs by more than rounding. Names it.
         """
         for index, theirs in enumerate(own.attended):
             error = errors([seen.attended[index] for seen in passes], theirs).max()
@@ -114,7 +114,7 @@ class Layers:
                 handle.remove()
 
     def _layer(self, name: str) -> nn.Module:
-        """The entry of the list of layers that holds the module of that name."""
+        """Returns the entry of the list of layers that contains the module `name`."""
         parts = name.split(".")
         for end in range(1, len(parts)):
             if isinstance(self._base.get_submodule(".".join(parts[:end])), nn.ModuleList):
@@ -123,7 +123,7 @@ class Layers:
 
 
 def errors(ours: Sequence[Tensor], own: Tensor) -> Tensor:
-    """For each token, the norm of the difference as a share of the mean norm."""
+    """Returns, for each token, the norm of the difference as a share of the mean norm."""
     differences = (torch.cat(list(ours), dim=1).float() - own.float()).flatten(2).norm(dim=-1)
     errors: Tensor = differences / own.float().flatten(2).norm(dim=-1).mean()
     return errors

@@ -1,4 +1,4 @@
-"""Weights of a hosted model: transformers reads them, and each is moved once to the module that uses it."""
+"""Loads the weights of a hosted model: transformers reads them, and each is moved to the module that uses it."""
 
 from __future__ import annotations
 
@@ -53,11 +53,11 @@ def load_hosted(
 ) -> None:
     """Fills `model` with the weights of its checkpoint, in `dtype` on `device`.
 
-    A live module is copied, or with `release` emptied meanwhile; a directory is read by transformers into host memory
-    first, with its progress bar or without. A rank of several does so, too, and keeps its part.
+    A live module is copied; with `release` it is emptied meanwhile. Weights of a directory are first read by
+    transformers into host memory. A rank of several also reads all weights, and keeps its part.
 
     Raises:
-        CheckpointError: the stored tensors are not what the config says.
+        CheckpointError: the stored tensors do not match the config.
     """
     info, source, codes = model.info, checkpoint.module, None
     if source is None:
@@ -78,7 +78,7 @@ def load_hosted(
 
 @contextmanager
 def _bars(shown: bool) -> Iterator[None]:
-    """Sets whether transformers shows progress bars, and restores the caller's setting."""
+    """Context in which transformers shows progress bars or not. Restores the caller's setting."""
     before = logging.is_progress_bar_enabled()
     if not shown:
         logging.disable_progress_bar()
@@ -90,7 +90,7 @@ def _bars(shown: bool) -> Iterator[None]:
 
 
 def _read(directory: Path, info: HostedInfo, dtype: torch.dtype, name: str, codes: ProductCodes | None) -> nn.Module:
-    """The model as transformers loads it, on the CPU; no code of the checkpoint runs, and no pickle is read."""
+    """Returns the model as transformers loads it, on the CPU. Runs no code of the checkpoint and reads no pickle."""
     values = codes.values(dtype) if codes is not None else text_values(directory) if info.whole else None
     try:
         with MAKING:
@@ -120,7 +120,7 @@ def _read(directory: Path, info: HostedInfo, dtype: torch.dtype, name: str, code
 
 
 def _whole_pass(source: Any, info: HostedInfo) -> Tensor:
-    """Hidden states of the whole model, as transformers computes them, for the first tokens of admission."""
+    """Returns the hidden states that transformers' own model computes for the tokens of admission."""
     base: Any = base_of(source)
     device = source.get_input_embeddings().weight.device
     ids = trial_ids(TRIAL_PROMPT, info, device)
@@ -133,7 +133,7 @@ def _whole_pass(source: Any, info: HostedInfo) -> Tensor:
 
 @dataclass
 class _Filler:
-    """Moves the values of `source` into `shell`, a model on the meta device of the same class."""
+    """Moves the values of `source` to `shell`, a model of the same class on the meta device."""
 
     model: HostedModel
     shell: Any
@@ -151,34 +151,14 @@ class _Filler:
         self._kinds: Mapping[str, CutKind] = {} if cut is None else cut.kinds
 
     def fill(self) -> None:
-        """Swaps products and the embedding, then copies the other tensors."""
-        embedding, head = self.shell.get_input_embeddings(), self.shell.get_output_embeddings()
+        """Replaces products, the embedding, norms and rotations, then copies the other tensors."""
         self._stored = self.source.get_input_embeddings().weight.dtype
-        swapped: dict[str, nn.Module] = {}
-        parts = list(self.shell.named_modules())
-        if type(embedding) is not nn.Embedding:  # its own forward reads rows, and a tied head shares them
-            name = next(name for name, part in parts if part is embedding)
-            parameter = self._parameter(self.source.get_submodule(name).weight)
-            self.weights[id(self.source.get_submodule(name).weight)] = Weight(parameter.data)
-        for name, part in parts:
-            like = self.source.get_submodule(name)
-            if part is embedding and type(part) is nn.Embedding:
-                swapped[name] = Embedding(self.model, self._weight(like.weight))
-            elif self._kinds.get(name) in ("rows", "columns"):
-                swapped[name] = self._part(name, like)
-            elif is_product(part) or part is head:
-                rows = like.weight if isinstance(part, nn.Linear) else like.weight.t()
-                wide = torch.float32 if part is head else None
-                bias = None if like.bias is None else self._moved(like.bias)
-                weight = self._kept(f"{name}.weight", like.weight) or self._weight(like.weight, rows, name)
-                swapped[name] = Product(self.model, weight, bias, wide)
-            elif (known := known_norm(part)) is not None and like.weight.dtype == self._stored:  # none kept wider
-                swapped[name] = NormSwap(self.model, known, self._parameter(like.weight).data)
-            elif rotates(part):
-                use_our_rotation(part, self.model)
-        for name, part in swapped.items():
-            owner, _, attribute = name.rpartition(".")
-            setattr(self.shell.get_submodule(owner), attribute, part)
+        self._read_embedding()
+        swapped = {name: self._swapped(name, part) for name, part in list(self.shell.named_modules())}
+        for name, module in swapped.items():
+            if module is not None:
+                owner, _, attribute = name.rpartition(".")
+                setattr(self.shell.get_submodule(owner), attribute, module)
         for name, part in self.shell.named_modules():
             if not isinstance(part, Embedding | NormSwap | PartProduct | Product):
                 self._copy(name, part, self.source.get_submodule(name))
@@ -187,8 +167,40 @@ class _Filler:
         if self.release:
             self._empty()
 
+    def _read_embedding(self) -> None:
+        """Reads the weight of an embedding that is a subclass of nn.Embedding, and so is not replaced.
+
+        Its own forward reads rows of the weight, and a tied head uses the same rows.
+        """
+        if type(self.shell.get_input_embeddings()) is not nn.Embedding:
+            weight = self.source.get_input_embeddings().weight
+            self.weights[id(weight)] = Weight(self._parameter(weight).data)
+
+    def _swapped(self, name: str, part: nn.Module) -> nn.Module | None:
+        """Returns the module that replaces `part` of the shell. None: it stays."""
+        like = self.source.get_submodule(name)
+        if part is self.shell.get_input_embeddings() and type(part) is nn.Embedding:
+            return Embedding(self.model, self._weight(like.weight))
+        if self._kinds.get(name) in ("rows", "columns"):
+            return self._part(name, like)
+        if is_product(part) or part is self.shell.get_output_embeddings():
+            return self._product(name, part, like)
+        # norm weights with a wider dtype than the checkpoint's are not replaced
+        if (known := known_norm(part)) is not None and like.weight.dtype == self._stored:
+            return NormSwap(self.model, known, self._parameter(like.weight).data)
+        if rotates(part):
+            use_our_rotation(part, self.model)
+        return None
+
+    def _product(self, name: str, part: nn.Module, like: Any) -> Product:
+        rows = like.weight if isinstance(part, nn.Linear) else like.weight.t()
+        wide = torch.float32 if part is self.shell.get_output_embeddings() else None
+        bias = None if like.bias is None else self._moved(like.bias)
+        weight = self._kept(f"{name}.weight", like.weight) or self._weight(like.weight, rows, name)
+        return Product(self.model, weight, bias, wide)
+
     def _kept(self, name: str, parameter: Tensor) -> Weight | None:
-        """The weight that stays quantised; None: it is not stored so, or is used elsewhere, too."""
+        """Returns the weight that stays quantised. None: it is not stored quantised, or another module uses it, too."""
         if self.codes is None or id(parameter) in self.weights:
             return None
         made = self.codes.weight(name, self.dtype, self.device, self.model.ops)
@@ -198,7 +210,10 @@ class _Filler:
         return made
 
     def _weight(self, parameter: Tensor, rows: Tensor | None = None, name: str = "") -> Weight:
-        """The weight of a parameter, made once where it is used twice, and rounded where the product `name` is."""
+        """Returns the weight of a parameter, made once if it is used twice.
+
+        Rounded if the product `name` is to be rounded.
+        """
         key = id(parameter)
         if key not in self.weights:
             rows, kind = self._moved(parameter if rows is None else rows).contiguous(), self.rounding.get(name)
@@ -215,12 +230,15 @@ class _Filler:
         return self.held[key]
 
     def _moved(self, tensor: Tensor) -> Tensor:
-        """A copy on the device. Values in the checkpoint's dtype become `dtype`; wider values stay."""
+        """Returns a copy on the device.
+
+        Values in the checkpoint's dtype are converted to `dtype`; wider values keep theirs.
+        """
         kept = tensor.dtype != self._stored
         return tensor.detach().to(self.device, tensor.dtype if kept else self.dtype, copy=True)
 
     def _part(self, name: str, like: Any) -> PartProduct:
-        """A rank's part of a product, in its pieces."""
+        """Returns a rank's part of a product."""
         cut, by_columns = self.model.info.cut, self._kinds[name] == "columns"
         assert cut is not None, "only what is cut has parts"
         bias = None
@@ -251,7 +269,7 @@ class _Filler:
                 own = self._moved(own_part(like, name, parameter, kind, cut.share)).contiguous()
                 part._parameters[name] = nn.Parameter(own, requires_grad=False)
                 made.append(parameter)
-        for parameter in made:  # sizes of one tell how others are cut
+        for parameter in made:  # sizes of one parameter determine how others are split
             self._released(parameter)
         for name, buffer in like._buffers.items():
             part._buffers[name] = None if buffer is None else buffer.detach().to(self.device, copy=True)

@@ -1,4 +1,4 @@
-"""A transformers module as a CausalModel over a paged cache."""
+"""Runs a transformers module as a CausalModel over a paged KV cache."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ TRIAL_PROMPT = 4  # tokens that admission feeds before those of a step
 
 
 def trial_ids(count: int, info: HostedInfo, device: torch.device) -> Tensor:
-    """The first tokens [1, count] that admission feeds."""
+    """Returns the first token ids [1, count] that admission feeds."""
     return ((torch.arange(count, device=device) * 7 + 1) % info.vocab_size)[None]
 
 
 class HostedModel:
-    """A module of transformers, with attention, K/V and matrix products of ours.
+    """Module of transformers, with attention, KV cache and matrix products of this package.
 
     Args:
-        info: of the model.
-        module: with its weights, swapped by `load_hosted`.
-        ops: implementations of the swapped parts.
-        num_pages, page_size: of its K/V cache.
+        info: info of the model.
+        module: the module with its weights, whose parts `load_hosted` has replaced.
+        ops: implementations of the replaced parts.
+        num_pages, page_size: sizes of its KV cache.
         max_positions: positions of the longest row.
-        batch, max_queries: of a decoding pass at most.
-        exchange: between the ranks, where each has a part of the model; None: this one has all of it.
+        batch, max_queries: largest number of rows, and of tokens per row, of a decode pass.
+        exchange: exchange between ranks, if each has a part of the model. None: this process has all of it.
 
     Attributes:
-        wanted: where it is cut, hidden states of the whole model for `trial_ids` [1, n], set while it is loaded.
-        rounded: products were rounded while it was loaded, and the whole model's were not.
+        wanted: for a part of a model: hidden states of the whole model for `trial_ids` [1, n], set while it is loaded.
+        rounded: True if products were rounded while loading, but those of the whole model were not.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class HostedModel:
         self.keys = [torch.zeros(shape, dtype=dtype, device=device) for shape in shapes]
         self.values = [torch.zeros(shape, dtype=dtype, device=device) for shape in shapes]
         calls = info.probed.calls
-        queries = TRIAL_PROMPT + max_queries  # of the largest pass that admission makes
+        queries = TRIAL_PROMPT + max_queries  # tokens of the largest pass that admission makes
         self._work = {
             shape: ops.workspace(device, batch, queries, max_positions, shape)
             for shape in dict.fromkeys(call.shape for call in calls)
@@ -76,11 +76,12 @@ class HostedModel:
         self._at = 0
 
     def host(self, module: nn.Module) -> None:
-        """Takes the module, with its weights; from here on passes can run."""
+        """Takes the module with its weights. Passes can run afterwards."""
         self.module: Any = module
         self.base: Any = base_of(module)
         attach(module, self)
-        # the module's head is run with hidden states in place of embeddings, after a base model that passes them on
+        # the module's head is called with hidden states as embeddings; its base model is replaced by one that returns
+        # them
         setattr(module, base_name(module), _PassOn(self.info.probed.output, hasattr(self.base, "decoder")))
 
     @property
@@ -89,9 +90,9 @@ class HostedModel:
         return self.info.vocab_size
 
     def hidden(self, rows: ForwardBatch) -> Tensor:
-        """Feeds rows and writes their K/V to the cache; returns the last hidden states [B, Q, hidden]."""
+        """Feeds rows and writes their K/V to the cache. Returns the last hidden states [B, Q, hidden]."""
         self._rows, self._at = rows, 0
-        # rows that do not count may lie after the model's own tables of positions
+        # padding and idle rows may have positions after the end of the module's own position tables
         positions = rows.positions.clamp(max=self.info.max_length - 1)
         with self.running(rows.tiling, rows.ids.shape[1]):
             given = {**self.info.probed.whole, self.info.probed.cache_name: NoCache()}
@@ -101,29 +102,35 @@ class HostedModel:
         return hidden
 
     def hidden_with_features(self, rows: ForwardBatch, layers: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-        """Refused: layers of a hosted model have no common form."""
+        """Raises, because layers of hosted models have no common form."""
         raise UnsupportedOption("a proposer that reads the target's hidden states needs a native model family")
 
     def logits(self, hidden: Tensor, tiling: Tiling) -> Tensor:
-        """fp32 logits [..., V] of hidden states [..., hidden], by the module's own path after its base model."""
+        """Returns fp32 logits [..., V] for hidden states [..., hidden], computed by the module's own head."""
         given = hidden.reshape(1, -1, hidden.shape[-1])
         with self.running(tiling, 1):
             logits: Tensor = self.module(inputs_embeds=given, use_cache=False).logits
         return logits.float().view(*hidden.shape[:-1], -1)
 
     def argmax(self, hidden: Tensor, limit: int, tiling: Tiling, out: Tensor) -> None:
-        """Writes to out [R] which of the first `limit` logits of hidden [R, hidden] is largest, lowest id first."""
+        """Writes to `out` [R] the id of the largest of the first `limit` logits of hidden [R, hidden].
+
+        The lowest id if equal.
+        """
         out.copy_(self.logits(hidden, tiling)[..., :limit].argmax(dim=-1))
 
     def attend(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, options: dict[str, Any]
     ) -> Tensor:
-        """The next attention call of the pass: K/V go to its slot's pages, attention reads them there."""
+        """Computes the next attention call of the pass.
+
+        Writes K/V to the pages of its slot, and attends to them there.
+        """
         call, rows = self.info.probed.calls[self._at], self._rows
         assert rows is not None
         self._at += 1
-        # a layer that shares the keys of another writes them once more, the same bits to the same place
-        # of latent attention values are narrower than keys: zeros stand after them, and change no sum
+        # a layer that shares the keys of another writes the same bits to the same place again. In latent attention
+        # values are narrower than keys: they are padded with zeros, which change no sum
         wide = [_padded(part, call.head_dim).transpose(1, 2).flatten(2) for part in (query, key, value)]
         qkv = torch.cat(wide, dim=-1)
         sinks = options.get("s_aux")
@@ -150,23 +157,23 @@ class HostedModel:
 
     @contextmanager
     def running(self, tiling: Tiling, queries: int) -> Iterator[None]:
-        """Products of what runs meanwhile have the shapes of `tiling`."""
+        """Context in which products have the shapes of `tiling`."""
         self.tiling, self.queries = tiling, queries
         with FixedShapes(self):
             yield
 
 
 def _padded(x: Tensor, width: int) -> Tensor:
-    """x [..., D] with zeros after it up to `width`; the same x where it is as wide."""
+    """Pads x [..., D] with zeros to `width`. Returns x itself if it has this width."""
     return x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1]))
 
 
 class _PassOn(nn.Module):
-    """Stands for a base model and returns the embeddings that it is given.
+    """Replaces a base model, and returns the embeddings that it is given.
 
     Args:
-        output: the class of its result.
-        decoder: the module's head calls the `decoder` of its base model, as in OPT.
+        output: class of its result.
+        decoder: True if the module's head calls the `decoder` of its base model, as in OPT.
     """
 
     def __init__(self, output: Any, decoder: bool) -> None:
@@ -176,5 +183,5 @@ class _PassOn(nn.Module):
             self.decoder = _PassOn(output, False)
 
     def forward(self, *_: Any, inputs_embeds: Tensor, **__: Any) -> Any:
-        """The embeddings as last hidden state."""
+        """Returns the embeddings as last hidden state."""
         return self._output(last_hidden_state=inputs_embeds)

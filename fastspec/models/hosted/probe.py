@@ -1,7 +1,7 @@
-"""One forward pass over a module on the meta device, which shows what each of its attention calls asks for.
+"""Traces one forward pass of a module on the meta device, and records the arguments of its attention calls.
 
-It computes nothing and takes no memory. A read of a value by the host, or a shape that depends on data, fails there:
-such a model cannot be captured.
+The pass computes nothing and needs no memory. It fails if the host reads a value, or if a shape depends on data: such a
+model cannot be captured.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from fastspec.kernels.common.checks import MAX_HEAD_DIM
 from fastspec.models.hosted.swaps import ATTENTION, PROBED, NoCache, attach
 from fastspec.shapes import AttentionRule
 
-# Tensors that attention may be given beside q, k, v and mask.
+# tensors that an attention call may have besides q, k, v and mask
 _KNOWN_TENSORS: Final = ("s_aux", "position_ids", "cache_position")
-_FAR: Final = 1 << 15  # positions over which a mask is compared with a window
+_FAR: Final = 1 << 15  # number of positions for which a mask is compared with a window
 _BATCH, _QUERIES = 2, 3
-# what code that was not written for this may raise
+# errors that a module may raise if it was not written for the meta device
 FOREIGN: Final = (
     *(RuntimeError, TypeError, ValueError, AttributeError, LookupError, ImportError),
     *(AssertionError, ArithmeticError),
@@ -34,15 +34,15 @@ FOREIGN: Final = (
 
 @dataclass(frozen=True, slots=True)
 class ProbedOp:
-    """One attention call of every pass: its place and its arguments.
+    """One attention call of every pass: its module and its arguments.
 
     Attributes:
-        slot: which K/V pages it reads and writes; calls with the keys and values of an earlier one share its slot.
-        layer: name of the module that calls.
-        heads, kv_heads, head_dim: sizes in pages: the wider of its keys and values, the other padded with zeros.
+        slot: index of the KV pages that it reads and writes. Calls with the same keys and values share a slot.
+        layer: name of the module that makes the call.
+        heads, kv_heads, head_dim: sizes in pages. head_dim is the wider of keys and values; the other is padded.
         value_dim: width of its values.
         rule: window, scale and softcap.
-        sinks: whether it brings sinks.
+        sinks: True if it passes sinks.
     """
 
     slot: int
@@ -56,19 +56,19 @@ class ProbedOp:
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """Query heads, key heads, head_dim."""
+        """(query heads, KV heads, head_dim)."""
         return self.heads, self.kv_heads, self.head_dim
 
 
 @dataclass(frozen=True, slots=True)
 class Probed:
-    """The findings of a probe.
+    """Results of `probe`.
 
     Attributes:
         calls: attention calls of a pass, in order.
-        cache_name: name of the argument of the base model that takes a cache.
-        whole: arguments with which the base model leaves no token of a pass out.
-        output: the class of the base model's result.
+        cache_name: name of the base model's argument for a cache.
+        whole: arguments with which the base model computes every token of a pass.
+        output: class of the base model's result.
         hidden_size: width of its last hidden state.
     """
 
@@ -80,10 +80,10 @@ class Probed:
 
 
 def probe(module: nn.Module) -> Probed:
-    """Looks at one pass of a transformers causal model that lies on the meta device.
+    """Traces one pass of a transformers causal model on the meta device.
 
     Raises:
-        UnsupportedModel: it cannot be hosted; names the layer and the reason.
+        UnsupportedModel: it cannot be hosted. Names the layer and the reason.
     """
     kind: Any = type(module)
     base: Any = base_of(module)
@@ -100,7 +100,7 @@ def probe(module: nn.Module) -> Probed:
     named = [name for name in ("cache", "past_key_values") if name in parameters]
     if "position_ids" not in parameters or not named:
         raise UnsupportedModel(f"{type(base).__name__}.forward takes no position_ids, or no cache")
-    # some base models compute their last layers for the tokens alone whose logits are asked for: no number, all tokens
+    # some base models compute their last layers only for tokens whose logits are requested; None requests all
     whole = {name: None for name in ("logits_to_keep",) if name in parameters}
     prober = _Prober({id(part): name for name, part in module.named_modules()})
     attach(module, prober)
@@ -116,18 +116,18 @@ def probe(module: nn.Module) -> Probed:
 
 
 def base_name(module: nn.Module) -> str:
-    """Name of the submodule that holds everything except the head; empty if there is none."""
+    """Returns the name of the submodule that contains everything except the head. Empty if there is none."""
     return next((name for name in (str(module.base_model_prefix), "model") if name in module._modules), "")
 
 
 def base_of(module: nn.Module) -> nn.Module:
-    """The submodule of `base_name`, or the module itself."""
+    """Returns the submodule of `base_name`, or the module itself."""
     return module.get_submodule(base_name(module))
 
 
 @contextmanager
 def _naming_layers(module: nn.Module) -> Iterator[None]:
-    """Turns what goes wrong in a pass into UnsupportedModel, with the name of the layer that was entered last."""
+    """Converts an error in a pass to UnsupportedModel, with the name of the last layer that was entered."""
     entered = [""]
 
     def enter(name: str) -> Any:
@@ -138,7 +138,7 @@ def _naming_layers(module: nn.Module) -> Iterator[None]:
         yield
     except UnsupportedModel as error:
         raise UnsupportedModel(f"layer {entered[0]!r}: {error}") from error
-    # whatever a foreign module raises: it was not made for a device without values
+    # a foreign module, which was not written for the meta device, may raise any of these
     except FOREIGN as error:
         first = str(error).strip().split("\n")[0]
         raise UnsupportedModel(
@@ -151,10 +151,10 @@ def _naming_layers(module: nn.Module) -> Iterator[None]:
 
 
 class _Prober:
-    """Records attention calls."""
+    """Owner of a traced pass: records its attention calls."""
 
-    queries = _QUERIES  # of the pass, which experts ask for
-    exchange, inside = Alone(), False  # likewise
+    queries = _QUERIES  # tokens of the pass, which replaced experts read
+    exchange, inside = Alone(), False  # also read by replaced modules
 
     def __init__(self, names: dict[int, str]) -> None:
         self._names = names
@@ -192,7 +192,7 @@ class _Prober:
         return query.new_zeros(_BATCH, _QUERIES, query.shape[1], value.shape[3])
 
     def ruled(self) -> tuple[ProbedOp, ...]:
-        """The calls, each with the window of its mask."""
+        """Returns the calls, each with the window of its mask."""
         windows: dict[Any, int | None] = {}
         calls = []
         for call, (function, told) in zip(self.calls, self._masks, strict=True):
@@ -227,10 +227,10 @@ def _check_sizes(query: Tensor, key: Tensor, value: Tensor) -> None:
 
 
 def _window(function: Any, layer: str) -> int | None:
-    """The window of a transformers mask function, found by evaluating it.
+    """Returns the window of a transformers mask function, found by evaluating it.
 
     Raises:
-        UnsupportedModel: it is neither causal nor a causal window: chunks, blocks, prefixes.
+        UnsupportedModel: the mask is neither causal nor a causal window: chunks, blocks, prefixes.
     """
     rows = sorted({*range(40), *(_FAR * i // 61 for i in range(62))})
     at = torch.tensor(rows, device="cpu")[:, None]

@@ -1,8 +1,8 @@
-"""Modules and functions of ours that replace those of transformers in hosted models.
+"""Modules and functions of this package that replace those of transformers in hosted models.
 
-Products, embeddings, norms and rotations run by our ops. Each is recognised by its computation, not by its name.
-Attention calls and the cache find the running pass by an attribute of the calling module, so no state is global: see
-`attach`.
+Products, embeddings, norms and rotations run by this package's ops. Each is recognised by its computation, not by its
+name. Attention calls and the cache find the running pass by an attribute of the calling module, see `attach`. So there
+is no global state.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from fastspec.kernels.common.weights import Weight
 from fastspec.kernels.ops import Ops
 from fastspec.shapes import Tiling
 
-ATTENTION: Final = "fastspec"  # names under which transformers looks our functions up
+ATTENTION: Final = "fastspec"  # names under which transformers finds these functions
 
 PROBED: Final = "fastspec_probe"
 
@@ -33,27 +33,30 @@ _PASS: Final = "fastspec_pass"
 
 
 class HostedPass(Protocol):
-    """The handler of the attention calls of one module's passes."""
+    """Object that handles the attention calls of a module's passes."""
 
     def attend(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, options: dict[str, Any]
     ) -> Tensor:
-        """Attention of one call: query [B, H, Q, D], key and value [B, Hkv, Q, D]; returns [B, Q, H, Dv]."""
+        """Computes one attention call: query [B, H, Q, D], key and value [B, Hkv, Q, D]. Returns [B, Q, H, Dv]."""
 
 
 def attach(module: nn.Module, owner: HostedPass) -> None:
-    """Makes `owner` handle the calls of all submodules of `module`; the caller keeps it alive."""
+    """Makes `owner` handle the calls of all submodules of `module`. The caller must keep `owner` alive."""
     for part in module.modules():
         part.__dict__[_PASS] = proxy(owner)
 
 
 def pass_of(module: nn.Module) -> Any:
-    """The owner that `attach` gave this module."""
+    """Returns the owner that `attach` has set for this module."""
     return module.__dict__[_PASS]
 
 
 def register() -> None:
-    """Tells transformers our names. Only the probe builds masks: for the other name transformers builds none."""
+    """Registers these functions in transformers.
+
+    Only `probe` needs masks: for the other name transformers builds none.
+    """
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -75,25 +78,25 @@ def _probe_mask(*, q_length: int, mask_function: Any = None, device: Any = "cpu"
 
 
 class NoCache:
-    """Stands for a transformers Cache and keeps nothing: keys and values go to attention as they come."""
+    """Replaces a transformers Cache and stores nothing. Keys and values are passed to attention unchanged."""
 
     is_compileable = False
     is_sliding: tuple[bool, ...] = ()
 
     def update(self, key: Tensor, value: Tensor, layer_idx: int = 0, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """Returns the keys and values of the fed tokens only."""
+        """Returns only the keys and values of the fed tokens."""
         return key, value
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """0: positions are given, so no model needs it."""
+        """Returns 0: positions are passed explicitly, so no model needs it."""
         return 0
 
     def get_query_offset(self, layer_idx: int = 0) -> int:
-        """0, for masks of a probe."""
+        """Returns 0, for the masks of `probe`."""
         return 0
 
     def get_mask_sizes(self, queries: int, layer_idx: int = 0) -> tuple[int, int]:
-        """Sizes of the fed tokens only, for masks of a probe."""
+        """Returns the sizes of the fed tokens only, for the masks of `probe`."""
         return queries, 0
 
     def __getattr__(self, name: str) -> NoReturn:
@@ -104,35 +107,36 @@ class NoCache:
 
 EXPERTS: Final = "fastspec_fixed"
 
-_EXPERTS_HAVE: Final = ("has_gate", "has_bias", "is_transposed", "is_concatenated")  # set by every transformers 5
+# attributes of expert modules in all releases of transformers 5
+_EXPERTS_HAVE: Final = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
 
 UP: Final = ("gate_up_proj", "up_proj")
-# parameters of a module of experts, with an axis of experts in front
+# parameters of a module of experts; their first axis is the expert
 STACKS: Final = (*UP, "down_proj", *(f"{name}_bias" for name in UP), "down_proj_bias")
-# of such a module on one of several ranks: the number of its parts, a first axis of all STACKS
+# attribute of such a module on a rank: number of its parts, which are the first axis of all STACKS
 PARTS: Final = "fastspec_parts"
 
-STEP_QUERIES: Final = 17  # more query tokens are a prompt's
+STEP_QUERIES: Final = 17  # a pass with more query tokens is a prompt
 
-_PAIRS: Final = 8  # (token, expert) pairs of one batched product of a step
+_PAIRS: Final = 8  # (token, expert) pairs in one batched product of a step
 
-_ROWS: Final = 64  # rows that a reduction on CUDA gets at least: fewer change how torch cuts it
+_ROWS: Final = 64  # least number of rows of a reduction on CUDA: with fewer, torch splits the reduction differently
 
 
 class Running(Protocol):
-    """The parts of a running pass that a swapped module needs."""
+    """Parts of a running pass that replaced modules need."""
 
     ops: Ops
     exchange: Exchange
     tiling: Tiling
     queries: int
     inside: bool
-    constants: dict[Any, Tensor]  # what `constant_on_device` keeps
+    constants: dict[Any, Tensor]  # cache of `constant_on_device`
 
 
 @contextmanager
 def our_op(running: Running) -> Iterator[None]:
-    """While it lasts an op of ours runs, whose torch functions `FixedShapes` leaves as they are."""
+    """Context in which an op of this package runs: `FixedShapes` does not change its torch functions."""
     running.inside = True
     try:
         yield
@@ -141,19 +145,19 @@ def our_op(running: Running) -> Iterator[None]:
 
 
 class Product(nn.Module):
-    """y = x W^T + b by our op, for an nn.Linear or a Conv1D."""
+    """y = x W^T + b by an op of this package. Replaces an nn.Linear or a Conv1D."""
 
     _running: Running
 
     def __init__(self, running: Running, weight: Weight, bias: Tensor | None, out_dtype: torch.dtype | None) -> None:
         super().__init__()
-        self._running = proxy(running)  # which owns this module
+        self._running = proxy(running)  # a weak reference, because `running` owns this module
         self.weight, self.out_dtype = weight, out_dtype
         self.bias: Tensor | None
         self.register_buffer("bias", bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [..., K] to [..., N]."""
+        """Returns [..., N] for x [..., K]."""
         running = self._running
         with our_op(running):
             bias, tiling = self.bias, running.tiling
@@ -162,26 +166,26 @@ class Product(nn.Module):
 
 
 class Embedding(nn.Module):
-    """Rows of a weight by ids, for an nn.Embedding."""
+    """Rows of a weight by ids. Replaces an nn.Embedding."""
 
     _running: Running
 
     def __init__(self, running: Running, weight: Weight) -> None:
         super().__init__()
-        self._running = proxy(running)  # which owns this module
+        self._running = proxy(running)  # a weak reference, because `running` owns this module
         self.weight = weight
 
     def forward(self, ids: Tensor) -> Tensor:
-        """ids int64 [...] to [..., K]."""
+        """Returns [..., K] for ids int64 [...]."""
         out: Tensor = self._running.ops.embed(self.weight, ids.contiguous())
         return out
 
 
 class FixedShapes(TorchFunctionMode):
-    """Products and reductions that modules call by themselves get shapes that do not depend on the number of rows.
+    """Gives products and reductions that modules call directly shapes that do not depend on the number of rows.
 
-    What they put on the device from host memory is written there by a kernel, or kept there: a step that is captured
-    cannot copy it. It is the same in every pass, because no pass reads the device.
+    It also replaces copies from the host to the device, which a captured step cannot make: a kernel writes the value,
+    or it stays on the device. The value is the same in every pass, because no pass reads the device.
     """
 
     def __init__(self, running: Running) -> None:
@@ -208,11 +212,14 @@ class FixedShapes(TorchFunctionMode):
 
 _PUT: Final = (torch.tensor, Tensor.to)
 
-_MOST_KEPT: Final = 1 << 16  # bytes of a constant; what is larger is copied, where that can be
+_MOST_KEPT: Final = 1 << 16  # largest constant that is kept, in bytes; larger ones are copied, if that is possible
 
 
 def number_on_device(given: Any, *args: Any, **kwargs: Any) -> Tensor | None:
-    """The result of torch.tensor or Tensor.to for one number that goes from host memory to a device; else None."""
+    """Returns the result of torch.tensor or Tensor.to for one number from the host, without a copy.
+
+    None for other calls.
+    """
     inside = isinstance(given, Tensor)
     if given.dim() or given.device.type != "cpu" if inside else not isinstance(given, bool | int | float):
         return None
@@ -225,10 +232,10 @@ def number_on_device(given: Any, *args: Any, **kwargs: Any) -> Tensor | None:
 
 
 def constant_on_device(kept: dict[Any, Tensor], func: Any, given: Any, *args: Any, **kwargs: Any) -> Tensor | None:
-    """A copy of what torch.tensor or Tensor.to gives for values of host memory that go to a device; else None.
+    """Returns a copy of the result of torch.tensor or Tensor.to for values from the host. None for other calls.
 
     Args:
-        kept: what was put there before, by its bytes: found again without a copy from the host.
+        kept: earlier results by their bytes. Equal values are found there without a copy from the host.
     """
     told = (*args, *kwargs.values())
     device = next((torch.device(each) for each in told if isinstance(each, str | torch.device)), None)
@@ -248,19 +255,22 @@ def constant_on_device(kept: dict[Any, Tensor], func: Any, given: Any, *args: An
 _REDUCTIONS: Final = (Tensor.mean, torch.mean, Tensor.sum, torch.sum, Tensor.var, torch.var)
 
 
-# elementwise functions that torch computes on a CPU by vectors, and the last few elements of a tensor one by one, with
-# other rounding
+# elementwise functions that torch computes on a CPU in vectors, with another rounding for the last few elements of a
+# tensor
 _CURVED: Final = (
     *(F.silu, F.gelu, F.softplus, F.mish, F.logsigmoid, F.tanh, F.sigmoid, F.elu),
     *(torch.sigmoid, torch.tanh, torch.exp, torch.erf, torch.log, torch.sin, torch.cos),
     *(Tensor.sigmoid, Tensor.tanh, Tensor.exp, Tensor.erf, Tensor.log, Tensor.sin, Tensor.cos),
 )
 
-_VECTORS: Final = 64  # elements; a multiple of what one turn of any CPU's loop takes
+_VECTORS: Final = 64  # elements; a multiple of the vector size of any CPU
 
 
 def padded_elements(func: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """`func` of each element of x [..., K], the last axis padded to whole vectors, so that none is left over."""
+    """Computes `func` of each element of x [..., K].
+
+    The last axis is padded to whole vectors, so that none is left over.
+    """
     width = x.shape[-1] if x.dim() else 0
     if x.dim() < 2 or width % _VECTORS == 0:
         return _tensor(func(x, *args, **kwargs))
@@ -283,7 +293,7 @@ def _over_last(args: Any, kwargs: Any) -> bool:
 
 
 def padded_reduction(func: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """`func` over the last axis of x [..., K], with the number of its rows padded to a multiple of `_ROWS`."""
+    """Computes `func` over the last axis of x [..., K]. The number of rows is padded to a multiple of `_ROWS`."""
     flat = x.reshape(-1, x.shape[-1])
     dim = args[:1] and (-1,)
     if "dim" in kwargs:
@@ -293,19 +303,19 @@ def padded_reduction(func: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
 
 
 def is_product(part: nn.Module) -> bool:
-    """True if a module is a plain matrix product. A subclass is not: it may compute something else."""
+    """True if a module is a plain matrix product. A subclass is not, because it may compute something else."""
     from transformers.pytorch_utils import Conv1D
 
     return type(part) in (nn.Linear, Conv1D)
 
 
 def expert_layers(module: nn.Module) -> list[str]:
-    """Names of the submodules whose experts go through transformers' ExpertsInterface."""
+    """Returns the names of the submodules whose experts use transformers' ExpertsInterface."""
     return [name for name, part in module.named_modules() if all(hasattr(part, mark) for mark in _EXPERTS_HAVE)]
 
 
 def use_fixed_experts(module: Any) -> None:
-    """Lets the experts of a module run by `fixed_experts`."""
+    """Makes the experts of a module run by `fixed_experts`."""
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
     if expert_layers(module):
@@ -314,12 +324,13 @@ def use_fixed_experts(module: Any) -> None:
 
 
 def fixed_experts(self: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-    """Experts of tokens in static shapes; one ExpertsInterface function for every model that uses it.
+    """Computes the experts of tokens with static shapes. Implements transformers' ExpertsInterface.
 
-    A step multiplies (token, expert) pairs, a fixed number at a time; a prompt's tokens all go through every expert.
+    A step multiplies (token, expert) pairs, a fixed number at a time. In a prompt all tokens go through every expert.
 
     Args:
-        hidden: [T, hidden]. index, weights: [T, k], experts of each token and their factors.
+        hidden: [T, hidden].
+        index, weights: [T, k], experts of each token and their factors.
     """
     running = pass_of(self)
     chosen = _every_expert if running.queries > STEP_QUERIES else _chosen_experts
@@ -333,7 +344,7 @@ def fixed_experts(self: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> 
 
 
 class _Part:
-    """One part of the experts of which a rank has some columns: takes that part's entry of every stack."""
+    """Experts with one part of a rank's columns: every stack returns its entry for that part."""
 
     def __init__(self, experts: Any, part: int) -> None:
         self._experts, self._index = experts, part
@@ -344,18 +355,18 @@ class _Part:
 
 
 def _chosen_experts(self: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-    """fp32 sums over each token's own experts, a fixed number of pairs at a time."""
+    """Returns fp32 sums over each token's own experts. Multiplies a fixed number of pairs at a time."""
     pairs = hidden.repeat_interleave(index.shape[1], dim=0)
     rows = F.pad(pairs, (0, 0, 0, -len(pairs) % _PAIRS)).split(_PAIRS)
     chosen = F.pad(index.reshape(-1), (0, -len(pairs) % _PAIRS)).split(_PAIRS)
     parts = [_pairs(self, x, expert) for x, expert in zip(rows, chosen, strict=True)]
     out = torch.cat(parts)[: len(pairs)] * weights.reshape(-1, 1)
-    summed = out.view(*index.shape, -1).cumsum(1, dtype=torch.float32)  # in the order of k, whatever the shape
+    summed = out.view(*index.shape, -1).cumsum(1, dtype=torch.float32)  # summed in the order of k, for any shape
     return summed[:, -1]
 
 
 def _pairs(self: Any, x: Tensor, expert: Tensor) -> Tensor:
-    """Row i of x [P, hidden] through expert[i]."""
+    """Sends row i of x [P, hidden] through expert[i]."""
 
     def product(x: Tensor, stack: Tensor, bias: Tensor | None) -> Tensor:
         chosen = stack[expert]
@@ -366,7 +377,7 @@ def _pairs(self: Any, x: Tensor, expert: Tensor) -> Tensor:
 
 
 def _every_expert(self: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-    """The same sums, for the tokens of a prompt."""
+    """Returns the same sums for the tokens of a prompt."""
     out = torch.zeros_like(hidden, dtype=torch.float32)
     for expert in range(self.down_proj.shape[0]):
 
@@ -382,7 +393,7 @@ def _every_expert(self: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> 
 
 
 def _expert(self: Any, x: Tensor, product: Any) -> Tensor:
-    """Up, gate and down of transformers' experts, with `product` (x, stack, bias)."""
+    """Computes up, gate and down of transformers' experts with `product(x, stack, bias)`."""
     up = "gate_up_proj" if self.has_gate else "up_proj"
     y = product(x, getattr(self, up), getattr(self, f"{up}_bias") if self.has_bias else None)
     y = self._apply_gate(y) if self.has_gate else self.act_fn(y)
@@ -395,15 +406,15 @@ Form = Literal["rounded", "wide", "plus_one"]
 
 FORMS: Final[tuple[Form, ...]] = ("rounded", "wide", "plus_one")
 
-_SCALES: Final = (1.0, 0.001, 40.0, 1e-5)  # of trial rows: the last shows epsilon
+_SCALES: Final = (1.0, 0.001, 40.0, 1e-5)  # scales of trial rows; the last one shows the effect of epsilon
 
 
 class KnownNorm(NamedTuple):
-    """The formula by which an RMSNorm uses its weight w.
+    """Formula of an RMSNorm with its weight w.
 
     Attributes:
-        form: "rounded": rounded before w is multiplied, as Llama's. "wide": rounded after it, as Helium's.
-            "plus_one": likewise, the factor is 1 + w, as Gemma's.
+        form: "rounded": rounded before the product with w, as in Llama. "wide": rounded after it, as in Helium.
+            "plus_one": rounded after it, with the factor 1 + w, as in Gemma.
         eps: epsilon.
     """
 
@@ -411,35 +422,36 @@ class KnownNorm(NamedTuple):
     eps: float
 
     def weight(self, stored: Tensor) -> Tensor:
-        """The weight as `Ops.norm` takes it, of the module's [K] in the dtype of the model."""
+        """Converts the module's weight [K] in the model's dtype to the weight for `Ops.norm`."""
         if self.form == "rounded":
             return stored
         return stored.float() if self.form == "wide" else 1.0 + stored.float()
 
 
 class NormSwap(nn.Module):
-    """x / sqrt(mean(x^2) + eps) * weight by our op, for an RMSNorm."""
+    """x / sqrt(mean(x^2) + eps) * weight by an op of this package. Replaces an RMSNorm."""
 
     _running: Running
 
     def __init__(self, running: Running, known: KnownNorm, stored: Tensor) -> None:
         super().__init__()
-        self._running = proxy(running)  # which owns this module
+        self._running = proxy(running)  # a weak reference, because `running` owns this module
         self.eps = known.eps
         self.weight: Tensor
         self.register_buffer("weight", known.weight(stored))
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [..., K], and the same shape."""
+        """Returns the norm of x [..., K], with the same shape."""
         with our_op(self._running):
             out: Tensor = self._running.ops.norm(x, self.weight, self.eps)
         return out
 
 
 def known_norm(part: nn.Module) -> KnownNorm | None:
-    """The formula of a module that is an RMSNorm over the last axis; None: it is not one.
+    """Returns the formula of a module that is an RMSNorm over the last axis. None if it is not one.
 
-    It has only a weight [K]. Its results are those of a form above, bit for bit, in bf16 and in fp32.
+    The module has only a weight [K]. Its results must equal those of a `KnownNorm` form bit for bit, in bf16 and in
+    fp32.
     """
     names = [name for name, _ in part.named_parameters()]
     if names != ["weight"] or any(True for _ in part.children()) or any(True for _ in part.buffers()):
@@ -462,7 +474,8 @@ def known_norm(part: nn.Module) -> KnownNorm | None:
 def _computes(part: nn.Module, known: KnownNorm, x: Tensor, stored: Tensor) -> bool:
     try:
         found: Any = torch.func.functional_call(part, {"weight": stored}, (x,))
-    except (RuntimeError, TypeError, ValueError, IndexError, AttributeError):  # it wants something else than rows
+    # raised if its input is not a tensor of rows
+    except (RuntimeError, TypeError, ValueError, IndexError, AttributeError):
         return False
     wanted = reference.norm(x, known.weight(stored), known.eps)
     return isinstance(found, Tensor) and found.dtype == wanted.dtype and torch.equal(found, wanted)
@@ -484,7 +497,10 @@ def rotates(part: nn.Module) -> bool:
 
 
 def _forward(part: nn.Module) -> FunctionType | None:
-    """A module's forward, without what only warns of old keywords; None: it is no plain function."""
+    """Returns a module's forward without decorators that only warn of old keywords.
+
+    None if it is not a plain function.
+    """
     forward: Any = type(part).forward
     while hasattr(forward, "__wrapped__") and forward.__globals__.get("__name__") == DEPRECATION:
         forward = forward.__wrapped__
@@ -500,7 +516,7 @@ def _is_known_rotation(function: Any) -> bool:
         given = [each.to(dtype) for each in wide]
         try:
             found = function(*given)
-        except (RuntimeError, TypeError, ValueError, IndexError):  # it wants something else
+        except (RuntimeError, TypeError, ValueError, IndexError):  # raised if it has other parameters
             return False
         wanted = reference.rotate(*given)
         if not (isinstance(found, tuple) and len(found) == 2 and all(map(torch.equal, found, wanted))):
@@ -509,7 +525,7 @@ def _is_known_rotation(function: Any) -> bool:
 
 
 def use_our_rotation(part: nn.Module, running: Running) -> None:
-    """Makes a module that `rotates` use our op, if the op takes its heads and angles."""
+    """Makes a module for which `rotates` is true use this package's op, if the op supports its heads and angles."""
     forward = _forward(part)
     assert forward is not None, "it rotates"
     own, theirs = proxy(running), forward.__globals__[ROTATE]
@@ -529,7 +545,7 @@ def use_our_rotation(part: nn.Module, running: Running) -> None:
 
 
 def _fits(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> bool:
-    """True if `Ops.rotate` takes tensors of these shapes and dtypes."""
+    """True if `Ops.rotate` supports tensors of these shapes and dtypes."""
     if not q.dim() == k.dim() == 4 or cos.dim() != 3 or sin.shape != cos.shape:
         return False
     tensors, (batch, _, tokens, dim) = (q, k, cos, sin), q.shape
@@ -539,13 +555,13 @@ def _fits(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> bool:
 
 
 class PartProduct(nn.Module):
-    """A rank's rows or columns of y = x W^T + b, for an nn.Linear.
+    """A rank's rows or columns of y = x W^T + b. Replaces an nn.Linear.
 
     Args:
-        running: which owns this module.
-        weights: the pieces, [N / parts, K] by rows or [N, K / parts] by columns.
-        bias: [N / ranks] by rows, [N] by columns.
-        columns: by columns: x has this rank's K / ranks elements, and y is the sum over ranks.
+        running: owner of this module.
+        weights: the parts, each [N / parts, K] if split by rows, or [N, K / parts] if split by columns.
+        bias: [N / ranks] for rows, [N] for columns.
+        columns: True if split by columns: x has this rank's K / ranks elements, and y is the sum over ranks.
     """
 
     _running: Running
@@ -558,7 +574,10 @@ class PartProduct(nn.Module):
         self.register_buffer("bias", bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [..., K] to [..., N], each of them this rank's part or all of it."""
+        """Returns y [..., N] for x [..., K]. Split by rows: this rank's part of y.
+
+        Split by columns: x is this rank's part.
+        """
         with our_op(self._running):
             return self._summed(x) if self._columns else self._rows(x)
 

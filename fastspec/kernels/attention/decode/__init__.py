@@ -1,1 +1,1 @@
-"""Decoding attention: one kernel for every GPU, and those of tensor cores and of TMA with their parts."""
+"""Decode attention: a portable kernel for every GPU, and kernels for tensor cores and for TMA."""

@@ -38,17 +38,17 @@ from fastspec.kernels.common.gluon_compat import thread_barrier
 # --- within mma.py and mma_batch.py ---
 
 
-# partial sums loaded at a time, for rows with few splits and for others
+# number of partial sums loaded together: for rows with few splits, and for others
 MIN_SUMS_IN_FLIGHT = gl.constexpr(4)
 MAX_SUMS_IN_FLIGHT = gl.constexpr(8)
 
 
 @gluon.jit
 def joined(top, total, out, weight, mean):
-    """Adds the partial sum of one more split, as `store_partial` stores it, to the state (top, total, out).
+    """Adds the partial sum of one more split, as stored by `store_partial`, to the state (top, total, out).
 
-    The state's average is out [R, D] / total [R]; top [R] is log2. A split without keys for a row, weight = -inf, does
-    not change its bits.
+    The state's average is out [R, D] / total [R]; top [R] is log2. A split without keys for a row has weight = -inf and
+    does not change the row's bits.
     """
     new_top = gl.maximum(top, weight)
     fade, share = gl.exp2(top - shift_of(new_top)), gl.exp2(weight - shift_of(new_top))
@@ -84,8 +84,8 @@ def _combine(
 ):
     """Writes the output of a tile of G groups of rows: joins splits first .. last in ascending order.
 
-    AT_ONCE partial sums of each row are loaded before the first is used. Loads bypass L1, which may hold older contents
-    of the same memory.
+    AT_ONCE partial sums of each row are loaded before the first is used. Loads bypass L1, because it may hold old
+    contents of this memory.
     """
     layout: gl.constexpr = _row_layout(D, WARPS)
     of_rows: gl.constexpr = gl.SliceLayout(1, layout)
@@ -134,7 +134,10 @@ def softmax_memory(R: gl.constexpr, D: gl.constexpr, REGROUP: gl.constexpr):
 
 @gluon.jit
 def join(memory, splits):
-    """Joins `splits`, as `merge_parts` returns them, to a `softmax_memory`: (average [R, D], weight [R]) of all."""
+    """Joins `splits`, the result of `merge_parts`, to a `softmax_memory`.
+
+    Returns (average [R, D], weight [R]) of all.
+    """
     layout: gl.constexpr = splits[0][0].type.layout
     row: gl.constexpr = gl.SliceLayout(1, layout)
     top, total, out = memory[0].load(row), memory[1].load(row), memory[2].load(layout)
@@ -150,7 +153,7 @@ def join(memory, splits):
 def combine_splits(
     mean_ptr,
     weight_ptr,
-    count_ptr,  # of the tile
+    count_ptr,  # counter of the tile
     first,
     last,
     mine,  # number of splits that this CTA has stored
@@ -167,8 +170,8 @@ def combine_splits(
     G: gl.constexpr,
     WARPS: gl.constexpr,
 ):
-    """Combines splits first .. last of a tile in the CTA that stores the last of them, found by a counter."""
-    thread_barrier()  # other threads' stores are read below, and one thread increments the counter for all
+    """Combines splits first .. last of a tile, in the CTA that stores the last of them. A counter finds this CTA."""
+    thread_barrier()  # threads read the stores of other threads below, and one thread increments the counter for all
     if gl.atomic_add(count_ptr, mine, sem="acq_rel") + mine <= last - first:
         return
     gl.store(count_ptr, 0)
@@ -185,7 +188,7 @@ def combine_splits(
 
 
 GATHER_WARPS = gl.constexpr(4)
-# neighbouring splits that a warp takes at a time. The bits of a row depend on this and on GATHER_WARPS
+# neighbouring splits that a warp takes at a time; the bits of a row depend on this and on GATHER_WARPS
 SPLITS_PER_WARP = gl.constexpr(8)
 
 
@@ -193,7 +196,7 @@ SPLITS_PER_WARP = gl.constexpr(8)
 def _left(
     mean_ptr, weight_ptr, begin, first, last, row, rows, D: gl.constexpr, WARPS: gl.constexpr, layout: gl.constexpr
 ):  # fmt: skip
-    """Loads the partial sums that each warp takes: SPLITS_PER_WARP of the splits from `begin` on.
+    """Loads the partial sums for each warp: SPLITS_PER_WARP of the splits, starting at split `begin`.
 
     Returns:
         Averages [WARPS, SPLITS_PER_WARP, D], and their weights as log2 [WARPS, SPLITS_PER_WARP, 1].
@@ -201,7 +204,7 @@ def _left(
     number = begin + _along(WARPS, 0, layout) * SPLITS_PER_WARP + _along(SPLITS_PER_WARP, 1, layout)
     there = (number >= first) & (number <= last)
     at = number * rows + row
-    # bypasses L1, which may hold older contents of the same memory
+    # bypasses L1, because it may hold old contents of this memory
     weights = gl.load(weight_ptr + at, mask=there, other=-float("inf"), cache_modifier=".cg")
     places = mean_ptr + (at * D + _along(D, 2, layout))
     return gl.load(places, mask=there, other=0.0, cache_modifier=".cg"), weights
@@ -209,7 +212,7 @@ def _left(
 
 @gluon.jit
 def _taken(top, total, out, means, weights):
-    """Adds partial sums, as `_left` returned them, to the state (top, total, out) of each warp."""
+    """Adds partial sums, the result of `_left`, to the state (top, total, out) of each warp."""
     new_top = gl.maximum(top, gl.max(weights, axis=1))
     shift = shift_of(new_top)
     weights = gl.exp2(weights - gl.expand_dims(shift, 1))
@@ -219,7 +222,7 @@ def _taken(top, total, out, means, weights):
 
 @gluon.jit
 def _average(top, total, out):
-    """Adds up the states of all warps, from the first to the last: the average [D] and its weight [1] as log2."""
+    """Adds the states of all warps in order. Returns the average [D] and its weight [1] as log2."""
     WARPS: gl.constexpr = out.shape[0]
     all_top = gl.max(top, axis=0)
     fade = gl.exp2(top - gl.expand_dims(shift_of(all_top), 0))
@@ -253,11 +256,11 @@ def gather_kernel(
         split    0 .. 7   8 .. 15   16 .. 23   24 .. 31   32 .. 39   ...     with WARPS = 4, SPLITS_PER_WARP = 8
         warp     0        1         2          3          0          ...
 
-    Splits are counted from position 0, and a split without keys for a row changes no bit. The kernel waits for memory
-    more than it computes. So each partial sum is loaded by one warp, which loads its next splits before it adds up the
-    last ones.
+    Splits are counted from position 0. A split without keys for a row changes no bit. The kernel mostly waits for
+    memory, so a warp loads its next splits before it adds the previous ones. Each partial sum is loaded by one warp
+    only.
 
-    partial_ptr: as `WorkArea.partials`.
+    partial_ptr: see `WorkArea.partials`.
     """
     WARPS: gl.constexpr = GATHER_WARPS
     AT_ONCE: gl.constexpr = WARPS * SPLITS_PER_WARP
@@ -271,8 +274,8 @@ def gather_kernel(
     limit = start_of(splits, SPLIT_SIZES)
     _f, oldest, newest = kv_range(new, row // TILE, LATE_FROM, limit, TILE, WINDOW, GROUP, WARPS)
     first, last = split_of(oldest, SPLIT_SIZES), split_of(newest, SPLIT_SIZES)
-    # a row with one split has its output already, and rows below LATE_FROM belong to another kernel. The first CTA
-    # waits all the same: the next kernel waits only for this one, so this one must not end before shares_kernel
+    # a row with one split already has its output, and rows below LATE_FROM belong to another kernel. The first CTA
+    # waits in any case: the next kernel waits only for this one, so this one must not end before shares_kernel
     at = gl.load(position_ptr + batch * num_queries + row // GROUP, cache_modifier=".cg")
     nothing = (at < LATE_FROM) | (newest < 0) | (first == last)
     if nothing & (gl.program_id(0) > 0):

@@ -13,7 +13,7 @@ from fastspec.kernels.attention.decode.mma_tiles import KEYS, _along, key_layout
 
 @gluon.jit
 def split_of(position, SPLIT_SIZES: gl.constexpr):
-    """Finds the split of a position; SPLIT_SIZES as `plan.split_sizes` returns them."""
+    """Returns the split that contains a position. SPLIT_SIZES is the result of `plan.split_sizes`."""
     split = position // SPLIT_SIZES[0][1]
     for i in gl.static_range(1, len(SPLIT_SIZES)):
         beyond = SPLIT_SIZES[i][2] + (position - SPLIT_SIZES[i][0]) // SPLIT_SIZES[i][1]
@@ -23,7 +23,7 @@ def split_of(position, SPLIT_SIZES: gl.constexpr):
 
 @gluon.jit
 def start_of(split, SPLIT_SIZES: gl.constexpr):
-    """Computes the first position of a split."""
+    """Returns the first position of a split."""
     start = split * SPLIT_SIZES[0][1]
     for i in gl.static_range(1, len(SPLIT_SIZES)):
         start = gl.where(
@@ -50,10 +50,11 @@ def halves(words, DTYPE: gl.constexpr):
 
 @gluon.constexpr_function
 def _widening(DTYPE, TO, OF, CONTROL):
-    """PTX that converts two e4m3 numbers to DTYPE: `prmt` selects their bytes in a word by CONTROL, with their signs.
+    """Returns PTX that converts two e4m3 numbers to DTYPE.
 
-    Shifted to the place of the other format's exponent, the bits of an e4m3 number are that number times 2^-120 (fp16:
-    2^-8). The multiplication corrects this.
+    `prmt` moves the bytes that CONTROL selects, with their signs. If the bits of an e4m3 number are shifted to the
+    exponent field of the other format, they are that number times 2^-120 (fp16: 2^-8). The multiplication corrects
+    this.
 
         e4m3   s eeee mmm
         bf16   s 0000eeee mmm0000     fp16   s 0eeee mmm0000000
@@ -70,7 +71,7 @@ def _widening(DTYPE, TO, OF, CONTROL):
 
 @gluon.constexpr_function
 def widening_of_four(DTYPE):
-    """PTX of `_widening` for a word of four e4m3 numbers, to two words."""
+    """Returns PTX of `_widening` that converts a word of four e4m3 numbers to two words."""
     return _widening(DTYPE, "$0", "$2", "0x9180") + " " + _widening(DTYPE, "$1", "$2", "0xB3A2")
 
 
@@ -83,20 +84,20 @@ def _two_of_four(words, DTYPE: gl.constexpr, CONTROL: gl.constexpr):
 
 @gluon.jit
 def widened(words, DTYPE: gl.constexpr):
-    """Converts words [A, B, C] of four e4m3 numbers to words [A, B, 2 C] of two values, exactly; NaN becomes +-480."""
+    """Converts words [A, B, C] of four e4m3 numbers to words [A, B, 2 C] of two values, exactly. NaN becomes +-480."""
     two = gl.join(_two_of_four(words, DTYPE, "0x9180"), _two_of_four(words, DTYPE, "0xB3A2"))
     return gl.reshape(two, [words.shape[0], words.shape[1], 2 * words.shape[2]])
 
 
 @gluon.jit
 def _byte(words, PLACE: gl.constexpr, CACHED: gl.constexpr):
-    """Extracts one of each word's four e4m3 numbers as fp32; for the interpreter."""
+    """Extracts one of the four e4m3 numbers of each word, as fp32. Used by the interpreter."""
     return ((words >> (8 * PLACE)) & 255).to(gl.uint8).to(CACHED, bitcast=True).to(gl.float32)
 
 
 @gluon.jit
 def values_of(words, N: gl.constexpr, DTYPE: gl.constexpr, CACHED: gl.constexpr):
-    """Unpacks words of K or V to values [S, KEYS, N] of DTYPE, as products take them; CACHED is the cache's dtype."""
+    """Unpacks words of K or V to values [S, KEYS, N] of DTYPE. CACHED is the cache's dtype."""
     if CACHED.primitive_bitwidth == 8:
         if DTYPE.primitive_bitwidth == 32:
             even = gl.join(_byte(words, 0, CACHED), _byte(words, 2, CACHED))
@@ -110,18 +111,18 @@ def values_of(words, N: gl.constexpr, DTYPE: gl.constexpr, CACHED: gl.constexpr)
 
 @gluon.jit
 def page_of(cache, first, s, key, PAGE_SIZE: gl.constexpr):
-    """Loads the pages of keys first + s * KEYS + key, int32; a single one if it holds all keys of a warp."""
+    """Loads the pages of keys first + s * KEYS + key, int32. One page if it holds all keys of a warp."""
     at = first + s * KEYS
     if PAGE_SIZE % KEYS != 0:
         at = at + key
-    # bypasses L1, as do all loads before the kernel's wait: L1 may hold older contents of the same memory
+    # bypasses L1, as all loads before the kernel's wait do: L1 may hold old contents of this memory
     page = gl.load(cache.block_table + gl.minimum(at // PAGE_SIZE, cache.table_width - 1), cache_modifier=".cg")
     return gl.minimum(gl.maximum(page, 0), cache.num_pages - 1).to(gl.int32)
 
 
 @gluon.jit
 def _slot(page, first, s, key, kv_head, WORDS: gl.constexpr, KV_HEADS: gl.constexpr, PAGE_SIZE: gl.constexpr):
-    """Computes (int64 offset, int32 offset) in words of the keys whose pages `page_of` returned."""
+    """Computes (int64 offset, int32 offset), in words, of the keys whose pages `page_of` returned."""
     if PAGE_SIZE % KEYS != 0:
         within = (first + s * KEYS + key) % PAGE_SIZE
         return ((page.to(gl.int64) * PAGE_SIZE + within) * KV_HEADS + kv_head) * WORDS, key * 0
@@ -134,7 +135,7 @@ def _slot(page, first, s, key, kv_head, WORDS: gl.constexpr, KV_HEADS: gl.conste
 def key_pages(
     cache, first, WORDS: gl.constexpr, PAGE_SIZE: gl.constexpr, S: gl.constexpr, D: gl.constexpr
 ):  # fmt: skip
-    """Loads the pages of a block of keys, for `load_keys`."""
+    """Loads the pages of a block of keys, in the layout of `load_keys`."""
     layout: gl.constexpr = key_layout(gl.num_warps(), S, WORDS // 2, 8 * WORDS // D)
     return page_of(cache, first, _along(S, 0, layout), _along(KEYS, 1, layout), PAGE_SIZE)
 
@@ -143,7 +144,7 @@ def key_pages(
 def value_pages(
     cache, first, WORDS: gl.constexpr, PAGE_SIZE: gl.constexpr, S: gl.constexpr, D: gl.constexpr
 ):  # fmt: skip
-    """Loads the pages of a block of keys, for `load_values`."""
+    """Loads the pages of a block of keys, in the layout of `load_values`."""
     layout: gl.constexpr = value_layout(gl.num_warps(), S, WORDS, 8 * WORDS // D)
     return page_of(cache, first, _along(S, 0, layout), _along(KEYS, 1, layout), PAGE_SIZE)
 
@@ -156,8 +157,8 @@ def load_keys(
     kv_head,
     low,
     high,
-    old,  # value of keys outside of low .. high-1; None: 0
-    WORDS: gl.constexpr,  # of a head
+    old,  # value for keys outside low .. high-1; None: 0
+    WORDS: gl.constexpr,  # words of one head
     KV_HEADS: gl.constexpr,
     PAGE_SIZE: gl.constexpr,
     S: gl.constexpr,
@@ -165,7 +166,7 @@ def load_keys(
 ):
     """Loads words of both halves of a block of K [S, KEYS, WORDS / 2].
 
-    Slots from position `high` on may hold NaN: they must not be part of a product.
+    Slots from position `high` on may hold NaN, so they must not enter a product.
     """
     layout: gl.constexpr = key_layout(gl.num_warps(), S, WORDS // 2, 8 * WORDS // D)
     s, key = _along(S, 0, layout), _along(KEYS, 1, layout)
@@ -195,7 +196,7 @@ def load_values(
     S: gl.constexpr,
     D: gl.constexpr,
 ):
-    """Loads words of a block of V [S, KEYS, WORDS]; arguments as `load_keys`."""
+    """Loads words of a block of V [S, KEYS, WORDS]. For the arguments see `load_keys`."""
     layout: gl.constexpr = value_layout(gl.num_warps(), S, WORDS, 8 * WORDS // D)
     s, key = _along(S, 0, layout), _along(KEYS, 1, layout)
     slot, offset = _slot(page, first, s, key, kv_head, WORDS, KV_HEADS, PAGE_SIZE)

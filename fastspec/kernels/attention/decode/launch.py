@@ -1,4 +1,4 @@
-"""Launches of the decoding kernels, as plan.py plans them."""
+"""Launches the decode attention kernels with the plans of plan.py."""
 
 from __future__ import annotations
 
@@ -25,16 +25,17 @@ from fastspec.shapes import AttentionRule
 
 @dataclass(frozen=True, slots=True)
 class DecodingPass:
-    """Arguments of one decoding pass, for all its launches.
+    """Arguments of one decode pass, shared by all its launches.
 
     Attributes:
-        tokens: read.
-        cache: K and V, written and read.
+        tokens: the new tokens; read only.
+        cache: K and V; new ones are written, all are read.
         out: [B, Q, H * D], written.
-        work: partials are written: room for B * Q * H * splits * (D + 1) if there is more than one split.
-        pdl: True if its kernels use programmatic dependent launch.
-        rule, sinks: as in `reference.attend`.
-        scales: of an 8-bit cache.
+        work: work area for partial sums, written. With more than one split it needs B * Q * H * splits * (D + 1)
+            elements.
+        pdl: True if the kernels use programmatic dependent launch.
+        rule, sinks: arguments of `reference.attend`.
+        scales: scales of an 8-bit cache.
     """
 
     tokens: NewTokens
@@ -48,29 +49,29 @@ class DecodingPass:
 
     @property
     def num_queries(self) -> int:
-        """Q, new tokens of a row."""
+        """Q, the number of new tokens of a row."""
         return int(self.tokens.positions.shape[1])
 
     @property
     def group(self) -> int:
-        """Query heads of a kv head."""
+        """Number of query heads per KV head."""
         kv_heads, dim = self.cache.k.shape[2:]
         return int(self.out.shape[2] // (kv_heads * dim))
 
     @property
     def narrow(self) -> bool:
-        """True if K and V are in 8 bits."""
+        """True if K and V have 8 bits."""
         return bool(self.cache.k.dtype.itemsize == 1)
 
     @property
     def sizes(self) -> Pass:
-        """Sizes that plans depend on."""
+        """Sizes on which plans depend."""
         kv_heads, dim = self.cache.k.shape[2:]
         return Pass(self.num_queries * self.group, len(self.tokens.positions) * kv_heads, dim)
 
     @property
     def scoring(self) -> Scoring:
-        """Conversion of products to scores."""
+        """Conversion of products q . k to scores."""
         return scoring_of(self.rule, self.sinks, self.sizes.dim, self.scales)
 
 
@@ -90,19 +91,19 @@ def _start(kernel: Any, planned: LaunchPlan, call: DecodingPass, *arguments: Any
 
 
 def start_tiles(call: DecodingPass, planned: LaunchPlan, split_keys: int) -> None:
-    """Launches `_decode_kernel` as `plan.tiles_plan` planned it, with `split_keys` keys to a split."""
+    """Launches `_decode_kernel` with the plan of `plan.tiles_plan` and `split_keys` keys per split."""
     counts = (split_keys, call.num_queries, call.sizes.pairs)
     arguments = (call.tokens, call.cache, call.out, call.work, *counts, call.scoring)
     _start(_decode_kernel, planned, call, *arguments, PAGE_SIZE=call.cache.k.shape[1])
 
 
 def start_early(call: DecodingPass, splits: int, regroup: bool) -> None:
-    """Launches fragment_kernel or batch_kernel. The output of rows beyond the splits is undefined.
+    """Launches fragment_kernel or batch_kernel. The output of rows with more than `splits` splits is undefined.
 
     Args:
         call: the pass.
-        splits: number of splits that its longest early row may have.
-        regroup: writes rows of out in the order in which the TMA pipeline of the next product reads them.
+        splits: number of splits of its longest early row.
+        regroup: True to write the rows of `out` in the order in which the next product's TMA pipeline reads them.
     """
     planned = plan.early_plan(gpu_of(call.out.device), call.sizes, splits, call.narrow)
     kernel = batch_kernel if planned.kernel == "batch_kernel" else fragment_kernel
@@ -115,7 +116,7 @@ def start_late(call: DecodingPass, splits: int) -> None:
 
     Args:
         call: the pass.
-        splits: number of splits that its longest row may have.
+        splits: number of splits of its longest row.
     """
     keys, values, partials = call.cache.k, call.cache.v, call.work.partials
     page_size, kv_heads, dim = keys.shape[1:]

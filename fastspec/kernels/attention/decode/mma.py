@@ -1,11 +1,11 @@
-"""Decoding kernel for early rows (below plan.LATE_FROM), 16-bit caches and heads of 64 or 128; operands in registers.
+"""Decode kernel for early rows (below plan.LATE_FROM), 16-bit caches and head sizes 64 and 128; operands in registers.
 
     scores [ROWS, KEYS] = q [ROWS, D] K^T [D, KEYS];   out [ROWS, D] += weights [ROWS, KEYS] V [KEYS, D]
 
 K and V are loaded from the cache directly into the tensor core's operands, without shared memory. A lane loads 16
 contiguous bytes, which are its part of two products. mma_tiles.py draws this order. S warps share a block of S * KEYS
-keys. Each runs an online softmax of its own; the results are added up in order. Products have ROWS queries. Those
-beyond the tile's own are padding and change no bit of a row.
+keys. Each warp runs its own online softmax; their results are added in order. Products have ROWS queries. Rows after
+the tile's last query are padding and change no bit of another row.
 """
 
 # mypy: disable-error-code="assignment, misc"
@@ -58,7 +58,7 @@ def fragment_kernel(
     work,  # WorkArea
     num_queries,
     num_pairs,  # B * Hkv
-    splits,  # number of splits that the longest row may have
+    splits,  # number of splits of the longest row
     scoring,  # Scoring
     WINDOW: gl.constexpr,
     KV_HEADS: gl.constexpr,
@@ -66,18 +66,18 @@ def fragment_kernel(
     D: gl.constexpr,
     PAGE_SIZE: gl.constexpr,
     G: gl.constexpr,  # groups of 8 query rows in a tile
-    S: gl.constexpr,  # parts of a block of keys, each with its own softmax, and with one warp or two
-    REGROUP: gl.constexpr,  # out is as the TMA pipeline of the next product reads it
+    S: gl.constexpr,  # parts of a block of keys; each part has its own softmax, and one or two warps
+    REGROUP: gl.constexpr,  # True: out is in the order in which the next product's TMA pipeline reads it
     PDL: gl.constexpr,
 ):
-    """Attends to one split of one tile; arguments as `_decode_kernel` of portable.py."""
+    """Attends to one split of one tile. For the arguments see `_decode_kernel` of portable.py."""
     HALF: gl.constexpr = D // 2
     SPLIT: gl.constexpr = S * KEYS
     TILE: gl.constexpr = G * EIGHT
     STAGED: gl.constexpr = staged_rows(G)
     WARPS: gl.constexpr = gl.num_warps()
     split = gl.program_id(1)
-    rows = num_queries * GROUP  # of one kv head
+    rows = num_queries * GROUP  # rows of one KV head
     tiles = (rows + TILE - 1) // TILE
     tile, pair = gl.program_id(0) % tiles, gl.program_id(0) // tiles
     batch, kv_head = (pair // KV_HEADS).to(gl.int64), pair % KV_HEADS
@@ -87,7 +87,7 @@ def fragment_kernel(
     if PDL:
         gdc_launch_dependents()
 
-    # before the wait, nothing is read that the preceding product writes: see `attend` of dispatch.py
+    # before its wait the kernel reads nothing that the preceding product writes: see `attend` of dispatch.py
     new = new_positions(at_batch, num_queries, WARPS)
     head_of: gl.constexpr = head_layout(HALF, WARPS)
     staged = gl.arange(0, STAGED, layout=gl.SliceLayout(1, head_of))
@@ -102,7 +102,7 @@ def fragment_kernel(
         return
     stop = gl.minimum(start + SPLIT, newest + 1)
 
-    # K and V of earlier passes are loaded now, those of this pass after they are stored
+    # K and V of earlier passes are loaded now; those of this pass after they are stored
     where = places_of(row_cache, start, kv_head, KV_HEADS, D, PAGE_SIZE, S)
     keys = keys_at(where, 0, gl.minimum(first_new, stop), None, HALF)
     values = values_at(where, 0, gl.minimum(first_new, stop), None)
@@ -134,7 +134,7 @@ def fragment_kernel(
     nodes, base = num_pairs * splits * rows, pair * splits * rows
     mean_ptr, weight_ptr = work.partials + base.to(gl.int64) * D, work.partials + (nodes.to(gl.int64) * D + base)
     scores = scores_of(queries, keys, start, positions, scoring, WINDOW, S, HALF)
-    # one product after the other: the registers of one product's sums are free before the next begins
+    # the code below reads stores of other threads
     for p in gl.static_range(STAGED // ROWS):
         top, totals, out = begun(scores[p], values, S)
         mean, weight = merge_parts(top, totals, out, S, rows_of(G, p), REGROUP)[0]

@@ -1,14 +1,14 @@
-"""Decoding kernel for early rows with many splits: as mma.py, with several splits to a CTA.
+"""Decode kernel for early rows with many splits. Computes the same as mma.py, with several splits per CTA.
 
 If there are more splits than CTAs run at a time, one CTA per split would spend most instructions on queries, positions
-and addresses. So a CTA takes a run of neighbouring splits of its tile:
+and addresses. So a CTA takes a range of neighbouring splits of its tile:
 
     splits of a tile   | block 0: AT_ONCE splits | block 1 | block 2 | block 3 | ...      a split is read by S warps
     CTAs               | CTA 0                             | CTA 1             | ...      about as many blocks each
 
-The kernel finds the number of blocks from the positions, because a captured graph knows only the largest number of
+The kernel computes the number of blocks from the positions, because a captured graph knows only the largest number of
 splits. Loads of the next block begin as soon as a product has taken this block's keys or values from registers. A CTA
-that has all splits of a tile joins them in shared memory, without stored partial sums. The bits are those of mma.py.
+that has all splits of a tile joins them in shared memory and stores no partial sums. The bits are those of mma.py.
 """
 
 # mypy: disable-error-code="assignment, misc"
@@ -66,7 +66,7 @@ def batch_kernel(
     work,  # WorkArea
     num_queries,
     num_pairs,  # B * Hkv
-    splits,  # number of splits that the longest row may have
+    splits,  # number of splits of the longest row
     scoring,  # Scoring
     WINDOW: gl.constexpr,
     KV_HEADS: gl.constexpr,
@@ -74,12 +74,12 @@ def batch_kernel(
     D: gl.constexpr,
     PAGE_SIZE: gl.constexpr,
     G: gl.constexpr,  # groups of 8 query rows in a tile
-    S: gl.constexpr,  # parts of a split, each with a softmax and a warp of its own
-    AT_ONCE: gl.constexpr,  # splits of a block
-    REGROUP: gl.constexpr,  # out is as the TMA pipeline of the next product reads it
+    S: gl.constexpr,  # parts of a split; each part has its own softmax and warp
+    AT_ONCE: gl.constexpr,  # number of splits in a block
+    REGROUP: gl.constexpr,  # True: out is in the order in which the next product's TMA pipeline reads it
     PDL: gl.constexpr,
 ):
-    """Attends to a run of splits of one tile; arguments as `_decode_kernel` of portable.py."""
+    """Attends to a range of splits of one tile. For the arguments see `_decode_kernel` of portable.py."""
     HALF: gl.constexpr = D // 2
     SPLIT: gl.constexpr = S * KEYS
     ALL: gl.constexpr = S * AT_ONCE
@@ -90,7 +90,7 @@ def batch_kernel(
     CACHED: gl.constexpr = cache.k.dtype.element_ty
     WORDS: gl.constexpr = D * CACHED.primitive_bitwidth // 32
     WARPS: gl.constexpr = gl.num_warps()
-    rows = num_queries * GROUP  # of one kv head
+    rows = num_queries * GROUP  # rows of one KV head
     tiles = (rows + TILE - 1) // TILE
     tile, pair = gl.program_id(0) % tiles, gl.program_id(0) // tiles
     batch, kv_head = (pair // KV_HEADS).to(gl.int64), pair % KV_HEADS
@@ -99,7 +99,7 @@ def batch_kernel(
     if PDL:
         gdc_launch_dependents()
 
-    # before the wait, nothing is read that the preceding product writes: see `attend` of dispatch.py
+    # before its wait the kernel reads nothing that the preceding product writes: see `attend` of dispatch.py
     new = new_positions(tokens.positions + at_batch, num_queries, WARPS)
     first_new, oldest, newest = kv_range(new, tile, 0, splits * SPLIT, TILE, WINDOW, GROUP, WARPS)
     first, last = oldest // SPLIT, (newest + SPLIT) // SPLIT - 1
@@ -111,7 +111,7 @@ def batch_kernel(
         idle(newest, PDL)
         return
     begin, stop = mine_first * BLOCK, gl.minimum(mine_last * BLOCK + BLOCK, newest + 1)
-    # K and V of earlier passes are loaded now, those of this pass after they are stored
+    # K and V of earlier passes are loaded now; those of this pass after they are stored
     key_words_ptr, value_words_ptr = words_of(cache.k), words_of(cache.v)
     k_page = key_pages(row_cache, begin, WORDS, PAGE_SIZE, ALL, D)
     v_page = value_pages(row_cache, begin, WORDS, PAGE_SIZE, ALL, D)
@@ -145,8 +145,8 @@ def batch_kernel(
             tokens, row_cache, batch, kv_head, first_row, begin, stop, num_queries, KV_HEADS, D, PAGE_SIZE, head_of
         )  # fmt: skip
         append(tokens, row_cache, slots, kv_head, KV_HEADS, GROUP, D, head_of)
-    thread_barrier()  # what other threads stored is read below
-    if (G > 2) | (begin + BLOCK > first_new):  # G > 2: no branch, because it costs registers
+    thread_barrier()  # the code below reads stores of other threads
+    if (G > 2) | (begin + BLOCK > first_new):  # G > 2: no branch, because it needs registers
         keys = load_keys(
             key_words_ptr, k_page, begin, kv_head, first_new, stop, keys, WORDS, KV_HEADS, PAGE_SIZE, ALL, D
         )
@@ -158,7 +158,7 @@ def batch_kernel(
 
     nodes, base = num_pairs * splits * rows, pair * splits * rows
     mean_ptr, weight_ptr = work.partials + base.to(gl.int64) * D, work.partials + (nodes.to(gl.int64) * D + base)
-    owns_tile = (mine_first == first_block) & (mine_last == last_block)  # this CTA has all splits of the tile
+    owns_tile = (mine_first == first_block) & (mine_last == last_block)  # True: this CTA has all splits of the tile
     softmaxes = ()
     for p in gl.static_range(STAGED // ROWS):
         softmaxes += (softmax_memory(rows_of(G, p), D, REGROUP),)
@@ -172,13 +172,14 @@ def batch_kernel(
         v = values_of(values, D, DTYPE, CACHED)
         for p in gl.static_range(STAGED // ROWS):
             top, totals, out = begun(scores[p], v, ALL)
-            # not sooner: the registers hold either one block, or a product's sums and values
+            # not earlier: the registers hold either one block, or a product's sums and values
             if p == STAGED // ROWS - 1:
                 values = load_values(
                     value_words_ptr, v_page, following, kv_head, 0, stop, None, WORDS, KV_HEADS, PAGE_SIZE, ALL, D
                 )
                 v_page = value_pages(row_cache, following + BLOCK, WORDS, PAGE_SIZE, ALL, D)
-            # one product after the other: the registers of one product's sums are free before the next begins
+            # products run one after the other, so that the registers of a product's sums are free before the next
+            # begins
             left = merge_parts(top, totals, out, S, rows_of(G, p), REGROUP)
             mean, weight = left[0]
             done = gl.arange(0, mean.shape[0], layout=gl.SliceLayout(1, mean.type.layout)) + tile * TILE + p * ROWS

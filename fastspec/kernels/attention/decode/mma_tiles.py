@@ -1,7 +1,7 @@
-"""Device code of mma.py and mma_batch.py: layouts, products over keys out of registers, and their partial sums.
+"""Device code of mma.py and mma_batch.py: layouts, products with operands in registers, and their partial sums.
 
-A product may take its inner index in any order if both operands use the same. K and q use this order, for each run of
-32 values of a head, with lane t of 4 and pairs p:
+A product may take its inner index in any order if both operands use the same order. K and q use this order, for each
+range of 32 values of a head, with lane t of 4 and pairs p:
 
     memory          8 t + 2 j + p     lane t loads its 8 values, j = 0..3, in one 16-byte load
     operand         8 j + 2 t + p     tensor core, 16 values a product: j = 0, 1 first, then j = 2, 3
@@ -28,12 +28,12 @@ from fastspec.kernels.attention.decode.query_rows import NEVER
 # --- layouts ---
 
 
-PARTS = 4  # parts of a split, KEYS keys each, with a softmax each. The bits of a row depend on it
+PARTS = 4  # parts of a split, with KEYS keys and one softmax each; the bits of a row depend on it
 
 
 @gluon.constexpr_function
 def operands(WARPS, S):
-    """Layout of scores [S, ROWS, KEYS] and of out [S, ROWS, D]: each of the S parts has a warp, or two."""
+    """Layout of scores [S, ROWS, KEYS] and of out [S, ROWS, D]. Each of the S parts has one warp or two."""
     return gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[S, 1, WARPS // S], instr_shape=[1, 16, 8])
 
 
@@ -45,20 +45,20 @@ def _bits(first, stop):
 
 @gluon.constexpr_function
 def _linear(bits, lanes, warps, shape):
-    """Builds a linear layout of a tensor: registers have those of `bits` that warps do not have."""
+    """Builds a linear layout of a tensor. The registers get those of `bits` that are not in `warps`."""
     registers = [each for each in bits if each not in warps]
     return gl.DistributedLinearLayout(registers, lanes, warps, [], shape)
 
 
 @gluon.constexpr_function
 def _parts(S):
-    """Bits of the first of three axes, which warps have."""
+    """Bits of the first of three axes, which the warps get."""
     return [[s, 0, 0] for s in _bits(1, S)]
 
 
 @gluon.constexpr_function
 def key_layout(WARPS, S, D, RUN):
-    """Layout of K [S, KEYS, D]: RUN neighbouring values of a key to a lane, 4 lanes to a key, 8 keys to a load."""
+    """Layout of K [S, KEYS, D]: a lane has RUN neighbouring values of a key; 4 lanes have a key; a load has 8 keys."""
     bits = [*[[0, 0, d] for d in _bits(1, RUN)], [0, 8, 0], [0, 16, 0], *[[0, 0, d] for d in _bits(4 * RUN, D)]]
     lanes = [[0, 0, RUN], [0, 0, 2 * RUN], [0, 1, 0], [0, 2, 0], [0, 4, 0]]
     return _linear(bits, lanes, [*([[0, 8, 0]] if WARPS == 2 * S else []), *_parts(S)], [S, 32, D])
@@ -66,9 +66,9 @@ def key_layout(WARPS, S, D, RUN):
 
 @gluon.constexpr_function
 def value_layout(WARPS, S, D, RUN):
-    """Layout of V [S, KEYS, D]: RUN neighbouring values of a key to a lane, 8 lanes to a key, 4 keys to a load.
+    """Layout of V [S, KEYS, D]: a lane has RUN neighbouring values of a key; 8 lanes have a key; a load has 4 keys.
 
-    If two warps share a part, each has 64 of 128 values, or of 64 values half of each lane's run.
+    If two warps share a part, each has 64 of 128 values. With 64 values each has half of every lane's RUN values.
     """
     near, far = [[0, 0, d] for d in _bits(1, RUN)], [[0, 0, d] for d in _bits(8 * RUN, D)]
     lanes = [[0, 2, 0], [0, 4, 0], [0, 0, RUN], [0, 0, 2 * RUN], [0, 0, 4 * RUN]]
@@ -78,7 +78,7 @@ def value_layout(WARPS, S, D, RUN):
 
 @gluon.constexpr_function
 def exchange_memory(S, R, D):
-    """Shared memory of sums [S, R, D] in the order of products' lanes: a lane's values of one product are adjacent."""
+    """Shared memory for sums [S, R, D] in the order of products' lanes: a lane's values of one product are adjacent."""
     pair = [[0, 0, 1], *[[0, r, 0] for r in _bits(8, R)]]
     lanes = [[0, 0, 2], [0, 0, 4], [0, 1, 0], [0, 2, 0], [0, 4, 0]]
     return gl.SharedLinearLayout([*pair, *lanes, *[[0, 0, d] for d in _bits(8, D)], *[[s, 0, 0] for s in _bits(1, S)]])
@@ -88,7 +88,7 @@ def exchange_memory(S, R, D):
 def exchange_layout(WARPS, R, D):
     """Layout of sums [PARTS, R, D] in the lanes of products: a lane has all PARTS of a sum, and neighbours e of a head.
 
-    Warps have, in this order: what is left of e, c, the other half of rows, or g, and more of e.
+    The warps get, in this order: the rest of e, c, the other half of the rows, or g, and more of e.
     """
     half = [[0, 8, 0]] if R == 16 else []
     apart = [*([[0, 0, 64]] if D == 128 else []), [0, 0, 8], *half, [0, 0, 1], [0, 0, 32]]
@@ -109,10 +109,13 @@ def _columns(bases, REGROUP):
 
 @gluon.constexpr_function
 def merged_layout(WARPS, R, D, REGROUP):
-    """Layout of sums [R, D] once PARTS are added up, columns as in a head; REGROUP: as the next product reads them."""
+    """Layout of sums [R, D] after PARTS are added, with the columns of a head.
+
+    REGROUP: in the order of the next product.
+    """
     half = [[8, 0]] if R == 16 else []
     apart = [[0, 4], *([[0, 64]] if D == 128 else []), *half, [0, 8], [0, 2]]
-    # adjacent in memory, adjacent in a lane
+    # neighbours in memory are neighbours in a lane
     bits = [[0, 1], [0, 8], [0, 2], *half] if REGROUP else [[0, 1], [0, 2], [0, 8], *half]
     lanes = [[0, 16], [0, 32], [1, 0], [2, 0], [4, 0]]
     apart = _columns(apart[: WARPS.bit_length() - 1], REGROUP)
@@ -121,19 +124,19 @@ def merged_layout(WARPS, R, D, REGROUP):
 
 @gluon.constexpr_function
 def softmax_memory_layout(R, D, REGROUP):
-    """Shared memory of averages [R, D] in `merged_layout`: the values of a warp are adjacent."""
+    """Shared memory for averages [R, D] in `merged_layout`: the values of a warp are adjacent."""
     rest = [[0, 8], *([[0, 64]] if D == 128 else []), *([[8, 0]] if R == 16 else [])]
     bits = [[0, 1], [0, 2], [0, 16], [0, 32], [1, 0], [2, 0], [4, 0], [0, 4], *rest]
     return gl.SharedLinearLayout(_columns(bits, REGROUP))
 
 
-# --- loads, products and what they leave ---
+# --- loads, products and partial sums ---
 
 
-KEYS = gl.constexpr(32)  # keys of a part
-ROWS = gl.constexpr(16)  # query rows of a product; in the last product of a tile half may be padding
+KEYS = gl.constexpr(32)  # number of keys in a part
+ROWS = gl.constexpr(16)  # query rows of a product; in the last product of a tile half of them may be padding
 LOG2E = gl.constexpr(1.4426950408889634)
-EIGHT = gl.constexpr(8)  # rows of a group; a tile has G groups
+EIGHT = gl.constexpr(8)  # rows in a group; a tile has G groups
 
 
 @gluon.jit
@@ -157,9 +160,9 @@ def _along(n: gl.constexpr, axis: gl.constexpr, layout: gl.constexpr):
 def _slots(cache, first, s, key, kv_head, KV_HEADS: gl.constexpr, D: gl.constexpr, PAGE_SIZE: gl.constexpr):
     """Computes (int64 offset, int32 offset) of key `first + s * KEYS + key`; s and key broadcast against each other."""
     at = first + s * KEYS
-    if PAGE_SIZE % KEYS != 0:  # else one page holds all keys of a warp
+    if PAGE_SIZE % KEYS != 0:  # otherwise one page holds all keys of a warp
         at = at + key
-    # bypasses L1, as do all loads before the kernel's wait: L1 may hold older contents of the same memory
+    # bypasses L1, as all loads before the kernel's wait do: L1 may hold old contents of this memory
     page = gl.load(cache.block_table + gl.minimum(at // PAGE_SIZE, cache.table_width - 1), cache_modifier=".cg")
     page = gl.minimum(gl.maximum(page, 0), cache.num_pages - 1)
     slot = ((page * PAGE_SIZE + at % PAGE_SIZE) * KV_HEADS + kv_head) * D
@@ -171,7 +174,7 @@ def _slots(cache, first, s, key, kv_head, KV_HEADS: gl.constexpr, D: gl.constexp
 
 @gluon.jit
 def places_of(
-    cache,  # PagedCache of one row
+    cache,  # PagedCache with one row
     first,
     kv_head,
     KV_HEADS: gl.constexpr,
@@ -192,9 +195,9 @@ def places_of(
 
 @gluon.jit
 def keys_at(places, low, high, old, HALF: gl.constexpr):
-    """Loads both halves of K at `places` for keys low .. high-1; other keys are as in `old`, or 0.
+    """Loads both halves of K at `places` for keys low .. high-1. Other keys get the values of `old`, or 0.
 
-    Slots from position `high` on may hold NaN: they must not be part of a product.
+    Slots from position `high` on may hold NaN, so they must not enter a product.
     """
     at, key, _v_at, _v_key = places
     inside = (key >= low) & (key < high)
@@ -207,7 +210,7 @@ def keys_at(places, low, high, old, HALF: gl.constexpr):
 
 @gluon.jit
 def values_at(places, low, high, old):
-    """Loads V at `places`; arguments as `keys_at`."""
+    """Loads V at `places`. For the arguments see `keys_at`."""
     _k_at, _k_key, at, key = places
     inside = (key >= low) & (key < high)
     if old is None:
@@ -220,7 +223,7 @@ def values_at(places, low, high, old):
 def _key_operand(k):
     """Converts half of K [S, KEYS, N] to a right operand [S, N, KEYS]. No value moves between lanes.
 
-    Values (c, t, j, p) become (c, j, t, p), see the drawing above; c counts runs of 32 values.
+    Values in the order (c, t, j, p) become (c, j, t, p); see the drawing above. c counts ranges of 32 values.
     """
     S: gl.constexpr = k.shape[0]
     N: gl.constexpr = k.shape[2]
@@ -264,13 +267,13 @@ def _in_order_of_heads(out):
 
 @gluon.constexpr_function
 def staged_rows(G):
-    """Rows of queries in shared memory for G groups of EIGHT: whole products, and a power of two."""
+    """Returns the rows of queries in shared memory for G groups of EIGHT: whole products, and a power of two."""
     return 16 if G <= 2 else 32
 
 
 @gluon.constexpr_function
 def rows_of(G, P):
-    """Rows of product P that G groups use: ROWS, or EIGHT in the last product if G is odd."""
+    """Returns how many rows of product P are used by G groups: ROWS, or EIGHT in the last product if G is odd."""
     return 16 if G > 2 * P + 1 else 8
 
 
@@ -284,7 +287,7 @@ def stage_q(q1, q2):
 
 @gluon.jit
 def _queries_of(staged, P: gl.constexpr, S: gl.constexpr, HALF: gl.constexpr):
-    """Loads halves of ROWS staged queries, from number P * ROWS on, as left operands [S, ROWS, HALF]."""
+    """Loads halves of ROWS staged queries, starting at query P * ROWS, as left operands [S, ROWS, HALF]."""
     left: gl.constexpr = gl.DotOperandLayout(0, operands(gl.num_warps(), S), 2)
     found = ()
     for i in gl.static_range(2):
@@ -296,7 +299,7 @@ def _queries_of(staged, P: gl.constexpr, S: gl.constexpr, HALF: gl.constexpr):
 
 @gluon.jit
 def positions_of(position_ptr, first_row, rows, STAGED: gl.constexpr, GROUP: gl.constexpr, S: gl.constexpr):
-    """Loads positions [1, ROWS, 1] of STAGED rows from first_row on, one tensor per product; -1 from row `rows` on."""
+    """Loads the positions [1, ROWS, 1] of STAGED rows, one tensor per product. -1 for rows from `rows` on."""
     mma: gl.constexpr = operands(gl.num_warps(), S)
     found = ()
     for p in gl.static_range(STAGED // ROWS):
@@ -329,20 +332,21 @@ def tanh(x):
 
 @gluon.jit
 def share_of_keys(weight, head, scoring):
-    """Computes the softmax weight of all keys together, beside the sink of `head`; `weight` of the keys is log2."""
+    """Returns the softmax weight of all keys together, next to the sink of `head`. `weight` of the keys is log2."""
     sink = gl.load(scoring.sinks + head).to(gl.float32) * LOG2E
     return 1.0 / (1.0 + gl.exp2(sink - weight))
 
 
 @gluon.jit
 def _scored(queries, keys, first, position, scoring, WINDOW: gl.constexpr, S: gl.constexpr):
-    """Computes scores [S, ROWS, KEYS] of the keys first.., times log2(e); -inf where a row does not see a key."""
+    """Returns scores [S, ROWS, KEYS], times log2(e), of the keys from `first` on. -inf if a row does not see a key."""
     mma: gl.constexpr = operands(gl.num_warps(), S)
     scores = mma_v2(queries[0], _key_operand(keys[0]), gl.zeros([S, ROWS, KEYS], gl.float32, mma))
     scores = mma_v2(queries[1], _key_operand(keys[1]), scores) * scoring.factor
     if scoring.cap is not None:
         scores = scoring.cap * tanh(scores)
-    newest = position - first - _along(S, 0, mma) * KEYS  # among the warp's keys; negative for a padding row
+    # newest visible key, as an index of the warp's keys; negative for a padding row
+    newest = position - first - _along(S, 0, mma) * KEYS
     key = _along(KEYS, 2, mma)
     seen = key <= newest
     if WINDOW > 0:
@@ -354,14 +358,14 @@ def _scored(queries, keys, first, position, scoring, WINDOW: gl.constexpr, S: gl
 def shift_of(top):
     """Returns the value to subtract from exponents whose maximum is `top`.
 
-    If there are no keys, top = -inf. Subtracting 0 then makes the weights exp2(-inf) = 0, not NaN.
+    Without keys top is -inf. Subtracting 0 then makes the weights exp2(-inf) = 0. Subtracting top would make them NaN.
     """
     return gl.where(top == -float("inf"), 0.0, top)
 
 
 @gluon.jit
 def begun(scores, v, S: gl.constexpr):
-    """Starts the online softmax with a first block of keys: (top, totals, out)."""
+    """Starts the online softmax with the first block of keys. Returns (top, totals, out)."""
     mma: gl.constexpr = operands(gl.num_warps(), S)
     top = gl.max(scores, axis=2)
     weights = gl.exp2(scores - gl.expand_dims(shift_of(top), 2))
@@ -371,14 +375,17 @@ def begun(scores, v, S: gl.constexpr):
 
 @gluon.jit
 def averaged(out, top, total):
-    """Computes (out / total, top + log2(total)): the average of values, its weight as log2; (0, -inf) without keys."""
+    """Returns (out / total, top + log2(total)): the average of values, and its weight as log2.
+
+    (0, -inf) without keys.
+    """
     share = 1.0 / gl.where(total == 0.0, 1.0, total)
     return out * gl.expand_dims(share, 1), top + fast_log2f(total)
 
 
 @gluon.jit
 def _summed(totals):
-    """Sums totals [S, ROWS, KEYS] to [S, ROWS], in one order for any number of warps."""
+    """Sums totals [S, ROWS, KEYS] to [S, ROWS], in the same order for any number of warps."""
     pairs = gl.sum(gl.reshape(totals, [totals.shape[0], ROWS, 2, 2, 8]), axis=2)
     return gl.sum(gl.sum(pairs, axis=3), axis=2)
 
@@ -405,13 +412,13 @@ def _regrouped(out):
 
 @gluon.jit
 def merge_parts(top, totals, out, S: gl.constexpr, R: gl.constexpr, REGROUP: gl.constexpr = False):
-    """Adds up the S parts of each split, in order: (averages [R, D], their weights as log2 [R]) for each split.
+    """Adds the S parts of each split in order. Returns (averages [R, D], their weights as log2 [R]) for each split.
 
     A lane then has the S values of one sum, and 4 neighbouring values of a head.
 
     Args:
-        R: as `rows_of` returns it.
-        REGROUP: columns are in the order in which the next product's TMA pipeline reads them.
+        R: result of `rows_of`.
+        REGROUP: True if the columns shall be in the order in which the next product's TMA pipeline reads them.
     """
     ALL: gl.constexpr = out.shape[0]
     D: gl.constexpr = out.shape[2]
@@ -430,7 +437,7 @@ def merge_parts(top, totals, out, S: gl.constexpr, R: gl.constexpr, REGROUP: gl.
 
 @gluon.jit
 def _merge_split(tops, sums, place, REGROUP: gl.constexpr):
-    """Does `merge_parts` for one split, from its parts' largest scores, sums of weights and sums of values."""
+    """Merges the parts of one split, from their largest scores, sums of weights and sums of values."""
     R: gl.constexpr = place.shape[1]
     D: gl.constexpr = place.shape[2]
     layout: gl.constexpr = exchange_layout(gl.num_warps(), R, D)
@@ -450,7 +457,7 @@ def _merge_split(tops, sums, place, REGROUP: gl.constexpr):
 
 @gluon.jit
 def store_partial(mean_ptr, weight_ptr, at, valid, mean, weight, LASTING: gl.constexpr = False):
-    """Stores partial sums of rows, as `merge_parts` returns them, at index `at`; LASTING keeps them in L2 longest."""
+    """Stores partial sums of rows, the result of `merge_parts`, at index `at`. LASTING: L2 keeps them longest."""
     policy: gl.constexpr = "evict_last" if LASTING else ""
     D: gl.constexpr = mean.shape[1]
     gl.store(weight_ptr + at, weight, mask=valid, eviction_policy=policy)
@@ -463,7 +470,7 @@ def store_partial(mean_ptr, weight_ptr, at, valid, mean, weight, LASTING: gl.con
 def store_output(
     out_ptr, batch, kv_head, row, stop, num_queries, mean, weight, scoring, KV_HEADS: gl.constexpr, GROUP: gl.constexpr
 ):  # fmt: skip
-    """Stores averages as the output of rows below `stop`; `weight` of their keys is log2."""
+    """Stores averages as the output of rows below `stop`. `weight` of their keys is log2."""
     if scoring.sinks is not None:
         mean = mean * gl.expand_dims(share_of_keys(weight, kv_head * GROUP + row % GROUP, scoring), 1)
     if scoring.value_scale is not None:

@@ -1,7 +1,7 @@
-"""Portable decoding kernel, for every GPU, dtype and head_dim: see dispatch.py.
+"""Portable decode kernel, for every GPU, dtype and head_dim. dispatch.py tells when it is used.
 
-While the preceding product runs, it prefetches K, V, norm weights and angles into L2. A prefetch changes no value. If
-the positions it used are stale, it is useless but harmless.
+While the preceding product runs, the kernel prefetches K, V, norm weights and angles into L2. A prefetch changes no
+value: if it uses stale positions, it is only useless.
 
 A row's splits are combined in two levels, in ascending order, each by the CTA that finishes last:
 
@@ -18,12 +18,12 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from fastspec.kernels.attention.prefill import pages_of, sink_of, slots_of, tanh
 from fastspec.kernels.attention.rope import NEW_ROWS, append, apply_rope, cache_of_row, columns, new_places
 
-PEEK_KEYS = tl.constexpr(256)  # most keys that a CTA prefetches
+PEEK_KEYS = tl.constexpr(256)  # largest number of keys that a CTA prefetches
 
 
 @triton.jit
 def _prefetch(pointers, wanted):
-    """Prefetches the 128-byte lines at `pointers` into L2 where `wanted`."""
+    """Prefetches the 128-byte lines at `pointers` into L2, if `wanted`."""
     tl.inline_asm_elementwise(
         "{ .reg .pred p; setp.ne.s32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.u32 $0, 0; }",
         "=r,l,r",
@@ -48,7 +48,10 @@ def peek(
     HEAD_DIM: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
 ):
-    """Prefetches the first PEEK_KEYS keys and values of this CTA, by the current contents of positions and table."""
+    """Prefetches the first PEEK_KEYS keys and values of this CTA.
+
+    The positions and table that it reads may be stale.
+    """
     newest = tl.load(position_ptr + (batch + 1) * num_queries - 1, cache_modifier=".cg")
     at = start + tl.arange(0, PEEK_KEYS)
     wanted = (at <= newest) & (at < start + split_keys)
@@ -58,7 +61,7 @@ def peek(
     page = tl.load(cache.block_table + batch * cache.table_stride + entry, mask=wanted, other=0, cache_modifier=".cg")
     page = tl.minimum(tl.maximum(page, 0), cache.num_pages - 1)
     slot = ((page * PAGE_SIZE + at % PAGE_SIZE) * KV_HEADS + kv_head) * HEAD_DIM
-    LINE: tl.constexpr = 1024 // cache.k.dtype.element_ty.primitive_bitwidth  # elements of 128 bytes
+    LINE: tl.constexpr = 1024 // cache.k.dtype.element_ty.primitive_bitwidth  # number of elements in 128 bytes
     for column in tl.static_range(0, HEAD_DIM, LINE):
         _prefetch(cache.k + slot + column, wanted)
         _prefetch(cache.v + slot + column, wanted)
@@ -66,7 +69,7 @@ def peek(
 
 @triton.jit
 def warm(tokens, position, valid, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Prefetches norm weights, and the angles of new rows at `position`."""
+    """Prefetches norm weights, and the rotary angles of `position`."""
     line = tl.arange(0, BLOCK_D // 32) * 32  # 128 bytes of fp32; for 16-bit weights every line is named twice
     if tokens.q_norm is not None:
         _prefetch(tokens.q_norm + line, line < HEAD_DIM)
@@ -79,12 +82,15 @@ def warm(tokens, position, valid, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr)
         _prefetch(tokens.sin + angle, wanted)
 
 
-FAN = tl.constexpr(16)  # splits of a group
+FAN = tl.constexpr(16)  # number of splits in a group
 
 
 @triton.jit
 def averaged(out, top, total):
-    """Computes (out / total, top + log2(total)): the average of values, its weight as log2; (0, -inf) without keys."""
+    """Returns (out / total, top + log2(total)): the average of values, and its weight as log2.
+
+    (0, -inf) without keys.
+    """
     return out / tl.where(total == 0.0, 1.0, total)[:, None], top + tl.log2(total)
 
 
@@ -104,14 +110,14 @@ def store_output(
     row,
     num_queries,
     mean,
-    weight,  # of the keys, as log2
+    weight,  # softmax weight of all keys, as log2
     scoring,  # Scoring
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Stores averages as the output of rows. Sinks are added here, where all keys are combined."""
+    """Stores averages as the output of rows. Adds the sinks, because all keys are combined here."""
     dim, inside = columns(HEAD_DIM, BLOCK_D)
     head = (batch * num_queries + row // GROUP) * (KV_HEADS * GROUP) + kv_head * GROUP + row % GROUP
     mask = (row < num_queries * GROUP)[:, None] & inside[None, :]
@@ -127,7 +133,7 @@ def store_output(
 def _merged(mean_ptr, weight_ptr, first, last, rows, row, valid, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
     """Combines the stored partial sums `first` .. `last` of rows [R] in ascending order.
 
-    Loads bypass L1, which may hold older contents of the same memory.
+    Loads bypass L1, because it may hold old contents of this memory.
     """
     R: tl.constexpr = row.shape[0]
     dim, inside = columns(HEAD_DIM, BLOCK_D)
@@ -136,7 +142,7 @@ def _merged(mean_ptr, weight_ptr, first, last, rows, row, valid, HEAD_DIM: tl.co
     out = tl.zeros([R, BLOCK_D], tl.float32)
     part = tl.arange(0, FAN)
     for begin in tl.range(first // FAN * FAN, last + 1, FAN, disable_licm=True):
-        number = begin + part[None, :]  # along axis 1, of which a thread has all elements
+        number = begin + part[None, :]  # axis 1: one thread has all its elements
         there = valid[:, None] & (number >= first) & (number <= last)
         at = number * rows + row[:, None]  # [R, FAN]
         mask = there[:, :, None] & inside[None, None, :]
@@ -177,7 +183,10 @@ def combine(
     BLOCK_D: tl.constexpr,
     R: tl.constexpr,
 ):
-    """Combines partial sums source + begin .. source + end of some rows: to the output if `final`, else to `target`."""
+    """Combines the partial sums from source + begin to source + end of some rows. Writes to the output if `final`.
+
+    Otherwise the combined sums are stored at `target`.
+    """
     source_mean, source_weight = mean_ptr + source * rows * HEAD_DIM, weight_ptr + source * rows
     for first_row in tl.range(row_start, row_stop, R, disable_licm=True):
         row = first_row + tl.arange(0, R)
@@ -193,7 +202,7 @@ def combine(
 
 @triton.jit
 def weighed(scores, v, at, position, top, totals, out, scoring, WINDOW: tl.constexpr):
-    """Updates the state (top, totals, out) of an online softmax with one more block of keys `at` [BLOCK_N]."""
+    """Adds one more block of keys `at` [BLOCK_N] to the state (top, totals, out) of an online softmax."""
     if scoring.cap is not None:
         scores = scoring.cap * tanh(scores)
     seen = at[None, :] <= position[:, None]
@@ -212,7 +221,7 @@ def weighed(scores, v, at, position, top, totals, out, scoring, WINDOW: tl.const
 def attend_split(
     q1,
     q2,
-    cache,  # PagedCache of one row
+    cache,  # PagedCache with one row
     position,
     kv_head,
     begin,
@@ -227,17 +236,18 @@ def attend_split(
     BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Attends to keys begin .. stop-1 by online softmax: averages of values and their weights as log2.
+    """Attends to keys begin .. stop-1 by online softmax. Returns averages of values and their weights as log2.
 
     q1 and q2 [ROWS, BLOCK_D / 2] are the halves of the queries.
     """
     dim, inside = columns(HEAD_DIM, BLOCK_D)
     top = tl.full([ROWS], -float("inf"), tl.float32)
-    totals = tl.zeros([ROWS, BLOCK_N], tl.float32)  # summed at the end: this saves a reduction over threads in the loop
+    # summed over keys after the loop, which saves a reduction over threads in the loop
+    totals = tl.zeros([ROWS, BLOCK_N], tl.float32)
     out = tl.zeros([ROWS, BLOCK_D], tl.float32)
     HALVES: tl.constexpr = (
         BLOCK_D > 128 and q1.dtype.primitive_bitwidth == 32
-    )  # a product without tensor cores holds whole rows in registers
+    )  # without tensor cores a product keeps whole rows in registers
     if not HALVES:
         q = tl.reshape(tl.permute(tl.join(q1, q2), (0, 2, 1)), ROWS, BLOCK_D)
     for first in tl.range(begin, stop, BLOCK_N, num_stages=STAGES):
@@ -245,7 +255,7 @@ def attend_split(
         place, row_slot = slots_of(page, first, kv_head, KV_HEADS, HEAD_DIM, PAGE_SIZE, BLOCK_N)
         slot = row_slot + dim[None, :]
         at = first + tl.arange(0, BLOCK_N)
-        # slots of later positions may hold NaN: they must not be part of a product
+        # slots of later positions may hold NaN, so they must not enter a product
         mask = (at < stop)[:, None] & inside[None, :]
         if HALVES:
             column = tl.arange(0, BLOCK_D // 2)
@@ -272,7 +282,7 @@ def _decode_kernel(
     num_queries,
     num_pairs,  # B * Hkv
     scoring,  # Scoring
-    WINDOW: tl.constexpr,  # 0: none
+    WINDOW: tl.constexpr,  # 0: no window
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -281,11 +291,11 @@ def _decode_kernel(
     ROWS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
-    EARLY: tl.constexpr,  # positions, write mask and table are read before the wait, and used
+    EARLY: tl.constexpr,  # True: positions, write mask and table that were read before the wait are used
     PDL: tl.constexpr,
 ):
     split = tl.program_id(1)
-    rows = num_queries * GROUP  # of one kv head
+    rows = num_queries * GROUP  # rows of one KV head
     tiles = tl.cdiv(rows, ROWS)
     tile, pair = tl.program_id(0) % tiles, (tl.program_id(0) // tiles).to(tl.int64)
     batch, kv_head = pair // KV_HEADS, pair % KV_HEADS
@@ -305,7 +315,7 @@ def _decode_kernel(
     at = batch * num_queries + row // GROUP
     # -1: a padding row sees no key
     position = tl.load(tokens.positions + at, mask=valid, other=-1, cache_modifier=".cg")
-    # splits in which this tile has keys; positions beyond the launch are clamped to it
+    # number of splits in which this tile has keys; positions after the last split of the launch are clamped to it
     newest = tl.minimum(tl.max(position, axis=0), tl.num_programs(1) * split_keys - 1).to(tl.int32)
     oldest = 0
     if WINDOW > 0:
@@ -313,7 +323,7 @@ def _decode_kernel(
         oldest = tl.minimum(tl.maximum(oldest, 0), newest).to(tl.int32)
     first, last = oldest // split_keys, newest // split_keys
     if (split < first) | (split > last):
-        return  # without `gdc_wait`: other CTAs of the tile call it
+        return  # without `gdc_wait`, because other CTAs of the tile call it
     begin, stop = tl.maximum(start, oldest // BLOCK_N * BLOCK_N), tl.minimum(start + split_keys, newest + 1)
     places = new_places(tokens, row_cache, batch, kv_head, 0, start, stop, num_queries, KV_HEADS, HEAD_DIM, PAGE_SIZE)
     if EARLY and PDL:
@@ -332,7 +342,7 @@ def _decode_kernel(
             tokens, row_cache, batch, kv_head, first_row, start, stop, num_queries, KV_HEADS, HEAD_DIM, PAGE_SIZE
         )
         append(tokens, row_cache, kv_head, first_row, num_queries, places, KV_HEADS, GROUP, HEAD_DIM, BLOCK_D)
-    tl.debug_barrier()  # what other threads stored is read below
+    tl.debug_barrier()  # the code below reads stores of other threads
     mean, weight = attend_split(
         q1, q2, row_cache, position, kv_head, begin, stop, scoring,
         WINDOW, KV_HEADS, HEAD_DIM, BLOCK_D, PAGE_SIZE, ROWS, BLOCK_N, STAGES,
@@ -358,7 +368,7 @@ def _decode_kernel(
     tl.store(count_ptr + 1 + group, 0)
     tl.debug_barrier()
     only = first // FAN == last // FAN
-    AT_ONCE: tl.constexpr = min(ROWS, 512 // BLOCK_D)  # rows for which FAN averages fit into registers
+    AT_ONCE: tl.constexpr = min(ROWS, 512 // BLOCK_D)  # number of rows for which FAN averages fit into registers
     row_start, row_stop = tile * ROWS, tl.minimum(rows, tile * ROWS + ROWS)
     combine(
         mean_ptr, weight_ptr, 0, begin, end, splits + group, only, out_ptr, batch, kv_head,

@@ -1,4 +1,4 @@
-"""New positions of a pass, rotary embedding and K/V append for the Gluon kernels; rope.py has the same for Triton."""
+"""New positions of a pass, rotary embedding and K/V append for the Gluon kernels. rope.py has the same for Triton."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from triton.language.extra.cuda import gdc_wait
 
 from fastspec.kernels.attention.arguments import PagedCache
 
-NEW_ROWS = gl.constexpr(8)  # new K/V rows stored at a time
-PADDED_QUERIES = gl.constexpr(32)  # positions of a row's pass, padded
-NEVER = gl.constexpr(2**30)  # beyond every position
+NEW_ROWS = gl.constexpr(8)  # number of new K/V rows stored at a time
+PADDED_QUERIES = gl.constexpr(32)  # number of positions of a row's pass, including padding
+NEVER = gl.constexpr(2**30)  # larger than every position
 
 
 @gluon.constexpr_function
 def head_layout(HALF, WARPS):
-    """Layout of halves of heads [R, HALF], 8 values to a lane.
+    """Layout of half heads [R, HALF], 8 values per lane.
 
-    rope.py is compiled to the same layout, so both add up a norm's sum in one order.
+    rope.py is compiled to the same layout, so both sum a norm in the same order.
     """
     return gl.BlockedLayout([1, 8], [256 // HALF, HALF // 8], [WARPS, 1], [1, 0])
 
@@ -31,7 +31,10 @@ def cache_of_row(cache, batch):
 
 @gluon.jit
 def new_positions(position_ptr, num_queries, WARPS: gl.constexpr):
-    """Loads the positions of a row's new tokens, padded with NEVER: int32 [PADDED_QUERIES]. Each warp has them all."""
+    """Loads the positions of a row's new tokens, int32 [PADDED_QUERIES], padded with NEVER.
+
+    Each warp has all of them.
+    """
     query = gl.arange(0, PADDED_QUERIES, layout=gl.BlockedLayout([1], [32], [WARPS], [0]))
     position = gl.load(position_ptr + query, mask=query < num_queries, other=NEVER, cache_modifier=".cg")
     return gl.minimum(position, NEVER).to(gl.int32)
@@ -39,7 +42,7 @@ def new_positions(position_ptr, num_queries, WARPS: gl.constexpr):
 
 @gluon.jit
 def kv_range(
-    new,  # as `new_positions` returns them
+    new,  # result of `new_positions`
     tile,
     low,
     high,
@@ -48,7 +51,7 @@ def kv_range(
     GROUP: gl.constexpr,
     WARPS: gl.constexpr,
 ):
-    """Finds (first new position, oldest visible key, newest visible key) for a tile's rows at positions low .. high-1.
+    """Returns (first new position, oldest visible key, newest visible key) for a tile's rows at positions low..high-1.
 
     The newest is -1 if there are no such rows.
     """
@@ -65,9 +68,9 @@ def kv_range(
 
 @gluon.jit
 def idle(newest, PDL: gl.constexpr):
-    """Waits, if it must, in a CTA without work; newest as `kv_range` found it.
+    """Waits in a CTA without work, if it is the first one. `newest` is a result of `kv_range`.
 
-    If no row of a tile belongs to this kernel, the first CTA waits all the same. The next kernel waits only for this
+    If no row of a tile belongs to this kernel, the first CTA waits in any case. The next kernel waits only for this
     one, so this one must not end before its predecessor.
     """
     if PDL and (newest < 0) & (gl.program_id(0) == 0) & (gl.program_id(1) == 0):
@@ -76,7 +79,7 @@ def idle(newest, PDL: gl.constexpr):
 
 @gluon.jit
 def _scaled(x, factor, weight):
-    """Computes weight * (x * factor), rounded to x's dtype after each product; with an fp32 weight only once."""
+    """Returns weight * (x * factor), rounded to x's dtype after each product. With an fp32 weight rounded only once."""
     normed = x.to(gl.float32) * gl.expand_dims(factor, 1)
     kind: gl.constexpr = weight.dtype
     if gl.float32 != kind:
@@ -86,7 +89,7 @@ def _scaled(x, factor, weight):
 
 @gluon.jit
 def angles(position, valid, tokens, HALF: gl.constexpr, layout: gl.constexpr):
-    """Loads (cos, sin) [R, HALF] of positions [R]; an empty tuple if there is no rotary embedding."""
+    """Loads (cos, sin) [R, HALF] of positions [R]. An empty tuple if there is no rotary embedding."""
     if tokens.cos is None:
         return ()
     else:
@@ -99,7 +102,7 @@ def angles(position, valid, tokens, HALF: gl.constexpr, layout: gl.constexpr):
 
 @gluon.jit
 def apply_rope(x1, x2, cos_sin, norm_ptr, eps, HALF: gl.constexpr):
-    """Normalises and rotates heads with halves x1, x2 [R, HALF]; `cos_sin` is the result of `angles`."""
+    """Normalises and rotates heads with halves x1, x2 [R, HALF]. `cos_sin` is the result of `angles`."""
     layout: gl.constexpr = x1.type.layout
     if norm_ptr is not None:
         column = gl.arange(0, HALF, layout=gl.SliceLayout(0, layout))
@@ -118,7 +121,7 @@ def apply_rope(x1, x2, cos_sin, norm_ptr, eps, HALF: gl.constexpr):
 @gluon.jit
 def slots_of(
     tokens,  # NewTokens
-    cache,  # PagedCache of row `batch`
+    cache,  # PagedCache with row `batch`
     batch,
     kv_head,
     first_row,
@@ -136,7 +139,7 @@ def slots_of(
     """
     row = first_row + gl.arange(0, NEW_ROWS, layout=gl.SliceLayout(1, layout))
     valid = row < num_queries
-    at = batch * num_queries + row  # int64 from batch
+    at = batch * num_queries + row  # int64, because batch is
     position = gl.load(tokens.positions + at, mask=valid, other=0, cache_modifier=".cg")
     write_mask = gl.load(tokens.write_mask + at, mask=valid, other=0, cache_modifier=".cg") != 0
     entry = gl.minimum(position // PAGE_SIZE, cache.table_width - 1)
@@ -170,7 +173,7 @@ def as_stored(x, factor, CACHED: gl.constexpr):
 def append(
     tokens, cache, slots, kv_head, KV_HEADS: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, layout: gl.constexpr
 ):
-    """Stores K and V of the rows that `slots_of` described."""
+    """Stores K and V of the rows that `slots_of` returned."""
     HALF: gl.constexpr = D // 2
     at, slot, stored, cos_sin = slots
     column = gl.expand_dims(gl.arange(0, HALF, layout=gl.SliceLayout(0, layout)), 0)

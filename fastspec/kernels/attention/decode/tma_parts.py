@@ -1,4 +1,4 @@
-"""Device code of tma_sm90.py: the splits of a CTA, the softmax, the warps that load tiles."""
+"""Device code of tma_sm90.py: the splits of a CTA, the softmax, and the warps that load tiles."""
 
 # mypy: disable-error-code="assignment, misc"
 # ruff: noqa: RUF005  (Triton adds tuples, and knows no starred ones)
@@ -15,16 +15,16 @@ from fastspec.kernels.attention.decode.kv_loads import start_of, widening_of_fou
 from fastspec.kernels.attention.decode.mma_tiles import shift_of
 from fastspec.kernels.common.gluon_compat import REINTERPRETS, load_block, thread_barrier
 
-WIDTH = gl.constexpr(64)  # 16-bit values in 128 bytes, the row that TMA writes for wgmma
-WIDENING_WARPS = gl.constexpr(4)  # warps that convert tiles from 8 bits to 16, one per scheduler of an SM
+WIDTH = gl.constexpr(64)  # 16-bit values in 128 bytes: the row size in shared memory that wgmma needs
+WIDENING_WARPS = gl.constexpr(4)  # warps that convert tiles from 8 bits to 16: one per scheduler of an SM
 
 
 class Pipeline(NamedTuple):
-    """Ring of tiles in shared memory, which the loading warps fill and the multiplying warps read.
+    """Ring of tiles in shared memory. The loading warps fill it and the multiplying warps read it.
 
     Attributes:
         tiles: [STAGES, KEYS, D] of K and V, alternating; uint8 for an 8-bit cache.
-        full, free: barriers [STAGES]: a stage's tile has arrived; it has been read.
+        full, free: barriers [STAGES]. full: the tile of a stage has arrived. free: it has been read.
         stored: one barrier: new K and V are in the cache.
     """
 
@@ -35,14 +35,14 @@ class Pipeline(NamedTuple):
 
 
 class Share(NamedTuple):
-    """The splits of one query tile that one CTA has.
+    """The splits of one query tile that one CTA processes.
 
     Attributes:
-        batch, kv_head, tile: query tile number `tile` of this row of the batch and kv head.
-        mine: number of splits that the CTA has.
-        cta, ctas: number of this CTA, and of all CTAs of the query tile.
+        batch, kv_head, tile: row of the batch, KV head, and number of the query tile.
+        mine: number of splits of this CTA.
+        cta, ctas: number of this CTA, and number of all CTAs of the query tile.
         last: the last split of the query tile.
-        only: True if that is its only split.
+        only: True if the query tile has only this split.
         begin, stop: the query tile sees keys at positions begin .. stop-1; `begin` is the start of a tile of keys.
         first_new: the first position of this pass.
     """
@@ -62,7 +62,7 @@ class Share(NamedTuple):
 
 @gluon.constexpr_function
 def piece_of(PAGE_SIZE, KEYS):
-    """Number of neighbouring keys, of a tile's KEYS, that always lie in one page; a power of two."""
+    """Returns the number of neighbouring keys that always lie in one page; a power of two, at most KEYS."""
     piece = KEYS
     while PAGE_SIZE % piece:
         piece //= 2
@@ -71,13 +71,13 @@ def piece_of(PAGE_SIZE, KEYS):
 
 @gluon.constexpr_function
 def width_of(D, NARROW):
-    """Values of a head that one TMA copy loads: 128 bytes of them, or a whole head in 8 bits."""
+    """Returns the number of values of a head that one TMA copy loads: 128 bytes, or a whole head in 8 bits."""
     return D if NARROW else 64
 
 
 @gluon.constexpr_function
 def tile_layout(D, NARROW):
-    """Layout of tiles [KEYS, D] in shared memory, in 16 bits or 8."""
+    """Layout of tiles [KEYS, D] in shared memory, for 16 or 8 bits."""
     return gl.NVMMASharedLayout(D, 8, 2) if NARROW else gl.NVMMASharedLayout(128, 16, 2)
 
 
@@ -99,19 +99,19 @@ def in_pieces(memory, PIECE: gl.constexpr, NARROW: gl.constexpr = False):
 
 @gluon.jit
 def splits_of(cta, ctas, splits):
-    """Counts the splits of a CTA, out of `splits` of its tile; the i-th of them is `split_number`."""
+    """Returns how many of `splits` splits of a tile a CTA has; `split_number` gives the i-th of them."""
     backwards = splits // ctas % 2 == 1
     return splits // ctas + gl.where(gl.where(backwards, ctas - 1 - cta, cta) < splits % ctas, 1, 0)
 
 
 @gluon.jit
 def split_number(i, share):
-    """Finds the CTA's i-th split. Splits are dealt from the last and largest down, in alternating direction.
+    """Returns the CTA's i-th split. Splits are dealt from the last and largest down, in alternating direction.
 
-        ctas = 3:   CTA 0 has last, last - 5, last - 6, ...    CTA 1: last - 1, last - 4, ...    CTA 2: last - 2, last -
-            3, ...
+        ctas = 3:   CTA 0: last, last - 5, last - 6, ...    CTA 1: last - 1, last - 4, ...    CTA 2: last - 2, last - 3,
+    ...
 
-    So all CTAs have about as many keys.
+    So all CTAs have about the same number of keys.
     """
     turn = gl.where(i % 2 == 1, share.ctas - 1 - share.cta, share.cta)
     return share.last - (i * share.ctas + turn)
@@ -125,7 +125,7 @@ def keys_of(split, begin, stop, SPLIT_SIZES: gl.constexpr):
 
 @gluon.jit
 def power(x):
-    """Computes 2^x in one instruction; 0 where fp32 would be subnormal."""
+    """Returns 2^x with one instruction. 0 where fp32 would be subnormal."""
     return gl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
 
 
@@ -134,14 +134,14 @@ def masked(scores, here, position, WINDOW: gl.constexpr):
     """Sets scores to -inf where a row does not see a key of the tile that begins at `here`."""
     number = gl.arange(0, scores.shape[1], layout=gl.SliceLayout(0, scores.type.layout))
     number = here + gl.expand_dims(number, 0)
-    # distance back to a key. Later keys, and all keys of a padding row, have a negative one: huge as uint32
+    # distance from the row back to the key; it is negative for later keys and for padding rows, so huge as uint32
     seen = (position - number).to(gl.uint32) < (WINDOW if WINDOW > 0 else 2**31)
     return gl.where(seen, scores, -float("inf"))
 
 
 @gluon.jit
 def rescaled(top, scores, scale):
-    """Updates the maximum of the online softmax with one more tile: (maximum, shift of scores, factor on old sums)."""
+    """Adds one tile to the maximum of the online softmax. Returns (maximum, shift of scores, factor for old sums)."""
     new_top = gl.maximum(top, gl.max(scores, axis=1) * scale)
     shift = shift_of(new_top)
     return new_top, shift, power(top - shift)
@@ -149,11 +149,11 @@ def rescaled(top, scores, scale):
 
 @gluon.jit
 def _slots_at(cache, here, PIECES: gl.constexpr, PIECE: gl.constexpr, PAGE_SIZE: gl.constexpr):
-    """Finds the slot in the cache of each piece of the tile of keys that begins at `here`."""
+    """Returns the slot in the cache of each piece of the tile of keys that begins at `here`."""
     slots = ()
     for i in gl.static_range(PIECES):
         at = here + i * PIECE
-        # bypasses L1, as do all loads before the kernel's wait: L1 may hold older contents of the same memory
+        # bypasses L1, as all loads before the kernel's wait do: L1 may hold old contents of this memory
         page = gl.load(cache.block_table + gl.minimum(at // PAGE_SIZE, cache.table_width - 1), cache_modifier=".cg")
         page = gl.minimum(gl.maximum(page, 0), cache.num_pages - 1).to(gl.int32)
         slots = slots + (page * PAGE_SIZE + at % PAGE_SIZE,)
@@ -181,9 +181,9 @@ def _load_tile(
 def load_tiles(
     key_desc, value_desc, pipeline, cache, column, share, SPLIT_SIZES: gl.constexpr, PAGE_SIZE: gl.constexpr,
 ):  # fmt: skip
-    """Runs the loading warp: it loads tile after tile, keys and then their values.
+    """Runs the loading warp: for each tile it loads keys, then their values.
 
-    It does not wait for the previous kernel. Before a tile with keys of this pass, from `first_new` on, it waits for
+    It does not wait for the previous kernel. Before a tile with keys of this pass (from `first_new` on) it waits for
     the barrier `stored`.
     """
     STAGES: gl.constexpr = pipeline.tiles.shape[0]
@@ -198,7 +198,7 @@ def load_tiles(
     first, end = keys_of(split_number(0, share), share.begin, share.stop, SPLIT_SIZES)
     slots = _slots_at(cache, first, PIECES, PIECE, PAGE_SIZE)
     for i in range(share.mine):
-        # the next tile's pages, even of another split, are loaded before the copies of this tile are issued
+        # the pages of the next tile, even of another split, are loaded before the copies of this tile are issued
         then = split_number(gl.minimum(i + 1, share.mine - 1), share)
         next_first, next_end = keys_of(then, share.begin, share.stop, SPLIT_SIZES)
         for here in range(first, end, KEYS):
@@ -217,7 +217,7 @@ def load_tiles(
 def _slice_layout(D):
     """Layout of half a tile in 8 bits: a thread takes 16 numbers of each of two keys.
 
-    Of each eight threads whose accesses go together, four have another key than the others. So neither the loads nor
+    Of each eight threads that access memory together, four have another key than the others. So neither the loads nor
     the stores of 16-bit values have bank conflicts.
     """
     lanes, warps = (
@@ -245,7 +245,7 @@ def _widened(four, DTYPE: gl.constexpr):
 
 @gluon.jit
 def _widen(narrow, wide, step):
-    """Converts tile `step` from 8 bits to 16, one half after the other, once both rings permit."""
+    """Converts tile `step` from 8 bits to 16, one half after the other, when both rings permit it."""
     STAGES: gl.constexpr = narrow.tiles.shape[0]
     WIDE: gl.constexpr = wide.tiles.shape[0]
     KEYS: gl.constexpr = wide.tiles.shape[1]
@@ -257,7 +257,7 @@ def _widen(narrow, wide, step):
     here = narrow.tiles.index(source).slice(0, ROWS).load(layout)
     if step >= WIDE:
         mbarrier.wait(wide.free.index(target), (step // WIDE - 1) & 1)
-    # the second half is loaded before the first is stored: the compiler does not move loads over stores
+    # the second half is loaded before the first is stored, because the compiler does not move loads over stores
     there = narrow.tiles.index(source).slice(ROWS, ROWS).load(layout)
     wide.tiles.index(target).slice(0, ROWS).store(_widened(here, wide.tiles.dtype))
     wide.tiles.index(target).slice(ROWS, ROWS).store(_widened(there, wide.tiles.dtype))
@@ -269,7 +269,7 @@ def _widen(narrow, wide, step):
 
 @gluon.jit
 def _next_tile(i, here, end, share, KEYS: gl.constexpr, SPLIT_SIZES: gl.constexpr):
-    """Finds the tile after the given one: (number among the CTA's splits, first key, end of the split)."""
+    """Returns the tile after the given one: (index of its split in this CTA, first key, end of the split)."""
     then = split_number(gl.minimum(i + 1, share.mine - 1), share)
     first, last = keys_of(then, share.begin, share.stop, SPLIT_SIZES)
     inside = here + KEYS < end
@@ -283,8 +283,8 @@ def _load_next(
 ):  # fmt: skip
     """Issues the copies of a tile of keys and of its values, if one is left.
 
-    `i`, `here` and `end` are as `_next_tile` returns them, `slots` as `_slots_at`; `issued` counts tiles. Returns these
-    five for the next tile.
+    `i`, `here` and `end` are results of `_next_tile`, `slots` of `_slots_at`; `issued` counts tiles. Returns these five
+    for the next tile.
     """
     STAGES: gl.constexpr = narrow.tiles.shape[0]
     PIECE: gl.constexpr = piece_of(PAGE_SIZE, KEYS)
@@ -303,9 +303,9 @@ def _load_next(
 def load_and_widen(
     key_desc, value_desc, narrow, wide, cache, column, share, SPLIT_SIZES: gl.constexpr, PAGE_SIZE: gl.constexpr
 ):  # fmt: skip
-    """Runs the loading warps of an 8-bit cache: they convert its tiles to 16 bits for the multiplying warps.
+    """Runs the loading warps for an 8-bit cache. They convert its tiles to 16 bits for the multiplying warps.
 
-    Copies are issued STAGES tiles ahead, a tile of keys and then its values, as in `load_tiles`.
+    Copies are issued STAGES tiles ahead: a tile of keys, then its values, as in `load_tiles`.
 
     Args:
         narrow, wide: Pipelines of uint8 and of 16 bits.
@@ -318,7 +318,7 @@ def load_and_widen(
     BYTES: gl.constexpr = KEYS * D
     pieces = in_pieces(narrow.tiles, PIECE, True)
     first, end = keys_of(split_number(0, share), share.begin, share.stop, SPLIT_SIZES)
-    i, here, last = 0, first, end  # the next tile to load, and its pages
+    i, here, last = 0, first, end  # the next tile to load, and the end of its split
     slots = _slots_at(cache, here, PIECES, PIECE, PAGE_SIZE)
     issued, step = 0, 0
     for _ahead in range(STAGES // 2 - 1):
@@ -329,7 +329,7 @@ def load_and_widen(
     for split in range(share.mine):
         begin, stop = keys_of(split_number(split, share), share.begin, share.stop, SPLIT_SIZES)
         for _key in range(begin, stop, KEYS):
-            # the stages of the previous two tiles are free
+            # the stages of the previous two tiles are free now
             issued, i, here, last, slots = _load_next(
                 key_desc, value_desc, pieces, narrow, cache, column, share, issued, i, here, last, slots,
                 KEYS, BYTES, SPLIT_SIZES, PAGE_SIZE,

@@ -1,26 +1,26 @@
-"""Decoding kernel for late rows (from plan.LATE_FROM on: long caches) on sm_90: TMA brings K and V, each read once.
+"""Decode kernel for late rows (from plan.LATE_FROM on: long contexts) on sm_90. TMA loads K and V; each is read once.
 
     loading warp         TMA copies of K0, V0, K1, V1, ... -> ring of STAGES tiles [KEYS, D] in shared memory
     4 multiplying warps  scores [ROWS, KEYS] = q [ROWS, D] K^T;   out [ROWS, D] += weights [ROWS, KEYS] V    (wgmma)
 
 The warps are specialised as in FlashAttention-3 (Shah et al. 2024, arXiv 2407.08608). While the weights of a tile are
-computed, the scores of the next one are multiplied. A product has ROWS rows: 16 queries of 4 heads to a kv head take as
-long as one.
+computed, the scores of the next one are multiplied. A product has ROWS rows: with 4 query heads per KV head, 16 queries
+take as long as one.
 
-Splits grow with their position: short rows need many CTAs that read at a time, long rows few partial sums.
+Splits grow with their position. Short rows need many CTAs that read at a time; long rows need few partial sums.
 `gather_kernel`, launched next, combines these. Splits are dealt to as many CTAs as run at a time, and the pipeline
-keeps loading from one split to the next. It takes half to three quarters of an SM's memory, which suffices for full
-bandwidth. The rest stays L1, for loads in flight of the layer's products (carveout.py).
+keeps loading from one split to the next. It takes half to three quarters of an SM's memory, which is enough for full
+bandwidth. The rest stays L1, for loads of the layer's products (carveout.py).
 
 Rows of a product do not affect each other, and the partial sums of a split do not depend on its CTA. So a row's bits do
 not depend on other rows.
 
-New K and V are stored by the CTA whose splits contain them. Its loading warp waits for that before it loads such a
-tile.
+New K and V are stored by the CTA whose splits contain them. Its loading warp waits for that store before it loads such
+a tile.
 
-In an 8-bit cache, TMA loads tiles of e4m3 numbers. Four warps issue these loads and convert the tiles to 16 bits,
-exactly, into a second ring. The multiplying warps read that one, so a row has the bits of a 16-bit cache with the same
-numbers. Two such CTAs share an SM: each of its four schedulers has one converting warp of each.
+With an 8-bit cache, TMA loads tiles of e4m3 numbers. Four warps issue these loads and convert the tiles to 16 bits,
+exactly, into a second ring. The multiplying warps read this second ring. So a row has the bits of a 16-bit cache with
+the same numbers. Two such CTAs share an SM: each of its four schedulers has one converting warp of each.
 """
 
 # mypy: disable-error-code="assignment, misc"
@@ -96,7 +96,7 @@ def _clear_tail(tile, count):
 
 @gluon.jit
 def _products(q, keys):
-    """Starts the products [ROWS, KEYS] of queries with a tile of keys; they end asynchronously."""
+    """Starts the products [ROWS, KEYS] of queries with a tile of keys. They end asynchronously."""
     KEYS: gl.constexpr = keys.shape[0]
     nothing = gl.zeros([ROWS, KEYS], gl.float32, _sums_layout(KEYS))
     return warpgroup_mma(q, keys.permute((1, 0)), nothing, is_async=True)
@@ -128,7 +128,10 @@ def _attend_splits(
     SPLIT_SIZES: gl.constexpr, LATE_FROM: gl.constexpr, WINDOW: gl.constexpr, KV_HEADS: gl.constexpr,
     GROUP: gl.constexpr,
 ):  # fmt: skip
-    """Attends to the CTA's splits, one by one. Stores a partial sum of each, or the output of a tile's only split."""
+    """Attends to the CTA's splits, one by one.
+
+    Stores a partial sum of each; for a tile with only one split, the output.
+    """
     tile, batch, kv_head = share.tile, share.batch, share.kv_head
     tiles, full, free = pipeline.tiles, pipeline.full, pipeline.free
     STAGES: gl.constexpr = tiles.shape[0]
@@ -150,7 +153,7 @@ def _attend_splits(
         first, end = keys_of(split, share.begin, share.stop, SPLIT_SIZES)
         top, total, out = _empty_softmax(KEYS, D)
         for here in range(first, end, KEYS):
-            # the next keys are multiplied while this tile's weights are computed; after the last tile, its keys again
+            # multiply the next keys while this tile's weights are computed; after the last tile its own keys again
             following = gl.where((here + KEYS < end) | (i + 1 < share.mine), step + 2, step)
             k_place, v_place = following % STAGES, (step + 1) % STAGES
             mbarrier.wait(full.index(k_place), following // STAGES & 1)
@@ -186,7 +189,7 @@ def _attend_splits(
                 scoring, KV_HEADS, GROUP,
             )  # fmt: skip
         else:
-            # more K and V stream through L2 than it holds, but partial sums should stay there for gather_kernel
+            # K and V stream through L2 and exceed it, but these partial sums should stay there for gather_kernel
             store_partial(
                 mean_ptr, weight_ptr, split * rows + row, row < rows, mean, top + gl.log2(total), LASTING=True
             )
@@ -216,7 +219,7 @@ def _consumer(
     SPLIT_SIZES: gl.constexpr, LATE_FROM: gl.constexpr, WINDOW: gl.constexpr, KV_HEADS: gl.constexpr,
     GROUP: gl.constexpr, PAGE_SIZE: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """Runs the multiplying warps: they append K and V to their splits, stage q, then multiply tile after tile."""
+    """Runs the multiplying warps. They append K and V to their splits, stage q, and multiply tile after tile."""
     KEYS: gl.constexpr = pipeline.tiles.shape[1]
     D: gl.constexpr = pipeline.tiles.shape[2]
     HALF: gl.constexpr = D // 2
@@ -275,28 +278,32 @@ def _pipeline(
 
 @gluon.jit(do_not_specialize=["num_queries", "num_pairs", "splits"])
 def shares_kernel(
-    key_desc,  # [num_pages * page_size, Hkv * D] by [piece_of(page_size, KEYS), WIDTH]
-    value_desc,  # the same of V
+    key_desc,  # [num_pages * page_size, Hkv * D] in blocks of [piece_of(page_size, KEYS), WIDTH]
+    value_desc,  # the same for V
     tokens,  # NewTokens
     cache,  # PagedCache
     out_ptr,
-    partial_ptr,  # as `WorkArea.partials`
+    partial_ptr,  # see `WorkArea.partials`
     num_queries,
     num_pairs,  # B * Hkv
-    splits,  # number of splits that a row may have
+    splits,  # largest number of splits of a row
     scoring,  # Scoring
-    SPLIT_SIZES: gl.constexpr,  # (first position, keys, number of the first) of splits of one size
+    SPLIT_SIZES: gl.constexpr,  # (first position, keys, number of the first) for each size of splits
     LATE_FROM: gl.constexpr,  # rows at positions below this are skipped
     WINDOW: gl.constexpr,
     KV_HEADS: gl.constexpr,
     GROUP: gl.constexpr,
     D: gl.constexpr,
     PAGE_SIZE: gl.constexpr,
-    KEYS: gl.constexpr,  # keys of a tile; the bits of a row depend on it
-    STAGES: gl.constexpr,  # tiles of K or V in the pipeline; of a cache in 8 bits also of 16 bits made of them, else 0
+    KEYS: gl.constexpr,  # keys in a tile; the bits of a row depend on it
+    # tiles of K or V in the pipeline; for an 8-bit cache also the number of converted 16-bit tiles, else 0
+    STAGES: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """Attends to part i of the splits of tile t in CTA (t, i); arguments as `_decode_kernel` of portable.py."""
+    """Attends to part i of the splits of tile t in CTA (t, i).
+
+    For the arguments see `_decode_kernel` of portable.py.
+    """
     DTYPE: gl.constexpr = tokens.qkv.dtype.element_ty
     NARROW: gl.constexpr = STAGES[1] > 0
     tiles = (num_queries * GROUP + ROWS - 1) // ROWS
@@ -305,7 +312,7 @@ def shares_kernel(
     row_cache = cache_of_row(cache, batch)
     if PDL:
         gdc_launch_dependents()
-    # before the wait, nothing is read that the preceding product writes: see `attend` of dispatch.py
+    # before its wait the kernel reads nothing that the preceding product writes: see `attend` of dispatch.py
     new = new_positions(tokens.positions + batch * num_queries, num_queries, WARPS)
     limit = start_of(splits, SPLIT_SIZES)
     first_new, oldest, newest = kv_range(new, tile, LATE_FROM, limit, ROWS, WINDOW, GROUP, WARPS)
@@ -326,32 +333,92 @@ def shares_kernel(
     fence_async_shared()
 
     share = Share(batch, kv_head, tile, mine, cta, ctas, last, first == last, begin, stop, first_new)
-    # the two lists after the functions: warps of the second function, and registers of its threads
-    # fmt: off
+    # the two lists after the functions: warps of the second function, and registers of each of its threads fmt: off
     if NARROW:
         gl.warp_specialize(
             [
-                (_consumer, (
-                    qs, pipeline, share, tokens, row_cache, out_ptr, partial_ptr, num_queries, num_pairs, splits,
-                    scoring, SPLIT_SIZES, LATE_FROM, WINDOW, KV_HEADS, GROUP, PAGE_SIZE, PDL,
-                )),
-                (load_and_widen, (
-                    key_desc, value_desc, loaded, pipeline, row_cache, kv_head * D, share, SPLIT_SIZES, PAGE_SIZE,
-                )),
+                (
+                    _consumer,
+                    (
+                        qs,
+                        pipeline,
+                        share,
+                        tokens,
+                        row_cache,
+                        out_ptr,
+                        partial_ptr,
+                        num_queries,
+                        num_pairs,
+                        splits,
+                        scoring,
+                        SPLIT_SIZES,
+                        LATE_FROM,
+                        WINDOW,
+                        KV_HEADS,
+                        GROUP,
+                        PAGE_SIZE,
+                        PDL,
+                    ),
+                ),
+                (
+                    load_and_widen,
+                    (
+                        key_desc,
+                        value_desc,
+                        loaded,
+                        pipeline,
+                        row_cache,
+                        kv_head * D,
+                        share,
+                        SPLIT_SIZES,
+                        PAGE_SIZE,
+                    ),
+                ),
             ],
-            [WIDENING_WARPS], [56],
+            [WIDENING_WARPS],
+            [56],
         )
     else:
         gl.warp_specialize(
             [
-                (_consumer, (
-                    qs, pipeline, share, tokens, row_cache, out_ptr, partial_ptr, num_queries, num_pairs, splits,
-                    scoring, SPLIT_SIZES, LATE_FROM, WINDOW, KV_HEADS, GROUP, PAGE_SIZE, PDL,
-                )),
-                (load_tiles, (
-                    key_desc, value_desc, loaded, row_cache, kv_head * D, share, SPLIT_SIZES, PAGE_SIZE,
-                )),
+                (
+                    _consumer,
+                    (
+                        qs,
+                        pipeline,
+                        share,
+                        tokens,
+                        row_cache,
+                        out_ptr,
+                        partial_ptr,
+                        num_queries,
+                        num_pairs,
+                        splits,
+                        scoring,
+                        SPLIT_SIZES,
+                        LATE_FROM,
+                        WINDOW,
+                        KV_HEADS,
+                        GROUP,
+                        PAGE_SIZE,
+                        PDL,
+                    ),
+                ),
+                (
+                    load_tiles,
+                    (
+                        key_desc,
+                        value_desc,
+                        loaded,
+                        row_cache,
+                        kv_head * D,
+                        share,
+                        SPLIT_SIZES,
+                        PAGE_SIZE,
+                    ),
+                ),
             ],
-            [1], [40],
+            [1],
+            [40],
         )
     # fmt: on

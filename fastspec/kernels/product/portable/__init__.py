@@ -1,1 +1,1 @@
-"""The product for every GPU, dtype and shape, in Triton."""
+"""Matrix product in Triton for every GPU, dtype and shape."""

@@ -1,8 +1,8 @@
-"""The kernels of `tile_linear` for fp32: multiplications on CUDA cores, weights read once for up to 8 rows of x.
+"""Kernels of `tile_linear` for fp32: products on CUDA cores; weights are read once for up to 8 rows of x.
 
-A thread holds four neighbouring numbers of every row of the weight and of x, and adds their four products to its sum of
-that pair of rows, in order; at the end a pair's sums are added over threads. So an element's sum has the same
-order however many rows x has, and weights are loaded 16 bytes at a time straight into registers.
+A thread holds four neighbouring values of every row of the weight and of x. It adds their four products, in order, to
+its sum for that pair of rows. At the end a pair's sums are added over threads. So an element's sum has the same order
+for any number of rows of x. Weights are loaded 16 bytes at a time, directly into registers.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from fastspec.kernels.product.portable.parts import finish, offer, write_ids
 
 @triton.jit
 def _of_four(x, ROWS: tl.constexpr, SIZE: tl.constexpr):
-    """[ROWS, SIZE] -> its columns 0, 4, 8, ..., those after them, and so on: one thread's numbers, taken apart."""
+    """Splits [ROWS, SIZE] into its columns 0, 4, 8, ..., columns 1, 5, 9, ..., and so on. One thread has all four."""
     even, odd = tl.split(tl.reshape(x, (ROWS, SIZE // 2, 2)))
     zeroth, second = tl.split(tl.reshape(even, (ROWS, SIZE // 4, 2)))
     first, third = tl.split(tl.reshape(odd, (ROWS, SIZE // 4, 2)))
@@ -28,7 +28,7 @@ def _product(
     x_ptr,
     weight_ptr,
     scale_ptr,
-    n,  # [BLOCK_N]: rows of the weight, all of them there
+    n,  # [BLOCK_N]: rows of the weight; all exist
     first_m,
     num_rows,
     K: tl.constexpr,
@@ -37,7 +37,7 @@ def _product(
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """fp32 [BLOCK_N, 1] for each of ROWS rows of x from first_m on."""
+    """Computes the product fp32 [BLOCK_N, 1] for each of ROWS rows of x, starting at row first_m."""
     k = tl.arange(0, BLOCK_K)[None, :]
     weight_at = weight_ptr + n.to(tl.int64)[:, None] * K + k
     sums = ()
@@ -48,7 +48,7 @@ def _product(
         w0, w1, w2, w3 = _of_four(weight, BLOCK_N, BLOCK_K)
         added = ()
         for row in tl.static_range(ROWS):
-            # rows beyond the end repeat the last one and are not stored
+            # rows after the last one repeat it and are not stored
             x_at = x_ptr + tl.minimum(first_m + row, num_rows - 1).to(tl.int64) * K + at + k
             x = tl.load(x_at) if K % BLOCK_K == 0 else tl.load(x_at, mask=at + k < K, other=0.0)
             x0, x1, x2, x3 = _of_four(x, 1, BLOCK_K)
@@ -70,7 +70,7 @@ def _product(
 def fp32_kernel(
     x_ptr,
     weight_ptr,
-    scale_ptr,  # None, or fp32 [R]: what the sums of a row are multiplied by
+    scale_ptr,  # None, or fp32 [R]: factor of each row's sums
     bias_ptr,
     residual_ptr,
     out_ptr,
@@ -88,7 +88,7 @@ def fp32_kernel(
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
-    # the blocks of rows that share weights run side by side
+    # CTAs with the same weights and different rows run side by side
     blocks = tl.cdiv(num_rows, ROWS)
     first_m = tl.program_id(0) % blocks * ROWS
     n = tl.program_id(0) // blocks * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -108,7 +108,7 @@ def fp32_argmax_kernel(
     x_ptr,
     weight_ptr,
     scale_ptr,
-    scratch_ptr,  # uint64 [R + 1]: the best of every row, and how many programs are done
+    scratch_ptr,  # uint64 [R + 1]: the largest key of every row, and the number of finished CTAs
     out_ptr,  # int64 [R]
     num_rows,
     limit,
@@ -120,7 +120,7 @@ def fp32_argmax_kernel(
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Finds argmax keys of fp32 logits, with the parameters of `tile_argmax_kernel`."""
+    """Computes argmax keys of fp32 logits, with the parameters of `tile_argmax_kernel`."""
     if PDL:
         gdc_launch_dependents()
         gdc_wait()

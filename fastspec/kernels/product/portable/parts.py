@@ -1,4 +1,4 @@
-"""Parts of the portable products: the norm before, the end of a tile, and the argmax of logits."""
+"""Device code of the portable products: the norm before, the end of a tile, and the argmax of logits."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 @triton.jit
 def column_sums(x, SIZE: tl.constexpr, STEPS: tl.constexpr):
-    """Sums over axis 0 of [SIZE = 2^STEPS, C], pairwise: a sum of two is the same in every layout."""
+    """Sums [SIZE = 2^STEPS, C] over axis 0, neighbours first. The order of additions is the same in every layout."""
     for step in tl.static_range(STEPS):
         x = tl.sum(tl.reshape(x, (2, SIZE >> (step + 1), x.shape[1])), axis=0)
     return tl.reshape(x, (x.shape[1],))
@@ -17,13 +17,16 @@ def column_sums(x, SIZE: tl.constexpr, STEPS: tl.constexpr):
 
 @triton.jit
 def rms_scale(squares, eps, K: tl.constexpr, BLOCK_K: tl.constexpr, STEPS: tl.constexpr, SHRINK: tl.constexpr):
-    """1 / sqrt(mean(x^2) + eps) of every column, and what `weighted` shrank by taken back."""
+    """Returns 1 / sqrt(mean(x^2) + eps) of every column, times the inverse of SHRINK."""
     return tl.rsqrt(column_sums(squares, BLOCK_K, STEPS) / K + eps) / SHRINK
 
 
 @triton.jit
 def weighted(x, gamma, SHRINK: tl.constexpr):
-    """x * gamma in x's dtype, not yet divided by the norm: fp16 is kept away from overflow by a power of two."""
+    """Returns x * gamma in x's dtype, not yet divided by the norm.
+
+    For fp16 a power of two, SHRINK, prevents overflow.
+    """
     return (x.to(tl.float32) * (gamma.to(tl.float32) * SHRINK)[:, None]).to(x.dtype)
 
 
@@ -41,7 +44,7 @@ def norm_kernel(
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program a row, in the order of sums that a product follows when it norms its rows itself."""
+    """Norms one row per CTA. Its sums have the same order as in a product that computes the norm itself."""
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -60,7 +63,7 @@ def norm_kernel(
 
 @triton.jit
 def finish(out, up, m, n, bias_ptr, residual_ptr, out_ptr, num_rows, WIDTH: tl.constexpr, GATED: tl.constexpr):
-    """Stores element (n, m) of out, fp32 [BLOCK_N, ROWS], plus its bias, gated by `up`, plus its residual."""
+    """Stores element (n, m) of `out`, fp32 [BLOCK_N, ROWS], after bias, gate with `up`, and residual, in this order."""
     if bias_ptr is not None:
         out += tl.load(bias_ptr + n, mask=n < WIDTH, other=0.0).to(tl.float32)[:, None]
         if GATED:
@@ -76,12 +79,16 @@ def finish(out, up, m, n, bias_ptr, residual_ptr, out_ptr, num_rows, WIDTH: tl.c
 
 @triton.jit
 def offer(logits, m, n, scratch_ptr, num_rows, limit):
-    """Merges the best of logits, fp32 [BLOCK_N, ROWS], into the scratch by uint64 maxima, in any order."""
-    # an order-preserving code of the float above, the id counted down below: the largest is the lowest id of the best
+    """Enters the largest of logits, fp32 [BLOCK_N, ROWS], into the scratch by uint64 maxima.
+
+    Any order gives the same result.
+    """
+    # a key: above, bits of the logit that order as integers; below, the id counted down. So the largest key is the
+    # lowest id of the largest logit
     bits = logits.to(tl.uint32, bitcast=True)
     code = tl.where(bits >> 31 != 0, bits ^ 0xFFFFFFFF, bits | 0x80000000)
-    code = tl.where(logits == 0.0, 0x80000000, code)  # zeros of both signs tie
-    code = tl.where(logits != logits, 0xFFFFFFFF, code)  # NaN counts as largest, as in torch.argmax
+    code = tl.where(logits == 0.0, 0x80000000, code)  # equal for both signs of zero
+    code = tl.where(logits != logits, 0xFFFFFFFF, code)  # NaN counts as the largest, as in torch.argmax
     entry = (code.to(tl.uint64) << 32) | (0xFFFFFFFF - n.to(tl.uint32)).to(tl.uint64)[:, None]
     best = tl.max(tl.where((n < limit)[:, None], entry, 0), axis=0)
     tl.atomic_max(scratch_ptr + m, best, mask=m < num_rows, sem="relaxed")
@@ -89,8 +96,8 @@ def offer(logits, m, n, scratch_ptr, num_rows, limit):
 
 @triton.jit
 def write_ids(scratch_ptr, out_ptr, num_rows, BLOCK: tl.constexpr):
-    """The last program to come here writes every row's id and leaves the scratch zero."""
-    tl.debug_barrier()  # the count is one thread's: the maxima of all threads come before it
+    """The last CTA to come here writes every row's id and sets the scratch to zero."""
+    tl.debug_barrier()  # one thread increments the counter, after the maxima of all threads
     done = tl.atomic_add(scratch_ptr + num_rows, 1, sem="acq_rel")
     if done == tl.num_programs(0) - 1:
         for first in range(0, num_rows, BLOCK):

@@ -1,4 +1,4 @@
-"""The portable decode product: row-major weights of any shape, 16-bit or fp32; bits of a row depend on it alone.
+"""Portable product for decode passes: row-major weights of any shape, 16-bit or fp32. Rows are independent to the bit.
 
     out[m, n] = epilogue(sum_k normed[m, k] weight[n, k]),    normed = x / sqrt(mean(x^2) + eps) * gamma, or x
 
@@ -7,16 +7,16 @@
 | x        | [..., K] bf16, fp16 or fp32                 | any number of rows                                 |
 | weight   | [N, K], x's dtype                           | contiguous; gated: [gate; up], N/2 rows each       |
 | bias     | [N], any float dtype                        | added in fp32                                      |
-| norm     | gamma [K], eps                              | an RMSNorm of x in front (arXiv 1910.07467)        |
-| residual | as the result, any float dtype              | added in fp32                                      |
-| scratch  | int64 [R + 1], zero                         | `tile_argmax` only; the kernel leaves it zero again  |
+| norm     | gamma [K], eps                              | RMSNorm of x before the product (arXiv 1910.07467) |
+| residual | shape of the result, any float dtype        | added in fp32                                      |
+| scratch  | int64 [R + 1], zero                         | `tile_argmax` only; zero again after the kernel    |
 
-Accumulators, statistics and the epilogue are fp32 (fp32 operands: IEEE products, no tf32), rounded once at the end.
-1 / sqrt(...) scales the accumulator, so that one walk over x is enough. Masked loads give zero.
+Accumulators, statistics and the epilogue are fp32 (fp32 operands: IEEE products, no tf32), rounded once at the end. 1 /
+sqrt(...) scales the accumulator, so that x is read only once. Masked loads give zero.
 
-Row invariance, 16-bit. The weights are the left operand, in tiles of at most 32 rows: tensor cores then multiply with
-the same instruction however many rows x has, and an element is one chain over k. Tiles widen with the rows of x, never
-in k. Squares are added in an order that is written out instead of following from a layout. fp32: see `fp32.py`.
+Row invariance, 16-bit. The weights are the left operand, in tiles of at most 32 rows. Then tensor cores use the same
+instruction for any number of rows of x, and an element is one chain of sums over k. Tiles grow with the rows of x,
+never in k. Squares are added in an explicit order, not one that follows from a layout. fp32: see `fp32.py`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from fastspec.kernels.product.portable.parts import finish, norm_kernel, offer, 
 
 @dataclass(frozen=True, slots=True)
 class PortableTile:
-    """The tile of one program: rows of x, rows of the weight, warps, pipeline stages."""
+    """Tile of one CTA: rows of x, rows of the weight, warps, pipeline stages."""
 
     rows: int
     block_n: int
@@ -46,9 +46,10 @@ class PortableTile:
     num_stages: int
 
 
-# by element size; the order of every sum hangs on this and, in fp32, on the warps: one value for every number of rows
+# by element size. The order of every sum depends on it, and in fp32 also on the number of warps, so it does not depend
+# on the number of rows
 BLOCK_K = {2: 128, 4: 512}
-# by (element size, wide): the first that holds a call's rows, the last in several blocks
+# by (element size, wide): a call uses the first tile that holds its rows, or several of the last
 LAUNCH = {
     (2, False): (
         PortableTile(8, 16, 1, 6),
@@ -70,11 +71,12 @@ LAUNCH = {
     ),
     (4, True): (PortableTile(1, 8, 4, 4), PortableTile(2, 8, 4, 3), PortableTile(4, 8, 4, 4), PortableTile(8, 8, 4, 3)),
 }
-WIDE = 8192  # columns from which larger tiles still fill a device
-FUSED_ROWS = 16  # up to here a 16-bit product norms its rows itself; more are normed once, by a kernel in front
+WIDE = 8192  # number of columns from which larger tiles still fill a GPU
+# up to this number of rows a 16-bit product computes the norm itself; with more another kernel does, once
+FUSED_ROWS = 16
 NORM_STAGES = 6
-NORM_WARPS = {2: 1, 4: 4}  # one row's step of BLOCK_K, 16 bytes a thread
-# x * gamma is rounded before it is divided by the norm: in fp16 a power of two keeps it from overflow
+NORM_WARPS = {2: 1, 4: 4}  # a row's step of BLOCK_K has 16 bytes per thread
+# x * gamma is rounded before the division by the norm; in fp16 this power of two prevents overflow
 SHRINK = {torch.float16: 2.0**-4}
 
 
@@ -97,7 +99,7 @@ def _product(
     SHRINK: tl.constexpr,
     GATED: tl.constexpr,
 ):
-    """fp32 [BLOCK_N, ROWS] of the product, twice with `GATED`: rows n and rows WIDTH + n of the weight."""
+    """Computes the product fp32 [BLOCK_N, ROWS]. With GATED two of them: rows n and rows WIDTH + n of the weight."""
     k = tl.arange(0, BLOCK_K)
     here = (m < num_rows)[None, :]
     x_at = x_ptr + m.to(tl.int64)[None, :] * K + k[:, None]
@@ -136,8 +138,8 @@ def _product(
 def tile_kernel(
     x_ptr,
     weight_ptr,
-    gamma_ptr,  # None: x is normed already, or not at all
-    scale_ptr,  # None, or fp32 [R]: what the accumulator of a row is multiplied by
+    gamma_ptr,  # None: x is already normed, or there is no norm
+    scale_ptr,  # None, or fp32 [R]: factor of each row's accumulator
     bias_ptr,
     residual_ptr,
     out_ptr,
@@ -153,7 +155,7 @@ def tile_kernel(
     GATED: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One tile of the result; the blocks of rows that share weights run side by side."""
+    """Computes one tile of the result. CTAs with the same weights and different rows run side by side."""
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -173,7 +175,7 @@ def tile_argmax_kernel(
     weight_ptr,
     gamma_ptr,
     scale_ptr,
-    scratch_ptr,  # uint64 [R + 1]: the best of every row, and how many programs are done
+    scratch_ptr,  # uint64 [R + 1]: the largest key of every row, and the number of finished CTAs
     out_ptr,  # int64 [R]
     num_rows,
     limit,
@@ -187,7 +189,7 @@ def tile_argmax_kernel(
     SHRINK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One tile's best; the last program writes the ids."""
+    """Finds the largest logits of one tile. The last CTA writes the ids."""
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -203,7 +205,7 @@ def tile_argmax_kernel(
 
 
 def tile_of(itemsize: int, width: int, rows: int) -> PortableTile:
-    """The launch entry of a product of `rows` rows with `width` columns."""
+    """Returns the tile for a product of `rows` rows with `width` columns."""
     tiles = LAUNCH[itemsize, width >= WIDE]
     return next((tile for tile in tiles if rows <= tile.rows), tiles[-1])
 
@@ -219,17 +221,17 @@ def tile_linear(
     out_dtype: torch.dtype | None = None,
     pdl: bool = False,
 ) -> Tensor:
-    """[residual +] [silu(gate) * up of] norm(x) @ weight.T [+ bias], as `reference.tile_linear`, which defines it.
+    """Computes `reference.tile_linear`: [residual +] [silu(gate) * up of] norm(x) @ weight.T [+ bias].
 
     Args:
         x: [..., K].
-        weight: [N, K]; with `gated` the N/2 gate rows first, then the N/2 up rows.
+        weight: [N, K]; if `gated` the N/2 gate rows first, then the N/2 up rows.
         bias: [N], contiguous.
         norm: weight [K], contiguous, and epsilon of an RMSNorm of x.
         residual: [..., N].
-        gated: the result is [..., N/2].
-        out_dtype: of the result; by default x's.
-        pdl: launch programmatically dependent (sm_90 on): every kernel of the chain then waits for its predecessor.
+        gated: True if the result is [..., N/2].
+        out_dtype: dtype of the result. Default: x's.
+        pdl: True for programmatic dependent launch (sm_90 on). All kernels of the chain must then be launched with it.
 
     Raises:
         ValueError: shapes, dtypes or layouts that do not fit each other.
@@ -268,22 +270,22 @@ def tile_argmax(
     pdl: bool = False,
     out: Tensor | None = None,
 ) -> Tensor:
-    """int64 [R]: argmax over ids < limit of `tile_linear`'s fp32 logits, none of them written.
+    """Returns the argmax over ids < limit of `tile_linear`'s fp32 logits, int64 [R]. Does not store the logits.
 
     Args:
         x: [R, K].
         weight: [N, K].
         limit: in 1..N.
-        scratch: int64, R + 1 or more zeros; zeros again when the kernel ends, so that one serves every call.
+        scratch: int64 zeros, R + 1 or more; zeros again after the kernel, so one scratch serves all calls.
         norm: weight [K] and epsilon of an RMSNorm of x.
-        pdl: as in `tile_linear`.
-        out: int64 [R] to write to, contiguous.
+        pdl: see `tile_linear`.
+        out: contiguous int64 [R] to write to.
 
     Returns:
-        The lowest id of the largest logit; NaN counts as largest, as in `torch.argmax`.
+        The lowest id of the largest logit. NaN counts as the largest, as in `torch.argmax`.
 
     Raises:
-        ValueError: shapes, dtypes or layouts that do not fit each other, or a limit without ids.
+        ValueError: shapes, dtypes or layouts that do not fit each other, or a limit outside 1..N.
     """
     _check(x, weight, norm)
     num_rows, (width, k) = x.shape[0], weight.shape
@@ -319,7 +321,7 @@ def _check(x: Tensor, weight: Tensor, norm: tuple[Tensor, float] | None) -> None
 def _normed(
     x: Tensor, norm: tuple[Tensor, float] | None, pdl: bool
 ) -> tuple[Tensor, Tensor | None, Tensor | None, float]:
-    """Rows [R, K], and what the product's kernel still does to them: gamma to apply, or scales fp32 [R], and eps."""
+    """Returns rows [R, K], and what the product's kernel must still apply: gamma or scales fp32 [R], and eps."""
     rows = x.reshape(-1, x.shape[-1]).contiguous()
     if norm is None:
         return rows, None, None, 0.0
@@ -334,13 +336,13 @@ def _normed(
 
 
 def _sums(dtype: torch.dtype) -> dict[str, Any]:
-    """How squares are added."""
+    """Returns the constexpr arguments for the sum of squares."""
     block_k = BLOCK_K[dtype.itemsize]
     return {"BLOCK_K": block_k, "STEPS": block_k.bit_length() - 1, "SHRINK": SHRINK.get(dtype, 1.0)}
 
 
 def _constants(dtype: torch.dtype, tile: PortableTile, pdl: bool) -> dict[str, Any]:
-    """The tile, in the words of the dtype's kernels."""
+    """Returns the tile as constexpr arguments of the dtype's kernels."""
     shared = {"ROWS": tile.rows, "BLOCK_N": tile.block_n, "num_warps": tile.num_warps, **pdl_options(pdl)}
     if dtype == torch.float32:
         return {**shared, "BLOCK_K": BLOCK_K[4], "STAGES": tile.num_stages}

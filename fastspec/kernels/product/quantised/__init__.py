@@ -1,1 +1,1 @@
-"""Products with quantised weights: codes become 16-bit operands in registers."""
+"""Products with quantised weights: codes are converted to 16-bit operands in registers."""

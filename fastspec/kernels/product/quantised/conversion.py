@@ -1,6 +1,8 @@
-"""Codes in registers become operands of the tensor core, by masks and shifts: see `common.code_packing` for their bits.
+"""Converts codes to operands of the tensor core in registers, by masks and shifts.
 
-A unit is what one product takes: 64 values of K, or 32 where groups of 32 have sums of their own. Words are int32.
+`common.code_packing` has their bits.
+
+A unit is the part of K that one product takes: 64 values, or 32 if groups of 32 have their own sums. Words are int32.
 """
 
 from __future__ import annotations
@@ -10,30 +12,30 @@ from triton.experimental.gluon import language as gl
 
 from fastspec.kernels.product.epilogue import times_gamma, unpacked
 
-# pairs of bf16: 2^64, and 2^60 for codes that lie four bits higher
+# pairs of bf16: 2^64, and 2^60 for codes that are four bits higher
 UP = gl.constexpr(0x5F805F80)
 UP_LESS = gl.constexpr(0x5D805D80)
-ONE = gl.constexpr(0x00010001)  # a pair of bf16 that counts 1 in the units of the codes
-# pairs of bf16: 1 and 8 in the units of codes of 4 bits that are raised, negative
+ONE = gl.constexpr(0x00010001)  # pair of bf16 that is 1 in the units of the codes
+# pairs of bf16: -1 and -8 in the units of raised 4-bit codes
 LESS_ONE = gl.constexpr(-0x62FF6300)  # 0x9D009D00
 LESS_EIGHT = gl.constexpr(-0x617F6180)  # 0x9E809E80
 
 
 @gluon.constexpr_function
 def bits_of(FORM):
-    """Bits of a code."""
+    """Returns the number of bits of a code."""
     return 4 if FORM == "int4" or FORM == "fp4" else 8
 
 
 @gluon.constexpr_function
 def offset_of(FORM):
-    """The offset of codes over the values that they mean; the sum of x removes it. 0: there is none."""
+    """Returns the difference between a code and its value; the product subtracts it times the sum of x. 0: none."""
     return 128 if FORM == "off8" else 0
 
 
 @gluon.constexpr_function
 def words_layout(S, R):
-    """Layout of [S, R, 16] words: a lane has four in a row, of rows g and g + 8, as the left operand has them."""
+    """Layout of words [S, R, 16]: a lane has four neighbours in rows g and g + 8, as in the left operand."""
     held = [[0, 0, 1], [0, 0, 2]] + [[0, 8 << bit, 0] for bit in range((R // 8).bit_length() - 1)]
     lanes = [[0, 0, 4], [0, 0, 8], [0, 1, 0], [0, 2, 0], [0, 4, 0]]
     warps = [[1 << bit, 0, 0] for bit in range(S.bit_length() - 1)]
@@ -42,7 +44,7 @@ def words_layout(S, R):
 
 @gluon.constexpr_function
 def scale_layout(S, R):
-    """Layout of [S, R, 8] words: two in a row for each lane that holds four of `words_layout`."""
+    """Layout of words [S, R, 8]: two neighbours for each lane that has four of `words_layout`."""
     held = [[0, 0, 1]] + [[0, 8 << bit, 0] for bit in range((R // 8).bit_length() - 1)]
     lanes = [[0, 0, 2], [0, 0, 4], [0, 1, 0], [0, 2, 0], [0, 4, 0]]
     warps = [[1 << bit, 0, 0] for bit in range(S.bit_length() - 1)]
@@ -60,7 +62,7 @@ def pairs_layout(S, P):
 
 @gluon.jit
 def _permuted(words, CONTROL: gl.constexpr):
-    """Bytes of each word in the order of CONTROL, a hexadecimal digit each."""
+    """Permutes the bytes of each word in the order of CONTROL, with one hexadecimal digit per byte."""
     return gl.inline_asm_elementwise(
         "prmt.b32 $0, $1, $1, " + CONTROL + ";", "=r,r", [words], dtype=gl.int32, is_pure=True, pack=1
     )
@@ -68,7 +70,7 @@ def _permuted(words, CONTROL: gl.constexpr):
 
 @gluon.jit
 def code_halves(words, FORM: gl.constexpr, HALF: gl.constexpr):
-    """Words [S, R, 16] -> codes of two blocks of 32 values of K as bf16 pairs, each [S, R, 16]."""
+    """Converts words [S, R, 16] to bf16 pairs of the codes of two blocks of 32 values of K, each [S, R, 16]."""
     if FORM == "fp8":
         first = words & -0x780F7810  # 0x87F087F0
         second = ((words << 4) & -0x7F0F7F10) | ((words >> 4) & 0x07000700)  # 0x80F080F0
@@ -94,7 +96,7 @@ def code_halves(words, FORM: gl.constexpr, HALF: gl.constexpr):
 
 @gluon.jit
 def joined_halves(first, second):
-    """Pairs of two blocks of 32 values, each [S, R, 16] -> [S, R, 32] in the order of K."""
+    """Joins pairs of two blocks of 32 values, each [S, R, 16], to [S, R, 32] in the order of K."""
     S: gl.constexpr = first.shape[0]
     R: gl.constexpr = first.shape[1]
     return gl.reshape(gl.permute(gl.join(first, second), (0, 1, 3, 2)), [S, R, 32])
@@ -102,7 +104,7 @@ def joined_halves(first, second):
 
 @gluon.jit
 def _narrow(pairs):
-    """Pairs [S, R, 16] of a block of 32 values, by lanes that hold 4 values of each half -> in the order of K."""
+    """Reorders pairs [S, R, 16] of a block of 32 values, where a lane has 4 values of each half, to the order of K."""
     S: gl.constexpr = pairs.shape[0]
     R: gl.constexpr = pairs.shape[1]
     return gl.reshape(gl.permute(gl.reshape(pairs, [S, R, 4, 2, 2]), (0, 1, 3, 2, 4)), [S, R, 16])
@@ -110,14 +112,17 @@ def _narrow(pairs):
 
 @gluon.jit
 def _four_times(words):
-    """[S, R, 4] -> [S, R, 16], each four times, without a move."""
+    """Repeats each of [S, R, 4] four times: [S, R, 16]. No data moves between lanes."""
     twice = gl.join(words, words)
     return gl.reshape(gl.join(twice, twice), [words.shape[0], words.shape[1], 16])
 
 
 @gluon.jit
 def _scaled(pairs, scales, CONTROL: gl.constexpr):
-    """Pairs [S, R, 16] of fp4 times one half of the words of scales [S, R, 4]: exact, for both have few bits."""
+    """Multiplies pairs [S, R, 16] of fp4 with one half of the words of scales [S, R, 4].
+
+    Exact, because both have few bits.
+    """
     factors = _four_times(_permuted(scales, CONTROL))
     factors = gl.convert_layout(factors, pairs.type.layout, assert_trivial=True)
     return times_gamma(pairs, factors, gl.bfloat16)
@@ -125,7 +130,10 @@ def _scaled(pairs, scales, CONTROL: gl.constexpr):
 
 @gluon.jit
 def _less(pairs, less, HIGH: gl.constexpr):
-    """Codes of 4 bits less their zero points, exactly: pairs 2^64 + less, or 2^60 where they lie high; 1 is 2^-69."""
+    """Subtracts zero points from 4-bit codes, exactly.
+
+    Pairs + `less` are raised by 2^64, or 2^60 if HIGH; 1 is then 2^-69.
+    """
     return gl.inline_asm_elementwise(
         "fma.rn.bf16x2 $0, $1, $2, $3;",
         "=r,r,r,r",
@@ -138,7 +146,10 @@ def _less(pairs, less, HIGH: gl.constexpr):
 
 @gluon.jit
 def _zero_of(words, zeros, i: gl.constexpr):
-    """The term of `_less` for block i of four, like words [S, R, 16]: from zeros [S, R, 1] of each group, or 8."""
+    """Returns the argument `less` of `_less` for block i of four, shaped like words [S, R, 16].
+
+    Its values come from zeros [S, R, 1], or are 8.
+    """
     if len(zeros) == 0:
         return gl.full_like(words, LESS_EIGHT)
     else:
@@ -147,10 +158,10 @@ def _zero_of(words, zeros, i: gl.constexpr):
 
 @gluon.jit
 def units_of(words, scales, zeros, FORM: gl.constexpr, UNIT: gl.constexpr):
-    """bf16 pairs, [S, R, UNIT / 2] in the order of K, of each unit of what words [S, R, 16] hold.
+    """Returns bf16 pairs [S, R, UNIT / 2], in the order of K, for each unit in words [S, R, 16].
 
-    scales: of fp4, words [S, R, 8]; else unused.
-    zeros: of int4, as `zeros_of` has them of each group; none where all are 8.
+    scales: for fp4, words [S, R, 8]; else unused. zeros: for int4, the result of `zeros_of` for each group; empty if
+    all zero points are 8.
     """
     first, second = code_halves(words, FORM, 0)
     if bits_of(FORM) == 8:
@@ -174,14 +185,17 @@ def units_of(words, scales, zeros, FORM: gl.constexpr, UNIT: gl.constexpr):
 
 @gluon.jit
 def ones(S: gl.constexpr, lay: gl.constexpr):
-    """bf16 pairs [S, 16, 32] that are 1 as codes of a unit count."""
+    """Returns bf16 pairs [S, 16, 32] with the value 1 in the units of the codes."""
     one = gl.full([S, 16, 16], ONE, gl.int32, layout=lay)
     return joined_halves(one, one)
 
 
 @gluon.jit
 def raised(words, FORM: gl.constexpr):
-    """Words of x times the power of two that codes are smaller by, exactly; those of 4 bits are raised themselves."""
+    """Multiplies words of x, exactly, by the power of two by which codes are too small.
+
+    4-bit codes are raised instead.
+    """
     if bits_of(FORM) == 4:
         return words
     else:
@@ -190,13 +204,13 @@ def raised(words, FORM: gl.constexpr):
 
 @gluon.jit
 def raised_rows(words):
-    """Words of x times 2^64, as codes of 8 bits are multiplied."""
+    """Multiplies words of x by 2^64, for products with 8-bit codes."""
     return times_gamma(words, gl.full_like(words, UP), gl.bfloat16)
 
 
 @gluon.jit
 def for_all(sums, R: gl.constexpr):
-    """[S, 16, BM], all 16 alike -> [S, R, BM], without a move."""
+    """Expands [S, 16, BM], whose 16 rows are equal, to [S, R, BM]. No data moves between lanes."""
     for _ in gl.static_range(4):
         if sums.shape[1] < R:
             both = gl.permute(gl.join(sums, sums), (0, 3, 1, 2))
@@ -206,7 +220,7 @@ def for_all(sums, R: gl.constexpr):
 
 @gluon.jit
 def _rows_of_pairs(low, high, like: gl.constexpr):
-    """[S, R / 2] of rows g and of rows g + 8 -> [S, R, 1] for tensors [S, R, n] in layout `like`."""
+    """Joins [S, R / 2] of rows g and of rows g + 8 to [S, R, 1], for tensors [S, R, n] in layout `like`."""
     S: gl.constexpr = low.shape[0]
     P: gl.constexpr = low.shape[1]
     both = gl.permute(gl.reshape(gl.join(low, high), [S, P // 8, 8, 2]), (0, 1, 3, 2))
@@ -216,7 +230,10 @@ def _rows_of_pairs(low, high, like: gl.constexpr):
 
 @gluon.jit
 def rows_of(words, KIND: gl.constexpr, like: gl.constexpr):
-    """Pairs of KIND, or of fp32 where words [S, R / 2] have 64 bits -> fp32 [S, R, 1] for sums in layout `like`."""
+    """Converts words [S, R / 2] to fp32 [S, R, 1] for layout `like`.
+
+    A word is a pair of KIND, or with 64 bits of fp32.
+    """
     held: gl.constexpr = words.dtype
     if gl.int64 == held:
         low = words.to(gl.int32).to(gl.float32, bitcast=True)
@@ -229,6 +246,6 @@ def rows_of(words, KIND: gl.constexpr, like: gl.constexpr):
 
 @gluon.jit
 def zeros_of(words, like: gl.constexpr):
-    """Zero points, pairs [S, R / 2] of bf16 -> what `units_of` takes, int32 [S, R, 1] for codes in layout `like`."""
+    """Converts zero points, words [S, R / 2] of bf16 pairs, to int32 [S, R, 1] for `units_of` and layout `like`."""
     less = times_gamma(words, gl.full_like(words, LESS_ONE), gl.bfloat16)
     return _rows_of_pairs(_permuted(less, "0x1010"), _permuted(less, "0x3232"), like)

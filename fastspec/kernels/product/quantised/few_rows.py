@@ -1,11 +1,11 @@
-"""The product with quantised weights for few rows of x: codes are converted in registers, once for up to 64 rows.
+"""Product with quantised weights for few rows of x. Codes are converted in registers, once for up to 64 rows.
 
-It differs from `product.few_rows` in three points. What a lane loads are codes, and the words they become are the
-operands of one product after the other with 8 rows of x each. Where groups of K have scales, a group is a sum of its
-own, and acc = fma(scale, sum, acc). And a norm is a kernel of its own, in front.
+It differs from `product.few_rows` in three points. A lane loads codes, and the converted words are the operands of
+several products with 8 rows of x each. If groups of K have scales, each group is summed separately, and acc =
+fma(scale, sum, acc). A norm is computed by another kernel before.
 
-Row invariance: S sums of every S-th K tile of KT values, each in ascending order, then added in order. A row's bits
-depend neither on the number of rows nor on its place among them.
+Row invariance: S sums over every S-th K tile of KT values, each in ascending order, then added in order. A row's bits
+depend neither on the number of rows nor on the row's index.
 """
 
 # ruff: noqa: RUF005  (Triton adds tuples, and knows no starred ones)
@@ -51,17 +51,18 @@ from fastspec.kernels.product.quantised.loads import (
     weight_offsets,
 )
 
-UNROLLED = gl.constexpr(16)  # more K tiles than this, and the loop over them is one
-UNROLLED_LESS = gl.constexpr(4)  # the same where groups have sums, or rows are many: else the assembler starts them all
-BLOCK = gl.constexpr(8)  # rows of x of one product
+UNROLLED = gl.constexpr(16)  # with more K tiles than this, the loop over them is not unrolled
+# the same if groups have sums or there are many rows: the assembler would start all iterations at once
+UNROLLED_LESS = gl.constexpr(4)
+BLOCK = gl.constexpr(8)  # rows of x in one product
 
 
 class CodesOperands(NamedTuple):
-    """Pointers of the two factors.
+    """Pointers to the two factors.
 
     Attributes:
         x: int32 words [M, K / 2] of bf16.
-        words, factors, scales, zeros: as `PackedCodes` has them.
+        words, factors, scales, zeros: tensors of `PackedCodes`.
     """
 
     x: Any
@@ -72,12 +73,12 @@ class CodesOperands(NamedTuple):
 
 
 class CodesEpilogue(NamedTuple):
-    """Pointers of the operations after the product; None is absent.
+    """Pointers for the operations after the product. None: absent.
 
     Attributes:
-        row_factors: fp32 [M], of a norm whose weight is in x already.
-        bias: [N]. residual: [M, width].
-        out: [M, width], or int64 tokens where `keys` is given.
+        row_factors: fp32 [M], factors of a norm, if x is already multiplied with the norm's weight.
+        bias, residual: [N] and [M, width].
+        out: [M, width], or int64 ids if `keys` is given.
         keys: int64 [M + 1].
     """
 
@@ -90,14 +91,14 @@ class CodesEpilogue(NamedTuple):
 
 @gluon.constexpr_function
 def _unit(FORM, GROUP):
-    """Values of K of one product."""
+    """Returns the number of values of K in one product."""
     return 32 if GROUP == 32 and FORM == "int4" else 64
 
 
 @gluon.jit
 def _operands(k_tile, left: gl.constexpr, FORM: gl.constexpr, GROUP: gl.constexpr, KT: gl.constexpr,
               UNIT: gl.constexpr):  # fmt: skip
-    """bf16 [S, R, UNIT] of each unit of a K tile, in the layout of the left operand."""
+    """Converts a K tile to bf16 [S, R, UNIT] for each unit, in the layout of the left operand."""
     PIECES: gl.constexpr = pieces_of(KT, FORM)
     GROUPS: gl.constexpr = groups_of(KT, FORM, GROUP)
     like: gl.constexpr = k_tile[0].type.layout
@@ -116,14 +117,17 @@ def _operands(k_tile, left: gl.constexpr, FORM: gl.constexpr, GROUP: gl.constexp
 
 @gluon.jit
 def _less_offset(part, total, FORM: gl.constexpr):
-    """Sums of codes times x less what the codes are too large by; total [S, 16, BM]: sums of x."""
+    """Subtracts the codes' offset times the sums of x, `total` [S, 16, BM], from sums of codes times x."""
     total = gl.convert_layout(for_all(total, part.shape[1]), part.type.layout, assert_trivial=True)
     return gl.fma(gl.full_like(total, -1.0 * offset_of(FORM)), total, part)
 
 
 @gluon.jit
 def _block(sums, units, rows, scales, ones_of, right: gl.constexpr, FORM: gl.constexpr):
-    """8 rows of x with a K tile: sums is (acc,), or (acc, sums of x) where these are taken off at the very end."""
+    """Multiplies 8 rows of x with a K tile.
+
+    `sums` is (acc,), or (acc, sums of x) if the offset is subtracted at the end.
+    """
     acc = sums[0]
     mma: gl.constexpr = acc.type.layout
     S: gl.constexpr = acc.shape[0]
@@ -158,9 +162,9 @@ def _block(sums, units, rows, scales, ones_of, right: gl.constexpr, FORM: gl.con
 def _step(sums, k_tile, rows, x, ones_of, left: gl.constexpr, right: gl.constexpr, FORM: gl.constexpr,
           GROUP: gl.constexpr, KT: gl.constexpr, UNIT: gl.constexpr, FIRST: gl.constexpr,
           RAGGED: gl.constexpr):  # fmt: skip
-    """One K tile for all rows: its codes are converted once.
+    """Multiplies one K tile with all rows. Its codes are converted once.
 
-    rows: words of x that were loaded ahead; empty where they are to be loaded from x, (at, offsets, inside).
+    rows: words of x that were loaded ahead; if empty they are loaded from x, (pointer, offsets, mask).
     """
     PIECES: gl.constexpr = pieces_of(KT, FORM)
     GROUPS: gl.constexpr = groups_of(KT, FORM, GROUP)
@@ -182,7 +186,7 @@ def _step(sums, k_tile, rows, x, ones_of, left: gl.constexpr, right: gl.constexp
 
 @gluon.jit
 def _first_of(some):
-    """The first of a tuple and the others; nothing of nothing."""
+    """Splits a tuple into its first element and the others. Two empty tuples for an empty one."""
     if len(some) == 0:
         return (), ()
     else:
@@ -191,7 +195,7 @@ def _first_of(some):
 
 @gluon.jit
 def _no_sums(S: gl.constexpr, R: gl.constexpr, BLOCKS: gl.constexpr, OWN_SUM: gl.constexpr, mma: gl.constexpr):
-    """For each 8 rows of x a sum of zero, and one of x where that is taken off at the very end."""
+    """Returns zero sums for each 8 rows of x. With OWN_SUM also sums of x, for offsets subtracted at the end."""
     sums = ()
     for _ in gl.static_range(BLOCKS):
         each = (gl.zeros([S, R, BLOCK], gl.float32, mma),)
@@ -209,32 +213,32 @@ def quantised_kernel(
     N,
     limit,
     out_stride,
-    loops,  # LOOPS: a compiler that knew it would unroll them and run out of registers
+    loops,  # equal to LOOPS, but unknown to the compiler: it would unroll the loop and run out of registers
     K: gl.constexpr,
     S: gl.constexpr,
     KT: gl.constexpr,
-    PAIRWISE: gl.constexpr,  # splits whose sums are added to each other first
+    PAIRWISE: gl.constexpr,  # number of neighbouring splits that are added first
     R: gl.constexpr,
-    BLOCKS: gl.constexpr,  # of 8 rows of x
-    D: gl.constexpr,  # K tiles of weights in flight
-    XD: gl.constexpr,  # K tiles of x in flight
-    FORM: gl.constexpr,  # of codes, see `code_packing`
-    GROUP: gl.constexpr,  # values of K that share a scale, 0 for all
-    PER: gl.constexpr,  # words of scales of a tile and a group, of fp4 of 128 values of K
+    BLOCKS: gl.constexpr,  # groups of 8 rows of x
+    D: gl.constexpr,  # number of K tiles of weights loaded ahead
+    XD: gl.constexpr,  # number of K tiles of x loaded ahead
+    FORM: gl.constexpr,  # form of the codes, see `code_packing`
+    GROUP: gl.constexpr,  # values of K that share a scale; 0: all
+    PER: gl.constexpr,  # words of scales per tile and group; for fp4 per 128 values of K
     GATED: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """One program: R weight rows by 8 BLOCKS rows of x."""
+    """Computes R weight rows by 8 BLOCKS rows of x."""
     UNIT: gl.constexpr = _unit(FORM, GROUP)
     mma: gl.constexpr = gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[S, 1, 1], instr_shape=[1, 16, 8])
     left: gl.constexpr = gl.DotOperandLayout(0, mma, UNIT // 8)
     right: gl.constexpr = gl.DotOperandLayout(1, mma, UNIT // 8)
-    x: gl.constexpr = gl.DotOperandLayout(1, mma, UNIT // 16)  # of words: half as many contiguous ones
+    x: gl.constexpr = gl.DotOperandLayout(1, mma, UNIT // 16)  # in words, so half as many are contiguous
     w: gl.constexpr = words_layout(S, R)
     T: gl.constexpr = (K + S * KT - 1) // (S * KT)
     RAGGED: gl.constexpr = K % (S * KT) != 0
-    STEP: gl.constexpr = S * KT // 2  # words of x from K tile to K tile
-    OWN_SUM: gl.constexpr = GROUP == 0 and offset_of(FORM) > 0  # of x, for all of K
+    STEP: gl.constexpr = S * KT // 2  # words of x between two K tiles of a warp
+    OWN_SUM: gl.constexpr = GROUP == 0 and offset_of(FORM) > 0  # True: x is summed over all of K
 
     tile = gl.program_id(0)
     first_row = gl.program_id(1) * (BLOCKS * BLOCK)
@@ -244,7 +248,7 @@ def quantised_kernel(
     m = gl.expand_dims(gl.expand_dims(gl.arange(0, BLOCK, layout=gl.SliceLayout(0, gl.SliceLayout(1, x))), 0), 1)
     x_of = ()
     for b in gl.static_range(BLOCKS):
-        # rows beyond the last repeat it: they cost no traffic, and nothing of them is stored
+        # rows after the last one repeat it; they need no memory traffic, and their results are not stored
         x_of = x_of + (gl.minimum(b * BLOCK + m, M - 1 - first_row) * (K // 2) + s * (KT // 2) + k,)
     x_in = (T - 1) * S + s < K // KT
     x_at = operands.x + first_row.to(gl.int64) * (K // 2)

@@ -1,4 +1,4 @@
-"""Launches of products with quantised weights, as `plan` says, and of the norm in front of them."""
+"""Launches products with quantised weights with the plans of `plan`, and the norm before them."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from fastspec.kernels.product.split_k import Parts, add_up
 
 
 def run(call: Call, pdl: bool, tile: FewRowsTile | Wide | None = None) -> None:
-    """Launches a product of a quantised weight with any number of rows, and before it its norm.
+    """Launches a product with a quantised weight for any number of rows, and before it its norm.
 
     Args:
-        tile: by default the plan's; bits do not depend on it.
+        tile: default: that of the plan. The bits do not depend on it.
     """
     codes = call.weight.codes
     assert codes is not None
@@ -65,10 +65,10 @@ def run(call: Call, pdl: bool, tile: FewRowsTile | Wide | None = None) -> None:
 
 
 def tile_for(weight: Weight, rows: int, *, whole: bool = False) -> FewRowsTile | Wide:
-    """`plan.launch_of` for a quantised weight, on its device."""
+    """Returns `plan.launch_of` for a quantised weight on its device."""
     codes = weight.codes
     assert codes is not None
-    if rows < plan.WIDE_FROM.get(codes.form, rows + 1):  # whatever the GPU
+    if rows < plan.WIDE_FROM.get(codes.form, rows + 1):  # on every GPU
         return plan.tile_of(codes.form, *codes.shape, rows)
     return plan.launch_of(codes.form, codes.group, *codes.shape, rows, gpu_of(weight.device), whole)
 
@@ -76,10 +76,10 @@ def tile_for(weight: Weight, rows: int, *, whole: bool = False) -> FewRowsTile |
 def launch_wide(
     tile: Wide, call: Call, squares: Tensor | None, pdl: bool, regroup_out: bool = False, raise_out: bool = False
 ) -> Parts | None:
-    """Launches the TMA product with a weight of codes; arguments and result are those of `launch_tma`.
+    """Launches the TMA product with a quantised weight. For arguments and result see `launch_tma`.
 
     Args:
-        raise_out: what is regrouped is 2^64 times as large, exactly, as a product with codes of 8 bits reads it.
+        raise_out: True if a regrouped result shall be multiplied by 2^64, exactly, for a next product with 8-bit codes.
     """
     codes = call.weight.codes
     assert codes is not None
@@ -119,7 +119,7 @@ def launch_wide(
 
 
 def _run_wide(call: Call, tile: Wide, pdl: bool) -> None:
-    """Launches what makes x ready, the product, and what adds up passes that it leaves apart."""
+    """Launches the preparation of x, the product, and the sum of its splits, if it leaves them apart."""
     _, regrouped, squares = permuted_for(call.weight, call.x, call.norm, pdl)
     parts = launch_wide(tile, replace(call, x=regrouped), squares, pdl)
     if parts is not None:
@@ -127,5 +127,5 @@ def _run_wide(call: Call, tile: Wide, pdl: bool) -> None:
 
 
 def _words_of_scales(codes: PackedCodes) -> int:
-    """Words that a tile of 16 rows has for the scales of one group, of fp4 for those of 128 values of K."""
+    """Returns the words that a tile of 16 rows has for the scales of one group; for fp4 of 128 values of K."""
     return 0 if codes.scales is None else codes.scales[0, 0].numel()

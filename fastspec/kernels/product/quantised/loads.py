@@ -1,4 +1,4 @@
-"""Loads of the product with quantised weights: codes, scales, zero points, rows of x, and their places."""
+"""Loads of the product with quantised weights: codes, scales, zero points, rows of x, and their offsets."""
 
 # ruff: noqa: RUF005  (Triton adds tuples, and knows no starred ones)
 
@@ -13,20 +13,23 @@ from fastspec.kernels.product.quantised.conversion import bits_of, pairs_layout,
 
 @gluon.constexpr_function
 def pieces_of(KT, FORM):
-    """Tensors [S, R, 16] of words that a K tile's codes come in."""
+    """Returns the number of tensors [S, R, 16] of words in which a K tile's codes are loaded."""
     return KT * bits_of(FORM) // 512
 
 
 @gluon.constexpr_function
 def groups_of(KT, FORM, GROUP):
-    """Scales that each row of a K tile has, applied to sums: those of fp4 are applied to codes."""
+    """Returns the number of scales per row and K tile that are applied to sums.
+
+    0 for fp4: its scales are applied to codes.
+    """
     return KT // GROUP if GROUP > 0 and FORM != "fp4" else 0
 
 
 @gluon.jit
 def k_tile_of(at, of, i: gl.constexpr, inside, RAGGED: gl.constexpr, S: gl.constexpr, KT: gl.constexpr,
             FORM: gl.constexpr, GROUP: gl.constexpr, PER: gl.constexpr):  # fmt: skip
-    """Words of a K tile: its codes, then scales and zero points of its groups, where there are any."""
+    """Loads words of a K tile: its codes, then scales and zero points of its groups, if there are any."""
     PIECES: gl.constexpr = pieces_of(KT, FORM)
     GROUPS: gl.constexpr = groups_of(KT, FORM, GROUP)
     k_tile = ()
@@ -44,7 +47,7 @@ def k_tile_of(at, of, i: gl.constexpr, inside, RAGGED: gl.constexpr, S: gl.const
 
 @gluon.jit
 def rows_in(at, of, first: gl.constexpr, inside, RAGGED: gl.constexpr, KT: gl.constexpr, UNIT: gl.constexpr):
-    """Words of 8 rows of x in each unit of a K tile that begins `first` words further on."""
+    """Loads words of 8 rows of x for each unit of a K tile, which begins `first` words after `at`."""
     rows = ()
     for u in gl.static_range(KT // UNIT):
         rows = rows + (words_at(at, of + (first + u * (UNIT // 2)), inside, RAGGED, ""),)
@@ -53,7 +56,7 @@ def rows_in(at, of, first: gl.constexpr, inside, RAGGED: gl.constexpr, KT: gl.co
 
 @gluon.jit
 def all_rows_in(at, of, first: gl.constexpr, inside, RAGGED: gl.constexpr, KT: gl.constexpr, UNIT: gl.constexpr):
-    """`rows_in` of each 8 rows, one after the other."""
+    """Calls `rows_in` for each 8 rows."""
     rows = ()
     for b in gl.static_range(len(of)):
         rows = rows + rows_in(at, of[b], first, inside, RAGGED, KT, UNIT)
@@ -64,7 +67,7 @@ def all_rows_in(at, of, first: gl.constexpr, inside, RAGGED: gl.constexpr, KT: g
 def starts_of(
     operands, tile, K: gl.constexpr, R: gl.constexpr, FORM: gl.constexpr, GROUP: gl.constexpr, PER: gl.constexpr
 ):
-    """Addresses at which a tile's codes, scales and zero points begin, of those that exist."""
+    """Returns the addresses of a tile's codes, scales and zero points; only of those that exist."""
     at = (operands.words + tile * (R * K * bits_of(FORM) // 32),)
     GROUPS: gl.constexpr = K // 128 if FORM == "fp4" else K // GROUP if GROUP > 0 else 0
     if GROUP > 0:
@@ -77,7 +80,7 @@ def starts_of(
 @gluon.jit
 def moved(at, D: gl.constexpr, S: gl.constexpr, KT: gl.constexpr, FORM: gl.constexpr, GROUP: gl.constexpr,
            PER: gl.constexpr):  # fmt: skip
-    """`at`, D K tiles further on."""
+    """Returns the addresses `at`, moved on by D K tiles."""
     GROUPS: gl.constexpr = 1 if FORM == "fp4" else groups_of(KT, FORM, GROUP)
     moved = (at[0] + D * S * pieces_of(KT, FORM) * 256,)
     for i in gl.static_range(1, len(at)):
@@ -88,11 +91,11 @@ def moved(at, D: gl.constexpr, S: gl.constexpr, KT: gl.constexpr, FORM: gl.const
 @gluon.jit
 def weight_offsets(tile, N, K: gl.constexpr, S: gl.constexpr, KT: gl.constexpr, R: gl.constexpr, FORM: gl.constexpr,
                     GROUP: gl.constexpr, PER: gl.constexpr, w: gl.constexpr, T: gl.constexpr):  # fmt: skip
-    """Offsets of codes, scales and zero points from where a tile's begin, and which lie in a ragged last K tile."""
+    """Returns offsets of codes, scales and zero points from the start of a tile, and masks for a ragged last K tile."""
     s = gl.expand_dims(gl.expand_dims(gl.arange(0, S, layout=gl.SliceLayout(1, gl.SliceLayout(2, w))), 1), 2)
     r = gl.expand_dims(gl.expand_dims(gl.arange(0, R, layout=gl.SliceLayout(0, gl.SliceLayout(2, w))), 0), 2)
     k = gl.expand_dims(gl.expand_dims(gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(1, w))), 0), 1)
-    # rows beyond the last tile repeat it
+    # rows after the last tile repeat it
     group = gl.minimum(tile * (R // 16) + r // 16, N // 16 - 1) - tile * (R // 16)
     K_TILE: gl.constexpr = pieces_of(KT, FORM) * 256
     codes = group * (K * bits_of(FORM) // 2) + s * K_TILE + r % 16 * 16 + k
@@ -103,7 +106,7 @@ def weight_offsets(tile, N, K: gl.constexpr, S: gl.constexpr, KT: gl.constexpr, 
         r = gl.expand_dims(gl.expand_dims(gl.arange(0, R, layout=gl.SliceLayout(0, gl.SliceLayout(2, lay))), 0), 2)
         k = gl.expand_dims(gl.expand_dims(gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(1, lay))), 0), 1)
         group = gl.minimum(tile * (R // 16) + r // 16, N // 16 - 1) - tile * (R // 16)
-        # lane t of four, of which each has two words of its own, or two of them, or all
+        # lane t of four: each lane has two words of its own, or two lanes share two, or all have the same
         own = k // 2 * (32 // GROUP) // 4 * 2 + k % 2
         scales = group * (K // 128 * PER) + s * PER + r % 16 * (PER // 16) + own
         return (codes, scales), (inside, (T - 1) * S + s < K // KT)

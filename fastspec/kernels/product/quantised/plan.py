@@ -1,7 +1,7 @@
-"""How products with quantised weights are launched: the split of K that belongs to a weight, and tiles by rows of x.
+"""Launch plans of products with quantised weights: the split of K for a weight, and tiles for a number of rows of x.
 
-Decisions only, made of numbers: this module needs neither Triton nor a GPU. `MEASURED_ON` says on which GPU the tables
-were chosen; None: results are right, and tiles are guesses.
+Only numbers: this module needs neither Triton nor a GPU. `MEASURED_ON` says on which GPU the tables were measured.
+None: results are correct, but tiles are guesses.
 """
 
 from __future__ import annotations
@@ -12,23 +12,24 @@ from fastspec.kernels.common.code_packing import Form
 from fastspec.kernels.gpu import Gpu
 from fastspec.kernels.product.plan import Split, cdiv
 
-MEASURED_ON: str | None = "NVIDIA H100 and H200"  # bf16, shapes of Llama 3.1 8B and 3.2 1B, weights cold
-MAX_ROWS = 64  # of x in one CTA
-BLOCK = 8  # rows of x that one product of the tensor core takes
-SHORT = 2048  # values of K, up to which sums are split in 4 and not in 8
-WIDE = {"fp8", "int8", "off8"}  # forms of 8 bits
+MEASURED_ON: str | None = "NVIDIA H100 and H200"  # bf16, shapes of Llama 3.1 8B and 3.2 1B, weights not cached
+MAX_ROWS = 64  # largest number of rows of x in one CTA
+BLOCK = 8  # rows of x in one product of the tensor core
+SHORT = 2048  # up to this K sums are split in 4, above in 8
+WIDE = {"fp8", "int8", "off8"}  # forms with 8 bits
 
 
 @dataclass(frozen=True, slots=True)
 class FewRowsTile:
-    """A launch.
+    """Launch of the kernel for few rows.
 
     Attributes:
-        weight_rows: of one CTA: 16, 32 or 64.
-        blocks: of 8 rows of x in one CTA, a power of two. Each converted weight is multiplied with all of them.
-        depth, row_depth: K tiles of the weight and of x that are loaded ahead; x is loaded when it is needed where
-            row_depth is 0.
-        registers: limit for a thread.
+        weight_rows: rows of the weight in one CTA: 16, 32 or 64.
+        blocks: number of blocks of 8 rows of x in one CTA, a power of two. A converted weight is multiplied with all of
+            them.
+        depth, row_depth: K tiles of the weight and of x that are loaded ahead. row_depth 0: x is loaded when it is
+            needed.
+        registers: limit per thread.
     """
 
     weight_rows: int
@@ -40,14 +41,14 @@ class FewRowsTile:
 
 @dataclass(frozen=True, slots=True)
 class Wide:
-    """A launch of the kernel for many rows, on sm_90.
+    """Launch of the kernel for many rows, on sm_90.
 
     Attributes:
-        weight_rows, rows: of the weight and of x, in one CTA.
-        warps: that multiply: one for each 16 weight rows.
-        stages: K tiles of K in shared memory.
-        splits: how many splits of K a CTA computes; if not all, another kernel adds up the sums that CTAs leave.
-        registers: limit for a thread.
+        weight_rows, rows: rows of the weight and of x in one CTA.
+        warps: number of multiplying warps: one for each 16 weight rows.
+        stages: number of K tiles in shared memory.
+        splits: number of splits of K that a CTA sums. If not all, another kernel adds the partial sums.
+        registers: limit per thread.
     """
 
     weight_rows: int
@@ -58,15 +59,16 @@ class Wide:
     registers: int
 
 
-WIDE_FROM: dict[Form, int] = {"fp8": 9, "int8": 9, "off8": 9, "int4": 17}  # rows of x
+WIDE_FROM: dict[Form, int] = {"fp8": 9, "int8": 9, "off8": 9, "int4": 17}  # smallest number of rows of x
 WIDE_FORMS: dict[Form, tuple[int, ...]] = {"fp8": (0, 64, 128), "int8": (0,), "off8": (0,), "int4": (64, 128)}
-# rows of x in a CTA: weight rows, warps, CTAs on an SM, registers. Codes of 4 bits take the first with 64 rows, too
+# by rows of x in a CTA: (weight rows, warps, CTAs on an SM, registers). 4-bit codes use the first entry with 64 rows,
+# too
 WIDE_SHAPES = {16: (64, 4, 2, 128), 32: (64, 4, 2, 128), 64: (128, 8, 1, 168)}
-MAX_STAGES = 16  # more of few rows would be for nothing
-SHARED_BYTES = (0, 200_000, 104_000)  # for the stages of one of so many CTAs on an SM
+MAX_STAGES = 16  # more stages would not be used with few rows
+SHARED_BYTES = (0, 200_000, 104_000)  # bytes for the stages of a CTA, by the number of CTAs on an SM
 
-Sizes = tuple[int, int, int]  # weight rows, depth, row depth
-# by (form, N, K): sums that K is split in, on which bits depend, and tiles of 1, 2, 4 and 8 blocks as far as measured
+Sizes = tuple[int, int, int]  # (weight rows, depth, row depth)
+# by (form, N, K): number of splits of K, on which the bits depend, and tiles of 1, 2, 4 and 8 blocks as far as measured
 MEASURED: dict[tuple[Form, int, int], tuple[int, tuple[Sizes, ...]]] = {
     ("fp8", 6144, 4096): (8, ((32, 2, 1), (16, 2, 0), (32, 1, 0), (32, 1, 0))),
     ("fp8", 4096, 4096): (8, ((16, 2, 1), (32, 2, 0), (32, 1, 0), (32, 1, 0))),
@@ -109,7 +111,7 @@ MEASURED: dict[tuple[Form, int, int], tuple[int, tuple[Sizes, ...]]] = {
     ("fp4", 2048, 8192): (16, ((16, 2, 1),)),
     ("fp4", 128256, 2048): (4, ((16, 4, 1),)),
 }
-# for all others, by bits of a code and blocks
+# for all other weights, by bits of a code and blocks
 DEFAULT: dict[tuple[int, int], Sizes] = {
     **{(8, 1): (16, 4, 1), (8, 2): (32, 2, 0), (8, 4): (32, 1, 0), (8, 8): (32, 1, 0)},
     **{(4, 1): (16, 4, 1), (4, 2): (32, 2, 0), (4, 4): (32, 1, 0), (4, 8): (16, 1, 0)},
@@ -117,13 +119,13 @@ DEFAULT: dict[tuple[int, int], Sizes] = {
 
 
 def split_of(form: Form, n: int, k: int) -> Split:
-    """The split that belongs to a weight [N, K]."""
+    """Returns the split of a weight [N, K]."""
     measured = MEASURED.get((form, n, k))
     return Split(measured[0] if measured else 4 if k <= SHORT else 8, 128)
 
 
 def tile_of(form: Form, n: int, k: int, rows: int) -> FewRowsTile:
-    """The launch for `rows` rows of x and a weight [N, K]."""
+    """Returns the launch for `rows` rows of x and a weight [N, K]."""
     blocks = 1
     while blocks * BLOCK < min(rows, MAX_ROWS):
         blocks *= 2
@@ -135,10 +137,10 @@ def tile_of(form: Form, n: int, k: int, rows: int) -> FewRowsTile:
 
 
 def launch_of(form: Form, group: int, n: int, k: int, rows: int, gpu: Gpu, whole: bool) -> FewRowsTile | Wide:
-    """The launch for `rows` rows of x and a weight [N, K] with `group` values of K to a scale, 0 for all.
+    """Returns the launch for `rows` rows of x and a weight [N, K]; `group` values of K share a scale, 0: all.
 
     Args:
-        whole: a CTA must make all sums of K.
+        whole: True if a CTA must sum over all of K.
     """
     if rows < WIDE_FROM.get(form, rows + 1) or not gpu.hopper or group not in WIDE_FORMS.get(form, ()):
         return tile_of(form, n, k, rows)
@@ -146,7 +148,7 @@ def launch_of(form: Form, group: int, n: int, k: int, rows: int, gpu: Gpu, whole
 
 
 def wide_of(form: Form, n: int, k: int, rows: int, sms: int, whole: bool) -> Wide:
-    """The launch of the kernel for many rows: as many CTAs share the sums of K as run at a time."""
+    """Returns the launch of the kernel for many rows. As many CTAs share the splits of K as run at a time."""
     room = 16
     while room < min(rows, MAX_ROWS):
         room *= 2

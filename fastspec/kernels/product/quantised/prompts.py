@@ -1,11 +1,11 @@
-"""The product of prompts with quantised weights: dequantised slice by slice, then multiplied as 16-bit weights are.
+"""Prefill product with quantised weights: the weight is dequantised in slices, which are multiplied as 16-bit weights.
 
-The values that are multiplied are those of `Weight.unpack`, rounded to bf16, where the product for few rows applies
-scales to its sums in fp32. A slice of the weight, packed, has at most SLICE_BYTES.
+The multiplied values are those of `Weight.unpack`, rounded to bf16. (The product for few rows applies scales to its
+sums in fp32 instead.) A packed slice of the weight has at most SLICE_BYTES.
 
-On sm_90 a slice is dequantised while the kernel before it still runs, on what that one leaves free of the
-multiprocessors (programmatic dependent launch). That kernel may be the product with the slice before, so slices use two
-buffers in turn, which are never given back: memory that torch hands out again could still be read by it.
+On sm_90 a slice is dequantised while the previous kernel still runs, on SM resources that it leaves free (programmatic
+dependent launch). The previous kernel may be the product with the previous slice. So slices use two buffers in turn.
+The buffers are never freed, because torch could give their memory to another tensor while a kernel still reads it.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from fastspec.kernels.gpu import has_pdl, multiprocessors
 from fastspec.kernels.product.prefill import multiply, prepared
 from fastspec.kernels.product.prefill_sm90 import tile_of, time_of
 
-EARLY = True  # on GPUs that can: where it is False slices and products wait for each other
+EARLY = True  # False: slices and products wait for each other, also on GPUs with programmatic dependent launch
 SLICE_BYTES = 64 * 2**20
-COLUMNS = 256  # rows of a weight that a slice has a multiple of
-BETWEEN = 8.0  # microseconds that the gap between two products is estimated at
-BESIDE = 2  # programs of a multiprocessor that fit beside a product
-RUN = 8  # halves of a word's row that a thread takes, 16 bytes
+COLUMNS = 256  # a slice has a multiple of this many rows of the weight
+BETWEEN = 8.0  # estimated microseconds between two products
+BESIDE = 2  # number of these CTAs that fit on an SM beside a product
+RUN = 8  # halves of a word's row per thread: 16 bytes
 RUNS, NUM_WARPS = 256, 4
 
 
@@ -50,7 +50,7 @@ def _dequantise_runs(
     RUNS: tl.constexpr,
     RUN: tl.constexpr,
 ):
-    """RUNS runs of halves, each of which holds codes of as many blocks of 32 columns."""
+    """Dequantises RUNS ranges of halves. A half holds codes of several blocks of 32 columns."""
     BLOCKS: tl.constexpr = blocks_of(FORM)
     SIDE: tl.constexpr = 4 if FORM == "int4" and GROUP == 32 else RUN  # columns side by side
     run = turn * RUNS + tl.arange(0, RUNS)[:, None]
@@ -69,7 +69,7 @@ def _dequantise_runs(
             half.to(tl.int32) & 0xFFFF, source, n, k + 32 * i + column, i, inside, K, FORM, GROUP, PAIRS, LOWER
         )
         at = (chunk * BLOCKS + i) * 512 + row * 32 + within
-        at = tl.max_contiguous(tl.multiple_of(at, (1, SIDE)), (1, SIDE))  # the compiler does not see it
+        at = tl.max_contiguous(tl.multiple_of(at, (1, SIDE)), (1, SIDE))  # the compiler does not detect this
         tl.store(out_ptr + at, value.to(out_ptr.dtype.element_ty), mask=inside)
 
 
@@ -88,20 +88,22 @@ def _dequantise_kernel(
     RUN: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Packed 16-bit values of `count` rows from row `first` on, a multiple of 16."""
+    """Writes packed 16-bit values of `count` rows, starting at row `first`, a multiple of 16."""
     turns = tl.cdiv(count.to(tl.int64) * K, RUNS * RUN * blocks_of(FORM))
     for turn in range(tl.program_id(0).to(tl.int64), turns, tl.num_programs(0)):
         _dequantise_runs(turn, source, out_ptr, first, count, K, FORM, GROUP, PAIRS, LOWER, RUNS, RUN)
     if PDL:
-        gdc_wait()  # the next kernel may rely on everything before this one being done
+        gdc_wait()  # so that everything before this kernel is complete when the next one starts
 
 
 def dequantise(weight: Weight, first: int, count: int, scratch: Tensor, early: bool = False) -> Weight:
-    """Rows first .. first + count - 1 of a quantised weight, multiples of 16 in the order of its words, packed.
+    """Returns rows first .. first + count - 1 of a quantised weight, packed.
+
+    Both are multiples of 16, in the order of its words.
 
     Args:
-        scratch: bf16, of count * K values or more, which the result lies in.
-        early: begin while the kernel before runs, which must not touch scratch; needs sm_90.
+        scratch: bf16, count * K values or more, to which the result is written.
+        early: True to begin while the previous kernel runs, which must not use scratch; needs sm_90.
     """
     assert weight.codes is not None
     k = weight.shape[1]
@@ -112,7 +114,7 @@ def dequantise(weight: Weight, first: int, count: int, scratch: Tensor, early: b
     options: dict[str, Any] = {**constants, "RUNS": RUNS, "RUN": RUN, "num_warps": NUM_WARPS, **pdl_options(early)}
     if early:
         options["least_shared"] = (
-            100  # as the product has it: with another division this kernel would wait for idle multiprocessors
+            100  # equal to the product's: with another division of an SM's memory this kernel would wait for idle SMs
         )
     launch(_dequantise_kernel, (programs,), source, data, first, count, K=k, **options)
     return Weight(data, "packed", weight.gated)
@@ -126,7 +128,7 @@ class _Buffers:
         self._turn = 0
 
     def next(self, count: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, bool]:
-        """(a buffer of `count` values at least, whether it was there before)."""
+        """Returns a buffer of at least `count` values, and True if it existed before."""
         known = bool(self._held) and self._held[0].dtype == dtype and len(self._held[0]) >= count
         if not known:
             self._held = [torch.empty(count, dtype=dtype, device=device) for _ in range(2)]
@@ -142,7 +144,9 @@ def _buffers(device: torch.device) -> _Buffers:
 
 
 def slice_of(n: int, k: int, rows: int, programs: int) -> int:
-    """Rows of a weight [N, K] that are dequantised at a time for `rows` rows of x: those whose products end first."""
+    """Returns how many rows of a weight [N, K] to dequantise at a time, for the least estimated time with `rows` rows
+    of x.
+    """
     max_columns = max(COLUMNS, SLICE_BYTES // (2 * k) // COLUMNS * COLUMNS)
     if n <= max_columns:
         return n
@@ -166,10 +170,10 @@ def prefill_quantised(
     gated: bool = False,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Multiplies rows of a prompt by a weight of codes; arguments and errors are those of `prefill_linear`."""
+    """Multiplies rows of a prompt with a quantised weight. For arguments and errors see `prefill_linear`."""
     (n, k), each = weight.shape, 2 if gated else 1
     size = slice_of(n, k, x.numel() // k, multiprocessors(x.device) if x.is_cuda else 1)
-    part = _slice(weight, 0, size)  # before the norm, for which it need not wait
+    part = _slice(weight, 0, size)  # launched before the norm, because it need not wait for it
     rows, residual, out = prepared(x, weight, bias, norm, residual, gated, out_dtype)
     for first in range(0, n, size) if len(rows) > 0 else ():
         if first > 0:
@@ -182,7 +186,7 @@ def prefill_quantised(
 
 
 def _slice(weight: Weight, first: int, size: int) -> Weight:
-    """Rows first .. first + size - 1 of a weight, or those that there are."""
+    """Returns rows first .. first + size - 1 of a weight, as far as they exist."""
     n, k = weight.shape
     if EARLY and has_pdl(weight.device):
         scratch, early = _buffers(weight.device).next(size * k, weight.dtype, weight.device)

@@ -1,14 +1,14 @@
-"""The product with quantised weights for many rows of x on sm_90: codes and x come through a ring in shared memory.
+"""Product with quantised weights for many rows of x on sm_90. Codes and x pass through a ring in shared memory.
 
-Bits are those of `small_m`: the same terms in the same order, the same scales at the same places. Where S warps there
-take every S-th K tile of K, here a program makes S passes over K one after the other, or some of them; then
-`split_k.sum_kernel` adds up their sums in the same order.
+The bits are those of few_rows.py: the same terms in the same order, with scales applied at the same points. There, each
+of S warps takes every S-th K tile. Here, a CTA makes S passes over K, or some of them. Then `split_k.sum_kernel` adds
+their sums in the same order.
 
-One warp asks the copy engine for K tiles of codes and of x. The others load codes out of shared memory, convert them in
-registers, once for all rows, and multiply as warp groups, whose other operand is x out of shared memory, regrouped as
-in `linear.tma_sm90`. For codes of 8 bits x is raised already (`split_k.permuted_rows`). These codes are subnormal
-numbers, and where the tensor core cuts sums off depends on its operands' exponents as they stand: both operands are
-the numbers that `small_m` multiplies.
+One warp loads K tiles of codes and of x by TMA. The other warps load codes from shared memory, convert them in
+registers, once for all rows, and multiply by wgmma. The other operand of wgmma is x in shared memory, regrouped as in
+`product.tma_sm90`. For 8-bit codes x is already raised (`split_k.permuted_rows`). These codes are subnormal numbers,
+and the tensor core truncates sums by the exponents of its operands. So both operands must have the values of
+few_rows.py.
 """
 
 # mypy: disable-error-code="assignment"
@@ -54,9 +54,9 @@ class LoadRing(NamedTuple):
     """K tiles in shared memory.
 
     Attributes:
-        xs: two, of a K tile's halves, bf16 [STAGES, BM, 64].
+        xs: bf16 [STAGES, BM, 64] for each of the two halves of a K tile.
         ws: int32 words [STAGES, R / 16, 8 P, 32] of codes.
-        full, free: barriers [STAGES]: a K tile has come; it has been multiplied.
+        full, free: barriers [STAGES]. full: a K tile has arrived. free: it has been multiplied.
     """
 
     xs: Any
@@ -66,11 +66,11 @@ class LoadRing(NamedTuple):
 
 
 class WideEpilogue(NamedTuple):
-    """Pointers of the operations on complete sums; None is absent.
+    """Pointers for the operations on complete sums. None: absent.
 
     Attributes:
-        squares, eps: sums of squares of rows, fp32 [S, M], and epsilon of a norm whose weight x already has.
-        bias, residual, out, keys: as in `Epilogue` of few_rows.py.
+        squares, eps: fp32 [S, M], sums of squares of rows, and epsilon of a norm whose weight is already in x.
+        bias, residual, out, keys: see `CodesEpilogue` of few_rows.py.
     """
 
     squares: Any
@@ -81,7 +81,7 @@ class WideEpilogue(NamedTuple):
     keys: Any
 
 
-UNIT = gl.constexpr(64)  # values of K of one product
+UNIT = gl.constexpr(64)  # values of K in one product
 
 
 @gluon.jit
@@ -89,7 +89,7 @@ def _issue_copies(
     x_desc, weight_desc, xs, ws, full, step, tile, first_row, split,
     T: gl.constexpr, S: gl.constexpr, CODES: gl.constexpr, ROWS: gl.constexpr, BYTES: gl.constexpr,
 ):  # fmt: skip
-    """Issues the copies of a K tile: with CODES of its codes, with ROWS of its rows of x."""
+    """Issues the copies of a K tile: of its codes if CODES, of its rows of x if ROWS."""
     slot = step % ws.shape[0]
     k_tile = step % T * S + split + step // T
     if CODES:
@@ -105,7 +105,7 @@ def _fetch(
     x_desc, weight_desc, xs, ws, full, free, tile, first_row, split,
     T: gl.constexpr, S: gl.constexpr, SPLITS: gl.constexpr, BYTES: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """The loading warp: codes need not wait for the kernel before this one, x must."""
+    """Runs the loading warp. Codes do not wait for the previous kernel; x does."""
     STAGES: gl.constexpr = ws.shape[0]
     AHEAD: gl.constexpr = min(STAGES, T * SPLITS)
     for step in range(AHEAD):
@@ -122,7 +122,7 @@ def _fetch(
 
 @gluon.jit
 def _codes_of(step, ws, full, WARPS: gl.constexpr):
-    """Words of a K tile's codes, a tensor [1, R, 16] for each piece."""
+    """Loads words of a K tile's codes: a tensor [1, R, 16] for each piece."""
     G: gl.constexpr = ws.shape[1]
     slot = step % ws.shape[0]
     mbarrier.wait(full.index(slot), step // ws.shape[0] & 1)
@@ -136,14 +136,14 @@ def _codes_of(step, ws, full, WARPS: gl.constexpr):
 
 @gluon.jit
 def _left_operand(pairs, like: gl.constexpr):
-    """Pairs [1, R, 32] of a unit in the order of K -> bf16 [R, 64] as warp groups take them."""
+    """Converts pairs [1, R, 32] of a unit, in the order of K, to bf16 [R, 64] for wgmma."""
     values = group_operand(gl.reshape(pairs, [pairs.shape[1], 32]), gl.bfloat16)
     return gl.convert_layout(values, gl.DotOperandLayout(0, like, 2))
 
 
 @gluon.jit
 def _operands(pieces, zeros, like: gl.constexpr, FORM: gl.constexpr):
-    """The two units of a K tile."""
+    """Returns the two units of a K tile."""
     found = ()
     for p in gl.static_range(len(pieces)):
         pairs = units_of(pieces[p], pieces[p], zeros, FORM, UNIT)
@@ -154,7 +154,10 @@ def _operands(pieces, zeros, like: gl.constexpr, FORM: gl.constexpr):
 
 @gluon.jit
 def _ones(piece, like: gl.constexpr):
-    """The operand of ones, [R, 64], whose product is the sum of x in units of codes; piece: words [1, R, 16]."""
+    """Returns the operand of ones [R, 64], whose product is the sum of x in units of codes.
+
+    `piece`: words [1, R, 16].
+    """
     one = gl.full_like(piece, ONE)
     return _left_operand(joined_halves(one, one), like)
 
@@ -162,9 +165,9 @@ def _ones(piece, like: gl.constexpr):
 @gluon.jit
 def _pair_of(row, step, g: gl.constexpr, tile, split, N, K: gl.constexpr, S: gl.constexpr, T: gl.constexpr,
              GROUP: gl.constexpr, PAIRS: gl.constexpr, R: gl.constexpr):  # fmt: skip
-    """Where rows' scale or zero point of group g of a K tile is, in pairs [N / 16, K / GROUP, PAIRS, 2]."""
+    """Returns the index of rows' scale or zero point for group g of a K tile, in [N / 16, K / GROUP, PAIRS, 2]."""
     tiles = gl.minimum(tile * (R // 16) + row // 16, N // 16 - 1)
-    k_tile = gl.minimum(step % T * S + split + step // T, K // 128 - 1)  # beyond the last, x is zero
+    k_tile = gl.minimum(step % T * S + split + step // T, K // 128 - 1)  # after the last K tile x is zero
     group = tiles * (K // GROUP) + k_tile * (128 // GROUP) + g
     return (group * PAIRS + row % PAIRS) * 2 + row // 8 % 2
 
@@ -172,7 +175,7 @@ def _pair_of(row, step, g: gl.constexpr, tile, split, N, K: gl.constexpr, S: gl.
 @gluon.jit
 def _scales_of(ptr, step, tile, split, like: gl.constexpr, N, K: gl.constexpr, S: gl.constexpr, T: gl.constexpr,
                GROUP: gl.constexpr, PAIRS: gl.constexpr, R: gl.constexpr):  # fmt: skip
-    """fp32 [R, 1] of each group of a K tile, for sums in layout `like`; () without a pointer."""
+    """Loads scales fp32 [R, 1] of each group of a K tile, for sums in layout `like`. Empty without a pointer."""
     found = ()
     if ptr is not None:
         row = gl.arange(0, R, layout=gl.SliceLayout(1, like))
@@ -185,7 +188,10 @@ def _scales_of(ptr, step, tile, split, like: gl.constexpr, N, K: gl.constexpr, S
 @gluon.jit
 def _zeros_of(ptr, step, tile, split, like: gl.constexpr, N, K: gl.constexpr, S: gl.constexpr, T: gl.constexpr,
               GROUP: gl.constexpr, PAIRS: gl.constexpr, R: gl.constexpr):  # fmt: skip
-    """Zero points of each group of a K tile, see `zeros_of`, for codes in layout `like`; () without a pointer."""
+    """Loads zero points of each group of a K tile, see `zeros_of`, for codes in layout `like`.
+
+    Empty without a pointer.
+    """
     found = ()
     if ptr is not None:
         row = gl.arange(0, R, layout=gl.SliceLayout(0, gl.SliceLayout(2, like)))
@@ -199,7 +205,7 @@ def _zeros_of(ptr, step, tile, split, like: gl.constexpr, N, K: gl.constexpr, S:
 
 @gluon.jit
 def _less_offset(part, total, FORM: gl.constexpr):
-    """Removes the offset of codes, see `_less_offset` in few_rows.py."""
+    """Subtracts the offset of codes; see `_less_offset` in few_rows.py."""
     return gl.fma(gl.full_like(total, -1.0 * offset_of(FORM)), total, part)
 
 
@@ -209,10 +215,10 @@ def _pass(
     K: gl.constexpr, S: gl.constexpr, T: gl.constexpr, FORM: gl.constexpr, GROUP: gl.constexpr, PAIRS: gl.constexpr,
     WARPS: gl.constexpr,
 ):  # fmt: skip
-    """One pass over K: the next step, what is loaded for it already, and the pass's sums [R, BM].
+    """Makes one pass over K. Returns the next step, the K tile loaded for it, and the pass's sums [R, BM].
 
-    The next K tile is loaded while this one is multiplied; after the last one, the last one again.
-    loaded: codes, scales and zero points of a K tile.
+    The next K tile is loaded while this one is multiplied. After the last one, the last one is loaded again. loaded:
+    codes, scales and zero points of a K tile.
     """
     pieces, scales, zeros = loaded
     xs, ws, full, free = ring
@@ -222,7 +228,7 @@ def _pass(
     codes: gl.constexpr = pieces[0].type.layout
     OFFSET: gl.constexpr = offset_of(FORM) > 0
     GROUPS: gl.constexpr = groups_of(128, FORM, GROUP)
-    EACH: gl.constexpr = 2 // max(GROUPS, 1)  # units of a group
+    EACH: gl.constexpr = 2 // max(GROUPS, 1)  # units in a group
     acc = gl.zeros([R, BM], gl.float32, like)
     own = gl.zeros([R, BM], gl.float32, like)
     for _ in range(T):
@@ -269,7 +275,7 @@ def _multiply(
     K: gl.constexpr, S: gl.constexpr, T: gl.constexpr, SPLITS: gl.constexpr, FORM: gl.constexpr, GROUP: gl.constexpr,
     PAIRS: gl.constexpr, WARPS: gl.constexpr, GATED: gl.constexpr, REGROUP: gl.constexpr,
 ):  # fmt: skip
-    """The multiplying warps."""
+    """Runs the multiplying warps."""
     R: gl.constexpr = ring.ws.shape[1] * 16
     BM: gl.constexpr = ring.xs[0].shape[1]
     like: gl.constexpr = group_sums(BM, WARPS)
@@ -290,7 +296,7 @@ def _multiply(
         step, loaded, acc = _pass(
             step, loaded, ring, operands, ones, tile, split, N, last, K, S, T, FORM, GROUP, PAIRS, WARPS
         )  # fmt: skip
-        if parts_ptr is not None:  # each by itself: what adds them up needs them in order
+        if parts_ptr is not None:  # each split separately, because the kernel that adds them needs their order
             base = parts_ptr + ((split + i) * M + first_row).to(gl.int64) * N
             gl.store(base + (m * N + gl.expand_dims(tile * R + n, 1)), acc, mask=there, eviction_policy=STAYS)
         else:
@@ -300,7 +306,8 @@ def _multiply(
         factor, total = gl.broadcast(gl.expand_dims(factor, 1), sums)
         total = gl.reshape(total * factor, [R // 16, 2, 8, BM])
         if epilogue.squares is not None:
-            # a row a thread, and not each thread its columns: S times as many loads would be the end of a tile
+            # each thread computes the factor of one row; if each computed those of its columns, there would be S times
+            # as many loads
             row = first_row + gl.arange(0, BM, layout=gl.BlockedLayout([1], [32], [WARPS], [0]))
             scale = splits_scale(epilogue.squares, row, row < M, M, epilogue.eps, K, S)
             total = total * row_factor(scale, total)
@@ -316,28 +323,28 @@ def _multiply(
 
 @gluon.jit(do_not_specialize=["M", "limit", "out_stride"])
 def codes_tma_kernel(
-    x_desc,  # bf16 [M, K] by [BM, 64], regrouped; raised for codes of 8 bits
-    weight_desc,  # int32 words [N / 16, K / 128 * 8 P, 32] by [R / 16, 8 P, 32], P pieces of a K tile
-    operands,  # Operands of few_rows.py, scales and zero points as their own dtypes
+    x_desc,  # bf16 [M, K] in blocks of [BM, 64], regrouped; raised for 8-bit codes
+    weight_desc,  # int32 words [N / 16, K / 128 * 8 P, 32] in blocks of [R / 16, 8 P, 32], with P pieces per K tile
+    operands,  # CodesOperands of few_rows.py; scales and zero points have their own dtypes
     epilogue,  # WideEpilogue
-    parts_ptr,  # fp32 [S, M, N], or None where SPLITS are all
+    parts_ptr,  # fp32 [S, M, N], or None if a CTA makes all passes
     M,
     N,
     limit,
     out_stride,
     K: gl.constexpr,
     S: gl.constexpr,
-    SPLITS: gl.constexpr,  # passes over K of one program
+    SPLITS: gl.constexpr,  # number of passes over K of one CTA
     FORM: gl.constexpr,
-    GROUP: gl.constexpr,  # values of K that share a scale, 0 for all; pairs of scales in a tile: 8, or 1 for all rows
+    GROUP: gl.constexpr,  # values of K that share a scale, 0: all; pairs of scales in a tile: 8, or 1 for all rows
     R: gl.constexpr,
     BM: gl.constexpr,
     STAGES: gl.constexpr,
     WARPS: gl.constexpr,
-    GATED: gl.constexpr,  # and how the result is stored: 0 in order, 1 regrouped as x is, 2 raised as well
+    GATED: gl.constexpr,  # also how the result is stored: 0 in order, 1 regrouped as x is, 2 regrouped and raised
     PDL: gl.constexpr,
 ):
-    """One program: R weight rows by BM rows of x."""
+    """Computes R weight rows by BM rows of x."""
     T: gl.constexpr = (K + S * 128 - 1) // (S * 128)
     P: gl.constexpr = pieces_of(128, FORM)
     BYTES: gl.constexpr = R * 64 * P + BM * 256
@@ -362,7 +369,7 @@ def codes_tma_kernel(
             )),
             (_fetch, (x_desc, weight_desc, xs, ws, full, free, tile, first_row, split, T, S, SPLITS, BYTES, PDL)),
         ],
-        [1], [32],  # a warp more, and how many registers its threads need
+        [1], [32],  # number of extra warps, and registers of each of their threads
     )
     # fmt: on
     if epilogue.keys is not None:

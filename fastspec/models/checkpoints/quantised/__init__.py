@@ -1,1 +1,1 @@
-"""Quantised checkpoints as they are published: what their configs mean, and their tensors as `Codes`."""
+"""Published quantised checkpoints: reads their configs, and converts their tensors to `Codes`."""

@@ -1,6 +1,6 @@
-"""`quantization_config` of a checkpoint, as its tools write it: how each of its matrices is stored.
+"""Reads `quantization_config` of a checkpoint: the stored format of each of its matrices.
 
-The tensors themselves show which matrices are quantised; the config says how.
+The names of stored tensors show which matrices are quantised; the config tells their format.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from fastspec.errors import UnsupportedModel
 from fastspec.models.checkpoints.quantised.schemes import Awq, Float4, Float8, Gptq, Int8, PackedInt, Scheme
 from fastspec.models.config import says_quantised
 
-SchemeOf = Callable[[str], "Scheme | None"]  # of a module's name; None: it is left as it is
+SchemeOf = Callable[[str], "Scheme | None"]  # module name -> its scheme; None: not quantised
 
 UNSUPPORTED: Final[Mapping[str, str]] = {
     "bitsandbytes": "its 4-bit codes are made for training; take a compressed-tensors, AWQ or GPTQ checkpoint",
@@ -29,13 +29,13 @@ UNSUPPORTED: Final[Mapping[str, str]] = {
     "mxfp4": "it is read for the experts of gpt_oss alone; take another checkpoint",
 }
 SUPPORTED: Final = "compressed-tensors, fp8, awq, gptq, modelopt"
-# Fields that change no value of a matrix: how it was quantised, which kernels ran, what wrote the file. The lists are
-# closed: a field of no list is refused, since it may change values.
+# fields that change no value of a matrix: method of quantisation, kernels, tool. Any field in no list is refused,
+# because it may change values
 _OF_ALL: Final = frozenset(
     ["quant_method", "is_quantized", "model_name_or_path", "producer", "provider", "meta", "tokenizer", "dataset"]
 )
 _FP8: Final = frozenset(["dequantize", "kv_cache_scheme", "kv_cache_quant_algo", "linear_dtype"])
-_OF_INT4: Final = {  # of AWQ and GPTQ, which one tool writes today
+_OF_INT4: Final = {  # fields of AWQ and GPTQ, which one tool writes today
     *("backend", "exllama_config", "use_exllama", "disable_exllama", "pack_dtype", "lm_head", "true_sequential"),
     *("damp_percent", "damp_auto_increment", "static_groups", "mse", "act_group_aware", "quant_log", "device"),
     *("max_input_length", "batch_size", "pad_token_id", "offload_to_disk", "offload_to_disk_path", "sym"),
@@ -53,13 +53,13 @@ _MODELOPT: Final = frozenset(["kv_cache_quant_algo", "kv_cache_scheme", "config_
 
 @dataclass(frozen=True, slots=True)
 class Quantisation:
-    """The quantisation of the matrices of a checkpoint.
+    """Quantised formats of the matrices of a checkpoint.
 
     Attributes:
-        method: the config's `quant_method`.
-        scheme_of: of a module's name in the checkpoint, such as "model.layers.0.mlp.up_proj".
-        cache: whether the config speaks of quantised K/V.
-        weights: whether it speaks of quantised matrices.
+        method: `quant_method` of the config.
+        scheme_of: returns the scheme of a module, by its name in the checkpoint, such as "model.layers.0.mlp.up_proj".
+        cache: True if the config has settings of a quantised KV cache.
+        weights: True if it has settings of quantised matrices.
     """
 
     method: str
@@ -72,15 +72,14 @@ def quantisation_of(config: Mapping[str, Any], modelopt: Mapping[str, Any] | Non
     """Reads the quantisation settings of a checkpoint.
 
     Args:
-        config: `config.json`.
-        modelopt: `hf_quant_config.json`, which ModelOpt writes beside it.
+        config: content of `config.json`.
+        modelopt: content of `hf_quant_config.json`, which ModelOpt writes next to it.
 
     Returns:
-        None where nothing is said.
+        None if there are no settings.
 
     Raises:
-        UnsupportedModel: a method, or a setting of one, that is not read here; names the field, what it says, and what
-            to use instead.
+        UnsupportedModel: an unsupported method or setting. Names the field, its value, and what to use instead.
     """
     named = ("quantization_config", "compression_config")
     field = next((name for name in named if says_quantised(config.get(name))), None)
@@ -91,7 +90,8 @@ def quantisation_of(config: Mapping[str, Any], modelopt: Mapping[str, Any] | Non
     if method in ("compressed-tensors", "compressed_tensors"):
         return _compressed(fields)
     readers = {"fp8": _fp8, "awq": _awq, "gptq": _gptq, "modelopt": _modelopt, "modelopt_fp4": _modelopt}
-    if method == "mxfp4" and config.get("model_type") == "gpt_oss":  # of experts alone, which are found by their names
+    # only experts are quantised, and they are recognised by their names
+    if method == "mxfp4" and config.get("model_type") == "gpt_oss":
         return Quantisation("mxfp4", lambda module: None, weights=False)
     if not isinstance(method, str) or method not in readers:
         fields.refuse("quant_method", method, UNSUPPORTED.get(str(method), f"supported are {SUPPORTED}"))
@@ -99,7 +99,7 @@ def quantisation_of(config: Mapping[str, Any], modelopt: Mapping[str, Any] | Non
 
 
 class _Fields:
-    """One JSON object and its name, for messages."""
+    """One JSON object, with its name for messages."""
 
     def __init__(self, name: str, values: Any) -> None:
         self.name = name
@@ -108,15 +108,15 @@ class _Fields:
         self.values: Mapping[str, Any] = values
 
     def sub(self, field: str) -> _Fields:
-        """The object in a field."""
+        """Returns the object in a field."""
         return _Fields(f"{self.name}.{field}", self.values.get(field))
 
     def refuse(self, field: str, value: object, wanted: str) -> NoReturn:
-        """Says what was got and what was wanted."""
+        """Raises UnsupportedModel with the value and what was expected."""
         raise UnsupportedModel(f"{self.name}.{field}={value!r} is not supported: {wanted}")
 
     def close(self, *known: str, off: Collection[str] = ()) -> None:
-        """Refuses a field that none of these lists has.
+        """Refuses fields that are in none of these lists.
 
         Args:
             known: fields that the caller reads.
@@ -127,7 +127,7 @@ class _Fields:
                 self.refuse(field, value, "it is not known whether it changes values; leave it out if it does not")
 
     def choice(self, field: str, wanted: tuple[Any, ...], default: Any = None) -> Any:
-        """A field's value, one of those wanted; null counts as absent."""
+        """Returns a field's value, which must be one of `wanted`. null counts as absent."""
         value = self.values.get(field)
         value = default if value is None else value
         if value not in wanted or isinstance(value, bool) != isinstance(wanted[0], bool):
@@ -135,7 +135,7 @@ class _Fields:
         return value
 
     def group(self, field: str = "group_size", default: int | None = None) -> int | None:
-        """Columns of a group; None: a whole row, which is written as -1."""
+        """Returns the columns of a group. None: a whole row, which is written as -1."""
         value = self.values.get(field)
         value = default if value is None else value
         if value == -1:
@@ -145,14 +145,14 @@ class _Fields:
         return value
 
     def block(self, field: str) -> tuple[int, int]:
-        """Rows and columns of a block."""
+        """Returns the rows and columns of a block."""
         value = self.values.get(field)
         if not isinstance(value, list | tuple) or len(value) != 2 or not all(type(n) is int and n > 0 for n in value):
             self.refuse(field, value, "wanted two whole numbers, rows and columns")
         return value[0], value[1]
 
     def names(self, *fields: str) -> tuple[str, ...]:
-        """The lists of names in these fields, one after the other; None is an empty one."""
+        """Returns the lists of names in these fields, joined. None counts as an empty list."""
         found: list[str] = []
         for field in fields:
             value = self.values.get(field) or []
@@ -194,7 +194,7 @@ def _awq(fields: _Fields) -> Quantisation:
 def _gptq(fields: _Fields) -> Quantisation:
     fields.close("bits", "group_size", "desc_act", "checkpoint_format", "format", "dynamic", off=_GPTQ)
     layout = fields.choice("format", ("gptq", "gptq_v2"), fields.values.get("checkpoint_format") or "gptq")
-    if fields.choice("checkpoint_format", ("gptq", "gptq_v2"), layout) != layout:  # one field by two names
+    if fields.choice("checkpoint_format", ("gptq", "gptq_v2"), layout) != layout:  # two names of one setting
         fields.refuse("checkpoint_format", fields.values["checkpoint_format"], f"format says {layout!r}")
     usual = _gptq_scheme(fields, layout)
     rules = fields.values.get("dynamic") or {}
@@ -278,7 +278,7 @@ def _compressed(fields: _Fields) -> Quantisation:
     def scheme_of(module: str) -> Scheme | None:
         if _matches(module, ignored):
             return None
-        # a name says more than a class
+        # a module's name has precedence over its class
         found = [scheme for targets, scheme in schemes if _matches(module, targets)]
         found += [scheme for targets, scheme in schemes if "Linear" in targets]
         return found[0] if found else None
@@ -341,7 +341,7 @@ def _compiled(fields: _Fields, field: str, pattern: str) -> None:
 
 
 def _strategy(weights: _Fields) -> str:
-    """The strategy that compressed-tensors infers from the sizes, where none is written."""
+    """Returns the strategy. If none is written, compressed-tensors infers it from the sizes."""
     if weights.values.get("block_structure") is not None:
         return "block"
     group = weights.values.get("group_size")
@@ -351,7 +351,7 @@ def _strategy(weights: _Fields) -> str:
 
 
 def _matches(module: str, targets: tuple[str, ...]) -> bool:
-    """True if a target of compressed-tensors means a module: its name, or `re:` and a pattern of its beginning."""
+    """True if a target of compressed-tensors selects a module: by name, or by `re:` and a pattern of its beginning."""
     return any(
         re.match(target[3:], name) is not None if target.startswith("re:") else name == target
         for name in spellings(module)
@@ -360,10 +360,10 @@ def _matches(module: str, targets: tuple[str, ...]) -> bool:
 
 
 def spellings(module: str) -> tuple[str, ...]:
-    """Names that a config may have for a module that the files call `module`.
+    """Returns the names that a config may use for the stored module `module`.
 
-    A base model's files leave out `model.`. The text part of a multimodal model is `language_model.model` in files of
-    older releases of transformers, and `model.language_model` in configs of newer ones, or the other way round.
+    Files of a base model lack `model.`. The text part of a multimodal model is `language_model.model` in files of older
+    releases of transformers, and `model.language_model` in configs of newer ones, or the reverse.
     """
     old, new = "language_model.model.", "model.language_model."
     for here, there in ((old, new), (new, old)):
@@ -379,5 +379,5 @@ def _within(module: str, names: tuple[str, ...]) -> bool:
 
 
 def _inside(module: str, name: str) -> bool:
-    """True if a module has this name, at its beginning or end, or lies in a module that has it."""
+    """True if a module's name begins or ends with `name`, or if it is inside a module of that name."""
     return module == name or module.startswith(name + ".") or module.endswith("." + name) or f".{name}." in module

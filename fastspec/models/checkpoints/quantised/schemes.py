@@ -1,17 +1,16 @@
-"""Layouts of one stored quantised matrix: its tensors, and the `Codes` that they become.
+"""Stored layouts of a quantised matrix: their tensors, and the conversion to `Codes`.
 
-| scheme        | written by                               | tensors of a matrix [N, K] beside its name            |
+| scheme        | written by                               | tensors of a matrix [N, K], named after its module      |
 |---------------|------------------------------------------|--------------------------------------------------------|
 | Float8        | compressed-tensors, fp8, ModelOpt        | weight e4m3 [N, K], a scale                             |
 | Int8          | compressed-tensors                       | weight int8 [N, K], a scale                             |
 | PackedInt     | compressed-tensors (pack-quantized)      | weight_packed int32 [N, K bits/32], scale, zero points  |
 | Float4        | compressed-tensors and ModelOpt (NVFP4), | weight_packed or weight uint8 [N, K/2], block scales,   |
-|               | compressed-tensors (MXFP4)               | and of NVFP4 one scale of them all                      |
+|               | compressed-tensors (MXFP4)               | and for NVFP4 one global scale                          |
 | Awq           | AWQ, version gemm                        | qweight int32 [K, N/8], qzeros, scales                  |
 | Gptq          | GPTQ v1 and v2                           | qweight int32 [K bits/32, N], qzeros, scales, g_idx     |
 
-A scale is a factor: the value is what is decoded times it, but for the NVFP4 of compressed-tensors, whose scale of them
-all divides.
+A scale is a factor of the decoded number. Exception: the global scale in NVFP4 of compressed-tensors is a divisor.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from typing_extensions import override
 from fastspec.kernels.common.codes import Codes, CodesKind
 
 SCALES = ("F32", "BF16", "F16")
-AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # where in a word column j of eight lies, in nibbles
+AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # position in a word, in nibbles, of column j of eight
 
 
 Over = tuple[tuple[Literal["N", "K"], int], ...]
@@ -37,11 +36,11 @@ class StoredPart(NamedTuple):
     """One stored tensor of a matrix.
 
     Attributes:
-        shapes: those it may have.
-        dtypes: safetensors' names of those it may have.
-        required: else it may be missing.
-        over: of each of its axes, which axis of the matrix it follows, and how many rows or columns of that an element
-            stands for. One element alone stands for all of them. Empty: it says something of the whole matrix.
+        shapes: permitted shapes.
+        dtypes: permitted dtypes, as safetensors names them.
+        required: False if the tensor may be missing.
+        over: for each axis of the tensor: (axis of the matrix, rows or columns of the matrix per element). A tensor of
+            one element is for all of them. Empty: the tensor is for the whole matrix.
     """
 
     shapes: tuple[tuple[int, ...], ...]
@@ -51,32 +50,32 @@ class StoredPart(NamedTuple):
 
 
 class Scheme(Protocol):
-    """One way to store a matrix."""
+    """One stored layout of a matrix."""
 
     def parts(self, shape: tuple[int, int]) -> dict[str, StoredPart]:
-        """Its tensors, by what stands after the module's name and a dot."""
+        """Returns the tensors of a matrix, by their names after the module's name and a dot."""
 
     def kind(self, shape: tuple[int, int]) -> CodesKind:
-        """The kind of its `Codes`."""
+        """Returns the kind of its `Codes`."""
 
     def codes(self, tensors: Mapping[str, Tensor], shape: tuple[int, int]) -> Codes:
-        """The matrix [N, K] of these tensors, on their device.
+        """Converts these tensors to the matrix [N, K], on their device.
 
         Raises:
-            ValueError: impossible values; says which.
+            ValueError: names impossible values.
         """
 
     def describe(self) -> str:
-        """The scheme in words."""
+        """Describes the scheme."""
 
 
 @dataclass(frozen=True, slots=True)
 class Float8(Scheme):
-    """e4m3 with one scale for all, for each row, or for each block.
+    """e4m3 with one scale for the matrix, for each row, or for each block.
 
     Attributes:
-        block: rows and columns of a block; None: (1, K), or all, whichever shape the scale has.
-        scale: name of the scale.
+        block: rows and columns of a block. None: (1, K) or the whole matrix, by the scale's shape.
+        scale: name of the scale's tensor.
     """
 
     block: tuple[int, int] | None
@@ -109,7 +108,7 @@ class Float8(Scheme):
 
 @dataclass(frozen=True, slots=True)
 class Int8(Scheme):
-    """int8 with one scale for all, for each row, or for each group of `group` columns."""
+    """int8 with one scale for the matrix, for each row, or for each group of `group` columns."""
 
     group: int | None = None
 
@@ -139,12 +138,12 @@ class Int8(Scheme):
 
 @dataclass(frozen=True, slots=True)
 class PackedInt(Scheme):
-    """4 or 8 bits in words along K, the first in the lowest bits; codes are raised by half their range.
+    """4-bit or 8-bit codes in words along K, lowest bits first. Codes have half of their range added.
 
     Attributes:
         bits: 4 or 8.
-        group: columns that share a scale; None: all of a row.
-        symmetric: no zero points are stored; they are half the range.
+        group: columns that share a scale. None: a whole row.
+        symmetric: True if no zero points are stored; they are half of the range.
     """
 
     bits: int
@@ -181,7 +180,7 @@ class PackedInt(Scheme):
         codes = unpacked(tensors["weight_packed"], self.bits)[:, : shape[1]]
         scales = _scales(tensors["weight_scale"], kind, shape)
         if self.bits == 8:
-            return Codes(kind, codes ^ 0x80, scales)  # less 128, as an int8
+            return Codes(kind, codes ^ 0x80, scales)  # subtracts 128: the result is an int8
         if self.symmetric:
             return Codes(kind, codes, scales, torch.full_like(scales, 8, dtype=torch.uint8))
         zeros = unpacked(tensors["weight_zero_point"].t(), 4).t()[: shape[0]]
@@ -194,13 +193,13 @@ class PackedInt(Scheme):
 
 @dataclass(frozen=True, slots=True)
 class Float4(Scheme):
-    """e2m1, two in a byte, the first in the low bits.
+    """e2m1, two codes in a byte, low bits first.
 
     Attributes:
         group: 16 (NVFP4, whose scales are e4m3) or 32 (MXFP4, whose scales are powers of two, e8m0).
-        weight: name of the codes.
-        overall: of NVFP4, the name of the scale of all scales.
-        divides: whether that one divides.
+        weight: name of the tensor of codes.
+        overall: name of the tensor of the global scale, for NVFP4.
+        divides: True if the global scale is a divisor.
     """
 
     group: int
@@ -286,13 +285,13 @@ class Awq(Scheme):
 
 @dataclass(frozen=True, slots=True)
 class Gptq(Scheme):
-    """4 or 8 bits in words along K, zero points in words along N.
+    """4-bit or 8-bit codes in words along K, with zero points in words along N.
 
     Attributes:
-        bits: 4 or 8; of 8 bits every zero point must be 128.
-        group: rows of `qweight` that share a scale; None: all.
-        less_one: zero points are stored less one (v1).
-        symmetric: the config says so, and every zero point of 4 bits must be 8.
+        bits: 4 or 8. With 8 bits every zero point must be 128.
+        group: rows of `qweight` that share a scale. None: all.
+        less_one: True if 1 is subtracted from the stored zero points (v1).
+        symmetric: True if the config says so. Every zero point of 4 bits must then be 8.
     """
 
     bits: int
@@ -343,13 +342,13 @@ class Gptq(Scheme):
 
 
 def unpacked(words: Tensor, bits: int) -> Tensor:
-    """uint8 [..., W * 32 / bits]: the codes in int32 words [..., W], those in the lowest bits first."""
+    """Unpacks int32 words [..., W] to codes uint8 [..., W * 32 / bits], lowest bits first."""
     mask, shifts = (1 << bits) - 1, range(0, 32, bits)
     return torch.stack([(words >> shift & mask).to(torch.uint8) for shift in shifts], dim=-1).flatten(-2)
 
 
 def _over(kind: CodesKind) -> Over:
-    """The axes of scales of a kind, each with its elements of the matrix."""
+    """Returns, for each axis of the scales of a kind, (axis of the matrix, its elements per scale)."""
     return ("N", kind.block[0]), ("K", kind.block[1])
 
 
@@ -360,7 +359,7 @@ def _scale_shapes(shape: tuple[int, int], block: tuple[int, int] | None) -> tupl
 
 
 def _unused(shape: tuple[int, int], block: tuple[int, int] | None) -> dict[str, StoredPart]:
-    """Parts that may lie beside and are not used: scales of activations, and zero points that are 0."""
+    """Returns tensors that may be stored but are not used: scales of activations, and zero points that are 0."""
     over = _over(CodesKind("int8", block or (1, shape[1])))
     zeros = StoredPart(_scale_shapes(shape, block), ("I8", "I32", "I64", "F8_E4M3", *SCALES), required=False, over=over)
     return {"input_scale": StoredPart(((), (1,)), SCALES, required=False), "weight_zero_point": zeros}
@@ -373,7 +372,7 @@ def _check_no_zeros(tensors: Mapping[str, Tensor]) -> None:
 
 
 def _scales(stored: Tensor, kind: CodesKind, shape: tuple[int, int]) -> Tensor:
-    """Scales of the kind, fp32; one for all becomes one for each row."""
+    """Returns the scales of the kind, fp32. A scale for the whole matrix becomes one for each row."""
     wanted, scales = kind.scales_shape(shape), _finite(stored.float(), "scales")
     if scales.numel() == 1:
         return scales.reshape(1, 1).expand(wanted).contiguous()
@@ -387,7 +386,7 @@ def _finite(scales: Tensor, name: str) -> Tensor:
 
 
 def _check_groups(g_idx: Tensor | None, group: int, columns: int) -> None:
-    if g_idx is None or bool((g_idx < 0).all()):  # -1 everywhere: groups in order, as compressed-tensors says it
+    if g_idx is None or bool((g_idx < 0).all()):  # -1 everywhere: groups in order, as compressed-tensors writes it
         return
     if not torch.equal(g_idx.long(), torch.arange(columns, device=g_idx.device) // group):
         raise ValueError(

@@ -1,4 +1,7 @@
-"""Tensors of a quantised checkpoint: each quantised matrix is one tensor [N, K]; and stored scales of 8-bit K and V."""
+"""Tensors of a quantised checkpoint, with each quantised matrix as one tensor [N, K].
+
+Also stored scales of 8-bit K and V.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ from fastspec.models.checkpoints.safetensors_files import STORED_DTYPES
 from fastspec.models.checkpoints.tensor_source import TensorInfo, TensorSource, WrappedSource
 
 _ATTENTION: Final = r"layers\.(\d+)\.(?:self_attn|mixer)\."
-# as the tools spell them; kv_scale is both
+# names that tools use; kv_scale is for both
 _SCALE_NAMES: Final = re.compile(
     _ATTENTION + r"(?:(?:attn\.|[kv]_proj\.|qkv_proj\.)?(k|v|kv)_scale|(k|v)_cache\.scale)$"
 )
@@ -29,14 +32,14 @@ _LAYER: Final = re.compile(re.escape(PREFIX) + r"layers\.(\d+)\.")
 
 
 class CacheScales(NamedTuple):
-    """Divisors of K and V of one layer: one number, or one for each key head. 1 if none is stored."""
+    """Divisors of K and V of one layer: one number, or one for each KV head. 1 if none is stored."""
 
     k: tuple[float, ...] = (1.0,)
     v: tuple[float, ...] = (1.0,)
 
 
 def cache_scale_names(infos: Collection[str], parameters: Collection[str]) -> list[str]:
-    """Stored names that are scales of the model's layers, not of a vision tower's or of MTP layers.
+    """Returns the stored names of KV scales of the model's layers, without those of a vision tower or of MTP layers.
 
     Args:
         infos: stored names.
@@ -57,14 +60,14 @@ def cache_scale_names(infos: Collection[str], parameters: Collection[str]) -> li
 
 
 def read_cache_scales(stored: TensorSource, parameters: Collection[str]) -> dict[int, CacheScales]:
-    """The scales of a checkpoint by layer.
+    """Returns the KV scales of a checkpoint by layer.
 
     Args:
         stored: tensors of the checkpoint.
         parameters: names of the model's parameters.
 
     Raises:
-        CheckpointError: one that is not a positive number.
+        CheckpointError: a scale that is not a positive number.
     """
     found: dict[int, CacheScales] = {}
     names = cache_scale_names(stored.infos(), parameters)
@@ -83,22 +86,25 @@ def read_cache_scales(stored: TensorSource, parameters: Collection[str]) -> dict
 
 
 def scales_of_layers(found: Mapping[int, CacheScales], layers: Iterable[int]) -> tuple[KVScales, ...]:
-    """The scales by which K and V of these layers are stored here: of several heads the largest, which holds all."""
+    """Returns the KV scales that these layers use.
+
+    Of several heads' scales it takes the largest, which fits all heads.
+    """
     named = [found.get(layer, CacheScales()) for layer in layers]
     return tuple(KVScales(max(each.k), max(each.v)) for each in named)
 
 
 WEIGHT = ".weight"
-# what names a matrix as quantised, and what may stand beside it
+# suffixes of tensors that mark a quantised matrix, and suffixes of further tensors of it
 MARKS = ("weight_packed", "weight_scale", "weight_scale_inv", "qweight", "scales")
 
-GROUP_INDICES = frozenset(("g_idx", "weight_g_idx"))  # of each column, in which group it is
+GROUP_INDICES = frozenset(("g_idx", "weight_g_idx"))  # the group of each column
 
 DTYPE_NAMES = {dtype: name for name, dtype in STORED_DTYPES.items()}
 
 
 class Matrix(NamedTuple):
-    """A quantised matrix: its module's stored name, how it is stored, its shape, and the parts that are there."""
+    """A quantised matrix: stored name of its module, its scheme, its shape, and its stored parts."""
 
     module: str
     scheme: Scheme
@@ -107,15 +113,15 @@ class Matrix(NamedTuple):
 
 
 class QuantisedShards(WrappedSource):
-    """Stored tensors, in which the parts of each quantised matrix are one tensor, `<module>.weight`.
+    """Stored tensors, with the parts of each quantised matrix joined to one tensor, `<module>.weight`.
 
     Args:
         stored: tensors of the files.
         quantisation: settings of the config.
-        shapes: of the model's parameters, by name.
+        shapes: shapes of the model's parameters, by name.
 
     Raises:
-        CheckpointError: parts are missing or have another shape or dtype, or the config leaves their matrix out.
+        CheckpointError: parts are missing or have another shape or dtype, or the config does not mention their matrix.
     """
 
     def __init__(self, stored: TensorSource, quantisation: Quantisation, shapes: Mapping[str, tuple[int, ...]]) -> None:
@@ -132,7 +138,7 @@ class QuantisedShards(WrappedSource):
             where = self._infos[f"{matrix.module}.{matrix.parts[0]}"].where
             for part in matrix.parts:
                 del self._infos[f"{matrix.module}.{part}"]
-            self._infos[name] = TensorInfo(matrix.shape, torch.float32, where)  # what values are computed in
+            self._infos[name] = TensorInfo(matrix.shape, torch.float32, where)  # dtype in which its values are computed
         for name in cache_scale_names(self._infos.keys(), shapes.keys()):
             del self._infos[name]
 
@@ -141,8 +147,8 @@ class QuantisedShards(WrappedSource):
         for module in _modules(infos):
             name = parameter(module + WEIGHT, shapes.keys())
             if name not in shapes:
-                continue  # some other model's: named among what is not used
-            scheme = self._quantisation.scheme_of(module)  # a config has the checkpoint's names
+                continue  # part of another model: listed as unused later
+            scheme = self._quantisation.scheme_of(module)  # a config uses the checkpoint's names
             if scheme is None:
                 raise CheckpointError(
                     f"{self.directory}: {module} is stored quantised, and the config's {self._quantisation.method} "
@@ -152,7 +158,7 @@ class QuantisedShards(WrappedSource):
             yield module + WEIGHT, Matrix(module, scheme, (rows, columns), self._parts(module, scheme, (rows, columns)))
 
     def _parts(self, module: str, scheme: Scheme, shape: tuple[int, int]) -> tuple[str, ...]:
-        """The parts that are there, each of a shape and dtype that it may have."""
+        """Returns the stored parts of a matrix. Checks their shapes and dtypes."""
         infos, there = self._source.infos(), []
         for part, wanted in scheme.parts(shape).items():
             info = infos.get(f"{module}.{part}")
@@ -174,25 +180,25 @@ class QuantisedShards(WrappedSource):
         return tuple(there)
 
     def infos(self) -> Mapping[str, TensorInfo]:
-        """Every tensor, a quantised matrix as one."""
+        """Every tensor; a quantised matrix is one tensor."""
         return self._infos
 
     def read(self, name: str) -> Tensor:
-        """A tensor by its stored name; a quantised matrix as fp32 values."""
+        """Returns a tensor by its stored name. A quantised matrix is returned as fp32 values."""
         codes = self.codes(name, torch.device("cpu"))
         return self._source.read(name) if codes is None else codes.dequantise(torch.float32)
 
     def read_part(self, name: str, rows: slice, columns: slice) -> Tensor:
-        """Part of a tensor; all of a quantised matrix is read for it."""
+        """Returns a part of a tensor. A quantised matrix is read completely for it."""
         return TensorSource.read_part(self, name, rows, columns)
 
     def kind(self, name: str) -> CodesKind | None:
-        """The kind of the codes of a tensor; None: it is not quantised."""
+        """Returns the kind of a quantised matrix. None: it is not quantised."""
         matrix = self._matrices.get(name)
         return self._source.kind(name) if matrix is None else matrix.scheme.kind(matrix.shape)
 
     def codes(self, name: str, device: torch.device) -> Codes | None:
-        """A quantised matrix, its parts brought to the device and taken apart there; None: it is not quantised.
+        """Returns a quantised matrix, unpacked on the device. None: it is not quantised.
 
         Raises:
             CheckpointError: impossible values.
@@ -207,7 +213,7 @@ class QuantisedShards(WrappedSource):
             raise CheckpointError(f"{self.directory}: {matrix.module}: {error}") from error
 
     def codes_part(self, name: str, rows: slice, columns: slice, device: torch.device) -> Codes | None:
-        """Rows and columns of a quantised matrix. Reads only the stored words and scales that they need.
+        """Returns rows and columns of a quantised matrix. Reads only the stored words and scales that they need.
 
         Raises:
             CheckpointError: impossible values.
@@ -219,7 +225,7 @@ class QuantisedShards(WrappedSource):
         meant = {"N": range(matrix.shape[0])[rows], "K": range(matrix.shape[1])[columns]}
         read = {axis: self._whole(matrix, parts, axis, each) for axis, each in meant.items()}
         tensors = {part: self._along(matrix, part, over, read).to(device) for part, over in parts.items() if over}
-        for each in tensors.keys() & GROUP_INDICES:  # of groups that are counted from the first one that is read
+        for each in tensors.keys() & GROUP_INDICES:  # groups are counted from the first group that is read
             tensors[each] = tensors[each] - read["K"].start // matrix.scheme.kind(matrix.shape).block[1]
         try:
             codes = matrix.scheme.codes(tensors, (len(read["N"]), len(read["K"])))
@@ -229,7 +235,7 @@ class QuantisedShards(WrappedSource):
         return codes.part(here[:1], here[1])
 
     def _whole(self, matrix: Matrix, parts: Mapping[str, Over], axis: str, meant: range) -> range:
-        """The smallest range of rows or columns around `meant` that whole stored elements make up."""
+        """Returns the smallest range of rows or columns that contains `meant` and consists of whole stored elements."""
         shapes = {part: self._source.infos()[f"{matrix.module}.{part}"].shape for part in parts}
         over = [pair for part, each in parts.items() for pair in zip(shapes[part], each, strict=False)]
         unit = math.lcm(*(by for size, (of, by) in over if of == axis and size > 1))
@@ -237,7 +243,7 @@ class QuantisedShards(WrappedSource):
         return range(meant.start // unit * unit, min(-(-meant.stop // unit) * unit, stop))
 
     def _along(self, matrix: Matrix, part: str, over: Over, read: Mapping[str, range]) -> Tensor:
-        """The elements of a stored part that belong to these rows and columns."""
+        """Reads the elements of a stored part that belong to these rows and columns."""
         name = f"{matrix.module}.{part}"
         places = [
             slice(None) if size == 1 else slice(read[axis].start // by, -(-read[axis].stop // by))
@@ -248,13 +254,13 @@ class QuantisedShards(WrappedSource):
         return self._source.read_part(name, *places, *([slice(None)] * (2 - len(places))))
 
     def describe(self) -> str:
-        """Counts of matrices by scheme, for people."""
+        """Returns the number of matrices by scheme, as text."""
         kinds = Counter(matrix.scheme.describe() for matrix in self._matrices.values())
         return ", ".join(f"{count} matrices in {kind}" for kind, count in sorted(kinds.items()))
 
 
 def _modules(infos: Mapping[str, TensorInfo]) -> list[str]:
-    """Names of modules of which something is stored that only a quantised matrix has."""
+    """Returns the names of modules with stored tensors that only a quantised matrix has."""
     found = []
     for name, info in infos.items():
         module, _, part = name.rpartition(".")

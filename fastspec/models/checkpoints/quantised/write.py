@@ -1,14 +1,14 @@
-"""Writes a quantised copy of a checkpoint, in the layout of compressed-tensors, which other engines read too.
+"""Writes a quantised copy of a checkpoint in the compressed-tensors format, which other engines read, too.
 
     fp8   weight e4m3 [N, K], weight_scale [N, 1]
     int8  weight_packed int32 [N, K/4] (low byte first), weight_scale [N, 1], weight_shape [2]
     int4  weight_packed int32 [N, K/8] (low nibble first), weight_scale [N, K/G], weight_shape [2]
 
-Codes of both are symmetric, with half their range added. int8 as bytes ("int-quantized") is for engines that round
-activations too: some refuse it where, as here, activations stay as they are.
+int8 and int4 codes are symmetric, with half of their range added. int8 as plain bytes ("int-quantized") is not used:
+some engines refuse it unless activations are quantised, too.
 
-Matrices of layers are rounded as `draft_quantization=` rounds them while a model is loaded, by
-`kernels/common/rounding.py`: both give the same values. Embedding, head, norms and biases stay as they are.
+Matrices of layers are rounded by `kernels/common/rounding.py`, which `draft_quantization=` also uses. So both give the
+same values. Embedding, head, norms and biases are not rounded.
 """
 
 from __future__ import annotations
@@ -46,19 +46,19 @@ def write_quantised(
     revision: str | None = None,
     tell: Callable[[str], object] = lambda _: None,
 ) -> None:
-    """Writes `destination`, a directory like that of `source` with its layers' matrices quantised.
+    """Writes `destination`, a copy of the directory `source` with quantised matrices of layers.
 
-    One file of weights is in memory at a time. The destination is made as a whole or not at all.
+    One file of weights is in memory at a time. If writing fails, no destination is left.
 
     Args:
-        source: a local directory or a Hub id, of a native family, in 16 or 32 bits.
+        source: a local directory or a Hub id of a native family, in 16 or 32 bits.
         destination: must not exist.
         form: "fp8", "int8" or "int4".
-        revision: of a Hub id.
-        tell: is told the name of each file before it is written.
+        revision: revision of a Hub id.
+        tell: called with the name of each file before it is written.
 
     Raises:
-        UnsupportedOption: another form, a hosted model, or a source that is quantised already.
+        UnsupportedOption: another form, a hosted model, or a source that is already quantised.
         CheckpointError: the destination exists, or the source is damaged.
     """
     wanted = [each for each in FORMATS if each == form]
@@ -90,7 +90,7 @@ def _write(
     files: dict[str, list[str]] = defaultdict(list)
     for name, info in stored.infos().items():
         files[info.where].append(name)
-    groups: dict[int | None, list[str]] = defaultdict(list)  # modules by the columns that share a scale
+    groups: dict[int | None, list[str]] = defaultdict(list)  # columns that share a scale -> modules
     kept: list[str] = []
     weight_map: dict[str, str] = {}
     total = 0
@@ -125,7 +125,10 @@ def _write(
 
 
 def _parts(codes: Codes, dtype: torch.dtype) -> dict[str, Tensor]:
-    """The stored tensors of a matrix; its scales in the dtype that the matrix had, or bf16, which holds them."""
+    """Returns the tensors to store for a matrix.
+
+    Its scales have the matrix's dtype, or bf16, in which they are exact.
+    """
     scales = codes.scales.to(torch.float32 if dtype is torch.float32 else torch.bfloat16)
     if codes.kind.format == "fp8":
         return {"weight": codes.codes.view(torch.float8_e4m3fn), "weight_scale": scales}
@@ -135,7 +138,7 @@ def _parts(codes: Codes, dtype: torch.dtype) -> dict[str, Tensor]:
 
 
 def packed(codes: Tensor, bits: int) -> Tensor:
-    """int32 words [N, W] of codes, uint8 [N, K], K at most W * 32 / bits; the first is in the lowest bits."""
+    """Packs codes uint8 [N, K] into int32 words [N, W], lowest bits first. K is at most W * 32 / bits."""
     count = 32 // bits
     whole = torch.nn.functional.pad(codes.to(torch.int64), (0, -codes.shape[1] % count)).unflatten(1, (-1, count))
     words = sum(whole[..., place] << bits * place for place in range(count))
@@ -143,7 +146,7 @@ def packed(codes: Tensor, bits: int) -> Tensor:
 
 
 def _settings(form: CodeFormat, groups: dict[int | None, list[str]], kept: list[str]) -> dict[str, Any]:
-    """`quantization_config`; where groups differ in size, each names its modules."""
+    """Returns `quantization_config`. If group sizes differ, each entry lists its modules."""
     of_group = {}
     for index, (size, modules) in enumerate(sorted(groups.items(), key=lambda each: each[0] or 0)):
         weights: dict[str, Any] = {
@@ -173,7 +176,7 @@ def _settings(form: CodeFormat, groups: dict[int | None, list[str]], kept: list[
 
 
 def _copy_others(source: Path, directory: Path) -> None:
-    """Tokenizer, generation settings and other files beside the weights, but no pickled file."""
+    """Copies tokenizer, generation settings and other files besides the weights. Pickled files are not copied."""
     for path in source.iterdir():
         written = path.suffix in _WEIGHTS or path.name in (INDEX, CONFIG)
         if path.is_file() and not written and not path.name.startswith("."):

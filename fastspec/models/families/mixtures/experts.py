@@ -9,12 +9,12 @@ from typing import Final
 
 from fastspec.models.fields import SIZE_LIMITS, ConfigFields
 
-MAX_EXPERTS: Final = 1024  # of a layer; published models have up to 512
-MAX_CHOSEN: Final = 32  # of a token
+MAX_EXPERTS: Final = 1024  # experts of a layer; published models have up to 512
+MAX_CHOSEN: Final = 32  # experts of a token
 
 
 def counts(fields: ConfigFields, count: str = "num_experts") -> tuple[int, int]:
-    """(experts of a layer, experts of a token); `count` is the config field of the first."""
+    """Returns (experts of a layer, experts of a token). `count` is the config field of the first."""
     experts = fields.count(count, MAX_EXPERTS)
     chosen = fields.count("num_experts_per_tok", MAX_CHOSEN)
     if chosen > experts:
@@ -23,12 +23,12 @@ def counts(fields: ConfigFields, count: str = "num_experts") -> tuple[int, int]:
 
 
 def width(fields: ConfigFields, field: str) -> int:
-    """The intermediate size of an expert, by the config field of that name."""
+    """Returns the intermediate size of an expert, from the config field `field`."""
     return fields.count(field, SIZE_LIMITS["intermediate_size"])
 
 
 def sparse_layers(fields: ConfigFields, layers: int) -> tuple[bool, ...]:
-    """True for each layer that has experts, by `decoder_sparse_step` and `mlp_only_layers`."""
+    """Returns True for each layer that has experts, by `decoder_sparse_step` and `mlp_only_layers`."""
     step = fields.count("decoder_sparse_step", SIZE_LIMITS["num_hidden_layers"])
     dense = fields.get("mlp_only_layers")
     dense = [] if dense is None else dense

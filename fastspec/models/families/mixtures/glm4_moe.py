@@ -1,6 +1,7 @@
-"""GLM-4.5, 4.6 and 4.7: sigmoid router with correction and expert groups, a shared expert; first layers dense.
+"""GLM-4.5, 4.6 and 4.7: sigmoid router with correction and expert groups, a shared expert. The first layers are dense.
 
-So is the text model of GLM-4.5V and 4.6V: the three positions of its rope are equal where all tokens are text.
+The text model of GLM-4.5V and 4.6V is the same. Its rope has three positions per token, which are equal if all tokens
+are text.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ def _plans(fields: ConfigFields, layers: int) -> tuple[LayerPlan, ...]:
 
 
 def _routing(fields: ConfigFields) -> tuple[int, RoutingRule]:
-    """The number of experts of a layer, and the rule by which a token's are chosen."""
+    """Returns the number of experts of a layer, and the rule that chooses a token's experts."""
     count, chosen = counts(fields, "n_routed_experts")
     groups, kept = fields.count("n_group", count), fields.count("topk_group", count)
     if count % groups or (groups > 1 and count // groups < 2):

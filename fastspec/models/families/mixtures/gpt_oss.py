@@ -9,7 +9,7 @@ from fastspec.models.families.plan import ExpertsPlan, LayerPlan, ModelFamily, w
 from fastspec.models.fields import ConfigFields
 from fastspec.shapes import ClampedGate, RoutingRule
 
-ALPHA, LIMIT = 1.702, 7.0  # of the gate, where a config leaves them out: those of transformers' GptOssExperts
+ALPHA, LIMIT = 1.702, 7.0  # constants of the gate if a config omits them, as in transformers' GptOssExperts
 
 
 def _plans(fields: ConfigFields, layers: int) -> tuple[LayerPlan, ...]:

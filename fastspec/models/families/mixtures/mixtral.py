@@ -1,4 +1,4 @@
-"""Mixtral: Mistral with experts in every layer, whose factors add up to one."""
+"""Mixtral: Mistral with experts in every layer. The factors of a token's experts sum to 1."""
 
 from __future__ import annotations
 

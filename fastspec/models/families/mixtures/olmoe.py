@@ -1,4 +1,4 @@
-"""OLMoE: Llama with a norm over all query heads and one over all key heads, and experts in every layer."""
+"""OLMoE: Llama with experts in every layer, one norm over all query heads, and one over all KV heads."""
 
 from __future__ import annotations
 

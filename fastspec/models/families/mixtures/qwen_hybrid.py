@@ -1,6 +1,6 @@
-"""Qwen3-Next, and Qwen3.5 and 3.6 with experts: the layers of Qwen3.5, with a gated shared expert beside the others.
+"""Qwen3-Next, Qwen3.5 and 3.6 with experts: the layers of Qwen3.5, with routed experts and a gated shared expert.
 
-Qwen3-Next stores the projections of its recurrent layers grouped by key head, and some of its layers may be dense.
+Qwen3-Next stores the projections of its recurrent layers grouped by key head. Some of its layers may be dense.
 """
 
 from __future__ import annotations

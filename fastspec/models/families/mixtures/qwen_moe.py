@@ -1,6 +1,6 @@
-"""Qwen2-MoE and Qwen3-MoE: softmax over all experts, then the largest; in Qwen2-MoE a gated shared expert, too.
+"""Qwen2-MoE and Qwen3-MoE: softmax over all experts, then the largest are chosen. Qwen2-MoE has a gated shared expert.
 
-The text model of Qwen3-VL with experts is Qwen3-MoE; its publisher stores the experts' matrices transposed.
+The text model of Qwen3-VL with experts is Qwen3-MoE. Its publisher stores the experts' matrices transposed.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from fastspec.shapes import RoutingRule
 
 
 def experts_of(fields: ConfigFields, *, normed: bool) -> ExpertsPlan:
-    """The experts of a layer of Qwen3-MoE, and of its relatives as far as they agree."""
+    """Returns the experts of a layer of Qwen3-MoE and related families."""
     count, chosen = counts(fields)
     return ExpertsPlan(count, width(fields, "moe_intermediate_size"), RoutingRule(chosen, normed=normed))
 
 
 def with_shared_expert(fields: ConfigFields, *, normed: bool) -> ExpertsPlan:
-    """The experts of `experts_of`, with a gated shared expert beside them."""
+    """Returns `experts_of` with a gated shared expert."""
     shared = width(fields, "shared_expert_intermediate_size")
     return replace(experts_of(fields, normed=normed), shared=shared, shared_gate=True)
 
@@ -39,7 +39,7 @@ def _plans3(fields: ConfigFields, layers: int) -> tuple[LayerPlan, ...]:
 
 
 def _vl_plans(fields: ConfigFields, layers: int) -> tuple[LayerPlan, ...]:
-    experts = experts_of(fields, normed=True)  # whatever norm_topk_prob says
+    experts = experts_of(fields, normed=True)  # whatever the value of norm_topk_prob
     bias = fields.flag("attention_bias")
     plan = LayerPlan(qkv_bias=bias, o_bias=bias, qk_norm="head")
     return tuple(replace(plan, experts=experts if sparse else None) for sparse in sparse_layers(fields, layers))
