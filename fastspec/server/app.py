@@ -24,7 +24,7 @@ from fastspec.server.errors import Refusal, failed, no_such
 from fastspec.server.field_table import TAKEN
 from fastspec.server.fields import Body, Chat, Completion, StreamOptions, read
 from fastspec.server.openapi import description
-from fastspec.server.request_record import REQUEST_ID, Recorded, record_of
+from fastspec.server.request_log import REQUEST_ID, Recorded, record_of
 from fastspec.server.service import Job, Service
 from fastspec.server.texts import Answer, Piece
 from fastspec.server.tokens import Detokenize, Tokenize, detokenized, tokenized

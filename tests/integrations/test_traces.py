@@ -12,7 +12,7 @@ from opentelemetry.trace import SpanKind, StatusCode
 
 from fastspec import FastSpecGenerator, demo_pair
 from fastspec.server.access import Access
-from fastspec.server.request_record import RequestRecord
+from fastspec.server.request_log import RequestRecord
 from fastspec.server.traces import Traces
 from tests.server.conftest import running
 from tests.server.test_refusals import get, post
