@@ -57,7 +57,7 @@ class Line:
 def ours(target: Path, draft: Path | None, *, k: int, rows: int, length: int, device: str) -> Line:
     """`fastspec serve`, with a draft model or without."""
     line = ["-m", "fastspec.cli", "serve", str(target), "--device", device, "--name", "model"]
-    line += ["--max-batch-size", str(rows), "--max-length", str(length)]
+    line += ["--max-batch-size", str(rows), "--max-length", str(length), "--access-log", "off"]
     line += ["--draft", str(draft), "--num-speculative-tokens", str(k)] if draft else ["--num-speculative-tokens", "0"]
     name = f"fastspec serve, {k} drafts a step" if draft else "fastspec serve, no drafts"
     return Line(name, line, "model", fields={"stream_options": {"include_usage": True}})
@@ -172,6 +172,7 @@ def asked(port: int, model: str, text: str, new: int, seconds: float) -> int:
     """Asks for a whole answer; returns its number of tokens.
 
     Raises:
+        ConnectionError: the models are loading.
         RuntimeError: the server refuses.
     """
     body = {"model": model, "prompt": text, "max_tokens": new, "temperature": 0.0}
@@ -182,7 +183,9 @@ def asked(port: int, model: str, text: str, new: int, seconds: float) -> int:
         told = answer.read()
     finally:
         connection.close()
-    if answer.status != 200:
+    if answer.status == http.client.SERVICE_UNAVAILABLE:
+        raise ConnectionError(f"{answer.status}: {told[:300]!r}")
+    if answer.status != http.client.OK:
         raise RuntimeError(f"{answer.status}: {told[:300]!r}")
     return int(json.loads(told)["usage"]["completion_tokens"])
 

@@ -117,7 +117,7 @@ def serve(
             metavar="FILE",
             is_eager=True,
             callback=flags.read_config,
-            help="TOML file with flags as keys; flags here win.",
+            help="TOML file with flags as keys; flags win.",
         ),
     ] = None,
 ) -> None:

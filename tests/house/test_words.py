@@ -170,7 +170,6 @@ OPEN_SIGNATURES: dict[str, set[str]] = {
     "fastspec/proposers/combined.py": {"propose"},
     "fastspec/proposers/heads.py": {"build_head"},
     "fastspec/server/app.py": {"_event", "_whole", "last", "whole"},
-    "fastspec/server/service.py": {"count"},
 }
 
 

@@ -7,12 +7,12 @@ import pytest
 pytest.importorskip("opentelemetry.sdk.trace", reason="runs with `make test-integrations`")
 pytest.importorskip("opentelemetry.exporter.otlp.proto.http", reason="runs with `make test-integrations`")
 
-from fastspec.server.request_log import RequestRecord
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanKind, StatusCode
 
 from fastspec import FastSpecGenerator, demo_pair
 from fastspec.server.access import Access
+from fastspec.server.request_log import RequestRecord
 from fastspec.server.traces import Traces
 from tests.server.conftest import running
 from tests.server.test_refusals import get, post

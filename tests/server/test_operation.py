@@ -14,13 +14,12 @@ from typing import Any
 
 import jsonschema
 import pytest
-from fastspec.server.access_log import AccessLog
-from fastspec.server.request_log import RequestRecord
 
 import fastspec
 from fastspec import FastSpecGenerator
 from fastspec.server.access import Access
 from fastspec.server.openapi import description
+from fastspec.server.request_log import AccessLog, RequestRecord
 from fastspec.server.run import Certificate, Server, answering_that_models_load, listening, listening_at
 from fastspec.server.service import Service
 from tests.helpers.limits import HANGS
