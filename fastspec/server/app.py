@@ -55,7 +55,7 @@ class Envelope:
         self._id = f"{'chatcmpl' if self.chat else 'cmpl'}-{uuid.uuid4().hex}"
         self._name, self._created = service.name, int(time.time())
         self._begun: set[int] = set()  # answers of which something was sent
-        self._echo = Echo(body)
+        self._echo, self._prompt_logprobs = Echo(body), body.prompt_logprobs
 
     def _whole(self, kind: str, choices: list[dict[str, Any]], usage: dict[str, Any] | None) -> dict[str, Any]:
         shared: dict[str, Any] = {"id": self._id, "object": kind, "created": self._created, "model": self._name}
@@ -78,7 +78,7 @@ class Envelope:
                 choices[-1]["logprobs"] = None
             choices[-1] |= self._ids(answer, count)
         whole = self._whole("chat.completion" if self.chat else "text_completion", choices, self._echo.usage(usage))
-        return whole | self._prompt_ids(texts[0][0])
+        return whole | self._prompt_ids(texts[0][0]) | self._prompt_scores(texts[0][0])
 
     def _ids(self, answer: Answer, stop: int) -> dict[str, Any]:
         """Token ids of an answer that were not sent yet, where the request wants them."""
@@ -92,6 +92,11 @@ class Envelope:
     def _prompt_ids(self, answer: Answer) -> dict[str, Any]:
         """Token ids of the messages of a chat, where the request wants them."""
         return {"prompt_token_ids": answer.request.prompt} if self.chat and self._with_ids else {}
+
+    def _prompt_scores(self, answer: Answer) -> dict[str, Any]:
+        """Log-probabilities of the tokens of a chat's messages, where the request wants them."""
+        wanted = self._prompt_logprobs if self.chat else None
+        return {} if wanted is None else {"prompt_logprobs": answer.prompt_logprobs(wanted)}
 
     def piece(self, answer: Answer, piece: Piece) -> list[dict[str, Any]]:
         """Events of a piece: its text, then the finish reason."""

@@ -148,6 +148,8 @@ FIELDS: Final[tuple[RequestField, ...]] = (
         "vLLM",
         _BOTH,
         {
+            "prompt_logprobs": "0 to 20: log-probabilities of the prompt's tokens by id, and of so many most probable "
+            "ones; in the choices of completions, beside the choices of chats. Not with `stream`.",
             "top_k": "0 and more; 0 and -1 are all tokens.",
             "min_p": "0 to 1.",
             "repetition_penalty": "Above 0 to 10, over prompt and new tokens.",
@@ -255,16 +257,10 @@ FIELDS: Final[tuple[RequestField, ...]] = (
             "guided_grammar": ((), _OLD_GUIDED),
         },
     ),
-    *_served(
-        "vLLM",
-        _COMPLETIONS,
-        {"prompt_logprobs": "0 to 20: log-probabilities of the prompt's tokens, and of so many most probable ones."},
-    ),
     *_refused(
         "vLLM",
         _CHAT,
         {
-            "prompt_logprobs": ((), "Completions have it: send the text of the chat there."),
             "chat_template": ((), "A template is a program; serve with --chat-template FILE."),
             "documents": ((), "Write them into a message."),
             "media_io_kwargs": ((), _MEDIA),

@@ -147,6 +147,7 @@ class Body(create_model("Numbers", **_numeric_fields(), **_taken_fields())):  # 
     allowed_token_ids: Ids | None = None
     structured_outputs: StructuredOutputs | None = None
     return_token_ids: bool = False
+    prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -154,6 +155,12 @@ class Body(create_model("Numbers", **_numeric_fields(), **_taken_fields())):  # 
         if not isinstance(body, dict):
             return body
         return without_neutral({name: value for name, value in body.items() if value is not None}, cls.model_fields)
+
+    @model_validator(mode="after")
+    def _prompts_are_scored_whole(self) -> Body:
+        if self.stream and self.prompt_logprobs is not None:
+            raise Refusal("prompt_logprobs come with whole answers; leave out stream or prompt_logprobs", "stream")
+        return self
 
     @property
     def taken(self) -> list[str]:
@@ -169,6 +176,11 @@ class Body(create_model("Numbers", **_numeric_fields(), **_taken_fields())):  # 
     def recorded(self) -> int | None:
         """Number of most probable tokens to tell at each place; None: no log-probabilities."""
         raise NotImplementedError
+
+    @property
+    def scored(self) -> int | None:
+        """Number of most probable tokens to record at each token of the prompt; None: no log-probabilities."""
+        return self.prompt_logprobs
 
     @property
     def drawn(self) -> int:
@@ -205,6 +217,8 @@ class Body(create_model("Numbers", **_numeric_fields(), **_taken_fields())):  # 
             options["num_speculative_tokens"] = self.speculative_tokens
         if self.recorded is not None:
             options["logprobs"] = self.recorded or True
+        if self.scored is not None:
+            options["prompt_logprobs"] = self.scored or True
         return options | self._constraint()
 
     def _constraint(self) -> dict[str, Any]:
@@ -232,7 +246,6 @@ class Completion(Body):
     prompt: str | Ids | Annotated[list[str], Field(min_length=1)] | Annotated[list[Ids], Field(min_length=1)]
     max_tokens: Annotated[int, Field(ge=0)] | None = None
     logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
-    prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     echo: bool = False
     best_of: Annotated[int, Field(ge=1, le=64)] | None = None
     add_special_tokens: bool = True
@@ -262,11 +275,11 @@ class Completion(Body):
         """`max_tokens`; for 0 one token is decoded, and left out of the answer."""
         return "max_tokens", None if self.max_tokens is None else max(1, self.max_tokens)
 
-    def options(self) -> dict[str, Any]:
-        """Keywords of `submit`; with `echo` the prompt is scored as the answer is."""
+    @property
+    def scored(self) -> int | None:
+        """With `echo` the prompt is scored as the answer is."""
         wanted = [self.prompt_logprobs, self.logprobs if self.echo else None]
-        scored = max((each for each in wanted if each is not None), default=None)
-        return super().options() | ({} if scored is None else {"prompt_logprobs": scored or True})
+        return max((each for each in wanted if each is not None), default=None)
 
     @property
     def prompts(self) -> list[str | list[int]]:

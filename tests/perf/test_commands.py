@@ -6,6 +6,7 @@ import importlib
 import json
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +23,7 @@ from perf.kernels.passes import pass_rows
 from perf.models import batches_of
 from perf.records import ROOT, Row
 from perf.startup import PARTS
+from perf.tasks import read_tasks
 from perf.workloads import WORKLOADS, Bytes
 
 pytestmark = pytest.mark.filterwarnings("ignore:the tokenizers:UserWarning")
@@ -292,3 +294,17 @@ def test_modes_and_formats_are_counted(tmp_path: Path, monkeypatch: pytest.Monke
     formats = run_cli(tmp_path, "formats", "--prompts", "2")[3:]
     assert [row["draft"] for row in formats] == list(counted.FORMATS)
     assert all(row["texts_equal"] for row in formats)
+
+
+def test_tasks_are_counted_by_kind(tmp_path: Path) -> None:
+    assert Counter(task.kind for task in read_tasks()) == dict.fromkeys(
+        ("edit code", "docstring", "summarise", "quote", "to JSON", "copy", "story", "chat"), 5
+    )
+    options = ("--target", str(demo_pair()[0]), "--draft", str(demo_pair()[1]), "--name", "shipped", "--k", "2")
+    rows = run_cli(tmp_path, "tasks", *options, "--kinds", "chat", "--new", "8")
+    drafters = [(row["drafter"], row["k"]) for row in rows if row["kind"] == "all"]
+    assert drafters == [("plain", 0), ("lookup", 2), ("draft model", 2)] * 2
+    assert all(row["text_equal"] == "5 of 5" for row in rows if row["temperature"] == 0)
+    assert all(row["tokens_per_step"] == 1 for row in rows if row["drafter"] == "plain")
+    with pytest.raises(SystemExit, match="no such task; kinds are"):
+        run_cli(tmp_path, "tasks", *options, "--kinds", "poem")

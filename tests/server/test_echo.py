@@ -111,6 +111,24 @@ def test_scores_of_prompts_by_id(client: Any, gen: FastSpecGenerator) -> None:
         )
 
 
+def test_scores_of_messages_stand_beside_the_choices(client: Any, gen: FastSpecGenerator) -> None:
+    messages: Any = [{"role": "user", "content": "def f(x):"}]
+    ids = gen.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
+    output: Any = gen.generate([ids], max_new_tokens=1, prompt_logprobs=1, return_dict_in_generate=True)
+    answer = client.chat.completions.create(
+        model=client.models.list().data[0].id, messages=messages, max_tokens=1, extra_body={"prompt_logprobs": 1}
+    ).model_dump()
+    first, *others = answer["prompt_logprobs"]
+    assert first is None
+    found = [place[str(token)]["logprob"] for token, place in zip(ids[1:], others, strict=True)]
+    assert found == output.prompt_logprobs[0]
+
+
+def test_scores_of_prompts_are_not_streamed(client: Any) -> None:
+    with pytest.raises(openai.BadRequestError, match="prompt_logprobs come with whole answers"):
+        complete(client, stream=True, extra_body={"prompt_logprobs": 1})
+
+
 def test_no_answer_and_no_prompt_is_refused(client: Any) -> None:
     with pytest.raises(openai.BadRequestError, match="max_tokens=0 asks for no answer"):
         complete(client, max_tokens=0)

@@ -1,0 +1,151 @@
+"""Drafters on forty tasks of eight kinds, with a real model: `python -m perf tasks --target DIR`.
+
+The tasks are in tasks.jsonl, written for this project. Their kinds follow what people use assistants for: edit code,
+write docstrings, summarise, quote, convert to JSON, copy, tell stories, chat. Summarising and chat are categories of
+SPEED-Bench, too. A prompt is the task in the model's chat template, or the task alone if there is no template.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fastspec import FastSpecGenerator, NGram
+from perf.experiment import Arm, Call, Experiment, generate, law, rated, same_text, say, step_sums, token_sums
+from perf.records import Row
+
+FILE = Path(__file__).with_name("tasks.jsonl")
+TEMPERATURES = (0.0, 0.8)
+PLAIN, ALL = "plain", "all"
+COLUMNS = ("drafter", "k", "kind", "temperature", "tokens_per_step", "tokens_per_step_95", "acceptance", "tok_s",
+           "tok_s_95", "text_equal")  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One task: its kind, and the text of the user's message."""
+
+    kind: str
+    prompt: str
+
+
+def read_tasks(path: Path = FILE) -> list[Task]:
+    """Reads the tasks of a file of JSON lines."""
+    return [Task(**json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def ids_of(generator: FastSpecGenerator, task: Task) -> list[int]:
+    """Token ids of a task's prompt."""
+    tokenizer = generator.tokenizer
+    if not tokenizer.chat_template:
+        return list(tokenizer(task.prompt)["input_ids"])
+    messages = [{"role": "user", "content": task.prompt}]
+    made: Any = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
+    return list(made["input_ids"])
+
+
+def arms_of(stack: ExitStack, given: argparse.Namespace) -> dict[str, Arm]:
+    """Generators by "drafter k"; they close with the stack."""
+    kinds: dict[str, dict[str, Any]] = {PLAIN: {}, "lookup": {"proposer": NGram()}}
+    if given.draft is not None:
+        kinds["draft model"] = {"draft": given.draft}
+    if given.self_draft is not None:
+        kinds[f"itself in {given.self_draft}"] = {"draft": given.target, "draft_quantization": given.self_draft}
+    kinds |= {name: {"draft": Path(folder)} for name, folder in (each.split("=", 1) for each in given.head)}
+    sizes: dict[str, Any] = {"max_batch_size": 1, "max_length": given.max_length, "device": given.device}
+    arms = {}
+    for name, how in kinds.items():
+        for k in (0,) if name == PLAIN else given.k:
+            generator = FastSpecGenerator(
+                given.target, **how, **sizes, dtype=given.dtype, num_speculative_tokens=k, progress=False
+            )
+            arms[f"{name} {k}"] = Arm(stack.enter_context(generator))
+    return arms
+
+
+def rows_of(
+    name: str, temperature: float, tasks: Sequence[Task], calls: Sequence[Call], plain: Sequence[Call]
+) -> list[Row]:
+    """The rows of one arm at one temperature: one for each kind, and one for all.
+
+    Args:
+        name: "drafter k".
+        temperature: 0 for greedy.
+        tasks: task of each call.
+        calls: calls of the arm. plain: those of plain decoding.
+    """
+    drafter, _, drafts = name.rpartition(" ")
+    rows = []
+    for kind in (ALL, *dict.fromkeys(task.kind for task in tasks)):
+        chosen = [index for index, task in enumerate(tasks) if kind in (ALL, task.kind)]
+        found, others = [calls[index] for index in chosen], [plain[index] for index in chosen]
+        sums = [step_sums(call) for call in found]
+        emitted, steps = ([value for each in sums for value in each[column]] for column in (0, 1))
+        drafted = sum(call.drafted or 0 for call in found)
+        row: Row = {
+            "bench": "tasks",
+            "drafter": drafter,
+            "k": int(drafts),
+            "kind": kind,
+            "temperature": temperature,
+            **rated("tokens_per_step", (emitted, steps), 3),
+            "acceptance": round(sum(call.accepted or 0 for call in found) / drafted, 4) if drafted else None,
+            **rated("tok_s", token_sums(found), 1),
+        }
+        if temperature == 0:
+            row["text_equal"] = "{} of {}".format(*same_text(found, others))
+        rows.append(row)
+    return rows
+
+
+def add_options(made: argparse.ArgumentParser) -> None:
+    """Adds the options of `perf tasks`."""
+    made.set_defaults(out="tasks", columns=COLUMNS)
+    made.add_argument("--target", type=Path, required=True, help="a checkpoint")
+    made.add_argument("--name", required=True, help="name of the target in the rows, without a path")
+    made.add_argument("--draft", type=Path, help="a draft model")
+    made.add_argument("--self-draft", metavar="FORMAT", help="the target as its own draft, in this format")
+    made.add_argument("--head", action="append", default=[], metavar="NAME=DIR", help="a head; may be repeated")
+    made.add_argument("--dtype", default=None, help="of the models; default: the checkpoint's")
+    made.add_argument("--k", type=int, nargs="+", default=[4])
+    made.add_argument("--new", type=int, default=128, help="new tokens at most")
+    made.add_argument("--max-length", type=int, default=1024)
+    made.add_argument("--kinds", nargs="+", help="kinds of tasks; default: all")
+
+
+def command_tasks(given: argparse.Namespace) -> Iterator[list[Row]]:
+    """Tokens per step and acceptance of drafters on forty tasks, with a model of your own."""
+    tasks = [task for task in read_tasks() if given.kinds is None or task.kind in given.kinds]
+    if not tasks:
+        raise SystemExit(
+            f"--kinds {given.kinds}: no such task; kinds are {sorted({task.kind for task in read_tasks()})}"
+        )
+    on_cpu = torch.device(given.device).type == "cpu"
+    clock, words = (time.process_time, "processor time") if on_cpu else (time.perf_counter, "wall")
+    with ExitStack() as stack:
+        arms = arms_of(stack, given)
+        prompts = [ids_of(next(iter(arms.values())).generator, task) for task in tasks]
+        for temperature in TEMPERATURES:
+
+            def measure(arm: Arm, number: int, temperature: float = temperature) -> Call:
+                options = law(temperature > 0, number, temperature)
+                ends = arm.generator.tokenizer.eos_token_id
+                return generate(arm, [prompts[number]], given.new, clock=clock, eos_token_id=ends, **options)
+
+            for arm in arms.values():
+                measure(arm, 0)  # warm
+            calls = Experiment(arms, measure, len(prompts)).run(say)
+            workload = f"{given.name}, {len(tasks)} tasks, up to {given.new} new tokens, batch 1"
+            yield [
+                {**row, "workload": workload, "seconds_of": words}
+                for name, found in calls.items()
+                for row in rows_of(name, temperature, tasks, found, calls[f"{PLAIN} 0"])
+            ]
