@@ -49,12 +49,12 @@ REASONING_FORMATS: Final[Mapping[str, Callable[[], ReasoningFormat]]] = {
     "seed": lambda: Between("seed", "<seed:think>", "</seed:think>"),
     "kimi": lambda: Between("kimi", "◁think▷", "◁/think▷"),
 }
-_REASONS: Final[Mapping[str, str]] = {  # name -> a text in templates of that format
-    "think": "</think>",
-    "gemma4": "<channel|>",
-    "mistral": "[/THINK]",
-    "seed": "</seed:think>",
-    "kimi": "◁/think▷",
+_REASONS: Final[Mapping[str, tuple[str, ...]]] = {  # name -> texts of which one is in a template of that format
+    "think": ("<think>", "</think>"),
+    "gemma4": ("<channel|>", "<|channel>"),
+    "mistral": ("[THINK]", "[/THINK]"),
+    "seed": ("<seed:think>",),
+    "kimi": ("◁think▷",),
 }
 
 
@@ -86,8 +86,8 @@ def formats_of(template: str, *, tools: str = AUTO, reasoning: str = AUTO) -> An
         tools = next((name for name, texts in _SHOWN.items() if all(text in template for text in texts)), NONE)
     if reasoning == AUTO:
         channels = all(text in template for text in _SHOWN[Harmony.name])
-        shown = next((name for name, text in _REASONS.items() if text in template), NONE)
-        reasoning = Harmony.name if channels else shown
+        reads = (name for name, texts in _REASONS.items() if any(text in template for text in texts))
+        reasoning = Harmony.name if channels else next(reads, NONE)
     if reasoning not in (NONE, *REASONING_FORMATS):
         raise ValueError(f"no reasoning format {reasoning!r}; there are {', '.join((AUTO, NONE, *REASONING_FORMATS))}")
     return AnswerFormats(_tool_format(tools, template), None if reasoning == NONE else REASONING_FORMATS[reasoning]())

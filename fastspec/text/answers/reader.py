@@ -261,7 +261,9 @@ class Reader:
             self._push(kind(blanks))
 
     def _add_text(self, kind: type[Content | Reasoning], text: str, blanks: str) -> None:
-        self._flush()
+        if self._held[0] is not kind:
+            self._flush()
+        text = self._held[1] + text
         kept = text.rstrip(blanks)
         if kept:
             self._push(kind(kept))
