@@ -147,7 +147,7 @@ def _compiled(spec: GrammarSpec, vocabulary: LLTokenizer) -> LLMatcher:
         reason = f"character {error.start} is {spec.text[error.start]!r}, which is no text"
         raise ValueError(f"{spec.kind} cannot be used: {reason}; write it in UTF-8") from None
     if spec.kind == JSON_SCHEMA:
-        source = LLMatcher.grammar_from_json_schema(json.dumps(_constraints(json.loads(spec.text))))
+        source = LLMatcher.grammar_from_json_schema(json.dumps(constraints(json.loads(spec.text))))
     elif spec.kind == REGEX:
         source = LLMatcher.grammar_from_regex(spec.text)
     else:
@@ -159,18 +159,18 @@ def _compiled(spec: GrammarSpec, vocabulary: LLTokenizer) -> LLMatcher:
     return matcher
 
 
-def _constraints(schema: Any) -> Any:
+def constraints(schema: Any) -> Any:
     """Returns a JSON schema without those keywords that constrain nothing and that llguidance refuses."""
     if isinstance(schema, list):
-        return [_constraints(each) for each in schema]
+        return [constraints(each) for each in schema]
     if not isinstance(schema, dict):
         return schema
     kept = {name: value for name, value in schema.items() if not _is_annotation(name, value)}
     for name, value in kept.items():
         if name in _BY_NAME and isinstance(value, dict):  # the keys of this value are property names, not keywords
-            kept[name] = {key: _constraints(each) for key, each in value.items()}
+            kept[name] = {key: constraints(each) for key, each in value.items()}
         elif name not in _VALUES:
-            kept[name] = _constraints(value)
+            kept[name] = constraints(value)
     return kept
 
 

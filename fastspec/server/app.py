@@ -69,8 +69,8 @@ class Envelope:
             count = len(answer.request.new_tokens)
             shared = {"index": answer.index, "finish_reason": reason}
             if self.chat:
-                message = {"role": "assistant", "content": text, "refusal": None}
-                choices.append({**shared, "message": message, "logprobs": answer.chat_logprobs(0, count)})
+                logprobs = answer.chat_logprobs(0, count)
+                choices.append({**shared, "message": answer.message(), "logprobs": logprobs})
             else:
                 choice = {**shared, "text": text, "logprobs": answer.text_logprobs(0, count)}
                 choices.append(self._echo.added(answer, choice))
@@ -99,27 +99,12 @@ class Envelope:
         return {} if wanted is None else {"prompt_logprobs": answer.prompt_logprobs(wanted)}
 
     def piece(self, answer: Answer, piece: Piece) -> list[dict[str, Any]]:
-        """Events of a piece: its text, then the finish reason."""
-        choices: list[dict[str, Any]] = []
-        first = answer.index not in self._begun
-        self._begun.add(answer.index)
+        """Events of a piece: its text or its parts, then the finish reason."""
         shared: dict[str, Any] = {"index": answer.index, "finish_reason": None}
-        if self.chat:
-            delta = {"role": "assistant", "content": piece.text} if first else {"content": piece.text}
-            logprobs = answer.chat_logprobs(piece.start, piece.stop)
-            choices.append({**shared, "delta": delta, "logprobs": logprobs})
-            end: dict[str, Any] = {"delta": {}, "logprobs": None}
-        else:
-            if first and (before := self._echo.begin(answer)) is not None:
-                choices.append({**shared, **before})
-            if not self._echo.silent:
-                logprobs = answer.text_logprobs(piece.start, piece.stop)
-                choices.append({**shared, "text": piece.text, "logprobs": logprobs})
-            end = {"text": "", "logprobs": None}
-        if not piece.text and piece.start == piece.stop and not first:
-            choices = []
+        choices = [{**shared, **one} for one in (self._deltas if self.chat else self._texts)(answer, piece)]
         if piece.reason is not None:
-            choices.append({**shared, **end, "finish_reason": piece.reason})
+            end: dict[str, Any] = {"delta": {}} if self.chat else {"text": ""}
+            choices.append({**shared, **end, "logprobs": None, "finish_reason": piece.reason})
         kind = "chat.completion.chunk" if self.chat else "text_completion"
         told: dict[str, Any] = {"usage": None} if self.with_usage else {}  # what is to come at the end
         if not self._sent:
@@ -127,6 +112,30 @@ class Envelope:
         if choices:
             choices[0] |= self._ids(answer, piece.stop)
         return [self._whole(kind, [one], None) | told for one in choices]
+
+    def _texts(self, answer: Answer, piece: Piece) -> list[dict[str, Any]]:
+        """Texts of a completion: before its first piece the prompt, with `echo`."""
+        first = answer.index not in self._begun
+        if not piece.text and piece.start == piece.stop and not first:
+            return []
+        self._begun.add(answer.index)
+        before = self._echo.begin(answer) if first else None
+        texts = [] if before is None else [before]
+        if not self._echo.silent:
+            texts.append({"text": piece.text, "logprobs": answer.text_logprobs(piece.start, piece.stop)})
+        return texts
+
+    def _deltas(self, answer: Answer, piece: Piece) -> list[dict[str, Any]]:
+        """Deltas of a chat, one for each part; the first has the log-probabilities of all tokens of the piece."""
+        logprobs = answer.chat_logprobs(piece.start, piece.stop) if piece.start < piece.stop else None
+        deltas = [answer.delta(event) for event in piece.events]
+        first = answer.index not in self._begun
+        if not deltas and (logprobs is not None or (first and piece.reason is not None)):
+            deltas = [{"content": ""}]
+        if deltas and first:
+            self._begun.add(answer.index)
+            deltas[0] = {"role": "assistant", "content": None, **deltas[0]}
+        return [{"delta": delta, "logprobs": None if at else logprobs} for at, delta in enumerate(deltas)]
 
     def last(self, usage: dict[str, Any]) -> dict[str, Any]:
         """Last event of a stream, with usage if it was requested."""

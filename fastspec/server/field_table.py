@@ -124,10 +124,12 @@ FIELDS: Final[tuple[RequestField, ...]] = (
             "leave out are a 400 that names them.",
             "max_completion_tokens": "Means the same as `max_tokens`; if both are given they must be equal.",
             "top_logprobs": "0 to 20; needs `logprobs`.",
-            "tools": "Written by the chat template; calls are returned as text. A template that writes no tools is a "
-            "400.",
-            "tool_choice": "none or auto.",
-            "parallel_tool_calls": "true.",
+            "tools": "Written by the chat template; calls come back as `tool_calls`. A template without tools is a "
+            "400. With `strict` the arguments follow the schema once a call has begun.",
+            "tool_choice": "none, auto, required, or the name of a function. The last two need llguidance.",
+            "parallel_tool_calls": "false: one call at most.",
+            "reasoning_effort": "Sets the variable of the template that turns reasoning on; a template without one is "
+            "a 400.",
             "response_format": "text, json_object or json_schema; the answer follows it. Needs llguidance. "
             "Completions have it, too.",
             "modalities": 'Only ["text"].',
@@ -226,7 +228,6 @@ FIELDS: Final[tuple[RequestField, ...]] = (
             "audio": ((), _MEDIA),
             "functions": ((), "The older name of tools; send tools."),
             "function_call": ((), "The older name of tool_choice; send tool_choice."),
-            "reasoning_effort": ((), "Set the template's own variable by chat_template_kwargs."),
             "web_search_options": ((), "The server searches nothing; offer a tool instead."),
             "moderation": ((), "Nothing is moderated here; leave it out."),
         },

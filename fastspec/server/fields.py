@@ -12,10 +12,12 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 from transformers import PreTrainedTokenizerBase
 
+from fastspec.grammar.library import constraints
 from fastspec.inputs.table import NUMBERS, ROWS
 from fastspec.server.errors import Refusal
 from fastspec.server.field_table import TAKEN, without_neutral
 from fastspec.state import MAX_TOP_LOGPROBS
+from fastspec.text.answers.events import Tool
 
 Stop = Annotated[str, Field(min_length=1, max_length=256)]
 Ids = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
@@ -97,6 +99,42 @@ class StructuredOutputs(BaseModel):
                 "structured_outputs",
             )
         return next(iter(given.items()), ("json_schema", {"type": "object"}))
+
+
+class Function(BaseModel):
+    """A function that the model may call."""
+
+    model_config = ConfigDict(extra="allow", strict=True)  # a template may read more
+
+    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class FunctionTool(BaseModel):
+    """A tool in a chat."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    type: Literal["function"]
+    function: Function
+
+
+class Named(BaseModel):
+    """The name of a function."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    name: str
+
+
+class NamedChoice(BaseModel):
+    """A choice of the one function that must be called."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    type: Literal["function"]
+    function: Named
 
 
 # ranges of the protocol, where they are not those of the option
@@ -221,6 +259,11 @@ class Body(create_model("Numbers", **_numeric_fields(), **_taken_fields())):  # 
             options["prompt_logprobs"] = self.scored or True
         return options | self._constraint()
 
+    @property
+    def schema_of_text(self) -> dict[str, Any] | str | None:
+        """JSON schema that the answer must follow; None: there is none."""
+        return self._constraint().get("json_schema")
+
     def _constraint(self) -> dict[str, Any]:
         """Keyword of `submit` for the text that the answer must follow."""
         schema = None if self.response_format is None else self.response_format.schema_of_text
@@ -297,9 +340,10 @@ class Chat(Body):
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
-    tools: list[dict[str, Any]] | None = None
-    tool_choice: Literal["auto", "none"] | None = None
-    parallel_tool_calls: Literal[True] | None = None
+    tools: list[dict[str, Any]] | None = None  # templates read them as the client wrote them
+    tool_choice: Literal["auto", "none", "required"] | NamedChoice | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     modalities: list[Literal["text"]] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     sanitize_control_tokens: bool | None = None
@@ -328,7 +372,40 @@ class Chat(Body):
                 f"chat_template_kwargs are variables of the template, and {', '.join(taken)} is none; leave it out",
                 "chat_template_kwargs",
             )
+        names = [function.name for function in self._functions]
+        if len(set(names)) < len(names):
+            raise Refusal(f"tools must have different names, got {', '.join(names)}"[: 4 * _TOLD], "tools")
+        if self.tool_choice == "required" and not names:
+            raise Refusal("tool_choice is required, and there are no tools; give some", "tool_choice")
+        if isinstance(self.tool_choice, NamedChoice) and self.tool_choice.function.name not in names:
+            raise Refusal(
+                f"tool_choice names {self.tool_choice.function.name[:_TOLD]!r}, which is none of the tools",
+                "tool_choice",
+            )
         return self
+
+    @property
+    def offered(self) -> tuple[Tool, ...]:
+        """Tools that the model may call, or the one that it must call."""
+        if self.tool_choice == "none":
+            return ()
+        named = self.tool_choice.function.name if isinstance(self.tool_choice, NamedChoice) else None
+        functions = [one for one in self._functions if named in (None, one.name)]
+        return tuple(Tool(one.name, _object_schema(one.parameters), bool(one.strict)) for one in functions)
+
+    @property
+    def _functions(self) -> list[Function]:
+        return [_function_of(at, tool) for at, tool in enumerate(self.tools or [])]
+
+    @property
+    def must_call(self) -> bool:
+        """True if the answer must be a call."""
+        return self.tool_choice == "required" or isinstance(self.tool_choice, NamedChoice)
+
+    @property
+    def one_call(self) -> bool:
+        """True if the answer may have one call at most. A named function is called once."""
+        return self.parallel_tool_calls is False or isinstance(self.tool_choice, NamedChoice)
 
     @property
     def recorded(self) -> int | None:
@@ -341,6 +418,20 @@ class Chat(Body):
         if self.max_completion_tokens is not None:
             return "max_completion_tokens", self.max_completion_tokens
         return "max_tokens", self.max_tokens
+
+
+def _function_of(at: int, tool: dict[str, Any]) -> Function:
+    try:
+        return FunctionTool.model_validate(tool).function
+    except ValidationError as error:
+        said = "; or ".join(_said(one) for one in error.errors(include_url=False))
+        raise Refusal(f"tools.{at}.{said}", "tools") from None
+
+
+def _object_schema(given: dict[str, Any] | None) -> dict[str, Any]:
+    """JSON schema of a function's arguments."""
+    schema: dict[str, Any] = constraints({"type": "object", **(given or {})})
+    return schema
 
 
 def _id(key: str) -> int:

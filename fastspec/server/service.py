@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,9 +19,19 @@ from fastspec.server.errors import Refusal, failed, going_down, of_option, too_l
 from fastspec.server.fields import Body, Chat, Completion
 from fastspec.server.metrics import Live, Meters
 from fastspec.server.texts import Answer, Piece
+from fastspec.text.answers.choose import AUTO, AnswerFormats, formats_of
+from fastspec.text.answers.lark import NoGrammar
+from fastspec.text.answers.parser import AnswerParser, AnswerRule
 from fastspec.text.chat_template import ChatTemplate, ConversationError, Message
 
 COMPLETION_TOKENS = 16  # of /v1/completions where the request does not say, as OpenAI has it
+_PROMPT_END = 16  # tokens of a prompt that may open the reasoning
+# variables by which templates turn reasoning on; the first is not a field of a message, a text or a part of a name
+_SWITCHES = {
+    "reasoning_effort": re.compile(r"\breasoning_effort\b"),
+    "enable_thinking": re.compile(r"\benable_thinking\b"),
+    "thinking": re.compile(r"(?<![\w.'\"|<-])thinking\b(?!['\">])"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,16 +185,44 @@ class Job:
     def usage(self) -> dict[str, Any]:
         """Token counts of the request so far, in OpenAI's shape. Accepted drafts are its accepted predictions."""
         counts = self.counts()
+        reasoning = sum(answer.reasoning_tokens for answer in self.answers)
         return {
             "prompt_tokens": counts.prompt,
             "completion_tokens": counts.completion,
             "total_tokens": counts.prompt + counts.completion,
             "prompt_tokens_details": {"cached_tokens": counts.cached},
             "completion_tokens_details": {
+                "reasoning_tokens": reasoning,
                 "accepted_prediction_tokens": counts.accepted,
                 "rejected_prediction_tokens": counts.drafted - counts.accepted,
             },
         }
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How the answers of a request are read, and what they must follow.
+
+    Attributes:
+        prompts: token ids.
+        formats: of a chat's answers; None: a completion, which is text alone.
+        rule: what an answer must follow.
+        opened: True if the prompt has opened the reasoning.
+    """
+
+    prompts: list[list[int]]
+    formats: AnswerFormats | None = None
+    rule: AnswerRule = AnswerRule()
+    opened: bool = False
+
+    def parser(self) -> AnswerParser | None:
+        """Makes the parser of one answer."""
+        return None if self.formats is None else AnswerParser(self.formats, self.rule.tools, opened=self.opened)
+
+    def new_call_id(self) -> str:
+        """Makes the id of a call."""
+        assert self.formats is not None and self.formats.tools is not None, "no calls without their format"
+        return self.formats.tools.call_id()
 
 
 class Service:
@@ -195,6 +234,7 @@ class Service:
         limits: of requests.
         aliases: other names that requests may use.
         sanitize_control_tokens: encode control tokens in messages as plain text, whatever a request says.
+        tool_call_parser, reasoning_parser: names of formats, as `formats_of` takes them.
 
     Attributes:
         names: of the model in requests; the first is in answers, too.
@@ -202,7 +242,7 @@ class Service:
         meters, created: metrics of /metrics, and the time in seconds since the epoch.
 
     Raises:
-        ValueError: the checkpoint brings no tokenizer.
+        ValueError: the checkpoint brings no tokenizer, or a format is unknown.
     """
 
     def __init__(
@@ -213,12 +253,18 @@ class Service:
         *,
         aliases: Sequence[str] = (),
         sanitize_control_tokens: bool = False,
+        tool_call_parser: str = AUTO,
+        reasoning_parser: str = AUTO,
     ) -> None:
         self.generator, self.name, self.limits = generator, name, limits or Limits()
         self.names = list(dict.fromkeys([name, *aliases]))
         self.tokenizer: PreTrainedTokenizerBase = generator.tokenizer
         self.template = ChatTemplate(self.tokenizer)
         self.sanitize_control_tokens = sanitize_control_tokens
+        self._parsers = {"tools": tool_call_parser, "reasoning": reasoning_parser}
+        self._formats: dict[str, AnswerFormats] = {}  # by template
+        self._formats_of("")  # names are checked before the first request
+        self._added: dict[str, int] = self.tokenizer.get_added_vocab()
         live = Live(lambda: self._with_row, lambda: self._running - self._with_row, lambda: generator.kv_usage)
         self.meters = Meters(self.limits.seconds, name, live)
         self.created = int(time.time())
@@ -304,32 +350,54 @@ class Service:
 
     def _submit(self, body: Body) -> tuple[list[Answer], int]:
         """Submits a request. Returns its answers and the number of prompt tokens."""
-        prompts = [self._templated(body)] if isinstance(body, Chat) else self._prompts(body)
+        plan = self._chat_plan(body) if isinstance(body, Chat) else Plan(self._prompts(body))
         answers: list[Answer] = []
-        for prompt in prompts:
-            options = self._options(body, len(prompt))
+        for prompt in plan.prompts:
+            options = self._options(body, len(prompt)) | self._grammar(body, plan)
             for copy in range(body.drawn):
                 if body.seed is not None:  # the rows of generate(num_return_sequences=n, seed=seed)
                     options["seed"] = [derive_seed(body.seed, 0, copy)]
                 try:
                     handle = self.generator.submit(prompt, **options)
                 except (ValueError, OutOfPages) as error:
+                    if str(error).startswith("grammar") and plan.formats is not None:
+                        raise Refusal(str(error), "tools" if plan.rule.tools else "response_format") from None
                     raise of_option(error, body.model_fields_set) from None
                 except RuntimeError as error:
                     raise failed(error) from error
-                skip = body.skip_special_tokens
-                answers.append(Answer(len(answers), handle, self.tokenizer, body.stops, skip_special_tokens=skip))
-        return answers, sum(map(len, prompts))
+                answers.append(
+                    Answer(
+                        len(answers),
+                        handle,
+                        self.tokenizer,
+                        body.stops,
+                        skip_special_tokens=body.skip_special_tokens,
+                        parser=plan.parser(),
+                        new_call_id=plan.new_call_id,
+                    )
+                )
+        return answers, sum(map(len, plan.prompts))
 
-    def _templated(self, body: Chat) -> list[int]:
-        return self.template_ids(
+    def _formats_of(self, template: str) -> AnswerFormats:
+        if template not in self._formats:
+            self._formats[template] = formats_of(template, **self._parsers)
+        return self._formats[template]
+
+    def _chat_plan(self, body: Chat) -> Plan:
+        tools = (body.tools or None) if body.tool_choice != "none" else None
+        template = self.template.text(tools=tools) if self.template.exists else ""
+        ids = self.template_ids(
             body.messages,
-            tools=None if body.tool_choice == "none" else body.tools,
+            tools=tools,
             sanitize=bool(body.sanitize_control_tokens),
-            variables=body.chat_template_kwargs,
+            variables=_variables(body, template),
             add_generation_prompt=body.add_generation_prompt,
             continue_final_message=body.continue_final_message,
         )
+        formats = self._formats_of(template)
+        end = str(self.tokenizer.decode(ids[-_PROMPT_END:], skip_special_tokens=False))
+        rule = AnswerRule(body.offered, body.must_call, not body.one_call, body.schema_of_text)
+        return Plan([ids], formats, rule, formats.reasoning is not None and formats.reasoning.opens(end))
 
     def template_ids(
         self,
@@ -363,6 +431,21 @@ class Service:
             )
         except ConversationError as error:
             raise Refusal(str(error), "messages") from error
+
+    def _grammar(self, body: Body, plan: Plan) -> dict[str, Any]:
+        """Options in place of `json_schema` for an answer that has a structure around its content."""
+        if plan.formats is None or not plan.rule.demands or not (plan.rule.tools or plan.formats.reasoning):
+            return {}
+        field = "tools" if plan.rule.tools else "response_format"
+        if body.min_tokens:
+            raise Refusal("min_tokens: an answer that follows a grammar may end before; leave it out", "min_tokens")
+        try:
+            return {
+                "json_schema": None,
+                "grammar": plan.rule.grammar(plan.formats, self._added.get, opened=plan.opened),
+            }
+        except NoGrammar as error:
+            raise Refusal(str(error), field) from None
 
     def _prompts(self, body: Body) -> list[list[int]]:
         assert isinstance(body, Completion), "there are two kinds"
@@ -400,3 +483,18 @@ class Service:
         if options.get("do_sample") and "top_k" not in options and (defaults is None or defaults.top_k is None):
             options["top_k"] = 0  # a temperature in this protocol means the whole distribution
         return options | {"max_new_tokens": asked or usual}
+
+
+def _variables(body: Chat, template: str) -> dict[str, Any]:
+    """Variables of the template that the fields of a chat set."""
+    variables: dict[str, Any] = {}
+    effort = body.reasoning_effort
+    if effort is not None:
+        read = [name for name, pattern in _SWITCHES.items() if pattern.search(template)]
+        if not read:
+            raise Refusal(
+                f"reasoning_effort: the chat template reads none of {', '.join(_SWITCHES)}; leave it out",
+                "reasoning_effort",
+            )
+        variables = {name: effort if name == "reasoning_effort" else effort != "none" for name in read}
+    return variables | (body.chat_template_kwargs or {})

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from fastspec.scheduling.handle import Handle
+from fastspec.text.answers.events import Arguments, CallBegins, Content, Event, WholeAnswer
+from fastspec.text.answers.parser import AnswerParser
+from fastspec.text.answers.reader import overlap
 from fastspec.text.text_stream import TextStream, bytes_of
 
 _BROKEN = "\ufffd"  # what a decoder writes for a part of a character
@@ -25,6 +28,7 @@ class Visible:
         prompt: ids before the answer.
         stops: texts that end it.
         skip_special_tokens: leave special tokens out of the text, as in `decode`.
+        marks: special tokens that stay in the text all the same.
     """
 
     def __init__(
@@ -34,13 +38,21 @@ class Visible:
         stops: list[str],
         *,
         skip_special_tokens: bool = True,
+        marks: frozenset[str] = frozenset(),
     ) -> None:
         self._stream = TextStream(tokenizer, prompt, skip_special_tokens=skip_special_tokens)
         self._stops, self._held, self._ended = stops, "", False
+        self._kept: dict[int, str] = {}
+        if marks and skip_special_tokens:
+            special = set(tokenizer.all_special_ids)
+            self._kept = {
+                id: mark for mark, id in tokenizer.get_added_vocab().items() if mark in marks and id in special
+            }
 
     def push(self, tokens: list[int]) -> str:
         """Takes new tokens. Returns the text that is final."""
-        return self._release(self._stream.push(tokens), last=False)
+        pieces = [self._kept[token] if token in self._kept else self._stream.push([token]) for token in tokens]
+        return self._release("".join(pieces), last=False)
 
     def finish(self) -> str:
         """The rest of the text."""
@@ -54,14 +66,9 @@ class Visible:
         if ends:
             self._ended, self._held = True, ""
             return text[: min(ends)]
-        keep = 0 if last else max((_overlap(text, stop) for stop in self._stops), default=0)
+        keep = 0 if last else max((overlap(text, stop) for stop in self._stops), default=0)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]
-
-
-def _overlap(text: str, stop: str) -> int:
-    """Characters at the end of `text` that `stop` begins with."""
-    return next((size for size in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:size])), 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,13 +78,15 @@ class Piece:
     Attributes:
         text: may be empty.
         start, stop: the new tokens, among all of the answer.
-        reason: "stop" or "length" at the end; None before.
+        reason: "stop", "length" or "tool_calls" at the end; None before.
+        events: parts of the structure of a chat's answer.
     """
 
     text: str
     start: int
     stop: int
     reason: str | None = None
+    events: tuple[Event, ...] = ()
 
 
 class Answer:
@@ -89,6 +98,13 @@ class Answer:
         tokenizer: the target's.
         stops: texts that end it.
         skip_special_tokens: leave special tokens out of the text.
+        parser: finds reasoning and calls in a chat's answer.
+        new_call_id: makes the ids of calls.
+
+    Attributes:
+        whole: all parts of a chat's answer so far.
+        call_ids: one for each call.
+        reasoning_tokens: number of tokens of the reasoning, with those that mark its beginning and end.
     """
 
     def __init__(
@@ -99,9 +115,12 @@ class Answer:
         stops: list[str],
         *,
         skip_special_tokens: bool = True,
+        parser: AnswerParser | None = None,
+        new_call_id: Callable[[], str] = str,
     ) -> None:
         self.index, self.handle, self._tokenizer, self._stops = index, handle, tokenizer, stops
-        self._skip = skip_special_tokens
+        self._skip, self._parser, self._new_call_id = skip_special_tokens, parser, new_call_id
+        self.whole, self.call_ids, self.reasoning_tokens = WholeAnswer(), list[str](), 0
         self.request = handle.call.requests[0]
         self._placed = TextStream(tokenizer, self.request.prompt, skip_special_tokens=skip_special_tokens)
         self._offsets = [0]
@@ -129,13 +148,65 @@ class Answer:
         Raises:
             InvalidLogits, RuntimeError: as `Handle.result`.
         """
-        visible = Visible(self._tokenizer, self.request.prompt, self._stops, skip_special_tokens=self._skip)
+        visible = Visible(
+            self._tokenizer,
+            self.request.prompt,
+            self._stops,
+            skip_special_tokens=self._skip,
+            marks=self._parser.marks if self._parser else frozenset(),
+        )
         shown, stop_ids = 0, self.handle.call.options.stop_ids
         async for start, shown in self.handle.pieces_in_loop():
             new = self.request.new_tokens[start:shown]
             # the id that ends a text is no part of it, whether its tokenizer calls it special or not
-            yield Piece(visible.push(new[:-1] if new[-1] in stop_ids else new), start, shown)
-        yield Piece(visible.finish(), shown, shown, self.request.finish_reason)
+            text = "".join([self._read(visible, token) for token in (new[:-1] if new[-1] in stop_ids else new)])
+            yield Piece(text, start, shown, events=self._events())
+        text = visible.finish()
+        if self._parser:
+            self._parser.push(text)
+            self._parser.finish()
+        events, reason = self._events(), self.request.finish_reason
+        yield Piece(text, shown, shown, "tool_calls" if reason == "stop" and self.call_ids else reason, events)
+
+    def _read(self, visible: Visible, token: int) -> str:
+        """Takes one token. Returns the text that is final."""
+        text = visible.push([token])
+        if self._parser:
+            before = self._parser.in_reasoning
+            self._parser.push(text)
+            self.reasoning_tokens += before or self._parser.in_reasoning
+        return text
+
+    def _events(self) -> tuple[Event, ...]:
+        events = self._parser.events() if self._parser else []
+        self.whole.add(events)
+        self.call_ids += [self._new_call_id() for event in events if isinstance(event, CallBegins)]
+        return tuple(events)
+
+    def message(self) -> dict[str, Any]:
+        """The answer of a chat as a message."""
+        whole = self.whole
+        content = whole.content if whole.content or not whole.calls else None
+        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+        if whole.reasoning:
+            message |= {"reasoning_content": whole.reasoning, "reasoning": whole.reasoning}
+        if whole.calls:
+            message["tool_calls"] = [
+                {"id": id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+                for id, call in zip(self.call_ids, whole.calls, strict=True)
+            ]
+        return message
+
+    def delta(self, event: Event) -> dict[str, Any]:
+        """An event as the delta of a streamed message."""
+        if isinstance(event, Content):
+            return {"content": event.text}
+        if isinstance(event, CallBegins):
+            call = {"id": self.call_ids[event.index], "type": "function"}
+            return {"tool_calls": [{"index": event.index, **call, "function": {"name": event.name, "arguments": ""}}]}
+        if isinstance(event, Arguments):
+            return {"tool_calls": [{"index": event.index, "function": {"arguments": event.text}}]}
+        return {"reasoning_content": event.text, "reasoning": event.text}
 
     def chat_logprobs(self, start: int, stop: int) -> dict[str, Any] | None:
         """Log-probabilities of tokens in the shape of /v1/chat/completions; None if they were not requested."""

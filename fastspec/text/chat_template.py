@@ -28,6 +28,14 @@ _FIELDS: Final = {
 _MARK: Final = "fastspecmark"  # a word that no template writes by itself
 _OTHER: Final = "fastspecword"
 _CALL_ID: Final = "abcdef123"  # nine letters and digits, as Mistral's templates ask
+_TRIAL_TOOL: Final[Message] = {
+    "type": "function",
+    "function": {
+        "name": _OTHER,
+        "description": _OTHER,
+        "parameters": {"type": "object", "properties": {_OTHER: {"type": "string", "description": _OTHER}}},
+    },
+}
 _SHOWN: Final = 80  # characters of a value that an error repeats
 
 
@@ -85,11 +93,16 @@ class ChatTemplate:
         self.tokenizer = tokenizer
         self._contents: dict[tuple[str, str], ContentForm] = {}  # by template and role
         self._calls: dict[str, CallForm] = {}
+        self._tools: dict[str, bool] = {}
 
     @property
     def exists(self) -> bool:
         """True if the checkpoint brings a chat template."""
         return bool(self.tokenizer.chat_template)
+
+    def text(self, *, tools: list[Message] | None = None) -> str:
+        """Text of the template for conversations with these tools; empty: the checkpoint brings none."""
+        return str(self.tokenizer.get_chat_template(tools=tools)) if self.exists else ""
 
     def ids(
         self,
@@ -114,9 +127,9 @@ class ChatTemplate:
         Raises:
             ConversationError: the template cannot render the conversation, or would leave a part of it out.
         """
-        template = self.tokenizer.get_chat_template(tools=tools)
+        template = self.text(tools=tools)
         given = [self._message(template, index, dict(message)) for index, message in enumerate(messages)]
-        if tools and not self._writes(template, tools):
+        if tools and not self._writes_tools(template):
             raise ConversationError("the chat template does not write tools into the prompt; leave tools out")
         options: dict[str, Any] = dict(variables or {})
         if sanitize:
@@ -203,7 +216,7 @@ class ChatTemplate:
 
     def _rendered_call(self, template: str, arguments: Any, content: str | None) -> str | None:
         """A trial conversation with a tool call that is written as text; None: it raised an error or left it out."""
-        call = {"id": _CALL_ID, "type": "function", "function": {"name": _OTHER, "arguments": arguments}}
+        call = _trial_call(arguments)
         asked: Message = {"role": "user", "content": _OTHER}
         called: Message = {"role": "assistant", "content": content, "tool_calls": [call]}
         answer: Message = {"role": "tool", "tool_call_id": _CALL_ID, "content": "1"}
@@ -213,11 +226,13 @@ class ChatTemplate:
                 return text
         return None
 
-    def _writes(self, template: str, tools: list[Message]) -> bool:
+    def _writes_tools(self, template: str) -> bool:
         """True if the template writes tools into the prompt, or cannot be tried."""
-        plain: list[Message] = [{"role": "user", "content": self._content_form(template, "user").of(_OTHER)}]
-        without, having = self._rendered(template, plain), self._rendered(template, plain, tools)
-        return without is None or having is None or without != having
+        if template not in self._tools:
+            plain: list[Message] = [{"role": "user", "content": self._content_form(template, "user").of(_OTHER)}]
+            without, having = self._rendered(template, plain), self._rendered(template, plain, [_TRIAL_TOOL])
+            self._tools[template] = without is None or having is None or without != having
+        return self._tools[template]
 
     def _rendered(self, template: str, conversation: list[Message], tools: list[Message] | None = None) -> str | None:
         """A trial conversation as text; None: the template raised an error."""
@@ -231,6 +246,11 @@ class ChatTemplate:
         return str(text)
 
 
+def _trial_call(arguments: Mapping[str, str] | str) -> Message:
+    """A tool call of a trial conversation."""
+    return {"id": _CALL_ID, "type": "function", "function": {"name": _OTHER, "arguments": arguments}}
+
+
 def _with_content(role: str, content: str | list[Message]) -> list[list[Message]]:
     """Trial conversations in which a message of a role has this content, and the others are texts or parts alike."""
     word: Any = _OTHER if isinstance(content, str) else [{"type": "text", "text": _OTHER}]
@@ -240,11 +260,13 @@ def _with_content(role: str, content: str | list[Message]) -> list[list[Message]
     if role == "assistant":
         return [[user, marked], [user, marked, user]]
     if role == "tool":
-        call = {"id": _CALL_ID, "type": "function", "function": {"name": _OTHER, "arguments": {_OTHER: _OTHER}}}
         told = marked | {"tool_call_id": _CALL_ID, "name": _OTHER}
-        calls = [{"role": "assistant", "content": each, "tool_calls": [call]} for each in (None, "")]
-        text = call | {"function": {"name": _OTHER, "arguments": json.dumps({_OTHER: _OTHER})}}
-        calls += [{"role": "assistant", "content": each, "tool_calls": [text]} for each in (None, "")]
+        forms = ({_OTHER: _OTHER}, json.dumps({_OTHER: _OTHER}))
+        calls = [
+            {"role": "assistant", "content": each, "tool_calls": [_trial_call(arguments)]}
+            for arguments in forms
+            for each in (None, "")
+        ]
         return [*([user, called, told] for called in calls), [user, told]]
     return [[marked, user], [marked, {"role": "user", "content": _OTHER}]]
 

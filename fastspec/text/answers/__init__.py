@@ -1,0 +1,1 @@
+"""Structure of an answer: reasoning, content and calls of tools, read from the model's text while it arrives."""

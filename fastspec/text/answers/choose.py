@@ -1,0 +1,113 @@
+"""Formats of a model's answers, chosen by the text of its chat template."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from fastspec.text.answers.deepseek import DeepSeek
+from fastspec.text.answers.harmony import Harmony
+from fastspec.text.answers.hermes import Hermes
+from fastspec.text.answers.interface import ReasoningFormat, ToolFormat
+from fastspec.text.answers.llama import LlamaJson, Pythonic
+from fastspec.text.answers.mistral import Mistral
+from fastspec.text.answers.tagged import Glm4, Qwen3Coder
+from fastspec.text.answers.think import Between
+
+NONE: Final = "none"  # name for no format
+AUTO: Final = "auto"  # name for the format that the template shows
+
+# name -> makes the format for a template
+TOOL_FORMATS: Final[Mapping[str, Callable[[str], ToolFormat]]] = {
+    Harmony.name: lambda template: Harmony(),
+    DeepSeek.name: DeepSeek,
+    Mistral.name: Mistral,
+    Glm4.name: lambda template: Glm4(),
+    Qwen3Coder.name: lambda template: Qwen3Coder(),
+    Hermes.name: lambda template: Hermes(),
+    Pythonic.name: lambda template: Pythonic(),
+    LlamaJson.name: lambda template: LlamaJson(),
+}
+# name -> texts of which each must be in a template of that format; the first that fits is chosen
+_SHOWN: Final[Mapping[str, tuple[str, ...]]] = {
+    Harmony.name: ("<|channel|>", "<|message|>"),
+    DeepSeek.name: ("<｜tool▁call▁begin｜>",),
+    Mistral.name: ("[TOOL_CALLS]",),
+    Glm4.name: ("<arg_key>",),
+    Qwen3Coder.name: ("<function=", "<parameter="),
+    Hermes.name: ("<tool_call>",),
+    Pythonic.name: ("[func_name1(",),
+    LlamaJson.name: ('"parameters": ',),
+}
+REASONING_FORMATS: Final[Mapping[str, Callable[[], ReasoningFormat]]] = {
+    Harmony.name: Harmony,
+    "think": lambda: Between("think", "<think>", "</think>"),
+    "gemma4": lambda: Between("gemma4", "<|channel>thought\n", "<channel|>", ("<|channel>", "<channel|>")),
+    "mistral": lambda: Between("mistral", "[THINK]", "[/THINK]"),
+    "seed": lambda: Between("seed", "<seed:think>", "</seed:think>"),
+    "kimi": lambda: Between("kimi", "◁think▷", "◁/think▷"),
+}
+_REASONS: Final[Mapping[str, tuple[str, ...]]] = {  # name -> texts of which one is in a template of that format
+    "think": ("<think>", "</think>"),
+    "gemma4": ("<channel|>", "<|channel>"),
+    "mistral": ("[THINK]", "[/THINK]"),
+    "seed": ("<seed:think>",),
+    "kimi": ("◁think▷",),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerFormats:
+    """Formats of a model's answers.
+
+    Attributes:
+        tools: of calls; None: calls are not known from other text.
+        reasoning: of reasoning; None: an answer has none.
+    """
+
+    tools: ToolFormat | None
+    reasoning: ReasoningFormat | None
+
+
+def formats_of(template: str, *, tools: str = AUTO, reasoning: str = AUTO) -> AnswerFormats:
+    """Chooses the formats of a template.
+
+    Args:
+        template: text of the chat template.
+        tools: name of a format, AUTO, NONE, or MODULE:CLASS, a subclass of ToolFormat.
+        reasoning: name of a format, AUTO or NONE.
+
+    Raises:
+        ValueError: there is no such format.
+    """
+    if tools == AUTO:
+        tools = next((name for name, texts in _SHOWN.items() if all(text in template for text in texts)), NONE)
+    if reasoning == AUTO:
+        channels = all(text in template for text in _SHOWN[Harmony.name])
+        reads = (name for name, texts in _REASONS.items() if any(text in template for text in texts))
+        reasoning = Harmony.name if channels else next(reads, NONE)
+    if reasoning not in (NONE, *REASONING_FORMATS):
+        raise ValueError(f"no reasoning format {reasoning!r}; there are {', '.join((AUTO, NONE, *REASONING_FORMATS))}")
+    return AnswerFormats(_tool_format(tools, template), None if reasoning == NONE else REASONING_FORMATS[reasoning]())
+
+
+def _tool_format(name: str, template: str) -> ToolFormat | None:
+    if name == NONE:
+        return None
+    if name in TOOL_FORMATS:
+        return TOOL_FORMATS[name](template)
+    module, colon, kind = name.partition(":")
+    if not colon:
+        raise ValueError(
+            f"no format of tool calls {name!r}; there are {', '.join((AUTO, NONE, *TOOL_FORMATS))}, and MODULE:CLASS "
+            "for one of your own"
+        )
+    try:
+        made = getattr(importlib.import_module(module), kind)()
+    except (ImportError, AttributeError, TypeError) as error:
+        raise ValueError(f"{name!r} cannot be made: {error}; give MODULE:CLASS, a class without arguments") from None
+    if not isinstance(made, ToolFormat):
+        raise ValueError(f"{name!r} must be a subclass of fastspec.text.answers.interface.ToolFormat")
+    return made

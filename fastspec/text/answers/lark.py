@@ -1,0 +1,132 @@
+"""Grammars of answers, in llguidance's variant of Lark."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+from fastspec.text.answers.values import types_of
+
+_ANY: Final = r"(.|\n)"
+
+
+class NoGrammar(ValueError):
+    """A format or a schema for which no grammar can be written; the message has the next step."""
+
+
+class Lark:
+    """Writes a grammar rule by rule. Its methods return expressions for the right side of a rule.
+
+    Args:
+        token_of: maps a mark to the id of its token; None if the vocabulary has no such token.
+    """
+
+    def __init__(self, token_of: Callable[[str], int | None]) -> None:
+        self._token_of = token_of
+        self._rules: list[str] = []
+
+    def grammar(self, start: str) -> str:
+        """The whole grammar; `start` is the whole answer."""
+        return "\n".join([f"start: {start}", *self._rules])
+
+    def rule(self, expression: str) -> str:
+        """Adds a rule; returns its name."""
+        return self._add("r", "", expression)
+
+    def one_of(self, expressions: Sequence[str]) -> str:
+        """One of some expressions."""
+        return self.rule(" | ".join(expressions))
+
+    def text(self, written: str, marks: Sequence[str] = ()) -> str:
+        """A fixed text. Marks in it that are tokens of the vocabulary are written as these tokens.
+
+        Args:
+            written: the text.
+            marks: that may be in it.
+        """
+        parts = re.split("|".join(f"({re.escape(mark)})" for mark in marks), written) if marks else [written]
+        return " ".join(self.mark(part) if part in marks else _quoted(part) for part in parts if part)
+
+    def mark(self, mark: str) -> str:
+        """A mark: its token, or its letters where it is none."""
+        token = self._token_of(mark)
+        return _quoted(mark) if token is None else f"<[{token}]>"
+
+    def json(self, schema: dict[str, Any]) -> str:
+        """JSON of a schema."""
+        return self.rule(f"%json {json.dumps(schema)}")
+
+    def any_text(self, *without: str) -> str:
+        """Any text in which these marks are not spelled, possibly none."""
+        return self.rule(self._terminal(_ANY + "*", without) + "?")
+
+    def until(self, mark: str, *, least: int = 0, most: int | None = None) -> str:
+        """Any text that ends with the mark, and the mark.
+
+        Args:
+            mark: not within the text.
+            least, most: characters of the text; None: any number.
+        """
+        count = "*" if not least and most is None else f"{{{least},{'' if most is None else most}}}"
+        terminal = self._terminal(_ANY + count, [mark])
+        if self._token_of(mark) is None:
+            return self._add("r", "[lazy]", f"{terminal} {_quoted(mark)}")
+        return self.rule(f"{terminal}{'' if least else '?'} {self.mark(mark)}")
+
+    def text_but(self, beginning: str, mark: str) -> str:
+        """Any text in which the mark is not spelled, and that does not begin so.
+
+        Args:
+            beginning: a regular expression.
+            mark: not within the text.
+        """
+        name = self._terminal(_ANY + "*", [mark])
+        self._rules[-1] += f" & ~/{beginning}{_ANY}*/"
+        return self.rule(f"{name}?")
+
+    def bare_value(self, schema: dict[str, Any], end: str, marks: Sequence[str] = ()) -> str:
+        """A value that is written without quotes if it is a text, and the text after it.
+
+        Args:
+            schema: of the value.
+            end: the text after it, which is not within it.
+            marks: as for `text`.
+
+        Raises:
+            NoGrammar: texts with a pattern or a format.
+        """
+        types = types_of(schema)
+        cases = (
+            schema["enum"] if isinstance(schema.get("enum"), list) else [schema["const"]] if "const" in schema else []
+        )
+        if cases:
+            written = [case if isinstance(case, str) else json.dumps(case, ensure_ascii=False) for case in cases]
+            return f"({' | '.join(map(_quoted, written))}) {self.text(end, marks)}"
+        if types and "string" not in types:
+            return f"{self.json(schema)} {self.text(end, marks)}"
+        for word in ("pattern", "format"):
+            if word in schema:
+                raise NoGrammar(
+                    f"the model writes texts without quotes, and their {word} cannot be checked there, got "
+                    f"{schema[word]!r}; leave it out of the schema"
+                )
+        return self.until(end, least=schema.get("minLength", 0), most=schema.get("maxLength"))
+
+    def _terminal(self, pattern: str, without: Sequence[str]) -> str:
+        text = f"/{pattern}/" + "".join(rf" & ~/{_ANY}*{_escaped(mark)}{_ANY}*/" for mark in without)
+        return self._add("T", "", text)
+
+    def _add(self, kind: str, options: str, expression: str) -> str:
+        name = f"{kind}{'_' if kind.islower() else ''}{len(self._rules)}"
+        self._rules.append(f"{name}{options}: {expression}")
+        return name
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _escaped(mark: str) -> str:
+    return re.escape(mark).replace("/", r"\/").replace("\n", "n")

@@ -1,0 +1,120 @@
+"""Reads an answer while it arrives, and writes the grammar of answers with calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fastspec.text.answers.choose import AnswerFormats
+from fastspec.text.answers.events import Event, Tool
+from fastspec.text.answers.lark import Lark, NoGrammar
+from fastspec.text.answers.reader import Reader, Steps
+
+
+class AnswerParser:
+    """Turns the text of one answer into events. They do not depend on how the text is divided into pieces.
+
+    Args:
+        formats: of the model's answers.
+        tools: that the model may call; none: calls stay text.
+        opened: True if the prompt has opened the reasoning.
+    """
+
+    def __init__(self, formats: AnswerFormats, tools: Sequence[Tool], *, opened: bool = False) -> None:
+        self._formats, self._reader = formats, Reader({tool.name: tool for tool in tools}, opened=opened)
+        self._run = self._steps()
+        next(self._run)  # up to where it needs text
+
+    @property
+    def marks(self) -> frozenset[str]:
+        """Special tokens whose text is read."""
+        kinds = (self._formats.reasoning, self._formats.tools if self._reader.tools else None)
+        return frozenset(mark for kind in kinds if kind is not None for mark in kind.marks)
+
+    @property
+    def in_reasoning(self) -> bool:
+        """True if the next text belongs to the reasoning."""
+        return self._reader.in_reasoning
+
+    def push(self, text: str) -> None:
+        """Takes the next text."""
+        if text:
+            self._reader.feed(text)
+            next(self._run, None)
+
+    def finish(self) -> None:
+        """Ends the answer."""
+        self._reader.feed("", last=True)
+        next(self._run, None)
+
+    def events(self) -> list[Event]:
+        """Returns the events since the last call of this method; they are final."""
+        return self._reader.events()
+
+    def _steps(self) -> Steps[None]:
+        if self._formats.reasoning is not None:
+            yield from self._formats.reasoning.parse(self._reader)
+        if self._formats.tools is not None and self._reader.tools:
+            yield from self._formats.tools.parse(self._reader)
+        yield from self._reader.rest()
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerRule:
+    """What a request demands of an answer.
+
+    Attributes:
+        tools: that may be called.
+        required: True if one must be called.
+        parallel: True if several may be called.
+        schema: JSON schema of the content; None: any text.
+    """
+
+    tools: tuple[Tool, ...] = ()
+    required: bool = False
+    parallel: bool = True
+    schema: dict[str, Any] | None = None
+
+    @property
+    def demands(self) -> bool:
+        """True if not every text fulfils it."""
+        calls = self.required or not self.parallel or any(tool.strict for tool in self.tools)
+        return self.schema is not None or bool(self.tools and calls)
+
+    def grammar(self, formats: AnswerFormats, token_of: Callable[[str], int | None], *, opened: bool) -> str:
+        """Grammar of the whole answer, which begins with the reasoning.
+
+        Raises:
+            NoGrammar: the formats have none for this rule.
+        """
+        lark = Lark(token_of)
+        reasoning = formats.reasoning
+        before = "" if reasoning is None else reasoning.before_answer(lark, opened=opened)
+        return lark.grammar(f"{before} {self._answer(formats, lark)}".strip())
+
+    def _answer(self, formats: AnswerFormats, lark: Lark) -> str:
+        content = ""
+        if self.schema is not None:
+            head = "" if formats.reasoning is None else formats.reasoning.before_content(lark)
+            content = f"{head} {lark.json(self.schema)}"
+        if not self.tools:
+            return content
+        if formats.tools is None:
+            raise NoGrammar(
+                "the chat template shows no known format of tool calls, so they cannot be demanded; serve with "
+                "--tool-call-parser NAME"
+            )
+        # arguments of a tool that is not strict are any object, unless it must be called
+        strict = [tool if tool.strict or self.required else Tool(tool.name, _loose(tool)) for tool in self.tools]
+        if self.required:
+            return formats.tools.calls(lark, strict, parallel=self.parallel)
+        if content:
+            return lark.one_of([content, formats.tools.calls(lark, strict, parallel=self.parallel)])
+        return formats.tools.text_or_calls(lark, strict, parallel=self.parallel)
+
+
+def _loose(tool: Tool) -> dict[str, Any]:
+    """A schema for any arguments; formats that write them one by one still need their names."""
+    names = tool.parameters.get("properties") or {}
+    return {"type": "object", "properties": {name: {} for name in names}}

@@ -1,0 +1,37 @@
+"""Reasoning between two marks at the beginning of an answer."""
+
+from __future__ import annotations
+
+from fastspec.text.answers.interface import ReasoningFormat
+from fastspec.text.answers.lark import Lark
+from fastspec.text.answers.reader import Reader, Steps
+
+
+class Between(ReasoningFormat):
+    """Reasoning between two marks; a prompt may have written the first.
+
+    Args:
+        name: of the format.
+        begin, end: the marks.
+        marks: special tokens in them; default: both.
+    """
+
+    def __init__(self, name: str, begin: str, end: str, marks: tuple[str, ...] = ()) -> None:
+        self.name, self.begin, self.end = name, begin, end  # type: ignore[misc]
+        self.marks = marks or (begin, end)  # type: ignore[misc]
+
+    def parse(self, text: Reader) -> Steps[None]:
+        if not text.opened:
+            text.hold()
+            yield from text.skip_blanks()
+            if not (yield from text.starts(self.begin)):
+                return
+        yield from text.reasoning_until(self.end)
+
+    def opens(self, end: str) -> bool:
+        return end.rstrip().endswith(self.begin.rstrip())
+
+    def before_answer(self, lark: Lark, *, opened: bool) -> str:
+        marks = (*self.marks, self.begin)
+        whole = lark.until(self.end) if opened else f"({lark.text(self.begin, marks)} {lark.until(self.end)})?"
+        return lark.rule(f'{whole} ("\\n\\n" | "\\n")?')

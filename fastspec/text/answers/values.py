@@ -1,0 +1,97 @@
+"""Arguments that a format writes without JSON's quotes: their types come from the schema of the tool."""
+
+from __future__ import annotations
+
+import ast
+import json
+from collections.abc import Iterator
+from typing import Any, Final
+
+_TYPES: Final = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array", dict: "object"}
+
+
+def property_of(parameters: dict[str, Any], name: str) -> dict[str, Any]:
+    """Schema of one argument, with the definitions that it may refer to; {} if the tool does not tell."""
+    found = (parameters.get("properties") or {}).get(name)
+    if not isinstance(found, dict):
+        return {}
+    shared = {key: parameters[key] for key in ("$defs", "definitions") if key in parameters}
+    return {**found, **shared}
+
+
+def types_of(schema: dict[str, Any], root: dict[str, Any] | None = None, depth: int = 0) -> set[str]:
+    """JSON types that a schema allows; empty if it does not tell."""
+    root = schema if root is None else root
+    if isinstance(schema.get("$ref"), str) and depth < 8:
+        target: Any = root
+        for part in schema["$ref"].removeprefix("#/").split("/"):
+            target = target.get(part) if isinstance(target, dict) else None
+        return types_of(target, root, depth + 1) if isinstance(target, dict) else set()
+    kind = schema.get("type")
+    if isinstance(kind, str):
+        return {kind}
+    if isinstance(kind, list):
+        return {str(one) for one in kind}
+    values = schema["enum"] if isinstance(schema.get("enum"), list) else [schema["const"]] if "const" in schema else []
+    if values:
+        return {_TYPES.get(type(value), "null") for value in values}
+    cases = [case for word in ("anyOf", "oneOf") for case in schema.get(word) or [] if isinstance(case, dict)]
+    each = [types_of(case, root, depth + 1) for case in cases]
+    return set().union(*each) if each and all(each) else set()
+
+
+def json_of_text(text: str, schema: dict[str, Any]) -> str:
+    """JSON text of a value that was written without quotes if it is a text.
+
+    Args:
+        text: as the model wrote it.
+        schema: of the argument. Where it allows texts alone, the value is a text; else it is JSON if it can be read so.
+    """
+    types = types_of(schema)
+    if types == {"string"}:
+        return dumped(text)
+    value = _read(text.strip())
+    fits = value is not None and (not types or bool(types & set(_names_of(value[0]))))
+    return dumped(value[0]) if value is not None and (fits or "string" not in types) else dumped(text)
+
+
+def json_of_literal(text: str) -> str:
+    """JSON text of a literal of Python or JSON; a text that is neither becomes a string."""
+    value = _read(text.strip())
+    return dumped(text.strip() if value is None else value[0])
+
+
+def dumped(value: object) -> str:
+    """JSON text; a half of a surrogate pair stays escaped, since it has no UTF-8."""
+    text = json.dumps(value, ensure_ascii=False, default=list)
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return json.dumps(value, default=list)
+    return text
+
+
+def _read(text: str) -> tuple[object] | None:
+    """The value of a literal, as a tuple of one; None if it is neither JSON nor Python."""
+    try:
+        return (json.loads(text, parse_constant=_refused),)
+    except (ValueError, RecursionError):
+        pass
+    try:
+        value = ast.literal_eval(text)
+        json.dumps(value, allow_nan=False, default=list)
+    except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
+        return None
+    return (value,)
+
+
+def _names_of(value: object) -> Iterator[str]:
+    yield _TYPES.get(type(value), "null")
+    if isinstance(value, int) and not isinstance(value, bool):
+        yield "number"
+    if isinstance(value, float) and value.is_integer():
+        yield "integer"
+
+
+def _refused(name: str) -> object:
+    raise ValueError(f"{name} is no JSON")
