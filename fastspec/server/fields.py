@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
@@ -86,7 +87,7 @@ class StructuredOutputs(BaseModel):
         """
         choice = None if self.choice is None else "|".join(re.escape(one) for one in self.choice)
         options = {
-            "json_schema": self.json_,
+            "json_schema": self._schema,
             "regex": self.regex if choice is None else choice,
             "grammar": self.grammar,
         }
@@ -97,6 +98,20 @@ class StructuredOutputs(BaseModel):
                 "structured_outputs",
             )
         return next(iter(given.items()), ("json_schema", {"type": "object"}))
+
+    @property
+    def _schema(self) -> dict[str, Any] | None:
+        if not isinstance(self.json_, str):
+            return self.json_
+        try:
+            schema = json.loads(self.json_)
+        except ValueError as error:
+            raise Refusal(f"structured_outputs.json is no JSON: {error}", "structured_outputs") from None
+        if not isinstance(schema, dict):
+            raise Refusal(
+                f"structured_outputs.json must be a JSON schema, got {self.json_[:_TOLD]}", "structured_outputs"
+            )
+        return schema
 
 
 # ranges of the protocol, where they are not those of the option
@@ -205,9 +220,9 @@ class Body(create_model("Numbers", **_numeric_fields(), **_taken_fields())):  # 
             options["num_speculative_tokens"] = self.speculative_tokens
         if self.recorded is not None:
             options["logprobs"] = self.recorded or True
-        return options | self._constraint()
+        return options | self.constraint()
 
-    def _constraint(self) -> dict[str, Any]:
+    def constraint(self) -> dict[str, Any]:
         """Keyword of `submit` for the text that the answer must follow."""
         schema = None if self.response_format is None else self.response_format.schema_of_text
         constraint: dict[str, Any] = {} if schema is None else {"json_schema": schema}
