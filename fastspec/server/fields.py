@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
@@ -88,7 +89,7 @@ class StructuredOutputs(BaseModel):
         """
         choice = None if self.choice is None else "|".join(re.escape(one) for one in self.choice)
         options = {
-            "json_schema": self.json_,
+            "json_schema": self._schema,
             "regex": self.regex if choice is None else choice,
             "grammar": self.grammar,
         }
@@ -99,6 +100,20 @@ class StructuredOutputs(BaseModel):
                 "structured_outputs",
             )
         return next(iter(given.items()), ("json_schema", {"type": "object"}))
+
+    @property
+    def _schema(self) -> dict[str, Any] | None:
+        if not isinstance(self.json_, str):
+            return self.json_
+        try:
+            schema = json.loads(self.json_)
+        except ValueError as error:
+            raise Refusal(f"structured_outputs.json is no JSON: {error}", "structured_outputs") from None
+        if not isinstance(schema, dict):
+            raise Refusal(
+                f"structured_outputs.json must be a JSON schema, got {self.json_[:_TOLD]}", "structured_outputs"
+            )
+        return schema
 
 
 class Function(BaseModel):
@@ -257,14 +272,14 @@ class Body(create_model("Numbers", **_numeric_fields(), **_taken_fields())):  # 
             options["logprobs"] = self.recorded or True
         if self.scored is not None:
             options["prompt_logprobs"] = self.scored or True
-        return options | self._constraint()
+        return options | self.constraint()
 
     @property
     def schema_of_text(self) -> dict[str, Any] | str | None:
         """JSON schema that the answer must follow; None: there is none."""
-        return self._constraint().get("json_schema")
+        return self.constraint().get("json_schema")
 
-    def _constraint(self) -> dict[str, Any]:
+    def constraint(self) -> dict[str, Any]:
         """Keyword of `submit` for the text that the answer must follow."""
         schema = None if self.response_format is None else self.response_format.schema_of_text
         constraint: dict[str, Any] = {} if schema is None else {"json_schema": schema}

@@ -10,6 +10,7 @@ import socket
 import ssl
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -23,6 +24,7 @@ from fastspec.server.errors import loading
 from fastspec.server.service import Service
 
 _AFTER = 10  # seconds for clients to take in that their answers were stopped
+_WORKERS = 64  # threads that read prompts, render templates and compile grammars; each is made when it is needed
 _BACKLOG = 1024  # connections that wait to be accepted
 
 
@@ -170,6 +172,7 @@ class Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Starts uvicorn, then calls `started`."""
         self._loop = asyncio.get_running_loop()
+        self._loop.set_default_executor(ThreadPoolExecutor(_WORKERS, "fastspec"))
         await super().startup(sockets)
         self._told()
 

@@ -425,3 +425,32 @@ def test_long_work_on_a_request_holds_up_no_other(
         go_on.set()
         thread.join()
     assert found == [200]
+
+
+def test_many_long_prompts_hold_up_no_other(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More of them than the machine has processors."""
+    held, go_on = threading.Semaphore(0), threading.Event()
+    whole = Service._prompts
+
+    def slow(self: Service, body: Any) -> list[list[int]]:
+        if body.user == "slow":
+            held.release()
+            assert go_on.wait(HANGS)
+        return whole(self, body)
+
+    monkeypatch.setattr(Service, "_prompts", slow)
+    found: list[int] = []
+    body = TEXT | {"user": "slow"}
+    threads = [threading.Thread(target=lambda: found.append(post(server, body)[0])) for _ in range(48)]
+    for thread in threads:
+        thread.start()
+    try:
+        for _ in threads:
+            assert held.acquire(timeout=HANGS)
+        assert post(server, TEXT)[0] == 200
+        assert not found
+    finally:
+        go_on.set()
+        for thread in threads:
+            thread.join()
+    assert found == [200] * 48

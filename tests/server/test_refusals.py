@@ -72,6 +72,8 @@ def get(server: Running, path: str, headers: dict[str, str] | None = None) -> tu
         ("structured_outputs", {"json_object": False}, "structured_outputs.json_object"),
         ("structured_outputs", {"regex": "("}, "regex"),
         ("structured_outputs", {"json": {"type": "y"}}, "json_schema cannot be used: Invalid type: y"),
+        ("structured_outputs", {"json": "{"}, "structured_outputs.json is no JSON"),
+        ("structured_outputs", {"json": "[]"}, "must be a JSON schema"),
         ("guided_json", {}, "guided_json is not supported. .* use structured_outputs"),
         ("use_beam_search", True, "use_beam_search is not supported. There is no beam search"),
         ("user", 3, "user: .*string"),
