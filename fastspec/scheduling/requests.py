@@ -91,6 +91,7 @@ class Request:
         nodes: nodes of the prefix cache whose pages the row shares.
         has_tables: True if the row's biases and counts are filled; only steps of the full sampler read them.
         prefilled: True if the row's next token is its first, from the last pass over its prompt.
+        weight_version: of the target's weights that it runs with.
     """
 
     prompt: list[int]
@@ -118,6 +119,7 @@ class Request:
     nodes: list[Node] = field(default_factory=list)
     has_tables: bool = False
     prefilled: bool = False
+    weight_version: int | str = 0
 
     @property
     def length(self) -> int:
@@ -251,14 +253,12 @@ class PreparedCall:
         options: of the call.
         prompts: as the caller passed them.
         choice: drafts of its steps.
-        weight_version: of the target's weights that it is made for.
     """
 
     requests: list[Request]
     options: Options
     prompts: RawPrompts
     choice: DraftChoice
-    weight_version: int | str = 0
 
 
 def requests_of(

@@ -44,10 +44,14 @@ class Scheduler:
 
     Args:
         engine: runs the steps. Its state is reset here.
+
+    Attributes:
+        weight_version: of the target's weights, for the requests that are added.
     """
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
+        self.weight_version: int | str = 0
         self._arrivals: SimpleQueue[tuple[Request, CallPlan | None]] = SimpleQueue()  # None: cancel
         self._calls: dict[Request, CallPlan] = {}  # of every request that has not ended
         self._queue = PrefillQueue(engine)
@@ -71,6 +75,7 @@ class Scheduler:
         """
         self.check(request)
         request.begin(self.engine.shapes.max_drafts)
+        request.weight_version = self.weight_version
         self._arrivals.put((request, call))
 
     def check(self, request: Request) -> None:
