@@ -32,7 +32,7 @@ help:
 	@echo 'make test-quick  two minutes of tests, and the names of those left out'
 	@echo 'make lint        linters, type check and import contracts alone'
 	@echo 'make unit        the tests alone; TESTS="tests/text -k stream" picks some'
-	@echo 'make test-integrations  fetches Ray, OpenTelemetry and clients of the server, and tests what runs with them'
+	@echo 'make test-integrations  fetches Ray, OpenTelemetry, lm-eval, llm, TRL and clients of the server, and tests them'
 	@echo 'make docs        the pages of docs/ as a site'
 	@echo 'make newest      compiles some launches of every kernel with the newest Triton'
 	@echo 'make format      rewrites the sources in the house format'
@@ -64,7 +64,7 @@ test-quick: $(VENV)/.dev-$(KEY)
 	@echo 'all of $(filter-out $(QUICK) tests/helpers tests/__pycache__,$(patsubst %/,%,$(wildcard tests/*/)))'
 
 test-integrations: $(VENV)/.dev-$(KEY)
-	$(PIP) $(CONSTRAINTS:%=-c %) -q -e '.[ray,otel]'
+	$(PIP) $(CONSTRAINTS:%=-c %) -q -e '.[ray,otel,lm-eval,llm,trl]' 'lm-eval[api]' accelerate
 	OMP_NUM_THREADS=1 $(PY) -m pytest tests/integrations
 
 docs: $(VENV)/.dev-$(KEY)

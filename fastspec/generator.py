@@ -197,7 +197,6 @@ class FastSpecGenerator(OfOneProcess):
             )
             self._trial = trial_of(self._draft, layout.draft_dtype, released=release_source, ranks=ranks.size)
             self._weights = {each.checkpoint.role: each for each in weights if isinstance(each, PendingWeights)}
-            self._weight_version: int | str = 0
             self._updates = 0
             self._half = set[str]()  # models whose weights an update has left half changed
             self._numbers = RequestNumbers()
@@ -442,7 +441,7 @@ class FastSpecGenerator(OfOneProcess):
             prompts = [row.tokens[: row.fed] for row in found.scored]
             requests = requests_of(prompts, found.options, None, self.max_length, self._grammars)
             choice = self._drafting.for_call(found.options)
-            return found, PreparedCall(requests, found.options, found.raw, choice, self._weight_version)
+            return found, PreparedCall(requests, found.options, found.raw, choice)
 
         alone = self._ranks.size == 1 or loop.leads
         inputs, call = (
@@ -465,6 +464,25 @@ class FastSpecGenerator(OfOneProcess):
         """
         reader = Reader(self.max_length, self._drafting.for_call, self._stored_tokenizer, self._grammars)
         follow(self._ranks, self._open(), reader, self._numbers)
+
+    def abort(self) -> None:
+        """Ends all calls and handles, each with the tokens that it has and the finish reason "cancelled".
+
+        Handles have ended when this returns. A call in another thread ends with its next step.
+        """
+        self._open().abort()
+
+    def pause(self) -> None:
+        """Waits until all calls and handles have ended, and holds new ones back: around `update_weights`, for example.
+
+        From now on `submit` gives handles that wait for `resume`; `generate`, `stream` and `score` are refused. Call
+        `abort` from another thread, or before, to end long answers. An unread `stream` must be closed.
+        """
+        self._open().pause()
+
+    def resume(self) -> None:
+        """Lets the handles that have waited since `pause` go on, in the order in which they came."""
+        self._open().resume()
 
     def calibrate(
         self,
@@ -542,10 +560,10 @@ class FastSpecGenerator(OfOneProcess):
                 engine.finish()
             scheduler.forget_prompts()
             self._half.discard(model)
-        if model == "target":
-            self._updates += 1
-            self._weight_version = self._updates if version is None else version
-        elif self._trial is not None:
+            if model == "target":
+                self._updates += 1
+                scheduler.weight_version = self._updates if version is None else version
+        if model == "draft" and self._trial is not None:
             self._trial.forgo("not tried: the draft's weights were updated")
 
     def _updatable(self, model: str, version: object) -> PendingWeights:
@@ -648,7 +666,7 @@ class FastSpecGenerator(OfOneProcess):
             inputs = read_call(arguments, model, default_new_tokens)
             requests = requests_of(inputs.prompts, inputs.options, inputs.tokenizer, self.max_length, self._grammars)
             choice = self._drafting.for_call(inputs.options)
-            return PreparedCall(requests, inputs.options, inputs.raw, choice, self._weight_version)
+            return PreparedCall(requests, inputs.options, inputs.raw, choice)
 
         alone = self._ranks.size == 1 or submitted or loop.leads
         return make() if alone else self._ranks.agreed_call(make, lambda call: (call.requests, call.options))
@@ -677,7 +695,7 @@ class FastSpecGenerator(OfOneProcess):
             threads=threads.now if threads else None,
             same_text_on=self._ranks.same_text_on,
             draft_format=self._draft_format,
-            weight_version=call.weight_version,
+            weight_version=next((request.weight_version for request in call.requests), 0),
         )
 
     def explain(self) -> str:

@@ -156,7 +156,7 @@ def _written(message: Message, numbers: RequestNumbers) -> Any:
     if message is None:
         return None
     if isinstance(message, Leaving):
-        return {"leave": numbers.of(message.requests)}
+        return {"leave": numbers.of(message.requests or [])}
     call = message.call
     for request in call.requests:
         numbers.add(request)

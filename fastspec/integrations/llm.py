@@ -108,7 +108,7 @@ def _models() -> dict[str, dict[str, Any]]:
 def register_models(register: Callable[[FastSpecModel], None]) -> None:
     """Registers the shipped pair and the user's models."""
     target, draft = demo_pair()
-    register(FastSpecModel(_DEMO, str(target), str(draft), {"max_length": 2048}))
+    register(FastSpecModel(_DEMO, str(target), str(draft), {"max_length": 1024}))
     for name, each in _models().items():
         register(FastSpecModel(name, each["target"], each.get("draft"), each.get("options", {})))
 

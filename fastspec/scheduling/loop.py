@@ -8,9 +8,10 @@ while there is no work.
 from __future__ import annotations
 
 import threading
+import time
 import weakref
 from collections.abc import Callable, Generator, Hashable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from queue import SimpleQueue
 from types import TracebackType
@@ -25,6 +26,7 @@ from fastspec.scheduling.requests import CallPlan, PreparedCall, Request, check_
 from fastspec.scheduling.scheduler import Scheduler
 
 Emitted: TypeAlias = dict[int, list[int]]  # index of a row in its call -> its new tokens
+_POLL = 0.002  # seconds between looks at calls of other threads
 MakeReady: TypeAlias = Callable[[Engine, int, DraftChoice, int, int], None]
 
 
@@ -43,9 +45,9 @@ class Joining:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Leaving:
-    """Message: nobody waits for these requests any more."""
+    """Message: nobody waits for these requests any more, or for any that is there."""
 
-    requests: list[Request]
+    requests: list[Request] | None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -97,6 +99,7 @@ class Loop:
     Attributes:
         turn: lock that is held while a step is made.
         deliveries: delivery of each request that has not ended.
+        paused: True if joining calls wait for `resume`.
     """
 
     def __init__(
@@ -129,6 +132,8 @@ class Loop:
         self._keys: dict[Request, Hashable] = {}
         self._leaving: list[Request] = []
         self._begun = False
+        self.paused = False
+        self._held: list[Joining] = []  # calls that joined while it was paused
         self._failures = 0  # number of failed steps since the last call joined
 
     @property
@@ -234,6 +239,8 @@ class Loop:
         delivery = Delivery(call.requests)
         with self._joining:
             self.check_open()
+            if self.paused:
+                raise RuntimeError("this generator is paused; resume() it, or submit() a request, which waits for that")
             here = not self.in_use and not self.running
             if not here and self._ranks.size > 1 and not self.leads:
                 raise RuntimeError("this generator is in use by another call; several ranks make one call at a time")
@@ -290,11 +297,58 @@ class Loop:
                 thread.start()
                 # set after the start, so that other threads see either no thread or a running one
                 self._thread = thread
+            if self.paused:
+                self._held.append(Joining(call, delivery))
+                return
             self._joined.add(delivery)
             self._messages.put(Joining(call, delivery))
 
+    def abort(self) -> None:
+        """Ends all requests that have not ended, with the tokens that they have; waits for the thread to do so."""
+        self.check_open()
+        with self._joining:
+            for each in self._held:
+                _cancelled(each)
+            self._held.clear()
+        if self._thread is None:  # a caller makes the steps, and ends its requests with the next one
+            for request in list(self.deliveries):
+                self._scheduler.cancel(request)
+            return
+        self._messages.put(Leaving(None))
+        self._wait_for_joined()
+
+    def pause(self) -> None:
+        """Lets calls that join wait for `resume`; returns when the requests that were there have ended."""
+        with self._joining:
+            self.check_open()
+            self.paused = True
+        self._wait_for_joined()
+        while self._calls:
+            time.sleep(_POLL)
+
+    def resume(self) -> None:
+        """Lets the calls join that have waited since `pause`, in the order in which they came."""
+        with self._joining:
+            self.check_open()
+            self.paused, held, self._held = False, self._held, []
+            for each in held:
+                self._joined.add(each.delivery)
+                self._messages.put(each)
+
+    def _wait_for_joined(self) -> None:
+        """Waits for the end of all requests that the thread was given before."""
+        for delivery in list(self._joined):
+            version = 0
+            while not delivery.done:
+                version = delivery.wait(version)
+
     def leave(self, requests: list[Request]) -> None:
         """Ends requests that have not ended. Any thread may call it, also a finaliser."""
+        for each in [each for each in self._held if each.call.requests is requests]:
+            with suppress(ValueError):  # it has joined meanwhile
+                self._held.remove(each)
+                _cancelled(each)
+                return
         for delivery in self._joined.copy():
             if delivery.requests is requests:
                 self._joined.discard(delivery)
@@ -346,6 +400,9 @@ class Loop:
             message = self._messages.get_nowait()
             if isinstance(message, Joining):
                 message.delivery.fail(RuntimeError("this generator was closed"))
+        for each in self._held:
+            each.delivery.fail(RuntimeError("this generator was closed"))
+        self._held.clear()
         self._joined.clear()
         self._plans.clear()
         del self._scheduler, self._make_ready, self._before_turn
@@ -383,6 +440,9 @@ class Loop:
         """Adds a message to those of the next turn. A `Settling` message is stored instead."""
         if isinstance(message, Settling):
             self._settling.append(message)
+        elif isinstance(message, Leaving) and message.requests is None:
+            joining = [request for each in messages if isinstance(each, Joining) for request in each.call.requests]
+            messages.append(Leaving([*self.deliveries, *joining]))
         else:
             messages.append(message)
 
@@ -421,7 +481,8 @@ class Loop:
         if isinstance(message, Joining):
             self._admit(message)
             return
-        for request in list(self.deliveries) if message is None else message.requests:
+        requests = None if message is None else message.requests
+        for request in list(self.deliveries) if requests is None else requests:
             if request in self.deliveries:
                 self._scheduler.cancel(request)
                 self._leaving.append(request)
@@ -505,6 +566,13 @@ class Loop:
             self._forget(request)
         delivery.fail(error)
         self._joined.discard(delivery)
+
+
+def _cancelled(waiting: Joining) -> None:
+    """Ends the requests of a call that has not joined."""
+    for request in waiting.call.requests:
+        request.finish_reason = "cancelled"
+        waiting.delivery.take(request)
 
 
 def _work(messages: SimpleQueue[Message | Settling], reference: weakref.ReferenceType[Loop]) -> None:

@@ -93,6 +93,7 @@ class Request:
         has_tables: True if the row's biases and counts were written; only steps of the full sampler read them.
         admitted: time by `time.perf_counter` when the request got a row; None: it waits.
         prefilled: True if the row's next token is its first, from its last prefill pass.
+        weight_version: version of the target's weights that it runs with.
     """
 
     prompt: list[int]
@@ -121,6 +122,7 @@ class Request:
     has_tables: bool = False
     admitted: float | None = None
     prefilled: bool = False
+    weight_version: int | str = 0
 
     @property
     def length(self) -> int:
@@ -255,14 +257,12 @@ class PreparedCall:
         options: options of the call.
         prompts: the prompts as the user passed them.
         choice: draft lengths of its steps.
-        weight_version: of the target's weights that it is made for.
     """
 
     requests: list[Request]
     options: Options
     prompts: RawPrompts
     choice: DraftChoice
-    weight_version: int | str = 0
 
 
 def requests_of(

@@ -45,10 +45,14 @@ class Scheduler:
 
     Args:
         engine: runs the steps. Its state is reset here.
+
+    Attributes:
+        weight_version: of the target's weights, for the requests that are added.
     """
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
+        self.weight_version: int | str = 0
         # (request, its plan); None instead of a plan: cancel the request
         self._arrivals: SimpleQueue[tuple[Request, CallPlan | None]] = SimpleQueue()
         self._calls: dict[Request, CallPlan] = {}  # plan of every request that has not ended
@@ -73,6 +77,7 @@ class Scheduler:
         """
         self.check(request)
         request.begin(self.engine.shapes.max_drafts)
+        request.weight_version = self.weight_version
         self._arrivals.put((request, call))
 
     def check(self, request: Request) -> None:
