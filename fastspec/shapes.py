@@ -260,18 +260,18 @@ def chunks_of(
     """Returns the sizes of the passes over the prompt tokens at positions start..stop-1.
 
     Passes are on an absolute grid of positions. From position 0 on, each range as long as the largest size is one pass,
-    for any length of the prompt. The rest after the last whole range is split by its length alone. It is either one
-    pass with room for all of it, or the largest size that it fills followed by passes over what remains, whichever
-    costs less. Passes of sizes in `same_bits` write the same bits to the KV caches, so such a pass may be split, or
-    start in its middle. The smallest of them is the grid's unit: prompts with a common prefix have the same bits in all
-    whole units of that prefix.
+    for any length of the prompt. The rest after the last whole range is split by its length alone. It is one pass that
+    is large enough for all of it. Or it is the largest size that it fills, followed by passes over the remaining
+    tokens. The cheaper one is chosen. Passes of sizes in `same_bits` write the same bits to the KV caches, so such a
+    pass may be split, or start in its middle. The smallest of them is the grid's unit: prompts with a common prefix
+    have the same bits in all whole units of that prefix.
 
     Args:
         sizes: permitted sizes of passes, ascending.
         stop: the position after the last token.
         start: the first position, a multiple of the unit.
         same_bits: those of `sizes` whose passes write the same bits, ascending; (): only the largest.
-        grid_unit: positions between two places where a pass may start; None: the smallest of `same_bits`.
+        grid_unit: distance of positions where a pass may start; None: the smallest of `same_bits`.
         max_tokens: upper limit of tokens for passes of a size in `same_bits`; the smallest size is always permitted.
             None: no limit.
     """

@@ -74,7 +74,7 @@ class Options:
 
     @property
     def plain(self) -> bool:
-        """True if every row is greedy and no option changes its logits."""
+        """True if every row is greedy, and no option of it changes logits."""
         return all(row.plain for row in self.rows)
 
 
@@ -158,9 +158,10 @@ def _asks_for_auto(drafts: Any) -> bool:
 
 
 def _top_logprobs(value: Any, vocab_size: int) -> int | None:
-    """Reads `logprobs`. False, None: record nothing.
+    """Reads the option `logprobs`.
 
-    True: record new tokens. n: also record the n most probable ids.
+    Returns None for False (nothing is recorded), 0 for True (only the new tokens), and n for n (also the n most
+    probable ids).
     """
     value = scalar(value)
     if value is None or value is False:

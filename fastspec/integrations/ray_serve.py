@@ -49,8 +49,8 @@ def deployment(
         limits: limits of each replica: `body`, `tokens`, `requests`, `seconds`, as in `--limit` of `fastspec serve`.
         generator_options: arguments of `FastSpecGenerator`.
         **ray_options: arguments of `ray.serve.deployment`: `num_replicas`, `autoscaling_config` and so on. By default a
-            replica gets one GPU (none with device "cpu"), as many requests as `limits` allow to wait, and one minute to
-            complete its last answers.
+            replica gets one GPU (none with device "cpu"), and one minute to complete its last answers. As many requests
+            may wait as `limits` allow.
 
     Raises:
         UnsupportedOption, ValueError: an argument that a replica cannot have. Nothing was started.

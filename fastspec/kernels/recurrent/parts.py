@@ -56,7 +56,10 @@ def sigmoid(x):
 
 @triton.jit
 def _before(inputs_ptr, position, older, channel, CHANNELS: tl.constexpr, PLACES: tl.constexpr):
-    """Loads inputs at positions [T] and channels [C] from the ring, where `older` [T, C] and positions are valid."""
+    """Loads inputs [T, C] at positions [T] and channels [C] from the ring.
+
+    Loads only where `older` [T, C] is true and the position is not negative.
+    """
     place = (position + PLACES) % PLACES
     older = older & (position >= 0)[:, None]
     return tl.load(inputs_ptr + place[:, None] * CHANNELS + channel[None, :], mask=older, other=0.0)
@@ -75,7 +78,10 @@ def convs_ahead(
     WIDTH: tl.constexpr,
     PLACES: tl.constexpr,
 ):
-    """Loads, for each tap, those inputs of `convs` that do not come from the product: weights and older inputs."""
+    """Loads weights and older inputs of each tap of `convs`.
+
+    They do not depend on the product, so this can be done before it ends.
+    """
     loaded = ()
     for tap in tl.static_range(WIDTH):
         at = token - (WIDTH - 1 - tap)
