@@ -112,7 +112,7 @@ class Replica:
 class _Answer(Response):
     """Response of the routes, with the replica's name in a header.
 
-    Ray passes the connection, so events are sent at once.
+    It is an ASGI application: Ray passes it the connection, so that each event is sent as soon as it exists.
     """
 
     def __init__(self, app: ASGIApp, replica: str) -> None:

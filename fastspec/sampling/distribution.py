@@ -2,8 +2,8 @@
 
 Random numbers come from Philox4x32-10 (Salmon et al., SC 2011), a counter-based generator. Each number is a function of
 (row seed, absolute position, purpose, token). It does not depend on the batch, the step or the row's slot. So a row's
-text does not depend on other rows. So after refused drafts no random state has to be restored: the next step uses the
-same numbers at the same positions.
+text does not depend on other rows. After refused drafts no random state has to be restored, because the next step uses
+the same numbers at the same positions.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def uniforms(seeds: Tensor, positions: Tensor, purpose: int) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class PhiloxDraws:
-    """Uniform numbers and samples for B rows with seeds int64 [B]."""
+    """Random numbers of B rows, keyed by their seeds int64 [B] and by position: for accepting drafts, and for sampling."""
 
     seeds: Tensor
 

@@ -236,7 +236,7 @@ def _owned(tile, OWN):
 
 @gluon.jit
 def _columns(like, tile_id, GATED: gl.constexpr, OWN: gl.constexpr):
-    """Returns the output column to which the sums of each weight row of tile `tile_id` belong."""
+    """Returns the output column of each weight row of tile `tile_id`. With GATED a gate and its up have one column."""
     if GATED:
         return weight_numbers(like, tile_id * (_owned(like, OWN) // 2), 8, 0)
     else:

@@ -136,7 +136,10 @@ def convs(
 
 @triton.jit
 def gates(b_ptr, more, there, VALUE_HEADS: tl.constexpr):
-    """Returns fp32 beta = sigmoid(b) and softplus(a + step), the base of the decay, for some tokens and one head."""
+    """Loads b and a of some tokens and one head.
+
+    Returns fp32 beta = sigmoid(b), and softplus(a + step), from which the decay is computed.
+    """
     b = tl.load(b_ptr, mask=there, other=0.0)
     a = tl.load(b_ptr + VALUE_HEADS, mask=there, other=0.0).to(tl.float32) + more
     beta = sigmoid(b.to(tl.float32)).to(b.dtype).to(tl.float32)

@@ -214,7 +214,8 @@ def norm_weight(loader: Loader, spec: ModelSpec, name: str, order: list[int] | N
 def layer_weights(loader: Loader, spec: ModelSpec, index: int, prefix: str | None = None) -> LayerWeights:
     """Makes the fields of one layer, one for each row of the table `LAYER`.
 
-    `prefix` begins the layer's stored names. None: the prefix of layer `index` of a model.
+    Args:
+        prefix: beginning of the layer's stored names. None: that of layer `index` of a model.
     """
     return _Layer(loader, spec, spec.plans[index], f"model.layers.{index}." if prefix is None else prefix).weights()
 

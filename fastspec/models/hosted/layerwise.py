@@ -123,7 +123,7 @@ class Layers:
 
 
 def errors(ours: Sequence[Tensor], own: Tensor) -> Tensor:
-    """Returns, for each token, the norm of the difference as a share of the mean norm."""
+    """Returns the relative error of each token: the norm of ours - own, divided by the mean norm of own."""
     differences = (torch.cat(list(ours), dim=1).float() - own.float()).flatten(2).norm(dim=-1)
     errors: Tensor = differences / own.float().flatten(2).norm(dim=-1).mean()
     return errors

@@ -149,9 +149,8 @@ def _less(pairs, less, HIGH: gl.constexpr):
 
 @gluon.jit
 def _zero_of(words, zeros, i: gl.constexpr):
-    """Returns the argument `less` of `_less` for block i of four, shaped like words [S, R, 16].
-
-    Its values come from zeros [S, R, 1], or are 8.
+    """Returns the zero points that `_less` subtracts from block i (of four blocks of 32 values), shaped like words [S,
+    R, 16]. They come from zeros [S, R, 1], or are all 8.
     """
     if len(zeros) == 0:
         return gl.full_like(words, LESS_EIGHT)
@@ -188,7 +187,7 @@ def units_of(words, scales, zeros, FORM: gl.constexpr, UNIT: gl.constexpr):
 
 @gluon.jit
 def ones(S: gl.constexpr, lay: gl.constexpr):
-    """Returns bf16 pairs [S, 16, 32] with the value 1 in the units of the codes."""
+    """Returns bf16 pairs [S, 16, 32] of the value 1, scaled by the power of two by which codes are too small."""
     one = gl.full([S, 16, 16], ONE, gl.int32, layout=lay)
     return joined_halves(one, one)
 
