@@ -273,8 +273,8 @@ def chunks_of(
         start: the first position, a multiple of the unit.
         same_bits: those of `sizes` whose passes write the same bits, ascending; (): only the largest.
         grid_unit: a pass may start at multiples of this position. None: the smallest of `same_bits`.
-        max_tokens: upper limit of tokens for passes of a size in `same_bits`. The smallest size is always permitted. None:
-            no limit.
+        max_tokens: upper limit of tokens for passes of a size in `same_bits`. The smallest size is always allowed.
+            None: no limit.
     """
     same_bits = same_bits or sizes[-1:]
     assert start % (grid_unit or same_bits[0]) == 0, "a prompt is continued only at a multiple of the grid's unit"

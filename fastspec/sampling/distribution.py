@@ -69,7 +69,10 @@ def uniforms(seeds: Tensor, positions: Tensor, purpose: int) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class PhiloxDraws:
-    """Random numbers of B rows, keyed by their seeds int64 [B] and by position: for accepting drafts, and for sampling."""
+    """Random numbers of B rows, keyed by their seeds int64 [B] and by position.
+
+    They accept drafts and sample tokens.
+    """
 
     seeds: Tensor
 
