@@ -94,11 +94,14 @@ class Config:
 
     @property
     def formats(self) -> tuple[str | None, str | None]:
-        """Formats to which the weights of (target, draft) are rounded. None: not rounded, or not chosen yet."""
+        """Returns the formats to which the weights of (target, draft) are rounded.
+
+        None: not rounded, or not chosen yet.
+        """
         return self.target_quantization, None if self.chooses_format else self.draft_quantization
 
     def shared(self) -> dict[str, object]:
-        """Arguments by name that must be equal on all ranks."""
+        """Returns the arguments, by name, that must be equal on all ranks."""
         return {each.name: getattr(self, each.name) for each in fields(self) if each.name not in _OF_ONE_RANK}
 
     def check(self, *, with_draft: bool) -> None:

@@ -13,7 +13,7 @@ class RowStats:
 
     Attributes:
         steps: number of target passes.
-        plain_steps: number of these without drafts.
+        plain_steps: number of target passes without drafts.
         drafted: number of draft tokens.
         accepted: number of accepted drafts, including those that a stop id or the limit then removed.
         emitted: number of returned tokens.
@@ -40,7 +40,8 @@ class Stats:
 
     Attributes:
         steps: number of target passes, summed over rows.
-        plain_steps: number of these without drafts: with k = 0, or in a row beyond the draft's context.
+        plain_steps: number of target passes without drafts: with k = 0, or in a row that is longer than the draft's
+            context.
         drafted, accepted, emitted, dropped: see RowStats; summed.
         k: drafts per step that were asked for. With "auto": upper limit.
         seconds: wall time of the call.

@@ -259,20 +259,21 @@ def chunks_of(
 ) -> list[int]:
     """Returns the sizes of the passes over the prompt tokens at positions start..stop-1.
 
-    Passes are on an absolute grid of positions. From position 0 on, each range as long as the largest size is one pass,
-    for any length of the prompt. The rest after the last whole range is split by its length alone. It is either one
-    pass with room for all of it, or the largest size that it fills followed by passes over what remains, whichever
-    costs less. Passes of sizes in `same_bits` write the same bits to the KV caches, so such a pass may be split, or
-    start in its middle. The smallest of them is the grid's unit: prompts with a common prefix have the same bits in all
-    whole units of that prefix.
+    Passes lie on an absolute grid of positions. Beginning at position 0, ranges of the largest size are one pass each,
+    for any length of the prompt. The tokens after the last such range are fed in one of two ways, by estimated cost: by
+    one larger pass, or by the largest size that they fill and further passes.
+
+    Passes of sizes in `same_bits` write the same bits to the KV caches, so such a pass may be split, or start in its
+    middle. The smallest of them is the unit of the grid. Prompts with a common prefix have the same bits in all whole
+    units of that prefix.
 
     Args:
         sizes: permitted sizes of passes, ascending.
         stop: the position after the last token.
         start: the first position, a multiple of the unit.
         same_bits: those of `sizes` whose passes write the same bits, ascending; (): only the largest.
-        grid_unit: positions between two places where a pass may start; None: the smallest of `same_bits`.
-        max_tokens: upper limit of tokens for passes of a size in `same_bits`; the smallest size is always permitted.
+        grid_unit: a pass may start at multiples of this position. None: the smallest of `same_bits`.
+        max_tokens: upper limit of tokens for passes of a size in `same_bits`. The smallest size is always allowed.
             None: no limit.
     """
     same_bits = same_bits or sizes[-1:]

@@ -1,7 +1,7 @@
 """DecodeState: all static device buffers of the decoding loop, allocated once.
 
 Contents change, addresses do not. Only a row's `lengths` entry says which of its cache slots are valid: stale or
-refused slots are never zeroed or copied. They are after the length and are masked.
+refused slots are never zeroed or copied. They are at positions from `lengths` on, which are masked.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Outbox:
 
 @dataclass(frozen=True, slots=True)
 class Buffer:
-    """Shape, dtype and use of one field of `DecodeState`.
+    """Describes one field of `DecodeState`: shape, dtype and use.
 
     Attributes:
         shape: letters of `StateSizes`, separated by spaces; "K+1" is one more than K.
@@ -134,7 +134,7 @@ def _buffer(
     reset: bool = False,
     prefill: bool = False,
 ) -> Any:
-    """Returns a dataclass field that a `Buffer` describes."""
+    """Returns a dataclass field with a `Buffer` as its metadata."""
     return field(metadata={"buffer": Buffer(shape, dtype, fill, written_by, meaning, reset, prefill)})
 
 
@@ -151,41 +151,41 @@ class DecodeState:
 
     # fmt: off
     #                                 shape      dtype  fill  written by                 meaning
-    tokens: Tensor         = _buffer("B T+1",   INT64, 0,    "admit, commit",           "prompt and emitted tokens; last column: junk writes", prefill=True)
-    lengths: Tensor        = _buffer("B",       INT64, 1,    "admit, commit",           "tokens that count; the last is in no cache yet", reset=True, prefill=True)
-    limits: Tensor         = _buffer("B",       INT64, 1,    "admit",                   "lengths may not pass this", reset=True)
-    draft_lengths: Tensor  = _buffer("B",       INT64, 0,    "admit, catch-up, commit", "positions from 0 on that the draft's cache holds", reset=True, prefill=True)
+    tokens: Tensor         = _buffer("B T+1",   INT64, 0,    "admit, commit",           "prompt and emitted tokens; the last column takes writes of unused positions", prefill=True)
+    lengths: Tensor        = _buffer("B",       INT64, 1,    "admit, commit",           "number of committed tokens; the last one is in no KV cache yet", reset=True, prefill=True)
+    limits: Tensor         = _buffer("B",       INT64, 1,    "admit",                   "upper limit of `lengths`", reset=True)
+    draft_lengths: Tensor  = _buffer("B",       INT64, 0,    "admit, catch-up, commit", "number of first positions that are in the draft's cache", reset=True, prefill=True)
     finish: Tensor         = _buffer("B",       INT64, IDLE, "admit, commit",           "RUNNING, STOPPED, AT_LIMIT, IDLE, PAUSED or PREFILLED", reset=True, prefill=True)
     stop_ids: Tensor       = _buffer("B S",     INT64, -1,   "admit",                   "ids that end the row, padded with -1", reset=True)
     block_table: Tensor    = _buffer("B P",     INT64, 0,    "admit",                   "cache pages of the row", reset=True, prefill=True)
-    state_rows: Tensor     = _buffer("B",       INT64, OWN,  "move",                    "its row of recurrent states; each row of them has one owner", prefill=True)
+    state_rows: Tensor     = _buffer("B",       INT64, OWN,  "move",                    "row of the recurrent states that this row uses; all are different", prefill=True)
     temperature: Tensor    = _buffer("B",       FP32,  0,    "admit",                   "0 is greedy", reset=True)
     top_k: Tensor          = _buffer("B",       INT64, 0,    "admit",                   "0 keeps all")
     top_p: Tensor          = _buffer("B",       FP32,  1.0,  "admit",                   "1 keeps all")
     min_p: Tensor          = _buffer("B",       FP32,  0,    "admit",                   "0 keeps all")
-    seeds: Tensor          = _buffer("B",       INT64, 0,    "admit",                   "the row's randomness")
+    seeds: Tensor          = _buffer("B",       INT64, 0,    "admit",                   "seed of the row's random numbers")
     repetition: Tensor     = _buffer("B",       FP32,  1.0,  "admit",                   "penalty of ids in prompt or output; 1 is none")
     presence: Tensor       = _buffer("B",       FP32,  0,    "admit",                   "penalty of ids in the output; 0 is none")
     frequency: Tensor      = _buffer("B",       FP32,  0,    "admit",                   "penalty per occurrence in the output; 0 is none")
     bias: Tensor           = _buffer("B V",     FP32,  0,    "admit",                   "added to logits; -inf bans an id")
     unbiased: Tensor       = _buffer("B",       BOOL,  0,    "admit",                   "bias is known to be 0 for all ids, and need not be read")
     in_prompt: Tensor      = _buffer("B V",     BOOL,  0,    "admit",                   "ids of the prompt")
-    output_counts: Tensor  = _buffer("B V",     INT32, 0,    "admit, commit",           "how often each id was emitted")
-    min_lengths: Tensor    = _buffer("B",       INT64, 0,    "admit",                   "no stop id comes while lengths is below this")
-    draft_limits: Tensor   = _buffer("B",       INT64, "K",  "admit",                   "drafts of the row that may count in a step")
+    output_counts: Tensor  = _buffer("B V",     INT32, 0,    "admit, commit",           "number of times that each id was emitted")
+    min_lengths: Tensor    = _buffer("B",       INT64, 0,    "admit",                   "no stop id is allowed while `lengths` is below this")
+    draft_limits: Tensor   = _buffer("B",       INT64, "K",  "admit",                   "largest number of drafts that the row may use in a step")
     constrained: Tensor    = _buffer("B",       BOOL,  0,    "admit",                   "the row follows a grammar", reset=True)
-    masks: Tensor          = _buffer("B K+1 W", INT32, -1,   "admit, grammar",          "ids that the grammar allows at each place, a bit each")
-    grammar_drafts: Tensor = _buffer("B K",     INT64, 0,    "grammar",                 "the next drafts of a row with a grammar")
-    grammar_counts: Tensor = _buffer("B",       INT64, 0,    "grammar",                 "how many of them count")
+    masks: Tensor          = _buffer("B K+1 W", INT32, -1,   "admit, grammar",          "ids that the grammar allows at each place, one bit per id")
+    grammar_drafts: Tensor = _buffer("B K",     INT64, 0,    "grammar",                 "drafts for the next step of a row with a grammar")
+    grammar_counts: Tensor = _buffer("B",       INT64, 0,    "grammar",                 "number of valid entries of `grammar_drafts`")
     draft_tokens: Tensor   = _buffer("B K",     INT64, 0,    "propose",                 "this step's drafts")
     draft_probs: Tensor    = _buffer("B K Q",   FP32,  0,    "propose",                 "distribution of each draft (0 above the draft's ids)")
-    draft_counts: Tensor   = _buffer("B",       INT64, 0,    "propose, step",           "how many of this step's drafts count; 0 where none were made")
+    draft_counts: Tensor   = _buffer("B",       INT64, 0,    "propose, step",           "number of valid drafts of this step; 0 if none were made")
     block: Tensor          = _buffer("B K+1",   INT64, 0,    "commit",                  "accepted drafts and one more token")
-    emitted: Tensor        = _buffer("B",       INT64, 0,    "admit, commit",           "how many tokens of `block` were emitted by the last step; before the first, 1 where a prompt left features")
-    accepted: Tensor       = _buffer("B",       INT64, -1,   "commit",                  "drafts accepted by the last step; negative: see above")
+    emitted: Tensor        = _buffer("B",       INT64, 0,    "admit, commit",           "number of tokens of `block` that the last step emitted; before the first step 1 if features of the prompt are stored")
+    accepted: Tensor       = _buffer("B",       INT64, -1,   "commit",                  "number of drafts that the last step accepted; negative: see above")
     logprobs: Tensor       = _buffer("B K+1",   FP32,  0,    "commit",                  "log-probability of each token of `block` under the raw target")
     top_ids: Tensor        = _buffer("B K+1 N", INT64, 0,    "commit",                  "the N most probable ids at each place of `block`")
-    top_logprobs: Tensor   = _buffer("B K+1 N", FP32,  0,    "commit",                  "their log-probabilities")
+    top_logprobs: Tensor   = _buffer("B K+1 N", FP32,  0,    "commit",                  "log-probabilities of `top_ids`")
     # fmt: on
 
     @classmethod
@@ -268,7 +268,7 @@ class DecodeState:
 
     @contextmanager
     def all_idle(self) -> Iterator[None]:
-        """Context in which no row runs, so that a step changes no row."""
+        """Context in which no row runs. So a step changes no row."""
         finish, emitted = self.finish.clone(), self.emitted.clone()
         self.finish.fill_(IDLE)
         try:

@@ -135,7 +135,7 @@ def step(modules: StepModules, state: DecodeState, shape: StepShape, draws: veri
 
 
 def first_token_step(modules: StepModules, state: DecodeState, shape: StepShape, draws: verify.Draws) -> None:
-    """Emits the first token of each row that is PREFILLED. Other rows are unchanged.
+    """Emits the first token of each row whose `finish` is PREFILLED. Other rows are unchanged.
 
     Its logits come from the hidden state of the last prefill pass, so only the head's weights are read. The length of a
     prompt alone determines if it takes this step. So other rows and drafts do not change the text.
@@ -180,8 +180,8 @@ def _scored(
     """Runs the target's pass of `score`, and also returns its other results.
 
     Returns:
-        Logits [B, k+1, V], or argmax keys if these are enough; the hidden states that the proposer reads,
-        [B, k+1, layers, hidden], None if it reads none; the batch that was fed.
+        Three values. Logits [B, k+1, V], or argmax keys if these are enough. The hidden states that the proposer reads,
+        [B, k+1, layers, hidden], or None. The batch that was fed.
     """
     batch = _scoring_batch(modules, state, shape)
     hidden, features = _hidden(modules, batch)
@@ -250,7 +250,7 @@ def _judge(
     entry: tuple[Tensor, Tensor] | None,
     record: Record | None,
 ) -> None:
-    """Computes `verify_and_commit` with the logits [B, k+1, V] from which tokens are chosen, masked by grammars."""
+    """Does the work of `verify_and_commit`. `logits` [B, k+1, V] are already masked by grammars."""
     if isinstance(shape.verification, SyntheticAcceptance):
         accept_synthetic(modules, state, shape, shape.verification, draws, logits, entry, record)
     elif shape.sampler == FULL:
@@ -275,7 +275,10 @@ def _record(
     raw: Tensor,
     entry: tuple[Tensor, Tensor] | None,
 ) -> None:
-    """Records log-probabilities of the raw logits after a commit without them, then publishes both."""
+    """Records log-probabilities of the raw logits after the commit, if the commit could not do it.
+
+    Then publishes the step.
+    """
     modules.ops.record_logprobs(raw, state, modules.scratch, record)
     if entry:
         modules.ops.publish(*entry, state, drafting=shape.num_drafts > 0, details=record.details)
@@ -349,7 +352,7 @@ def prefill(
             do not depend on other rows of the pass.
         start: the first position; int64 [B] if it is read on the device.
         chunk: tokens of the pass. Chunk sizes follow from the prompt's length alone.
-        kept: [1, ..], the row's part of `StepModules.features`. None: the proposer stores nothing.
+        kept: [1, ..], the row's entry of `StepModules.features`. None: the proposer stores nothing.
         prompt_ends: has as many rows as the state. None: no last token is fed.
 
     Returns:

@@ -15,14 +15,14 @@ from torch.overrides import _get_current_function_mode_stack
 def shielded(device: torch.device | None = None, threads: int | None = None) -> Iterator[None]:
     """Context with the torch settings that this package needs. Restores the caller's settings at its end.
 
-    Changed are the default device, autocast, and on CUDA deterministic algorithms, with which torch would refuse cuBLAS
+    It changes the default device, autocast and, on CUDA, deterministic algorithms. With these torch would refuse cuBLAS
     products. The default dtype is not changed, because it is global to all threads: every allocation here names its
     dtype. Callers of this function set gradient and inference mode.
 
     Args:
         device: device of the work. None: not known yet.
-        threads: torch's number of CPU threads for this thread. None: unchanged. (A thread that uses torch for the first
-            time meanwhile gets this number, too.)
+        threads: torch's number of CPU threads for this thread. None: unchanged. (A thread that first uses torch inside
+            this context gets this number, too.)
     """
     changes = _changes(threads)
     with _algorithms().any() if device is not None and device.type == "cuda" else nullcontext():
@@ -70,9 +70,9 @@ def _has_default_device() -> bool:
 
 
 class _Algorithms:
-    """Turns deterministic algorithms, a setting of the whole process, off while any thread works here.
+    """Turns deterministic algorithms off while any thread is in `any()`, then restores them.
 
-    Then restores it.
+    They are a setting of the whole process.
     """
 
     def __init__(self) -> None:

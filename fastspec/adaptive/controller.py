@@ -271,7 +271,10 @@ class Controller:
         return tokens_per_step(self.acceptance.survival(), k) / self.times.seconds(bucket, k)
 
     def _wanted(self, context: StepContext) -> _Probe | None:
-        """Returns the probe to make now. None if no probe is useful, or if the budget does not cover its cost."""
+        """Returns the probe to make now.
+
+        None if no probe is useful, or if it would cost more time than probes may use.
+        """
         found = self._of_drafting(context) if self.k == 0 else self._of_a_time(context)
         if found is None:
             return None
@@ -286,7 +289,7 @@ class Controller:
         return probe
 
     def _of_drafting(self, context: StepContext) -> tuple[_Probe, float] | None:
-        """Returns a probe of acceptance, and the seconds that it loses if no draft is accepted.
+        """Returns a probe that measures acceptance, and the seconds that it loses if no draft is accepted.
 
         None if drafting would not pay even with full acceptance, or if too few tokens remain.
         """
@@ -321,9 +324,7 @@ class Controller:
         return _Probe(k, 0, _TIMED_STEPS, spent=coming_back), max(lost, 0.0) + coming_back
 
     def _worth_timing(self, bucket: int, k: int, share: float) -> bool:
-        """True if the last timing of k is old and its expected speed is high enough: `share` times that of the present
-        k.
-        """
+        """True if k was not timed lately, and its expected speed is at least `share` of that of the present k."""
         age = self._seen - self._timed.get((bucket, k), -_STALE)
         near = share > (_NEAR if k else _PLAIN_NEAR) or (k == 0 and age > _STALE)
         return near and age >= (_TIE_STALE if share > _TIE else _STALE)

@@ -101,7 +101,7 @@ class StepTimes:
         measured: seconds by (bucket, k), measured with rows that do not run; may be empty.
         scale: factor by bucket.
         own: factor by (bucket, k).
-        first: by (bucket, k), the first samples of the factor that is estimated.
+        first: by (bucket, k), the first samples of the factor that is being estimated.
         coming_back: seconds of a catch-up pass divided by those of a draft pass.
     """
 
@@ -181,7 +181,7 @@ class StepTimes:
     def _base(self, bucket: int, k: int) -> float:
         """Returns the measured seconds of (bucket, k) or of the nearest measured bucket.
 
-        Without any, relative units.
+        Without any measured bucket the result is in relative units.
         """
         found = self.measured.get((bucket, k))
         if found is not None:

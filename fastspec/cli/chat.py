@@ -114,7 +114,7 @@ class Conversation:
 
     @property
     def manner(self) -> str:
-        """Line that tells the user if a chat template is used."""
+        """Text that tells the user if a chat template is used."""
         if self.templated:
             return "a conversation by the checkpoint's chat template"
         return "the checkpoint has no chat template: what you write is continued, not answered"

@@ -281,7 +281,10 @@ def pair_of(target: str | None, draft: str | None) -> tuple[str, str | None]:
 
 
 def given(**options: Any) -> dict[str, Any]:
-    """Returns the options that are not None. draft_quantization="none" becomes None, which turns rounding off."""
+    """Drops options that are None, so that defaults apply.
+
+    Then draft_quantization="none" becomes None (no rounding).
+    """
     found = {name: value for name, value in options.items() if value is not None}
     return found | ({"draft_quantization": None} if found.get("draft_quantization") == "none" else {})
 
@@ -296,7 +299,10 @@ def suggest_draft(target: str | None, draft: str | None, proposer: str | None) -
 
 
 def opened(context: typer.Context, target: str, draft: str | None, **options: Any) -> FastSpecGenerator:
-    """Returns the generator of a command. An embedding program may pass a factory for it as `app(obj=factory)`."""
+    """Makes the generator of a command.
+
+    A program that calls `app(obj=factory)` replaces `FastSpecGenerator` by its `factory`.
+    """
     if context.obj is not None:
         made: FastSpecGenerator = context.obj(target, draft, **options)
         return made

@@ -55,9 +55,10 @@ class GpuFacts:
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """Result of `self_check`: if texts and repeated draws are equal, and statistics of the greedy runs.
+    """Result of `self_check`: statistics of the greedy runs, and whether texts and repeated samples are equal.
 
-    `auto` is the run with num_speculative_tokens="auto". None: the run was left out, and its name is in `unfinished`.
+    `auto` is the run with num_speculative_tokens="auto". A run is None if there was no time for it; `unfinished` has
+    its name.
     """
 
     pair: str
@@ -203,7 +204,7 @@ def self_check(
 
     Args:
         device, dtype: for the models.
-        budget: seconds. After that the running decode is stopped and the rest is left out.
+        budget: seconds. Then the current run is stopped, and later runs are not started.
         clock: returns seconds.
     """
     from fastspec.generator import FastSpecGenerator

@@ -55,9 +55,9 @@ def tree_sum(parts: Sequence[Tensor]) -> Tensor:
 
 
 def one_way(partial: Tensor, residual: Tensor) -> Tensor:
-    """Reduces the extra leading axis of a partial sum, if it has one.
+    """Adds the parts along the leading axis of `partial`, if it has one axis more than `residual`.
 
-    Returns residual's shape; see `Exchange.added`.
+    The result has residual's shape.
     """
     return tree_sum(partial.unbind()) if partial.dim() > residual.dim() else partial
 

@@ -83,7 +83,7 @@ class Leader:
         self._ended = None in messages
 
     def end(self) -> None:
-        """Ends the calls of `follow` on the other ranks, and waits until they have read that."""
+        """Tells the other ranks to return from `follow`, and waits until they have read that."""
         with suppress(RuntimeError):  # the group has already failed
             if not self._ended:
                 self.tell([None])

@@ -1,4 +1,4 @@
-"""Heartbeats: each rank tells the others that it is alive, how far it is, and why it gave up."""
+"""Heartbeats: each rank tells the others that it is alive, how many exchanges it has begun, and why it gave up."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ class SharedMemory:
         addresses: address of each rank's memory in this process.
 
     Raises:
-        RuntimeError: the driver refused; has its reason. Everything allocated before is freed.
+        RuntimeError: the driver reported an error; the message has its reason. Everything allocated before is freed.
     """
 
     def __init__(

@@ -119,7 +119,7 @@ def agreed_warmup(
 
 
 def _decide_draft(draft: Checkpoint | HeadCheckpoint | None, ranks: Ranks, device: torch.device, dtype: Any) -> None:
-    """Sets `ranks.split_draft`: True if the draft is split over the ranks. A head is never split.
+    """Decides if the draft is split over the ranks, and sets `ranks.split_draft`. A head is never split.
 
     Raises:
         UnsupportedOption: the draft is a head, and draft_tensor_parallel="split".

@@ -95,7 +95,8 @@ class Ranks:
     def share(self, sizes: Sizes, name: str, *, draft: bool, on_cpu: bool) -> RankShare | None:
         """Returns the part of a model that this rank has. None: the whole model, computed as without ranks.
 
-        On a GPU one rank has a share too, because its sums then have the same order as those of several ranks.
+        A single rank on a GPU also gets a part, the whole model. So its sums have the same order as those of several
+        ranks.
 
         Args:
             sizes, name: sizes of the model, and its name for messages.
@@ -136,7 +137,9 @@ class Ranks:
         *,
         starting: bool = False,
     ) -> tuple[T, list[Any]]:
-        """Runs `make` on every rank and compares the arguments. Returns its result and the `told` values of all ranks.
+        """Runs `make` on every rank and compares the arguments.
+
+        Returns the result of `make`, and the `told` values of all ranks.
 
         Raises:
             UnsupportedOption: `make` failed on another rank, or a rank has other arguments. Also the errors of `make`.

@@ -37,7 +37,7 @@ class Sizes(Protocol):
 
     @property
     def divided(self) -> Mapping[str, int]:
-        """Sizes that must be divisible by the number of ranks, by name: query heads, widths of MLPs and so on."""
+        """Returns, by name, the sizes that ranks must be able to divide equally, such as query heads and MLP widths."""
 
 
 class Cut(NamedTuple):
@@ -55,7 +55,7 @@ class RankShare:
         rank, size: number of this rank, and number of all ranks.
         parts: number of parts into which dimension K of o and down is split; a multiple of `size`. The partial sums are
             added as one binary tree, and a rank computes one subtree.
-        one_tree: True if `parts` is the same for every number of ranks, so that the number changes no bit.
+        one_tree: True if `parts` is the same for every number of ranks. Then this number changes no bit.
     """
 
     rank: int

@@ -99,7 +99,7 @@ class World:
         return float(shared)
 
     def share_seconds(self, seconds: float | None) -> float | None:
-        """Returns the time that rank 0 measured, on every rank, so that all decide equally. None if rank 0 has none."""
+        """Returns the time that rank 0 measured, so that all ranks decide equally. None if rank 0 measured none."""
         if self.size == 1:
             return seconds
         shared = self.share_number(-1.0 if seconds is None else seconds)
@@ -142,7 +142,7 @@ class World:
 
         Args:
             what: description of the work.
-            symmetric: errors that all ranks raise at the same point; these end nothing.
+            symmetric: errors that all ranks raise at the same point. They do not end the work of the others.
         """
         if self.size == 1:
             yield

@@ -79,7 +79,7 @@ def build(
     shared_vocab: SharedVocab,
     ranks: Ranks | None = None,
 ) -> tuple[Engine, list[Pending]]:
-    """Makes the engine of a generator. Returns it with the weights that must be filled before the first launch.
+    """Makes the engine of a generator. Returns (engine, weights that must be filled before the first launch).
 
     Args:
         settings: completed arguments of the generator.
@@ -225,8 +225,8 @@ class _Models:
     Attributes:
         models: the target, then the draft model, in the order in which they are made.
         pending: weights of the models and of a head that are still to be filled.
-        matrices: matrices that prefill passes of the target multiply with, and those of a head.
-        of_draft_model: the same of a draft model.
+        matrices: weight matrices of the target's prefill passes, and those of a head.
+        of_draft_model: weight matrices of a draft model's prefill passes.
     """
 
     def __init__(
@@ -357,7 +357,7 @@ def _prefix_cache(
     """Makes the prefix cache, and the store of recurrent states after prefixes.
 
     The cache is None if the user turned it off, or if the proposer stores data of a row outside of its pages. The store
-    is None if no model has recurrent states.
+    of states is None if no model has recurrent states.
     """
     if not settings.config.prefix_cache or (takes_features(proposer) and not kept_in_pages(proposer)):
         return None, None
@@ -390,10 +390,10 @@ def _same_bits_of_both(
 def _same_bits(
     chunks: tuple[int, ...], models: Iterable[CausalModel], matrices: Iterable[Weight], device: torch.device
 ) -> tuple[int, ...] | None:
-    """Returns the prefill pass sizes that all write the same bits to the KV caches. None: no two sizes are known to.
+    """Returns sizes of prefill passes that write the same bits to the KV caches. None: no two sizes are known to do so.
 
-    The kernel for packed weights sums in the same order for any number of rows. The order of a library may depend on
-    the number of rows. So may that of sums over several GPUs.
+    The kernel for packed weights sums in the same order for any number of rows. In cuBLAS and other libraries the order
+    may depend on the number of rows. The same is true for sums over several GPUs.
     """
     formats = {matrix.format for matrix in matrices}
     if not all(type(model) is Decoder for model in models) or "rows" in formats:
@@ -418,9 +418,9 @@ def _matrices(weights: DecoderWeights | HeadWeights) -> Iterator[Weight]:
 
 
 def _mean_weight(settings: Settings, target: Checkpoint) -> float | None:
-    """Returns the mean number of elements of the target's matrices.
+    """Returns the mean number of elements of the target's matrices, from which the number of CPU threads is chosen.
 
-    None if this package does not choose CPU threads.
+    None if that is left to torch.
     """
     if settings.device.type != "cpu" or settings.config.compile or target.ranks > 1:
         return None

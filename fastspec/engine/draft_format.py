@@ -1,6 +1,6 @@
 """Chooses the weight format of a draft for `draft_quantization="auto"`. The choice changes speed, not the text.
 
-A pass over few rows is limited by reading weights. Its estimated time is their bytes divided by the share of memory
+A pass over few rows is limited by reading weights. Its estimated time is their bytes divided by the share of the memory
 bandwidth that products in that format reach. Acceptance is assumed to be equal in every format, until `format_trial`
 has measured a draft model.
 """
@@ -44,9 +44,9 @@ def with_format(
     *,
     alone: bool = True,
 ) -> Checkpoint | HeadCheckpoint | None:
-    """Returns the draft, rounded to the format with the least estimated time.
+    """Returns the draft checkpoint, to be rounded to the format with the least estimated time.
 
-    Its `stored` tells the format and the reason.
+    Its `stored` is a text with the format and the reason.
 
     Args:
         target, draft: the resolved checkpoints.
@@ -82,7 +82,7 @@ def with_format(
 
 
 def _left(draft: Checkpoint | HeadCheckpoint, *, ours: bool) -> str:
-    """Returns the reason why a draft keeps its stored format. Empty: it may be rounded."""
+    """Returns the reason why a draft keeps its stored format. An empty text: it may be rounded."""
     if not ours:
         return "compiled by torch, or beside a target that ranks share"
     if isinstance(draft, HeadCheckpoint):
@@ -95,7 +95,7 @@ def _left(draft: Checkpoint | HeadCheckpoint, *, ours: bool) -> str:
 
 
 def best_of(sizes: Mapping[CodeFormat | None, int], rows: int) -> CodeFormat | None:
-    """Returns the format with the least estimated time of a pass. None: keep the stored format, also for equal times.
+    """Returns the format with the least estimated time of a pass. None: the stored format is as fast or faster.
 
     Args:
         sizes: bytes of the weights in each format.

@@ -56,7 +56,7 @@ class Engine:
         mean_weight: mean number of elements of the target's matrices. None: torch's number of threads is not changed.
         share_seconds: replaces a measured time by rank 0's, so that all ranks decide equally.
         threads: number of threads of a step on the CPU. None until `choose_threads`, and on other devices.
-        sharing: (this rank, number of ranks) that share the machine and capture the same steps.
+        sharing: (number of this rank, number of ranks). Ranks share the machine and capture the same steps.
         prompts: launches prefill passes.
     """
 
@@ -90,7 +90,10 @@ class Engine:
             yield
 
     def captured_shape(self, rows: int, shape: StepShape) -> StepShape:
-        """Returns `shape`, or the shape for the longest rows if only that one is captured. Both give the same bits."""
+        """Returns `shape`. If only the shape for the longest rows is captured, returns that one.
+
+        Both give the same bits.
+        """
         wide = replace(shape, num_blocks=blocks(self.shapes.max_positions), first_block=0)
         return wide if not self.ready(rows, shape) and self.ready(rows, wide) else shape
 
@@ -158,7 +161,10 @@ class Engine:
             return min(self.timed(StepKey(rows, shape), self._body(rows, shape), repeats))
 
     def timed(self, key: Hashable, body: Callable[[], None], repeats: int) -> list[float]:
-        """Returns a few means of the seconds of one run, each over several runs. A first run is not counted."""
+        """Measures `body`. Returns a few times of one run in seconds, each the mean of several runs.
+
+        A first run is not counted.
+        """
         self.runner.run(key, body)
         self.ring.resync()
         means = []
@@ -197,7 +203,10 @@ class Engine:
         return [(rows, shape) for rows in sizes for shape in shapes if not self.runner.ready(StepKey(rows, shape))]
 
     def _body(self, rows: int, shape: StepShape) -> Callable[[], None]:
-        """Returns a function that runs the step. It makes its views when called, because a graph replay needs none."""
+        """Returns a function that runs the step.
+
+        The function makes the views of buffers itself, because a graph replay needs none.
+        """
 
         def body() -> None:
             view = self.state.rows(0, rows)

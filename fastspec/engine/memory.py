@@ -31,7 +31,7 @@ class MemoryPlan:
         draft_cache: KV pages and recurrent states of the draft.
         buffers: the decode state, the prefill slot and the rotary tables.
         workspace: estimated temporary memory of the largest pass, and work areas of libraries.
-        exchange: memory of this GPU that other ranks write to. NCCL's own memory is not counted.
+        exchange: memory of this GPU to which other ranks write. NCCL's own memory is not counted.
         graphs: captured CUDA graphs. Tensors inside them count as workspace.
         free: free bytes on the device when the plan was made.
     """
@@ -81,7 +81,7 @@ class Layout:
         feature_layers: number of target layers whose hidden states the proposer reads.
         feature_elements: elements per row that are kept for the proposer between steps.
         weights: bytes of quantised weights of (target, draft). None: computed from their specs.
-        keeps_prefixes: True if recurrent states after prefixes of prompts are kept.
+        keeps_prefixes: True if recurrent states after prefixes of prompts are stored.
         kv_dtypes: dtypes of the KV pages of (target, draft). None: those of the models.
         ranks: processes that share the target.
     """
@@ -153,11 +153,11 @@ class Layout:
 
     @property
     def kept_states(self) -> int:
-        """Number of recurrent states kept after prefixes, plus one that passes write to. 0: none are kept."""
+        """Number of stored recurrent states after prefixes, plus one to which passes write. 0: none are stored."""
         return 1 + max(_KEPT_STATES, 2 * self.batch) if self.keeps_prefixes else 0
 
     def _state_bytes(self, spec: ModelInfo, dtype: torch.dtype) -> int:
-        """Returns the bytes of the rows' recurrent states and of those kept after prefixes."""
+        """Returns the bytes of the rows' recurrent states and of those stored after prefixes."""
         return self.batch * spec.state_bytes(self.max_drafts, dtype) + self.kept_states * spec.state_bytes(0, dtype)
 
     @property
@@ -270,7 +270,7 @@ def release_unused(device: torch.device) -> None:
 
 
 def _empty_cache(device: torch.device) -> None:
-    """Releases torch's cached blocks, if there are any, because the call waits for the GPU."""
+    """Releases torch's cached blocks. Does nothing without such blocks, because the call waits for the GPU."""
     if torch.cuda.memory_reserved(device) > torch.cuda.memory_allocated(device):
         with torch.cuda.device(device):
             torch.cuda.empty_cache()

@@ -24,10 +24,10 @@ _LARGEST_CAPTURED = 1024
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PrefillSlot:
-    """Rows of buffers for prefill, apart from those of running rows.
+    """Buffers of the rows that a prefill pass feeds. They are separate from the buffers of running rows.
 
     Attributes:
-        state: buffers of the slot's rows. Their K and V are written to the pages of the rows that they stand for.
+        state: buffers of the slot's rows. K and V are written to the pages of the rows whose prompts are fed.
         start: int64 [rows], first position of the target's next pass.
         features: [1, ..], the slot's row of `StepModules.features`. None: no features are kept.
         prompt_ends: the slot's rows of `StepModules.prompt_ends`. None: there are none.
@@ -191,7 +191,7 @@ class PromptPasses:
             self._leave(slot, row, place, draft=draft)
 
     def _leave(self, slot: PrefillSlot, row: int, place: int = 0, *, draft: bool) -> None:
-        """Ends the use of a slot by a row. Copies the target's last hidden state to the row, for `first_token_step`."""
+        """Frees a slot's row. First copies the target's last hidden state to row `row`, for `first_token_step`."""
         if slot.prompt_ends is not None and self.modules.prompt_ends is not None and not draft:
             self.modules.prompt_ends.copy(row, slot.prompt_ends, place)
         slot.leave(self.state, row, place)

@@ -142,10 +142,7 @@ def _kv_dtypes(
 
 
 def _features(target: ModelSource, draft: ModelSource | None, proposer: object | None, drafts: int) -> tuple[int, int]:
-    """Returns two numbers for a head or proposer.
-
-    They are the number of target layers whose hidden states it reads, and the elements kept per row between steps.
-    """
+    """Returns (number of target layers whose hidden states a head or proposer reads, elements kept per row)."""
     if isinstance(draft, HeadCheckpoint):
         read, shape = draft.spec.feature_layers, draft.spec.kept
     else:

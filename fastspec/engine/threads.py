@@ -21,16 +21,16 @@ _REST = 256  # number of steps with one thread after several slow steps
 
 @dataclass(slots=True)
 class Threads:
-    """Number of torch threads for a generator's steps, whichever thread of the caller runs them.
+    """Number of torch threads for a generator's steps. It holds in every thread of the caller.
 
     Threads that share an operation wait for each other at its end. If other processes use the cores, such a wait may
     last a whole time slice, and small models have many operations. So the number is chosen by measurement. When steps
     become many times slower, one thread works alone for a while.
 
     Attributes:
-        limit: torch's number of threads at construction.
+        limit: torch's number of threads when this was constructed.
         why: text with the reason for `chosen`.
-        chosen: number of threads that was fastest at construction.
+        chosen: number of threads that was fastest in the first measurement.
         now: number of threads of the next step.
     """
 

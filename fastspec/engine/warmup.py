@@ -37,7 +37,7 @@ def warm_up_for(
         engine: engine of the generator.
         rows: rows that decode at once.
         choice: draft lengths of the call.
-        longest, shortest: upper limit of the tokens of its rows, and tokens that all of them have.
+        longest, shortest: largest and smallest number of tokens of a row.
         progress: True to show the bars.
         prompts: True to compile and capture prefill passes, too.
         loaded: waits until another thread has filled the weights. Called after the kernels are compiled.
@@ -78,9 +78,10 @@ def _choose_reading(engine: Engine) -> None:
 def compilers_for(
     target: Any, device: Any, graphs: bool | None, rank: int, ranks: int
 ) -> AbstractContextManager[Executor | None]:
-    """Starts processes that compile kernels, if the generator will run on CUDA. Yields None for another device.
+    """Context that starts processes which compile kernels, if the generator will run on CUDA.
 
-    Called before the arguments are checked, so that the processes start while the models are found.
+    Yields them; None for another device. Called before the arguments are checked, so that the processes start while the
+    models are found.
 
     Args:
         target, device, graphs: arguments of the constructor, not checked yet.

@@ -107,8 +107,8 @@ def _vocabulary(spec: GrammarSpec, tokenizer: Any, vocab_size: int) -> LLTokeniz
 def _described(tokenizer: Any) -> str:
     """Returns a fast tokenizer as JSON, with its `Metaspace` decoder replaced by `Replace`.
 
-    llguidance computes the bytes of tokens from the decoder. It supports `Replace`, which writes blanks. But it treats
-    the blank mark of a `Metaspace` decoder as a character of the text.
+    llguidance computes the bytes of tokens from the decoder. It supports `Replace`, which writes blanks. It does not
+    support `Metaspace`: it treats the mark for a blank as a character of the text.
     """
     backend = copy.copy(tokenizer.backend_tokenizer)
     backend.no_padding()
@@ -160,7 +160,7 @@ def _compiled(spec: GrammarSpec, vocabulary: LLTokenizer) -> LLMatcher:
 
 
 def constraints(schema: Any) -> Any:
-    """Returns a JSON schema without those keywords that constrain nothing and that llguidance refuses."""
+    """Returns a JSON schema without the keywords that llguidance refuses although they constrain nothing."""
     if isinstance(schema, list):
         return [constraints(each) for each in schema]
     if not isinstance(schema, dict):

@@ -2,7 +2,7 @@
 
 A mask depends on the draft tokens before it, and only the host knows the grammar. So the host makes the draft tokens of
 such a row. They are tokens that the grammar forces. Else they are tokens that followed the row's last tokens earlier
-(lookup), if the grammar allows them. They depend on the row's text alone, so its text follows the target's masked
+(lookup), if the grammar allows them. They depend only on the row's text. So the row's text follows the target's masked
 distribution.
 """
 
@@ -140,9 +140,8 @@ class RowGrammar:
         """Advances the row by the emitted tokens of a step.
 
         Returns:
-            If the text must end within these tokens and there are no stop ids: the number of tokens up to its end. None
-                if
-            the row continues or a stop id has ended it.
+            The number of tokens up to the end of the text, if it must end within these tokens and there are no stop
+            ids. None: the row continues, or a stop id has ended it.
         """
         self._next = None
         self._begun = self._begun or bool(tokens)

@@ -1,4 +1,4 @@
-"""Keys of captured graphs: what distinguishes two graphs of one engine, and their names in messages."""
+"""Keys of captured graphs. Two graphs of one engine have different keys; messages name a graph by its key."""
 
 from __future__ import annotations
 

@@ -29,10 +29,13 @@ class Watch(Protocol):
     """Callbacks that check the other processes on which a step depends."""
 
     def launched(self) -> None:
-        """Called after the launch of a step."""
+        """The runner calls this after the launch of a step."""
 
     def waiting(self, seconds: float) -> None:
-        """Called while the host waits for a result, for `seconds` so far. Raises if a rank has failed."""
+        """Called again and again while the host waits for a result; it has waited for `seconds`.
+
+        Raises if a rank has failed.
+        """
 
 
 class NoOthers:
@@ -46,7 +49,7 @@ class NoOthers:
 
 
 class RowResult(NamedTuple):
-    """Result of one step for one row. `block[:emitted]` are its new tokens."""
+    """Result of one step for one row. `block[:emitted]` are the row's new tokens."""
 
     emitted: int
     accepted: int

@@ -80,7 +80,7 @@ class Runner(Protocol):
         """Makes later work on this runner's stream wait for the work on the caller's current stream."""
 
     def describe(self) -> str:
-        """Describes the captured steps."""
+        """Describes the captured steps, for `explain`."""
 
 
 class EagerRunner:
@@ -126,7 +126,7 @@ class EagerRunner:
         return self._stream.current() if self._stream else nullcontext()
 
     def wait_for_caller(self) -> None:
-        """On CUDA, makes the runner's stream wait for the caller's."""
+        """Makes the runner's stream wait for the work on the caller's current stream. Does nothing without CUDA."""
         if self._stream:
             self._stream.wait_for_caller()
 
@@ -162,7 +162,7 @@ class GraphRunner:
         depth: see Runner.
         nvtx: True to mark captures and replays as NVTX ranges.
         warm_ups: runs of a step before its capture. One is enough if all kernels are of this package.
-        warming: context for these runs, in which a step may skip work that loads no kernel.
+        warming: context for these runs. In it a step may skip work that loads no kernel.
     """
 
     static = True
@@ -248,7 +248,7 @@ class GraphRunner:
         return self._stream.current()
 
     def wait_for_caller(self) -> None:
-        """Makes the runner's stream wait for the caller's."""
+        """Makes the runner's stream wait for the work on the caller's current stream."""
         self._stream.wait_for_caller()
 
     def describe(self) -> str:

@@ -23,7 +23,7 @@ class CallArguments:
 
     Attributes:
         input_ids, attention_mask, generation_config: arguments of `generate`.
-        keywords: all other keyword arguments. Reading them removes entries.
+        keywords: all other keyword arguments. An entry is removed when it is read.
     """
 
     input_ids: Any
@@ -87,8 +87,8 @@ def read_call(arguments: CallArguments, model: ModelLimits, default_new_tokens: 
     Args:
         arguments: arguments of the call. Entries are removed from its keywords.
         model: limits of the target.
-        default_new_tokens: max_new_tokens for a call that sets no limit, reduced to the room after the prompts. None:
-            the default of transformers.
+        default_new_tokens: max_new_tokens for a call that sets no limit. It is reduced if the prompts leave less room.
+            None: the default of transformers.
 
     Raises:
         ValueError, UnsupportedOption: errors of `generate`.

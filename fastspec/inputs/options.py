@@ -76,7 +76,7 @@ class Options:
 
     @property
     def plain(self) -> bool:
-        """True if every row is greedy and no option changes its logits."""
+        """True if every row is greedy, and no option of it changes logits."""
         return all(row.plain for row in self.rows)
 
 
@@ -161,9 +161,10 @@ def _asks_for_auto(drafts: Any) -> bool:
 
 
 def top_logprobs(name: str, value: Any, vocab_size: int) -> int | None:
-    """Reads the option `name`. False, None: record nothing.
+    """Reads the option `name`, `logprobs` or one like it.
 
-    True: record the tokens. n: also record the n most probable ids.
+    Returns None for False (nothing is recorded), 0 for True (only the tokens), and n for n (also the n most probable
+    ids).
     """
     value = scalar(value)
     if value is None or value is False:

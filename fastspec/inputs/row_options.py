@@ -120,7 +120,7 @@ COLUMNS = (*NUMBERS, "min_new_tokens", "num_speculative_tokens")
 
 
 def _numbers(row: Mapping[str, Any], do_sample: bool, max_new_tokens: int) -> dict[str, Any]:
-    """Checks those options of one row that are numbers."""
+    """Checks the options of one row that are numbers. Returns them by name."""
     least = values.whole("min_new_tokens", row["min_new_tokens"] or 0, low=0)
     if least > max_new_tokens:
         raise ValueError(f"min_new_tokens={least} is more than the {max_new_tokens} new tokens at most; change one")

@@ -27,13 +27,15 @@ class Generate:
     """Continues the prompt of every row of a batch. For `ray.data.Dataset.map_batches`, batch format "numpy".
 
     Adds these columns, one value per row: `generated_text` (if there is a tokenizer), `generated_ids` (the new tokens),
-    `finish_reason` ("stop", "length", or "error" if no token could be chosen), and the counts `new_tokens`,
-    `target_steps`, `drafted`, `accepted`. With the option `logprobs` also `logprobs` of the new tokens.
+    `finish_reason`, and the counts `new_tokens`, `target_steps`, `drafted`, `accepted`. The finish reason is "stop",
+    "length", or "error" if no token could be chosen. With the option `logprobs` it also adds `logprobs` of the new
+    tokens.
 
     Args:
         target, draft: directories or Hub ids that every machine can read.
         prompt_column: column with the prompts: texts, or lists of token ids.
-        option_columns: columns with values of generation options, named as the option: `seed`, `temperature` and so on.
+        option_columns: columns with values of generation options. A column has the name of its option: `seed`,
+            `temperature` and so on.
         options: generation options of all rows.
         generator_options: arguments of `FastSpecGenerator`. `max_batch_size` should be the size of Ray's batches, or a
             divisor of it.

@@ -50,8 +50,8 @@ def deployment(
         limits: limits of each replica: `body`, `tokens`, `requests`, `seconds`, as in `--limit` of `fastspec serve`.
         generator_options: arguments of `FastSpecGenerator`.
         **ray_options: arguments of `ray.serve.deployment`: `num_replicas`, `autoscaling_config` and so on. By default a
-            replica gets one GPU (none with device "cpu"), as many requests as `limits` allow to wait, and one minute to
-            complete its last answers.
+            replica gets one GPU (none with device "cpu"), and one minute to complete its last answers. As many requests
+            may wait as `limits` allow.
 
     Raises:
         UnsupportedOption, ValueError: an argument that a replica cannot have. Nothing was started.
@@ -117,7 +117,7 @@ class Replica:
 class _Answer(Response):
     """Response of the routes, with the replica's name in a header.
 
-    Ray passes the connection, so events are sent at once.
+    It is an ASGI application: Ray passes it the connection, so that each event is sent as soon as it exists.
     """
 
     def __init__(self, app: ASGIApp, replica: str) -> None:

@@ -138,7 +138,7 @@ class CompiledOps(Ops):
 
 
 class PerShape:
-    """Function of an object and of tensors, compiled as one graph for each set of shapes and strides.
+    """Compiles a function of an object and tensors with torch.compile: one graph for each set of shapes and strides.
 
     The first call with new shapes compiles, which takes seconds to minutes. Later calls launch. Contents and addresses
     of tensors do not matter. Torch's limit of recompilations applies to each set of shapes separately.

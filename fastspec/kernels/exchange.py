@@ -51,7 +51,7 @@ def exchange_added(
         bias: [N], or None.
         residual: [M, N], or None.
         room: shared memory of the ranks.
-        least: number of elements from which a sum with a 16-bit residual is two-shot. Default: TWO_SHOT.
+        least: a sum of at least this many elements with a 16-bit residual is two-shot. Default: TWO_SHOT.
 
     Raises:
         ValueError: x is not contiguous fp32, or is larger than the room.

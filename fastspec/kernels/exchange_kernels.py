@@ -78,7 +78,7 @@ def push(
 ):  # fmt: skip
     """Sends COUNT blocks, starting at block `first`, to all other ranks.
 
-    `at` are the places of the elements in the room.
+    `at` are the offsets of the elements in the room.
 
     Returns:
         Addresses where the blocks of the other ranks arrive in this rank's room, rank by rank.
@@ -145,7 +145,10 @@ def _load_own(x_ptr, count, BLOCK: tl.constexpr, PDL: tl.constexpr, PARTS: tl.co
 
 @triton.jit
 def _load_addends(bias_ptr, residual_ptr, at, there, width):
-    """Loads bias and residual of a block before the wait, because they do not depend on other ranks."""
+    """Loads bias and residual of a block.
+
+    Called before the wait for other ranks, because these values do not depend on them.
+    """
     bias, residual = 0.0, 0.0
     if bias_ptr is not None:
         bias = tl.load(bias_ptr + at % width, mask=there, other=0.0).to(tl.float32)
@@ -173,7 +176,7 @@ def _one_shot_kernel(
 
 @triton.jit
 def _narrow(room_ptr, at, BLOCK: tl.constexpr):
-    """Returns the address of a block's 16-bit results: the start of the place of its own fp32 elements."""
+    """Returns the address of a block's 16-bit results: they begin where the fp32 elements of the same block begin."""
     first = tl.program_id(0) * BLOCK
     return (room_ptr + first).to(tl.pointer_type(tl.int16)) + (at - first)
 

@@ -51,7 +51,7 @@ def blocks_of(elements: int) -> int:
 
 
 def takes_prompts(prompts: int) -> bool:
-    """True if sums of `prompts` elements fit into the room. Prefill passes then do not use NCCL."""
+    """True if sums of `prompts` elements fit into the room. Prefill passes then use the room instead of NCCL."""
     return 0 < prompts <= MAX_ELEMENTS
 
 

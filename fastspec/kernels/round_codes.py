@@ -35,7 +35,7 @@ ROWS, COLUMNS = 2, 1024  # for `round_rows_kernel`: rows of a CTA, and values of
 
 @triton.jit
 def _short(scales):
-    """Rounds to nearest even at eight bits of mantissa, and never to 0, as `rounding._short` does."""
+    """Rounds to nearest even, to eight bits of mantissa, but never to 0. The same as `rounding._short`."""
     bits = scales.to(tl.int32, bitcast=True)
     bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536
     return tl.maximum(bits.to(tl.float32, bitcast=True), LEAST)

@@ -165,8 +165,8 @@ class TritonOps(Ops):
         | packed | of a prompt | `prefill_linear`: the same bits for any number of tokens |
         | quantised | up to MAX_ROWS, or of steps | `packed_linear`, which reads fewer bytes |
         | quantised | more, of a prompt | `prefill_quantised` |
-        | rows, 16 bits | of steps, or N < PACKED_ROWS | `tile_linear`: the bits of a library may depend on the number
-        of rows | | rows, fp32 | of steps | `tile_linear`: a library would need padding to the largest number of rows |
+        | rows, 16 bits | of steps, or N < PACKED_ROWS | `tile_linear`: bits of a library depend on the number of rows |
+        | rows, fp32 | of steps | `tile_linear`: a library would need padding to the largest number of rows |
         | rows | others | a product of a library |
 
         Raises:
@@ -248,7 +248,7 @@ class TritonOps(Ops):
     ) -> tuple[Tensor, Tensor]:
         """Launches one kernel in steps. Rows of prompts are multiplied in tiles.
 
-        A row has the same bits in steps and in prompts, with any other rows. So `tiling` is not read.
+        A row has the same bits in steps and in prompts, whatever other rows there are. So `tiling` is not read.
         """
         if x.shape[1] <= MAX_SPLIT_QUERIES:
             return routers.normed_logits(x, weight, eps, router, bias)

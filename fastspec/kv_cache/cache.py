@@ -44,7 +44,7 @@ class PagedKVCache:
         states: StateCache | None = None,
         scales: tuple[KVScales, ...] = (),
     ) -> PagedKVCache:
-        """Allocates zeroed pages. `states` are kept as they are."""
+        """Allocates zeroed pages. `states` becomes the attribute of that name."""
         shape = (num_layers, num_pages, page_size, num_kv_heads, head_dim)
         keys, values = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
         return cls(keys, values, states, scales)

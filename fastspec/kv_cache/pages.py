@@ -73,11 +73,11 @@ class PageTable:
         return -(-num_positions // self.page_size)
 
     def fits(self, num_positions: int, shared: int = 0) -> bool:
-        """True if `reserve` would succeed now. `shared` is the number of first pages that are shared."""
+        """True if `reserve` would succeed now, with the first `shared` pages shared."""
         return self.pages_for(num_positions) - shared <= len(self._free)
 
     def can_fit(self, num_positions: int, shared: tuple[int, ...] = ()) -> bool:
-        """True if `reserve` would succeed after all idle pages except `shared` are freed."""
+        """True if `reserve` would succeed after all idle pages, except those in `shared`, are freed."""
         spared = sum(not self.in_use(page) for page in shared)
         return self.pages_for(num_positions) - len(shared) <= len(self._free) + self._idle - spared
 
@@ -130,7 +130,7 @@ class PageTable:
         self._kept.update(pages)
 
     def give_up(self, pages: tuple[int, ...]) -> None:
-        """Removes that mark. Pages that no row uses become free.
+        """Unmarks pages that the prefix cache keeps. Those that no row uses become free.
 
         Raises:
             KeyError: one of them is not kept.

@@ -48,8 +48,8 @@ class PrefixCache:
     Args:
         table: owner of the pages.
         unit: positions of a node, a multiple of the page size.
-        ahead: number of following tokens on which the K/V of a position depend: 1 for a head whose position i holds
-            token i + 1, else 0.
+        ahead: number of later tokens on which the K/V of a position also depend. It is 1 for a head that feeds token i
+            + 1 at position i, else 0.
         salt: everything except tokens on which K/V depend, such as the names of the models.
         on_drop: called with each node that is dropped; None: not called.
 

@@ -1,9 +1,10 @@
 """Recurrent states after prefixes of prompts, stored for later prompts along with the pages of the prefix cache.
 
-K/V of a prefix can be cut at any position. A recurrent state belongs to one position. So the states of a prompt are
-stored at two positions: after its last node that may be shared, where its chat will continue, and after the last node
-that it shares with earlier prompts, where later prompts will branch off. A prompt is computed from the last position
-with a stored state. It still shares the pages after that position: its passes write the same bits there again.
+A prefix of any length can use stored K/V, because each position has its own. A recurrent state belongs to one position.
+So the states of a prompt are stored at two positions. One is after its last node that may be shared: a chat continues
+there. The other is after the last node that it shares with earlier prompts: later prompts will branch off there. A
+prompt is computed from the last position with a stored state. It still shares the pages after that position: its passes
+write the same bits there again.
 
 A state is copied when it is stored and when a row begins from it. So a stored state is never in use. If there is no
 space, the least recently used one is dropped. It is also dropped with the pages of its node.
@@ -58,9 +59,9 @@ class PrefixStates:
         return draft in self._pools
 
     def resumable(self, nodes: Sequence[Hashable], *, draft: bool) -> int:
-        """Returns how many positions of a path of nodes the model can skip.
+        """Returns the number of positions of a path of nodes that a model need not compute.
 
-        All, or those up to the last stored state.
+        These are all positions, or those before its last stored state.
         """
         if not self.recurrent(draft=draft):
             return len(nodes) * self.unit
@@ -79,7 +80,7 @@ class PrefixStates:
         self._pools[draft].load(self._kept[key].row, self._caches[draft], row, length)
 
     def capture_after(self, length: int, *, draft: bool) -> None:
-        """Makes a model's next passes copy their state after `length` positions for `save`. 0: no copy."""
+        """Makes the model's next passes copy their state after `length` positions, for a later `save`. 0: no copy."""
         if self.recurrent(draft=draft):
             self._pools[draft].at.fill_(length)
 

@@ -43,9 +43,9 @@ class ModelSpec:
         max_length: max_position_embeddings of the config, in tokens.
         rms_eps: epsilon of all norms.
         ropes: the rotary embeddings that plans refer to.
-        scales: factors outside of layers.
+        scales: factors on the embedding and on the logits.
         plans: operations of each layer. All layers have the same kinds of tensors, except that recurrent layers have
-            others instead of attention's.
+            other tensors than layers with attention.
         tied: True if the head is the embedding matrix.
         dtype: dtype that the checkpoint declares, else the one in which it is stored.
     """
@@ -106,7 +106,7 @@ class ModelSpec:
 
     @property
     def divided(self) -> dict[str, int]:
-        """Sizes except heads that must be divisible by the number of ranks, by name; see `distributed.slices.Sizes`."""
+        """Returns, by name, the sizes (except heads) that ranks must be able to divide equally; see `Sizes.divided`."""
         found = {"intermediate_size": self.intermediate_size}
         for plan in self.plans:
             if plan.experts is not None:

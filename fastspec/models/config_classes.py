@@ -162,7 +162,7 @@ def load_as_named(directory: Path, config: PretrainedConfig, beside: Mapping[str
     Args:
         directory: local directory.
         config: config of the model.
-        beside: content of tokenizer_config.json.
+        beside: content of tokenizer_config.json, which is beside tokenizer.json.
 
     Raises:
         Exception: of any type, if files are damaged.
@@ -177,11 +177,13 @@ def load_as_named(directory: Path, config: PretrainedConfig, beside: Mapping[str
 
 
 def tokenizer_class(model_type: str, beside: Mapping[str, Any]) -> "type[PreTrainedTokenizerBase] | None":
-    """Returns the class that `AutoTokenizer` uses for a directory with a tokenizer.json. None: ask `AutoTokenizer`.
+    """Returns the class that `AutoTokenizer` would use for a directory with a tokenizer.json.
+
+    None if it is not known here; then call `AutoTokenizer`.
 
     Args:
         model_type: type of the config.
-        beside: content of tokenizer_config.json.
+        beside: content of tokenizer_config.json, which is beside tokenizer.json.
     """
     named = beside.get("tokenizer_class")
     if model_type in _READ_FROM_ONE_FILE and named in _OF_ONE_FILE:

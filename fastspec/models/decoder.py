@@ -109,7 +109,7 @@ class Decoder:
         return self._after_attention(index, mix(index, layer, qkv, rows), x, rows.tiling)
 
     def _after_attention(self, index: int, attended: Tensor, x: Tensor, tiling: Tiling) -> tuple[Tensor, Tensor | None]:
-        """Computes the rest of a layer after its attention.
+        """Computes the operations of a layer that come after its attention.
 
         Returns x, and the next layer's qkv if an op computes it with this.
         """
@@ -129,7 +129,10 @@ class Decoder:
         return x, None if next_layer is None else self._qkv(index + 1, x, tiling, h)
 
     def _norm_of(self, index: int) -> tuple[Tensor, float] | None:
-        """Returns the norm before attention if a separate op computes it. None: no norm, or a product computes it."""
+        """Returns the weights of the norm before attention, if a separate op computes it.
+
+        None: there is no norm, or a product computes it.
+        """
         plans, layers = self.spec.plans, self.weights.layers
         if index == len(layers) or plans[index].fused_norm or plans[index].norm == "layer":
             return None
@@ -173,7 +176,7 @@ class Decoder:
         return torch.cat((product, self._product(x, layer.delta.gates, None, tiling)), dim=-1)
 
     def _product(self, x: Tensor, weight: Weight, bias: Tensor | None, tiling: Tiling, **options: Any) -> Tensor:
-        """Computes a product. In a subclass for ranks: this rank's part of it."""
+        """Computes a product. A subclass for ranks computes this rank's part of it."""
         return self.ops.linear(x, weight, bias, tiling, **options)
 
     def _normed(
@@ -305,7 +308,7 @@ class Decoder:
     def argmax(self, hidden: Tensor, limit: int, tiling: Tiling, out: Tensor) -> None:
         """Writes to `out` [R] the id of the largest of the first `limit` logits of hidden [R, hidden].
 
-        The lowest id if equal.
+        Of equal logits the lowest id is taken.
         """
         scales = self.spec.scales
         if scales.logits != 1.0 or scales.softcap is not None:  # scaling may round different logits to equal values

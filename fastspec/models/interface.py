@@ -143,7 +143,7 @@ class CausalModel(Protocol):
     def argmax(self, hidden: Tensor, limit: int, tiling: Tiling, out: Tensor) -> None:
         """Writes to `out` int64 [R] the id below `limit` with the largest logit of hidden [R, hidden].
 
-        The lowest id if equal.
+        Of equal logits the lowest id is taken.
         """
 
 

@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 def one_of_each(plans: Sequence[LayerPlan], layers: Sequence[LayerWeights]) -> list[int]:
     """Returns indices of layers that together launch all kernels of the model: the first of each kind, and the last.
 
-    A layer's kind is its plan and the format of its matrices, with those of the next layer, whose first product it
-    computes. If some layers are recurrent, all layers are returned: the tensor between two layers then has different
-    sizes.
+    Two layers are of one kind if they have the same plan and formats of matrices, and so do the layers after them. A
+    layer also computes the first product of the next layer. If some layers are recurrent, all layers are returned: the
+    tensor between two layers then has different sizes.
     """
     count = len(layers)
     if any(plan.delta is not None for plan in plans):

@@ -194,7 +194,7 @@ class Axis(NamedTuple):
     def piece(self, parts: int) -> int:
         """Returns the elements of one product, if bits must not depend on the number of ranks.
 
-        That is one head, or one of `parts`.
+        This is one head, or one of `parts` equal parts.
         """
         return self.each if self.rule in ("heads", "kv_heads") else self.size // parts
 
@@ -219,7 +219,7 @@ def _never(plan: LayerPlan) -> bool:
 
 
 def _as_stored(spec: ModelSpec, plan: LayerPlan) -> None:
-    """Implements `Order` without reordering."""
+    """Returns None: rows are in the stored order. It is the default `order` of a row."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,9 +241,10 @@ class TableRow:
         leaf: last part of stored names.
         gated: True if the first half of the rows is a gate, for plans whose MLP has one.
         tree: True if sums over the columns of all ranks are one tree; see `Weight`.
-        apart: field of the last rows (b and a) if only these are not quantised.
-        joins: row of the experts to which this tensor of a shared expert may be added as one more expert.
-        mixed: True if rows of a group are stored head by head, so that ranks split the group as one.
+        apart: field for the last rows (b and a), if these are not quantised but the others are.
+        joins: name of the row with the routed experts' tensors. This tensor of a shared expert may be stored there as
+            one more expert.
+        mixed: True if rows of several axes are stored together, head by head. Ranks then split these axes together.
     """
 
     name: str

@@ -28,7 +28,8 @@ class TokenizerGroup:
         tokenizer: name of the tokenizer. Models of groups with the same one may be paired.
         types: `model_type` of their configs.
         vocab_sizes: rows of their embeddings, which may be padded differently.
-        marker: (id, text) that no other group of the same type and size has, to recognise a tokenizer file.
+        marker: (token id, its text), by which a tokenizer file is recognised. No other group of the same type and size
+            has this pair.
         models: Hub id -> parameters in billions (in a mixture of all experts), ascending. Each may draft for a larger
             one.
     """
@@ -124,7 +125,10 @@ def _in_cache(model: str) -> Path | None:
 
 
 def suggestion(*models: str) -> str:
-    """Returns an end for error messages: drafts that fit the first of these models that the table has. Else empty."""
+    """Returns a sentence for error messages: drafts that fit the first of these models that is in the table.
+
+    Empty if none is.
+    """
     for model in models:
         found = natural_pairs(model)
         if found is not None and found.drafts:
@@ -141,7 +145,7 @@ def public_name(model: str) -> str:
 def _by_name(model: str, *, exact: bool = False) -> tuple[TokenizerGroup, float | None] | None:
     """Returns the group of a Hub id and its billions of parameters.
 
-    Unless `exact`, also for names that extend a known one.
+    Without `exact` a longer name that begins with a known name is accepted too.
     """
     asked = model.lower()
     for group in GROUPS:
@@ -163,9 +167,9 @@ def _by_name(model: str, *, exact: bool = False) -> tuple[TokenizerGroup, float 
 
 
 def _read(name: str, billions: float) -> float:
-    """Returns the billions of parameters that a token uses.
+    """Returns the billions of parameters that one token uses.
 
-    In a mixture: those of its chosen experts and shared ones.
+    In a mixture of experts these are the chosen and shared experts.
     """
     said = re.search(r"-a([\d.]+)b", name.lower())
     return float(said[1]) if said else _ACTIVE.get(name, billions)

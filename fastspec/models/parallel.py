@@ -104,7 +104,7 @@ class ParallelDecoder(Decoder):
         return parts[:first] + [replace(part, down_bias=None) for part in parts[first:]]
 
     def _rows_of(self, weight: Weight, rows: int | list[int]) -> Pieces:
-        """Returns a weight in pieces of these rows. In one piece if bits may depend on the number of ranks."""
+        """Returns a weight in pieces of these rows. Returns one piece if bits may depend on the number of ranks."""
         if not self._share.one_tree:
             return Pieces((weight,), ())
         return Pieces(tuple(Weight(piece) for piece in weight.data.split(rows)), ())
@@ -182,7 +182,10 @@ class ParallelDecoder(Decoder):
         return x + self._residual_branch(plan, added, norm)
 
     def _partials(self, given: Tensor, weight: Weight, tiling: Tiling) -> list[Tensor]:
-        """Returns fp32 products of columns of `given` with those of a weight, one for each of this rank's parts."""
+        """Returns an fp32 product for each of this rank's parts of K.
+
+        A part of K is a range of columns of `given` and `weight`.
+        """
         own, made = given.shape[-1], []
         for cut, piece in self._pieces[id(weight)].columns:
             columns = given if cut == (0, own) else given[..., slice(*cut)].contiguous()
@@ -257,7 +260,10 @@ class ParallelDecoder(Decoder):
         return PartKeys(of_all.view(torch.int64).unflatten(0, hidden.shape[:2]), self._head.shape[0])
 
     def _own_keys(self, x: Tensor, limit: int, tiling: Tiling, work: Any, **options: Any) -> Tensor:
-        """Returns uint64 [R]: `reference.keys_of` this rank's first `limit` logits of x [R, hidden]."""
+        """Computes this rank's first `limit` logits of x [R, hidden].
+
+        Returns their argmax keys, uint64 [R]; see `reference.keys_of`.
+        """
         keys = torch.empty(len(x), dtype=torch.uint64, device=x.device)
         if len(self._pieces[id(self._head)].rows) == 1:
             self.ops.argmax(x, self._head, limit, tiling, work=work, out=keys, **options)

@@ -1,8 +1,9 @@
 """Refuses configs that name code in the checkpoint, unless transformers has the class. Such code is never run.
 
 Publishers put `auto_map` into the config if transformers did not have the type yet, as for Phi-4-mini or DeepSeek-V3.
-Now transformers has these types and reads such checkpoints with its own classes. So does fastspec. Some, such as
-Kimi-K2, have their own `model_type` for classes of these names. They are read as the type of those classes.
+Now transformers has these types and reads such checkpoints with its own classes. So does fastspec. Some checkpoints,
+such as Kimi-K2, have a `model_type` of their own, but name classes that transformers has. They are read as the type of
+those classes.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def refuse_remote_code(path: Path, raw: Mapping[str, Any]) -> None:
 def with_known_type(path: Path, raw: dict[str, Any]) -> dict[str, Any]:
     """Replaces an unknown `model_type` by that of the transformers classes that the config names.
 
-    Else returns it unchanged.
+    Returns any other config unchanged.
     """
     kind = _type_of_names(raw)
     if kind is None:
@@ -73,13 +74,13 @@ def _type_of_names(raw: Mapping[str, Any]) -> str | None:
 
 
 def _asked_for(asked: Any) -> str:
-    """Returns the causal model that `auto_map` names. All of `auto_map` if it names none."""
+    """Returns the causal model that `auto_map` names. If it names none, returns all of `auto_map`."""
     named = asked.get("AutoModelForCausalLM") if isinstance(asked, dict) else None
     return str(named or asked)
 
 
 def _own_names(raw: Mapping[str, Any]) -> str:
-    """Returns the names that were expected instead, for messages."""
+    """Returns the class names that `auto_map` may have for this type, for messages."""
     import transformers
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -96,8 +97,8 @@ def _own_names(raw: Mapping[str, Any]) -> str:
 def names_causal_model(named: str, model_type: str) -> bool:
     """True if an entry of `architectures` is transformers' causal model for a type.
 
-    A publisher's own name is accepted if only the case of letters differs, as in "PhiMoEForCausalLM", or if
-    transformers reads the type with a class of another type, as EXAONE 3.5 with Llama's.
+    A publisher's own name is accepted if only the case of letters differs, as in "PhiMoEForCausalLM". It is also
+    accepted if transformers reads the type with a class of another type, such as EXAONE 3.5 with Llama's.
     """
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -116,8 +117,8 @@ def _names(value: str | tuple[str, ...] | None) -> tuple[str, ...]:
 def _is_own(asked: Any, raw: Mapping[str, Any]) -> bool:
     """True if `auto_map` and `architectures` name the causal model that transformers has for this type.
 
-    The config's class may have another name, as in Hunyuan-A13B: it only holds fields, and transformers' class reads
-    them.
+    The class of the config may have another name, as in Hunyuan-A13B. It only holds fields, which transformers' class
+    also reads.
     """
     from transformers import CONFIG_MAPPING
 

@@ -58,10 +58,10 @@ def native_text_part(config: PretrainedConfig) -> PretrainedConfig | None:
 
 
 def check_whole_class(config: PretrainedConfig) -> str:
-    """Returns the class name of the whole model, which its checkpoints have as their architecture.
+    """Returns the class name of the model that contains a text part. Its checkpoints have this name in `architectures`.
 
     Raises:
-        UnsupportedModel: a config names another.
+        UnsupportedModel: the config has another name there.
     """
     from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES
 
@@ -99,7 +99,7 @@ def text_name(stored: str) -> str | None:
 
 
 def text_values(directory: Path) -> dict[str, Tensor]:
-    """Returns the stored tensors of the text model, by their names in it."""
+    """Returns the stored tensors of the text model, by the text model's parameter names."""
     shards = ShardTensors(directory)
     names = {stored: text_name(stored) for stored in shards.infos()}
     with shards.open():

@@ -180,7 +180,7 @@ def _same_source(target: Checkpoint, draft: Checkpoint) -> bool:
 
 
 def _ids_of_equal_files(target: Checkpoint, draft: Checkpoint) -> list[int]:
-    """Returns the ids of the tokenizer that both checkpoints have, from one file. Loading two tokenizers is slow.
+    """Reads token ids from tokenizer.json if both checkpoints have the same file. Loading two tokenizers is slow.
 
     Empty if the files differ, or are of another type.
     """

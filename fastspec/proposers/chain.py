@@ -57,9 +57,10 @@ class ChainHead(Protocol):
 class ChainDrafts(LearnedDrafts[ChainHead]):
     """Proposer with a head that makes each draft from the previous one.
 
-    At the end of every step, also without drafts, and in every prefill pass, it computes K and V of its layers from the
-    target's hidden states, at all committed positions. They replace the K and V from drafting, which were computed from
-    the head's own hidden states. So its cache is always up to date, and drafting may pause and resume.
+    At the end of every step and prefill pass, it computes K and V of its layers from the target's hidden states, at all
+    committed positions. It does so after steps without drafts, too. These K and V replace those from drafting, which
+    were computed from the head's own hidden states. So its cache is always up to date, and drafting may pause and
+    resume.
 
     Args:
         model, ops, vocab_map, mark, work: see `LearnedDrafts`.
@@ -136,9 +137,9 @@ class ChainDrafts(LearnedDrafts[ChainHead]):
                     overwrite_draft(state, shape, lookup[0][:, j], j < lookup[1], j)
 
     def _inputs(self, state: DecodeState, shape: StepShape, j: int, positions: Tensor, known: Tensor) -> ForwardBatch:
-        """Returns position lengths - 2 + j of every row, with the draft that follows it.
+        """Returns position lengths - 2 + j of every row, and as ids the drafts that follow it.
 
-        The first position has no token.
+        The first position (j = 0) gets no id.
         """
         ids = state.draft_tokens[:, max(j - 1, 0)][:, None].contiguous()
         return shape.forward_batch(ids, positions, known, state.block_table)

@@ -57,9 +57,10 @@ def choose(proposer: Proposer | None, model: ContinuesDrafts | None, vocab_size:
 
 
 class Guarded(Wrapping):
-    """Proposer of the user. Removes its drafts from the first id on that the target does not have.
+    """Proposer of the user.
 
-    Nothing can raise inside a step, and an unknown id would be used as an index into the target's distribution.
+    If a draft has an id that the target does not have, this draft and all later ones are removed. Nothing can raise
+    inside a step, and an unknown id would be used as an index into the target's distribution.
 
     Args:
         proposer: the user's proposer.
@@ -71,7 +72,7 @@ class Guarded(Wrapping):
         self._vocab_size = vocab_size
 
     def __str__(self) -> str:
-        """Name of the proposer's class."""
+        """Returns the name of the proposer's class."""
         return type(self._inner).__name__
 
     def propose(self, state: DecodeState, shape: StepShape, draws: Draws, **features: Tensor) -> None:

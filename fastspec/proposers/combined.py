@@ -23,9 +23,9 @@ class ContinuesDrafts(Proposer, Protocol):
 class LookupThenModel(Wrapping):
     """Drafts by lookup in rows with a match, and with a model in other rows.
 
-    The model still runs in every row, because the shape of a step is fixed. In rows with a match it gets the tokens of
-    the lookup, so its KV cache has the drafts of every row and never has to catch up. Lookup can give better drafts
-    (long copies), but not a cheaper step.
+    The model still runs in every row, because the shape of a step is fixed. In rows with a match it is fed the lookup's
+    tokens. So its KV cache has the drafts of every row, and it never has to catch up. Lookup can give better drafts, in
+    long copies, but does not make a step cheaper.
 
     Args:
         lookup: the lookup, which is tried first.
@@ -38,7 +38,7 @@ class LookupThenModel(Wrapping):
         self.lookup, self.model = lookup, model
 
     def __str__(self) -> str:
-        """Short description, for messages and `explain()`."""
+        """Describes the proposer in a few words, for messages and `explain()`."""
         return f"{self.lookup}, then {self.model} where it finds nothing"
 
     def propose(self, state: DecodeState, shape: StepShape, draws: Draws, **features: Tensor) -> None:

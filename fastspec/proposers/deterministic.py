@@ -17,8 +17,8 @@ class DeterministicProposer(ProposerBase):
     """Proposer defined by one function, `guess`. It stores nothing between steps.
 
     A class may have `features`, a tuple of target layers (see `Proposer`). Its `guess` then has a fourth argument:
-    features [B, layers, hidden], hidden states at the position before each row's last token. Newer ones do not exist:
-    the last token was chosen from them and has not been fed yet. Zeros or undefined in a row of one token.
+    features [B, layers, hidden], hidden states at the position before each row's last token. The last token has not
+    been fed yet, so there are no newer hidden states. In a row of one token they are undefined.
     """
 
     deterministic = True

@@ -21,8 +21,8 @@ from fastspec.state import DecodeState
 class DFlashDrafts(LearnedDrafts[DFlash]):
     """Drafts with a DFlash head (arXiv 2602.06036).
 
-    At the end of every step, also without drafts, and in every prefill pass, keys and values of accepted tokens are
-    computed from the target's hidden states. So the head's cache is always up to date, and drafting may pause and
+    At the end of every step and prefill pass, K and V of accepted tokens are computed from the target's hidden states.
+    This is done after steps without drafts, too. So the head's cache is always up to date, and drafting may pause and
     resume.
 
     A block has the last token and one mask per draft of the step, as in vLLM. The publishers' own code always runs the

@@ -23,7 +23,7 @@ class DraftModel(ProposerBase):
 
     The first pass of a step feeds a row's last two tokens. After full acceptance the last draft was never fed to the
     draft model, so its K/V are missing. Feeding two tokens always fills that gap without a check. A model with
-    recurrent states goes back by one token for this, and is fed it again.
+    recurrent states first goes back to its state before these two tokens.
 
     Args:
         model: the draft model; its cache has the page size and pages of the shared table.
@@ -58,7 +58,7 @@ class DraftModel(ProposerBase):
         self._map = vocab_map
 
     def __str__(self) -> str:
-        """Short description, for messages and `explain()`."""
+        """Describes the proposer in a few words, for messages and `explain()`."""
         return "the draft model" if self._map is None else "the draft model, which has another tokenizer"
 
     def propose(
@@ -82,8 +82,9 @@ class DraftModel(ProposerBase):
     def _inputs(self, state: DecodeState, shape: StepShape, j: int, may_feed: Tensor | None = None) -> ForwardBatch:
         """Returns the input of draft j: a row's last two tokens, or the previous draft.
 
-        A row whose drafts will be ignored may be behind with catching up. Its K/V would be rewritten before they are
-        read, but its recurrent states would be lost. So only rows in `may_feed` change their states.
+        The cache of a row whose drafts will be ignored may lack tokens. Wrong K/V there do no harm, because `catch_up`
+        rewrites them before they are read. Wrong recurrent states could not be undone. So only rows in `may_feed`
+        change their states.
         """
         # draft j is read at position lengths + j - 2, which must be in the draft's context
         first = {"first": -2, "queries": 2, "draft_counts": state.draft_counts, "num_drafts": shape.num_drafts}

@@ -32,7 +32,7 @@ class MtpDrafts(ChainDrafts):
     """Drafts with the MTP layer of the target's own checkpoint; see `ChainDrafts`."""
 
     def __str__(self) -> str:
-        """Short description, for messages and `explain()`."""
+        """Describes the proposer in a few words, for messages and `explain()`."""
         ids = f", which drafts {self.model.vocab_size} of {self._target.vocab_size} ids" if self._map else ""
         return f"the checkpoint's own {self.model.head.found}{ids}"
 
@@ -50,7 +50,7 @@ def build_head(
     mark: Callable[[str], AbstractContextManager[object]],
     work: Any,
 ) -> tuple[ContinuesDrafts, PendingHead]:
-    """Makes the proposer of a head. Returns it with its weights, which must be filled before use.
+    """Makes the proposer of a head. Returns (proposer, weights of the head, which must be filled before use).
 
     Args:
         checkpoint: the head, already checked against its target.

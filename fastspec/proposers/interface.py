@@ -20,7 +20,8 @@ class Proposer(Protocol):
     """Makes the draft tokens of a step.
 
     Attributes:
-        max_length: number of first tokens of a row that `catch_up` feeds to the proposer. 0: `catch_up` feeds none.
+        max_length: `catch_up` feeds the proposer at most this number of tokens from the beginning of a row. 0: it feeds
+            none.
         deterministic: True if drafts are a function of the row's tokens (and features), without random numbers. Their
             distribution then has probability 1 on them, and draft_probs is neither written nor read.
 
@@ -53,11 +54,11 @@ class Proposer(Protocol):
     deterministic: bool
 
     def propose(self, state: DecodeState, shape: StepShape, draws: Draws) -> None:
-        """Writes state.draft_tokens[:, :k] and draft_counts. Writes draft_probs[:, :k] if `keep_draft_probs` is True.
+        """Writes state.draft_tokens[:, :k] and draft_counts; with `keep_draft_probs` also draft_probs[:, :k].
 
         Runs inside the step: no host read, no data-dependent shape. Rows that are not running may get any values.
-        Drafts must be ids of the target, and each distribution must be the one from which its draft was drawn. Drafts
-        from draft_counts on are ignored. Random numbers use `purpose_of(shape)`.
+        Drafts must be ids of the target. draft_probs must have the distribution from which each draft was drawn. The
+        first `draft_counts` drafts of a row are used, the others are ignored. Random numbers use `purpose_of(shape)`.
         """
 
     def catch_up(self, state: DecodeState, shape: StepShape, chunk: int) -> None:
@@ -94,7 +95,7 @@ class FeatureReader(Proposer, Protocol):
 
 
 class ProposerBase(ABC):
-    """Base class of this package's proposers. Subclasses define `propose` and `catch_up`; all else has defaults.
+    """Base class of this package's proposers. Subclasses define `propose` and `catch_up`. Other methods have defaults.
 
     Attributes:
         max_length, deterministic, kept, in_pages: see `Proposer`.
@@ -107,7 +108,7 @@ class ProposerBase(ABC):
 
     @property
     def features(self) -> tuple[int, ...]:
-        """Target layers that it reads. None by default."""
+        """Target layers whose residual stream it reads. () by default: none."""
         return ()
 
     @property
@@ -117,7 +118,7 @@ class ProposerBase(ABC):
 
     @property
     def drafter(self) -> object:
-        """The proposer itself. A wrapping proposer returns the one inside."""
+        """Returns the proposer itself. A wrapping proposer returns the one that it wraps."""
         return self
 
     @abstractmethod
@@ -135,7 +136,7 @@ class Wrapping(ProposerBase):
     """Base class of proposers that wrap another one. Attributes and calls are forwarded to it.
 
     Args:
-        inner: the wrapped proposer. A user's own has only what `Proposer` requires.
+        inner: the wrapped proposer. If it is the user's, it may have only the attributes that `Proposer` requires.
     """
 
     def __init__(self, inner: Proposer) -> None:
@@ -145,7 +146,7 @@ class Wrapping(ProposerBase):
 
     @property
     def features(self) -> tuple[int, ...]:
-        """Features of the wrapped proposer, which `read` may still change."""
+        """Returns the features of the wrapped proposer. They may change later, by `read`."""
         return features_of(self._inner)
 
     @property
@@ -155,7 +156,7 @@ class Wrapping(ProposerBase):
 
     @property
     def drafter(self) -> object:
-        """The wrapped proposer."""
+        """Returns the wrapped proposer."""
         return self._inner
 
     def catch_up(self, state: DecodeState, shape: StepShape, chunk: int) -> None:
@@ -196,17 +197,19 @@ def takes_features(proposer: object) -> bool:
 
 
 def is_deterministic(proposer: object) -> bool:
-    """Returns `deterministic` of a proposer. One written for an older release may still have `certain` instead."""
+    """Returns the attribute `deterministic` of a proposer. It was called `certain` in an older release."""
     return bool(proposer.deterministic if hasattr(proposer, "deterministic") else getattr(proposer, "certain", False))
 
 
 def reads_ahead(proposer: object) -> int:
-    """Returns on how many later tokens an entry in the proposer's pages depends. 1 for a `FeatureReader`, else 0."""
+    """Returns the number of later tokens on which K/V of a position in the proposer's pages depend: 1 for a
+    `FeatureReader`, else 0.
+    """
     return int(takes_features(proposer))
 
 
 def drafter_of(proposer: object) -> object:
-    """Returns the proposer that makes the drafts, without wrapping ones."""
+    """Returns the proposer that makes the drafts: the innermost one, if proposers are wrapped."""
     return proposer.drafter if isinstance(proposer, ProposerBase) else proposer
 
 

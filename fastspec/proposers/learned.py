@@ -72,7 +72,7 @@ class LearnedDrafts(ProposerBase, Generic[Model]):
         return as_layers(reading, self._target.layers)
 
     def __str__(self) -> str:
-        """Short description, for messages and `explain()`."""
+        """Describes the proposer in a few words, for messages and `explain()`."""
         ids = f", drafts {self.model.vocab_size} of {self._target.vocab_size} ids" if self._map else ""
         boundaries = f"boundaries {described(self.reading)} of the target"
         return f"{self.article} {self.model.head.found} that reads {boundaries}{ids}"

@@ -18,8 +18,8 @@ class NGram(DeterministicProposer):
     """Drafts the tokens that followed the last occurrence of a row's last tokens in the row itself.
 
     Uses the longest match of max_n down to min_n tokens; of equally long ones the most recent. If fewer than k tokens
-    followed it, the copy continues with its own tokens, so that repetitive text is drafted correctly. A row without a
-    match has no drafts in that step.
+    follow the match, the copy continues with the tokens that it has just copied. So repetitive text is drafted
+    correctly. A row without a match has no drafts in that step.
 
     Args:
         min_n, max_n: smallest and largest number of tokens to match: 1 <= min_n <= max_n <= 32.
@@ -36,7 +36,7 @@ class NGram(DeterministicProposer):
         self.min_n, self.max_n = min_n, max_n
 
     def __str__(self) -> str:
-        """Short description, for messages and `explain()`."""
+        """Describes the proposer in a few words, for messages and `explain()`."""
         return f"lookup of the last {self.min_n} to {self.max_n} tokens in the row itself"
 
     def guess(self, tokens: Tensor, lengths: Tensor, k: int) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""Chooses which hidden states a head reads, by a trial on a short text, if its config is ambiguous."""
+"""Chooses which hidden states a head reads if its config is ambiguous: tries each reading on a short text."""
 
 from __future__ import annotations
 
@@ -45,7 +45,10 @@ def choose_reading(target: CausalModel, proposer: object, shape: StepShape, tili
 
 
 def _accepted(target: CausalModel, head: ChainDrafts, shape: StepShape, tiling: Tiling, pages: Tensor) -> list[float]:
-    """Returns, for each reading, the share of positions of the text at which the first draft is the target's argmax."""
+    """Measures each reading.
+
+    Returns the share of positions of the text at which the first draft is the target's argmax.
+    """
     chunk = shape.tiling.queries
     assert chunk is not None, "passes over prompts have a size"
     text = head.sample[:chunk]

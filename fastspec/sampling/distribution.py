@@ -2,8 +2,8 @@
 
 Random numbers come from Philox4x32-10 (Salmon et al., SC 2011), a counter-based generator. Each number is a function of
 (row seed, absolute position, purpose, token). It does not depend on the batch, the step or the row's slot. So a row's
-text does not depend on other rows. When drafts are refused, no random state must be restored, because a position's
-numbers determine only the token that is finally emitted there.
+text does not depend on other rows. After refused drafts no random state has to be restored, because the next step uses
+the same numbers at the same positions.
 """
 
 from __future__ import annotations
@@ -69,7 +69,10 @@ def uniforms(seeds: Tensor, positions: Tensor, purpose: int) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class PhiloxDraws:
-    """Uniform numbers and samples for B rows with seeds int64 [B]."""
+    """Random numbers of B rows, keyed by their seeds int64 [B] and by position.
+
+    They accept drafts and sample tokens.
+    """
 
     seeds: Tensor
 
@@ -108,9 +111,9 @@ class SamplerRows:
 def compute_probs(logits: Tensor, options: SamplerRows) -> Tensor:
     """Computes probabilities [B, R, V] from logits [B, R, V], in the order and with the meaning of transformers.
 
-    Temperature comes first. Top-k keeps all ids that tie with the k-th. Top-p keeps the smallest set, by falling
-    probability, that reaches top_p. Min-p keeps ids with at least min_p times the largest probability. A greedy row has
-    probability 1 on the lowest id among the largest logits.
+    Temperature comes first. Top-k also keeps ids whose logit equals the k-th largest. Top-p keeps the most probable
+    ids, as few as have a sum of top_p. Min-p keeps ids with at least min_p times the largest probability. A greedy row
+    has probability 1 on the lowest id among the largest logits.
     """
     greedy_rows = (options.temperature <= 0)[:, None, None]
     scaled = logits / torch.where(greedy_rows, 1.0, options.temperature[:, None, None])

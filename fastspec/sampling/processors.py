@@ -64,9 +64,9 @@ def process(logits: Tensor, rows: ProcessorRows, lengths: Tensor, drafts: Tensor
 
 
 def counts_at(counts: Tensor, drafts: Tensor, places: int) -> Tensor:
-    """Counts ids at each place: int32 [B, R, V].
+    """Counts the ids that were emitted before each place: int32 [B, R, V].
 
-    Place r has counts [B, V] plus the first D - R + 1 + r of drafts [B, D]. Ids outside 0..V-1 are ignored.
+    At place r these are `counts` [B, V] plus the first D - R + 1 + r of drafts [B, D]. Ids outside 0..V-1 are ignored.
     """
     vocab = counts.shape[1]
     before = drafts.shape[1] - places + 1

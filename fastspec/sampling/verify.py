@@ -6,7 +6,7 @@ tokens follow p exactly:
 - `rejection`: draft j is accepted with probability min(1, p(x)/q(x)). The first rejected place gets a token from the
   residual norm(max(p - q, 0)). After k acceptances one more token comes from p (Leviathan et al. 2022, arXiv
   2211.17192, theorem 3.5; Chen et al. 2023, arXiv 2302.01318).
-- `block`: judges all drafts together. On average it accepts at least as many as any rule that keeps the distribution
+- `block`: accepts or refuses the drafts together. On average it accepts at least as many drafts as any other exact rule
   (Sun et al. 2024, arXiv 2403.10444, algorithm 2).
 - `coupled`: the target samples with the random numbers that the draft used, and its sample is emitted. A draft is
   accepted if both are equal (Daliri, Musco and Suresh, arXiv 2408.07978).
@@ -68,7 +68,10 @@ def greedy(logits: Tensor, drafts: Tensor, counts: Tensor) -> tuple[Tensor, Tens
 
 
 def agreeing(picks: Tensor, drafts: Tensor, counts: Tensor) -> Tensor:
-    """Counts the leading drafts that equal picks int64 [B, k+1], the target's tokens: int64 [B]. See `greedy`."""
+    """Counts, for each row, the leading drafts that equal `picks` int64 [B, k+1], the target's tokens.
+
+    Returns int64 [B].
+    """
     return _leading(picks[:, :-1] == drafts, counts)
 
 
@@ -100,7 +103,7 @@ def rejection(
 def block(
     p: Tensor, q: Tensor | None, drafts: Tensor, counts: Tensor, positions: Tensor, draws: Draws, purpose: int
 ) -> tuple[Tensor, Tensor]:
-    """Verifies k drafts per row as one block, keeping the target's distribution.
+    """Verifies k drafts per row together, so that tokens follow the target's distribution.
 
     For arguments and results see `rejection`.
 
@@ -125,7 +128,10 @@ def block(
 
 
 def block_probability(excess: Tensor, carried: Tensor, last: Tensor) -> Tensor:
-    """Computes thresholds [B, k] for the uniform numbers, from s_i, c_i and `last`, True at the last valid draft."""
+    """Computes the thresholds [B, k] of `block` for uniform numbers.
+
+    `excess` is s_i, `carried` is c_i, and `last` is True at the last valid draft.
+    """
     missing = 1.0 - carried
     inner = excess / (excess + missing).clamp_min(torch.finfo(excess.dtype).tiny)
     return torch.where(last, carried, inner)
@@ -173,7 +179,7 @@ def _ended(
 
 
 def closed(drafts: Tensor, accepted: Tensor, last: Tensor) -> Tensor:
-    """Returns int64 [B, k+1]: drafts [B, k], with `last` [B] at place `accepted` [B]."""
+    """Makes the block of a step, int64 [B, k+1]: drafts [B, k], with `last` [B] at place `accepted` [B]."""
     places = torch.arange(drafts.shape[1] + 1, device=drafts.device)
     padded = torch.cat((drafts, drafts.new_zeros(len(drafts), 1)), dim=1)
     return torch.where(places == accepted[:, None], last[:, None], padded)
@@ -246,59 +252,59 @@ class CommitRows(Protocol):
 
     @property
     def tokens(self) -> Tensor:
-        """int64 [B, T]."""
+        """Tokens of prompt and output, int64 [B, T]."""
 
     @property
     def lengths(self) -> Tensor:
-        """int64 [B]."""
+        """Number of committed tokens, int64 [B]."""
 
     @property
     def limits(self) -> Tensor:
-        """int64 [B]."""
+        """Upper limit of `lengths`, int64 [B]."""
 
     @property
     def draft_lengths(self) -> Tensor:
-        """int64 [B]."""
+        """Number of first positions in the draft's KV cache, int64 [B]."""
 
     @property
     def finish(self) -> Tensor:
-        """int64 [B]."""
+        """State of a row, such as RUNNING or STOPPED, int64 [B]."""
 
     @property
     def stop_ids(self) -> Tensor:
-        """int64 [B, S], padded with -1."""
+        """Token ids that end the row, int64 [B, S], padded with -1."""
 
     @property
     def draft_tokens(self) -> Tensor:
-        """int64 [B, K]."""
+        """Drafts of this step, int64 [B, K]."""
 
     @property
     def draft_counts(self) -> Tensor:
-        """int64 [B]."""
+        """Number of valid drafts of this step, int64 [B]."""
 
     @property
     def block(self) -> Tensor:
-        """int64 [B, K+1]."""
+        """Accepted drafts and one more token, int64 [B, K+1]."""
 
     @property
     def emitted(self) -> Tensor:
-        """int64 [B]."""
+        """Number of tokens of `block` that were emitted, int64 [B]."""
 
     @property
     def accepted(self) -> Tensor:
-        """int64 [B]."""
+        """Number of accepted drafts, int64 [B]. Negative: see `DecodeState`."""
 
     @property
     def logprobs(self) -> Tensor:
-        """fp32 [B, K+1]."""
+        """Log-probability of each token of `block`, fp32 [B, K+1]."""
 
     @property
     def top_ids(self) -> Tensor:
-        """int64 [B, K+1, N]."""
+        """The N most probable ids at each place of `block`, int64 [B, K+1, N]."""
 
     @property
     def top_logprobs(self) -> Tensor:
-        """fp32 [B, K+1, N]."""
+        """Log-probabilities of `top_ids`, fp32 [B, K+1, N]."""
 
 
 def commit(rows: CommitRows, accepted: Tensor, block: Tensor) -> None:

@@ -37,7 +37,7 @@ def fill_prompt(
         prompt: token ids.
         pages: its pages of the KV cache.
         stop_ids: token ids that end the row.
-        draft_length: number of positions whose draft K/V are already in the row's pages.
+        draft_length: number of positions whose K/V of the draft are already in the row's pages.
     """
     padded = [*stop_ids, *[-1] * (MAX_STOP_IDS - len(stop_ids))]
     sent = _send([*padded, *pages, *prompt], torch.int64, state.lengths.device)
@@ -89,7 +89,7 @@ def allow(state: DecodeState, steps: Mapping[int, GrammarStep], k: int, ready: i
         state: state of the rows.
         steps: row -> its draft tokens and masks.
         k: drafts of the step; further draft tokens of a row are dropped.
-        ready: value of `finish` that lets them run: RUNNING, or PREFILLED in a step for first tokens.
+        ready: value for `finish`, with which the rows run: RUNNING, or PREFILLED in a step for first tokens.
     """
     places, words = k + 1, state.masks.shape[2]
     packed = np.full((len(steps), 2 + k + places * words), ALL, dtype=np.int32)
@@ -108,7 +108,7 @@ def allow(state: DecodeState, steps: Mapping[int, GrammarStep], k: int, ready: i
 
 
 def draft_limit(options: RowOptions, max_drafts: int) -> int:
-    """Returns the upper limit of a row's valid drafts in a step of at most `max_drafts`."""
+    """Returns the largest number of drafts that a row may use in a step of at most `max_drafts` drafts."""
     return max_drafts if options.draft_limit is None else min(options.draft_limit, max_drafts)
 
 

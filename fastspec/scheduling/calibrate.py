@@ -1,8 +1,8 @@
 """Measures drafting on given prompts: runs every k, times its parts, and names the part that limits the speedup.
 
 A step of k drafts gives a row tokens(k) = 1 + S_1 + .. + S_k tokens. S_j is the probability that the first j drafts are
-all accepted, measured for each position. (If every draft has the same probability a, tokens(k) is (1 - a^(k+1)) / (1 -
-a): Leviathan et al., arXiv 2211.17192, section 3.3.) The speedup of a k is predicted by
+all accepted, measured for each position. (If every draft is accepted with the same probability a, tokens(k) is (1 -
+a^(k+1)) / (1 - a): Leviathan et al., arXiv 2211.17192, section 3.3.) The speedup of a k is predicted by
 
     tokens(k) / (drafting(k) + scoring(k) + rest) * plain step,  rest = plain step - scoring(0)
 
@@ -88,7 +88,7 @@ class Calibration:
 
     @property
     def best(self) -> int:
-        """k with the largest measured speed-up."""
+        """Returns the k with the largest measured speedup."""
         return max(self.trials, key=lambda trial: trial.measured).k
 
     @property
@@ -129,9 +129,9 @@ class Calibration:
         return max(self.trials[1:], key=lambda trial: trial.measured)
 
     def _losses(self) -> dict[str, float]:
-        """Splits the loss among its causes, as logarithms.
+        """Returns the loss by cause, as logarithms of factors.
 
-        Without a loss, k + 1 tokens would take the time of a plain step.
+        Without any loss a step would emit k + 1 tokens in the time of a plain step.
         """
         plain, shown = self.trials[0], self._shown()
         costs = {
@@ -195,7 +195,7 @@ class FixedPolicy:
 
     @property
     def accepted(self) -> list[int]:
-        """Number of accepted drafts of every row in every step."""
+        """Returns the number of accepted drafts of every row in every step."""
         return [count for step in self.steps for count in step.accepted]
 
 
@@ -242,7 +242,9 @@ def again(requests: list[Request]) -> list[Request]:
 def _parts(
     scheduler: Scheduler, requests: list[Request], choice: DraftChoice, bucket: int
 ) -> dict[int, tuple[float, float]]:
-    """Times drafting and scoring by k, {k: (drafting, scoring)} in seconds, with rows in the middle of their texts."""
+    """Times drafting and scoring while rows are in the middle of their texts. Returns {k: (drafting, scoring)} in
+    seconds.
+    """
     engine = scheduler.engine
     rows = again(requests)[: engine.state.batch]
     call = CallPlan((), choice.sampler, lambda made: choice.ks[-1], lengths=lengths_of(rows))

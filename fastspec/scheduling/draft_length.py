@@ -47,7 +47,8 @@ class DraftPlan:
         auto: True if calls without num_speculative_tokens are "auto".
         max_drafts: largest number of drafts of a step.
         verification: rule that accepts or refuses drafts.
-        controllers: controllers by (sampler kind, top_logprobs), because such steps differ in time and acceptance.
+        controllers: controllers by (sampler kind, top_logprobs). Steps that differ in these differ in time and
+            acceptance.
     """
 
     auto: bool

@@ -108,7 +108,7 @@ class FormatTrial:
         Args:
             scheduler: scheduler without requests.
             requests: requests of a call; not changed.
-            choice: its sampler is used, and its largest k, but at most 4.
+            choice: the trial uses its sampler, and its largest k or 4, whichever is less.
             stop_ids: token ids that end a row.
             make_ready: captures the steps for such requests and drafts.
             drafting: its controllers are reset if the draft changes.

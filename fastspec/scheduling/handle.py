@@ -52,7 +52,7 @@ class Delivery:
         counts: number of tokens of each request that may be read, with their log-probabilities.
         begun: number of tokens of each request that were emitted before the loop's thread took over.
         error: error of the device or of a step that ended the requests. None: no error.
-        started, ended: times by `time.perf_counter`; `ended` is None until all requests have ended.
+        started, ended: times of `time.perf_counter`. `ended` is None until all requests have ended.
     """
 
     def __init__(self, requests: list[Request]) -> None:
@@ -82,7 +82,10 @@ class Delivery:
             self._tell(self._left == 0)
 
     def begin(self) -> None:
-        """Takes over from a caller that made the steps itself until now, and has read their tokens."""
+        """Called when the loop's thread takes over.
+
+        Until now the caller made the steps itself and read their tokens.
+        """
         with self._changed:
             self.counts = [len(request.new_tokens) for request in self.requests]
             self.begun = list(self.counts)
@@ -176,7 +179,7 @@ class Handle(OfOneProcess):
     """Handle of one prompt that is being continued. Made by `FastSpecGenerator.submit`.
 
     Iterate over it to get tokens (`for`, or `async for`), call `result()`, or `await` it. Each of these starts with the
-    first token, whenever it begins. Several may run at once, in any thread. If an iteration is left, an `await` is
+    first token, also if it begins late. Several may run at once, in any thread. If an iteration is left, an `await` is
     cancelled, or the handle is dropped, the request ends early.
 
     Args:
@@ -237,7 +240,10 @@ class Handle(OfOneProcess):
             yield from self.call.requests[0].new_tokens[start:stop]
 
     def pieces(self) -> Iterator[tuple[int, int]]:
-        """Yields (start, stop) of the tokens that one or a few steps have added. Raises the errors of `result`."""
+        """Yields ranges (start, stop) of the tokens that one or a few steps have added.
+
+        Raises the errors of `result`.
+        """
         shown, version = 0, 0
         try:
             while not self.delivery.done or shown < self.delivery.counts[0]:

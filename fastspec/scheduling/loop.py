@@ -55,7 +55,7 @@ class Settling:
     """Message: a thread waits until all requests have ended.
 
     Attributes:
-        settled: event that is set then.
+        settled: event that is set when all requests have ended.
     """
 
     settled: threading.Event
@@ -65,7 +65,7 @@ Message: TypeAlias = "Joining | Leaving | None"  # None ends the thread
 
 
 class _Caught:
-    """Context that stores the error that ends it, for the threads that wait for the work."""
+    """Context that stores an error raised inside it, for the threads that wait for the work."""
 
     def __init__(self) -> None:
         self.error: BaseException | None = None
@@ -148,7 +148,7 @@ class Loop:
 
     @property
     def threads(self) -> Threads | None:
-        """Choice of CPU threads. None on a GPU, and after `close`."""
+        """Returns the engine's choice of CPU threads. None on a GPU, and after `close`."""
         return None if self._closed else self._scheduler.engine.threads
 
     @property
@@ -195,7 +195,7 @@ class Loop:
 
     @contextmanager
     def alone(self) -> Iterator[Scheduler]:
-        """Context that lends the scheduler for work during which no other call may run.
+        """Context that gives the scheduler to the caller. No other call may run meanwhile.
 
         Raises:
             RuntimeError: a call or a handle is running, the generator is closed, or other ranks follow this one.
@@ -218,14 +218,17 @@ class Loop:
             self.turn.release()
 
     def _wait_for_idle(self) -> None:
-        """Waits until the thread has ended requests for which nobody waits: those of calls that have just ended."""
+        """Waits until the thread has removed the requests of calls that have just ended.
+
+        Nobody waits for these requests any more.
+        """
         if self.running:
             message = Settling(threading.Event())
             self._messages.put(message)
             message.settled.wait()
 
     def make_ready(self, requests: list[Request], choice: DraftChoice) -> None:
-        """Captures the steps that these requests may need, if no others join them."""
+        """Captures the steps that these requests may need while no other requests run."""
         engine = self._scheduler.engine
         self._make_ready(engine, min(len(requests), engine.state.batch), choice, *lengths_of(requests))
 

@@ -1,9 +1,9 @@
 """Prefills prompts: the queue of waiting requests, and the request whose prompt is being prefilled.
 
 First come, first served: the first request of the queue gets a row when a row is free and its pages fit. Idle pages of
-the prefix cache count as free. No other request overtakes it. Prompts are prefilled one after the other, so a prompt
-can share pages of the previous one. A row runs after all of its prompt except the last token is prefilled; the first
-step feeds that token. A long prompt is prefilled completely, and its first token comes from the last pass
+the prefix cache count as free. No request overtakes an earlier one. Prompts are prefilled one after the other, so a
+prompt can share pages of the previous one. A row runs when its prompt, except the last token, is prefilled. The first
+step feeds that last token. A long prompt is prefilled completely, and its first token comes from the last pass
 (`step.first_token_step`).
 """
 
@@ -59,7 +59,7 @@ class ShortPass:
     Attributes:
         request: request of the prompt.
         start, chunk: first position and tokens of the pass.
-        draft: first position of the draft's pass, with as many tokens. None: the draft has none now.
+        draft: first position of the draft's pass, which has `chunk` tokens, too. None: the draft has no pass now.
     """
 
     request: Request
@@ -125,9 +125,9 @@ class PrefillQueue:
         return request, pages
 
     def budgets(self, running: int) -> int:
-        """Returns the number of budgets for the next step: several if more short prompts wait than rows run.
+        """Returns how many times the prefill budget may be used before the next step.
 
-        So requests that come together run together after a few steps, not one after the other.
+        More than once if more short prompts wait than rows run. So requests that arrive together soon run together.
         """
         short = sum(2 * len(request.prompt) <= self.engine.sizes.batch_tokens for request in self.waiting)
         return max(1, min(_MAX_BUDGETS, short // max(1, running)))
@@ -154,11 +154,11 @@ class PrefillQueue:
     def feed(self, limit: int | None, *, at_least_one: bool) -> int:
         """Queues passes that together take about as long as the target's passes over `limit` tokens.
 
-        The row runs after the last. The draft's passes are long and rare, because every pass reads all weights. A draft
-        pass is queued when the draft is that far behind, and after the last pass of the target.
+        After the last pass the row runs. The draft's passes have many tokens, because every pass reads all weights. A
+        draft pass is queued when the draft lacks that many tokens, and after the target's last pass.
 
         Args:
-            limit: tokens; None: all that remain.
+            limit: number of tokens. None: all that remain.
             at_least_one: True to queue a pass even if it is longer than the limit.
 
         Returns:
@@ -190,7 +190,10 @@ class PrefillQueue:
         return fed
 
     def _defer(self, request: Request, taken: list[int]) -> bool:
-        """Defers the given pass to `flush` if it is its prompt's last one and short. Returns True if it did."""
+        """Defers a pass to `flush` if it is short and the last one of its prompt.
+
+        Returns True if the pass was deferred.
+        """
         draft, rows = self._draft, self.engine.sizes.prompts_per_pass(taken[0]) if len(taken) == 1 else 1
         if (
             rows == 1
@@ -301,7 +304,7 @@ class PrefillQueue:
         return passes
 
     def _adopt_draft_kv(self, request: Request, row: int) -> None:
-        """Updates a row's draft length, if another row has meanwhile written the draft's K/V to shared pages."""
+        """Increases a row's draft length if another row has meanwhile written the draft's K/V to their shared pages."""
         prefix, proposer = self.engine.prefix, self.engine.modules.proposer
         if prefix is None or request.drafted or not kept_in_pages(proposer):
             return
@@ -313,9 +316,9 @@ class PrefillQueue:
             self.engine.state.draft_lengths[row].fill_(known)
 
     def keep(self, request: Request, row: int) -> None:
-        """Adds pages that steps wrote to the prefix cache when a row ends.
+        """Adds a row's pages to the prefix cache when the row ends, including pages that steps wrote.
 
-        Only with exact=False, because their bits may differ.
+        Done only with exact=False: steps and prefill passes may write different bits.
         """
         prefix = self.engine.prefix
         if prefix is not None and not self.engine.sizes.exact and request.finish_reason != "error":
@@ -356,7 +359,7 @@ class PrefillQueue:
     def _passes(self, request: Request, start: int, stop: int, max_tokens: int | None, *, draft: bool) -> Passes:
         """Returns passes over the positions start..stop-1.
 
-        One ends wherever states are saved, except at the last such position.
+        A pass ends at every position where states are saved, except the last one.
         """
         ends = [length for length, _ in self._state_points(request, start, draft=draft)[:-1] if length is not None]
         edges = [start, *(end for end in ends if end < stop), stop]
@@ -372,7 +375,7 @@ class PrefillQueue:
     def _resumable(self, nodes: list[Node], *, draft: bool) -> int:
         """Returns the number of nodes after which a model can continue.
 
-        All, unless it needs a state that is not saved.
+        These are all nodes, except if the model needs a recurrent state that is not stored.
         """
         kept = self.engine.prefix_states
         return len(nodes) if kept is None else kept.resumable(nodes, draft=draft) // kept.unit
@@ -382,7 +385,7 @@ class PrefillQueue:
         return self._shareable(request) // self.engine.prefix.unit if self.engine.prefix is not None else 0
 
     def _shareable(self, request: Request) -> int:
-        """Returns how many of a prompt's first positions may be shared, because no step writes to them.
+        """Returns how many of a prompt's first positions may be shared: those to which no step writes.
 
         The first step feeds the target the last token, and the draft the last two.
         """
@@ -407,7 +410,7 @@ def passes_of(chunks: list[int]) -> float:
 
 
 def lag_of(engine: Engine, request: Request) -> list[int]:
-    """Returns the sizes of the passes in which the draft catches up with a row, up to its last two tokens."""
+    """Returns the sizes of the passes that feed the draft a row's missing tokens, up to the last two."""
     proposer = engine.modules.proposer
     if proposer is None:
         return []

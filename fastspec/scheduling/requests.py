@@ -1,7 +1,7 @@
 """Requests: one prompt each while the scheduler runs it. Converts calls to requests, and requests to results.
 
-The mask of a row with a grammar depends on its last token, which the host must read first. So such a row is in one step
-at a time. It pauses until that step was read, while other rows step.
+The mask of a row with a grammar depends on its last token, which the host must read first. So such a row is in at most
+one launched step. It pauses until the host has read that step. Other rows continue.
 """
 
 from __future__ import annotations
@@ -74,8 +74,8 @@ class Request:
         prompt: token ids, at least one.
         max_new_tokens: upper limit of new tokens.
         options: sampling options and seed.
-        watch: called with the new tokens of each step, to find ends that the device does not detect. Returns the number
-            of tokens up to the end of the row, or None if it continues.
+        watch: called with the new tokens of each step, to find ends that the device does not detect, such as stop
+            strings. Returns the number of tokens up to the end of the row, or None if it continues.
         grammar: state of the grammar that the text follows, or of its given tokens. None: any text.
         scores: takes log-probabilities of the prompt's tokens. None: they are not recorded.
         new_tokens: tokens emitted so far.
@@ -92,7 +92,7 @@ class Request:
         nodes: nodes of the prefix cache whose pages the row shares.
         has_tables: True if the row's biases and counts were written; only steps of the full sampler read them.
         admitted: time by `time.perf_counter` when the request got a row; None: it waits.
-        prefilled: True if the row's next token is its first, from its last prefill pass.
+        prefilled: True if the row's first token is not emitted yet and will come from its last prefill pass.
         weight_version: version of the target's weights that it runs with.
     """
 
@@ -192,9 +192,9 @@ class InFlightStep:
         k: drafts.
         bucket: rows that the launch covers.
         resumed: number of catch-up passes queued before it. None: there were none, and the previous step drafted.
-        timed: True if only such passes came between it and the previous step, so that its time can be used.
+        timed: True if only catch-up passes were queued between it and the previous step. Then its time can be used.
         drafting: rows that could draft.
-        first_token: True for the step for first tokens, whose k no policy chose.
+        first_token: True for a step for first tokens. No policy chose its k.
     """
 
     sequence: int

@@ -1,8 +1,8 @@
 """Scheduler: admits requests to rows, launches steps before earlier ones are read, and reads their tokens.
 
-A request waits, gets the lowest free row when its pages fit, may move to a lower row, and gives row and pages back when
-it ends, while other rows continue. `PrefillQueue` prefills the prompts. All work of the device is queued in one stream.
-The host waits only when it reads a step's results, and later steps are queued by then.
+A request waits until a row is free and its pages fit, and gets the lowest free row. It may later move to a lower row.
+When it ends, row and pages become free, and other rows continue. `PrefillQueue` prefills the prompts. All work of the
+device is queued in one stream. The host waits only when it reads a step's results, and later steps are queued by then.
 
 `step` may be called by only one thread at a time. `add` and `cancel` may be called from any thread: they use a queue
 that the next step empties.
@@ -135,7 +135,10 @@ class Scheduler:
     def run_call(
         self, requests: list[Request], stop_ids: tuple[int, ...], choice: DraftChoice
     ) -> Generator[dict[int, list[int]], None, None]:
-        """Calls `run` for the requests of a new call, with the drafts of a choice. Its steps are already captured."""
+        """Makes a new call of these requests, with the drafts of `choice`, and calls `run`.
+
+        The steps must already be captured.
+        """
         if choice.controller is not None:
             choice.controller.begin()
         settings = choice.sampler, lambda made: choice.k, choice.top_logprobs, choice.controller, lengths_of(requests)
@@ -203,7 +206,7 @@ class Scheduler:
     def _launch(self) -> bool:
         """Queues the next step.
 
-        Returns False if it is not certain that a row needs it, or if it must wait for earlier steps.
+        Queues nothing and returns False if no row surely needs it, or if the host must first read earlier steps.
         """
         requests = due(self._rows, self._in_flight)
         # launch ahead only if some row needs this step even if every draft in flight is accepted
@@ -328,7 +331,10 @@ class Scheduler:
         return request.length + launched < request.limit
 
     def _surely_needs_step(self, request: Request) -> bool:
-        """True if a request continues even if all drafts of its launched steps are accepted, unless a stop id comes."""
+        """True if a request continues even if all drafts of its launched steps are accepted.
+
+        Stop ids are not considered.
+        """
         emitted = sum(step.k + 1 for step in self._in_flight if request in step.requests.values())
         return request.length + emitted < request.limit
 
@@ -456,7 +462,7 @@ class StepTimer:
         self._away = 0.0
 
     def leave(self) -> None:
-        """Records that the reader of the results takes over."""
+        """Records that the caller, which reads the results, gets control."""
         self._left = self._clock()
 
     def back(self) -> None:

@@ -1,4 +1,4 @@
-"""Streams new text with the origin of its tokens: accepted drafts, or tokens of the target."""
+"""Streams new text and tells of each piece if it is from a draft or from the target."""
 
 from __future__ import annotations
 

@@ -2,8 +2,8 @@
 
 A row ends with the first token that completes a stop string, as in transformers' `StopStringCriteria`, however tokens
 are divided into steps. The string may begin in the prompt, unless the user excludes that, but must end after it. The
-ids contain the whole last token; the text ends with the stop string. Text is that of `TextStream` over all ids, with
-special tokens, as the tokenizer's `decode` writes it.
+returned ids include the whole last token, but the text ends with the stop string. The text is that of `TextStream` over
+all ids, with special tokens.
 """
 
 from __future__ import annotations

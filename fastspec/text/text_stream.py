@@ -66,7 +66,7 @@ class TextStream:
         return "".join([self._push_one(token) for token in ids])
 
     def pending(self) -> str:
-        """Text that is held back, as `finish` would return it."""
+        """Returns the text that is held back, without ending the stream."""
         return self._unseen(self._decode([*self._window, *self._bytes.spoiled()]))
 
     def finish(self) -> str:
@@ -136,7 +136,7 @@ class _ByteTokens:
 
     @cached_property
     def _replacement(self) -> list[int]:
-        """Byte tokens of U+FFFD. Empty if the tokenizer's decoder does not assemble byte tokens."""
+        """Returns the byte tokens of U+FFFD. Empty if the tokenizer's decoder does not assemble byte tokens."""
         found = [self._ids_of(f"<0x{byte:02X}>") for byte in _REPLACEMENT.encode()]
         ids = [token for token in found if isinstance(token, int)]
         return ids if len(ids) == len(found) and self._decode(ids) == _REPLACEMENT else []
@@ -171,9 +171,9 @@ class _ByteTokens:
         self._held = []
 
     def mended(self, ids: Sequence[int]) -> list[int]:
-        """Returns ids with complete characters in their last sequence of byte tokens.
+        """Returns `ids` without an incomplete character at the end of their last sequence of byte tokens.
 
-        An incomplete character is held.
+        That character is held.
         """
         start = len(ids)
         while start and self.value(ids[start - 1]) is not None:
@@ -184,7 +184,7 @@ class _ByteTokens:
 def _character(data: bytes) -> int | None:
     """Returns the number of bytes of the first character of `data`.
 
-    0 if no character begins so, None if it is incomplete.
+    0 if these bytes begin no character, None if the character is incomplete.
     """
     try:
         return len(data.decode()[0].encode())

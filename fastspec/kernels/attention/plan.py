@@ -1,8 +1,8 @@
 """Launch plans of decode attention: kernel, grid, tile sizes and registers.
 
-Only integers, without Triton. A plan depends on a GPU's compute capability and number of SMs, on the model, and on the
-sizes of a pass. The bits of a row depend only on the model and the size of its cache: through the kernel (`uses_mma`),
-the splits (`SPLIT`, `split_keys_for`, LATE_SPLITS), and the order of sums.
+This module computes with integers and does not import Triton. A plan depends on a GPU's compute capability and number
+of SMs, on the model, and on the sizes of a pass. The bits of a row depend only on the model and the size of its cache:
+through the kernel (`uses_mma`), the splits (`SPLIT`, `split_keys_for`, LATE_SPLITS), and the order of sums.
 
 A row is *early* if its position is below LATE_FROM, else *late*: a long row.
 
@@ -168,23 +168,26 @@ def late_splits(room: int) -> int:
 
 
 def early_and_late(begin: int, room: int) -> tuple[int, int]:
-    """Returns the splits of a pass over rows at positions begin .. room-1: (of early rows, of late rows).
+    """Returns the largest number of splits of (an early row, a late row) at positions begin .. room-1.
 
-    0: no such rows.
+    The number is 0 if there are no such rows.
     """
     early = early_splits(min(room, LATE_FROM)) if begin < LATE_FROM else 0
     return early, late_splits(room) if room > LATE_FROM else 0
 
 
 def partial_sums(*splits: int) -> int:
-    """Returns the number of partial sums of a row: the largest of `splits`, or 0 if no kernel has more than one."""
+    """Returns the number of partial sums of a row: the largest of the given numbers of splits.
+
+    0 if none is above 1, because one split needs no partial sum.
+    """
     return max(each if each > 1 else 0 for each in splits)
 
 
 def split_keys_for(max_positions: int, dim: int) -> int:
-    """Returns the keys of a split of `_decode_kernel`.
+    """Returns the number of keys in a split of `_decode_kernel`.
 
-    They depend on the largest number of positions, not on those in use.
+    It depends on the largest number of positions, not on the number in use.
     """
     if max_positions <= 4096:
         return 64 if padded_dim(dim) == 256 else 128
@@ -192,7 +195,7 @@ def split_keys_for(max_positions: int, dim: int) -> int:
 
 
 def work_sizes(max_rows: int, max_positions: int, heads: tuple[int, int, int]) -> tuple[int, int]:
-    """Returns the elements of (counters, partial sums) that are enough for every decode pass, by each kernel.
+    """Returns the number of elements of (counters, partial sums) that are enough for every decode pass with any kernel.
 
     Args:
         max_rows: B * Q of the largest pass.
@@ -285,13 +288,13 @@ def early_plan(gpu: Gpu, sizes: Pass, splits: int, narrow: bool = False) -> Laun
 
 
 def even_groups(num_rows: int, max_groups: int) -> int:
-    """Returns the groups of 8 rows in a tile, at most `max_groups`, so that tiles have about the same size."""
+    """Returns the number of groups of 8 rows in a tile, at most `max_groups`. Tiles then have about the same size."""
     groups = cdiv(num_rows, ROW_GROUP)
     return cdiv(groups, cdiv(groups, max_groups))
 
 
 def tile_groups(gpu: Gpu, sizes: Pass) -> int:
-    """Returns the groups of 8 query rows in a tile. A tile reads K and V once.
+    """Returns the number of groups of 8 query rows in a tile. A tile reads K and V once.
 
     It is 1 for small passes. Else it is the least of 2 .. MAX_ROW_GROUPS with no more tiles than SMs, or MAX_ROW_GROUPS
     with tiles of about the same size.
@@ -307,8 +310,8 @@ def tile_groups(gpu: Gpu, sizes: Pass) -> int:
 def reads_concurrently(gpu: Gpu, dim: int, tiles: int, groups: int, splits: int) -> bool:
     """True if a CTA reads CONCURRENT_SPLITS splits at a time, on an SM of its own.
 
-    That is faster if one CTA then has all splits of a tile, or if the number of warps stays the same. Few tiles of one
-    group are faster with more CTAs. It is of no use with at most CONCURRENT_SPLITS splits.
+    True if one CTA then has all splits of a tile, or if the number of warps stays the same. False for few tiles of one
+    group, because they are faster with more CTAs. False if there are at most CONCURRENT_SPLITS splits.
     """
     as_many_warps = groups > 1 and CTAS_PER_SM[dim] <= CONCURRENT_SPLITS
     return splits > CONCURRENT_SPLITS and tiles <= gpu.sms and (as_many_warps or tiles > gpu.sms // 2)

@@ -73,9 +73,10 @@ HALVES = {
 
 @triton.jit
 def pages_of(cache, first, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Loads the pages of keys first .. first + BLOCK_N - 1: [BLOCK_N], or one if a single page holds them all.
+    """Loads the page numbers of keys first .. first + BLOCK_N - 1: [BLOCK_N], or one number if a single page holds them
+    all.
 
-    It reads the lower 32 bits in two halves, because a pipelined loop does not stage such narrow loads through shared
+    It loads the lower 32 bits as two 16-bit halves. A pipelined loop does not stage such narrow loads through shared
     memory.
     """
     at = first
@@ -251,7 +252,7 @@ def _flash_kernel(
 def launch_of(
     device: torch.device, itemsize: int, block_d: int, converted: bool = False, heads: int = 0, rows: int = 0
 ) -> Tiles:
-    """Returns the tiles for a device: those of LARGE if its shared memory holds them.
+    """Returns the tile sizes for a device: LARGE if its shared memory is large enough, else smaller ones.
 
     Heads of size 256 with an 8-bit cache use small tiles, because the conversion needs registers.
 

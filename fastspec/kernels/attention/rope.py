@@ -39,7 +39,7 @@ NUM_WARPS = 4
 def _chunk_rows(block_d: int) -> int:
     """Returns the rows of one head per CTA of a prompt chunk.
 
-    The widest heads need more registers, so they have fewer.
+    There are fewer rows of the widest heads, because these need more registers.
     """
     return 32 if block_d <= 256 else 8
 
@@ -76,7 +76,8 @@ def _scaled(x, factor, weight):
 def apply_rope(x1, x2, position, valid, tokens, norm_ptr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
     """Normalises and rotates heads with halves x1, x2 [R, BLOCK_D / 2], which are zero beyond HEAD_DIM / 2.
 
-    `norm_ptr` is one of the norm weights of `tokens`. position [R]: of each head. `valid` is False for padding.
+    `norm_ptr` is one of the norm weights of `tokens`. `position` [R] is the position of each head's token. `valid` is
+    False for padding.
     """
     HALF: tl.constexpr = HEAD_DIM // 2
     column = tl.arange(0, BLOCK_D // 2)

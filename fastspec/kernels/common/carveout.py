@@ -22,7 +22,7 @@ LEAST = 14  # percent; 32 KiB on an H200. Kernels that need less use this
 
 
 def percent_of(programs: int, shared: int, room: int, least: int) -> int:
-    """Returns the percentage of an SM's `room` bytes for `programs` CTAs of `shared` bytes each; at least `least`."""
+    """Returns the percentage of an SM's `room` bytes that `programs` CTAs of `shared` bytes need; at least `least`."""
     needed = -(-100 * programs * (shared + RESERVED) // room)
     return min(100, max(least, needed))
 

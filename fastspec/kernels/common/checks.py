@@ -99,7 +99,7 @@ def check_cache(
 def rows_dtype(rows: Tensor, keys: Tensor) -> torch.dtype:
     """Returns the dtype that query rows must have: the cache's dtype.
 
-    With an 8-bit cache, the dtype that `rows` have.
+    With an 8-bit cache every dtype is allowed, so the result is the dtype of `rows`.
     """
     if keys.dtype != FP8:
         return keys.dtype

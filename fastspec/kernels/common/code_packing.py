@@ -108,7 +108,7 @@ class PackedCodes:
 
     @property
     def group(self) -> int:
-        """Values of K that share a scale; 0 if each row has one scale."""
+        """Number of values of K that share a scale; 0 if each row has one scale."""
         return group_of(self.shape, self.kind)
 
     @property
@@ -143,7 +143,10 @@ class PackedCodes:
         self._fill_scales(scales, None)
 
     def _joined(self, runs: list[Tensor]) -> Tensor:
-        """Joins values of ranges of rows in the order of all rows. Each row has one value or more."""
+        """Joins values of rows, which come in ranges of rows, in the order of the words.
+
+        Each row has one value or more.
+        """
         if not self.gated:
             return torch.cat(runs)
         return torch.cat([run[: len(run) // 2] for run in runs] + [run[len(run) // 2 :] for run in runs])
@@ -216,7 +219,7 @@ class PackedCodes:
         return (values * _spread(self._scales(tile, row) * factors[:, None], self.group)).to(dtype)
 
     def _scales(self, tile: Tensor, row: Tensor) -> Tensor:
-        """Scales fp32 [n, K/G], relative to factors."""
+        """Returns the scales of rows, fp32 [n, K/G], relative to `factors`."""
         assert self.scales is not None
         if self.form == "fp4":
             found = self.scales[tile, :, row].view(torch.bfloat16).transpose(-1, -2)  # [n, K/128, 4, T]
@@ -235,7 +238,10 @@ def can_pack_codes(shape: tuple[int, int], kind: CodesKind) -> bool:
 
 
 def group_of(shape: tuple[int, int], kind: CodesKind) -> int:
-    """Values of K that share a scale; 0 if each row has one scale, in a format whose products support that."""
+    """Returns the number of values of K that share a scale.
+
+    0 if each row has one scale and the products of the format support that.
+    """
     whole = kind.block[1] >= shape[1] and kind.block[0] == 1 and kind.format in ("fp8", "int8")
     return 0 if whole else kind.block[1]
 
@@ -302,7 +308,10 @@ def _numbers(codes: Tensor, form: Form) -> Tensor:
 
 
 def _exponents(scales: Tensor) -> Tensor:
-    """Exponents fp32 [N]: the scales [N, groups] of a row, divided by 2 to its exponent, are at most 2^15."""
+    """Returns one exponent for each row, fp32 [N].
+
+    The scales [N, groups] of a row, divided by 2^exponent, are at most 2^15.
+    """
     largest = scales.abs().amax(1)
     return torch.frexp(largest).exponent.float() - 15
 
@@ -341,7 +350,7 @@ def _pairs(values: Tensor, gated: bool) -> Tensor:
 
 
 def _of_pairs(words: Tensor, dtype: torch.dtype, tile: Tensor, row: Tensor) -> Tensor:
-    """Takes the scales fp32 [n, groups] of rows from words [N/16, groups, 8 or 1] of `_pairs`."""
+    """Returns the scales fp32 [n, groups] of some rows. `words` [N/16, groups, 8 or 1] is the result of `_pairs`."""
     pairs: Tensor = words[tile].view(dtype).unflatten(2, (-1, 2))  # [n, groups, 8 or 1, 2]
     at = torch.arange(len(tile), device=tile.device)
     return pairs[at, :, row % 8 % pairs.shape[2], row // 8].float()

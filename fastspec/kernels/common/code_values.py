@@ -76,13 +76,13 @@ def _decoded(half, i, FORM: tl.constexpr):
 
 @triton.constexpr_function
 def blocks_of(FORM):
-    """Number of codes in one half of a word; each belongs to another block of 32 columns."""
+    """Returns the number of codes in one half of a word. Each belongs to another block of 32 columns."""
     return 4 if FORM in ("int4", "fp4") else 2
 
 
 @triton.jit
 def column_of(place, FORM: tl.constexpr, GROUP: tl.constexpr):
-    """Returns the column (0..31) of half number `place` of a row's 32 halves."""
+    """Returns the column (0..31), within a block of 32 columns, of half number `place` of a row's 32 halves."""
     if FORM == "int4" and GROUP == 32:
         return place % 8 // 4 * 16 + place // 8 * 4 + place % 4
     else:

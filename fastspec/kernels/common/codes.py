@@ -39,7 +39,7 @@ class CodesKind(NamedTuple):
     block: tuple[int, int]
 
     def scales_shape(self, shape: tuple[int, int]) -> tuple[int, int]:
-        """Shape of the scales of a matrix of shape (N, K)."""
+        """Returns the shape of the scales of a matrix of shape (N, K)."""
         return -(-shape[0] // self.block[0]), -(-shape[1] // self.block[1])
 
     def of_part(self, rows: Sequence[tuple[int, int]], width: int) -> CodesKind:
@@ -49,7 +49,7 @@ class CodesKind(NamedTuple):
 
         Args:
             rows: (start, stop) of each range.
-            width: columns of the part, which begins at a multiple of them.
+            width: number of columns of the part. Its first column is a multiple of `width`.
         """
         tall, wide = self.block
         whole = all(start % tall == 0 and stop % tall == 0 for start, stop in rows)
@@ -64,7 +64,7 @@ class Codes:
         kind: its format and blocks.
         codes: uint8 [N, K], one code each.
         scales: fp32 [ceil(N / block rows), ceil(K / block columns)].
-        zeros: uint8 [N, ceil(K / block columns)] of int4, whose blocks have one row; else None.
+        zeros: uint8 [N, ceil(K / block columns)] for int4, whose blocks have one row; None for other formats.
 
     Raises:
         ValueError: a shape or dtype is not as above.
@@ -124,9 +124,9 @@ class Codes:
             place[here] = part.dequantise(place.dtype)
 
     def part(self, rows: Sequence[tuple[int, int]], columns: tuple[int, int] | None) -> Codes:
-        """Takes ranges of rows (start, stop), and a range of columns or all. The values do not change.
+        """Returns the matrix with only some ranges of rows (start, stop), and a range of columns or all.
 
-        A range of columns begins at a multiple of its width.
+        The values do not change. A range of columns begins at a multiple of its width.
         """
         start, stop = columns or (0, self.shape[1])
         kind = self.kind.of_part(rows, stop - start)

@@ -52,7 +52,7 @@ class Compilers(Executor):
         kernels: full name of the module that imports all kernels.
         now: True to start the processes at once, not with the first kernel that is not cached.
         rank: number of this rank.
-        ranks: number of ranks, which all ask for the same kernels in the same order.
+        ranks: number of ranks. All submit the same kernels in the same order.
     """
 
     def __init__(self, count: int, *, kernels: str, now: bool = False, rank: int = 0, ranks: int = 1) -> None:
@@ -82,9 +82,9 @@ class Compilers(Executor):
         self._preparing.join()
 
     def submit(self, compiling: Callable[..., Any], /, *args: Any, **options: Any) -> Future[Any]:
-        """Queues one call of Triton's compiler. `compiling` takes no arguments.
+        """Queues one call of Triton's compiler, `compiling()`.
 
-        Calls in other ranks' shares wait for `all_told`.
+        Kernels in the share of another rank are queued by `all_told`.
         """
         self._submitted += 1
         if self._submitted % self._ranks == self._rank:
@@ -94,7 +94,7 @@ class Compilers(Executor):
         return future
 
     def all_told(self) -> None:
-        """Ends the submission of kernels. Queues the calls in the shares of other ranks, in reverse order."""
+        """Called after the last `submit`. Queues the kernels in the shares of other ranks, in reverse order."""
         later, self._later = self._later, []
         for future, compiling in reversed(later):
             self._threads.submit(self._compile, compiling).add_done_callback(partial(_passed_on, future))
@@ -144,7 +144,10 @@ class Compilers(Executor):
             self._places.put(None)
 
     def _welcome(self, asked: list[Connection]) -> None:
-        """Makes each process available when it is ready. If a process ends, this process compiles instead."""
+        """Waits for the compiling processes, and makes each available when it is ready.
+
+        Jobs of one that ends are compiled in this process.
+        """
         while asked:
             for one in first_of(asked):
                 assert isinstance(one, Connection), "nothing else was given"
@@ -176,7 +179,7 @@ class Compilers(Executor):
                 self._places.put(place)
 
     def _first_with(self, launcher: str) -> bool:
-        """True for the first kernel that needs this launcher."""
+        """True if no earlier kernel needed this launcher."""
         with self._beginning:
             first = launcher not in self._launchers
             self._launchers.add(launcher)

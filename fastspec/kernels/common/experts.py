@@ -115,7 +115,7 @@ class ExpertStack:
         self.scales[at] = raised.view(torch.int32)[..., 0]
 
     def values(self, experts: Tensor | int) -> Tensor:
-        """The matrix of one expert [N, K], or of a tensor of expert ids [..., N, K], in `dtype`."""
+        """Returns the matrix [N, K] of one expert, or [..., N, K] for a tensor of expert ids, in `dtype`."""
         if self.scales is None:
             values = self.data[experts]
             return values if self.data.dim() == 3 else values.flatten(-3, -2)
@@ -127,7 +127,7 @@ class ExpertStack:
         return rows[..., self._places(torch.arange(rows.shape[-2], device=rows.device)), :]
 
     def _places(self, rows: Tensor) -> Tensor:
-        """Places of rows in the stack, from their places in the checkpoint."""
+        """Converts row numbers of the checkpoint to row numbers of the stack."""
         if not self.gated:
             return rows
         half = self.shape[1] // 2
@@ -174,8 +174,8 @@ class ExpertWeights:
         down: [E, hidden, I].
         down_bias: [E, hidden].
         shared_gate: [1, hidden], gate of the shared expert. `gate_up` and `down` of `LayerWeights` are its matrices.
-        joined: the shared expert is the last of gate_up and down, which have E + 1 experts. If it has a gate, that is
-            the last row of the router, which is stored as rows. `shared_gate` is then None.
+        joined: True if the shared expert is expert number E of gate_up and down, which then have E + 1 experts. Its
+            gate, if any, is the last row of the router, and `shared_gate` is None. The router is then stored as rows.
     """
 
     router: Weight
@@ -189,7 +189,10 @@ class ExpertWeights:
     joined: bool = False
 
     def columns(self, cut: slice) -> ExpertWeights:
-        """Views the same experts with some of the I columns between their products. Not for codes."""
+        """Views the same experts with a range of the I columns between their two products.
+
+        Codes cannot be viewed like that.
+        """
         bias = self.gate_up_bias
         return replace(
             self,

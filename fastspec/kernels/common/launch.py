@@ -41,7 +41,8 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, least_shared: int = L
         grid: number of CTAs by axis.
         *args: arguments of the kernel.
         least_shared: least percentage of an SM's memory that is shared memory during this kernel (carveout.py).
-        **options: constexpr arguments of the kernel and launch options. `completed` adds those that are missing.
+        **options: constexpr arguments of the kernel and launch options. `completed` adds `enable_fp_fusion` and
+            `launch_pdl` if they are missing.
     """
     options = completed(kernel, args, options)
     begun = _compiling.get()
@@ -58,7 +59,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, least_shared: int = L
 
 
 def completed(kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -> dict[str, Any]:
-    """Adds the two launch options that most callers leave out.
+    """Adds the launch options `enable_fp_fusion` and `launch_pdl` if the caller left them out.
 
     `enable_fp_fusion` allows one rounding for a product and a sum. Triton's default differs between versions, and so
     would the bits. A kernel with the constant `PDL` may start before the previous kernel ends, if the device has
@@ -92,16 +93,19 @@ def _first_device(args: tuple[Any, ...]) -> torch.device | None:
 
 
 def is_brief() -> bool:
-    """True within `compiling()` or `brief()`: a pass may skip layers that launch no new kernel."""
+    """True within `compiling()` or `brief()`.
+
+    A pass may then skip layers that launch no other kernels than earlier layers.
+    """
     # False while torch.compile traces a pass: reading a ContextVar would break its graph
     return not torch.compiler.is_dynamo_compiling() and (_compiling.get() is not None or _brief.get())
 
 
 @contextmanager
 def brief() -> Iterator[None]:
-    """Context in which a model's pass runs only one layer of each kind. That loads all kernels.
+    """Context in which a model's pass runs only one layer of each kind, which is enough to load all kernels.
 
-    Results must not be used.
+    The results are wrong and must not be used.
     """
     token = _brief.set(True)
     try:

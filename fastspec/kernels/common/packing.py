@@ -7,8 +7,9 @@
 | gated  | [N/16, K/32, 16, 32]   | as packed, of a weight whose rows are interleaved: |
 |        |                        | 8 of the gate, then the matching 8 of up           |
 
-x, which multiplies a packed weight, has rows [..., K], or is regrouped: [..., K/64, 64]. In each group of 64 values,
-pair number 16 h + 4 c + t is then at 8 t + 4 h + c. So the values that one product takes are contiguous.
+The operand x of a product with a packed weight has rows [..., K], or is regrouped: [..., K/64, 64]. Regrouping permutes
+the 32 pairs in each group of 64 values: pair number 16 h + 4 c + t moves to 8 t + 4 h + c. Then the values that one
+product reads are contiguous.
 
 A tile of 16 rows is contiguous. In a gated weight, a gate and its up are 8 rows apart, in one thread's registers.
 """
@@ -52,7 +53,7 @@ def pack(weight: Tensor, gated: bool = False) -> Tensor:
 
 
 def packed_shape(weight_shape: Sequence[int]) -> tuple[int, int, int, int]:
-    """Shape of the packed form of a weight [N, K]."""
+    """Returns the shape of the packed form of a weight [N, K]."""
     rows, width = weight_shape
     return rows // 16, width // 32, 16, 32
 

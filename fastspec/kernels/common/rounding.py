@@ -8,7 +8,8 @@ least sum of squared errors. A smaller scale cuts off a few large values, but ro
 An error is the distance between a value and its code's value, over the scale. Its square is counted as a whole number
 of 1 / `STEPS`. Sums of whole numbers do not depend on their order, so every device chooses the same scales.
 
-The scale is 1 for values that are zero, or too small for a scale in bf16. 16 bits hold it beside other groups' scales.
+The scale is 1 for values that are zero, or too small for a scale in bf16. A smaller scale would not fit in 16 bits
+beside the scales of other groups.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ def pack_rounded(place: PackedCodes, tile: int, rows: Tensor) -> Tensor:
     """Rounds rows [n, K] of whole tiles and packs their codes.
 
     Args:
-        place: the matrix whose words are written, of a kind from `kind_for`.
+        place: the packed matrix, whose words are written. Its kind is a result of `kind_for`.
         tile: number of the first tile.
         rows: any float dtype; rows of a gated matrix have the gate's rows first.
 

@@ -22,7 +22,7 @@ class _Name(type):
 class _Absent(MetaPathFinder, Loader):
     """Import finder that provides stand-ins for torch and its modules.
 
-    A stand-in module has every name that is looked up.
+    Every name can be imported from a stand-in module.
     """
 
     def find_spec(

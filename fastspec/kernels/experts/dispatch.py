@@ -172,9 +172,9 @@ def tile_of(stack: ExpertStack, ids: Tensor) -> ExpertTile | CodesTile:
 
 
 def _chosen(ids: Tensor, experts: int, each: int) -> Chosen:
-    """Groups pairs for the products. With a single row each pair has its own CTAs.
+    """Assigns pairs to CTAs. Pairs of several rows are sorted by expert (lists.py).
 
-    Several rows have lists by expert.
+    With a single row each pair has its own CTAs.
     """
     if len(ids) == 1:
         return Chosen(ids, None, None)

@@ -141,12 +141,12 @@ def tiles_of(pairs: int, experts: int, each: int) -> int:
 
 
 def lists_of(ids: Tensor, experts: int, each: int) -> tuple[Tensor, Tensor]:
-    """Makes `order` and `tiles` for ids int32 [R, chosen].
+    """Returns (`order`, `tiles`), see the module's docstring, for ids int32 [R, chosen].
 
     Args:
         ids: expert of each pair.
         experts: E; all ids are below it.
-        each: pairs per tile.
+        each: largest number of pairs in a tile.
     """
     rows, chosen = ids.shape
     pairs = ids.numel()

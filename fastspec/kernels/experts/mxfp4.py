@@ -9,8 +9,8 @@ take every S-th chunk of 128 values of K. A lane's 16 bytes are 32 codes of a ro
 Masks and shifts convert codes to bf16, which are multiplied by the scale, a power of two. Both steps are exact, because
 these numbers have few bits.
 
-Row invariance: S sums, each in ascending order, then added in order. A pair's bits do not depend on the number of its
-expert's pairs, nor on its index among them.
+Row invariance: an element consists of S sums, each in ascending order of k, which are then added in order. A pair's
+bits do not depend on the number of its expert's pairs, nor on its index among them.
 """
 
 # mypy: disable-error-code="assignment,misc,var-annotated"
@@ -94,7 +94,7 @@ def _operands(codes, scales, left: gl.constexpr):
 
 @gluon.jit
 def _pair_of(chosen, first, count, j):
-    """Returns the numbers of the pairs at indices j of a program; indices beyond the last repeat it."""
+    """Returns the pair numbers at indices j of a CTA's pairs. Indices beyond the last pair give the last pair again."""
     if chosen.order is None:
         return first + j * 0
     else:

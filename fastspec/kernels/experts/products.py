@@ -94,7 +94,7 @@ def _values_product(x_at, weight_at, here, out, K: tl.constexpr, BLOCK_K: tl.con
 
 @triton.jit
 def _weights_ahead(weight_at, some, K: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Loads all weight rows in blocks of K before the wait. `some` is True if the CTA has pairs."""
+    """Loads all weight rows of the CTA, as blocks of K, before it waits for x. `some` is True if the CTA has pairs."""
     k = tl.arange(0, BLOCK_K)
     blocks = ()
     for at in tl.static_range(0, K, BLOCK_K):

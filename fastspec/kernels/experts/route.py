@@ -59,7 +59,7 @@ def _ordered(x):
 
 @triton.jit
 def _largest(keys, at, none):
-    """Returns the largest of int32 keys, and the lowest index `at` that has it."""
+    """Returns the largest of int32 `keys`, and its index; of equal keys the lowest index. `at` are the indices."""
     best = tl.max(keys, axis=0)
     return best, tl.min(tl.where(keys == best, at, none), axis=0)
 

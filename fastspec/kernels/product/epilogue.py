@@ -95,7 +95,7 @@ def no_squares(words):
 def add_squares(total, words, DTYPE: gl.constexpr):
     """Returns total [...] + the squares of words [..., 4], added one by one.
 
-    The order of roundings is equal in any layout.
+    So sums are rounded in the same order in any layout.
     """
     four = _each_of_four(words)
     for i in gl.static_range(4):
@@ -213,7 +213,7 @@ def _halves(tile):
 
 @gluon.jit
 def regrouped(word):
-    """Returns the new index of a word of a row, so that the words that one product of 16 values takes are neighbours.
+    """Returns the index of a word after regrouping: the words that one product of 16 values reads become neighbours.
 
     Of every 32 words, word 16 h + 4 c + t moves to 8 t + 4 h + c.
     """
@@ -236,7 +236,7 @@ def _owned(tile, OWN):
 
 @gluon.jit
 def _columns(like, tile_id, GATED: gl.constexpr, OWN: gl.constexpr):
-    """Returns the output column of each weight row's sums, for tile number tile_id."""
+    """Returns the output column of each weight row of tile `tile_id`. With GATED a gate and its up have one column."""
     if GATED:
         return weight_numbers(like, tile_id * (_owned(like, OWN) // 2), 8, 0)
     else:
@@ -245,7 +245,7 @@ def _columns(like, tile_id, GATED: gl.constexpr, OWN: gl.constexpr):
 
 @gluon.jit
 def _columns_end(like, tile_id, width, GATED: gl.constexpr, OWN: gl.constexpr):
-    """Returns the first column after those of a tile; at most `width`."""
+    """Returns the end of a tile's output columns: the first column after them, at most `width`."""
     if _owned(like, OWN) < like.shape[0] * 16:
         width = gl.minimum(width, (tile_id + 1) * _width(_owned(like, OWN), GATED))
     return width
@@ -384,7 +384,7 @@ def enter_keys(total, tile_id, first_row, keys_ptr, M, N, limit, OWN: gl.constex
 
 @gluon.jit
 def write_argmax(keys_ptr, out_ptr, out_stride, M, warps: gl.constexpr):
-    """In the last CTA of a launch: writes ids from the keys, and clears the keys for the next launch.
+    """Writes ids from the keys, and clears the keys for the next launch. Only the last CTA of a launch does this.
 
     keys_ptr: int64 [M + 1]; the last element counts CTAs. out_ptr: int64 ids. If uint64: gets the keys unchanged.
     """

@@ -132,7 +132,10 @@ def _step(sums, weight, inputs, left: gl.constexpr, right: gl.constexpr, DTYPE: 
 
 @gluon.jit
 def sum_of_splits(acc, PAIRWISE: gl.constexpr):
-    """Adds the S sums [S, R, BM] of the warps, PAIRWISE neighbours first: [R / 16, 2, 8, BM]."""
+    """Adds the sums [S, R, BM] of S warps. First adds each PAIRWISE neighbouring sums, then these results in order.
+
+    Returns [R / 16, 2, 8, BM].
+    """
     S: gl.constexpr = acc.shape[0]
     R: gl.constexpr = acc.shape[1]
     BM: gl.constexpr = acc.shape[2]
@@ -168,7 +171,7 @@ def small_m_kernel(
     PDL: gl.constexpr,
     DTYPE: gl.constexpr,
 ):
-    """Small-M kernel. A CTA computes R weight rows by BM rows of x."""
+    """Computes R weight rows by BM rows of x in one CTA. This is the small-M kernel."""
     x_ptr, gamma_ptr, scale_ptr, eps = inputs
     bias_ptr, residual_ptr, out_ptr, keys_ptr, _parts_ptr = epilogue
     mma: gl.constexpr = gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[S, 1, 1], instr_shape=[1, 16, 8])

@@ -46,9 +46,9 @@ def as_tree(parts):
 
 @gluon.jit
 def by_groups(parts, PAIRWISE: gl.constexpr):
-    """Sums PAIRWISE neighbours of a tuple, then these sums, each in order.
+    """Adds each PAIRWISE neighbours of a tuple, then these sums, both in order.
 
-    PAIRWISE 0: as one binary tree.
+    If PAIRWISE is 0, adds all as one binary tree.
     """
     if PAIRWISE == 0:
         return as_tree(parts)

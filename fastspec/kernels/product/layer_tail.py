@@ -62,7 +62,7 @@ class SharesRoom(Protocol):
     def room_for(self, elements: int) -> Room | None:
         """Returns shared memory for `elements` fp32 elements.
 
-        None if sums of that size are made by calling the `Reduce`.
+        None if sums of that size are computed by calling the `Reduce` itself.
         """
 
 
@@ -166,7 +166,7 @@ def _summed(
 
 
 def _own_sums(tile: Tma | Wide, given: Tensor, weight: Weight, like: Tensor, pdl: bool) -> Tensor:
-    """Returns this device's product in fp32, as input of `Reduce`: a tree's splits are kept apart."""
+    """Returns this device's product in fp32, as input of `Reduce`. Splits that are summed as a tree stay separate."""
     parts = _own_parts(tile, given, weight, like, pdl)
     if len(parts.sums) == 1:
         return parts.sums[0]
@@ -178,7 +178,7 @@ def _own_sums(tile: Tma | Wide, given: Tensor, weight: Weight, like: Tensor, pdl
 
 
 def _own_parts(tile: Tma | Wide, given: Tensor, weight: Weight, like: Tensor, pdl: bool) -> Parts:
-    """Returns this device's product in fp32 as partial sums: one part if the product left none apart."""
+    """Returns this device's product in fp32 as partial sums [parts, M, N]; one part if the kernel summed all of K."""
     out = like.new_empty(1, *like.shape, dtype=torch.float32)
     return _launch(tile, Call(given, weight, out[0]), None, pdl) or Parts(out, 1)
 

@@ -38,7 +38,7 @@ def _mma_layout(warps):
 
 @gluon.constexpr_function
 def _stage_layout(BM, W, warps):
-    """Layout of x [1, BM, W] as loaded: a lane has the 2 x 4 words of a row that a lane of the product needs."""
+    """Layout of loads of x [1, BM, W]: a lane has the 2 x 4 words of a row that one lane of the product needs."""
     rows = [1 << bit for bit in range(BM.bit_length() - 1)]
     runs = [[0, 0, 1 << bit] for bit in range(5, W.bit_length() - 1)]
     lanes = [[0, 0, 4], [0, 0, 8]] + [[0, row, 0] for row in rows[:3]]
@@ -227,7 +227,7 @@ def large_m_kernel(
     PDL: gl.constexpr,
     DTYPE: gl.constexpr,
 ):
-    """Large-M kernel. A CTA computes R weight rows by GROUPS * GROUP rows of x."""
+    """Computes R weight rows by GROUPS * GROUP rows of x in one CTA. This is the large-M kernel."""
     x_ptr, _gamma_ptr, scale_ptr, _eps = inputs
     bias_ptr, residual_ptr, out_ptr, keys_ptr, _parts_ptr = epilogue
     mma: gl.constexpr = _mma_layout(WARPS)

@@ -1,7 +1,7 @@
 """Norm before a packed product with many rows: x * gamma, rounded once, and one factor per row for its sums.
 
-Products of up to 8 rows compute the norm themselves. Here it is computed once instead of in every CTA, with the same
-bits: squares are summed in the order of the weight's split of K.
+Products of up to 8 rows compute the norm in every CTA. This kernel computes it once. The bits are the same, because
+both sum the squares in the order in which the weight's split divides K.
 """
 
 # ruff: noqa: RUF005  (Triton adds tuples, and knows no starred ones)

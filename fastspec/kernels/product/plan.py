@@ -1,8 +1,8 @@
 """Launch plans of packed products: the split of K for a weight, and tiles for a number of rows.
 
-Only numbers: this module needs neither Triton nor a GPU. `launch` uses the plans. `MEASURED_ON` says on which GPU a
-kernel's tiles were chosen by measurement: bf16, weights not cached, shapes of Llama 3.1 8B and 3.2 1B. Other shapes use
-the defaults. On other GPUs results are correct, but tiles are guesses.
+This module computes with numbers. It needs neither Triton nor a GPU. `launch` uses the plans. `MEASURED_ON` says on
+which GPU a kernel's tiles were chosen by measurement: bf16, weights not cached, shapes of Llama 3.1 8B and 3.2 1B.
+Other shapes use the defaults. On other GPUs results are correct, but tiles are guesses.
 """
 
 from __future__ import annotations
@@ -91,8 +91,8 @@ class Tma:
         rows, rest: rows of x in one CTA, and more rows in a second product.
         weight_rows: rows of the weight in one CTA: a multiple of 16, and a sum of at most three powers of two.
         warps, stages: number of multiplying warps, and steps of K in shared memory.
-        split_k: number of splits that a CTA sums: one, or those that are added pairwise. Another kernel adds the
-            partial sums of CTAs. None: a CTA sums all of K.
+        split_k: number of splits that a CTA sums: one, or `pairwise` of `Split`. Another kernel then adds the partial
+            sums of CTAs. None: a CTA sums all of K.
         registers: limit per thread, so that two CTAs fit on an SM.
         programs: number of CTAs, which take the weight's tiles in turn. None: one CTA per tile.
     """
@@ -205,7 +205,7 @@ def split_of(n: int, k: int) -> Split:
 def tree_of(n: int, k: int) -> Split | None:
     """Returns the split of a weight [N, K] whose sums are one binary tree over equal parts of K.
 
-    None if there is none.
+    None if K cannot be split like that.
     """
     usual = split_of(n, k)
     many = usual.split_k if n <= TREE_ROWS else TREE
@@ -309,13 +309,13 @@ def _tma_of(n: int, k: int, rows: int, split: Split, sms: int, whole: bool, gate
 
 
 def _split_k_apart(n: int, rows: int, split: Split, sms: int) -> tuple[int, int, bool]:
-    """Returns weight rows and number of splits of one CTA, and True if it has its own SM."""
+    """Returns (weight rows of one CTA, number of its splits, True if it has an SM of its own)."""
     splits = 1 if cdiv(n, 64) * split.split_k <= 2 * sms else split.pairwise
     return _balanced(n, split.split_k // splits, sms) if rows <= SOME_ROWS else 64, splits, False
 
 
 def _balanced(n: int, splits: int, sms: int, two: bool = True) -> int:
-    """Returns weight rows of one CTA, out of n, with which the busiest SM finishes first.
+    """Returns the number of weight rows of one CTA, out of n, that gives the busiest SM the least work.
 
     Args:
         splits: number of CTAs that share the same weight rows.

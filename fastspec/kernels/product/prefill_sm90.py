@@ -93,10 +93,7 @@ def _exchanged(x):
 
 @gluon.jit
 def _places(part, SLOT: gl.constexpr):
-    """Returns the places in `held` of sums [R, 64].
-
-    A slot starts behind the previous one, at the same place for all columns.
-    """
+    """Returns the offsets in `held` of sums [R, 64]. Slot `SLOT` begins after the slots before it."""
     row = gl.arange(0, part.shape[0], layout=gl.SliceLayout(1, part.type.layout))
     column = gl.arange(0, part.shape[1], layout=gl.SliceLayout(0, part.type.layout))
     return SLOT * HELD + gl.expand_dims(row, 1) * part.shape[1] + gl.expand_dims(column, 0)
@@ -109,7 +106,10 @@ def _held(part, held, SLOT: gl.constexpr):
 
 @gluon.jit
 def _hold(part, held, PART: gl.constexpr):
-    """Holds sums of parts of K: parts 0 and 1 are added in the first slot; part 2 goes to the second slot."""
+    """Stores the sums of a part of K in `held`.
+
+    Parts 0 and 1 are added in the first slot; part 2 is stored in the second slot.
+    """
     if PART == 1:
         part = _held(part, held, 0) + part
     gl.store(held + _places(part, PART // 2), part)
@@ -122,7 +122,8 @@ def _store(
 ):  # fmt: skip
     """Adds bias and residual to part [R, C] and stores it, 64 columns at a time, through shared memory.
 
-    Sums of a part of K that is not the last are held for the next parts. Each thread holds and reads the same sums.
+    Only the last part of K is stored to the output. Sums of earlier parts stay in `held`, where each thread reads only
+    its own sums.
     """
     rows: gl.constexpr = part.shape[0]
     columns: gl.constexpr = part.shape[1]
@@ -267,7 +268,7 @@ def tile_of(num_rows: int, n: int, programs: int, parts: int = 1) -> PrefillTile
 
 
 def row_stride(out: Tensor) -> int:
-    """Returns the elements between rows of [..., width], whose rows have one stride."""
+    """Returns the stride, in elements, between rows of a tensor [..., width]. All its rows have equal distances."""
     return out.stride(-2) if out.dim() > 1 else out.shape[-1]
 
 

@@ -67,7 +67,7 @@ def sums_of(
     parts_ptr, factors_ptr, bias_ptr, residual_ptr, factor, row, n, there, M,
     N: gl.constexpr, SPLITS: gl.constexpr, PAIRWISE: gl.constexpr,
 ):  # fmt: skip
-    """Returns fp32 sums of columns n of a row, times their factors and the row's, plus bias and residual.
+    """Returns fp32 sums of columns n of a row, times the factors of the columns and of the row, plus bias and residual.
 
     Zero if not `there`. Splits are loaded through shared memory, because the compiler keeps only few loads into
     registers in flight.
@@ -220,11 +220,11 @@ def add_up(
     out: Tensor,
     pdl: bool,
 ) -> None:
-    """Writes out [M, N] = rounded(sum of parts, in order, * their factors [N] * row factors [M] + bias [N] + residual).
+    """Writes out [M, N] = round(sum of parts * `factors` [N] * factors of rows [M] + bias [N] + residual).
 
     Args:
         squares: fp32 [S, M], result of `permuted_rows`; None: rows have no factors.
-        norm: the norm of these squares.
+        norm: the norm whose row factors are computed from `squares`.
     """
     splits, rows, n = parts.sums.shape
     k, eps = (1, 0.0) if norm is None else (len(norm[0]), norm[1])

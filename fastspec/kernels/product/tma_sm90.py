@@ -91,7 +91,7 @@ def _ask_for_weights(
     weight_descs, ws, full, step, tile, place, split,
     STEPS: gl.constexpr, K_TILE: gl.constexpr, S: gl.constexpr, BYTES: gl.constexpr, OWN: gl.constexpr,
 ):  # fmt: skip
-    """Sets the BYTES of a step as expected at its slot's barrier, and issues the copies of its weights."""
+    """Tells the barrier of a step's slot to expect BYTES bytes, and issues the copies of the step's weights."""
     slot = step % ws.shape[0]
     at = (split * K_TILE + place_of(place, STEPS, K_TILE, S)) // 2
     mbarrier.expect(full.index(slot), BYTES)
@@ -132,8 +132,8 @@ def _fetch(
 ):  # fmt: skip
     """Runs the loading warp. Weights do not wait for the previous kernel; x does.
 
-    If splits are stored as parts, the next kernel only adds them. It could do little before they are stored. If it
-    started early, most of its CTAs would wait on the first free SMs.
+    The next kernel may not start early if splits are stored as parts, because it only adds these. Most of its CTAs
+    would wait on the first free SMs.
     """
     STAGES: gl.constexpr = ws.shape[0]
     AHEAD: gl.constexpr = min(EACH, STAGES)
@@ -218,7 +218,7 @@ def _zero_sums(R: gl.constexpr, GROUP: gl.constexpr, WARPS: gl.constexpr):
 
 @gluon.jit
 def _leave(accs, parts, split, first_row, M, N, OWN: gl.constexpr):
-    """Stores the sums of the splits that are added first: parts [S / PAIRWISE, M, N]."""
+    """Stores the sum of this CTA's PAIRWISE splits in parts [S / PAIRWISE, M, N]."""
     for i in gl.static_range(len(accs)):
         n = gl.arange(0, accs[i].shape[0], layout=gl.SliceLayout(1, accs[i].type.layout))
         first = gl.program_id(0) * OWN
@@ -280,7 +280,7 @@ def _multiply(
     EACH: gl.constexpr, STEPS: gl.constexpr, PAIRWISE: gl.constexpr,
     WARPS: gl.constexpr, GATED: gl.constexpr, REGROUP: gl.constexpr, OWN: gl.constexpr, STAY: gl.constexpr,
 ):  # fmt: skip
-    """Runs the multiplying warps."""
+    """Runs the multiplying warps for all tiles of this CTA: sums over K, then stores parts or applies the epilogue."""
     bias_ptr, residual_ptr, out_ptr, keys_ptr, parts_ptr = epilogue
     nil = M >> 31
     step = 0

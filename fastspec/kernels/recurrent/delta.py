@@ -63,7 +63,7 @@ def _delta_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Computes one block of values. CTAs by row, value head, and block of its values."""
+    """Computes one block of values. The grid is (row, value head, block of its values)."""
     if PDL:
         gdc_launch_dependents()
     KEY_DIM: tl.constexpr = DIMS[0]
@@ -166,13 +166,15 @@ def step_rule(product: Tensor, weights: Weights, slots: StateSlots, out: Tensor,
 
 
 def room_of(rule: DeltaRule, tokens: int, slots: int) -> int:
-    """Returns the tokens of one convolution: 1 for a step of one token, else a power of two for the longest step."""
+    """Returns the number of tokens for which the kernel is compiled: 1 for a step of one token, else a power of two for
+    the longest step.
+    """
     least = _LEAST // triton.next_power_of_2(rule.key_dim)
     return int(max(1, least, 1 if tokens == 1 else triton.next_power_of_2(slots)))
 
 
 def block_of(rule: DeltaRule, tile: int) -> int:
-    """Returns the values of a head per CTA, for `tile` elements of the state."""
+    """Returns how many values of a head one CTA computes, so that its part of the state has `tile` elements."""
     return int(min(triton.next_power_of_2(rule.value_dim), max(4, tile // triton.next_power_of_2(rule.key_dim))))
 
 

@@ -39,7 +39,7 @@ def _gated_norm_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Computes GROUP heads of one token. CTAs by token and group of heads."""
+    """Computes GROUP heads of one token. The grid is (token, group of heads)."""
     if PDL:
         gdc_launch_dependents()
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1) * GROUP + tl.arange(0, GROUP)
@@ -60,7 +60,7 @@ def _gated_norm_kernel(
 
 @triton.jit
 def _gate_kernel(x_ptr, gate_ptr, out_ptr, gate_stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """Computes BLOCK elements of one token. CTAs by token and block."""
+    """Computes BLOCK elements of one token. The grid is (token, block)."""
     if PDL:
         gdc_launch_dependents()
     token, at = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

@@ -56,7 +56,10 @@ def sigmoid(x):
 
 @triton.jit
 def _before(inputs_ptr, position, older, channel, CHANNELS: tl.constexpr, PLACES: tl.constexpr):
-    """Loads inputs at positions [T] and channels [C] from the ring, where `older` [T, C] and positions are valid."""
+    """Loads inputs [T, C] at positions [T] and channels [C] from the ring.
+
+    Loads only where `older` [T, C] is true and the position is not negative.
+    """
     place = (position + PLACES) % PLACES
     older = older & (position >= 0)[:, None]
     return tl.load(inputs_ptr + place[:, None] * CHANNELS + channel[None, :], mask=older, other=0.0)
@@ -75,7 +78,10 @@ def convs_ahead(
     WIDTH: tl.constexpr,
     PLACES: tl.constexpr,
 ):
-    """Loads, for each tap, those inputs of `convs` that do not come from the product: weights and older inputs."""
+    """Loads weights and older inputs of each tap of `convs`.
+
+    They do not depend on the product, so this can be done before it ends.
+    """
     loaded = ()
     for tap in tl.static_range(WIDTH):
         at = token - (WIDTH - 1 - tap)
@@ -130,7 +136,10 @@ def convs(
 
 @triton.jit
 def gates(b_ptr, more, there, VALUE_HEADS: tl.constexpr):
-    """Returns fp32 beta = sigmoid(b) and softplus(a + step), the base of the decay, for some tokens and one head."""
+    """Loads b and a of some tokens and one head.
+
+    Returns fp32 beta = sigmoid(b), and softplus(a + step), from which the decay is computed.
+    """
     b = tl.load(b_ptr, mask=there, other=0.0)
     a = tl.load(b_ptr + VALUE_HEADS, mask=there, other=0.0).to(tl.float32) + more
     beta = sigmoid(b.to(tl.float32)).to(b.dtype).to(tl.float32)

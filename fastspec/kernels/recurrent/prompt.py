@@ -118,7 +118,7 @@ def solve_kernel(
     CHUNK: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Computes U, W and P of one chunk. CTAs by chunk, value head and row."""
+    """Computes U, W and P of one chunk. The grid is (chunk, value head, row)."""
     KEY_DIM: tl.constexpr = DIMS[0]
     VALUE_DIM: tl.constexpr = DIMS[1]
     piece, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
@@ -171,7 +171,7 @@ class Plan(NamedTuple):
         chunk: positions of a chunk, a divisor of DELTA_CHUNK.
         block: values per CTA of the scan.
         solve_warps, scan_warps, stages: launch options.
-        precision: precision of fp32 products, in Triton's terms.
+        precision: precision of fp32 products: `input_precision` of Triton's `dot`.
     """
 
     chunk: int
@@ -201,7 +201,7 @@ def _prepare_kernel(
     PLACES: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
-    """Convolves a block of tokens. CTAs by block of tokens, row, and head: key heads first, then value heads."""
+    """Convolves a block of tokens. The grid is (block of tokens, row, head): key heads first, then value heads."""
     KEY_DIM: tl.constexpr = DIMS[0]
     VALUE_DIM: tl.constexpr = DIMS[1]
     CHANNELS: tl.constexpr = 2 * KEY_HEADS * KEY_DIM + VALUE_HEADS * VALUE_DIM
@@ -262,7 +262,7 @@ def _scan_kernel(
     KEEPS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Goes through the chunks of a row. CTAs by row, value head, and block of its values."""
+    """Goes through the chunks of a row. The grid is (row, value head, block of its values)."""
     KEY_DIM: tl.constexpr = DIMS[0]
     VALUE_DIM: tl.constexpr = DIMS[1]
     SIZE: tl.constexpr = VALUE_DIM * KEY_DIM
@@ -333,7 +333,7 @@ def _keep_kernel(
 ):
     """Stores the inputs of a row's last tokens, and those of the last tokens before `kept.at`.
 
-    CTAs by row, token counted from the end, and block of channels.
+    The grid is (row, token counted from the end, block of channels).
     """
     row, channel = tl.program_id(0).to(tl.int64), tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
     first, count = span(slots.write_mask + row * num_tokens, num_tokens, OF_PROMPTS)

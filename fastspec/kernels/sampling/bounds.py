@@ -14,7 +14,8 @@ If too many candidates remain, one id of each group serves as a sample of the di
 bounds are 3.5 standard deviations of the sample apart. For one with a few likely ids they include as many of the
 likeliest ids as fit. Such bounds are guesses (GUESSED) and are checked afterwards.
 
-Sums have one order, over pieces that do not depend on the number of rows. So a line's record does not depend on it.
+Sums have one order, over pieces that do not depend on the number of rows. So a line's record does not depend on the
+number of rows.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ def filtered(top_k, top_p, min_p, vocab):
 
 @triton.jit
 def _narrowed(low, high, light):
-    """Narrows [low, high] to the step between the last of evenly spaced pivots that is `light`, and the next one."""
+    """Narrows [low, high]: returns the last of evenly spaced pivots that is `light`, and the next pivot."""
     step = (high - low) / (PIVOTS + 1)
     number = tl.sum(light.to(tl.int32), axis=0).to(tl.float32)
     return low + number * step, tl.minimum(low + (number + 1.0) * step, high)
@@ -128,9 +129,10 @@ def _quantile(x, weights, max_mass, low, high):
 
 @triton.jit
 def _reached_by(tops, largest, least):
-    """Returns the key of a value that at least `least` of tops [1, N] reach, and few more. KEY_LOWEST if there is none.
+    """Returns the key of a value t: at least `least` of the values tops [1, N] are >= t, and not many more.
 
-    Pivots are evenly spaced values, not keys: logits are spread like that, so one to three steps are enough.
+    KEY_LOWEST if there is no such t. Pivots are evenly spaced values instead of keys. This suits the distribution of
+    logits: one to three steps are enough.
     """
     low, high = largest - REACH, largest
     reached = tl.zeros([], tl.int32)
@@ -170,7 +172,7 @@ def _guessed(
 ):
     """Guesses (lower, upper, 1) from one id of each group.
 
-    If the given bounds leave few enough ids, returns them with 0.
+    If there are few enough ids between the given bounds, returns (lower, upper, 0) unchanged.
     """
     group = tl.arange(0, GROUPS)[None, :]
     x = scaled(view_of(*source), tl.where(group < groups, group * WIDTH + (group * STRIDE) % _GROUP, -1), STOPS)
@@ -205,7 +207,10 @@ def _guessed(
 
 @triton.jit
 def _sampled_edge(x, largest, light, least, upper, WIDTH):
-    """Returns keys below and above the threshold of top-p, from a sample x [1, N] of ids for WIDTH ids each."""
+    """Returns keys below and above the threshold of top-p, from a sample of logits x [1, N].
+
+    Each stands for WIDTH ids.
+    """
     weights = tl.exp(x - largest) * WIDTH
     low, high = least, largest
     error, under, wide = light * 0.0, least, light
@@ -372,7 +377,7 @@ def noted(source, tops_ptr, counters_ptr, found_ptr, largest, min_p, lower, uppe
 
 @triton.jit
 def read_off(counters_ptr, word):
-    """Loads a counter that several CTAs have incremented."""
+    """Loads a counter that several CTAs have incremented, past L1."""
     return tl.load(counters_ptr + word, cache_modifier=".cg")
 
 

@@ -423,7 +423,7 @@ def _distribution_kernel(
 
 
 def launch_of(lines: int) -> dict[str, int]:
-    """Returns launch options for `lines` lines. Options that change the order of sums do not depend on the number."""
+    """Returns launch options for `lines` lines. Those that change the order of sums do not depend on `lines`."""
     return LAUNCH | (CROWDED if lines > PROGRAMS else {})
 
 
@@ -447,7 +447,7 @@ def find_distributions(
         rows: state of the rows.
         work: work area with room for these lines.
         first: the first place; place j comes after the row's first j drafts.
-        drafts: places below this have a draft, whose probabilities are recorded.
+        drafts: number of drafts. Places below it have a draft, whose probabilities are recorded.
         draft_probs: [B, K, V], probabilities from which drafts were drawn; None: the proposer is deterministic.
         ragged: True to skip places after a row's draft_counts.
         record: log-probabilities of the raw logits to record. Those of the emitted tokens are recorded at the commit.

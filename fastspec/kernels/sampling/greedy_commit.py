@@ -70,7 +70,7 @@ def _larger(a, b):
 def _best_of(x, index):
     """Packs the largest x fp32 and its index into int64 > 0, in torch.argmax's order: NaN first, then the lowest index.
 
-    Two such integers compare as (x, -index) do, with -0 equal to 0.
+    Comparing two such integers is comparing (x, -index), with -0 equal to 0.
     """
     top = tl.reduce(x, 0, _larger)
     if top == top:  # False if there is a NaN

@@ -294,7 +294,10 @@ def penalised_at(view, offset, early, place):
 
 @triton.jit
 def scaled(view, index, NUM_STOPS: tl.constexpr):
-    """Computes `processors.process`, divided by temperature, at ids index int32: +inf for a NaN, -inf beyond V."""
+    """Computes `processors.process`, divided by the temperature, at ids `index` int32.
+
+    A NaN becomes +inf; ids from V on get -inf.
+    """
     known = (index >= 0) & (index < view.vocab)
     x = tl.load(view.logits + index, mask=known, other=-float("inf"))
     return processed(view, x + tl.load(view.bias + index, mask=known, other=0.0), index, known, NUM_STOPS)
@@ -408,7 +411,7 @@ def winning_id(packed):
 def kept(key, index, e, threshold, cut, min_p):
     """Marks the ids that top-k, top-p and min-p keep.
 
-    An id is kept if its key is above the threshold, or equals it with an id up to `cut`. It also needs min_p of the
-    largest mass.
+    An id is kept if its key is above the threshold, or if it is equal and the id is at most `cut`. Its mass must also
+    be at least min_p of the largest mass.
     """
     return ((key > threshold) | ((key == threshold) & (index <= cut))) & (key > KEY_LOWEST) & (e >= min_p)

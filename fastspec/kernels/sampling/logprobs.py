@@ -2,9 +2,9 @@
 
 The definition is `reference.step.record_logprobs`. A line is one scored position of one row.
 
-1. The first kernel that reads the logits (of greedy_commit.py, or the first one of distribution.py) stores the largest
-   of every 64 logits, and the sum of exp(x - largest) over them (their mass).
-2. The last CTA of a line to finish sums these and ranks ids. The n largest logits are in the n groups with the largest
+1. The first kernel that reads the logits is in greedy_commit.py or distribution.py. It stores the largest of every 64
+logits x, and their mass: the sum of exp(x - largest). 2. The last CTA of a line to finish sums these and ranks ids. The
+n largest logits are in the n groups with the largest
    maxima. Among equals the lowest group, then the lowest id, comes first.
 3. The CTA that commits a row reads the logits of its emitted tokens.
 

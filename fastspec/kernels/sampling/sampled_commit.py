@@ -307,7 +307,7 @@ def sample_listed(
 def judged(ends, record_ptr, counters_ptr, drafts_ptr, place, counts, num_drafts, vocab, seed, length, RULE, PLACES):
     """Returns (accepted, block [PLACES]) of a running row whose places have all been sampled.
 
-    `ends` is the result of `span`. `counts` is the number of the row's drafts up to the first place without a
+    `ends` is the result of `span`. `counts` is the number of the row's drafts before the first place that has no
     distribution.
     """
     valid = place <= counts

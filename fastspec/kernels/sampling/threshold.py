@@ -1,11 +1,12 @@
-"""Finds the threshold of a line among the candidates of bounds.py. If they do not decide, reads the whole line.
+"""Finds the threshold of top-k and top-p of one line among the candidates of bounds.py.
 
-Up to RANKED candidates are all compared with each other. More of them, and whole lines, are searched in one loop. Each
+A line is one scored position of one row. If the threshold is not among the candidates, all ids of the line are read. Up
+to RANKED candidates are all compared with each other. More candidates, and whole lines, are searched in one loop. Each
 iteration reads the ids once and tests several pivots. The loop has one read for all cases: less code is fetched, which
 is faster than a loop for each case.
 
-All sums are integers, masses in fixed point (`UNIT`), so the order of candidates cannot matter. A distribution is
-(largest logit, normaliser, key, cut): `kept` of logits.py says which ids it keeps.
+All sums are integers (masses are in fixed point, see `UNIT`). So the order of candidates does not change a sum. A
+distribution is (largest logit, normaliser, key, cut): `kept` of logits.py says which ids it keeps.
 """
 
 from __future__ import annotations
@@ -116,7 +117,10 @@ def rank_candidates(
     MAX_FOUND: tl.constexpr,
     SIZE: tl.constexpr,
 ):
-    """Returns (key, cut, fixed-point normaliser, 1 if these hold) from up to SIZE candidates."""
+    """Returns (key, cut, fixed-point normaliser, valid) from up to SIZE candidates.
+
+    `valid` is 0 if the threshold is not among them.
+    """
     slot = tl.arange(0, SIZE)
     there = slot < count
     keys = tl.load(found_ptr + slot, mask=there, other=KEY_LOWEST, cache_modifier=".cg")

@@ -53,11 +53,11 @@ class Checkpoint:
         module: the user's live transformers model, or None.
         generation_config: a private copy of the checkpoint's generation settings.
         quantisation: quantised format of the stored matrices. None: not quantised.
-        stored: description of that format, for messages.
+        stored: text for messages: the stored format, or the one to which "auto" rounds, with the reason.
         cache_scales: stored scales of 8-bit K and V by layer, used if the KV cache has 8 bits.
         rounded: format to which matrices are rounded while they are loaded. None: not rounded.
         chosen: True if "auto" chose that format.
-        sliced: the part that one rank loads, which `spec` then describes. None: all of it.
+        sliced: the part of the model that one rank loads; `spec` then describes this part. None: the whole model.
         mtp: True if the checkpoint also has MTP layers.
         count: function that computes `bytes_loaded`.
     """

@@ -152,8 +152,8 @@ def planned_bytes(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.devi
 def _rounding(checkpoint: Checkpoint) -> Rounding:
     """Returns the `Rounding` of a checkpoint. It rounds matrices of layers, and the head of a draft.
 
-    A draft's head is as large as its layers. A target's head is not rounded, as in published checkpoints: in 4 bits it
-    would lose the most. In a draft it is rounded to 8 bits.
+    The head of a draft is about as large as all its layers. It is rounded to 8 bits, because 4 bits would harm it most.
+    The head of a target is not rounded, as in published checkpoints.
     """
     form, draft = checkpoint.rounded, checkpoint.role == "draft"
 
@@ -181,7 +181,7 @@ def _whole(checkpoint: Checkpoint) -> ModelSpec:
 
 
 def _own(source: TensorSource, checkpoint: Checkpoint) -> TensorSource:
-    """Returns this rank's part of a source; the whole source without ranks."""
+    """Returns the part of a source that this rank loads. Without ranks: the whole source."""
     if checkpoint.sliced is None:
         return source
     return SlicedTensors(source, slices_of(checkpoint.sliced.spec, checkpoint.sliced.share, checkpoint.sliced.unit))
@@ -216,10 +216,10 @@ def norm_weight(loader: Loader, spec: ModelSpec, name: str, order: list[int] | N
 
 
 def layer_weights(loader: Loader, spec: ModelSpec, index: int, prefix: str | None = None) -> LayerWeights:
-    """Makes the fields of one layer by the rows of `LAYER`.
+    """Makes the fields of one layer, one for each row of the table `LAYER`.
 
     Args:
-        prefix: prefix of the layer's stored names; None: that of a model's layers.
+        prefix: beginning of the layer's stored names. None: that of layer `index` of a model.
     """
     return _Layer(loader, spec, spec.plans[index], f"model.layers.{index}." if prefix is None else prefix).weights()
 
@@ -251,7 +251,7 @@ class _Layer:
         return LayerWeights(**fields)
 
     def _take(self, row: TableRow) -> None:
-        """Makes the field of a row of `LAYER`, and that of its bias."""
+        """Makes the field of one row of the table `LAYER`, and the field of its bias."""
         loader, order, place = self._loader, row.order(self._spec, self._plan), row.place
         names, biases = self._names(row, row.leaf), self._names(row, ".bias") if row.bias(self._plan) else []
         if row.kind == "stack":
@@ -292,13 +292,13 @@ class _Layer:
             self._made[f"{row.place}_bias"] = self._loader.tensor(*of_all).view(experts.count, -1)
 
     def _names(self, row: TableRow, leaf: str) -> list[str]:
-        """Returns the stored names of a row of `LAYER`. For a stack: each name for all experts."""
+        """Returns the stored names of one row of the table `LAYER`. A stack has each name once per expert."""
         count = self._plan.experts.count if row.kind == "stack" and self._plan.experts is not None else 1
         names = row.names(self._spec.names)
         return [f"{self._prefix}{name.format(expert)}{leaf}" for name in names for expert in range(count)]
 
     def _joining(self, row: TableRow) -> list[tuple[str, ...]]:
-        """Returns the names of a shared expert's tensors that are added to the experts of a row of `LAYER`."""
+        """Returns the names of a shared expert's tensors that are loaded as the last expert of a stack."""
         joining = [other for other in self._rows if self._joined and other.joins == row.name]
         return [tuple(self._names(other, other.leaf)) for other in joining]
 

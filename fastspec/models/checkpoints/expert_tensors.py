@@ -67,10 +67,10 @@ def by_expert(source: TensorSource, spec: ModelSpec, name: str) -> TensorSource:
 
 
 def check_mxfp4(source: object, quantisation: Quantisation | None, name: str) -> None:
-    """Refuses a checkpoint if only one of its config and its stored experts says mxfp4.
+    """Refuses a checkpoint whose config says mxfp4 but whose experts are stored otherwise, or the reverse.
 
     Raises:
-        CheckpointError: has the stored format and that of the config.
+        CheckpointError: the message has the stored format and that of the config.
     """
     said = quantisation is not None and quantisation.method == "mxfp4"
     found = isinstance(source, ExpertTensors) and source.quantised
@@ -121,7 +121,7 @@ class ExpertTensors(WrappedSource):
     def _look_transposed(self, infos: Mapping[str, TensorInfo]) -> bool:
         """True if a stack has the shape of its transpose.
 
-        A square stack cannot tell, but no layer has only square stacks.
+        The shape of a stack of square matrices does not show it. But no layer has only such stacks.
         """
         for stored, info in infos.items():
             name = found[3].removeprefix("experts.") if (found := PLACE.fullmatch(stored)) else ""
@@ -133,12 +133,12 @@ class ExpertTensors(WrappedSource):
         return False
 
     def _size(self, kind: str) -> tuple[int, int]:
-        """Returns rows and columns of one expert's matrix in one of `_STACKS`."""
+        """Returns (rows, columns) of one expert's matrix in a stack. `kind` is a key of `_STACKS`."""
         width = self._plan.width
         return (2 * width, self._hidden) if kind == "gate_up_proj" else (self._hidden, width)
 
     def _take(self, stored: str, info: TensorInfo) -> None:
-        """Registers a stored tensor under its name here, or its parts under their names."""
+        """Registers a stored tensor under its name, or the experts' parts of it under their names."""
         found = PLACE.fullmatch(stored)
         if found is None:
             self._enter(stored, stored, info)
@@ -213,7 +213,7 @@ class ExpertTensors(WrappedSource):
         return self._names[name]
 
     def infos(self) -> Mapping[str, TensorInfo]:
-        """Every tensor by its name here."""
+        """Returns every tensor, with each expert's matrices under their own names."""
         return self._infos
 
     def read(self, name: str) -> Tensor:
@@ -269,7 +269,7 @@ class ExpertTensors(WrappedSource):
         return name in self._parts and self._names[name].endswith(BLOCKS)
 
     def release(self, names: list[str]) -> None:
-        """Releases the source's tensors whose parts have all been named, in this call or before."""
+        """Releases each tensor of the source after all its parts were in `names`, of this or earlier calls."""
         free = [self._names[name] for name in names if name not in self._parts]
         for name in names:
             if name in self._parts:

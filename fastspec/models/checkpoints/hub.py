@@ -106,8 +106,8 @@ def _way_out(repo: str, error: Exception) -> str:
 def _cached(fetch: Callable[..., str], check: Callable[[Path], object]) -> Path | None:
     """Returns a commit's files from the cache. None if some are missing.
 
-    Without a network, some versions of the Hub client fail although all files of a commit are cached, because they ask
-    the Hub for the list of files. A commit never changes, so cached files are valid.
+    Some versions of the Hub client ask the Hub for the list of files. Without a network they fail, although all files
+    of a commit are cached. A commit never changes, so cached files are valid.
     """
     try:
         found = Path(fetch(local_files_only=True))

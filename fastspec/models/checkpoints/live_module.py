@@ -128,7 +128,7 @@ def _check_methods(part: nn.Module, refuse: Refuse) -> None:
 
 
 def _is_own(part: nn.Module, name: str, value: Any) -> bool:
-    """True if an attribute is the class's own method, only bound again or compiled."""
+    """True if an attribute of an object is the method of its class, bound again or compiled."""
     value = getattr(value, "_torchdynamo_orig_callable", value)
     own = inspect.getattr_static(type(part), name)
     return isinstance(value, MethodType) and value.__self__ is part and value.__func__ is own
@@ -339,7 +339,7 @@ class ModuleTensors(TensorSource):
         }
 
     def infos(self) -> Mapping[str, TensorInfo]:
-        """Every parameter by name. A tied head has both names."""
+        """Returns every parameter by name. A tied head has its own name and that of the embedding."""
         return self._infos
 
     def read(self, name: str) -> Tensor:

@@ -1,6 +1,6 @@
 """Maps stored tensor names to the model's parameter names, by the rules of transformers.
 
-They concern a missing or repeated prefix, a tied head, and unused tensors.
+The rules concern a missing or repeated prefix, a tied head, and unused tensors.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class RenamedTensors(WrappedSource):
         return self._stored[name]
 
     def infos(self) -> Mapping[str, TensorInfo]:
-        """Every tensor by its new name."""
+        """Returns every tensor by its new name."""
         infos = self._source.infos()
         return {name: infos[stored] for name, stored in self._stored.items()}
 
@@ -78,7 +78,7 @@ class NamedTensors(RenamedTensors):
         super().__init__(source, names)
 
     def others(self) -> list[str]:
-        """Stored names that are not parameters of the model."""
+        """Returns the stored names that are not parameters of the model."""
         return self._others
 
 

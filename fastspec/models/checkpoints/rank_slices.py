@@ -78,7 +78,7 @@ def _local_plan(plan: LayerPlan, share: RankShare, unit: int) -> LayerPlan:
 
 
 def same_text_on(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> tuple[int, ...]:
-    """Returns the numbers of ranks that give the same bits as the present number, which is included.
+    """Returns the numbers of ranks that give the same bits as the present number of ranks, including this number.
 
     On a GPU the sums over K of o and down must be one tree. This needs kernels that support it for every part, even
     with the largest number of ranks.
@@ -101,7 +101,10 @@ def same_text_on(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.devic
 
 
 def _in_trees(spec: ModelSpec, ranks: int, dtype: torch.dtype) -> bool:
-    """True if each of `ranks` ranks sums whole subtrees over K, and its other products have the bits of one rank."""
+    """True if `ranks` ranks give the bits of one: each sums whole subtrees over K in o and down.
+
+    Other products are the same.
+    """
     if not divides(spec, ranks):
         return False
     hidden, heads, inner = spec.hidden_size, spec.num_heads * spec.head_dim, spec.intermediate_size
@@ -122,7 +125,7 @@ class SlicedTensors(WrappedSource):
         self._infos = {name: self._cut(name, info) for name, info in source.infos().items()}
 
     def infos(self) -> Mapping[str, TensorInfo]:
-        """Every tensor, with the shape of its slice."""
+        """Returns every tensor, with the shape of its slice."""
         return self._infos
 
     def read(self, name: str) -> Tensor:

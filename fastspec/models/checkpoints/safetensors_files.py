@@ -121,7 +121,7 @@ class ShardTensors(TensorSource):
 
     Attributes:
         directory: that checkpoint.
-        unnamed: tensors in a file of the index that the index does not name.
+        unnamed: names of tensors that are in a weight file but not in the checkpoint's index.
 
     Raises:
         CheckpointError: weights are missing, a file is damaged or truncated, or files and index disagree.
@@ -148,7 +148,7 @@ class ShardTensors(TensorSource):
             self.unnamed = frozenset(self._infos.keys() - weight_map.keys())
 
     def infos(self) -> Mapping[str, TensorInfo]:
-        """Every stored tensor by name, from the headers."""
+        """Returns every stored tensor by name, from the headers."""
         return self._infos
 
     @contextmanager

@@ -101,7 +101,7 @@ def name_others(tensors: NamedTensors, spec: ModelSpec, name: str, *, is_part: b
     """Warns of unused tensors. MTP layers give no warning, because `draft="mtp"` may use them.
 
     Args:
-        tensors: the model's tensors by their names here.
+        tensors: the tensors of the checkpoint, by parameter name.
         spec: spec of the model.
         name: name of the checkpoint, for messages.
         is_part: True if the model is the text part of another one.

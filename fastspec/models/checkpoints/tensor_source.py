@@ -39,14 +39,14 @@ class TensorSource:
 
     Attributes:
         directory: the checkpoint; None: a live module.
-        unnamed: tensors in a file of the index that the index does not name.
+        unnamed: names of tensors that are in a weight file but not in the checkpoint's index.
     """
 
     directory: Path | None = None
     unnamed: frozenset[str] = frozenset()
 
     def infos(self) -> Mapping[str, TensorInfo]:
-        """Shape, stored dtype and location of every tensor. Reads no values."""
+        """Returns shape, stored dtype and location of every tensor. Reads no values."""
         raise NotImplementedError
 
     @contextmanager

@@ -1,9 +1,8 @@
 """Copies the tensors of one checkpoint into a model's weights: at once, or later and in parallel.
 
-Files are read later. First the weights are allocated, so that kernels can be compiled and the rest of a model built
-while threads fill them. On CUDA each thread copies through its own pinned memory, on its own stream. On that stream the
-values are also packed or rounded, while the thread reads the next values. The thread waits at most at the end of a
-matrix.
+Weights are allocated first and filled later. While threads fill them, kernels can be compiled and the rest of a model
+can be built. On CUDA each thread copies through its own pinned memory, on its own stream. On that stream the values are
+also packed or rounded, while the thread reads the next values. The thread waits at most at the end of a matrix.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ Rounding = Callable[[str, tuple[int, int]], "CodesKind | None"]
 
 
 def _as_it_is(name: str, shape: tuple[int, int]) -> None:
-    """Implements `Rounding` without rounding."""
+    """Returns None: no matrix is rounded. It is the default `rounds_to` of `Loader`."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -70,7 +69,7 @@ class Loader:
         planned: True to allocate nothing and only count bytes.
         release: True to free the source's tensors after they are copied.
         later: True to copy nothing before `fill`.
-        whole: tensors of whole matrices, if `source` has one rank's parts. None: `source` has whole matrices.
+        whole: source of the whole matrices, if `source` has only one rank's parts. None: `source` has whole matrices.
 
     Attributes:
         parts: the weights that were made.
@@ -143,7 +142,7 @@ class Loader:
     def joins_shared(self, *names: str) -> bool:
         """True if `ops` store a shared expert's matrices and router row together with those of the routed experts.
 
-        Quantised matrices are stored separately, and so are those that ranks share.
+        False if they are quantised or if ranks share the model, because they are then stored separately.
         """
         plain = all(self._source.kind(name) is None for name in names)
         rounded = any(self._rounds_to(name, _shape_of(self._infos, (name,))) is not None for name in names)
@@ -152,7 +151,9 @@ class Loader:
         return wanted and plain and not rounded and self._whole is None
 
     def stack(self, experts: list[tuple[str, ...]], gated: bool = False) -> ExpertStack:
-        """Makes one stack of the named matrices of each expert. It is mxfp4 if all are stored so and `ops` read it.
+        """Makes one stack of the named matrices of each expert.
+
+        The stack is mxfp4 if all are stored as mxfp4 and `ops` can read that.
 
         gated: True if the first half of the rows is a gate.
         """
@@ -247,7 +248,7 @@ class Loader:
             part.copy(None)
 
     def _read_along(self) -> None:
-        """Runs one thread of `fill`."""
+        """Fills weights until none is left. Each thread of `fill` runs it."""
         staging = _Staging(self._device)
         with torch.cuda.device(self._device), torch.cuda.stream(staging.stream):
             self._fill_until_done(staging)

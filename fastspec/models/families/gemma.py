@@ -31,7 +31,7 @@ def _plan(fields: ConfigFields) -> LayerPlan:
 
 
 def _scales(fields: ConfigFields) -> ModelScales:
-    """Returns the factor on the embedding, the square root of its width, and the softcap of logits, if there is one."""
+    """Returns the factor on the embedding (the square root of its width), and the softcap of logits, if any."""
     return ModelScales(
         embed=fields.size("hidden_size") ** 0.5, softcap=fields.optional_positive("final_logit_softcapping")
     )

@@ -127,7 +127,7 @@ class LayerPlan:
 
     @property
     def fused_tail(self) -> bool:
-        """True if `Ops.layer_tail` can compute the layer after its attention. The rest must then be as in Llama."""
+        """True if `Ops.layer_tail` can compute the layer after its attention: norms, MLP and sums are Llama's."""
         return self._plain and self.fused_norm and self.fused_gate and self.experts is None
 
     @property
@@ -163,7 +163,7 @@ class LayerPlan:
 
 @dataclass(frozen=True, slots=True)
 class ModelScales:
-    """Factors outside of layers: x = embed * scale, logits = softcap(logits_scale * (norm(x) Whead)).
+    """Factors on embedding and logits: x = embed * scale, logits = softcap(logits_scale * (norm(x) Whead)).
 
     Attributes:
         embed: factor on the embedding, rounded to the model's dtype as in transformers.

@@ -40,7 +40,7 @@ class HeadCheckpoint:
         spec: its type and sizes.
         directory: local files.
         vocab_map: int64 [spec.vocab_size] on the CPU, the target's id of each id of the head. None: the ids are equal.
-        sample: ids of a short text, with which the readings of its config are compared.
+        sample: token ids of a short text, with which the possible readings of its config are compared.
         source: the target, if its checkpoint contains the head. None: the head has its own checkpoint.
         stored: description of the format to which its matrices are rounded. Empty: not rounded.
         module: None, because heads are read from files.
@@ -75,7 +75,7 @@ class HeadTensors(RenamedTensors):
         directory: directory of a head.
 
     Raises:
-        CheckpointError: weights are missing, damaged or pickled, or two stored tensors have one name here.
+        CheckpointError: weights are missing, damaged or pickled, or two stored names give the same `plain_name`.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -95,7 +95,7 @@ def refuse_pickled(directory: Path) -> None:
     """Refuses a directory that has only pickled weights, as the first published heads had.
 
     Raises:
-        CheckpointError: has the command that converts them.
+        CheckpointError: the message has the command that converts them.
     """
     if not (directory / PICKLED).is_file() or any((directory / name).is_file() for name in (SINGLE, INDEX)):
         return

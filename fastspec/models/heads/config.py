@@ -141,13 +141,13 @@ def _plans(
 
 
 def check_verifier(raw: Mapping[str, Any], target: TargetSizes, architecture: str) -> None:
-    """Refuses a head whose config names another architecture than the target's as the model it was trained on.
+    """Refuses a head that was trained on a model of another architecture than the target, according to its config.
 
     The config has a Hub id, but a target's directory may have any name. So architectures are compared, if both are
     known. Sizes are compared elsewhere, with the tensors.
 
     Raises:
-        CheckpointError: names both.
+        CheckpointError: the architectures differ. The message names both.
     """
     config = raw.get("speculators_config")
     verifier = config.get("verifier") if isinstance(config, Mapping) else None

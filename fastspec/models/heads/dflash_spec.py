@@ -149,7 +149,7 @@ def dflash_spec(
 
 @dataclass(frozen=True, slots=True)
 class _Settings:
-    """Settings of a head: first those of the object in the config that is only for heads, then those of the config."""
+    """Settings of a head. A setting is looked up in the config's object for heads, then in the config itself."""
 
     own: Mapping[str, Any]
     raw: Mapping[str, Any]
@@ -190,7 +190,10 @@ class _Settings:
 
 
 def _readings(settings: _Settings, target: TargetSizes, asked: Sequence[int] | None) -> tuple[Reading, ...]:
-    """Returns the only reading: z-lab names layers and speculators names boundaries, and all engines agree on that."""
+    """Returns the only reading.
+
+    All engines agree here: numbers in z-lab's configs are layers, in speculators' configs boundaries.
+    """
     if asked is not None:
         return (asked_boundaries(asked, target.layers, None),)
     for name, shift in (("target_layer_ids", 1), ("aux_hidden_state_layer_ids", 0)):
@@ -207,7 +210,10 @@ def _scales(settings: _Settings, logit_scale: float) -> ModelScales:
 
 
 def _mask_id(settings: _Settings, vocab: int) -> int:
-    """Returns the mask's token id. Of its possible names the first that exists is used, as in vLLM."""
+    """Returns the mask's token id. The setting has several possible names.
+
+    The first that exists is used, as in vLLM.
+    """
     name = next((name for name in MASK_NAMES if settings.get(name) is not None), MASK_NAMES[0])
     return settings.whole(name, 0, vocab - 1)
 
@@ -216,7 +222,7 @@ def _mask_file(directory: Path) -> Path | None:
     """Returns the file with the embedding of the mask. None if the checkpoint has none.
 
     Raises:
-        CheckpointError: it is pickled. Has the command that converts it.
+        CheckpointError: it is pickled. The message has the command that converts it.
     """
     file = directory / f"{MASK_FILE}.safetensors"
     if file.is_file():
@@ -236,10 +242,10 @@ def _attention(
 ) -> tuple[tuple[int | None, ...], tuple[bool, ...]]:
     """Returns (window, causal) of each layer, as two tuples.
 
-    Layers that `layer_types` calls sliding are causal, others are not. `use_swa` gives every layer a window. An
-    explicit flag for causal layers overrides this. In z-lab's layout it is for all layers; in speculators' layout only
-    for layers with a window, because full layers are never causal there. There a layer with a window that is not causal
-    sees one more key.
+    Layers that `layer_types` calls sliding are causal, others are not. `use_swa` gives every layer a window. A flag for
+    causal layers in the config overrides this. In z-lab's layout the flag is for all layers. In speculators' layout it
+    is only for layers with a window: layers without are never causal. In that layout, a layer with a window that is not
+    causal sees one more key.
     """
     types = inner.get("layer_types")
     if types is not None and (not isinstance(types, list) or len(types) != layers or {*types} - {SLIDING, FULL}):
@@ -264,7 +270,7 @@ def _attention(
 
 
 def _check_shared(decoder: ModelSpec, target: TargetSizes, *, own_embed: bool, own_head: bool) -> None:
-    """Refuses a head that shares a matrix with the target, if the target's has another form."""
+    """Refuses a head that shares a matrix with the target, if the target's matrix has another shape."""
     hidden, vocab = decoder.hidden_size, decoder.vocab_size
     if hidden != target.hidden_size and not (own_embed and own_head):
         raise CheckpointError(

@@ -189,7 +189,7 @@ def _readings(
 
 
 def _check_shared(spec: Eagle3Spec) -> None:
-    """Refuses a head that shares a matrix with the target, if the target's has another form."""
+    """Refuses a head that shares a matrix with the target, if the target's matrix has another shape."""
     target = spec.target
     if not spec.own_embed and spec.hidden_size != target.hidden_size:
         raise CheckpointError(

@@ -43,8 +43,8 @@ class StoredMtp:
     Attributes:
         layout: naming of the tensors: "mtp" is Qwen's, "nextn" DeepSeek's and GLM's, "mimo" MiMo's.
         depth: number of MTP layers.
-        names: tensors of the first layer: name here -> stored name. Names here are fc, pre_fc_norm_embedding,
-            pre_fc_norm_hidden and norm, and for a decoder layer `model.layers.0.*`.
+        names: tensors of the first layer: name in this package -> stored name. Names in this package are fc,
+            pre_fc_norm_embedding, pre_fc_norm_hidden and norm, and `model.layers.0.*` for the decoder layer.
         stored: stored names of all MTP layers' tensors, including copies of shared matrices.
     """
 
@@ -81,7 +81,10 @@ def _unwrapped(name: str) -> str:
 
 
 def _place(layout: MtpLayout, text: str, layers: int) -> tuple[int, str, str] | None:
-    """Splits a stored name into (MTP layer, module by its name here, parameter). None: not a tensor of an MTP layer."""
+    """Splits a stored name into (number of the MTP layer, module by its name in `StoredMtp.names`, parameter).
+
+    None: not a tensor of an MTP layer.
+    """
     match = _PLACES[layout].fullmatch(text)
     if match is None:
         return None

@@ -69,7 +69,7 @@ class MtpSpec(HeadSpec):
 
 
 def mtp_source(checkpoint: HeadCheckpoint) -> TensorSource:
-    """Returns the tensors of the MTP layer that `resolve_mtp` found, by their names here."""
+    """Returns the tensors of the MTP layer that `resolve_mtp` found, by the names in `StoredMtp.names`."""
     target, spec = checkpoint.source, checkpoint.spec
     assert target is not None, "a layer lies in its target's checkpoint"
     assert isinstance(spec, MtpSpec), "as its spec says"
@@ -83,7 +83,7 @@ class WithSomeRows(WrappedSource):
     """Tensors of an MTP layer, with some rows of the target's output matrix as its head.
 
     Args:
-        layer: tensors of the MTP layer, by their names here.
+        layer: tensors of the MTP layer, by the names in `StoredMtp.names`.
         model: tensors of the target.
         ids: int64 [n], the rows.
     """
@@ -94,7 +94,7 @@ class WithSomeRows(WrappedSource):
         self._name = HEAD if HEAD in model.infos() else EMBED
 
     def infos(self) -> Mapping[str, TensorInfo]:
-        """Tensors of the layer and of the head. A head that is stored quantised is left out."""
+        """Returns the tensors of the layer and of the head. A head that is stored quantised is left out."""
         whole = self._model.infos().get(self._name)
         if whole is None:
             return super().infos()
@@ -131,9 +131,9 @@ class WithSomeRows(WrappedSource):
 
 
 def mtp_tensors(target: Checkpoint, spec: MtpSpec) -> RenamedTensors:
-    """Returns the tensors of the first MTP layer in a target's directory, by their names here.
+    """Returns the tensors of the first MTP layer in a target's directory, by the names in `StoredMtp.names`.
 
-    Matrices may be quantised as the target's are. They may also be unquantised although the target is quantised.
+    If the target is quantised, matrices of its MTP layer may be quantised too, or not.
     """
     assert target.directory is not None, "checked by `resolve_mtp`"
     stored: TensorSource = ShardTensors(target.directory)
@@ -161,7 +161,7 @@ def mtp_spec(target: Checkpoint, directory: Path) -> MtpSpec:
 
     Raises:
         CheckpointError: there is none.
-        UnsupportedModel: there are several, or one with experts for a target with dense layers.
+        UnsupportedModel: there are several MTP layers, or the MTP layer has experts and the target's layers are dense.
     """
     sizes, model = sizes_of(target), target.native
     found = find_mtp(ShardTensors(directory).infos().keys(), model.num_layers)

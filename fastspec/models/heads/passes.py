@@ -34,7 +34,7 @@ class HeadDecoder(Decoder):
     _lender: Decoder | None = None
 
     def borrow(self, target: Decoder) -> None:
-        """Takes the target, which multiplies with the output matrix if the head uses the target's."""
+        """Sets the target. If the head uses the target's output matrix, the target multiplies with it."""
         self._lender = target if self.weights.head is target.weights.head else None
 
     @override
@@ -51,7 +51,7 @@ class HeadDecoder(Decoder):
             super().head_argmax(x, limit, tiling, out, **options)
 
     def _resumed(self, made: Tensor, rows: ForwardBatch) -> Tensor:
-        """Returns the residual stream after the last layer, from that layer's input, q, k and v (concatenated)."""
+        """Returns the residual stream after the last layer. `made` is that layer's input, q, k and v, concatenated."""
         hidden = self.spec.hidden_size
         x, qkv = made[..., :hidden].contiguous(), made[..., hidden:].contiguous()
         return self._layer(self.spec.num_layers - 1, x, qkv, rows)[0]
@@ -331,7 +331,7 @@ class DFlash(HeadDecoder):
         """Computes attention of a block's rows to the context and to each other, [B, Q, H * D].
 
         Args:
-            whole: the rows with the position of the last one, and with a write mask of False.
+            whole: the same rows, all at the position of the block's last row, and with a write mask of False.
         """
         num_heads, rule = self.spec.num_heads, self.spec.plans[index].rule
         query = self._store(index, qkv, rows, num_heads=num_heads)

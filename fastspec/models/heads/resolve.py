@@ -65,7 +65,7 @@ class DraftFiles:
 
 
 def draft_files(source: object, revision: str | None) -> DraftFiles:
-    """Finds out if a draft is a head.
+    """Finds out if the user's `draft` is a head, and fetches its files if it is a Hub id.
 
     Args:
         source: the user's `draft`. Files of a Hub id are fetched.
@@ -165,7 +165,8 @@ def resolve_mtp(
 
     Raises:
         CheckpointError: the checkpoint has no MTP layer, or some of its tensors are missing.
-        UnsupportedModel: the target is hosted, has several MTP layers, or one with experts in spite of dense layers.
+        UnsupportedModel: the target is hosted, has several MTP layers, or has dense layers but an MTP layer with
+            experts.
         UnsupportedOption: an option that an MTP layer does not support, or a live module as target.
         ValueError: `vocab` is empty, or has an id twice, or an id that the target does not have.
     """

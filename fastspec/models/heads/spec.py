@@ -81,7 +81,7 @@ class Recognised:
     layout: Layout
 
     def __str__(self) -> str:
-        """A short description, for messages and `explain()`."""
+        """Describes it in a few words, for messages and `explain()`."""
         return f"{NAMES[self.kind]} head ({LAYOUTS[self.layout]})"
 
 
@@ -94,7 +94,7 @@ def plain_name(stored: str) -> str:
 
 
 def says_head(raw: Mapping[str, Any]) -> bool:
-    """True if a config alone shows that it is a drafter's, before any weight is fetched.
+    """True if a config shows that it belongs to a drafter, without the names of tensors. So no weight need be fetched.
 
     A head whose config looks like that of an ordinary model is recognised later, by its tensors.
     """
@@ -198,7 +198,7 @@ def readings_of(ids: Sequence[int], layers: int, first: int, others: Sequence[in
         others: numbers that other engines add.
 
     Raises:
-        CheckpointError: there is none.
+        CheckpointError: the target has too few layers for every reading.
     """
     found = [tuple(each + shift for each in ids) for shift in (first, *others)]
     possible = [reading for reading in found if all(0 <= boundary <= layers for boundary in reading)]
@@ -215,7 +215,7 @@ def as_layers(reading: Reading, layers: int) -> tuple[int, ...]:
 
 
 def described(reading: Reading) -> str:
-    """A short description, for messages and `explain()`."""
+    """Describes it in a few words, for messages and `explain()`."""
     return ", ".join("final norm" if boundary == NORMED else str(boundary) for boundary in reading)
 
 
@@ -248,8 +248,8 @@ class HeadSpec:
         decoder: spec of its layers; vocab_size is that of its own logits.
         target: sizes of the target.
         readings: boundaries of the target that it reads: b is the residual stream after b layers, 0 the embedding, and
-            `NORMED` the stream after all layers and the final norm. One entry for each way to read its config; the
-            first is that of the engine that wrote the layout.
+            `NORMED` the stream after all layers and the final norm. There is one entry for each possible meaning of the
+            config. The first is that of the engine that wrote the layout.
         tensors: shape of every tensor that is loaded, by its name here (`plain_name`).
         own_embed, own_head: True if it has its own embedding, or its own head. Else the target's is used.
     """
@@ -284,7 +284,7 @@ class HeadSpec:
 
     @property
     def joined(self) -> Mapping[str, tuple[str, ...]]:
-        """Tensors that are loaded joined: new name -> names of the tensors in it."""
+        """Returns the tensors that are loaded as one: new name -> names of the joined tensors."""
         return {}
 
     @property
@@ -294,7 +294,7 @@ class HeadSpec:
 
     @property
     def family(self) -> str:
-        """A short description, for messages and `explain()`."""
+        """Describes it in a few words, for messages and `explain()`."""
         return str(self.found)
 
     @property

@@ -66,10 +66,11 @@ def allocate_head(
     ops: Ops,
     progress: bool = True,
 ) -> PendingHead:
-    """Allocates the weights of a head in `dtype` on `device`. Matrices that it lacks are the target's, without a copy.
+    """Allocates the weights of a head in `dtype` on `device`.
 
-    Matrices except an embedding are rounded to `checkpoint.rounded`. The output matrix has at least 8 bits, as in a
-    draft model. Matrices of the target are not rounded.
+    If it has no embedding or output matrix, the target's tensor is used, without a copy. Matrices except an embedding
+    are rounded to `checkpoint.rounded`. The output matrix has at least 8 bits, as in a draft model. Matrices of the
+    target are not rounded.
 
     Args:
         checkpoint: result of `resolve_head`.

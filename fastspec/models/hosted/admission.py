@@ -32,7 +32,7 @@ def admit(model: HostedModel, name: str, tiling: Tiling, max_queries: int) -> No
         max_queries: largest number of tokens of a step.
 
     Raises:
-        UnsupportedModel: a difference. Names the check and the layer where it begins.
+        UnsupportedModel: results differ. The message names the check and the first layer that differs.
     """
     try:
         with torch.inference_mode():
@@ -121,9 +121,9 @@ class _Trial:
             )
 
     def _compare(self, what: str, own: Tensor, tiling: Tiling, counts: Sequence[int]) -> Tensor:
-        """Returns hidden states of passes over these numbers of tokens.
+        """Runs passes over these numbers of tokens and returns their hidden states.
 
-        If they differ from `own`, each layer is compared.
+        If these differ from `own`, compares each layer.
         """
         passes = [partial(self._feed, sum(counts[:index]), count, tiling) for index, count in enumerate(counts)]
         ours = torch.cat([feed() for feed in passes], dim=1)

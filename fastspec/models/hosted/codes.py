@@ -1,6 +1,6 @@
 """Quantised matrix products of hosted models: stored quantised, or rounded while they are loaded.
 
-Products keep the codes. All other tensors of a quantised checkpoint are dequantised.
+Matrix products read the codes. All other tensors of a quantised checkpoint are dequantised.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ class ProductCodes:
 def rounding_of(checkpoint: Checkpoint, shell: nn.Module) -> dict[str, tuple[tuple[int, int], CodesKind]]:
     """Returns shape (N, K) and kind of every product that is rounded while it is loaded, by the name of its module.
 
-    As in a native model: matrices of layers, and a draft's head if it is not the embedding.
+    These are the same as in a native model: matrices of layers, and a draft's head if it is not tied to the embedding.
     """
     form, found = checkpoint.rounded, dict[str, tuple[tuple[int, int], CodesKind]]()
     if form is None:

@@ -90,7 +90,7 @@ def _kind_of(name: str, part: Any, style: str, is_experts: bool) -> CutKind:
 
 
 def divided(shell: nn.Module, kinds: Mapping[str, CutKind]) -> dict[str, int]:
-    """Returns the sizes that must be divisible by the number of ranks, each with the name of one module that has it."""
+    """Returns the sizes that must be divisible by the number of ranks. The key of a size names a module that has it."""
     found: dict[int, str] = {}
     for name, kind in kinds.items():
         if kind == "first":
@@ -131,7 +131,7 @@ def own_part(part: nn.Module, key: str, tensor: Tensor, kind: CutKind, share: Ra
     """Returns a rank's part of one parameter of a split module.
 
     Args:
-        part: the module, or one like it; for experts its flags are read.
+        part: the module, or another with the same settings. For experts its flags are read.
         key: the parameter's name in it.
         tensor: the whole parameter.
         kind: how the module is split.
@@ -144,7 +144,10 @@ def own_part(part: nn.Module, key: str, tensor: Tensor, kind: CutKind, share: Ra
 
 
 def _own_experts(part: Any, key: str, tensor: Tensor, share: RankShare) -> Tensor:
-    """Returns this rank's [parts, ...] of a stack of all experts [experts, ...]. Returns other tensors whole."""
+    """Returns this rank's parts [parts, ...] of a stack of all experts [experts, ...].
+
+    Returns any other tensor unchanged.
+    """
     if key not in STACKS:
         return tensor
     if key == "down_proj_bias":  # only one rank adds the bias
@@ -193,7 +196,8 @@ def share_info(info: HostedInfo, share: RankShare) -> HostedInfo:
     """Returns the part of a model that one rank runs.
 
     Raises:
-        UnsupportedModel: with a part of its matrices the module cannot run, or it attends to other heads than its own.
+        UnsupportedModel: the module cannot run with a part of its matrices, or an attention call gets heads of other
+            ranks.
     """
     shell = steady_shell(info.kind, info.config)
     cut = HostedCut(share, kinds_of(shell, _plan(info)), info)

@@ -82,9 +82,9 @@ class HostedInfo:
         rotations: attention modules whose rotation of heads is known.
         whole: name of the model class of which it is the text part. Empty: it is not a part.
         probed: results of a traced pass.
-        parameters: elements of its parameters, shared ones counted once.
+        parameters: number of elements of its parameters. Shared parameters count once.
         kept_bytes: bytes of its buffers.
-        cut: one rank's part, which sizes and calls then describe. None: the whole model.
+        cut: one rank's part; sizes and calls then describe this part. None: the whole model.
     """
 
     family: str
@@ -188,7 +188,7 @@ def hosted_info(config: PretrainedConfig, kind: Any = None) -> HostedInfo:
         kind: its class. None: transformers' causal model of that config, or of its text part (`TEXT_PARTS`).
 
     Raises:
-        UnsupportedModel: it cannot be hosted. Has the reason.
+        UnsupportedModel: it cannot be hosted. The message has the reason.
     """
     config = copy.deepcopy(config)
     name, whole = str(config.model_type), ""
@@ -245,7 +245,7 @@ def shell_of(kind: Any, config: PretrainedConfig) -> nn.Module:
 
 
 def steady_shell(kind: Any, config: PretrainedConfig) -> nn.Module:
-    """Builds `shell_of` with rotary frequencies fixed to those of rows within the context, as passes use them."""
+    """Builds `shell_of`, with fixed rotary frequencies. Passes use those for rows within the model's context."""
     shell = shell_of(kind, config)
     for part in shell.modules():
         kind = part.__dict__.get("rope_type")

@@ -1,8 +1,8 @@
 """Compares two passes layer by layer. Each layer gets the same input in both, so that differences do not add up.
 
 Because of rounding, a router may choose another expert for some tokens. Their hidden states then differ much, and so do
-those of later layers. But with the same input, most tokens of a layer's output, and all of its attention's, differ only
-by rounding.
+those of later layers. With the same input to a layer, the outputs of its attention differ only by rounding. So do the
+layer's outputs for most tokens.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ class Layers:
 
 
 def errors(ours: Sequence[Tensor], own: Tensor) -> Tensor:
-    """Returns, for each token, the norm of the difference as a share of the mean norm."""
+    """Returns the relative error of each token: the norm of ours - own, divided by the mean norm of own."""
     differences = (torch.cat(list(ours), dim=1).float() - own.float()).flatten(2).norm(dim=-1)
     errors: Tensor = differences / own.float().flatten(2).norm(dim=-1).mean()
     return errors

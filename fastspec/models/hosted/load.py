@@ -53,8 +53,8 @@ def load_hosted(
 ) -> None:
     """Fills `model` with the weights of its checkpoint, in `dtype` on `device`.
 
-    A live module is copied; with `release` it is emptied meanwhile. Weights of a directory are first read by
-    transformers into host memory. A rank of several also reads all weights, and keeps its part.
+    A live module is copied. With `release` each of its parameters is freed after its copy. Weights of a directory are
+    first read by transformers into host memory. A rank of several also reads all weights, and keeps its part.
 
     Raises:
         CheckpointError: the stored tensors do not match the config.
@@ -177,7 +177,7 @@ class _Filler:
             self.weights[id(weight)] = Weight(self._parameter(weight).data)
 
     def _swapped(self, name: str, part: nn.Module) -> nn.Module | None:
-        """Returns the module that replaces `part` of the shell. None: it stays."""
+        """Returns the module that replaces submodule `part` of the shell. None: `part` is not replaced."""
         like = self.source.get_submodule(name)
         if part is self.shell.get_input_embeddings() and type(part) is nn.Embedding:
             return Embedding(self.model, self._weight(like.weight))
@@ -200,7 +200,10 @@ class _Filler:
         return Product(self.model, weight, bias, wide)
 
     def _kept(self, name: str, parameter: Tensor) -> Weight | None:
-        """Returns the weight that stays quantised. None: it is not stored quantised, or another module uses it, too."""
+        """Returns the quantised weight of a parameter.
+
+        None: it is not stored quantised, or another module also uses it.
+        """
         if self.codes is None or id(parameter) in self.weights:
             return None
         made = self.codes.weight(name, self.dtype, self.device, self.model.ops)
@@ -210,9 +213,9 @@ class _Filler:
         return made
 
     def _weight(self, parameter: Tensor, rows: Tensor | None = None, name: str = "") -> Weight:
-        """Returns the weight of a parameter, made once if it is used twice.
+        """Returns the weight of a parameter; the same one if two modules share it.
 
-        Rounded if the product `name` is to be rounded.
+        Rounds it if product `name` is rounded while loading.
         """
         key = id(parameter)
         if key not in self.weights:
@@ -232,7 +235,7 @@ class _Filler:
     def _moved(self, tensor: Tensor) -> Tensor:
         """Returns a copy on the device.
 
-        Values in the checkpoint's dtype are converted to `dtype`; wider values keep theirs.
+        Values in the checkpoint's dtype are converted to `dtype`. Wider values keep their dtype.
         """
         kept = tensor.dtype != self._stored
         return tensor.detach().to(self.device, tensor.dtype if kept else self.dtype, copy=True)

@@ -40,8 +40,9 @@ class HostedModel:
         exchange: exchange between ranks, if each has a part of the model. None: this process has all of it.
 
     Attributes:
-        wanted: for a part of a model: hidden states of the whole model for `trial_ids` [1, n], set while it is loaded.
-        rounded: True if products were rounded while loading, but those of the whole model were not.
+        wanted: hidden states of the whole model for `trial_ids` [1, n], if this is one rank's part. They are computed
+            while it is loaded.
+        rounded: True if products were rounded while loading, so that `wanted` is from unrounded weights.
     """
 
     def __init__(
@@ -115,7 +116,7 @@ class HostedModel:
     def argmax(self, hidden: Tensor, limit: int, tiling: Tiling, out: Tensor) -> None:
         """Writes to `out` [R] the id of the largest of the first `limit` logits of hidden [R, hidden].
 
-        The lowest id if equal.
+        Of equal logits the lowest id is taken.
         """
         out.copy_(self.logits(hidden, tiling)[..., :limit].argmax(dim=-1))
 

@@ -55,7 +55,8 @@ def pass_of(module: nn.Module) -> Any:
 def register() -> None:
     """Registers these functions in transformers.
 
-    Only `probe` needs masks: for the other name transformers builds none.
+    They are registered under two names. transformers builds masks only for the name that `probe` uses, because passes
+    need none.
     """
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -184,8 +185,9 @@ class Embedding(nn.Module):
 class FixedShapes(TorchFunctionMode):
     """Gives products and reductions that modules call directly shapes that do not depend on the number of rows.
 
-    It also replaces copies from the host to the device, which a captured step cannot make: a kernel writes the value,
-    or it stays on the device. The value is the same in every pass, because no pass reads the device.
+    It also replaces copies from the host to the device, which a captured step cannot make. A kernel writes a single
+    number; other values are copied once and stay on the device. The values are the same in every pass, because they do
+    not depend on data of the device.
     """
 
     def __init__(self, running: Running) -> None:
@@ -269,7 +271,8 @@ _VECTORS: Final = 64  # elements; a multiple of the vector size of any CPU
 def padded_elements(func: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """Computes `func` of each element of x [..., K].
 
-    The last axis is padded to whole vectors, so that none is left over.
+    The last axis is padded to whole SIMD vectors. torch computes left-over elements with other code, which may give
+    other bits.
     """
     width = x.shape[-1] if x.dim() else 0
     if x.dim() < 2 or width % _VECTORS == 0:
@@ -344,7 +347,10 @@ def fixed_experts(self: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> 
 
 
 class _Part:
-    """Experts with one part of a rank's columns: every stack returns its entry for that part."""
+    """Experts with one of a rank's parts of the columns.
+
+    An attribute that is a stack of parts returns the entry of that part.
+    """
 
     def __init__(self, experts: Any, part: int) -> None:
         self._experts, self._index = experts, part
@@ -377,7 +383,7 @@ def _pairs(self: Any, x: Tensor, expert: Tensor) -> Tensor:
 
 
 def _every_expert(self: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-    """Returns the same sums for the tokens of a prompt."""
+    """Returns fp32 sums over each token's own experts, for a prompt: multiplies all tokens with every expert."""
     out = torch.zeros_like(hidden, dtype=torch.float32)
     for expert in range(self.down_proj.shape[0]):
 

@@ -47,8 +47,8 @@ MAX_SUMS_IN_FLIGHT = gl.constexpr(8)
 def joined(top, total, out, weight, mean):
     """Adds the partial sum of one more split, as stored by `store_partial`, to the state (top, total, out).
 
-    The state's average is out [R, D] / total [R]; top [R] is log2. A split without keys for a row has weight = -inf and
-    does not change the row's bits.
+    The state's average is out [R, D] / total [R]; top [R] is a log2 as well. A split without keys for a row has weight
+    = -inf and does not change the row's bits.
     """
     new_top = gl.maximum(top, weight)
     fade, share = gl.exp2(top - shift_of(new_top)), gl.exp2(weight - shift_of(new_top))
@@ -122,7 +122,10 @@ def _combine(
 
 @gluon.jit
 def softmax_memory(R: gl.constexpr, D: gl.constexpr, REGROUP: gl.constexpr):
-    """Allocates shared memory for the state of an online softmax of R rows, without any split; `joined` updates it."""
+    """Allocates shared memory for the state of an online softmax of R rows.
+
+    It contains no split yet; `join` adds them.
+    """
     layout: gl.constexpr = merged_layout(gl.num_warps(), R, D, REGROUP)
     row: gl.constexpr = gl.SliceLayout(1, layout)
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -134,9 +137,9 @@ def softmax_memory(R: gl.constexpr, D: gl.constexpr, REGROUP: gl.constexpr):
 
 @gluon.jit
 def join(memory, splits):
-    """Joins `splits`, the result of `merge_parts`, to a `softmax_memory`.
+    """Adds `splits`, the result of `merge_parts`, to the online softmax in `memory`, the result of `softmax_memory`.
 
-    Returns (average [R, D], weight [R]) of all.
+    Returns (average [R, D], weight [R]) of all splits added until now.
     """
     layout: gl.constexpr = splits[0][0].type.layout
     row: gl.constexpr = gl.SliceLayout(1, layout)

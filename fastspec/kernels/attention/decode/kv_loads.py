@@ -111,7 +111,10 @@ def values_of(words, N: gl.constexpr, DTYPE: gl.constexpr, CACHED: gl.constexpr)
 
 @gluon.jit
 def page_of(cache, first, s, key, PAGE_SIZE: gl.constexpr):
-    """Loads the pages of keys first + s * KEYS + key, int32. One page if it holds all keys of a warp."""
+    """Loads the page numbers (int32) of keys first + s * KEYS + key.
+
+    Loads only one number if all keys of a warp are in one page.
+    """
     at = first + s * KEYS
     if PAGE_SIZE % KEYS != 0:
         at = at + key
@@ -135,7 +138,7 @@ def _slot(page, first, s, key, kv_head, WORDS: gl.constexpr, KV_HEADS: gl.conste
 def key_pages(
     cache, first, WORDS: gl.constexpr, PAGE_SIZE: gl.constexpr, S: gl.constexpr, D: gl.constexpr
 ):  # fmt: skip
-    """Loads the pages of a block of keys, in the layout of `load_keys`."""
+    """Loads the page numbers of a block of keys, in the layout of `load_keys`."""
     layout: gl.constexpr = key_layout(gl.num_warps(), S, WORDS // 2, 8 * WORDS // D)
     return page_of(cache, first, _along(S, 0, layout), _along(KEYS, 1, layout), PAGE_SIZE)
 
@@ -144,7 +147,7 @@ def key_pages(
 def value_pages(
     cache, first, WORDS: gl.constexpr, PAGE_SIZE: gl.constexpr, S: gl.constexpr, D: gl.constexpr
 ):  # fmt: skip
-    """Loads the pages of a block of keys, in the layout of `load_values`."""
+    """Loads the page numbers of a block of keys, in the layout of `load_values`."""
     layout: gl.constexpr = value_layout(gl.num_warps(), S, WORDS, 8 * WORDS // D)
     return page_of(cache, first, _along(S, 0, layout), _along(KEYS, 1, layout), PAGE_SIZE)
 

@@ -45,14 +45,14 @@ def _bits(first, stop):
 
 @gluon.constexpr_function
 def _linear(bits, lanes, warps, shape):
-    """Builds a linear layout of a tensor. The registers get those of `bits` that are not in `warps`."""
+    """Builds a linear layout of a tensor. Those of `bits` that are not in `warps` become bases of registers."""
     registers = [each for each in bits if each not in warps]
     return gl.DistributedLinearLayout(registers, lanes, warps, [], shape)
 
 
 @gluon.constexpr_function
 def _parts(S):
-    """Bits of the first of three axes, which the warps get."""
+    """Returns the layout bits of the first of three axes. They are distributed over warps."""
     return [[s, 0, 0] for s in _bits(1, S)]
 
 
@@ -78,7 +78,10 @@ def value_layout(WARPS, S, D, RUN):
 
 @gluon.constexpr_function
 def exchange_memory(S, R, D):
-    """Shared memory for sums [S, R, D] in the order of products' lanes: a lane's values of one product are adjacent."""
+    """Returns the layout of sums [S, R, D] in shared memory.
+
+    The values that a lane gets from one tensor-core product are adjacent.
+    """
     pair = [[0, 0, 1], *[[0, r, 0] for r in _bits(8, R)]]
     lanes = [[0, 0, 2], [0, 0, 4], [0, 1, 0], [0, 2, 0], [0, 4, 0]]
     return gl.SharedLinearLayout([*pair, *lanes, *[[0, 0, d] for d in _bits(8, D)], *[[s, 0, 0] for s in _bits(1, S)]])
@@ -86,9 +89,10 @@ def exchange_memory(S, R, D):
 
 @gluon.constexpr_function
 def exchange_layout(WARPS, R, D):
-    """Layout of sums [PARTS, R, D] in the lanes of products: a lane has all PARTS of a sum, and neighbours e of a head.
+    """Layout of sums [PARTS, R, D] that are read from `exchange_memory`.
 
-    The warps get, in this order: the rest of e, c, the other half of the rows, or g, and more of e.
+    A lane has all PARTS of a sum, and neighbouring columns e. These axes are distributed over warps, in this order: the
+    rest of e, then c, then the other half of the rows (or g).
     """
     half = [[0, 8, 0]] if R == 16 else []
     apart = [*([[0, 0, 64]] if D == 128 else []), [0, 0, 8], *half, [0, 0, 1], [0, 0, 32]]
@@ -101,7 +105,7 @@ def exchange_layout(WARPS, R, D):
 def _columns(bases, REGROUP):
     """Maps bases [row, column] of a head's columns to the order of `epilogue.regrouped`.
 
-    Of 64 columns, (h, c, t) becomes (t, h, c).
+    The order (h, c, t) of 64 columns becomes (t, h, c).
     """
     to = {2: 16, 4: 32, 8: 2, 16: 4, 32: 8} if REGROUP else {}
     return [[row, to.get(column, column)] for row, column in bases]
@@ -109,9 +113,9 @@ def _columns(bases, REGROUP):
 
 @gluon.constexpr_function
 def merged_layout(WARPS, R, D, REGROUP):
-    """Layout of sums [R, D] after PARTS are added, with the columns of a head.
+    """Layout of sums [R, D] after PARTS are added, with columns in the order of a head.
 
-    REGROUP: in the order of the next product.
+    With REGROUP they are in the order in which the next product reads them.
     """
     half = [[8, 0]] if R == 16 else []
     apart = [[0, 4], *([[0, 64]] if D == 128 else []), *half, [0, 8], [0, 2]]
@@ -124,7 +128,10 @@ def merged_layout(WARPS, R, D, REGROUP):
 
 @gluon.constexpr_function
 def softmax_memory_layout(R, D, REGROUP):
-    """Shared memory for averages [R, D] in `merged_layout`: the values of a warp are adjacent."""
+    """Returns the shared-memory layout of averages [R, D], distributed as in `merged_layout`.
+
+    The values of a warp are adjacent.
+    """
     rest = [[0, 8], *([[0, 64]] if D == 128 else []), *([[8, 0]] if R == 16 else [])]
     bits = [[0, 1], [0, 2], [0, 16], [0, 32], [1, 0], [2, 0], [4, 0], [0, 4], *rest]
     return gl.SharedLinearLayout(_columns(bits, REGROUP))
@@ -195,7 +202,7 @@ def places_of(
 
 @gluon.jit
 def keys_at(places, low, high, old, HALF: gl.constexpr):
-    """Loads both halves of K at `places` for keys low .. high-1. Other keys get the values of `old`, or 0.
+    """Loads both halves of K at `places` for keys low .. high-1. Elements of other keys are those of `old`, or 0.
 
     Slots from position `high` on may hold NaN, so they must not enter a product.
     """
@@ -242,7 +249,7 @@ def _in_order(q):
 def value_operand(v):
     """Converts V [S, KEYS, D] to a right operand with columns in the order (e, c, g). Only pairs of keys are packed.
 
-    Values are (c, g, e) in a head of 128, and (g, c, e) in a head of 64.
+    The order in memory is (c, g, e) for D = 128, and (g, c, e) for D = 64.
     """
     S: gl.constexpr = v.shape[0]
     D: gl.constexpr = v.shape[2]
@@ -312,7 +319,7 @@ def positions_of(position_ptr, first_row, rows, STAGED: gl.constexpr, GROUP: gl.
 
 @gluon.jit
 def scores_of(staged, keys, first, positions, scoring, WINDOW: gl.constexpr, S: gl.constexpr, HALF: gl.constexpr):
-    """Computes `_scored` for every product, from staged queries and their `positions_of`."""
+    """Computes `_scored` for every product, from the queries that `stage_q` stored and the result of `positions_of`."""
     found = ()
     for p in gl.static_range(len(positions)):
         found += (_scored(_queries_of(staged, p, S, HALF), keys, first, positions[p], scoring, WINDOW, S),)
@@ -332,7 +339,10 @@ def tanh(x):
 
 @gluon.jit
 def share_of_keys(weight, head, scoring):
-    """Returns the softmax weight of all keys together, next to the sink of `head`. `weight` of the keys is log2."""
+    """Returns the share of the softmax that all keys have together; the sink of `head` has the rest.
+
+    `weight` is log2 of the keys' weight.
+    """
     sink = gl.load(scoring.sinks + head).to(gl.float32) * LOG2E
     return 1.0 / (1.0 + gl.exp2(sink - weight))
 
@@ -375,9 +385,9 @@ def begun(scores, v, S: gl.constexpr):
 
 @gluon.jit
 def averaged(out, top, total):
-    """Returns (out / total, top + log2(total)): the average of values, and its weight as log2.
+    """Returns (out / total, top + log2(total)): the average of values, and log2 of its weight.
 
-    (0, -inf) without keys.
+    Returns (0, -inf) if there are no keys.
     """
     share = 1.0 / gl.where(total == 0.0, 1.0, total)
     return out * gl.expand_dims(share, 1), top + fast_log2f(total)
@@ -470,7 +480,7 @@ def store_partial(mean_ptr, weight_ptr, at, valid, mean, weight, LASTING: gl.con
 def store_output(
     out_ptr, batch, kv_head, row, stop, num_queries, mean, weight, scoring, KV_HEADS: gl.constexpr, GROUP: gl.constexpr
 ):  # fmt: skip
-    """Stores averages as the output of rows below `stop`. `weight` of their keys is log2."""
+    """Stores averages as the output of rows below `stop`. `weight` is log2 of the weight of their keys."""
     if scoring.sinks is not None:
         mean = mean * gl.expand_dims(share_of_keys(weight, kv_head * GROUP + row % GROUP, scoring), 1)
     if scoring.value_scale is not None:

@@ -87,9 +87,9 @@ FAN = tl.constexpr(16)  # number of splits in a group
 
 @triton.jit
 def averaged(out, top, total):
-    """Returns (out / total, top + log2(total)): the average of values, and its weight as log2.
+    """Returns (out / total, top + log2(total)): the average of values, and log2 of its weight.
 
-    (0, -inf) without keys.
+    Returns (0, -inf) if there are no keys.
     """
     return out / tl.where(total == 0.0, 1.0, total)[:, None], top + tl.log2(total)
 
@@ -183,9 +183,9 @@ def combine(
     BLOCK_D: tl.constexpr,
     R: tl.constexpr,
 ):
-    """Combines the partial sums from source + begin to source + end of some rows. Writes to the output if `final`.
+    """Combines partial sums number source + begin to source + end of rows row_start .. row_stop - 1.
 
-    Otherwise the combined sums are stored at `target`.
+    If `final`, writes the result to the output. Otherwise stores it as partial sum number `target`.
     """
     source_mean, source_weight = mean_ptr + source * rows * HEAD_DIM, weight_ptr + source * rows
     for first_row in tl.range(row_start, row_stop, R, disable_licm=True):
@@ -202,7 +202,7 @@ def combine(
 
 @triton.jit
 def weighed(scores, v, at, position, top, totals, out, scoring, WINDOW: tl.constexpr):
-    """Adds one more block of keys `at` [BLOCK_N] to the state (top, totals, out) of an online softmax."""
+    """Adds the block of keys at positions `at` [BLOCK_N] to the state (top, totals, out) of an online softmax."""
     if scoring.cap is not None:
         scores = scoring.cap * tanh(scores)
     seen = at[None, :] <= position[:, None]

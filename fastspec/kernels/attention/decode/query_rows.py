@@ -33,7 +33,7 @@ def cache_of_row(cache, batch):
 def new_positions(position_ptr, num_queries, WARPS: gl.constexpr):
     """Loads the positions of a row's new tokens, int32 [PADDED_QUERIES], padded with NEVER.
 
-    Each warp has all of them.
+    Each warp has a copy of all of them.
     """
     query = gl.arange(0, PADDED_QUERIES, layout=gl.BlockedLayout([1], [32], [WARPS], [0]))
     position = gl.load(position_ptr + query, mask=query < num_queries, other=NEVER, cache_modifier=".cg")
@@ -68,10 +68,10 @@ def kv_range(
 
 @gluon.jit
 def idle(newest, PDL: gl.constexpr):
-    """Waits in a CTA without work, if it is the first one. `newest` is a result of `kv_range`.
+    """Called by a CTA without work: if it is the first CTA, waits for the previous kernel.
 
-    If no row of a tile belongs to this kernel, the first CTA waits in any case. The next kernel waits only for this
-    one, so this one must not end before its predecessor.
+    `newest` is a result of `kv_range`. The next kernel waits only for this one. So this kernel must not end before the
+    previous kernel, even if it has no work.
     """
     if PDL and (newest < 0) & (gl.program_id(0) == 0) & (gl.program_id(1) == 0):
         gdc_wait()

@@ -99,7 +99,10 @@ def in_pieces(memory, PIECE: gl.constexpr, NARROW: gl.constexpr = False):
 
 @gluon.jit
 def splits_of(cta, ctas, splits):
-    """Returns how many of `splits` splits of a tile a CTA has; `split_number` gives the i-th of them."""
+    """Returns the number of splits of a tile that CTA `cta` of `ctas` processes.
+
+    `split_number` returns the i-th of them.
+    """
     backwards = splits // ctas % 2 == 1
     return splits // ctas + gl.where(gl.where(backwards, ctas - 1 - cta, cta) < splits % ctas, 1, 0)
 
@@ -108,8 +111,7 @@ def splits_of(cta, ctas, splits):
 def split_number(i, share):
     """Returns the CTA's i-th split. Splits are dealt from the last and largest down, in alternating direction.
 
-        ctas = 3:   CTA 0: last, last - 5, last - 6, ...    CTA 1: last - 1, last - 4, ...    CTA 2: last - 2, last - 3,
-    ...
+        ctas = 3:   CTA 0: last, last - 5, last - 6, ...    CTA 1: last - 1, last - 4, ...    CTA 2: last - 2, ...
 
     So all CTAs have about the same number of keys.
     """
@@ -141,7 +143,10 @@ def masked(scores, here, position, WINDOW: gl.constexpr):
 
 @gluon.jit
 def rescaled(top, scores, scale):
-    """Adds one tile to the maximum of the online softmax. Returns (maximum, shift of scores, factor for old sums)."""
+    """Updates the maximum of an online softmax with one tile.
+
+    Returns (maximum, shift of scores, factor for old sums).
+    """
     new_top = gl.maximum(top, gl.max(scores, axis=1) * scale)
     shift = shift_of(new_top)
     return new_top, shift, power(top - shift)
@@ -217,8 +222,8 @@ def load_tiles(
 def _slice_layout(D):
     """Layout of half a tile in 8 bits: a thread takes 16 numbers of each of two keys.
 
-    Of each eight threads that access memory together, four have another key than the others. So neither the loads nor
-    the stores of 16-bit values have bank conflicts.
+    Eight threads access memory together: four of them read one key, the other four read another. So neither the loads
+    nor the stores of 16-bit values have bank conflicts.
     """
     lanes, warps = (
         ([[5, 0], [2, 0], [4, 0]], [[0, 64], [8, 0]])

@@ -96,7 +96,7 @@ def offer(logits, m, n, scratch_ptr, num_rows, limit):
 
 @triton.jit
 def write_ids(scratch_ptr, out_ptr, num_rows, BLOCK: tl.constexpr):
-    """The last CTA to come here writes every row's id and sets the scratch to zero."""
+    """Writes every row's id and sets the scratch to zero. Only the CTA that calls this last does so."""
     tl.debug_barrier()  # one thread increments the counter, after the maxima of all threads
     done = tl.atomic_add(scratch_ptr + num_rows, 1, sem="acq_rel")
     if done == tl.num_programs(0) - 1:

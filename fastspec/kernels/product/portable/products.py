@@ -16,7 +16,8 @@ sqrt(...) scales the accumulator, so that x is read only once. Masked loads give
 
 Row invariance, 16-bit. The weights are the left operand, in tiles of at most 32 rows. Then tensor cores use the same
 instruction for any number of rows of x, and an element is one chain of sums over k. Tiles grow with the rows of x,
-never in k. Squares are added in an explicit order, not one that follows from a layout. fp32: see `fp32.py`.
+never in k. The order in which squares are added is written in the code, so it does not depend on a layout. fp32: see
+`fp32.py`.
 """
 
 from __future__ import annotations
@@ -321,7 +322,9 @@ def _check(x: Tensor, weight: Tensor, norm: tuple[Tensor, float] | None) -> None
 def _normed(
     x: Tensor, norm: tuple[Tensor, float] | None, pdl: bool
 ) -> tuple[Tensor, Tensor | None, Tensor | None, float]:
-    """Returns rows [R, K], and what the product's kernel must still apply: gamma or scales fp32 [R], and eps."""
+    """Returns rows [R, K], and the operands of the norm that the product's kernel must still apply: gamma or scales
+    fp32 [R], and eps.
+    """
     rows = x.reshape(-1, x.shape[-1]).contiguous()
     if norm is None:
         return rows, None, None, 0.0

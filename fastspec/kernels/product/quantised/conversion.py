@@ -1,6 +1,6 @@
 """Converts codes to operands of the tensor core in registers, by masks and shifts.
 
-`common.code_packing` has their bits.
+`common.code_packing` describes the bits of a code.
 
 A unit is the part of K that one product takes: 64 values, or 32 if groups of 32 have their own sums. Words are int32.
 """
@@ -104,7 +104,10 @@ def joined_halves(first, second):
 
 @gluon.jit
 def _narrow(pairs):
-    """Reorders pairs [S, R, 16] of a block of 32 values, where a lane has 4 values of each half, to the order of K."""
+    """Permutes pairs [S, R, 16] of a block of 32 values into the order of K.
+
+    A lane has 4 values of each half of the block.
+    """
     S: gl.constexpr = pairs.shape[0]
     R: gl.constexpr = pairs.shape[1]
     return gl.reshape(gl.permute(gl.reshape(pairs, [S, R, 4, 2, 2]), (0, 1, 3, 2, 4)), [S, R, 16])
@@ -132,7 +135,7 @@ def _scaled(pairs, scales, CONTROL: gl.constexpr):
 def _less(pairs, less, HIGH: gl.constexpr):
     """Subtracts zero points from 4-bit codes, exactly.
 
-    Pairs + `less` are raised by 2^64, or 2^60 if HIGH; 1 is then 2^-69.
+    The results are multiplied by 2^64, or 2^60 if HIGH; a difference of 1 is then 2^-69.
     """
     return gl.inline_asm_elementwise(
         "fma.rn.bf16x2 $0, $1, $2, $3;",
@@ -146,9 +149,8 @@ def _less(pairs, less, HIGH: gl.constexpr):
 
 @gluon.jit
 def _zero_of(words, zeros, i: gl.constexpr):
-    """Returns the argument `less` of `_less` for block i of four, shaped like words [S, R, 16].
-
-    Its values come from zeros [S, R, 1], or are 8.
+    """Returns the zero points that `_less` subtracts from block i (of four blocks of 32 values), shaped like words [S,
+    R, 16]. They come from zeros [S, R, 1], or are all 8.
     """
     if len(zeros) == 0:
         return gl.full_like(words, LESS_EIGHT)
@@ -185,16 +187,16 @@ def units_of(words, scales, zeros, FORM: gl.constexpr, UNIT: gl.constexpr):
 
 @gluon.jit
 def ones(S: gl.constexpr, lay: gl.constexpr):
-    """Returns bf16 pairs [S, 16, 32] with the value 1 in the units of the codes."""
+    """Returns bf16 pairs [S, 16, 32] of the value 1, scaled by the power of two by which codes are too small."""
     one = gl.full([S, 16, 16], ONE, gl.int32, layout=lay)
     return joined_halves(one, one)
 
 
 @gluon.jit
 def raised(words, FORM: gl.constexpr):
-    """Multiplies words of x, exactly, by the power of two by which codes are too small.
+    """Multiplies words of x, exactly, by the power of two by which 8-bit codes are too small.
 
-    4-bit codes are raised instead.
+    With 4-bit codes it returns x, because those codes are multiplied themselves.
     """
     if bits_of(FORM) == 4:
         return words

@@ -2,10 +2,10 @@
 
 It differs from `product.few_rows` in three points. A lane loads codes, and the converted words are the operands of
 several products with 8 rows of x each. If groups of K have scales, each group is summed separately, and acc =
-fma(scale, sum, acc). A norm is computed by another kernel before.
+fma(scale, sum, acc). Another kernel computes the norm before.
 
-Row invariance: S sums over every S-th K tile of KT values, each in ascending order, then added in order. A row's bits
-depend neither on the number of rows nor on the row's index.
+Row invariance: an element consists of S sums over every S-th K tile of KT values, each in ascending order. They are
+then added in order. A row's bits depend neither on the number of rows nor on the row's index.
 """
 
 # ruff: noqa: RUF005  (Triton adds tuples, and knows no starred ones)
@@ -186,7 +186,7 @@ def _step(sums, k_tile, rows, x, ones_of, left: gl.constexpr, right: gl.constexp
 
 @gluon.jit
 def _first_of(some):
-    """Splits a tuple into its first element and the others. Two empty tuples for an empty one."""
+    """Splits a tuple into (its first element, the others). Returns two empty tuples for an empty tuple."""
     if len(some) == 0:
         return (), ()
     else:

@@ -26,7 +26,7 @@ def run(call: Call, pdl: bool, tile: FewRowsTile | Wide | None = None) -> None:
     """Launches a product with a quantised weight for any number of rows, and before it its norm.
 
     Args:
-        tile: default: that of the plan. The bits do not depend on it.
+        tile: the tile. Default: the result of `tile_for`. The bits do not depend on it.
     """
     codes = call.weight.codes
     assert codes is not None
@@ -127,5 +127,5 @@ def _run_wide(call: Call, tile: Wide, pdl: bool) -> None:
 
 
 def _words_of_scales(codes: PackedCodes) -> int:
-    """Returns the words that a tile of 16 rows has for the scales of one group; for fp4 of 128 values of K."""
+    """Returns the number of words that hold the scales of 16 rows for one group; with fp4, for 128 values of K."""
     return 0 if codes.scales is None else codes.scales[0, 0].numel()

@@ -67,7 +67,7 @@ def all_rows_in(at, of, first: gl.constexpr, inside, RAGGED: gl.constexpr, KT: g
 def starts_of(
     operands, tile, K: gl.constexpr, R: gl.constexpr, FORM: gl.constexpr, GROUP: gl.constexpr, PER: gl.constexpr
 ):
-    """Returns the addresses of a tile's codes, scales and zero points; only of those that exist."""
+    """Returns the addresses of a tile's codes, and of its scales and zero points if the weight has them."""
     at = (operands.words + tile * (R * K * bits_of(FORM) // 32),)
     GROUPS: gl.constexpr = K // 128 if FORM == "fp4" else K // GROUP if GROUP > 0 else 0
     if GROUP > 0:

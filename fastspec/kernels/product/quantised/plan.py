@@ -1,7 +1,7 @@
 """Launch plans of products with quantised weights: the split of K for a weight, and tiles for a number of rows of x.
 
-Only numbers: this module needs neither Triton nor a GPU. `MEASURED_ON` says on which GPU the tables were measured.
-None: results are correct, but tiles are guesses.
+This module computes with numbers. It needs neither Triton nor a GPU. `MEASURED_ON` says on which GPU the tables were
+measured. None: results are correct, but tiles are guesses.
 """
 
 from __future__ import annotations

@@ -275,7 +275,9 @@ def _multiply(
     K: gl.constexpr, S: gl.constexpr, T: gl.constexpr, SPLITS: gl.constexpr, FORM: gl.constexpr, GROUP: gl.constexpr,
     PAIRS: gl.constexpr, WARPS: gl.constexpr, GATED: gl.constexpr, REGROUP: gl.constexpr,
 ):  # fmt: skip
-    """Runs the multiplying warps."""
+    """Runs the multiplying warps: sums SPLITS splits of K, then stores them to `parts_ptr`, or applies the epilogue to
+    complete sums.
+    """
     R: gl.constexpr = ring.ws.shape[1] * 16
     BM: gl.constexpr = ring.xs[0].shape[1]
     like: gl.constexpr = group_sums(BM, WARPS)

@@ -348,7 +348,9 @@ def unpacked(words: Tensor, bits: int) -> Tensor:
 
 
 def _over(kind: CodesKind) -> Over:
-    """Returns, for each axis of the scales of a kind, (axis of the matrix, its elements per scale)."""
+    """Returns `StoredPart.over` for the scales of a kind: for each of their axes (axis of the matrix, rows or columns
+    per scale).
+    """
     return ("N", kind.block[0]), ("K", kind.block[1])
 
 

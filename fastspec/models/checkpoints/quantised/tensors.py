@@ -1,6 +1,6 @@
 """Tensors of a quantised checkpoint, with each quantised matrix as one tensor [N, K].
 
-Also stored scales of 8-bit K and V.
+Also reads stored scales of 8-bit K and V.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def read_cache_scales(stored: TensorSource, parameters: Collection[str]) -> dict
 def scales_of_layers(found: Mapping[int, CacheScales], layers: Iterable[int]) -> tuple[KVScales, ...]:
     """Returns the KV scales that these layers use.
 
-    Of several heads' scales it takes the largest, which fits all heads.
+    If heads have different scales, takes the largest, which fits all heads.
     """
     named = [found.get(layer, CacheScales()) for layer in layers]
     return tuple(KVScales(max(each.k), max(each.v)) for each in named)
@@ -180,7 +180,7 @@ class QuantisedShards(WrappedSource):
         return tuple(there)
 
     def infos(self) -> Mapping[str, TensorInfo]:
-        """Every tensor; a quantised matrix is one tensor."""
+        """Returns every tensor. A quantised matrix is one tensor."""
         return self._infos
 
     def read(self, name: str) -> Tensor:
@@ -201,7 +201,7 @@ class QuantisedShards(WrappedSource):
         """Returns a quantised matrix, unpacked on the device. None: it is not quantised.
 
         Raises:
-            CheckpointError: impossible values.
+            CheckpointError: a code, scale or zero point has a value that the format does not allow.
         """
         matrix = self._matrices.get(name)
         if matrix is None:
@@ -216,7 +216,7 @@ class QuantisedShards(WrappedSource):
         """Returns rows and columns of a quantised matrix. Reads only the stored words and scales that they need.
 
         Raises:
-            CheckpointError: impossible values.
+            CheckpointError: a code, scale or zero point has a value that the format does not allow.
         """
         matrix = self._matrices.get(name)
         if matrix is None:
