@@ -275,9 +275,10 @@ class Body(create_model("Numbers", **_numeric_fields(), **_taken_fields())):  # 
         return options | self.constraint()
 
     @property
-    def schema_of_text(self) -> dict[str, Any] | str | None:
+    def schema_of_text(self) -> dict[str, Any] | None:
         """JSON schema that the answer must follow; None: there is none."""
-        return self.constraint().get("json_schema")
+        schema: dict[str, Any] | None = self.constraint().get("json_schema")
+        return schema
 
     def constraint(self) -> dict[str, Any]:
         """Keyword of `submit` for the text that the answer must follow."""
