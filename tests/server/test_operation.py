@@ -372,7 +372,7 @@ def test_metrics_have_vllms_names(gen: FastSpecGenerator) -> None:
     assert told["vllm:request_success_total length"] == 2
     assert told["vllm:time_to_first_token_seconds_count"] == told["vllm:e2e_request_latency_seconds_count"] == 2
     assert told["vllm:request_queue_time_seconds_count"] == 2
-    assert 0 < told["vllm:inter_token_latency_seconds_count"] < 80
+    assert told["vllm:inter_token_latency_seconds_count"] <= 78, "two first tokens follow no other"
 
 
 def test_gauges_tell_of_running_and_waiting_answers(pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
