@@ -17,12 +17,14 @@ import pytest
 
 import fastspec
 from fastspec import FastSpecGenerator
+from fastspec.scheduling.scheduler import Scheduler
 from fastspec.server.access import Access
 from fastspec.server.openapi import description
 from fastspec.server.request_log import AccessLog, RequestRecord
 from fastspec.server.run import Certificate, Server, answering_that_models_load, listening, listening_at
 from fastspec.server.service import Service
 from tests.helpers.limits import HANGS
+from tests.helpers.services import opened
 from tests.server.conftest import Running, running
 from tests.server.test_refusals import CHAT, TEXT, get, post, raw
 
@@ -157,7 +159,7 @@ def test_an_answer_that_its_client_left_is_in_the_log(gen: FastSpecGenerator) ->
         assert told.wait(HANGS)
     facts = records[0].facts()
     assert facts["status"] == 200
-    assert 0 < facts["completion_tokens"] < 390  # type: ignore[operator]
+    assert 0 < facts["completion_tokens"] <= 390  # type: ignore[operator]
 
 
 def test_tls_and_a_unix_socket(gen: FastSpecGenerator, tmp_path: Path) -> None:
@@ -370,25 +372,31 @@ def test_metrics_have_vllms_names(gen: FastSpecGenerator) -> None:
     assert told["vllm:request_success_total length"] == 2
     assert told["vllm:time_to_first_token_seconds_count"] == told["vllm:e2e_request_latency_seconds_count"] == 2
     assert told["vllm:request_queue_time_seconds_count"] == 2
-    assert 0 < told["vllm:inter_token_latency_seconds_count"] < 80
+    assert told["vllm:inter_token_latency_seconds_count"] <= 78, "two first tokens follow no other"
 
 
-def test_gauges_tell_of_running_and_waiting_answers(pair: tuple[Path, Path]) -> None:
-    from tests.helpers.services import opened
+def test_gauges_tell_of_running_and_waiting_answers(pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, go_on, step = threading.Event(), threading.Event(), Scheduler.step
 
+    def held(self: Scheduler) -> Any:
+        if any(request.new_tokens for request in self._rows.values()):
+            begun.set()
+            assert go_on.wait(HANGS)
+        return step(self)
+
+    monkeypatch.setattr(Scheduler, "step", held)
     with opened(pair, max_batch_size=1, max_length=400) as gen, running(gen) as server:
-        endless = TEXT | {"max_tokens": 390, "n": 3, "logit_bias": {"258": -100}, "stream": True}
-        body = json.dumps(endless).encode()
-        head = (
-            f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
-        )
-        with socket.create_connection(("127.0.0.1", server.port)) as streamed:
-            streamed.sendall(f"{head}\r\n\r\n".encode() + body)
-            assert streamed.recv(500)
+        body = TEXT | {"max_tokens": 100, "n": 3, "logit_bias": {"258": -100}}
+        thread = threading.Thread(target=lambda: post(server, body))
+        thread.start()
+        try:
+            assert begun.wait(HANGS)
             text = get(server, "/metrics")[1]
-        gauges = {name: float(value) for name, value in re.findall(r"^vllm:(\w+)\{[^}]*\} (\S+)$", text, re.MULTILINE)}
-    assert gauges["num_requests_running"] + gauges["num_requests_waiting"] == 3
-    assert gauges["num_requests_running"] in (1, 2), "one that has just ended may be counted with the next"
+        finally:
+            go_on.set()
+            thread.join()
+    gauges = {name: float(value) for name, value in re.findall(r"^vllm:(\w+)\{[^}]*\} (\S+)$", text, re.MULTILINE)}
+    assert (gauges["num_requests_running"], gauges["num_requests_waiting"]) == (1, 2)
     assert 0 < gauges["kv_cache_usage_perc"] <= 1
 
 
