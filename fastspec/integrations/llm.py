@@ -24,7 +24,7 @@ _FILE: Final = "fastspec-models.json"
 _DEMO: Final = "fastspec-demo"
 
 
-class Options(llm.Options):  # type: ignore[misc]  # llm is an extra, whose types are not read
+class PromptOptions(llm.Options):  # type: ignore[misc]  # llm is an extra, whose types are not read
     """Options of a prompt."""
 
     max_tokens: int = Field(default=512, ge=1, description="New tokens at most.")
@@ -50,7 +50,7 @@ class FastSpecModel(llm.Model):  # type: ignore[misc]
     """
 
     can_stream = True
-    Options = Options
+    Options = PromptOptions
 
     def __init__(self, model_id: str, target: str, draft: str | None, options: Mapping[str, Any]) -> None:
         self.model_id, self._target, self._draft, self._options = model_id, target, draft, dict(options)

@@ -199,9 +199,9 @@ class FastSpecLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
         ]
 
 
-def _largest(target: str, draft: str | None, most: int, options: dict[str, Any]) -> int:
-    """Returns the most rows for which there is memory: a power of two, or `most`."""
-    rows, options = most, {name: value for name, value in options.items() if name in PlanOptions.__annotations__}
+def _largest(target: str, draft: str | None, limit: int, options: dict[str, Any]) -> int:
+    """Returns the most rows for which there is memory: a power of two, or `limit`."""
+    rows, options = limit, {name: value for name, value in options.items() if name in PlanOptions.__annotations__}
     while rows > 1:
         try:
             FastSpecGenerator.plan(target, draft, max_batch_size=rows, **options)

@@ -59,6 +59,17 @@ def text(here: Rank, name: str, call: dict[str, Any]) -> list[list[int]]:
     return found
 
 
+def scored(here: Rank, name: str) -> list[Any]:
+    """Log-probabilities of drawn answers, and those that `score` gives for them and their prompts."""
+    options = {"max_new_tokens": 12, "eos_token_id": None, "pad_token_id": 0, "logprobs": 2, "seed": 3, **SAMPLED}
+    drawn = here.kept[name].generate(PROMPTS, return_dict_in_generate=True, **options)
+    rows = [prompt + new for prompt, new in zip(PROMPTS, drawn.new_tokens, strict=True)]
+    found = here.kept[name].score(rows, lengths=[len(prompt) for prompt in PROMPTS], top_logprobs=2)
+    assert found.logprobs == drawn.logprobs
+    assert found.top_logprobs == drawn.top_logprobs
+    return [found.logprobs, found.prompt_logprobs]
+
+
 def streamed(here: Rank, name: str, steps: int) -> list[dict[int, list[int]]]:
     """What a stream gives in its first steps, which is then left, and what the next call makes of it."""
     stream = here.kept[name].stream(PROMPTS[:2], max_new_tokens=12, eos_token_id=None, pad_token_id=0)

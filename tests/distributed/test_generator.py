@@ -39,6 +39,16 @@ def test_two_and_four_ranks_give_the_text_of_one(pair: Pair, two: Processes, fou
         assert processes.run(tasks.texts, "pair", CALLS) == [want] * ranks
 
 
+def test_scores_are_those_of_one_rank(pair: Pair, two: Processes) -> None:
+    """And those of generation, on every rank."""
+    here = Rank(0, 1, None)  # type: ignore[arg-type]  # which waits for nobody
+    tasks.open_generator(here, "one", {"pair": pair, "tensor_parallel": 1})
+    want = tasks.scored(here, "one")
+    here.kept["one"].close()
+    two.run(tasks.open_generator, "scored", {"pair": pair, "tensor_parallel": 2})
+    assert two.run(tasks.scored, "scored") == [want, want]
+
+
 def test_a_quantised_target_is_cut(pair: Pair, two: Processes, tmp_path: Path) -> None:
     settings = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}
     quantised.write(Path(pair[0]), tmp_path / "awq", settings, quantised.awq(32))

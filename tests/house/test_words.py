@@ -136,8 +136,11 @@ OPEN_SIGNATURES: dict[str, set[str]] = {
     "fastspec/engine/threads.py": {"by_one_thread"},
     "fastspec/generator.py": {"__init__", "generate"},
     "fastspec/grammar/library.py": {"_blanks"},
+    "fastspec/integrations/lm_eval.py": {"__init__", "_largest", "_loglikelihood_tokens", "_texts", "tok_encode"},
     "fastspec/integrations/ray.py": {"_generate"},
     "fastspec/integrations/ray_serve.py": {"__init__", "deployment"},
+    "fastspec/integrations/transformers.py": {"_check_lists", "generate"},
+    "fastspec/integrations/trl.py": {"__init__", "rollout"},
     "fastspec/kernels/attention/decode/launch.py": {"_start"},
     "fastspec/kernels/common/compilers.py": {"submit"},
     "fastspec/kernels/common/launch.py": {"completed", "launch"},
@@ -170,6 +173,7 @@ OPEN_SIGNATURES: dict[str, set[str]] = {
     "fastspec/proposers/combined.py": {"propose"},
     "fastspec/proposers/heads.py": {"build_head"},
     "fastspec/server/app.py": {"_event", "_whole", "last", "whole"},
+    "fastspec/server/echo.py": {"added", "shifted", "usage"},
 }
 
 
