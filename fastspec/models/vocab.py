@@ -174,6 +174,8 @@ def _special_pairs(
 def _same_source(target: Checkpoint, draft: Checkpoint) -> bool:
     if target.module is not None or draft.module is not None:
         return target.module is draft.module
+    if target.gguf is not None and draft.gguf is not None:
+        return target.gguf.samefile(draft.gguf)
     if target.directory is None or draft.directory is None:
         return False
     return target.directory.samefile(draft.directory)

@@ -49,7 +49,7 @@ class Checkpoint:
         name: path, Hub id or class name, for messages.
         role: "target" or "draft".
         spec: the checked config: a `ModelSpec`, or a `HostedInfo` if transformers' own module is run.
-        directory: local files, or None for a live module.
+        directory: local files. None for a live module, and for a GGUF file.
         module: the user's live transformers model, or None.
         generation_config: a private copy of the checkpoint's generation settings.
         quantisation: quantised format of the stored matrices. None: not quantised.
@@ -59,6 +59,7 @@ class Checkpoint:
         chosen: True if "auto" chose that format.
         sliced: the part of the model that one rank loads; `spec` then describes this part. None: the whole model.
         mtp: True if the checkpoint also has MTP layers.
+        gguf: the GGUF file that holds config, tokenizer and weights. None: another source.
         count: function that computes `bytes_loaded`.
     """
 
@@ -75,6 +76,7 @@ class Checkpoint:
     chosen: bool = False
     sliced: Sliced | None = None
     mtp: bool = False
+    gguf: Path | None = None
     count: ByteCount = field(kw_only=True)
 
     def bytes_loaded(self, dtype: torch.dtype, device: torch.device, ops: Ops) -> int:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 CONFIG: Final = "config.json"
 GENERATION: Final = "generation_config.json"
+SPECIAL_IDS: Final = ("bos_token_id", "eos_token_id", "pad_token_id")
 # fields whose ids are ignored if the model cannot emit them
 UNREACHABLE: Final = ("eos_token_id", "pad_token_id", "suppress_tokens")
 
@@ -44,6 +45,21 @@ def settings_of_directory(directory: Path, raw: Mapping[str, Any], vocab_size: i
         where = path if own else directory / CONFIG
         raise CheckpointError(f"{where}: not a valid generation config: {error}") from error
     _drop_unreachable(settings, vocab_size, str(path if own else directory / CONFIG))
+    return settings
+
+
+def settings_of_gguf(path: Path, config: Mapping[str, Any], vocab_size: int) -> GenerationConfig:
+    """Returns the settings of a GGUF file: the ids of special tokens.
+
+    Args:
+        path: the file, for messages.
+        config: result of `config_of_gguf`.
+        vocab_size: as for `settings_of_directory`.
+    """
+    from transformers import GenerationConfig
+
+    settings = GenerationConfig(**{name: config[name] for name in SPECIAL_IDS if name in config})
+    _drop_unreachable(settings, vocab_size, str(path))
     return settings
 
 

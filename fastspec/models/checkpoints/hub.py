@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Final, cast
 
 from fastspec.errors import CheckpointError, UnsupportedModel
+from fastspec.models.checkpoints.gguf_header import GGUF_SUFFIX
 from fastspec.models.checkpoints.safetensors_files import find_shards
 
 CONFIG_FILES: Final = ("*.json",)
@@ -20,7 +21,7 @@ IGNORED_FILES: Final = ("*/*", "consolidated*")
 TEMPLATES: Final = ("additional_chat_templates/*.jinja",)
 COMMIT: Final = re.compile(r"[0-9a-f]{40}")
 # suffixes of files that are not models by themselves
-OF_FILES: Final = (".safetensors", ".bin", ".pt", ".pth", ".json", ".gguf")
+OF_FILES: Final = (".safetensors", ".bin", ".pt", ".pth", ".json")
 HUB_ID: Final = re.compile(r"(\w[\w.-]{0,95}/)?\w[\w.-]{0,95}", re.ASCII)
 
 
@@ -38,6 +39,10 @@ def download(source: str | os.PathLike[str], revision: str | None, check: Callab
         CheckpointError: not a Hub id, or it could not be downloaded.
     """
     name = os.fspath(source)
+    if name.lower().endswith(GGUF_SUFFIX):
+        raise CheckpointError(
+            f"there is no file {name!r}; wanted a GGUF file, or one of the Hub like owner/name:model.gguf"
+        )
     if os.path.isfile(source) or name.endswith(OF_FILES):
         raise CheckpointError(
             f"{name!r} names a file; wanted a checkpoint directory, in which weights lie beside a config.json"
@@ -51,6 +56,34 @@ def download(source: str | os.PathLike[str], revision: str | None, check: Callab
     # a snapshot's directory has the name of its commit, so two commits cannot be mixed if a branch moves meanwhile
     directory = _snapshot(source, directory.name, WEIGHT_FILES, find_shards)
     return _snapshot(source, directory.name, TEMPLATES, find_shards, ignored=())
+
+
+def hub_gguf(source: object) -> tuple[str, str] | None:
+    """Returns Hub id and file name of "owner/name:file.gguf". None: a source that is not of this form."""
+    if not isinstance(source, str) or os.path.exists(source):
+        return None
+    repo, colon, file = source.partition(":")
+    found = colon and file.lower().endswith(GGUF_SUFFIX) and HUB_ID.fullmatch(repo) is not None
+    return (repo, file) if found else None
+
+
+def download_file(repo: str, file: str, revision: str | None) -> Path:
+    """Returns one file of a Hub id, from the cache or downloaded.
+
+    Raises:
+        CheckpointError: it could not be downloaded.
+    """
+    import huggingface_hub
+    from huggingface_hub.errors import HfHubHTTPError
+
+    http_error = cast("type[Exception]", HfHubHTTPError.__mro__[1])
+    try:
+        return Path(huggingface_hub.hf_hub_download(repo, file, revision=revision))
+    except (OSError, ValueError, http_error) as error:
+        said = " ".join(str(error).split()).rstrip(".")
+        raise CheckpointError(
+            f"{file!r} of {repo!r} could not be had from the Hub: {said}; {_way_out(repo, error)}, or pass a local file"
+        ) from error
 
 
 def _snapshot(

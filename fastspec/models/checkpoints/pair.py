@@ -6,6 +6,7 @@ import hashlib
 import os
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Final, TypeVar
 
 from fastspec.errors import UnsupportedOption
@@ -118,13 +119,20 @@ def fingerprint(checkpoint: Checkpoint | HeadCheckpoint) -> str:
     found = hashlib.sha256(repr((whole, checkpoint.stored, checkpoint.rounded)).encode())
     if checkpoint.directory is not None:
         for file in sorted(checkpoint.directory.glob("*.safetensors")):
-            size = file.stat().st_size
-            found.update(f"{file.name} {size}".encode())
-            with file.open("rb") as opened:
-                for start in range(0, size, max(_SAMPLE, size // _SAMPLES)):
-                    opened.seek(start)
-                    found.update(opened.read(_SAMPLE))
+            _add_file(found, file)
+    elif isinstance(checkpoint, Checkpoint) and checkpoint.gguf is not None:
+        _add_file(found, checkpoint.gguf)
     elif checkpoint.module is not None:
         for name, tensor in checkpoint.module.named_parameters():
             found.update(repr((name, tuple(tensor.shape), tensor.detach().flatten()[:8].tolist())).encode())
     return found.hexdigest()[:16]
+
+
+def _add_file(found: hashlib._Hash, file: Path) -> None:
+    """Adds a file's name and size, and samples of its bytes, to a hash."""
+    size = file.stat().st_size
+    found.update(f"{file.name} {size}".encode())
+    with file.open("rb") as opened:
+        for start in range(0, size, max(_SAMPLE, size // _SAMPLES)):
+            opened.seek(start)
+            found.update(opened.read(_SAMPLE))

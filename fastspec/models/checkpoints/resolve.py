@@ -22,8 +22,16 @@ from fastspec.errors import CheckpointError, UnsupportedModel, UnsupportedOption
 from fastspec.models.checkpoints.checkpoint import Checkpoint
 from fastspec.models.checkpoints.decoder_weights import planned_bytes
 from fastspec.models.checkpoints.expert_tensors import by_expert, check_mxfp4
-from fastspec.models.checkpoints.generation import CONFIG, settings_of_directory, settings_of_module
-from fastspec.models.checkpoints.hub import download
+from fastspec.models.checkpoints.generation import (
+    CONFIG,
+    settings_of_directory,
+    settings_of_gguf,
+    settings_of_module,
+)
+from fastspec.models.checkpoints.gguf_config import config_of_gguf
+from fastspec.models.checkpoints.gguf_file import GgufTensors, find_gguf, tokenizer_of_gguf
+from fastspec.models.checkpoints.gguf_header import read_gguf_header
+from fastspec.models.checkpoints.hub import download, download_file, hub_gguf
 from fastspec.models.checkpoints.live_module import ModuleTensors, as_built, check_as_built
 from fastspec.models.checkpoints.parameter_names import NamedTensors, has_own_head, named
 from fastspec.models.checkpoints.quantised.configs import Quantisation, quantisation_of
@@ -70,8 +78,9 @@ def resolve(
     """Finds a checkpoint and checks all of it but values; a head beside a tied embedding is compared with that.
 
     Args:
-        source: a local directory, a Hub id ("owner/name"; files missing from the cache are downloaded), or a
-            loaded transformers model. A str that is a directory is that directory, before it is a Hub id.
+        source: a local directory, a GGUF file, a Hub id ("owner/name"; files missing from the cache are downloaded),
+            a GGUF file of the Hub ("owner/name:file.gguf"), or a loaded transformers model. A str that is a directory
+            is that directory, before it is a Hub id.
         role: "target" or "draft", for messages.
         revision: branch, tag or commit of a Hub id; only for a Hub id.
         fetched: where the files of a Hub id lie, if they have been looked up; None: they have not.
@@ -88,12 +97,20 @@ def resolve(
     """
     if not isinstance(source, str | os.PathLike | nn.Module):
         raise TypeError(
-            f"{role}: got {type(source).__name__}, wanted a directory, a Hub id or a loaded transformers model"
+            f"{role}: got {type(source).__name__}, wanted a directory, a GGUF file, a Hub id or a loaded "
+            "transformers model"
         )
     with _naming(role):
         if isinstance(source, nn.Module):
             _refuse_revision(revision, "a loaded model")
             return _from_module(source, role)
+        file = find_gguf(source)
+        if file is not None:
+            _refuse_revision(revision, f"the file {file}")
+            return _from_gguf(file, str(source), role)
+        on_hub = hub_gguf(source)
+        if on_hub is not None:
+            return _from_gguf(download_file(*on_hub, revision), str(source), role)
         # os.path, not Path: it answers False to a name that no file system takes.
         directory = Path(os.path.abspath(os.path.expanduser(source)))
         if os.path.isdir(directory):
@@ -115,12 +132,14 @@ def load_tokenizer(checkpoint: Checkpoint) -> PreTrainedTokenizerBase | None:
     """Loads the tokenizer that lies beside a checkpoint's weights.
 
     Returns:
-        The tokenizer, or None for a live module and for a directory without tokenizer files.
+        The tokenizer, or None for a live module, and for a directory or a GGUF file without a tokenizer.
 
     Raises:
         CheckpointError: tokenizer files are there but cannot be read.
         UnsupportedModel: the tokenizer needs code from the checkpoint.
     """
+    if checkpoint.gguf is not None:
+        return tokenizer_of_gguf(checkpoint.gguf, checkpoint.role)
     directory = checkpoint.directory
     if directory is None or not _has_tokenizer(directory):
         return None
@@ -131,7 +150,7 @@ def load_tokenizer(checkpoint: Checkpoint) -> PreTrainedTokenizerBase | None:
             refuse_remote_code(directory / file, read[file])
     from fastspec.models.config_classes import load_as_named
 
-    config = _build_config(directory, check_config_file(directory))
+    config = _build_config(directory / CONFIG, check_config_file(directory))
     try:
         tokenizer: PreTrainedTokenizerBase = load_as_named(directory, config, read.get(TOKENIZER_CONFIG, {}))
     except Exception as error:  # the tokenizers library raises nothing narrower for a damaged file
@@ -181,7 +200,7 @@ def _from_module(module: nn.Module, role: str) -> Checkpoint:
 
 def _from_directory(directory: Path, name: str, role: str) -> Checkpoint:
     raw = check_config_file(directory)
-    config = _build_config(directory, raw)
+    config = _build_config(directory / CONFIG, raw)
     _refuse_other_weights(directory, raw)
     with _naming(directory / CONFIG):
         text = native_text_part(config)
@@ -208,6 +227,28 @@ def _from_directory(directory: Path, name: str, role: str) -> Checkpoint:
     settings = settings_of_directory(directory, raw, spec.vocab_size)
     return Checkpoint(
         name, role, spec, directory, None, settings, quantisation, stored, scales, mtp=mtp, count=planned_bytes
+    )
+
+
+def _from_gguf(file: Path, name: str, role: str) -> Checkpoint:
+    header = read_gguf_header(file)
+    raw = config_of_gguf(header)
+    check_sizes(raw, str(file), native=True)
+    with _naming(file):
+        spec = spec_from_config(_build_config(file, raw))
+    stored = GgufTensors(header, spec)
+    check_tensors(stored.infos(), spec, name)
+    spec = replace(spec, dtype=stored.dtype)
+    return Checkpoint(
+        name,
+        role,
+        spec,
+        None,
+        None,
+        settings_of_gguf(file, raw, spec.vocab_size),
+        stored=stored.describe(),
+        gguf=file,
+        count=planned_bytes,
     )
 
 
@@ -255,7 +296,7 @@ def _hosted_info(directory: Path, raw: dict[str, Any], config: PretrainedConfig)
 def check_before_download(directory: Path) -> None:
     """Refuses a model by its config, before its weights are fetched."""
     raw = check_config_file(directory)
-    config = _build_config(directory, raw)
+    config = _build_config(directory / CONFIG, raw)
     if raw["model_type"] not in FAMILIES and native_text_part(config) is None:
         _hosted_info(directory, raw, config)
 
@@ -330,7 +371,7 @@ def check_config_file(directory: Path) -> dict[str, Any]:
     return raw
 
 
-def _build_config(directory: Path, raw: Mapping[str, Any]) -> PretrainedConfig:
+def _build_config(path: Path, raw: Mapping[str, Any]) -> PretrainedConfig:
     from huggingface_hub.errors import StrictDataclassError
 
     from fastspec.models.config_classes import config_class
@@ -343,5 +384,5 @@ def _build_config(directory: Path, raw: Mapping[str, Any]) -> PretrainedConfig:
     try:
         config: PretrainedConfig = kind.from_dict(read)
     except (StrictDataclassError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
-        raise CheckpointError(f"{directory / CONFIG}: not a valid {raw['model_type']} config: {error}") from error
+        raise CheckpointError(f"{path}: not a valid {raw['model_type']} config: {error}") from error
     return config

@@ -14,7 +14,8 @@ from torch import Tensor
 from fastspec.errors import CheckpointError, UnsupportedModel, UnsupportedOption
 from fastspec.models.checkpoints.checkpoint import Checkpoint
 from fastspec.models.checkpoints.generation import CONFIG
-from fastspec.models.checkpoints.hub import download
+from fastspec.models.checkpoints.gguf_file import find_gguf
+from fastspec.models.checkpoints.hub import download, hub_gguf
 from fastspec.models.checkpoints.resolve import check_before_download, load_tokenizer
 from fastspec.models.checkpoints.safetensors_files import INDEX, SINGLE, ShardTensors, read_json
 from fastspec.models.checkpoints.tensor_source import TensorInfo
@@ -78,6 +79,8 @@ def draft_files(source: object, revision: str | None) -> DraftFiles:
     if not isinstance(source, str | os.PathLike):
         return DraftFiles()
     with naming("draft"):
+        if find_gguf(source) is not None or hub_gguf(source) is not None:
+            return DraftFiles()  # no head is stored so
         directory = Path(os.path.abspath(os.path.expanduser(source)))
         if os.path.isdir(directory):
             # a revision of a local directory: `resolve` raises the error
@@ -177,8 +180,9 @@ def resolve_mtp(
                 "it out"
             )
     if target.directory is None:
+        what = "live module" if target.gguf is None else "GGUF file"
         raise UnsupportedOption(
-            f"draft='{MTP}': {target.name} is a live module, which does not have its checkpoint's MTP layers; pass its "
+            f"draft='{MTP}': {target.name} is a {what}, which does not have its checkpoint's MTP layers; pass its "
             "directory or Hub id as target"
         )
     with naming(f"draft='{MTP}'"):

@@ -69,6 +69,8 @@ def write_quantised(
     checkpoint = resolve(source, role="target", revision=revision)
     if checkpoint.spec.hosting:
         raise UnsupportedOption(f"{source} is no native family (see docs/models.md), and only those are quantised")
+    if checkpoint.gguf is not None:
+        raise UnsupportedOption(f"{source} is a GGUF file; take the original weights")
     if checkpoint.quantisation is not None or checkpoint.directory is None:
         raise UnsupportedOption(f"{source} is stored quantised ({checkpoint.stored}); take its original weights")
     shapes = {name: shape for name, shape in tensor_shapes(checkpoint.native).items() if len(shape) == 2}

@@ -1,0 +1,387 @@
+"""Makes the config of a model from the metadata of a GGUF file.
+
+The keys are those of llama.cpp, the fields those of transformers. Facts that llama.cpp has in its code, and not in the
+file, are in the table of architectures here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import numpy as np
+
+from fastspec.errors import CheckpointError, UnsupportedModel
+from fastspec.models.checkpoints.gguf_header import GgufHeader, MetadataValue
+
+EMBEDDING: Final = "token_embd.weight"
+OUTPUT: Final = "output.weight"
+ROPE_FREQS: Final = "rope_freqs.weight"
+ROPE_LONG: Final = "rope_factors_long.weight"
+ROPE_SHORT: Final = "rope_factors_short.weight"
+ROPE_TENSORS: Final = (ROPE_FREQS, ROPE_LONG, ROPE_SHORT)
+# sizes and constants of every architecture
+_COMMON: Final = {
+    "block_count": "num_hidden_layers",
+    "context_length": "max_position_embeddings",
+    "embedding_length": "hidden_size",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+}
+_REQUIRED: Final = (
+    "block_count",
+    "context_length",
+    "embedding_length",
+    "attention.head_count",
+    "attention.layer_norm_rms_epsilon",
+)
+# keys that are read by name below, or follow from others
+_READ: Final = frozenset({
+    "feed_forward_length",
+    "vocab_size",
+    "attention.key_length",
+    "attention.value_length",
+    "attention.sliding_window",
+    "rope.dimension_count",
+    "rope.freq_base",
+    "rope.scale_linear",
+    "rope.scaling.type",
+    "rope.scaling.factor",
+    "rope.scaling.original_context_length",
+    "rope.scaling.finetuned",
+    "rope.scaling.attn_factor",
+})  # fmt: skip
+_TOKENS: Final = {
+    "tokenizer.ggml.bos_token_id": "bos_token_id",
+    "tokenizer.ggml.padding_token_id": "pad_token_id",
+}
+_ENDS: Final = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id")
+
+
+@dataclass(frozen=True, slots=True)
+class GgufArch:
+    """Facts of one architecture.
+
+    Attributes:
+        model_type: of the config.
+        permuted: True if rows of q and k are stored for neighbouring rotary pairs.
+        plus_one: True if norms are stored as 1 + w.
+        fields: further keys and their fields.
+        constants: fields with one value in all files.
+        finish: adds fields that follow from others.
+    """
+
+    model_type: str
+    permuted: bool = False
+    plus_one: bool = False
+    fields: Mapping[str, str] = field(default_factory=dict)
+    constants: Mapping[str, Any] = field(default_factory=dict)
+    finish: Callable[[_Metadata, dict[str, Any]], None] | None = None
+
+
+class _Metadata:
+    """Checked values of the keys of one architecture.
+
+    Args:
+        header: the file.
+        arch: name of the architecture, the prefix of its keys.
+    """
+
+    def __init__(self, header: GgufHeader, arch: str) -> None:
+        self.header, self.arch = header, arch
+
+    def get(self, key: str) -> MetadataValue | None:
+        """Returns the value of a key below the architecture. None: absent. A list of equal values counts as one.
+
+        Raises:
+            UnsupportedModel: the layers have different values.
+        """
+        value = self.header.metadata.get(f"{self.arch}.{key}")
+        if not isinstance(value, list):
+            return value
+        if not value or any(each != value[0] for each in value):
+            self.refuse(key, value, "one value for all layers")
+        return value[0]
+
+    def number(self, key: str, default: float | None = None) -> float | None:
+        """Returns a finite number.
+
+        Raises:
+            CheckpointError: another value.
+        """
+        value = self.get(key)
+        if value is None:
+            return default
+        if isinstance(value, bool | str | list) or not math.isfinite(value):
+            raise CheckpointError(f"{self.header.path}: {self.arch}.{key}={value!r}, wanted a number")
+        return value
+
+    def refuse(self, key: str, value: object, wanted: str) -> None:
+        """Raises UnsupportedModel for the value of a key."""
+        raise UnsupportedModel(
+            f"{self.header.path}: {self.arch}.{key}={value!r} is not supported, wanted {wanted}; take the original "
+            "checkpoint"
+        )
+
+    def floats(self, tensor: str) -> list[float] | None:
+        """Returns the values of a small fp32 vector. None: it is not stored."""
+        found = self.header.tensors.get(tensor)
+        if found is None:
+            return None
+        if found.kind != "F32" or len(found.shape) != 1:
+            raise CheckpointError(f"{self.header.path}: {tensor} is {found.kind} {list(found.shape)}, wanted F32 [n]")
+        raw = self.header.data[found.start : found.start + found.nbytes]
+        return [float(each) for each in raw.view(np.float32)]
+
+
+def _gemma2(metadata: _Metadata, config: dict[str, Any]) -> None:
+    """Adds the scale of queries, as in llama.cpp: 27B divides by its width per head, others by head_dim."""
+    big = config["num_hidden_layers"] == (62 if metadata.arch == "gemma3" else 46)
+    config["query_pre_attn_scalar"] = (
+        config["hidden_size"] // config["num_attention_heads"] if big else config["head_dim"]
+    )
+    config.setdefault("sliding_window", None)
+
+
+def _gemma3(metadata: _Metadata, config: dict[str, Any]) -> None:
+    """Adds the two rotary embeddings: windows have theta 10000 and no scaling."""
+    _gemma2(metadata, config)
+    config["rope_parameters"] = {
+        "full_attention": config["rope_parameters"],
+        "sliding_attention": {"rope_type": "default", "rope_theta": metadata.number("rope.freq_base_swa", 10000.0)},
+    }
+    kinds = ["sliding_attention"] * 5 + ["full_attention"]
+    pattern = metadata.get("attention.sliding_window_pattern")
+    if pattern not in (None, 6):
+        metadata.refuse("attention.sliding_window_pattern", pattern, "6")
+    config["layer_types"] = [kinds[layer % 6] for layer in range(config["num_hidden_layers"])]
+
+
+def _phi3(metadata: _Metadata, config: dict[str, Any]) -> None:
+    """Adds the rotated part of a head, and longrope's factors."""
+    rotated = metadata.number("rope.dimension_count", config["head_dim"])
+    assert rotated is not None, "it has a default"
+    config["partial_rotary_factor"] = config["rope_parameters"]["partial_rotary_factor"] = rotated / config["head_dim"]
+    long, short = metadata.floats(ROPE_LONG), metadata.floats(ROPE_SHORT)
+    if long is None and short is None:
+        return
+    original = metadata.get("rope.scaling.original_context_length")
+    if long is None or short is None or type(original) is not int or original < 1:
+        raise CheckpointError(
+            f"{metadata.header.path}: longrope needs {ROPE_LONG}, {ROPE_SHORT} and "
+            f"{metadata.arch}.rope.scaling.original_context_length; got {original!r} for the last"
+        )
+    config["original_max_position_embeddings"] = original
+    config["rope_parameters"] |= {
+        "rope_type": "longrope",
+        "long_factor": long,
+        "short_factor": short,
+        "original_max_position_embeddings": original,
+    }
+
+
+def _moe(metadata: _Metadata, config: dict[str, Any]) -> None:
+    for key in ("expert_count", "expert_used_count", "expert_feed_forward_length"):
+        if metadata.get(key) is None:
+            raise CheckpointError(f"{metadata.header.path}: {metadata.arch}.{key} is missing; convert the file again")
+
+
+_LLAMA = GgufArch("llama", permuted=True)
+_EXPERTS: Final = {
+    "expert_count": "num_experts",
+    "expert_used_count": "num_experts_per_tok",
+    "expert_feed_forward_length": "moe_intermediate_size",
+}
+_GRANITE: Final = {
+    "attention.scale": "attention_multiplier",
+    "embedding_scale": "embedding_multiplier",
+    "residual_scale": "residual_multiplier",
+    "logit_scale": "logits_scaling",
+}
+_SOFTCAPS: Final = {
+    "attn_logit_softcapping": "attn_logit_softcapping",
+    "final_logit_softcapping": "final_logit_softcapping",
+}
+_WINDOW: Final = {"attention.sliding_window": "sliding_window"}
+GGUF_ARCHS: Final[Mapping[str, GgufArch]] = {
+    "llama": _LLAMA,
+    "granite": GgufArch("granite", permuted=True, fields=_GRANITE),
+    "qwen2": GgufArch("qwen2"),
+    "qwen3": GgufArch("qwen3"),
+    "qwen2moe": GgufArch(
+        "qwen2_moe",
+        fields={**_EXPERTS, "expert_shared_feed_forward_length": "shared_expert_intermediate_size"},
+        constants={"norm_topk_prob": False},
+        finish=_moe,
+    ),
+    "qwen3moe": GgufArch("qwen3_moe", fields=_EXPERTS, constants={"norm_topk_prob": True}, finish=_moe),
+    "gemma2": GgufArch("gemma2", plus_one=True, fields={**_WINDOW, **_SOFTCAPS}, finish=_gemma2),
+    "gemma3": GgufArch(
+        "gemma3_text",
+        plus_one=True,
+        fields={**_WINDOW, "final_logit_softcapping": "final_logit_softcapping"},
+        finish=_gemma3,
+    ),
+    "phi3": GgufArch("phi3", fields=_WINDOW, finish=_phi3),
+}
+"""By `general.architecture`. Files of Mistral and SmolLM2 say llama."""
+_MORE_KEYS: Final = {"gemma3": {"rope.freq_base_swa", "attention.sliding_window_pattern"}}
+
+
+def gguf_arch(header: GgufHeader) -> GgufArch:
+    """Returns the architecture of a file.
+
+    Raises:
+        CheckpointError: the file has none.
+        UnsupportedModel: one that is not supported.
+    """
+    name = header.metadata.get("general.architecture")
+    if not isinstance(name, str):
+        raise CheckpointError(f"{header.path}: general.architecture={name!r}, wanted a name; download the file again")
+    if name not in GGUF_ARCHS:
+        raise UnsupportedModel(
+            f"{header.path}: the GGUF architecture {name!r} is not supported, wanted one of {', '.join(GGUF_ARCHS)}; "
+            "take the original checkpoint"
+        )
+    return GGUF_ARCHS[name]
+
+
+def config_of_gguf(header: GgufHeader) -> dict[str, Any]:
+    """Returns the fields of the config that the original checkpoint has in its config.json.
+
+    Raises:
+        CheckpointError: a key or a tensor is missing, or a value is of the wrong type.
+        UnsupportedModel: an architecture, a key or a rope that is not supported.
+    """
+    arch = gguf_arch(header)
+    name = str(header.metadata["general.architecture"])
+    metadata = _Metadata(header, name)
+    _check_keys(metadata, arch)
+    config: dict[str, Any] = {"model_type": arch.model_type, **arch.constants}
+    for key, to in {**_COMMON, **arch.fields}.items():
+        if metadata.get(key) is not None:
+            config[to] = metadata.number(key)
+    config.setdefault("num_key_value_heads", config["num_attention_heads"])
+    heads, width = config["num_attention_heads"], config["hidden_size"]
+    if type(heads) is not int or type(width) is not int or heads < 1:
+        raise CheckpointError(
+            f"{header.path}: head_count={heads!r} and embedding_length={width!r}, wanted whole numbers"
+        )
+    config["head_dim"] = metadata.number("attention.key_length", width // heads)
+    if metadata.number("attention.value_length", config["head_dim"]) != config["head_dim"]:
+        metadata.refuse("attention.value_length", metadata.get("attention.value_length"), "that of keys")
+    inner = metadata.number("feed_forward_length")
+    config["intermediate_size"] = inner if inner is not None else config.get("moe_intermediate_size")
+    embedding = header.tensors.get(EMBEDDING)
+    if embedding is None:
+        raise CheckpointError(f"{header.path}: the tensor {EMBEDDING} is missing; download the file again")
+    config["vocab_size"] = embedding.shape[0]
+    config["tie_word_embeddings"] = OUTPUT not in header.tensors
+    config["attention_bias"] = "blk.0.attn_q.bias" in header.tensors and arch.model_type not in ("qwen2", "qwen2_moe")
+    config["mlp_bias"] = "blk.0.ffn_down.bias" in header.tensors
+    config["rope_parameters"] = _rope(metadata, config)
+    if arch.finish is not None:
+        arch.finish(metadata, config)
+    return config | _special_ids(header)
+
+
+def _check_keys(metadata: _Metadata, arch: GgufArch) -> None:
+    known = {*_COMMON, *_READ, *arch.fields, *_MORE_KEYS.get(metadata.arch, ())}
+    prefix = metadata.arch + "."
+    for key in metadata.header.metadata:
+        if key.startswith(prefix) and key.removeprefix(prefix) not in known:
+            value = metadata.header.metadata[key]
+            if key.removeprefix(prefix) in ("expert_count", "expert_used_count") and value == 0:
+                continue  # no experts
+            raise UnsupportedModel(
+                f"{metadata.header.path}: {key}={value!r} is not supported for architecture {metadata.arch!r}, and may "
+                "change its text; take the original checkpoint"
+            )
+    missing = [prefix + key for key in _REQUIRED if metadata.get(key) is None]
+    if missing:
+        raise CheckpointError(f"{metadata.header.path}: its metadata lacks {', '.join(missing)}; download it again")
+
+
+def _rope(metadata: _Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the rotary embedding, without longrope."""
+    found: dict[str, Any] = {"rope_type": "default", "rope_theta": metadata.number("rope.freq_base", 10000.0)}
+    kind = metadata.get("rope.scaling.type")
+    factor = metadata.number("rope.scaling.factor", metadata.number("rope.scale_linear"))
+    partial = metadata.get("rope.dimension_count")
+    if metadata.arch != "phi3" and partial is not None and partial != config["head_dim"]:
+        metadata.refuse("rope.dimension_count", partial, f"{config['head_dim']}, the whole head")
+    if kind is None:
+        kind = "linear" if factor not in (None, 0.0, 1.0) else "none"
+    original = metadata.get("rope.scaling.original_context_length")
+    if kind == "linear":
+        found |= {"rope_type": "linear", "factor": factor}
+    elif kind == "yarn":
+        found |= {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}
+    elif kind != "none" and not (kind == "longrope" and metadata.arch == "phi3"):
+        metadata.refuse("rope.scaling.type", kind, "none, linear or yarn")
+    factors = metadata.floats(ROPE_FREQS)
+    if factors is not None:
+        if found["rope_type"] != "default":
+            metadata.refuse("rope.scaling.type", kind, f"none beside {ROPE_FREQS}")
+        found |= _llama3(metadata, factors, found["rope_theta"], config["head_dim"])
+    return found
+
+
+def _llama3(metadata: _Metadata, factors: list[float], theta: float, dim: int) -> dict[str, Any]:
+    """Returns the settings of Llama 3's rope that give the stored factors on wavelengths.
+
+    A file holds the factors, and not the settings. All published models have these two bounds.
+
+    Raises:
+        UnsupportedModel: no such settings give them.
+    """
+    low, high, factor = 1.0, 4.0, max(factors, default=1.0)
+    context = metadata.get("context_length")
+    if len(factors) == dim // 2:
+        for original in (8192, context):
+            made = [_llama3_factor(theta ** (2 * i / dim), low, high, factor, original) for i in range(dim // 2)]
+            if all(math.isclose(one, other, rel_tol=1e-4) for one, other in zip(made, factors, strict=True)):
+                return {
+                    "rope_type": "llama3",
+                    "factor": factor,
+                    "low_freq_factor": low,
+                    "high_freq_factor": high,
+                    "original_max_position_embeddings": original,
+                }
+    raise UnsupportedModel(
+        f"{metadata.header.path}: {ROPE_FREQS} holds factors {factors[:3]}... that are not those of Llama 3's rope; "
+        "take the original checkpoint"
+    )
+
+
+def _llama3_factor(inverse: float, low: float, high: float, factor: float, original: object) -> float:
+    """Returns the factor on one wavelength, 2 pi times `inverse`."""
+    assert isinstance(original, int), "checked before"
+    length = 2 * math.pi * inverse
+    if length < original / high:
+        return 1.0
+    if length > original / low:
+        return factor
+    smooth = (original / length - low) / (high - low)
+    return 1 / ((1 - smooth) / factor + smooth)
+
+
+def _special_ids(header: GgufHeader) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, to in _TOKENS.items():
+        if key in header.metadata:
+            found[to] = _id(header, key)
+    ends = [_id(header, key) for key in _ENDS if key in header.metadata]
+    if ends:
+        found["eos_token_id"] = ends[0] if len(set(ends)) == 1 else ends
+    return found
+
+
+def _id(header: GgufHeader, key: str) -> int:
+    value = header.metadata[key]
+    if type(value) is not int:
+        raise CheckpointError(f"{header.path}: {key}={value!r}, wanted an id; download the file again")
+    return value
