@@ -9,13 +9,16 @@ from typing import Final
 
 import torch
 
+from fastspec.kernels.cpu_ops import CPU_OPS
 from fastspec.kernels.ops import TORCH_OPS, Ops
 
 KERNELS: Final = "fastspec.kernels.triton_ops"  # imports every kernel
 
 
 def ops_for(device: torch.device) -> Ops:
-    """Triton's ops on CUDA where Triton is installed, torch's elsewhere."""
+    """Triton's ops on CUDA where Triton is installed, else torch's; those of the CPU on the CPU."""
+    if device.type == "cpu":
+        return CPU_OPS
     if device.type != "cuda" or find_spec("triton") is None:
         return TORCH_OPS
     from fastspec.kernels.triton_ops import TRITON_OPS

@@ -137,7 +137,8 @@ def allocate_weights(
 
 def planned_bytes(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, ops: Ops) -> int:
     """Bytes that `allocate_weights` with these arguments takes; nothing is allocated, and no value is read."""
-    if checkpoint.quantisation is None and checkpoint.rounded is None and checkpoint.sliced is None:
+    plain = checkpoint.quantisation is None and checkpoint.rounded is None and checkpoint.sliced is None
+    if plain and ops.weight_format((1, 1), dtype, device) != "blocked":
         return checkpoint.native.weight_bytes(dtype)
     rounds_to = _rounding(checkpoint)
     bar: tqdm[NoReturn] = tqdm(disable=True)
@@ -198,8 +199,8 @@ def source_of(checkpoint: Checkpoint) -> TensorSource:
 
 
 def _assemble(loader: Loader, spec: ModelSpec) -> DecoderWeights:
-    embed = loader.weight(EMBED)
-    head = embed if spec.tied else loader.weight(HEAD)  # what is largest is begun first
+    embed = loader.weight(EMBED, use="tied" if spec.tied else "table")
+    head = embed if spec.tied else loader.weight(HEAD, use="head")  # what is largest is begun first
     layers = tuple(layer_weights(loader, spec, index) for index in range(spec.num_layers))
     norm = norm_weight(loader, spec, NORM)
     bias = norm_weight(loader, spec, NORM_BIAS) if spec.plans[-1].norm_bias else None
