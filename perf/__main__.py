@@ -14,6 +14,7 @@ from perf import (
     auto,
     bench,
     counted,
+    cpu,
     drafters,
     gate,
     loading,
@@ -97,6 +98,7 @@ def parser() -> argparse.ArgumentParser:
     counted.add_options(command(counted.command_formats), "formats", counted.FORMATS_COLUMNS)
     serving.add_serving_options(command(serving.command_serving))
     serving.add_servers_options(command(serving.command_servers))
+    cpu.add_options(command(cpu.command_cpu))
     startup.add_options(command(startup.command_startup))
     loading.add_options(command(loading.command_loading))
     one = command(command_kernels)

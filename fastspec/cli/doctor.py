@@ -206,6 +206,8 @@ def _version_line(name: str, version: str, floor: str, more: str, fix: str) -> L
 def _device_lines(probes: Probes, gpus: tuple[GpuFacts, ...] | Line) -> Iterator[Line]:
     name = _attempt(probes.cpu, "CPU", "warn", "pip install -U psutil")
     yield name if isinstance(name, Line) else Line("ok", "CPU", name)
+    products = _attempt(probes.cpu_products, "CPU products", "warn", REPORT_IT)
+    yield products if isinstance(products, Line) else Line("note", "CPU products", products)
     driver = _attempt(probes.driver, "driver", "warn", "reinstall the NVIDIA driver, or restart the machine")
     if isinstance(driver, Line):
         yield driver

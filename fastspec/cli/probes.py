@@ -26,9 +26,11 @@ import torch
 
 from fastspec.demo import demo_pair
 from fastspec.kernels import reference
+from fastspec.kernels.common.blocked import is_supported
 from fastspec.kernels.gpu import Gpu
 from fastspec.output import Stats
 from fastspec.shapes import AttentionRule
+from fastspec.torch_settings import using_threads
 
 NEW_TOKENS = 48
 PROMPT = "def main():\n"
@@ -126,6 +128,24 @@ def nvidia_driver() -> str | None:
     query = [tool, "--query-gpu=driver_version", "--format=csv,noheader"]
     done = subprocess.run(query, capture_output=True, text=True, timeout=5, check=True)
     return next(iter(done.stdout.splitlines()), None)
+
+
+def cpu_products() -> str:
+    """How products run on the CPU, and the rate at which one thread reads memory."""
+    ways = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+    packed = [name for dtype, name in ways.items() if is_supported(dtype)]
+    values = torch.ones(2**24)
+    with using_threads(1):
+        values.sum()
+        start = time.perf_counter()
+        values.sum()
+        rate = values.nbytes / (time.perf_counter() - start) / 1e9
+    amx, bf16 = torch.cpu._is_amx_tile_supported(), torch.cpu._is_avx512_bf16_supported()
+    hardware = "bf16 by AMX" if amx else "bf16 by AVX-512" if bf16 else "bf16 emulated: float32 is faster"
+    found = (
+        f"packed by oneDNN in {' and '.join(packed)}" if packed else "in blocks of 8 rows, as torch has no oneDNN here"
+    )
+    return f"{found}; {hardware}; one thread reads {rate:.1f} GB/s"
 
 
 def cpu() -> str:
@@ -287,6 +307,7 @@ class Probes:
     torch_build: Callable[[], str] = torch_build
     driver: Callable[[], str | None] = nvidia_driver
     cpu: Callable[[], str] = cpu
+    cpu_products: Callable[[], str] = cpu_products
     gpus: Callable[[], tuple[GpuFacts, ...]] = gpus
     cache: Callable[[], Path] = triton_cache
     compiler: Callable[[], str | None] = c_compiler

@@ -195,6 +195,8 @@ def _verifying(settings: Settings) -> str:
 def _attention(settings: Settings, engine: Engine) -> str:
     if engine.modules.ops.name == "torch":
         return "torch, over gathered pages"
+    if engine.modules.ops.name == "cpu":
+        return "torch, row by row over the keys that it sees"
     found = attention_kernels(settings)
     if len(set(found.values())) == 1:
         return f"Triton kernels over pages; {' and '.join(found)}: {next(iter(found.values()))}"

@@ -117,7 +117,8 @@ class CompiledOps(Ops):
     def workspace(
         self, device: torch.device, batch: int, max_queries: int, max_positions: int, heads: tuple[int, int, int]
     ) -> Work:
-        work = self._outside.workspace(device, batch, max_queries, max_positions, heads)
+        on_cuda = device.type == "cuda"
+        work = self._outside.workspace(device, batch, max_queries, max_positions, heads) if on_cuda else None
         if work is None:  # torch's own ops need no work area
             none = torch.empty(0, dtype=torch.int32, device=device)
             return Work(0, none, torch.empty(0, dtype=torch.float32, device=device))

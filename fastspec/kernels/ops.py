@@ -24,7 +24,7 @@ class Ops:
     weight formats, and the memory of its kernels.
 
     Attributes:
-        name: "torch", "triton" or "compiled".
+        name: "torch", "cpu", "triton" or "compiled".
     """
 
     name = "torch"

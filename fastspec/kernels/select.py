@@ -9,13 +9,16 @@ from typing import Final
 
 import torch
 
+from fastspec.kernels.cpu_ops import CPU_OPS
 from fastspec.kernels.ops import TORCH_OPS, Ops
 
 KERNELS: Final = "fastspec.kernels.triton_ops"  # module that imports every kernel
 
 
 def ops_for(device: torch.device) -> Ops:
-    """Returns Triton's ops for CUDA if Triton is installed, else torch's ops."""
+    """Returns Triton's ops for CUDA if Triton is installed, the CPU's for the CPU, else torch's."""
+    if device.type == "cpu":
+        return CPU_OPS
     if device.type != "cuda" or find_spec("triton") is None:
         return TORCH_OPS
     from fastspec.kernels.triton_ops import TRITON_OPS

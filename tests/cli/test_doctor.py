@@ -49,6 +49,7 @@ def machine(**changes: Any) -> Probes:
         torch_build=lambda: "CUDA 13.0",
         driver=lambda: None,
         cpu=lambda: "some CPU, 8 cores",
+        cpu_products=lambda: "packed by oneDNN; one thread reads 12.0 GB/s",
         gpus=tuple,
         cache=lambda: Path("/"),
         compiler=lambda: "/usr/bin/gcc",

@@ -10,6 +10,7 @@ import pytest
 pytest.importorskip("triton", reason="Triton ships for Linux only")
 
 from fastspec.kernels.compiled_ops import OUTSIDE, CompiledOps
+from fastspec.kernels.cpu_ops import CPU_OPS
 from fastspec.kernels.ops import TORCH_OPS, Ops
 from fastspec.kernels.triton_ops import TRITON_OPS, TritonOps
 
@@ -28,7 +29,9 @@ def test_there_are_ops() -> None:
 
 
 @pytest.mark.parametrize("name", OPS)
-@pytest.mark.parametrize("ops", [TRITON_OPS, CompiledOps(TORCH_OPS), CompiledOps(TRITON_OPS)], ids=lambda ops: ops.name)
+@pytest.mark.parametrize(
+    "ops", [TRITON_OPS, CPU_OPS, CompiledOps(TORCH_OPS), CompiledOps(TRITON_OPS)], ids=lambda ops: ops.name
+)
 def test_an_override_has_the_parameters_of_its_op(name: str, ops: Ops) -> None:
     assert parameters(getattr(ops, name)) == parameters(getattr(TORCH_OPS, name))
 

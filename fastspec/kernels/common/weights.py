@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from fastspec.kernels.common import packing
+from fastspec.kernels.common.blocked import Blocked
 from fastspec.kernels.common.code_packing import PackedCodes
 from fastspec.kernels.common.codes import Codes, CodesKind
 
-Format = Literal["rows", "packed", "codes"]
+Format = Literal["rows", "packed", "codes", "blocked"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -25,7 +26,7 @@ class Weight:
 
     Attributes:
         data: the stored values. "rows": [N, K]. "packed": contiguous [N/16, K/32, 16, 32], see `packing`. "codes": the
-            words of `codes`.
+            words of `codes`. "blocked": empty; `blocked` has the values.
         format: layout of `data`.
         gated: True if rows are interleaved, 8 of the gate and then the matching 8 of up. Only packed weights and codes
             are. With "rows" the gate's N/2 rows come first.
@@ -34,6 +35,7 @@ class Weight:
         whole: (N, K) of the whole matrix, if this weight is a rank's part of it. None: this is the whole matrix.
         tree: True if kernels that support it sum over K as one binary tree over consecutive parts of K. A rank's part
             of K is a subtree, so the bits do not depend on the number of ranks.
+        blocked: the matrix in the layout of a CPU library. None: it has another format.
 
     Raises:
         ValueError: `data` does not have the shape of its format.
@@ -46,12 +48,15 @@ class Weight:
     activations: torch.dtype | None = None
     whole: tuple[int, int] | None = None
     tree: bool = False
+    blocked: Blocked | None = None
 
     def __post_init__(self) -> None:
         shape, packed = tuple(self.data.shape), self.format == "packed"
         if (self.format == "codes") != (self.codes is not None):
             raise ValueError(f"format is {self.format} and codes are {self.codes}; make it by `Weight.empty_codes`")
-        if self.codes is not None:
+        if (self.format == "blocked") != (self.blocked is not None):
+            raise ValueError(f"format is {self.format} and blocked is {self.blocked}; make it by `Weight.of_blocked`")
+        if self.codes is not None or self.blocked is not None:
             return
         if packed and (len(shape) != 4 or shape[2:] != (16, 32) or not self.data.is_contiguous()):
             raise ValueError(f"data has shape {shape}; packed weights are contiguous [N/16, K/32, 16, 32]")
@@ -106,6 +111,11 @@ class Weight:
         codes = PackedCodes.empty(shape, kind, gated, device)
         return cls(codes.words, "codes", gated, codes, dtype)
 
+    @classmethod
+    def of_blocked(cls, blocked: Blocked) -> Weight:
+        """Makes a weight in the layout of CPU libraries, which `fill` writes."""
+        return cls(torch.empty(0, dtype=blocked.dtype), "blocked", blocked=blocked)
+
     def fill_codes(self, codes: Codes) -> None:
         """Packs quantised values [N, K], on their device. A gated weight has the gate's rows first.
 
@@ -128,7 +138,9 @@ class Weight:
         """
         if self.codes is not None:
             raise ValueError("a quantised weight is written by `fill_codes`")
-        if self.format == "packed":
+        if self.blocked is not None:
+            self.blocked.fill(rows)
+        elif self.format == "packed":
             packing.pack_into(self.data, rows, self.gated)
         else:
             self.data.copy_(rows)
@@ -138,6 +150,8 @@ class Weight:
         """(N, K), for every format."""
         if self.codes is not None:
             return self.codes.shape
+        if self.blocked is not None:
+            return self.blocked.shape
         if self.format == "packed":
             return self.data.shape[0] * 16, self.data.shape[1] * 32
         return self.data.shape[0], self.data.shape[1]
@@ -155,19 +169,24 @@ class Weight:
     @property
     def nbytes(self) -> int:
         """Bytes of device memory, scales and zero points included."""
-        return self.data.nbytes if self.codes is None else self.codes.nbytes
+        other = self.codes or self.blocked
+        return self.data.nbytes if other is None else other.nbytes
 
     def unpack(self) -> Tensor:
         """Returns the matrix as rows [N, K], gate rows first.
 
-        That is `data`, or a copy of packed or dequantised values.
+        That is `data`, or a copy of the values if they are stored in another format.
         """
+        if self.blocked is not None:
+            return self.blocked.unpack()
         if self.codes is not None:
             return self.codes.dequantise(self.dtype)
         return packing.unpack(self.data, self.gated) if self.format == "packed" else self.data
 
     def embed(self, ids: Tensor) -> Tensor:
         """Returns rows [..., K] at int64 ids [...] in 0..N-1. Rows of a gated weight are in the order of storage."""
+        if self.blocked is not None:
+            return self.blocked.embed(ids)
         if self.codes is not None:
             return self.codes.rows(ids, self.dtype)
         return packing.embed_rows(self.data, ids) if self.format == "packed" else self.data[ids]

@@ -149,7 +149,11 @@ def argmax(
         work: from `Ops.workspace`. Torch needs none.
         out: int64 [R] for ids, or uint64 [R] for keys of `keys_of`.
     """
-    logits = linear(x, weight, None, tiling, norm=norm, out_dtype=torch.float32)
+    pick(linear(x, weight, None, tiling, norm=norm, out_dtype=torch.float32), limit, out)
+
+
+def pick(logits: Tensor, limit: int, out: Tensor) -> None:
+    """Writes the result of `argmax` for logits [R, V]."""
     if out.dtype == torch.uint64:
         out.view(torch.int64).copy_(keys_of(logits, limit))
     else:

@@ -140,7 +140,8 @@ def allocate_weights(
 
 def planned_bytes(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, ops: Ops) -> int:
     """Returns the bytes of `allocate_weights` with these arguments. Allocates nothing and reads no values."""
-    if checkpoint.quantisation is None and checkpoint.rounded is None and checkpoint.sliced is None:
+    plain = checkpoint.quantisation is None and checkpoint.rounded is None and checkpoint.sliced is None
+    if plain and ops.weight_format((1, 1), dtype, device) != "blocked":
         return checkpoint.native.weight_bytes(dtype)
     rounds_to = _rounding(checkpoint)
     bar: tqdm[NoReturn] = tqdm(disable=True)
@@ -204,8 +205,8 @@ def source_of(checkpoint: Checkpoint) -> TensorSource:
 
 
 def _assemble(loader: Loader, spec: ModelSpec) -> DecoderWeights:
-    embed = loader.weight(EMBED)
-    head = embed if spec.tied else loader.weight(HEAD)  # the largest tensors are filled first
+    embed = loader.weight(EMBED, use="tied" if spec.tied else "table")
+    head = embed if spec.tied else loader.weight(HEAD, use="head")  # the largest tensors are filled first
     layers = tuple(layer_weights(loader, spec, index) for index in range(spec.num_layers))
     norm = norm_weight(loader, spec, NORM)
     bias = norm_weight(loader, spec, NORM_BIAS) if spec.plans[-1].norm_bias else None

@@ -14,13 +14,14 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import NoReturn
+from typing import Literal, NoReturn
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
 from fastspec.errors import CheckpointError
+from fastspec.kernels.common.blocked import Blocked, RowCounts
 from fastspec.kernels.common.code_packing import PackedCodes
 from fastspec.kernels.common.codes import CodesKind, join, joined_kind
 from fastspec.kernels.common.experts import MXFP4, ExpertStack
@@ -34,6 +35,7 @@ _PINNED_BYTES = 32 * 2**20  # pinned bytes of each thread
 VALUES = 2**23  # values of a matrix that are read and packed at a time
 
 
+Use = Literal["product", "head", "table", "tied"]
 Rounding = Callable[[str, tuple[int, int]], "CodesKind | None"]
 
 
@@ -94,6 +96,7 @@ class Loader:
         self._place = torch.device("meta") if planned else device
         self._release, self._later = release, later
         self._infos, self._whole = source.infos(), whole
+        self._counts = RowCounts()
         self._launching = threading.Lock()
         self._copies: deque[Callable[[_Staging | None], None]] = deque()
         self.parts: list[Part] = []
@@ -114,12 +117,20 @@ class Loader:
         self._copy(Part(names, made, order, partial(self._fill_tensor, names, made, order, plus)))
         return made
 
-    def weight(self, *names: str, gated: bool = False, order: list[int] | None = None, tree: bool = False) -> Weight:
+    def weight(
+        self,
+        *names: str,
+        gated: bool = False,
+        order: list[int] | None = None,
+        tree: bool = False,
+        use: Use = "product",
+    ) -> Weight:
         """Makes one `Weight` of the named matrices, stacked along their rows.
 
         Args:
             order: see `tensor`.
             tree: see `Weight`; for matrices that ranks share.
+            use: "product" of a layer, "head" with logits in fp32, "table" of embeddings, or "tied", which is both.
         """
         shape = _shape_of(self._infos, names)
         kind = self._kind(names, shape, order)
@@ -128,6 +139,13 @@ class Loader:
             self._copy(Part(names, None, order, partial(self._fill_codes, names, made, kind, order)))
             return made
         form = self._ops.weight_format(shape, self.dtype, self._device)
+        if form == "blocked" and use != "table" and self._whole is None:
+            head, embeds = use in ("head", "tied"), use == "tied"
+            blocked = Blocked(shape, self.dtype, head=head, embeds=embeds, counts=self._counts)
+            made = Weight.of_blocked(blocked)
+            self._copy(Part(names, made, order, partial(self._fill_weight, names, made, kind, order)))
+            return made
+        form = "rows" if form == "blocked" else form
         whole = None if self._whole is None else _shape_of(self._whole, names)
         tree = tree and whole is not None
         made = Weight.empty(shape, form, gated, self.dtype, self._place, whole=whole, tree=tree)

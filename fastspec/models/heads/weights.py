@@ -133,7 +133,7 @@ def _source_of(checkpoint: HeadCheckpoint) -> TensorSource:
 def _of_mtp(loader: Loader, spec: MtpSpec, target: DecoderWeights) -> HeadWeights:
     norms = {name: norm_weight(loader, spec.decoder, f"{name}.weight") for name in (NORM, EMBED_NORM, HIDDEN_NORM)}
     layers = tuple(layer_weights(loader, spec.decoder, index) for index in range(spec.num_layers))
-    head = loader.weight("lm_head.weight") if spec.own_head else target.head
+    head = loader.weight("lm_head.weight", use="head") if spec.own_head else target.head
     decoder = DecoderWeights(embed=target.embed, layers=layers, norm=norms.pop(NORM), head=head)
     others: dict[str, Weight | Tensor] = {f"{name}.weight": norm for name, norm in norms.items()}
     return HeadWeights(decoder, {**others, f"{FC}.weight": loader.weight(f"{FC}.weight")})
@@ -144,10 +144,10 @@ def _assemble(loader: Loader, spec: HeadSpec, target: DecoderWeights) -> HeadWei
         return _of_mtp(loader, spec, target)
     layers = tuple(layer_weights(loader, spec.decoder, index, f"layers.{index}.") for index in range(spec.num_layers))
     decoder = DecoderWeights(
-        embed=loader.weight("embed_tokens.weight") if spec.own_embed else target.embed,
+        embed=loader.weight("embed_tokens.weight", use="table") if spec.own_embed else target.embed,
         layers=layers,
         norm=loader.tensor("norm.weight"),
-        head=loader.weight("lm_head.weight") if spec.own_head else target.head,
+        head=loader.weight("lm_head.weight", use="head") if spec.own_head else target.head,
     )
     others: dict[str, Weight | Tensor] = {}
     for name, shape in spec.tensors.items():

@@ -1,0 +1,87 @@
+"""The ops of passes on the CPU: products of torch's CPU libraries, and attention over the keys that a row sees."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from fastspec.kernels import cpu_attention, reference
+from fastspec.kernels.common.blocked import is_supported
+from fastspec.kernels.common.kv_scales import FP8
+from fastspec.kernels.common.weights import Format, Weight
+from fastspec.kernels.ops import Ops
+from fastspec.kernels.reference.attention import AttendCall
+from fastspec.shapes import UNTILED, Tiling
+
+
+class CpuOps(Ops):
+    """Torch's definitions, with products of blocked matrices (`common/blocked.py`) and attention of `cpu_attention`.
+
+    Weights as rows are multiplied by the definition: of hosted models, of experts, of ranks, and in fp16.
+    """
+
+    name = "cpu"
+
+    @staticmethod
+    @override
+    def weight_format(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Format:
+        return "blocked" if is_supported(dtype) else "rows"
+
+    @override
+    def workspace(
+        self, device: torch.device, batch: int, max_queries: int, max_positions: int, heads: tuple[int, int, int]
+    ) -> Any:
+        return cpu_attention.CpuWork(heads)
+
+    @staticmethod
+    @override
+    def linear(
+        x: Tensor,
+        weight: Weight,
+        bias: Tensor | None = None,
+        tiling: Tiling = UNTILED,
+        *,
+        norm: tuple[Tensor, float] | None = None,
+        residual: Tensor | None = None,
+        gated: bool = False,
+        gelu: bool = False,
+        out_dtype: torch.dtype | None = None,
+    ) -> Tensor:
+        if weight.blocked is None:
+            return reference.linear(
+                x, weight, bias, tiling, norm=norm, residual=residual, gated=gated, gelu=gelu, out_dtype=out_dtype
+            )
+        if norm is not None:
+            x = reference.rms_norm(x, *norm)
+        flat = weight.blocked.product(x.reshape(-1, x.shape[-1]), bias, out_dtype)
+        product = flat.view(*x.shape[:-1], -1)
+        if gated:
+            product = reference.gelu_tanh_mul(product) if gelu else reference.silu_mul(product)
+        return product if residual is None else residual + product
+
+    @staticmethod
+    @override
+    def argmax(
+        x: Tensor,
+        weight: Weight,
+        limit: int,
+        tiling: Tiling = UNTILED,
+        *,
+        norm: tuple[Tensor, float] | None = None,
+        work: Any,
+        out: Tensor,
+    ) -> None:
+        reference.pick(CpuOps.linear(x, weight, None, tiling, norm=norm, out_dtype=torch.float32), limit, out)
+
+    @staticmethod
+    @override
+    def attend(call: AttendCall, work: Any = None) -> Tensor:
+        if work is None or call.keys.dtype == FP8:
+            return reference.attend(call)
+        return cpu_attention.attend(call, work)
+
+
+CPU_OPS = CpuOps()
