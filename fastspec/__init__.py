@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from fastspec.output import GenerateOutput, Stats
     from fastspec.proposers.deterministic import DeterministicProposer
     from fastspec.proposers.ngram import NGram
+    from fastspec.proposers.suffix import Suffix
     from fastspec.sampling.rules import SyntheticAcceptance
     from fastspec.scheduling.calibrate import Calibration
     from fastspec.scheduling.handle import Handle
@@ -39,6 +40,7 @@ __all__ = [
     "OutOfPages",
     "RankFailed",
     "Stats",
+    "Suffix",
     "SyntheticAcceptance",
     "UnsupportedModel",
     "UnsupportedOption",
@@ -55,6 +57,7 @@ _LAZY = {
     "Handle": "fastspec.scheduling.handle",
     "NGram": "fastspec.proposers.ngram",
     "Stats": "fastspec.output",
+    "Suffix": "fastspec.proposers.suffix",
     "SyntheticAcceptance": "fastspec.sampling.rules",
     "demo_pair": "fastspec.demo",
     "frequent_ids": "fastspec.models.vocab",

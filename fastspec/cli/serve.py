@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import nullcontext
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
@@ -30,6 +30,14 @@ def serve(
     target: flags.Target = None,
     draft: flags.Draft = None,
     proposer: flags.Drafter = None,
+    corpus: flags.Corpus = None,
+    remember: Annotated[
+        str | None,
+        typer.Option(
+            metavar="prompt|session|all",
+            help="Draft from earlier answers: to the same prompt, with the same API key, or to all requests.",
+        ),
+    ] = None,
     num_speculative_tokens: flags.Drafts = 4,
     max_batch_size: Annotated[int, typer.Option(help="Answers decoded at once; more requests wait.")] = 8,
     max_length: flags.MaxLength = None,
@@ -77,6 +85,7 @@ def serve(
                 f"fastspec serve needs packages, and {error.name} is not installed: pip install {_PACKAGES}"
             ) from None
         check_call(context.params)
+        corpora = flags.corpora_of(corpus)
         key, limited = _key(api_key), _limits(limits or [], Limits())
         options: dict[str, Any] = {"max_batch_size": max_batch_size, "max_length": max_length, "device": device}
         options |= {"num_speculative_tokens": num_speculative_tokens, "dtype": dtype, "progress": False}
@@ -84,14 +93,16 @@ def serve(
             tensor_parallel=tensor_parallel,
             draft_quantization=draft_quantization,
             kv_dtype=kv_dtype,
-            proposer=flags.proposer_of(proposer),
+            proposer=flags.proposer_of(proposer, corpus=corpora, remember=cast("Any", remember)),
         )
-        flags.suggest_draft(target, draft, proposer)
+        flags.suggest_draft(target, draft, str(options.get("proposer")) if "proposer" in options else None)
         start_ranks(tensor_parallel, device, ends_by_signal=True)
         follows = this_rank() > 0
         with nullcontext() if follows else listening(host, port) as on, Progress() as progress:
             progress.stage(LOADING)
             with FastSpecGenerator(source, drafter, **options) as generator:
+                for corpus_name, text in corpora.items():
+                    generator.add_corpus(corpus_name, text)
                 for sampler in SAMPLERS:  # nothing is captured while answers are written
                     generator.warmup(sampler=sampler, length=generator.max_length)
                     generator.warmup(sampler=sampler)

@@ -206,6 +206,7 @@ class Reader:
 
 def _row(entry: dict[str, Any]) -> RowOptions:
     entry = {**entry, "bias": tuple((token, bias) for token, bias in entry["bias"])}
+    entry["prediction"] = tuple(entry["prediction"])
     if entry["allowed"] is not None:
         entry["allowed"] = tuple(entry["allowed"])
     if entry["grammar"] is not None:

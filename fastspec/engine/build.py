@@ -59,6 +59,7 @@ from fastspec.proposers.interface import (
     reads_ahead,
     takes_features,
 )
+from fastspec.proposers.suffix import Suffix
 from fastspec.shapes import DELTA_CHUNK
 from fastspec.state import DecodeState
 from fastspec.step import PromptEnd, StepModules
@@ -108,12 +109,14 @@ def build(
             vocab_size=layout.target.vocab_size,
             device=device,
             keep_draft_probs=layout.keep_draft_probs,
+            prediction_tokens=layout.prediction_tokens,
         )
         watch = ranks.world if ranks.size > 1 else None
         ring = ResultRing(
             layout.batch, layout.max_drafts, state.top_ids.shape[2], device, pinned=ops.name == "triton", watch=watch
         )
-        chosen = choose(config.proposer, drafter, scoring.vocab_size)
+        texts = config.proposer.on(device) if isinstance(config.proposer, Suffix) else None
+        chosen = choose(texts or config.proposer, drafter, scoring.vocab_size)
         modules = _modules(layout, ops, scoring, chosen, ring, mark, work, device)
     pages, chunks = PageTable(layout.num_pages(length), layout.page_size), layout.chunks_for(length)
     same_bits, draft_chunks = _same_bits_of_both(chunks, made, device)
@@ -152,6 +155,7 @@ def build(
         mean_weight=_mean_weight(settings, target),
         share_seconds=ranks.world.share_seconds,
         sharing=(ranks.world.rank, ranks.size),
+        texts=texts,
     )
     return engine, made.pending
 

@@ -29,7 +29,7 @@ class MemoryPlan:
         draft_weights: of the draft.
         target_cache: K/V pages of the target, and recurrent states of its rows.
         draft_cache: the same of the draft.
-        buffers: the decode state, the prefill slot and the rotary tables.
+        buffers: the decode state, the prefill slot, the rotary tables, and texts that drafts are looked up in.
         workspace: what the largest pass needs for a moment (an estimate), and the libraries' own work areas.
         exchange: memory of this GPU that others of the same model write to; NCCL's own is not counted.
         graphs: captured graphs themselves; the tensors inside them count as workspace.
@@ -84,6 +84,8 @@ class Layout:
         keeps_prefixes: states after prefixes of prompts are kept, if there are recurrent layers.
         kv_dtypes: of the K/V pages of target and draft; None: as the models.
         ranks: processes that share the target.
+        prediction_tokens: tokens of a row's prediction at most.
+        lookup_bytes: of the texts that a lookup reads.
     """
 
     batch: int
@@ -102,6 +104,8 @@ class Layout:
     kv_dtypes: tuple[torch.dtype, torch.dtype] | None = None
     keeps_prefixes: bool = True
     ranks: int = 1
+    prediction_tokens: int = 0
+    lookup_bytes: int = 0
 
     @property
     def cache_dtypes(self) -> tuple[torch.dtype, torch.dtype]:
@@ -140,7 +144,11 @@ class Layout:
             + self._state_bytes(self.draft, self.draft_dtype)
             if self.draft
             else 0,
-            buffers=state.nbytes + slot.nbytes + self._rotary_bytes(max_length) + self._feature_bytes(),
+            buffers=state.nbytes
+            + slot.nbytes
+            + self._rotary_bytes(max_length)
+            + self._feature_bytes()
+            + self.lookup_bytes,
             workspace=self._workspace_bytes(max_length),
             exchange=self._exchange_bytes(max_length),
             graphs=0,
@@ -173,6 +181,7 @@ class Layout:
             self.pages_per_row(max_length),
             self.target.vocab_size,
             self.keep_draft_probs,
+            self.prediction_tokens,
         )
 
     @property

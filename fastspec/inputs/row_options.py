@@ -31,6 +31,8 @@ class RowOptions:
         min_new_tokens: no stop id comes before so many.
         draft_limit: drafts per step at most; 0 opts out of speculation, None takes what the generator drafts.
         grammar: that the text follows; None: any text.
+        prediction: text that the row is likely to repeat; empty: none.
+        session: name of the requests whose answers may draft for one another; None: none.
     """
 
     temperature: float
@@ -46,6 +48,8 @@ class RowOptions:
     min_new_tokens: int = 0
     draft_limit: int | None = None
     grammar: GrammarSpec | None = None
+    prediction: tuple[int, ...] = ()
+    session: str | None = None
 
     @property
     def processed(self) -> bool:
@@ -99,11 +103,14 @@ def rows_of(
     """
     columns = {name: values.column(name, given[name], num_rows) for name in (*COLUMNS, *KINDS)}
     ids = _Ids.of(given, num_rows, vocab_size, stop_ids)
+    predictions = values.id_sequences("predictions", given["predictions"], num_rows, vocab_size)
+    sessions = values.texts("session", given["session"], num_rows)
     seeds = _seeds(given["seed"], num_rows, copies, do_sample)
     rows = []
     for index in range(num_rows):
         row = {name: column[index] for name, column in columns.items()}
         options = _numbers(row, do_sample, max_new_tokens) | ids.of_row(index) | {"grammar": GrammarSpec.read(row)}
+        options |= {"prediction": predictions[index], "session": sessions[index]}
         _check_choice(index, options, vocab_size, stop_ids)
         rows += [RowOptions(**options, seed=seed) for seed in seeds[index * copies : (index + 1) * copies]]
     return tuple(rows)

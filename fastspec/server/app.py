@@ -97,6 +97,7 @@ def app_of(service: Service, api_key: str | None = None) -> FastAPI:
         ValueError: the key is empty.
     """
     check_api_key(api_key)
+    service.share_answers(api_key)
     app = FastAPI(title="fastspec", version=fastspec.__version__, docs_url=None, redoc_url=None, openapi_url=None)
     meters = service.meters
 

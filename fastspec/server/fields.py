@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from fastspec.inputs.table import NUMBERS, ROWS
 from fastspec.server.errors import Refusal
+from fastspec.server.prediction import Prediction
 from fastspec.state import MAX_TOP_LOGPROBS
 
 Stop = Annotated[str, Field(min_length=1, max_length=256)]
@@ -105,6 +106,7 @@ class Body(create_model("Numbers", **_numeric_fields())):  # type: ignore[misc]
     response_format: ResponseFormat | None = None
     skip_special_tokens: bool = True
     speculative_tokens: Annotated[int, Field(ge=0)] | Literal["auto"] | None = None
+    prediction: Prediction | None = None
     # these name the client or the purpose, and change no answer
     user: str | None = None
     metadata: dict[str, str] | None = None
@@ -154,6 +156,8 @@ class Body(create_model("Numbers", **_numeric_fields())):  # type: ignore[misc]
             options |= {"stop_strings": self.stops, "stop_across_prompt": False}
         if self.speculative_tokens is not None:
             options["num_speculative_tokens"] = self.speculative_tokens
+        if self.prediction is not None and self.prediction.text:
+            options["predictions"] = self.prediction.text
         if self.recorded is not None:
             options["logprobs"] = self.recorded or True
         if self.response_format is not None and (schema := self.response_format.schema_of_text) is not None:

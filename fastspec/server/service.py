@@ -17,6 +17,7 @@ from fastspec.inputs.row_options import derive_seed
 from fastspec.inputs.values import whole
 from fastspec.server.errors import Refusal, failed, going_down, of_option, too_late
 from fastspec.server.fields import Body, Chat, Completion
+from fastspec.server.prediction import session_of
 from fastspec.server.texts import Answer, Piece
 from fastspec.text.chat_template import ChatTemplate, ConversationError
 
@@ -226,7 +227,12 @@ class Service:
         self.created = int(time.time())
         self.cut_off, self._ended = 0, False
         self._running = 0
+        self._session: dict[str, str] = {}
         self._jobs: set[Job] = set()
+
+    def share_answers(self, api_key: str | None) -> None:
+        """Lets answers to requests with this key draft for one another, if the generator remembers by session."""
+        self._session = session_of(self.generator, api_key)
 
     @property
     def running(self) -> int:
@@ -342,7 +348,7 @@ class Service:
         return ids
 
     def _options(self, body: Body, prompt: int) -> dict[str, Any]:
-        options = body.options()
+        options = body.options() | self._session
         room = self.generator.max_length - prompt
         limit = room if self.limits.tokens is None else min(room, self.limits.tokens)
         if room < 1:
