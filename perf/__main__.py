@@ -10,7 +10,21 @@ from pathlib import Path
 
 import torch
 
-from perf import auto, bench, counted, drafters, gate, loading, quantised, records, report, serving, startup, suite
+from perf import (
+    auto,
+    bench,
+    counted,
+    drafters,
+    gate,
+    loading,
+    quantised,
+    records,
+    repeats,
+    report,
+    serving,
+    startup,
+    suite,
+)
 from perf.cases import SETS
 from perf.experiment import say
 from perf.models import add_pair_options
@@ -78,6 +92,7 @@ def parser() -> argparse.ArgumentParser:
     auto.add_options(command(auto.command_auto))
     quantised.add_options(command(quantised.command_quantised))
     drafters.add_options(command(drafters.command_drafters))
+    repeats.add_options(command(repeats.command_repeats))
     counted.add_options(command(counted.command_modes), "modes", counted.MODES_COLUMNS)
     counted.add_options(command(counted.command_formats), "formats", counted.FORMATS_COLUMNS)
     serving.add_serving_options(command(serving.command_serving))
