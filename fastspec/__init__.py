@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from fastspec.output import GenerateOutput, ScoreOutput, Stats
     from fastspec.proposers.deterministic import DeterministicProposer
     from fastspec.proposers.ngram import NGram
+    from fastspec.proposers.suffix import Suffix
     from fastspec.sampling.rules import SyntheticAcceptance
     from fastspec.scheduling.calibrate import Calibration
     from fastspec.scheduling.handle import Handle
@@ -40,6 +41,7 @@ __all__ = [
     "RankFailed",
     "ScoreOutput",
     "Stats",
+    "Suffix",
     "SyntheticAcceptance",
     "UnsupportedModel",
     "UnsupportedOption",
@@ -57,6 +59,7 @@ _LAZY = {
     "NGram": "fastspec.proposers.ngram",
     "ScoreOutput": "fastspec.output",
     "Stats": "fastspec.output",
+    "Suffix": "fastspec.proposers.suffix",
     "SyntheticAcceptance": "fastspec.sampling.rules",
     "demo_pair": "fastspec.demo",
     "frequent_ids": "fastspec.models.vocab",

@@ -39,6 +39,7 @@ from fastspec.grammar.library import Grammars
 from fastspec.inputs.call import CallArguments, ModelLimits, check_streamer, one_prompt, read_call
 from fastspec.inputs.scored import ScoreInputs, read_scored
 from fastspec.inputs.table import GenerateOptions
+from fastspec.inputs.values import id_sequences
 from fastspec.models.checkpoints.decoder_weights import PendingWeights
 from fastspec.models.checkpoints.resolve import load_tokenizer
 from fastspec.models.checkpoints.updates import NewWeights, checked_update
@@ -51,7 +52,14 @@ from fastspec.scheduling.draft_length import DraftChoice, DraftPlan
 from fastspec.scheduling.format_trial import trial_of
 from fastspec.scheduling.handle import Delivery, Handle, OfOneProcess
 from fastspec.scheduling.loop import Emitted, Loop, MakeReady
-from fastspec.scheduling.requests import PreparedCall, output_of, requests_of, score_output_of
+from fastspec.scheduling.requests import (
+    PreparedCall,
+    check_texts,
+    corpora_of,
+    output_of,
+    requests_of,
+    score_output_of,
+)
 from fastspec.scheduling.scheduler import Scheduler
 from fastspec.shapes import GREEDY
 from fastspec.torch_settings import shielded
@@ -69,7 +77,8 @@ class FastSpecGenerator(OfOneProcess):
         target: a local directory, a Hugging Face Hub id, or a loaded transformers model.
         draft: a model with the target's tokenizer, a learned drafter, or "mtp" (the target's own MTP layer). None: no
             draft model.
-        proposer: `NGram()` (lookup in the row's own tokens, before the draft model is asked), or your own `Proposer`.
+        proposer: `NGram()` (lookup in the row's own tokens, before the draft model is asked), `Suffix()` (lookup in
+            predictions, corpora and earlier answers as well, docs/guides/repeats.md), or your own `Proposer`.
         verification: rule that accepts sampled drafts: "block" (accepts most), "rejection", or "coupled" (the text
             depends on the seed, not on the drafts), see docs/numerics.md. `SyntheticAcceptance` is for benchmarks only.
         num_speculative_tokens: k, drafts per step (0..16); 0 decodes plainly. "auto" chooses while it decodes, by
@@ -230,6 +239,18 @@ class FastSpecGenerator(OfOneProcess):
     def generation_config(self) -> GenerationConfig | None:
         """Default options of a call, from the target's checkpoint; None: it has none."""
         return self._target.generation_config
+
+    @property
+    def prediction_tokens(self) -> int:
+        """Largest number of tokens of a prediction; 0: the generator's proposer takes none."""
+        texts = self._open().engine.texts
+        return texts.prediction_tokens if texts else 0
+
+    @property
+    def remembers(self) -> str | None:
+        """`remember` of the generator's `Suffix`; None: earlier answers draft for no request."""
+        texts = self._open().engine.texts
+        return texts.remember if texts else None
 
     @property
     def kv_usage(self) -> float:
@@ -647,6 +668,37 @@ class FastSpecGenerator(OfOneProcess):
                     compilers=compilers,
                 )
 
+    def add_corpus(self, name: str, text: str | Sequence[int]) -> None:
+        """Adds a text that drafts may come from, in requests of everyone; replaces the one of that name.
+
+        Every rank makes the same call. Running requests must have ended.
+
+        Args:
+            name: for `remove_corpus`.
+            text: the text, which is encoded without special tokens, or its token ids.
+
+        Raises:
+            ValueError: an id out of range, or no room for it.
+            UnsupportedOption: the generator's proposer keeps no corpora.
+            RuntimeError: a call or handle goes on, or the generator is closed.
+        """
+        texts = corpora_of(self._open().engine.texts)
+        given = self.tokenizer(text, add_special_tokens=False)["input_ids"] if isinstance(text, str) else text
+        (ids,) = id_sequences("corpus", given, 1, self.vocab_size)
+        with self._open().alone() as scheduler, scheduler.engine.on_device():
+            texts.add_corpus(name, ids)
+
+    def remove_corpus(self, name: str) -> None:
+        """Forgets the corpus of that name.
+
+        Raises:
+            ValueError: there is none.
+            UnsupportedOption, RuntimeError: as in `add_corpus`.
+        """
+        texts = corpora_of(self._open().engine.texts)
+        with self._open().alone() as scheduler, scheduler.engine.on_device():
+            texts.remove_corpus(name)
+
     def _prepare(
         self, arguments: CallArguments, default_new_tokens: int | None = None, *, submitted: bool = False
     ) -> PreparedCall:
@@ -665,6 +717,7 @@ class FastSpecGenerator(OfOneProcess):
                 check_tokenizer_is_stored(arguments.keywords.get("tokenizer"), self._tokenizer)
             inputs = read_call(arguments, model, default_new_tokens)
             requests = requests_of(inputs.prompts, inputs.options, inputs.tokenizer, self.max_length, self._grammars)
+            check_texts(inputs.options.rows, loop.engine.texts)
             choice = self._drafting.for_call(inputs.options)
             return PreparedCall(requests, inputs.options, inputs.raw, choice)
 

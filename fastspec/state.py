@@ -94,6 +94,7 @@ class StateSizes:
         pages_per_row: P, pages of the KV cache.
         vocab_size: V, target ids.
         keep_draft_probs: True if `draft_probs` has memory for distributions: Q is then V, else 0.
+        prediction_tokens: R, tokens of a row's prediction at most.
     """
 
     batch: int
@@ -102,6 +103,7 @@ class StateSizes:
     pages_per_row: int
     vocab_size: int
     keep_draft_probs: bool = True
+    prediction_tokens: int = 0
 
     @property
     def letters(self) -> dict[str, int]:
@@ -113,6 +115,7 @@ class StateSizes:
             "P": self.pages_per_row,
             "V": self.vocab_size,
             "Q": self.vocab_size if self.keep_draft_probs else 0,
+            "R": self.prediction_tokens,
             "S": MAX_STOP_IDS,
             "W": words_of(self.vocab_size),
             "N": min(MAX_TOP_LOGPROBS, self.vocab_size),
@@ -177,6 +180,10 @@ class DecodeState:
     masks: Tensor          = _buffer("B K+1 W", INT32, -1,   "admit, grammar",          "ids that the grammar allows at each place, one bit per id")
     grammar_drafts: Tensor = _buffer("B K",     INT64, 0,    "grammar",                 "drafts for the next step of a row with a grammar")
     grammar_counts: Tensor = _buffer("B",       INT64, 0,    "grammar",                 "number of valid entries of `grammar_drafts`")
+    prompt_lengths: Tensor = _buffer("B",       INT64, 0,    "admit",                   "tokens of the prompt")
+    prediction: Tensor     = _buffer("B R",     INT64, 0,    "admit",                   "text that the row is likely to repeat; junk behind its end")
+    prediction_lengths: Tensor = _buffer("B",   INT64, 0,    "admit",                   "number of its tokens; 0: there is none", reset=True)
+    owners: Tensor         = _buffer("B",       INT64, -1,   "admit",                   "owner of the earlier answers that may draft for the row; -1: nobody", reset=True)
     draft_tokens: Tensor   = _buffer("B K",     INT64, 0,    "propose",                 "this step's drafts")
     draft_probs: Tensor    = _buffer("B K Q",   FP32,  0,    "propose",                 "distribution of each draft (0 above the draft's ids)")
     draft_counts: Tensor   = _buffer("B",       INT64, 0,    "propose, step",           "number of valid drafts of this step; 0 if none were made")
@@ -200,12 +207,14 @@ class DecodeState:
         device: torch.device,
         prob_dtype: torch.dtype = FP32,
         keep_draft_probs: bool = True,
+        prediction_tokens: int = 0,
     ) -> DecodeState:
         """Allocates the buffers of `batch` idle rows.
 
         For sizes see `StateSizes`; prob_dtype is the dtype of draft_probs.
         """
-        letters = StateSizes(batch, max_drafts, max_length, pages_per_row, vocab_size, keep_draft_probs).letters
+        sizes = batch, max_drafts, max_length, pages_per_row, vocab_size, keep_draft_probs, prediction_tokens
+        letters = StateSizes(*sizes).letters
 
         def new(name: str, each: Buffer) -> Tensor:
             """Allocates the buffer of one field."""

@@ -20,6 +20,7 @@ from perf import (
     loading,
     quantised,
     records,
+    repeats,
     report,
     serving,
     startup,
@@ -93,6 +94,7 @@ def parser() -> argparse.ArgumentParser:
     auto.add_options(command(auto.command_auto))
     quantised.add_options(command(quantised.command_quantised))
     drafters.add_options(command(drafters.command_drafters))
+    repeats.add_options(command(repeats.command_repeats))
     tasks.add_options(command(tasks.command_tasks))
     counted.add_options(command(counted.command_modes), "modes", counted.MODES_COLUMNS)
     counted.add_options(command(counted.command_formats), "formats", counted.FORMATS_COLUMNS)

@@ -80,6 +80,7 @@ def generate(
     num_speculative_tokens: flags.Drafts = 4,
     verification: flags.Rule = None,
     proposer: flags.Drafter = None,
+    corpus: flags.Corpus = None,
     dtype: flags.Dtype = None,
     device: flags.Device = None,
     max_length: flags.MaxLength = None,
@@ -98,15 +99,16 @@ def generate(
         asked = flags.options_of(shaping)
         check_grammar(asked)
         options: dict[str, Any] = {"dtype": dtype, "device": device, "max_length": max_length}
+        corpora = flags.corpora_of(corpus)
         options["max_batch_size"] = min(asked.get("num_return_sequences", 1), _AT_ONCE)
         options |= flags.given(
             draft_quantization=draft_quantization,
             kv_dtype=kv_dtype,
             verification=verification,
             tensor_parallel=tensor_parallel,
-            proposer=flags.proposer_of(proposer),
+            proposer=flags.proposer_of(proposer, corpus=corpora, prediction=asked.get("predictions")),
         )
-        flags.suggest_draft(target, draft, proposer)
+        flags.suggest_draft(target, draft, str(options.get("proposer")) if "proposer" in options else None)
         # stdin is read once, in this process; the ranks get its text as a flag
         again = [*sys.argv[1:], "--prompt", text] if piped else None
         start_ranks(tensor_parallel, device, again, context=context)
@@ -118,6 +120,8 @@ def generate(
 
         progress.stage(LOADING)
         with _opened(context, source, drafter, num_speculative_tokens, options) as generator:
+            for name, content in corpora.items():
+                generator.add_corpus(name, content)
             progress.stage("decoding")
             write = show if stream else lambda *piece: pieces.append(piece)
             output = _generate(generator, text, write, **asked)

@@ -21,6 +21,7 @@ from fastspec.sampling.rules import MODES
 if TYPE_CHECKING:
     from fastspec.generator import FastSpecGenerator
     from fastspec.proposers.ngram import NGram
+    from fastspec.proposers.suffix import Remember
 
 _MADE_WITH = "num_speculative_tokens"  # this option is an argument of the constructor on the command line
 
@@ -101,9 +102,14 @@ TensorParallel = Annotated[
 Drafter = Annotated[
     str | None,
     typer.Option(
-        metavar="ngram[:MIN:MAX]",
-        help="Draft by looking up the last MIN to MAX tokens; the draft model goes on where that finds nothing.",
+        metavar="ngram[:MIN:MAX]|suffix[:MIN:MAX]",
+        help="Draft by looking up the last MIN to MAX tokens; the draft model goes on where that finds nothing. suffix "
+        "also looks in predictions and corpora.",
     ),
+]
+Corpus = Annotated[
+    list[Path] | None,
+    typer.Option(metavar="FILE", exists=True, dir_okay=False, help="Text that drafts may come from. Repeatable."),
 ]
 
 
@@ -179,18 +185,51 @@ def _text_of(file: Path | str, flag: str) -> str:
         raise typer.BadParameter(f"cannot read {path} as UTF-8 text: {error}", param_hint=flag) from None
 
 
-def proposer_of(flag: str | None) -> NGram | None:
-    """Returns the proposer that --proposer names."""
-    if flag is None:
+def proposer_of(
+    flag: str | None,
+    *,
+    corpus: Mapping[str, str] | None = None,
+    prediction: str | None = None,
+    remember: Remember | None = None,
+) -> NGram | None:
+    """Makes the proposer that --proposer names; `suffix` if a text for drafts, or `remember`, is given without it.
+
+    Args:
+        flag: of --proposer.
+        corpus: texts by name, for whose tokens there is room.
+        prediction: text of --prediction, for whose tokens there is room.
+        remember: as in `Suffix`.
+
+    Raises:
+        typer.BadParameter: a flag that cannot be read, or `ngram` with a text that it does not look into.
+    """
+    texts = [name for name, given in (("--corpus", corpus), ("--prediction", prediction)) if given]
+    texts += ["--remember"] if remember else []
+    if flag is None and not texts:
         return None
     from fastspec.proposers.ngram import NGram
+    from fastspec.proposers.suffix import Suffix
 
-    if not (found := re.fullmatch(r"ngram(?::(\d+):(\d+))?", flag)):
-        raise typer.BadParameter(f"got {flag!r}, wanted ngram or ngram:MIN:MAX", param_hint="--proposer")
+    if not (found := re.fullmatch(r"(ngram|suffix)(?::(\d+):(\d+))?", flag or "suffix")):
+        raise typer.BadParameter(f"got {flag!r}, wanted ngram or suffix, or ngram:MIN:MAX", param_hint="--proposer")
+    lengths = {name: int(number) for name, number in zip(("min_n", "max_n"), found.groups()[1:], strict=True) if number}
     try:
-        return NGram(*map(int, found.groups())) if found[1] else NGram()
+        if found[1] == "suffix":
+            sizes = {"corpus_tokens": sum(len(text.encode()) for text in (corpus or {}).values())}  # a token has a byte
+            sizes |= {"prediction_tokens": max(4096, len(prediction.encode()))} if prediction else {}
+            return Suffix(**lengths, **sizes, remember=remember)
+        if texts:
+            raise typer.BadParameter(
+                f"ngram looks in the row alone; give suffix with {texts[0]}", param_hint="--proposer"
+            )
+        return NGram(**lengths)
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--proposer") from None
+
+
+def corpora_of(files: Sequence[Path] | None) -> dict[str, str]:
+    """Reads the files of --corpus: texts by the files' names."""
+    return {str(file): _text_of(file, "--corpus") for file in files or ()}
 
 
 def check_values(flags: Mapping[str, Any]) -> None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
@@ -35,6 +35,14 @@ def serve(
     target: flags.Target = None,
     draft: flags.Draft = None,
     proposer: flags.Drafter = None,
+    corpus: flags.Corpus = None,
+    remember: Annotated[
+        str | None,
+        typer.Option(
+            metavar="prompt|session|all",
+            help="Draft from earlier answers: to the same prompt, with the same API key, or to all requests.",
+        ),
+    ] = None,
     num_speculative_tokens: flags.Drafts = 4,
     max_batch_size: Annotated[int, typer.Option(help="Answers decoded at once; more requests wait.")] = 8,
     max_length: flags.MaxLength = None,
@@ -138,6 +146,7 @@ def serve(
                 f"fastspec serve needs packages, and {error.name} is not installed: pip install {_PACKAGES}"
             ) from None
         check_call(context.params)
+        corpora = flags.corpora_of(corpus)
         for value, wanted, flag in ((access_log, ACCESS_LOGS, "--access-log"), (log_level, LEVELS, "--log-level")):
             if value not in wanted:
                 raise typer.BadParameter(f"got {value!r}, wanted {', '.join(wanted)}", param_hint=flag)
@@ -151,13 +160,14 @@ def serve(
             tensor_parallel=tensor_parallel,
             draft_quantization=draft_quantization,
             kv_dtype=kv_dtype,
-            proposer=flags.proposer_of(proposer),
+            proposer=flags.proposer_of(proposer, corpus=corpora, remember=cast("Any", remember)),
         )
-        flags.suggest_draft(target, draft, proposer)
+        flags.suggest_draft(target, draft, str(options.get("proposer")) if "proposer" in options else None)
         start_ranks(tensor_parallel, device, ends_by_signal=True, context=context)
         set_up_logging(log_level)
         if this_rank() > 0:  # rank 0 answers
             with FastSpecGenerator(source, drafter, **options) as generator:
+                _add_corpora(generator, corpora)
                 _warm_up(generator, SAMPLERS)
                 follow(generator)
                 return
@@ -169,6 +179,7 @@ def serve(
             progress.stage(LOADING)
             with answering_that_models_load(on, certificate):
                 generator = FastSpecGenerator(source, drafter, **options)
+                _add_corpora(generator, corpora)
                 _warm_up(generator, SAMPLERS)
             progress.stage(None)
             with generator:
@@ -202,6 +213,11 @@ def serve(
             typer.echo(f"fastspec: {service.cut_off} requests were cut off", err=True)
             raise typer.Exit(1)
         typer.echo("fastspec: all answers are complete", err=True)
+
+
+def _add_corpora(generator: FastSpecGenerator, corpora: Mapping[str, str]) -> None:
+    for name, text in corpora.items():
+        generator.add_corpus(name, text)
 
 
 def _warm_up(generator: FastSpecGenerator, samplers: tuple[str, ...]) -> None:

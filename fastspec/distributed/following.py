@@ -209,6 +209,7 @@ class Reader:
 
 def _row(entry: dict[str, Any]) -> RowOptions:
     entry = {**entry, "bias": tuple((token, bias) for token, bias in entry["bias"])}
+    entry["prediction"] = tuple(entry["prediction"])
     for name in ("allowed", "given"):
         if entry[name] is not None:
             entry[name] = tuple(entry[name])

@@ -60,6 +60,7 @@ from fastspec.proposers.interface import (
     reads_ahead,
     takes_features,
 )
+from fastspec.proposers.suffix import Suffix
 from fastspec.shapes import DELTA_CHUNK
 from fastspec.state import DecodeState
 from fastspec.step import PromptEnd, StepModules
@@ -105,7 +106,8 @@ def build(
         drafter = made.drafter(draft, scoring, shared_vocab)
         state = _state(settings)
         ring = _ring(settings, ops, state, ranks)
-        chosen = choose(config.proposer, drafter, scoring.vocab_size)
+        texts = config.proposer.on(device) if isinstance(config.proposer, Suffix) else None
+        chosen = choose(texts or config.proposer, drafter, scoring.vocab_size)
         modules = _modules(layout, ops, scoring, chosen, ring, mark, work, device)
     pages = PageTable(layout.num_pages(settings.max_length), layout.page_size)
     sizes = _pass_sizes(settings, made, modules)
@@ -124,6 +126,7 @@ def build(
         mean_weight=_mean_weight(settings, target),
         share_seconds=ranks.world.share_seconds,
         sharing=(ranks.world.rank, ranks.size),
+        texts=texts,
     )
     return engine, made.pending
 
@@ -138,6 +141,7 @@ def _state(settings: Settings) -> DecodeState:
         vocab_size=layout.target.vocab_size,
         device=settings.device,
         keep_draft_probs=layout.keep_draft_probs,
+        prediction_tokens=layout.prediction_tokens,
     )
 
 

@@ -20,6 +20,7 @@ from fastspec.graphs.runner import Runner
 from fastspec.kv_cache.pages import PageTable
 from fastspec.kv_cache.prefix import PrefixCache
 from fastspec.kv_cache.prefix_states import PrefixStates
+from fastspec.proposers.suffix import Suffix
 from fastspec.sampling.distribution import PhiloxDraws
 from fastspec.shapes import (
     GREEDY,
@@ -57,6 +58,7 @@ class Engine:
         share_seconds: replaces a measured time by rank 0's, so that all ranks decide equally.
         threads: number of threads of a step on the CPU. None until `choose_threads`, and on other devices.
         sharing: (number of this rank, number of ranks). Ranks share the machine and capture the same steps.
+        texts: the lookup in texts that several requests share. None: there is none.
         prompts: launches prefill passes.
     """
 
@@ -73,6 +75,7 @@ class Engine:
     share_seconds: Callable[[float | None], float | None] = _as_measured
     threads: Threads | None = None
     sharing: tuple[int, int] = (0, 1)
+    texts: Suffix | None = None
     prompts: PromptPasses = field(init=False)
 
     def __post_init__(self) -> None:

@@ -29,7 +29,7 @@ class MemoryPlan:
         target_weights, draft_weights: weights of target and draft.
         target_cache: KV pages of the target, and recurrent states of its rows.
         draft_cache: KV pages and recurrent states of the draft.
-        buffers: the decode state, the prefill slot and the rotary tables.
+        buffers: the decode state, the prefill slot, the rotary tables, and texts that drafts are looked up in.
         workspace: estimated temporary memory of the largest pass, and work areas of libraries.
         exchange: memory of this GPU to which other ranks write. NCCL's own memory is not counted.
         graphs: captured CUDA graphs. Tensors inside them count as workspace.
@@ -84,6 +84,8 @@ class Layout:
         keeps_prefixes: True if recurrent states after prefixes of prompts are stored.
         kv_dtypes: dtypes of the KV pages of (target, draft). None: those of the models.
         ranks: processes that share the target.
+        prediction_tokens: tokens of a row's prediction at most.
+        lookup_bytes: of the texts that a lookup reads.
     """
 
     batch: int
@@ -102,6 +104,8 @@ class Layout:
     kv_dtypes: tuple[torch.dtype, torch.dtype] | None = None
     keeps_prefixes: bool = True
     ranks: int = 1
+    prediction_tokens: int = 0
+    lookup_bytes: int = 0
 
     @property
     def cache_dtypes(self) -> tuple[torch.dtype, torch.dtype]:
@@ -144,7 +148,11 @@ class Layout:
             + self._state_bytes(self.draft, self.draft_dtype)
             if self.draft
             else 0,
-            buffers=state.nbytes + slot.nbytes + self._rotary_bytes(max_length) + self._feature_bytes(),
+            buffers=state.nbytes
+            + slot.nbytes
+            + self._rotary_bytes(max_length)
+            + self._feature_bytes()
+            + self.lookup_bytes,
             workspace=self._workspace_bytes(max_length),
             exchange=self._exchange_bytes(max_length),
             graphs=0,
@@ -177,6 +185,7 @@ class Layout:
             self.pages_per_row(max_length),
             self.target.vocab_size,
             self.keep_draft_probs,
+            self.prediction_tokens,
         )
 
     @property

@@ -20,6 +20,7 @@ from fastspec.kernels.select import ops_for
 from fastspec.models.heads.checkpoint import HeadCheckpoint
 from fastspec.models.interface import ModelInfo, ModelSource
 from fastspec.proposers.interface import feature_shape, features_of, is_deterministic
+from fastspec.proposers.suffix import Suffix
 from fastspec.sampling.rules import Verification, checked, needs_draft_probs
 from fastspec.shapes import UNTILED, Tiling
 
@@ -96,6 +97,8 @@ def settings_of(target: ModelSource, draft: ModelSource | None, config: Config) 
         keep_draft_probs=needs_draft_probs(rule) and not (proposer and is_deterministic(proposer) and not draft),
         keeps_prefixes=config.prefix_cache,
         ranks=target.ranks,
+        prediction_tokens=proposer.prediction_tokens if isinstance(proposer, Suffix) else 0,
+        lookup_bytes=proposer.nbytes if isinstance(proposer, Suffix) else 0,
     )
     layout = replace(layout, kv_dtypes=_kv_dtypes(config, layout, target, draft, on))
     read, kept = _features(target, draft, proposer, drafts)

@@ -11,7 +11,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 from fastspec.errors import UnsupportedOption
 from fastspec.inputs.options import Options, resolve
 from fastspec.inputs.prompts import RawPrompts, read
-from fastspec.inputs.values import is_list
+from fastspec.inputs.values import is_list, listed
 
 # stack levels from `RawPrompts.prompts` to the user's line, through two levels of the generator and a closure
 _CALLER = 6
@@ -97,6 +97,8 @@ def read_call(arguments: CallArguments, model: ModelLimits, default_new_tokens: 
     tokenizer = _checked_tokenizer(keywords.pop("tokenizer", None))
     if default_new_tokens is not None and arguments.unlimited:
         keywords["max_new_tokens"] = max(1, min(default_new_tokens, model.max_length - raw.width))
+    if _has_text(keywords.get("predictions")):
+        keywords["predictions"] = _as_ids(keywords["predictions"], tokenizer or model.tokenizer())
     chosen = resolve(
         model.generation_config,
         arguments.generation_config,
@@ -110,6 +112,24 @@ def read_call(arguments: CallArguments, model: ModelLimits, default_new_tokens: 
         tokenizer = model.tokenizer()
     prompts = raw.prompts(model.vocab_size, chosen.padding, chosen.stop_ids, stacklevel=_CALLER)
     return CallInputs(prompts, chosen, raw, tokenizer)
+
+
+def _has_text(predictions: Any) -> bool:
+    return isinstance(predictions, str) or (
+        is_list(predictions) and any(isinstance(one, str) for one in listed(predictions))
+    )
+
+
+def _as_ids(predictions: Any, tokenizer: PreTrainedTokenizerBase | None) -> Any:
+    """Encodes the texts among the predictions, without special tokens."""
+    if tokenizer is None:
+        raise ValueError(
+            "predictions need a tokenizer where they are texts, and the target's checkpoint brings none; pass "
+            "tokenizer=..., or token ids"
+        )
+    if not isinstance(predictions, str):
+        return [_as_ids(one, tokenizer) if isinstance(one, str) else one for one in listed(predictions)]
+    return tokenizer(predictions, add_special_tokens=False)["input_ids"]
 
 
 def _checked_tokenizer(tokenizer: Any) -> PreTrainedTokenizerBase | None:

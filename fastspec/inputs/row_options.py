@@ -31,7 +31,9 @@ class RowOptions:
         min_new_tokens: a stop id is not allowed before this many new tokens.
         draft_limit: upper limit of drafts per step. 0: no speculation. None: the generator's limit.
         grammar: grammar that the text must follow. None: any text.
-        given: token ids that the row is to have; None: the target chooses them.
+        given: token ids that the row is to have. None: the target chooses them.
+        prediction: text that the row is likely to repeat; empty: none.
+        session: name of the requests whose answers may draft for one another. None: none.
     """
 
     temperature: float
@@ -47,6 +49,8 @@ class RowOptions:
     min_new_tokens: int = 0
     draft_limit: int | None = None
     grammar: GrammarSpec | None = None
+    prediction: tuple[int, ...] = ()
+    session: str | None = None
     given: tuple[int, ...] | None = None
 
     @property
@@ -106,11 +110,14 @@ def rows_of(
     """
     columns = {name: values.column(name, given[name], num_rows) for name in (*COLUMNS, *KINDS)}
     ids = _Ids.of(given, num_rows, vocab_size, stop_ids)
+    predictions = values.id_sequences("predictions", given["predictions"], num_rows, vocab_size)
+    sessions = values.texts("session", given["session"], num_rows)
     seeds = _seeds(given["seed"], num_rows, copies, do_sample)
     rows = []
     for index in range(num_rows):
         row = {name: column[index] for name, column in columns.items()}
         options = _numbers(row, do_sample, max_new_tokens) | ids.of_row(index) | {"grammar": GrammarSpec.read(row)}
+        options |= {"prediction": predictions[index], "session": sessions[index]}
         _check_choice(index, options, vocab_size, stop_ids)
         rows += [RowOptions(**options, seed=seed) for seed in seeds[index * copies : (index + 1) * copies]]
     return tuple(rows)

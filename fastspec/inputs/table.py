@@ -62,6 +62,8 @@ class GenerateOptions(TypedDict, total=False):
     regex: Texts
     grammar: Texts
     num_speculative_tokens: int | str | Sequence[int | str | None] | None
+    predictions: str | Sequence[int] | Sequence[str | Sequence[int] | None] | None
+    session: Texts
     logprobs: bool | int | None
     prompt_logprobs: bool | int | None
     tokenizer: PreTrainedTokenizerBase | None
@@ -483,6 +485,33 @@ OPTIONS: Final[tuple[Option, ...]] = (
         sets=("num_speculative_tokens", "auto", "draft_limit"),
         flag=Flag("Tokens drafted per step; 0 decodes plainly, auto chooses while decoding.", default=4),
         field="speculative_tokens",
+    ),
+    Option(
+        keyword="predictions",
+        group=_DRAFTS,
+        type="text or list",
+        meaning="A text that the row is likely to repeat, such as the old version of a file. Drafts come from it; it "
+        "does not change the distribution of the text. Needs proposer=Suffix().",
+        takes="a text or token ids, or one per prompt",
+        default="none",
+        per_row=True,
+        in_transformers=False,
+        sets=("prediction",),
+        flag=Flag("Text that the new one is likely to repeat.", form=Form.FILE, name="--prediction", metavar="FILE"),
+        field="prediction",
+    ),
+    Option(
+        keyword="session",
+        group=_DRAFTS,
+        type="str",
+        meaning='Name of requests whose answers may draft for one another. Needs proposer=Suffix(remember="session").',
+        takes="a text",
+        default="none",
+        per_row=True,
+        in_transformers=False,
+        sets=("session",),
+        flag="the command answers one request",
+        field="-the API key of the request",
     ),
     Option(
         keyword="return_dict_in_generate",

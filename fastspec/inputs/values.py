@@ -119,6 +119,35 @@ def id_columns(name: str, value: Any, num_rows: int, vocab_size: int) -> list[tu
     return [token_ids(name, value, vocab_size)] * num_rows
 
 
+def id_sequences(name: str, value: Any, num_rows: int, vocab_size: int) -> list[tuple[int, ...]]:
+    """Token ids in order for each prompt, of one list for all or a list of lists (or None) with one per prompt."""
+    if value is None:
+        return [()] * num_rows
+    if not is_list(value):
+        raise ValueError(f"{name} must be a text or a list of token ids, or one per prompt, got {value!r}")
+    rows = listed(value)
+    if any(is_list(one) or one is None for one in rows):
+        return [_sequence(name, row, vocab_size) for row in per_row(name, rows, num_rows)]
+    return [_sequence(name, rows, vocab_size)] * num_rows
+
+
+def _sequence(name: str, row: Any, vocab_size: int) -> tuple[int, ...]:
+    if row is not None and not is_list(row):
+        raise ValueError(f"{name} must be a text or a list of token ids, or one per prompt, got {row!r} for one")
+    return tuple(
+        whole(f"{name}: an id", one, low=0, high=vocab_size - 1) for one in ([] if row is None else listed(row))
+    )
+
+
+def texts(name: str, value: Any, num_rows: int) -> list[str | None]:
+    """One text for all prompts, or one (or None) per prompt."""
+    rows = column(name, value, num_rows)
+    for one in rows:
+        if one is not None and not (isinstance(one, str) and one):
+            raise ValueError(f"{name} must be a non-empty text, or one per prompt, got {one!r}")
+    return rows
+
+
 def single_words(name: str, value: Any, num_rows: int, vocab_size: int) -> list[tuple[int, ...]]:
     """Reads transformers' list of one-id lists, or one such list per prompt. Returns the ids of each prompt.
 

@@ -37,12 +37,12 @@ def check(proposer: object, *, with_draft: bool) -> None:
         missing.remove("deterministic")
     if missing:
         raise ValueError(
-            f"proposer {type(proposer).__name__} has no {', '.join(missing)}; pass NGram(), a subclass of "
+            f"proposer {type(proposer).__name__} has no {', '.join(missing)}; pass NGram(), Suffix(), a subclass of "
             "DeterministicProposer, or an object with all of fastspec.proposers.interface.Proposer"
         )
     if with_draft and not isinstance(proposer, NGram):
         raise ValueError(
-            f"a draft goes together with NGram() alone (lookup first, then the draft), got a "
+            f"a draft goes together with NGram() or Suffix() alone (lookup first, then the draft), got a "
             f"{type(proposer).__name__}; leave out draft or proposer"
         )
 

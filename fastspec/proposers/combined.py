@@ -43,6 +43,6 @@ class LookupThenModel(Wrapping):
 
     def propose(self, state: DecodeState, shape: StepShape, draws: Draws, **features: Tensor) -> None:
         """Makes k drafts per running row. A row beyond the model's context has only the drafts of the lookup."""
-        drafts, found = self.lookup.guess(state.tokens, state.lengths, shape.num_drafts)
+        drafts, found = self.lookup.look_up(state, shape.num_drafts)
         self.model.propose(state, shape, draws, (drafts, found), **features)
         state.draft_counts.copy_(found.maximum(state.draft_counts))

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from fastspec.proposers.deterministic import DeterministicProposer
+from fastspec.state import DecodeState
 
 _LONGEST = 32
 
@@ -31,7 +32,8 @@ class NGram(DeterministicProposer):
     def __init__(self, min_n: int = 1, max_n: int = 4) -> None:
         if not (type(min_n) is type(max_n) is int and 1 <= min_n <= max_n <= _LONGEST):
             raise ValueError(
-                f"NGram needs whole numbers 1 <= min_n <= max_n <= {_LONGEST}, got min_n={min_n!r}, max_n={max_n!r}"
+                f"{type(self).__name__} needs whole numbers 1 <= min_n <= max_n <= {_LONGEST}, got min_n={min_n!r}, "
+                f"max_n={max_n!r}"
             )
         self.min_n, self.max_n = min_n, max_n
 
@@ -41,13 +43,21 @@ class NGram(DeterministicProposer):
 
     def guess(self, tokens: Tensor, lengths: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """Returns k drafts for rows with a match; see `DeterministicProposer.guess`."""
-        start, found = self._match(tokens, lengths)
-        period = (lengths - start).clamp_min(1)  # after the row's end the copy continues with its own tokens
+        start, run = self._match(tokens, lengths)
+        return self._copied(tokens, lengths, start, k), torch.where(run > 0, k, 0)
+
+    def look_up(self, state: DecodeState, k: int) -> tuple[Tensor, Tensor]:
+        """`guess` for the rows of a state."""
+        return self.guess(state.tokens, state.lengths, k)
+
+    def _copied(self, tokens: Tensor, lengths: Tensor, start: Tensor, k: int) -> Tensor:
+        """Returns the k tokens of each row from `start` on. After the row's end the copy repeats its own tokens."""
+        period = (lengths - start).clamp_min(1)
         offsets = torch.arange(k, device=tokens.device) % period[:, None]
-        return tokens.gather(1, start[:, None] + offsets), torch.where(found, k, 0)
+        return tokens.gather(1, start[:, None] + offsets)
 
     def _match(self, tokens: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns (start int64 [B], found bool [B]): the position after the best match; 0 if there is none."""
+        """Returns (start int64 [B], run int64 [B]): the position after the best match, and its tokens; 0 if none."""
         width = tokens.shape[1]
         place = torch.arange(width, device=tokens.device)
         matching = place < lengths[:, None]
@@ -59,4 +69,4 @@ class NGram(DeterministicProposer):
             matching = matching & (before == last) & (place >= back)
             run = run + matching
         best = torch.where(run >= self.min_n, run * width + place, 0).amax(dim=1)
-        return best % width, best > 0
+        return best % width, best // width

@@ -68,6 +68,7 @@ def fill_options(
         **{each.fills: getattr(options, name) for name, each in NUMBERS.items()},
         "seeds": options.seed,
         "min_lengths": prompt_length + options.min_new_tokens,
+        "prompt_lengths": prompt_length,
         "draft_limits": draft_limit(options, state.draft_tokens.shape[1]),
         "constrained": options.guided,
         "masks": ALL,
@@ -75,6 +76,13 @@ def fill_options(
     _fill(state, row, numbers)
     if sampler == FULL:
         fill_tables(state, row, prompt_length, options)
+
+
+def fill_texts(state: DecodeState, row: int, prediction: tuple[int, ...], owner: int) -> None:
+    """Fills the prediction of a row, and the owner of the earlier answers that may draft for it."""
+    if prediction:
+        state.prediction[row, : len(prediction)] = _send(list(prediction), torch.int64, state.lengths.device)
+    _fill(state, row, {"prediction_lengths": len(prediction), "owners": owner})
 
 
 def _fill(state: DecodeState, row: int, numbers: Mapping[str, float]) -> None:

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from fastspec.adaptive.controller import DraftLengthPolicy
 from fastspec.engine.scores import PromptScores
-from fastspec.errors import InvalidLogits
+from fastspec.errors import InvalidLogits, UnsupportedOption
 from fastspec.grammar.library import Grammars
 from fastspec.grammar.row import GivenTokens, GrammarStep, Guide
 from fastspec.graphs.results import RowResult
@@ -26,6 +26,7 @@ from fastspec.inputs.prompts import RawPrompts
 from fastspec.inputs.scored import ScoredRow
 from fastspec.kv_cache.prefix import Node
 from fastspec.output import GenerateOutput, RowStats, ScoreOutput, Stats
+from fastspec.proposers.suffix import Suffix
 from fastspec.scheduling.admission import draft_limit
 from fastspec.scheduling.draft_length import DraftChoice
 from fastspec.shapes import FULL
@@ -312,6 +313,38 @@ def requests_of(
             scores = PromptScores(prompt, chosen.prompt_top_logprobs)
         requests.append(Request(prompt, _new_tokens(chosen, row), row, watch, grammar, scores))
     return requests
+
+
+def check_texts(rows: Iterable[RowOptions], texts: Suffix | None) -> None:
+    """Checks that the generator can use predictions and sessions of these rows.
+
+    Raises:
+        UnsupportedOption: its proposer does not.
+        ValueError: a prediction is too long.
+    """
+    for row in rows:
+        longest = texts.prediction_tokens if texts else 0
+        if row.prediction and not longest:
+            raise UnsupportedOption(
+                "predictions need a generator with proposer=Suffix(), and this one has none; leave predictions out"
+            )
+        if len(row.prediction) > longest:
+            raise ValueError(
+                f"predictions: one has {len(row.prediction)} tokens, and there is room for {longest}; shorten it, or "
+                "make the generator with a larger Suffix(prediction_tokens=...)"
+            )
+        if row.session is not None and (texts is None or texts.remember != "session"):
+            raise UnsupportedOption(
+                'session needs a generator with proposer=Suffix(remember="session"), and this one has none; leave '
+                "session out"
+            )
+
+
+def corpora_of(texts: Suffix | None) -> Suffix:
+    """Returns the lookup if it has room for corpora; else raises UnsupportedOption."""
+    if texts is None or not texts.corpus_tokens:
+        raise UnsupportedOption("corpora need a generator with proposer=Suffix(corpus_tokens=...), with their tokens")
+    return texts
 
 
 def _new_tokens(chosen: Options, row: RowOptions) -> int:

@@ -192,6 +192,8 @@ class Scheduler:
     def _end(self, request: Request, reason: str) -> None:
         request.finish_reason = request.finish_reason or reason
         del self._calls[request]
+        if self.engine.texts is not None and request.finish_reason in ("stop", "length"):
+            self.engine.texts.remember_answer(request.prompt, request.new_tokens, request.options.session)
 
     def _free_row(self, request: Request, *, running: bool) -> None:
         """Frees row and pages of a request that has ended. running: True if the device has not ended the row."""
@@ -394,6 +396,9 @@ class Scheduler:
         full = request.has_tables = any(each.full for each in self._calls.values())
         state, sampler = self.engine.state, FULL if full else GREEDY
         admission.fill_options(state, row, len(request.prompt), request.limit, request.options, sampler)
+        if self.engine.texts is not None:
+            owner = self.engine.texts.owner_of(request.prompt, request.options.session)
+            admission.fill_texts(state, row, request.options.prediction, owner)
         for other, running in self._rows.items() if full else ():
             if not running.has_tables:  # it was admitted when no step read its tables
                 admission.fill_tables(state, other, len(running.prompt), running.options)

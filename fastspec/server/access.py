@@ -53,8 +53,8 @@ class Access:
         if not _ROOT_PATH.fullmatch(self.root_path):
             raise ValueError(f"root_path must begin with / and not end with it, got {self.root_path!r}")
 
-    def check(self, request: Request) -> None:
-        """Checks the key of a request.
+    def check(self, request: Request) -> str | None:
+        """Checks the key of a request, and returns it; None: none is needed.
 
         Raises:
             Refusal: it has none, or another one.
@@ -70,3 +70,4 @@ class Access:
                 status=401,
                 code="invalid_api_key",
             )
+        return self.api_keys[matches.index(True)] if matches else None

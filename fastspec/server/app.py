@@ -158,7 +158,7 @@ def app_of(service: Service, access: Access | None = None) -> ASGIApp:
         async def answered(request: Request) -> Response:
             try:
                 if not open_to_all:
-                    access.check(request)
+                    request.state.api_key = access.check(request)
                 response = await answer(request)
             except Refusal as error:
                 response = _refusing(error)
@@ -312,7 +312,7 @@ async def _answer(service: Service, request: Request, kind: type[Body], noted: s
             _LOGGER.info(f"requests have the field {name}, which changes no answer: {TAKEN[name].note}")
     if body.stream_options is not None and not body.stream:
         raise Refusal("stream_options needs stream=true", "stream_options")
-    job = await service.start(body)
+    job = await service.start(body, request.state.api_key)
     record_of(request.scope).job = job
     envelope = Envelope(body, service)
     if body.stream:

@@ -133,6 +133,7 @@ FIELDS: Final[tuple[RequestField, ...]] = (
             "response_format": "text, json_object or json_schema; the answer follows it. Needs llguidance. "
             "Completions have it, too.",
             "modalities": 'Only ["text"].',
+            "prediction": "Drafts come from it with `--proposer suffix`; it changes no answer. Completions have it.",
         },
     ),
     *_served(
@@ -203,7 +204,6 @@ FIELDS: Final[tuple[RequestField, ...]] = (
             "prompt_cache_key": (str, "Prompts that begin alike are found without a key."),
             "prompt_cache_options": (dict[str, object], "The prefix cache decides by itself what it keeps."),
             "prompt_cache_retention": (str, "The prefix cache decides by itself what it keeps."),
-            "prediction": (dict[str, object], "It only speeds up; drafts come from the server's draft."),
             "verbosity": (str, "A hint to models that were trained for it; no template reads it."),
         },
     ),

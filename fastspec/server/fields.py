@@ -17,6 +17,7 @@ from fastspec.grammar.library import constraints
 from fastspec.inputs.table import NUMBERS, ROWS
 from fastspec.server.errors import Refusal
 from fastspec.server.field_table import TAKEN, without_neutral
+from fastspec.server.prediction import Prediction
 from fastspec.state import MAX_TOP_LOGPROBS
 from fastspec.text.answers.events import Tool
 
@@ -201,6 +202,7 @@ class Body(create_model("Numbers", **_numeric_fields(), **_taken_fields())):  # 
     structured_outputs: StructuredOutputs | None = None
     return_token_ids: bool = False
     prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    prediction: Prediction | None = None
 
     @model_validator(mode="before")
     @classmethod

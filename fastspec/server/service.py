@@ -18,6 +18,7 @@ from fastspec.inputs.values import whole
 from fastspec.server.errors import Refusal, failed, going_down, of_option, too_late
 from fastspec.server.fields import Body, Chat, Completion
 from fastspec.server.metrics import Live, Meters
+from fastspec.server.prediction import predicted, session_of
 from fastspec.server.texts import Answer, Piece
 from fastspec.text.answers.choose import AUTO, AnswerFormats, formats_of
 from fastspec.text.answers.lark import NoGrammar
@@ -317,7 +318,7 @@ class Service:
                 code="model_not_found",
             )
 
-    async def start(self, body: Body) -> Job:
+    async def start(self, body: Body, api_key: str | None = None) -> Job:
         """Submits the answers of a request.
 
         Raises:
@@ -333,7 +334,7 @@ class Service:
             )
         self._admit(count)
         try:  # a long text takes a while to tokenize: other requests go on meanwhile
-            answers, tokens = await asyncio.to_thread(self._submit, body)
+            answers, tokens = await asyncio.to_thread(self._submit, body, api_key)
         except BaseException:
             self._release(count)
             raise
@@ -348,12 +349,13 @@ class Service:
             self._cut(job)
         return job
 
-    def _submit(self, body: Body) -> tuple[list[Answer], int]:
+    def _submit(self, body: Body, api_key: str | None = None) -> tuple[list[Answer], int]:
         """Submits a request. Returns its answers and the number of prompt tokens."""
         plan = self._chat_plan(body) if isinstance(body, Chat) else Plan(self._prompts(body))
         answers: list[Answer] = []
+        drafts_from = session_of(self.generator, api_key) | predicted(self.generator, body.prediction)
         for prompt in plan.prompts:
-            options = self._options(body, len(prompt)) | self._grammar(body, plan)
+            options = self._options(body, len(prompt)) | self._grammar(body, plan) | drafts_from
             for copy in range(body.drawn):
                 if body.seed is not None:  # the rows of generate(num_return_sequences=n, seed=seed)
                     options["seed"] = [derive_seed(body.seed, 0, copy)]

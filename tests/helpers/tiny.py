@@ -110,6 +110,7 @@ def tiny_engine(
     graphs: bool = False,
     prefill_batch_tokens: int = 0,
     long_prompt: int = LONG_PROMPT,
+    prediction_tokens: int = 0,
 ) -> Engine:
     """An engine over two random decoders (or one as its own draft)."""
     on = torch.device(device, 0) if device == "cuda" else torch.device(device)
@@ -148,6 +149,7 @@ def tiny_engine(
             pages_per_row=pages_per_row,
             vocab_size=VOCAB,
             device=on,
+            prediction_tokens=prediction_tokens,
         )
         work = ops.sampled_work(batch, k, VOCAB, on)
         proposer = DraftModel(draft, ops, VOCAB, draft_context, work=work)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from fractions import Fraction
 from functools import cache
 
@@ -15,11 +16,12 @@ from fastspec.proposers.combined import LookupThenModel
 from fastspec.proposers.draft_model import DraftModel
 from fastspec.proposers.interface import Proposer
 from fastspec.proposers.ngram import NGram
+from fastspec.proposers.suffix import Suffix
 from fastspec.sampling import verify
 from fastspec.sampling.distribution import TARGET
 from fastspec.sampling.rules import BLOCK, COUPLED, REJECTION
 from fastspec.shapes import FULL, StepShape
-from fastspec.state import RUNNING
+from fastspec.state import RUNNING, DecodeState
 from fastspec.step import StepModules, step
 from tests.helpers.races import joint
 from tests.helpers.tables import WHOLE, ScriptedDraws, TableModel, all_outcomes, random_table, table_state
@@ -217,6 +219,47 @@ def test_lookup_follows_the_targets_law(mode: str, k: int) -> None:
     target = random_table(k, limit + k, VOCAB)
     law = decoded(mode, target, NGram(), lambda tokens: k if found(tokens) else 0, k=k, limit=limit, stop_ids=[2])
     assert distance(law, prompt_law(target, limit, [2])) < TOLERANCE
+
+
+class OfTexts(Suffix):
+    """Suffix with a prediction, a corpus and an earlier answer for every row."""
+
+    def __init__(self, prediction: tuple[int, ...], corpus: tuple[int, ...], answer: tuple[int, ...]) -> None:
+        super().__init__(1, 4, prediction_tokens=8, corpus_tokens=8, remember="all", remembered_tokens=8)
+        bound = self.on(torch.device("cpu"))
+        bound.add_corpus("one", corpus)
+        bound.remember_answer((), answer, None)
+        self.bound, self.prediction = bound, torch.tensor(prediction)
+
+    def look_up(self, state: DecodeState, k: int) -> tuple[Tensor, Tensor]:
+        rows = torch.full_like(state.lengths, len(self.prediction))
+        known = {"prediction": self.prediction.expand(state.batch, -1), "prediction_lengths": rows}
+        known |= {"prompt_lengths": torch.full_like(rows, len(PROMPT)), "owners": torch.zeros_like(rows)}
+        return self.bound.look_up(replace(state, **known), k)
+
+    def counted(self, tokens: Context, k: int) -> int:
+        state = table_state(torch.tensor([tokens]), k=k, vocab=VOCAB, limit=len(tokens) + k, stop_ids=[])
+        return int(self.look_up(state, k)[1])
+
+
+@pytest.mark.parametrize("mode", [REJECTION, BLOCK, COUPLED])
+@pytest.mark.parametrize("k", [1, 2, 3])
+@pytest.mark.parametrize(
+    "given", [((), (), ()), ((1, 0, 1), (), ()), ((), (0, 1, 2, 1), (1, 1, 0)), ((2, 0), (0, 1), (1, 0))]
+)
+def test_lookup_in_texts_follows_the_targets_law(mode: str, k: int, given: tuple[tuple[int, ...], ...]) -> None:
+    limit = len(PROMPT) + (2 if k == 3 else 3)
+    target = random_table(k + 20, limit + k, VOCAB)
+    lookup = OfTexts(*given)
+    law = decoded(mode, target, lookup, lambda tokens: lookup.counted(tokens, k), k=k, limit=limit, stop_ids=[2])
+    assert distance(law, prompt_law(target, limit, [2])) < TOLERANCE
+
+
+def test_the_enumeration_catches_drafts_that_are_always_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    accept = ScriptedDraws.accept
+    monkeypatch.setattr(ScriptedDraws, "accept", lambda self, p, positions: accept(self, p.clamp(min=0.9), positions))
+    with pytest.raises(AssertionError):
+        test_lookup_in_texts_follows_the_targets_law(REJECTION, 2, ((1, 0, 1), (), ()))
 
 
 class ShortLookup(NGram):

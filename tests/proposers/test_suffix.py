@@ -1,0 +1,335 @@
+"""Lookup in texts: the device's search against straight-line Python, exact text, forgetting, and who sees what."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fastspec.engine.engine import Engine
+from fastspec.inputs.options import RowOptions
+from fastspec.proposers.combined import LookupThenModel
+from fastspec.proposers.draft_model import DraftModel
+from fastspec.proposers.suffix import GAP, NOBODY, SHARED, Suffix, follow
+from fastspec.proposers.texts import LOOKED_AT, TextIndex, rungs_between
+from fastspec.sampling.rules import COUPLED, MODES
+from fastspec.state import DecodeState
+from tests.helpers.devices import devices
+from tests.helpers.tiny import VOCAB, tiny_engine
+from tests.helpers.variants import judging, proposing
+from tests.scheduling.test_scheduler import GREEDY_ROW, prompts, run, sampled_row, texts
+
+CPU = torch.device("cpu")
+ROOM = 64
+
+
+def common(left: Sequence[int], right: Sequence[int], most: int) -> int:
+    """Number of last tokens that two sequences share."""
+    count = 0
+    while count < min(most, len(left), len(right)) and left[-1 - count] == right[-1 - count]:
+        count += 1
+    return count
+
+
+def indexed(
+    shelf: list[tuple[int, list[int]]], row: list[int], owner: int, rungs: tuple[int, ...], k: int
+) -> tuple[list[int], int]:
+    """The definition of `TextIndex.look_up`: drafts, and tokens that match."""
+    own = [text for of, text in shelf if of == owner]
+    for rung in reversed(rungs):
+        places = [
+            (text, place)
+            for text in own
+            for place in range(rung, len(text))
+            if len(row) >= rung and text[place - rung : place] == row[-rung:]
+        ]
+        if places:
+            break
+    else:
+        return [], 0
+    latest = [(common(text[:place], row, rungs[-1]), text[place : place + k]) for text, place in places[-LOOKED_AT:]]
+    longest = max(run for run, _ in latest)
+    follows = [text for run, text in latest if run == longest]
+    sharing = [[sum(other[: j + 1] == one[: j + 1] for other in follows) for j in range(len(one))] for one in follows]
+    best = max(range(len(follows)), key=lambda index: (sum(sharing[index]), index))
+    count = next((j for j, alike in enumerate(sharing[best]) if alike * 4 < len(follows)), len(follows[best]))
+    return follows[best][:count], longest
+
+
+def followed(prediction: list[int], row: list[int], answered: int, min_n: int, max_n: int) -> tuple[int, int]:
+    """The definition of `follow`: place of the next token, and tokens that match."""
+    anchors = []
+    for gap in range(1, GAP + 1):
+        for place in range(1, len(prediction) - gap):
+            run = common(prediction[:place], row[: len(row) - gap], max_n) if gap < len(row) else 0
+            if run >= 3:
+                anchors.append((run, -gap, -abs(place + gap - answered), -place, place + gap))
+    expected = max(anchors)[-1] if anchors else answered
+    anchored = bool(anchors) or (answered <= GAP and answered < len(prediction))
+    found = []
+    for place in range(1, len(prediction)):
+        run, distance = common(prediction[:place], row, max_n), abs(place - expected)
+        likely = run >= 1 and distance <= GAP if anchored else run >= min_n
+        if run >= max(min_n, 4) or likely:
+            found.append((run, -distance, -place))
+    if found:
+        return -max(found)[2], max(found)[0]
+    return (expected, 1) if anchored else (0, 0)
+
+
+few = st.integers(0, 3)
+rows_of_few = st.lists(few, min_size=1, max_size=24)
+
+
+@settings(deadline=None, max_examples=200)
+@given(
+    st.lists(st.tuples(st.integers(0, 2), st.lists(few, min_size=1, max_size=20)), max_size=6),
+    rows_of_few,
+    st.integers(1, 3),
+    st.integers(0, 6),
+    st.integers(1, 8),
+)
+def test_an_index_is_its_definition(
+    shelf: list[tuple[int, list[int]]], row: list[int], min_n: int, more: int, k: int
+) -> None:
+    rungs = rungs_between(min_n, min_n + more)
+    index, start = TextIndex(128, rungs, CPU), 0
+    for number, (owner, text) in enumerate(shelf):
+        index.write(start, text, number, owner)
+        start += len(text)
+    index.sort()
+    width = rungs[-1]
+    recent = torch.tensor([(row[::-1] + [0] * width)[:width]] * 3)
+    known = (torch.arange(width) < len(row)).expand(3, -1)
+    drafts, counts, matched = index.look_up(recent, known, torch.arange(3), k)
+    for owner in range(3):
+        expected = indexed(shelf, row, owner, rungs, k)
+        assert (drafts[owner, : counts[owner]].tolist(), int(matched[owner])) == expected
+
+
+@settings(deadline=None, max_examples=300)
+@given(st.lists(few, max_size=20), rows_of_few, st.integers(0, 24), st.integers(1, 4), st.integers(0, 4))
+def test_the_place_in_a_prediction_is_its_definition(
+    prediction: list[int], row: list[int], answered: int, min_n: int, more: int
+) -> None:
+    answered = min(answered, len(row))
+    padded = torch.tensor([prediction + [1] * (30 - len(prediction))])  # junk behind its end
+    junk = torch.tensor([[*row, 2, 2, 2]])
+    numbers = (torch.tensor([each]) for each in (len(row), answered))
+    place, matched = follow(padded, torch.tensor([len(prediction)]), junk, *numbers, min_n, min_n + more)
+    expected = followed(prediction, row, answered, min_n, min_n + more)
+    assert int(matched) == expected[1]
+    assert not expected[1] or int(place) == expected[0]
+
+
+EDITS = {
+    "insertion": lambda text: [*text[:30], 90, 91, 92, *text[30:]],
+    "deletion": lambda text: [*text[:30], *text[35:]],
+    "rename": lambda text: [*text[:30], 90, *text[31:]],
+    "rename to a longer name": lambda text: [*text[:30], 90, 91, 92, *text[31:]],
+    "other beginning": lambda text: [90, 91, *text[3:]],
+}
+
+
+@pytest.mark.parametrize("edit", EDITS)
+def test_a_prediction_is_followed_again_within_8_tokens(edit: str) -> None:
+    """After the first token that differs from the prediction, a step drafts the right tokens within 8 tokens."""
+    old = random.Random(5).sample(range(80), 60)
+    new, prompt, k = EDITS[edit](old), [81, 82], 8
+    engine = tiny_engine(batch=1, k=k, prediction_tokens=ROOM)
+    state, lookup = engine.state, Suffix(prediction_tokens=ROOM)
+    state.prompt_lengths.fill_(2)
+    state.prediction[0, : len(old)] = torch.tensor(old)
+    state.prediction_lengths.fill_(len(old))
+    right = []
+    for done in range(len(new) - 1):
+        row = prompt + new[:done]
+        state.tokens[0, : len(row)] = torch.tensor(row)
+        state.lengths.fill_(len(row))
+        drafts, counts = lookup.look_up(state, k)
+        right.append(int(counts) > 0 and int(drafts[0, 0]) == new[done])
+    missed = [done for done, hit in enumerate(right) if not hit]
+    assert missed, "there is an edit"
+    assert max(missed) - min(missed) <= 8
+    assert all(right[max(missed) + 1 :])
+
+
+def texts_engine(lookup: Suffix, k: int, *, model: bool = False, batch: int = 3, device: str = "cpu") -> Engine:
+    engine = tiny_engine(k=k, batch=batch, device=device, prediction_tokens=lookup.prediction_tokens)
+    bound = lookup.on(engine.state.lengths.device)
+    drafter = engine.modules.proposer
+    assert isinstance(drafter, DraftModel)
+    return replace(proposing(engine, LookupThenModel(bound, drafter) if model else bound), texts=bound)
+
+
+def edited(text: list[int], seed: int) -> list[int]:
+    """A text with about one change in ten tokens."""
+    rng, made = random.Random(seed), []
+    for token in text:
+        kind = rng.random()
+        made += [] if kind < 0.03 else [rng.randrange(VOCAB)] if kind < 0.07 else [token]
+        made += [rng.randrange(VOCAB)] if kind > 0.97 else []
+    return made
+
+
+SOURCES = ("prediction", "corpus", "answers")
+
+
+@pytest.mark.parametrize("device", devices())
+@pytest.mark.parametrize("k", [1, 3, 5, 8, 15])
+@pytest.mark.parametrize(
+    ("sources", "model"), [*(((one,), False) for one in SOURCES), (SOURCES, False), (SOURCES, True)], ids=str
+)
+def test_greedy_text_is_plain_text(sources: tuple[str, ...], k: int, model: bool, device: str) -> None:
+    rows, new = prompts(4, seed=3, longest=40)[1:], 24
+    plain = texts(run(tiny_engine(k=k, device=device), rows, new, k=0))
+    lookup = Suffix(
+        prediction_tokens=ROOM if "prediction" in sources else 0,
+        corpus_tokens=600 if "corpus" in sources else 0,
+        remember="all" if "answers" in sources else None,
+        remembered_tokens=300,
+    )
+    engine = texts_engine(lookup, k, model=model, device=device)
+    if "corpus" in sources:
+        assert engine.texts is not None
+        engine.texts.add_corpus("old", [token for text in plain for token in edited(text, 1)])
+    options = [replace(GREEDY_ROW, prediction=tuple(edited(text, 2))) for text in plain]
+    options = options if "prediction" in sources else [GREEDY_ROW] * len(rows)
+    first = run(engine, rows, new, k=k, options=options)
+    again = run(engine, rows, new, k=k, options=options)
+    assert texts(first) == texts(again) == plain
+    steps = sum(request.steps for request in again)
+    assert steps < 0.8 * sum(map(len, plain)), "the texts draft"
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_sampled_rows_with_predictions_do_not_feel_their_neighbours(mode: str) -> None:
+    """Rows end, and others move to their places with their predictions."""
+    rows, caps = prompts(6, seed=8, longest=30), [30, 7, 25, 3, 18, 30]
+    bare = [sampled_row(seed, temperature=0.4) for seed in range(6)]
+    drawn = texts(run(judging(tiny_engine(), mode), rows, caps, k=0, options=bare))
+    options = [replace(one, prediction=tuple(edited(text, 4))) for one, text in zip(bare, drawn, strict=True)]
+    engine = judging(texts_engine(Suffix(prediction_tokens=ROOM), 4), mode)
+    together = run(engine, rows, caps, options=options)
+    assert sum(request.accepted for request in together) > 0
+    if mode == COUPLED:
+        assert texts(together) == drawn
+    for index, row in enumerate(rows):
+        alone = run(engine, [row], caps[index], options=[options[index]])
+        assert texts(alone)[0] == together[index].new_tokens
+
+
+def drafted(lookup: Suffix, row: list[int], owner: int = NOBODY, k: int = 4) -> list[int]:
+    """Drafts of a row, from corpora and earlier answers."""
+    state = DecodeState.allocate(batch=1, max_drafts=k, max_length=40, pages_per_row=1, vocab_size=VOCAB, device=CPU)
+    state.tokens[0, : len(row)] = torch.tensor(row)
+    state.lengths.fill_(len(row))
+    state.owners.fill_(owner)
+    drafts, counts = lookup.look_up(state, k)
+    return drafts[0, : int(counts)].tolist()
+
+
+def test_corpora_are_added_replaced_and_forgotten() -> None:
+    lookup = Suffix(prediction_tokens=0, corpus_tokens=10).on(CPU)
+    lookup.add_corpus("one", [1, 2, 3, 4, 5])
+    lookup.add_corpus("two", [6, 7, 8])
+    assert drafted(lookup, [2, 3]) == [4, 5]
+    assert drafted(lookup, [6, 7]) == [8]
+    assert drafted(lookup, [4, 5]) == [], "a text does not go on in the next one"
+    with pytest.raises(ValueError, match="would have 11 tokens, and there is room for 10; remove one"):
+        lookup.add_corpus("three", [9, 9, 9])
+    lookup.add_corpus("one", [2, 3, 9, 9])
+    assert drafted(lookup, [2, 3]) == [9, 9]
+    lookup.remove_corpus("one")
+    assert drafted(lookup, [2, 3]) == []
+    assert drafted(lookup, [6, 7]) == [8]
+    with pytest.raises(ValueError, match=r"no corpus 'one'; there are \['two'\]"):
+        lookup.remove_corpus("one")
+
+
+@pytest.mark.parametrize("length", [3, 4, 5, 8, 13])
+def test_answers_are_forgotten_in_order(length: int) -> None:
+    """At every room: exactly the newest answers that fit are left."""
+    for room in range(4, 27, 2 if length > 5 else 1):
+        lookup = Suffix(prediction_tokens=0, remember="all", remembered_tokens=room).on(CPU)
+        for number in range(5):
+            lookup.remember_answer([], [100 * number + place for place in range(length)], None)
+            for old in range(number + 1):
+                end = [100 * old + place for place in range(length)][-3:]
+                left = old > number - max(1, room // length)
+                assert drafted(lookup, end[:2], SHARED) == (end[2:] if left else []), (room, number, old)
+
+
+def test_an_answer_longer_than_the_room_keeps_its_end() -> None:
+    lookup = Suffix(prediction_tokens=0, remember="all", remembered_tokens=5).on(CPU)
+    lookup.remember_answer([], list(range(10, 30)), None)
+    assert drafted(lookup, [25, 26], SHARED) == [27, 28, 29]
+    assert drafted(lookup, [23, 24], SHARED) == []
+
+
+def test_answers_draft_for_their_owner_alone() -> None:
+    by_prompt = Suffix(prediction_tokens=0, remember="prompt").on(CPU)
+    by_prompt.remember_answer([1, 2], [3, 4, 5, 6], None)
+    mine, other = by_prompt.owner_of([1, 2], None), by_prompt.owner_of([1, 9], None)
+    assert drafted(by_prompt, [3, 4], mine) == [5, 6]
+    assert drafted(by_prompt, [1, 2], mine) == [3, 4, 5, 6], "the first tokens, too"
+    assert drafted(by_prompt, [3, 4], other) == drafted(by_prompt, [3, 4], NOBODY) == []
+    by_session = Suffix(prediction_tokens=0, remember="session").on(CPU)
+    by_session.remember_answer([1, 2], [3, 4, 5, 6], "alice")
+    by_session.remember_answer([1, 2], [3, 4, 7, 8], "bob")
+    by_session.remember_answer([1, 2], [3, 4, 9, 9], None)
+    assert drafted(by_session, [3, 4], by_session.owner_of([5], "alice")) == [5, 6]
+    assert drafted(by_session, [3, 4], by_session.owner_of([5], "bob")) == [7, 8]
+    assert drafted(by_session, [3, 4], by_session.owner_of([1, 2], None)) == []
+    for_all = Suffix(prediction_tokens=0, remember="all").on(CPU)
+    for_all.remember_answer([1, 2], [3, 4, 5, 6], "alice")
+    assert drafted(for_all, [3, 4], for_all.owner_of([7], None)) == [5, 6]
+
+
+def test_a_collision_of_hashes_shows_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With equal hashes for all owners and tokens, owner and tokens are still compared."""
+    index = TextIndex(8, (2,), CPU)
+    index._factors.zero_()
+    index.write(0, [1, 2, 3, 4], 0, owner=5)
+    index.sort()
+    known = torch.ones(1, 2, dtype=torch.bool)
+    for recent, owner, expected in (([2, 1], 5, 2), ([2, 1], 6, 0), ([2, 9], 5, 0)):
+        _, counts, matched = index.look_up(torch.tensor([recent]), known, torch.tensor([owner]), 2)
+        assert int(matched) == expected
+        assert (int(counts) > 0) == (expected > 0)
+
+
+def test_requests_of_one_session_do_not_feel_those_of_another() -> None:
+    """The number of drafts of a request tells of its own session alone."""
+    rows = prompts(3, seed=12, longest=30)
+    alice, bob = (replace(GREEDY_ROW, session=name) for name in ("alice", "bob"))
+
+    def drafts(before: list[RowOptions]) -> list[tuple[int, int]]:
+        engine = texts_engine(Suffix(prediction_tokens=0, remember="session"), 4)
+        for options in before:
+            run(engine, rows, 40, options=[options] * 3)
+        return [(one.drafted, one.accepted) for one in run(engine, rows, 40, options=[bob] * 3)]
+
+    assert drafts([]) == drafts([alice]) == drafts([alice, GREEDY_ROW])
+    assert drafts([]) != drafts([bob])
+
+
+@pytest.mark.parametrize(
+    ("bad", "says"),
+    [
+        ({"min_n": 0}, "Suffix needs whole numbers 1 <= min_n"),
+        ({"remember": "user"}, "remember must be 'prompt', 'session', 'all' or None, got 'user'"),
+        ({"corpus_tokens": -1}, "corpus_tokens must be a whole number from 0"),
+        ({"prediction_tokens": 1.5}, "prediction_tokens must be a whole number from 0"),
+        ({"remembered_tokens": 1}, "remembered_tokens must be a whole number from 2"),
+    ],
+    ids=str,
+)
+def test_bad_sizes_are_refused(bad: dict[str, object], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        Suffix(**bad)  # type: ignore[arg-type]
