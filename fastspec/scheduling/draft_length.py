@@ -147,6 +147,8 @@ class DraftPlan:
             raise ValueError("calibrate tries every k; leave out num_speculative_tokens")
         if chosen.top_logprobs is not None:
             raise ValueError("calibrate records no log-probabilities; leave out logprobs")
+        if chosen.prompt_top_logprobs is not None:
+            raise ValueError("calibrate records no log-probabilities; leave out prompt_logprobs")
         if grammar := next((row.grammar for row in chosen.rows if row.grammar), None):
             raise ValueError(f"calibrate tries what drafts, and a grammar brings its own; leave out {grammar.kind}")
         sampler = GREEDY if chosen.plain else FULL

@@ -290,6 +290,11 @@ def test_what_cannot_be_scored_is_named(arguments: dict[str, Any], message: str,
         drafting.score(**arguments)
 
 
+def test_calibration_records_nothing(drafting: FastSpecGenerator) -> None:
+    with pytest.raises(ValueError, match="leave out prompt_logprobs"):
+        drafting.calibrate([[1, 2]], prompt_logprobs=True)
+
+
 def test_invalid_logits_are_named(tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(make_checkpoint(tmp_path / "target", "llama2"), dtype=torch.float32)
     model.lm_head.weight.data[5] = float("nan")
