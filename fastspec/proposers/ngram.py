@@ -37,6 +37,10 @@ class NGram(DeterministicProposer):
             )
         self.min_n, self.max_n = min_n, max_n
 
+    def __repr__(self) -> str:
+        """The arguments, which ranks compare."""
+        return f"{type(self).__name__}(min_n={self.min_n}, max_n={self.max_n})"
+
     def __str__(self) -> str:
         """Describes the proposer in a few words, for messages and `explain()`."""
         return f"lookup of the last {self.min_n} to {self.max_n} tokens in the row itself"

@@ -31,9 +31,10 @@ Remember = Literal["prompt", "session", "all"]
 class Suffix(NGram):
     """Drafts what followed a row's last tokens in the row, in its prediction, in corpora, and in earlier answers.
 
-    In each source the longest match of max_n down to min_n tokens is looked for; the source with the longest one
-    drafts. A match in the prediction counts twice. Except there, a match of n tokens gives at most 2n drafts. Among
-    occurrences of the same length in corpora and earlier answers most decide, see `TextIndex.look_up`.
+    Each source is searched for the longest match of max_n down to min_n tokens. The prediction drafts unless another
+    match is longer than twice its match and k more tokens. Of the other sources the one with the longest match drafts,
+    at most 2 tokens for each that matches. Of equally long matches in corpora and earlier answers the majority decides,
+    see `TextIndex.look_up`.
 
     A prediction is followed from its beginning. Behind a difference it is followed again where the last tokens match,
     or else where the text would be if each token had replaced one.
@@ -74,6 +75,12 @@ class Suffix(NGram):
         self._answers: TextIndex | None = None
         self._corpora: dict[str, list[int]] = {}
         self._next, self._texts = 0, 0
+
+    def __repr__(self) -> str:
+        """The arguments, which ranks compare."""
+        sizes = f"prediction_tokens={self.prediction_tokens}, corpus_tokens={self.corpus_tokens}"
+        kept = f"remember={self.remember!r}, remembered_tokens={self.remembered_tokens}"
+        return f"Suffix(min_n={self.min_n}, max_n={self.max_n}, {sizes}, {kept})"
 
     def __str__(self) -> str:
         """A short description, for messages and `explain()`."""

@@ -16,7 +16,7 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 import fastspec
-from fastspec import FastSpecGenerator, NGram, demo_pair
+from fastspec import FastSpecGenerator, NGram, Suffix, demo_pair
 from fastspec.cli import app as cli
 from fastspec.cli.app import app
 from fastspec.errors import InvalidLogits
@@ -36,7 +36,7 @@ def test_every_option_has_a_flag() -> None:
     assert {row.keyword for row in OPTIONS if isinstance(row.flag, Flag)} <= flags
     assert {row.keyword for row in OPTIONS} - flags == {
         *("min_length", "do_sample", "sequence_bias", "bad_words_ids", "eos_token_id", "pad_token_id", "tokenizer"),
-        *("return_dict_in_generate", "logprobs", "stop_across_prompt"),
+        *("return_dict_in_generate", "logprobs", "stop_across_prompt", "session"),
     }
     assert {"verification", "proposer"} <= flags
     shown = click.unstyle(CliRunner().invoke(app, ["generate", "--help"]).stdout)
@@ -100,7 +100,7 @@ def test_zeros_are_passed_on() -> None:
         ("--temperature -1", "--temperature: temperature must be a number between 0"),
         ("--temperature 1 --top-p 2", "--top-p: must be a number between 0"),
         ("--repetition-penalty 0", "--repetition-penalty: must be a number between"),
-        ("--proposer eagle", "--proposer: got 'eagle', wanted ngram or ngram:MIN:MAX"),
+        ("--proposer eagle", "--proposer: got 'eagle', wanted ngram or suffix, or ngram:MIN:MAX"),
         ("--proposer ngram:3:2", "--proposer: NGram needs whole numbers 1 <= min_n <= max_n <= 32, got min_n=3"),
     ],
 )
@@ -210,6 +210,23 @@ def test_the_rule_and_the_proposer_reach_the_constructor() -> None:
     assert alone == ("t", None)
     assert isinstance(second["proposer"], NGram)
     assert "verification" not in second
+
+
+def test_texts_for_drafts_reach_the_generator(tmp_path: Path) -> None:
+    old = tmp_path / "old.py"
+    old.write_text("x = 1\n" * 1000, encoding="utf-8")
+    stub = Stub()
+    stub.add_corpus = lambda name, text: added.append((name, text))  # type: ignore[attr-defined]
+    added: list[tuple[str, str]] = []
+    invoke(stub, "generate", "--prompt", "x", "--prediction", str(old))
+    invoke(stub, "generate", "--prompt", "x", "--corpus", str(old), "--proposer", "suffix:3:8")
+    (_, first), (_, second) = stub.opened
+    assert isinstance(first["proposer"], Suffix)
+    assert (first["proposer"].prediction_tokens, first["proposer"].corpus_tokens) == (6000, 0)
+    assert (second["proposer"].min_n, second["proposer"].max_n, second["proposer"].corpus_tokens) == (3, 8, 6000)
+    assert added == [(str(old), "x = 1\n" * 1000)]
+    refused = invoke(Stub(), "generate", "--prompt", "x", "--corpus", str(old), "--proposer", "ngram")
+    assert "ngram looks in the row alone; give suffix with --corpus" in refused.stderr
 
 
 @pytest.fixture(scope="module")

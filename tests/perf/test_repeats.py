@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from perf.__main__ import main
-from perf.repeats import DRAFTERS, Replay, pairs_of, replay, rows_of
+from perf.repeats import DRAFTERS, Replay, edited_lines, pairs_of, replay, rows_of
 
 
 def test_a_replay_counts_accepted_drafts_and_when_they_come_again() -> None:
@@ -51,6 +51,7 @@ def test_files_that_differ_are_paired(tmp_path: Path, capsys: pytest.CaptureFixt
             (tmp_path / folder).mkdir(exist_ok=True)
             (tmp_path / folder / f"{name}.py").write_text(text, encoding="utf-8")
     assert pairs_of(tmp_path / "old", tmp_path / "new") == [("x = 1\n", "x = 2\n")]
+    assert edited_lines([("a\nb\nc\nd\n", "a\nx\nc\nd\n")]) == 0.25
     line = ["repeats", "--old", str(tmp_path / "old"), "--new", str(tmp_path / "new"), "--name", "two", "--k", "4"]
     assert [row["files"] for row in main(line)] == [1, 1, 1]
     assert "tokens_per_step" in capsys.readouterr().out

@@ -225,8 +225,9 @@ class OfTexts(Suffix):
     """Suffix with a prediction, a corpus and an earlier answer for every row."""
 
     def __init__(self, prediction: tuple[int, ...], corpus: tuple[int, ...], answer: tuple[int, ...]) -> None:
-        super().__init__(1, 4, prediction_tokens=8, corpus_tokens=8, remember="all", remembered_tokens=8)
-        bound = self.on(torch.device("cpu"))
+        super().__init__(1, 4)
+        texts = Suffix(1, 4, prediction_tokens=8, corpus_tokens=8, remember="all", remembered_tokens=8)
+        bound = texts.on(torch.device("cpu"))
         bound.add_corpus("one", corpus)
         bound.remember_answer((), answer, None)
         self.bound, self.prediction = bound, torch.tensor(prediction)
