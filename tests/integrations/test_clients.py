@@ -123,7 +123,7 @@ CLIENTS = (
             *("--data", "kind=synthetic_text,prompt_tokens=32,output_tokens=8"),
             *("--output", "kind=json,path={folder}/report.json"),
         ),
-        (r"synchronous \| 16\.0",),
+        (r"\| 16 +\| 0 +\| 0 +\|",),
     ),
     Other(
         "aiperf",
