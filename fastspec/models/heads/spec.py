@@ -180,7 +180,8 @@ def asked_boundaries(asked: Sequence[int], layers: int, count: int | None) -> Re
     for boundary in reading:
         if isinstance(boundary, bool) or not isinstance(boundary, int) or not 0 <= boundary <= layers:
             raise ValueError(
-                f"feature_layers={reading}: {boundary!r} is none of the target's boundaries 0 to {layers}; boundary b "
+                f"feature_layers={reading}: {boundary!r} is not one of the target's boundaries 0 to {layers}; "
+                "boundary b "
                 "is the hidden state after b layers"
             )
     if count is not None and len(reading) != count:

@@ -68,7 +68,9 @@ def write_quantised(
         raise CheckpointError(f"{destination}: exists already; name a directory that does not")
     checkpoint = resolve(source, role="target", revision=revision)
     if checkpoint.spec.hosting:
-        raise UnsupportedOption(f"{source} is no native family (see docs/models.md), and only those are quantised")
+        raise UnsupportedOption(
+            f"{source} is not of a native family (see docs/models.md), and only those can be quantised"
+        )
     if checkpoint.quantisation is not None or checkpoint.directory is None:
         raise UnsupportedOption(f"{source} is stored quantised ({checkpoint.stored}); take its original weights")
     shapes = {name: shape for name, shape in tensor_shapes(checkpoint.native).items() if len(shape) == 2}
