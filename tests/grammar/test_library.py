@@ -37,7 +37,7 @@ def test_a_schema_is_a_dict_or_json_or_a_class(schema: Any) -> None:
     [
         ({"json_schema": STRICT, "regex": "a"}, "json_schema and regex are given for one prompt"),
         ({"json_schema": 3}, "json_schema must be a JSON schema .*got 3"),
-        ({"json_schema": "{"}, "json_schema must be a JSON schema, got a text that is no JSON"),
+        ({"json_schema": "{"}, "json_schema must be a JSON schema, got a text that is not JSON"),
         ({"json_schema": {"a": {1}}}, "json_schema must be .*a dict that cannot be written as JSON"),
         ({"regex": ""}, "regex must be a text, got ''"),
         ({"grammar": 3}, "grammar must be a text, got 3"),

@@ -187,7 +187,7 @@ def cancelled(gen: FastSpecGenerator) -> None:
 def timed_out(gen: FastSpecGenerator) -> None:
     with gen._loop.turn:  # no step is made meanwhile
         handle = gen.submit(PROMPTS[0], max_new_tokens=90)
-        with pytest.raises(TimeoutError, match="has not ended within 0 s; it goes on"):
+        with pytest.raises(TimeoutError, match="has not ended within 0 s; it continues"):
             handle.result(timeout=0)
         assert not handle.done
 
