@@ -114,7 +114,7 @@ class RoutingRule(NamedTuple):
 
     Attributes:
         chosen: number of experts of a token.
-        scores: how s is computed; "logits" takes the softmax over the chosen experts alone.
+        scores: formula of s; "logits" takes the softmax over the chosen experts alone.
         normed: True if factors are divided by their sum.
         scale: factor on all of them.
         groups: number of groups of experts, all of one size. 1: no groups.

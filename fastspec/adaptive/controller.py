@@ -342,7 +342,7 @@ class Controller:
         shown = self.k or self.ks[1]
         tokens = tokens_per_step(self.acceptance.survival(), shown)
         passes = self.times.seconds(self._bucket, shown) / self.times.seconds(self._bucket, 0)
-        fact = f"a step with {shown} gives {tokens:.2f} tokens a row and takes {passes:.2f} plain steps"
+        fact = f"a step with {shown} emits {tokens:.2f} tokens per row and takes {passes:.2f} plain steps"
         if self.k:
             return f"{self.k} drafts, {tokens / passes:.2f}x as fast as plain decoding by expectation: {fact}"
         return f"no drafts: {fact}"

@@ -46,7 +46,7 @@ class Acceptance:
 
     @property
     def weight(self) -> float:
-        """Weight of all evidence, in row results."""
+        """Weight of all evidence. The result of one row in one step adds 1."""
         return self.trials[0]
 
     def observe(self, k: int, accepted: Sequence[int]) -> None:

@@ -116,8 +116,8 @@ class Conversation:
     def manner(self) -> str:
         """Text that tells the user if a chat template is used."""
         if self.templated:
-            return "a conversation by the checkpoint's chat template"
-        return "the checkpoint has no chat template: what you write is continued, not answered"
+            return "a conversation, formatted by the checkpoint's chat template"
+        return "the checkpoint has no chat template: it continues your text instead of answering"
 
     def clear(self) -> None:
         """Drops all messages."""

@@ -180,9 +180,9 @@ def _version_lines(probes: Probes, on_gpu: bool) -> Iterator[Line]:
             build = f", {probes.torch_build()} build" if package == "torch" else ""
             yield _version_line(package, version, floor, build, f'pip install -U "{package}>={floor}"')
         elif package == "triton" and not probes.system.startswith("linux"):
-            yield Line("note", package, "not installed; there is none for this system, and torch does its work")
+            yield Line("note", package, "not installed; there is none for this system, so torch is used instead")
         elif package == "triton":
-            text = "not installed; attention on CUDA takes the slower torch path"
+            text = "not installed; attention on CUDA uses the slower torch code"
             yield Line("warn" if on_gpu else "note", package, text, "pip install triton")
         else:
             yield Line("warn", package, f"not installed; needed: {floor} or newer", f"pip install {package}")
@@ -239,7 +239,11 @@ def _support(gpu: GpuFacts, build: str) -> tuple[Status, str, str | None]:
     if build.startswith("ROCm"):
         return "warn", "AMD devices are untested", "if it fails, use device='cpu'"
     if not gpu.generation.usable:
-        return "warn", "refused, 7.0 is the least", "use device='cpu', or a GPU of compute capability 8.0 or newer"
+        return (
+            "warn",
+            "refused: 7.0 or newer is needed",
+            "use device='cpu', or a GPU of compute capability 8.0 or newer",
+        )
     if not gpu.generation.supported:
         return "warn", "untested, and float16 only", "pass dtype='float16'; if it fails, use device='cpu'"
     if gpu.generation.measured:
@@ -249,10 +253,10 @@ def _support(gpu: GpuFacts, build: str) -> tuple[Status, str, str | None]:
 
 def _triton_lines(probes: Probes, gpus: tuple[GpuFacts, ...]) -> Iterator[Line]:
     if not _has_triton(probes):
-        yield Line("note", "attention", "torch on every device, as triton is not installed")
+        yield Line("note", "attention", "torch on every device, because triton is not installed")
         return
     if not gpus:
-        yield Line("note", "attention", "torch; Triton kernels run on CUDA only, and the rest here is for them")
+        yield Line("note", "attention", "torch: Triton kernels run on CUDA only, and the lines below are about them")
     elif release(str(probes.version("triton")))[:2] != release(SEEN_ON_GPUS):
         text = f"tested and measured on GPUs with Triton {SEEN_ON_GPUS} only; their speed with another is not known"
         yield Line("note", "kernels", text)
@@ -290,7 +294,7 @@ def _check_lines(name: str, gpu: GpuFacts | None, probes: Probes) -> Iterator[Li
         yield Line("fail", name, f"refused: compute capability {_dotted(gpu)}, 7.0 is the least", "use device='cpu'")
         return
     dtype = torch.float32 if not on_gpu else torch.bfloat16 if gpu and gpu.generation.supported else torch.float16
-    fix = f"use device='cpu' meanwhile; {REPORT_IT}" if on_gpu else f"see the lines marked !; {REPORT_IT}"
+    fix = f"use device='cpu' meanwhile; {REPORT_IT}" if on_gpu else f"read the lines marked !; {REPORT_IT}"
     result = _attempt(lambda: probes.self_check(torch.device(name), dtype), name, "fail", fix)
     if isinstance(result, Line):
         yield result
@@ -311,7 +315,7 @@ def _check_lines(name: str, gpu: GpuFacts | None, probes: Probes) -> Iterator[Li
     if result.repeated is None:
         pass
     elif result.repeated:
-        yield Line("ok", f"{name} sampling", "one seed gives one text, twice")
+        yield Line("ok", f"{name} sampling", "two runs with one seed gave the same text")
     else:
         yield Line("fail", f"{name} sampling", "one seed gave two texts", REPORT_IT)
     if on_gpu and _has_triton(probes):
@@ -350,14 +354,14 @@ def _not_working(checks: Mapping[str, tuple[Line, ...]], gpus: tuple[GpuFacts, .
         yield will_not("use a GPU here", f"an NVIDIA GPU of compute capability 8.0 or newer, with a CUDA torch{system}")
     elif not _has_triton(probes):
         yield will_not(
-            "use its Triton kernel, or capture steps as CUDA graphs: the slower torch path is taken",
+            "use its Triton kernel, or capture steps as CUDA graphs: slower torch code is used",
             "pip install triton, on Linux",
         )
     if probes.system == "darwin":
         yield will_not("run on Apple's GPU (MPS)", "use device='cpu', the default there")
-    yield will_not("run Triton kernels on the CPU", "none needed: torch does their work there")
+    yield will_not("run Triton kernels on the CPU", "none needed: torch computes the same there")
     yield will_not(
-        "cut a hosted model without a plan of transformers' (base_model_tp_plan) over several GPUs (tensor_parallel)",
+        "split a hosted model over several GPUs (tensor_parallel) if transformers has no base_model_tp_plan for it",
         "one process per GPU, each with its own prompts",
     )
     yield will_not(

@@ -73,14 +73,16 @@ Dtype = Annotated[
     typer.Option(
         parser=_dtype,
         metavar="bf16|fp16|fp32",
-        help="Of weights and K/V cache. Default: the checkpoint's on CUDA, fp32 on a CPU.",
+        help="Dtype of weights and KV cache. Default: the checkpoint's on CUDA, fp32 on a CPU.",
     ),
 ]
 Target = Annotated[str | None, typer.Argument(help="Directory or Hub id of the target. Default: the shipped pair.")]
 Draft = Annotated[
     str | None, typer.Option(help="Directory or Hub id of a draft model or head; mtp: the target's own MTP layer.")
 ]
-MaxLength = Annotated[int | None, typer.Option(help="Tokens of prompt and new text that memory is reserved for.")]
+MaxLength = Annotated[
+    int | None, typer.Option(help="Largest number of tokens of prompt and new text. Memory is reserved for them.")
+]
 DraftFormat = Annotated[
     str | None,
     typer.Option(
@@ -95,7 +97,7 @@ KVDtype = Annotated[
 Temperature = Annotated[float, typer.Option(help=_help("temperature"))]
 TopP = Annotated[float | None, typer.Option(help=_help("top_p"))]
 Seed = Annotated[int | None, typer.Option(help=_help("seed"))]
-Rule = Annotated[str | None, typer.Option(help=f"How drafts are judged: {', '.join(MODES)}. Default: block.")]
+Rule = Annotated[str | None, typer.Option(help=f"Rule that accepts drafts: {', '.join(MODES)}. Default: block.")]
 TensorParallel = Annotated[
     int | None, typer.Option(help="Number of GPUs that share the target, one process each: 1, 2, 4 or 8.")
 ]
@@ -103,8 +105,8 @@ Drafter = Annotated[
     str | None,
     typer.Option(
         metavar="ngram[:MIN:MAX]|suffix[:MIN:MAX]",
-        help="Draft by looking up the last MIN to MAX tokens; the draft model goes on where that finds nothing. suffix "
-        "also looks in predictions and corpora.",
+        help="Draft by lookup of the last MIN to MAX tokens; the draft model drafts in rows without a match. suffix also "
+        "looks in predictions and corpora.",
     ),
 ]
 Corpus = Annotated[
@@ -314,7 +316,7 @@ def pair_of(target: str | None, draft: str | None) -> tuple[str, str | None]:
     if target is not None:
         return target, draft
     if draft is not None:
-        raise typer.BadParameter("a draft needs its target: name that too", param_hint="--draft")
+        raise typer.BadParameter("a draft needs its target: give the target, too", param_hint="--draft")
     shipped, its_draft = demo_pair()
     return str(shipped), str(its_draft)
 
@@ -334,7 +336,7 @@ def suggest_draft(target: str | None, draft: str | None, proposer: str | None) -
         return
     found = natural_pairs(target)
     if found is not None and found.drafts:
-        typer.echo(f"fastspec: no draft, so decoding is plain; --draft {found.drafts[0]} fits {target}", err=True)
+        typer.echo(f"fastspec: decoding without a draft; --draft {found.drafts[0]} fits {target}", err=True)
 
 
 def opened(context: typer.Context, target: str, draft: str | None, **options: Any) -> FastSpecGenerator:

@@ -78,9 +78,9 @@ def check_call(given: Mapping[str, Any]) -> None:
         _refuse("--max-new-tokens", f"{new} leaves no room for a prompt in --max-length {longest}; lower it")
     copies = given.get("num_return_sequences") or 1
     if copies > 1 and not given["temperature"]:
-        _refuse("--num-return-sequences", f"{copies} greedy texts would all be the same; give --temperature too")
+        _refuse("--num-return-sequences", f"{copies} greedy texts would be equal; give --temperature, too")
     if copies > 1 and given.get("color"):
-        _refuse("--color", "shows one text as it is drafted; leave out --num-return-sequences")
+        _refuse("--color", "shows a single text; leave out --num-return-sequences")
     rule = given.get("verification")
     if rule is not None and rule not in MODES:
         _refuse("--verification", f"must be one of {', '.join(MODES)}; got {rule!r}")

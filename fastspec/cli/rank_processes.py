@@ -150,7 +150,9 @@ def _check(count: int, device: str | None) -> None:
     if count not in SIZES:
         refused = f"{count} ranks are not supported; use one of {', '.join(map(str, SIZES))}"
     elif on.startswith("cuda:"):
-        refused = f"{count} ranks need a GPU each, and --device {device} names one: use --device cuda, or leave it out"
+        refused = (
+            f"{count} ranks need a GPU each, and --device {device} names only one: use --device cuda, or leave it out"
+        )
     elif on == "cuda" and there < count:
         refused = f"{count} ranks need a GPU each, and torch sees {there}: use fewer, or --device cpu"
     if refused is not None:

@@ -58,12 +58,12 @@ def agree(
         return [each["told"] for each in ranks]
     for rank, each in enumerate(ranks):
         if each["refused"] is not None:
-            raise UnsupportedOption(f"rank {rank} refused what this rank would do: {each['refused']}")
+            raise UnsupportedOption(f"rank {rank} refused the arguments: {each['refused']}")
     for rank, each in enumerate(ranks):
         differ = [name for name in asked if each["asked"].get(name) != ranks[0]["asked"].get(name)]
         if differ:
             raise UnsupportedOption(
-                f"rank {rank} was asked for another {' and '.join(differ)} than rank 0; every rank must be called with "
+                f"rank {rank} got another {' and '.join(differ)} than rank 0; every rank must be called with "
                 "the same arguments"
             )
     return [each["told"] for each in ranks]

@@ -42,7 +42,7 @@ class OverDevices:
     def describe(self) -> str:
         """Describes the exchange for `explain`."""
         if self.room is None:
-            return f"NCCL in the graph, for {self._why}"
+            return f"NCCL in the graph, because {self._why}"
         prompts = "" if self._prompts else "; prompts by NCCL"
         return f"pushed into the peers' memory by a kernel of the step, added as one tree in fp32{prompts}"
 
@@ -122,7 +122,7 @@ def _room_of(world: World, device: torch.device, elements: int) -> tuple[Room | 
     except RankFailed:
         raise
     except (RuntimeError, OSError) as error:
-        why = f"shared memory of the GPUs cannot be had ({str(error).splitlines()[0]})"
+        why = f"shared memory of the GPUs cannot be allocated ({str(error).splitlines()[0]})"
     told = world.gather_bytes(why.encode())  # also a barrier: all ranks have initialised their room to EMPTY
     refused = next((each.decode() for each in told if each), "")
     return (None, refused) if refused else (made, "")

@@ -108,7 +108,7 @@ def check_submits(ranks: Ranks, loop: Loop) -> None:
             "the steps of what rank 0 submits"
         )
     if loop.called and not loop.running:
-        raise RuntimeError("a call that all ranks make goes on; submit when it has ended")
+        raise RuntimeError("a call of all ranks is running; submit when it has ended")
 
 
 def check_tokenizer_is_stored(tokenizer: object, stored: object) -> None:
@@ -133,7 +133,7 @@ def follow(ranks: Ranks, loop: Loop, reader: Reader, numbers: RequestNumbers) ->
         RuntimeError: a call is running on this rank.
     """
     if ranks.size == 1 or ranks.first:
-        raise UnsupportedOption("follow() is for the ranks behind rank 0, which submits; here call submit()")
+        raise UnsupportedOption("follow() is for ranks other than 0; on rank 0 call submit()")
     ranks.world.check()
     with loop.following():
         turns = Turns(ranks.world)

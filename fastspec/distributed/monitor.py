@@ -110,7 +110,7 @@ class Monitor:
             except RuntimeError as error:  # error of the store, which has no narrower class
                 if not self._closed.is_set():
                     text = str(error).splitlines()[0]
-                    self._cause = self._cause or f"rank 0 is gone, for its store does not answer ({text})"
+                    self._cause = self._cause or f"rank 0 has ended, because its store does not answer ({text})"
                 return
             self._closed.wait(BEAT)
 

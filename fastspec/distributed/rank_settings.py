@@ -79,7 +79,7 @@ def agreed_settings(
     check_places(places)
     if (shortest := min(lengths)) < made.max_length:
         shorter = settings_of(target, draft, replace(config, max_length=shortest))
-        made = replace(shorter, length_reason="what all ranks have room for")
+        made = replace(shorter, length_reason="what fits on all ranks")
     cut = target.spec.cut if isinstance(target.spec, HostedInfo) else None
     if cut is not None:
         # on a CPU sums are one tree for any number of ranks, so results are equal for any size that divides the parts
@@ -90,7 +90,11 @@ def agreed_settings(
     if target.sliced is not None:
         ranks.same_text_on = same_text_on(target, made.layout.target_dtype, made.device)
     splits = share is None or share.splits_vocab(target.spec.vocab_size)
-    return target, draft, replace(made, ranks=ranks.describe(share, "" if splits else "its rows do not divide"))
+    return (
+        target,
+        draft,
+        replace(made, ranks=ranks.describe(share, "" if splits else "its rows cannot be divided equally")),
+    )
 
 
 def agreed_warmup(
@@ -126,7 +130,7 @@ def _decide_draft(draft: Checkpoint | HeadCheckpoint | None, ranks: Ranks, devic
     """
     if isinstance(draft, HeadCheckpoint) and ranks.split_draft:
         raise UnsupportedOption(
-            f"draft_tensor_parallel='split', and {draft.name} is a head, which every rank has whole; leave it out"
+            f"draft_tensor_parallel='split', and {draft.name} is a head, which is never split; leave it out"
         )
     if ranks.split_draft is None:
         ranks.split_draft = isinstance(draft, Checkpoint) and _splits_draft(draft, ranks, device, dtype)

@@ -215,7 +215,7 @@ class Ranks:
             if self.same_text_on is not None and len(self.same_text_on) > 1
             else "text may differ from that of another number of ranks, by the last bits of sums"
         )
-        head = f"; the head is whole on every rank, for {whole_head}" if whole_head else ""
+        head = f"; every rank has the whole head, because {whole_head}" if whole_head else ""
         return f"{self.size}, this is {self.world.rank}; {same}; draft {draft}{head}"
 
 

@@ -110,7 +110,7 @@ class World:
         if self._failed is None and self._monitor is not None and (cause := self._monitor.cause):
             self._failed = cause
         if self._failed is not None:
-            raise RankFailed(f"{self._failed}. No rank can go on: end all processes and start them again")
+            raise RankFailed(f"{self._failed}. No rank can continue: end all processes and start them again")
 
     def launched(self) -> None:
         """Counts a launched step. Other ranks read the count to see how far this rank is."""
@@ -190,7 +190,7 @@ class World:
     def _give_up(self) -> None:
         """Ends the work of all ranks, because one is too late."""
         slowest = "another rank" if self._monitor is None else self._monitor.slowest()
-        self._failed = f"rank {self.rank} waited in vain for {slowest}; it hangs, or went another way"
+        self._failed = f"rank {self.rank} waited too long for {slowest}; it hangs, or it makes other calls"
         if self._monitor is not None:
             self._monitor.abort(self._failed)
         self.check()
@@ -205,6 +205,6 @@ class World:
         """Returns the error for a connection that broke."""
         cause = self._monitor.wait_for_cause(_TELLING) if self._monitor is not None else None
         if cause is None and self._monitor is not None:
-            cause = f"the connection to another rank broke off, perhaps {self._monitor.slowest()}"
+            cause = f"the connection to another rank broke, perhaps to {self._monitor.slowest()}"
         self._failed = self._failed or cause or str(error).splitlines()[0]
-        return RankFailed(f"{self._failed}. No rank can go on: end all processes and start them again")
+        return RankFailed(f"{self._failed}. No rank can continue: end all processes and start them again")

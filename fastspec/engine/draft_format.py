@@ -70,7 +70,9 @@ def with_format(
     best = best_of(sizes, config.max_batch_size) if sizes[None] >= LEAST else None
     if best is None:
         why = (
-            f"at {config.max_batch_size} rows it is fastest" if sizes[None] >= LEAST else "reading so few takes no time"
+            f"at {config.max_batch_size} rows it is fastest"
+            if sizes[None] >= LEAST
+            else "reading so few bytes takes almost no time"
         )
         why = _ALIKE if min(sizes.values()) == sizes[None] else why
         return replace(draft, stored=f'{AS_STORED}, {sizes[None] / 2**20:.0f} MiB a pass: "auto" found that {why}')

@@ -25,7 +25,7 @@ WEIGHT_ONLY = (
     "gives other text"
 )
 _GRAMMARS = (
-    "a row that follows one steps when the host has read its last token, others meanwhile; its drafts are what the "
+    "a row with a grammar steps when the host has read its last token, others meanwhile; its drafts are what the "
     "grammar forces and what the row repeats, not the draft's"
 )
 _STEPS_TO_JUDGE = 64  # steps needed before acceptance is judged
@@ -93,7 +93,7 @@ def launch_plans(settings: Settings) -> str:
     name = "sm_" + "".join(map(str, gpu.capability))
     if gpu.measured:
         return f"measured on {name}"
-    return f"UNTESTED on {name}: the kernels compile for it, but no GPU of that kind has run them"
+    return f"UNTESTED on {name}: the kernels compile for it, but they have never run on such a GPU"
 
 
 def _kv(layout: Layout) -> str:
@@ -102,7 +102,11 @@ def _kv(layout: Layout) -> str:
         return ""
     of_target, of_draft = layout.kv_dtypes[0] == FP8, layout.draft is not None and layout.kv_dtypes[1] == FP8
     whose = "of both models" if of_target and of_draft else "of the target" if of_target else "of the draft"
-    effect = "another text than with 16 bits, the same whatever is drafted" if of_target else "the text stays as it is"
+    effect = (
+        "the text differs from that of 16 bits, and does not depend on drafts"
+        if of_target
+        else "the text does not change"
+    )
     return (
         f";\n           K and V {whose} in 8 bits (e4m3; scales of the checkpoint where it has them, else 1): {effect}"
     )
@@ -110,7 +114,7 @@ def _kv(layout: Layout) -> str:
 
 def _chunks(engine: Engine) -> str:
     sizes = engine.sizes.chunks
-    return str(sizes[0]) if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]}, as its length decides,"
+    return str(sizes[0]) if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]}, by its length,"
 
 
 def _batched(engine: Engine) -> str:
@@ -128,15 +132,15 @@ def _waited_for(engine: Engine) -> str:
 
 
 def _no_draft(target: ModelSource) -> str:
-    offer = "; the checkpoint holds an MTP layer of its own, which drafts with draft='mtp'" if target.mtp else ""
+    offer = "; the checkpoint has an MTP layer; draft='mtp' uses it" if target.mtp else ""
     return f"none: plain decoding{offer}{suggestion(target.name)}"
 
 
 def _prefixes(engine: Engine) -> str:
     if engine.prefix is None:
         return "not kept"
-    states = "; of recurrent layers the states behind a prompt's last piece" if engine.prefix_states is not None else ""
-    return f"kept in pages that no row needs, by pieces of {engine.prefix.unit} tokens{states}"
+    states = "; also the recurrent states after a prompt's last piece" if engine.prefix_states is not None else ""
+    return f"stored in pages that no row needs, in pieces of {engine.prefix.unit} tokens{states}"
 
 
 def _model(checkpoint: ModelSource, dtype: str) -> str:
@@ -167,7 +171,7 @@ def _drafting(
     if shared_vocab.count < target.spec.vocab_size:
         text += f"; only the {shared_vocab.count} ids that both models know are drafted, of {target.spec.vocab_size}"
     if draft.spec.max_length < settings.max_length:
-        text += f"; rows beyond the draft's context of {draft.spec.max_length} tokens go on without drafts"
+        text += f"; rows longer than the draft's context of {draft.spec.max_length} tokens continue without drafts"
     return text
 
 
@@ -175,7 +179,7 @@ def _drafts(drafting: DraftPlan) -> str:
     """Describes k, and what "auto" has chosen."""
     lines = drafting.describe()
     if not drafting.auto and not lines:
-        return f"k = {drafting.max_drafts}, unless a call says otherwise"
+        return f"k = {drafting.max_drafts}, unless a call sets it"
     named = ", ".join(map(str, drafting.ks))
     head = f"k = {drafting.default}; auto chooses among {named} by measured tokens per second"
     return "\n           ".join([head, *lines])
@@ -186,7 +190,7 @@ def _verifying(settings: Settings) -> str:
     if isinstance(rule, SyntheticAcceptance):
         return f"{rule}: for benchmarks, THE TEXT IS NOT THE MODEL'S"
     sampled = {
-        COUPLED: "the target's own pick with the draft's numbers: one seed, one text, whatever is drafted",
+        COUPLED: "the target samples with the draft's random numbers: one seed gives one text for any drafts",
         BLOCK: "all drafts of a step together (block verification)",
     }.get(str(rule), "one draft after the other (rejection sampling)")
     return f"lossless; greedy rows by match, sampled ones by {rule}: {sampled}"
@@ -244,16 +248,20 @@ def shared_expert(settings: Settings, engine: Engine) -> str:
     if plan is None or weights is None or not plan.shared:
         return ""
     if weights.joined:
-        return "the shared one is the last of those that a token has: no launches of its own"
+        return "the shared expert runs in the same launches as the routed experts"
     if engine.modules.ops.name != "triton":
         why = "computed by torch"
     elif settings.ranks:
-        why = "ranks have columns of it"
+        why = "ranks split its columns"
     elif plan.shared != plan.width:
         why = f"{plan.shared} wide, the others {plan.width}"
     else:
-        why = "in fp32" if settings.layout.target_dtype.itemsize > 2 else "quantised, or wider than a router's kernel"
-    return f"the shared one is an MLP of its own, with launches of its own: {why}"
+        why = (
+            "in fp32"
+            if settings.layout.target_dtype.itemsize > 2
+            else "it is quantised, or the router's kernel does not support its width"
+        )
+    return f"the shared expert is a separate MLP with its own launches: {why}"
 
 
 def _ranks(settings: Settings, engine: Engine) -> list[str]:

@@ -57,7 +57,7 @@ class Threads:
         if limit == 1:
             return cls(limit)
         if elements < _SMALL:
-            return cls(limit, why="products too small to share")
+            return cls(limit, why="products are too small for several threads")
         count, best = limit, seconds(limit)
         while count > 1:
             fewer = seconds(count // 2)

@@ -57,9 +57,7 @@ class Grammars:
             UnsupportedOption: llguidance is not installed, or does not support this tokenizer.
         """
         if tokenizer is None:
-            raise ValueError(
-                f"{spec.kind} needs a tokenizer, and the target's checkpoint brings none; pass tokenizer=..."
-            )
+            raise ValueError(f"{spec.kind} needs a tokenizer, and the target's checkpoint has none; pass tokenizer=...")
         with self._lock:
             vocabulary = self._vocabulary(spec, tokenizer)
             matcher = self._matcher(spec, vocabulary).deep_copy()
@@ -67,7 +65,7 @@ class Grammars:
         row = RowGrammar(matcher, self.vocab_size, stop_ids, ends, prompt, self._dropped)
         if not row.possible:
             raise ValueError(
-                f"{spec.kind} allows no text that this vocabulary can write, got {_short(spec.text)}; loosen it"
+                f"{spec.kind} allows no text of this vocabulary's tokens, got {_short(spec.text)}; loosen it"
             )
         return row
 

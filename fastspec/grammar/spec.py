@@ -36,7 +36,7 @@ class GrammarSpec:
         """
         asked = [kind for kind in KINDS if given.get(kind) is not None]
         if len(asked) > 1:
-            raise ValueError(f"{' and '.join(asked)} are given for one prompt; a text follows one of them, leave one")
+            raise ValueError(f"{' and '.join(asked)} are given for one prompt; give only one of them")
         if not asked:
             return None
         kind, value = asked[0], given[asked[0]]
@@ -57,10 +57,12 @@ def _schema(value: Any) -> str:
         try:
             value = json.loads(value)
         except ValueError as error:
-            raise ValueError(f"json_schema must be a JSON schema, got a text that is no JSON ({error})") from None
+            raise ValueError(f"json_schema must be a JSON schema, got a text that is not JSON ({error})") from None
     if not isinstance(value, Mapping):
         raise ValueError(f"json_schema must be a JSON schema (a dict, or its JSON), got {value!r}")
     try:
         return json.dumps(value)
     except (TypeError, ValueError) as error:
-        raise ValueError(f"json_schema must be a JSON schema, got a dict that JSON cannot hold ({error})") from None
+        raise ValueError(
+            f"json_schema must be a JSON schema, got a dict that cannot be written as JSON ({error})"
+        ) from None

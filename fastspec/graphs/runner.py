@@ -259,7 +259,9 @@ class GraphRunner:
             for key, captured in self._graphs.items()
         ]
         lines += [f"{describe(key)}: not captured, {reason}" for key, reason in self._failures.items()]
-        head = f"{len(self._graphs)} captured, one per kind of step or prompt pass; {self.depth} steps launched ahead"
+        head = (
+            f"{len(self._graphs)} captured, one per shape of a step or prompt pass; {self.depth} steps launched ahead"
+        )
         return "\n           ".join([head, *lines])
 
     def _capture(

@@ -120,7 +120,7 @@ def resolve(
     _refuse_unsupported(merged)
     do_sample = flag("do_sample", merged.do_sample)
     if not do_sample and {**keywords, **per_row}.get("temperature") is not None:
-        warnings.warn("temperature has no effect: do_sample is False, as transformers reads it", stacklevel=6)
+        warnings.warn("temperature has no effect, because do_sample is False (as in transformers)", stacklevel=6)
     values = own | {name: per_row.get(name, getattr(merged, name, None)) for name in _OF_ROWS}
     max_new_tokens = _max_new_tokens(checkpoint, given, merged, keywords, prompt_length, context)
     if values["min_new_tokens"] is None and merged.min_length is not None:
@@ -175,16 +175,14 @@ def top_logprobs(name: str, value: Any, vocab_size: int) -> int | None:
 def _copies(value: Any, do_sample: bool) -> int:
     copies = whole("num_return_sequences", 1 if value is None else value, low=1, high=MAX_RETURN_SEQUENCES)
     if copies > 1 and not do_sample:
-        raise ValueError(
-            f"num_return_sequences={copies} greedy rows would all be the same; set do_sample=True, or leave it at 1"
-        )
+        raise ValueError(f"num_return_sequences={copies} greedy rows would be equal; set do_sample=True, or use 1")
     return copies
 
 
 def _stop_strings(value: Any) -> tuple[str, ...]:
     strings = [] if value is None else listed(value) if is_list(value) else [value]
     if not all(isinstance(one, str) and one for one in strings):
-        raise ValueError(f"stop_strings must be a non-empty text or a list of such, got {value!r}")
+        raise ValueError(f"stop_strings must be a non-empty text or a list of non-empty texts, got {value!r}")
     return tuple(strings)
 
 

@@ -104,7 +104,7 @@ def _of_tokenizer(encoding: Mapping[str, Any], attention_mask: Any) -> tuple[Any
         raise ValueError(f"input_ids is a mapping without 'input_ids'; it holds {sorted(map(str, encoding))}")
     mask = encoding.get("attention_mask")
     if mask is not None and attention_mask is not None:
-        raise ValueError("attention_mask is given twice, by itself and with the ids; leave one out")
+        raise ValueError("attention_mask is given twice, as an argument and with the ids; leave one out")
     return encoding["input_ids"], attention_mask if mask is None else mask
 
 

@@ -130,7 +130,9 @@ def _numbers(row: Mapping[str, Any], do_sample: bool, max_new_tokens: int) -> di
     """Checks the options of one row that are numbers. Returns them by name."""
     least = values.whole("min_new_tokens", row["min_new_tokens"] or 0, low=0)
     if least > max_new_tokens:
-        raise ValueError(f"min_new_tokens={least} is more than the {max_new_tokens} new tokens at most; change one")
+        raise ValueError(
+            f"min_new_tokens={least} is more than the {max_new_tokens} new tokens of the limit; change one of them"
+        )
     checked: dict[str, Any] = {"temperature": _temperature(row["temperature"]) if do_sample else 0.0}
     checked |= {name: read_number(name, row[name]) for name in NUMBERS if name not in checked}
     return checked | {"min_new_tokens": least, "draft_limit": _draft_limit(row["num_speculative_tokens"])}
@@ -183,7 +185,7 @@ def _check_choice(index: int, options: Mapping[str, Any], vocab_size: int, stop_
     if not left:
         named = "all ids" if allowed is None else f"allowed_token_ids={list(allowed[:_IN_WORDS])!r}"
         raise ValueError(
-            f"prompt {index}: no token could come, of {named}, after what is banned (bad_words_ids, suppress_tokens, "
+            f"prompt {index}: no token could come, of {named}, after these bans (bad_words_ids, suppress_tokens, "
             "biases of -inf, stop ids before min_new_tokens or min_length); leave it at least one"
         )
 

@@ -110,7 +110,7 @@ class Generate:
                 )
             return listed(prompt)
         if not self._generator.has_tokenizer:
-            raise ValueError("the target brings no tokenizer; give prompts as lists of token ids")
+            raise ValueError("the target has no tokenizer; give prompts as lists of token ids")
         ids: list[int] = self._generator.tokenizer(prompt)["input_ids"]
         return ids
 

@@ -165,7 +165,7 @@ def load_as_named(directory: Path, config: PretrainedConfig, beside: Mapping[str
         beside: content of tokenizer_config.json, which is beside tokenizer.json.
 
     Raises:
-        Exception: of any type, if files are damaged.
+        Exception: an error of any type, if files are damaged.
     """
     kind = tokenizer_class(config.model_type, beside) if (directory / "tokenizer.json").is_file() else None
     if kind is not None:

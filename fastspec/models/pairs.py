@@ -74,7 +74,7 @@ class Found:
         model: name that the user gave.
         group: group of the model.
         drafts: drafts that fit, smallest first. Empty: the table has none that is small enough.
-        by: how the model was recognised.
+        by: description of the way in which the model was recognised.
     """
 
     model: str

@@ -249,7 +249,7 @@ class ParallelDecoder(Decoder):
 
         Ranks exchange 8 bytes per position instead of logits.
 
-        None if all logits are needed: they are scaled, or each rank has all of them.
+        None if keys cannot replace the logits: if logits are scaled, or if each rank has all of them.
         """
         scales, packed = self.spec.scales, self._head.format != "rows" or not hidden.is_cuda
         if scales.logits != 1.0 or scales.softcap is not None or not self._splits_vocab or not packed:

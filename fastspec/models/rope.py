@@ -62,9 +62,10 @@ class RopeSpec:
 
 
 def head_order(rotated: int, dim: int, *, interleaved: bool) -> list[int] | None:
-    """Returns the stored element of each element of a head, for kernels that rotate i with i + dim / 2.
+    """Returns the order in which the elements of a head are loaded: entry i is an index in the checkpoint.
 
-    None: as stored. Scores are sums over a head, so queries and keys may have any order, if both have the same.
+    The order is for kernels that rotate element i with i + dim / 2. None: the stored order. Scores are sums over a
+    head, so queries and keys may have any order, if both have the same.
 
     Args:
         rotated: number of rotated pairs: the head's first 2 * rotated elements.

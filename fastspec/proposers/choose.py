@@ -42,7 +42,7 @@ def check(proposer: object, *, with_draft: bool) -> None:
         )
     if with_draft and not isinstance(proposer, NGram):
         raise ValueError(
-            f"a draft goes together with NGram() or Suffix() alone (lookup first, then the draft), got a "
+            f"a draft can be combined only with NGram() or Suffix() (lookup first, then the draft), got a "
             f"{type(proposer).__name__}; leave out draft or proposer"
         )
 

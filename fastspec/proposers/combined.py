@@ -39,7 +39,7 @@ class LookupThenModel(Wrapping):
 
     def __str__(self) -> str:
         """Describes the proposer in a few words, for messages and `explain()`."""
-        return f"{self.lookup}, then {self.model} where it finds nothing"
+        return f"{self.lookup}, then {self.model} in rows where lookup finds nothing"
 
     def propose(self, state: DecodeState, shape: StepShape, draws: Draws, **features: Tensor) -> None:
         """Makes k drafts per running row. A row beyond the model's context has only the drafts of the lookup."""

@@ -74,4 +74,4 @@ def synthetic_name(verification: Verification) -> str | None:
 def announce_synthetic(verification: Verification) -> None:
     """Warns that the text will not follow the model's distribution, if the rule is synthetic."""
     if name := synthetic_name(verification):
-        warnings.warn(f"{name}: for benchmarks only, the text is not the model's", stacklevel=3)
+        warnings.warn(f"{name}: for benchmarks only; the text is not the model's", stacklevel=3)

@@ -156,17 +156,19 @@ class Calibration:
             share = self.draft_pass_seconds / plain.step_seconds
             return (
                 f"the draft. One of its passes takes {share:.2f} plain steps, so even with every draft accepted "
-                f"k = {k} would come to {(k + 1) / slower:.2f}x; a smaller draft would help most"
+                f"k = {k} would reach {(k + 1) / slower:.2f}x; a smaller draft would help most"
             )
         if limit == "scoring":
             more = shown.score_seconds / plain.score_seconds
             why = "a CPU" if self.device.startswith("cpu") else f"with {self.rows} rows the device"
             return (
                 f"scoring. The target's pass over {k + 1} tokens a row takes {more:.2f}x its pass over one: "
-                f"{why} is busy computing and not just reading weights; fewer drafts, or rows, at once would help most"
+                f"{why} is limited by arithmetic, not only by reading weights; fewer drafts, or rows, at once "
+                "would help most"
             )
         return (
-            f"what is around the models. Verification, commit and the host take {shown.rest_seconds * 1e3:.2f} ms of a "
+            f"the work around the models. Verification, commit and the host take {shown.rest_seconds * 1e3:.2f} "
+            "ms of a "
             f"step, and {plain.rest_seconds * 1e3:.2f} ms of a plain one; graphs=True, where it can be had, leaves the "
             "host one launch a step"
         )

@@ -142,7 +142,7 @@ class DraftPlan:
             ValueError: the generator has no proposer, or the call sets its own number of drafts.
         """
         if not self.max_drafts:
-            raise ValueError("there is nothing to calibrate: the generator was made without anything that drafts")
+            raise ValueError("there is nothing to calibrate: the generator was made without a draft or proposer")
         if chosen.auto or any(row.draft_limit is not None for row in chosen.rows):
             raise ValueError("calibrate tries every k; leave out num_speculative_tokens")
         if chosen.top_logprobs is not None:
@@ -150,7 +150,9 @@ class DraftPlan:
         if chosen.prompt_top_logprobs is not None:
             raise ValueError("calibrate records no log-probabilities; leave out prompt_logprobs")
         if grammar := next((row.grammar for row in chosen.rows if row.grammar), None):
-            raise ValueError(f"calibrate tries what drafts, and a grammar brings its own; leave out {grammar.kind}")
+            raise ValueError(
+                f"calibrate measures the proposer, and rows with a grammar do not use it; leave out {grammar.kind}"
+            )
         sampler = GREEDY if chosen.plain else FULL
         return DraftChoice(self.max_drafts, self.ks, sampler, None, self.controller(sampler, None), AUTO)
 

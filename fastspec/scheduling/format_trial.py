@@ -80,7 +80,7 @@ class FormatTrial:
 
     def __post_init__(self) -> None:
         self._form, self._chosen = self.draft.rounded, self.draft.stored
-        self._say("not tried yet against the draft as it is stored: calibrate() does")
+        self._say("not compared yet with the stored draft: calibrate() does that")
 
     def __str__(self) -> str:
         """Describes the format of the draft, and the reason."""
@@ -120,10 +120,10 @@ class FormatTrial:
         as_stored = replace(self.draft, rounded=None, stored="")
         need = as_stored.bytes_loaded(self.dtype, device, engine.modules.ops)
         if self.draft.module is not None and self.released:
-            self._say_found("not tried: release_source gave the draft as it was stored away")
+            self._say_found("not tried: release_source has released the stored draft")
             return
         if drafter is None or free_bytes(device) < 1.1 * need:
-            self._say_found(f"not tried: the draft as it is stored needs {need / 2**20:.0f} MiB more for a moment")
+            self._say_found(f"not tried: the stored draft needs {need / 2**20:.0f} MiB more during the trial")
             return
         k = max(each for each in choice.ks if each <= _DRAFTS)
         plain = replace(choice, k=k, ks=(k,), controller=None, note=None)
@@ -135,7 +135,7 @@ class FormatTrial:
             self._try(scheduler, requests[: engine.state.batch], plain, stop_ids, make_ready, drafter, stored)
         except (RuntimeError, ValueError, OSError) as error:  # the present draft still works
             self._say_found(f"not tried: {error}")
-            warnings.warn(f"the draft stays in {self._form}, not tried against what is stored: {error}", stacklevel=3)
+            warnings.warn(f"the draft stays in {self._form}, not compared with the stored draft: {error}", stacklevel=3)
         if self.draft.rounded is None:
             for controller in drafting.controllers.values():
                 controller.forget()
@@ -207,7 +207,7 @@ class FormatTrial:
         )
         if ratio < 1.0:
             self.draft = replace(self.draft, rounded=None)
-            self._chosen = f'{AS_STORED}: "auto" took {self._form} back'
+            self._chosen = f'{AS_STORED}: "auto" went back from {self._form}'
             self._decide(f"{self._form} undone, {ratio:.2f}x the tokens a second: {facts}")
             return None
         self._decide(f"{self._form} kept, {ratio:.2f}x the tokens a second: {facts}")

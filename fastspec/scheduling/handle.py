@@ -113,7 +113,7 @@ class Delivery:
             raise RankFailed(str(self.error)) from self.error
         if self.error is not None:
             raise RuntimeError(
-                f"a step failed, and with it all requests that were there: {self.error}. Submit them again"
+                f"a step failed, which ends all running requests: {self.error}. Submit them again"
             ) from self.error
 
     def wait(self, version: int, timeout: float | None = None) -> int:
@@ -128,7 +128,7 @@ class Delivery:
             raise RuntimeError(FORKED)
         with self._changed:
             if not self._changed.wait_for(lambda: self.done or self._version != version, timeout):
-                raise TimeoutError(f"no token came for {timeout} s; the request goes on, cancel() ends it")
+                raise TimeoutError(f"no token came for {timeout} s; the request continues; cancel() ends it")
             return self._version
 
     def follow(self, version: int) -> Iterator[dict[int, list[int]]]:
@@ -192,7 +192,7 @@ class Handle(OfOneProcess):
         call, delivery: the arguments.
     """
 
-    instead = "hand on what its result() gives"
+    instead = "pass its result() instead"
 
     def __init__(
         self, call: PreparedCall, delivery: Delivery, cancel: Callable[[], None], stats: Callable[[], Stats]
@@ -231,7 +231,9 @@ class Handle(OfOneProcess):
             while not self.delivery.done:
                 version = self.delivery.wait(version, None if limit is None else max(0.0, limit - time.monotonic()))
         except TimeoutError:
-            raise TimeoutError(f"the request has not ended within {timeout} s; it goes on, cancel() ends it") from None
+            raise TimeoutError(
+                f"the request has not ended within {timeout} s; it continues; cancel() ends it"
+            ) from None
         return self._output()
 
     def __iter__(self) -> Iterator[int]:

@@ -202,7 +202,7 @@ class Loop:
         """
         scheduler = self.scheduler
         if self.leads:
-            raise RuntimeError("this is for all ranks alike, and they follow rank 0 from its first submit() on")
+            raise RuntimeError("all ranks must make this call, and since rank 0's first submit() they follow rank 0")
         if self._lent or self.in_use:
             raise RuntimeError("this generator is in use by other calls or handles; wait for them, or cancel them")
         self._wait_for_idle()

@@ -295,7 +295,7 @@ def requests_of(
             )
     if chosen.stop_strings and tokenizer is None:
         raise ValueError(
-            "stop_strings need a tokenizer, and the target's checkpoint brings none; pass tokenizer=..., or stop at "
+            "stop_strings need a tokenizer, and the target's checkpoint has none; pass tokenizer=..., or stop at "
             "token ids with eos_token_id"
         )
     requests = []
@@ -361,8 +361,9 @@ def check_valid(requests: list[Request], copies: int) -> None:
     more = f" and {len(failed) - _NAMED} more" if len(failed) > _NAMED else ""
     raise InvalidLogits(
         f"no token could be chosen for {'; '.join(named)}{more}: the target's logits there are NaN or infinite, or "
-        "leave no token that the options allow. The other rows are whole (this error's `output`). Check the weights, "
-        "take a wider dtype (float16 overflows early), or loosen allowed_token_ids, biases, min_new_tokens and the "
+        "leave no token that the options allow. The other rows are complete (this error's `output`). Check the "
+        "weights, "
+        "use a dtype with a larger range than float16, or loosen allowed_token_ids, biases, min_new_tokens and the "
         "grammar"
     )
 

@@ -214,7 +214,7 @@ class StreamWriter(BaseStreamer):
             ValueError: the prompt has several rows, whose texts would mix.
         """
         if value.dim() > 1 and value.shape[0] != 1:
-            raise ValueError(f"a StreamWriter shows one prompt, got {value.shape[0]} rows of ids; give it one")
+            raise ValueError(f"a StreamWriter writes the text of one prompt, got {value.shape[0]} rows of ids")
         ids = value.reshape(-1).tolist()
         if self._stream is None:
             self._stream = TextStream(self._tokenizer, context=ids)

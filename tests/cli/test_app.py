@@ -149,7 +149,7 @@ def test_a_target_without_a_draft_decodes_plainly() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["generate", "--prompt", "x", "--draft", "d"], "name that too"),
+        (["generate", "--prompt", "x", "--draft", "d"], "give the target, too"),
         (["generate"], "--prompt"),
         (["generate", "--prompt", "x", "--max-new-tokens", "many"], "--max-new-tokens"),
         (["demo", "--repeats", "0"], "--repeats"),
@@ -157,12 +157,12 @@ def test_a_target_without_a_draft_decodes_plainly() -> None:
         (["generate", "--prompt", "x", "--dtype", "bf8"], "got 'bf8', wanted one of bf16, bfloat16"),
         (["generate", "--prompt", "x", "--max-length", "1"], "must be at least 2"),
         (["generate", "--prompt", "x", "--max-length", "64"], "128 leaves no room for a prompt in --max-length 64"),
-        (["generate", "--prompt", "x", "--num-return-sequences", "2"], "greedy texts would all be the same"),
+        (["generate", "--prompt", "x", "--num-return-sequences", "2"], "greedy texts would be equal"),
         (["generate", "--prompt", "x", "--verification", "typical"], "must be one of rejection, coupled, block"),
         (["generate", "--prompt", "x", "--regex", "a", "--grammar", __file__], "regex and grammar are given"),
         (
             ["generate", "--prompt", "x", "--temperature", "1", "--num-return-sequences", "2", "--color"],
-            "shows one text as it is drafted",
+            "shows a single text",
         ),
         (["generate", "--prompt", "x", "--unknown"], "--unknown"),
     ],

@@ -139,7 +139,7 @@ def test_without_a_template_it_continues_and_says_so(
     assert result.exit_code == 0, result.output
     first = continued(gen, "one\n", 8)
     assert result.stdout == f"{first}\n{continued(gen, f'one{chr(10)}{first}{chr(10)}two{chr(10)}', 8)}\n"
-    assert "has no chat template: what you write is continued, not answered" in result.stderr
+    assert "has no chat template: it continues your text instead of answering" in result.stderr
 
 
 def test_a_closed_stdin_is_its_end(monkeypatch: pytest.MonkeyPatch) -> None:

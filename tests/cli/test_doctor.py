@@ -182,7 +182,7 @@ def test_missing_triton_is_told_where_it_matters() -> None:
     assert "use its Triton kernel" in refusals(on_gpu)
     on_windows = line(diagnose(probes=machine(system="win32", version=lacking("triton"))), "triton")
     assert (on_windows.status, on_windows.fix) == ("note", None)
-    assert "torch does its work" in on_windows.text
+    assert "torch is used instead" in on_windows.text
 
 
 def test_a_hopper_gpu_is_described_and_checked() -> None:

@@ -99,7 +99,7 @@ def test_a_process_that_has_used_the_driver_is_not_copied(
         (3, 4, None, "3 ranks are not supported"),
         (4, 2, None, "4 ranks need a GPU each, and torch sees 2: use fewer, or --device cpu"),
         (2, 0, "cuda", "2 ranks need a GPU each, and torch sees 0"),
-        (2, 2, "cuda:1", "--device cuda:1 names one: use --device cuda, or leave it out"),
+        (2, 2, "cuda:1", "--device cuda:1 names only one: use --device cuda, or leave it out"),
     ],
 )
 def test_what_every_rank_would_refuse_starts_none(

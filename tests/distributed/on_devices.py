@@ -220,7 +220,7 @@ def without_peers() -> None:
     torch.cuda.can_device_access_peer = lambda *devices: False
     target, draft = map(str, demo_pair())
     with FastSpecGenerator(target, draft, progress=False, max_length=200, tensor_parallel="auto") as made:
-        assert "NCCL in the graph, for the GPUs do not reach each other's memory" in made.explain()
+        assert "NCCL in the graph, because the GPUs do not reach each other's memory" in made.explain()
         ids = [made.tokenizer(PROMPTS[0])["input_ids"]]
         found = [
             made.generate(ids, max_new_tokens=48, num_speculative_tokens=k, return_dict_in_generate=True).new_tokens

@@ -14,7 +14,7 @@ Pair = tuple[str, str]
 CAUSES = {
     "die": "RankFailed: rank 1 gave no sign of life",
     "raise": "RankFailed: rank 1 raised ZeroDivisionError: a streamer's own error",
-    "hang": "waited in vain for rank 1, which is generating",
+    "hang": "waited too long for rank 1, which is generating",
 }
 
 
@@ -30,7 +30,7 @@ def test_every_rank_is_told_which_rank_failed_and_how(how: str, pair: Pair, tmp_
         found = [ranks.answer(rank) for rank in others]
         for each in found:
             assert CAUSES[how] in each, each
-            assert "No rank can go on" in each
+            assert "No rank can continue" in each
         if how == "hang":
             ranks.tell(1, "go on")
         own = ranks.answer(1)

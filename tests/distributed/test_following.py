@@ -38,8 +38,8 @@ def test_requests_of_rank_0_get_the_text_of_one_rank(pair: Pair, two: Processes)
     assert found["beside"] == beside
     assert found["cancelled"] == ["cancelled"]
     assert found["again"] == [beside[1]]
-    assert "follow rank 0 from its first submit() on" in found["refused"][0]
-    assert "follow() is for the ranks behind rank 0" in found["refused"][1]
+    assert "since rank 0's first submit() they follow rank 0" in found["refused"][0]
+    assert "follow() is for ranks other than 0" in found["refused"][1]
 
 
 def test_grammars_and_stop_strings_are_followed_by_all_ranks(two: Processes) -> None:

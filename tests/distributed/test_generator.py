@@ -112,20 +112,20 @@ def test_a_stream_that_all_ranks_leave_at_the_same_place_leaves_the_generator_us
 def test_an_argument_that_differs_on_one_rank_is_named_before_anything_is_launched(pair: Pair, two: Processes) -> None:
     two.run(tasks.open_generator, "differs", {"pair": pair, "tensor_parallel": 2})
     for options, named in (
-        ([{"prompts": 1}, {"prompts": 2}], "rank 1 was asked for another prompts"),
-        ([{"top_k": 4, **tasks.SAMPLED}, tasks.SAMPLED], "rank 1 was asked for another option top_k than rank 0"),
+        ([{"prompts": 1}, {"prompts": 2}], "rank 1 got another prompts"),
+        ([{"top_k": 4, **tasks.SAMPLED}, tasks.SAMPLED], "rank 1 got another option top_k than rank 0"),
         ([{}, {"prompts": 1, "logprobs": 2}], "another prompts and option logprobs than rank 0"),
         ([{}, {"eos_token_id": [3]}], "another option eos_token_id than rank 0"),
     ):
         for found in two.run(tasks.call_with, "differs", options):
             assert named in found, found
     first, second = two.run(tasks.call_with, "differs", [{}, {"top_p": 7.0}])
-    assert "rank 1 refused what this rank would do: ValueError" in first
+    assert "rank 1 refused the arguments: ValueError" in first
     assert second.startswith("ValueError: top_p")
     for found in two.run(tasks.warm_up_with, "differs", [(1,), (2,)]):
-        assert "rank 1 was asked for another warm-up than rank 0" in found, found
+        assert "rank 1 got another warm-up than rank 0" in found, found
     first, second = two.run(tasks.warm_up_with, "differs", [(1,), (99,)])
-    assert "rank 1 refused what this rank would do: ValueError: num_speculative_tokens=99" in first
+    assert "rank 1 refused the arguments: ValueError: num_speculative_tokens=99" in first
     assert second.startswith("ValueError: num_speculative_tokens=99")
     assert two.run(tasks.warm_up_with, "differs", [("auto",), ("auto",)]) == ["ready"] * 2
     assert two.run(tasks.text, "differs", {}) == one({"pair": pair}, [{}]) * 2, "it stays usable"
@@ -153,6 +153,6 @@ def test_a_generator_that_differs_on_one_rank_is_refused_by_all(pair: Pair, two:
     ):  # what a rank can tell from its own arguments ends the others' wait, too
         first, second = two.run(tasks.open_with, [same, {**same, **wrong}])
         assert second.startswith(error), second
-        assert "rank 1 refused what this rank would do" in first, first
+        assert "rank 1 refused the arguments" in first, first
     # the shorter rows of one rank are those of all
     two.run(tasks.open_generator, "short", same)

@@ -155,7 +155,7 @@ def test_four_ranks_give_the_text_of_one(name: str, four: Processes, tmp_path: P
     want = one(dict(options), CALLS)
     said = four.run(tasks.open_generator, name, {**options, "tensor_parallel": 4})
     assert all("the same text on 1, 2" in each for each in said), said
-    assert all("the head is whole on every rank, for it is hosted" in each for each in said), said
+    assert all("every rank has the whole head, because it is hosted" in each for each in said), said
     assert four.run(tasks.texts, name, CALLS) == [want] * 4
 
 
@@ -185,7 +185,7 @@ def test_ranks_refuse_alike_behind_loading_and_go_on(two: Processes, tmp_path: P
 STYLES = {"layers.*.self_attn.q_proj": "by_turns"}
 REFUSED = {
     "no plan": ({}, "transformers publishes no plan for it"),
-    "nothing is cut": ({"embed_tokens": "embedding_rowwise"}, "cuts no layer"),
+    "nothing is cut": ({"embed_tokens": "embedding_rowwise"}, "splits no layer"),
     "a style": (STYLES, r"cuts layers\.0\.self_attn\.q_proj by 'by_turns', which is not known here"),
     "a module": ({"layers.*.mlp": "rowwise"}, r"cuts layers\.0\.mlp by 'rowwise', and that PhiMLP is not known here"),
     "a parameter": ({"layers.*.mlp.fc1.bias": "rowwise"}, r"cuts layers\.0\.mlp\.fc1\.bias by 'rowwise'"),
@@ -236,8 +236,10 @@ def test_a_rank_holds_its_part_alone_and_the_plan_counts_it() -> None:
     own = share_info(whole, share)
     assert own.parameters < whole.parameters
     assert [shape[:2] for shape in own.slots] == [(2, 1)] * len(whole.slots)
-    assert "cut by transformers' plan: 6 products by rows, 2 by columns, and columns of 2 expert layers" in own.hosting
-    assert "its head too, is whole on every rank" in own.hosting
+    assert (
+        "split by transformers' plan: 6 products by rows, 2 by columns, and columns of 2 expert layers" in own.hosting
+    )
+    assert "every rank has the other modules whole, including the head" in own.hosting
 
     def held(rank: int, between: Any) -> int:
         model = part_of(checkpoint, RankShare(rank, 2, 2), between)

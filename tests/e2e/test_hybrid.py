@@ -80,7 +80,7 @@ def test_greedy_text_is_that_of_transformers(model: Model) -> None:
         assert float((top[:, 0] - top[:, 1]).min()) > GAP
         assert len(set(text)) > VOCAB // 4, "a text that repeats itself tests little"
     assert "3 of them recurrent" in model.explained
-    assert "of recurrent layers the states behind a prompt's last piece" in model.explained
+    assert "also the recurrent states after a prompt's last piece" in model.explained
 
 
 def test_a_draft_that_is_the_target_is_always_right(model: Model) -> None:

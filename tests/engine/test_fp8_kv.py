@@ -93,7 +93,7 @@ def test_the_drafts_keys_alone_leave_the_text_as_it_is(plain: FastSpecGenerator)
         assert made._loop.engine.modules.target.cache.keys.dtype == torch.float32  # type: ignore[attr-defined]
         assert made._loop.engine.modules.proposer.model.cache.keys.dtype == FP8  # type: ignore[union-attr]
         assert "K and V of the draft in 8 bits" in made.explain()
-        assert "the text stays as it is" in made.explain()
+        assert "the text does not change" in made.explain()
         drafted: Any = made.generate(ids_of(plain)[:1], **asked)
     assert drafted.stats.accepted > 0
     assert drafted.new_tokens == alone.new_tokens

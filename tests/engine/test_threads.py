@@ -46,7 +46,7 @@ def test_nothing_is_measured_where_there_is_no_choice() -> None:
 
     assert Threads.of(1, LARGE, seconds).now == 1
     small = Threads.of(8, 1000, seconds)
-    assert (small.now, small.why) == (1, "products too small to share")
+    assert (small.now, small.why) == (1, "products are too small for several threads")
 
 
 def test_steps_that_become_many_times_slower_go_on_with_one_thread_and_come_back() -> None:

@@ -37,8 +37,8 @@ def test_a_schema_is_a_dict_or_json_or_a_class(schema: Any) -> None:
     [
         ({"json_schema": STRICT, "regex": "a"}, "json_schema and regex are given for one prompt"),
         ({"json_schema": 3}, "json_schema must be a JSON schema .*got 3"),
-        ({"json_schema": "{"}, "json_schema must be a JSON schema, got a text that is no JSON"),
-        ({"json_schema": {"a": {1}}}, "json_schema must be .*a dict that JSON cannot hold"),
+        ({"json_schema": "{"}, "json_schema must be a JSON schema, got a text that is not JSON"),
+        ({"json_schema": {"a": {1}}}, "json_schema must be .*a dict that cannot be written as JSON"),
         ({"regex": ""}, "regex must be a text, got ''"),
         ({"grammar": 3}, "grammar must be a text, got 3"),
     ],
@@ -67,7 +67,7 @@ def test_grammars_that_cannot_be_used(spec: GrammarSpec, says: str) -> None:
 
 
 def test_a_vocabulary_that_cannot_write_the_text() -> None:
-    with pytest.raises(ValueError, match=r"regex allows no text that this vocabulary can write, got 'z\+'|got z\+"):
+    with pytest.raises(ValueError, match=r"regex allows no text of this vocabulary's tokens, got 'z\+'|got z\+"):
         Grammars(10).row(GrammarSpec("regex", "z+"), byte_tokenizer(), [], ())
 
 

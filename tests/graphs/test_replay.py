@@ -148,7 +148,7 @@ def test_the_shipped_pair_with_and_without_graphs() -> None:
             assert generated(gen, num_speculative_tokens=0, **options) == generated(
                 eager, num_speculative_tokens=0, **options
             )
-        assert "captured, one per kind of step" in gen.explain()
+        assert "captured, one per shape of a step" in gen.explain()
         assert "4 rows, k = 4, greedy, " in gen.explain()
         assert "every step runs eagerly" in eager.explain()
 

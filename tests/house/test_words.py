@@ -18,7 +18,29 @@ MAX_PARAMETERS = 12  # of a host function; an open mapping counts as many
 OPEN = 20
 # a docstring begins with a verb or a noun, not with a clause
 CLAUSE = re.compile(r"(?:What|Whether|Which|Those|That|As it|As in|As the|As its|As `|The same as `?\w+`?\.$)\b")
+# an entry of "Args:" or "Attributes:" is described by a noun, not by a part of a sentence
+FRAGMENT = re.compile(
+    r"^ {4}([\w*]+(?:, [\w*]+)*): "
+    r"(?:of|that|whose|which|where|as|what|how|whether|(?:by|in|for|from|to|on|with) which)\b",
+    re.MULTILINE,
+)
+# phrases that readers had to read twice: "except", "because", "also" and plain verbs say the same
+RIDDLES = re.compile(
+    r"\b(?:all the same|as there|as well as|but for|however (?:it|many|they)|in vain|likewise|may not come|save for|"
+    r"so many|taken off|wherever)\b",
+    re.IGNORECASE,
+)
+LONGEST_SENTENCE = 30  # words
 FLAG = re.compile(r"\b(?:flags|typer)\.")  # an annotation that makes a parameter a flag of the command line
+# files whose docstrings were written before `riddles`; the list may only shrink
+OLD_WORDS = (
+    "fastspec/cli/serve.py",
+    "fastspec/generator.py",
+    "fastspec/kernels/reference/",
+    "fastspec/models/checkpoints/resolve.py",
+    "fastspec/server/",
+    "fastspec/text/chat_template.py",
+)
 DEVICE_CODE = re.compile(r"\bjit\b|constexpr_function")
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -78,6 +100,28 @@ def clauses(source: str) -> list[str]:
     return [text.splitlines()[0] for text in texts if text and CLAUSE.match(text)]
 
 
+def riddles(source: str) -> list[str]:
+    """Fragments, phrases and sentences of docstrings that have to be read twice."""
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        text = (ast.get_docstring(node) or "") if isinstance(node, documented) else ""
+        found += [each.group(0).strip() for each in FRAGMENT.finditer(text)]
+        found += [each.group(0) for each in RIDDLES.finditer(" ".join(text.split()))]
+        found += [sentence for sentence in sentences(text) if len(sentence.split()) > LONGEST_SENTENCE]
+    return found
+
+
+def sentences(text: str) -> list[str]:
+    """Sentences of the plain paragraphs of a docstring: without tables, formulas and entries of lists."""
+    found = []
+    for paragraph in re.split(r"\n\s*\n", text):
+        lines = paragraph.splitlines()
+        if not any(line.startswith((" ", "|", "- ", ">>>", "```")) or line.endswith(":") for line in lines):
+            found += re.split(r"(?<=[.;:?!])\s+", " ".join(lines))
+    return found
+
+
 def modules_by_string(source: str) -> list[str]:
     """Modules of this package that are imported by a string."""
     found = []
@@ -104,6 +148,11 @@ def test_a_class_name_is_used_once() -> None:
 @pytest.mark.parametrize("path", SOURCES, ids=relative)
 def test_docstrings_begin_with_a_verb_or_a_noun(path: Path) -> None:
     assert clauses(path.read_text(encoding="utf-8")) == []
+
+
+@pytest.mark.parametrize("path", [each for each in SOURCES if not relative(each).startswith(OLD_WORDS)], ids=relative)
+def test_docstrings_are_read_once(path: Path) -> None:
+    assert riddles(path.read_text(encoding="utf-8")) == []
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=relative)
@@ -187,6 +236,21 @@ def test_planted_offences_are_found() -> None:
     assert without_docstring(f"@override\ndef f():\n{body}") == without_docstring(f"def _f():\n{body}") == []
     assert without_docstring("def f():\n    x = 1") == []
     assert without_docstring("def f():\n    'Does it.'\n    def g():\n" + body.replace("    ", " " * 8)) == []
+    for fragment in (
+        "dtype: of the weights.",
+        "key: that clients send.",
+        "rows, size: as in `Weight`.",
+        "by: how it was found.",
+    ):
+        assert riddles(f'def f():\n    """Makes it.\n\n    Args:\n        {fragment}\n    """') == [
+            " ".join(fragment.split()[: 3 if fragment.startswith("rows") else 2])
+        ]
+    assert riddles('def f():\n    """Makes all, but for the last."""') == ["but for"]
+    assert riddles('def f():\n    """Waits, but not in\n    vain."""') == ["in vain"]
+    assert riddles(f'def f():\n    """{"Word " * 31}."""') == [f"{'Word ' * 31}."]
+    good = "Makes it, except in the last row.\n\n    Args:\n        dtype: dtype of the weights.\n"
+    good += "        of: tensor that it reads.\n    "
+    assert riddles(f'def f():\n    """{good}"""') == []
     assert modules_by_string('import_module("fastspec.kernels")') == ["fastspec.kernels"]
     assert modules_by_string('import_module("triton"), "fastspec.kernels"') == []
     (many,) = functions(f"def f({', '.join(f'a{i}: int' for i in range(13))}): ...")

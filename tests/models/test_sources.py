@@ -261,7 +261,7 @@ def test_a_download_that_breaks_off_says_so_and_not_what_is_missing(
     next(snapshot.glob("*.safetensors")).unlink()
     monkeypatch.setattr(huggingface_hub, "snapshot_download", asks_the_hub_about_commits(OSError("No space left")))
     for revision in (None, "a" * 40):
-        assert "could not be had from the Hub: No space left" in refusal("owner/tiny", revision=revision)
+        assert "could not be downloaded from the Hub: No space left" in refusal("owner/tiny", revision=revision)
 
 
 def test_offline_without_the_files_says_what_to_do(sharded: Path, offline: Path) -> None:
@@ -269,7 +269,7 @@ def test_offline_without_the_files_says_what_to_do(sharded: Path, offline: Path)
     assert "no local directory 'owner/absent'" in message
     assert "HF_HUB_OFFLINE" in message
     hub_cache(offline, "owner/tiny", sharded)
-    assert "at revision 'v2' could not be had" in refusal("owner/tiny", revision="v2")
+    assert "at revision 'v2' could not be downloaded" in refusal("owner/tiny", revision="v2")
 
 
 def test_a_download_is_checked_before_its_weights_and_pinned_to_one_commit(
@@ -314,7 +314,7 @@ def test_every_kind_of_network_failure_is_a_checkpoint_error(
         raise error("no route")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
-    assert "could not be had from the Hub: no route" in refusal("owner/tiny")
+    assert "could not be downloaded from the Hub: no route" in refusal("owner/tiny")
 
 
 def test_a_file_is_answered_with_its_directory(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -343,7 +343,7 @@ def test_what_the_hub_refuses_names_the_way_out(kind: str, way_out: str, monkeyp
         raise Refused
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
-    assert f"could not be had from the Hub: No access; {way_out}" in refusal("owner/tiny")
+    assert f"could not be downloaded from the Hub: No access; {way_out}" in refusal("owner/tiny")
 
 
 @pytest.mark.parametrize("source", ["./missing", "/missing/model", "a/b/c", "~/missing", "", "..", "x" * 300, "a b"])

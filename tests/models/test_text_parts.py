@@ -162,7 +162,7 @@ def test_what_is_wrong_is_refused_in_words(tmp_path: Path) -> None:
 def test_a_live_whole_model_is_refused_with_what_to_do() -> None:
     config = model_table.tiny_config("gemma4")
     model = transformers.Gemma4ForConditionalGeneration(config)
-    with pytest.raises(UnsupportedModel, match="takes more than text; save it and pass the directory"):
+    with pytest.raises(UnsupportedModel, match="reads more than text; save it and pass the directory"):
         resolve(model, role="target")
 
 

@@ -194,7 +194,7 @@ def test_what_is_no_proposer_is_refused() -> None:
         check(NGram, with_draft=False)
     with pytest.raises(ValueError, match="str has no propose, catch_up, max_length, deterministic; pass NGram"):
         check("ngram", with_draft=False)
-    with pytest.raises(ValueError, match=r"goes together with NGram\(\) alone .* got a Again; leave out"):
+    with pytest.raises(ValueError, match=r"can be combined only with NGram\(\) .* got a Again; leave out"):
         check(Again(), with_draft=True)
 
 

@@ -36,8 +36,8 @@ def of(*trials: Trial, device: str = "cuda:0") -> Calibration:
     [
         (of(trial(4, 1.4, draft=0.2)), "acceptance", 4, "gives 1.40 tokens of 5, and must give 1.20 to break even"),
         (of(trial(4, 4.5, draft=4.0)), "draft", 0, "takes 1.00 plain steps, so even with every draft accepted k = 4"),
-        (of(trial(4, 4.5, draft=0.1, score=3.0)), "scoring", 4, "with 4 rows the device is busy computing"),
-        (of(trial(4, 4.5, draft=0.1, score=3.0), device="cpu"), "scoring", 4, "a CPU is busy computing"),
+        (of(trial(4, 4.5, draft=0.1, score=3.0)), "scoring", 4, "with 4 rows the device is limited by arithmetic"),
+        (of(trial(4, 4.5, draft=0.1, score=3.0), device="cpu"), "scoring", 4, "a CPU is limited by arithmetic"),
         (of(trial(4, 4.5, rest=2.0)), "overhead", 4, "take 2000.00 ms of a step"),
     ],
 )
@@ -133,7 +133,7 @@ def test_calibrate_refuses_what_it_cannot_time(gen: FastSpecGenerator, options: 
 def test_without_anything_that_drafts(tmp_path: Path) -> None:
     target = make_checkpoint(tmp_path, "llama2", seed=0)
     plain = FastSpecGenerator(target, max_length=64, device="cpu", progress=False)
-    with plain, pytest.raises(ValueError, match="made without anything that drafts"):
+    with plain, pytest.raises(ValueError, match="made without a draft or proposer"):
         plain.calibrate(PROMPTS)
     with FastSpecGenerator(target, proposer=NGram(), max_length=64, device="cpu", progress=False) as lookup:
         assert lookup.calibrate(PROMPTS, eos_token_id=None, max_new_tokens=16).trials[-1].draft_seconds > 0

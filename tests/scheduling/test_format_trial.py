@@ -90,7 +90,7 @@ def test_the_faster_draft_stays(
         first = call()
         assert not used, "a call tries nothing"
         assert first.stats.draft_format == "int4: not tried yet"
-        assert "not tried yet against the draft as it is stored: calibrate() does" in made.explain()
+        assert "not compared yet with the stored draft: calibrate() does that" in made.explain()
         found = made.calibrate(IDS, max_new_tokens=NEW)
         assert used == ["int4", "stored", "stored", "int4", form]
         weights = made._loop.engine.modules.proposer.model.weights.layers[0].down.unpack()  # type: ignore[union-attr]
@@ -151,7 +151,7 @@ def test_what_costs_more_than_it_brings_is_undone(
     assert trial.found == said
     assert str(trial) == f"{form or 'as it is stored'}: {said}"
     assert trial.draft.stored.endswith(f"; {said}")
-    assert trial.draft.stored.startswith(chosen.stored if form else 'as it is stored: "auto" took int4 back')
+    assert trial.draft.stored.startswith(chosen.stored if form else 'as it is stored: "auto" went back from int4')
 
 
 def test_what_is_not_tried(chosen: Checkpoint) -> None:
@@ -173,7 +173,7 @@ def test_a_released_draft_is_not_tried(
         trial.released, trial.draft = True, replace(trial.draft, module=torch.nn.Module())
         monkeypatch.setattr(Checkpoint, "bytes_loaded", lambda *given: 0)
         said = made.calibrate(IDS, max_new_tokens=NEW).draft_format
-    assert (said, used) == ("int4: not tried: release_source gave the draft as it was stored away", [])
+    assert (said, used) == ("int4: not tried: release_source has released the stored draft", [])
 
 
 def test_texts_that_end_before_steps_are_timed_may_be_tried_anew(
@@ -214,7 +214,7 @@ def test_what_keeps_it_from_being_tried_is_said(
     with FastSpecGenerator(*pair, num_speculative_tokens=3, **OPTIONS) as made:
         made.calibrate(IDS, max_new_tokens=NEW)
         assert not used
-        assert "not tried: the draft as it is stored needs" in made.explain()
+        assert "not tried: the stored draft needs" in made.explain()
 
 
 def test_an_error_meanwhile_leaves_the_draft_that_was_chosen(
@@ -228,7 +228,9 @@ def test_an_error_meanwhile_leaves_the_draft_that_was_chosen(
     monkeypatch.setattr(format_trial, "_run", fails)
     with FastSpecGenerator(*pair, num_speculative_tokens=3, **OPTIONS) as made:
         first = made.generate(IDS, max_new_tokens=NEW)
-        with pytest.warns(UserWarning, match="the draft stays in int4, not tried against what is stored: no such step"):
+        with pytest.warns(
+            UserWarning, match="the draft stays in int4, not compared with the stored draft: no such step"
+        ):
             made.calibrate(IDS, max_new_tokens=NEW)
         assert used[-1] == "int4"
         assert "not tried: no such step" in made.explain()

@@ -90,7 +90,7 @@ def test_lookup_alone_needs_no_draft(pair: tuple[Path, Path]) -> None:
         planned = FastSpecGenerator.plan(pair[0], max_length=128, device="cpu", **options)
         assert planned.total == generator.memory_plan.total
     with made(*pair, **options) as generator:
-        assert "in the row itself, then the draft model where it finds nothing" in generator.explain()
+        assert "in the row itself, then the draft model in rows where lookup finds nothing" in generator.explain()
 
 
 def test_the_default_is_block(pair: tuple[Path, Path]) -> None:

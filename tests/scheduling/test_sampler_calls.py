@@ -132,7 +132,7 @@ def test_several_sequences_a_prompt(gen: FastSpecGenerator) -> None:
     twice = gen.generate(padded, torch.tensor([[0, 1, 1], [1, 1, 1]]), num_return_sequences=2, **options)
     assert isinstance(twice, torch.Tensor)
     assert twice[:, :3].tolist() == [[0, 3, 1], [0, 3, 1], [9, 9, 2], [9, 9, 2]]
-    with pytest.raises(ValueError, match="would all be the same"):
+    with pytest.raises(ValueError, match="would be equal"):
         full(gen, num_return_sequences=2)
     with pytest.raises(ValueError, match=r"seed has 3 values for 6 rows \(3 prompts times"):
         full(gen, num_return_sequences=2, do_sample=True, seed=[1, 2, 3])

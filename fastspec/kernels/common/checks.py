@@ -70,7 +70,7 @@ def check_ieee() -> None:
     """Raises RuntimeError if torch may multiply fp32 in tf32, which keeps 10 of 23 bits of the mantissa."""
     if torch.backends.cuda.matmul.fp32_precision == "tf32":
         raise RuntimeError(
-            "torch has been told to multiply float32 in tf32; wanted IEEE products, for bits are promised: call "
+            "torch is set to multiply float32 in tf32; exact=True needs IEEE products: call "
             "torch.set_float32_matmul_precision('highest') before generating, or make the generator with exact=False"
         )
 

@@ -60,8 +60,8 @@ class PackedCodes:
     """A quantised matrix [N, K] in packed form; `fill` writes it.
 
     Attributes:
-        kind: as in `Codes`.
-        gated: as in `Weight`.
+        kind: format and blocks, see `Codes`.
+        gated: True if rows are interleaved, see `Weight`.
         form: layout of the bits. `fill` may change it from int8 to off8.
         words: int32 [N/16, K/C, 16, 16].
         factors: fp32 [N], in the order of words' rows: 2^LIFT times the scale of each row.

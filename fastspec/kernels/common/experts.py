@@ -42,7 +42,7 @@ class ExpertStack:
         data: values [E, N, K], or [E, 2, N/2, K] for some rows of the gate and of up. For mxfp4 int32 words
             [E, N/16, C, 16, 16] of codes.
         scales: for mxfp4 int32 [E, N/16, C, 16], four exponents a word; None for values.
-        dtype: of the values; for mxfp4, of the activations that they multiply.
+        dtype: dtype of the values; for mxfp4, dtype of the activations that they multiply.
         width: K.
         gated: rows of mxfp4 are interleaved. Values have the gate's N/2 rows first.
     """
@@ -66,8 +66,8 @@ class ExpertStack:
 
         Args:
             shape: N is a multiple of 16, K of 64.
-            dtype: of activations.
-            device: of the stack.
+            dtype: dtype of the activations.
+            device: device of the stack.
             gated: rows 0 .. N/2 - 1 are the gate, the others are up.
         """
         count, rows, width = shape

@@ -208,7 +208,8 @@ def check_source(logits: Tensor, rows: Any, work: SampledWork) -> None:
             )
     if rows.processors.bias.shape[1] < vocab:
         raise ValueError(
-            f"the state knows {rows.processors.bias.shape[1]} ids, the logits have {vocab}: allocate it for as many"
+            f"the state has room for {rows.processors.bias.shape[1]} ids, the logits have {vocab}: allocate it "
+            "for as many"
         )
 
 

@@ -116,7 +116,7 @@ def _snapshot(
         wanted = f"{repo!r}" if revision is None else f"{repo!r} at revision {revision!r}"
         said = " ".join(str(error).split()).rstrip(".")
         raise CheckpointError(
-            f"there is no local directory {repo!r}, and {wanted} could not be had from the Hub: {said}; "
+            f"there is no local directory {repo!r}, and {wanted} could not be downloaded from the Hub: {said}; "
             f"{_way_out(repo, error)}, or pass a local directory"
         ) from error
     check(found)

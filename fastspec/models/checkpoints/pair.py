@@ -41,7 +41,7 @@ def resolve_pair(
     "mtp" as draft is the target's own MTP layer, not a directory of that name.
 
     Args:
-        revisions, quantization: of (target, draft).
+        revisions, quantization: values for (target, draft).
         feature_layers: boundaries of target layers that a head shall read. None: those in its config.
         draft_vocab: ids that an MTP layer may draft. None: all.
 
@@ -61,7 +61,8 @@ def resolve_pair(
         return found, _rounded_head(resolve_head(head, str(draft), found, feature_layers), quantization[1])
     if feature_layers is not None:
         raise UnsupportedOption(
-            f"feature_layers={tuple(feature_layers)!r} says what a learned drafter reads of its target, and draft="
+            f"feature_layers={tuple(feature_layers)!r} names the target's layers that a learned drafter reads, "
+            "and draft="
             f"{draft!r} is none; leave it out"
         )
     other = None if draft is None else resolve(draft, role="draft", revision=revisions[1], fetched=files.fetched)

@@ -85,7 +85,7 @@ def same_text_on(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.devic
 
     Args:
         checkpoint: one rank's part. If matrices are rounded while loading, each rank has its own scales.
-        dtype, device: of its weights.
+        dtype, device: dtype and device of its weights.
     """
     assert checkpoint.sliced is not None, "as `sliced` made it"
     share, spec = checkpoint.sliced[:2]

@@ -120,7 +120,7 @@ class ShardTensors(TensorSource):
         directory: a local checkpoint.
 
     Attributes:
-        directory: that checkpoint.
+        directory: the checkpoint.
         unnamed: names of tensors that are in a weight file but not in the checkpoint's index.
 
     Raises:

@@ -73,7 +73,7 @@ def check_no_others(infos: Mapping[str, TensorInfo], spec: ModelSpec, name: str)
     if extra:
         raise CheckpointError(
             f"{name}: {listing(extra)} unexpected; the config of this {spec.family} model with {spec.num_layers} "
-            "layers has no place for them"
+            "layers does not use them"
         )
 
 
@@ -90,8 +90,7 @@ def warn_of_other_parts(stored: Iterable[str], name: str) -> list[str]:
     parts = [each for each in stored if text_name(each) is None]
     if parts:
         warnings.warn(
-            f"{name}: {listing(parts)} not used: they are for images or sound; here the model reads and writes text "
-            "alone",
+            f"{name}: {listing(parts)} not used: they are for images or sound, and only the text model runs",
             stacklevel=2,
         )
     return [each for each in stored if each not in set(parts)]
@@ -118,7 +117,7 @@ def name_others(tensors: NamedTensors, spec: ModelSpec, name: str, *, is_part: b
     if others:
         warnings.warn(
             f"{name}: {listing(others)} not used: the config of this {spec.family} model with {spec.num_layers} layers "
-            "has no place for them. transformers leaves them out too; is it the config of these weights?",
+            "does not use them. transformers leaves them out too; is it the config of these weights?",
             stacklevel=2,
         )
     return mtp is not None

@@ -27,7 +27,7 @@ def _plans(fields: ConfigFields, layers: int) -> tuple[LayerPlan, ...]:
 def _plans4(fields: ConfigFields, layers: int) -> tuple[LayerPlan, ...]:
     types = fields.get("layer_types")  # older versions of transformers write "attention"
     if not isinstance(types, list | tuple) or len(types) != layers or {*types} - {"full_attention", "attention"}:
-        wanted = "attention in every layer: others keep a state that a rejected draft would spoil"
+        wanted = "attention in every layer: other layers have a state that a rejected draft would overwrite"
         fields.refuse("layer_types", types, wanted)
     if fields.get("num_local_experts"):
         fields.refuse("num_local_experts", fields.get("num_local_experts"), "0: no experts beside the shared MLP")

@@ -128,7 +128,7 @@ def check_head_tensors(tensors: TensorSource, spec: HeadSpec) -> None:
     others = [each for each in infos if each not in spec.tensors and each not in (*UNUSED, OFFSETS)]
     if others:
         raise CheckpointError(
-            f"{listing(others)} unexpected; there is no place for them in this {spec.found}, and leaving them "
+            f"{listing(others)} unexpected; they are not part of this {spec.found}, and leaving them "
             "out would change what it drafts"
         )
     for wanted, shape in spec.tensors.items():
@@ -154,7 +154,7 @@ def target_ids(tensors: HeadTensors, spec: HeadSpec) -> Tensor | None:
         if drafted == known:
             return None
         raise CheckpointError(
-            f"it drafts {drafted} of the target's {known} ids and holds no {OFFSETS}, which says which they are"
+            f"it drafts {drafted} of the target's {known} ids and has no tensor {OFFSETS} that names them"
         )
     with tensors.open():
         offsets = tensors.read(OFFSETS).to(torch.int64).clone()

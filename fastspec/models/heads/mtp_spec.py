@@ -167,7 +167,7 @@ def mtp_spec(target: Checkpoint, directory: Path) -> MtpSpec:
     found = find_mtp(ShardTensors(directory).infos().keys(), model.num_layers)
     if found is None:
         raise CheckpointError(
-            f"{target.name} holds no MTP layer (mtp.*, model.layers.{model.num_layers}.* or model.mtp_layers.*); use a "
+            f"{target.name} has no MTP layer (mtp.*, model.layers.{model.num_layers}.* or model.mtp_layers.*); use a "
             "learned drafter, a draft model, or NGram()"
         )
     if found.depth > 1:

@@ -180,7 +180,8 @@ def asked_boundaries(asked: Sequence[int], layers: int, count: int | None) -> Re
     for boundary in reading:
         if isinstance(boundary, bool) or not isinstance(boundary, int) or not 0 <= boundary <= layers:
             raise ValueError(
-                f"feature_layers={reading}: {boundary!r} is none of the target's boundaries 0 to {layers}; boundary b "
+                f"feature_layers={reading}: {boundary!r} is not one of the target's boundaries 0 to {layers}; "
+                "boundary b "
                 "is the hidden state after b layers"
             )
     if count is not None and len(reading) != count:
@@ -250,7 +251,7 @@ class HeadSpec:
         readings: boundaries of the target that it reads: b is the residual stream after b layers, 0 the embedding, and
             `NORMED` the stream after all layers and the final norm. There is one entry for each possible meaning of the
             config. The first is that of the engine that wrote the layout.
-        tensors: shape of every tensor that is loaded, by its name here (`plain_name`).
+        tensors: shape of every tensor that is loaded, by its `plain_name`.
         own_embed, own_head: True if it has its own embedding, or its own head. Else the target's is used.
     """
 

@@ -116,7 +116,7 @@ class _Trial:
         limit = max(_TOLERANCE[own.dtype], _TOLERANCE[wanted.dtype])
         if not error <= (_ROUNDED if self._model.rounded else limit):
             raise UnsupportedModel(
-                f"cut by transformers' plan, {cut.share.size} ranks together compute something else than the whole "
+                f"split by transformers' plan, {cut.share.size} ranks together compute something else than the whole "
                 f"module: hidden states differ by {error:.2g} of their norm; leave tensor_parallel out"
             )
 

@@ -68,7 +68,7 @@ def kinds_of(shell: nn.Module, plan: Mapping[str, str] | None) -> dict[str, CutK
             raise UnsupportedModel(f"its plan cuts {name} by {style!r}, which is not known here")
         found[f"{prefix}.{name}"] = "first"
     if not set(found.values()) & {"columns", "experts"}:
-        raise UnsupportedModel(f"the plan that transformers publishes for it ({PLAN}) cuts no layer")
+        raise UnsupportedModel(f"the plan that transformers publishes for it ({PLAN}) splits no layer")
     return found
 
 
@@ -80,7 +80,7 @@ def _pattern(name: str) -> str:
 def _kind_of(name: str, part: Any, style: str, is_experts: bool) -> CutKind:
     if style == _EXPERTS and is_experts:
         if getattr(part, "has_post_expert_norm", False):
-            raise UnsupportedModel(f"{name}: a norm after each expert needs what all ranks have of it")
+            raise UnsupportedModel(f"{name}: a norm after each expert needs the outputs of all ranks")
         return "experts"
     if style in ("colwise", "rowwise") and type(part) is nn.Linear:
         return "rows" if style == "colwise" else "columns"
@@ -134,7 +134,7 @@ def own_part(part: nn.Module, key: str, tensor: Tensor, kind: CutKind, share: Ra
         part: the module, or another with the same settings. For experts its flags are read.
         key: the parameter's name in it.
         tensor: the whole parameter.
-        kind: how the module is split.
+        kind: kind of its split.
     """
     if kind == "experts":
         return _own_experts(part, key, tensor, share)

@@ -49,7 +49,7 @@ class HostedCut:
 
     Attributes:
         share: its part.
-        kinds: how each module, or each parameter ("first": along the first axis), is split, by name.
+        kinds: kind of split of each module, or of each parameter ("first": along the first axis), by name.
         whole: the `HostedInfo` of the whole model.
     """
 
@@ -65,8 +65,8 @@ class HostedCut:
         if self.share.size == 1:
             return "sums as on several ranks"
         return (
-            f"cut by transformers' plan: {counts['rows']} products by rows, {counts['columns']} by columns{experts}; "
-            "the rest, its head too, is whole on every rank"
+            f"split by transformers' plan: {counts['rows']} products by rows, {counts['columns']} by columns{experts}; "
+            "every rank has the other modules whole, including the head"
         )
 
 
@@ -259,7 +259,7 @@ def steady_shell(kind: Any, config: PretrainedConfig) -> nn.Module:
 
 def _refuse_whole(kind: Any) -> None:
     if kind.__name__.endswith("ForConditionalGeneration"):
-        raise UnsupportedModel(f"{kind.__name__} takes more than text; save it and pass the directory")
+        raise UnsupportedModel(f"{kind.__name__} reads more than text; save it and pass the directory")
 
 
 def _refuse_config(config: Any) -> None:

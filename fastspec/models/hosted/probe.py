@@ -89,7 +89,8 @@ def probe(module: nn.Module) -> Probed:
     base: Any = base_of(module)
     if getattr(module, "_is_stateful", False):
         raise UnsupportedModel(
-            "it keeps recurrent state (_is_stateful), which a rejected draft would spoil; kernels that keep a state "
+            "it keeps recurrent state (_is_stateful), which a rejected draft would overwrite; kernels that keep "
+            "a state "
             "for each draft are there for the gated delta rule of Qwen3-Next, 3.5 and 3.6, not for its recurrent layers"
         )
     if not kind._can_set_attn_implementation():
@@ -169,7 +170,9 @@ class _Prober:
         given = {name: option for name, option in options.items() if option is not None}
         unknown = [name for name, option in given.items() if isinstance(option, Tensor) and name not in _KNOWN_TENSORS]
         if unknown:
-            raise UnsupportedModel(f"attention is given {unknown[0]}, which fastspec's has no place for")
+            raise UnsupportedModel(
+                f"attention gets the argument {unknown[0]}, which fastspec's attention does not support"
+            )
         if tuple(query.shape[::2]) != (_BATCH, _QUERIES) or key.shape[2] != _QUERIES:
             raise UnsupportedModel(
                 f"attention runs over q {list(query.shape)} and k {list(key.shape)}, not over the fed tokens alone"

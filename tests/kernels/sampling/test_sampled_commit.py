@@ -304,7 +304,7 @@ def test_wrong_layouts_are_refused_by_name() -> None:
     with pytest.raises(ValueError, match=r"logits is float64 .*wanted float32"):
         sampled_commit(logits.double(), state, scratch, work, rule=BLOCK, deterministic=False, draws=None)
     wide = sampled_work(2, 2, 13, logits.device)
-    with pytest.raises(ValueError, match="the state knows 12 ids, the logits have 13: allocate"):
+    with pytest.raises(ValueError, match="the state has room for 12 ids, the logits have 13: allocate"):
         sampled_commit(torch.zeros(2, 3, 13), state, scratch, wide, rule=BLOCK, deterministic=False, draws=None)
     with pytest.raises(ValueError, match=r"logits is .*strides.*at one stride"):
         sampled_commit(torch.zeros(2, 4, 12)[:, :3], state, scratch, work, rule=BLOCK, deterministic=False, draws=None)

@@ -169,5 +169,5 @@ def test_what_does_not_go_with_experts_is_refused(tmp_path: Path) -> None:
         FastSpecGenerator(tmp_path, target_quantization="int8", device="cpu")
     raw = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(raw | MXFP4))
-    with pytest.raises(UnsupportedModel, match="it is read for the experts of gpt_oss alone"):
+    with pytest.raises(UnsupportedModel, match="it is supported for the experts of gpt_oss only"):
         resolve(tmp_path, role="target")

@@ -291,7 +291,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("phi3-long", {"original_max_position_embeddings": 0}, "original_max_position_embeddings"),
     ("granite", {"logits_scaling": 0.0}, "logits_scaling=0.0"),
     ("granite", {"residual_multiplier": -1.0}, "residual_multiplier=-1.0"),
-    ("granite4", {"layer_types": ["linear_attention", "attention"]}, "wanted attention in every layer: others keep"),
+    ("granite4", {"layer_types": ["linear_attention", "attention"]}, "wanted attention in every layer: other layers"),
     ("granite4", {"num_local_experts": 4}, "num_local_experts=4 is not supported, wanted 0"),
     ("ernie4_5", {"hidden_act": "gelu"}, "hidden_act='gelu'"),
     ("helium", {"hidden_act": "gelu"}, "hidden_act='gelu'"),

@@ -124,9 +124,13 @@ def test_ids_are_boundaries_or_outputs(target: Path, tmp_path: Path) -> None:
 
 def test_feature_layers_are_checked(target: Path, tmp_path: Path) -> None:
     head = write_eagle3(tmp_path, eagle3_tensors())
-    assert "7 is none of the target's boundaries 0 to 6" in refused(target, head, ValueError, feature_layers=[1, 2, 7])
+    assert "7 is not one of the target's boundaries 0 to 6" in refused(
+        target, head, ValueError, feature_layers=[1, 2, 7]
+    )
     assert "has 2 entries, and the head reads 3" in refused(target, head, ValueError, feature_layers=[1, 2])
-    assert "says what a learned drafter reads" in refused(target, target, UnsupportedOption, feature_layers=[1, 2, 3])
+    assert "names the target's layers that a learned drafter reads" in refused(
+        target, target, UnsupportedOption, feature_layers=[1, 2, 3]
+    )
     with pytest.raises(ValueError, match="True"):
         asked_boundaries([True], 6, None)
 
@@ -205,7 +209,7 @@ def _both_norms(head: Path) -> None:
         (_other_vocab, "target with vocab_size=110"),
         (_ids_beyond, "made for another target"),
         (_ids_twice, "different ids"),
-        (_no_table, "holds no d2t"),
+        (_no_table, "has no tensor d2t"),
         (_odd_width, "a multiple of the target's hidden_size"),
         (_stray, "gate.weight"),
         (_lacking, "norm.weight"),

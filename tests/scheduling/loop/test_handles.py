@@ -187,7 +187,7 @@ def cancelled(gen: FastSpecGenerator) -> None:
 def timed_out(gen: FastSpecGenerator) -> None:
     with gen._loop.turn:  # no step is made meanwhile
         handle = gen.submit(PROMPTS[0], max_new_tokens=90)
-        with pytest.raises(TimeoutError, match="has not ended within 0 s; it goes on"):
+        with pytest.raises(TimeoutError, match="has not ended within 0 s; it continues"):
             handle.result(timeout=0)
         assert not handle.done
 
@@ -308,7 +308,7 @@ def test_invalid_logits_are_the_requests_own(pair: tuple[Path, Path]) -> None:
 
 def test_what_belongs_to_a_process_says_so_where_it_is_copied(gen: FastSpecGenerator) -> None:
     handle = gen.submit(PROMPTS[0], max_new_tokens=2)
-    for one, says in ((gen, "make one in each process"), (handle, "hand on what its result")):
+    for one, says in ((gen, "make one in each process"), (handle, "pass its result")):
         for copied in (pickle.dumps, copy.copy, copy.deepcopy):
             with pytest.raises(TypeError, match=f"a {type(one).__name__} cannot be copied or pickled; {says}"):
                 copied(one)

@@ -26,7 +26,7 @@ UNSUPPORTED: Final[Mapping[str, str]] = {
     "torchao": "its tensors are pickled classes; take a compressed-tensors checkpoint",
     "quanto": "take a compressed-tensors checkpoint",
     "aqlm": "take a compressed-tensors, AWQ or GPTQ checkpoint",
-    "mxfp4": "it is read for the experts of gpt_oss alone; take another checkpoint",
+    "mxfp4": "it is supported for the experts of gpt_oss only; take another checkpoint",
 }
 SUPPORTED: Final = "compressed-tensors, fp8, awq, gptq, modelopt"
 # fields that change no value of a matrix: method of quantisation, kernels, tool. Any field in no list is refused,
@@ -230,7 +230,7 @@ def _modelopt(fields: _Fields) -> Quantisation:
     fields.close("quant_algo", "exclude_modules", "ignore", "group_size", "pre_quant_scale", off=_MODELOPT)
     algorithm = fields.choice("quant_algo", ("NVFP4", "FP8"))
     if fields.values.get("pre_quant_scale"):
-        fields.refuse("pre_quant_scale", True, "inputs are scaled before each product; take a checkpoint without")
+        fields.refuse("pre_quant_scale", True, "inputs are scaled before each product; take a checkpoint without that")
     ignored = fields.names("exclude_modules", "ignore")
     if algorithm == "FP8":
         scheme: Scheme = Float8(None)

@@ -68,7 +68,9 @@ def write_quantised(
         raise CheckpointError(f"{destination}: exists already; name a directory that does not")
     checkpoint = resolve(source, role="target", revision=revision)
     if checkpoint.spec.hosting:
-        raise UnsupportedOption(f"{source} is no native family (see docs/models.md), and only those are quantised")
+        raise UnsupportedOption(
+            f"{source} is not of a native family (see docs/models.md), and only those can be quantised"
+        )
     if checkpoint.gguf is not None:
         raise UnsupportedOption(f"{source} is a GGUF file; take the original weights")
     if checkpoint.quantisation is not None or checkpoint.directory is None:

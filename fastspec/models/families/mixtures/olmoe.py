@@ -10,7 +10,7 @@ from fastspec.shapes import RoutingRule
 
 def _plans(fields: ConfigFields, layers: int) -> tuple[LayerPlan, ...]:
     if fields.get("clip_qkv") is not None:
-        fields.refuse("clip_qkv", fields.get("clip_qkv"), "null: queries, keys and values as they are")
+        fields.refuse("clip_qkv", fields.get("clip_qkv"), "null: queries, keys and values are not clipped")
     count, chosen = counts(fields)
     routing = RoutingRule(chosen, normed=fields.flag("norm_topk_prob"))
     experts = ExpertsPlan(count, width(fields, "intermediate_size"), routing)

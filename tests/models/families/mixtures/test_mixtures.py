@@ -136,7 +136,7 @@ def test_what_is_told_of_a_shared_expert() -> None:
         engine: Any = SimpleNamespace(modules=modules)
         return shared_expert(settings, engine)
 
-    assert told("glm4_moe", 0).endswith("the last of those that a token has: no launches of its own")
+    assert told("glm4_moe", 0).endswith("the shared expert runs in the same launches as the routed experts")
     assert told("glm4_moe", 1).endswith("in fp32")
     assert told("glm4_moe", 1, "torch").endswith("computed by torch")
     assert told("qwen2_moe", 1, dtype=torch.bfloat16).endswith("80 wide, the others 48")
