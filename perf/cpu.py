@@ -20,7 +20,7 @@ import fastspec
 from perf.experiment import Experiment, say
 from perf.records import Row
 
-CODE = "def add(a, b):\n    return a + b\n\n\ndef scale(values, factor):\n    return [value * factor for value in values]\n"
+CODE = "def add(a, b):\n    return a + b\n\n\ndef scale(values, by):\n    return [value * by for value in values]\n"
 TASKS = (
     f"Rewrite this Python file with a docstring in every function:\n{CODE}",
     "Tell a short story about a fox and a river.",

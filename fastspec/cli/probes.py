@@ -139,9 +139,7 @@ def cpu_products() -> str:
         rate = values.nbytes / (time.perf_counter() - start) / 1e9
     amx, bf16 = torch.cpu._is_amx_tile_supported(), torch.cpu._is_avx512_bf16_supported()
     hardware = "bf16 by AMX" if amx else "bf16 by AVX-512" if bf16 else "bf16 emulated: float32 is faster"
-    found = (
-        f"packed by oneDNN in {' and '.join(packed)}" if packed else "in blocks of 8 rows, as torch has no oneDNN here"
-    )
+    found = f"packed by oneDNN in {' and '.join(packed)}" if packed else "8 rows at a time: no oneDNN here"
     return f"{found}; {hardware}; one thread reads {rate:.1f} GB/s"
 
 
