@@ -129,9 +129,10 @@ class CpuWork:
                 if window is not None:
                     hidden |= at <= own - window
                 index = (at // page_size).clamp_(max=len(pages[row]) - 1)
-                start, slots = None, call.block_table[row, index] * page_size + at % page_size
+                start: int | None = None
+                slots: Tensor | None = call.block_table[row, index] * page_size + at % page_size
                 held = pages[row][low // page_size : (high - 1) // page_size + 1]
-                begin = int(slots[0])
+                begin = pages[row][int(index[0])] * page_size + low % page_size
                 # one range of memory, with room for whole blocks: slots behind the row's own hold anything
                 if held == list(range(held[0], held[0] + len(held))) and begin + size <= pool:
                     start, slots = begin, None
