@@ -129,9 +129,9 @@ def nvidia_driver() -> str | None:
 
 def cpu_products() -> str:
     """How products run on the CPU, and the rate at which one thread reads memory."""
-    ways = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
-    packed = [name for dtype, name in ways.items() if is_supported(dtype)]
-    values = torch.ones(2**24)
+    names = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+    packed = [name for dtype, name in names.items() if is_supported(dtype)]
+    values = torch.ones(2**24, dtype=torch.float32, device="cpu")
     with using_threads(1):
         values.sum()
         start = time.perf_counter()
