@@ -20,7 +20,7 @@ import fastspec
 from perf.experiment import Experiment, say
 from perf.records import Row
 
-CODE = "def add(a, b):\n    return a + b\n\n\ndef scale(values, factor):\n    return [value * factor for value in values]\n"
+CODE = "def add(a, b):\n    return a + b\n\n\ndef scale(values, by):\n    return [value * by for value in values]\n"
 TASKS = (
     f"Rewrite this Python file with a docstring in every function:\n{CODE}",
     "Tell a short story about a fox and a river.",
@@ -115,19 +115,19 @@ def _arms(given: argparse.Namespace) -> tuple[dict[str, Callable[[torch.Tensor],
         loads[name] = round(time.process_time() - start, 2)
 
         def with_k(k: int | str | None = None) -> Callable[[torch.Tensor], list[int]]:
-            more = {} if k is None else {"num_speculative_tokens": k}
-
             def run(prompt: torch.Tensor) -> list[int]:
                 mask = torch.ones_like(prompt)
-                out = generator.generate(prompt, attention_mask=mask, max_new_tokens=new, eos_token_id=None, **more)
-                return [int(token) for token in out[0][prompt.shape[1] :]]
+                out = generator.generate(
+                    prompt, attention_mask=mask, max_new_tokens=new, num_speculative_tokens=k,
+                    return_dict_in_generate=True,
+                )  # fmt: skip
+                return out.new_tokens[0]
 
             return run
 
         return with_k
 
     model: Any = AutoModelForCausalLM.from_pretrained(given.target, dtype=dtype).eval()
-    model.generation_config.eos_token_id = None
 
     def peer(**options: Any) -> Callable[[torch.Tensor], list[int]]:
         def run(prompt: torch.Tensor) -> list[int]:
@@ -146,7 +146,6 @@ def _arms(given: argparse.Namespace) -> tuple[dict[str, Callable[[torch.Tensor],
     arms["fastspec plain, exact=False"] = made("fastspec plain, exact=False", exact=False)()
     if given.draft:
         assistant: Any = AutoModelForCausalLM.from_pretrained(given.draft, dtype=dtype).eval()
-        assistant.generation_config.eos_token_id = None
         arms["fastspec draft, k = 4"] = made("fastspec draft", draft=given.draft, num_speculative_tokens=4)(4)
         arms["transformers assistant"] = peer(assistant_model=assistant)
     return arms, loads

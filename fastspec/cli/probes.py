@@ -132,9 +132,9 @@ def nvidia_driver() -> str | None:
 
 def cpu_products() -> str:
     """How products run on the CPU, and the rate at which one thread reads memory."""
-    ways = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
-    packed = [name for dtype, name in ways.items() if is_supported(dtype)]
-    values = torch.ones(2**24)
+    names = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+    packed = [name for dtype, name in names.items() if is_supported(dtype)]
+    values = torch.ones(2**24, dtype=torch.float32, device="cpu")
     with using_threads(1):
         values.sum()
         start = time.perf_counter()
@@ -142,9 +142,7 @@ def cpu_products() -> str:
         rate = values.nbytes / (time.perf_counter() - start) / 1e9
     amx, bf16 = torch.cpu._is_amx_tile_supported(), torch.cpu._is_avx512_bf16_supported()
     hardware = "bf16 by AMX" if amx else "bf16 by AVX-512" if bf16 else "bf16 emulated: float32 is faster"
-    found = (
-        f"packed by oneDNN in {' and '.join(packed)}" if packed else "in blocks of 8 rows, as torch has no oneDNN here"
-    )
+    found = f"packed by oneDNN in {' and '.join(packed)}" if packed else "8 rows at a time: no oneDNN here"
     return f"{found}; {hardware}; one thread reads {rate:.1f} GB/s"
 
 

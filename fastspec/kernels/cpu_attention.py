@@ -123,15 +123,16 @@ class CpuWork:
                 high = max(part) + 1  # positions beyond the table belong to rows that do not count
                 size = -(-(high - low) // KEY_BLOCK) * KEY_BLOCK
                 tile = next(tile for tile in self.tiles if tile >= len(part))
-                at = torch.arange(low, low + size)
+                at = torch.arange(low, low + size, dtype=torch.int64, device="cpu")
                 own = F.pad(call.positions[row, first : first + _MOST], (0, tile - len(part)))[:, None]
                 hidden = at > own
                 if window is not None:
                     hidden |= at <= own - window
                 index = (at // page_size).clamp_(max=len(pages[row]) - 1)
-                start, slots = None, call.block_table[row, index] * page_size + at % page_size
+                start: int | None = None
+                slots: Tensor | None = call.block_table[row, index] * page_size + at % page_size
                 held = pages[row][low // page_size : (high - 1) // page_size + 1]
-                begin = int(slots[0])
+                begin = pages[row][int(index[0])] * page_size + low % page_size
                 # one range of memory, with room for whole blocks: slots behind the row's own hold anything
                 if held == list(range(held[0], held[0] + len(held))) and begin + size <= pool:
                     start, slots = begin, None
@@ -142,9 +143,11 @@ class CpuWork:
 def _tiles(num_heads: int, kv_heads: int, dim: int) -> tuple[int, ...]:
     """The numbers of queries whose products all give the same bits, with one thread and with all."""
     group = num_heads // kv_heads
-    made = torch.Generator().manual_seed(0)
-    keys, values = (torch.randn(KEY_BLOCK, kv_heads, dim, generator=made).transpose(0, 1) for _ in range(2))
-    queries = torch.randn(_MOST + 1, kv_heads * group * dim, generator=made)
+    made = torch.Generator("cpu").manual_seed(0)
+    size = kv_heads, KEY_BLOCK, dim
+    keys = torch.randn(size, generator=made, dtype=torch.float32, device="cpu")
+    values = torch.randn(size, generator=made, dtype=torch.float32, device="cpu")
+    queries = torch.randn((_MOST + 1, kv_heads * group * dim), generator=made, dtype=torch.float32, device="cpu")
 
     def product(rows: Tensor) -> Tensor:
         heads = rows.view(len(rows), kv_heads, group, dim).permute(1, 2, 0, 3).reshape(kv_heads, -1, dim)
@@ -155,8 +158,8 @@ def _tiles(num_heads: int, kv_heads: int, dim: int) -> tuple[int, ...]:
 
     with using_threads(1):
         alone = same_bits(product, queries, _TILES)
-    together = same_bits(product, queries, _TILES)
-    return tuple(tile for tile in alone if tile in together)
+    shared = same_bits(product, queries, _TILES)
+    return tuple(tile for tile in alone if tile in shared)
 
 
 def attend(call: AttendCall, work: CpuWork) -> Tensor:

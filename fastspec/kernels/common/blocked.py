@@ -13,6 +13,7 @@ are made of such counts alone.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -41,7 +42,9 @@ class RowCounts:
         assert matrix.way is not None, "it is filled"
         key = (matrix.way, *matrix.shape, counts == HEAD_ROW_COUNTS)
         if key not in self._found:
-            rows = torch.randn(max(counts) + 1, matrix.shape[1], generator=torch.Generator().manual_seed(0))
+            made = torch.Generator("cpu").manual_seed(0)
+            size = max(counts) + 1, matrix.shape[1]
+            rows = torch.randn(size, generator=made, dtype=torch.float32, device="cpu")
             self._found[key] = same_bits(matrix.multiply, rows.to(matrix.operand), counts)
         return self._found[key]
 
@@ -183,7 +186,7 @@ def _as_half(rows: Tensor) -> tuple[Any, float] | None:
     largest = float(rows.abs().amax())
     if not 0.0 < largest < float("inf"):
         return None
-    scale = 2.0 ** (_LARGEST - torch.frexp(torch.tensor(largest)).exponent.item())
+    scale = 2.0 ** (_LARGEST - math.frexp(largest)[1])
     flat = rows.reshape(-1)
     if not (_is_half(flat[:_SAMPLE], scale) and _is_half(flat, scale)):
         return None

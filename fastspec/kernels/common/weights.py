@@ -114,7 +114,7 @@ class Weight:
     @classmethod
     def of_blocked(cls, blocked: Blocked) -> Weight:
         """Makes a weight in the layout of CPU libraries, which `fill` writes."""
-        return cls(torch.empty(0, dtype=blocked.dtype), "blocked", blocked=blocked)
+        return cls(torch.empty(0, dtype=blocked.dtype, device="cpu"), "blocked", blocked=blocked)
 
     def fill_codes(self, codes: Codes) -> None:
         """Packs quantised values [N, K], on their device. A gated weight has the gate's rows first.
