@@ -105,8 +105,8 @@ Drafter = Annotated[
     str | None,
     typer.Option(
         metavar="ngram[:MIN:MAX]|suffix[:MIN:MAX]",
-        help="Draft by lookup of the last MIN to MAX tokens; the draft model drafts in rows without a match. suffix also "
-        "looks in predictions and corpora.",
+        help="Draft by lookup of the last MIN to MAX tokens; the draft model drafts in rows without a match. suffix "
+        "also looks in predictions and corpora.",
     ),
 ]
 Corpus = Annotated[
