@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from difflib import SequenceMatcher
 from pathlib import Path
-from typing import TypeAlias
+from typing import TypeAlias, cast
 
 import torch
 from transformers import AutoTokenizer
@@ -104,7 +104,7 @@ def of_transformers(k: int) -> Drafter:
     generator = PromptLookupCandidateGenerator(num_output_tokens=k, max_length=3 * LONGEST)
 
     def draft(old: list[int], text: list[int], most: int) -> list[int]:
-        row = torch.tensor([[*old, *text]])
+        row = cast("torch.LongTensor", torch.tensor([[*old, *text]]))
         found: list[int] = generator.get_candidates(row)[0][0, row.shape[1] :].tolist()
         return found[:most]
 

@@ -120,8 +120,8 @@ def test_the_place_in_a_prediction_is_its_definition(
     answered = min(answered, len(row))
     padded = torch.tensor([prediction + [1] * (30 - len(prediction))])  # junk behind its end
     junk = torch.tensor([[*row, 2, 2, 2]])
-    numbers = (torch.tensor([each]) for each in (len(row), answered))
-    place, matched = follow(padded, torch.tensor([len(prediction)]), junk, *numbers, min_n, min_n + more)
+    length, new = torch.tensor([len(row)]), torch.tensor([answered])
+    place, matched = follow(padded, torch.tensor([len(prediction)]), junk, length, new, min_n, min_n + more)
     expected = followed(prediction, row, answered, min_n, min_n + more)
     assert int(matched) == expected[1]
     assert not expected[1] or int(place) == expected[0]

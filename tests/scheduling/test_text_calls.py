@@ -104,7 +104,8 @@ def test_a_corpus_drafts_until_it_is_removed(pair: tuple[Path, Path], plain: Fas
         next(stream)
         with pytest.raises(RuntimeError, match="in use"):
             generator.add_corpus("late", [1])
-        stream.close()
+        for _ in stream:
+            pass
 
 
 @pytest.mark.parametrize("model", [False, True])
