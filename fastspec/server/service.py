@@ -268,6 +268,8 @@ class Service:
         self._formats: dict[str, AnswerFormats] = {}  # by template
         self._formats_of("")  # names are checked before the first request
         self._added: dict[str, int] = self.tokenizer.get_added_vocab()
+        known = self.tokenizer.added_tokens_decoder
+        self._special = {id: token.content for id, token in known.items() if token.special}
         self.meters = Meters(self.limits.seconds)
         self.created = int(time.time())
         self.cut_off, self._ended = 0, False
@@ -362,6 +364,8 @@ class Service:
                     raise of_option(error, set(type(body).model_fields)) from None
                 except RuntimeError as error:
                     raise failed(error) from error
+                parser = plan.parser()
+                read = parser.marks if parser else frozenset()
                 answers.append(
                     Answer(
                         len(answers),
@@ -369,7 +373,8 @@ class Service:
                         self.tokenizer,
                         body.stops,
                         skip_special_tokens=body.skip_special_tokens,
-                        parser=plan.parser(),
+                        parser=parser,
+                        marks={id: text for id, text in self._special.items() if text in read},
                         new_call_id=plan.new_call_id,
                     )
                 )
@@ -413,7 +418,7 @@ class Service:
         try:
             return {
                 "json_schema": None,
-                "grammar": plan.rule.grammar(plan.formats, self._added.get, opened=plan.opened),
+                "grammar": plan.rule.grammar(plan.formats, self._added, opened=plan.opened),
             }
         except NoGrammar as error:
             raise Refusal(str(error), field) from None
