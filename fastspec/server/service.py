@@ -266,6 +266,8 @@ class Service:
         self._formats: dict[str, AnswerFormats] = {}  # by template
         self._formats_of("")  # names are checked before the first request
         self._added: dict[str, int] = self.tokenizer.get_added_vocab()
+        known = self.tokenizer.added_tokens_decoder
+        self._special = {id: token.content for id, token in known.items() if token.special}
         live = Live(lambda: self._with_row, lambda: self._running - self._with_row, lambda: generator.kv_usage)
         self.meters = Meters(self.limits.seconds, name, live)
         self.created = int(time.time())
@@ -367,6 +369,8 @@ class Service:
                     raise of_option(error, body.model_fields_set) from None
                 except RuntimeError as error:
                     raise failed(error) from error
+                parser = plan.parser()
+                read = parser.marks if parser else frozenset()
                 answers.append(
                     Answer(
                         len(answers),
@@ -374,7 +378,8 @@ class Service:
                         self.tokenizer,
                         body.stops,
                         skip_special_tokens=body.skip_special_tokens,
-                        parser=plan.parser(),
+                        parser=parser,
+                        marks={id: text for id, text in self._special.items() if text in read},
                         new_call_id=plan.new_call_id,
                     )
                 )
@@ -444,7 +449,7 @@ class Service:
         try:
             return {
                 "json_schema": None,
-                "grammar": plan.rule.grammar(plan.formats, self._added.get, opened=plan.opened),
+                "grammar": plan.rule.grammar(plan.formats, self._added, opened=plan.opened),
             }
         except NoGrammar as error:
             raise Refusal(str(error), field) from None

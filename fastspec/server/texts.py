@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +28,7 @@ class Visible:
         prompt: ids before the answer.
         stops: texts that end it.
         skip_special_tokens: leave special tokens out of the text, as in `decode`.
-        marks: special tokens that stay in the text all the same.
+        marks: id -> text of special tokens that stay in the text all the same.
     """
 
     def __init__(
@@ -38,16 +38,11 @@ class Visible:
         stops: list[str],
         *,
         skip_special_tokens: bool = True,
-        marks: frozenset[str] = frozenset(),
+        marks: Mapping[int, str] | None = None,
     ) -> None:
         self._stream = TextStream(tokenizer, prompt, skip_special_tokens=skip_special_tokens)
         self._stops, self._held, self._ended = stops, "", False
-        self._kept: dict[int, str] = {}
-        if marks and skip_special_tokens:
-            special = set(tokenizer.all_special_ids)
-            self._kept = {
-                id: mark for mark, id in tokenizer.get_added_vocab().items() if mark in marks and id in special
-            }
+        self._kept = {} if marks is None or not skip_special_tokens else marks
 
     def push(self, tokens: list[int]) -> str:
         """Takes new tokens. Returns the text that is final."""
@@ -99,6 +94,7 @@ class Answer:
         stops: texts that end it.
         skip_special_tokens: leave special tokens out of the text.
         parser: finds reasoning and calls in a chat's answer.
+        marks: id -> text of special tokens that the parser reads.
         new_call_id: makes the ids of calls.
 
     Attributes:
@@ -116,10 +112,11 @@ class Answer:
         *,
         skip_special_tokens: bool = True,
         parser: AnswerParser | None = None,
+        marks: Mapping[int, str] | None = None,
         new_call_id: Callable[[], str] = str,
     ) -> None:
         self.index, self.handle, self._tokenizer, self._stops = index, handle, tokenizer, stops
-        self._skip, self._parser, self._new_call_id = skip_special_tokens, parser, new_call_id
+        self._skip, self._parser, self._marks, self._new_call_id = skip_special_tokens, parser, marks, new_call_id
         self.whole, self.call_ids, self.reasoning_tokens = WholeAnswer(), list[str](), 0
         self.request = handle.call.requests[0]
         self._placed = TextStream(tokenizer, self.request.prompt, skip_special_tokens=skip_special_tokens)
@@ -153,7 +150,7 @@ class Answer:
             self.request.prompt,
             self._stops,
             skip_special_tokens=self._skip,
-            marks=self._parser.marks if self._parser else frozenset(),
+            marks=self._marks,
         )
         shown, stop_ids = 0, self.handle.call.options.stop_ids
         async for start, shown in self.handle.pieces_in_loop():

@@ -11,13 +11,14 @@ from tests.helpers.chat_templates import PUBLISHED
 
 PARAMETERS: dict[str, Any] = {
     "type": "object",
-    "properties": {"city": {"type": "string"}, "days": {"type": "integer"}},
+    "properties": {"city": {"type": "string", "maxLength": 24}, "days": {"type": "integer"}},
     "required": ["city", "days"],
     "additionalProperties": False,
 }
+NOTHING: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 WEATHER = {"type": "function", "function": {"name": "weather", "description": "of a city", "parameters": PARAMETERS}}
-TIME = {"type": "function", "function": {"name": "time", "parameters": {"type": "object", "properties": {}}}}
-TOOLS = (Tool("weather", PARAMETERS), Tool("time", {"type": "object", "properties": {}}))
+TIME = {"type": "function", "function": {"name": "time", "parameters": NOTHING}}
+TOOLS = (Tool("weather", PARAMETERS), Tool("time", NOTHING))
 Call = tuple[str, dict[str, Any]]
 PARIS: Call = ("weather", {"city": 'Paris, "Île"', "days": 2})
 NOW: Call = ("time", {})
@@ -67,6 +68,7 @@ _DEEPSEEK = (
     "<｜tool▁sep｜>",
 )
 _CHANNELS = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>", "<|constrain|>", "<|return|>")
+_R1 = "{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}" + PUBLISHED["text calls"].text
 _FENCED = f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>weather\n```json\n{_ARGUMENTS}\n```<｜tool▁call▁end｜>"
 _PYTHON = 'weather(city="Paris, \\"Île\\"", days=2)'
 _GLM = PUBLISHED["pairs of arguments"].text + "{% if false %}</think>{% endif %}"
@@ -192,7 +194,7 @@ WRITTEN: dict[str, Written] = {
     ),
     "deepseek_v3": Written(
         "deepseek_v3",
-        PUBLISHED["text calls"].text,
+        _R1,
         "<think>\n",
         f"I must look.\n</think>\n\nSo:<｜tool▁calls▁begin｜>{_FENCED}<｜tool▁calls▁end｜>",
         "So:",
@@ -204,7 +206,7 @@ WRITTEN: dict[str, Written] = {
     ),
     "deepseek_v3 with names": Written(
         "deepseek_v3",
-        PUBLISHED["text calls"].text.replace("```json", "").replace("```", ""),
+        _R1.replace("```json", "").replace("```", ""),
         "<think>\n",
         f"Look.</think><｜tool▁calls▁begin｜><｜tool▁call▁begin｜>weather<｜tool▁sep｜>{_ARGUMENTS}<｜tool▁call▁end｜>"
         "<｜tool▁call▁begin｜>time<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>",

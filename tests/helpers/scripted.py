@@ -1,7 +1,7 @@
-"""A tiny Llama that writes a given text: its logits are a function of the last two tokens.
+"""A tiny Llama that writes a given text: its logits are a function of the last four tokens.
 
-Its embedding is one-hot. A layer of attention adds the one-hot vector of the token before, since the scores of all heads
-are largest at a distance of one (rotary embedding). The head maps each pair of the script to the token that follows it.
+Its embedding is one-hot. A layer of attention adds the one-hot vectors of the three tokens before: the scores of a head
+are largest at one distance (rotary embedding). The head maps each context of the script to the token that follows it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from fastspec.text.text_stream import _byte_letters
 
-HEADS, DIM = 8, 64  # the one-hot vector of a token is cut into one slice a head
+BACK, SLICES, DIM = 3, 8, 64  # tokens before the last; the one-hot vector of each is cut into one slice a head
 SHARP, SURE = 1000.0, 30.0  # of the scores, and of the logits
 END = "<eos>"
 
@@ -30,14 +30,14 @@ def scripted_pair(
         folder: for them.
         template: chat template.
         script: text that the model writes after a prompt, before it ends.
-        prompt_end: the last characters of every prompt, two tokens at least.
+        prompt_end: the last characters of every prompt, four tokens at least.
         marks: texts of the script that are one token each.
         special: True if these are special tokens.
     """
     parts = _parts(script, marks)
     tokenizer = _tokenizer([part for part in parts if part not in marks], marks, template, special=special)
     ids = [tokenizer.convert_tokens_to_ids(_name(part, marks)) for part in parts]
-    before: list[int] = tokenizer(prompt_end)["input_ids"][-2:]  # type: ignore[index,assignment]
+    before: list[int] = tokenizer(prompt_end)["input_ids"][-BACK - 1 :]  # type: ignore[index,assignment]
     chain = [*before, *ids, tokenizer.convert_tokens_to_ids(END)]
     model = _model(len(tokenizer), chain, tokenizer.convert_tokens_to_ids(END))
     for path in (folder / "target", folder / "draft"):
@@ -55,7 +55,8 @@ def _parts(script: str, marks: tuple[str, ...]) -> list[str]:
             parts.append(run)
             continue
         while run:
-            size = next((size for size in range(2, len(run) + 1) if run[:size] not in parts), len(run))
+            sizes = (size for size in range(2, len(run) + 1) if len(run) - size != 1)  # no single letter is left
+            size = next((size for size in sizes if run[:size] not in parts), len(run))
             assert run[:size] not in parts or size == len(run)
             parts.append(run[:size])
             run = run[size:]
@@ -81,34 +82,37 @@ def _tokenizer(pieces: list[str], marks: tuple[str, ...], template: str, *, spec
 
 
 def _model(vocab: int, chain: list[int], end: int) -> LlamaForCausalLM:
-    assert vocab <= HEADS * DIM
-    hidden = 2 * vocab + 1  # the token, the token before, and a one
-    hidden += -hidden % HEADS
+    assert vocab <= SLICES * DIM
+    heads = BACK * SLICES
+    hidden = (BACK + 1) * vocab + 1  # the last tokens, and a one
+    hidden += -hidden % heads
     sizes: dict[str, Any] = {"hidden_size": hidden, "intermediate_size": 8, "num_hidden_layers": 1}
-    sizes |= {"num_attention_heads": HEADS, "num_key_value_heads": HEADS, "head_dim": DIM, "vocab_size": vocab}
+    sizes |= {"num_attention_heads": heads, "num_key_value_heads": heads, "head_dim": DIM, "vocab_size": vocab}
     model = LlamaForCausalLM(
         LlamaConfig(**sizes, max_position_embeddings=4096, eos_token_id=end, bos_token_id=None, rms_norm_eps=1e-6)
     ).eval()
     model.generation_config.eos_token_id = end
-    layer, one = model.model.layers[0], 2 * vocab
+    layer, one = model.model.layers[0], (BACK + 1) * vocab
     theta = 10000.0 ** (-torch.arange(0, DIM, 2) / DIM)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()
         for norm in (layer.input_layernorm, layer.post_attention_layernorm, model.model.norm):
             norm.weight.fill_(1.0)
-        embed = model.model.embed_tokens.weight
+        embed, attention = model.model.embed_tokens.weight, layer.self_attn
         embed[:, :vocab] = torch.eye(vocab)
         embed[:, one] = 1.0
         scale = (hidden / 2) ** 0.5  # of a vector with two ones, after its norm
-        for head in range(HEADS):
-            rows = slice(head * DIM, head * DIM + DIM // 2), slice(head * DIM + DIM // 2, (head + 1) * DIM)
-            layer.self_attn.q_proj.weight[rows[0], one] = SHARP / scale
-            layer.self_attn.k_proj.weight[rows[0], one] = torch.cos(theta) / scale
-            layer.self_attn.k_proj.weight[rows[1], one] = torch.sin(theta) / scale
-        layer.self_attn.v_proj.weight[:vocab, :vocab] = torch.eye(vocab) / scale
-        layer.self_attn.o_proj.weight[vocab : 2 * vocab, :vocab] = torch.eye(vocab)
-        for before, token, following in zip(chain, chain[1:], chain[2:], strict=False):
-            model.lm_head.weight[following, token] = SURE
-            model.lm_head.weight[following, vocab + before] = SURE
+        for head in range(heads):
+            start, distance = head * DIM, head // SLICES + 1
+            attention.q_proj.weight[start : start + DIM // 2, one] = SHARP / scale
+            attention.k_proj.weight[start : start + DIM // 2, one] = torch.cos(distance * theta) / scale
+            attention.k_proj.weight[start + DIM // 2 : start + DIM, one] = torch.sin(distance * theta) / scale
+        for back in range(BACK):
+            rows, place = back * SLICES * DIM, (back + 1) * vocab
+            attention.v_proj.weight[rows : rows + vocab, :vocab] = torch.eye(vocab) / scale
+            attention.o_proj.weight[place : place + vocab, rows : rows + vocab] = torch.eye(vocab)
+        for at in range(BACK + 1, len(chain)):
+            for back in range(BACK + 1):
+                model.lm_head.weight[chain[at], back * vocab + chain[at - 1 - back]] = SURE
     return model

@@ -224,7 +224,7 @@ def _dequantises(kind: str) -> bool:
     from gguf import GGMLQuantizationType, quants
 
     known = GGMLQuantizationType[kind]
-    block, size = quants.GGML_QUANT_SIZES[known]
+    block, size = GGML_QUANT_SIZES[known]
     try:
         quants.dequantize(np.zeros((1, size), np.uint8), known)
     except NotImplementedError:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from fastspec.text.answers.values import types_of
@@ -20,11 +20,12 @@ class Lark:
     """Writes a grammar rule by rule. Its methods return expressions for the right side of a rule.
 
     Args:
-        token_of: maps a mark to the id of its token; None if the vocabulary has no such token.
+        added: ids of the tokens that were added to the vocabulary, special ones among them. A grammar writes such a
+            token as its id, because its text does not match it.
     """
 
-    def __init__(self, token_of: Callable[[str], int | None]) -> None:
-        self._token_of = token_of
+    def __init__(self, added: Mapping[str, int]) -> None:
+        self._added = added
         self._rules: list[str] = []
 
     def grammar(self, start: str) -> str:
@@ -51,29 +52,40 @@ class Lark:
 
     def mark(self, mark: str) -> str:
         """A mark: its token, or its letters where it is none."""
-        token = self._token_of(mark)
+        token = self._added.get(mark)
         return _quoted(mark) if token is None else f"<[{token}]>"
+
+    def has(self, mark: str) -> bool:
+        """True if the mark is a token."""
+        return mark in self._added
+
+    def optional(self, mark: str) -> str:
+        """A mark that may be left out; nothing if it is no token."""
+        return f"{self.mark(mark)}?" if self.has(mark) else ""
 
     def json(self, schema: dict[str, Any]) -> str:
         """JSON of a schema."""
         return self.rule(f"%json {json.dumps(schema)}")
 
     def any_text(self, *without: str) -> str:
-        """Any text in which these marks are not spelled, possibly none."""
-        return self.rule(self._terminal(_ANY + "*", without) + "?")
+        """Any text in which these marks are not, possibly none. It may have other added tokens."""
+        return self._free(self._terminal(_ANY + "*", without), without)
 
-    def until(self, mark: str, *, least: int = 0, most: int | None = None) -> str:
-        """Any text that ends with the mark, and the mark.
+    def until(self, mark: str) -> str:
+        """Any text that ends with the mark, and the mark."""
+        if mark in self._added:
+            return self.rule(f"{self.any_text(mark)} {self.mark(mark)}")
+        return self._lazy(self._terminal(_ANY + "*", [mark]), mark)
 
-        Args:
-            mark: not within the text.
-            least, most: characters of the text; None: any number.
-        """
-        count = "*" if not least and most is None else f"{{{least},{'' if most is None else most}}}"
-        terminal = self._terminal(_ANY + count, [mark])
-        if self._token_of(mark) is None:
-            return self._add("r", "[lazy]", f"{terminal} {_quoted(mark)}")
-        return self.rule(f"{terminal}{'' if least else '?'} {self.mark(mark)}")
+    def _free(self, terminal: str, without: Sequence[str]) -> str:
+        """Texts of a terminal, with added tokens between them."""
+        others = sorted(set(self._added.values()) - {self._added.get(mark) for mark in without})
+        between = f" (<[{_ranges(others)}]> {terminal}?)*" if others else ""
+        return self.rule(f"{terminal}?{between}")
+
+    def _lazy(self, terminal: str, end: str) -> str:
+        """A text of a terminal up to the first place where another text follows, and that text."""
+        return self._add("r", "[lazy]", f"{terminal} {_quoted(end)}")
 
     def text_but(self, beginning: str, mark: str) -> str:
         """Any text in which the mark is not spelled, and that does not begin so.
@@ -82,9 +94,9 @@ class Lark:
             beginning: a regular expression.
             mark: not within the text.
         """
-        name = self._terminal(_ANY + "*", [mark])
+        first = self._terminal(_ANY + "*", [mark])
         self._rules[-1] += f" & ~/{beginning}{_ANY}*/"
-        return self.rule(f"{name}?")
+        return self.rule(f"{first}?")
 
     def bare_value(self, schema: dict[str, Any], end: str, marks: Sequence[str] = ()) -> str:
         """A value that is written without quotes if it is a text, and the text after it.
@@ -112,7 +124,11 @@ class Lark:
                     f"the model writes texts without quotes, and their {word} cannot be checked there, got "
                     f"{schema[word]!r}; leave it out of the schema"
                 )
-        return self.until(end, least=schema.get("minLength", 0), most=schema.get("maxLength"))
+        least, most = schema.get("minLength", 0), schema.get("maxLength", "")
+        text = self._terminal(f"{_ANY}{{{least},{most}}}", [end])
+        if end in self._added:
+            return f"{text}{'' if least else '?'} {self.mark(end)}"
+        return self._lazy(text, end)
 
     def _terminal(self, pattern: str, without: Sequence[str]) -> str:
         text = f"/{pattern}/" + "".join(rf" & ~/{_ANY}*{_escaped(mark)}{_ANY}*/" for mark in without)
@@ -122,6 +138,17 @@ class Lark:
         name = f"{kind}{'_' if kind.islower() else ''}{len(self._rules)}"
         self._rules.append(f"{name}{options}: {expression}")
         return name
+
+
+def _ranges(ids: Sequence[int]) -> str:
+    """Ascending ids in the notation of token ranges: 3,5-9."""
+    parts: list[list[int]] = []
+    for id in ids:
+        if parts and parts[-1][1] == id - 1:
+            parts[-1][1] = id
+        else:
+            parts.append([id, id])
+    return ",".join(str(low) if low == high else f"{low}-{high}" for low, high in parts)
 
 
 def _quoted(text: str) -> str:

@@ -43,7 +43,7 @@ class LlamaJson(ToolFormat):
 
     def calls(self, lark: Lark, tools: Sequence[Tool], *, parallel: bool) -> str:
         cases = [f'{lark.text(_begin(tool))} {lark.json(tool.parameters)} "}}"' for tool in tools]
-        return lark.rule(repeated(lark.one_of(cases), lark.text("; "), parallel=parallel))
+        return lark.rule(f"{lark.optional(_TAG)} {repeated(lark.one_of(cases), lark.text('; '), parallel=parallel)}")
 
     def text_or_calls(self, lark: Lark, tools: Sequence[Tool], *, parallel: bool) -> str:
         calls = self.calls(lark, tools, parallel=parallel)
@@ -59,7 +59,8 @@ class Pythonic(LlamaJson):
     def calls(self, lark: Lark, tools: Sequence[Tool], *, parallel: bool) -> str:
         cases = [f"{lark.text(tool.name + '(')} {_keywords(lark, tool)} {lark.text(')')}" for tool in tools]
         calls = repeated(lark.one_of(cases), lark.text(", "), parallel=parallel)
-        return lark.rule(f"{lark.text('[')} {calls} {lark.text(']')}")
+        listed = f"{lark.text('[')} {calls} {lark.text(']')}"
+        return lark.one_of([listed, *([f"{lark.mark(_START)} {listed} {lark.mark(_END)}"] if lark.has(_START) else [])])
 
 
 def _begin(tool: Tool) -> str:

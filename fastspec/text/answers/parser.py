@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,13 +82,18 @@ class AnswerRule:
         calls = self.required or not self.parallel or any(tool.strict for tool in self.tools)
         return self.schema is not None or bool(self.tools and calls)
 
-    def grammar(self, formats: AnswerFormats, token_of: Callable[[str], int | None], *, opened: bool) -> str:
+    def grammar(self, formats: AnswerFormats, added: Mapping[str, int], *, opened: bool) -> str:
         """Grammar of the whole answer, which begins with the reasoning.
+
+        Args:
+            formats: of the model's answers.
+            added: ids of the tokens that were added to the vocabulary.
+            opened: True if the prompt has opened the reasoning.
 
         Raises:
             NoGrammar: the formats have none for this rule.
         """
-        lark = Lark(token_of)
+        lark = Lark(added)
         reasoning = formats.reasoning
         before = "" if reasoning is None else reasoning.before_answer(lark, opened=opened)
         return lark.grammar(f"{before} {self._answer(formats, lark)}".strip())

@@ -33,5 +33,5 @@ class Between(ReasoningFormat):
 
     def before_answer(self, lark: Lark, *, opened: bool) -> str:
         marks = (*self.marks, self.begin)
-        whole = lark.until(self.end) if opened else f"({lark.text(self.begin, marks)} {lark.until(self.end)})?"
+        whole = lark.until(self.end) if opened else f'("\\n"? {lark.text(self.begin, marks)} {lark.until(self.end)})?'
         return lark.rule(f'{whole} ("\\n\\n" | "\\n")?')
