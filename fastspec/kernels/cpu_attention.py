@@ -135,7 +135,8 @@ class CpuWork:
                 begin = pages[row][int(index[0])] * page_size + low % page_size
                 # one range of memory, with room for whole blocks: slots behind the row's own hold anything
                 if held == list(range(held[0], held[0] + len(held))) and begin + size <= pool:
-                    start, slots = begin, None
+                    start = begin
+                    slots = None
                 found.append(Range(row, first, len(part), tile, low, high, start, slots, hidden))
         return found
 

@@ -6,7 +6,7 @@ import asyncio
 import re
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -213,7 +213,7 @@ class Plan:
 
     prompts: list[list[int]]
     formats: AnswerFormats | None = None
-    rule: AnswerRule = AnswerRule()
+    rule: AnswerRule = field(default_factory=AnswerRule)
     opened: bool = False
 
     def parser(self) -> AnswerParser | None:
@@ -222,7 +222,8 @@ class Plan:
 
     def new_call_id(self) -> str:
         """Makes the id of a call."""
-        assert self.formats is not None and self.formats.tools is not None, "no calls without their format"
+        assert self.formats is not None, "no calls without formats"
+        assert self.formats.tools is not None, "no calls without their format"
         return self.formats.tools.call_id()
 
 

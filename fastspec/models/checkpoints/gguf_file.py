@@ -221,7 +221,7 @@ def _place(parameter: str, names: Any) -> tuple[str, int | None] | None:
 
 def _dequantises(kind: str) -> bool:
     """True if `gguf` can dequantise a format."""
-    from gguf import GGMLQuantizationType, quants
+    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, quants
 
     known = GGMLQuantizationType[kind]
     block, size = GGML_QUANT_SIZES[known]

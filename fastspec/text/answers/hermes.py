@@ -25,10 +25,8 @@ class Hermes(MarkedFormat):
                 yield from text.take_until("</tool_call>")
 
     def after_begin(self, lark: Lark, tools: Sequence[Tool], *, parallel: bool) -> str:
-        cases = [
-            f"{lark.text(_begin(tool))} {lark.json(tool.parameters)} {lark.text('}' + chr(10) + self.marks[1], self.marks)}"
-            for tool in tools
-        ]
+        end = lark.text("}\n" + self.marks[1], self.marks)
+        cases = [f"{lark.text(_begin(tool))} {lark.json(tool.parameters)} {end}" for tool in tools]
         return repeated(lark.one_of(cases), lark.text("\n<tool_call>", self.marks), parallel=parallel)
 
 

@@ -62,7 +62,7 @@ class AnswerParser:
 
 @dataclass(frozen=True, slots=True)
 class AnswerRule:
-    """What a request demands of an answer.
+    """Demands of a request on an answer.
 
     Attributes:
         tools: that may be called.

@@ -1,7 +1,7 @@
 """Text of an answer while it arrives, for parsers that are generators.
 
-A parser calls the methods of a Reader with `yield from`. A method that needs more text than has arrived yields, and goes
-on when the text is there. It decides by the text alone. So the events do not depend on how the text was divided.
+A parser calls the methods of a Reader with `yield from`. A method that needs more text than has arrived yields, and
+goes on when the text is there. It decides by the text alone. So the events do not depend on how the text was divided.
 """
 
 from __future__ import annotations
@@ -232,7 +232,8 @@ class Reader:
 
     def _find(self, marks: Iterable[str]) -> tuple[int, str | None]:
         """Number of characters before the first place where a mark is or may begin; the mark if it is there."""
-        text, places = self._text, []
+        text = self._text
+        places: list[tuple[int, int, str | None]] = []
         for mark in marks:
             at = text.find(mark)
             if at >= 0:
