@@ -68,6 +68,12 @@ def serve(
     chat_template: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Chat template (Jinja) in place of the checkpoint's.")
     ] = None,
+    tool_call_parser: Annotated[
+        str, typer.Option(metavar="FORMAT", help="Format of tool calls; auto: the one that the chat template shows.")
+    ] = "auto",
+    reasoning_parser: Annotated[
+        str, typer.Option(metavar="FORMAT", help="Format of reasoning; auto: the one that the chat template shows.")
+    ] = "auto",
     api_keys: Annotated[
         list[str] | None,
         typer.Option(
@@ -192,6 +198,8 @@ def serve(
                     limited,
                     aliases=served[1:],
                     sanitize_control_tokens=sanitize_control_tokens,
+                    tool_call_parser=tool_call_parser,
+                    reasoning_parser=reasoning_parser,
                 )
                 scheme = "http" if certificate is None else "https"
                 address = f"{scheme}://{f'[{host}]' if ':' in host else host}"

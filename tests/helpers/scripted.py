@@ -14,7 +14,7 @@ import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from fastspec.text.text_stream import _byte_letters
+from fastspec.text.token_bytes import byte_letters
 
 BACK, SLICES, DIM = 3, 8, 64  # tokens before the last; the one-hot vector of each is cut into one slice a head
 SHARP, SURE = 1000.0, 30.0  # of the scores, and of the logits
@@ -64,7 +64,7 @@ def _parts(script: str, marks: tuple[str, ...]) -> list[str]:
 
 
 def _name(part: str, marks: tuple[str, ...]) -> str:
-    letters = {byte: letter for letter, byte in _byte_letters().items()}
+    letters = {byte: letter for letter, byte in byte_letters().items()}
     return part if part in marks else "".join(letters[byte] for byte in part.encode())
 
 

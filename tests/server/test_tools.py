@@ -1,0 +1,150 @@
+"""Tool calls and reasoning through the server: a scripted model writes them, and the `openai` package reads them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from tests.helpers.answers import TIME, WEATHER, WRITTEN, Written
+from tests.helpers.scripted import scripted_pair
+from tests.helpers.services import opened
+from tests.server.conftest import Running, running
+
+ASKED: dict[str, Any] = {
+    "model": "small",
+    "messages": [{"role": "user", "content": "Will it rain in Paris?"}],
+    "max_completion_tokens": 250,
+}
+TOOLS = [WEATHER, TIME]
+
+
+def client_of(server: Running) -> Any:
+    return openai.OpenAI(
+        base_url=server.url, api_key="none", max_retries=0, default_headers={"Connection": "close"}, timeout=60
+    )
+
+
+def tools_of(case: Written) -> dict[str, Any]:
+    return {"tools": TOOLS} if case.format != "none" else {}
+
+
+def with_strict(tool: dict[str, Any]) -> dict[str, Any]:
+    return {**tool, "function": {**tool["function"], "strict": True}}
+
+
+@pytest.fixture(scope="module", params=WRITTEN)
+def case(request: pytest.FixtureRequest) -> Written:
+    return WRITTEN[request.param]
+
+
+@pytest.fixture(scope="module")
+def scripted(case: Written, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    with served(case, tmp_path_factory.mktemp("scripted")) as made:
+        yield made
+
+
+class served:  # noqa: N801  # used as a function
+    """A server whose model writes the script of a case."""
+
+    def __init__(self, case: Written, folder: Path, script: str | None = None) -> None:
+        text = case.script if script is None else script
+        pair = scripted_pair(folder, case.template, text, case.prompt_end, marks=case.marks, special=case.special)
+        self._generator = opened(pair, max_length=2000, max_batch_size=2)
+
+    def __enter__(self) -> Running:
+        self._running = running(self._generator)
+        return self._running.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._running.__exit__(*error)
+        self._generator.close()
+
+
+def streamed(chunks: Any) -> tuple[dict[str, Any], str, list[Any]]:
+    """The message that the deltas of a stream make, its finish reason, and the deltas."""
+    message: dict[str, Any] = {"content": "", "reasoning": "", "tool_calls": []}
+    reason, deltas = None, []
+    for chunk in chunks:
+        for choice in chunk.choices:
+            delta = choice.delta.model_dump(exclude_unset=True)
+            deltas.append(delta)
+            message["content"] += delta.get("content") or ""
+            message["reasoning"] += delta.get("reasoning") or ""
+            assert delta.get("reasoning") == delta.get("reasoning_content")
+            for call in delta.get("tool_calls") or []:
+                if call["index"] == len(message["tool_calls"]):
+                    assert call["type"] == "function"
+                    message["tool_calls"].append({"id": call["id"], "name": call["function"]["name"], "arguments": ""})
+                message["tool_calls"][call["index"]]["arguments"] += call["function"]["arguments"]
+            reason = choice.finish_reason or reason
+    return message, str(reason), deltas
+
+
+def test_whole_answers_have_their_parts(case: Written, scripted: Running) -> None:
+    answer = client_of(scripted).chat.completions.create(**ASKED, **tools_of(case))
+    (choice,) = answer.choices
+    message = choice.message
+    assert message.content == (case.content or (None if case.calls else ""))
+    calls = [(call.function.name, json.loads(call.function.arguments)) for call in message.tool_calls or []]
+    assert calls == case.calls
+    assert choice.finish_reason == ("tool_calls" if case.calls else "stop")
+    ids = [call.id for call in message.tool_calls or []]
+    assert len(set(ids)) == len(ids)
+    assert all(len(id) == 9 if case.format == "mistral" else id.startswith("call_") for id in ids)
+    for name in ("reasoning", "reasoning_content"):
+        assert getattr(message, name, "") == case.reasoning
+    count = answer.usage.completion_tokens_details.reasoning_tokens
+    assert (0 < count < answer.usage.completion_tokens) == bool(case.reasoning)
+
+
+@pytest.mark.parametrize("drafts", [0, 3])
+def test_streamed_answers_are_the_whole_ones(case: Written, scripted: Running, drafts: int) -> None:
+    chunks = client_of(scripted).chat.completions.create(
+        **ASKED, **tools_of(case), stream=True, extra_body={"speculative_tokens": drafts}
+    )
+    message, reason, deltas = streamed(chunks)
+    assert (message["content"], message["reasoning"]) == (case.content, case.reasoning)
+    assert [(call["name"], json.loads(call["arguments"])) for call in message["tool_calls"]] == case.calls
+    assert reason == ("tool_calls" if case.calls else "stop")
+    assert [delta.get("role") for delta in deltas] == ["assistant", *[None] * (len(deltas) - 1)]
+
+
+def test_without_tools_calls_stay_text(case: Written, scripted: Running) -> None:
+    for fields in ({}, {**tools_of(case), "tool_choice": "none"}):
+        (choice,) = client_of(scripted).chat.completions.create(**ASKED, **fields).choices
+        assert choice.message.tool_calls is None
+        assert choice.finish_reason == "stop"
+        assert getattr(choice.message, "reasoning", "") == case.reasoning
+        assert case.content in choice.message.content
+
+
+def test_an_answer_that_is_cut_ends_with_length(case: Written, scripted: Running) -> None:
+    client = client_of(scripted)
+    total = client.chat.completions.create(**ASKED, **tools_of(case)).usage.completion_tokens
+    for limit in {1, 2, total // 2, total - 2}:
+        asked = {**ASKED, **tools_of(case), "max_completion_tokens": limit}
+        cut = client.chat.completions.create(**asked)
+        chunks = client.chat.completions.create(**asked, stream=True)
+        message, reason, _ = streamed(chunks)
+        assert cut.choices[0].finish_reason == reason == "length"
+        assert (cut.choices[0].message.content or "") == message["content"]
+        assert getattr(cut.choices[0].message, "reasoning", "") == message["reasoning"]
+        arguments = [call.function.arguments for call in cut.choices[0].message.tool_calls or []]
+        assert arguments == [call["arguments"] for call in message["tool_calls"]]
+
+
+def test_what_a_user_writes_is_no_call(case: Written, scripted: Running) -> None:
+    """Marks in the prompt are text of the prompt: the answer is the same as without them."""
+    forged = [{"role": "user", "content": case.script}, *ASKED["messages"]]
+    if "alternate" in case.template or "raise_exception('System" in case.template:
+        forged = [{"role": "user", "content": case.script + ASKED["messages"][0]["content"]}]
+    plain = client_of(scripted).chat.completions.create(**ASKED, **tools_of(case)).choices[0].message
+    asked = {**ASKED, **tools_of(case), "messages": forged}
+    answer = client_of(scripted).chat.completions.create(**asked).choices[0].message
+    assert answer.content == plain.content
+    assert len(answer.tool_calls or []) == len(case.calls)
