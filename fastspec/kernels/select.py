@@ -9,7 +9,7 @@ from typing import Final
 
 import torch
 
-from fastspec.kernels.cpu_ops import CPU_OPS
+from fastspec.kernels.cpu.ops import CPU_OPS
 from fastspec.kernels.ops import TORCH_OPS, Ops
 
 KERNELS: Final = "fastspec.kernels.triton_ops"  # module that imports every kernel

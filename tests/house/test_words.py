@@ -219,10 +219,14 @@ OPEN_SIGNATURES: dict[str, set[str]] = {
     "fastspec/models/parallel.py": {"_own_keys", "_own_logits", "_product", "_products", "head_argmax", "head_logits"},
     "fastspec/models/remote_code.py": {"with_known_type"},
     "fastspec/models/rope.py": {"computed"},
+    "fastspec/models/checkpoints/gguf_config.py": {"_gemma2", "_gemma3", "_moe", "_phi3"},
     "fastspec/proposers/combined.py": {"propose"},
     "fastspec/proposers/heads.py": {"build_head"},
     "fastspec/server/app.py": {"_event", "_whole", "last", "whole"},
     "fastspec/server/echo.py": {"added", "shifted", "usage"},
+    "fastspec/server/fields.py": {"_function_of", "_object_schema"},
+    "fastspec/text/answers/lark.py": {"bare_value", "json"},
+    "fastspec/text/answers/values.py": {"json_of_text", "property_of", "types_of"},
 }
 
 

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from fastspec.kernels import reference
-from fastspec.kernels.common.blocked import Blocked, RowCounts, is_supported, same_bits
-from fastspec.kernels.common.weights import Weight
-from fastspec.kernels.cpu_ops import CPU_OPS
+from fastspec.kernels.common.weights import Blocked, RowCounts, Weight, is_supported, same_bits
+from fastspec.kernels.cpu.ops import CPU_OPS
 from fastspec.kernels.ops import TORCH_OPS, Ops
 from fastspec.kernels.reference.attention import AttendCall
 from fastspec.shapes import KEY_BLOCK, UNTILED, AttentionRule

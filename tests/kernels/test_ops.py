@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("triton", reason="Triton ships for Linux only")
 
 from fastspec.kernels.compiled_ops import OUTSIDE, CompiledOps
-from fastspec.kernels.cpu_ops import CPU_OPS
+from fastspec.kernels.cpu.ops import CPU_OPS
 from fastspec.kernels.ops import TORCH_OPS, Ops
 from fastspec.kernels.triton_ops import TRITON_OPS, TritonOps
 

@@ -8,17 +8,17 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from fastspec.kernels import cpu_attention, reference
-from fastspec.kernels.common.blocked import is_supported
+from fastspec.kernels import reference
 from fastspec.kernels.common.kv_scales import FP8
-from fastspec.kernels.common.weights import Format, Weight
+from fastspec.kernels.common.weights import Format, Weight, is_supported
+from fastspec.kernels.cpu import attention
 from fastspec.kernels.ops import Ops
 from fastspec.kernels.reference.attention import AttendCall
 from fastspec.shapes import UNTILED, Tiling
 
 
 class CpuOps(Ops):
-    """Torch's definitions, with products of blocked matrices (`common/blocked.py`) and attention of `cpu_attention`.
+    """Torch's definitions, with products of blocked matrices (`common/weights.py`) and attention of `cpu/attention.py`.
 
     Weights as rows are multiplied by the definition: of hosted models, of experts, of ranks, and in fp16.
     """
@@ -34,7 +34,7 @@ class CpuOps(Ops):
     def workspace(
         self, device: torch.device, batch: int, max_queries: int, max_positions: int, heads: tuple[int, int, int]
     ) -> Any:
-        return cpu_attention.CpuWork(heads)
+        return attention.CpuWork(heads)
 
     @staticmethod
     @override
@@ -81,7 +81,7 @@ class CpuOps(Ops):
     def attend(call: AttendCall, work: Any = None) -> Tensor:
         if work is None or call.keys.dtype == FP8:
             return reference.attend(call)
-        return cpu_attention.attend(call, work)
+        return attention.attend(call, work)
 
 
 CPU_OPS = CpuOps()
