@@ -14,7 +14,7 @@ from gguf import GGMLQuantizationType as Kind
 
 from fastspec import CheckpointError, FastSpecGenerator, NGram, UnsupportedModel, UnsupportedOption
 from fastspec.models.checkpoints.decoder_weights import source_of
-from fastspec.models.checkpoints.gguf_header import read_gguf_header
+from fastspec.models.checkpoints.gguf.header import read_gguf_header
 from fastspec.models.checkpoints.pair import fingerprint
 from fastspec.models.checkpoints.quantised.write import write_quantised
 from fastspec.models.checkpoints.resolve import load_tokenizer, resolve
