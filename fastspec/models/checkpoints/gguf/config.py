@@ -279,6 +279,8 @@ def config_of_gguf(header: GgufHeader) -> dict[str, Any]:
             f"{header.path}: head_count={heads!r} and embedding_length={width!r}, wanted whole numbers"
         )
     config["head_dim"] = metadata.number("attention.key_length", width // heads)
+    if type(config["head_dim"]) is not int or config["head_dim"] < 2:
+        raise CheckpointError(f"{header.path}: head_dim={config['head_dim']!r}, wanted a whole number from 2")
     if metadata.number("attention.value_length", config["head_dim"]) != config["head_dim"]:
         metadata.refuse("attention.value_length", metadata.get("attention.value_length"), "that of keys")
     inner = metadata.number("feed_forward_length")
@@ -348,7 +350,7 @@ def _llama3(metadata: _Metadata, factors: list[float], theta: float, dim: int) -
     """
     factor = max(factors, default=1.0)
     context = metadata.get("context_length")
-    if len(factors) == dim // 2:
+    if len(factors) == dim // 2 and theta > 0 and type(context) is int and context > 0:
         for original in (8192, context):
             made = [_llama3_factor(theta ** (2 * i / dim), factor, original) for i in range(dim // 2)]
             if all(math.isclose(one, other, rel_tol=1e-4) for one, other in zip(made, factors, strict=True)):
@@ -365,9 +367,8 @@ def _llama3(metadata: _Metadata, factors: list[float], theta: float, dim: int) -
     )
 
 
-def _llama3_factor(inverse: float, factor: float, original: object) -> float:
+def _llama3_factor(inverse: float, factor: float, original: int) -> float:
     """Returns the factor on one wavelength, 2 pi times `inverse`."""
-    assert isinstance(original, int), "checked before"
     length = 2 * math.pi * inverse
     if length < original / _HIGH:
         return 1.0
