@@ -367,7 +367,7 @@ def test_a_revision_goes_with_a_hub_id_only(directory: Path) -> None:
 
 @pytest.mark.parametrize("source", [None, 7, b"model", ["model"]], ids=repr)
 def test_other_types_are_a_type_error(source: Any) -> None:
-    with pytest.raises(TypeError, match="wanted a directory, a Hub id or a loaded transformers model"):
+    with pytest.raises(TypeError, match="wanted a directory, a GGUF file, a Hub id or a loaded transformers model"):
         resolve(source, role="target")
 
 

@@ -23,7 +23,7 @@ from fastspec.kernels.common.weights import Weight
 from fastspec.kernels.ops import TORCH_OPS, Ops
 from fastspec.models.checkpoints.checkpoint import Checkpoint
 from fastspec.models.checkpoints.expert_tensors import by_expert
-from fastspec.models.checkpoints.gguf_file import gguf_tensors
+from fastspec.models.checkpoints.gguf.tensors import gguf_tensors
 from fastspec.models.checkpoints.live_module import ModuleTensors
 from fastspec.models.checkpoints.parameter_names import named
 from fastspec.models.checkpoints.quantised.tensors import QuantisedShards

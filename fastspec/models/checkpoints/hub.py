@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Final, cast
 
 from fastspec.errors import CheckpointError, UnsupportedModel
-from fastspec.models.checkpoints.gguf_header import GGUF_SUFFIX
+from fastspec.models.checkpoints.gguf.header import GGUF_SUFFIX
 from fastspec.models.checkpoints.safetensors_files import find_shards
 
 CONFIG_FILES: Final = ("*.json",)

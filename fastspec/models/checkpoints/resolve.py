@@ -28,9 +28,9 @@ from fastspec.models.checkpoints.generation import (
     settings_of_gguf,
     settings_of_module,
 )
-from fastspec.models.checkpoints.gguf_config import config_of_gguf
-from fastspec.models.checkpoints.gguf_file import GgufTensors, find_gguf, tokenizer_of_gguf
-from fastspec.models.checkpoints.gguf_header import read_gguf_header
+from fastspec.models.checkpoints.gguf.config import config_of_gguf
+from fastspec.models.checkpoints.gguf.header import read_gguf_header
+from fastspec.models.checkpoints.gguf.tensors import GgufTensors, find_gguf, tokenizer_of_gguf
 from fastspec.models.checkpoints.hub import download, download_file, hub_gguf
 from fastspec.models.checkpoints.live_module import ModuleTensors, as_built, check_as_built
 from fastspec.models.checkpoints.parameter_names import NamedTensors, has_own_head, named

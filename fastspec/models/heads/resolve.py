@@ -14,7 +14,7 @@ from torch import Tensor
 from fastspec.errors import CheckpointError, UnsupportedModel, UnsupportedOption
 from fastspec.models.checkpoints.checkpoint import Checkpoint
 from fastspec.models.checkpoints.generation import CONFIG
-from fastspec.models.checkpoints.gguf_file import find_gguf
+from fastspec.models.checkpoints.gguf.tensors import find_gguf
 from fastspec.models.checkpoints.hub import download, hub_gguf
 from fastspec.models.checkpoints.resolve import check_before_download, load_tokenizer
 from fastspec.models.checkpoints.safetensors_files import INDEX, SINGLE, ShardTensors, read_json

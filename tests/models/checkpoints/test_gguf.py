@@ -14,7 +14,7 @@ from gguf import GGMLQuantizationType as Kind
 
 from fastspec import CheckpointError, FastSpecGenerator, NGram, UnsupportedModel, UnsupportedOption
 from fastspec.models.checkpoints.decoder_weights import source_of
-from fastspec.models.checkpoints.gguf_header import read_gguf_header
+from fastspec.models.checkpoints.gguf.header import read_gguf_header
 from fastspec.models.checkpoints.pair import fingerprint
 from fastspec.models.checkpoints.quantised.write import write_quantised
 from fastspec.models.checkpoints.resolve import load_tokenizer, resolve
@@ -241,15 +241,19 @@ def test_missing_and_further_tensors_and_other_shapes_are_told(tmp_path: Path) -
         resolve(file, role="target")
 
 
-def test_a_damaged_header_gives_a_model_or_an_error_in_words(whole: Path) -> None:
+@pytest.mark.filterwarnings("ignore:(invalid value|overflow) encountered:RuntimeWarning")  # of damaged scales
+@pytest.mark.parametrize("name", ["llama", "phi3-long", "gemma3", "qwen2moe"])
+def test_a_damaged_header_gives_a_model_or_an_error_in_words(name: str, tmp_path: Path) -> None:
+    whole = tmp_path / "model.gguf"
+    write_gguf(whole, make_gguf_model(name), name)
     raw = whole.read_bytes()
     end = min(tensor.start for tensor in read_gguf_header(whole).tensors.values())
     generator = np.random.default_rng(1)
     file = whole.with_name("damaged.gguf")
     messages: list[str] = []
     loaded = 0
-    cuts = [0, 3, 4, 8, 20, *(int(at) for at in generator.integers(24, len(raw), 40))]
-    flips = [int(at) for at in generator.integers(0, end, 160)]
+    cuts = [0, 3, 4, 8, 20, *(int(at) for at in generator.integers(24, len(raw), 20))]
+    flips = [int(at) for at in generator.integers(0, end, 120)]
     edits = [raw[:at] for at in cuts] + [
         raw[:at] + bytes([raw[at] ^ (1 << int(generator.integers(0, 8)))]) + raw[at + 1 :] for at in flips
     ]
@@ -266,7 +270,7 @@ def test_a_damaged_header_gives_a_model_or_an_error_in_words(whole: Path) -> Non
         loaded += 1
     assert [message for message in messages if str(file) not in message or len(message) < 40] == []
     assert len(messages) > len(cuts)
-    assert loaded > 20, "many flips fall on tokens"
+    assert loaded > 10, "many flips fall on tokens"
 
 
 def test_the_header_is_that_of_the_package(whole: Path) -> None:

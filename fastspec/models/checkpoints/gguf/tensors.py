@@ -20,8 +20,8 @@ from torch import Tensor
 from typing_extensions import override
 
 from fastspec.errors import CheckpointError, UnsupportedModel
-from fastspec.models.checkpoints.gguf_config import ROPE_TENSORS, gguf_arch
-from fastspec.models.checkpoints.gguf_header import GGUF_SUFFIX, GgufHeader, read_gguf_header
+from fastspec.models.checkpoints.gguf.config import ROPE_TENSORS, gguf_arch
+from fastspec.models.checkpoints.gguf.header import GGUF_SUFFIX, GgufHeader, read_gguf_header
 from fastspec.models.checkpoints.tensor_checks import listing
 from fastspec.models.checkpoints.tensor_source import TensorInfo, TensorSource
 from fastspec.models.layer_table import EMBED, tensor_shapes

@@ -14,7 +14,7 @@ from typing import Any, Final
 import numpy as np
 
 from fastspec.errors import CheckpointError, UnsupportedModel
-from fastspec.models.checkpoints.gguf_header import GgufHeader, MetadataValue
+from fastspec.models.checkpoints.gguf.header import GgufHeader, MetadataValue
 
 EMBEDDING: Final = "token_embd.weight"
 OUTPUT: Final = "output.weight"
@@ -22,6 +22,7 @@ ROPE_FREQS: Final = "rope_freqs.weight"
 ROPE_LONG: Final = "rope_factors_long.weight"
 ROPE_SHORT: Final = "rope_factors_short.weight"
 ROPE_TENSORS: Final = (ROPE_FREQS, ROPE_LONG, ROPE_SHORT)
+_LOW, _HIGH = 1.0, 4.0  # low_freq_factor and high_freq_factor of Llama 3
 # sizes and constants of every architecture
 _COMMON: Final = {
     "block_count": "num_hidden_layers",
@@ -71,7 +72,7 @@ class GgufArch:
         plus_one: True if norms are stored as 1 + w.
         fields: further keys and their fields.
         constants: fields with one value in all files.
-        finish: adds fields that follow from others.
+        finish: returns fields that follow from others.
     """
 
     model_type: str
@@ -79,7 +80,7 @@ class GgufArch:
     plus_one: bool = False
     fields: Mapping[str, str] = field(default_factory=dict)
     constants: Mapping[str, Any] = field(default_factory=dict)
-    finish: Callable[[_Metadata, dict[str, Any]], None] | None = None
+    finish: Callable[[_Metadata, Mapping[str, Any]], dict[str, Any]] | None = None
 
 
 class _Metadata:
@@ -137,57 +138,63 @@ class _Metadata:
         return [float(each) for each in raw.view(np.float32)]
 
 
-def _gemma2(metadata: _Metadata, config: dict[str, Any]) -> None:
-    """Adds the scale of queries, as in llama.cpp: 27B divides by its width per head, others by head_dim."""
+def _gemma2(metadata: _Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the scale of queries, as in llama.cpp: 27B divides by its width per head, others by head_dim."""
     big = config["num_hidden_layers"] == (62 if metadata.arch == "gemma3" else 46)
-    config["query_pre_attn_scalar"] = (
-        config["hidden_size"] // config["num_attention_heads"] if big else config["head_dim"]
-    )
+    scale = config["hidden_size"] // config["num_attention_heads"] if big else config["head_dim"]
+    return {"query_pre_attn_scalar": scale}
 
 
-def _gemma3(metadata: _Metadata, config: dict[str, Any]) -> None:
-    """Adds the two rotary embeddings: windows have theta 10000 and no scaling."""
-    _gemma2(metadata, config)
+def _gemma3(metadata: _Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the types of layers and the two rotary embeddings: windows have theta 10000 and no scaling."""
     if "sliding_window" not in config:
         raise CheckpointError(f"{metadata.header.path}: gemma3.attention.sliding_window is missing; download it again")
-    config["rope_parameters"] = {
-        "full_attention": config["rope_parameters"],
-        "sliding_attention": {"rope_type": "default", "rope_theta": metadata.number("rope.freq_base_swa", 10000.0)},
-    }
     kinds = ["sliding_attention"] * 5 + ["full_attention"]
     pattern = metadata.get("attention.sliding_window_pattern")
     if pattern not in (None, 6):
         metadata.refuse("attention.sliding_window_pattern", pattern, "6")
-    config["layer_types"] = [kinds[layer % 6] for layer in range(config["num_hidden_layers"])]
+    local = {"rope_type": "default", "rope_theta": metadata.number("rope.freq_base_swa", 10000.0)}
+    return {
+        **_gemma2(metadata, config),
+        "rope_parameters": {"full_attention": config["rope_parameters"], "sliding_attention": local},
+        "layer_types": [kinds[layer % 6] for layer in range(config["num_hidden_layers"])],
+    }
 
 
-def _phi3(metadata: _Metadata, config: dict[str, Any]) -> None:
-    """Adds the rotated part of a head, and longrope's factors."""
+def _phi3(metadata: _Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the rotated part of a head, and longrope's factors."""
     rotated = metadata.number("rope.dimension_count", config["head_dim"])
     assert rotated is not None, "it has a default"
-    config["partial_rotary_factor"] = config["rope_parameters"]["partial_rotary_factor"] = rotated / config["head_dim"]
+    partial = rotated / config["head_dim"]
+    rope = {**config["rope_parameters"], "partial_rotary_factor": partial}
     long, short = metadata.floats(ROPE_LONG), metadata.floats(ROPE_SHORT)
     if long is None and short is None:
-        return
+        return {"partial_rotary_factor": partial, "rope_parameters": rope}
     original = metadata.get("rope.scaling.original_context_length")
     if long is None or short is None or type(original) is not int or original < 1:
         raise CheckpointError(
             f"{metadata.header.path}: longrope needs {ROPE_LONG}, {ROPE_SHORT} and "
             f"{metadata.arch}.rope.scaling.original_context_length; got {original!r} for the last"
         )
-    config["original_max_position_embeddings"] = original
-    config["rope_parameters"] |= {
+    rope |= {
         "rope_type": "longrope",
         "long_factor": long,
         "short_factor": short,
         "original_max_position_embeddings": original,
     }
+    return {
+        "partial_rotary_factor": partial,
+        "original_max_position_embeddings": original,
+        "rope_parameters": rope,
+    }
 
 
-def _moe(metadata: _Metadata, config: dict[str, Any]) -> None:
-    for key in ("expert_count", "expert_used_count", "expert_feed_forward_length"):
-        if metadata.get(key) is None:
-            raise CheckpointError(f"{metadata.header.path}: {metadata.arch}.{key} is missing; convert the file again")
+def _moe(metadata: _Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Raises CheckpointError if a size of the experts is missing. Adds nothing."""
+    missing = [key for key, to in _EXPERTS.items() if to not in config]
+    if missing:
+        raise CheckpointError(f"{metadata.header.path}: its metadata lacks {', '.join(missing)}; download it again")
+    return {}
 
 
 _LLAMA = GgufArch("llama", permuted=True)
@@ -272,6 +279,8 @@ def config_of_gguf(header: GgufHeader) -> dict[str, Any]:
             f"{header.path}: head_count={heads!r} and embedding_length={width!r}, wanted whole numbers"
         )
     config["head_dim"] = metadata.number("attention.key_length", width // heads)
+    if type(config["head_dim"]) is not int or config["head_dim"] < 2:
+        raise CheckpointError(f"{header.path}: head_dim={config['head_dim']!r}, wanted a whole number from 2")
     if metadata.number("attention.value_length", config["head_dim"]) != config["head_dim"]:
         metadata.refuse("attention.value_length", metadata.get("attention.value_length"), "that of keys")
     inner = metadata.number("feed_forward_length")
@@ -285,7 +294,7 @@ def config_of_gguf(header: GgufHeader) -> dict[str, Any]:
     config["mlp_bias"] = "blk.0.ffn_down.bias" in header.tensors
     config["rope_parameters"] = _rope(metadata, config)
     if arch.finish is not None:
-        arch.finish(metadata, config)
+        config |= arch.finish(metadata, config)
     return config | _special_ids(header)
 
 
@@ -339,17 +348,17 @@ def _llama3(metadata: _Metadata, factors: list[float], theta: float, dim: int) -
     Raises:
         UnsupportedModel: no such settings give them.
     """
-    low, high, factor = 1.0, 4.0, max(factors, default=1.0)
+    factor = max(factors, default=1.0)
     context = metadata.get("context_length")
-    if len(factors) == dim // 2:
+    if len(factors) == dim // 2 and theta > 0 and type(context) is int and context > 0:
         for original in (8192, context):
-            made = [_llama3_factor(theta ** (2 * i / dim), low, high, factor, original) for i in range(dim // 2)]
+            made = [_llama3_factor(theta ** (2 * i / dim), factor, original) for i in range(dim // 2)]
             if all(math.isclose(one, other, rel_tol=1e-4) for one, other in zip(made, factors, strict=True)):
                 return {
                     "rope_type": "llama3",
                     "factor": factor,
-                    "low_freq_factor": low,
-                    "high_freq_factor": high,
+                    "low_freq_factor": _LOW,
+                    "high_freq_factor": _HIGH,
                     "original_max_position_embeddings": original,
                 }
     raise UnsupportedModel(
@@ -358,15 +367,14 @@ def _llama3(metadata: _Metadata, factors: list[float], theta: float, dim: int) -
     )
 
 
-def _llama3_factor(inverse: float, low: float, high: float, factor: float, original: object) -> float:
+def _llama3_factor(inverse: float, factor: float, original: int) -> float:
     """Returns the factor on one wavelength, 2 pi times `inverse`."""
-    assert isinstance(original, int), "checked before"
     length = 2 * math.pi * inverse
-    if length < original / high:
+    if length < original / _HIGH:
         return 1.0
-    if length > original / low:
+    if length > original / _LOW:
         return factor
-    smooth = (original / length - low) / (high - low)
+    smooth = (original / length - _LOW) / (_HIGH - _LOW)
     return 1 / ((1 - smooth) / factor + smooth)
 
 

@@ -1,0 +1,1 @@
+"""GGUF files of llama.cpp: their header, the config in their metadata, and their tensors."""
