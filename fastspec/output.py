@@ -187,9 +187,9 @@ class GenerateOutput:
             requested.
         texts: if stop_strings were given: the text of each row's new tokens, with special tokens. If a stop string
             ended the row, the text ends with that string, while new_tokens end with the whole token that completed it.
-        prompt_logprobs: of each prompt's tokens from the second on, as above; None unless asked for. With
+        prompt_logprobs: log-probabilities of each prompt's tokens from the second on. None unless requested. With
             num_return_sequences there is one list a prompt, not a row.
-        prompt_top_logprobs: at each of these tokens the most probable (id, log-probability) pairs, as above.
+        prompt_top_logprobs: for each of these tokens the most probable (id, log-probability) pairs.
     """
 
     sequences: Tensor
@@ -208,11 +208,11 @@ class ScoreOutput:
     """Result of `FastSpecGenerator.score`: log-probabilities under the raw target, in fp32.
 
     Attributes:
-        logprobs: of the tokens of each row's answer.
+        logprobs: log-probabilities of the tokens of each row's answer.
         top_logprobs: at each of these tokens the most probable (id, log-probability) pairs, largest first.
-        prompt_logprobs: of the tokens of each row's prompt from the second on; None where they were left out.
-        prompt_top_logprobs: as `top_logprobs`, of these tokens; None where they were left out.
-        stats: what happened. Given tokens count as drafts.
+        prompt_logprobs: log-probabilities of each row's prompt from the second token on. None if left out.
+        prompt_top_logprobs: the same pairs for the tokens of the prompt. None if left out.
+        stats: counts of the call. Given tokens count as drafts.
     """
 
     logprobs: list[list[float]]

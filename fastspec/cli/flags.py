@@ -197,10 +197,10 @@ def proposer_of(
     """Makes the proposer that --proposer names; `suffix` if a text for drafts, or `remember`, is given without it.
 
     Args:
-        flag: of --proposer.
+        flag: value of --proposer.
         corpus: texts by name, for whose tokens there is room.
         prediction: text of --prediction, for whose tokens there is room.
-        remember: as in `Suffix`.
+        remember: see `Suffix`.
 
     Raises:
         typer.BadParameter: a flag that cannot be read, or `ngram` with a text that it does not look into.
@@ -356,7 +356,7 @@ def read_config(context: typer.Context, file: Path | None) -> Path | None:
     """Makes the entries of a TOML file the defaults of a command's flags. A flag on the command line wins.
 
     Args:
-        context: of the command.
+        context: the command's context.
         file: its keys are flags without the leading dashes; None: there is none.
 
     Raises:

@@ -85,7 +85,7 @@ class Layout:
         kv_dtypes: dtypes of the KV pages of (target, draft). None: those of the models.
         ranks: processes that share the target.
         prediction_tokens: tokens of a row's prediction at most.
-        lookup_bytes: of the texts that a lookup reads.
+        lookup_bytes: bytes of the texts that a lookup reads.
     """
 
     batch: int

@@ -82,7 +82,7 @@ class GivenTokens:
     So a step feeds them as it feeds accepted drafts, and records their log-probabilities.
 
     Args:
-        tokens: of the row, in order; at least one.
+        tokens: the tokens that the row must have, in order; at least one.
         vocab_size: width of the target's logits.
     """
 

@@ -49,9 +49,9 @@ class ScoreInputs:
     """Checked arguments of a call of `score`.
 
     Attributes:
-        rows: of the call.
+        rows: the rows of the call.
         raw: rows with the caller's padding.
-        options: of the requests, one for each row that has something to score.
+        options: options of the requests, one for each row that has something to score.
     """
 
     rows: list[ScoredRow]
@@ -70,7 +70,7 @@ def read_scored(
     """Reads and checks the arguments of `score`. Touches no device memory.
 
     Args:
-        input_ids, attention_mask, lengths: as in `score`.
+        input_ids, attention_mask, lengths: see `score`.
         top: its top_logprobs.
         prompts: its prompt_logprobs.
         vocab_size: token ids lie below it.

@@ -45,7 +45,7 @@ class FastSpecModel(llm.Model):  # type: ignore[misc]
 
     Args:
         model_id: its name.
-        target, draft: as `FastSpecGenerator` takes them.
+        target, draft: see `FastSpecGenerator`.
         options: further arguments of `FastSpecGenerator`.
     """
 

@@ -68,21 +68,21 @@ def generate(
 
     Args:
         model: a loaded model of transformers.
-        input_ids, logits_processor, stopping_criteria, generation_config: as `generate` of transformers prepares them.
+        input_ids, logits_processor, stopping_criteria, generation_config: prepared by transformers' `generate`.
         draft: a draft model, in any form that `FastSpecGenerator` takes. None: no draft model.
         assistant_model: another name of `draft`, where transformers hands it on.
         streamer: gets the new tokens, where transformers hands it on.
         synced_gpus: True is refused.
         generator_options: arguments of `FastSpecGenerator`. Default: the model's dtype and device; rows and tokens as
             the call needs them, at least 512 tokens.
-        **model_kwargs: as transformers prepares them.
+        **model_kwargs: prepared by transformers' `generate`.
 
     Returns:
         As `generate` of transformers without scores: ids [B, T + new], or an output with `return_dict_in_generate`.
 
     Raises:
         UnsupportedOption: an option, a processor or a criterion that fastspec does not have; it is named.
-        ValueError, InvalidLogits: as `FastSpecGenerator.generate`.
+        ValueError, InvalidLogits: see `FastSpecGenerator.generate`.
     """
     if draft is not None and assistant_model is not None and draft is not assistant_model:
         raise UnsupportedOption("draft and assistant_model are two names of one argument; give one of them")

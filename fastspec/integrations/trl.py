@@ -38,7 +38,7 @@ class _Rollouts:
     """A `rollout_func`, and the generator that it keeps.
 
     Args:
-        draft, options: as in `rollout`.
+        draft, options: see `rollout`.
     """
 
     def __init__(self, draft: Any, options: dict[str, Any]) -> None:

@@ -40,10 +40,10 @@ class Suffix(NGram):
     or else where the text would be if each token had replaced one.
 
     Args:
-        min_n, max_n: as in `NGram`.
+        min_n, max_n: see `NGram`.
         prediction_tokens: tokens of a prediction at most; 0: calls have no `predictions`.
         corpus_tokens: tokens of all corpora together at most; 0: there are none.
-        remember: which requests an earlier answer drafts for: those with the same prompt, those with the same
+        remember: requests that an earlier answer drafts for: those with the same prompt, those with the same
             `session`, or all. None: answers are forgotten.
         remembered_tokens: tokens of earlier answers that are kept; the oldest are forgotten first.
 
@@ -219,7 +219,7 @@ def follow(
         tokens: int64 [B, T].
         lengths: int64 [B].
         answered: int64 [B], new tokens of the row.
-        min_n, max_n: of `Suffix`.
+        min_n, max_n: see `Suffix`.
 
     Returns:
         (place int64 [B] of the next token, matched int64 [B]: tokens that match there, at least 1; 0 for no place).

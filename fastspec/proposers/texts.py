@@ -28,7 +28,7 @@ class TextIndex:
     Args:
         capacity: tokens.
         rungs: ascending lengths of the sequences in the table, each at least 1.
-        device: of the arrays.
+        device: device of the arrays.
 
     Attributes:
         tokens: int64 [C].

@@ -47,7 +47,7 @@ class Scheduler:
         engine: runs the steps. Its state is reset here.
 
     Attributes:
-        weight_version: of the target's weights, for the requests that are added.
+        weight_version: version of the target's weights, for new requests.
     """
 
     def __init__(self, engine: Engine) -> None:

@@ -201,7 +201,7 @@ class Job:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class RequestPlan:
     """How the answers of a request are read, and what they must follow.
 
     Attributes:
@@ -354,7 +354,7 @@ class Service:
 
     def _submit(self, body: Body, api_key: str | None = None) -> tuple[list[Answer], int]:
         """Submits a request. Returns its answers and the number of prompt tokens."""
-        plan = self._chat_plan(body) if isinstance(body, Chat) else Plan(self._prompts(body))
+        plan = self._chat_plan(body) if isinstance(body, Chat) else RequestPlan(self._prompts(body))
         answers: list[Answer] = []
         drafts_from = session_of(self.generator, api_key) | predicted(self.generator, body.prediction)
         for prompt in plan.prompts:
@@ -391,7 +391,7 @@ class Service:
             self._formats[template] = formats_of(template, **self._parsers)
         return self._formats[template]
 
-    def _chat_plan(self, body: Chat) -> Plan:
+    def _chat_plan(self, body: Chat) -> RequestPlan:
         tools = (body.tools or None) if body.tool_choice != "none" else None
         template = self.template.text(tools=tools) if self.template.exists else ""
         ids = self.template_ids(
@@ -405,7 +405,7 @@ class Service:
         formats = self._formats_of(template)
         end = str(self.tokenizer.decode(ids[-_PROMPT_END:], skip_special_tokens=False))
         rule = AnswerRule(body.offered, body.must_call, not body.one_call, body.schema_of_text)
-        return Plan([ids], formats, rule, formats.reasoning is not None and formats.reasoning.opens(end))
+        return RequestPlan([ids], formats, rule, formats.reasoning is not None and formats.reasoning.opens(end))
 
     def template_ids(
         self,
@@ -440,7 +440,7 @@ class Service:
         except ConversationError as error:
             raise Refusal(str(error), "messages") from error
 
-    def _grammar(self, body: Body, plan: Plan) -> dict[str, Any]:
+    def _grammar(self, body: Body, plan: RequestPlan) -> dict[str, Any]:
         """Options in place of `json_schema` for an answer that has a structure around its content."""
         if plan.formats is None or not plan.rule.demands or not (plan.rule.tools or plan.formats.reasoning):
             return {}

@@ -23,7 +23,7 @@ CLIENTS = [snippet for snippet in SNIPPETS if ADDRESS in snippet.code]
 
 def test_clients_are_shown() -> None:
     pages = {snippet.place.split(":")[0] for snippet in CLIENTS}
-    assert pages == {"docs/guides/serve.md", "docs/guides/structured.md"}
+    assert pages == {"docs/guides/repeats.md", "docs/guides/serve.md", "docs/guides/structured.md"}
     assert {snippet.language for snippet in CLIENTS} == {"python", "bash"}
 
 

@@ -62,10 +62,10 @@ class RowCounts:
 
 
 def same_bits(product: Callable[[Tensor], Tensor], rows: Tensor, counts: tuple[int, ...]) -> tuple[int, ...]:
-    """Those of `counts` at which every row of a product has the bits that it has in a product of `_BASE` rows.
+    """Selects the `counts` at which every row of a product has the bits of a product of `_BASE` rows.
 
     Args:
-        product: of [R, K], for any R; row r of the result depends on row r alone but for rounding.
+        product: function of [R, K], for any R. Row r of its exact result depends on row r alone.
         rows: [R, K], more than the largest count.
         counts: numbers of rows. _BASE is always among the result.
     """
@@ -85,13 +85,13 @@ class Blocked:
 
     Args:
         shape: (N, K).
-        dtype: of operands and results, one of `DTYPES`.
+        dtype: dtype of operands and results, one of `DTYPES`.
         head: results are logits in fp32, whatever the dtype.
         embeds: rows are read too, so they are also kept as rows.
         counts: shared by the matrices of a model.
 
     Attributes:
-        way: of the table above; None before `fill`.
+        way: row of the table above. None before `fill`.
         rows: [N, K] with `embeds`, in the dtype or exactly in bf16; else None.
         kept: row counts of products, ascending.
     """

@@ -32,8 +32,8 @@ class Range:
     """Queries of one row, and the keys that they may see.
 
     Attributes:
-        row: of the batch.
-        first, count: of the queries.
+        row: index of the row in the batch.
+        first, count: first query, and number of queries.
         tile: queries of the product; zeros behind `count`.
         keys: positions `low`..`high` - 1; `low` is a multiple of KEY_BLOCK.
         start: the slot of position `low`, if the slots of the range are consecutive. None: `slots` has them.
@@ -57,7 +57,7 @@ class PassFacts:
     """Facts of one pass that are the same in all layers.
 
     Attributes:
-        positions, block_table: of the pass, by which it is known again.
+        positions, block_table: tensors of the pass, by which it is recognised.
         slots: int64 [B * Q], where K and V of the new tokens go; slots of the trash page for tokens that are not kept.
         ranges: by window.
         rotations: cosines [B, Q, 1, D] and signed sines, by the table of cosines.

@@ -63,7 +63,7 @@ class PendingWeights:
         weights: the weights. Their values must not be read before `fill` has returned.
         fill: reads the files; may run in another thread. Raises the CheckpointErrors of `allocate_weights`.
         cancel: makes `fill` end soon. The weights must not be used then.
-        checkpoint: whose weights they are.
+        checkpoint: source of the weights.
         loader: fills them again with other values.
     """
 

@@ -54,7 +54,7 @@ def settings_of_gguf(path: Path, config: Mapping[str, Any], vocab_size: int) -> 
     Args:
         path: the file, for messages.
         config: result of `config_of_gguf`.
-        vocab_size: as for `settings_of_directory`.
+        vocab_size: see `settings_of_directory`.
     """
     from transformers import GenerationConfig
 

@@ -79,7 +79,7 @@ class _WithPresent(WrappedSource):
 
     Args:
         source: the new ones.
-        loader: of the weights.
+        loader: loader of the weights.
     """
 
     def __init__(self, source: TensorSource, loader: Loader) -> None:
@@ -105,9 +105,9 @@ class WeightUpdate:
 
     Attributes:
         source: the new tensors, by the names of parameters.
-        names: of the tensors with new values.
+        names: names of the tensors with new values.
         whole: True if these are all tensors of the model.
-        loader: of the weights.
+        loader: loader of the weights.
     """
 
     source: TensorSource
@@ -127,7 +127,7 @@ def checked_update(values: NewWeights, weights: PendingWeights) -> WeightUpdate:
 
     Args:
         values: a directory, a Hub id, a loaded model, a state_dict, or pairs of a name and a tensor.
-        weights: of the model.
+        weights: weights of the model.
 
     Raises:
         CheckpointError: a name that the model does not have, a wrong shape or dtype, a matrix whose other parts are

@@ -47,9 +47,9 @@ class Part:
     """One part of a model's weights, which one copy fills.
 
     Attributes:
-        names: of the tensors that it is made of, under each other.
+        names: names of its tensors, stacked along their rows.
         place: the weights; None: values cannot be read back from them, because they are rounded or in codes.
-        order: of the rows, new from old; None: as in the tensors.
+        order: order of the rows, new from old. None: that of the tensors.
         copy: fills the place from the loader's source.
     """
 

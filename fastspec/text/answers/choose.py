@@ -63,8 +63,8 @@ class AnswerFormats:
     """Formats of a model's answers.
 
     Attributes:
-        tools: of calls; None: calls are not known from other text.
-        reasoning: of reasoning; None: an answer has none.
+        tools: format of calls. None: calls cannot be told from other text.
+        reasoning: format of reasoning. None: an answer has no reasoning.
     """
 
     tools: ToolFormat | None

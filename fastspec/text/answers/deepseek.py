@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import ClassVar, Final
 
+from typing_extensions import override
+
 from fastspec.text.answers.events import Tool
 from fastspec.text.answers.interface import MarkedFormat, repeated
 from fastspec.text.answers.lark import Lark
-from fastspec.text.answers.reader import Reader, Steps
+from fastspec.text.answers.reader import Steps, TextReader
 
 _CALL: Final = "<｜tool▁call▁begin｜>"
 _CALL_END: Final = "<｜tool▁call▁end｜>"
@@ -31,7 +33,8 @@ class DeepSeek(MarkedFormat):
     def __init__(self, template: str) -> None:
         self._fenced = "```json" in template
 
-    def parse(self, text: Reader) -> Steps[None]:
+    @override
+    def parse(self, text: TextReader) -> Steps[None]:
         while (yield from text.content_until(self.begin)):
             yield from text.skip_blanks()
             while (yield from text.starts(_CALL)):
@@ -49,6 +52,7 @@ class DeepSeek(MarkedFormat):
                 yield from text.skip_blanks()
             yield from text.starts(_END)
 
+    @override
     def after_begin(self, lark: Lark, tools: Sequence[Tool], *, parallel: bool) -> str:
         cases = []
         for tool in tools:

@@ -12,7 +12,7 @@ class Tool:
     """A function that the model may call.
 
     Attributes:
-        name: of the function.
+        name: name of the function.
         parameters: JSON schema of its arguments, an object.
         strict: True if the arguments must follow the schema.
     """
@@ -42,7 +42,7 @@ class CallBegins:
 
     Attributes:
         index: among the calls of the answer.
-        name: of the tool.
+        name: name of the tool.
     """
 
     index: int
@@ -54,7 +54,7 @@ class Arguments:
     """A piece of the arguments of a call, which are JSON text.
 
     Attributes:
-        index: of the call.
+        index: index of the call.
         text: the piece.
     """
 

@@ -6,10 +6,12 @@ import re
 from collections.abc import Sequence
 from typing import Final
 
+from typing_extensions import override
+
 from fastspec.text.answers.events import Tool
 from fastspec.text.answers.interface import ReasoningFormat, ToolFormat
 from fastspec.text.answers.lark import Lark
-from fastspec.text.answers.reader import Reader, Steps
+from fastspec.text.answers.reader import Steps, TextReader
 
 _START, _CHANNEL, _MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
 _ENDS: Final = ("<|end|>", "<|call|>", "<|return|>")
@@ -24,7 +26,8 @@ class Harmony(ToolFormat, ReasoningFormat):
     name = "harmony"
     marks = (_START, _CHANNEL, _MESSAGE, _CONSTRAIN, *_ENDS)
 
-    def parse(self, text: Reader) -> Steps[None]:
+    @override
+    def parse(self, text: TextReader) -> Steps[None]:
         mark: str | None = ""
         while mark is not None:
             text.hold()
@@ -54,6 +57,7 @@ class Harmony(ToolFormat, ReasoningFormat):
     def before_content(self, lark: Lark) -> str:
         return lark.text(f"{_CHANNEL}final{_MESSAGE}", self.marks)
 
+    @override
     def calls(self, lark: Lark, tools: Sequence[Tool], *, parallel: bool) -> str:
         cases = []  # one call alone: the token that ends it ends the answer
         for tool in tools:

@@ -12,7 +12,7 @@ from typing import ClassVar
 
 from fastspec.text.answers.events import Tool
 from fastspec.text.answers.lark import Lark, NoGrammar
-from fastspec.text.answers.reader import Reader, Steps
+from fastspec.text.answers.reader import Steps, TextReader
 
 
 class ToolFormat(ABC):
@@ -27,7 +27,7 @@ class ToolFormat(ABC):
     marks: ClassVar[tuple[str, ...]] = ()
 
     @abstractmethod
-    def parse(self, text: Reader) -> Steps[None]:
+    def parse(self, text: TextReader) -> Steps[None]:
         """Reads the answer behind its reasoning. What it leaves becomes content."""
 
     def call_id(self) -> str:
@@ -76,7 +76,7 @@ class ReasoningFormat(ABC):
 
     Attributes:
         name: for --reasoning-parser.
-        marks: as of a ToolFormat.
+        marks: see `ToolFormat`.
         always: True if `parse` reads every answer to its end.
     """
 
@@ -84,7 +84,7 @@ class ReasoningFormat(ABC):
     marks: ClassVar[tuple[str, ...]] = ()
 
     @abstractmethod
-    def parse(self, text: Reader) -> Steps[None]:
+    def parse(self, text: TextReader) -> Steps[None]:
         """Reads the answer up to the end of its reasoning."""
 
     @abstractmethod
@@ -105,7 +105,7 @@ def repeated(call: str, between: str, *, parallel: bool) -> str:
     return f"{call} ({between} {call})*" if parallel else call
 
 
-def json_call(text: Reader, known: Callable[[str], bool] = lambda name: True) -> Steps[bool]:
+def json_call(text: TextReader, known: Callable[[str], bool] = lambda name: True) -> Steps[bool]:
     """Reads a call of the form {"name": ..., "arguments": {...}}; "parameters" is the same as "arguments".
 
     Args:
@@ -153,7 +153,7 @@ def json_call(text: Reader, known: Callable[[str], bool] = lambda name: True) ->
     return name is not None
 
 
-def _arguments(text: Reader) -> Steps[str]:
+def _arguments(text: TextReader) -> Steps[str]:
     """JSON text of arguments, which may be written as a string."""
     if (yield from text.next()) == '"':
         return (yield from text.json_string()) or ""

@@ -45,7 +45,7 @@ class Lark:
 
         Args:
             written: the text.
-            marks: that may be in it.
+            marks: marks inside the text.
         """
         parts = re.split("|".join(f"({re.escape(mark)})" for mark in marks), written) if marks else [written]
         return " ".join(self.mark(part) if part in marks else _quoted(part) for part in parts if part)
@@ -102,9 +102,9 @@ class Lark:
         """A value that is written without quotes if it is a text, and the text after it.
 
         Args:
-            schema: of the value.
+            schema: JSON schema of the value.
             end: the text after it, which is not within it.
-            marks: as for `text`.
+            marks: see `text`.
 
         Raises:
             NoGrammar: texts with a pattern or a format.
@@ -124,10 +124,10 @@ class Lark:
                     f"the model writes texts without quotes, and their {word} cannot be checked there, got "
                     f"{schema[word]!r}; leave it out of the schema"
                 )
-        least, most = schema.get("minLength", 0), schema.get("maxLength", "")
-        text = self._terminal(f"{_ANY}{{{least},{most}}}", [end])
+        shortest, longest = schema.get("minLength", 0), schema.get("maxLength", "")
+        text = self._terminal(f"{_ANY}{{{shortest},{longest}}}", [end])
         if end in self._added:
-            return f"{text}{'' if least else '?'} {self.mark(end)}"
+            return f"{text}{'' if shortest else '?'} {self.mark(end)}"
         return self._lazy(text, end)
 
     def _terminal(self, pattern: str, without: Sequence[str]) -> str:

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import ClassVar, Final
 
+from typing_extensions import override
+
 from fastspec.text.answers.events import Tool
 from fastspec.text.answers.interface import ToolFormat, json_call, repeated
 from fastspec.text.answers.lark import Lark
-from fastspec.text.answers.reader import Reader, Steps
+from fastspec.text.answers.reader import Steps, TextReader
 from fastspec.text.answers.values import dumped, json_of_literal, property_of
 
 _TAG: Final = "<|python_tag|>"
@@ -25,7 +27,8 @@ class LlamaJson(ToolFormat):
     marks = (_TAG, _START, _END)
     _unlike: ClassVar[str] = r'\s*\{\s*"(name|type|id|parameters|arguments)"'
 
-    def parse(self, text: Reader) -> Steps[None]:
+    @override
+    def parse(self, text: TextReader) -> Steps[None]:
         text.hold()
         yield from text.skip_blanks()
         marked = (yield from text.starts(_TAG)) or (yield from text.starts(_START))
@@ -41,6 +44,7 @@ class LlamaJson(ToolFormat):
             if (yield from text.starts(_END)):
                 text.drop()
 
+    @override
     def calls(self, lark: Lark, tools: Sequence[Tool], *, parallel: bool) -> str:
         cases = [f'{lark.text(_begin(tool))} {lark.json(tool.parameters)} "}}"' for tool in tools]
         return lark.rule(f"{lark.optional(_TAG)} {repeated(lark.one_of(cases), lark.text('; '), parallel=parallel)}")
@@ -56,6 +60,7 @@ class Pythonic(LlamaJson):
     name = "pythonic"
     _unlike: ClassVar[str] = r"\s*\["
 
+    @override
     def calls(self, lark: Lark, tools: Sequence[Tool], *, parallel: bool) -> str:
         cases = [f"{lark.text(tool.name + '(')} {_keywords(lark, tool)} {lark.text(')')}" for tool in tools]
         calls = repeated(lark.one_of(cases), lark.text(", "), parallel=parallel)
@@ -85,7 +90,7 @@ def _keywords(lark: Lark, tool: Tool) -> str:
     return f"({' | '.join(cases)})?" if cases else ""
 
 
-def _json_calls(text: Reader) -> Steps[None]:
+def _json_calls(text: TextReader) -> Steps[None]:
     while (yield from json_call(text, text.tools.__contains__)):
         text.hold()
         yield from text.skip_blanks()
@@ -93,7 +98,7 @@ def _json_calls(text: Reader) -> Steps[None]:
             break
 
 
-def _python_calls(text: Reader) -> Steps[None]:
+def _python_calls(text: TextReader) -> Steps[None]:
     """Reads calls up to the bracket that ends their list."""
     while True:
         yield from text.skip_blanks()
@@ -109,7 +114,7 @@ def _python_calls(text: Reader) -> Steps[None]:
         text.drop()
 
 
-def _python_call(text: Reader, name: str) -> Steps[None]:
+def _python_call(text: TextReader, name: str) -> Steps[None]:
     text.begin_call(name)
     before = "{"
     while True:

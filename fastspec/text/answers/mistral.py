@@ -6,10 +6,12 @@ import secrets
 from collections.abc import Sequence
 from typing import ClassVar
 
+from typing_extensions import override
+
 from fastspec.text.answers.events import Tool
 from fastspec.text.answers.interface import MarkedFormat, json_call, repeated
 from fastspec.text.answers.lark import Lark
-from fastspec.text.answers.reader import Reader, Steps
+from fastspec.text.answers.reader import Steps, TextReader
 from fastspec.text.answers.values import dumped
 
 _ARGS, _ID = "[ARGS]", "[CALL_ID]"
@@ -32,7 +34,8 @@ class Mistral(MarkedFormat):
     def call_id(self) -> str:
         return secrets.token_hex(5)[:9]  # the templates accept nine letters and digits
 
-    def parse(self, text: Reader) -> Steps[None]:
+    @override
+    def parse(self, text: TextReader) -> Steps[None]:
         while (yield from text.content_until(self.begin)):
             yield from text.skip_blanks()
             if (yield from text.starts("[")):
@@ -42,6 +45,7 @@ class Mistral(MarkedFormat):
             else:
                 yield from _named(text)
 
+    @override
     def after_begin(self, lark: Lark, tools: Sequence[Tool], *, parallel: bool) -> str:
         if self._named:
             cases = [f"{lark.text(tool.name + _ARGS, self.marks)} {lark.json(tool.parameters)}" for tool in tools]
@@ -55,7 +59,7 @@ def _begin(tool: Tool) -> str:
     return f'{{"name": {dumped(tool.name)}, "arguments": '
 
 
-def _listed(text: Reader) -> Steps[None]:
+def _listed(text: TextReader) -> Steps[None]:
     while (yield from json_call(text)):
         text.hold()
         yield from text.skip_blanks()
@@ -65,7 +69,7 @@ def _listed(text: Reader) -> Steps[None]:
             break
 
 
-def _named(text: Reader) -> Steps[None]:
+def _named(text: TextReader) -> Steps[None]:
     name = yield from text.take_before(_ARGS, _ID, "{")
     if (yield from text.starts(_ID)):
         yield from text.take_before(_ARGS, "{")

@@ -9,20 +9,20 @@ from typing import Any
 from fastspec.text.answers.choose import AnswerFormats
 from fastspec.text.answers.events import Event, Tool
 from fastspec.text.answers.lark import Lark, NoGrammar
-from fastspec.text.answers.reader import Reader, Steps
+from fastspec.text.answers.reader import Steps, TextReader
 
 
 class AnswerParser:
     """Turns the text of one answer into events. They do not depend on how the text is divided into pieces.
 
     Args:
-        formats: of the model's answers.
-        tools: that the model may call; none: calls stay text.
+        formats: formats of the model's answers.
+        tools: tools for the model to call. Empty: calls stay text.
         opened: True if the prompt has opened the reasoning.
     """
 
     def __init__(self, formats: AnswerFormats, tools: Sequence[Tool], *, opened: bool = False) -> None:
-        self._formats, self._reader = formats, Reader({tool.name: tool for tool in tools}, opened=opened)
+        self._formats, self._reader = formats, TextReader({tool.name: tool for tool in tools}, opened=opened)
         self._run = self._steps()
         next(self._run)  # up to where it needs text
 
@@ -65,7 +65,7 @@ class AnswerRule:
     """Demands of a request on an answer.
 
     Attributes:
-        tools: that may be called.
+        tools: tools for the model to call.
         required: True if one must be called.
         parallel: True if several may be called.
         schema: JSON schema of the content; None: any text.
@@ -86,7 +86,7 @@ class AnswerRule:
         """Grammar of the whole answer, which begins with the reasoning.
 
         Args:
-            formats: of the model's answers.
+            formats: formats of the model's answers.
             added: ids of the tokens that were added to the vocabulary.
             opened: True if the prompt has opened the reasoning.
 

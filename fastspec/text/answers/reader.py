@@ -1,6 +1,6 @@
 """Text of an answer while it arrives, for parsers that are generators.
 
-A parser calls the methods of a Reader with `yield from`. A method that needs more text than has arrived yields, and
+A parser calls the methods of a TextReader with `yield from`. A method that needs more text than has arrived yields, and
 goes on when the text is there. It decides by the text alone. So the events do not depend on how the text was divided.
 """
 
@@ -18,7 +18,7 @@ Steps: TypeAlias = Generator[None, None, T]
 _BLANK = " \t\r\n"
 
 
-class Reader:
+class TextReader:
     """Holds the text that no parser has taken yet, and collects the events.
 
     Text that a parser takes after a mark becomes content if no call begins: nothing that the model wrote is lost.

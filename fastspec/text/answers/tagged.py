@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import ClassVar
 
+from typing_extensions import override
+
 from fastspec.text.answers.events import Tool
 from fastspec.text.answers.interface import MarkedFormat, repeated
 from fastspec.text.answers.lark import Lark
-from fastspec.text.answers.reader import Reader, Steps
+from fastspec.text.answers.reader import Steps, TextReader
 from fastspec.text.answers.values import dumped, json_of_text, property_of
 
 _BEGIN, _END = "<tool_call>", "</tool_call>"
@@ -17,7 +19,7 @@ _BEGIN, _END = "<tool_call>", "</tool_call>"
 class _Written:
     """Writes the arguments of a call as a JSON object, one at a time."""
 
-    def __init__(self, text: Reader, name: str) -> None:
+    def __init__(self, text: TextReader, name: str) -> None:
         self._text, self._tool = text, text.tools.get(name)
         self._before = "{"
         text.begin_call(name)
@@ -40,7 +42,8 @@ class Qwen3Coder(MarkedFormat):
     marks = (_BEGIN, _END)
     begin: ClassVar[str] = _BEGIN
 
-    def parse(self, text: Reader) -> Steps[None]:
+    @override
+    def parse(self, text: TextReader) -> Steps[None]:
         while mark := (yield from text.content_until(_BEGIN, "<function=")):
             if mark == _BEGIN:
                 yield from text.skip_blanks()
@@ -59,6 +62,7 @@ class Qwen3Coder(MarkedFormat):
             yield from text.skip_blanks()
             yield from text.starts(_END)
 
+    @override
     def after_begin(self, lark: Lark, tools: Sequence[Tool], *, parallel: bool) -> str:
         cases = []
         for tool in tools:
@@ -75,7 +79,8 @@ class Glm4(MarkedFormat):
     marks = (_BEGIN, _END, "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
     begin: ClassVar[str] = _BEGIN
 
-    def parse(self, text: Reader) -> Steps[None]:
+    @override
+    def parse(self, text: TextReader) -> Steps[None]:
         while (yield from text.content_until(_BEGIN)):
             name, mark = yield from text.take_until("<arg_key>", _END)
             if mark is None or not name.strip():
@@ -90,6 +95,7 @@ class Glm4(MarkedFormat):
                 _, mark = yield from text.take_until("<arg_key>", _END)
             written.end()
 
+    @override
     def after_begin(self, lark: Lark, tools: Sequence[Tool], *, parallel: bool) -> str:
         cases = []
         for tool in tools:
@@ -109,7 +115,7 @@ def _arguments(
         begin: maps the name of an argument to the text before its value.
         end: text that ends a value.
         after: text between it and the next argument.
-        marks: as for `Lark.text`.
+        marks: see `Lark.text`.
     """
     needed = tool.parameters.get("required") or []
     items = []

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from typing_extensions import override
+
 from fastspec.text.answers.interface import ReasoningFormat
 from fastspec.text.answers.lark import Lark
-from fastspec.text.answers.reader import Reader, Steps
+from fastspec.text.answers.reader import Steps, TextReader
 
 
 class Between(ReasoningFormat):
     """Reasoning between two marks; a prompt may have written the first.
 
     Args:
-        name: of the format.
+        name: name of the format.
         begin, end: the marks.
         marks: special tokens in them; default: both.
     """
@@ -20,7 +22,8 @@ class Between(ReasoningFormat):
         self.name, self.begin, self.end = name, begin, end  # type: ignore[misc]
         self.marks = marks or (begin, end)  # type: ignore[misc]
 
-    def parse(self, text: Reader) -> Steps[None]:
+    @override
+    def parse(self, text: TextReader) -> Steps[None]:
         if not text.opened:
             text.hold()
             yield from text.skip_blanks()

@@ -44,8 +44,8 @@ def json_of_text(text: str, schema: dict[str, Any]) -> str:
     """JSON text of a value that was written without quotes if it is a text.
 
     Args:
-        text: as the model wrote it.
-        schema: of the argument. Where it allows texts alone, the value is a text; else it is JSON if it can be read so.
+        text: the model's text of the argument.
+        schema: JSON schema of the argument. If it allows only strings, the value is one. Else it is JSON if possible.
     """
     types = types_of(schema)
     if types == {"string"}:

@@ -67,7 +67,7 @@ class GgufArch:
     """Facts of one architecture.
 
     Attributes:
-        model_type: of the config.
+        model_type: model type of the config.
         permuted: True if rows of q and k are stored for neighbouring rotary pairs.
         plus_one: True if norms are stored as 1 + w.
         fields: further keys and their fields.

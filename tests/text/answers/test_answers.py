@@ -13,7 +13,7 @@ from fastspec.text.answers.choose import NONE, REASONING_FORMATS, TOOL_FORMATS, 
 from fastspec.text.answers.events import Arguments, CallBegins, Event, Tool, WholeAnswer
 from fastspec.text.answers.interface import ToolFormat
 from fastspec.text.answers.parser import AnswerParser
-from fastspec.text.answers.reader import Reader, Steps
+from fastspec.text.answers.reader import Steps, TextReader
 from fastspec.text.answers.values import dumped, json_of_literal, json_of_text, types_of
 from tests.helpers.answers import TOOLS, WRITTEN, Written
 from tests.helpers.chat_templates import PUBLISHED
@@ -169,7 +169,7 @@ class Arrow(ToolFormat):
 
     name = "arrow"
 
-    def parse(self, text: Reader) -> Steps[None]:
+    def parse(self, text: TextReader) -> Steps[None]:
         while (yield from text.content_until("=> ")):
             tool, mark = yield from text.take_until(" ")
             if mark and tool in text.tools:
