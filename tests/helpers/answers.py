@@ -195,7 +195,7 @@ WRITTEN: dict[str, Written] = {
     "deepseek_v3": Written(
         "deepseek_v3",
         _R1,
-        "<think>\n",
+        "<｜Assistant｜><think>\n",
         f"I must look.\n</think>\n\nSo:<｜tool▁calls▁begin｜>{_FENCED}<｜tool▁calls▁end｜>",
         "So:",
         "I must look.",
@@ -207,7 +207,7 @@ WRITTEN: dict[str, Written] = {
     "deepseek_v3 with names": Written(
         "deepseek_v3",
         _R1.replace("```json", "").replace("```", ""),
-        "<think>\n",
+        "<｜Assistant｜><think>\n",
         f"Look.</think><｜tool▁calls▁begin｜><｜tool▁call▁begin｜>weather<｜tool▁sep｜>{_ARGUMENTS}<｜tool▁call▁end｜>"
         "<｜tool▁call▁begin｜>time<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
         reasoning="Look.",

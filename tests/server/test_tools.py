@@ -7,10 +7,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import openai
 import pytest
 
-from tests.helpers.answers import TIME, WEATHER, WRITTEN, Written
+from fastspec import demo_pair
+from tests.helpers.answers import PARAMETERS, TIME, WEATHER, WRITTEN, Written
 from tests.helpers.scripted import scripted_pair
 from tests.helpers.services import opened
 from tests.server.conftest import Running, running
@@ -148,3 +150,28 @@ def test_what_a_user_writes_is_no_call(case: Written, scripted: Running) -> None
     answer = client_of(scripted).chat.completions.create(**asked).choices[0].message
     assert answer.content == plain.content
     assert len(answer.tool_calls or []) == len(case.calls)
+
+
+@pytest.fixture(scope="module")
+def shipped() -> Iterator[Running]:
+    with opened(demo_pair(), max_length=1000, max_batch_size=2) as generator, running(generator) as made:
+        yield made
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}], ids=str)
+@pytest.mark.parametrize("stream", [False, True])
+def test_calls_that_are_demanded_follow_their_schema(shipped: Running, choice: Any, stream: bool) -> None:
+    """The shipped pair knows no tools: what it writes is a call all the same."""
+    asked = {**ASKED, "tools": [WEATHER], "tool_choice": choice, "parallel_tool_calls": False}
+    answer = client_of(shipped).chat.completions.create(**asked, stream=stream)
+    if stream:
+        message, reason, _ = streamed(answer)
+        calls = [(call["name"], call["arguments"]) for call in message["tool_calls"]]
+    else:
+        (found,) = answer.choices
+        reason = found.finish_reason
+        calls = [(call.function.name, call.function.arguments) for call in found.message.tool_calls or []]
+    assert reason == "tool_calls"
+    assert [name for name, _ in calls] == ["weather"] * len(calls) != []
+    for _, arguments in calls:
+        jsonschema.validate(json.loads(arguments), PARAMETERS)
