@@ -85,6 +85,7 @@ def generate(
     device: flags.Device = None,
     max_length: flags.MaxLength = None,
     tensor_parallel: flags.TensorParallel = None,
+    target_quantization: flags.TargetFormat = None,
     draft_quantization: flags.DraftFormat = None,
     kv_dtype: flags.KVDtype = None,
     **shaping: object,
@@ -102,6 +103,7 @@ def generate(
         corpora = flags.corpora_of(corpus)
         options["max_batch_size"] = min(asked.get("num_return_sequences", 1), _AT_ONCE)
         options |= flags.given(
+            target_quantization=target_quantization,
             draft_quantization=draft_quantization,
             kv_dtype=kv_dtype,
             verification=verification,

@@ -42,6 +42,7 @@ def chat(
     dtype: flags.Dtype = None,
     device: flags.Device = None,
     max_length: flags.MaxLength = None,
+    target_quantization: flags.TargetFormat = None,
     draft_quantization: flags.DraftFormat = None,
     kv_dtype: flags.KVDtype = None,
 ) -> None:
@@ -56,7 +57,10 @@ def chat(
         options: dict[str, Any] = {"max_batch_size": 1, "device": device, "max_length": max_length, "dtype": dtype}
         options |= {"num_speculative_tokens": num_speculative_tokens, "progress": False}
         options |= flags.given(
-            draft_quantization=draft_quantization, kv_dtype=kv_dtype, proposer=flags.proposer_of(proposer)
+            target_quantization=target_quantization,
+            draft_quantization=draft_quantization,
+            kv_dtype=kv_dtype,
+            proposer=flags.proposer_of(proposer),
         )
         flags.suggest_draft(target, draft, proposer)
         progress.stage(LOADING)

@@ -91,6 +91,13 @@ DraftFormat = Annotated[
         "them as stored. The text stays the same.",
     ),
 ]
+TargetFormat = Annotated[
+    str | None,
+    typer.Option(
+        metavar="fp8|int8|int4",
+        help="Round the target's weights while they are loaded: less memory, but the text changes. Default: as stored.",
+    ),
+]
 KVDtype = Annotated[
     str | None, typer.Option(metavar="fp8", help="Keep K and V in 8 bits: half the memory, but the text changes.")
 ]

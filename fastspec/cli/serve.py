@@ -47,6 +47,7 @@ def serve(
     max_batch_size: Annotated[int, typer.Option(help="Answers decoded at once; more requests wait.")] = 8,
     max_length: flags.MaxLength = None,
     dtype: flags.Dtype = None,
+    target_quantization: flags.TargetFormat = None,
     draft_quantization: flags.DraftFormat = None,
     kv_dtype: flags.KVDtype = None,
     device: flags.Device = None,
@@ -164,6 +165,7 @@ def serve(
         options |= {"num_speculative_tokens": num_speculative_tokens, "dtype": dtype, "progress": False}
         options |= flags.given(
             tensor_parallel=tensor_parallel,
+            target_quantization=target_quantization,
             draft_quantization=draft_quantization,
             kv_dtype=kv_dtype,
             proposer=flags.proposer_of(proposer, corpus=corpora, remember=cast("Any", remember)),

@@ -36,7 +36,7 @@ def test_every_option_has_a_flag() -> None:
     assert {row.keyword for row in OPTIONS if isinstance(row.flag, Flag)} <= flags
     assert {row.keyword for row in OPTIONS} - flags == {
         *("min_length", "do_sample", "sequence_bias", "bad_words_ids", "eos_token_id", "pad_token_id", "tokenizer"),
-        *("return_dict_in_generate", "logprobs", "stop_across_prompt", "session"),
+        *("return_dict_in_generate", "logprobs", "prompt_logprobs", "stop_across_prompt", "session"),
     }
     assert {"verification", "proposer"} <= flags
     shown = click.unstyle(CliRunner().invoke(app, ["generate", "--help"]).stdout)
@@ -170,7 +170,10 @@ def test_flags_that_messages_name_exist() -> None:
         "--index-url",
         "--version",
         "--help",
-    }  # of torchrun, nvidia-smi, pip, click
+        "--merge",
+        "--model",
+        "--option",
+    }  # of torchrun, nvidia-smi, pip, click, llama-gguf-split, lm-eval, llm
     named: dict[str, str] = {}
     for file in Path(fastspec.__file__).parent.rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_text())):
@@ -323,7 +326,8 @@ def test_the_drafts_format_reaches_every_generator() -> None:
     stub = Stub()
     invoke(stub, "generate", "--prompt", "x", "--draft-quantization", "auto")
     invoke(stub, "demo", "--draft-quantization", "int4", "--repeats", "1", "--max-new-tokens", "4")
-    invoke(stub, "chat", "--draft-quantization", "fp8")
+    invoke(stub, "chat", "--draft-quantization", "fp8", "--target-quantization", "int8")
+    assert stub.opened[-1][1]["target_quantization"] == "int8"
     invoke(stub, "generate", "--prompt", "x", "--kv-dtype", "fp8")
     asked = stub.opened.pop()[1]
     assert asked["kv_dtype"] == "fp8"
