@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from fastspec.config import Config
 from fastspec.engine.build import build
 from fastspec.engine.engine import Engine
 from fastspec.engine.settings import settings_of
+from fastspec.kernels.ops import Ops
 from fastspec.models.checkpoints.pair import resolve_pair
 from fastspec.models.vocab import SharedVocab
 from fastspec.sampling.rules import Verification
@@ -194,8 +196,9 @@ def engine_with(
     exact: bool = True,
     quantization: str | None = None,
     draft_vocab: Sequence[int] | None = None,
+    ops: Ops | None = None,
 ) -> Engine:
-    """An engine over a target and a head, both from their files, with weights filled."""
+    """An engine over a target and a head, both from their files, with weights filled; ops: None for the CPU's."""
     found, drafting = resolve_pair(target, head, (None, None), (quantization, None), feature_layers, draft_vocab)
     config = Config(
         num_speculative_tokens=k,
@@ -209,6 +212,8 @@ def engine_with(
         progress=False,
     )
     settings = settings_of(found, drafting, config)
+    if ops is not None:
+        settings = replace(settings, layout=replace(settings.layout, ops=ops))
     engine, pending = build(settings, found, drafting, shared_vocab=SharedVocab(found.spec.vocab_size))
     for weights in pending:
         weights.fill()

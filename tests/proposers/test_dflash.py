@@ -15,7 +15,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from fastspec import FastSpecGenerator, NGram
+from fastspec.engine import settings as engine_settings
 from fastspec.engine.engine import Engine
+from fastspec.kernels.ops import TORCH_OPS
 from fastspec.models.heads.passes import DFlash
 from fastspec.proposers.dflash import DFlashDrafts
 from fastspec.shapes import FULL, GREEDY, ForwardBatch
@@ -220,7 +222,9 @@ def test_texts_are_those_of_plain_decoding(made: FastSpecGenerator, batch: int, 
 
 
 @pytest.mark.parametrize("sampler", [GREEDY, FULL])
-def test_a_step_reads_nothing_back(sampler: str, target: Path, tmp_path: Path) -> None:
+def test_a_step_reads_nothing_back(sampler: str, target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the ops that graphs capture; those of the CPU read positions."""
+    monkeypatch.setattr(engine_settings, "ops_for", lambda device: TORCH_OPS)
     with generator(target, WRITERS["speculators"](tmp_path, replace(HEAD, draft_vocab=7))) as made:
         engine = engine_of(made)
         start_rows(engine.state)

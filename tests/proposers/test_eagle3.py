@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from fastspec import FastSpecGenerator, NGram, SyntheticAcceptance
 from fastspec.engine.engine import Engine
+from fastspec.kernels.ops import TORCH_OPS
 from fastspec.models.heads.passes import Eagle3
 from fastspec.proposers.heads import Eagle3Drafts
 from fastspec.sampling.verify import Draws
@@ -270,7 +271,7 @@ def test_lookup_goes_before_the_head(pair: tuple[Path, Path]) -> None:
 
 @pytest.mark.parametrize("sampler", [GREEDY, FULL])
 def test_a_step_reads_nothing_back(sampler: str, pair: tuple[Path, Path]) -> None:
-    engine = engine_with(*pair, k=5)
+    engine = engine_with(*pair, k=5, ops=TORCH_OPS)
     start_rows(engine.state)
     with NoHostReads(), torch.inference_mode():
         for k in (0, 5):

@@ -230,7 +230,7 @@ def test_decodes_follow_the_targets_law(monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.mark.parametrize("sampler", [GREEDY, FULL])
 def test_a_step_reads_nothing_back(sampler: str, mimo: Made) -> None:
-    engine = engine_with(mimo[0], MTP, k=5)
+    engine = engine_with(mimo[0], MTP, k=5, ops=TORCH_OPS)
     start_rows(engine.state)
     with NoHostReads(), torch.inference_mode():
         for k in (0, 5):

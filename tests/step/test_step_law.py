@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -42,7 +43,8 @@ def step_outcomes(contexts: list[Context], target: Tensor, draft: Tensor | None,
         stop_ids=options["stop_ids"],  # type: ignore[arg-type]
         temperature=options["temperature"],  # type: ignore[arg-type]
     )
-    modules = table_modules(target, draft, options.get("shared"), context, options.get("vocab_map"))  # type: ignore[arg-type]
+    mapped: dict[str, Any] = {name: options[name] for name in ("vocab_map",) if name in options}
+    modules = table_modules(target, draft, options.get("shared"), context, **mapped)  # type: ignore[arg-type]
     step(modules, state, shape_of(k, FULL), draws)
     laws: list[Laws] = [{} for _ in contexts]
     for row, weight in enumerate(draws.weight.tolist()):
