@@ -173,7 +173,7 @@ def test_what_was_chosen_is_told_in_words() -> None:
     losing = controller()
     World(0.0, 0.5).life(losing, 2, 200)
     assert made.why() != losing.why()
-    assert losing.why().startswith("no drafts: a step with 1 gives 1.")
+    assert losing.why().startswith("no drafts: a step with 1 emits 1.")
 
 
 def test_survival_is_counted_by_position() -> None:

@@ -206,8 +206,8 @@ def test_an_answer_that_takes_too_long_is_stopped(gen: FastSpecGenerator) -> Non
     with running(gen) as server:
         start = server.service.start
 
-        async def hurried(body: Any) -> Any:
-            job = await start(body)
+        async def hurried(body: Any, api_key: str | None = None) -> Any:
+            job = await start(body, api_key)
             job.stop(too_late(1))
             return job
 
