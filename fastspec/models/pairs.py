@@ -86,7 +86,10 @@ class Found:
         """Formats the entry as a few lines."""
         head = f"{self.model}: {self.group.name} ({self.by})"
         if not self.drafts:
-            return f"{head}; the table has no draft small enough for it. A small model of another family can draft too"
+            return (
+                f"{head}; the table has no draft small enough for it. A small model of another family can draft too, "
+                "and so can lookup in the text, which needs no model: --proposer ngram"
+            )
         return "\n".join([head, *(f"  fastspec chat {self.model} --draft {draft}" for draft in self.drafts)])
 
 

@@ -70,6 +70,7 @@ def test_the_smallest_has_no_draft() -> None:
     assert found is not None
     assert found.drafts == ()
     assert "no draft small enough" in str(found)
+    assert "--proposer ngram" in str(found)
 
 
 @pytest.mark.parametrize(("marker", "name"), [("<|begin_of_text|>", "Llama 3"), (GROUPS[1].marker[1], "R1 Llama")])  # type: ignore[index]

@@ -19,7 +19,7 @@ SchemeOf = Callable[[str], "Scheme | None"]  # module name -> its scheme; None: 
 
 UNSUPPORTED: Final[Mapping[str, str]] = {
     "bitsandbytes": "its 4-bit codes are made for training; take a compressed-tensors, AWQ or GPTQ checkpoint",
-    "gguf": "GGUF files belong to llama.cpp; take the original checkpoint, or a compressed-tensors one",
+    "gguf": "pass the .gguf file itself: its path, or owner/name:file.gguf of the Hub",
     "hqq": "take a compressed-tensors, AWQ or GPTQ checkpoint",
     "exl2": "take a compressed-tensors, AWQ or GPTQ checkpoint",
     "exl3": "take a compressed-tensors, AWQ or GPTQ checkpoint",

@@ -148,7 +148,7 @@ def test_scales_of_the_cache_are_read_and_said_not_to_be_used(plain: Path, tmp_p
     ("said", "wanted"),
     [
         ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "compressed-tensors, AWQ or GPTQ"),
-        ({"quant_method": "gguf"}, "llama.cpp"),
+        ({"quant_method": "gguf"}, "pass the .gguf file itself"),
         ({"quant_method": "hqq", "nbits": 4}, "compressed-tensors"),
         ({"quant_method": "exl3", "bits": 4}, "AWQ"),
         ({"quant_method": "torchao"}, "compressed-tensors"),
