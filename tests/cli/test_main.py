@@ -76,6 +76,9 @@ def test_a_profiler_in_the_process_is_left_its_end(tmp_path: Path) -> None:
 def exits(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Codes with which the process would have ended."""
     found: list[int] = []
+    all_threads = threading.enumerate
+    others = set(all_threads()) - {threading.current_thread()}  # of other tests in this process
+    monkeypatch.setattr(threading, "enumerate", lambda: [each for each in all_threads() if each not in others])
     monkeypatch.setattr(os, "_exit", found.append)
     monkeypatch.setattr(atexit, "_run_exitfuncs", lambda: None)
     monkeypatch.setattr(entry, "MAPPED", Path("/no/such/file"))
