@@ -142,7 +142,8 @@ class Loader:
             head, embeds = use in ("head", "tied"), use == "tied"
             blocked = Blocked(shape, self.dtype, head=head, embeds=embeds, counts=self._counts)
             made = Weight.of_blocked(blocked)
-            self._copy(Part(names, made, order, partial(self._fill_weight, names, made, kind, order)))
+            place = made if kind is None else None
+            self._copy(Part(names, place, order, partial(self._fill_weight, names, made, kind, order)))
             return made
         form = "rows" if form == "blocked" else form
         whole = None if self._whole is None else _shape_of(self._whole, names)
