@@ -149,7 +149,7 @@ def test_its_own_draft_is_always_accepted(oracle: Oracle, device: str) -> None:
 
 
 def without_attention(spec: ModelSpec, weights: DecoderWeights) -> tuple[ModelSpec, DecoderWeights]:
-    layers = tuple(dataclasses.replace(layer, o=Weight(torch.zeros_like(layer.o.data))) for layer in weights.layers)
+    layers = tuple(dataclasses.replace(layer, o=Weight(torch.zeros_like(layer.o.unpack()))) for layer in weights.layers)
     return spec, dataclasses.replace(weights, layers=layers)
 
 
