@@ -26,7 +26,7 @@ import torch
 
 from fastspec.demo import demo_pair
 from fastspec.kernels import reference
-from fastspec.kernels.common.weights import is_supported
+from fastspec.kernels.cpu.blocked import is_supported
 from fastspec.kernels.gpu import Gpu
 from fastspec.output import Stats
 from fastspec.shapes import AttentionRule

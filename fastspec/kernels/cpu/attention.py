@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastspec.kernels.common.weights import same_bits
+from fastspec.kernels.cpu.blocked import same_bits
 from fastspec.kernels.reference.attention import AttendCall
 from fastspec.kernels.reference.linear import norm
 from fastspec.shapes import KEY_BLOCK

@@ -10,15 +10,16 @@ from typing_extensions import override
 
 from fastspec.kernels import reference
 from fastspec.kernels.common.kv_scales import FP8
-from fastspec.kernels.common.weights import Format, Weight, is_supported
+from fastspec.kernels.common.weights import Format, Weight
 from fastspec.kernels.cpu import attention
+from fastspec.kernels.cpu.blocked import is_supported
 from fastspec.kernels.ops import Ops
 from fastspec.kernels.reference.attention import AttendCall
 from fastspec.shapes import UNTILED, Tiling
 
 
 class CpuOps(Ops):
-    """Torch's definitions, with products of blocked matrices (`common/weights.py`) and attention of `cpu/attention.py`.
+    """Torch's definitions, with products of blocked matrices (`cpu/blocked.py`) and attention of `cpu/attention.py`.
 
     Weights as rows are multiplied by the definition: of hosted models, of experts, of ranks, and in fp16.
     """

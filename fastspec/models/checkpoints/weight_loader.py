@@ -25,7 +25,8 @@ from fastspec.kernels.common.code_packing import PackedCodes
 from fastspec.kernels.common.codes import CodesKind, join, joined_kind
 from fastspec.kernels.common.experts import MXFP4, ExpertStack
 from fastspec.kernels.common.rounding import rounded
-from fastspec.kernels.common.weights import Blocked, RowCounts, Weight
+from fastspec.kernels.common.weights import Weight
+from fastspec.kernels.cpu.blocked import Blocked, RowCounts
 from fastspec.kernels.ops import Ops
 from fastspec.models.checkpoints.tensor_source import TensorInfo, TensorSource
 

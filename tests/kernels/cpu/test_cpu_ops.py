@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from fastspec.kernels import reference
-from fastspec.kernels.common.weights import Blocked, RowCounts, Weight, is_supported, same_bits
+from fastspec.kernels.common.weights import Weight
+from fastspec.kernels.cpu.blocked import Blocked, RowCounts, is_supported, same_bits
 from fastspec.kernels.cpu.ops import CPU_OPS
 from fastspec.kernels.ops import TORCH_OPS, Ops
 from fastspec.kernels.reference.attention import AttendCall
