@@ -46,6 +46,7 @@ from fastspec.models.checkpoints.updates import NewWeights, checked_update
 from fastspec.models.vocab import SharedVocab, shared_vocab
 from fastspec.output import GenerateOutput, ScoreOutput, Stats
 from fastspec.proposers.interface import Proposer
+from fastspec.proposers.suffix import Suffix
 from fastspec.sampling.rules import BLOCK, Verification, announce_synthetic, synthetic_name
 from fastspec.scheduling.calibrate import CALIBRATION_TOKENS, Calibration, calibrate
 from fastspec.scheduling.draft_length import DraftChoice, DraftPlan
@@ -243,14 +244,13 @@ class FastSpecGenerator(OfOneProcess):
     @property
     def prediction_tokens(self) -> int:
         """Largest number of tokens of a prediction; 0: the generator's proposer takes none."""
-        texts = self._open().engine.texts
-        return texts.prediction_tokens if texts else 0
+        return self._settings.layout.prediction_tokens
 
     @property
     def remembers(self) -> str | None:
         """`remember` of the generator's `Suffix`; None: earlier answers draft for no request."""
-        texts = self._open().engine.texts
-        return texts.remember if texts else None
+        proposer = self._settings.config.proposer
+        return proposer.remember if isinstance(proposer, Suffix) else None
 
     @property
     def kv_usage(self) -> float:

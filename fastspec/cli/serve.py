@@ -148,6 +148,7 @@ def serve(
             from fastspec.server.request_log import ACCESS_LOGS, LEVELS, set_up_logging
             from fastspec.server.run import Server, answering_that_models_load, listening, listening_at
             from fastspec.server.service import Limits, Service
+            from fastspec.text.answers.choose import formats_of
         except ModuleNotFoundError as error:
             raise ValueError(
                 f"fastspec serve needs packages, and {error.name} is not installed: pip install {_PACKAGES}"
@@ -158,6 +159,7 @@ def serve(
             if value not in wanted:
                 raise typer.BadParameter(f"got {value!r}, wanted {', '.join(wanted)}", param_hint=flag)
         keys, limited = _keys(api_keys or []), _limits(limits or [], Limits())
+        formats_of("", tools=tool_call_parser, reasoning=reasoning_parser)  # names are checked before models load
         template = None if chat_template is None else _template(chat_template)
         certificate = _certificate(ssl_certfile, ssl_keyfile)
         access = Access(keys, tuple(origins or ()), root_path)

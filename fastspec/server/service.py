@@ -24,6 +24,7 @@ from fastspec.text.answers.choose import AUTO, AnswerFormats, formats_of
 from fastspec.text.answers.lark import NoGrammar
 from fastspec.text.answers.parser import AnswerParser, AnswerRule
 from fastspec.text.chat_template import ChatTemplate, ConversationError, Message
+from fastspec.text.token_bytes import special_tokens
 
 COMPLETION_TOKENS = 16  # of /v1/completions where the request does not say, as OpenAI has it
 _PROMPT_END = 16  # tokens of a prompt that may open the reasoning
@@ -267,8 +268,7 @@ class Service:
         self._formats: dict[str, AnswerFormats] = {}  # by template
         self._formats_of("")  # names are checked before the first request
         self._added: dict[str, int] = self.tokenizer.get_added_vocab()
-        known = self.tokenizer.added_tokens_decoder
-        self._special = {id: token.content for id, token in known.items() if token.special}
+        self._special = {token: text for text, token in special_tokens(self.tokenizer).items()}
         live = Live(lambda: self._with_row, lambda: self._running - self._with_row, lambda: generator.kv_usage)
         self.meters = Meters(self.limits.seconds, name, live)
         self.created = int(time.time())

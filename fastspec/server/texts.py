@@ -46,6 +46,8 @@ class Visible:
 
     def push(self, tokens: list[int]) -> str:
         """Takes new tokens. Returns the text that is final."""
+        if not self._kept.keys() & set(tokens):
+            return self._release(self._stream.push(tokens), last=False)
         pieces = [self._kept[token] if token in self._kept else self._stream.push([token]) for token in tokens]
         return self._release("".join(pieces), last=False)
 
@@ -156,7 +158,7 @@ class Answer:
         async for start, shown in self.handle.pieces_in_loop():
             new = self.request.new_tokens[start:shown]
             # the id that ends a text is no part of it, whether its tokenizer calls it special or not
-            text = "".join([self._read(visible, token) for token in (new[:-1] if new[-1] in stop_ids else new)])
+            text = self._read(visible, new[:-1] if new[-1] in stop_ids else new)
             yield Piece(text, start, shown, events=self._events())
         text = visible.finish()
         if self._parser:
@@ -165,14 +167,18 @@ class Answer:
         events, reason = self._events(), self.request.finish_reason
         yield Piece(text, shown, shown, "tool_calls" if reason == "stop" and self.call_ids else reason, events)
 
-    def _read(self, visible: Visible, token: int) -> str:
-        """Takes one token. Returns the text that is final."""
-        text = visible.push([token])
-        if self._parser:
+    def _read(self, visible: Visible, tokens: list[int]) -> str:
+        """Takes new tokens. Returns the text that is final."""
+        if self._parser is None:
+            return visible.push(tokens)
+        pieces = []
+        # one by one while there may be reasoning, whose tokens are counted
+        for part in ([token] for token in tokens) if self._parser.reads_reasoning else [tokens]:
             before = self._parser.in_reasoning
-            self._parser.push(text)
+            pieces.append(visible.push(part))
+            self._parser.push(pieces[-1])
             self.reasoning_tokens += before or self._parser.in_reasoning
-        return text
+        return "".join(pieces)
 
     def _events(self) -> tuple[Event, ...]:
         events = self._parser.events() if self._parser else []

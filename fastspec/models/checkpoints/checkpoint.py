@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from fastspec.kernels.common.codes import CodeFormat
     from fastspec.kernels.ops import Ops
+    from fastspec.models.checkpoints.gguf.header import GgufHeader
 
 
 ByteCount = Callable[["Checkpoint", torch.dtype, torch.device, "Ops"], int]
@@ -59,7 +60,7 @@ class Checkpoint:
         chosen: True if "auto" chose that format.
         sliced: the part of the model that one rank loads; `spec` then describes this part. None: the whole model.
         mtp: True if the checkpoint also has MTP layers.
-        gguf: the GGUF file that holds config, tokenizer and weights. None: another source.
+        gguf_header: parsed header of the GGUF file that holds config, tokenizer and weights. None: another source.
         count: function that computes `bytes_loaded`.
     """
 
@@ -76,12 +77,17 @@ class Checkpoint:
     chosen: bool = False
     sliced: Sliced | None = None
     mtp: bool = False
-    gguf: Path | None = None
+    gguf_header: GgufHeader | None = None
     count: ByteCount = field(kw_only=True)
 
     def bytes_loaded(self, dtype: torch.dtype, device: torch.device, ops: Ops) -> int:
         """Returns the bytes of its weights on a device, in the formats of `ops`, with activations of `dtype`."""
         return self.count(self, dtype, device, ops)
+
+    @property
+    def gguf(self) -> Path | None:
+        """The GGUF file. None: another source."""
+        return None if self.gguf_header is None else self.gguf_header.path
 
     @property
     def ranks(self) -> int:

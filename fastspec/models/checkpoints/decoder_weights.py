@@ -23,7 +23,7 @@ from fastspec.kernels.common.weights import Weight
 from fastspec.kernels.ops import TORCH_OPS, Ops
 from fastspec.models.checkpoints.checkpoint import Checkpoint
 from fastspec.models.checkpoints.expert_tensors import by_expert
-from fastspec.models.checkpoints.gguf.tensors import gguf_tensors
+from fastspec.models.checkpoints.gguf.tensors import GgufTensors
 from fastspec.models.checkpoints.live_module import ModuleTensors
 from fastspec.models.checkpoints.parameter_names import named
 from fastspec.models.checkpoints.quantised.tensors import QuantisedShards
@@ -194,8 +194,8 @@ def source_of(checkpoint: Checkpoint) -> TensorSource:
     whole = _whole(checkpoint)
     if checkpoint.module is not None:
         return by_expert(ModuleTensors(checkpoint.module), whole, checkpoint.name)
-    if checkpoint.gguf is not None:
-        return gguf_tensors(checkpoint.gguf, whole)
+    if checkpoint.gguf_header is not None:
+        return GgufTensors(checkpoint.gguf_header, whole)
     if checkpoint.directory is None:
         raise CheckpointError(f"{checkpoint.name}: has neither a directory nor a module; make it with resolve()")
     stored: TensorSource = by_expert(ShardTensors(checkpoint.directory), whole, checkpoint.name)

@@ -138,11 +138,19 @@ def load_tokenizer(checkpoint: Checkpoint) -> PreTrainedTokenizerBase | None:
         CheckpointError: tokenizer files are there but cannot be read.
         UnsupportedModel: the tokenizer needs code from the checkpoint.
     """
-    if checkpoint.gguf is not None:
-        return tokenizer_of_gguf(checkpoint.gguf, checkpoint.role)
-    directory = checkpoint.directory
-    if directory is None or not _has_tokenizer(directory):
+    if checkpoint.gguf_header is not None:
+        tokenizer = tokenizer_of_gguf(checkpoint.gguf_header, checkpoint.role)
+    elif checkpoint.directory is not None and _has_tokenizer(checkpoint.directory):
+        tokenizer = _tokenizer_of_directory(checkpoint.directory, checkpoint.role)
+    else:
         return None
+    if tokenizer is not None:
+        # the generator checks lengths itself, by its own max_length: a text beyond model_max_length needs no warning
+        tokenizer.deprecation_warnings["sequence-length-is-longer-than-the-specified-maximum"] = True
+    return tokenizer
+
+
+def _tokenizer_of_directory(directory: Path, role: str) -> PreTrainedTokenizerBase:
     read = {}
     for file in (TOKENIZER_CONFIG, "tokenizer.json"):
         if (directory / file).is_file():
@@ -155,10 +163,8 @@ def load_tokenizer(checkpoint: Checkpoint) -> PreTrainedTokenizerBase | None:
         tokenizer: PreTrainedTokenizerBase = load_as_named(directory, config, read.get(TOKENIZER_CONFIG, {}))
     except Exception as error:  # the tokenizers library raises nothing narrower for a damaged file
         raise CheckpointError(
-            f"{checkpoint.role}: {directory}: cannot load its tokenizer: {error}; save it again with save_pretrained"
+            f"{role}: {directory}: cannot load its tokenizer: {error}; save it again with save_pretrained"
         ) from error
-    # the generator checks lengths itself, by its own max_length: a text beyond model_max_length needs no warning
-    tokenizer.deprecation_warnings["sequence-length-is-longer-than-the-specified-maximum"] = True
     if not tokenizer.chat_template and (directory / PROCESSOR_TEMPLATE).is_file():
         tokenizer.chat_template = read_json(directory / PROCESSOR_TEMPLATE).get("chat_template")
     return tokenizer
@@ -247,7 +253,7 @@ def _from_gguf(file: Path, name: str, role: str) -> Checkpoint:
         None,
         settings_of_gguf(file, raw, spec.vocab_size),
         stored=stored.describe(),
-        gguf=file,
+        gguf_header=header,
         count=planned_bytes,
     )
 

@@ -33,6 +33,11 @@ class AnswerParser:
         return frozenset(mark for kind in kinds if kind is not None for mark in kind.marks)
 
     @property
+    def reads_reasoning(self) -> bool:
+        """True if answers may have reasoning."""
+        return self._formats.reasoning is not None
+
+    @property
     def in_reasoning(self) -> bool:
         """True if the next text belongs to the reasoning."""
         return self._reader.in_reasoning

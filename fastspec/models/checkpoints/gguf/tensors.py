@@ -11,6 +11,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -21,7 +22,7 @@ from typing_extensions import override
 
 from fastspec.errors import CheckpointError, UnsupportedModel
 from fastspec.models.checkpoints.gguf.config import ROPE_TENSORS, gguf_arch
-from fastspec.models.checkpoints.gguf.header import GGUF_SUFFIX, GgufHeader, read_gguf_header
+from fastspec.models.checkpoints.gguf.header import GGUF_SUFFIX, GgufHeader
 from fastspec.models.checkpoints.tensor_checks import listing
 from fastspec.models.checkpoints.tensor_source import TensorInfo, TensorSource
 from fastspec.models.layer_table import EMBED, tensor_shapes
@@ -173,30 +174,24 @@ def find_gguf(source: object) -> Path | None:
     return files[0] if files else None
 
 
-def tokenizer_of_gguf(path: Path, role: str) -> PreTrainedTokenizerBase | None:
+def tokenizer_of_gguf(header: GgufHeader, role: str) -> PreTrainedTokenizerBase | None:
     """Loads the tokenizer and the chat template in a file's metadata, as transformers does. None: it has none.
 
     Raises:
         CheckpointError: transformers cannot build it.
     """
-    if not read_gguf_header(path).metadata.get(_TOKENS):
+    if not header.metadata.get(_TOKENS):
         return None
+    path = header.path
     from transformers import PreTrainedTokenizerFast
 
     try:
         # not AutoTokenizer, which reads the file twice, and takes tokenizer files beside it first
-        tokenizer = PreTrainedTokenizerFast(name_or_path=str(path.parent), gguf_file=path.name, local_files_only=True)
+        return PreTrainedTokenizerFast(name_or_path=str(path.parent), gguf_file=path.name, local_files_only=True)
     except Exception as error:  # the tokenizers library raises nothing narrower for a damaged vocabulary
         raise CheckpointError(
             f"{role}: {path}: cannot build its tokenizer: {error}; take the original checkpoint"
         ) from error
-    tokenizer.deprecation_warnings["sequence-length-is-longer-than-the-specified-maximum"] = True
-    return tokenizer
-
-
-def gguf_tensors(path: Path, spec: ModelSpec) -> GgufTensors:
-    """Returns the tensors of a file. For errors see `read_gguf_header` and `GgufTensors`."""
-    return GgufTensors(read_gguf_header(path), spec)
 
 
 def _names(header: GgufHeader, layers: int) -> Any:
@@ -219,6 +214,7 @@ def _place(parameter: str, names: Any) -> tuple[str, int | None] | None:
     return None if stored is None else (f"{stored}.{leaf}", expert)
 
 
+@cache
 def _dequantises(kind: str) -> bool:
     """True if `gguf` can dequantise a format."""
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, quants
