@@ -493,13 +493,27 @@ class FastSpecGenerator(OfOneProcess):
         """
         self._open().abort()
 
-    def pause(self) -> None:
+    @property
+    def paused(self) -> bool:
+        """True between `pause` and `resume`."""
+        return self._loop.paused
+
+    @property
+    def weight_version(self) -> int | str:
+        """Version of the target's weights: 0 as loaded, then as `update_weights` said."""
+        self._loop.check_open()
+        return self._loop.scheduler.weight_version
+
+    def pause(self, *, abort: bool = False) -> None:
         """Waits until all calls and handles have ended, and holds new ones back: around `update_weights`, for example.
 
-        From now on `submit` gives handles that wait for `resume`; `generate`, `stream` and `score` are refused. Call
-        `abort` from another thread, or before, to end long answers. An unread `stream` must be closed.
+        From now on `submit` gives handles that wait for `resume`; `generate`, `stream` and `score` are refused. An
+        unread `stream` must be closed.
+
+        Args:
+            abort: end running answers with the tokens that they have, instead of waiting for their ends.
         """
-        self._open().pause()
+        self._loop.pause(abort=abort)
 
     def resume(self) -> None:
         """Lets the handles that have waited since `pause` go on, in the order in which they came."""

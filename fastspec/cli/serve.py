@@ -84,6 +84,9 @@ def serve(
             help="Key that clients must send; @FILE reads the first line of a file. Repeatable.",
         ),
     ] = None,
+    allow_weight_updates: Annotated[
+        bool, typer.Option("--allow-weight-updates", help="Let holders of a key replace the weights, pause and resume.")
+    ] = False,
     origins: Annotated[
         list[str] | None,
         typer.Option(
@@ -162,7 +165,9 @@ def serve(
         formats_of("", tools=tool_call_parser, reasoning=reasoning_parser)  # names are checked before models load
         template = None if chat_template is None else _template(chat_template)
         certificate = _certificate(ssl_certfile, ssl_keyfile)
-        access = Access(keys, tuple(origins or ()), root_path)
+        if allow_weight_updates and not keys:
+            raise typer.BadParameter("it needs --api-key", param_hint="--allow-weight-updates")
+        access = Access(keys, tuple(origins or ()), root_path, weight_updates=allow_weight_updates)
         options: dict[str, Any] = {"max_batch_size": max_batch_size, "max_length": max_length, "device": device}
         options |= {"num_speculative_tokens": num_speculative_tokens, "dtype": dtype, "progress": False}
         options |= flags.given(

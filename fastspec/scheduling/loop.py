@@ -8,7 +8,6 @@ while there is no work.
 from __future__ import annotations
 
 import threading
-import time
 import weakref
 from collections.abc import Callable, Generator, Hashable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
@@ -26,7 +25,6 @@ from fastspec.scheduling.requests import CallPlan, PreparedCall, Request, check_
 from fastspec.scheduling.scheduler import Scheduler
 
 Emitted: TypeAlias = dict[int, list[int]]  # index of a row in its call -> its new tokens
-_POLL = 0.002  # seconds between looks at calls of other threads
 MakeReady: TypeAlias = Callable[[Engine, int, DraftChoice, int, int], None]
 
 
@@ -119,6 +117,7 @@ class Loop:
         self.turn = threading.Lock()
         self.deliveries: dict[Request, Delivery] = {}
         self._closed = False
+        self._call_ends = threading.Condition()  # held while a call leaves `_calls`
         self._joining = threading.Lock()  # held while a call joins, so that none joins during `close`
         self._calls: set[Delivery] = set()  # deliveries for which callers of `run` wait
         # deliveries of the thread's requests for which somebody waits. Any thread and finaliser changes the set. So
@@ -256,7 +255,9 @@ class Loop:
                 self.join(call, delivery)
                 yield from delivery.follow(0)
         finally:
-            self._calls.discard(delivery)
+            with self._call_ends:
+                self._calls.discard(delivery)
+                self._call_ends.notify_all()
             self.leave(call.requests)
         check_valid(call.requests, call.options.copies)
 
@@ -313,6 +314,10 @@ class Loop:
             for each in self._held:
                 _cancelled(each)
             self._held.clear()
+        self._abort_running()
+
+    def _abort_running(self) -> None:
+        """Ends the requests that do not wait for `resume`."""
         if self._thread is None:  # a caller makes the steps, and ends its requests with the next one
             for request in list(self.deliveries):
                 self._scheduler.cancel(request)
@@ -320,14 +325,20 @@ class Loop:
         self._messages.put(Leaving(None))
         self._wait_for_joined()
 
-    def pause(self) -> None:
-        """Lets calls that join wait for `resume`; returns when the requests that were there have ended."""
+    def pause(self, *, abort: bool = False) -> None:
+        """Lets calls that join wait for `resume`; returns when the requests that were there have ended.
+
+        Args:
+            abort: end these requests with the tokens that they have.
+        """
         with self._joining:
             self.check_open()
             self.paused = True
+        if abort:
+            self._abort_running()
         self._wait_for_joined()
-        while self._calls:
-            time.sleep(_POLL)
+        with self._call_ends:
+            self._call_ends.wait_for(lambda: not self._calls)
 
     def resume(self) -> None:
         """Lets the calls join that have waited since `pause`, in the order in which they came."""

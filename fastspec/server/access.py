@@ -32,19 +32,23 @@ class Access:
         origins: of browser pages that may read answers, such as "https://chat.example"; "*": all.
         root_path: path that a proxy puts before the paths of this server, such as "/llm".
         observers: are called after each request.
+        weight_updates: keys may also change the model's weights, and pause it.
 
     Raises:
-        ValueError: a key is empty, or an origin or the path has another form.
+        ValueError: a key is empty, an origin or the path has another form, or weight updates have no key.
     """
 
     api_keys: tuple[str, ...] = ()
     origins: tuple[str, ...] = ()
     root_path: str = ""
     observers: tuple[Callable[[RequestRecord], None], ...] = ()
+    weight_updates: bool = False
 
     def __post_init__(self) -> None:
         for key in self.api_keys:
             check_api_key(key)
+        if self.weight_updates and not self.api_keys:
+            raise ValueError("weight updates need an api_key: without one anyone could replace the model")
         for origin in self.origins:
             if not _ORIGIN.fullmatch(origin):
                 raise ValueError(

@@ -29,9 +29,10 @@ from fastspec.server.request_log import REQUEST_ID, Recorded, record_of
 from fastspec.server.service import Job, Service
 from fastspec.server.texts import Answer, Piece
 from fastspec.server.tokens import Detokenize, Tokenize, detokenized, tokenized
+from fastspec.server.weights import UpdateWeights, WeightControl
 
 Route = Callable[[Request], Awaitable[Response]]
-BodyT = TypeVar("BodyT", Completion, Chat, Body, Tokenize, Detokenize)
+BodyT = TypeVar("BodyT", Completion, Chat, Body, Tokenize, Detokenize, UpdateWeights)
 _LONG = 2**15  # bytes of a body that are parsed beside the event loop
 _LOGGER = logging.getLogger("fastspec.server")
 
@@ -177,7 +178,7 @@ def app_of(service: Service, access: Access | None = None) -> ASGIApp:
         return Response(generate_latest(meters.registry), media_type=CONTENT_TYPE_LATEST)
 
     async def openapi(request: Request) -> Response:
-        return JSONResponse(description(access.root_path))
+        return JSONResponse(description(access.root_path, weight_updates=access.weight_updates))
 
     async def models(request: Request) -> Response:
         return JSONResponse({"object": "list", "data": [_described(service, name) for name in service.names]})
@@ -200,6 +201,24 @@ def app_of(service: Service, access: Access | None = None) -> ASGIApp:
     async def detokenize(request: Request) -> Response:
         body = await _read(service, request, Detokenize)
         return JSONResponse((await asyncio.to_thread(detokenized, service, body)).model_dump())
+
+    control = WeightControl(service.generator)
+
+    async def update_weights(request: Request) -> Response:
+        body = await _read(service, request, UpdateWeights)
+        return JSONResponse((await control.update(body)).model_dump())
+
+    async def weight_version(request: Request) -> Response:
+        return JSONResponse(control.version.model_dump())
+
+    async def pause(request: Request) -> Response:
+        return JSONResponse((await control.pause(request.query_params.get("mode", "wait"))).model_dump())
+
+    async def resume(request: Request) -> Response:
+        return JSONResponse((await control.resume()).model_dump())
+
+    async def is_paused(request: Request) -> Response:
+        return JSONResponse(control.paused.model_dump())
 
     async def elsewhere(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException), "it is called for nothing else"
@@ -234,6 +253,12 @@ def app_of(service: Service, access: Access | None = None) -> ASGIApp:
     route("/v1/models/{name:path}", "GET", model)
     route("/v1/completions", "POST", complete)
     route("/v1/chat/completions", "POST", chat)
+    if access.weight_updates:
+        route("/update_weights", "POST", update_weights)
+        route("/weight_version", "GET", weight_version)
+        route("/pause", "POST", pause)
+        route("/resume", "POST", resume)
+        route("/is_paused", "GET", is_paused)
 
     async def below_root(scope: Scope, receive: Receive, send: Send) -> None:
         await app({**scope, "root_path": access.root_path}, receive, send)

@@ -11,6 +11,7 @@ import fastspec
 from fastspec.server.field_table import ROW_OF
 from fastspec.server.fields import Chat, Completion
 from fastspec.server.tokens import Detokenize, Health, Prompt, Tokenize, Tokens, Version
+from fastspec.server.weights import Paused, UpdateWeights, WeightVersion
 
 Json: TypeAlias = "dict[str, Any]"
 
@@ -84,13 +85,16 @@ def _answer(kind: str) -> Json:
     }
 
 
-def description(root_path: str = "") -> Json:
+def description(root_path: str = "", *, weight_updates: bool = False) -> Json:
     """The OpenAPI document of a server.
 
     Args:
         root_path: path that a proxy puts before those of the server.
+        weight_updates: with the paths of a trainer.
     """
     bodies: list[type[BaseModel]] = [Chat, Completion, Tokenize, Detokenize, Tokens, Prompt, Health, Version]
+    if weight_updates:
+        bodies += [UpdateWeights, WeightVersion, Paused]
     _, schemas = models_json_schema([(each, "validation") for each in bodies], ref_template=_REF)
     components: Json = schemas["$defs"] | {
         "Error": _ERROR,
@@ -123,11 +127,23 @@ def description(root_path: str = "") -> Json:
             "/v1/models/{name}": {"get": _operation("Tells of one name.", _json("Model")) | {"parameters": [name]}},
             "/v1/completions": _post("Continues prompts.", Completion, _json("CompletionAnswer") | _EVENTS),
             "/v1/chat/completions": _post("Answers messages.", Chat, _json("ChatAnswer") | _EVENTS),
-        },
+        }
+        | (_of_a_trainer() if weight_updates else {}),
         "components": {
             "schemas": components,
             "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
         },
+    }
+
+
+def _of_a_trainer() -> Json:
+    mode = {"name": "mode", "in": "query", "schema": {"enum": ["wait", "abort"], "default": "wait"}}
+    return {
+        "/update_weights": _post("Replaces weights.", UpdateWeights, _json("WeightVersion")),
+        "/weight_version": {"get": _operation("Tells the version of the target's weights.", _json("WeightVersion"))},
+        "/pause": {"post": _operation("Lets new requests wait.", _json("Paused")) | {"parameters": [mode]}},
+        "/resume": {"post": _operation("Lets the waiting requests go on.", _json("Paused"))},
+        "/is_paused": {"get": _operation("Tells if requests wait.", _json("Paused"))},
     }
 
 

@@ -6,7 +6,7 @@ import asyncio
 import re
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -135,8 +135,10 @@ class Job:
         last: float | None = None  # time of the piece before
         try:
             async for piece in answer.pieces():
-                if piece.reason == "cancelled":
+                if piece.reason == "cancelled" and (self._why or self._closed):
                     raise self._why or Refusal("the request was stopped", status=499)
+                if piece.reason == "cancelled":  # by `abort`
+                    piece = replace(piece, reason="abort")
                 now, count = time.perf_counter(), piece.stop - piece.start
                 if last is None:
                     self._meters.first_token(now - self._start)

@@ -75,7 +75,7 @@ class Piece:
     Attributes:
         text: may be empty.
         start, stop: the new tokens, among all of the answer.
-        reason: "stop", "length" or "tool_calls" at the end; None before.
+        reason: "stop", "length", "tool_calls" or "abort" at the end; None before.
         events: parts of the structure of a chat's answer.
     """
 

@@ -23,7 +23,7 @@ from fastspec.output import GenerateOutput
 from tests.helpers.checkpoints import make_checkpoint
 from tests.helpers.families import FAMILIES, VOCAB, as_configured, make_family
 
-NEW = 200
+NEW = 100
 GAP_FACTOR = 20
 # weights and prompts whose paths keep the gap; changed when a family's fixture changes, never the factor
 SEEDS = {

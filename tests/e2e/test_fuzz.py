@@ -292,12 +292,12 @@ def fuzz(pair: Pair, how: settings) -> None:
 
 
 def test_any_sequence_of_calls(pair: Pair) -> None:
-    fuzz(pair, settings(CI, max_examples=200))
+    fuzz(pair, settings(CI, max_examples=80))
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_any_random_call_equals_its_definition(pair: Pair, mode: str) -> None:
-    fuzz_calls(pair, mode, settings(CI, max_examples=100))
+    fuzz_calls(pair, mode, settings(CI, max_examples=60))
 
 
 @pytest.mark.slow

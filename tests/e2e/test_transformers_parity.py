@@ -28,7 +28,7 @@ from tests.helpers.checkpoints import make_checkpoint
 from tests.helpers.devices import devices
 
 FAMILIES = ["llama2", "llama3", "mistral", "qwen2", "qwen3"]
-NEW = 200
+NEW = 100
 # a checkpoint and prompts whose paths keep the gap; changed when a family's fixture changes, never the factor
 SEEDS = {"llama2": 23, "llama3": 5, "mistral": 7, "qwen2": 45, "qwen3": 14}
 GAP_FACTOR = 20

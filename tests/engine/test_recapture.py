@@ -102,7 +102,7 @@ def test_options_change_no_key(pair: Pair, verification: str, proposer: str) -> 
     assert {(key.rows, key.shape.num_drafts, key.shape.sampler) for key in made} == steps
     expected = set(runner.keys)  # with the passes over prompts
 
-    @settings(CI, max_examples=25)
+    @settings(CI, max_examples=12)
     @given(calls(pair.oracle.text))
     def check(call: Call) -> None:
         call = with_all_drafts(call)

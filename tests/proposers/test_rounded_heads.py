@@ -54,7 +54,7 @@ def texts(target: Path, device: str, **options: Any) -> tuple[list[Tensor], str]
     found = []
     with FastSpecGenerator(target, **options) as generator:
         for law in ({}, {"do_sample": True, "temperature": 0.9, "top_p": 0.9, "seed": 4}):
-            out = generator.generate(GIVEN, max_new_tokens=20, eos_token_id=[], return_dict_in_generate=True, **law)
+            out = generator.generate(GIVEN, max_new_tokens=12, eos_token_id=[], return_dict_in_generate=True, **law)
             assert isinstance(out, GenerateOutput)
             found.append(out.sequences)
         return found, generator.explain()

@@ -25,7 +25,7 @@ COMMON: dict[str, Any] = {"max_batch_size": 3, "max_length": 120, "progress": Fa
 def made(target: Path, device: str, form: str | None, **options: Any) -> tuple[Tensor, int]:
     """The text of all prompts, and how many drafts were accepted."""
     with FastSpecGenerator(target, device=device, target_quantization=form, **COMMON, **options) as generator:
-        out = generator.generate(GIVEN, max_new_tokens=24, eos_token_id=[], return_dict_in_generate=True)
+        out = generator.generate(GIVEN, max_new_tokens=16, eos_token_id=[], return_dict_in_generate=True)
         assert isinstance(out, GenerateOutput)
         return out.sequences, out.stats.accepted
 

@@ -20,7 +20,7 @@ from tests.helpers.tiny import tiny_engine
 from tests.helpers.variants import judging, looking_up_first, proposing
 from tests.scheduling.test_scheduler import prompts, run, texts
 
-ROWS, NEW = prompts(6, seed=21), 40
+ROWS, NEW = prompts(6, seed=21), 24
 TEMPERATURES = (1.0, 0.4, 0.0, 0.7, 1.3, 0.1)
 OPTIONS = [
     RowOptions(temperature=TEMPERATURES[row], top_k=row % 2 * 9, top_p=1.0, min_p=0.0, seed=derive_seed(4, row, 0))
@@ -49,7 +49,7 @@ def plain(request: pytest.FixtureRequest) -> tuple[str, list[list[int]]]:
     ]
 
 
-@pytest.mark.parametrize("k", range(9))
+@pytest.mark.parametrize("k", [0, 1, 2, 3, 5, 8])
 def test_any_number_of_drafts(plain: tuple[str, list[list[int]]], k: int) -> None:
     device, expected = plain
     assert decoded(coupled(k=8, device=device), k) == expected

@@ -49,7 +49,7 @@ def gen(request: pytest.FixtureRequest, pair: tuple[Path, Path]) -> Iterator[Fas
 
 
 def full(gen: FastSpecGenerator, **options: Any) -> GenerateOutput:
-    options = {"max_new_tokens": 40, "eos_token_id": None, "return_dict_in_generate": True, **options}
+    options = {"max_new_tokens": 24, "eos_token_id": None, "return_dict_in_generate": True, **options}
     out = gen.generate(options.pop("prompts", PROMPTS), **options)
     assert isinstance(out, GenerateOutput)
     return out

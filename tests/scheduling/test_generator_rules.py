@@ -32,7 +32,7 @@ def made(*models: Path, **options: Any) -> FastSpecGenerator:
 
 def decoded(generator: FastSpecGenerator, **options: Any) -> Any:
     with generator:
-        return generator.generate(PROMPTS, max_new_tokens=40, return_dict_in_generate=True, **options)
+        return generator.generate(PROMPTS, max_new_tokens=20, return_dict_in_generate=True, **options)
 
 
 def test_coupled_text_depends_on_nothing_but_its_seed(pair: tuple[Path, Path]) -> None:

@@ -20,7 +20,7 @@ from tests.helpers.devices import devices
 from tests.helpers.scheduling import run_all
 from tests.helpers.tiny import VOCAB, tiny_engine
 
-NEW = 40
+NEW = 24
 
 
 def options(**given: Any) -> RowOptions:

@@ -13,6 +13,7 @@ import pytest
 from fastspec import FastSpecGenerator
 from tests.helpers.services import opened
 
+TIMES = {"warmup": 10, "calibrate": 3}  # the second takes a second each
 ALONE: dict[str, Callable[[FastSpecGenerator], object]] = {
     "warmup": lambda gen: gen.warmup(),
     "calibrate": lambda gen: gen.calibrate([[1, 2, 3]], max_new_tokens=4),
@@ -46,7 +47,7 @@ def test_work_that_needs_the_generator_alone_may_follow_a_call_at_once(
 ) -> None:
     with opened(pair) as gen:
         by_handle(gen)  # from here on the thread makes the steps
-        for _ in range(10):
+        for _ in range(TIMES[work]):
             call(gen)
             ALONE[work](gen)
 

@@ -88,23 +88,23 @@ def test_prompts_of_every_form(gen: FastSpecGenerator, form: Callable[[list[int]
 def test_all_kinds_from_all_threads_go_together(gen: FastSpecGenerator) -> None:
     """More requests than rows, calls of `generate` and streams among them."""
     cases = [(prompt, kind) for prompt in PROMPTS for kind in KINDS[:5]]
-    expected = [alone(gen, prompt, max_new_tokens=16, **kind) for prompt, kind in cases]
-    batch = gen.generate(PROMPTS, max_new_tokens=20)
+    expected = [alone(gen, prompt, max_new_tokens=8, **kind) for prompt, kind in cases]
+    batch = gen.generate(PROMPTS, max_new_tokens=10)
 
     def submits(start: int) -> None:
-        handles = [gen.submit(prompt, max_new_tokens=16, **kind) for prompt, kind in cases[start::3]]
+        handles = [gen.submit(prompt, max_new_tokens=8, **kind) for prompt, kind in cases[start::3]]
         for handle, whole in zip(handles, expected[start::3], strict=True):
             same(handle.result(), whole)
 
     def generates() -> None:
-        assert torch.equal(torch.as_tensor(gen.generate(PROMPTS, max_new_tokens=20)), torch.as_tensor(batch))
+        assert torch.equal(torch.as_tensor(gen.generate(PROMPTS, max_new_tokens=10)), torch.as_tensor(batch))
 
     def streams() -> None:
         texts: list[list[int]] = [[] for _ in PROMPTS]
-        for step in gen.stream(PROMPTS, max_new_tokens=20):
+        for step in gen.stream(PROMPTS, max_new_tokens=10):
             for index, tokens in step.items():
                 texts[index] += tokens
-        alone_too = gen.generate(PROMPTS, max_new_tokens=20, return_dict_in_generate=True)
+        alone_too = gen.generate(PROMPTS, max_new_tokens=10, return_dict_in_generate=True)
         assert texts == alone_too.new_tokens  # type: ignore[union-attr]
 
     in_threads(*(lambda start=start: submits(start) for start in range(3)), generates, streams)
@@ -221,8 +221,8 @@ def test_who_leaves_gives_back_its_pages_and_disturbs_nobody(
     gen: FastSpecGenerator, leave: Callable[[FastSpecGenerator], None]
 ) -> None:
     cases = list(zip(PROMPTS, KINDS, strict=False))[:3]
-    expected = [alone(gen, prompt, max_new_tokens=16, **kind) for prompt, kind in cases]
-    handles = [gen.submit(prompt, max_new_tokens=16, **kind) for prompt, kind in cases]
+    expected = [alone(gen, prompt, max_new_tokens=8, **kind) for prompt, kind in cases]
+    handles = [gen.submit(prompt, max_new_tokens=8, **kind) for prompt, kind in cases]
     leave(gen)
     for handle, whole in zip(handles, expected, strict=True):
         same(handle.result(), whole)
@@ -281,7 +281,7 @@ def test_an_error_of_a_step_reaches_everybody_and_the_generator_goes_on(
 
     made = iter([3] * 4)
     with pytest.raises(RuntimeError, match="a step failed"):
-        gen.generate(PROMPTS, max_new_tokens=20)
+        gen.generate(PROMPTS, max_new_tokens=10)
     monkeypatch.undo()
     same(alone(gen, PROMPTS[0], max_new_tokens=20), expected)
     settled(gen)

@@ -19,7 +19,7 @@ def soaked(pair: tuple[Path, Path], requests: int) -> None:
 
 
 def test_requests_of_every_fate(pair: tuple[Path, Path]) -> None:
-    soaked(pair, 150)
+    soaked(pair, 80)
 
 
 @pytest.mark.slow

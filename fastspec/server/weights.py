@@ -1,0 +1,115 @@
+"""Routes of a trainer: new weights for the target or the draft, and pauses. A server has them only if it allows them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Final, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from fastspec.generator import FastSpecGenerator
+from fastspec.server.errors import Refusal
+
+_ABORT: Final = "abort"
+_MODES: Final = (_ABORT, "wait")
+
+
+class UpdateWeights(BaseModel):
+    """The body of POST /update_weights.
+
+    Attributes:
+        path: directory of the server's machine, or Hub id.
+        target_model: False updates the draft model.
+        version: of the target's new weights. None: the number of its updates.
+        running: what becomes of answers that run: the update waits for their ends, or ends them.
+    """
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    model: str | None = None
+    path: str = Field(min_length=1)
+    target_model: bool = True
+    version: int | str | None = None
+    running: Literal["abort", "wait"] = "wait"
+
+
+class WeightVersion(BaseModel):
+    """The answer of POST /update_weights and GET /weight_version."""
+
+    weight_version: int | str
+
+
+class Paused(BaseModel):
+    """The answer of POST /pause, POST /resume and GET /is_paused."""
+
+    is_paused: bool
+
+
+class WeightControl:
+    """Changes the weights of a generator that serves, and pauses it; one change at a time.
+
+    Args:
+        generator: serves meanwhile. Requests that come during a change wait for its end.
+    """
+
+    def __init__(self, generator: FastSpecGenerator) -> None:
+        self._generator, self._changing = generator, asyncio.Lock()
+
+    @property
+    def version(self) -> WeightVersion:
+        """Version of the target's weights."""
+        return WeightVersion(weight_version=self._generator.weight_version)
+
+    @property
+    def paused(self) -> Paused:
+        """Tells if requests wait for `resume`."""
+        return Paused(is_paused=self._generator.paused)
+
+    async def update(self, body: UpdateWeights) -> WeightVersion:
+        """Replaces weights between two requests, and lets waiting requests go on.
+
+        Raises:
+            Refusal: the weights do not fit this model; nothing has changed. Or a copy failed midway: requests are
+                refused until an update with all tensors.
+        """
+        await self._change(lambda: self._update(body))
+        return self.version
+
+    async def pause(self, mode: str) -> Paused:
+        """Lets new requests wait; returns when running answers have ended.
+
+        Args:
+            mode: "wait" for their ends, or "abort" them, with the tokens that they have.
+
+        Raises:
+            Refusal: another mode.
+        """
+        if mode not in _MODES:
+            raise Refusal(f"mode must be one of {', '.join(_MODES)}, got {mode!r}", "mode")
+        await self._change(lambda: self._generator.pause(abort=mode == _ABORT))
+        return self.paused
+
+    async def resume(self) -> Paused:
+        """Lets the waiting requests go on."""
+        await self._change(self._generator.resume)
+        return self.paused
+
+    async def _change(self, work: Callable[[], None]) -> None:
+        async with self._changing:
+            try:
+                await asyncio.to_thread(work)
+            except RuntimeError as error:  # the generator is closed, or its weights are half changed
+                raise Refusal(str(error), status=500, kind="server_error", code="generation_failed") from error
+
+    def _update(self, body: UpdateWeights) -> None:
+        generator, was_paused = self._generator, self._generator.paused
+        generator.pause(abort=body.running == _ABORT)
+        try:
+            generator.update_weights(body.path, model="target" if body.target_model else "draft", version=body.version)
+        except (ValueError, OSError) as error:
+            if not was_paused:
+                generator.resume()  # raises RuntimeError if the weights are half changed
+            raise Refusal(str(error), "path") from error
+        if not was_paused:
+            generator.resume()
