@@ -395,13 +395,13 @@ class FastSpecGenerator(OfOneProcess):
 
         Args:
             prompt_ids: ids of one prompt: a list, a 1-D tensor or array, or any form that `generate` takes.
-            generation_config, **keywords: as in `generate`.
+            generation_config, **keywords: see `generate`.
 
         Returns:
             A Handle: iterate over it for the tokens, ask for its `result()`, or `await` it; `cancel()` ends it.
 
         Raises:
-            ValueError, UnsupportedOption: as in `generate`, or several prompts or texts.
+            ValueError, UnsupportedOption: see `generate`; or several prompts or texts.
             OutOfPages: it needs more pages than there are.
             RuntimeError: the generator is closed, or several ranks are in a call that all of them make.
             RankFailed: another rank has failed.
@@ -533,8 +533,8 @@ class FastSpecGenerator(OfOneProcess):
         stored, and the faster format stays.
 
         Args:
-            input_ids, attention_mask, generation_config, **keywords: as in `generate`; max_new_tokens is by default as
-                many as there is room for, up to 64.
+            input_ids, attention_mask, generation_config, **keywords: see `generate`. max_new_tokens is by default 64,
+                or the room that is left if that is less.
 
         Returns:
             A Calibration: print it for a table and a verdict.
@@ -573,7 +573,7 @@ class FastSpecGenerator(OfOneProcess):
                 checkpoint. A state_dict or pairs may hold a part of the tensors; the others keep their values. Pairs
                 are all read before anything changes.
             model: "target", or "draft" for a draft model. A learned drafter stays as it is.
-            version: of the target's new weights, for `Stats.weight_version`. None: the number of its updates.
+            version: name of the target's new weights, for `Stats.weight_version`. None: the number of its updates.
 
         Raises:
             CheckpointError: a name, shape or dtype that the model does not have; nothing has changed.
@@ -659,7 +659,7 @@ class FastSpecGenerator(OfOneProcess):
             choice: drafts of the calls.
             length: tokens of the longest row.
             loaded: waits for weights that another thread still fills.
-            compilers: of `Engine.compile`.
+            compilers: see `Engine.compile`.
         """
 
         def all_ready() -> None:  # GPUs must not wait in an exchange for a rank that still compiles
@@ -707,7 +707,7 @@ class FastSpecGenerator(OfOneProcess):
 
         Raises:
             ValueError: there is none.
-            UnsupportedOption, RuntimeError: as in `add_corpus`.
+            UnsupportedOption, RuntimeError: see `add_corpus`.
         """
         texts = corpora_of(self._open().engine.texts)
         with self._open().alone() as scheduler, scheduler.engine.on_device():

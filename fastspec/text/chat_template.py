@@ -120,7 +120,7 @@ class ChatTemplate:
             messages: with `role` and `content`, as in OpenAI's protocol.
             tools: JSON schemas of functions, as in OpenAI's protocol.
             sanitize: encode control tokens in messages and tools as plain text, as in transformers.
-            variables: of the template.
+            variables: more variables of the template.
             add_generation_prompt: begin a new message of the assistant.
             continue_final_message: leave the last message open, so that new text continues it.
 

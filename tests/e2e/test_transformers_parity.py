@@ -85,7 +85,9 @@ def oracle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def generator(oracle: Oracle, k: int, device: str, batch: int = 8, graphs: bool | None = None) -> FastSpecGenerator:
-    draft = make_checkpoint(oracle.directory.parent / f"draft-{oracle.directory.name}", "llama2", seed=77)
+    draft = make_checkpoint(
+        oracle.directory.parent / f"draft-{oracle.directory.name}", "llama2", seed=77, num_hidden_layers=1
+    )
     return FastSpecGenerator(
         oracle.directory,
         draft if k else None,

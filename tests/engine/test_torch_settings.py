@@ -74,7 +74,9 @@ def state_of_torch() -> tuple[Any, ...]:
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     made = tmp_path_factory.mktemp("pair")
-    return make_checkpoint(made / "target", "llama2", seed=0), make_checkpoint(made / "draft", "llama2", seed=1)
+    return make_checkpoint(made / "target", "llama2", seed=0), make_checkpoint(
+        made / "draft", "llama2", seed=1, num_hidden_layers=1
+    )
 
 
 def opened(pair: tuple[Path, Path], dtype: str) -> FastSpecGenerator:

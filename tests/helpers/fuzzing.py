@@ -106,12 +106,15 @@ def shape(row: Row, logits: list[float], output: list[int], stops: tuple[int, ..
 
 
 class Unsure(DeterministicProposer):
-    """A proposer of one's own: some drafts, as many as the row's length says, one of them no id at all."""
+    """A proposer of one's own: some drafts, as many as the row's length says, one of them no id at all.
+
+    How many does not depend on k: a row alone has its own limit as k, and among others the largest limit of all.
+    """
 
     def guess(self, tokens: torch.Tensor, lengths: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
         places = torch.arange(k)
         drafts = tokens.gather(1, (lengths[:, None] - 1 - places).clamp_min(0))
-        return torch.where(places == 3, VOCAB, drafts), lengths % (k + 1)
+        return torch.where(places == 3, VOCAB, drafts), (lengths % (DRAFTS + 1)).clamp(max=k)
 
 
 # (with a draft model, proposer)

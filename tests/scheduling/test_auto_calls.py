@@ -32,7 +32,8 @@ KS = (0, 1, 2, 4, 6, 8)
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     target, draft = (
-        make_checkpoint(tmp_path_factory.mktemp(role), "llama2", seed=seed) for seed, role in enumerate("td")
+        make_checkpoint(tmp_path_factory.mktemp(role), "llama2", seed=seed, num_hidden_layers=2 - seed)
+        for seed, role in enumerate("td")
     )
     return target, draft
 

@@ -137,7 +137,7 @@ def test_up_to_the_last_position(gen: FastSpecGenerator, delta: int) -> None:
 @pytest.mark.parametrize("delta", range(-6, 3))
 def test_a_draft_with_a_shorter_context(delta: int, directory: Path, tmp_path: Path, device: str) -> None:
     """Around the draft's last position and beyond: the row goes on without drafts, and the statistics say so."""
-    draft = make_checkpoint(tmp_path, "llama2", seed=1, max_position_embeddings=64)
+    draft = make_checkpoint(tmp_path, "llama2", seed=1, max_position_embeddings=64, num_hidden_layers=1)
     with FastSpecGenerator(directory, draft, device=device, dtype="float32", progress=False) as short:
         assert short.max_length == 64  # by default both models can take in a whole row
     options: dict[str, Any] = {"max_length": 120, "dtype": "float32", "device": device, "progress": False}

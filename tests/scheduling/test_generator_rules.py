@@ -22,7 +22,10 @@ pytestmark = pytest.mark.filterwarnings("ignore:the tokenizers of:UserWarning", 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     names = ("target", "draft")
-    target, draft = (make_checkpoint(tmp_path_factory.mktemp(name), "llama2", seed=i) for i, name in enumerate(names))
+    target, draft = (
+        make_checkpoint(tmp_path_factory.mktemp(name), "llama2", seed=i, num_hidden_layers=2 - i)
+        for i, name in enumerate(names)
+    )
     return target, draft
 
 

@@ -30,7 +30,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def gen(directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[FastSpecGenerator]:
-    draft = make_checkpoint(tmp_path_factory.mktemp("draft"), "llama2", seed=1)
+    draft = make_checkpoint(tmp_path_factory.mktemp("draft"), "llama2", seed=1, num_hidden_layers=1)
     with FastSpecGenerator(
         directory, draft, max_batch_size=2, max_length=200, dtype="float32", device="cpu", progress=False
     ) as made:

@@ -44,8 +44,11 @@ def made(kind: str, path: Path, dtype: str, **more: Any) -> FastSpecGenerator:
     drafts: dict[str, Any] = {
         "none": lambda: {"num_speculative_tokens": 0},
         "ngram": lambda: {"proposer": NGram()},
-        "model": lambda: {"draft": make_checkpoint(path / "draft", "llama3", seed=1)},
-        "coupled": lambda: {"draft": make_checkpoint(path / "draft", "llama3", seed=1), "verification": "coupled"},
+        "model": lambda: {"draft": make_checkpoint(path / "draft", "llama3", seed=1, num_hidden_layers=1)},
+        "coupled": lambda: {
+            "draft": make_checkpoint(path / "draft", "llama3", seed=1, num_hidden_layers=1),
+            "verification": "coupled",
+        },
         "auto": lambda: {"proposer": NGram(), "num_speculative_tokens": "auto"},
         "eagle3": lambda: {"draft": write_speculators(path / "head", eagle3_tensors(std=0.5), boundaries=[2, 4, 5])},
         "dflash": lambda: {"draft": write_z_lab(path / "head", Head(HIDDEN, VOCAB, target_layers=LAYERS, mask_id=10))},

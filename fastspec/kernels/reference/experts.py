@@ -68,7 +68,7 @@ def normed_logits(
 
     Args:
         x: [..., K].
-        weight: [K], as in `norm`.
+        weight: [K], see `norm`.
         eps: epsilon of the norm.
         router: [N, K], stored as rows.
         bias: [N], of the router.
@@ -87,9 +87,9 @@ def route_normed(
     """Computes `route`, and `norm` of the rows that the experts multiply.
 
     Args:
-        logits, rule, correction: as in `route`.
+        logits, rule, correction: see `route`.
         x: [..., K].
-        weight: [K], as in `norm`.
+        weight: [K], see `norm`.
         eps: epsilon of the norm.
 
     Returns:
@@ -174,7 +174,7 @@ def experts_normed(
     """Computes `experts`, and the norm of its result.
 
     Args:
-        x, ids, factors, weights, clamp, shared, shared_logits, residual: as in `experts`.
+        x, ids, factors, weights, clamp, shared, shared_logits, residual: see `experts`.
         norm: weight [hidden] and epsilon of an RMSNorm, see `norm`.
 
     Returns:

@@ -74,7 +74,7 @@ def mlp(
         next_layer: None after the last layer.
         eps: epsilon of the norms.
         tiling: rows per product.
-        reduce: as in `attention_out`.
+        reduce: see `attention_out`.
 
     Returns:
         x [B, Q, hidden], and q, k and v of the next layer [B, Q, N]; None after the last layer.
@@ -99,7 +99,7 @@ def layer_tail(
     """The computations between two attentions: `attention_out`, then `mlp`.
 
     Args:
-        linear, attended, x, layer, next_layer, eps, tiling, reduce: as in `attention_out` and `mlp`.
+        linear, attended, x, layer, next_layer, eps, tiling, reduce: see `attention_out` and `mlp`.
 
     Returns:
         As `mlp`.

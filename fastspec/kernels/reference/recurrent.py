@@ -152,7 +152,7 @@ def causal_conv(
     Args:
         x: [B, Q, channels].
         weight: [channels, 1, width].
-        inputs, state_rows, positions, write_mask: as in `delta_rule`. x is written to `inputs`.
+        inputs, state_rows, positions, write_mask: see `delta_rule`. x is written to `inputs`.
 
     Returns:
         [B, Q, channels] in x's dtype. The sum is in fp32. It is rounded before silu, and the result again.

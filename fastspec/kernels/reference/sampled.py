@@ -55,7 +55,7 @@ def sampled_commit(
         rows: changed in place, as by `commit` and `processors.count`.
         scratch: from `Ops.commit_scratch`. Torch needs none.
         work: from `Ops.sampled_work`. Torch needs none.
-        publish_to: as in `commit`.
+        publish_to: see `commit`.
         rule: one of `fastspec.sampling.rules.MODES`.
         deterministic: drafts were not drawn, so each has probability 1. Otherwise draft_probs has their distributions.
         draws: uniform numbers and draws.

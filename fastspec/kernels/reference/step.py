@@ -23,7 +23,7 @@ class Record:
     Attributes:
         top: number of most probable ids to record at each place, beside the emitted id.
         work: from `Ops.record_work`. Torch needs none.
-        details: where they are published, see `publish`. None: they stay in the rows.
+        details: outbox that they are published to, see `publish`. None: they stay in the rows.
     """
 
     top: int
@@ -112,7 +112,7 @@ def verify_commit(
         logits: fp32 [B, k+1, V], or the keys of its parts. With keys nothing is recorded.
         rows: changed in place, as by `verify.commit`.
         scratch: from `Ops.commit_scratch`. Torch needs none.
-        publish_to: as in `commit`.
+        publish_to: see `commit`.
         record: log-probabilities to record.
     """
     if isinstance(logits, PartKeys):
@@ -153,7 +153,7 @@ def record_logprobs(logits: Tensor, rows: verify.CommitRows, scratch: Any, recor
         logits: fp32 [B, k+1, V].
         rows: `logprobs`, `top_ids` and `top_logprobs` are written.
         scratch: from `Ops.commit_scratch`. Torch needs none.
-        record: how many to store. Nothing is published.
+        record: log-probabilities to store. Nothing is published.
     """
     places, top = logits.shape[1], record.top
     values, ids, tops = logprobs_of(logits, rows.block[:, :places], top)

@@ -83,7 +83,7 @@ def resolve(
             is that directory, before it is a Hub id.
         role: "target" or "draft", for messages.
         revision: branch, tag or commit of a Hub id; only for a Hub id.
-        fetched: where the files of a Hub id lie, if they have been looked up; None: they have not.
+        fetched: directory with the files of a Hub id. None: they were not looked up yet.
 
     Returns:
         The checkpoint, with nothing allocated.
