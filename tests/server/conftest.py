@@ -51,8 +51,10 @@ def running(
     limits: Limits | None = None,
     access: Access | None = None,
     drain: float = 60.0,
+    response_store: int = 0,
 ) -> Iterator[Running]:
-    up, service = threading.Event(), Service(generator, name, limits, aliases=aliases)
+    up = threading.Event()
+    service = Service(generator, name, limits, aliases=aliases, response_store=response_store)
     server = Server(service, access=access, drain=drain, started=up.set)
     with listening("127.0.0.1", 0) as on:
         thread = threading.Thread(target=server.serve_on, args=(on,))
