@@ -142,7 +142,7 @@ def _model(vocab: int, chains: list[list[int]], end: int) -> LlamaForCausalLM:
     }
     sizes |= {"num_attention_heads": heads, "num_key_value_heads": heads, "head_dim": DIM, "vocab_size": vocab}
     model = LlamaForCausalLM(
-        LlamaConfig(**sizes, max_position_embeddings=4096, eos_token_id=end, bos_token_id=None, rms_norm_eps=1e-6)
+        LlamaConfig(**sizes, max_position_embeddings=8192, eos_token_id=end, bos_token_id=None, rms_norm_eps=1e-6)
     ).eval()
     model.generation_config.eos_token_id = end
     layer = model.model.layers[0]
