@@ -443,7 +443,7 @@ def _function_of(at: int, tool: dict[str, Any]) -> Function:
     try:
         return FunctionTool.model_validate(tool).function
     except ValidationError as error:
-        said = "; or ".join(said(one) for one in error.errors(include_url=False))
+        said = "; or ".join(words_of(one) for one in error.errors(include_url=False))
         raise Refusal(f"tools.{at}.{said}", "tools") from None
 
 
@@ -494,11 +494,11 @@ def _nearest(place: tuple[int | str, ...], errors: list[ErrorDetails]) -> list[s
         if error["loc"][:1] == place[:1]:
             each.setdefault(error["loc"][1:2], error)
     deepest = max(len(_names(error)) for error in each.values())
-    said = [said(error) for error in each.values() if len(_names(error)) == deepest]
+    said = [words_of(error) for error in each.values() if len(_names(error)) == deepest]
     return list(dict.fromkeys(said))
 
 
-def said(error: ErrorDetails) -> str:
+def words_of(error: ErrorDetails) -> str:
     """An error of pydantic with the name of the field and the value."""
     given = "" if error["type"] in ("missing", "json_invalid") else f", got {str(error['input'])[:_TOLD]!r}"
     return f"{'.'.join(_names(error)) or 'the body'}: {error['msg']}{given}"

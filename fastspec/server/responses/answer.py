@@ -10,7 +10,7 @@ from typing import Any, Final, TypeAlias
 from fastspec.server.errors import Refusal
 from fastspec.server.responses.body import ResponseBody
 from fastspec.server.responses.items import Item
-from fastspec.server.texts import Answer, Piece
+from fastspec.server.texts import BROKEN, Answer, Piece
 from fastspec.text.answers.events import Arguments, CallBegins, Content, Event, Reasoning
 
 Sent: TypeAlias = "dict[str, Any]"
@@ -173,8 +173,22 @@ class ResponseBuilder:
             yield from self._close("completed")
             yield from self._begin(kind, {"summary": []} if isinstance(event, Reasoning) else {"role": "assistant"})
         assert self._open is not None, "it has begun"
-        pending, self._pending = self._pending, []
-        yield self._open.add(event.text, pending if isinstance(event, Content) else [])
+        yield self._open.add(event.text, self._taken(self._open, event.text) if isinstance(event, Content) else [])
+
+    def _taken(self, message: OutputItem, text: str) -> list[Sent]:
+        """Takes the log-probabilities of the tokens that the next text of a message came from.
+
+        Tokens before the text (marks, blanks) are dropped; tokens behind it wait.
+        """
+        if not message.text:
+            while self._pending and not _begins(self._pending[0]["token"], text):
+                del self._pending[0]
+        left = len((message.text + text).encode()) - sum(map(_size, message.logprobs))
+        taken = []
+        while self._pending and left > 0:
+            taken.append(self._pending.pop(0))
+            left -= _size(taken[-1])
+        return taken
 
     def _begin(self, kind: str, facts: Mapping[str, object]) -> list[Sent]:
         self._open = OutputItem(len(self._output), kind, facts)
@@ -204,6 +218,16 @@ def _logprobs(answer: Answer, piece: Piece) -> list[Sent]:
         stop -= 1
     told = answer.chat_logprobs(start, stop) if start < stop else None
     return [] if told is None else [_with_bytes(entry) for entry in told["content"]]
+
+
+def _begins(token: str, text: str) -> bool:
+    """True if a text may begin with a token."""
+    return text.startswith(token) or token.startswith(text) or BROKEN in token
+
+
+def _size(entry: Mapping[str, Any]) -> int:
+    """Number of bytes of a token."""
+    return len(entry["bytes"] or entry["token"].encode())
 
 
 def _with_bytes(entry: Mapping[str, Any]) -> Sent:

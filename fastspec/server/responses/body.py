@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
 from fastspec.server.errors import Refusal
 from fastspec.server.field_table import RESPONSE_ROW_OF, RESPONSE_TAKEN, SAME_AS_CHAT, without_neutral
-from fastspec.server.fields import Chat, Function, said, taken_fields
+from fastspec.server.fields import Chat, Function, taken_fields, words_of
 from fastspec.server.responses.items import Conversation, Item
 
 _CHAT_FIELDS: Final = tuple(name for names in SAME_AS_CHAT.values() for name in names)
@@ -251,7 +251,7 @@ class ResponseBody(create_model("AsInChat", **_as_in_chat(), **taken_fields(RESP
             for name in ("instructions", "max_output_tokens", "metadata", "previous_response_id", "temperature")
         }
         shown |= {name: getattr(self, name) for name in ("top_p", "top_logprobs", "user", "max_tool_calls")}
-        format = text.format or TextFormat(type="text")
+        format = text.format or TextFormat.model_validate({"type": "text"})
         return shown | {
             "parallel_tool_calls": self.parallel_tool_calls is not False,
             "tools": self.tools or [],
@@ -277,5 +277,5 @@ def _function_at(at: int, tool: Mapping[str, Any]) -> FlatFunction:
     try:
         return FlatFunction.model_validate({name: value for name, value in tool.items() if value is not None})
     except ValidationError as error:
-        told = "; or ".join(said(one) for one in error.errors(include_url=False))
+        told = "; or ".join(words_of(one) for one in error.errors(include_url=False))
         raise Refusal(f"tools.{at}.{told}", "tools") from None
