@@ -151,9 +151,8 @@ def description(root_path: str = "") -> Json:
             "/v1/chat/completions": _post("Answers messages.", Chat, _json("ChatAnswer") | _EVENTS),
             "/v1/responses": _post("Answers items of a conversation.", ResponseBody, response | _EVENTS),
             "/v1/responses/{id}": {
-                "parameters": [id],
-                "get": _operation("Returns a stored response.", response),
-                "delete": _operation("Forgets a stored response.", forgotten),
+                "get": _operation("Returns a stored response.", response) | {"parameters": [id]},
+                "delete": _operation("Forgets a stored response.", forgotten) | {"parameters": [id]},
             },
         },
         "components": {
