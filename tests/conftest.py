@@ -35,6 +35,7 @@ _begun = time.monotonic()
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--nightly", action="store_true", help="also run the tests marked slow")
+    parser.addoption("--integrations", action="store_true", help="also fetch clients of others, and run them")
     parser.addoption("--quick", action="store_true", help=f"begin no test after {QUICK_SECONDS} seconds")
 
 
@@ -56,6 +57,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
         if item.get_closest_marker("slow") and not config.getoption("nightly"):
             item.add_marker(pytest.mark.skip(reason="long; runs with --nightly"))
+        if item.get_closest_marker("integration") and not config.getoption("integrations"):
+            item.add_marker(pytest.mark.skip(reason="fetches packages; runs with `make test-integrations`"))
         if " at 0x" in item.nodeid:  # which differs between the processes that share the tests
             raise pytest.UsageError(f"{item.nodeid} names an address; give the parameter an id")
     # of several processes none is then left alone with them at the end

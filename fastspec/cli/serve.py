@@ -117,6 +117,9 @@ def serve(
             help="body=BYTES, tokens=COUNT of an answer, requests=COUNT at once, seconds=TIME. Repeatable.",
         ),
     ] = None,
+    response_store: Annotated[
+        int, typer.Option(min=0, metavar="COUNT", help="Responses of /v1/responses to keep for previous_response_id.")
+    ] = 0,
     drain: Annotated[
         float | None,
         typer.Option(min=0, metavar="SECONDS", help="Time for the last answers at the end. Default: 60 at most."),
@@ -209,6 +212,7 @@ def serve(
                     sanitize_control_tokens=sanitize_control_tokens,
                     tool_call_parser=tool_call_parser,
                     reasoning_parser=reasoning_parser,
+                    response_store=response_store,
                 )
                 scheme = "http" if certificate is None else "https"
                 address = f"{scheme}://{f'[{host}]' if ':' in host else host}"

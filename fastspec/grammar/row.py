@@ -33,8 +33,8 @@ class Matcher(Protocol):
     def is_error(self) -> bool:
         """True if the matcher has failed."""
 
-    def rollback(self, num_tokens: int) -> bool:
-        """Removes the last tokens."""
+    def deep_copy(self) -> Matcher:
+        """Returns a matcher in the same state. To look ahead is to advance a copy."""
 
     def compute_ff_tokens(self) -> list[int]:
         """Returns the next tokens that the grammar forces (fast-forward tokens)."""
@@ -168,31 +168,23 @@ class RowGrammar:
     def _make_step(self, max_drafts: int) -> GrammarStep:
         drafts: list[int] = []
         masks: list[NDArray[np.int32]] = []
-        consumed = 0
-        while run := self._run(drafts, max_drafts - len(drafts)):
-            for token in run:
-                mask = self._mask(first=not self._begun and not drafts)
-                if not _holds(mask, token):
-                    return self._rolled_back(drafts, [*masks, mask], consumed)
-                masks.append(mask)
-                if self._must_end:
-                    return self._ended([*drafts, token], masks, consumed)
-                self._matcher.consume_tokens([token])
-                drafts.append(token)
-                consumed += 1
-        masks.append(self._mask(first=not self._begun and not drafts))
-        return self._rolled_back(drafts, masks, consumed)
-
-    def _rolled_back(self, drafts: list[int], masks: list[NDArray[np.int32]], consumed: int) -> GrammarStep:
-        if consumed:
-            self._matcher.rollback(consumed)
-        return GrammarStep(drafts, np.stack(masks))
-
-    def _ended(self, drafts: list[int], masks: list[NDArray[np.int32]], consumed: int) -> GrammarStep:
-        """Builds a step whose last draft is a stop id. The mask after it is never used."""
-        if consumed:
-            self._matcher.rollback(consumed)
-        return GrammarStep(drafts, np.stack([*masks, np.full(self._words, ALL, dtype=np.int32)]))
+        # a copy, because llguidance's rollback over a token that the grammar writes by its id leaves an error
+        own, self._matcher = self._matcher, self._matcher.deep_copy()
+        try:
+            while run := self._run(drafts, max_drafts - len(drafts)):
+                for token in run:
+                    mask = self._mask(first=not self._begun and not drafts)
+                    masks.append(mask)
+                    if not _holds(mask, token):
+                        return GrammarStep(drafts, np.stack(masks))
+                    drafts.append(token)
+                    if self._must_end:  # the token is a stop id, and the mask after it is never used
+                        return GrammarStep(drafts, np.stack([*masks, np.full(self._words, ALL, dtype=np.int32)]))
+                    self._matcher.consume_tokens([token])
+            masks.append(self._mask(first=not self._begun and not drafts))
+            return GrammarStep(drafts, np.stack(masks))
+        finally:
+            self._matcher = own
 
     def _run(self, drafts: list[int], room: int) -> list[int]:
         """Returns the next draft tokens: forced tokens, else those of lookup."""

@@ -7,7 +7,7 @@ import json
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
@@ -22,17 +22,21 @@ import fastspec
 from fastspec.server.access import Access
 from fastspec.server.echo import Echo
 from fastspec.server.errors import Refusal, failed, no_such
-from fastspec.server.field_table import TAKEN
+from fastspec.server.field_table import RESPONSE_TAKEN, TAKEN, RequestField
 from fastspec.server.fields import Body, Chat, Completion, StreamOptions, read
 from fastspec.server.openapi import description
 from fastspec.server.request_log import REQUEST_ID, Recorded, record_of
+from fastspec.server.responses.answer import ResponseBuilder
+from fastspec.server.responses.body import ResponseBody
+from fastspec.server.responses.store import StoredResponse
 from fastspec.server.service import Job, Service
 from fastspec.server.texts import Answer, Piece
 from fastspec.server.tokens import Detokenize, Tokenize, detokenized, tokenized
 from fastspec.server.weights import UpdateWeights, WeightControl
 
 Route = Callable[[Request], Awaitable[Response]]
-BodyT = TypeVar("BodyT", Completion, Chat, Body, Tokenize, Detokenize, UpdateWeights)
+T = TypeVar("T")
+BodyT = TypeVar("BodyT", Completion, Chat, Body, ResponseBody, Tokenize, Detokenize, UpdateWeights)
 _LONG = 2**15  # bytes of a body that are parsed beside the event loop
 _LOGGER = logging.getLogger("fastspec.server")
 
@@ -194,6 +198,20 @@ def app_of(service: Service, access: Access | None = None) -> ASGIApp:
     async def chat(request: Request) -> Response:
         return await _answer(service, request, Chat, noted)
 
+    async def respond(request: Request) -> Response:
+        return await _respond(service, request, noted)
+
+    async def response(request: Request) -> Response:
+        id, key = request.path_params["id"], request.state.api_key
+        if request.query_params.get("stream", "false") != "false":
+            raise Refusal("stream: a response is streamed once, while it is made; leave it out", "stream")
+        return JSONResponse(service.responses.get(id, key).body)
+
+    async def forget(request: Request) -> Response:
+        id = request.path_params["id"]
+        service.responses.delete(id, request.state.api_key)
+        return JSONResponse({"id": id, "object": "response", "deleted": True})
+
     async def tokenize(request: Request) -> Response:
         body = await _read(service, request, Tokenize)
         return JSONResponse((await asyncio.to_thread(tokenized, service, body)).model_dump())
@@ -238,7 +256,7 @@ def app_of(service: Service, access: Access | None = None) -> ASGIApp:
         app.add_middleware(
             CORSMiddleware,
             allow_origins=access.origins,
-            allow_methods=["GET", "POST"],
+            allow_methods=["GET", "POST", "DELETE"],
             allow_headers=["*"],
             expose_headers=[REQUEST_ID],
         )
@@ -253,6 +271,9 @@ def app_of(service: Service, access: Access | None = None) -> ASGIApp:
     route("/v1/models/{name:path}", "GET", model)
     route("/v1/completions", "POST", complete)
     route("/v1/chat/completions", "POST", chat)
+    route("/v1/responses", "POST", respond)
+    route("/v1/responses/{id}", "GET", response)
+    route("/v1/responses/{id}", "DELETE", forget)
     if access.weight_updates:
         route("/update_weights", "POST", update_weights)
         route("/weight_version", "GET", weight_version)
@@ -331,10 +352,7 @@ async def _read(service: Service, request: Request, kind: type[BodyT]) -> BodyT:
 
 async def _answer(service: Service, request: Request, kind: type[Body], noted: set[str]) -> Response:
     body = await _read(service, request, kind)
-    for name in body.taken:
-        if name not in noted:
-            noted.add(name)
-            _LOGGER.info(f"requests have the field {name}, which changes no answer: {TAKEN[name].note}")
+    _note(body.taken, TAKEN, noted)
     if body.stream_options is not None and not body.stream:
         raise Refusal("stream_options needs stream=true", "stream_options")
     job = await service.start(body, request.state.api_key)
@@ -350,17 +368,82 @@ async def _answer(service: Service, request: Request, kind: type[Body], noted: s
 
 async def _whole(job: Job, envelope: Envelope, request: Request) -> Response:
     """Waits for all answers; cancels them if the client disconnects."""
-    texts = asyncio.ensure_future(_texts(job))
-    gone = asyncio.ensure_future(_gone(request))
+    texts = await _unless_gone(_texts(job), request)
+    chosen = best_of(texts, envelope.drawn, envelope.num_answers)
+    return JSONResponse(envelope.whole(chosen, job.usage()))
+
+
+async def _unless_gone(result: Coroutine[Any, Any, T], request: Request) -> T:
+    """Waits for a result; raises Refusal if the client disconnects before."""
+    task, gone = asyncio.ensure_future(result), asyncio.ensure_future(_gone(request))
     try:
-        await asyncio.wait([texts, gone], return_when=asyncio.FIRST_COMPLETED)
-        if not texts.done():
+        await asyncio.wait([task, gone], return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
             raise _client_gone()
-        chosen = best_of(texts.result(), envelope.drawn, envelope.num_answers)
-        return JSONResponse(envelope.whole(chosen, job.usage()))
+        return task.result()
     finally:
         gone.cancel()
-        texts.cancel()
+        task.cancel()
+
+
+def _note(given: list[str], rows: Mapping[str, RequestField], noted: set[str]) -> None:
+    """Logs fields that change no answer, each once."""
+    for name in given:
+        if name not in noted:
+            noted.add(name)
+            _LOGGER.info(f"requests have the field {name}, which changes no answer: {rows[name].note}")
+
+
+async def _respond(service: Service, request: Request, noted: set[str]) -> Response:
+    """Answers a request of /v1/responses by the chat that it asks for."""
+    body, owner, store = await _read(service, request, ResponseBody), request.state.api_key, service.responses
+    _note(body.taken, RESPONSE_TAKEN, noted)
+    id, before = body.previous_response_id, tuple[Any, ...]()
+    if id is not None:
+        before = store.get(id, owner, "previous_response_id").items
+    given = store.resolved(body.items, owner)
+    asked = body.asked(before, given)
+    try:
+        job = await service.start(asked.chat, owner)
+    except Refusal as error:
+        raise asked.renamed(error) from error
+    record_of(request.scope).job = job
+    built = ResponseBuilder(body, service.name, stored=store.size > 0 and body.store is not False)
+
+    async def events() -> AsyncIterator[dict[str, Any]]:
+        for event in built.begin():
+            yield event
+        reason = ""
+        async for answer, piece in job.merged():
+            reason = piece.reason or reason
+            for event in built.piece(answer, piece):
+                yield event
+        last = built.end(reason, job.usage())
+        if built.response["store"]:
+            store.keep(StoredResponse(built.response, (*before, *given, *built.output), owner))
+        for event in last:
+            yield event
+
+    async def sent() -> AsyncIterator[bytes]:
+        try:
+            async for event in events():
+                yield _typed_event(event)
+        except Refusal as error:  # the status has been sent
+            for event in built.failed(error):
+                yield _typed_event(event)
+
+    if body.stream:
+        return _Events(job, sent())
+
+    async def ended() -> Response:
+        async for _ in events():
+            pass
+        return JSONResponse(built.response)
+
+    try:
+        return await _unless_gone(ended(), request)
+    finally:
+        job.close()
 
 
 def _client_gone() -> Refusal:
@@ -431,3 +514,8 @@ async def _events(job: Job, envelope: Envelope) -> AsyncIterator[bytes]:
 
 def _event(content: dict[str, Any]) -> bytes:
     return f"data: {json.dumps(content, ensure_ascii=False, separators=(',', ':'))}\n\n".encode()
+
+
+def _typed_event(content: Mapping[str, Any]) -> bytes:
+    """An event of /v1/responses, whose type is told by the stream, too."""
+    return f"event: {content['type']}\n".encode() + _event(dict(content))

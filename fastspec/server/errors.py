@@ -33,8 +33,13 @@ class Refusal(Exception):
         code: str | None = None,
     ) -> None:
         super().__init__(message)
-        self.status = status
+        self.message, self.field, self.status = message, field, status
         self.body: dict[str, Any] = {"error": {"message": message, "type": kind, "param": field, "code": code}}
+
+    def renamed(self, message: str, field: str | None) -> Refusal:
+        """The same refusal with other names of fields."""
+        error = self.body["error"]
+        return Refusal(message, field, status=self.status, kind=error["type"], code=error["code"])
 
 
 def of_option(error: Exception, fields: set[str]) -> Refusal:

@@ -1,7 +1,8 @@
-"""FIELDS: one row for every field of a request, of OpenAI's and of vLLM's specification, and fastspec's own.
+"""Tables with one row for each field of a request: OpenAI's, vLLM's and fastspec's own.
 
-The parser of bodies and docs/fields.md read this table. A field that a body has by itself is served. The others are
-taken (their values are checked and change no answer) or refused.
+FIELDS are those of chats and completions, RESPONSE_FIELDS those of /v1/responses. The parsers of bodies and
+docs/fields.md read them. A field that a body has by itself is served. The others are taken (their values are checked
+and change no answer) or refused.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class RequestField:
     Attributes:
         name: key in the body.
         origin: the specification that has it: "OpenAI", "vLLM" or "fastspec".
-        chat, completions: True if the specification of that path has it.
+        paths: "chat", "completions" and "responses": the paths whose specification has it.
         treatment: by the server.
         note: of a served field its values; of a taken one the reason why no answer changes; of a refused one the reason
             and the next step.
@@ -39,8 +40,7 @@ class RequestField:
 
     name: str
     origin: str
-    chat: bool
-    completions: bool
+    paths: tuple[str, ...]
     treatment: Treatment
     note: str
     kind: Any = None
@@ -48,19 +48,20 @@ class RequestField:
 
 
 _SERVED, _TAKEN, _REFUSED = Treatment.SERVED, Treatment.TAKEN, Treatment.REFUSED
-_BOTH, _CHAT, _COMPLETIONS = (True, True), (True, False), (False, True)
+_CHAT, _COMPLETIONS, _RESPONSES = ("chat",), ("completions",), ("responses",)
+_BOTH = (*_CHAT, *_COMPLETIONS)
 
 
-def _served(origin: str, paths: tuple[bool, bool], notes: Mapping[str, str]) -> list[RequestField]:
+def _served(origin: str, paths: tuple[str, ...], notes: Mapping[str, str]) -> list[RequestField]:
     return [_row(name, origin, paths, _SERVED, note) for name, note in notes.items()]
 
 
-def _taken(origin: str, paths: tuple[bool, bool], notes: Mapping[str, tuple[Any, str]]) -> list[RequestField]:
+def _taken(origin: str, paths: tuple[str, ...], notes: Mapping[str, tuple[Any, str]]) -> list[RequestField]:
     return [_row(name, origin, paths, _TAKEN, note, kind=kind) for name, (kind, note) in notes.items()]
 
 
 def _refused(
-    origin: str, paths: tuple[bool, bool], notes: Mapping[str, tuple[tuple[object, ...], str]]
+    origin: str, paths: tuple[str, ...], notes: Mapping[str, tuple[tuple[object, ...], str]]
 ) -> list[RequestField]:
     return [_row(name, origin, paths, _REFUSED, note, neutral=neutral) for name, (neutral, note) in notes.items()]
 
@@ -68,18 +69,16 @@ def _refused(
 def _row(
     name: str,
     origin: str,
-    paths: tuple[bool, bool],
+    paths: tuple[str, ...],
     treatment: Treatment,
     note: str,
     kind: Any = None,
     neutral: tuple[object, ...] = (),
 ) -> RequestField:
-    chat, completions = paths
     return RequestField(
         name=name,
         origin=origin,
-        chat=chat,
-        completions=completions,
+        paths=paths,
         treatment=treatment,
         note=note,
         kind=kind,
@@ -276,20 +275,118 @@ FIELDS: Final[tuple[RequestField, ...]] = (
 ROW_OF: Final[Mapping[str, RequestField]] = {row.name: row for row in FIELDS}
 TAKEN: Final[Mapping[str, RequestField]] = {row.name: row for row in FIELDS if row.treatment is Treatment.TAKEN}
 
+# served fields of /v1/responses that mean the same as in chats, by the specification that has them
+SAME_AS_CHAT: Final[Mapping[str, tuple[str, ...]]] = {
+    "OpenAI": ("model", "stream", "temperature", "top_p", "top_logprobs", "parallel_tool_calls"),
+    "vLLM": (
+        *("top_k", "repetition_penalty", "seed", "stop", "logit_bias", "ignore_eos", "skip_special_tokens"),
+        "structured_outputs",
+    ),
+    "fastspec": (
+        *("min_p", "presence_penalty", "frequency_penalty", "min_tokens", "stop_token_ids", "allowed_token_ids"),
+        *("chat_template_kwargs", "speculative_tokens", "sanitize_control_tokens"),
+    ),
+}
+_OTHER_SEED = "A whole number from -2^63 to 2^63 - 1: the same request with it gives the same answer."
+_OTHER_TOP = "0 to 20 most probable tokens at each place of `output_text`."
 
-def without_neutral(body: Mapping[str, object], served: Mapping[str, object]) -> dict[str, object]:
+
+def _same() -> list[RequestField]:
+    other = {"seed": _OTHER_SEED, "top_logprobs": _OTHER_TOP}
+    return [
+        _row(name, origin, _RESPONSES, _SERVED, other.get(name, ROW_OF[name].note))
+        for origin, names in SAME_AS_CHAT.items()
+        for name in names
+    ]
+
+
+def _taken_as_in_chat(origin: str, *names: str) -> list[RequestField]:
+    return _taken(origin, _RESPONSES, {name: (ROW_OF[name].kind, ROW_OF[name].note) for name in names})
+
+
+RESPONSE_FIELDS: Final[tuple[RequestField, ...]] = (
+    *_same(),
+    *_served(
+        "OpenAI",
+        _RESPONSES,
+        {
+            "input": "A text, or a list of items: messages with parts `input_text` and `output_text`, `function_call`, "
+            "`function_call_output`, `reasoning`, and with `--response-store` also `item_reference`.",
+            "instructions": "Become the first message, of the role system. They do not carry over to later responses.",
+            "max_output_tokens": "Default: all remaining context. An answer that it cuts has the status incomplete.",
+            "tools": "Functions, in the flat form of this path. With `strict` the arguments follow the schema once a "
+            "call has begun; without the field a function is not strict.",
+            "tool_choice": "none, auto, required, a function, or `allowed_tools`. To demand a call needs llguidance.",
+            "text": "`format`: text, json_object or json_schema, which the answer follows (needs llguidance). "
+            "`verbosity` changes nothing.",
+            "reasoning": "`effort` sets the variable of the template that turns reasoning on; a template without one "
+            "is a 400. No summaries are written: a reasoning item has the reasoning itself.",
+            "include": "`message.output_text.logprobs` adds log-probabilities. The others change nothing: reasoning "
+            "items have their whole text.",
+            "store": "Kept with `--response-store N`, unless it is false; without the flag nothing is kept.",
+            "previous_response_id": "Continues a stored response. Without `--response-store N` a 400.",
+            "metadata": "Up to 16 texts, which come back in the response.",
+            "stream_options": "`include_obfuscation`: only false.",
+        },
+    ),
+    *_taken_as_in_chat(
+        "OpenAI",
+        *("user", "safety_identifier", "service_tier"),
+        *("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"),
+    ),
+    *_taken_as_in_chat("vLLM", "priority", "request_id"),
+    *_taken("OpenAI", _RESPONSES, {"max_tool_calls": (int, "It limits tools of the server, which runs none.")}),
+    *_refused(
+        "OpenAI",
+        _RESPONSES,
+        {
+            "background": ((False,), "An answer comes with its request; send stream=true for a long one."),
+            "background_options": (({},), "There are no background responses; leave it out."),
+            "conversation": ((), "Conversations are not kept here; send the items, or previous_response_id."),
+            "context_management": (([],), "Nothing is compacted; shorten the input on your side."),
+            "truncation": (("disabled",), "A prompt is read whole; shorten the input on your side."),
+            "prompt": ((), "Prompts are not stored here; send their text as instructions."),
+            "moderation": ((), "Nothing is moderated here; leave it out."),
+            "image": (({},), _MEDIA),
+            "access_programs": (({},), "There are no access programs here; leave it out."),
+        },
+    ),
+    *_refused(
+        "vLLM",
+        _RESPONSES,
+        {
+            **{
+                name: (ROW_OF[name].neutral, ROW_OF[name].note)
+                for name in ("include_stop_str_in_output", "mm_processor_kwargs", "cache_salt", "vllm_xargs")
+            },
+            "enable_response_messages": ((False,), "Send return_token_ids to /v1/chat/completions."),
+            "previous_input_messages": ((), "Send all items as input."),
+            "previous_response": ((), "Send its output as items of input."),
+        },
+    ),
+)
+RESPONSE_ROW_OF: Final[Mapping[str, RequestField]] = {row.name: row for row in RESPONSE_FIELDS}
+RESPONSE_TAKEN: Final[Mapping[str, RequestField]] = {
+    row.name: row for row in RESPONSE_FIELDS if row.treatment is Treatment.TAKEN
+}
+
+
+def without_neutral(
+    body: Mapping[str, object], served: Mapping[str, object], rows: Mapping[str, RequestField]
+) -> dict[str, object]:
     """Leaves out refused fields whose values ask for nothing.
 
     Args:
         body: fields of a request.
         served: fields that this kind of body has; no others are refused here.
+        rows: rows of the table by name.
 
     Raises:
         Refusal: a refused field with another value; it tells the reason and the next step.
     """
     kept = {}
     for name, value in body.items():
-        row = ROW_OF.get(name)
+        row = rows.get(name)
         if name in served or row is None or row.treatment is not Treatment.REFUSED:
             kept[name] = value
         elif not any(value == one and isinstance(value, bool) is isinstance(one, bool) for one in row.neutral):

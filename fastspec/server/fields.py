@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from fastspec.grammar.library import constraints
 from fastspec.inputs.table import NUMBERS, ROWS
 from fastspec.server.errors import Refusal
-from fastspec.server.field_table import TAKEN, without_neutral
+from fastspec.server.field_table import ROW_OF, TAKEN, RequestField, without_neutral
 from fastspec.server.prediction import Prediction
 from fastspec.state import MAX_TOP_LOGPROBS
 from fastspec.text.answers.events import Tool
@@ -171,12 +171,12 @@ def _numeric_fields() -> dict[str, Any]:
     return fields
 
 
-def _taken_fields() -> dict[str, Any]:
+def taken_fields(rows: Mapping[str, RequestField]) -> dict[str, Any]:
     """Fields that change no answer; the types of their values are checked."""
-    return {name: (row.kind | None, None) for name, row in TAKEN.items()}
+    return {name: (row.kind | None, None) for name, row in rows.items()}
 
 
-class Body(create_model("Numbers", **_numeric_fields(), **_taken_fields())):  # type: ignore[misc]
+class Body(create_model("Numbers", **_numeric_fields(), **taken_fields(TAKEN))):  # type: ignore[misc]
     """Fields that both kinds of completion share.
 
     A field that is null counts as left out. `field_table` lists all fields, and what each of them means.
@@ -209,7 +209,8 @@ class Body(create_model("Numbers", **_numeric_fields(), **_taken_fields())):  # 
     def _given(cls, body: Any) -> Any:
         if not isinstance(body, dict):
             return body
-        return without_neutral({name: value for name, value in body.items() if value is not None}, cls.model_fields)
+        given = {name: value for name, value in body.items() if value is not None}
+        return without_neutral(given, cls.model_fields, ROW_OF)
 
     @model_validator(mode="after")
     def _prompts_are_scored_whole(self) -> Body:
@@ -442,7 +443,7 @@ def _function_of(at: int, tool: dict[str, Any]) -> Function:
     try:
         return FunctionTool.model_validate(tool).function
     except ValidationError as error:
-        said = "; or ".join(_said(one) for one in error.errors(include_url=False))
+        said = "; or ".join(words_of(one) for one in error.errors(include_url=False))
         raise Refusal(f"tools.{at}.{said}", "tools") from None
 
 
@@ -493,10 +494,11 @@ def _nearest(place: tuple[int | str, ...], errors: list[ErrorDetails]) -> list[s
         if error["loc"][:1] == place[:1]:
             each.setdefault(error["loc"][1:2], error)
     deepest = max(len(_names(error)) for error in each.values())
-    said = [_said(error) for error in each.values() if len(_names(error)) == deepest]
+    said = [words_of(error) for error in each.values() if len(_names(error)) == deepest]
     return list(dict.fromkeys(said))
 
 
-def _said(error: ErrorDetails) -> str:
+def words_of(error: ErrorDetails) -> str:
+    """An error of pydantic with the name of the field and the value."""
     given = "" if error["type"] in ("missing", "json_invalid") else f", got {str(error['input'])[:_TOLD]!r}"
     return f"{'.'.join(_names(error)) or 'the body'}: {error['msg']}{given}"

@@ -8,8 +8,9 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 import fastspec
-from fastspec.server.field_table import ROW_OF
+from fastspec.server.field_table import RESPONSE_ROW_OF, ROW_OF
 from fastspec.server.fields import Chat, Completion
+from fastspec.server.responses.body import ResponseBody
 from fastspec.server.tokens import Detokenize, Health, Prompt, Tokenize, Tokens, Version
 from fastspec.server.weights import Paused, UpdateWeights, WeightVersion
 
@@ -66,6 +67,19 @@ _MODELS: Final[Json] = {
         "data": {"type": "array", "items": {"$ref": _REF.format(model="Model")}},
     },
 }
+_RESPONSE: Final[Json] = {
+    "type": "object",
+    "required": ["id", "object", "created_at", "model", "status", "output", "tools", "tool_choice"],
+    "properties": {
+        "id": {"type": "string"},
+        "object": {"const": "response"},
+        "created_at": {"type": "integer"},
+        "model": {"type": "string"},
+        "status": {"enum": ["completed", "incomplete", "in_progress", "failed"]},
+        "output": {"type": "array", "items": {"type": "object", "required": ["id", "type", "status"]}},
+        "tools": {"type": "array", "items": {"type": "object"}},
+    },
+}
 
 
 def _answer(kind: str) -> Json:
@@ -92,7 +106,17 @@ def description(root_path: str = "", *, weight_updates: bool = False) -> Json:
         root_path: path that a proxy puts before those of the server.
         weight_updates: with the paths of a trainer.
     """
-    bodies: list[type[BaseModel]] = [Chat, Completion, Tokenize, Detokenize, Tokens, Prompt, Health, Version]
+    bodies: list[type[BaseModel]] = [
+        Chat,
+        Completion,
+        ResponseBody,
+        Tokenize,
+        Detokenize,
+        Tokens,
+        Prompt,
+        Health,
+        Version,
+    ]
     if weight_updates:
         bodies += [UpdateWeights, WeightVersion, Paused]
     _, schemas = models_json_schema([(each, "validation") for each in bodies], ref_template=_REF)
@@ -103,11 +127,13 @@ def description(root_path: str = "", *, weight_updates: bool = False) -> Json:
         "Models": _MODELS,
         "ChatAnswer": _answer("chat.completion"),
         "CompletionAnswer": _answer("text_completion"),
+        "ResponseAnswer": _RESPONSE,
     }
-    for name in (Chat.__name__, Completion.__name__):
-        for field, schema in components[name]["properties"].items():
-            schema["description"] = ROW_OF[field].note
-    name = {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}
+    for body, rows in ((Chat, ROW_OF), (Completion, ROW_OF), (ResponseBody, RESPONSE_ROW_OF)):
+        for field, schema in components[body.__name__]["properties"].items():
+            schema["description"] = rows[field].note
+    name, id = _path_parameter("name"), _path_parameter("id")
+    response, forgotten = _json("ResponseAnswer"), {"application/json": {"schema": {"type": "object"}}}
     return {
         "openapi": "3.1.0",
         "info": {"title": "fastspec", "version": fastspec.__version__},
@@ -127,6 +153,11 @@ def description(root_path: str = "", *, weight_updates: bool = False) -> Json:
             "/v1/models/{name}": {"get": _operation("Tells of one name.", _json("Model")) | {"parameters": [name]}},
             "/v1/completions": _post("Continues prompts.", Completion, _json("CompletionAnswer") | _EVENTS),
             "/v1/chat/completions": _post("Answers messages.", Chat, _json("ChatAnswer") | _EVENTS),
+            "/v1/responses": _post("Answers items of a conversation.", ResponseBody, response | _EVENTS),
+            "/v1/responses/{id}": {
+                "get": _operation("Returns a stored response.", response) | {"parameters": [id]},
+                "delete": _operation("Forgets a stored response.", forgotten) | {"parameters": [id]},
+            },
         }
         | (_of_a_trainer() if weight_updates else {}),
         "components": {
@@ -148,6 +179,10 @@ def _of_a_trainer() -> Json:
 
 
 _EVENTS: Final[Json] = {"text/event-stream": {"schema": {"type": "string"}}}
+
+
+def _path_parameter(name: str) -> Json:
+    return {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
 
 
 def _json(model: str) -> Json:

@@ -19,6 +19,7 @@ from fastspec.server.errors import Refusal, failed, going_down, of_option, too_l
 from fastspec.server.fields import Body, Chat, Completion
 from fastspec.server.metrics import Live, Meters
 from fastspec.server.prediction import predicted, session_of
+from fastspec.server.responses.store import ResponseStore
 from fastspec.server.texts import Answer, Piece
 from fastspec.text.answers.choose import AUTO, AnswerFormats, formats_of
 from fastspec.text.answers.lark import NoGrammar
@@ -240,8 +241,10 @@ class Service:
         aliases: other names that requests may use.
         sanitize_control_tokens: encode control tokens in messages as plain text, whatever a request says.
         tool_call_parser, reasoning_parser: names of formats, as `formats_of` takes them.
+        response_store: number of responses to keep for later requests of /v1/responses.
 
     Attributes:
+        responses: those that are kept.
         names: of the model in requests; the first is in answers, too.
         cut_off: number of requests that `end` cancelled.
         meters, created: metrics of /metrics, and the time in seconds since the epoch.
@@ -260,6 +263,7 @@ class Service:
         sanitize_control_tokens: bool = False,
         tool_call_parser: str = AUTO,
         reasoning_parser: str = AUTO,
+        response_store: int = 0,
     ) -> None:
         self.generator, self.name, self.limits = generator, name, limits or Limits()
         self.names = list(dict.fromkeys([name, *aliases]))
@@ -273,7 +277,7 @@ class Service:
         self._special = {token: text for text, token in special_tokens(self.tokenizer).items()}
         live = Live(lambda: self._with_row, lambda: self._running - self._with_row, lambda: generator.kv_usage)
         self.meters = Meters(self.limits.seconds, name, live)
-        self.created = int(time.time())
+        self.responses, self.created = ResponseStore(response_store), int(time.time())
         self.cut_off, self._ended = 0, False
         self._running = 0
         self._jobs: set[Job] = set()

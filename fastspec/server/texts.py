@@ -14,7 +14,7 @@ from fastspec.text.answers.parser import AnswerParser
 from fastspec.text.answers.reader import overlap
 from fastspec.text.text_stream import TextStream, bytes_of
 
-_BROKEN = "\ufffd"  # what a decoder writes for a part of a character
+BROKEN = "\ufffd"  # what a decoder writes for a part of a character
 
 
 class Visible:
@@ -295,7 +295,7 @@ class Answer:
 
     def _entry(self, token: int, logprob: float) -> dict[str, Any]:
         name = self._name(token)
-        made = bytes_of(self._tokenizer, token) if _BROKEN in name else name.encode()
+        made = bytes_of(self._tokenizer, token) if BROKEN in name else name.encode()
         return {"token": name, "logprob": logprob, "bytes": None if made is None else list(made)}
 
     def _by_text(self, values: dict[int, float]) -> dict[str, float]:
@@ -309,7 +309,7 @@ class Answer:
     def _key(self, token: int) -> str:
         """The text of a token; of one that is a part of a character, its bytes in OpenAI's notation."""
         name = self._name(token)
-        made = bytes_of(self._tokenizer, token) if _BROKEN in name else None
+        made = bytes_of(self._tokenizer, token) if BROKEN in name else None
         return name if made is None else "bytes:" + "".join(f"\\x{byte:02x}" for byte in made)
 
     def _name(self, token: int) -> str:

@@ -1,4 +1,4 @@
-"""Routes of a trainer: new weights for the target or the draft, and pauses. A server has them only if it allows them."""
+"""Routes of a trainer: new weights for target or draft, and pauses. A server has them only if it allows them."""
 
 from __future__ import annotations
 

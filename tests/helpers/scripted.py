@@ -1,12 +1,14 @@
-"""A tiny Llama that writes a given text: its logits are a function of the last four tokens.
+"""A tiny Llama that writes given texts: its logits are a function of the last four tokens.
 
 Its embedding is one-hot. A layer of attention adds the one-hot vectors of the three tokens before: the scores of a head
-are largest at one distance (rotary embedding). The head maps each context of the script to the token that follows it.
+are largest at one distance (rotary embedding). The MLP has a unit for each context of a script, which is on where all
+four tokens match, and adds the one-hot vector of the token that follows.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +19,20 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from fastspec.text.token_bytes import byte_letters
 
 BACK, SLICES, DIM = 3, 8, 64  # tokens before the last; the one-hot vector of each is cut into one slice a head
-SHARP, SURE = 1000.0, 30.0  # of the scores, and of the logits
+SHARP, STEEP, SURE = 1000.0, 100.0, 30.0  # of the scores, of the units, and of the logits
 END = "<eos>"
 
 
 def scripted_pair(
-    folder: Path, template: str, script: str, prompt_end: str, *, marks: tuple[str, ...] = (), special: bool = True
+    folder: Path,
+    template: str,
+    script: str,
+    prompt_end: str,
+    *,
+    others: Mapping[str, str] | None = None,
+    marks: tuple[str, ...] = (),
+    special: bool = True,
+    pieces: bool = True,
 ) -> tuple[Path, Path]:
     """Directories of (target, draft), which are the same.
 
@@ -31,34 +41,71 @@ def scripted_pair(
         template: chat template.
         script: text that the model writes after a prompt, before it ends.
         prompt_end: the last characters of every prompt, four tokens at least.
+        others: scripts after prompts with another end, by that end.
         marks: texts of the script that are one token each.
         special: True if these are special tokens.
+        pieces: False: the model writes byte by byte, as grammars tokenise texts that they force. Then four tokens of
+            the script must tell the next one.
     """
-    parts = _parts(script, marks)
-    tokenizer = _tokenizer([part for part in parts if part not in marks], marks, template, special=special)
-    ids = [tokenizer.convert_tokens_to_ids(_name(part, marks)) for part in parts]
-    before: list[int] = tokenizer(prompt_end)["input_ids"][-BACK - 1 :]  # type: ignore[index,assignment]
-    chain = [*before, *ids, tokenizer.convert_tokens_to_ids(END)]
-    model = _model(len(tokenizer), chain, tokenizer.convert_tokens_to_ids(END))
+    parts: list[str] = []
+    ends, places = [prompt_end, *(others or {})], [0]
+    for each in (script, *(others or {}).values()):
+        parts += _parts(each, marks, parts) if pieces else _split(each, marks)
+        places.append(len(parts))
+    new = [part for part in parts if part not in marks] if pieces else []
+    tokenizer = _tokenizer(new, marks, template, special=special)
+    end: int = tokenizer.convert_tokens_to_ids(END)  # type: ignore[assignment]
+    chains = []
+    for at, written in enumerate(ends):
+        before: list[int] = tokenizer(written)["input_ids"][-BACK - 1 :]  # type: ignore[index,assignment]
+        own = parts[places[at] : places[at + 1]]
+        chains.append([*before, *_ids(tokenizer, own, marks), end])
+    _check(chains)
+    model = _model(len(tokenizer), chains, end)
     for path in (folder / "target", folder / "draft"):
         model.save_pretrained(path)
         tokenizer.save_pretrained(path)
     return folder / "target", folder / "draft"
 
 
-def _parts(script: str, marks: tuple[str, ...]) -> list[str]:
-    """Cuts the script into marks, and into pieces that come once each."""
-    parts: list[str] = []
+def _ids(tokenizer: PreTrainedTokenizerFast, parts: Sequence[str], marks: tuple[str, ...]) -> list[int]:
+    """Tokens of parts; a part that is no token is several: one for each byte."""
+    ids: list[int] = []
+    for part in parts:
+        name = _name(part, marks)
+        known = name in tokenizer.get_vocab()
+        ids += [tokenizer.convert_tokens_to_ids(one) for one in ([name] if known else name)]
+    return ids
+
+
+def _check(chains: list[list[int]]) -> None:
+    """Raises AssertionError where four tokens do not tell the next one."""
+    following: dict[tuple[int, ...], int] = {}
+    for chain in chains:
+        for at in range(BACK + 1, len(chain)):
+            context = tuple(chain[at - BACK - 1 : at])
+            assert following.setdefault(context, chain[at]) == chain[at], (context, following[context], chain[at])
+
+
+def _split(script: str, marks: tuple[str, ...]) -> list[str]:
+    """Cuts the script into marks and the texts between them."""
     pattern = "|".join(f"({re.escape(mark)})" for mark in sorted(marks, key=len, reverse=True))
-    for run in [one for one in re.split(pattern, script) if one] if marks else [script]:
+    return [one for one in re.split(pattern, script) if one] if marks else [script]
+
+
+def _parts(script: str, marks: tuple[str, ...], used: Sequence[str] = ()) -> list[str]:
+    """Cuts the script into marks, and into pieces that come once each and are not used yet."""
+    parts, taken = list[str](), set(used)
+    for run in _split(script, marks):
         if run in marks:
             parts.append(run)
             continue
         while run:
             sizes = (size for size in range(2, len(run) + 1) if len(run) - size != 1)  # no single letter is left
-            size = next((size for size in sizes if run[:size] not in parts), len(run))
-            assert run[:size] not in parts or size == len(run)
+            size = next((size for size in sizes if run[:size] not in taken), len(run))
+            assert run[:size] not in taken or size == len(run)
             parts.append(run[:size])
+            taken.add(run[:size])
             run = run[size:]
     return parts
 
@@ -81,18 +128,24 @@ def _tokenizer(pieces: list[str], marks: tuple[str, ...], template: str, *, spec
     return made
 
 
-def _model(vocab: int, chain: list[int], end: int) -> LlamaForCausalLM:
+def _model(vocab: int, chains: list[list[int]], end: int) -> LlamaForCausalLM:
     assert vocab <= SLICES * DIM
     heads = BACK * SLICES
-    hidden = (BACK + 1) * vocab + 1  # the last tokens, and a one
+    places = [(chain, at) for chain in chains for at in range(BACK + 1, len(chain))]
+    one, following = (BACK + 1) * vocab, (BACK + 1) * vocab + 1
+    hidden = following + vocab  # the last tokens, a one, and the next token
     hidden += -hidden % heads
-    sizes: dict[str, Any] = {"hidden_size": hidden, "intermediate_size": 8, "num_hidden_layers": 1}
+    sizes: dict[str, Any] = {
+        "hidden_size": hidden,
+        "intermediate_size": -(-len(places) // 16) * 16,
+        "num_hidden_layers": 1,
+    }
     sizes |= {"num_attention_heads": heads, "num_key_value_heads": heads, "head_dim": DIM, "vocab_size": vocab}
     model = LlamaForCausalLM(
-        LlamaConfig(**sizes, max_position_embeddings=4096, eos_token_id=end, bos_token_id=None, rms_norm_eps=1e-6)
+        LlamaConfig(**sizes, max_position_embeddings=8192, eos_token_id=end, bos_token_id=None, rms_norm_eps=1e-6)
     ).eval()
     model.generation_config.eos_token_id = end
-    layer, one = model.model.layers[0], (BACK + 1) * vocab
+    layer = model.model.layers[0]
     theta = 10000.0 ** (-torch.arange(0, DIM, 2) / DIM)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -112,7 +165,12 @@ def _model(vocab: int, chain: list[int], end: int) -> LlamaForCausalLM:
             rows, place = back * SLICES * DIM, (back + 1) * vocab
             attention.v_proj.weight[rows : rows + vocab, :vocab] = torch.eye(vocab) / scale
             attention.o_proj.weight[place : place + vocab, rows : rows + vocab] = torch.eye(vocab)
-        for at in range(BACK + 1, len(chain)):
+        size, mlp = (hidden / (BACK + 2)) ** 0.5, layer.mlp  # of each one of the MLP's input, after its norm
+        for unit, (chain, at) in enumerate(places):
+            mlp.gate_proj.weight[unit, one] = -STEEP * (BACK + 0.5) / size
+            mlp.up_proj.weight[unit, one] = 1 / size
+            mlp.down_proj.weight[following + chain[at], unit] = 2 / STEEP
             for back in range(BACK + 1):
-                model.lm_head.weight[chain[at], back * vocab + chain[at - 1 - back]] = SURE
+                mlp.gate_proj.weight[unit, back * vocab + chain[at - 1 - back]] = STEEP / size
+        model.lm_head.weight[:, following : following + vocab] = SURE * torch.eye(vocab)
     return model

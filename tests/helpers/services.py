@@ -18,13 +18,20 @@ TEMPLATE = (
 )
 
 
-def small_pair(folder: Path, *, template: bool = True) -> tuple[Path, Path]:
-    """Directories of (target, draft); greedy drafts are accepted now and then, and texts are noise without end."""
-    sizes: dict[str, Any] = {"vocab_size": END + 1, "eos_token_id": END, "bos_token_id": None, "std": 0.12}
+def small_pair(folder: Path, *, template: bool = True, marks: tuple[str, ...] = ()) -> tuple[Path, Path]:
+    """Directories of (target, draft); greedy drafts are accepted now and then, and texts are noise without end.
+
+    Args:
+        folder: for them.
+        template: False: they have no chat template.
+        marks: texts that are one token each, beside the bytes.
+    """
+    sizes: dict[str, Any] = {"vocab_size": END + 1 + len(marks), "eos_token_id": END, "bos_token_id": None, "std": 0.12}
     pair = folder / "target", folder / "draft"
     for path, layers in zip(pair, (2, 1), strict=True):
         make_checkpoint(path, "llama2", seed=3, num_hidden_layers=layers, **sizes)
         tokenizer = byte_tokenizer()
+        tokenizer.add_tokens(list(marks))
         tokenizer.chat_template = TEMPLATE if template else None
         tokenizer.save_pretrained(path)
     return pair

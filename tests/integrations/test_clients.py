@@ -2,47 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import os
-import re
-import subprocess
-import sys
-import time
-import venv
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 
 from fastspec import demo_pair
-from tests.helpers.limits import HANGS
+from tests.helpers.clients import Other, gets_what_it_asks_for, served
 
-ROOT = Path(__file__).parents[2]
-ENVIRONMENTS = ROOT / "build" / "clients"
 TARGET = str(demo_pair()[0])
-
-
-@dataclass(frozen=True)
-class Other:
-    """A client of somebody else.
-
-    Attributes:
-        name: of its environment.
-        requirements: for pip.
-        command: program and arguments; `{url}`, `{root}`, `{target}` and `{folder}` are replaced. A program that ends
-            with .py is a file of the folder.
-        files: written into the folder first, name -> text, with the same replacements.
-        shows: regular expressions that the output must match.
-        variables: of the process, beside those of this one.
-    """
-
-    name: str
-    requirements: tuple[str, ...]
-    command: tuple[str, ...]
-    shows: tuple[str, ...]
-    files: dict[str, str] = field(default_factory=dict)
-    variables: dict[str, str] = field(default_factory=dict)
 
 
 LITELLM = """
@@ -139,71 +107,14 @@ CLIENTS = (
 )
 
 
-def environment(name: str, requirements: tuple[str, ...]) -> Path:
-    """Folder of programs of an environment with these packages; made once."""
-    folder = ENVIRONMENTS / name
-    stamp, wanted = folder / "requirements.json", json.dumps(requirements)
-    if not stamp.exists() or stamp.read_text() != wanted:
-        venv.create(folder, with_pip=True, clear=True)
-        pip = [
-            str(folder / "bin" / "python"),
-            "-m",
-            "pip",
-            "--disable-pip-version-check",
-            "install",
-            "-q",
-            *requirements,
-        ]
-        subprocess.run(pip, check=True)
-        stamp.write_text(wanted)
-    return folder / "bin"
-
-
 @pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Address of /v1 of a server of the shipped pair, a process of its own."""
-    said = tmp_path_factory.mktemp("server") / "stderr"
-    command = [sys.executable, "-m", "fastspec.cli", "serve", "--device", "cpu", "--port", "0", "--max-length", "900"]
-    variables = {**os.environ, "PYTHONPATH": str(ROOT)}
-    with said.open("w") as stderr, subprocess.Popen(command, stderr=stderr, env=variables) as process:
-        end = time.monotonic() + HANGS
-        while (found := re.search(r" at (http\S+)", said.read_text())) is None:
-            assert process.poll() is None, said.read_text()
-            assert time.monotonic() < end, said.read_text()
-            time.sleep(0.1)
-        yield found[1]
-        process.terminate()
-        assert process.wait(HANGS) == 0, said.read_text()
+    """Address of /v1 of a server of the shipped pair."""
+    with served(tmp_path_factory.mktemp("server"), "--max-length", "900") as url:
+        yield url
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("client", CLIENTS, ids=lambda client: client.name)
 def test_a_client_gets_what_it_asks_for(client: Other, url: str, tmp_path: Path) -> None:
-    programs = environment(client.name, client.requirements)
-
-    def filled(text: str) -> str:
-        for name, value in {
-            "url": url,
-            "root": url.removesuffix("/v1"),
-            "target": TARGET,
-            "folder": str(tmp_path),
-        }.items():
-            text = text.replace("{" + name + "}", value)
-        return text
-
-    for name, text in client.files.items():
-        (tmp_path / name).write_text(filled(text))
-    program, *arguments = map(filled, client.command)
-    python = program.endswith(".py")
-    command = [str(programs / "python"), program] if python else [str(programs / program)]
-    done = subprocess.run(
-        [*command, *arguments],
-        cwd=tmp_path,
-        env={**os.environ, **{name: filled(value) for name, value in client.variables.items()}},
-        capture_output=True,
-        text=True,
-        timeout=HANGS,
-        check=False,
-    )
-    said = done.stdout + done.stderr
-    assert done.returncode == 0, said
-    assert [shown for shown in client.shows if not re.search(shown, said)] == [], said
+    gets_what_it_asks_for(client, url, tmp_path, target=TARGET)

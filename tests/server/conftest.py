@@ -15,6 +15,7 @@ from fastspec import FastSpecGenerator
 from fastspec.server.access import Access
 from fastspec.server.run import Server, listening
 from fastspec.server.service import Limits, Service
+from fastspec.text.answers.choose import AUTO
 from tests.helpers.limits import HANGS
 from tests.helpers.services import opened, small_pair
 
@@ -51,8 +52,18 @@ def running(
     limits: Limits | None = None,
     access: Access | None = None,
     drain: float = 60.0,
+    response_store: int = 0,
+    tool_call_parser: str = AUTO,
 ) -> Iterator[Running]:
-    up, service = threading.Event(), Service(generator, name, limits, aliases=aliases)
+    up = threading.Event()
+    service = Service(
+        generator,
+        name,
+        limits,
+        aliases=aliases,
+        tool_call_parser=tool_call_parser,
+        response_store=response_store,
+    )
     server = Server(service, access=access, drain=drain, started=up.set)
     with listening("127.0.0.1", 0) as on:
         thread = threading.Thread(target=server.serve_on, args=(on,))

@@ -315,10 +315,10 @@ def test_the_description_is_that_of_the_routes(server: Running) -> None:
     assert told == json.loads(json.dumps(description()))
     for path, operations in told["paths"].items():
         for method in operations:
-            address = path.replace("{name}", "small")
+            address = path.replace("{name}", "small").replace("{id}", "resp_x")
             headers = JSON if method == "post" else {}
             status = asked(server, method.upper(), address, headers, {} if method == "post" else None).status
-            assert status == (400 if method == "post" else 200), (method, path)
+            assert status == (400 if method == "post" else 404 if "{id}" in path else 200), (method, path)
     assert asked(server, "PATCH", "/version", {}).status == 405
     components = told["components"]
 
@@ -336,6 +336,10 @@ def test_the_description_is_that_of_the_routes(server: Running) -> None:
     assert valid("Chat", CHAT)
     assert valid("CompletionAnswer", post(server, TEXT)[1])
     assert valid("ChatAnswer", post(server, CHAT, "chat/completions")[1])
+    response = {"model": "small", "input": "x", "max_output_tokens": 2}
+    assert valid("ResponseBody", response)
+    assert not valid("ResponseBody", response | {"messages": []})
+    assert valid("ResponseAnswer", post(server, response, "responses")[1])
     assert valid("Error", post(server, {})[1])
     assert valid("Models", json.loads(get(server, "/v1/models")[1]))
     assert not valid("Error", {})

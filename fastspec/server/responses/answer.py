@@ -1,0 +1,247 @@
+"""Builds a response and its events from the answer of a chat."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final, TypeAlias
+
+from fastspec.server.errors import Refusal
+from fastspec.server.responses.body import ResponseBody
+from fastspec.server.responses.items import Item
+from fastspec.server.texts import BROKEN, Answer, Piece
+from fastspec.text.answers.events import Arguments, CallBegins, Content, Event, Reasoning
+
+Sent: TypeAlias = "dict[str, Any]"
+
+_PREFIXES: Final = {"message": "msg", "reasoning": "rs", "function_call": "fc"}  # of ids
+_PARTS: Final = {"message": "output_text", "reasoning": "reasoning_text"}  # type of the one part of an item
+
+
+class OutputItem:
+    """An item of the output while it is written.
+
+    Args:
+        index: place in the output.
+        kind: "message", "reasoning" or "function_call".
+        facts: further keys of the item.
+
+    Attributes:
+        text: of the item so far; of a call its arguments.
+        logprobs: of a message's tokens.
+    """
+
+    def __init__(self, index: int, kind: str, facts: Mapping[str, object]) -> None:
+        self.index, self.kind, self._facts = index, kind, facts
+        self.id = f"{_PREFIXES[kind]}_{uuid.uuid4().hex}"
+        self.text, self.logprobs = "", list[Sent]()
+
+    def item(self, status: str) -> Item:
+        """The item with its text so far."""
+        shown: Item = {"id": self.id, "type": self.kind, "status": status, **self._facts}
+        if self.kind == "function_call":
+            return shown | {"arguments": self.text}
+        return shown | {
+            "content": [self._part(self.text, self.logprobs)] if self.text or status != "in_progress" else []
+        }
+
+    def _part(self, text: str, logprobs: Sequence[Sent]) -> Sent:
+        part: Sent = {"type": _PARTS[self.kind], "text": text}
+        return part | ({"annotations": [], "logprobs": list(logprobs)} if self.kind == "message" else {})
+
+    def begin(self) -> list[Sent]:
+        """Events of its beginning."""
+        events: list[Sent] = [{"type": "response.output_item.added", "output_index": self.index}]
+        events[0]["item"] = self.item("in_progress")
+        if self.kind in _PARTS:
+            events.append(self._event("response.content_part.added", part=self._part("", [])))
+        return events
+
+    def add(self, text: str, logprobs: Sequence[Sent]) -> Sent:
+        """Event of a piece of its text."""
+        self.text += text
+        self.logprobs += logprobs
+        told = {"logprobs": list(logprobs)} if self.kind == "message" else {}
+        return self._event(f"{self._name}.delta", delta=text, **told)
+
+    def end(self, status: str) -> list[Sent]:
+        """Events of its end."""
+        whole: Sent = {"arguments" if self.kind == "function_call" else "text": self.text}
+        events = [self._event(f"{self._name}.done", **whole)]
+        if self.kind == "message":
+            events[0]["logprobs"] = list(self.logprobs)
+        if self.kind in _PARTS:
+            part = self._part(self.text, self.logprobs)
+            events.append(self._event("response.content_part.done", part=part))
+        done: Sent = {"type": "response.output_item.done", "output_index": self.index, "item": self.item(status)}
+        return [*events, done]
+
+    @property
+    def _name(self) -> str:
+        """Name of the events of its text."""
+        part = "function_call_arguments" if self.kind == "function_call" else _PARTS[self.kind]
+        return f"response.{part}"
+
+    def _event(self, type: str, **facts: object) -> Sent:
+        place = {"content_index": 0} if self.kind in _PARTS else {}
+        return {"type": type, "item_id": self.id, "output_index": self.index, **place, **facts}
+
+
+class ResponseBuilder:
+    """Builds the events of one response. The last one has the whole response.
+
+    Args:
+        body: of the request.
+        model: name of the model.
+        stored: True if the response is kept for later requests.
+    """
+
+    def __init__(self, body: ResponseBody, model: str, *, stored: bool) -> None:
+        self._wants_logprobs, self._numbers = body.wants_logprobs, 0
+        self._output: list[Item] = []
+        self._open: OutputItem | None = None
+        self._pending: list[Sent] = []  # log-probabilities of tokens whose text has not come yet
+        self.response: Sent = {
+            "id": f"resp_{uuid.uuid4().hex}",
+            "object": "response",
+            "created_at": int(time.time()),
+            "status": "in_progress",
+            "model": model,
+            "background": False,
+            "error": None,
+            "incomplete_details": None,
+            "output": self._output,
+            "service_tier": "default",
+            "store": stored,
+            "truncation": "disabled",
+            "usage": None,
+            **body.told(),
+        }
+
+    @property
+    def output(self) -> tuple[Item, ...]:
+        """Complete items of the output."""
+        return tuple(self._output)
+
+    def begin(self) -> list[Sent]:
+        """Events before the answer."""
+        return self._numbered([self._state("response.created"), self._state("response.in_progress")])
+
+    def piece(self, answer: Answer, piece: Piece) -> list[Sent]:
+        """Events of a piece of the answer."""
+        if self._wants_logprobs:
+            self._pending += _logprobs(answer, piece)
+        return self._numbered([sent for event in piece.events for sent in self._of(answer, event)])
+
+    def end(self, reason: str, usage: Mapping[str, Any]) -> list[Sent]:
+        """Events after the answer.
+
+        Args:
+            reason: finish reason of the answer.
+            usage: token counts in the shape of a chat.
+        """
+        status = "incomplete" if reason == "length" else "completed"
+        events = list(self._close(status))
+        if status == "completed" and not any(item["type"] in ("message", "function_call") for item in self._output):
+            events += [*self._begin("message", {"role": "assistant"}), *self._close(status)]  # of a text that is empty
+        self.response |= {"status": status, "usage": _usage(usage)}
+        if status == "incomplete":
+            self.response["incomplete_details"] = {"reason": "max_output_tokens"}
+        else:
+            self.response["completed_at"] = int(time.time())
+        return self._numbered([*events, self._state(f"response.{status}")])
+
+    def failed(self, error: Refusal) -> list[Sent]:
+        """Events of an answer that was stopped."""
+        events = list(self._close("incomplete"))
+        self.response |= {"status": "failed", "error": {"code": "server_error", "message": error.message}}
+        return self._numbered([*events, self._state("response.failed")])
+
+    def _of(self, answer: Answer, event: Event) -> Iterator[Sent]:
+        if isinstance(event, CallBegins):
+            call = {"call_id": answer.call_ids[event.index], "name": event.name}
+            yield from self._close("completed")
+            yield from self._begin("function_call", call)
+            return
+        if isinstance(event, Arguments):
+            assert self._open is not None, "arguments follow the beginning of their call"
+            yield self._open.add(event.text, [])
+            return
+        kind = "message" if isinstance(event, Content) else "reasoning"
+        if self._open is None or self._open.kind != kind:
+            yield from self._close("completed")
+            yield from self._begin(kind, {"summary": []} if isinstance(event, Reasoning) else {"role": "assistant"})
+        assert self._open is not None, "it has begun"
+        yield self._open.add(event.text, self._taken(self._open, event.text) if isinstance(event, Content) else [])
+
+    def _taken(self, message: OutputItem, text: str) -> list[Sent]:
+        """Takes the log-probabilities of the tokens that the next text of a message came from.
+
+        Tokens before the text (marks, blanks) are dropped; tokens behind it wait.
+        """
+        if not message.text:
+            while self._pending and not _begins(self._pending[0]["token"], text):
+                del self._pending[0]
+        left = len((message.text + text).encode()) - sum(map(_size, message.logprobs))
+        taken = []
+        while self._pending and left > 0:
+            taken.append(self._pending.pop(0))
+            left -= _size(taken[-1])
+        return taken
+
+    def _begin(self, kind: str, facts: Mapping[str, object]) -> list[Sent]:
+        self._open = OutputItem(len(self._output), kind, facts)
+        return self._open.begin()
+
+    def _close(self, status: str) -> Iterator[Sent]:
+        """Ends the open item."""
+        if self._open is not None:
+            item, self._open = self._open, None
+            if item.kind != "reasoning":  # its tokens have been left out
+                self._pending = []
+            self._output.append(item.item(status))
+            yield from item.end(status)
+
+    def _state(self, type: str) -> Sent:
+        return {"type": type, "response": {**self.response, "output": list(self._output)}}
+
+    def _numbered(self, events: Sequence[Sent]) -> list[Sent]:
+        first, self._numbers = self._numbers, self._numbers + len(events)
+        return [{**event, "sequence_number": number} for number, event in enumerate(events, first)]
+
+
+def _logprobs(answer: Answer, piece: Piece) -> list[Sent]:
+    """Log-probabilities of the tokens of a piece that come after the reasoning, without an id that ends the answer."""
+    start, stop = max(piece.start, answer.reasoning_tokens), piece.stop
+    if stop and answer.request.new_tokens[stop - 1] in answer.handle.call.options.stop_ids:
+        stop -= 1
+    told = answer.chat_logprobs(start, stop) if start < stop else None
+    return [] if told is None else [_with_bytes(entry) for entry in told["content"]]
+
+
+def _begins(token: str, text: str) -> bool:
+    """True if a text may begin with a token."""
+    return text.startswith(token) or token.startswith(text) or BROKEN in token
+
+
+def _size(entry: Mapping[str, Any]) -> int:
+    """Number of bytes of a token."""
+    return len(entry["bytes"] or entry["token"].encode())
+
+
+def _with_bytes(entry: Mapping[str, Any]) -> Sent:
+    """An entry whose bytes are a list, as this path has them."""
+    tops = [{**top, "bytes": top["bytes"] or []} for top in entry["top_logprobs"]]
+    return {**entry, "bytes": entry["bytes"] or [], "top_logprobs": tops}
+
+
+def _usage(usage: Mapping[str, Any]) -> Sent:
+    """Token counts in the shape of this path. Nothing is counted as written to the cache: it is not charged for."""
+    return {
+        "input_tokens": usage["prompt_tokens"],
+        "input_tokens_details": usage["prompt_tokens_details"] | {"cache_write_tokens": 0},
+        "output_tokens": usage["completion_tokens"],
+        "output_tokens_details": usage["completion_tokens_details"],
+        "total_tokens": usage["total_tokens"],
+    }

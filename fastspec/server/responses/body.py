@@ -1,0 +1,281 @@
+"""Body of POST /v1/responses, and the chat that it asks for."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Final, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model, model_validator
+
+from fastspec.server.errors import Refusal
+from fastspec.server.field_table import RESPONSE_ROW_OF, RESPONSE_TAKEN, SAME_AS_CHAT, without_neutral
+from fastspec.server.fields import Chat, Function, taken_fields, words_of
+from fastspec.server.responses.items import Conversation, Item
+
+_CHAT_FIELDS: Final = tuple(name for names in SAME_AS_CHAT.values() for name in names)
+# field of a chat -> name of the same in a response, for errors
+_NAMES: Final = {
+    "max_completion_tokens": "max_output_tokens",
+    "reasoning_effort": "reasoning",
+    "response_format": "text",
+    "messages": "input",
+}
+_SHOWN_NAMES: Final = {"response_format": "text.format", "reasoning_effort": "reasoning.effort"}
+_RENAMED: Final = re.compile(rf"\b({'|'.join(_NAMES)})\b")
+_SHOWN: Final = 80  # characters of a value that an error repeats
+
+
+class FlatFunction(Function):
+    """A function that the model may call, in the flat form of this path."""
+
+    type: Literal["function"]
+    allowed_callers: list[Literal["direct"]] | None = None
+    defer_loading: Literal[False] | None = None
+
+    @property
+    def tool(self) -> dict[str, Any]:
+        """The same in the form of a chat."""
+        kept = self.model_dump(exclude_none=True, exclude={"type", "allowed_callers", "defer_loading"})
+        return {"type": "function", "function": kept}
+
+
+class FunctionChoice(BaseModel):
+    """A choice of the one function that must be called."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    type: Literal["function"]
+    name: str
+
+
+class AllowedTools(BaseModel):
+    """A choice among some of the tools."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[FunctionChoice], Field(min_length=1)]
+
+
+class TextFormat(BaseModel):
+    """The format of the text."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = None
+    content: dict[str, Any] | None = Field(None, alias="schema")
+    description: str | None = None
+    strict: bool | None = None
+
+    @property
+    def response_format(self) -> dict[str, Any]:
+        """The same in the form of a chat."""
+        if (self.type == "json_schema") != (self.content is not None and self.name is not None):
+            raise Refusal("text.format of type json_schema, and no other, has a name and a schema", "text")
+        if self.content is None:
+            return {"type": self.type}
+        return {"type": self.type, "json_schema": {"name": self.name, "schema": self.content}}
+
+
+class TextOptions(BaseModel):
+    """Options of the text."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    format: TextFormat | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
+
+
+class ReasoningOptions(BaseModel):
+    """Options of the reasoning. No summaries are written, so these change nothing."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    summary: Literal["auto", "concise", "detailed"] | None = None
+    generate_summary: Literal["auto", "concise", "detailed"] | None = None
+    context: Literal["auto", "all_turns"] | None = None
+    mode: Literal["standard"] | None = None
+
+
+class ObfuscationOptions(BaseModel):
+    """Options of a stream; events are not padded."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    include_obfuscation: Literal[False] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class AskedChat:
+    """A chat, and the conversation that it was made of.
+
+    Attributes:
+        chat: the body.
+        conversation: names the items of errors about its messages.
+    """
+
+    chat: Chat
+    conversation: Conversation
+
+    def renamed(self, error: Refusal) -> Refusal:
+        """A refusal of the chat, with the names of the fields of a response."""
+        told = self.conversation.renamed(error.message)
+        told = _RENAMED.sub(lambda found: _SHOWN_NAMES.get(found[0], _NAMES[found[0]]), told)
+        return error.renamed(told, None if error.field is None else _NAMES.get(error.field, error.field))
+
+
+def _as_in_chat() -> dict[str, Any]:
+    """Fields that a chat has, too."""
+    return {name: (Chat.model_fields[name].annotation, Chat.model_fields[name]) for name in _CHAT_FIELDS}
+
+
+class ResponseBody(create_model("AsInChat", **_as_in_chat(), **taken_fields(RESPONSE_TAKEN))):  # type: ignore[misc]
+    """The body of POST /v1/responses. A field that is null counts as left out."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    input: str | Annotated[list[dict[str, Any]], Field(min_length=1)]
+    instructions: str | None = None
+    max_output_tokens: Annotated[int, Field(ge=1)] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Literal["auto", "none", "required"] | FunctionChoice | AllowedTools | None = None
+    text: TextOptions | None = None
+    reasoning: ReasoningOptions | None = None
+    include: (
+        list[
+            Literal[
+                "file_search_call.results",
+                "web_search_call.results",
+                "web_search_call.action.sources",
+                "message.input_image.image_url",
+                "computer_call_output.output.image_url",
+                "code_interpreter_call.outputs",
+                "reasoning.encrypted_content",
+                "message.output_text.logprobs",
+            ]
+        ]
+        | None
+    ) = None
+    store: bool | None = None
+    previous_response_id: str | None = None
+    metadata: Annotated[
+        dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], Field(max_length=16)
+    ] = Field(default_factory=dict)
+    stream_options: ObfuscationOptions | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _given(cls, body: Any) -> Any:
+        if not isinstance(body, dict):
+            return body
+        given = {name: value for name, value in body.items() if value is not None}
+        return without_neutral(given, cls.model_fields, RESPONSE_ROW_OF)
+
+    @property
+    def taken(self) -> list[str]:
+        """Names of given fields that change no answer."""
+        return [name for name in RESPONSE_TAKEN if name in self.model_fields_set]
+
+    @property
+    def items(self) -> list[Item]:
+        """The input as items."""
+        return [{"role": "user", "content": self.input}] if isinstance(self.input, str) else self.input
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """True if the output has log-probabilities."""
+        return self.top_logprobs is not None or "message.output_text.logprobs" in (self.include or [])
+
+    @property
+    def functions(self) -> list[FlatFunction]:
+        """Functions that the model may call.
+
+        Raises:
+            Refusal: a tool of another type, or a wrong function.
+        """
+        functions = [_function_at(at, tool) for at, tool in enumerate(self.tools or [])]
+        if not isinstance(self.tool_choice, AllowedTools):
+            return functions
+        names = {function.name for function in functions}
+        for one in self.tool_choice.tools:
+            if one.name not in names:
+                raise Refusal(f"tool_choice names {one.name[:_SHOWN]!r}, which is none of the tools", "tool_choice")
+        allowed = {one.name for one in self.tool_choice.tools}
+        return [function for function in functions if function.name in allowed]
+
+    def asked(self, before: Sequence[Item], given: Sequence[Item]) -> AskedChat:
+        """The chat that this asks for.
+
+        Args:
+            before: items of the conversation so far.
+            given: items of this request.
+
+        Raises:
+            Refusal: an item or a field that a chat cannot have.
+        """
+        conversation = Conversation(self.instructions)
+        conversation.add("previous_response_id", before)
+        conversation.add("input", given)
+        fields = {name: getattr(self, name) for name in _CHAT_FIELDS if name in self.model_fields_set}
+        if "structured_outputs" in fields:
+            fields["structured_outputs"] = self.structured_outputs.model_dump(by_alias=True, exclude_unset=True)
+        fields["messages"] = conversation.messages
+        if self.wants_logprobs:
+            fields["logprobs"] = True
+        if self.max_output_tokens is not None:
+            fields["max_completion_tokens"] = self.max_output_tokens
+        functions = self.functions
+        if functions:
+            fields["tools"] = [function.tool for function in functions]
+        choice = self.tool_choice
+        if isinstance(choice, FunctionChoice):
+            fields["tool_choice"] = {"type": "function", "function": {"name": choice.name}}
+        elif choice is not None:
+            fields["tool_choice"] = choice.mode if isinstance(choice, AllowedTools) else choice
+        if self.text is not None and self.text.format is not None:
+            fields["response_format"] = self.text.format.response_format
+        if self.reasoning is not None and self.reasoning.effort is not None:
+            fields["reasoning_effort"] = self.reasoning.effort
+        return AskedChat(Chat.model_validate(fields), conversation)
+
+    def told(self) -> dict[str, Any]:
+        """Fields of the request that its response repeats."""
+        text = self.text or TextOptions()
+        shown: dict[str, Any] = {
+            name: getattr(self, name)
+            for name in ("instructions", "max_output_tokens", "metadata", "previous_response_id", "temperature")
+        }
+        shown |= {name: getattr(self, name) for name in ("top_p", "top_logprobs", "user", "max_tool_calls")}
+        format = text.format or TextFormat.model_validate({"type": "text"})
+        return shown | {
+            "parallel_tool_calls": self.parallel_tool_calls is not False,
+            "tools": self.tools or [],
+            "tool_choice": _plain(self.tool_choice) or "auto",
+            "text": {"format": _plain(format)} | ({"verbosity": text.verbosity} if text.verbosity else {}),
+            "reasoning": {"effort": None, "summary": None} | (_plain(self.reasoning) or {}),
+        }
+
+
+def _plain(value: BaseModel | str | None) -> Any:
+    """A part of a body as JSON."""
+    return value.model_dump(by_alias=True, exclude_none=True) if isinstance(value, BaseModel) else value
+
+
+def _function_at(at: int, tool: Mapping[str, Any]) -> FlatFunction:
+    kind = tool.get("type")
+    if kind != "function":
+        raise Refusal(
+            f"tools.{at}.type must be function, got {str(kind)[:_SHOWN]!r}: the server runs no tools of its own; offer "
+            "a function",
+            "tools",
+        )
+    try:
+        return FlatFunction.model_validate({name: value for name, value in tool.items() if value is not None})
+    except ValidationError as error:
+        told = "; or ".join(words_of(one) for one in error.errors(include_url=False))
+        raise Refusal(f"tools.{at}.{told}", "tools") from None

@@ -1,0 +1,161 @@
+"""Items of a conversation, as the messages of a chat."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, TypeAlias
+
+from fastspec.server.errors import Refusal
+from fastspec.text.chat_template import Message
+
+Item: TypeAlias = "dict[str, Any]"
+
+# keys of an item by its type; all but those of the parser below are marks of the server that wrote the item
+_KEYS: Final[Mapping[str, frozenset[str]]] = {
+    "message": frozenset(["type", "id", "status", "phase", "role", "content"]),
+    "function_call": frozenset(["type", "id", "status", "call_id", "name", "arguments"]),
+    "function_call_output": frozenset(["type", "id", "status", "call_id", "name", "output"]),
+    "reasoning": frozenset(["type", "id", "status", "summary", "content", "encrypted_content"]),
+}
+_TEXTS: Final = ("input_text", "output_text", "text")  # types of parts
+_PLACE: Final = re.compile(r"messages\[(\d+)\](?:\.tool_calls\[(\d+)\](?:\.function)?)?")
+_SHOWN: Final = 80  # characters of a value that an error repeats
+
+
+@dataclass(slots=True)
+class _Placed:
+    """A message, and the names of the items that it was made of."""
+
+    message: Message
+    place: str
+    calls: list[str] = field(default_factory=list)
+
+
+class Conversation:
+    """Builds the messages of a chat.
+
+    The items of one turn of the model (reasoning, a message, calls) become one message of the assistant.
+
+    Args:
+        instructions: the first message, of the role system; None: there is none.
+    """
+
+    def __init__(self, instructions: str | None = None) -> None:
+        self._placed: list[_Placed] = []
+        self._turn: _Placed | None = None  # message of the assistant to which more items may belong
+        if instructions is not None:
+            self._append("instructions", {"role": "system", "content": instructions})
+
+    @property
+    def messages(self) -> list[Message]:
+        """All messages."""
+        return [each.message for each in self._placed]
+
+    def add(self, place: str, items: Sequence[Item]) -> None:
+        """Adds items.
+
+        Args:
+            place: name of the list of items for errors.
+            items: with a type each; one that has a role is a message.
+
+        Raises:
+            Refusal: an item of another type, or with an unknown part.
+        """
+        for at, item in enumerate(items):
+            self._add(f"{place}[{at}]", {name: value for name, value in item.items() if value is not None})
+
+    def renamed(self, message: str) -> str:
+        """An error about messages, as one about the items that they were made of."""
+
+        def place(found: re.Match[str]) -> str:
+            at = int(found[1])
+            if at >= len(self._placed):
+                return found[0]
+            placed = self._placed[at]
+            return placed.place if found[2] is None else placed.calls[int(found[2])]
+
+        return _PLACE.sub(place, message)
+
+    def _add(self, place: str, item: Mapping[str, Any]) -> None:
+        kind = item.get("type", "message")
+        if kind not in _KEYS or (kind == "message" and "role" not in item):
+            raise Refusal(
+                f"{place}.type must be one of {', '.join(_KEYS)}, got {str(kind)[:_SHOWN]!r}; leave the item out",
+                "input",
+            )
+        if unknown := sorted(item.keys() - _KEYS[kind]):
+            raise Refusal(f"{place}.{unknown[0]} is not supported in a {kind}; leave it out", "input")
+        if kind == "message":
+            self._message(place, item)
+        elif kind == "function_call":
+            self._call(place, item)
+        elif kind == "reasoning":
+            self._reasoning(place, item)
+        else:
+            content = _content(f"{place}.output", item.get("output"))
+            result = {"role": "tool", "tool_call_id": _text(place, item, "call_id"), "content": content}
+            self._append(place, result | ({"name": item["name"]} if "name" in item else {}))
+
+    def _append(self, place: str, message: Message) -> _Placed:
+        placed = _Placed(message, place)
+        self._placed.append(placed)
+        self._turn = placed if message["role"] == "assistant" else None
+        return placed
+
+    def _message(self, place: str, item: Mapping[str, Any]) -> None:
+        role, content = item["role"], _content(f"{place}.content", item.get("content"))
+        turn = self._turn
+        if role == "assistant" and turn is not None and not turn.message["content"] and not turn.calls:
+            turn.message["content"] = content
+        else:
+            self._append(place, {"role": role, "content": content})
+
+    def _call(self, place: str, item: Mapping[str, Any]) -> None:
+        turn = self._turn or self._append(place, {"role": "assistant", "content": ""})
+        if not turn.message["content"]:
+            turn.message["content"] = None  # as a message with calls and no text has it
+        function = {"name": _text(place, item, "name"), "arguments": _text(place, item, "arguments")}
+        call = {"id": _text(place, item, "call_id"), "type": "function", "function": function}
+        turn.message.setdefault("tool_calls", []).append(call)
+        turn.calls.append(place)
+
+    def _reasoning(self, place: str, item: Mapping[str, Any]) -> None:
+        parts = item.get("content") or item.get("summary") or []
+        if not isinstance(parts, list) or not all(isinstance(one, dict) and "text" in one for one in parts):
+            raise Refusal(f"{place}.content must be a list of parts with a text", "input")
+        if not parts and "encrypted_content" in item:
+            raise Refusal(
+                f"{place}.encrypted_content can be read by the server that wrote it alone; leave the item out", "input"
+            )
+        text, turn = "\n".join(str(one["text"]) for one in parts), self._turn
+        if turn is None or turn.message["content"] or turn.calls or not text:
+            turn = self._append(place, {"role": "assistant", "content": ""})
+        if text:
+            before = turn.message.get("reasoning_content")
+            turn.message["reasoning_content"] = text if before is None else f"{before}\n{text}"
+
+
+def _text(place: str, item: Mapping[str, Any], name: str) -> str:
+    value = item.get(name)
+    if not isinstance(value, str):
+        raise Refusal(f"{place}.{name} must be a text, got {str(value)[:_SHOWN]!r}", "input")
+    return value
+
+
+def _content(place: str, content: object) -> str | list[Message]:
+    """Content of a message: a text, or the parts of a chat."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list) or not all(isinstance(part, dict) for part in content):
+        raise Refusal(f"{place} must be a text or a list of parts, got {str(content)[:_SHOWN]!r}", "input")
+    for at, part in enumerate(content):
+        if part.get("type") not in _TEXTS or not isinstance(part.get("text"), str):
+            raise Refusal(
+                f"{place}[{at}] must be of type {' or '.join(_TEXTS[:2])} with a text, got "
+                f"{str(part.get('type'))[:_SHOWN]!r}; nothing else is read here",
+                "input",
+            )
+    texts = [part["text"] for part in content]
+    return texts[0] if len(texts) == 1 else [{"type": "text", "text": text} for text in texts]
