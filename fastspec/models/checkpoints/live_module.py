@@ -18,7 +18,7 @@ from fastspec.errors import UnsupportedModel
 from fastspec.models.checkpoints.tensor_source import TensorInfo, TensorSource
 from fastspec.models.config import DTYPES, MAKING, spec_from_config, supported_models
 from fastspec.models.families import FAMILIES
-from fastspec.models.layer_table import CORRECTION
+from fastspec.models.layer_table import CORRECTIONS
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -219,6 +219,8 @@ def as_built(module: nn.Module, spec: ModelSpec) -> ModelSpec:
     Raises:
         UnsupportedModel: the frequencies are not one positive finite number per rotated pair of a head's elements.
     """
+    if all(plan.rope is None for plan in spec.plans):
+        return spec
     rotary = module.get_submodule("model.rotary_emb")
     layers = FAMILIES[spec.family].rope_layers
     prefixes = [f"{layer}_" for layer in layers] if layers else [""]
@@ -330,7 +332,7 @@ class ModuleTensors(TensorSource):
         self._module = module
         self._parameters: dict[str, Tensor] = dict(module.named_parameters(remove_duplicate=False))
         # correction of a router: a buffer in the module, but stored like a weight
-        self._buffers = {name: each for name, each in module.named_buffers() if name.endswith(CORRECTION)}
+        self._buffers = {name: each for name, each in module.named_buffers() if name.endswith(CORRECTIONS)}
         self._parameters |= self._buffers
         where = type(module).__name__
         self._infos = {
