@@ -254,7 +254,7 @@ def sum_last(x: Tensor) -> Tensor:
     """Sum over the last axis, by halves. The order depends only on the length of that axis."""
     while (count := x.shape[-1]) > 1:
         half = (count + 1) // 2
-        upper = F.pad(x[..., half:], (0, 2 * half - count))
+        upper = x[..., half:] if 2 * half == count else F.pad(x[..., half:], (0, 1))
         x = x[..., :half] + upper
     return x[..., 0]
 

@@ -22,6 +22,8 @@ from fastspec.kernels.reference.recurrent import (
 )
 from fastspec.shapes import ConvRule, MambaRule
 
+_BLOCK = 32  # tokens whose states are held at a time, for the sums over them
+
 
 class StateParts(Protocol):
     """Weights of a recurrent layer; `models.layer_table.StateWeights` has their shapes."""
@@ -122,22 +124,26 @@ def mamba(
     state = states[state_rows, (first - 1) % slots]
     state = torch.where((first > 0)[:, None, None, None], state, torch.zeros_like(state))
     outs = []
-    for t in range(count):
-        added = (step[:, t, :, None] * x[:, t])[..., None] * b[:, t, :, None]
-        new = state * decay[:, t, :, None, None] + added
-        outs.append(sum_last(new * c[:, t, :, None]) + layer.skip[:, None] * x[:, t])
-        state = torch.where(write_mask[:, t, None, None, None], new, state)
-        if count <= slots:
-            store(states, state_rows, positions[:, t] % slots, state, write_mask[:, t])
-        if kept is not None:
-            here = write_mask[0, t] & (positions[0, t] + 1 == kept.at)
-            kept.state.copy_(torch.where(here[:, None, None], state[0], kept.state))
+    for at in range(0, count, _BLOCK):
+        here = slice(at, min(at + _BLOCK, count))
+        added = (step[:, here, :, None] * x[:, here])[..., None] * b[:, here, :, None]
+        news = []
+        for t in range(here.start, here.stop):
+            new = state * decay[:, t, :, None, None] + added[:, t - at]
+            news.append(new)
+            state = torch.where(write_mask[:, t, None, None, None], new, state)
+            if count <= slots:
+                store(states, state_rows, positions[:, t] % slots, state, write_mask[:, t])
+            if kept is not None:
+                reached = write_mask[0, t] & (positions[0, t] + 1 == kept.at)
+                kept.state.copy_(torch.where(reached[:, None, None], state[0], kept.state))
+        outs.append(sum_last(torch.stack(news, dim=1) * c[:, here, :, None]) + layer.skip[:, None] * x[:, here])
     if count > slots:
         newest = torch.where(write_mask, positions, 0).amax(dim=1)
         store(states, state_rows, newest % slots, state, write_mask.any(dim=1))
     if kept is not None:
         keep_inputs(given[0], kept, positions[0], write_mask[0])
-    return torch.stack(outs, dim=1).flatten(2).to(product.dtype)
+    return torch.cat(outs, dim=1).flatten(2).to(product.dtype)
 
 
 def mamba_norm(x: Tensor, gate: Tensor, weight: Tensor | None, eps: float, rule: MambaRule) -> Tensor:

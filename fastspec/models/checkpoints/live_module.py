@@ -221,26 +221,27 @@ def as_built(module: nn.Module, spec: ModelSpec) -> ModelSpec:
     """
     if all(plan.rope is None for plan in spec.plans):
         return spec
-    rotary = module.get_submodule("model.rotary_emb")
-    layers = FAMILIES[spec.family].rope_layers
+    family = FAMILIES[spec.family]
+    layers = family.rope_layers
     prefixes = [f"{layer}_" for layer in layers] if layers else [""]
     # there are no frequencies for layer types that the model does not have
     kinds = ["", *(f"{kind}_" for kind in getattr(module.config, "layer_types", None) or ())]
     ropes = [
-        _rope_as_built(module, rotary, rope, prefix) if prefix in kinds else rope
+        _rope_as_built(module, family.rotary, rope, prefix) if prefix in kinds else rope
         for rope, prefix in zip(spec.ropes, prefixes, strict=True)
     ]
     return replace(spec, ropes=tuple(ropes))
 
 
-def _rope_as_built(module: nn.Module, rotary: nn.Module, rope: RopeSpec, prefix: str) -> RopeSpec:
+def _rope_as_built(module: nn.Module, path: str, rope: RopeSpec, prefix: str) -> RopeSpec:
+    rotary = module.get_submodule(path)
     scaling, held = vars(rotary).get(f"{prefix}attention_scaling", 1.0), rotary.get_buffer(f"{prefix}inv_freq")
     inv_freq = held.detach().to("cpu", torch.float32)
     whole = inv_freq.shape == (len(rope.inv_freq),) and bool((inv_freq.isfinite() & (inv_freq >= 0)).all())
     if not whole or isinstance(scaling, bool) or not isinstance(scaling, int | float):
         _refuse(
             module,
-            "model.rotary_emb",
+            path,
             f"{prefix}inv_freq of shape {list(held.shape)} and {prefix}attention_scaling={scaling!r}",
             f"wanted {len(rope.inv_freq)} finite frequencies and a number; load the model again",
         )
@@ -251,14 +252,23 @@ def _rope_as_built(module: nn.Module, rotary: nn.Module, rope: RopeSpec, prefix:
     if found not in (rope.inv_freq, rope.long_inv_freq) or scaling != rope.scaling:
         _refuse(
             module,
-            "model.rotary_emb",
+            path,
             "frequencies that are neither the short nor the long ones of its config",
             "keep them in float32 (model.to(dtype) rounds them): load the model again with dtype=",
         )
     return rope
 
 
-PLAIN_LAYERS: Final = (nn.Linear, nn.Embedding, nn.ModuleList, nn.SiLU, nn.LayerNorm, nn.Dropout, nn.Conv1d)
+PLAIN_LAYERS: Final = (
+    nn.Linear,
+    nn.Embedding,
+    nn.ModuleList,
+    nn.SiLU,
+    nn.LayerNorm,
+    nn.Dropout,
+    nn.Conv1d,
+    nn.Identity,
+)
 
 
 def check_module(module: nn.Module) -> None:
@@ -271,7 +281,7 @@ def check_module(module: nn.Module) -> None:
         UnsupportedModel: names the class, the submodule, the devices, or the change.
     """
     import transformers
-    from transformers.activations import GELUTanh, SiLUActivation
+    from transformers.activations import GELUTanh, ReLUSquaredActivation, SiLUActivation
 
     kind = type(module)
     supported = [
@@ -289,7 +299,7 @@ def check_module(module: nn.Module) -> None:
     for name, part in module.named_modules():
         plain = (
             type(part) in PLAIN_LAYERS
-            or type(part) in (SiLUActivation, GELUTanh)
+            or type(part) in (SiLUActivation, GELUTanh, ReLUSquaredActivation)
             or type(part).__module__ == kind.__module__
         )
         if not plain:

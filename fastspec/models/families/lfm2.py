@@ -71,4 +71,10 @@ LFM2 = ModelFamily(
     act=None,
     rope_kinds=("default",),
 )
-LFM2_MOE = replace(LFM2, architecture="Lfm2MoeForCausalLM", plans=_moe_plans, inner="intermediate_size")
+LFM2_MOE = replace(
+    LFM2,
+    architecture="Lfm2MoeForCausalLM",
+    plans=_moe_plans,
+    inner="intermediate_size",
+    rotary="model.pos_emb",
+)

@@ -266,6 +266,7 @@ class ModelFamily:
         transposed_experts: True if a tensor with all experts of a layer may be stored transposed.
         read_as: `model_type` whose config class reads this family's configs, if transformers has no class for it. Code
             that its checkpoints name is not run. Empty: the family's own.
+        rotary: submodule of a live module that has the rotary frequencies.
         interleaved: True if rope rotates neighbours 2i and 2i + 1 of a head. Else it rotates the halves: i and i +
             half.
     """
@@ -283,6 +284,7 @@ class ModelFamily:
     read_as: str = ""
     interleaved: bool = False
     partial_rope: bool = False
+    rotary: str = "model.rotary_emb"
     text_part: bool = False
     transposed_experts: bool = False
 
