@@ -47,16 +47,13 @@ def one(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     with FastSpecGenerator(
         model.directory, model.directory, num_speculative_tokens=DRAFTS, max_batch_size=2, **OPTIONS
     ) as gen:
-        for k, new in (
-            (0, NEW),
-            (1, 12),
-            (3, 12),
-            (DRAFTS, 40),
-        ):  # three rows in two places: rows end, move and begin beside each other
-            out = output(gen, model.prompts, new, num_speculative_tokens=k)
-            model.texts = model.texts or out.new_tokens
-            assert out.new_tokens == [text[: len(new)] for text, new in zip(model.texts, out.new_tokens, strict=True)]
-            assert out.stats.acceptance_rate == (1.0 if k else None)
+        out = output(gen, model.prompts[:2], NEW, num_speculative_tokens=0)
+        model.texts = out.new_tokens
+        for k, new in ((DRAFTS, 30), (1, 9), (3, 9)):  # three rows in two places: rows end, move and begin
+            out = output(gen, model.prompts[::-1], new, num_speculative_tokens=k)
+            model.texts = (model.texts + out.new_tokens[:1])[:3]
+            assert out.new_tokens == [text[:new] for text in model.texts[::-1]]
+            assert out.stats.acceptance_rate == 1.0
     made = One(model)
     with made.gen:
         yield made
@@ -71,24 +68,24 @@ def test_greedy_text_is_that_of_transformers(one: One) -> None:
         assert logits.argmax(-1).tolist() == text
         top = logits.topk(2, dim=-1).values
         assert float((top[:, 0] - top[:, 1]).min()) > GAP
-        assert len(set(text)) > VOCAB // 5, "a text that repeats itself tests little"
+        assert len(set(text)) > min(len(text), VOCAB) // 4, "a text that repeats itself tests little"
 
 
 def test_a_rejection_at_every_place_leaves_the_states_of_plain_decoding(one: One) -> None:
     for place in range(DRAFTS + 1):
-        same(one, 1, 12, [place], [DRAFTS])
+        same(one, 1, 9, [place], [DRAFTS])
     assert one.proposer.steps == 2, "the last script was right"
 
 
 patterns = st.tuples(
     st.sampled_from((0, 1)),
-    st.integers(1, 16),
+    st.integers(1, 9),
     st.lists(st.integers(0, DRAFTS), min_size=1, max_size=6),
     st.lists(st.sampled_from([0, 1, 2, 3, DRAFTS]), min_size=1, max_size=4),
 )
 
 
-@settings(CI, max_examples=6)
+@settings(CI, max_examples=5)
 @given(pattern=patterns)
 def test_states_after_any_pattern_are_those_of_plain_decoding(
     one: One, pattern: tuple[int, int, list[int], list[int]]

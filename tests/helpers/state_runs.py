@@ -75,6 +75,13 @@ class One:
         assert isinstance(target, Decoder)
         assert target.cache.states is not None
         self.states = target.cache.states
+        self._plain: dict[tuple[int, int], tuple[list[int], Tensor, Tensor]] = {}
+
+    def plain(self, row: int, new: int) -> tuple[list[int], Tensor, Tensor]:
+        """`run` without drafts."""
+        if (row, new) not in self._plain:
+            self._plain[row, new] = self.run(row, new, [0], [0])
+        return self._plain[row, new]
 
     def run(self, row: int, new: int, script: list[int], ks: list[int]) -> tuple[list[int], Tensor, Tensor]:
         """The new tokens of one prompt, the states behind its last token but one, and the inputs that count."""
@@ -91,7 +98,7 @@ class One:
 
 
 def same(one: One, row: int, new: int, script: list[int], ks: list[int]) -> None:
-    text, states, inputs = one.run(row, new, [0], [0])
+    text, states, inputs = one.plain(row, new)
     assert text == one.model.texts[row][:new]
     found, found_states, found_inputs = one.run(row, new, script, ks)
     assert found == text
