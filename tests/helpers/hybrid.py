@@ -42,7 +42,7 @@ _MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d_
 _CONV = {"layer_types": ["conv", "full_attention", "conv"], "tie_word_embeddings": False}
 _MIXED = {"layer_types": ["linear_attention", "full_attention", "linear_attention"]}
 _GRANITE = {
-    **{"attention_multiplier": 0.2, "embedding_multiplier": 3.0, "residual_multiplier": 0.4, "logits_scaling": 0.5},
+    **{"attention_multiplier": 0.6, "embedding_multiplier": 3.0, "residual_multiplier": 0.4, "logits_scaling": 0.5},
     "shared_intermediate_size": 48,
 }
 _FACTORS = {

@@ -169,4 +169,5 @@ def mamba_norm(x: Tensor, gate: Tensor, weight: Tensor | None, eps: float, rule:
     groups = wide.unflatten(-1, (rule.groups, -1))
     mean = sum_last(groups * groups)[..., None] / groups.shape[-1]
     normed = (groups * torch.rsqrt(mean + eps)).flatten(-2) * weight.float()
-    return (normed if rule.norm == "gate_first" else normed * opened).to(x.dtype)
+    out: Tensor = normed if rule.norm == "gate_first" else normed * opened
+    return out.to(x.dtype)

@@ -25,7 +25,7 @@ from fastspec.models.compiled import CompiledDecoder
 from fastspec.models.config import spec_from_config
 from fastspec.models.families.plan import ExpertsPlan, LayerPlan, ModelScales
 from fastspec.models.layer_table import LayerWeights
-from fastspec.shapes import RoutingRule, Tiling
+from fastspec.shapes import ClampedGate, RoutingRule, Tiling
 from tests.helpers import hybrid
 from tests.helpers.families import FAMILIES, MIXTURES, VOCAB, YARN, config_of, decoder, logits_of, make_family
 from tests.helpers.parts import Case, Changed, case_of, none_is_idle, turned, with_layer
@@ -121,10 +121,10 @@ def expert_changes(plan: ExpertsPlan | None) -> Iterator[tuple[str, dict[str, An
         if name != "kept_groups" and getattr(routing, name) != getattr(plain, name):
             yield name, {"routing": routing._replace(**{name: getattr(plain, name)})}
     yield "chosen", {"routing": routing._replace(chosen=1)}
-    if plan.clamp is not None:
-        yield "clamp", {"clamp": None}
-        yield "alpha", {"clamp": plan.clamp._replace(alpha=1.0)}
-        yield "limit", {"clamp": plan.clamp._replace(limit=7.0)}
+    if isinstance(gate := plan.activation, ClampedGate):
+        yield "clamp", {"activation": None}
+        yield "alpha", {"activation": gate._replace(alpha=1.0)}
+        yield "limit", {"activation": gate._replace(limit=7.0)}
 
 
 def rope_changes(rope: Any) -> Iterator[tuple[str, Any]]:
