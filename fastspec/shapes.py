@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeAlias
 
 from torch import Tensor
 
@@ -14,7 +15,9 @@ from fastspec.sampling.rules import COUPLED, REJECTION, Verification, needs_draf
 KEY_BLOCK = 256  # positions per block in which attention processes keys
 # blocks of positions that one kernel serves; a second kernel serves all later ones, see `StepShape.first_block`
 EARLY_BLOCKS = 17
-DELTA_CHUNK = 64  # positions of a chunk of the gated delta rule in a prompt; chunks are on a grid from position 0
+# positions of a chunk of the gated delta rule in a prompt; chunks are on a grid from position 0. Recurrent states of
+# any kind are kept only after whole chunks
+DELTA_CHUNK = 64
 # prompt tokens; the first token of a longer prompt comes from its last prefill pass, and the draft reads it later
 LONG_PROMPT = 1024
 _PASS_COST = 128  # fixed cost of a pass, in prompt tokens: about the time to read the weights
@@ -100,6 +103,111 @@ class DeltaRule(NamedTuple):
         """Number of older positions that the convolution reads."""
         return self.width - 1
 
+    @property
+    def state_shape(self) -> tuple[int, ...]:
+        """Shape of the state after one position."""
+        return self.value_heads, self.value_dim, self.key_dim
+
+    def cut(self, ranks: int) -> DeltaRule:
+        """Returns the sizes of one rank's part."""
+        return self._replace(key_heads=self.key_heads // ranks, value_heads=self.value_heads // ranks)
+
+
+class ConvRule(NamedTuple):
+    """Sizes of a gated short convolution (LFM2), whose only state is the inputs of a few older positions.
+
+    Attributes:
+        channels: channels of the convolution.
+        width: positions that it reads, including the current one.
+    """
+
+    channels: int
+    width: int
+
+    @property
+    def values(self) -> int:
+        """Elements of the result of a position."""
+        return self.channels
+
+    @property
+    def rows(self) -> int:
+        """Rows of the product before it: the gates b and c, and x."""
+        return 3 * self.channels
+
+    @property
+    def tail(self) -> int:
+        """Number of older positions that the convolution reads."""
+        return self.width - 1
+
+    @property
+    def state_shape(self) -> tuple[int, ...]:
+        """Shape of the state after one position. It has no elements."""
+        return (0,)
+
+    def cut(self, ranks: int) -> ConvRule:
+        """Returns the sizes of one rank's part."""
+        return self._replace(channels=self.channels // ranks)
+
+
+class MambaRule(NamedTuple):
+    """Sizes of a Mamba-2 layer (arXiv 2405.21060), which has a state [head_dim, state_dim] for each head.
+
+    Attributes:
+        heads: number of heads.
+        head_dim: elements of x in one head.
+        groups: groups of neighbouring heads. A group has one B and one C.
+        state_dim: elements of B and of C.
+        width: positions that the convolution reads, including the current one.
+        least_step, most_step: limits of a head's step after softplus.
+        norm: order of the norm of the result and its gate silu(z). None: there is a gate and no norm.
+    """
+
+    heads: int
+    head_dim: int
+    groups: int
+    state_dim: int
+    width: int
+    least_step: float = 0.0
+    most_step: float = math.inf
+    norm: Literal["gate_first", "norm_first"] | None = "gate_first"
+
+    @property
+    def values(self) -> int:
+        """Elements of x of a position, and of its result."""
+        return self.heads * self.head_dim
+
+    @property
+    def shared(self) -> int:
+        """Elements of B of a position, and of C."""
+        return self.groups * self.state_dim
+
+    @property
+    def channels(self) -> int:
+        """Elements of x, B and C of a position, the channels of the convolution."""
+        return self.values + 2 * self.shared
+
+    @property
+    def rows(self) -> int:
+        """Rows of the product before it: the gate z, x, B, C, and the step of each head."""
+        return self.values + self.channels + self.heads
+
+    @property
+    def tail(self) -> int:
+        """Number of older positions that the convolution reads."""
+        return self.width - 1
+
+    @property
+    def state_shape(self) -> tuple[int, ...]:
+        """Shape of the state after one position."""
+        return self.heads, self.head_dim, self.state_dim
+
+    def cut(self, ranks: int) -> MambaRule:
+        """Returns the sizes of one rank's part."""
+        return self._replace(heads=self.heads // ranks, groups=self.groups // ranks)
+
+
+StateRule: TypeAlias = DeltaRule | ConvRule | MambaRule  # each kind of layer with a recurrent state
+
 
 class RoutingRule(NamedTuple):
     """Rule by which a token's experts are chosen from its router logits [E], and weighted.
@@ -139,6 +247,11 @@ class RoutingRule(NamedTuple):
     def gates(self) -> int:
         """Number of logits after those of the experts."""
         return int(self.shared == "gated")
+
+
+@dataclass(frozen=True, slots=True)
+class SquaredRelu:
+    """Activation of an expert without a gate (Nemotron-H): relu(u)^2, where u is its first product."""
 
 
 class ClampedGate(NamedTuple):

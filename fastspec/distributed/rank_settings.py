@@ -219,4 +219,4 @@ def _plain(checkpoint: Checkpoint) -> bool:
     spec = checkpoint.spec
     if not isinstance(spec, ModelSpec) or checkpoint.quantisation is not None or checkpoint.rounded is not None:
         return False
-    return not spec.routed_elements and not spec.deltas
+    return not spec.routed_elements and not spec.state_rules

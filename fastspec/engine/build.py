@@ -338,7 +338,7 @@ class _Models:
         sizes = len(spec.attending), layout.num_pages(length), layout.page_size, spec.num_kv_heads, spec.head_dim
         rows, where = (layout.batch, layout.max_drafts), dict[str, Any](dtype=dtype, device=self._settings.device)
         kept = layout.kept_states if self._config.prefix_cache else 0
-        states = StateCache.allocate(spec.deltas, *rows, **where, kept=kept) if spec.deltas else None
+        states = StateCache.allocate(spec.state_rules, *rows, **where, kept=kept) if spec.state_rules else None
         scales = scales_of_layers(found or {}, spec.attending) if of_pages == FP8 else ()
         return PagedKVCache.allocate(*sizes, **{**where, "dtype": of_pages}, states=states, scales=scales)
 
@@ -411,7 +411,7 @@ def _matrices(weights: DecoderWeights | HeadWeights) -> Iterator[Weight]:
     """Yields the matrices that prefill passes multiply with: those of the layers, and the additional ones of a head."""
     decoder = weights.decoder if isinstance(weights, HeadWeights) else weights
     others = weights.others.values() if isinstance(weights, HeadWeights) else ()
-    parts = [part for layer in decoder.layers for part in (layer, layer.delta, layer.experts) if part is not None]
+    parts = [part for layer in decoder.layers for part in (layer, layer.state, layer.experts) if part is not None]
     held = [getattr(part, each.name) for part in parts for each in fields(part)]
     # leave out matrices whose kernel uses tiles for any number of tokens: those with few rows, and routers that are
     # joined with a shared expert's gate

@@ -19,6 +19,7 @@ from fastspec.models.vocab import SharedVocab
 from fastspec.output import Stats
 from fastspec.sampling.rules import BLOCK, COUPLED, SyntheticAcceptance
 from fastspec.scheduling.draft_length import DraftPlan
+from fastspec.shapes import ConvRule, DeltaRule, MambaRule
 
 WEIGHT_ONLY = (
     "read as they are dequantised, with activations in the dtype above: an engine that rounds activations to 8 bits "
@@ -58,6 +59,7 @@ def explain(
         f"products   {_products(settings)}",
         *([f"plans      {launch_plans(settings)}"] if settings.layout.ops.name == "triton" else []),
         *([f"threads    {engine.threads}"] if engine.threads else []),
+        *([f"states     {text}"] if (text := states_of_layers(engine)) else []),
         *([f"experts    {text}"] if (text := shared_expert(settings, engine)) else []),
         *_ranks(settings, engine),
         f"graphs     {engine.runner.describe()}",
@@ -235,6 +237,23 @@ def _products(settings: Settings) -> str:
     return "exact=True: the same arithmetic for any number of rows, so a row's bits depend on that row alone"
 
 
+_STATE_KINDS = {DeltaRule: "the gated delta rule", MambaRule: "Mamba-2", ConvRule: "short convolutions"}
+
+
+def states_of_layers(engine: Engine) -> str:
+    """Names the recurrent layers of the target, and what computes them. Empty if it has none."""
+    target = engine.modules.target
+    rules = target.spec.state_rules if isinstance(target, Decoder) else ()
+    if not rules:
+        return ""
+    text = f"{len(rules)} layers with {_STATE_KINDS[type(rules[0])]}: "
+    if engine.modules.ops.name != "triton":
+        return text + "torch, token by token"
+    if isinstance(rules[0], DeltaRule):
+        return text + "Triton kernels"
+    return text + "Triton kernels, UNTESTED: they compile for this GPU, but they have never run on one"
+
+
 def shared_expert(settings: Settings, engine: Engine) -> str:
     """Describes how the target's shared expert is computed. Empty if the target has none.
 
@@ -247,6 +266,8 @@ def shared_expert(settings: Settings, engine: Engine) -> str:
     plan, weights = next(((plan.experts, each.experts) for plan, each in pairs if plan.experts), (None, None))
     if plan is None or weights is None or not plan.shared:
         return ""
+    if engine.modules.ops.name == "triton" and not plan.gated:
+        return "experts without a gate are torch operations, because the kernels have a gate"
     if weights.joined:
         return "the shared expert runs in the same launches as the routed experts"
     if engine.modules.ops.name != "triton":

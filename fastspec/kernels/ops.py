@@ -48,6 +48,9 @@ class Ops:
     store_heads = staticmethod(reference.store_heads)
     delta_rule = staticmethod(reference.delta_rule)
     gated_norm = staticmethod(reference.gated_norm)
+    short_conv = staticmethod(reference.short_conv)
+    mamba = staticmethod(reference.mamba)
+    mamba_norm = staticmethod(reference.mamba_norm)
     gated = staticmethod(reference.gated)
     argmax = staticmethod(reference.argmax)
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from fastspec.kernels.reference.recurrent import KeptState
-from fastspec.shapes import DeltaRule
+from fastspec.shapes import StateRule
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,8 @@ class StateCache:
     """Recurrent states of one model.
 
     Attributes:
-        states: fp32 [layers, rows, slots, value_heads, value_dim, key_dim], with slots = max_drafts + 1.
+        states: fp32 [layers, rows, slots, *state_shape] with slots = max_drafts + 1; see `DeltaRule`, `ConvRule` and
+            `MambaRule`.
         inputs: [layers, rows, max_drafts + width, channels], inputs of the convolution: as many as one step reads and
             writes. So no CTA writes to a place that another one still reads.
         kept: states after prefixes of prompts. None: not stored.
@@ -38,7 +39,7 @@ class StateCache:
     @classmethod
     def allocate(
         cls,
-        rules: tuple[DeltaRule, ...],
+        rules: tuple[StateRule, ...],
         rows: int,
         max_drafts: int,
         *,
@@ -46,10 +47,15 @@ class StateCache:
         device: torch.device,
         kept: int = 0,
     ) -> StateCache:
-        """Allocates zeroed states for layers with these rules, all equal, and steps with up to `max_drafts` drafts.
+        """Allocates zeroed states for layers with these rules, and steps with up to `max_drafts` drafts.
 
         With `kept` it also allocates a `StatePool` of that many states, one of which passes write to.
+
+        Raises:
+            ValueError: layers have states of several shapes.
         """
+        if any(_shapes(rule, 0) != _shapes(rules[0], 0) for rule in rules):
+            raise ValueError(f"layers with states of several shapes: {sorted(set(map(repr, rules)))}; wanted one shape")
         pool = StatePool.allocate(rules, kept, dtype=dtype, device=device) if kept else None
         states, inputs = _shapes(rules[0], max_drafts)
         made = torch.zeros(len(rules), rows, *states, dtype=torch.float32, device=device)
@@ -70,7 +76,7 @@ class StatePool:
 
     @classmethod
     def allocate(
-        cls, rules: tuple[DeltaRule, ...], count: int, *, dtype: torch.dtype, device: torch.device
+        cls, rules: tuple[StateRule, ...], count: int, *, dtype: torch.dtype, device: torch.device
     ) -> StatePool:
         """Allocates memory for `count` states, including row 0."""
         rows = StateCache.allocate(rules, count, 0, dtype=dtype, device=device)
@@ -100,13 +106,12 @@ class StatePool:
             cache.inputs.select(2, position % places).index_copy_(1, place, given)
 
 
-def row_bytes(rule: DeltaRule, max_drafts: int, dtype: torch.dtype) -> int:
+def row_bytes(rule: StateRule, max_drafts: int, dtype: torch.dtype) -> int:
     """Returns the bytes of the states and inputs of one row in one layer, with inputs of `dtype`."""
     states, inputs = _shapes(rule, max_drafts)
     return 4 * math.prod(states) + dtype.itemsize * math.prod(inputs)
 
 
-def _shapes(rule: DeltaRule, max_drafts: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _shapes(rule: StateRule, max_drafts: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Shapes of the states and of the inputs of one row in one layer."""
-    states = max_drafts + 1, rule.value_heads, rule.value_dim, rule.key_dim
-    return states, (max_drafts + 1 + rule.tail, rule.channels)
+    return (max_drafts + 1, *rule.state_shape), (max_drafts + 1 + rule.tail, rule.channels)

@@ -21,7 +21,7 @@ from fastspec.models.families.plan import ExpertsPlan, LayerPlan, ModelScales
 from fastspec.models.fields import ConfigFields
 from fastspec.models.layer_table import weight_bytes
 from fastspec.models.rope import RopeSpec, head_order, ropes_of
-from fastspec.shapes import DeltaRule
+from fastspec.shapes import DeltaRule, MambaRule, StateRule
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -42,10 +42,9 @@ class ModelSpec:
         family: a key of `FAMILIES`.
         max_length: max_position_embeddings of the config, in tokens.
         rms_eps: epsilon of all norms.
-        ropes: the rotary embeddings that plans refer to.
+        ropes: the rotary embeddings that plans refer to. Empty: no layer rotates.
         scales: factors on the embedding and on the logits.
-        plans: operations of each layer. All layers have the same kinds of tensors, except that recurrent layers have
-            other tensors than layers with attention.
+        plans: operations of each layer. Layers with the same plan have the same tensors.
         tied: True if the head is the embedding matrix.
         dtype: dtype that the checkpoint declares, else the one in which it is stored.
     """
@@ -78,6 +77,8 @@ class ModelSpec:
     @property
     def head_order(self) -> list[int] | None:
         """Index of the stored element for each element of a head. None: no reordering. See `rope.head_order`."""
+        if not self.ropes:
+            return None
         return head_order(len(self.rope.inv_freq), self.head_dim, interleaved=FAMILIES[self.family].interleaved)
 
     def for_length(self, max_length: int) -> ModelSpec:
@@ -97,12 +98,12 @@ class ModelSpec:
     @property
     def attending(self) -> tuple[int, ...]:
         """Indices of layers with attention, in the order of the KV cache."""
-        return tuple(layer for layer, plan in enumerate(self.plans) if plan.delta is None)
+        return tuple(layer for layer, plan in enumerate(self.plans) if plan.attends)
 
     @property
-    def deltas(self) -> tuple[DeltaRule, ...]:
+    def state_rules(self) -> tuple[StateRule, ...]:
         """Sizes of each layer with a recurrent state."""
-        return tuple(plan.delta for plan in self.plans if plan.delta is not None)
+        return tuple(plan.state for plan in self.plans if plan.state is not None)
 
     @property
     def divided(self) -> dict[str, int]:
@@ -112,8 +113,16 @@ class ModelSpec:
             if plan.experts is not None:
                 found["width of experts"] = plan.experts.width
                 found |= {"width of the shared expert": plan.experts.shared} if plan.experts.shared else {}
-            if plan.delta is not None:
-                found["recurrent key heads"] = plan.delta.key_heads
+            if isinstance(plan.state, DeltaRule):
+                found["recurrent key heads"] = plan.state.key_heads
+            elif isinstance(plan.state, MambaRule):
+                found["groups of recurrent heads"] = plan.state.groups
+            elif plan.state is not None:
+                found["channels of short convolutions"] = plan.state.channels
+            if plan.state is not None and plan.attends:
+                found["layers with attention and a state"] = 1
+            if not plan.feeds or not plan.mixes:
+                found["layers without an MLP, or with nothing else"] = 1
         return found
 
     @property
@@ -157,7 +166,7 @@ class ModelSpec:
 
     def state_bytes(self, max_drafts: int, dtype: torch.dtype) -> int:
         """Returns the bytes of the recurrent states of one row, see `StateCache`."""
-        return sum(row_bytes(each, max_drafts, dtype) for each in self.deltas)
+        return sum(row_bytes(each, max_drafts, dtype) for each in self.state_rules)
 
     def weight_bytes(self, dtype: torch.dtype) -> int:
         """Returns the bytes of the fused weights in `dtype`."""
@@ -214,7 +223,7 @@ def spec_from_config(config: PretrainedConfig) -> ModelSpec:
     if described.text_part:
         fields = ConfigFields(whole.get("text_config"), whole.supported)
         _refuse_quantised(whole)
-    _refuse_unread_settings(fields, *described.act)
+    _refuse_unread_settings(fields, described.act)
     layers = fields.size("num_hidden_layers")
     heads = fields.size("num_attention_heads")
     kv_heads = fields.size("num_key_value_heads") if fields.get("num_key_value_heads") is not None else heads
@@ -226,13 +235,13 @@ def spec_from_config(config: PretrainedConfig) -> ModelSpec:
         family=family,
         vocab_size=fields.size("vocab_size"),
         hidden_size=fields.size("hidden_size"),
-        intermediate_size=fields.size(described.inner),
+        intermediate_size=fields.size(described.inner) if isinstance(described.inner, str) else described.inner(fields),
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
         rms_eps=fields.positive(described.eps),
         max_length=fields.size("max_position_embeddings"),
-        ropes=ropes_of(fields, head_dim, described),
+        ropes=ropes_of(fields, head_dim, described) if described.rope_kinds else (),
         plans=plans,
         tied=whole.flag("tie_word_embeddings"),
         dtype=_dtype(whole),
@@ -262,14 +271,14 @@ def refuse_other_architectures(family: str, named: object) -> None:
         )
 
 
-def _refuse_unread_settings(fields: ConfigFields, act_field: str, act: str) -> None:
+def _refuse_unread_settings(fields: ConfigFields, act: tuple[str, str] | None) -> None:
     """Refuses settings that would change the result and are not in the spec."""
     # first, because such a config raises an error when a field is read in which layers differ; older versions of
     # transformers do not know such layers, and only store the setting
     if fields.get("is_heterogeneous" if hasattr(fields.config, "is_heterogeneous") else "per_layer_config"):
         fields.refuse("per_layer_config", "set", "layers of one shape")
-    if fields.get(act_field) != act:
-        fields.refuse(act_field, fields.get(act_field), repr(act))
+    if act is not None and fields.get(act[0]) != act[1]:
+        fields.refuse(act[0], fields.get(act[0]), repr(act[1]))
     _refuse_quantised(fields)
 
 

@@ -12,12 +12,13 @@ from fastspec.kernels.common.weights import Weight
 from fastspec.kernels.ops import Ops
 from fastspec.kernels.reference.attention import AttendCall
 from fastspec.kernels.reference.layer import Layer, Reduce
+from fastspec.kernels.reference.recurrent import DeltaParts
 from fastspec.kv_cache.cache import PagedKVCache
 from fastspec.models.config import ModelSpec
-from fastspec.models.families.plan import LayerPlan
+from fastspec.models.families.plan import BranchFactors, LayerPlan
 from fastspec.models.layer_kinds import one_of_each
 from fastspec.models.layer_table import DecoderWeights, LayerWeights
-from fastspec.shapes import AttentionRule, ForwardBatch, Tiling
+from fastspec.shapes import AttentionRule, ConvRule, ForwardBatch, MambaRule, StateRule, Tiling
 
 Rotation: TypeAlias = "tuple[Tensor, Tensor]"  # cosines and sines, each fp32 [positions, D/2]
 # norm weights of queries and of keys, each [D], and their epsilon
@@ -51,14 +52,19 @@ class Decoder:
         self.spec = spec
         self.weights = weights
         self.cache = cache
-        # index of each layer in the cache of keys, or in that of recurrent states
-        kinds = [plan.delta is not None for plan in spec.plans]
-        self._places = [kinds[:layer].count(recurs) for layer, recurs in enumerate(kinds)]
+        # index of each layer in the cache of keys, and in that of recurrent states
+        self._places = [sum(plan.attends for plan in spec.plans[:layer]) for layer in range(spec.num_layers)]
+        self._state_places = [
+            sum(plan.state is not None for plan in spec.plans[:layer]) for layer in range(spec.num_layers)
+        ]
         self.ops = ops
         device = weights.norm.device
         dim = spec.head_dim
         self._tables = [rope.tables(max_positions, dim, device) for rope in spec.ropes]  # each [max_positions, D/2]
         self._query_factors = [rope.query_factors(max_positions, device) for rope in spec.ropes]
+        self._row_factors = {
+            plan: _row_factors(spec, plan, device) for plan in dict.fromkeys(spec.plans) if plan.factors is not None
+        }
         # rounded as in transformers
         self._embed_scale = float(torch.tensor(spec.scales.embed, dtype=weights.embed.dtype, device="cpu"))
         heads = (spec.num_heads, spec.num_kv_heads, spec.head_dim)
@@ -94,7 +100,6 @@ class Decoder:
         qkv: Tensor | None = self._qkv(0, x, rows.tiling)
         few = self.ops.is_brief() and not features  # other layers launch the same kernels
         for index in one_of_each(self.spec.plans, layers) if few else range(len(layers)):
-            assert qkv is not None  # it is None only after the last layer
             x, qkv = self._layer(index, x, qkv, rows)
             if index in features:
                 features[index] = x
@@ -102,25 +107,45 @@ class Decoder:
             features[len(layers)] = self._norm(self.spec.plans[-1], x, self.weights.norm, self.weights.norm_bias)
         return x
 
-    def _layer(self, index: int, x: Tensor, qkv: Tensor, rows: ForwardBatch) -> tuple[Tensor, Tensor | None]:
-        """Returns the residual stream after a layer, and q, k and v of the next layer; None after the last."""
+    def _layer(self, index: int, x: Tensor, qkv: Tensor | None, rows: ForwardBatch) -> tuple[Tensor, Tensor | None]:
+        """Returns the residual stream after a layer, and `_qkv` of the next layer; None after the last."""
         layer = self.weights.layers[index]
-        mix = self._attend if layer.delta is None else self._delta_rule
-        return self._after_attention(index, mix(index, layer, qkv, rows), x, rows.tiling)
+        mixed = None if qkv is None else self._mix(index, layer, qkv, rows)
+        return self._after_attention(index, mixed, x, rows.tiling)
 
-    def _after_attention(self, index: int, attended: Tensor, x: Tensor, tiling: Tiling) -> tuple[Tensor, Tensor | None]:
-        """Computes the operations of a layer that come after its attention.
+    def _mix(self, index: int, layer: LayerWeights, product: Tensor, rows: ForwardBatch) -> Tensor:
+        """Computes the attention, or the state, or both, of a layer from the result of `_qkv`.
 
-        Returns x, and the next layer's qkv if an op computes it with this.
+        With both, the elements of attention come first.
+        """
+        plan = self.spec.plans[index]
+        if plan.state is None:
+            return self._attend(index, layer, product, rows)
+        if not plan.attends:
+            return self._state(index, plan.state, layer, product, rows)
+        # kernels read whole rows
+        qkv, rest = (
+            each.contiguous() for each in product.split([product.shape[-1] - plan.state.rows, plan.state.rows], dim=-1)
+        )
+        return torch.cat(
+            (self._attend(index, layer, qkv, rows), self._state(index, plan.state, layer, rest, rows)), dim=-1
+        )
+
+    def _after_attention(
+        self, index: int, attended: Tensor | None, x: Tensor, tiling: Tiling
+    ) -> tuple[Tensor, Tensor | None]:
+        """Computes the operations of a layer that come after its attention, if any.
+
+        Returns x, and `_qkv` of the next layer.
         """
         layers, plan = self.weights.layers, self.spec.plans[index]
         layer, next_layer = layers[index], layers[index + 1] if index + 1 < len(layers) else None
-        if self._fuses(plan):
+        if attended is not None and self._fuses(plan):
             eps, ops = self.spec.rms_eps, self.ops
             # a plan that is fused has all fields of a `Layer`
             here, then = cast("Layer", layer), cast("Layer | None", next_layer)
             return ops.layer_tail(ops.linear, attended, x, here, then, eps, tiling, self._reduce)
-        if plan.sandwiched and self._reduce is None:
+        if attended is not None and plan.sandwiched and self._reduce is None:
             return self._sandwich_tail(index, attended, x, tiling)
         if plan.experts is None:
             x, h = self._plain_tail(plan, attended, x, layer, tiling), None
@@ -134,14 +159,14 @@ class Decoder:
         None: there is no norm, or a product computes it.
         """
         plans, layers = self.spec.plans, self.weights.layers
-        if index == len(layers) or plans[index].fused_norm or plans[index].norm == "layer":
+        if index == len(layers) or plans[index].fused_norm or plans[index].norm == "layer" or not plans[index].mixes:
             return None
         weight = layers[index].input_norm
         return None if weight is None else (weight, self.spec.rms_eps)
 
     def _fuses(self, plan: LayerPlan) -> bool:
         """True if one op computes all of a layer after its attention."""
-        return plan.fused_tail
+        return plan.fused_tail and not self.spec.state_rules
 
     def _sandwich_tail(self, index: int, attended: Tensor, x: Tensor, tiling: Tiling) -> tuple[Tensor, Tensor | None]:
         """Computes `_after_attention` for layers with norms before and after attention and MLP.
@@ -155,25 +180,30 @@ class Decoder:
             assert norm is not None, "a norm stands after attention, and one after the MLP"
             return self.ops.add_norm(added, x, norm, next_norm, self.spec.rms_eps)
 
-        x, h = joined(linear(attended, layer.o, layer.o_bias, tiling), layer.attended_norm, layer.post_norm)
+        x, h = joined(linear(attended, layer.mixer[1], layer.o_bias, tiling), layer.attended_norm, layer.post_norm)
         gelu = plan.activation == "gelu_tanh"
         inner = linear(h, layer.mlp[0], layer.gate_up_bias, tiling, gated=plan.gated, gelu=gelu and plan.gated)
         next_norm = None if next_layer is None else next_layer.input_norm
         x, h = joined(linear(inner, layer.mlp[1], layer.down_bias, tiling), layer.mlp_norm, next_norm)
-        return x, None if next_layer is None else linear(h, next_layer.qkv, next_layer.qkv_bias, tiling)
+        return x, None if next_layer is None else linear(h, next_layer.mixer[0], next_layer.qkv_bias, tiling)
 
-    def _qkv(self, index: int, x: Tensor, tiling: Tiling, normed: Tensor | None = None) -> Tensor:
-        """Returns q, k and v of a layer, [B, Q, (H + 2 Hkv) * D].
+    def _qkv(self, index: int, x: Tensor, tiling: Tiling, normed: Tensor | None = None) -> Tensor | None:
+        """Returns q, k and v of a layer, [B, Q, (H + 2 Hkv) * D], and then the rows of its state.
 
-        `normed` is the norm of x, if it is already computed.
+        None: the layer has only an MLP. `normed` is the norm of x, if it is already computed.
         """
         layer, plan = self.weights.layers[index], self.spec.plans[index]
+        if layer.qkv is None:
+            return None
         norm = (layer.input_norm, layer.input_norm_bias)
         x, options = self._normed(plan, x, *norm) if normed is None else (normed, {})
         product = self._product(x, layer.qkv, layer.qkv_bias, tiling, **options)
-        if layer.delta is None or layer.delta.gates is None:
+        if layer.state is None:
             return product
-        return torch.cat((product, self._product(x, layer.delta.gates, None, tiling)), dim=-1)
+        for more in (layer.state.gates, layer.state.inner):
+            if more is not None:
+                product = torch.cat((product, self._product(x, more, None, tiling, **options)), dim=-1)
+        return product if plan.factors is None else (product * self._row_factors[plan]).to(product.dtype)
 
     def _product(self, x: Tensor, weight: Weight, bias: Tensor | None, tiling: Tiling, **options: Any) -> Tensor:
         """Computes a product. A subclass for ranks computes this rank's part of it."""
@@ -192,38 +222,76 @@ class Decoder:
     def _norm(self, plan: LayerPlan, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return self.ops.norm(x, weight, self.spec.rms_eps, bias=bias, centred=plan.norm == "layer")
 
-    def _plain_tail(self, plan: LayerPlan, attended: Tensor, x: Tensor, layer: LayerWeights, tiling: Tiling) -> Tensor:
+    def _plain_tail(
+        self, plan: LayerPlan, attended: Tensor | None, x: Tensor, layer: LayerWeights, tiling: Tiling
+    ) -> Tensor:
         """Returns the residual stream after a layer, computed product by product.
 
         For any `LayerPlan` without experts.
         """
-        after = self._add_residual(plan, attended, layer.o, layer.o_bias, x, layer.attended_norm, tiling)
+        scale, after = plan.residual_scale, x
+        if attended is not None and plan.factors is not None:
+            after, scale = x + self._both_branches(plan, plan.factors, attended, layer, tiling), plan.factors.down
+        elif attended is not None:
+            after = self._add_residual(
+                plan, attended, layer.mixer[1], layer.o_bias, x, layer.attended_norm, scale, tiling
+            )
+        if not plan.feeds:
+            return after
         if plan.parallel:
             inner = self._mlp_inner(plan, x, layer.input_norm, layer.input_norm_bias, layer, tiling)
         else:
             inner = self._mlp_inner(plan, after, layer.post_norm, layer.post_norm_bias, layer, tiling)
-        return self._add_residual(plan, inner, layer.mlp[1], layer.down_bias, after, layer.mlp_norm, tiling)
+        return self._add_residual(plan, inner, layer.mlp[1], layer.down_bias, after, layer.mlp_norm, scale, tiling)
 
-    def _experts_tail(self, index: int, attended: Tensor, x: Tensor, tiling: Tiling) -> tuple[Tensor, Tensor | None]:
+    def _both_branches(
+        self, plan: LayerPlan, factors: BranchFactors, mixed: Tensor, layer: LayerWeights, tiling: Tiling
+    ) -> Tensor:
+        """Returns the outputs of attention and state of a layer that has both, added."""
+        assert plan.state is not None, "the layer has both"
+        assert layer.state is not None, "the layer has both"
+        assert layer.state.out is not None, "the layer has both"
+        values = plan.state.values
+        attended, stated = (each.contiguous() for each in mixed.split([mixed.shape[-1] - values, values], dim=-1))
+        added = self.ops.linear(attended, layer.mixer[1], layer.o_bias, tiling) * factors.attended
+        return self.ops.linear(stated, layer.state.out, None, tiling) * factors.stated + added
+
+    def _experts_tail(
+        self, index: int, attended: Tensor | None, x: Tensor, tiling: Tiling
+    ) -> tuple[Tensor, Tensor | None]:
         """Returns the residual stream after a layer with experts (`ExpertsPlan`), and the next layer's normed input."""
         plan, layer, norm = self.spec.plans[index], self.weights.layers[index], self._norm_of(index + 1)
         assert plan.experts is not None
         assert layer.experts is not None
         linear = self.ops.linear
-        x = linear(attended, layer.o, layer.o_bias, tiling, residual=x)
+        if attended is not None:
+            x = self._add_residual(plan, attended, layer.mixer[1], layer.o_bias, x, None, plan.residual_scale, tiling)
         ids, factors, h = self._routed(plan, x, layer, tiling)
         shared = logits = None
         if plan.experts.shared and not layer.experts.joined:
             shared = linear(self._mlp_inner(plan, h, None, None, layer, tiling), layer.mlp[1], None, tiling)
         if (gate := layer.experts.shared_gate) is not None:
             logits = linear(h, gate, None, tiling, out_dtype=torch.float32)
-        routed = h, ids, factors, layer.experts, plan.experts.clamp
+        routed = h, ids, factors, layer.experts, plan.experts.activation
+        if plan.residual_scale != 1.0:
+            total = self.ops.experts(*routed, shared=shared, shared_logits=logits, residual=None)
+            return x + total.to(x.dtype) * plan.residual_scale, None
         if norm is None:
             return self.ops.experts(*routed, shared=shared, shared_logits=logits, residual=x), None
         return self.ops.experts_normed(*routed, shared=shared, shared_logits=logits, residual=x, norm=norm)
 
     def _routed(self, plan: LayerPlan, x: Tensor, layer: LayerWeights, tiling: Tiling) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns the experts of every row, their factors (see `Ops.route`), and the experts' input: the norm of x."""
+        """Returns the experts of every row, their factors, and the experts' input: the norm of x."""
+        ids, factors, h = self._chosen(plan, x, layer, tiling)
+        if plan.experts is not None and plan.experts.sum_eps is not None:
+            total = torch.zeros_like(factors[:, 0])
+            for each in factors.unbind(dim=1):  # in the order of choice, for any number of rows
+                total = total + each
+            factors = factors / (total / plan.experts.routing.scale + plan.experts.sum_eps)[:, None]
+        return ids, factors, h
+
+    def _chosen(self, plan: LayerPlan, x: Tensor, layer: LayerWeights, tiling: Tiling) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns `_routed` with the factors of `Ops.route`."""
         experts, weights = plan.experts, layer.experts
         assert experts is not None
         assert weights is not None
@@ -249,23 +317,24 @@ class Decoder:
         bias: Tensor | None,
         x: Tensor,
         norm: Tensor | None,
+        scale: float,
         tiling: Tiling,
     ) -> Tensor:
-        """Returns x + the output of attention or MLP: `inner` times its last weight [, normed].
+        """Returns x + scale * the output of attention or MLP: `inner` times its last weight [, normed].
 
         Ranks are summed here.
         """
-        if plan.residual_scale == 1.0 and norm is None:
+        if scale == 1.0 and norm is None:
             return self.ops.linear(inner, weight, bias, tiling, residual=x)
         added = self.ops.linear(inner, weight, bias, tiling)
-        if plan.residual_scale == 1.0 and plan.norm != "layer" and norm is not None:
+        if scale == 1.0 and plan.norm != "layer" and norm is not None:
             return self.ops.add_norm(added, x, norm, None, self.spec.rms_eps)[0]
-        return x + self._residual_branch(plan, added, norm)
+        return x + self._residual_branch(plan, added, norm, scale)
 
-    def _residual_branch(self, plan: LayerPlan, added: Tensor, norm: Tensor | None) -> Tensor:
+    def _residual_branch(self, plan: LayerPlan, added: Tensor, norm: Tensor | None, scale: float) -> Tensor:
         """Returns the output of attention or MLP that is added to x: normed if the plan says so, times its factor."""
         added = added if norm is None else self._norm(plan, added, norm)
-        return added if plan.residual_scale == 1.0 else added * plan.residual_scale
+        return added if scale == 1.0 else added * scale
 
     def _mlp_inner(
         self,
@@ -279,10 +348,15 @@ class Decoder:
         """Computes the MLP before its last product: norm, gate and up projections, activation. [B, Q, intermediate]."""
         x, options = self._normed(plan, x, norm, bias)
         inner = self._product(x, layer.mlp[0], layer.gate_up_bias, tiling, **plan.gating, **options)
-        return inner if plan.gated else reference.gelu_tanh(inner)
+        return inner if plan.gating else self._activated(plan, inner)
 
     def _activated(self, plan: LayerPlan, inner: Tensor) -> Tensor:
         """Applies the MLP's activation to gate and up, if no product computes it."""
+        if plan.factors is not None:
+            gate, up = inner.chunk(2, dim=-1)
+            inner = torch.cat((gate * plan.factors.gate, up), dim=-1)
+        if plan.activation == "relu2":
+            return torch.relu(inner).square()
         if plan.activation == "silu":
             return reference.silu_mul(inner)
         return self.ops.gelu_tanh_mul(inner) if plan.gated else reference.gelu_tanh(inner)
@@ -325,19 +399,24 @@ class Decoder:
         """Writes the argmax of the head's product, without the final norm. `options` are those of `Ops.argmax`."""
         self.ops.argmax(x, self.weights.head, limit, tiling, out=out, **options)
 
-    def _delta_rule(self, index: int, layer: LayerWeights, product: Tensor, rows: ForwardBatch) -> Tensor:
-        """Computes a recurrent layer before its output projection: the gated delta rule, [B, Q, DeltaRule.values]."""
-        rule, place, states = self.spec.plans[index].delta, self._places[index], self.cache.states
-        assert rule is not None, "the layer is recurrent"
-        assert layer.delta is not None, "and has the weights of one"
+    def _state(self, index: int, rule: StateRule, layer: LayerWeights, product: Tensor, rows: ForwardBatch) -> Tensor:
+        """Computes a recurrent layer before its output projection, [B, Q, rule.values]."""
+        place, states, weights, ops = self._state_places[index], self.cache.states, layer.state, self.ops
+        assert weights is not None, "the layer is recurrent"
         assert states is not None, "so the model has states"
         assert rows.state_rows is not None, "which rows have"
         slots = states.states[place], states.inputs[place], rows.state_rows, rows.positions, rows.write_mask
         prompt = len(product) == 1 and product.shape[1] > states.states.shape[2]
         kept = states.kept.of_layer(place) if prompt and states.kept is not None else None
-        out = self.ops.delta_rule(product, layer.delta, *slots, rule, kept)
+        if isinstance(rule, ConvRule):
+            return ops.short_conv(product, weights, *slots, rule, kept)
+        if isinstance(rule, MambaRule):
+            out = ops.mamba(product, weights, *slots, rule, kept)
+            return ops.mamba_norm(out, product[..., : rule.values], weights.norm, self.spec.rms_eps, rule)
+        # a layer of this rule has all weights of `DeltaParts`
+        out = ops.delta_rule(product, cast("DeltaParts", weights), *slots, rule, kept)
         gate = product[..., rule.channels : rule.channels + rule.values]
-        return self.ops.gated_norm(out, gate, layer.delta.norm, self.spec.rms_eps)
+        return ops.gated_norm(out, gate, cast("Tensor", weights.norm), self.spec.rms_eps)
 
     def _attend(self, index: int, layer: LayerWeights, qkv: Tensor, rows: ForwardBatch) -> Tensor:
         """Computes attention before the output projection, with the output gate if the layer has one: [B, Q, H * D]."""
@@ -429,3 +508,16 @@ class Decoder:
         at = positions.clamp(max=factors.shape[0] - 1)
         query = qkv[..., :heads] * factors[at][..., None].to(qkv.dtype)
         return torch.cat([query, qkv[..., heads:]], dim=-1)
+
+
+def _row_factors(spec: ModelSpec, plan: LayerPlan, device: torch.device) -> Tensor:
+    """Returns the factors on the result of `_qkv` of a layer with attention and a state: fp32 [rows]."""
+    factors, rule = plan.factors, plan.state
+    assert factors is not None, "the layer has both"
+    assert isinstance(rule, MambaRule), "the layer has both"
+    queries, keys = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    parts = [(queries, factors.attention), (keys, factors.attention * factors.key), (keys, factors.attention)]
+    sizes = rule.values, rule.values, rule.shared, rule.shared, rule.heads
+    parts += zip(sizes, factors.state, strict=True)
+    rows = [torch.full((count,), factor, dtype=torch.float32, device=device) for count, factor in parts]
+    return torch.cat(rows)

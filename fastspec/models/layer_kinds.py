@@ -17,11 +17,12 @@ def one_of_each(plans: Sequence[LayerPlan], layers: Sequence[LayerWeights]) -> l
     """Returns indices of layers that together launch all kernels of the model: the first of each kind, and the last.
 
     Two layers are of one kind if they have the same plan and formats of matrices, and so do the layers after them. A
-    layer also computes the first product of the next layer. If some layers are recurrent, all layers are returned: the
-    tensor between two layers then has different sizes.
+    layer also computes the first product of the next layer. If some layers are recurrent, or
+    have only attention or only an MLP, all layers are returned: the tensor between two layers then has different
+    sizes.
     """
     count = len(layers)
-    if any(plan.delta is not None for plan in plans):
+    if any(plan.state is not None or not (plan.attends and plan.feeds) for plan in plans):
         return list(range(count))
     kinds = [(plan, *_stored(layer)) for plan, layer in zip(plans, layers, strict=True)]
     pairs = list(zip(kinds, [*kinds[1:], None], strict=True))

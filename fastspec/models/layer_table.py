@@ -29,6 +29,7 @@ from fastspec.distributed.slices import Cut, RankShare
 from fastspec.kernels.common.experts import ExpertWeights
 from fastspec.kernels.common.weights import Weight
 from fastspec.models.families.plan import LayerPlan
+from fastspec.shapes import ConvRule, DeltaRule, MambaRule
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 EMBED: Final = "model.embed_tokens.weight"
 HEAD: Final = "lm_head.weight"
 CORRECTION: Final = "e_score_correction_bias"  # name of a correction of a router's scores
+CORRECTIONS: Final = (CORRECTION, "expert_bias")  # its names in all families
 GATE_UP: Final = ("gate_proj", "up_proj")  # names of the gate and up matrices of one expert
 DOWN: Final = "down_proj"
 NORM: Final = "model.norm.weight"
@@ -49,23 +51,33 @@ Shapes = dict[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class DeltaWeights:
-    """Tensors of a recurrent layer besides its projections. See `DeltaRule` for sizes.
+class StateWeights:
+    """Tensors of a recurrent layer besides its projections. See `DeltaRule`, `ConvRule` and `MambaRule` for sizes.
+
+    Fields that the rule does not need are None.
 
     Attributes:
         conv: [channels, 1, width], weights of the convolution.
-        decay: fp32 [value_heads], log A (`A_log` in checkpoints).
-        step: fp32 [value_heads], the bias that is added to a (`dt_bias`).
-        norm: [value_dim], weight of the gated norm.
+        conv_bias: [channels].
+        decay: fp32 [value_heads], log A (`A_log` in checkpoints). Of Mamba-2: [heads].
+        step: fp32 of the same shape, the bias that is added to a step (`dt_bias`).
+        skip: fp32 [heads], factor of x in the result of Mamba-2 (`D`).
+        norm: [value_dim], weight of the gated norm. Of Mamba-2: [values].
         gates: [2 * value_heads, hidden], the rows of b and a, if only these are not quantised. None: they are in
             `LayerWeights.qkv`.
+        inner, out: first and last matrix of the state, if the layer also has attention. None: they are
+            `LayerWeights.qkv` and `LayerWeights.o`.
     """
 
     conv: Tensor
-    decay: Tensor
-    step: Tensor
-    norm: Tensor
+    conv_bias: Tensor | None = None
+    decay: Tensor | None = None
+    step: Tensor | None = None
+    skip: Tensor | None = None
+    norm: Tensor | None = None
     gates: Weight | None = None
+    inner: Weight | None = None
+    out: Weight | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -80,22 +92,23 @@ class LayerWeights:
         attended_norm, mlp_norm: [hidden], weights of the norms of the outputs of attention and MLP.
         input_norm_bias, post_norm_bias: [hidden].
         qkv: [(H + 2 * Hkv) * D, hidden]: query rows first, then key, then value, then those of an output gate.
-            In a recurrent layer [DeltaRule.rows, hidden]: q, k, v, z, b and a.
+            In a recurrent layer without attention [rows, hidden], with the rows of its rule. None: the layer has
+            only an MLP.
         qkv_bias: bias of qkv.
         q_norm, k_norm: [D], or [H * D] and [Hkv * D] for a norm over all heads.
-        o: [hidden, H * D]; in a recurrent layer [hidden, DeltaRule.values].
+        o: [hidden, H * D]; in a recurrent layer without attention [hidden, values].
         o_bias: [hidden].
         gate_up: [2 * intermediate, hidden], gate rows first; without a gate half of it.
         gate_up_bias: bias of gate_up.
         down: [hidden, intermediate].
         down_bias: [hidden].
-        delta: other tensors of a recurrent layer. None: the layer has attention.
+        state: other tensors of a recurrent layer. None: the layer has no state.
         experts: weights of a mixture of experts. gate_up and down are then those of a shared expert. None: a dense MLP.
         sinks: [H], for each head the score of one more key without a value.
     """
 
-    qkv: Weight
-    o: Weight
+    qkv: Weight | None = None
+    o: Weight | None = None
     qkv_bias: Tensor | None = None
     o_bias: Tensor | None = None
     q_norm: Tensor | None = None
@@ -111,7 +124,7 @@ class LayerWeights:
     post_norm_bias: Tensor | None = None
     attended_norm: Tensor | None = None
     mlp_norm: Tensor | None = None
-    delta: DeltaWeights | None = None
+    state: StateWeights | None = None
     experts: ExpertWeights | None = None
 
     @property
@@ -121,8 +134,15 @@ class LayerWeights:
         assert self.down is not None, "gate_up does not come alone"
         return self.gate_up, self.down
 
+    @property
+    def mixer(self) -> tuple[Weight, Weight]:
+        """(qkv, o) of a layer with attention or a state."""
+        assert self.qkv is not None, "the layer has more than an MLP"
+        assert self.o is not None, "qkv does not come alone"
+        return self.qkv, self.o
+
     def matrix(self, place: str) -> Weight | None:
-        """Returns the matrix in a field, or in a part of it ("delta.gates"). None if there is none."""
+        """Returns the matrix in a field, or in a part of it ("state.gates"). None if there is none."""
         found: object = self
         for name in place.split("."):
             found = getattr(found, name, None)
@@ -147,13 +167,13 @@ class DecoderWeights:
     def nbytes(self) -> int:
         """Bytes of device memory. A tied head counts once."""
         held: list[Weight | ExpertWeights | Tensor | None] = [self.embed, self.norm, self.norm_bias, self.head]
-        held += [tensor for layer in self.layers for part in (layer, layer.delta) for tensor in _held(part)]
+        held += [tensor for layer in self.layers for part in (layer, layer.state) for tensor in _held(part)]
         return sum({id(each): each.nbytes for each in held if each is not None}.values())
 
 
-def _held(part: LayerWeights | DeltaWeights | None) -> Iterator[Weight | ExpertWeights | Tensor | None]:
+def _held(part: LayerWeights | StateWeights | None) -> Iterator[Weight | ExpertWeights | Tensor | None]:
     for each in () if part is None else fields(part):
-        if not isinstance(held := getattr(part, each.name), DeltaWeights):
+        if not isinstance(held := getattr(part, each.name), StateWeights):
             yield held
 
 
@@ -331,8 +351,8 @@ def k_norm_order(spec: ModelSpec, plan: LayerPlan) -> list[int] | None:
 
 def delta_order(spec: ModelSpec, plan: LayerPlan) -> list[int]:
     """Returns the stored row of each row of q, k, v, z, b and a, which are stored grouped by key head."""
-    rule = plan.delta
-    assert rule is not None, "the layer is recurrent"
+    rule = plan.state
+    assert isinstance(rule, DeltaRule), "the layer has the gated delta rule"
     served = rule.value_heads // rule.key_heads
     own = served * rule.value_dim
     each = 2 * rule.key_dim + 2 * own
@@ -360,6 +380,26 @@ def _asks(name: str) -> Condition:
     return lambda plan: bool(getattr(plan.experts, name))
 
 
+def _alone(plan: LayerPlan) -> bool:
+    return not plan.attends
+
+
+def _beside(plan: LayerPlan) -> bool:
+    return plan.attends
+
+
+def _biased(plan: LayerPlan) -> bool:
+    return plan.state_bias
+
+
+def _biased_conv(plan: LayerPlan) -> bool:
+    return plan.conv_bias
+
+
+def _norms_state(plan: LayerPlan) -> bool:
+    return isinstance(plan.state, MambaRule) and plan.state.norm is not None
+
+
 _QKV = tuple(f"self_attn.{part}_proj" for part in "qkv")
 _DELTA = tuple(f"linear_attn.in_proj_{part}" for part in ("qkv", "z", "b", "a"))
 _EXPERT, _SHARED = "mlp.experts.{}.", "mlp.shared_expert."
@@ -368,6 +408,9 @@ _MLP = ("mlp.gate_proj", "mlp.up_proj")
 _AFTER_ATTENTION = "post_attention_layernorm"
 _CHANNELS = ("keys", "keys", "values")
 _HIDDEN = ("hidden",)
+_HEADS = ("value_heads",)
+_TAPS = ("one", "taps")
+_MAMBA = ("values", "values", "groups", "groups", "value_heads")  # z, x, B, C and the steps
 
 
 def _rows(when: Condition, *rows: TableRow) -> tuple[TableRow, ...]:
@@ -381,7 +424,7 @@ def _rows(when: Condition, *rows: TableRow) -> tuple[TableRow, ...]:
 
 LAYER: Final[tuple[TableRow, ...]] = (
     *_rows(
-        lambda plan: plan.delta is None,
+        lambda plan: plan.attends,
         TableRow("qkv", _QKV, ("q", "k", "v"), ("read",), bias=lambda plan: plan.qkv_bias, order=qkv_order),
         TableRow("o", ("self_attn.o_proj",), _HIDDEN, ("heads",), bias=lambda plan: plan.o_bias, tree=True),
         TableRow("q_norm", ("self_attn.q_norm",), ("q_norm",), (), "norm", when=_norms_heads, order=q_norm_order),
@@ -389,14 +432,14 @@ LAYER: Final[tuple[TableRow, ...]] = (
         TableRow("sinks", ("self_attn.sinks",), ("query_heads",), (), "vector", when=lambda plan: plan.sinks, leaf=""),
     ),
     *_rows(
-        lambda plan: plan.delta is not None,
+        lambda plan: isinstance(plan.state, DeltaRule),
         TableRow(
             "delta",
             _DELTA,
             (_CHANNELS, "values", "value_heads", "value_heads"),
             ("read",),
             field="qkv",
-            apart="delta.gates",
+            apart="state.gates",
         ),
         TableRow(
             "delta_grouped",
@@ -404,18 +447,38 @@ LAYER: Final[tuple[TableRow, ...]] = (
             ((*_CHANNELS, "values"), ("value_heads", "value_heads")),
             ("read",),
             field="qkv",
-            apart="delta.gates",
+            apart="state.gates",
             order=delta_order,
             mixed=True,
         ),
         TableRow("delta_out", ("linear_attn.out_proj",), _HIDDEN, ("values",), field="o"),
-        TableRow("delta.conv", ("linear_attn.conv1d",), (_CHANNELS,), ("one", "taps"), "vector"),
-        TableRow("delta.decay", ("linear_attn.A_log",), ("value_heads",), (), "exact", leaf=""),
-        TableRow("delta.step", ("linear_attn.dt_bias",), ("value_heads",), (), "exact", leaf=""),
-        TableRow("delta.norm", ("linear_attn.norm",), ("value_dim",), (), "vector"),
+        TableRow("delta_conv", ("linear_attn.conv1d",), (_CHANNELS,), _TAPS, "vector", field="state.conv"),
+        TableRow("delta_decay", ("linear_attn.A_log",), _HEADS, (), "exact", field="state.decay", leaf=""),
+        TableRow("delta_step", ("linear_attn.dt_bias",), _HEADS, (), "exact", field="state.step", leaf=""),
+        TableRow("delta_norm", ("linear_attn.norm",), ("value_dim",), (), "vector", field="state.norm"),
     ),
     *_rows(
-        lambda plan: plan.experts is None,
+        lambda plan: isinstance(plan.state, ConvRule),
+        TableRow("conv", ("conv.in_proj",), (("values",) * 3,), ("read",), field="qkv", bias=_biased),
+        TableRow("conv_out", ("conv.out_proj",), _HIDDEN, ("values",), field="o", bias=_biased),
+        TableRow("conv_taps", ("conv.conv",), ("values",), _TAPS, "vector", field="state.conv", bias=_biased_conv),
+    ),
+    *_rows(
+        lambda plan: isinstance(plan.state, MambaRule),
+        TableRow("mamba", ("mamba.in_proj",), (_MAMBA,), ("read",), when=_alone, bias=_biased, field="qkv"),
+        TableRow("mamba_out", ("mamba.out_proj",), _HIDDEN, ("values",), when=_alone, bias=_biased, field="o"),
+        TableRow("mamba_beside", ("mamba.in_proj",), (_MAMBA,), ("read",), when=_beside, field="state.inner"),
+        TableRow("mamba_out_beside", ("mamba.out_proj",), _HIDDEN, ("values",), when=_beside, field="state.out"),
+        TableRow(
+            "mamba_conv", ("mamba.conv1d",), (_MAMBA[1:4],), _TAPS, "vector", field="state.conv", bias=_biased_conv
+        ),
+        TableRow("mamba_decay", ("mamba.A_log",), _HEADS, (), "exact", field="state.decay", leaf=""),
+        TableRow("mamba_step", ("mamba.dt_bias",), _HEADS, (), "exact", field="state.step", leaf=""),
+        TableRow("mamba_skip", ("mamba.D",), _HEADS, (), "exact", field="state.skip", leaf=""),
+        TableRow("mamba_norm", ("mamba.norm",), ("values",), (), "vector", when=_norms_state, field="state.norm"),
+    ),
+    *_rows(
+        lambda plan: plan.feeds and plan.experts is None,
         TableRow("gate_up", _MLP, ("gate", "inner"), _HIDDEN, bias=lambda plan: plan.mlp_bias, gated=True),
         TableRow("down", ("mlp.down_proj",), _HIDDEN, ("inner",), bias=lambda plan: plan.mlp_bias, tree=True),
     ),
@@ -434,7 +497,7 @@ LAYER: Final[tuple[TableRow, ...]] = (
         TableRow(
             "experts.gate_up",
             tuple(_EXPERT + part for part in GATE_UP),
-            ("width", "width"),
+            ("width_gate", "width"),
             _HIDDEN,
             "stack",
             bias=_asks("bias"),
@@ -444,7 +507,7 @@ LAYER: Final[tuple[TableRow, ...]] = (
         TableRow(
             "shared_gate_up",
             tuple(_SHARED + part for part in GATE_UP),
-            ("shared", "shared"),
+            ("shared_gate", "shared"),
             _HIDDEN,
             when=_asks("shared"),
             field="gate_up",
@@ -471,14 +534,22 @@ LAYER: Final[tuple[TableRow, ...]] = (
     ),
     *_rows(
         lambda plan: plan.pre_norm,
-        TableRow("input_norm", ("input_layernorm",), _HIDDEN, (), "norm", bias=lambda plan: plan.norm_bias),
+        TableRow(
+            "input_norm",
+            ("input_layernorm",),
+            _HIDDEN,
+            (),
+            "norm",
+            when=lambda plan: plan.mixes,
+            bias=lambda plan: plan.norm_bias,
+        ),
         TableRow(
             "post_norm",
             (_AFTER_ATTENTION,),
             _HIDDEN,
             (),
             "norm",
-            when=lambda plan: not plan.parallel,
+            when=lambda plan: plan.feeds and not plan.parallel,
             bias=lambda plan: plan.norm_bias,
         ),
     ),
@@ -519,19 +590,30 @@ def axes_of(spec: ModelSpec, plan: LayerPlan, reads: int | None = None) -> dict[
         "gate": Axis(plan.gated * spec.intermediate_size, "even"),
         "inner": Axis(spec.intermediate_size, "even"),
     }
-    if (rule := plan.delta) is not None:
+    if (rule := plan.state) is not None:
+        found["taps"] = Axis(rule.width)
+    if isinstance(rule, DeltaRule):
         found |= {
             "keys": Axis(rule.keys, "even"),
             "values": Axis(rule.values, "even"),
             "value_heads": Axis(rule.value_heads, "even"),
             "value_dim": Axis(rule.value_dim),
-            "taps": Axis(rule.width),
+        }
+    elif isinstance(rule, ConvRule):
+        found["values"] = Axis(rule.channels, "even")
+    elif rule is not None:
+        found |= {
+            "values": Axis(rule.heads, "even", rule.head_dim),
+            "groups": Axis(rule.groups, "even", rule.state_dim),
+            "value_heads": Axis(rule.heads, "even"),
         }
     if (experts := plan.experts) is not None:
         found |= {
             "experts": Axis(experts.count),
             "width": Axis(experts.width, "packed"),
+            "width_gate": Axis(experts.gated * experts.width, "packed"),
             "shared": Axis(experts.shared, "even"),
+            "shared_gate": Axis(experts.gated * experts.shared, "even"),
         }
     return found
 

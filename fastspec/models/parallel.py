@@ -122,7 +122,7 @@ class ParallelDecoder(Decoder):
         return [Cut(part * k // own, (part + 1) * k // own) for part in range(own)]
 
     def _fuses(self, plan: LayerPlan) -> bool:
-        return plan.fused_tail and not self._share.one_tree  # with one_tree, products are made in pieces
+        return super()._fuses(plan) and not self._share.one_tree  # with one_tree, products are made in pieces
 
     def _product(self, x: Tensor, weight: Weight, bias: Tensor | None, tiling: Tiling, **options: Any) -> Tensor:
         pieces = self._pieces[id(weight)].rows if id(weight) in self._pieces else ()
@@ -172,14 +172,15 @@ class ParallelDecoder(Decoder):
         bias: Tensor | None,
         x: Tensor,
         norm: Tensor | None,
+        scale: float,
         tiling: Tiling,
     ) -> Tensor:
         partial = tree_sum(self._partials(given, weight, tiling))
-        if norm is None and plan.residual_scale == 1.0:
+        if norm is None and scale == 1.0:
             return self.exchange.added(partial, bias, x)
         total = self.exchange.sum(partial)
         added = (total if bias is None else total + bias.float()).to(x.dtype)
-        return x + self._residual_branch(plan, added, norm)
+        return x + self._residual_branch(plan, added, norm, scale)
 
     def _partials(self, given: Tensor, weight: Weight, tiling: Tiling) -> list[Tensor]:
         """Returns an fp32 product for each of this rank's parts of K.
@@ -192,7 +193,9 @@ class ParallelDecoder(Decoder):
             made.append(self.ops.linear(columns, piece, None, tiling, out_dtype=torch.float32))
         return made
 
-    def _experts_tail(self, index: int, attended: Tensor, x: Tensor, tiling: Tiling) -> tuple[Tensor, Tensor | None]:
+    def _experts_tail(
+        self, index: int, attended: Tensor | None, x: Tensor, tiling: Tiling
+    ) -> tuple[Tensor, Tensor | None]:
         """Computes `Decoder._experts_tail`. Every rank has the whole router, and some columns of each expert.
 
         The outputs of a row's experts are added in fp32 for each part of the columns, and the parts are added as a
@@ -202,7 +205,8 @@ class ParallelDecoder(Decoder):
         experts, weights = plan.experts, layer.experts
         assert experts is not None
         assert weights is not None
-        x = self._add_residual(plan, attended, layer.o, layer.o_bias, x, None, tiling)
+        assert attended is not None, "models whose layers have only an MLP are not split over ranks"
+        x = self._add_residual(plan, attended, layer.mixer[1], layer.o_bias, x, None, plan.residual_scale, tiling)
         ids, factors, h = self._routed(plan, x, layer, tiling)
         logits = None
         if weights.shared_gate is not None:
@@ -215,7 +219,10 @@ class ParallelDecoder(Decoder):
             more: dict[str, Any] = {}
             if of_all is not None:
                 more = {"shared": of_all} if logits is None else {"shared": of_all, "shared_logits": logits}
-            partial.append(self.ops.experts(h, ids, factors, mine, experts.clamp, residual=None, **more))
+            partial.append(self.ops.experts(h, ids, factors, mine, experts.activation, residual=None, **more))
+        if plan.residual_scale != 1.0:
+            total = self.exchange.sum(tree_sum(partial)).to(x.dtype)
+            return x + total * plan.residual_scale, None
         return self.exchange.added(tree_sum(partial), None, x), None  # the next norm needs the sum over all ranks
 
     def _normed_heads(self, plan: LayerPlan, layer: LayerWeights, qkv: Tensor, positions: Tensor) -> Tensor:

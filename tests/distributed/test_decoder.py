@@ -67,11 +67,16 @@ def test_every_family_has_the_same_bits_on_one_two_and_four_ranks(family: str, t
 
 
 @pytest.mark.parametrize(
-    "kind", ["next", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("qwen3_5", "qwen3_5_moe"))]
+    "kind",
+    [
+        *("next", "lfm2_moe", "granite4"),
+        *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("qwen3_5", "qwen3_5_moe", "lfm2", "bamba")),
+    ],
 )
 def test_hybrid_models_have_the_same_bits_on_one_and_two_ranks(kind: str, tmp_path: Path) -> None:
-    made = hybrid.make_hybrid(kind)
-    made.save_pretrained(tmp_path) if kind == "next" else hybrid.save_published(made, tmp_path)
+    made = hybrid.make_states(kind) if kind in hybrid.STATES else hybrid.make_hybrid(kind)
+    plain_names = kind == "next" or kind in hybrid.STATES
+    made.save_pretrained(tmp_path) if plain_names else hybrid.save_published(made, tmp_path)
     checkpoint = resolve(tmp_path, role="target")
     whole = load_weights(checkpoint, dtype=torch.float32, device=torch.device("cpu"), progress=False)
 

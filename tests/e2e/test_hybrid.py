@@ -11,28 +11,25 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 from transformers import PreTrainedModel
 
-from fastspec import DeterministicProposer, FastSpecGenerator, GenerateOutput, UnsupportedOption
+from fastspec import FastSpecGenerator, UnsupportedOption
 from fastspec.distributed.slices import check_divides
 from fastspec.engine.engine import Engine
 from fastspec.inputs.row_options import RowOptions
 from fastspec.models.checkpoints.resolve import resolve
-from fastspec.models.decoder import Decoder
 from fastspec.scheduling.requests import CallPlan, Request, lengths_of
 from fastspec.scheduling.scheduler import Scheduler
 from fastspec.shapes import GREEDY
 from tests.helpers.checkpoints import make_checkpoint
 from tests.helpers.fuzzing import CI, NIGHTLY
 from tests.helpers.hybrid import VOCAB, make_hybrid, save_published
+from tests.helpers.state_runs import DRAFTS, OPTIONS, PLAIN, One, output, same
 
-NEW, DRAFTS, PAGE = 130, 7, 16
+NEW = 130
 LENGTHS = (1, 2, 5, 9, 17, 40, 90)
-OPTIONS: dict[str, Any] = {"max_length": 400, "page_size": PAGE, "dtype": "float32", "device": "cpu", "progress": False}
 # of transformers in fp32: chunks of 64 tokens there, and token by token here, differ by some 1e-4 of logits around 10
 GAP = 2e-4
-PLAIN: dict[str, Any] = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "seed": 0}
 SEEDS = {"qwen3_5": 0, "next": 1, "qwen3_5_moe": 0}
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # no tokenizers, drafts that do not pay, parts left out
@@ -53,12 +50,6 @@ class Model:
         with FastSpecGenerator(self.directory, max_batch_size=len(LENGTHS), **OPTIONS) as gen:
             self.explained = gen.explain()
             self.texts = output(gen, self.prompts, NEW).new_tokens
-
-
-def output(gen: FastSpecGenerator, prompts: list[list[int]], new: int, **options: Any) -> GenerateOutput:
-    out = gen.generate(prompts, max_new_tokens=new, eos_token_id=None, return_dict_in_generate=True, **options)
-    assert isinstance(out, GenerateOutput)
-    return out
 
 
 @pytest.fixture(scope="module", params=SEEDS)
@@ -113,65 +104,11 @@ def test_sampled_text_does_not_depend_on_drafts_where_they_are_coupled(qwen: Mod
     assert drafted.stats.acceptance_rate == 1.0
 
 
-class Scripted(DeterministicProposer):
-    """Drafts the known text of the one row there is, but for the draft that the next number of a script names."""
-
-    def __init__(self) -> None:
-        self.text: list[int] = []
-        self.script: list[int] = [0]
-        self.steps = 0
-
-    def guess(self, tokens: Tensor, lengths: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        known = torch.tensor([*self.text, *[0] * k])
-        drafts = known[lengths[:1, None] + torch.arange(k)].repeat(len(lengths), 1)
-        wrong = self.script[self.steps % len(self.script)]
-        self.steps += 1
-        if wrong < k:
-            drafts[:, wrong] = (drafts[:, wrong] + 1) % VOCAB
-        return drafts, torch.full_like(lengths, k)
-
-
-class One:
-    """A generator whose drafts are scripted, and its engine."""
-
-    def __init__(self, model: Model) -> None:
-        self.proposer, self.model = Scripted(), model
-        self.gen = FastSpecGenerator(
-            model.directory, proposer=self.proposer, num_speculative_tokens=DRAFTS, max_batch_size=1, **OPTIONS
-        )
-        self.engine: Engine = self.gen._open().engine
-        target = self.engine.modules.target
-        assert isinstance(target, Decoder)
-        assert target.cache.states is not None
-        self.states = target.cache.states
-
-    def run(self, row: int, new: int, script: list[int], ks: list[int]) -> tuple[list[int], Tensor, Tensor]:
-        """The new tokens of one prompt, the states behind its last token but one, and the inputs that count."""
-        prompt = self.model.prompts[row]
-        self.proposer.text, self.proposer.script, self.proposer.steps = prompt + self.model.texts[row], script, 0
-        request = Request(prompt, new, RowOptions(**PLAIN))
-        call = CallPlan((), GREEDY, lambda made: ks[made % len(ks)], lengths=lengths_of([request]))
-        for _ in Scheduler(self.engine).run([request], call):
-            pass
-        fed, states, inputs = request.length - 1, self.states.states, self.states.inputs
-        places = [position % inputs.shape[2] for position in range(max(0, fed - 3), fed)]
-        return request.new_tokens, states[:, 0, (fed - 1) % states.shape[2]].clone(), inputs[:, 0, places].clone()
-
-
 @pytest.fixture(scope="module")
 def one(qwen: Model) -> Iterator[One]:
     made = One(qwen)
     with made.gen:
         yield made
-
-
-def same(one: One, row: int, new: int, script: list[int], ks: list[int]) -> None:
-    text, states, inputs = one.run(row, new, [0], [0])
-    assert text == one.model.texts[row][:new]
-    found, found_states, found_inputs = one.run(row, new, script, ks)
-    assert found == text
-    assert torch.equal(found_states, states)
-    assert torch.equal(found_inputs, inputs)
 
 
 @pytest.mark.parametrize("k", [1, 3, DRAFTS])

@@ -37,10 +37,62 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "next": ("Qwen3Next", {**EXPERTS, "mlp_only_layers": [1]}),
     "qwen3_5_moe": ("Qwen3_5Moe", EXPERTS),
 }
+SMALL: dict[str, Any] = {**SIZES, "head_dim": 16, "num_hidden_layers": 3}
+_MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d_state": 24, "mamba_chunk_size": 16}
+_CONV = {"layer_types": ["conv", "full_attention", "conv"], "tie_word_embeddings": False}
+_MIXED = {"layer_types": ["linear_attention", "full_attention", "linear_attention"]}
+_GRANITE = {
+    **{"attention_multiplier": 0.6, "embedding_multiplier": 3.0, "residual_multiplier": 0.4, "logits_scaling": 0.5},
+    "shared_intermediate_size": 48,
+}
+_FACTORS = {
+    **{"embedding_multiplier": 3.0, "lm_head_multiplier": 0.7, "mlp_multipliers": [0.8, 0.6], "key_multiplier": 1.3},
+    **{"attention_in_multiplier": 0.9, "attention_out_multiplier": 0.7, "ssm_in_multiplier": 1.2},
+    **{"ssm_out_multiplier": 0.6, "ssm_multipliers": [0.9, 1.1, 0.8, 1.2, 0.7]},
+}
+# models with other states: class of transformers without ForCausalLM, and fields besides SMALL
+STATES: dict[str, tuple[str, dict[str, Any]]] = {
+    "lfm2": ("Lfm2", {**_CONV, "conv_L_cache": 3, "block_multiple_of": 16}),
+    "lfm2_moe": (
+        "Lfm2Moe",
+        {**_CONV, "conv_L_cache": 4, "conv_bias": True, "num_dense_layers": 1, "moe_intermediate_size": 32}
+        | {"num_experts": 6, "num_experts_per_tok": 2, "routed_scaling_factor": 1.5},
+    ),
+    "granite4": (
+        "GraniteMoeHybrid",
+        {**_MAMBA, **_MIXED, **_GRANITE, "num_local_experts": 0, "num_experts_per_tok": 0, "mamba_proj_bias": True},
+    ),
+    "granite4_moe": (
+        "GraniteMoeHybrid",
+        {**_MAMBA, **_MIXED, **_GRANITE, "mamba_n_groups": 1, "position_embedding_type": "rope"}
+        | {"num_local_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 32},
+    ),
+    "bamba": ("Bamba", {**_MAMBA, "attn_layer_indices": [1], "mlp_bias": True, "attention_bias": True}),
+    "falcon_h1": (
+        "FalconH1",
+        {**_MAMBA, **_FACTORS, "num_hidden_layers": 2, "mamba_d_ssm": 128, "mamba_rms_norm": True},
+    ),
+    "falcon_h1_plain": ("FalconH1", {**_MAMBA, "num_hidden_layers": 2, "mamba_d_ssm": 128}),
+    "nemotron_h": (
+        "NemotronH",
+        {
+            "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp", "linear_attention", "moe"],
+            **{"ssm_state_size": 24, "mamba_num_heads": 8, "mamba_head_dim": 16, "n_groups": 2, "chunk_size": 16},
+            **{"n_routed_experts": 6, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1},
+            **{"moe_intermediate_size": 32, "moe_shared_expert_intermediate_size": 48, "routed_scaling_factor": 1.5},
+        },
+    ),
+}
 
 
 def config_of(kind: str, **changes: Any) -> Any:
-    """The tiny config of one of `KINDS`."""
+    """The tiny config of one of `KINDS` or `STATES`."""
+    if kind in STATES:
+        name, own = STATES[kind]
+        dropped = ("head_dim", "num_hidden_layers") if kind == "nemotron_h" else ("head_dim",)
+        sizes = {field: value for field, value in SMALL.items() if field not in dropped and "linear" not in field}
+        more = {"head_dim": 16} if kind == "nemotron_h" else {}
+        return getattr(transformers, f"{name}Config")(**{**sizes, **more, **own, **changes})
     name, own = KINDS[kind]
     made = getattr(transformers, f"{name}Config" if kind == "next" else f"{name}TextConfig")
     return made(**{**SIZES, **own, **changes})
@@ -53,6 +105,20 @@ def make_hybrid(kind: str, seed: int = 0, std: float = 0.3, **changes: Any) -> P
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.normal_(float("linear_attn.norm" in name), std, generator=generator)
+            if name.endswith("A_log"):
+                parameter.normal_(-1.0, 1.0, generator=generator)
+    return model.eval()
+
+
+def make_states(kind: str, seed: int = 0, std: float = 0.3, **changes: Any) -> PreTrainedModel:
+    """A live model of one of `STATES`, as `make_hybrid` makes them."""
+    model: PreTrainedModel = getattr(transformers, f"{STATES[kind][0]}ForCausalLM")(config_of(kind, **changes))
+    generator = torch.Generator().manual_seed(seed)
+    corrections = [pair for pair in model.named_buffers() if pair[0].endswith(("correction_bias", "expert_bias"))]
+    with torch.no_grad():
+        for name, parameter in [*model.named_parameters(), *corrections]:
+            around_one = ("norm" in name and name.endswith("weight")) or name.endswith(".D")
+            parameter.normal_(float(around_one), std, generator=generator)
             if name.endswith("A_log"):
                 parameter.normal_(-1.0, 1.0, generator=generator)
     return model.eval()
@@ -93,7 +159,7 @@ def decoder(
     """Our decoder of some rows with room for 64 positions each."""
     device, heads = torch.device("cpu"), (spec.num_kv_heads, spec.head_dim)
     dtype = weights.norm.dtype
-    states = StateCache.allocate(spec.deltas, rows, drafts, dtype=dtype, device=device)
+    states = StateCache.allocate(spec.state_rules, rows, drafts, dtype=dtype, device=device)
     cache = PagedKVCache.allocate(
         len(spec.attending), 1 + 4 * rows, 16, *heads, dtype=dtype, device=device, states=states
     )

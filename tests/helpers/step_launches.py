@@ -23,6 +23,7 @@ from fastspec.kernels.product.rank_sums import sum_ranks_permuted
 from fastspec.kernels.product.split_k import Parts
 from fastspec.kernels.recurrent.dispatch import delta_rule
 from fastspec.kernels.recurrent.gated_norm import gated, gated_norm
+from fastspec.kernels.recurrent.state_space import mamba, mamba_norm, short_conv
 from fastspec.kernels.reference.linear import PartKeys
 from fastspec.kernels.reference.recurrent import KeptState
 from fastspec.kernels.reference.step import Record
@@ -36,7 +37,7 @@ from fastspec.kernels.sampling.logits import sampled_work
 from fastspec.kernels.sampling.logprobs import record_work
 from fastspec.kernels.sampling.publish import publish
 from fastspec.kernels.sampling.sampled_commit import sampled_commit
-from fastspec.shapes import DeltaRule
+from fastspec.shapes import ConvRule, DeltaRule, MambaRule
 from fastspec.state import DecodeState
 from tests.helpers.product_launches import packed
 from tests.helpers.recorder import BF16, F32, I64, META, Calls, on_meta
@@ -210,6 +211,45 @@ def recurrent(arch: int) -> Calls:
             gamma = on_meta((rule.value_dim,), dtype)
             yield f"gated norm {dtype}", partial(gated_norm, x, gate[..., : rule.values], gamma, EPS)
             yield f"gate {dtype}", partial(gated, x, gate[..., : rule.values])
+    yield from _states()
+
+
+def _states() -> Calls:
+    """Layers of Nemotron 3 Nano's sizes, of LFM2's, and of no powers of two; steps, and a prompt."""
+    for rule in (MambaRule(64, 64, 8, 128, 4), MambaRule(4, 40, 1, 24, 4, norm="norm_first"), ConvRule(2048, 3)):
+        for dtype in (BF16, F32):
+            for rows, tokens in ((BATCH, 5), (1, 64)):
+                yield (
+                    f"{type(rule).__name__} {rule.rows} {dtype} {tokens}",
+                    partial(_state_of, rule, dtype, rows, tokens),
+                )
+            if isinstance(rule, MambaRule):
+                x, gate = on_meta((BATCH, 5, rule.values), dtype), on_meta((BATCH, 5, rule.rows), dtype)
+                weight = on_meta((rule.values,), dtype) if rule.groups > 1 else None
+                yield f"norm {dtype}", partial(mamba_norm, x, gate[..., : rule.values], weight, EPS, rule)
+
+
+def _state_of(rule: MambaRule | ConvRule, dtype: torch.dtype, rows: int, tokens: int) -> object:
+    slots, heads = DRAFTS + 1, rule.heads if isinstance(rule, MambaRule) else 0
+    layer: Any = SimpleNamespace(
+        conv=on_meta((rule.channels, 1, rule.width), dtype),
+        conv_bias=on_meta((rule.channels,), dtype) if heads else None,
+        decay=on_meta((heads,), F32),
+        step=on_meta((heads,), F32),
+        skip=on_meta((heads,), F32),
+    )
+    room = on_meta((1,), I64), on_meta(rule.state_shape, F32), on_meta((rule.width, rule.channels), dtype)
+    where = (
+        on_meta((rows, slots, *rule.state_shape), F32),
+        on_meta((rows, slots + rule.tail, rule.channels), dtype),
+        on_meta((rows,), I64),
+        on_meta((rows, tokens), I64),
+        on_meta((rows, tokens), torch.bool),
+    )
+    kept, product = KeptState(*room) if tokens > slots else None, on_meta((rows, tokens, rule.rows), dtype)
+    if isinstance(rule, MambaRule):
+        return mamba(product, layer, *where, rule, kept)
+    return short_conv(product, layer, *where, rule, kept)
 
 
 def _delta(rule: DeltaRule, dtype: torch.dtype, rows: int, tokens: int) -> object:

@@ -12,10 +12,10 @@ from fastspec.kernels.common.experts import ExpertWeights
 from fastspec.models.checkpoints.tensor_source import TensorSource, WrappedSource
 from fastspec.models.config import ModelSpec, spec_from_config
 from fastspec.models.families import FAMILIES
-from fastspec.models.layer_table import LAYER, DeltaWeights, LayerWeights, slices_of, tensor_shapes
+from fastspec.models.layer_table import LAYER, LayerWeights, StateWeights, slices_of, tensor_shapes
 from tests.helpers import families, hybrid
 
-PARTS = {"delta": DeltaWeights, "experts": ExpertWeights}
+PARTS = {"state": StateWeights, "experts": ExpertWeights}
 NOT_STORED = {"experts.joined"}  # says how the others are stored
 
 
@@ -42,7 +42,7 @@ def _spec(name: str) -> ModelSpec:
     return spec_from_config((families if name in families.FAMILIES else hybrid).config_of(name))
 
 
-@pytest.mark.parametrize("name", [*families.FAMILIES, *hybrid.KINDS])
+@pytest.mark.parametrize("name", [*families.FAMILIES, *hybrid.KINDS, "lfm2_moe", "granite4", "bamba"])
 def test_ranks_read_every_row_and_column_once(name: str) -> None:
     spec = _spec(name)
     assert divides(spec, 2)

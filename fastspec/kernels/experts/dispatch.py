@@ -9,6 +9,7 @@ import torch
 import triton
 from torch import Tensor
 
+from fastspec.kernels import reference
 from fastspec.kernels.common.checks import check
 from fastspec.kernels.common.experts import ExpertStack, ExpertWeights
 from fastspec.kernels.common.launch import launch
@@ -16,7 +17,7 @@ from fastspec.kernels.experts.lists import lists_of
 from fastspec.kernels.experts.mxfp4 import ExpertEpilogue, ExpertOperands, mxfp4_kernel
 from fastspec.kernels.experts.products import Chosen, Norm, Stack, expert_kernel, sum_kernel
 from fastspec.kernels.gpu import generation_of
-from fastspec.shapes import ClampedGate
+from fastspec.shapes import ClampedGate, SquaredRelu
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +77,7 @@ def experts(
     ids: Tensor,
     factors: Tensor,
     weights: ExpertWeights,
-    clamp: ClampedGate | None,
+    clamp: ClampedGate | SquaredRelu | None,
     *,
     shared: Tensor | None = None,
     shared_logits: Tensor | None = None,
@@ -90,6 +91,10 @@ def experts(
     Raises:
         ValueError: shapes, dtypes or layouts that do not fit each other.
     """
+    if isinstance(clamp, SquaredRelu):  # the kernels have a gate
+        return reference.experts(
+            x, ids, factors, weights, clamp, shared=shared, shared_logits=shared_logits, residual=residual
+        )
     outputs = _expert_outputs(x, ids, factors, weights, clamp)
     if outputs is None:
         return x.float() if residual is None else residual
@@ -103,7 +108,7 @@ def experts_normed(
     ids: Tensor,
     factors: Tensor,
     weights: ExpertWeights,
-    clamp: ClampedGate | None,
+    clamp: ClampedGate | SquaredRelu | None,
     *,
     shared: Tensor | None = None,
     shared_logits: Tensor | None = None,
@@ -118,6 +123,10 @@ def experts_normed(
     Raises:
         ValueError: shapes, dtypes or layouts that do not fit each other.
     """
+    if isinstance(clamp, SquaredRelu):
+        return reference.experts_normed(
+            x, ids, factors, weights, clamp, shared=shared, shared_logits=shared_logits, residual=residual, norm=norm
+        )
     outputs = _expert_outputs(x, ids, factors, weights, clamp)
     check("norm's weight", norm[0], x.shape[-1:])
     if outputs is None:

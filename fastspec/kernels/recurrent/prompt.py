@@ -40,7 +40,7 @@ from fastspec.kernels.common.launch import launch
 from fastspec.kernels.recurrent.delta import sizes_of
 from fastspec.kernels.recurrent.parts import OF_PROMPTS, StateSlots, Weights, convs, gates, span, units
 from fastspec.kernels.reference.recurrent import KeptState
-from fastspec.shapes import DeltaRule
+from fastspec.shapes import DeltaRule, StateRule
 
 
 class Prepared(NamedTuple):
@@ -425,14 +425,27 @@ def prompt_rule(
         num_warps=plan.scan_warps,
         num_stages=plan.stages,
     )
+    store_inputs(product, slots, kept, rule)
+
+
+def store_inputs(x: Tensor, slots: StateSlots, kept: KeptState | None, rule: StateRule) -> None:
+    """Stores the inputs of a convolution: those of a prompt's last tokens, and those before `kept.at`.
+
+    Args:
+        x: [B, Q, channels or more], tokens at equal strides.
+        slots: ring of inputs, and positions of tokens.
+        kept: see `reference.delta_rule`.
+        rule: sizes.
+    """
+    (batch, tokens), places = slots.positions.shape, slots.inputs.shape[1]
     launch(
         _keep_kernel,
         (batch, places, triton.cdiv(rule.channels, _KEPT)),
-        product,
+        x,
         slots,
         kept,
         tokens,
-        ROWS=rule.rows,
+        ROWS=x.stride(1),
         CHANNELS=rule.channels,
         PLACES=places,
         WIDTH=rule.width,

@@ -31,6 +31,7 @@ from fastspec.kernels.reference.linear import (
 )
 from fastspec.kernels.reference.recurrent import delta_rule, gated, gated_norm, sigmoid
 from fastspec.kernels.reference.sampled import sampled_commit, sampled_draw
+from fastspec.kernels.reference.state_space import mamba, mamba_norm, short_conv
 from fastspec.kernels.reference.step import (
     commit,
     embed,
@@ -63,6 +64,8 @@ __all__ = [
     "largest_of",
     "layer_tail",
     "linear",
+    "mamba",
+    "mamba_norm",
     "mlp",
     "norm",
     "normed_logits",
@@ -80,6 +83,7 @@ __all__ = [
     "route_normed",
     "sampled_commit",
     "sampled_draw",
+    "short_conv",
     "sigmoid",
     "silu_mul",
     "store_heads",

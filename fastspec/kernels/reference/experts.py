@@ -17,7 +17,7 @@ from fastspec.kernels.common.weights import Weight
 from fastspec.kernels.reference.linear import linear
 from fastspec.kernels.reference.linear import norm as norm_of
 from fastspec.kernels.reference.recurrent import sigmoid
-from fastspec.shapes import UNTILED, ClampedGate, RoutingRule, Tiling
+from fastspec.shapes import UNTILED, ClampedGate, RoutingRule, SquaredRelu, Tiling
 
 PAIRS = 8  # (token, expert) pairs of one product
 
@@ -118,7 +118,7 @@ def experts(
     ids: Tensor,
     factors: Tensor,
     weights: ExpertWeights,
-    clamp: ClampedGate | None,
+    clamp: ClampedGate | SquaredRelu | None,
     *,
     shared: Tensor | None = None,
     shared_logits: Tensor | None = None,
@@ -132,7 +132,7 @@ def experts(
         x: [B, Q, hidden], or [R, hidden].
         ids, factors: [R, chosen], from `route`.
         weights: experts of the layer.
-        clamp: the clamped gate of gpt-oss; None: silu.
+        clamp: activation of the experts: the clamped gate of gpt-oss, or relu squared without a gate. None: silu.
         shared: shape of x, the shared expert's output.
         shared_logits: fp32 [..., 1], logits of the shared expert's gate.
         residual: shape of x; None: the sum alone, in fp32.
@@ -164,7 +164,7 @@ def experts_normed(
     ids: Tensor,
     factors: Tensor,
     weights: ExpertWeights,
-    clamp: ClampedGate | None,
+    clamp: ClampedGate | SquaredRelu | None,
     *,
     shared: Tensor | None = None,
     shared_logits: Tensor | None = None,
@@ -185,7 +185,7 @@ def experts_normed(
     return out, norm_of(out, *norm)
 
 
-def _of_expert(rows: Tensor, expert: int, weights: ExpertWeights, clamp: ClampedGate | None) -> Tensor:
+def _of_expert(rows: Tensor, expert: int, weights: ExpertWeights, clamp: ClampedGate | SquaredRelu | None) -> Tensor:
     """Multiplies rows [R, hidden] by the matrices of one expert, in blocks of `PAIRS` rows."""
     up, down = weights.gate_up.values(expert), weights.down.values(expert)
     up_bias = None if weights.gate_up_bias is None else weights.gate_up_bias[expert].flatten()
@@ -196,7 +196,7 @@ def _of_expert(rows: Tensor, expert: int, weights: ExpertWeights, clamp: Clamped
     ]
 
 
-def _by_pairs(rows: Tensor, ids: Tensor, weights: ExpertWeights, clamp: ClampedGate | None) -> Tensor:
+def _by_pairs(rows: Tensor, ids: Tensor, weights: ExpertWeights, clamp: ClampedGate | SquaredRelu | None) -> Tensor:
     """Outputs [R * chosen, hidden] of all pairs. The matrices of each pair are gathered, so that shapes are static."""
     room = (0, -ids.numel() % PAIRS)
     blocks = F.pad(rows.repeat_interleave(ids.shape[1], dim=0), (0, 0, *room)).split(PAIRS)
@@ -212,13 +212,17 @@ def _by_pairs(rows: Tensor, ids: Tensor, weights: ExpertWeights, clamp: ClampedG
     return torch.cat(parts)[: ids.numel()]
 
 
-def _through(x: Tensor, weights: ExpertWeights, clamp: ClampedGate | None, product: Callable[..., Tensor]) -> Tensor:
+def _through(
+    x: Tensor, weights: ExpertWeights, clamp: ClampedGate | SquaredRelu | None, product: Callable[..., Tensor]
+) -> Tensor:
     inner = gated(product(x, weights.gate_up, weights.gate_up_bias), clamp)
     return product(inner, weights.down, weights.down_bias)
 
 
-def gated(gate_up: Tensor, clamp: ClampedGate | None) -> Tensor:
-    """The activation of an expert, [..., I], of its fused product [..., 2 I], gate first."""
+def gated(gate_up: Tensor, clamp: ClampedGate | SquaredRelu | None) -> Tensor:
+    """The activation of an expert, [..., I], of its fused product [..., 2 I], gate first. Without a gate [..., I]."""
+    if isinstance(clamp, SquaredRelu):
+        return F.relu(gate_up).square()
     gate, up = gate_up.chunk(2, dim=-1)
     if clamp is None:
         return F.silu(gate) * up

@@ -19,7 +19,7 @@ L2_EPS = 1e-6  # in the norms of queries and keys; configs have no field for it,
 
 
 class DeltaParts(Protocol):
-    """Weights of a recurrent layer; `models.layer_table.DeltaWeights` has their shapes."""
+    """Weights of a layer with the gated delta rule; `models.layer_table.StateWeights` has their shapes."""
 
     @property
     def conv(self) -> Tensor:
@@ -106,7 +106,7 @@ def delta_rule(
     k = _unit(k).repeat_interleave(served, dim=2)
     b, a = product[..., -2 * rule.value_heads :].chunk(2, dim=-1)
     beta = sigmoid(b).float()
-    decay = torch.exp(-torch.exp(layer.decay) * _softplus(a.float() + layer.step))
+    decay = torch.exp(-torch.exp(layer.decay) * softplus(a.float() + layer.step))
 
     first = positions.gather(1, counts.to(torch.int64).argmax(dim=1, keepdim=True))[:, 0]
     state = states[state_rows, (first - 1) % slots]
@@ -114,24 +114,24 @@ def delta_rule(
     outs = []
     for t in range(product.shape[1]):
         new = state * decay[:, t, :, None, None]
-        delta = (v[:, t] - _sum(new * k[:, t, :, None])) * beta[:, t, :, None]
+        delta = (v[:, t] - sum_last(new * k[:, t, :, None])) * beta[:, t, :, None]
         new = new + delta[..., None] * k[:, t, :, None]
-        outs.append(_sum(new * q[:, t, :, None]))
+        outs.append(sum_last(new * q[:, t, :, None]))
         state = torch.where(counts[:, t, None, None, None], new, state)
         if product.shape[1] <= slots:
-            _store(states, state_rows, positions[:, t] % slots, state, counts[:, t])
+            store(states, state_rows, positions[:, t] % slots, state, counts[:, t])
         if kept is not None:
             here = counts[0, t] & (positions[0, t] + 1 == kept.at)
             kept.state.copy_(torch.where(here[:, None, None], state[0], kept.state))
     if product.shape[1] > slots:
         newest = torch.where(counts, positions, 0).amax(dim=1)
-        _store(states, state_rows, newest % slots, state, counts.any(dim=1))
+        store(states, state_rows, newest % slots, state, counts.any(dim=1))
     if kept is not None:
-        _keep_inputs(product[0, :, : rule.channels], kept, positions[0], counts[0])
+        keep_inputs(product[0, :, : rule.channels], kept, positions[0], counts[0])
     return torch.stack(outs, dim=1).flatten(2).to(product.dtype)
 
 
-def _keep_inputs(x: Tensor, kept: KeptState, positions: Tensor, counts: Tensor) -> None:
+def keep_inputs(x: Tensor, kept: KeptState, positions: Tensor, counts: Tensor) -> None:
     """Writes the inputs x [Q, channels] of the last positions before `kept.at`, if the pass reaches it."""
     reached = (counts & (positions + 1 == kept.at)).any()
     places = kept.inputs.shape[0]
@@ -157,6 +157,24 @@ def causal_conv(
     Returns:
         [B, Q, channels] in x's dtype. The sum is in fp32. It is rounded before silu, and the result again.
     """
+    return silu(convolve(x, weight, None, inputs, state_rows, positions, write_mask))
+
+
+def convolve(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    inputs: Tensor,
+    state_rows: Tensor,
+    positions: Tensor,
+    write_mask: Tensor,
+) -> Tensor:
+    """Computes the convolution of `causal_conv` before silu.
+
+    Args:
+        x, weight, inputs, state_rows, positions, write_mask: as in `causal_conv`.
+        bias: [channels], added after the last product.
+    """
     places, width, count = inputs.shape[1], weight.shape[-1], x.shape[1]
     taps, at = weight[:, 0].float(), torch.arange(count, device=x.device)
     first = write_mask.to(torch.int64).argmax(dim=1)
@@ -167,10 +185,21 @@ def causal_conv(
         old = torch.where((positions >= back)[..., None], old, torch.zeros_like(old))
         here = at - back >= first[:, None]
         total = total + torch.where(here[..., None], new, old).float() * taps[:, width - 1 - back]
-    for t in range(count):
-        _store(inputs, state_rows, positions[:, t] % places, x[:, t], write_mask[:, t])
-    rounded = total.to(x.dtype)
-    return silu(rounded)
+    _store_inputs(inputs, state_rows, x, positions, write_mask, first)
+    return (total if bias is None else total + bias.float()).to(x.dtype)
+
+
+def _store_inputs(
+    inputs: Tensor, state_rows: Tensor, x: Tensor, positions: Tensor, write_mask: Tensor, first: Tensor
+) -> None:
+    """Writes the newest inputs x [B, Q, channels] of each row to the ring. `first` is its first unmasked token."""
+    places = inputs.shape[1]
+    start = positions.gather(1, first[:, None])
+    end = start + write_mask.sum(dim=1, keepdim=True)
+    newest = end - 1 - (end - 1 - torch.arange(places, device=x.device)) % places  # position of each place
+    token = (first[:, None] + newest - start).clamp(min=0)
+    new = x.gather(1, token[..., None].expand(-1, -1, x.shape[-1]))
+    inputs[state_rows] = torch.where((newest >= start)[..., None], new, inputs[state_rows])
 
 
 def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -211,26 +240,26 @@ def silu(x: Tensor) -> Tensor:
     return (wide / (1 + torch.exp(-wide))).to(x.dtype)
 
 
-def _softplus(x: Tensor) -> Tensor:
+def softplus(x: Tensor) -> Tensor:
     """log(1 + exp(x)); for x > 20 it is x."""
     return torch.where(x > 20.0, x, torch.log1p(torch.exp(x.clamp(max=20.0))))
 
 
 def _unit(x: Tensor) -> Tensor:
     """x / |x| over the last axis."""
-    return x * torch.rsqrt(_sum(x * x)[..., None] + L2_EPS)
+    return x * torch.rsqrt(sum_last(x * x)[..., None] + L2_EPS)
 
 
-def _sum(x: Tensor) -> Tensor:
+def sum_last(x: Tensor) -> Tensor:
     """Sum over the last axis, by halves. The order depends only on the length of that axis."""
     while (count := x.shape[-1]) > 1:
         half = (count + 1) // 2
-        upper = F.pad(x[..., half:], (0, 2 * half - count))
+        upper = x[..., half:] if 2 * half == count else F.pad(x[..., half:], (0, 1))
         x = x[..., :half] + upper
     return x[..., 0]
 
 
-def _store(ring: Tensor, rows: Tensor, slots: Tensor, new: Tensor, when: Tensor) -> None:
+def store(ring: Tensor, rows: Tensor, slots: Tensor, new: Tensor, when: Tensor) -> None:
     """Sets ring[rows, slots] = new for rows with `when` [B]."""
     shape = (-1, *([1] * (new.dim() - 1)))
     ring[rows, slots] = torch.where(when.view(shape), new.to(ring.dtype), ring[rows, slots])

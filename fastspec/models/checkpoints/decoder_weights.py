@@ -25,7 +25,7 @@ from fastspec.models.checkpoints.checkpoint import Checkpoint
 from fastspec.models.checkpoints.expert_tensors import by_expert
 from fastspec.models.checkpoints.gguf.tensors import GgufTensors
 from fastspec.models.checkpoints.live_module import ModuleTensors
-from fastspec.models.checkpoints.parameter_names import named
+from fastspec.models.checkpoints.parameter_names import named, with_usual_names
 from fastspec.models.checkpoints.quantised.tensors import QuantisedShards
 from fastspec.models.checkpoints.rank_slices import SlicedTensors
 from fastspec.models.checkpoints.safetensors_files import ShardTensors
@@ -39,8 +39,8 @@ from fastspec.models.layer_table import (
     NORM,
     NORM_BIAS,
     DecoderWeights,
-    DeltaWeights,
     LayerWeights,
+    StateWeights,
     TableRow,
     axes_of,
     rows_of,
@@ -193,7 +193,7 @@ def source_of(checkpoint: Checkpoint) -> TensorSource:
     """Returns the tensors of a checkpoint, by the names of the model's parameters."""
     whole = _whole(checkpoint)
     if checkpoint.module is not None:
-        return by_expert(ModuleTensors(checkpoint.module), whole, checkpoint.name)
+        return with_usual_names(by_expert(ModuleTensors(checkpoint.module), whole, checkpoint.name), whole)
     if checkpoint.gguf_header is not None:
         return GgufTensors(checkpoint.gguf_header, whole)
     if checkpoint.directory is None:
@@ -248,8 +248,8 @@ class _Layer:
             part, _, field = name.partition(".")
             if field:
                 parts.setdefault(part, {})[field] = made
-        if "delta" in parts:
-            fields["delta"] = DeltaWeights(**parts["delta"])
+        if "state" in parts:
+            fields["state"] = StateWeights(**parts["state"])
         if "experts" in parts:
             fields["experts"] = ExpertWeights(**parts["experts"], joined=self._joined)
         return LayerWeights(**fields)
@@ -283,7 +283,7 @@ class _Layer:
             self._made[row.place] = loader.weight(*names[:half], order=first)
             self._made[row.apart] = loader.weight(*names[half:], order=last)
         else:
-            gated = row.gated and self._plan.gated
+            gated = row.gated and bool(self._plan.gating)
             self._made[row.place] = loader.weight(*names, gated=gated, order=order, tree=row.tree)
 
     def _take_stack(self, row: TableRow, names: list[str], biases: list[str]) -> None:

@@ -3,6 +3,9 @@
 | stored as, for N experts                                 | by                                       |
 |----------------------------------------------------------|------------------------------------------|
 | `mlp.experts.3.gate_proj.weight` and so on               | publishers; the names that are used here |
+| `feed_forward.experts.3.w1.weight`, w3 and w2            | publishers of LFM2                       |
+| `mixer.experts.3.up_proj.weight` and `down_proj`         | publishers of Nemotron-H                 |
+| `block_sparse_moe.input_linear` and `output_linear`      | publishers of Granite 4; the stacks below|
 | `block_sparse_moe.experts.3.w1.weight`, w3 and w2        | publishers of Mixtral                    |
 | `mlp.experts.gate_up_proj` [N, 2 I, hidden], `down_proj` | transformers 5 in memory                 |
 | the same transposed                                      | publishers of Qwen3-VL                   |
@@ -24,6 +27,7 @@ from fastspec.kernels.common.codes import Codes, CodesKind
 from fastspec.kernels.common.experts import MXFP4, power_of_two
 from fastspec.models.checkpoints.tensor_source import TensorInfo, TensorSource, WrappedSource
 from fastspec.models.families import FAMILIES
+from fastspec.shapes import ClampedGate
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -32,10 +36,16 @@ if TYPE_CHECKING:
     from fastspec.models.config import ModelSpec
     from fastspec.models.families.plan import ExpertsPlan
 
-PLACE: Final = re.compile(r"(.*layers\.\d+\.)(mlp|block_sparse_moe)\.(.+)")
+PLACE: Final = re.compile(r"(.*layers\.\d+\.)(mlp|block_sparse_moe|feed_forward|mixer)\.(.+)")
+NAMED_MLP: Final = ("mlp", "block_sparse_moe")  # of which all tensors have the prefix mlp here, not only the experts'
+GRANITE: Final = {
+    "input_linear.weight": "experts.gate_up_proj",
+    "output_linear.weight": "experts.down_proj",
+    "router.layer.weight": "router.weight",
+}
 MIXTRAL: Final = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 BLOCKS, SCALES = "_blocks", "_scales"
-_STACKS = ("gate_up_proj", "down_proj")
+_STACKS = ("gate_up_proj", "up_proj", "down_proj")
 _CODES_OF_BLOCK = 16  # bytes for 32 values
 
 
@@ -100,7 +110,7 @@ class ExpertTensors(WrappedSource):
         super().__init__(source)
         self._name = name
         plan = next(plan.experts for plan in spec.plans if plan.experts is not None)
-        self._plan, self._hidden, self._interleaved = plan, spec.hidden_size, plan.clamp is not None
+        self._plan, self._hidden, self._interleaved = plan, spec.hidden_size, isinstance(plan.activation, ClampedGate)
         may_be_transposed = FAMILIES[spec.family].transposed_experts
         self._transposed = self._interleaved or (may_be_transposed and self._look_transposed(source.infos()))
         self._names: dict[str, str] = {}
@@ -135,7 +145,8 @@ class ExpertTensors(WrappedSource):
     def _size(self, kind: str) -> tuple[int, int]:
         """Returns (rows, columns) of one expert's matrix in a stack. `kind` is a key of `_STACKS`."""
         width = self._plan.width
-        return (2 * width, self._hidden) if kind == "gate_up_proj" else (self._hidden, width)
+        first = 2 * width if kind == "gate_up_proj" else width
+        return (self._hidden, width) if kind == "down_proj" else (first, self._hidden)
 
     def _take(self, stored: str, info: TensorInfo) -> None:
         """Registers a stored tensor under its name, or the experts' parts of it under their names."""
@@ -143,8 +154,12 @@ class ExpertTensors(WrappedSource):
         if found is None:
             self._enter(stored, stored, info)
             return
-        before, _, name = found.groups()
+        before, module, name = found.groups()
+        name = GRANITE.get(name, name) if module == "block_sparse_moe" else name
         words = name.split(".")
+        if words[0] != "experts" and module not in NAMED_MLP:
+            self._enter(stored, stored, info)
+            return
         if words[0] == "experts" and len(words) == 2:
             self._take_all(f"{before}mlp.experts", words[1], stored, info)
             return

@@ -18,7 +18,7 @@ from fastspec.errors import UnsupportedModel
 from fastspec.models.checkpoints.tensor_source import TensorInfo, TensorSource
 from fastspec.models.config import DTYPES, MAKING, spec_from_config, supported_models
 from fastspec.models.families import FAMILIES
-from fastspec.models.layer_table import CORRECTION
+from fastspec.models.layer_table import CORRECTIONS
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -219,26 +219,29 @@ def as_built(module: nn.Module, spec: ModelSpec) -> ModelSpec:
     Raises:
         UnsupportedModel: the frequencies are not one positive finite number per rotated pair of a head's elements.
     """
-    rotary = module.get_submodule("model.rotary_emb")
-    layers = FAMILIES[spec.family].rope_layers
+    if all(plan.rope is None for plan in spec.plans):
+        return spec
+    family = FAMILIES[spec.family]
+    layers = family.rope_layers
     prefixes = [f"{layer}_" for layer in layers] if layers else [""]
     # there are no frequencies for layer types that the model does not have
     kinds = ["", *(f"{kind}_" for kind in getattr(module.config, "layer_types", None) or ())]
     ropes = [
-        _rope_as_built(module, rotary, rope, prefix) if prefix in kinds else rope
+        _rope_as_built(module, family.rotary, rope, prefix) if prefix in kinds else rope
         for rope, prefix in zip(spec.ropes, prefixes, strict=True)
     ]
     return replace(spec, ropes=tuple(ropes))
 
 
-def _rope_as_built(module: nn.Module, rotary: nn.Module, rope: RopeSpec, prefix: str) -> RopeSpec:
+def _rope_as_built(module: nn.Module, path: str, rope: RopeSpec, prefix: str) -> RopeSpec:
+    rotary = module.get_submodule(path)
     scaling, held = vars(rotary).get(f"{prefix}attention_scaling", 1.0), rotary.get_buffer(f"{prefix}inv_freq")
     inv_freq = held.detach().to("cpu", torch.float32)
     whole = inv_freq.shape == (len(rope.inv_freq),) and bool((inv_freq.isfinite() & (inv_freq >= 0)).all())
     if not whole or isinstance(scaling, bool) or not isinstance(scaling, int | float):
         _refuse(
             module,
-            "model.rotary_emb",
+            path,
             f"{prefix}inv_freq of shape {list(held.shape)} and {prefix}attention_scaling={scaling!r}",
             f"wanted {len(rope.inv_freq)} finite frequencies and a number; load the model again",
         )
@@ -249,14 +252,23 @@ def _rope_as_built(module: nn.Module, rotary: nn.Module, rope: RopeSpec, prefix:
     if found not in (rope.inv_freq, rope.long_inv_freq) or scaling != rope.scaling:
         _refuse(
             module,
-            "model.rotary_emb",
+            path,
             "frequencies that are neither the short nor the long ones of its config",
             "keep them in float32 (model.to(dtype) rounds them): load the model again with dtype=",
         )
     return rope
 
 
-PLAIN_LAYERS: Final = (nn.Linear, nn.Embedding, nn.ModuleList, nn.SiLU, nn.LayerNorm, nn.Dropout, nn.Conv1d)
+PLAIN_LAYERS: Final = (
+    nn.Linear,
+    nn.Embedding,
+    nn.ModuleList,
+    nn.SiLU,
+    nn.LayerNorm,
+    nn.Dropout,
+    nn.Conv1d,
+    nn.Identity,
+)
 
 
 def check_module(module: nn.Module) -> None:
@@ -269,7 +281,7 @@ def check_module(module: nn.Module) -> None:
         UnsupportedModel: names the class, the submodule, the devices, or the change.
     """
     import transformers
-    from transformers.activations import GELUTanh, SiLUActivation
+    from transformers.activations import GELUTanh, ReLUSquaredActivation, SiLUActivation
 
     kind = type(module)
     supported = [
@@ -287,7 +299,7 @@ def check_module(module: nn.Module) -> None:
     for name, part in module.named_modules():
         plain = (
             type(part) in PLAIN_LAYERS
-            or type(part) in (SiLUActivation, GELUTanh)
+            or type(part) in (SiLUActivation, GELUTanh, ReLUSquaredActivation)
             or type(part).__module__ == kind.__module__
         )
         if not plain:
@@ -330,7 +342,7 @@ class ModuleTensors(TensorSource):
         self._module = module
         self._parameters: dict[str, Tensor] = dict(module.named_parameters(remove_duplicate=False))
         # correction of a router: a buffer in the module, but stored like a weight
-        self._buffers = {name: each for name, each in module.named_buffers() if name.endswith(CORRECTION)}
+        self._buffers = {name: each for name, each in module.named_buffers() if name.endswith(CORRECTIONS)}
         self._parameters |= self._buffers
         where = type(module).__name__
         self._infos = {

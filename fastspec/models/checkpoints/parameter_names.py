@@ -14,6 +14,7 @@ from fastspec.errors import CheckpointError
 from fastspec.models.checkpoints.safetensors_files import INDEX
 from fastspec.models.checkpoints.tensor_source import TensorInfo, TensorSource, WrappedSource
 from fastspec.models.config import ModelSpec
+from fastspec.models.families import FAMILIES
 from fastspec.models.layer_table import EMBED, HEAD, tensor_shapes
 
 PREFIX: Final = "model."
@@ -84,7 +85,21 @@ class NamedTensors(RenamedTensors):
 
 def named(stored: TensorSource, spec: ModelSpec) -> NamedTensors:
     """Returns the tensors of a directory, by the parameter names of `spec`."""
-    return NamedTensors(stored, tensor_shapes(spec).keys(), spec.tied)
+    return NamedTensors(with_usual_names(stored, spec), tensor_shapes(spec).keys(), spec.tied)
+
+
+def with_usual_names(source: TensorSource, spec: ModelSpec) -> TensorSource:
+    """Returns the source with the names of embedding and norm that other families have; see `ModelFamily.renamed`."""
+    renamed = FAMILIES[spec.family].renamed
+    if not renamed:
+        return source
+    names = {}
+    for stored in source.infos():
+        name = stored
+        for start, usual in renamed.items():
+            name = usual + name.removeprefix(start) if name.startswith(start) else name
+        names[name] = stored
+    return RenamedTensors(source, names)
 
 
 def parameter(stored: str, wanted: Collection[str]) -> str:

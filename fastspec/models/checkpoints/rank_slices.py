@@ -68,13 +68,11 @@ def local_spec(spec: ModelSpec, share: RankShare, unit: int = 1) -> ModelSpec:
 
 
 def _local_plan(plan: LayerPlan, share: RankShare, unit: int) -> LayerPlan:
-    experts, rule = plan.experts, plan.delta
+    experts, rule = plan.experts, plan.state
     if experts is not None:
         width, shared = share.cut(experts.width, unit), share.cut(experts.shared)
         experts = replace(experts, width=width.stop - width.start, shared=shared.stop - shared.start)
-    if rule is not None:
-        rule = rule._replace(key_heads=rule.key_heads // share.size, value_heads=rule.value_heads // share.size)
-    return replace(plan, experts=experts, delta=rule)
+    return replace(plan, experts=experts, state=None if rule is None else rule.cut(share.size))
 
 
 def same_text_on(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> tuple[int, ...]:
@@ -93,7 +91,7 @@ def same_text_on(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.devic
         return (share.size,)
     if share.one_tree:
         return tuple(each for each in SIZES if each <= share.parts)
-    plain = checkpoint.quantisation is None and not spec.routed_elements and not spec.deltas
+    plain = checkpoint.quantisation is None and not spec.routed_elements and not spec.state_rules
     if not plain or device.type != "cuda" or not generation_of(device).hopper:
         return (share.size,)
     found = tuple(each for each in SIZES if all(_in_trees(spec, few, dtype) for few in SIZES if few <= each))

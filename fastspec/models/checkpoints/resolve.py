@@ -33,7 +33,7 @@ from fastspec.models.checkpoints.gguf.header import read_gguf_header
 from fastspec.models.checkpoints.gguf.tensors import GgufTensors, find_gguf, tokenizer_of_gguf
 from fastspec.models.checkpoints.hub import download, download_file, hub_gguf
 from fastspec.models.checkpoints.live_module import ModuleTensors, as_built, check_as_built
-from fastspec.models.checkpoints.parameter_names import NamedTensors, has_own_head, named
+from fastspec.models.checkpoints.parameter_names import NamedTensors, has_own_head, named, with_usual_names
 from fastspec.models.checkpoints.quantised.configs import Quantisation, quantisation_of
 from fastspec.models.checkpoints.quantised.tensors import CacheScales, QuantisedShards, read_cache_scales
 from fastspec.models.checkpoints.safetensors_files import INDEX, SINGLE, ShardTensors, read_json
@@ -193,8 +193,9 @@ def _from_module(module: nn.Module, role: str) -> Checkpoint:
     held = ModuleTensors(module)
     name = type(module).__name__
     config: Any = copy.deepcopy(module.config)
-    spec = _with_stored_dtype(spec_from_config(config), held.infos())
-    tensors = by_expert(held, spec, name)
+    spec = spec_from_config(config)
+    tensors = with_usual_names(by_expert(held, spec, name), spec)
+    spec = _with_stored_dtype(spec, tensors.infos())
     check_tensors(tensors.infos(), spec, name)
     check_no_others(tensors.infos(), spec, name)
     check_as_built(module, spec)

@@ -10,11 +10,14 @@ from fastspec.models.families.gemma import GEMMA2, GEMMA3, GEMMA3_TEXT
 from fastspec.models.families.glm4 import GLM, GLM4, GLM4V
 from fastspec.models.families.granite import GRANITE, GRANITE4
 from fastspec.models.families.hunyuan import HUNYUAN
+from fastspec.models.families.lfm2 import LFM2, LFM2_MOE
 from fastspec.models.families.llama import ERNIE4_5, HELIUM, LLAMA, SEED_OSS
+from fastspec.models.families.mamba import BAMBA, FALCON_H1
 from fastspec.models.families.mistral import MINISTRAL, MINISTRAL3, MISTRAL
 from fastspec.models.families.mixtures.glm4_moe import GLM4_MOE, GLM4V_MOE
 from fastspec.models.families.mixtures.gpt_oss import GPT_OSS
 from fastspec.models.families.mixtures.mixtral import MIXTRAL
+from fastspec.models.families.mixtures.nemotron_h import NEMOTRON_H
 from fastspec.models.families.mixtures.olmoe import OLMOE
 from fastspec.models.families.mixtures.qwen_hybrid import QWEN3_5_MOE, QWEN3_5_MOE_TEXT, QWEN3_NEXT
 from fastspec.models.families.mixtures.qwen_moe import QWEN2_MOE, QWEN3_MOE, QWEN3_VL_MOE
@@ -70,5 +73,10 @@ FAMILIES: Final[dict[str, ModelFamily]] = {
     "glm4_moe": GLM4_MOE,
     "glm4v_moe": GLM4V_MOE,
     "gpt_oss": GPT_OSS,
+    "lfm2": LFM2,
+    "lfm2_moe": LFM2_MOE,
+    "bamba": BAMBA,
+    "falcon_h1": FALCON_H1,
+    "nemotron_h": NEMOTRON_H,
 }
 """By the config's `model_type`."""

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from fastspec.models.fields import ConfigFields
-from fastspec.shapes import AttentionRule, ClampedGate, DeltaRule, RoutingRule
+from fastspec.shapes import AttentionRule, ClampedGate, RoutingRule, SquaredRelu, StateRule
 
 NormKind = Literal["rms", "rms_fp32", "rms_plus_one", "layer"]
-Activation = Literal["silu", "gelu_tanh"]
+Activation = Literal["silu", "gelu_tanh", "relu2"]
 HeadNorm = Literal["head", "head_after_rope", "projection"]
 
 
@@ -26,24 +26,55 @@ class ExpertsPlan:
         count: number of experts.
         width: intermediate size of one expert.
         routing: rule that chooses the experts of a token.
-        clamp: activation of the experts. None: silu.
+        activation: activation of the experts. None: silu of a gate.
         router_bias: True if the router's product has a bias.
         correction: True if each expert has a correction that is added to its score only to choose experts (as in
             DeepSeek-V3).
         bias: True if the experts' products have a bias.
         shared: intermediate size of the shared expert, which every token uses. 0: there is none.
         shared_gate: True if the shared expert's output is multiplied by a gate, one number per token.
+        sum_eps: a token's factors, before the scale of `routing`, are divided by their sum plus this number. None: they
+            are those of `routing`.
     """
 
     count: int
     width: int
     routing: RoutingRule
-    clamp: ClampedGate | None = None
+    activation: ClampedGate | SquaredRelu | None = None
     router_bias: bool = False
     correction: bool = False
     bias: bool = False
     shared: int = 0
     shared_gate: bool = False
+    sum_eps: float | None = None
+
+    @property
+    def gated(self) -> bool:
+        """True if experts and the shared expert have a gate."""
+        return not isinstance(self.activation, SquaredRelu)
+
+
+@dataclass(frozen=True, slots=True)
+class BranchFactors:
+    """Factors inside a layer that has attention and a state (Falcon-H1).
+
+    Attributes:
+        attention: factor on the input of attention, and so on queries, keys and values.
+        key: factor on keys.
+        attended: factor on the output of attention.
+        state: factors on z, x, B, C and the steps.
+        stated: factor on the output of the state.
+        gate: factor on the gate of the MLP, before its activation.
+        down: factor on the output of the MLP.
+    """
+
+    attention: float
+    key: float
+    attended: float
+    state: tuple[float, ...]
+    stated: float
+    gate: float
+    down: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +87,8 @@ class LayerPlan:
         q, k = rope(q, k) [see rope], q = query_scale(position) q
         a = attention(q, k, v)                      over all keys, or over the `window` newest
         a = sigmoid(gate) a [with output_gate, whose rows come after those of v in Wqkv]
-        [with delta: a = gated delta rule of h Wqkv, which is then q, k, v, z, b and a: see `reference.delta_rule`]
+        [with a state and no attention: a = `reference.delta_rule`, `short_conv` or `mamba` of h Wqkv, whose rows are
+            then those of `state`]
         a = a Wo [+ bias], a = norm(a) [with post_norm]
         x = x + residual_scale * a
         h = norm(x) [x itself without pre_norm; the first h if parallel]
@@ -64,6 +96,9 @@ class LayerPlan:
         m = (f(g) * u) Wdown [+ bias] [without gated: f(h Wup) Wdown], m = norm(m) [with post_norm]
             [with experts: see `ExpertsPlan`]
         x = x + residual_scale * m
+
+    A layer may have attention beside a state, which read the same h; `factors` then has their factors. It may have
+    only the part before the MLP, or only the MLP.
 
     Attributes:
         window: number of newest keys that a query sees, including its own. None: all.
@@ -87,7 +122,12 @@ class LayerPlan:
         residual_scale: factor on the outputs of attention and MLP.
         output_gate: True if the output of attention is multiplied by sigmoid(gate), element by element. For each head,
             q_proj has the rows of the query, then those of the gate.
-        delta: recurrent state of the layer, instead of attention. None: the layer has attention.
+        attends: True if the layer has attention.
+        state: kind and sizes of its recurrent state. None: it has none.
+        state_bias: True if the projections before and after the state have a bias.
+        conv_bias: True if the convolution of the state has a bias.
+        factors: factors of a layer with attention and a state. None: all are 1.
+        feeds: True if the layer has an MLP or experts.
         sinks: True if every head has an attention sink: one more key, with a learned score and no value (gpt-oss).
         experts: mixture of experts as MLP. None: a dense MLP.
     """
@@ -109,36 +149,58 @@ class LayerPlan:
     gated: bool = True
     residual_scale: float = 1.0
     output_gate: bool = False
-    delta: DeltaRule | None = None
+    attends: bool = True
+    state: StateRule | None = None
+    state_bias: bool = False
+    conv_bias: bool = False
+    factors: BranchFactors | None = None
+    feeds: bool = True
     sinks: bool = False
     experts: ExpertsPlan | None = None
 
     def __post_init__(self) -> None:
-        if self.experts is not None and not (self._plain and self.fused_gate and self.pre_norm and not self.mlp_bias):
-            raise ValueError("experts go with pre_norm and silu, and without post_norm, parallel, residual_scale, bias")
+        if self.experts is not None and not (self._holds_experts and self.feeds):
+            raise ValueError("experts go with pre_norm, and silu or relu2, and without post_norm, parallel and bias")
+        if not (self.mixes or self.feeds):
+            raise ValueError("a layer without attention, state and MLP; wanted one of them")
+        if (self.factors is not None) != (self.attends and self.state is not None):
+            raise ValueError("factors are those of a layer with attention and a state; wanted both, or neither")
         if self.parallel and (self.post_norm or not self.pre_norm):
             raise ValueError("a parallel layer has other norms; wanted pre_norm and no post_norm")
-        if not self.gated and self.activation != "gelu_tanh":
-            raise ValueError(f"activation={self.activation!r} without a gate; wanted 'gelu_tanh'")
+        if self.gated != (self.activation == "silu") and self.activation != "gelu_tanh":
+            raise ValueError(
+                f"activation={self.activation!r} with gated={self.gated}; wanted silu with a gate, relu2 without"
+            )
         if self.norm_bias and (self.norm != "layer" or self.post_norm):
             raise ValueError("norm_bias goes with norm='layer' before attention and MLP; wanted it without post_norm")
-        if self.fused_tail and (self.output_gate or self.delta):
-            raise ValueError("a gated or recurrent layer with a fused tail; wanted norm='rms_plus_one'")
+        if self.fused_tail and self.output_gate:
+            raise ValueError("a gated layer with a fused tail; wanted norm='rms_plus_one'")
 
     @property
     def fused_tail(self) -> bool:
         """True if `Ops.layer_tail` can compute the layer after its attention: norms, MLP and sums are Llama's."""
-        return self._plain and self.fused_norm and self.fused_gate and self.experts is None
+        whole = self.attends and self.state is None and self.feeds
+        return whole and self._plain and self.fused_norm and self.fused_gate and self.experts is None
+
+    @property
+    def mixes(self) -> bool:
+        """True if the layer has attention or a state, and so a product before them."""
+        return self.attends or self.state is not None
 
     @property
     def sandwiched(self) -> bool:
         """True if `Ops.add_norm` can compute the norms and sums before and after attention and MLP."""
         norms = self.post_norm and self.pre_norm and self.norm == "rms_plus_one" and self.gated
-        return norms and self.residual_scale == 1.0 and self.delta is None
+        return norms and self.residual_scale == 1.0 and self.state is None
 
     @property
     def _plain(self) -> bool:
         return not (self.post_norm or self.parallel) and self.residual_scale == 1.0
+
+    @property
+    def _holds_experts(self) -> bool:
+        gate = self.activation == ("silu" if self.gated else "relu2")
+        return gate and self.pre_norm and not (self.post_norm or self.parallel or self.mlp_bias)
 
     @property
     def fused_norm(self) -> bool:
@@ -147,8 +209,9 @@ class LayerPlan:
 
     @property
     def gating(self) -> dict[str, bool]:
-        """Options of `Ops.linear` for the gate after the MLP's first product."""
-        return {"gated": True, "gelu": self.activation == "gelu_tanh"} if self.gated else {}
+        """Options of `Ops.linear` for the gate after the MLP's first product. Empty: `linear` does not compute it."""
+        fused = self.gated and self.factors is None
+        return {"gated": True, "gelu": self.activation == "gelu_tanh"} if fused else {}
 
     @property
     def fused_gate(self) -> bool:
@@ -190,10 +253,12 @@ class ModelFamily:
             that changes the arithmetic and that plans cannot express.
         names: stored names of a layer's tensors by row of `layer_table.LAYER`, if they differ from that table.
         scales: function of the config fields that returns the factors outside of layers.
+        renamed: beginnings of stored names, with the beginnings that replace them, for tensors outside of layers.
         eps: config field with the epsilon of norms.
-        inner: config field with the intermediate size of the MLP.
-        act: (config field of the activation, the one value that the plans implement).
-        rope_kinds: types of rotary scaling with which this family is tested.
+        inner: config field with the intermediate size of the MLP, or a function of the config fields that returns it.
+        act: (config field of the activation, the one value that the plans implement). None: the config has no such
+            field.
+        rope_kinds: types of rotary scaling with which this family is tested. Empty: it has no rope.
         rope_layers: layer types that have their own rotary settings, by index of the table. Empty: one setting for all.
         text_part: True if a checkpoint contains other parts, which are not loaded. Its config has the text model as
             `text_config`.
@@ -201,6 +266,7 @@ class ModelFamily:
         transposed_experts: True if a tensor with all experts of a layer may be stored transposed.
         read_as: `model_type` whose config class reads this family's configs, if transformers has no class for it. Code
             that its checkpoints name is not run. Empty: the family's own.
+        rotary: submodule of a live module that has the rotary frequencies.
         interleaved: True if rope rotates neighbours 2i and 2i + 1 of a head. Else it rotates the halves: i and i +
             half.
     """
@@ -209,14 +275,16 @@ class ModelFamily:
     plans: Callable[[ConfigFields, int], tuple[LayerPlan, ...]]
     names: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     scales: Callable[[ConfigFields], ModelScales] = _no_scales
+    renamed: Mapping[str, str] = field(default_factory=dict)
     eps: str = "rms_norm_eps"
-    inner: str = "intermediate_size"
-    act: tuple[str, str] = ("hidden_act", "silu")
+    inner: str | Callable[[ConfigFields], int] = "intermediate_size"
+    act: tuple[str, str] | None = ("hidden_act", "silu")
     rope_kinds: tuple[str, ...] = ("default", "linear", "llama3", "yarn")
     rope_layers: tuple[str, ...] = ()
     read_as: str = ""
     interleaved: bool = False
     partial_rope: bool = False
+    rotary: str = "model.rotary_emb"
     text_part: bool = False
     transposed_experts: bool = False
 

@@ -39,7 +39,7 @@ def hybrid_plans(fields: ConfigFields, layers: int) -> tuple[LayerPlan, ...]:
     if rule.value_heads % rule.key_heads:
         fields.refuse("linear_num_key_heads", rule.key_heads, f"a divisor of linear_num_value_heads={rule.value_heads}")
     attends = LayerPlan(qkv_bias=bias, o_bias=bias, qk_norm="head", norm="rms_plus_one", output_gate=True)
-    recurs = LayerPlan(norm="rms_plus_one", rope=None, delta=rule)
+    recurs = LayerPlan(norm="rms_plus_one", rope=None, attends=False, state=rule)
     return tuple(attends if kind == "full_attention" else recurs for kind in types)
 
 

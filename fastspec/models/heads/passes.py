@@ -140,7 +140,7 @@ class Eagle3(HeadDecoder):
         norms = layer.input_norm, self._hidden_norm
         eh = self.ops.joined_norms(self.weights.embed, rows.ids, g, norms, eps)
         x = eh[..., g.shape[-1] :].contiguous() if self.head.norm_before_residual else g
-        qkv = self.ops.linear(eh, layer.qkv, layer.qkv_bias, rows.tiling)
+        qkv = self.ops.linear(eh, layer.mixer[0], layer.qkv_bias, rows.tiling)
         for index in range(self.spec.num_layers - 1):
             x, following = self._layer(index, x, qkv, rows)
             assert following is not None, "only the last layer leaves none"
@@ -198,6 +198,7 @@ class Mtp(HeadDecoder):
         """
         x = self._joint(g, rows)
         qkv = self._qkv(0, x, rows.tiling)
+        assert qkv is not None, "the layers of a head attend"
         if self._stores:
             self._store(0, qkv, rows, num_heads=self.spec.num_heads)
         else:

@@ -89,9 +89,8 @@ def probe(module: nn.Module) -> Probed:
     base: Any = base_of(module)
     if getattr(module, "_is_stateful", False):
         raise UnsupportedModel(
-            "it keeps recurrent state (_is_stateful), which a rejected draft would overwrite; kernels that keep "
-            "a state "
-            "for each draft are there for the gated delta rule of Qwen3-Next, 3.5 and 3.6, not for its recurrent layers"
+            "it keeps recurrent state (_is_stateful), which a rejected draft would overwrite; a state for each draft "
+            "is kept for the gated delta rule, Mamba-2 and short convolutions of native families alone"
         )
     if not kind._can_set_attn_implementation():
         raise UnsupportedModel("its attention does not go through transformers' AttentionInterface")

@@ -23,7 +23,7 @@ from fastspec.models.config import spec_from_config
 from fastspec.models.families.plan import LayerPlan
 from fastspec.models.layer_table import LayerWeights
 from fastspec.models.vocab import SharedVocab
-from fastspec.shapes import Tiling
+from fastspec.shapes import DeltaRule, Tiling
 from tests.helpers.hybrid import KINDS, VOCAB, config_of, decoder, logits_of, make_hybrid, save_published
 from tests.helpers.parts import Case, Changed, case_of, none_is_idle, turned, with_layer
 from tests.helpers.quantised import fp8_blocks, write
@@ -42,7 +42,7 @@ def test_a_live_model_gives_the_logits_of_transformers(case: Case) -> None:
     # fp32 sums in another order, and chunks of tokens there: some units in the last place of logits around 10
     torch.testing.assert_close(found, case.logits, rtol=2e-4, atol=2e-4)
     assert case.weights.nbytes() == case.spec.weight_bytes(torch.float32)
-    assert [plan.delta is None for plan in case.spec.plans] == [False, False, False, True]
+    assert [plan.state is None for plan in case.spec.plans] == [False, False, False, True]
     assert case.spec.attention_shapes == ((4, 2, 32),)
 
 
@@ -85,14 +85,15 @@ def changes(case: Case) -> Iterator[Changed]:
         layer = weights.layers[at]
         for field in dataclasses.fields(LayerWeights):
             value = getattr(layer, field.name)
-            if value is not None and field.name not in ("delta", "experts"):
+            if value is not None and field.name not in ("state", "experts"):
                 yield f"{field.name} {at}", spec, with_layer(weights, at, **{field.name: turned(value)})
-    delta = weights.layers[LAYER].delta
+    delta = weights.layers[LAYER].state
     assert delta is not None
     for field in (each for each in dataclasses.fields(delta) if getattr(delta, each.name) is not None):
         other = replace(delta, **{field.name: turned(getattr(delta, field.name))})
-        yield f"delta.{field.name}", spec, with_layer(weights, LAYER, delta=other)
-    rule = spec.deltas[0]
+        yield f"delta.{field.name}", spec, with_layer(weights, LAYER, state=other)
+    rule = spec.state_rules[0]
+    assert isinstance(rule, DeltaRule)
     parts = {"q": rule.keys, "k": rule.keys, "v": rule.values, "z": rule.values, "b": 4, "a": 4}
     yield from pieces(case, LAYER, parts)
     yield from pieces(case, ATTENDS, {"query": 128, "key": 64, "value": 64, "gate": 128})
@@ -144,7 +145,7 @@ def test_projections_that_alone_are_not_quantised_lie_apart(kind: str, tmp_path:
             load_weights(resolve(each, role="target"), dtype=torch.float32, device=device, progress=False)
             for each in (path, plain)
         )
-        delta = found.layers[LAYER].delta
+        delta = found.layers[LAYER].state
         assert delta is not None
         assert (delta.gates is not None) == apart
         spec = resolve(path, role="target").native
@@ -180,7 +181,7 @@ def test_layers_without_experts_need_none() -> None:
     assert [plan.experts is None for plan in spec_from_config(config_of("next")).plans] == [False, True, False, False]
 
 
-def test_a_recurrent_layer_with_a_fused_tail_is_no_plan() -> None:
+def test_a_layer_with_an_output_gate_and_a_fused_tail_is_no_plan() -> None:
     with pytest.raises(ValueError, match="wanted norm='rms_plus_one'"):
         LayerPlan(output_gate=True)
 

@@ -25,7 +25,7 @@ from fastspec.models.compiled import CompiledDecoder
 from fastspec.models.config import spec_from_config
 from fastspec.models.families.plan import ExpertsPlan, LayerPlan, ModelScales
 from fastspec.models.layer_table import LayerWeights
-from fastspec.shapes import RoutingRule, Tiling
+from fastspec.shapes import ClampedGate, RoutingRule, Tiling
 from tests.helpers import hybrid
 from tests.helpers.families import FAMILIES, MIXTURES, VOCAB, YARN, config_of, decoder, logits_of, make_family
 from tests.helpers.parts import Case, Changed, case_of, none_is_idle, turned, with_layer
@@ -121,10 +121,10 @@ def expert_changes(plan: ExpertsPlan | None) -> Iterator[tuple[str, dict[str, An
         if name != "kept_groups" and getattr(routing, name) != getattr(plain, name):
             yield name, {"routing": routing._replace(**{name: getattr(plain, name)})}
     yield "chosen", {"routing": routing._replace(chosen=1)}
-    if plan.clamp is not None:
-        yield "clamp", {"clamp": None}
-        yield "alpha", {"clamp": plan.clamp._replace(alpha=1.0)}
-        yield "limit", {"clamp": plan.clamp._replace(limit=7.0)}
+    if isinstance(gate := plan.activation, ClampedGate):
+        yield "clamp", {"activation": None}
+        yield "alpha", {"activation": gate._replace(alpha=1.0)}
+        yield "limit", {"activation": gate._replace(limit=7.0)}
 
 
 def rope_changes(rope: Any) -> Iterator[tuple[str, Any]]:
@@ -190,7 +190,8 @@ def test_of_a_model_that_reads_images_the_text_model_is_read(prefix: str, tmp_pa
 
 
 def test_every_field_of_a_plan_is_one_that_some_family_needs() -> None:
-    specs = [spec_from_config(config_of(family)) for family in FAMILIES] + [spec_from_config(hybrid.config_of("next"))]
+    specs = [spec_from_config(config_of(family)) for family in FAMILIES]
+    specs += [spec_from_config(hybrid.config_of(kind)) for kind in ("next", *hybrid.STATES)]
     for field in dataclasses.fields(LayerPlan):
         values = {getattr(plan, field.name) for spec in specs for plan in spec.plans}
         assert len(values) > 1, field.name
@@ -291,8 +292,8 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("phi3-long", {"original_max_position_embeddings": 0}, "original_max_position_embeddings"),
     ("granite", {"logits_scaling": 0.0}, "logits_scaling=0.0"),
     ("granite", {"residual_multiplier": -1.0}, "residual_multiplier=-1.0"),
-    ("granite4", {"layer_types": ["linear_attention", "attention"]}, "wanted attention in every layer: other layers"),
-    ("granite4", {"num_local_experts": 4}, "num_local_experts=4 is not supported, wanted 0"),
+    ("granite4", {"layer_types": ["sliding_attention", "attention"]}, "layer_types='sliding_attention'"),
+    ("granite4", {"num_local_experts": 4, "num_experts_per_tok": 5}, "num_experts_per_tok=5"),
     ("ernie4_5", {"hidden_act": "gelu"}, "hidden_act='gelu'"),
     ("helium", {"hidden_act": "gelu"}, "hidden_act='gelu'"),
     ("smollm3", {"no_rope_layers": [1, 2]}, "no_rope_layers=[1, 2]"),

@@ -17,7 +17,7 @@ from fastspec.shapes import RoutingRule
 def _plans(fields: ConfigFields, layers: int) -> tuple[LayerPlan, ...]:
     without_windows(fields, layers)
     inner = width(fields, "moe_intermediate_size")
-    count, routing = _routing(fields)
+    count, routing = grouped_routing(fields)
     shared = inner * fields.count("n_shared_experts", MAX_EXPERTS)
     experts = ExpertsPlan(count, inner, routing, correction=True, shared=shared)
     dense = fields.count("first_k_dense_replace", SIZE_LIMITS["num_hidden_layers"], minimum=0)
@@ -25,7 +25,7 @@ def _plans(fields: ConfigFields, layers: int) -> tuple[LayerPlan, ...]:
     return tuple(plan if at < dense else replace(plan, experts=experts) for at in range(layers))
 
 
-def _routing(fields: ConfigFields) -> tuple[int, RoutingRule]:
+def grouped_routing(fields: ConfigFields) -> tuple[int, RoutingRule]:
     """Returns the number of experts of a layer, and the rule that chooses a token's experts."""
     count, chosen = counts(fields, "n_routed_experts")
     groups, kept = fields.count("n_group", count), fields.count("topk_group", count)

@@ -14,11 +14,13 @@ ALPHA, LIMIT = 1.702, 7.0  # constants of the gate if a config omits them, as in
 
 def _plans(fields: ConfigFields, layers: int) -> tuple[LayerPlan, ...]:
     count, chosen = counts(fields, "num_local_experts")
-    clamp = ClampedGate(
+    gate = ClampedGate(
         fields.optional_positive("swiglu_alpha") or ALPHA, fields.optional_positive("swiglu_limit") or LIMIT
     )
     routing = RoutingRule(chosen, "logits")
-    experts = ExpertsPlan(count, width(fields, "intermediate_size"), routing, clamp=clamp, router_bias=True, bias=True)
+    experts = ExpertsPlan(
+        count, width(fields, "intermediate_size"), routing, activation=gate, router_bias=True, bias=True
+    )
     bias = fields.flag("attention_bias")
     plan = LayerPlan(qkv_bias=bias, o_bias=bias, norm="rms_fp32", sinks=True, experts=experts)
     return tuple(replace(plan, window=window) for window in windows_by_layer_type(fields, layers))

@@ -42,13 +42,11 @@ def test_what_configs_say_of_them() -> None:
     assert glm == ExpertsPlan(8, 48, RoutingRule(3, "sigmoid", True, 1.5, 4, 2), correction=True, shared=96)
     oss = experts_of("gpt_oss")[0]
     routing, clamp = RoutingRule(3, "logits"), ClampedGate(1.702, 1.0)
-    assert oss == ExpertsPlan(8, 96, routing, clamp=clamp, router_bias=True, bias=True)
+    assert oss == ExpertsPlan(8, 96, routing, activation=clamp, router_bias=True, bias=True)
     assert [plan.window for plan in spec_from_config(config_of("gpt_oss")).plans] == [8, None]
 
 
-@pytest.mark.parametrize(
-    "fields", [{"post_norm": True}, {"parallel": True}, {"residual_scale": 2.0}, {"mlp_bias": True}]
-)
+@pytest.mark.parametrize("fields", [{"post_norm": True}, {"parallel": True}, {"feeds": False}, {"mlp_bias": True}])
 def test_a_mixture_that_no_decoder_computes_is_no_plan(fields: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="experts go with"):
         LayerPlan(experts=ExpertsPlan(4, 8, RoutingRule(2)), **fields)

@@ -1,0 +1,440 @@
+"""Kernels of Mamba-2 and of the gated short convolution; `reference.state_space` defines both.
+
+| argument              | shape, dtype                                          | notes                              |
+|-----------------------|-------------------------------------------------------|------------------------------------|
+| product               | [B, Q, rule.rows] bf16, fp16 or fp32                  | contiguous                         |
+| conv, conv_bias       | [channels, 1, width] and [channels], product's dtype  | contiguous                         |
+| decay, step, skip     | fp32 [heads]                                          | contiguous                         |
+| states                | fp32 [rows, slots, *rule.state_shape]                 | contiguous; written                |
+| inputs                | [rows, slots + width - 1, channels], product's        | contiguous; written                |
+| state_rows            | int64 [B]                                             | contiguous, all different          |
+| positions, write_mask | int64 and bool [B, Q]                                 | contiguous                         |
+
+1. `_conv_kernel` computes the convolution with what stands before and behind it. In a step it also stores the inputs.
+2. `_mamba_kernel`: a CTA has BLOCK elements of one head of one row. It keeps its part of the state in registers, and
+   goes through the tokens of the pass.
+3. `_keep_kernel` of prompt.py stores the inputs of a prompt's last tokens.
+
+Row invariance: steps and prompts run the same machine code of 1 and 2, so a token's bits are the same in both.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from fastspec.kernels.common.checks import check, told
+from fastspec.kernels.common.launch import launch
+from fastspec.kernels.recurrent.parts import OF_PROMPTS, StateSlots, span
+from fastspec.kernels.recurrent.prompt import store_inputs
+from fastspec.kernels.reference.recurrent import KeptState
+from fastspec.kernels.reference.state_space import StateParts
+from fastspec.shapes import ConvRule, MambaRule
+
+MAX_STATE_DIM, MAX_GROUP = 256, 2**15
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_TOKENS, _CHANNELS = 16, 64  # of a CTA of `_conv_kernel`
+_TILE = 2048  # elements of the state of a CTA
+_NORM_WARPS = 4
+
+
+class ConvWeights(NamedTuple):
+    """Weights of a convolution. bias is None if it has none."""
+
+    conv: Any
+    bias: Any
+
+
+class ScanWeights(NamedTuple):
+    """Weights of Mamba-2, each fp32 [heads]."""
+
+    decay: Any
+    step: Any
+    skip: Any
+
+
+class StepLimits(NamedTuple):
+    """Limits of a step after softplus."""
+
+    least: Any
+    most: Any
+
+
+@triton.jit
+def _given(line_ptr, channel, mask, CHANNELS: tl.constexpr, GATED: tl.constexpr):
+    """Loads inputs of the convolution. `line_ptr` points to the rows of a token; GATED: b * x, rounded."""
+    x = tl.load(line_ptr + channel, mask=mask, other=0.0)
+    if GATED:
+        gated = tl.load(line_ptr + 2 * CHANNELS + channel, mask=mask, other=0.0)
+        x = (x.to(tl.float32) * gated.to(tl.float32)).to(x.dtype)
+    return x
+
+
+@triton.jit(do_not_specialize=["num_tokens", "stores"])
+def _conv_kernel(
+    product_ptr,
+    weights,  # ConvWeights
+    slots,  # StateSlots
+    out_ptr,
+    given_ptr,  # [B, Q, CHANNELS], receives the inputs if GATED and they are not stored in the ring
+    num_tokens,
+    stores,  # 1: the inputs are stored in the ring
+    FIRST: tl.constexpr,  # first row of the product that the convolution reads
+    CHANNELS: tl.constexpr,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PLACES: tl.constexpr,
+    GATED: tl.constexpr,
+    BIASED: tl.constexpr,
+    TOKENS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Convolves TOKENS tokens and BLOCK channels of a row. The grid is (row, block of tokens, block of channels)."""
+    if PDL:
+        gdc_launch_dependents()
+    row, channel = tl.program_id(0).to(tl.int64), tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
+    inside, number = channel < CHANNELS, tl.arange(0, TOKENS)
+    first, count = span(slots.write_mask + row * num_tokens, num_tokens, OF_PROMPTS)
+    token = tl.program_id(1) * TOKENS + number  # counted from the first token that is not masked
+    there = token < count
+    start = tl.load(slots.positions + row * num_tokens + first, mask=count > 0, other=0).to(tl.int32)
+    inputs_ptr = slots.inputs + tl.load(slots.state_rows + row) * (PLACES * CHANNELS)
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    lines = product_ptr + (row * num_tokens + first) * ROWS + FIRST
+    wanted = there[:, None] & inside[None, :]
+    total = tl.zeros([TOKENS, BLOCK], tl.float32)
+    newest = tl.zeros([TOKENS, BLOCK], dtype)
+    if PDL:
+        gdc_wait()
+    for tap in tl.static_range(WIDTH):
+        at = token - (WIDTH - 1 - tap)
+        new, position = (at >= 0)[:, None], start + at
+        here = _given(lines + at[:, None] * ROWS, channel[None, :], wanted & new, CHANNELS, GATED)
+        older = wanted & ~new & (position >= 0)[:, None]
+        place = (position + PLACES) % PLACES
+        before = tl.load(inputs_ptr + place[:, None] * CHANNELS + channel[None, :], mask=older, other=0.0)
+        newest = tl.where(new, here, before)
+        taps = tl.load(weights.conv + channel * WIDTH + tap, mask=inside, other=0.0)
+        total += newest.to(tl.float32) * taps.to(tl.float32)[None, :]
+    if BIASED:
+        total += tl.load(weights.bias + channel, mask=inside, other=0.0).to(tl.float32)[None, :]
+    out = total.to(dtype).to(tl.float32)
+    if GATED:
+        gate = tl.load(lines + token[:, None] * ROWS + CHANNELS + channel[None, :], mask=wanted, other=0.0)
+        out = out * gate.to(tl.float32)
+    else:
+        out = out * (1.0 / (1.0 + tl.exp(-out)))
+    to = out_ptr + row * num_tokens * CHANNELS + channel[None, :]
+    tl.store(to + (first + token)[:, None] * CHANNELS, out.to(dtype), mask=wanted)
+    kept = inputs_ptr + ((start + token) % PLACES * CHANNELS)[:, None] + channel[None, :]
+    tl.store(kept, newest, mask=wanted & (stores != 0))
+    if GATED:
+        to_given = given_ptr + (row * num_tokens + first + token)[:, None] * CHANNELS + channel[None, :]
+        tl.store(to_given, newest, mask=wanted & (stores == 0))
+    every = tl.program_id(1) * TOKENS + number
+    masked = ((every < first) | (every >= first + count)) & (every < num_tokens)
+    # finite, because the next kernel reads masked tokens
+    tl.store(to + every[:, None] * CHANNELS, tl.zeros([TOKENS, BLOCK], dtype), mask=masked[:, None] & inside[None, :])
+
+
+@triton.jit
+def _softplus(x):
+    """Computes log(1 + exp(x)), exact for small exp(x); for x > 20 it is x."""
+    power = tl.exp(tl.minimum(x, 20.0))
+    whole = 1.0 + power
+    lost = whole - 1.0
+    small = lost == 0.0
+    log = tl.where(small, power, tl.log(whole) * (power / tl.where(small, 1.0, lost)))
+    return tl.where(x > 20.0, x, log)
+
+
+@triton.jit(do_not_specialize=["num_tokens", "every", "keeps"])
+def _mamba_kernel(
+    mixed_ptr,
+    product_ptr,
+    weights,  # ScanWeights
+    slots,  # StateSlots
+    kept,  # KeptState
+    limits,  # StepLimits
+    out_ptr,
+    num_tokens,
+    every,  # 1: the state after each token is stored; 0: that after the last one
+    keeps,  # 1: the state after `kept.at` positions is stored in `kept`
+    HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    GROUPS: tl.constexpr,
+    STATE_DIM: tl.constexpr,
+    SLOTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Advances BLOCK rows of the state of one head. The grid is (row, head, block of rows of its state)."""
+    if PDL:
+        gdc_launch_dependents()
+    VALUES: tl.constexpr = HEADS * HEAD_DIM
+    CHANNELS: tl.constexpr = VALUES + 2 * GROUPS * STATE_DIM
+    ROWS: tl.constexpr = VALUES + CHANNELS + HEADS
+    SIZE: tl.constexpr = HEAD_DIM * STATE_DIM
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    value, key = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, triton.next_power_of_2(STATE_DIM))
+    has_value, has_key = value < HEAD_DIM, key < STATE_DIM
+    first, count = span(slots.write_mask + row * num_tokens, num_tokens, OF_PROMPTS)
+    states_ptr = slots.states + (tl.load(slots.state_rows + row) * SLOTS * HEADS + head) * SIZE
+    within = value[:, None] * STATE_DIM + key[None, :]
+    whole = has_value[:, None] & has_key[None, :]
+    start = tl.load(slots.positions + row * num_tokens + first, mask=count > 0, other=0).to(tl.int32)
+    known = whole & (start > 0) & (count > 0)
+    state = tl.load(states_ptr + (start + SLOTS - 1) % SLOTS * (HEADS * SIZE) + within, mask=known, other=0.0)
+    rate, more = tl.exp(tl.load(weights.decay + head)), tl.load(weights.step + head)
+    skip = tl.load(weights.skip + head)
+    keep_at = tl.load(kept.at)
+    of_group = VALUES + head // (HEADS // GROUPS) * STATE_DIM + key
+    if PDL:
+        gdc_wait()
+    for t in range(0, count):
+        at = row * num_tokens + first + t
+        x = tl.load(mixed_ptr + at * CHANNELS + head * HEAD_DIM + value, mask=has_value, other=0.0).to(tl.float32)
+        b = tl.load(mixed_ptr + at * CHANNELS + of_group, mask=has_key, other=0.0).to(tl.float32)
+        c = tl.load(mixed_ptr + at * CHANNELS + GROUPS * STATE_DIM + of_group, mask=has_key, other=0.0).to(tl.float32)
+        step = _softplus(tl.load(product_ptr + at * ROWS + (ROWS - HEADS) + head).to(tl.float32) + more)
+        step = tl.minimum(tl.maximum(step, limits.least), limits.most)
+        state = state * tl.exp(-rate * step) + (step * x)[:, None] * b[None, :]
+        out = tl.sum(state * c[None, :], axis=1) + skip * x
+        tl.store(out_ptr + at * VALUES + head * HEAD_DIM + value, out.to(out_ptr.dtype.element_ty), mask=has_value)
+        stored = (every != 0) | (t == count - 1)
+        tl.store(states_ptr + (start + t) % SLOTS * (HEADS * SIZE) + within, state, mask=whole & stored)
+        reached = (keeps != 0) & (start + t + 1 == keep_at)
+        tl.store(kept.state + head * SIZE + within, state, mask=whole & reached)
+    nothing = tl.zeros([BLOCK], out_ptr.dtype.element_ty)  # finite: the next product reads masked tokens
+    for t in range(0, num_tokens):
+        masked = (t < first) | (t >= first + count)
+        to = out_ptr + (row * num_tokens + t) * VALUES + head * HEAD_DIM + value
+        tl.store(to, nothing, mask=has_value & masked)
+
+
+@triton.jit
+def _norm_kernel(
+    x_ptr,
+    gate_ptr,
+    weight_ptr,
+    out_ptr,
+    gate_stride,
+    eps,
+    GROUPS: tl.constexpr,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    NORMED: tl.constexpr,
+    GATE_FIRST: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Computes one group of one token. The grid is (token, group)."""
+    if PDL:
+        gdc_launch_dependents()
+    token, at = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    inside, own = at < SIZE, tl.program_id(1) * SIZE + at
+    if PDL:
+        gdc_wait()
+    x = tl.load(x_ptr + token * (GROUPS * SIZE) + own, mask=inside, other=0.0).to(tl.float32)
+    gate = tl.load(gate_ptr + token * gate_stride + own, mask=inside, other=0.0).to(tl.float32)
+    opened = gate * (1.0 / (1.0 + tl.exp(-gate)))
+    if NORMED:
+        if GATE_FIRST:
+            x = x * opened
+        x = x * (1.0 / tl.sqrt_rn(tl.sum(x * x, axis=0) / SIZE + eps))
+        x = x * tl.load(weight_ptr + own, mask=inside, other=0.0).to(tl.float32)
+        if not GATE_FIRST:
+            x = x * opened
+    else:
+        x = x * opened
+    tl.store(out_ptr + token * (GROUPS * SIZE) + own, x.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def short_conv(
+    product: Tensor,
+    layer: StateParts,
+    states: Tensor,
+    inputs: Tensor,
+    state_rows: Tensor,
+    positions: Tensor,
+    write_mask: Tensor,
+    rule: ConvRule,
+    kept: KeptState | None = None,
+) -> Tensor:
+    """Computes `Ops.short_conv` with Triton kernels. The output of masked tokens is zero.
+
+    Raises:
+        ValueError: a shape, dtype or layout other than in the table above.
+    """
+    slots = StateSlots(states, inputs, state_rows, positions, write_mask)
+    _check(product, layer, slots, rule, kept)
+    return _convolved(product, layer, slots, rule, kept)
+
+
+def mamba(
+    product: Tensor,
+    layer: StateParts,
+    states: Tensor,
+    inputs: Tensor,
+    state_rows: Tensor,
+    positions: Tensor,
+    write_mask: Tensor,
+    rule: MambaRule,
+    kept: KeptState | None = None,
+) -> Tensor:
+    """Computes `Ops.mamba` with Triton kernels. The output of masked tokens is zero.
+
+    Raises:
+        ValueError: a shape, dtype or layout other than in the table above.
+    """
+    slots = StateSlots(states, inputs, state_rows, positions, write_mask)
+    _check(product, layer, slots, rule, kept)
+    weights = ScanWeights(*(_of_heads(name, getattr(layer, name), rule.heads) for name in ScanWeights._fields))
+    mixed = _convolved(product, layer, slots, rule, kept)
+    batch, tokens = positions.shape
+    out = product.new_empty(batch, tokens, rule.values)
+    keys = triton.next_power_of_2(rule.state_dim)
+    block = min(triton.next_power_of_2(rule.head_dim), max(4, _TILE // keys))
+    launch(
+        _mamba_kernel,
+        (batch, rule.heads, triton.cdiv(rule.head_dim, block)),
+        mixed,
+        product,
+        weights,
+        slots,
+        KeptState(state_rows, states, inputs) if kept is None else kept,
+        StepLimits(rule.least_step, rule.most_step),
+        out,
+        tokens,
+        int(tokens <= states.shape[1]),
+        int(kept is not None),
+        HEADS=rule.heads,
+        HEAD_DIM=rule.head_dim,
+        GROUPS=rule.groups,
+        STATE_DIM=rule.state_dim,
+        SLOTS=states.shape[1],
+        BLOCK=block,
+        num_warps=1,
+        enable_fp_fusion=False,
+    )
+    return out
+
+
+def mamba_norm(x: Tensor, gate: Tensor, weight: Tensor | None, eps: float, rule: MambaRule) -> Tensor:
+    """Computes `Ops.mamba_norm` with a Triton kernel.
+
+    Args:
+        x: [B, Q, rule.values] bf16, fp16 or fp32, contiguous.
+        gate: as x, its last axis contiguous, tokens at equal strides.
+        weight: [rule.values], x's dtype, contiguous. None: no norm.
+        eps: epsilon of the norm.
+        rule: sizes.
+
+    Raises:
+        ValueError: a shape, dtype or layout other than these.
+    """
+    size = rule.values // rule.groups
+    if x.dim() != 3 or not x.is_contiguous() or x.shape[-1] != rule.values or size > MAX_GROUP:
+        raise ValueError(f"x is {told(x)}; wanted contiguous [B, Q, {rule.values}], and groups of up to {MAX_GROUP}")
+    stride = gate.stride(1) if gate.dim() == 3 else 0
+    even = gate.shape[0] == 1 or gate.stride(0) == gate.shape[1] * stride
+    if gate.shape != x.shape or gate.dtype != x.dtype or gate.stride(2) != 1 or not even:
+        raise ValueError(f"gate is {told(gate)}; wanted it as x, {told(x)}, with tokens at equal strides")
+    if weight is not None:
+        check("weight", weight, (rule.values,), x.dtype)
+    out = torch.empty_like(x)
+    launch(
+        _norm_kernel,
+        (x.shape[0] * x.shape[1], rule.groups),
+        x,
+        gate,
+        weight,
+        out,
+        stride,
+        eps,
+        GROUPS=rule.groups,
+        SIZE=size,
+        BLOCK=triton.next_power_of_2(size),
+        NORMED=weight is not None,
+        GATE_FIRST=rule.norm == "gate_first",
+        num_warps=_NORM_WARPS,
+        enable_fp_fusion=False,
+    )
+    return out
+
+
+def _convolved(
+    product: Tensor, layer: StateParts, slots: StateSlots, rule: ConvRule | MambaRule, kept: KeptState | None
+) -> Tensor:
+    """Returns the result of the convolution, [B, Q, channels], and stores its inputs."""
+    (batch, tokens), places = slots.positions.shape, slots.inputs.shape[1]
+    gated, step = isinstance(rule, ConvRule), tokens <= slots.states.shape[1]
+    out = product.new_empty(batch, tokens, rule.channels)
+    given = torch.empty_like(out) if gated and not step else out
+    launch(
+        _conv_kernel,
+        (batch, triton.cdiv(tokens, _TOKENS), triton.cdiv(rule.channels, _CHANNELS)),
+        product,
+        ConvWeights(layer.conv, layer.conv_bias),
+        slots,
+        out,
+        given,
+        tokens,
+        int(step),
+        FIRST=0 if gated else rule.values,
+        CHANNELS=rule.channels,
+        ROWS=rule.rows,
+        WIDTH=rule.width,
+        PLACES=places,
+        GATED=gated,
+        BIASED=layer.conv_bias is not None,
+        TOKENS=_TOKENS,
+        BLOCK=_CHANNELS,
+        num_warps=1,
+        enable_fp_fusion=False,
+    )
+    if not step:
+        store_inputs(given if gated else product[..., rule.values :], slots, kept, rule)
+    return out
+
+
+def _of_heads(name: str, weight: Tensor | None, heads: int) -> Tensor:
+    if weight is None:
+        raise ValueError(f"{name} is None; wanted fp32 [{heads}]")
+    check(name, weight, (heads,), torch.float32)
+    return weight
+
+
+def _check(
+    product: Tensor, layer: StateParts, slots: StateSlots, rule: ConvRule | MambaRule, kept: KeptState | None
+) -> None:
+    fits = isinstance(rule, ConvRule) or rule.state_dim <= MAX_STATE_DIM
+    if product.dim() != 3 or product.dtype not in _DTYPES or not fits:
+        raise ValueError(
+            f"product is {told(product)} for {rule}; wanted bf16, fp16 or fp32 [B, Q, {rule.rows}], and state_dim up "
+            f"to {MAX_STATE_DIM}"
+        )
+    (batch, tokens, _), dtype, (rows, count) = product.shape, product.dtype, slots.states.shape[:2]
+    check("product", product, (batch, tokens, rule.rows))
+    check("conv", layer.conv, (rule.channels, 1, rule.width), dtype)
+    if layer.conv_bias is not None:
+        check("conv_bias", layer.conv_bias, (rule.channels,), dtype)
+    check("states", slots.states, (rows, count, *rule.state_shape), torch.float32)
+    check("inputs", slots.inputs, (rows, count + rule.tail, rule.channels), dtype)
+    check("state_rows", slots.state_rows, (batch,), torch.int64)
+    check("positions", slots.positions, (batch, tokens), torch.int64)
+    check("write_mask", slots.write_mask, (batch, tokens), torch.bool)
+    if kept is None:
+        return
+    if batch != 1 or tokens <= count:
+        raise ValueError(
+            f"a state is kept of a pass over a prompt, one row of more than {count} tokens; product is {told(product)}"
+        )
+    check("kept.at", kept.at, (1,), torch.int64)
+    check("kept.state", kept.state, rule.state_shape, torch.float32)
+    check("kept.inputs", kept.inputs, (rule.width, rule.channels), dtype)

@@ -1,0 +1,80 @@
+"""LFM2: gated short convolutions, and attention in some layers; LFM2-MoE: the same with experts after the first layers.
+
+Norms on queries and keys. The router of LFM2-MoE is a sigmoid with a correction of its choice.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from fastspec.models.families.mixtures.experts import counts, width
+from fastspec.models.families.plan import ExpertsPlan, LayerPlan, ModelFamily
+from fastspec.models.fields import SIZE_LIMITS, ConfigFields
+from fastspec.shapes import ConvRule, RoutingRule
+
+_SUM_EPS = 1e-6  # of the factors of a token's experts; configs have no field for it, transformers has this constant
+_MAX_WIDTH = 64
+
+
+def _plans(fields: ConfigFields, layers: int) -> tuple[LayerPlan, ...]:
+    types = fields.layer_types(layers, "full_attention", "conv")
+    if types is None:
+        fields.refuse("layer_types", None, "'full_attention' or 'conv' for each layer")
+    bias = fields.flag("conv_bias")
+    rule = ConvRule(fields.size("hidden_size"), fields.count("conv_L_cache", _MAX_WIDTH, minimum=2))
+    attends = LayerPlan(qk_norm="head")
+    convolves = LayerPlan(rope=None, attends=False, state=rule, state_bias=bias, conv_bias=bias)
+    return tuple(attends if kind == "full_attention" else convolves for kind in types)
+
+
+def _moe_plans(fields: ConfigFields, layers: int) -> tuple[LayerPlan, ...]:
+    count, chosen = counts(fields)
+    eps = _SUM_EPS if fields.flag("norm_topk_prob") else None
+    routing = RoutingRule(chosen, "sigmoid", scale=fields.positive("routed_scaling_factor"))
+    inner, correction = width(fields, "moe_intermediate_size"), fields.flag("use_expert_bias")
+    experts = ExpertsPlan(count, inner, routing, correction=correction, sum_eps=eps)
+    dense = fields.count("num_dense_layers", SIZE_LIMITS["num_hidden_layers"], minimum=0)
+    return tuple(
+        plan if at < dense else replace(plan, experts=experts) for at, plan in enumerate(_plans(fields, layers))
+    )
+
+
+def _inner(fields: ConfigFields) -> int:
+    """Returns the intermediate size of LFM2's MLP, as transformers' Lfm2MLP computes it."""
+    size = fields.size("intermediate_size")
+    if not fields.flag("block_auto_adjust_ff_dim"):
+        return size
+    size = int(2 * size / 3)
+    if (factor := fields.optional_positive("block_ffn_dim_multiplier")) is None:
+        return size
+    unit = fields.count("block_multiple_of", SIZE_LIMITS["intermediate_size"])
+    return -(-int(factor * size) // unit) * unit
+
+
+LFM2 = ModelFamily(
+    "Lfm2ForCausalLM",
+    _plans,
+    {
+        "o": ("self_attn.out_proj",),
+        "q_norm": ("self_attn.q_layernorm",),
+        "k_norm": ("self_attn.k_layernorm",),
+        "gate_up": ("feed_forward.w1", "feed_forward.w3"),
+        "down": ("feed_forward.w2",),
+        "experts.router": ("feed_forward.gate",),
+        "experts.correction": ("feed_forward.expert_bias",),
+        "input_norm": ("operator_norm",),
+        "post_norm": ("ffn_norm",),
+    },
+    renamed={"model.embedding_norm.": "model.norm."},
+    eps="norm_eps",
+    inner=_inner,
+    act=None,
+    rope_kinds=("default",),
+)
+LFM2_MOE = replace(
+    LFM2,
+    architecture="Lfm2MoeForCausalLM",
+    plans=_moe_plans,
+    inner="intermediate_size",
+    rotary="model.pos_emb",
+)

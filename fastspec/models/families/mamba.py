@@ -1,0 +1,114 @@
+"""Bamba: layers with Mamba-2, and attention in some. Falcon-H1: attention and Mamba-2 side by side in every layer.
+
+Falcon-H1 has factors on inputs and outputs of both, on parts of their first products, and in its MLP.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Literal
+
+from fastspec.models.families.plan import BranchFactors, LayerPlan, ModelFamily, ModelScales
+from fastspec.models.fields import ConfigFields
+from fastspec.shapes import MambaRule
+
+MAX_HEADS, MAX_STATE, MAX_WIDTH = 2**14, 2**10, 64
+_PARTS = 5  # of the product before the state: z, x, B, C and the steps
+
+
+def mamba_rule(fields: ConfigFields, norm: Literal["gate_first", "norm_first"] | None = "gate_first") -> MambaRule:
+    """Returns the sizes of a Mamba-2 layer by the config fields that Bamba, Granite 4 and Falcon-H1 have."""
+    least, most = step_limits(fields)
+    rule = MambaRule(
+        heads=fields.count("mamba_n_heads", MAX_HEADS),
+        head_dim=fields.count("mamba_d_head", MAX_STATE),
+        groups=fields.count("mamba_n_groups", MAX_HEADS),
+        state_dim=fields.count("mamba_d_state", MAX_STATE),
+        width=fields.count("mamba_d_conv", MAX_WIDTH, minimum=2),
+        least_step=least,
+        most_step=most,
+        norm=norm,
+    )
+    if rule.heads % rule.groups:
+        fields.refuse("mamba_n_groups", rule.groups, f"a divisor of mamba_n_heads={rule.heads}")
+    return rule
+
+
+def step_limits(fields: ConfigFields) -> tuple[float, float]:
+    """Returns the limits of a step after softplus. The upper one may be infinite."""
+    limits = fields.get("time_step_limit")
+    if limits is None:
+        return 0.0, math.inf
+    numbers = (
+        isinstance(limits, list | tuple) and len(limits) == 2 and all(type(each) in (int, float) for each in limits)
+    )
+    if not numbers or not 0 <= limits[0] <= limits[1]:
+        fields.refuse("time_step_limit", limits, "two ascending numbers from 0 on, or null")
+    return float(limits[0]), float(limits[1])
+
+
+def with_mamba(fields: ConfigFields, plan: LayerPlan) -> LayerPlan:
+    """Returns a plan with Mamba-2 in place of attention."""
+    bias, conv_bias = fields.flag("mamba_proj_bias"), fields.flag("mamba_conv_bias")
+    return replace(plan, attends=False, rope=None, state=mamba_rule(fields), state_bias=bias, conv_bias=conv_bias)
+
+
+def _bamba_plans(fields: ConfigFields, layers: int) -> tuple[LayerPlan, ...]:
+    types = fields.layer_types(layers, "full_attention", "linear_attention", "attention", "mamba")
+    if types is None:
+        fields.refuse("layers_block_type", None, "'full_attention' or 'linear_attention' for each layer")
+    bias, mlp_bias = fields.flag("attention_bias"), fields.flag("mlp_bias")
+    attends = LayerPlan(qkv_bias=bias, o_bias=bias, mlp_bias=mlp_bias)
+    recurs = with_mamba(fields, LayerPlan(mlp_bias=mlp_bias))
+    return tuple(attends if kind in ("full_attention", "attention") else recurs for kind in types)
+
+
+def _falcon_plans(fields: ConfigFields, layers: int) -> tuple[LayerPlan, ...]:
+    for name in ("attention_bias", "mamba_proj_bias", "projectors_bias"):
+        if fields.flag(name):
+            fields.refuse(name, True, "false: products with factors have no bias")
+    norm: Literal["gate_first", "norm_first"] | None = None
+    if fields.flag("mamba_rms_norm"):
+        norm = "norm_first" if fields.flag("mamba_norm_before_gate") else "gate_first"
+    gate, down = _factors(fields, "mlp_multipliers", 2)
+    entering = fields.positive("ssm_in_multiplier")
+    factors = BranchFactors(
+        attention=fields.positive("attention_in_multiplier"),
+        key=fields.positive("key_multiplier"),
+        attended=fields.positive("attention_out_multiplier"),
+        state=tuple(entering * each for each in _factors(fields, "ssm_multipliers", _PARTS)),
+        stated=fields.positive("ssm_out_multiplier"),
+        gate=gate,
+        down=down,
+    )
+    plan = LayerPlan(
+        state=mamba_rule(fields, norm),
+        conv_bias=fields.flag("mamba_conv_bias"),
+        mlp_bias=fields.flag("mlp_bias"),
+        factors=factors,
+    )
+    return (plan,) * layers
+
+
+def _factors(fields: ConfigFields, name: str, count: int) -> tuple[float, ...]:
+    values = fields.get(name)
+    if not isinstance(values, list | tuple) or len(values) != count:
+        fields.refuse(name, values, f"{count} positive numbers")
+    return tuple(fields.check_positive(each, name) for each in values)
+
+
+def _scales(fields: ConfigFields) -> ModelScales:
+    return ModelScales(embed=fields.positive("embedding_multiplier"), logits=fields.positive("lm_head_multiplier"))
+
+
+_MLP = tuple(f"feed_forward.{part}_proj" for part in ("gate", "up"))
+BAMBA = ModelFamily(
+    "BambaForCausalLM",
+    _bamba_plans,
+    {"gate_up": _MLP, "down": ("feed_forward.down_proj",), "post_norm": ("pre_ff_layernorm",)},
+    renamed={"model.final_layernorm.": "model.norm."},
+    rope_kinds=("default",),
+    partial_rope=True,
+)
+FALCON_H1 = replace(BAMBA, architecture="FalconH1ForCausalLM", plans=_falcon_plans, scales=_scales, partial_rope=False)

@@ -1,0 +1,120 @@
+"""Short convolutions and Mamba-2, by family: text is transformers', and states are those of plain decoding."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from fastspec import FastSpecGenerator
+from fastspec.models.decoder import Decoder
+from tests.helpers.fuzzing import CI
+from tests.helpers.hybrid import VOCAB, make_states
+from tests.helpers.state_runs import DRAFTS, OPTIONS, One, output, same
+
+NEW = 100
+LENGTHS = (1, 9, 70)
+# of which each is a family, or a part of one that no other has; see tests/models/families for the others
+SEEDS = {"lfm2": 0, "lfm2_moe": 0, "granite4_moe": 0, "bamba": 0, "falcon_h1": 0, "nemotron_h": 0}
+GAP = 1e-4  # of logits of transformers around 10: fp32 sums of chunks there, and token by token here
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # no tokenizers, drafts that do not pay
+
+
+class Model:
+    """A checkpoint as transformers saves it, and its plain texts."""
+
+    def __init__(self, kind: str, root: Path) -> None:
+        self.live: PreTrainedModel = make_states(kind, SEEDS[kind])
+        self.directory = root / kind
+        self.live.save_pretrained(self.directory)
+        rng = random.Random(3)
+        self.prompts = [[rng.randrange(VOCAB) for _ in range(length)] for length in LENGTHS]
+        self.texts: list[list[int]] = []
+
+
+@pytest.fixture(scope="module", params=SEEDS)
+def one(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[One]:
+    """A model in one row, whose drafts are scripted."""
+    model = Model(request.param, tmp_path_factory.mktemp("states"))
+    with FastSpecGenerator(
+        model.directory, model.directory, num_speculative_tokens=DRAFTS, max_batch_size=2, **OPTIONS
+    ) as gen:
+        out = output(gen, model.prompts[:2], NEW, num_speculative_tokens=0)
+        model.texts = out.new_tokens
+        for k, new in ((DRAFTS, 30), (1, 9), (3, 9)):  # three rows in two places: rows end, move and begin
+            out = output(gen, model.prompts[::-1], new, num_speculative_tokens=k)
+            model.texts = (model.texts + out.new_tokens[:1])[:3]
+            assert out.new_tokens == [text[:new] for text in model.texts[::-1]]
+            assert out.stats.acceptance_rate == 1.0
+    made = One(model)
+    with made.gen:
+        yield made
+
+
+@torch.inference_mode()
+def test_greedy_text_is_that_of_transformers(one: One) -> None:
+    model = one.model
+    assert isinstance(model, Model)
+    for prompt, text in zip(model.prompts, model.texts, strict=True):
+        logits = model.live(torch.tensor([prompt + text[:-1]])).logits[0, len(prompt) - 1 :]
+        assert logits.argmax(-1).tolist() == text
+        top = logits.topk(2, dim=-1).values
+        assert float((top[:, 0] - top[:, 1]).min()) > GAP
+        assert len(set(text)) > min(len(text), VOCAB) // 4, "a text that repeats itself tests little"
+
+
+def test_a_rejection_at_every_place_leaves_the_states_of_plain_decoding(one: One) -> None:
+    for place in range(DRAFTS + 1):
+        same(one, 1, 9, [place], [DRAFTS])
+    assert one.proposer.steps == 2, "the last script was right"
+
+
+patterns = st.tuples(
+    st.sampled_from((0, 1)),
+    st.integers(1, 9),
+    st.lists(st.integers(0, DRAFTS), min_size=1, max_size=6),
+    st.lists(st.sampled_from([0, 1, 2, 3, DRAFTS]), min_size=1, max_size=4),
+)
+
+
+@settings(CI, max_examples=5)
+@given(pattern=patterns)
+def test_states_after_any_pattern_are_those_of_plain_decoding(
+    one: One, pattern: tuple[int, int, list[int], list[int]]
+) -> None:
+    same(one, *pattern)
+
+
+def states(gen: FastSpecGenerator, length: int) -> list[Tensor]:
+    """The state after the last token but one of the one row there is, in each layer, and its inputs."""
+    target = gen._open().engine.modules.target
+    assert isinstance(target, Decoder)
+    assert target.cache.states is not None
+    cache, fed = target.cache.states, length - 1
+    slots, places = cache.states.shape[2], cache.inputs.shape[2]
+    inputs = [cache.inputs[:, 0, position % places] for position in range(fed - (places - slots), fed)]
+    return [each.clone() for each in (cache.states[:, 0, (fed - 1) % slots], *inputs)]
+
+
+def test_a_prompt_goes_on_from_the_kept_state_of_another(one: One) -> None:
+    rng = random.Random(5)
+    shared, more = ([rng.randrange(VOCAB) for _ in range(count)] for count in (70, 9))
+    prompts = [shared, shared[:66] + more]
+    options = {**OPTIONS, "max_batch_size": 1, "num_speculative_tokens": 0}
+    with FastSpecGenerator(one.model.directory, **options) as gen:
+        output(gen, prompts[:1], 3)
+        found = output(gen, prompts[1:], 5)
+        left = states(gen, len(prompts[1]) + 5)
+    with FastSpecGenerator(one.model.directory, prefix_cache=False, **options) as fresh:
+        wanted = output(fresh, prompts[1:], 5)
+        assert (found.stats.cached_tokens, wanted.stats.cached_tokens) == (64, 0)
+        assert found.new_tokens == wanted.new_tokens
+        assert all(map(torch.equal, left, states(fresh, len(prompts[1]) + 5)))

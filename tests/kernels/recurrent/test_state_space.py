@@ -1,0 +1,271 @@
+"""Mamba-2 and short convolutions: definitions are transformers', kernels are definitions, bits are a row's own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fastspec.kernels import reference
+from fastspec.kernels.reference.recurrent import KeptState
+from fastspec.shapes import ConvRule, MambaRule
+from tests.helpers.devices import devices
+
+pytest.importorskip("triton", reason="Triton ships for Linux only")
+
+from fastspec.kernels.recurrent.state_space import mamba, mamba_norm, short_conv
+
+# sizes that are no powers of two, a head in several programs, and channels in several blocks
+MAMBA = MambaRule(heads=2, head_dim=20, groups=2, state_dim=24, width=4, least_step=0.02)
+WIDE = MambaRule(heads=2, head_dim=24, groups=1, state_dim=128, width=3)
+CONV = ConvRule(channels=72, width=3)
+RULES = {"mamba": MAMBA, "wide": WIDE, "conv": CONV}
+OPS: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {  # kernel, definition
+    **{"mamba": (mamba, reference.mamba), "wide": (mamba, reference.mamba)},
+    "conv": (short_conv, reference.short_conv),
+}
+SLOTS = 5
+F32, BF16 = torch.float32, torch.bfloat16
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Weights of a layer."""
+
+    conv: Tensor
+    conv_bias: Tensor | None
+    decay: Tensor | None
+    step: Tensor | None
+    skip: Tensor | None
+
+
+@dataclass(frozen=True)
+class Case:
+    """Some rows of a layer."""
+
+    layer: Parts
+    states: Tensor
+    inputs: Tensor
+    state_rows: Tensor
+    rule: MambaRule | ConvRule
+
+    def run(
+        self, op: Callable[..., Tensor], product: Tensor, first: list[int], mask: Tensor | None = None, **more: Any
+    ) -> Tensor:
+        """The result for tokens from position first[b] on."""
+        rows, tokens, _ = product.shape
+        at = (torch.tensor(first)[:, None] + torch.arange(tokens)).clamp_min(0).to(product.device)
+        mask = torch.ones(rows, tokens, dtype=torch.bool) if mask is None else mask
+        where = self.states, self.inputs, self.state_rows, at, mask.to(product.device)
+        return op(product, self.layer, *where, self.rule, **more)
+
+
+def a_case(kind: str, dtype: torch.dtype, device: str, rows: int = 3) -> Case:
+    rule, generator = RULES[kind], torch.Generator().manual_seed(rows)
+
+    def normal(*shape: int, std: float = 0.5) -> Tensor:
+        return (torch.randn(*shape, generator=generator) * std).to(device)
+
+    conv, bias = normal(rule.channels, 1, rule.width).to(dtype), normal(rule.channels).to(dtype)
+    heads = [normal(rule.heads) for _ in range(3)] if isinstance(rule, MambaRule) else [None] * 3
+    layer = Parts(conv, None if kind == "wide" else bias, *heads)
+    states = normal(rows + 1, SLOTS, *rule.state_shape)
+    inputs = normal(rows + 1, SLOTS + rule.tail, rule.channels).to(dtype)
+    return Case(layer, states, inputs, torch.arange(rows, 0, -1, device=device), rule)
+
+
+def a_product(kind: str, rows: int, tokens: int, dtype: torch.dtype, device: str, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(rows, tokens, RULES[kind].rows, generator=generator).to(dtype).to(device)
+
+
+def close(found: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
+    # sums over a state in another order, and exp by other formulas: some roundings
+    eps = 8 * torch.finfo(dtype).eps
+    torch.testing.assert_close(found, expected, rtol=eps, atol=eps)
+
+
+def assert_equal(found: Tensor, expected: Tensor) -> None:
+    assert torch.equal(found, expected)
+
+
+def test_the_definition_of_mamba_is_that_of_transformers() -> None:
+    """The convolution of torch, and the chunks of the module of Bamba."""
+    from transformers.models.bamba.modeling_bamba import mamba2_chunk_scan
+
+    case, tokens = a_case("mamba", F32, "cpu", 1), 21
+    product, layer = a_product("mamba", 1, tokens, F32, "cpu"), case.layer
+    assert layer.decay is not None
+    found = case.run(reference.mamba, product, [0])
+    given = product[..., MAMBA.values : MAMBA.values + MAMBA.channels].transpose(1, 2)
+    mixed = F.conv1d(given, layer.conv, layer.conv_bias, padding=MAMBA.tail, groups=MAMBA.channels)[..., :tokens]
+    x, b, c = F.silu(mixed).transpose(1, 2).split([MAMBA.values, MAMBA.shared, MAMBA.shared], dim=-1)
+    wanted = mamba2_chunk_scan(
+        x.unflatten(-1, (MAMBA.heads, -1)),
+        product[..., -MAMBA.heads :],
+        -torch.exp(layer.decay),
+        b.unflatten(-1, (MAMBA.groups, -1)),
+        c.unflatten(-1, (MAMBA.groups, -1)),
+        chunk_size=8,
+        D=layer.skip,
+        dt_bias=layer.step,
+        dt_softplus=True,
+        dt_limit=(MAMBA.least_step, MAMBA.most_step),
+    )
+    torch.testing.assert_close(found, wanted.flatten(2), rtol=1e-5, atol=1e-5)
+
+
+def test_the_definition_of_the_short_convolution_is_that_of_torch() -> None:
+    case, product = a_case("conv", F32, "cpu", 1), a_product("conv", 1, 9, F32, "cpu")
+    b, c, x = product.transpose(1, 2).chunk(3, dim=1)
+    mixed = F.conv1d(b * x, case.layer.conv, case.layer.conv_bias, padding=CONV.tail, groups=CONV.channels)[..., :9]
+    found = case.run(reference.short_conv, product, [0])
+    torch.testing.assert_close(found, (c * mixed).transpose(1, 2), rtol=1e-6, atol=1e-6)
+
+
+# first position of each row, tokens, masked ones at the beginning and at the end of each row
+CASES: dict[str, tuple[list[int], int, list[int], list[int]]] = {
+    "plain": ([0, 7, 30], 1, [0, 0, 0], [0, 0, 0]),
+    "drafts": ([0, 1, 30], 5, [0, 2, 0], [0, 0, 0]),
+    "idle": ([9, 12, -1], 3, [0, 3, 1], [0, 0, 0]),
+    "context's end": ([4, 5, 6], 4, [0, 0, 0], [3, 1, 0]),
+    "prompt": ([0, 64, 2], 18, [0, 0, 0], [0, 6, 16]),
+}
+
+
+@pytest.mark.parametrize("device", devices())
+@pytest.mark.parametrize("kind", RULES)
+@pytest.mark.parametrize(("name", "dtype"), [*((name, F32) for name in CASES), ("drafts", BF16), ("prompt", BF16)])
+def test_a_kernel_is_its_definition(kind: str, name: str, dtype: torch.dtype, device: str) -> None:
+    starts, tokens, before, behind = CASES[name]
+    product, at = a_product(kind, 3, tokens, dtype, device), torch.arange(tokens)
+    mask = (at >= torch.tensor(before)[:, None]) & (at < tokens - torch.tensor(behind)[:, None])
+    mine, wanted = a_case(kind, dtype, device), a_case(kind, dtype, device)
+    kernel, definition = OPS[kind]
+    found, expected = mine.run(kernel, product, starts, mask), wanted.run(definition, product, starts, mask)
+    close(found[mask], expected[mask], dtype)
+    assert not found[~mask].any()
+    close(mine.states, wanted.states, dtype)
+    # the inputs of a short convolution are a product, which Triton's interpreter rounds otherwise
+    close(mine.inputs, wanted.inputs, dtype) if kind == "conv" else assert_equal(mine.inputs, wanted.inputs)
+    fresh = a_case(kind, dtype, device)
+    assert torch.equal(mine.states[0], fresh.states[0]), "nobody's row"
+    assert not torch.equal(mine.inputs, fresh.inputs)
+
+
+BOTH = pytest.mark.parametrize("which", [0, 1], ids=["kernel", "definition"])
+
+
+@pytest.mark.parametrize("device", devices())
+@pytest.mark.parametrize("kind", ["wide", "conv"])
+@BOTH
+def test_bits_depend_on_the_tokens_before_alone(which: int, kind: str, device: str) -> None:
+    """Three rows with drafts, the same in plain steps, one row at a time, and as prompts."""
+    op, product, start = OPS[kind][which], a_product(kind, 3, 6, BF16, device), [0, 31, 8]
+    together, apart, alone, prompt = (a_case(kind, BF16, device) for _ in range(4))
+    whole = torch.cat(
+        [
+            together.run(op, product[:, :4].contiguous(), start),
+            together.run(op, product[:, 4:].contiguous(), [first + 4 for first in start]),
+        ],
+        dim=1,
+    )
+    for t in range(6):
+        one = apart.run(op, product[:, t : t + 1].contiguous(), [first + t for first in start])
+        assert torch.equal(one[:, 0], whole[:, t])
+    for row in range(3):
+        mine = replace(alone, state_rows=alone.state_rows[row : row + 1])
+        for cut in (slice(0, 4), slice(4, 6)):
+            found = mine.run(op, product[row : row + 1, cut].contiguous(), [start[row] + cut.start])
+            assert torch.equal(found[0], whole[row, cut])
+    assert torch.equal(prompt.run(op, product, start), whole)
+    for other in (apart, alone):
+        assert torch.equal(other.states, together.states)
+        assert torch.equal(other.inputs, together.inputs)
+    assert torch.equal(prompt.inputs, together.inputs)
+    for row, first in zip((3, 2, 1), start, strict=True):
+        newest = (first + 5) % SLOTS
+        assert torch.equal(prompt.states[row, newest], together.states[row, newest])
+
+
+@pytest.mark.parametrize("device", devices())
+@pytest.mark.parametrize("kind", RULES)
+@BOTH
+def test_refused_tokens_leave_nothing(which: int, kind: str, device: str) -> None:
+    """Five tokens at once of which two count, then the next five: as one after the other without the refused ones."""
+    op, case, plain = OPS[kind][which], a_case(kind, F32, device, 1), a_case(kind, F32, device, 1)
+    true, wrong = (a_product(kind, 1, 7, F32, device, seed) for seed in (1, 2))
+    case.run(op, torch.cat([true[:, :2], wrong[:, :3]], dim=1), [0])
+    second = case.run(op, true[:, 2:].contiguous(), [2])
+    for t in range(7):
+        last = plain.run(op, true[:, t : t + 1].contiguous(), [t])
+    assert torch.equal(second[:, -1], last[:, 0])
+    assert torch.equal(case.states[1, 6 % SLOTS], plain.states[1, 6 % SLOTS])
+
+
+@pytest.mark.parametrize("device", devices())
+@pytest.mark.parametrize("kind", ["mamba", "conv"])
+@BOTH
+def test_the_state_after_a_chunk_is_kept(which: int, kind: str, device: str) -> None:
+    """It is the state of a prompt that ends there, with its newest inputs. A pass that ends before keeps none."""
+    op, rule, start, tokens, after = OPS[kind][which], RULES[kind], 61, 9, 64
+    product = a_product(kind, 1, tokens, F32, device)
+    short, plain = (a_case(kind, F32, device, 1) for _ in range(2))
+
+    def room(at: int) -> KeptState:
+        inputs = torch.full((rule.width, rule.channels), -7.0, device=device)
+        return KeptState(torch.tensor([at], device=device), torch.full(rule.state_shape, -7.0, device=device), inputs)
+
+    for at in (after, start, start + tokens + 1):
+        case, kept = a_case(kind, F32, device, 1), room(at)
+        found = case.run(op, product, [start], kept=kept)
+        assert torch.equal(found, plain.run(op, product, [start])), "what is kept changes nothing"
+        plain = a_case(kind, F32, device, 1)
+        if at != after:
+            assert bool((kept.state == -7).all())
+            assert bool((kept.inputs == -7).all())
+            continue
+        for t in range(after - start):
+            short.run(op, product[:, t : t + 1].contiguous(), [start + t])
+        assert torch.equal(kept.state, short.states[1, (after - 1) % SLOTS])
+        for position in range(after - rule.tail, after):
+            assert torch.equal(kept.inputs[position % rule.width], short.inputs[1, position % short.inputs.shape[1]])
+
+
+@pytest.mark.parametrize("device", devices())
+@pytest.mark.parametrize("dtype", [F32, BF16])
+@pytest.mark.parametrize("norm", ["gate_first", "norm_first", None])
+def test_the_norm_is_its_definition(norm: Any, dtype: torch.dtype, device: str) -> None:
+    rule, product = MAMBA._replace(norm=norm), a_product("mamba", 2, 3, dtype, device)
+    x, gate = 3 * product[..., : rule.values].contiguous(), product[..., rule.values : 2 * rule.values]
+    weight = None if norm is None else 1 + product[0, 0, : rule.values]
+    found = mamba_norm(x, gate, weight, 1e-6, rule)
+    close(found, reference.mamba_norm(x, gate, weight, 1e-6, rule), dtype)
+    for op in (mamba_norm, reference.mamba_norm):
+        one = op(x[1:, 2:].contiguous(), gate[1:, 2:], weight, 1e-6, rule)
+        assert torch.equal(one[0, 0], op(x, gate, weight, 1e-6, rule)[1, 2])
+    groups = (x.float() * F.silu(gate.float()) if norm == "gate_first" else x.float()).unflatten(-1, (rule.groups, -1))
+    wanted = groups if weight is None else F.rms_norm(groups, groups.shape[-1:], eps=1e-6)
+    wanted = wanted.flatten(-2) * (1 if weight is None else weight.float())
+    close(found, (wanted if norm == "gate_first" else wanted * F.silu(gate.float())).to(dtype), dtype)
+
+
+def test_what_the_kernels_cannot_take_is_refused() -> None:
+    case, product = a_case("mamba", F32, "cpu", 1), a_product("mamba", 1, 1, F32, "cpu")
+    with pytest.raises(ValueError, match="product is"):
+        case.run(mamba, product[..., 1:], [0])
+    with pytest.raises(ValueError, match="states is"):
+        replace(case, states=case.states.half()).run(mamba, product, [0])
+    with pytest.raises(ValueError, match="skip is None"):
+        replace(case, layer=replace(case.layer, skip=None)).run(mamba, product, [0])
+    kept = KeptState(torch.tensor([64]), case.states[0, 0], case.inputs[0, : MAMBA.width])
+    with pytest.raises(ValueError, match="a state is kept of a pass over a prompt"):
+        case.run(mamba, product, [0], kept=kept)
+    x = product[..., : MAMBA.values]
+    with pytest.raises(ValueError, match="gate is"):
+        mamba_norm(x.contiguous(), x.to(BF16), None, 1e-6, MAMBA)
