@@ -1,4 +1,4 @@
-"""Proposers with EAGLE-3 heads and MTP layers, and `build_head`, which makes the proposer of any learned head."""
+"""Makes the proposer of any learned head."""
 
 from __future__ import annotations
 
@@ -20,21 +20,13 @@ from fastspec.models.heads.weights import PendingHead, allocate_head
 from fastspec.proposers.chain import ChainDrafts
 from fastspec.proposers.combined import ContinuesDrafts
 from fastspec.proposers.dflash import DFlashDrafts
+from fastspec.proposers.mtp import MtpDrafts, MtpLayersDrafts
 
 
 class Eagle3Drafts(ChainDrafts):
     """Drafts with an EAGLE-3 head; see `ChainDrafts`."""
 
     article = "an"
-
-
-class MtpDrafts(ChainDrafts):
-    """Drafts with the MTP layer of the target's own checkpoint; see `ChainDrafts`."""
-
-    def __str__(self) -> str:
-        """Describes the proposer in a few words, for messages and `explain()`."""
-        ids = f", which drafts {self.model.vocab_size} of {self._target.vocab_size} ids" if self._map else ""
-        return f"the checkpoint's own {self.model.head.found}{ids}"
 
 
 def build_head(
@@ -72,9 +64,12 @@ def build_head(
         block.borrow(target)
         return DFlashDrafts(block, ops, vocab_map, mark, work), pending
     if isinstance(spec, MtpSpec):
-        layer = Mtp(spec.for_length(length), pending.weights, cache, ops, **sizes)
-        layer.borrow(target)
-        return MtpDrafts(layer, ops, spec.readings, checkpoint.sample, vocab_map, mark, work), pending
+        sizes = {**sizes, "max_queries": sizes["max_queries"] + spec.computed_again}
+        layers = Mtp(spec.for_length(length), pending.weights, cache, ops, **sizes)
+        layers.borrow(target)
+        if spec.num_layers > 1:
+            return MtpLayersDrafts(layers, ops, vocab_map, mark, work), pending
+        return MtpDrafts(layers, ops, spec.readings, checkpoint.sample, vocab_map, mark, work), pending
     if not isinstance(spec, Eagle3Spec):
         raise AssertionError(f"{spec.found} was resolved without a proposer")
     model = Eagle3(spec.for_length(length), pending.weights, cache, ops, **sizes)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Generic, Protocol, TypeVar
 
+import torch
 from torch import Tensor
 
 from fastspec.kernels.ops import Ops
@@ -13,7 +14,7 @@ from fastspec.models.heads.spec import HeadSpec, as_layers, described
 from fastspec.proposers.draft_model import VocabMap, sample
 from fastspec.proposers.interface import ProposerBase
 from fastspec.sampling.verify import Draws
-from fastspec.shapes import StepShape
+from fastspec.shapes import GREEDY, StepShape, Tiling
 from fastspec.state import DecodeState
 
 
@@ -27,6 +28,12 @@ class HeadModel(Protocol):
     @property
     def vocab_size(self) -> int:
         """Number of ids that it can draft."""
+
+    def logits(self, hidden: Tensor, tiling: Tiling) -> Tensor:
+        """Returns fp32 logits [..., vocab_size]."""
+
+    def argmax(self, hidden: Tensor, limit: int, tiling: Tiling, out: Tensor) -> None:
+        """Writes the argmax; see `CausalModel.argmax`."""
 
 
 Model = TypeVar("Model", bound=HeadModel)
@@ -88,3 +95,18 @@ class LearnedDrafts(ProposerBase, Generic[Model]):
         """Draws draft j of every row from logits [B, 1, head's ids]. Records token and distribution."""
         logits = logits if self._map is None else self._map.in_target_ids(logits)
         sample(self.ops, state, shape, draws, logits, j, self._work)
+
+    def _draw(self, state: DecodeState, shape: StepShape, draws: Draws, x: Tensor, j: int, picks: Tensor) -> None:
+        """Draws draft j of every row from hidden states [B, 1, hidden]. Records token and distribution.
+
+        Args:
+            picks: int64 [B] of zeros, to which the head's ids are written.
+        """
+        model = self.model
+        if shape.sampler != GREEDY:
+            self._sample(state, shape, draws, model.logits(x, shape.tiling), j)
+        elif self._map is None:
+            model.argmax(x[:, 0], model.vocab_size, shape.tiling, out=state.draft_tokens[:, j])
+        else:
+            model.argmax(x[:, 0], model.vocab_size, shape.tiling, out=picks)
+            torch.index_select(self._map.places, 0, picks, out=state.draft_tokens[:, j])

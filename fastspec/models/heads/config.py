@@ -58,6 +58,29 @@ def size(raw: Mapping[str, Any], name: str, default: int) -> int:
     return value
 
 
+def ties_head(raw: Mapping[str, Any], names: Collection[str], drafted: int, target: TargetSizes) -> bool:
+    """Returns True if a head's own embedding is also its output matrix, by its own `tie_word_embeddings`.
+
+    A stored output matrix is used in any case. The flag of `transformer_layer_config` is the target's, and not read.
+
+    Args:
+        raw: content of `config.json`.
+        names: names of the stored tensors, converted by `plain_name`.
+        drafted: number of ids that the head drafts.
+
+    Raises:
+        CheckpointError: the flag is neither true nor false, or the embedding has more rows than the head drafts ids.
+    """
+    if not flag(raw, "tie_word_embeddings") or "lm_head.weight" in names or "embed_tokens.weight" not in names:
+        return False
+    if drafted != target.vocab_size:
+        raise CheckpointError(
+            f"tie_word_embeddings is true, and the head drafts {drafted} ids with an embedding of {target.vocab_size}: "
+            "lm_head.weight is missing"
+        )
+    return True
+
+
 def ids_of(value: object, name: str) -> tuple[int, ...] | None:
     """Returns a list of layer ids. None if there is none.
 

@@ -14,7 +14,7 @@ from fastspec.errors import CheckpointError, UnsupportedModel
 from fastspec.models.checkpoints.tensor_source import TensorInfo
 from fastspec.models.config import ModelSpec
 from fastspec.models.families.plan import ModelScales
-from fastspec.models.heads.config import decoder_of, flag, ids_of, inner_config
+from fastspec.models.heads.config import decoder_of, flag, ids_of, inner_config, ties_head
 from fastspec.models.heads.spec import HeadSpec, Reading, Recognised, TargetSizes, asked_boundaries, readings_of
 from fastspec.models.layer_table import layer_shapes
 
@@ -125,7 +125,8 @@ def dflash_spec(
     plans = tuple(replace(plan, window=window) for plan, window in zip(decoder.plans, windows, strict=True))
     decoder = replace(decoder, plans=plans, scales=_scales(settings, decoder.scales.logits))
     own_embed, own_head = "embed_tokens.weight" in infos, "lm_head.weight" in infos
-    _check_shared(decoder, target, own_embed=own_embed, own_head=own_head)
+    tied_head = ties_head(raw, infos, vocab, target)
+    _check_shared(decoder, target, own_embed=own_embed, own_head=own_head or tied_head)
     readings = _readings(settings, target, feature_layers)
     sinks = settings.flag("attention_sink_bias", settings.flag("add_swa_attention_sink_bias"))
     return DFlashSpec(
@@ -136,6 +137,7 @@ def dflash_spec(
         tensors=_tensors(decoder, target, len(readings[0]), sinks, own_embed=own_embed, own_head=own_head),
         own_embed=own_embed,
         own_head=own_head,
+        tied_head=tied_head,
         block_size=settings.whole("block_size", 2, MAX_BLOCK, DEFAULT_BLOCK),
         mask_id=_mask_id(settings, target.vocab_size),
         causal=causal,

@@ -10,7 +10,7 @@ from typing import Any
 from fastspec.errors import CheckpointError, UnsupportedModel
 from fastspec.models.checkpoints.tensor_source import TensorInfo
 from fastspec.models.config import ModelSpec
-from fastspec.models.heads.config import decoder_of, flag, ids_of, inner_config, size
+from fastspec.models.heads.config import decoder_of, flag, ids_of, inner_config, size, ties_head
 from fastspec.models.heads.spec import (
     NORMED,
     HeadSpec,
@@ -93,6 +93,7 @@ def eagle3_spec(
         tensors={},
         own_embed="embed_tokens.weight" in infos,
         own_head="lm_head.weight" in infos,
+        tied_head=ties_head(raw, infos, vocab_size, target),
         fc="fc.weight" in infos,
         **flags,
     )
@@ -196,7 +197,8 @@ def _check_shared(spec: Eagle3Spec) -> None:
             f"the head has no embedding, and cannot share that of {target.name}: it is {spec.hidden_size} wide, the "
             f"target {target.hidden_size}"
         )
-    if not spec.own_head and (spec.hidden_size, spec.vocab_size) != (target.hidden_size, target.vocab_size):
+    lent = not (spec.own_head or spec.tied_head)
+    if lent and (spec.hidden_size, spec.vocab_size) != (target.hidden_size, target.vocab_size):
         raise CheckpointError(
             f"lm_head.weight is missing, and the target's [{target.vocab_size}, {target.hidden_size}] does not fit "
             f"[{spec.vocab_size}, {spec.hidden_size}]"

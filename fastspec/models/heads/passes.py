@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -12,15 +12,17 @@ from torch import Tensor
 from typing_extensions import override
 
 from fastspec.errors import CheckpointError
+from fastspec.kernels.common.weights import Weight
 from fastspec.kernels.ops import Ops
 from fastspec.kernels.reference.attention import HeadsCall
 from fastspec.kv_cache.cache import PagedKVCache
 from fastspec.models.decoder import Decoder
 from fastspec.models.heads.dflash_spec import DFlashSpec
 from fastspec.models.heads.eagle3_spec import Eagle3Spec
-from fastspec.models.heads.mtp_names import EMBED_NORM, FC, HIDDEN_NORM
+from fastspec.models.heads.mtp_names import EMBED_NORM, FC, HIDDEN_NORM, NORM, part_name
 from fastspec.models.heads.mtp_spec import MtpSpec
 from fastspec.models.heads.weights import HeadWeights
+from fastspec.models.layer_table import LayerWeights
 from fastspec.shapes import ForwardBatch, Tiling
 
 
@@ -148,27 +150,32 @@ class Eagle3(HeadDecoder):
         return x, qkv
 
 
-class Mtp(HeadDecoder):
-    """Weights and KV cache of an MTP layer (arXiv 2412.19437), and its passes. `MtpSpec` has the formulas.
+class MtpPart(NamedTuple):
+    """Tensors of an MTP layer besides its decoder layer: the first product, and three norms."""
 
-    In every pass, position i joins the target's hidden state of position i with token i + 1: `rows.ids` are these next
-    tokens. So its KV cache is one position shorter than the target's.
+    fc: Weight
+    embed_norm: Tensor
+    hidden_norm: Tensor
+    norm: Tensor
+
+
+class Mtp(HeadDecoder):
+    """Weights and KV caches of MTP layers (arXiv 2412.19437), and their passes. `MtpSpec` has the formulas.
+
+    In a pass of layer j, position i joins a hidden state of position i with token i + 1 + j: `rows.ids` are these
+    tokens. So its KV cache is 1 + j positions shorter than the target's.
 
     Args:
-        spec: sizes and arithmetic of the layer.
-        weights: its own weights, and those that it shares with the target.
-        cache: KV pages of its layer, in the target's page table.
+        spec: sizes and arithmetic of the layers.
+        weights: their own weights, and those that they share with the target.
+        cache: KV pages of the layers, in the target's page table.
         ops, sizes: see `Decoder`.
     """
 
     def __init__(self, spec: MtpSpec, weights: HeadWeights, cache: PagedKVCache, ops: Ops, **sizes: Any) -> None:
         super().__init__(spec.decoder, weights.decoder, cache, ops, **sizes)
         self.head = spec
-        fc, norms = weights.matrix(f"{FC}.weight"), [weights.vector(f"{name}.weight") for name in _NORMS]
-        assert fc is not None, "checked before anything was allocated"
-        assert norms[0] is not None, "so is this"
-        assert norms[1] is not None, "so is this"
-        self._fc, self._embed_norm, self._hidden_norm = fc, norms[0], norms[1]
+        self._parts = [_mtp_part(weights, 0 if spec.shares_parts else index) for index in range(spec.num_layers)]
         plan = spec.decoder.plans[0]
         plain = plan.norm == "rms" and plan.qk_norm in (None, "head") and not plan.output_gate
         self._stores = plain and plan.rope == 0
@@ -177,31 +184,32 @@ class Mtp(HeadDecoder):
         """Returns g [B, Q, hidden]: the target's hidden states [B, Q, 1, hidden], unchanged."""
         return features[:, :, 0]
 
-    def drafted(self, g: Tensor, rows: ForwardBatch) -> Tensor:
-        """Returns the hidden state after the layer and its final norm, [B, Q, hidden], the head's input.
+    def drafted(self, g: Tensor, rows: ForwardBatch, index: int = 0) -> Tensor:
+        """Returns the hidden state after a layer and its final norm, [B, Q, hidden], the head's input.
 
         Writes K and V.
 
         Args:
-            g: [B, Q, hidden], from `condense` or `feature`.
-            rows: positions of g, with the tokens that follow them.
+            g: [B, Q, hidden], from `condense` or `feature`, or the result of this function for the layer before.
+            rows: positions of g, with the tokens that the layer reads there.
+            index: number of the layer.
         """
-        x = self._joint(g, rows)
-        x, _ = self._layer(0, x, self._qkv(0, x, rows.tiling), rows)
-        return self._norm(self.spec.plans[0], x, self.weights.norm)
+        x = self._joint(index, g, rows)
+        attended = self._attend(index, self.weights.layers[index], self._qkv(index, x, rows.tiling), rows)
+        return self._tail(index, attended, x, rows.tiling)
 
-    def absorb(self, g: Tensor, rows: ForwardBatch) -> Tensor:
+    def absorb(self, g: Tensor, rows: ForwardBatch, index: int = 0) -> Tensor:
         """Writes K and V. Skips attention if an op can store only K and V.
 
         Returns:
             [B, Q, attention_inputs], from which `resumed` continues.
         """
-        x = self._joint(g, rows)
-        qkv = self._qkv(0, x, rows.tiling)
+        x = self._joint(index, g, rows)
+        qkv = self._qkv(index, x, rows.tiling)
         if self._stores:
-            self._store(0, qkv, rows, num_heads=self.spec.num_heads)
+            self._store(index, qkv, rows, num_heads=self.spec.num_heads)
         else:
-            self._attend(0, self.weights.layers[0], qkv, rows)
+            self._attend(index, self.weights.layers[index], qkv, rows)
         return torch.cat((x, qkv), dim=-1)
 
     def resumed(self, made: Tensor, rows: ForwardBatch) -> Tensor:
@@ -212,17 +220,30 @@ class Mtp(HeadDecoder):
         """Returns g of the next position, [B, Q, hidden]: the result of `drafted`, unchanged."""
         return x
 
-    def _joint(self, g: Tensor, rows: ForwardBatch) -> Tensor:
-        """Returns the layer's input [B, Q, hidden]: hidden states and embeddings of the next tokens, joined by `fc`."""
-        plan, norms, eps = self.spec.plans[0], (self._embed_norm, self._hidden_norm), self.spec.rms_eps
-        first = self.head.hidden_first
+    def _joint(self, index: int, g: Tensor, rows: ForwardBatch) -> Tensor:
+        """Returns a layer's input [B, Q, hidden]: hidden states and embeddings of tokens, joined by its `fc`."""
+        plan, part, eps = self.spec.plans[index], self._parts[index], self.spec.rms_eps
+        norms, first = (part.embed_norm, part.hidden_norm), self.head.hidden_first
         if self._embed_scale == 1.0 and plan.norm != "layer":
             eh = self.ops.joined_norms(self.weights.embed, rows.ids, g, norms, eps, x_first=first)
         else:
             e = self.ops.embed(self.weights.embed, rows.ids) * self._embed_scale
             parts = self._norm(plan, e, norms[0]), self._norm(plan, g.contiguous(), norms[1])
             eh = torch.cat(parts[::-1] if first else parts, dim=-1)
-        return self.ops.linear(eh, self._fc, None, rows.tiling)
+        return self.ops.linear(eh, part.fc, None, rows.tiling)
+
+    @override
+    def _following(self, index: int) -> LayerWeights | None:
+        return None  # the input of the next layer is not the residual stream of this one
+
+    @override
+    def _norm_of(self, index: int) -> tuple[Tensor, float] | None:
+        return None
+
+    def _tail(self, index: int, attended: Tensor, x: Tensor, tiling: Tiling) -> Tensor:
+        """Returns the hidden state after a layer's attention, its MLP and its final norm."""
+        x, _ = self._after_attention(index, attended, x, tiling)
+        return self._norm(self.spec.plans[index], x, self._parts[index].norm)
 
     def _raw_logits(self, hidden: Tensor, tiling: Tiling) -> Tensor:
         """Computes logits without the final norm, which `drafted` has already applied."""
@@ -233,7 +254,12 @@ class Mtp(HeadDecoder):
         self.head_argmax(hidden, limit, tiling, out, work=self._work)
 
 
-_NORMS = (EMBED_NORM, HIDDEN_NORM)
+def _mtp_part(weights: HeadWeights, index: int) -> MtpPart:
+    """Returns the parts of MTP layer `index`. The final norm of the first layer is that of the decoder."""
+    fc, *norms = (f"{part_name(name, index)}.weight" for name in (FC, EMBED_NORM, HIDDEN_NORM, NORM))
+    found = [weights.vector(name) for name in norms[:2]]
+    last = weights.vector(norms[2]) if index else weights.decoder.norm
+    return MtpPart(_there(weights.matrix(fc)), _there(found[0]), _there(found[1]), _there(last))
 
 
 MASK_TENSOR: Final = "mask_embedding"

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final, Literal, NoReturn
 
 import torch
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 HeadKind = Literal["eagle3", "dflash", "mtp"]
 
-Layout = Literal["eagle", "z-lab", "speculators", "mtp", "nextn", "mimo"]
+Layout = Literal["eagle", "z-lab", "speculators", "mtp", "nextn", "mimo", "mimo-v2"]
 
 NAMES: Final[Mapping[HeadKind, str]] = {"eagle3": "EAGLE-3", "dflash": "DFlash", "mtp": "MTP"}
 
@@ -37,6 +37,7 @@ LAYOUTS: Final[Mapping[Layout, str]] = {
     "mtp": "layout of Qwen",
     "nextn": "layout of DeepSeek and GLM",
     "mimo": "layout of MiMo",
+    "mimo-v2": "layout of MiMo-V2",
 }
 
 SPECULATORS: Final = "speculators_model_type"
@@ -253,6 +254,7 @@ class HeadSpec:
             config. The first is that of the engine that wrote the layout.
         tensors: shape of every tensor that is loaded, by its `plain_name`.
         own_embed, own_head: True if it has its own embedding, or its own head. Else the target's is used.
+        tied_head: True if its own embedding is also its output matrix.
     """
 
     found: Recognised
@@ -262,6 +264,7 @@ class HeadSpec:
     tensors: Mapping[str, tuple[int, ...]]
     own_embed: bool
     own_head: bool
+    tied_head: bool = field(default=False, kw_only=True)
 
     def for_length(self, max_length: int) -> Self:
         """Returns the spec for rows of up to `max_length` tokens; see `ModelSpec.for_length`."""
@@ -271,6 +274,11 @@ class HeadSpec:
     def kept(self) -> tuple[int, ...]:
         """Shape of the tensor stored for each row between steps, see `Proposer.kept`. (): none."""
         return ()
+
+    @property
+    def computed_again(self) -> int:
+        """Positions before the newest one that are computed again, see `Proposer.computed_again`."""
+        return 0
 
     @property
     def attention_inputs(self) -> int:

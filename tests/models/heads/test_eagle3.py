@@ -54,6 +54,8 @@ VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # how tensors ar
     "norm_output": ({}, {"norm_output": True}),
     "norm_before_fc": ({"norm_before_fc": True}, {"norm_before_fc": True}),
     "fc_norm": ({"fc_norm": True}, {"fc_norm": True}),
+    "EAGLE-3.1": ({"fc_norm": True}, {"fc_norm": True, "norm_output": True}),
+    "tied": ({"drafted": VOCAB, "own_head": False}, {"tie_word_embeddings": True}),
     "qwen3": ({"qk_norm": True, "dim": 8}, {}),
     "biases": ({"attention_bias": True, "fc_bias": True}, {}),
     "two layers": ({"layers": 2, "qk_norm": True, "dim": 16}, {"norm_before_residual": True, "norm_output": True}),
@@ -82,7 +84,7 @@ def test_passes_are_the_definition(variant: str, layout: str, target: Path, tmp_
         dim=made.get("dim", 16),
         scale=fields.get("logit_scale", 1.0),
         embed=shared.embed.unpack(),
-        lm_head=shared.head.unpack(),
+        lm_head=tensors["embed_tokens.weight"] if "tie_word_embeddings" in fields else shared.head.unpack(),
         **flags,
     )
     generator = torch.Generator().manual_seed(1)

@@ -146,7 +146,7 @@ def test_where_it_may_lie() -> None:
     found = find_mtp(nested, 3)
     assert found is not None
     assert (found.layout, found.depth, len(found.stored)) == ("mtp", 2, 3)
-    assert set(found.names) == {"fc.weight", "model.layers.0.mlp.up_proj.weight"}
+    assert set(found.names) == {"fc.weight", "model.layers.0.mlp.up_proj.weight", "model.layers.1.mlp.up_proj.weight"}
     assert find_mtp(["model.layers.2.eh_proj.weight", "model.layers.3.mlp.up_proj.weight"], 3) is None
     assert find_mtp(["model.layers.3.eh_proj.weight"], 3) is not None
     assert find_mtp(["fc.weight", "norm.weight"], 3) is None
@@ -184,8 +184,8 @@ def test_options_that_do_not_go_with_an_mtp_layer_are_refused(tmp_path: Path) ->
         found_in(changed("extra", **{"layers.0.extra.weight": torch.ones(3)}))
     with pytest.raises(UnsupportedModel, match="mixture of experts"):
         found_in(changed("experts", **{"layers.0.mlp.experts.0.up_proj.weight": torch.ones(3, 3)}))
-    with pytest.raises(UnsupportedModel, match="holds 2 MTP layers"):
-        found_in(changed("deep", **{"layers.1.norm.weight": torch.ones(3)}))
+    with pytest.raises(CheckpointError, match=r"layers.1.*missing"):
+        found_in(changed("deep", **{"layers.1.input_layernorm.weight": torch.ones(32)}))
 
 
 def test_remote_code_of_mimo_is_left_alone(tmp_path: Path) -> None:

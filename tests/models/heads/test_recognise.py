@@ -238,6 +238,18 @@ def test_what_cannot_be_shared_is_refused(target: Path, tmp_path: Path) -> None:
     assert "cannot share that of" in refused(target, narrow)
 
 
+def test_a_head_may_tie_its_own_embedding(target: Path, tmp_path: Path) -> None:
+    tied = write_eagle3(tmp_path / "a", eagle3_tensors(own_head=False, drafted=VOCAB), tie_word_embeddings=True)
+    assert spec_of(target, tied).tied_head
+    stored = write_eagle3(tmp_path / "b", eagle3_tensors(drafted=VOCAB), tie_word_embeddings=True)
+    assert not spec_of(target, stored).tied_head, "a stored output matrix is used"
+    inner = {"tie_word_embeddings": True}
+    theirs = write_speculators(tmp_path / "c", eagle3_tensors(hidden=HIDDEN, own_head=False, drafted=VOCAB), inner=inner)
+    assert not spec_of(target, theirs).tied_head, "that is said of the target"
+    fewer = write_eagle3(tmp_path / "d", eagle3_tensors(own_head=False), tie_word_embeddings=True, draft_vocab_size=40)
+    assert "the head drafts 40 ids with an embedding of 101" in refused(target, fewer)
+
+
 def test_options_that_heads_do_not_have(target: Path, tmp_path: Path) -> None:
     head = write_eagle3(tmp_path, eagle3_tensors())
     assert "draft_quantization='int3'" in refused(target, head, UnsupportedOption, quantization="int3")
