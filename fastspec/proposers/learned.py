@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fastspec.kernels.ops import Ops
 from fastspec.models.heads.spec import HeadSpec, as_layers, described
-from fastspec.proposers.draft_model import VocabMap, sample
+from fastspec.proposers.draft_model import VocabMap, overwrite_draft, sample
 from fastspec.proposers.interface import ProposerBase
 from fastspec.sampling.verify import Draws
 from fastspec.shapes import GREEDY, StepShape, Tiling
@@ -110,3 +110,27 @@ class LearnedDrafts(ProposerBase, Generic[Model]):
         else:
             model.argmax(x[:, 0], model.vocab_size, shape.tiling, out=picks)
             torch.index_select(self._map.places, 0, picks, out=state.draft_tokens[:, j])
+
+    def _draw_block(
+        self, state: DecodeState, shape: StepShape, draws: Draws, x: Tensor, lookup: tuple[Tensor, Tensor] | None
+    ) -> None:
+        """Draws all k drafts of every row from hidden states [B, k, hidden]. For `lookup` see `DraftModel.propose`."""
+        if shape.sampler == GREEDY:
+            self._pick(state, shape, x, lookup)
+            return
+        logits = self.model.logits(x.contiguous(), shape.tiling)
+        for j in range(shape.num_drafts):
+            self._sample(state, shape, draws, logits[:, j : j + 1].contiguous(), j)
+            if lookup is not None:
+                overwrite_draft(state, shape, lookup[0][:, j], j < lookup[1], j)
+
+    def _pick(self, state: DecodeState, shape: StepShape, x: Tensor, lookup: tuple[Tensor, Tensor] | None) -> None:
+        """Writes the most probable token of each position as its draft, from hidden states [B, k, hidden]."""
+        k, model = shape.num_drafts, self.model
+        # zeros: while kernels are only compiled, no ids are written, but ids are used as indices
+        picks = torch.zeros(x.shape[0] * k, dtype=torch.int64, device=x.device)
+        model.argmax(x.reshape(-1, x.shape[-1]), model.vocab_size, shape.tiling, out=picks)
+        drafts = self._target_ids(picks).view(-1, k)
+        if lookup is not None:
+            drafts = torch.where(torch.arange(k, device=x.device) < lookup[1][:, None], lookup[0], drafts)
+        state.draft_tokens[:, :k] = drafts

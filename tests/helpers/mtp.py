@@ -20,7 +20,12 @@ from tests.helpers.checkpoints import make_model
 from tests.helpers.families import make_family
 from tests.helpers.heads_definition import Definition, rms
 
-FAMILY = {"mimo": "qwen2", "nextn": "llama3", "mtp": "qwen3", "mimo-v2": "qwen2"}  # of layout, a model that it may lie beside
+FAMILY = {
+    "mimo": "qwen2",
+    "nextn": "llama3",
+    "mtp": "qwen3",
+    "mimo-v2": "qwen2",
+}  # of layout, a model that it may lie beside
 LAYERS = 3
 _PARTS = {
     "mimo": ("input_proj", "token_layernorm", "hidden_layernorm", "final_layernorm"),

@@ -52,7 +52,9 @@ def test_drafts_are_those_of_the_whole_text(layout: str, depth: int, three: Made
     """Rows are admitted, moved and end; drafts are paused; there are more drafts than layers, and fewer."""
     target, truth = three if layout == "mimo-v2" else made_with(tmp_path, layout, depth)
     seen: list[Seen] = []
-    found = run(watched(engine_with(target, "mtp", k=5), seen), GIVEN, CAPS, k=lambda step: (5, 0, 2, 1, 0, 3)[step % 6])
+    found = run(
+        watched(engine_with(target, "mtp", k=5), seen), GIVEN, CAPS, k=lambda step: (5, 0, 2, 1, 0, 3)[step % 6]
+    )
     assert texts(found) == plain_texts(target)
     assert len(seen) > 15
     assert wrong_drafts(truth, seen) == 0  # type: ignore[arg-type]
@@ -164,7 +166,7 @@ def test_a_step_reads_nothing_back(sampler: str, three: Made) -> None:
 
 
 def test_a_generator_says_how_many_there_are_and_draws_fewer_ids(three: Made) -> None:
-    target, truth = three
+    target, _ = three
     common: dict[str, Any] = {"max_batch_size": 2, "max_length": 120, "device": "cpu", "progress": False}
     given = [[5, 6, 7], [9, 8], [1, 2, 3, 4]]
     _, head = resolve_pair(target, "mtp", (None, None), (None, None))

@@ -125,7 +125,7 @@ def check_head_tensors(tensors: TensorSource, spec: HeadSpec) -> None:
     missing = [wanted for wanted in spec.tensors if wanted not in infos]
     if missing:
         raise CheckpointError(f"{listing(missing)} missing; this {spec.found} needs them")
-    others = [each for each in infos if each not in spec.tensors and each not in (*UNUSED, OFFSETS)]
+    others = [each for each in infos if each not in spec.tensors and each not in (*UNUSED, *spec.unused, OFFSETS)]
     if others:
         raise CheckpointError(
             f"{listing(others)} unexpected; they are not part of this {spec.found}, and leaving them "

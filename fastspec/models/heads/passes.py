@@ -1,4 +1,4 @@
-"""Passes of learned heads: EAGLE-3, MTP and DFlash. Each is a decoder with different inputs."""
+"""Passes of learned heads: EAGLE-3, MTP, DFlash and their relatives. Each is a decoder with different inputs."""
 
 from __future__ import annotations
 
@@ -17,8 +17,12 @@ from fastspec.kernels.ops import Ops
 from fastspec.kernels.reference.attention import HeadsCall
 from fastspec.kv_cache.cache import PagedKVCache
 from fastspec.models.decoder import Decoder
+from fastspec.models.families.plan import LayerPlan
+from fastspec.models.heads import dflash2_spec, dspark_spec
+from fastspec.models.heads.dflash2_spec import DFlash2Spec
 from fastspec.models.heads.dflash_spec import DFlashSpec
-from fastspec.models.heads.eagle3_spec import Eagle3Spec
+from fastspec.models.heads.dspark_spec import DSparkSpec
+from fastspec.models.heads.eagle3_spec import MASK_HIDDEN, Eagle3Spec, PEagleSpec
 from fastspec.models.heads.mtp_names import EMBED_NORM, FC, HIDDEN_NORM, NORM, part_name
 from fastspec.models.heads.mtp_spec import MtpSpec
 from fastspec.models.heads.weights import HeadWeights
@@ -84,7 +88,8 @@ class Eagle3(HeadDecoder):
 
     def __init__(self, spec: Eagle3Spec, weights: HeadWeights, cache: PagedKVCache, ops: Ops, **sizes: Any) -> None:
         super().__init__(spec.decoder, weights.decoder, cache, ops, **sizes)
-        self.head, self._own = spec, weights
+        self.head: Eagle3Spec = spec
+        self._own = weights
         hidden_norm = weights.vector("layers.0.hidden_norm.weight")
         assert hidden_norm is not None, "checked before anything was allocated"
         self._hidden_norm = hidden_norm
@@ -148,6 +153,33 @@ class Eagle3(HeadDecoder):
             assert following is not None, "only the last layer leaves none"
             qkv = following
         return x, qkv
+
+
+class PEagle(Eagle3):
+    """Weights and KV cache of a P-EAGLE head, and its passes. `PEagleSpec` has the formulas.
+
+    The K and V of masks stay in the cache until the next pass, at the positions after those of the text. They are
+    overwritten before any pass reads them.
+
+    Args:
+        spec, weights, cache, ops, sizes: see `Eagle3`.
+    """
+
+    def __init__(self, spec: PEagleSpec, weights: HeadWeights, cache: PagedKVCache, ops: Ops, **sizes: Any) -> None:
+        super().__init__(spec, weights, cache, ops, **sizes)
+        self.head: PEagleSpec = spec
+
+    def block(self, g: Tensor, rows: ForwardBatch) -> Tensor:
+        """Returns the residual stream after the last layer at one position and at masks after it, [B, Q, hidden].
+
+        Args:
+            g: [B, 1, hidden], from `condense`.
+            rows: Q positions of each row, with the token after the first one and then masks.
+        """
+        read = (1, 1, self.head.feature_layers, self.head.target.hidden_size)
+        masked = self.condense(_there(self._own.vector(MASK_HIDDEN)).view(read), rows.tiling)
+        count = rows.positions.shape[1] - 1
+        return self.drafted(torch.cat((g, masked.expand(len(g), count, -1)), dim=1), rows)
 
 
 class MtpPart(NamedTuple):
@@ -307,7 +339,8 @@ class DFlash(HeadDecoder):
         # the argmax has one row for every draft of a pass
         sizes = {"max_positions": max_positions, "batch": batch * max_queries, "max_queries": 1}
         super().__init__(spec.decoder, weights.decoder, cache, ops, **sizes)
-        self.head, self._mask = spec, mask
+        self.head: DFlashSpec = spec
+        self._mask, self._own = mask, weights
         self._fc, self._context = _there(weights.matrix("fc.weight")), _there(weights.matrix("context.weight"))
         self._hidden_norm = _there(weights.vector("hidden_norm.weight"))
         self._context_bias, self._sinks = weights.vector("context.bias"), weights.vector("sinks")
@@ -331,21 +364,28 @@ class DFlash(HeadDecoder):
         A block is the last token of each row and masks. Its keys stay in the cache until the next pass, at the
         positions after the context.
         """
-        x = self._embedded(rows)
-        last = rows.positions[:, -1:].expand_as(rows.positions).contiguous()
-        whole = replace(rows, positions=last, write_mask=torch.zeros_like(rows.write_mask))
+        x, whole = self._embedded(rows), self._at_last(rows)
         qkv: Tensor | None = self._qkv(0, x, rows.tiling)
         for index in range(self.spec.num_layers):
             assert qkv is not None, "only the last layer leaves none"
-            if self.head.causal[index]:
-                rule, sinks = self.spec.plans[index].rule, self._sinks_of(index)
-                attended = self._attend_rows(index, qkv, rows, self._tables[0], self._norms(index), rule, sinks)
-            else:
-                attended = self._attend_all(index, qkv, rows, whole)
-            if self.head.value_scale != 1.0:  # applied to the sum of values, which is the same as on each value
-                attended = attended * self.head.value_scale
+            attended = self._attended(index, qkv, rows, whole)
             x, qkv = self._after_attention(index, attended, x, rows.tiling)
         return x
+
+    def _attended(self, index: int, qkv: Tensor, rows: ForwardBatch, whole: ForwardBatch) -> Tensor:
+        """Computes attention of a block's rows before the output projection, [B, Q, H * D]. `whole`: see `_attend_all`."""
+        if self.head.causal[index]:
+            rule, sinks = self.spec.plans[index].rule, self._sinks_of(index)
+            attended = self._attend_rows(index, qkv, rows, self._tables[0], self._norms(index), rule, sinks)
+        else:
+            attended = self._attend_all(index, qkv, rows, whole)
+        # applied to the sum of values, which is the same as on each value
+        return attended if self.head.value_scale == 1.0 else attended * self.head.value_scale
+
+    def _at_last(self, rows: ForwardBatch) -> ForwardBatch:
+        """Returns the rows of a block, all at the position of the last one, and with a write mask of False."""
+        last = rows.positions[:, -1:].expand_as(rows.positions).contiguous()
+        return replace(rows, positions=last, write_mask=torch.zeros_like(rows.write_mask))
 
     def _embedded(self, rows: ForwardBatch) -> Tensor:
         x = self.ops.embed(self.weights.embed, rows.ids)
@@ -357,7 +397,7 @@ class DFlash(HeadDecoder):
         """Computes attention of a block's rows to the context and to each other, [B, Q, H * D].
 
         Args:
-            whole: the same rows, all at the position of the block's last row, and with a write mask of False.
+            whole: result of `_at_last`.
         """
         num_heads, rule = self.spec.num_heads, self.spec.plans[index].rule
         query = self._store(index, qkv, rows, num_heads=num_heads)
@@ -370,6 +410,100 @@ class DFlash(HeadDecoder):
 
     def _sinks_of(self, index: int) -> Tensor | None:
         return None if self._sinks is None else self._sinks.view(-1, self.spec.num_heads)[index]
+
+
+class DSpark(DFlash):
+    """Weights and KV cache of a DSpark head, and its passes. `DSparkSpec` has the formulas.
+
+    Args:
+        spec: sizes and arithmetic of the head.
+        weights, cache, ops, sizes: see `DFlash`.
+    """
+
+    def __init__(self, spec: DSparkSpec, weights: HeadWeights, cache: PagedKVCache, ops: Ops, **sizes: Any) -> None:
+        super().__init__(spec, weights, cache, ops, **sizes)
+        self._before = _there(weights.matrix(dspark_spec.BEFORE))
+        self._after = _there(weights.matrix(dspark_spec.AFTER))
+
+    def after(self, ids: Tensor, tiling: Tiling) -> Tensor:
+        """Returns what is added to the logits of a draft after tokens `ids` int64 [B, 1]: fp32 [B, 1, vocab_size]."""
+        rows = self.ops.embed(self._before, ids)
+        added = self.ops.linear(rows, self._after, None, tiling, out_dtype=torch.float32)
+        scale = self.spec.scales.logits
+        return added if scale == 1.0 else added * scale
+
+
+class DFlash2(DFlash):
+    """Weights and KV cache of a DFlash2 head, and its passes. `DFlash2Spec` has the formulas.
+
+    Args:
+        spec: sizes and arithmetic of the head.
+        weights, cache, ops, sizes: see `DFlash`.
+    """
+
+    def __init__(self, spec: DFlash2Spec, weights: HeadWeights, cache: PagedKVCache, ops: Ops, **sizes: Any) -> None:
+        super().__init__(spec, weights, cache, ops, **sizes)
+        self._sizes = spec
+        self._before = _there(weights.matrix(dflash2_spec.BEFORE))
+        self._after = _there(weights.matrix(dflash2_spec.AFTER))
+        self._projection = _there(weights.matrix(dflash2_spec.PROJECTION))
+
+    @property
+    def candidates(self) -> int:
+        """Number of ids of each draft that the selector scores again."""
+        return self._sizes.candidates
+
+    @override
+    def block(self, rows: ForwardBatch) -> Tensor:
+        x, whole, tiling = self._embedded(rows), self._at_last(rows), rows.tiling
+        for index, layer in enumerate(self.weights.layers):
+            plan = self.spec.plans[index]
+            assert layer.input_norm is not None, "every layer has both norms"
+            assert layer.post_norm is not None, "every layer has both norms"
+            h, kernel = self._convolved(index, "attention_conv", self._norm(plan, x, layer.input_norm), tiling)
+            qkv = self.ops.linear(h, layer.qkv, layer.qkv_bias, tiling)
+            h = self.ops.linear(self._attended(index, qkv, rows, whole), layer.o, layer.o_bias, tiling)
+            x = x + self._convolution(index, "attention_conv", 1, h, kernel)
+            h, kernel = self._convolved(index, "mlp_conv", self._norm(plan, x, layer.post_norm), tiling)
+            inner = self._mlp_inner(plan, h, None, None, layer, tiling)
+            h = self.ops.linear(inner, layer.mlp[1], layer.down_bias, tiling)
+            x = x + self._convolution(index, "mlp_conv", 1, h, kernel)
+        return x
+
+    def projected(self, x: Tensor, tiling: Tiling) -> Tensor:
+        """Returns the selector's input [B, k, rank] for the result of `block`."""
+        return self.ops.linear(self.ops.norm(x, self.weights.norm, self.spec.rms_eps), self._projection, None, tiling)
+
+    def scored(self, projected: Tensor, before: Tensor, candidates: Tensor) -> Tensor:
+        """Returns what is added to logits of candidates, fp32 [B, 1, n].
+
+        Args:
+            projected: [B, 1, rank], from `projected`.
+            before: int64 [B, 1], the token before the draft.
+            candidates: int64 [B, n], target ids.
+        """
+        context = self.ops.embed(self._before, before) * projected
+        return (context.float() * self.ops.embed(self._after, candidates).float()).sum(-1)[:, None]
+
+    @override
+    def _fuses(self, plan: LayerPlan) -> bool:
+        return False  # convolutions stand between the products
+
+    def _convolved(self, index: int, which: str, h: Tensor, tiling: Tiling) -> tuple[Tensor, Tensor]:
+        """Returns the convolution of a part's input [B, Q, hidden], and the kernel [B, Q, 2, taps, groups]."""
+        weight = _there(self._own.matrix(f"layers.{index}.{which}.kernel_projection.weight"))
+        groups = self.spec.hidden_size // self._sizes.group
+        kernel = self.ops.linear(h, weight, None, tiling).unflatten(-1, (2, self._sizes.taps, groups))
+        return self._convolution(index, which, 0, h, kernel), kernel
+
+    def _convolution(self, index: int, which: str, side: int, h: Tensor, kernel: Tensor) -> Tensor:
+        """Convolves h [B, Q, hidden] over the rows of a block, in fp32. For `kernel` see `_convolved`."""
+        base = _there(self._own.vector(f"layers.{index}.{which}.base_kernel"))[side].float()
+        found, wide = torch.zeros_like(h, dtype=torch.float32), h.float()
+        for tap in range(min(self._sizes.taps, h.shape[1])):
+            factors = base[tap] + kernel[:, tap:, side, tap].float().repeat_interleave(self._sizes.group, -1)
+            found[:, tap:] += factors * wide[:, : h.shape[1] - tap]
+        return found.to(h.dtype)
 
 
 def _there(found: _T | None) -> _T:

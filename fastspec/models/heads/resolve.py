@@ -31,8 +31,10 @@ from fastspec.models.heads.checkpoint import (
     target_ids,
 )
 from fastspec.models.heads.config import check_verifier
+from fastspec.models.heads.dflash2_spec import dflash2_spec
 from fastspec.models.heads.dflash_spec import dflash_spec
-from fastspec.models.heads.eagle3_spec import eagle3_spec
+from fastspec.models.heads.dspark_spec import dspark_spec
+from fastspec.models.heads.eagle3_spec import eagle3_spec, peagle_spec
 from fastspec.models.heads.mtp_spec import MTP, mtp_source, mtp_spec
 from fastspec.models.heads.spec import HeadKind, HeadSpec, Recognised, TargetSizes, recognise, says_head
 from fastspec.models.heads.weights import head_bytes
@@ -45,7 +47,13 @@ SAMPLE: Final = """The water cycle describes how water moves between the oceans,
 turns water at the surface of the sea into vapour, which rises and cools. As it cools it condenses into small drops that
 form clouds. When the drops become heavy enough, they fall as rain or snow. def mean(values): return sum(values) /
 len(values). What is the capital of France? The capital of France is Paris, and the capital of Italy is Rome."""
-READERS: Final[Mapping[HeadKind, SpecReader]] = {"eagle3": eagle3_spec, "dflash": dflash_spec}
+READERS: Final[Mapping[HeadKind, SpecReader]] = {
+    "eagle3": eagle3_spec,
+    "peagle": peagle_spec,
+    "dflash": dflash_spec,
+    "dflash2": dflash2_spec,
+    "dspark": dspark_spec,
+}
 
 
 HeadFiles = tuple[Path, dict[str, Any], Recognised]

@@ -16,7 +16,7 @@ from fastspec.kernels.common.weights import Weight
 from fastspec.kernels.ops import Ops
 from fastspec.models.checkpoints.decoder_weights import layer_weights, norm_weight
 from fastspec.models.checkpoints.tensor_source import TensorSource
-from fastspec.models.checkpoints.weight_loader import Loader, Rounding
+from fastspec.models.checkpoints.weight_loader import Loader, Rounding, Use
 from fastspec.models.heads.checkpoint import HeadCheckpoint, HeadTensors
 from fastspec.models.heads.dflash_spec import DFlashSpec
 from fastspec.models.heads.mtp_names import EMBED_NORM, FC, HIDDEN_NORM, NORM, part_name
@@ -115,11 +115,13 @@ def head_bytes(checkpoint: HeadCheckpoint, dtype: torch.dtype, device: torch.dev
 
 def _rounding(checkpoint: HeadCheckpoint) -> Rounding:
     form = checkpoint.rounded
+    uses: dict[str, Use] = {"embed_tokens.weight": "table", "lm_head.weight": "head", **checkpoint.spec.uses}
 
     def rounds_to(name: str, shape: tuple[int, int]) -> CodesKind | None:
-        if form is None or name == "embed_tokens.weight":
+        use = uses.get(name, "product")
+        if form is None or use == "table":
             return None
-        return kind_for("int8" if form == "int4" and name == "lm_head.weight" else form, shape)
+        return kind_for("int8" if form == "int4" and use == "head" else form, shape)
 
     return rounds_to
 
@@ -158,11 +160,11 @@ def _assemble(loader: Loader, spec: HeadSpec, target: DecoderWeights) -> HeadWei
         head = embed
     decoder = DecoderWeights(embed=embed, layers=layers, norm=loader.tensor("norm.weight"), head=head)
     others: dict[str, Weight | Tensor] = {}
+    taken = {name for part in loader.parts for name in part.names} | set(sum(spec.joined.values(), ()))
     for name, shape in spec.tensors.items():
-        if name.startswith("layers.") and not name.endswith("hidden_norm.weight"):
-            continue
-        if name not in ("embed_tokens.weight", "norm.weight", "lm_head.weight"):
-            others[name] = loader.weight(name) if len(shape) == 2 else loader.tensor(name)
+        if name not in taken:
+            use = spec.uses.get(name, "product")
+            others[name] = loader.weight(name, use=use) if len(shape) == 2 else loader.tensor(name)
     for name, parts in spec.joined.items():
         others[name] = loader.weight(*parts) if len(spec.tensors[parts[0]]) == 2 else loader.tensor(*parts)
     return HeadWeights(decoder, others)

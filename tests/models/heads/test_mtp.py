@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import Qwen3_5ForCausalLM
@@ -35,6 +36,7 @@ from tests.helpers.mtp import (
     random_mtp,
     stored_names,
     write_glm,
+    write_layers,
     write_target,
 )
 
@@ -59,7 +61,9 @@ def built(target: Path) -> tuple[Mtp, DecoderWeights]:
     assert isinstance(spec, MtpSpec)
     assert pending.weights.decoder.embed is shared.embed, "nothing that is shared is copied"
     assert pending.weights.decoder.head is shared.head
-    cache = PagedKVCache.allocate(1, 5, 4, spec.num_kv_heads, spec.head_dim, dtype=torch.float32, device=CPU)
+    cache = PagedKVCache.allocate(
+        spec.num_layers, 5, 4, spec.num_kv_heads, spec.head_dim, dtype=torch.float32, device=CPU
+    )
     return Mtp(spec, pending.weights, cache, TORCH_OPS, max_positions=16, batch=1, max_queries=8), shared
 
 
@@ -80,6 +84,25 @@ def test_passes_are_the_definition(layout: str, tmp_path: Path) -> None:
     assert torch.equal(model.feature(whole), whole)
     swapped = MtpDefinition.of(live, tensors, "mtp" if layout == "mimo" else "mimo").behind(g, following)
     assert not torch.allclose(whole[0], swapped, **CLOSE), "the order of the two halves is seen"
+
+
+@pytest.mark.parametrize("layout", ["mimo-v2", "mtp"])
+@torch.inference_mode()
+def test_every_layer_is_the_definition(layout: str, tmp_path: Path) -> None:
+    target, live, tensors = write_layers(tmp_path, layout, 3)
+    model, _ = built(target)
+    g, following = inputs(live.config.hidden_size, live.config.vocab_size)
+    for index, each in enumerate(tensors):
+        wanted = MtpDefinition.of(live, each, layout).behind(g, following)
+        found = model.drafted(g[None], fed(following, 0, ROWS), index)
+        torch.testing.assert_close(found[0], wanted, **CLOSE)
+        torch.testing.assert_close(model.logits(found, UNTILED)[0], F.linear(wanted, model_head(live)), **CLOSE)
+
+
+def model_head(live: Any) -> Tensor:
+    """The target's output matrix."""
+    found: Tensor = live.get_output_embeddings().weight.detach()
+    return found
 
 
 @torch.inference_mode()
