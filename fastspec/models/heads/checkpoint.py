@@ -42,6 +42,8 @@ class HeadCheckpoint:
         vocab_map: int64 [spec.vocab_size] on the CPU, the target's id of each id of the head. None: the ids are equal.
         sample: token ids of a short text, with which the possible readings of its config are compared.
         source: the target, if its checkpoint contains the head. None: the head has its own checkpoint.
+        rows_of: the target, if the user chose the ids of a head with its own checkpoint. The matrices that give logits
+            then have some rows of those of the head, or of the target.
         stored: description of the format to which its matrices are rounded. Empty: not rounded.
         module: None, because heads are read from files.
         ranks: 1, because several processes do not share a head.
@@ -61,6 +63,7 @@ class HeadCheckpoint:
     ranks: int = 1
     mtp: bool = False
     rounded: CodeFormat | None = None
+    rows_of: Checkpoint | None = None
     count: HeadCount = field(kw_only=True)
 
     def bytes_loaded(self, dtype: torch.dtype, device: torch.device, ops: Ops) -> int:

@@ -3,32 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import torch
-from torch import Tensor
-from typing_extensions import override
 
 from fastspec.errors import CheckpointError, UnsupportedModel
-from fastspec.models.checkpoints.parameter_names import NamedTensors, RenamedTensors, named
+from fastspec.models.checkpoints.parameter_names import RenamedTensors
 from fastspec.models.checkpoints.quantised.tensors import QuantisedShards
 from fastspec.models.checkpoints.safetensors_files import ShardTensors
-from fastspec.models.checkpoints.tensor_source import TensorInfo, WrappedSource
 from fastspec.models.config import ModelSpec
 from fastspec.models.families.plan import LayerPlan
 from fastspec.models.heads.checkpoint import HeadCheckpoint, sizes_of
 from fastspec.models.heads.mtp_names import EMBED_NORM, FC, HIDDEN_NORM, NORM, StoredMtp, find_mtp, part_name
+from fastspec.models.heads.some_rows import WithSomeRows, output_rows
 from fastspec.models.heads.spec import NORMED, HeadSpec, Recognised
-from fastspec.models.layer_table import EMBED, HEAD, tensor_shapes
+from fastspec.models.layer_table import HEAD, tensor_shapes
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from fastspec.kernels.common.codes import Codes, CodesKind
     from fastspec.models.checkpoints.checkpoint import Checkpoint
     from fastspec.models.checkpoints.tensor_source import TensorSource
 
@@ -91,58 +84,7 @@ def mtp_source(checkpoint: HeadCheckpoint) -> TensorSource:
     layer = mtp_tensors(target, spec)
     if checkpoint.vocab_map is None:
         return layer
-    return WithSomeRows(layer, named(ShardTensors(checkpoint.directory), target.native), checkpoint.vocab_map)
-
-
-class WithSomeRows(WrappedSource):
-    """Tensors of an MTP layer, with some rows of the target's output matrix as its head.
-
-    Args:
-        layer: tensors of the MTP layer, by the names in `StoredMtp.names`.
-        model: tensors of the target.
-        ids: int64 [n], the rows.
-    """
-
-    def __init__(self, layer: RenamedTensors, model: NamedTensors, ids: Tensor) -> None:
-        super().__init__(layer)
-        self._model, self._ids = model, ids
-        self._name = HEAD if HEAD in model.infos() else EMBED
-
-    def infos(self) -> Mapping[str, TensorInfo]:
-        """Returns the tensors of the layer and of the head. A head that is stored quantised is left out."""
-        whole = self._model.infos().get(self._name)
-        if whole is None:
-            return super().infos()
-        return {**super().infos(), HEAD: replace(whole, shape=(len(self._ids), *whole.shape[1:]))}
-
-    @contextmanager
-    def open(self) -> Iterator[None]:
-        """Opens both sources."""
-        opened: list[AbstractContextManager[None]] = [self._source.open(), self._model.open()]
-        with ExitStack() as stack:
-            for each in opened:
-                stack.enter_context(each)
-            yield
-
-    def read(self, name: str) -> Tensor:
-        """Returns a tensor; the head as a copy."""
-        return self._model.read(self._name)[self._ids] if name == HEAD else super().read(name)
-
-    def read_part(self, name: str, rows: slice, columns: slice) -> Tensor:
-        """Returns rows and, for a matrix, columns of a tensor."""
-        return self.read(name)[rows, columns] if name == HEAD else super().read_part(name, rows, columns)
-
-    @override
-    def kind(self, name: str) -> CodesKind | None:
-        return None if name == HEAD else super().kind(name)
-
-    @override
-    def codes(self, name: str, device: torch.device) -> Codes | None:
-        return None if name == HEAD else super().codes(name, device)
-
-    @override
-    def codes_part(self, name: str, rows: slice, columns: slice, device: torch.device) -> Codes | None:
-        return None if name == HEAD else super().codes_part(name, rows, columns, device)
+    return WithSomeRows(layer, {HEAD: output_rows(target)}, checkpoint.vocab_map)
 
 
 def mtp_tensors(target: Checkpoint, spec: MtpSpec) -> RenamedTensors:

@@ -373,7 +373,7 @@ class DFlash(HeadDecoder):
         return x
 
     def _attended(self, index: int, qkv: Tensor, rows: ForwardBatch, whole: ForwardBatch) -> Tensor:
-        """Computes attention of a block's rows before the output projection, [B, Q, H * D]. `whole`: see `_attend_all`."""
+        """Computes attention of a block's rows before the output projection, [B, Q, H * D]."""
         if self.head.causal[index]:
             rule, sinks = self.spec.plans[index].rule, self._sinks_of(index)
             attended = self._attend_rows(index, qkv, rows, self._tables[0], self._norms(index), rule, sinks)

@@ -21,6 +21,7 @@ from fastspec.models.heads.checkpoint import HeadCheckpoint, HeadTensors
 from fastspec.models.heads.dflash_spec import DFlashSpec
 from fastspec.models.heads.mtp_names import EMBED_NORM, FC, HIDDEN_NORM, NORM, part_name
 from fastspec.models.heads.mtp_spec import MtpSpec, mtp_source
+from fastspec.models.heads.some_rows import WithSomeRows, places_of
 from fastspec.models.heads.spec import HeadSpec
 from fastspec.models.layer_table import DecoderWeights
 
@@ -128,7 +129,10 @@ def _rounding(checkpoint: HeadCheckpoint) -> Rounding:
 
 def _source_of(checkpoint: HeadCheckpoint) -> TensorSource:
     if checkpoint.source is None or not isinstance(checkpoint.spec, MtpSpec):
-        return HeadTensors(checkpoint.directory)
+        own = HeadTensors(checkpoint.directory)
+        if checkpoint.rows_of is None or checkpoint.vocab_map is None:
+            return own
+        return WithSomeRows(own, places_of(own, checkpoint.spec, checkpoint.rows_of), checkpoint.vocab_map)
     return mtp_source(checkpoint)
 
 
@@ -153,7 +157,7 @@ def _assemble(loader: Loader, spec: HeadSpec, target: DecoderWeights) -> HeadWei
     layers = tuple(layer_weights(loader, spec.decoder, index, f"layers.{index}.") for index in range(spec.num_layers))
     embed, head = target.embed, target.head
     if spec.own_embed:
-        embed = loader.weight("embed_tokens.weight", use="tied" if spec.tied_head else "table")
+        embed = loader.weight("embed_tokens.weight", use="tied" if spec.tied_head and not spec.own_head else "table")
     if spec.own_head:
         head = loader.weight("lm_head.weight", use="head")
     elif spec.tied_head:

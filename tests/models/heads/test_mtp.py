@@ -186,7 +186,7 @@ def test_options_that_do_not_go_with_an_mtp_layer_are_refused(tmp_path: Path) ->
     for wrong in ([], [1, 1], [-1], [128], [True], ["a"]):
         with pytest.raises(ValueError, match=r"draft_vocab has .* wanted different ids of the target"):
             found_in(target, draft_vocab=wrong)
-    with pytest.raises(UnsupportedOption, match="draft_vocab is for draft='mtp'"):
+    with pytest.raises(UnsupportedOption, match="draft_vocab is for learned drafters and draft='mtp'"):
         resolve_pair(target, None, (None, None), (None, None), draft_vocab=[1])
     with pytest.raises(UnsupportedOption, match="live module"):
         found_in(make_model("qwen3"))
