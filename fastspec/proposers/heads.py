@@ -10,14 +10,13 @@ import torch
 
 from fastspec.kernels.ops import Ops
 from fastspec.kv_cache.cache import PagedKVCache
-from fastspec.models.decoder import Decoder
 from fastspec.models.heads.checkpoint import HeadCheckpoint
 from fastspec.models.heads.dflash2_spec import DFlash2Spec
 from fastspec.models.heads.dflash_spec import DFlashSpec
 from fastspec.models.heads.dspark_spec import DSparkSpec
 from fastspec.models.heads.eagle3_spec import Eagle3Spec, PEagleSpec
 from fastspec.models.heads.mtp_spec import MtpSpec
-from fastspec.models.heads.passes import DFlash, DFlash2, DSpark, Eagle3, Mtp, PEagle, mask_embedding
+from fastspec.models.heads.passes import DFlash, DFlash2, DSpark, Eagle3, Lender, Mtp, PEagle, mask_embedding
 from fastspec.models.heads.weights import PendingHead, allocate_head
 from fastspec.proposers.chain import ChainDrafts
 from fastspec.proposers.combined import ContinuesDrafts
@@ -34,7 +33,7 @@ class Eagle3Drafts(ChainDrafts):
 
 def build_head(
     checkpoint: HeadCheckpoint,
-    target: Decoder,
+    target: Lender,
     cache: PagedKVCache,
     *,
     dtype: torch.dtype,

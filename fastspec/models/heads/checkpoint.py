@@ -17,8 +17,8 @@ from fastspec.models.checkpoints.parameter_names import RenamedTensors
 from fastspec.models.checkpoints.safetensors_files import INDEX, SINGLE, ShardTensors
 from fastspec.models.checkpoints.tensor_checks import listing
 from fastspec.models.checkpoints.tensor_source import TensorSource
-from fastspec.models.config import ModelSpec
 from fastspec.models.heads.spec import HeadSpec, TargetSizes, plain_name
+from fastspec.models.hosted.info import HostedInfo
 
 if TYPE_CHECKING:
     from fastspec.kernels.common.codes import CodeFormat
@@ -185,14 +185,11 @@ def sizes_of(target: Checkpoint) -> TargetSizes:
     """Returns the sizes of a target that a head needs.
 
     Raises:
-        UnsupportedModel: the target is hosted, so its layers' hidden states cannot be read.
+        UnsupportedModel: the target is hosted, and its layers are not one list, or several processes share it.
     """
     spec = target.spec
-    if not isinstance(spec, ModelSpec):
-        raise UnsupportedModel(
-            f"a learned drafter reads hidden states of its target's layers, and {target.name} is hosted: use a draft "
-            "model, or a target of a native family"
-        )
+    if isinstance(spec, HostedInfo):
+        return _sizes_of_hosted(target.name, spec)
     return TargetSizes(
         name=target.name,
         layers=spec.num_layers,
@@ -201,4 +198,21 @@ def sizes_of(target: Checkpoint) -> TargetSizes:
         max_length=spec.max_length,
         dtype=spec.dtype,
         embed_scale=spec.scales.embed,
+    )
+
+
+def _sizes_of_hosted(name: str, spec: HostedInfo) -> TargetSizes:
+    if spec.cut is not None or not spec.layer_names:
+        reason = "several processes share it" if spec.cut is not None else "its layers are not in one list"
+        raise UnsupportedModel(
+            f"a learned drafter reads hidden states of its target's layers, and {name} is hosted, and {reason}: use a "
+            "draft model, or a target of a native family"
+        )
+    return TargetSizes(
+        name=name,
+        layers=len(spec.layer_names),
+        hidden_size=spec.hidden_size,
+        vocab_size=spec.vocab_size,
+        max_length=spec.max_length,
+        dtype=spec.dtype,
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -209,7 +209,7 @@ def _plans(
     )
 
 
-def check_verifier(raw: Mapping[str, Any], target: TargetSizes, architecture: str) -> None:
+def check_verifier(raw: Mapping[str, Any], target: TargetSizes, architectures: Sequence[str]) -> None:
     """Refuses a head that was trained on a model of another architecture than the target, according to its config.
 
     The config has a Hub id, but a target's directory may have any name. So architectures are compared, if both are
@@ -223,8 +223,8 @@ def check_verifier(raw: Mapping[str, Any], target: TargetSizes, architecture: st
     if not isinstance(verifier, Mapping):
         return
     wanted = verifier.get("architectures")
-    if isinstance(wanted, list) and wanted and architecture not in wanted:
+    if isinstance(wanted, list) and wanted and not {*architectures} & {*wanted}:
         raise CheckpointError(
             f"it drafts for {verifier.get('name_or_path')} ({', '.join(map(str, wanted))}), and the target "
-            f"{target.name} is a {architecture}; choose a head of this target"
+            f"{target.name} is a {architectures[0]}; choose a head of this target"
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Any, Final, NamedTuple, Protocol, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -26,8 +26,22 @@ from fastspec.models.heads.eagle3_spec import MASK_HIDDEN, Eagle3Spec, PEagleSpe
 from fastspec.models.heads.mtp_names import EMBED_NORM, FC, HIDDEN_NORM, NORM, part_name
 from fastspec.models.heads.mtp_spec import MtpSpec
 from fastspec.models.heads.weights import HeadWeights
-from fastspec.models.layer_table import LayerWeights
+from fastspec.models.layer_table import DecoderWeights, LayerWeights
 from fastspec.shapes import ForwardBatch, Tiling
+
+
+class Lender(Protocol):
+    """Target whose embedding and output matrix a head may use: a `Decoder` or a `HostedModel`."""
+
+    @property
+    def weights(self) -> DecoderWeights:
+        """Its weights."""
+
+    def head_logits(self, x: Tensor, tiling: Tiling, **options: Any) -> Tensor:
+        """See `Decoder.head_logits`."""
+
+    def head_argmax(self, x: Tensor, limit: int, tiling: Tiling, out: Tensor, **options: Any) -> None:
+        """See `Decoder.head_argmax`."""
 
 
 class HeadDecoder(Decoder):
@@ -37,9 +51,9 @@ class HeadDecoder(Decoder):
     target multiply with it, and all ranks get all logits.
     """
 
-    _lender: Decoder | None = None
+    _lender: Lender | None = None
 
-    def borrow(self, target: Decoder) -> None:
+    def borrow(self, target: Lender) -> None:
         """Sets the target. If the head uses the target's output matrix, the target multiplies with it."""
         self._lender = target if self.weights.head is target.weights.head else None
 

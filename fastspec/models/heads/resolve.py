@@ -36,6 +36,7 @@ from fastspec.models.heads.mtp_spec import MTP, mtp_source, mtp_spec
 from fastspec.models.heads.some_rows import WithSomeRows, checked_ids, places_of, with_vocab
 from fastspec.models.heads.spec import HeadKind, HeadSpec, Recognised, TargetSizes, recognise, says_head
 from fastspec.models.heads.weights import head_bytes
+from fastspec.models.hosted.info import HostedInfo
 
 SpecReader = Callable[
     [Recognised, Mapping[str, Any], Mapping[str, TensorInfo], TargetSizes, "Sequence[int] | None", Path], HeadSpec
@@ -156,12 +157,20 @@ def resolve_head(
         raise UnsupportedModel(f"draft: {name}: an {kind} cannot be run yet; use an EAGLE-3 head, or a draft model")
     tensors = HeadTensors(directory)
     with naming(f"draft: {name}"):
-        check_verifier(raw, sizes, FAMILIES[target.native.family].architecture)
+        check_verifier(raw, sizes, _architectures(target))
         spec = reader(kind, raw, tensors.infos(), sizes, feature_layers, directory / CONFIG)
         check_head_tensors(tensors, spec)
         ids = target_ids(tensors, spec)
         made = HeadCheckpoint(name, spec, directory, ids, _sample(target, spec), count=head_bytes)
         return made if vocab is None else _with_vocab(made, tensors, target, vocab)
+
+
+def _architectures(target: Checkpoint) -> tuple[str, ...]:
+    """Returns the names of a target's class: of the model, and of the one of which it is the text part."""
+    spec = target.spec
+    if isinstance(spec, HostedInfo):
+        return tuple(filter(None, (spec.kind.__name__, spec.whole)))
+    return (FAMILIES[spec.family].architecture,)
 
 
 def _with_vocab(head: HeadCheckpoint, own: HeadTensors, target: Checkpoint, vocab: Sequence[int]) -> HeadCheckpoint:

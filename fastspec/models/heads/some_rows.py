@@ -109,10 +109,10 @@ def places_of(own: TensorSource, spec: HeadSpec, target: Checkpoint) -> dict[str
         return {**places, HEAD: (own, HEAD)}
     if spec.tied_head:
         return {**places, HEAD: (own, "embed_tokens.weight")}
-    if target.directory is None:
+    if target.directory is None or target.spec.hosting:
         raise UnsupportedOption(
             f"draft_vocab needs rows of the output matrix of {target.name}, because the head has none, and the target "
-            "is not a directory of safetensors: leave it out, or pass the directory or Hub id as target"
+            "is hosted, or is not a directory of safetensors: leave it out, or pass the directory or Hub id as target"
         )
     return {**places, HEAD: output_rows(target)}
 
