@@ -86,8 +86,8 @@ class HostedModel:
         self.base: Any = base_of(module)
         attach(module, self)
         self.streams = LayerStreams(self.base, self.info.layer_names)
-        parts = self.module.get_input_embeddings(), self.module.get_output_embeddings()
-        embed, head = (_weight_of(part) for part in parts)
+        its: Any = module
+        embed, head = _weight_of(its.get_input_embeddings()), _weight_of(its.get_output_embeddings())
         self.weights = DecoderWeights(embed=embed, layers=(), norm=torch.empty(0, device=embed.data.device), head=head)
         # the module's head is called with hidden states as embeddings; its base model is replaced by one that returns
         # them
