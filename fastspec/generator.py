@@ -101,8 +101,8 @@ class FastSpecGenerator(OfOneProcess):
             models' dtype.
         feature_layers: layer boundaries of the target that a learned drafter reads. Default: from its config
             (docs/guides/heads.md).
-        draft_vocab: token ids that "mtp" may draft. Token ids outside this list are never drafted; the text is the same
-            (docs/guides/heads.md).
+        draft_vocab: token ids that a head or "mtp" may draft. Token ids outside this list are never drafted; the text
+            is the same (docs/guides/heads.md).
         release_source: free the tensors of loaded models while they are copied. These models are unusable afterwards.
         prefix_cache: keep pages of earlier prompts until a row needs the space. A prompt that begins like an earlier
             one is computed only from the first difference, with bit-identical text. Needs no extra memory

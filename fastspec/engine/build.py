@@ -40,7 +40,7 @@ from fastspec.models.config import ModelSpec
 from fastspec.models.decoder import Decoder
 from fastspec.models.heads.checkpoint import HeadCheckpoint
 from fastspec.models.heads.weights import HeadWeights
-from fastspec.models.hosted.admission import admit
+from fastspec.models.hosted.admission import admit, admit_streams
 from fastspec.models.hosted.info import HostedInfo
 from fastspec.models.hosted.load import load_hosted
 from fastspec.models.hosted.model import HostedModel
@@ -108,6 +108,9 @@ def build(
         ring = _ring(settings, ops, state, ranks)
         texts = config.proposer.on(device) if isinstance(config.proposer, Suffix) else None
         chosen = choose(texts or config.proposer, drafter, scoring.vocab_size)
+        if isinstance(scoring, HostedModel) and features_of(chosen):
+            shares = isinstance(draft, HeadCheckpoint) and not draft.spec.own_embed
+            admit_streams(scoring, target.name, settings.decode_tiling, shares_embedding=shares)
         modules = _modules(layout, ops, scoring, chosen, ring, mark, work, device)
     pages = PageTable(layout.num_pages(settings.max_length), layout.page_size)
     sizes = _pass_sizes(settings, made, modules)
@@ -274,7 +277,7 @@ class _Models:
             vocab_map = _vocab_map(shared_vocab, self._settings.device)
             size, length = shared_vocab.size, draft.spec.max_length
             return DraftModel(model, self._ops, size, length, self._mark, self._work, vocab_map)
-        assert isinstance(scoring, Decoder), "checked with the head"
+        assert isinstance(scoring, Decoder | HostedModel), "checked with the head"
         made, weights = build_head(
             draft,
             scoring,

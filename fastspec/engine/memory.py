@@ -11,6 +11,7 @@ import torch
 
 from fastspec.kernels.ops import Ops
 from fastspec.kernels.room import room_bytes
+from fastspec.models.heads.spec import HeadSpec
 from fastspec.models.interface import ModelInfo
 from fastspec.state import StateSizes
 
@@ -233,7 +234,9 @@ class Layout:
         heads = [shape for spec in specs for shape in dict.fromkeys(spec.attention_shapes)]
         lines = self.batch, self.max_drafts, self.target.vocab_size
         ends = self.ops.sampled_work_bytes(*lines) + self.ops.record_work_bytes(*lines)
-        return ends + sum(self.ops.workspace_bytes(self.batch, self.max_queries, positions, each) for each in heads)
+        # a pass of several MTP layers has more positions than one of the target
+        queries = self.max_queries + (self.draft.computed_again if isinstance(self.draft, HeadSpec) else 0)
+        return ends + sum(self.ops.workspace_bytes(self.batch, queries, positions, each) for each in heads)
 
     def largest_length(self, upper: int, free: int) -> int:
         """Returns the largest max_length up to `upper` whose plan fits in `free` bytes. 0 if none fits."""

@@ -18,6 +18,7 @@ from fastspec.kernels.gpu import FP8_FROM, generation_of
 from fastspec.kernels.ops import TORCH_OPS
 from fastspec.kernels.select import ops_for
 from fastspec.models.heads.checkpoint import HeadCheckpoint
+from fastspec.models.hosted.info import HostedInfo
 from fastspec.models.interface import ModelInfo, ModelSource
 from fastspec.proposers.interface import feature_shape, features_of, is_deterministic
 from fastspec.proposers.suffix import Suffix
@@ -239,10 +240,11 @@ def _check_hosted(target: ModelSource, draft: ModelSource | None, compile: bool,
             f"compile=True is for native families alone, and {hosted[0]} is hosted: leave compile unset; exact=False "
             "runs it without fixed shapes"
         )
-    if features and target.spec.hosting:
+    if features and isinstance(target.spec, HostedInfo) and (target.spec.cut or not target.spec.layer_names):
+        reason = "several processes share it" if target.spec.cut else "its layers are not in one list"
         raise ValueError(
-            f"the proposer reads hidden states of the target's layers, and {target.name} is hosted: use another "
-            "proposer, or a target of a native family"
+            f"the proposer reads hidden states of the target's layers, and {target.name} is hosted, and {reason}: use "
+            "another proposer, or a target of a native family"
         )
 
 

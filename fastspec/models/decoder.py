@@ -139,7 +139,7 @@ class Decoder:
         Returns x, and `_qkv` of the next layer.
         """
         layers, plan = self.weights.layers, self.spec.plans[index]
-        layer, next_layer = layers[index], layers[index + 1] if index + 1 < len(layers) else None
+        layer, next_layer = layers[index], self._following(index)
         if attended is not None and self._fuses(plan):
             eps, ops = self.spec.rms_eps, self.ops
             # a plan that is fused has all fields of a `Layer`
@@ -152,6 +152,11 @@ class Decoder:
         else:
             x, h = self._experts_tail(index, attended, x, tiling)
         return x, None if next_layer is None else self._qkv(index + 1, x, tiling, h)
+
+    def _following(self, index: int) -> LayerWeights | None:
+        """Returns the layer whose q, k and v are computed after layer `index`. None after the last."""
+        layers = self.weights.layers
+        return layers[index + 1] if index + 1 < len(layers) else None
 
     def _norm_of(self, index: int) -> tuple[Tensor, float] | None:
         """Returns the weights of the norm before attention, if a separate op computes it.
@@ -174,7 +179,7 @@ class Decoder:
         One op computes the norm of an output, the sum, and the next norm.
         """
         layers, plan, linear = self.weights.layers, self.spec.plans[index], self.ops.linear
-        layer, next_layer = layers[index], layers[index + 1] if index + 1 < len(layers) else None
+        layer, next_layer = layers[index], self._following(index)
 
         def joined(added: Tensor, norm: Tensor | None, next_norm: Tensor | None) -> tuple[Tensor, Any]:
             assert norm is not None, "a norm stands after attention, and one after the MLP"

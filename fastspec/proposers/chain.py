@@ -14,7 +14,7 @@ from fastspec.models.heads.spec import HeadSpec
 from fastspec.proposers.draft_model import overwrite_draft
 from fastspec.proposers.learned import LearnedDrafts
 from fastspec.sampling.verify import Draws
-from fastspec.shapes import GREEDY, ForwardBatch, StepShape, Tiling
+from fastspec.shapes import ForwardBatch, StepShape, Tiling
 from fastspec.state import DecodeState
 
 
@@ -143,18 +143,3 @@ class ChainDrafts(LearnedDrafts[ChainHead]):
         """
         ids = state.draft_tokens[:, max(j - 1, 0)][:, None].contiguous()
         return shape.forward_batch(ids, positions, known, state.block_table)
-
-    def _draw(self, state: DecodeState, shape: StepShape, draws: Draws, x: Tensor, j: int, picks: Tensor) -> None:
-        """Draws draft j of every row from hidden states [B, 1, hidden]. Records token and distribution.
-
-        Args:
-            picks: int64 [B] of zeros, to which the head's ids are written.
-        """
-        model = self.model
-        if shape.sampler != GREEDY:
-            self._sample(state, shape, draws, model.logits(x, shape.tiling), j)
-        elif self._map is None:
-            model.argmax(x[:, 0], model.vocab_size, shape.tiling, out=state.draft_tokens[:, j])
-        else:
-            model.argmax(x[:, 0], model.vocab_size, shape.tiling, out=picks)
-            torch.index_select(self._map.places, 0, picks, out=state.draft_tokens[:, j])

@@ -1,16 +1,18 @@
-"""Proposer with a DFlash head: makes all drafts of a step in one pass over a block of masks."""
+"""Proposers with a DFlash head or a relative: make all drafts of a step in one pass over a block of masks."""
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from fastspec.kernels.ops import Ops
-from fastspec.models.heads.passes import DFlash
+from fastspec.models.heads.passes import DFlash, DFlash2, DSpark
 from fastspec.proposers.draft_model import overwrite_draft
 from fastspec.proposers.learned import LearnedDrafts
 from fastspec.sampling.verify import Draws
@@ -65,18 +67,16 @@ class DFlashDrafts(LearnedDrafts[DFlash]):
             lookup: see `DraftModel.propose`.
             features: empty, because nothing is stored between steps.
         """
-        k, head = shape.num_drafts, self.model.head
+        x = self._hidden(state, shape)
+        state.draft_counts.fill_(shape.num_drafts)
+        self._draw_block(state, shape, draws, x, lookup)
+
+    def _hidden(self, state: DecodeState, shape: StepShape) -> Tensor:
+        """Returns the hidden states of the drafts, [B, k, hidden]."""
         with self._mark("block"):
-            x = self.model.block(self._block(state, shape))[:, head.rows(k) - k :]
-        state.draft_counts.fill_(k)
-        if shape.sampler == GREEDY:
-            self._pick(state, shape, x, lookup)
-            return
-        logits = self.model.logits(x.contiguous(), shape.tiling)
-        for j in range(k):
-            self._sample(state, shape, draws, logits[:, j : j + 1].contiguous(), j)
-            if lookup is not None:
-                overwrite_draft(state, shape, lookup[0][:, j], j < lookup[1], j)
+            return self.model.block(self._block(state, shape))[
+                :, self.model.head.rows(shape.num_drafts) - shape.num_drafts :
+            ]
 
     def _block(self, state: DecodeState, shape: StepShape) -> ForwardBatch:
         """Returns the last token of each row with masks after it, as a batch."""
@@ -93,13 +93,85 @@ class DFlashDrafts(LearnedDrafts[DFlash]):
         )
         return shape.forward_batch(ids, positions, write_mask, state.block_table)
 
-    def _pick(self, state: DecodeState, shape: StepShape, x: Tensor, lookup: tuple[Tensor, Tensor] | None) -> None:
-        """Writes the most probable token of each position as its draft, from hidden states [B, k, hidden]."""
-        k, model = shape.num_drafts, self.model
-        # zeros: while kernels are only compiled, no ids are written, but ids are used as indices
-        picks = torch.zeros(x.shape[0] * k, dtype=torch.int64, device=x.device)
-        model.argmax(x.reshape(-1, x.shape[-1]), model.vocab_size, shape.tiling, out=picks)
-        drafts = self._target_ids(picks).view(-1, k)
-        if lookup is not None:
-            drafts = torch.where(torch.arange(k, device=x.device) < lookup[1][:, None], lookup[0], drafts)
-        state.draft_tokens[:, :k] = drafts
+
+class InOrder(DFlashDrafts):
+    """Base class of proposers with a block of masks whose drafts also depend on the draft before.
+
+    The head runs once for all drafts. Then they are drawn one after the other. The logits of each depend on the token
+    before it. So a draft's distribution depends on the text and on the drafts before it, as with a draft model.
+    """
+
+    def propose(
+        self,
+        state: DecodeState,
+        shape: StepShape,
+        draws: Draws,
+        lookup: tuple[Tensor, Tensor] | None = None,
+        **features: Tensor,
+    ) -> None:
+        """Makes k drafts per running row; see `DFlashDrafts.propose`."""
+        x = self._hidden(state, shape)
+        state.draft_counts.fill_(shape.num_drafts)
+        before = state.tokens.gather(1, (state.lengths[:, None] - 1).clamp_min(0))
+        logits_of = self._logits_after(x.contiguous(), shape)
+        for j in range(shape.num_drafts):
+            logits = logits_of(j, before)
+            if shape.sampler == GREEDY:
+                state.draft_tokens[:, j] = self._target_ids(logits[:, 0].argmax(-1))
+            else:
+                self._sample(state, shape, draws, logits, j)
+            if lookup is not None:
+                overwrite_draft(state, shape, lookup[0][:, j], j < lookup[1], j)
+            before = state.draft_tokens[:, j : j + 1].clamp(0, self._target.vocab_size - 1)
+
+    @abstractmethod
+    def _logits_after(self, x: Tensor, shape: StepShape) -> Callable[[int, Tensor], Tensor]:
+        """Returns a function from (j, token before draft j, int64 [B, 1]) to its logits, fp32 [B, 1, head's ids].
+
+        Args:
+            x: [B, k, hidden], hidden states of all drafts.
+            shape: shape of the step.
+        """
+
+
+class DSparkDrafts(InOrder):
+    """Drafts with a DSpark head: a Markov chain, whose transitions depend on the block's hidden states.
+
+    Args:
+        model: the head.
+        ops, vocab_map, mark, work: see `LearnedDrafts`.
+    """
+
+    def __init__(self, model: DSpark, ops: Ops, *options: Any) -> None:
+        super().__init__(model, ops, *options)
+        self._head = model
+
+    @override
+    def _logits_after(self, x: Tensor, shape: StepShape) -> Callable[[int, Tensor], Tensor]:
+        logits = self.model.logits(x, shape.tiling)
+        return lambda j, before: logits[:, j : j + 1] + self._head.after(before, shape.tiling)
+
+
+class DFlash2Drafts(InOrder):
+    """Drafts with a DFlash2 head: the most probable ids are scored again after the draft before.
+
+    Args:
+        model: the head.
+        ops, vocab_map, mark, work: see `LearnedDrafts`.
+    """
+
+    def __init__(self, model: DFlash2, ops: Ops, *options: Any) -> None:
+        super().__init__(model, ops, *options)
+        self._head, self._count = model, model.candidates
+
+    @override
+    def _logits_after(self, x: Tensor, shape: StepShape) -> Callable[[int, Tensor], Tensor]:
+        best = self.model.logits(x, shape.tiling).topk(self._count, dim=-1)
+        ids, projected = self._target_ids(best.indices), self._head.projected(x, shape.tiling)
+        nothing = torch.full((len(x), 1, self.model.vocab_size), -torch.inf, device=x.device)
+
+        def logits(j: int, before: Tensor) -> Tensor:
+            scores = best.values[:, j : j + 1] + self._head.scored(projected[:, j : j + 1], before, ids[:, j])
+            return nothing.scatter(-1, best.indices[:, j : j + 1], scores)
+
+        return logits

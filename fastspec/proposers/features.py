@@ -8,7 +8,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from fastspec.proposers.interface import FeatureReader, Proposer, takes_features
+from fastspec.proposers.interface import FeatureReader, Proposer, computed_again_of, takes_features
 from fastspec.shapes import ForwardBatch, StepShape
 from fastspec.state import DecodeState
 
@@ -37,8 +37,13 @@ def hand_over_step(
         count = state.emitted  # 0 for rows that did not step
         committed = torch.arange(features.shape[1], device=count.device) < count[:, None]
         following = state.block[:, : features.shape[1]].contiguous()
-        reader = cast("FeatureReader", proposer)
-        _tell(reader, state, shape, features, replace(rows, ids=following, write_mask=committed), count, buffer)
+        reader, fed = cast("FeatureReader", proposer), replace(rows, ids=following, write_mask=committed)
+        if buffer is not None and (older := computed_again_of(reader)):
+            kept, joined = buffer[: state.batch], torch.cat((buffer[: state.batch], features), dim=1)
+            reader.take_features(state, shape, joined, _with_older(state, fed, older))
+            _keep_window(joined, count, kept)
+        else:
+            _tell(reader, state, shape, features, fed, count, buffer)
     elif buffer is not None:
         kept = buffer[: state.batch, : features.shape[1]]
         kept.copy_(torch.where(state.running[:, None, None, None], features, kept))
@@ -59,10 +64,26 @@ def hand_over_prompt(
     """
     if takes_features(proposer):
         following = state.tokens.gather(1, (rows.positions + 1).clamp(max=state.tokens.shape[1] - 1))
-        reader = cast("FeatureReader", proposer)
-        _tell(reader, state, shape, features, replace(rows, ids=following), rows.write_mask.sum(dim=1), buffer)
+        reader, count = cast("FeatureReader", proposer), rows.write_mask.sum(dim=1)
+        if buffer is not None and computed_again_of(reader):
+            # nothing is computed again, because all tokens of the prompt were known in the pass before
+            _keep_window(torch.cat((buffer, features), dim=1), count, buffer)
+        _tell(reader, state, shape, features, replace(rows, ids=following), count, buffer)
     elif buffer is not None:
         _keep_newest(features, rows.write_mask.sum(dim=1), buffer[:, 0])
+
+
+def _with_older(state: DecodeState, fed: ForwardBatch, older: int) -> ForwardBatch:
+    """Returns the rows with the `older` positions before them. They are written in rows whose first position is."""
+    positions = fed.positions[:, :1] + torch.arange(-older, 0, device=fed.positions.device)
+    written = fed.write_mask[:, :1] & (positions >= 0)
+    positions = positions.clamp_min(0)
+    return replace(
+        fed,
+        ids=torch.cat((state.tokens.gather(1, positions + 1), fed.ids), dim=1),
+        positions=torch.cat((positions, fed.positions), dim=1),
+        write_mask=torch.cat((written, fed.write_mask), dim=1),
+    )
 
 
 def _tell(
@@ -86,3 +107,13 @@ def _keep_newest(found: Tensor, count: Tensor, buffer: Tensor) -> None:
         newest = (count - 1).clamp_min(0).view(-1, 1, *wide)
         found = found.gather(1, newest.expand(-1, 1, *found.shape[2:]))
     torch.where((count > 0).view(-1, *wide), found[:, 0], buffer, out=buffer)
+
+
+def _keep_window(joined: Tensor, count: Tensor, buffer: Tensor) -> None:
+    """Copies entries count .. count + n - 1 [B] of joined [B, n + Q, ..] to the buffer [B, n, ..].
+
+    The first n entries of `joined` are those of the buffer.
+    """
+    wide = [1] * (joined.dim() - 2)
+    places = count[:, None] + torch.arange(buffer.shape[1], device=count.device)
+    buffer.copy_(joined.gather(1, places.view(*places.shape, *wide).expand(-1, -1, *joined.shape[2:])))

@@ -1,4 +1,4 @@
-"""Proposers with EAGLE-3 heads and MTP layers, and `build_head`, which makes the proposer of any learned head."""
+"""Makes the proposer of any learned head."""
 
 from __future__ import annotations
 
@@ -10,16 +10,19 @@ import torch
 
 from fastspec.kernels.ops import Ops
 from fastspec.kv_cache.cache import PagedKVCache
-from fastspec.models.decoder import Decoder
 from fastspec.models.heads.checkpoint import HeadCheckpoint
+from fastspec.models.heads.dflash2_spec import DFlash2Spec
 from fastspec.models.heads.dflash_spec import DFlashSpec
-from fastspec.models.heads.eagle3_spec import Eagle3Spec
+from fastspec.models.heads.dspark_spec import DSparkSpec
+from fastspec.models.heads.eagle3_spec import Eagle3Spec, PEagleSpec
 from fastspec.models.heads.mtp_spec import MtpSpec
-from fastspec.models.heads.passes import DFlash, Eagle3, Mtp, mask_embedding
+from fastspec.models.heads.passes import DFlash, DFlash2, DSpark, Eagle3, Lender, Mtp, PEagle, mask_embedding
 from fastspec.models.heads.weights import PendingHead, allocate_head
 from fastspec.proposers.chain import ChainDrafts
 from fastspec.proposers.combined import ContinuesDrafts
-from fastspec.proposers.dflash import DFlashDrafts
+from fastspec.proposers.dflash import DFlash2Drafts, DFlashDrafts, DSparkDrafts
+from fastspec.proposers.mtp import MtpDrafts, MtpLayersDrafts
+from fastspec.proposers.peagle import PEagleDrafts
 
 
 class Eagle3Drafts(ChainDrafts):
@@ -28,18 +31,9 @@ class Eagle3Drafts(ChainDrafts):
     article = "an"
 
 
-class MtpDrafts(ChainDrafts):
-    """Drafts with the MTP layer of the target's own checkpoint; see `ChainDrafts`."""
-
-    def __str__(self) -> str:
-        """Describes the proposer in a few words, for messages and `explain()`."""
-        ids = f", which drafts {self.model.vocab_size} of {self._target.vocab_size} ids" if self._map else ""
-        return f"the checkpoint's own {self.model.head.found}{ids}"
-
-
 def build_head(
     checkpoint: HeadCheckpoint,
-    target: Decoder,
+    target: Lender,
     cache: PagedKVCache,
     *,
     dtype: torch.dtype,
@@ -68,15 +62,32 @@ def build_head(
     vocab_map = None if checkpoint.vocab_map is None else checkpoint.vocab_map.to(device)
     if isinstance(spec, DFlashSpec):
         mask = None if spec.mask_file is None else mask_embedding(spec.mask_file, spec.hidden_size, dtype, device)
-        block = DFlash(spec.for_length(length), pending.weights, cache, ops, mask=mask, **sizes)
+        spec, sizes = spec.for_length(length), {**sizes, "mask": mask}
+        more = (ops, vocab_map, mark, work)
+        if isinstance(spec, DSparkSpec):
+            markov = DSpark(spec, pending.weights, cache, ops, **sizes)
+            markov.borrow(target)
+            return DSparkDrafts(markov, *more), pending
+        if isinstance(spec, DFlash2Spec):
+            selecting = DFlash2(spec, pending.weights, cache, ops, **sizes)
+            selecting.borrow(target)
+            return DFlash2Drafts(selecting, *more), pending
+        block = DFlash(spec, pending.weights, cache, ops, **sizes)
         block.borrow(target)
-        return DFlashDrafts(block, ops, vocab_map, mark, work), pending
+        return DFlashDrafts(block, *more), pending
     if isinstance(spec, MtpSpec):
-        layer = Mtp(spec.for_length(length), pending.weights, cache, ops, **sizes)
-        layer.borrow(target)
-        return MtpDrafts(layer, ops, spec.readings, checkpoint.sample, vocab_map, mark, work), pending
+        sizes = {**sizes, "max_queries": sizes["max_queries"] + spec.computed_again}
+        layers = Mtp(spec.for_length(length), pending.weights, cache, ops, **sizes)
+        layers.borrow(target)
+        if spec.num_layers > 1:
+            return MtpLayersDrafts(layers, ops, vocab_map, mark, work), pending
+        return MtpDrafts(layers, ops, spec.readings, checkpoint.sample, vocab_map, mark, work), pending
     if not isinstance(spec, Eagle3Spec):
         raise AssertionError(f"{spec.found} was resolved without a proposer")
+    if isinstance(spec, PEagleSpec):
+        parallel = PEagle(spec.for_length(length), pending.weights, cache, ops, **sizes)
+        parallel.borrow(target)
+        return PEagleDrafts(parallel, ops, spec.readings, checkpoint.sample, vocab_map, mark, work), pending
     model = Eagle3(spec.for_length(length), pending.weights, cache, ops, **sizes)
     model.borrow(target)
     return Eagle3Drafts(model, ops, spec.readings, checkpoint.sample, vocab_map, mark, work), pending

@@ -42,6 +42,10 @@ class Proposer(Protocol):
       or the end of a step, also of one without drafts.
     - `kept`, the shape of a row's entry that is stored between steps; () for none. propose is then called with
       features=buffer [B, *kept], which has the entry that `take_features` returned for the newest position.
+    - optionally `computed_again`, n > 0 if its K/V of a position depend on n more tokens than the next one. Then `kept`
+      is (n, layers, hidden), and the entry has the target's hidden states at a row's n newest positions.
+      At the end of each step, `take_features` is called with these n positions of the step before, too, which come
+      first. `take_features` returns None.
 
     A proposer that stores everything about a row in the row's pages has:
 
@@ -98,12 +102,13 @@ class ProposerBase(ABC):
     """Base class of this package's proposers. Subclasses define `propose` and `catch_up`. Other methods have defaults.
 
     Attributes:
-        max_length, deterministic, kept, in_pages: see `Proposer`.
+        max_length, deterministic, kept, computed_again, in_pages: see `Proposer`.
     """
 
     max_length: int = 0
     deterministic: bool = False
     kept: tuple[int, ...] = ()
+    computed_again: int = 0
     in_pages: bool = False
 
     @property
@@ -143,6 +148,7 @@ class Wrapping(ProposerBase):
         self._inner = inner
         self.max_length, self.deterministic = inner.max_length, is_deterministic(inner)
         self.kept, self.in_pages = kept_of(inner), kept_in_pages(inner)
+        self.computed_again = computed_again_of(inner)
 
     @property
     def features(self) -> tuple[int, ...]:
@@ -184,6 +190,11 @@ def kept_of(proposer: object) -> tuple[int, ...]:
     return tuple(getattr(proposer, "kept", ()))
 
 
+def computed_again_of(proposer: object) -> int:
+    """Returns the number of positions that a `FeatureReader` computes again in the next step. 0 for most."""
+    return int(getattr(proposer, "computed_again", 0))
+
+
 def kept_in_pages(proposer: object) -> bool:
     """True if a proposer stores everything about a row in the row's pages; see `Proposer`."""
     return bool(getattr(proposer, "in_pages", False))
@@ -202,10 +213,11 @@ def is_deterministic(proposer: object) -> bool:
 
 
 def reads_ahead(proposer: object) -> int:
-    """Returns the number of later tokens on which K/V of a position in the proposer's pages depend: 1 for a
-    `FeatureReader`, else 0.
+    """Returns the number of later tokens on which K/V of a position in the proposer's pages depend.
+
+    1 or more for a `FeatureReader`, else 0.
     """
-    return int(takes_features(proposer))
+    return 1 + computed_again_of(proposer) if takes_features(proposer) else 0
 
 
 def drafter_of(proposer: object) -> object:

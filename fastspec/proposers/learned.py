@@ -6,14 +6,15 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Generic, Protocol, TypeVar
 
+import torch
 from torch import Tensor
 
 from fastspec.kernels.ops import Ops
 from fastspec.models.heads.spec import HeadSpec, as_layers, described
-from fastspec.proposers.draft_model import VocabMap, sample
+from fastspec.proposers.draft_model import VocabMap, overwrite_draft, sample
 from fastspec.proposers.interface import ProposerBase
 from fastspec.sampling.verify import Draws
-from fastspec.shapes import StepShape
+from fastspec.shapes import GREEDY, StepShape, Tiling
 from fastspec.state import DecodeState
 
 
@@ -27,6 +28,12 @@ class HeadModel(Protocol):
     @property
     def vocab_size(self) -> int:
         """Number of ids that it can draft."""
+
+    def logits(self, hidden: Tensor, tiling: Tiling) -> Tensor:
+        """Returns fp32 logits [..., vocab_size]."""
+
+    def argmax(self, hidden: Tensor, limit: int, tiling: Tiling, out: Tensor) -> None:
+        """Writes the argmax; see `CausalModel.argmax`."""
 
 
 Model = TypeVar("Model", bound=HeadModel)
@@ -88,3 +95,42 @@ class LearnedDrafts(ProposerBase, Generic[Model]):
         """Draws draft j of every row from logits [B, 1, head's ids]. Records token and distribution."""
         logits = logits if self._map is None else self._map.in_target_ids(logits)
         sample(self.ops, state, shape, draws, logits, j, self._work)
+
+    def _draw(self, state: DecodeState, shape: StepShape, draws: Draws, x: Tensor, j: int, picks: Tensor) -> None:
+        """Draws draft j of every row from hidden states [B, 1, hidden]. Records token and distribution.
+
+        Args:
+            picks: int64 [B] of zeros, to which the head's ids are written.
+        """
+        model = self.model
+        if shape.sampler != GREEDY:
+            self._sample(state, shape, draws, model.logits(x, shape.tiling), j)
+        elif self._map is None:
+            model.argmax(x[:, 0], model.vocab_size, shape.tiling, out=state.draft_tokens[:, j])
+        else:
+            model.argmax(x[:, 0], model.vocab_size, shape.tiling, out=picks)
+            torch.index_select(self._map.places, 0, picks, out=state.draft_tokens[:, j])
+
+    def _draw_block(
+        self, state: DecodeState, shape: StepShape, draws: Draws, x: Tensor, lookup: tuple[Tensor, Tensor] | None
+    ) -> None:
+        """Draws all k drafts of every row from hidden states [B, k, hidden]. For `lookup` see `DraftModel.propose`."""
+        if shape.sampler == GREEDY:
+            self._pick(state, shape, x, lookup)
+            return
+        logits = self.model.logits(x.contiguous(), shape.tiling)
+        for j in range(shape.num_drafts):
+            self._sample(state, shape, draws, logits[:, j : j + 1].contiguous(), j)
+            if lookup is not None:
+                overwrite_draft(state, shape, lookup[0][:, j], j < lookup[1], j)
+
+    def _pick(self, state: DecodeState, shape: StepShape, x: Tensor, lookup: tuple[Tensor, Tensor] | None) -> None:
+        """Writes the most probable token of each position as its draft, from hidden states [B, k, hidden]."""
+        k, model = shape.num_drafts, self.model
+        # zeros: while kernels are only compiled, no ids are written, but ids are used as indices
+        picks = torch.zeros(x.shape[0] * k, dtype=torch.int64, device=x.device)
+        model.argmax(x.reshape(-1, x.shape[-1]), model.vocab_size, shape.tiling, out=picks)
+        drafts = self._target_ids(picks).view(-1, k)
+        if lookup is not None:
+            drafts = torch.where(torch.arange(k, device=x.device) < lookup[1][:, None], lookup[0], drafts)
+        state.draft_tokens[:, :k] = drafts

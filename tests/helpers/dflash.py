@@ -11,6 +11,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+TAPS, GROUP = 2, 8  # of a DFlash2 head's convolutions
+
 
 @dataclass(frozen=True)
 class Head:
@@ -22,6 +24,8 @@ class Head:
         layer_types, sliding_window: as in a config.
         bias: on all products of attention.
         own_embedding: the checkpoint has a table of embeddings, as older ones of speculators do.
+        markov: rank of a DSpark head's Markov head; 0: none.
+        selector: rank and candidates of a DFlash2 head, whose convolutions have 2 taps and groups of 8; None: none.
         more: fields of `dflash_config`, or in speculators' layout of the config.
     """
 
@@ -42,6 +46,8 @@ class Head:
     bias: bool = False
     sinks: bool = False
     own_embedding: bool = False
+    markov: int = 0
+    selector: tuple[int, int] | None = None
     seed: int = 0
     std: float = 0.3
     more: dict[str, Any] = field(default_factory=dict)
@@ -89,6 +95,23 @@ def tensors_of(head: Head, dtype: torch.dtype = torch.float32, device: str = "cp
         made["t2d"] = torch.zeros(head.vocab, dtype=torch.bool).index_fill_(0, known, True)
     if head.own_embedding:
         made["embed_tokens.weight"] = normal(head.vocab, hidden)
+    if head.markov:
+        made["markov_head.markov_w1.weight"] = normal(head.vocab, head.markov)
+        made["markov_head.markov_w2.weight"] = normal(head.draft_vocab or head.vocab, head.markov)
+        made["confidence_head.proj.weight"] = normal(1, hidden + head.markov)
+        made["confidence_head.proj.bias"] = normal(1)
+    if head.selector is not None:
+        rank = head.selector[0]
+        for name, shape in {
+            "predecessor_codebook": (head.vocab, rank),
+            "successor_codebook": (head.vocab, rank),
+        }.items():
+            made[f"candidate_selector.{name}"] = normal(*shape)
+        made["candidate_selector.hidden_projection.weight"] = normal(rank, hidden)
+        for layer in range(head.layers):
+            for name in ("attention_conv", "mlp_conv"):
+                made[f"layers.{layer}.{name}.base_kernel"] = normal(2, TAPS, hidden)
+                made[f"layers.{layer}.{name}.kernel_projection.weight"] = normal(2 * TAPS * (hidden // GROUP), hidden)
     return made
 
 
@@ -148,7 +171,37 @@ def write_speculators(path: Path, head: Head, dtype: torch.dtype = torch.float32
     return _write(path, config, tensors_of(head, dtype, device))
 
 
-WRITERS = {"z-lab": write_z_lab, "speculators": write_speculators}
+def write_deepspec(path: Path, head: Head, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Path:
+    """A DSpark checkpoint as DeepSpec publishes them: everything at the top of the config."""
+    config = {
+        "architectures": ["Qwen3DSparkModel"],
+        "block_size": head.block_size,
+        "confidence_head_with_markov": True,
+        "dtype": str(dtype).removeprefix("torch."),
+        "enable_confidence_head": True,
+        "markov_head_type": "vanilla",
+        "markov_rank": head.markov,
+        "mask_token_id": head.mask_id,
+        "num_anchors": 64,
+        "num_target_layers": head.target_layers,
+        "rope_parameters": {"rope_theta": 1000000, "rope_type": "default"},
+        "target_layer_ids": list(head.ids),
+        "transformers_version": "5.9.0",
+        **_decoder(head),
+        **head.more,
+        **head.top,
+    }
+    return _write(path, config, tensors_of(head, dtype, device))
+
+
+def dflash2_fields(head: Head) -> dict[str, Any]:
+    """The fields of a DFlash2 head, in `dflash_config`, or in speculators' layout in the config."""
+    assert head.selector is not None
+    rank, count = head.selector
+    return {"conv_kernel_size": TAPS, "conv_group_size": GROUP, "selector_rank": rank, "selector_top_k": count}
+
+
+WRITERS = {"z-lab": write_z_lab, "deepspec": write_deepspec, "speculators": write_speculators}
 
 
 def _decoder(head: Head) -> dict[str, Any]:

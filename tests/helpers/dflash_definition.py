@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.helpers.dflash import Head
+from tests.helpers.dflash import GROUP, TAPS, Head, dflash2_fields
 
 EPS = 1e-6
 THETA = 1e6
@@ -67,12 +67,52 @@ def logits(
     block: Tensor,
     lm_head: Tensor,
 ) -> Tensor:
-    """Logits [n, ids of the head] of every row of a block.
+    """Logits [n, ids of the head] of every row of a block; for arguments see `hidden_rows`.
+
+    Args:
+        lm_head: [ids, hidden], the head's own or the target's.
+    """
+    out = hidden_rows(head, rules, tensors, features, block) @ lm_head.T * rules.logits_scale
+    return out if rules.softcap is None else torch.tanh(out / rules.softcap) * rules.softcap
+
+
+def after(tensors: dict[str, Tensor], row: Tensor, unary: Tensor, before: int, head: Head) -> Tensor:
+    """Logits [ids of the head] of one draft of a DSpark or DFlash2 head behind the token before it.
+
+    Args:
+        row: [hidden], its row of `hidden_rows`.
+        unary: [ids of the head], its row of `logits`.
+    """
+    if head.markov:
+        w1, w2 = tensors["markov_head.markov_w1.weight"], tensors["markov_head.markov_w2.weight"]
+        return unary + w2 @ w1[before]
+    if head.selector is None:
+        return unary
+    ids = unary.topk(head.selector[1]).indices
+    projected = tensors["candidate_selector.hidden_projection.weight"] @ row
+    context = tensors["candidate_selector.predecessor_codebook"][before] * projected
+    named = target_ids(tensors, ids)
+    scores = unary[ids] + tensors["candidate_selector.successor_codebook"][named] @ context
+    return torch.full_like(unary, -torch.inf).index_copy(0, ids, scores)
+
+
+def convolved(tensors: dict[str, Tensor], name: str, x: Tensor, kernels: Tensor, side: int) -> Tensor:
+    """One convolution of a DFlash2 layer over the rows of a block, element by element of the definition."""
+    base = tensors[f"{name}.base_kernel"][side]
+    delta = (kernels @ tensors[f"{name}.kernel_projection.weight"].T).view(len(x), 2, TAPS, -1)[:, side]
+    out = torch.zeros_like(x)
+    for i in range(len(x)):
+        for tap in range(min(TAPS, i + 1)):
+            out[i] += (base[tap] + delta[i, tap].repeat_interleave(GROUP)) * x[i - tap]
+    return out
+
+
+def hidden_rows(head: Head, rules: Rules, tensors: dict[str, Tensor], features: Tensor, block: Tensor) -> Tensor:
+    """What the output matrix reads, [n, hidden], of every row of a block.
 
     Args:
         features: [context, boundaries, hidden] of the tokens at positions 0, 1, ...
         block: [n, hidden], embeddings of the last token and of the masks, at the positions behind the context.
-        lm_head: [ids, hidden], the head's own or the target's.
     """
     length, n = len(features), len(block)
     context = rms(features.flatten(1) @ tensors["fc.weight"].T, tensors["hidden_norm.weight"])
@@ -92,7 +132,9 @@ def logits(
         def heads(y: Tensor) -> Tensor:
             return y.unflatten(-1, (-1, head.dim))
 
-        h = rms(x, weights["input_layernorm.weight"])
+        convs = "attention_conv.base_kernel" in weights
+        h = before = rms(x, weights["input_layernorm.weight"])
+        h = convolved(weights, "attention_conv", h, before, 0) if convs else h
         both = torch.cat([context, h])
         q = rotated(rms(heads(product("q_proj", h)), weights["self_attn.q_norm.weight"]), at_block)
         k = rotated(rms(heads(product("k_proj", both)), weights["self_attn.k_norm.weight"]), at)
@@ -105,12 +147,14 @@ def logits(
             probs = torch.cat([scores, sink], dim=-1).softmax(-1)[..., :-1]
         else:
             probs = scores.softmax(-1)
-        x = x + product("o_proj", torch.einsum("hqk,khd->qhd", probs, v).flatten(1))
-        h = rms(x, weights["post_attention_layernorm.weight"])
+        made = product("o_proj", torch.einsum("hqk,khd->qhd", probs, v).flatten(1))
+        x = x + (convolved(weights, "attention_conv", made, before, 1) if convs else made)
+        h = before = rms(x, weights["post_attention_layernorm.weight"])
+        h = convolved(weights, "mlp_conv", h, before, 0) if convs else h
         gate, up = h @ weights["mlp.gate_proj.weight"].T, h @ weights["mlp.up_proj.weight"].T
-        x = x + (gate * torch.sigmoid(gate) * up) @ weights["mlp.down_proj.weight"].T
-    out = rms(x, tensors["norm.weight"]) @ lm_head.T * rules.logits_scale
-    return out if rules.softcap is None else torch.tanh(out / rules.softcap) * rules.softcap
+        made = (gate * torch.sigmoid(gate) * up) @ weights["mlp.down_proj.weight"].T
+        x = x + (convolved(weights, "mlp_conv", made, before, 1) if convs else made)
+    return rms(x, tensors["norm.weight"])
 
 
 def _seen(rules: Rules, layer: int, length: int, rows: Tensor, keys: Tensor) -> Tensor:
@@ -163,5 +207,35 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
             },
         },
         {"value_scale": 0.5, "embed_scale": 2.0, "logits_scale": 0.5, "softcap": 2.0},
+    ),
+}
+
+MARKOV = {"markov": 8, "block_size": 7}
+SPARK = {"speculators_model_type": "dspark", "markov_rank": 8, "architectures": ["DSparkSpeculator"]}
+TWO = {"selector": (8, 5)}
+OF_TWO = dflash2_fields(Head(1, 1, **TWO))  # type: ignore[arg-type]
+# the same of relatives of DFlash
+RELATIVES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "DSpark": ("deepspec", MARKOV, {}),
+    "DSpark of speculators": (
+        "speculators",
+        MARKOV | {"draft_vocab": 6, "block_size": 8, "more": {"sample_from_anchor": False}, "top": SPARK},
+        {},
+    ),
+    "DFlash2": (
+        "z-lab",
+        TWO
+        | {
+            "layer_types": ("sliding_attention",) * 2,
+            "sliding_window": 9,
+            "more": OF_TWO | {"output_multiplier": 0.5, "final_logit_softcapping": 2.0},
+            "top": {"architectures": ["DFlash2DraftModel"], "is_causal": False},
+        },
+        {"windows": (9, 9), "logits_scale": 0.5, "softcap": 2.0},
+    ),
+    "DFlash2 of speculators": (
+        "speculators",
+        TWO | {"top": OF_TWO | {"speculators_model_type": "dflash2", "sliding_window_non_causal": True}},
+        {},
     ),
 }

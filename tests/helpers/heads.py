@@ -94,6 +94,14 @@ def eagle3_tensors(
     return made
 
 
+def peagle_tensors(**options: Any) -> dict[str, Tensor]:
+    """Tensors of a P-EAGLE head by the names of its first layout."""
+    made = eagle3_tensors(**{"layers": 2, "qk_norm": True, **options})
+    read = made["fc.weight"].shape[1]
+    made["mask_hidden"] = torch.randn(1, 1, read, generator=torch.Generator().manual_seed(9))
+    return made
+
+
 def _sizes(tensors: dict[str, Tensor], dim: int) -> dict[str, Any]:
     """What a config says of the layers of these tensors; `dim` of heads without norms."""
     at = "midlayer.self_attn."

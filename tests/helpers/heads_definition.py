@@ -121,6 +121,27 @@ class Definition:
         return drafted, margins
 
 
+@dataclass
+class ParallelDefinition(Definition):
+    """P-EAGLE in straight lines: masks behind the text, each with the hidden states of the file."""
+
+    mask_id: int = 7
+
+    def laws(self, features: Tensor, text: Tensor, k: int) -> Tensor:
+        """Logits [k, head's ids] of drafts behind text [n], from features [n - 1, read, hidden]."""
+        read = features.shape[1:]
+        masks = self.tensors["mask_hidden"].view(1, *read).expand(k - 1, *read)
+        following = torch.cat((text[1:], torch.full((k - 1,), self.mask_id)))
+        return self.logits(self.behind(self.condense(torch.cat((features, masks))), following)[-k:])
+
+    def drafts(self, features: Tensor, text: Tensor, k: int) -> tuple[list[int], list[float]]:
+        if k == 0:
+            return [], []
+        best = self.laws(features, text, k).topk(2)
+        margins = (best.values[:, 0] - best.values[:, 1]).tolist()
+        return self.target_ids(best.indices[:, 0]).tolist(), margins
+
+
 def learn(head: Definition, texts: list[tuple[Tensor, Tensor, Tensor]], steps: int = 60) -> None:
     """Lets a head learn texts by heart.
 

@@ -20,12 +20,18 @@ from tests.helpers.checkpoints import make_model
 from tests.helpers.families import make_family
 from tests.helpers.heads_definition import Definition, rms
 
-FAMILY = {"mimo": "qwen2", "nextn": "llama3", "mtp": "qwen3"}  # of layout, a model that it may lie beside
+FAMILY = {
+    "mimo": "qwen2",
+    "nextn": "llama3",
+    "mtp": "qwen3",
+    "mimo-v2": "qwen2",
+}  # of layout, a model that it may lie beside
 LAYERS = 3
 _PARTS = {
     "mimo": ("input_proj", "token_layernorm", "hidden_layernorm", "final_layernorm"),
     "nextn": ("eh_proj", "enorm", "hnorm", "shared_head.norm"),
     "mtp": ("fc", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"),
+    "mimo-v2": ("eh_proj", "enorm", "hnorm", "final_layernorm"),
 }
 _MIMO = {
     "model_type": "mimo",
@@ -51,14 +57,26 @@ def random_mtp(model: PreTrainedModel, *, seed: int = 3, std: float = 0.3, neutr
     }
 
 
-def stored_names(layout: str, tensors: dict[str, Tensor], layers: int) -> dict[str, Tensor]:
-    """The tensors by the names that publishers of a layout give them."""
-    outer = {"mimo": "model.mtp_layers.0.", "nextn": f"model.layers.{layers}.", "mtp": "mtp."}[layout]
+def stored_names(layout: str, tensors: dict[str, Tensor], layers: int, index: int = 0) -> dict[str, Tensor]:
+    """The tensors of MTP layer `index` by the names that publishers of a layout give them."""
+    outer = {
+        "mimo": f"model.mtp_layers.{index}.",
+        "nextn": f"model.layers.{layers + index}.",
+        "mtp": "mtp.",
+        "mimo-v2": f"model.mtp.layers.{index}.",
+    }[layout]
     parts = dict(zip(_PARTS["mtp"], _PARTS[layout], strict=True))
     made = {}
     for name, tensor in tensors.items():
         module, _, leaf = name.rpartition(".")
-        inner = f"{parts[module]}.{leaf}" if module in parts else name if layout == "mtp" else name.split(".", 2)[2]
+        if layout == "mtp":
+            if module in parts and index:
+                continue  # once for all layers
+            inner = name.replace("layers.0.", f"layers.{index}.")
+        else:
+            inner = f"{parts[module]}.{leaf}" if module in parts else name.split(".", 2)[2]
+        if layout == "mimo-v2":
+            inner = inner.replace("post_attention_layernorm", "pre_mlp_layernorm")
         made[outer + inner] = tensor.contiguous()
     return made
 
@@ -83,6 +101,53 @@ def write_target(path: Path, layout: str, **options: Any) -> tuple[Path, PreTrai
         at = f"model.layers.{LAYERS}."
         extra |= {f"{at}embed_tokens.weight": table, f"{at}shared_head.head.weight": table.clone()}
     return add_to(path, extra, **(_MIMO if layout == "mimo" else {})), model, tensors
+
+
+def write_layers(path: Path, layout: str, depth: int) -> tuple[Path, PreTrainedModel, list[dict[str, Tensor]]]:
+    """A target with several MTP layers: its directory, the live model without them, the tensors of each layer."""
+    model = make_model(FAMILY[layout], num_hidden_layers=LAYERS)
+    model.save_pretrained(path)
+    made = [random_mtp(model, seed=3 + index) for index in range(depth)]
+    if layout == "mtp":
+        shared = {name: tensor for name, tensor in made[0].items() if not name.startswith("layers.")}
+        made = [{**tensors, **shared} for tensors in made]
+    extra: dict[str, Tensor] = {}
+    for index, tensors in enumerate(made):
+        extra |= stored_names(layout, tensors, LAYERS, index)
+    return add_to(path, extra), model, made
+
+
+@dataclass
+class LayersDefinition:
+    """Several MTP layers in straight lines: layer j over all positions, with the tokens 1 + j behind each."""
+
+    layers: list[MtpDefinition]
+
+    @torch.no_grad()
+    def laws(self, features: Tensor, text: Tensor, k: int, fed: list[int] | None = None) -> list[Tensor]:
+        """Logits of each of k drafts behind text [n], from features [n - 1, 1, hidden]. Each is made anew.
+
+        Args:
+            fed: the drafts that are read; None: the most probable ones.
+        """
+        depth, n, known, laws = len(self.layers), len(text), text.tolist(), []
+        for j in range(k):
+            g = features[:, 0]
+            for index in range(min(j, depth - 1)):
+                g = self.layers[index].behind(g, torch.tensor(known[1 + index : n + index]))
+            last = self.layers[min(j, depth - 1)]
+            for more in range(max(0, j + 1 - depth) + 1):
+                shift = min(j, depth - 1)
+                x = last.behind(g, torch.tensor(known[1 + shift : n + shift + more]))
+                g = torch.cat((g, x[-1:]))
+            laws.append(last.logits(x[-1]))
+            known.append(int(laws[-1].argmax()) if fed is None else fed[j])
+        return laws
+
+    def drafts(self, features: Tensor, text: Tensor, k: int) -> tuple[list[int], list[float]]:
+        """See `Definition.drafts`."""
+        best = [law.topk(2) for law in self.laws(features, text, k)]
+        return [int(each.indices[0]) for each in best], [float(each.values[0] - each.values[1]) for each in best]
 
 
 @dataclass

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partialmethod
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +19,14 @@ from fastspec import FastSpecGenerator, NGram
 from fastspec.engine import settings as engine_settings
 from fastspec.engine.engine import Engine
 from fastspec.kernels.ops import TORCH_OPS
-from fastspec.models.heads.passes import DFlash
-from fastspec.proposers.dflash import DFlashDrafts
+from fastspec.models.heads.passes import DFlash, DFlash2
+from fastspec.proposers.dflash import DFlash2Drafts, DFlashDrafts, DSparkDrafts, InOrder
 from fastspec.shapes import FULL, GREEDY, ForwardBatch
 from fastspec.state import DecodeState
 from tests.helpers import dflash_definition as definition
 from tests.helpers.checkpoints import make_checkpoint
 from tests.helpers.dflash import WRITERS, Head
-from tests.helpers.dflash_definition import CASES
+from tests.helpers.dflash_definition import CASES, RELATIVES
 from tests.scheduling.test_scheduler import run, sampled_row, texts
 from tests.step.test_step_static import NoHostReads, run_step, start_rows
 
@@ -68,16 +69,18 @@ class Seen:
 def watch(monkeypatch: pytest.MonkeyPatch) -> list[Seen]:
     """Fills a list with what is drafted from now on."""
     seen: list[Seen] = []
-    original = DFlashDrafts.propose
 
-    def propose(self: DFlashDrafts, state: DecodeState, shape: Any, *rest: Any, **more: Any) -> None:
+    def propose(
+        self: DFlashDrafts, state: DecodeState, shape: Any, *rest: Any, original: Any = None, **more: Any
+    ) -> None:
         original(self, state, shape, *rest, **more)
         for row in state.running.nonzero().flatten().tolist():
             text = state.tokens[row, : state.lengths[row]].tolist()
             laws, drafts = state.draft_probs[row, : shape.num_drafts], state.draft_tokens[row, : shape.num_drafts]
             seen.append(Seen(text, laws.clone(), drafts.tolist()))
 
-    monkeypatch.setattr(DFlashDrafts, "propose", propose)
+    for kind in (DFlashDrafts, InOrder):
+        monkeypatch.setattr(kind, "propose", partialmethod(propose, original=kind.propose))
     return seen
 
 
@@ -106,13 +109,17 @@ def distance(target: Path, path: Path, head: Head, rules: definition.Rules, seen
     if (path / "mask_embedding.safetensors").exists():
         embed = embed.clone()
         embed[head.mask_id] = load_file(path / "mask_embedding.safetensors")["mask_embedding"]
-    anchored = bool(head.more.get("sample_from_anchor"))
+    anchored = bool(head.more.get("sample_from_anchor", head.markov))
     worst = 0.0
     for each in seen:
         k = len(each.drafts)
         features = hidden_states(model, each.text, head.boundaries)[:-1]
         block = embed[[each.text[-1], *[head.mask_id] * (k - anchored)]]
         logits = definition.logits(head, rules, tensors, features, block, lm_head)[1 - anchored :]
+        rows = definition.hidden_rows(head, rules, tensors, features, block)[1 - anchored :]
+        before = [each.text[-1], *each.drafts]
+        chain = [definition.after(tensors, rows[j], logits[j], before[j], head) for j in range(k)]
+        logits = torch.stack(chain) if chain else logits
         ids = definition.target_ids(tensors, torch.arange(len(lm_head)))
         law = torch.zeros(k, VOCAB).index_copy_(1, ids, logits.softmax(-1))
         worst = max(worst, float((each.laws - law).abs().max()))
@@ -133,11 +140,11 @@ def drafted(
     return distance(target, path, head, rules, seen)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [*CASES, *RELATIVES])
 def test_laws_are_those_computed_from_the_text(
     case: str, target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    layout, changes, rules = CASES[case]
+    layout, changes, rules = (CASES | RELATIVES)[case]
     head = replace(HEAD, **changes)
     path = WRITERS[layout](tmp_path, head)
     assert drafted(target, path, head, replace(definition.full(head), **rules), monkeypatch) < TOLERANCE
@@ -197,6 +204,56 @@ def test_a_planted_bug_is_seen(
     assert drafted(target, path, HEAD, definition.full(HEAD), monkeypatch) > 100 * TOLERANCE
 
 
+def before_off_by_one(self: InOrder, x: Tensor, shape: Any, original: Any) -> Callable[[int, Tensor], Tensor]:
+    logits, kept = original(self, x, shape), list[Tensor]()
+
+    def wrong(j: int, before: Tensor) -> Tensor:
+        kept.append(before)
+        return logits(j, kept[max(j - 1, 0)])
+
+    return wrong
+
+
+def places_off_by_one(self: InOrder, x: Tensor, shape: Any, original: Any) -> Callable[[int, Tensor], Tensor]:
+    logits, last = original(self, x, shape), x.shape[1] - 1
+    return lambda j, before: logits(min(j + 1, last), before)
+
+
+def conv_across(self: DFlash2, index: int, which: str, side: int, h: Tensor, kernel: Tensor, original: Any) -> Tensor:
+    return original(self, index, which, side, h.roll(1, 1), kernel)
+
+
+@pytest.mark.parametrize(
+    ("case", "kind", "name", "planted"),
+    [
+        ("DSpark", DSparkDrafts, "_logits_after", before_off_by_one),
+        ("DSpark of speculators", DSparkDrafts, "_logits_after", places_off_by_one),
+        ("DFlash2", DFlash2Drafts, "_logits_after", before_off_by_one),
+        ("DFlash2", DFlash2, "_convolution", conv_across),
+    ],
+)
+def test_a_planted_bug_in_a_relative_is_seen(
+    case: str, kind: Any, name: str, planted: Any, target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layout, changes, rules = RELATIVES[case]
+    head = replace(HEAD, **changes)
+    path = WRITERS[layout](tmp_path, head)
+    monkeypatch.setattr(kind, name, partialmethod(planted, original=getattr(kind, name)))
+    assert drafted(target, path, head, replace(definition.full(head), **rules), monkeypatch) > 100 * TOLERANCE
+
+
+@pytest.mark.parametrize("case", ["DSpark", "DFlash2 of speculators"])
+def test_texts_with_a_relative_are_those_of_plain_decoding(case: str, target: Path, tmp_path: Path) -> None:
+    layout, changes, _ = RELATIVES[case]
+    path, rows = WRITERS[layout](tmp_path, replace(HEAD, **(changes | {"block_size": 9}))), prompts(5, 40, 1, 17)
+    with generator(target, path, k=8, verification="coupled") as found:
+        engine = engine_of(found)
+        for options in (None, [sampled_row(seed) for seed in range(len(rows))]):
+            plain, *others = (texts(run(engine, rows, 16, k=k, options=options)) for k in (0, 1, 3, 5, 8))
+            assert others == [plain] * 4
+        assert f"a {case.split()[0]} head" in found.explain()
+
+
 @pytest.fixture(scope="module")
 def made(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[FastSpecGenerator]:
     path = WRITERS["speculators"](tmp_path_factory.mktemp("head"), replace(HEAD, draft_vocab=7))
@@ -222,10 +279,14 @@ def test_texts_are_those_of_plain_decoding(made: FastSpecGenerator, batch: int, 
 
 
 @pytest.mark.parametrize("sampler", [GREEDY, FULL])
-def test_a_step_reads_nothing_back(sampler: str, target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("case", ["reduced vocabulary", "DSpark of speculators", "DFlash2"])
+def test_a_step_reads_nothing_back(
+    case: str, sampler: str, target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With the ops that graphs capture; those of the CPU read positions."""
     monkeypatch.setattr(engine_settings, "ops_for", lambda device: TORCH_OPS)
-    with generator(target, WRITERS["speculators"](tmp_path, replace(HEAD, draft_vocab=7))) as made:
+    layout, changes, _ = (CASES | RELATIVES)[case]
+    with generator(target, WRITERS[layout](tmp_path, replace(HEAD, **changes))) as made:
         engine = engine_of(made)
         start_rows(engine.state)
         with NoHostReads(), torch.inference_mode():

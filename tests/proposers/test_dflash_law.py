@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fastspec.kernels.ops import TORCH_OPS
 from fastspec.proposers.combined import LookupThenModel
-from fastspec.proposers.dflash import DFlashDrafts
+from fastspec.proposers.dflash import DFlashDrafts, DSparkDrafts
 from fastspec.proposers.ngram import NGram
 from fastspec.sampling.rules import BLOCK, COUPLED, REJECTION
 from fastspec.shapes import ForwardBatch, Tiling
@@ -79,6 +79,50 @@ def test_with_a_vocabulary_of_its_own(rule: str) -> None:
 def test_from_the_anchor_and_behind_lookup() -> None:
     assert law(REJECTION, 2, anchored=True) < TOLERANCE
     assert law(BLOCK, 2, lookup=True, ids=[2, 1]) < TOLERANCE
+
+
+class MarkovTable(TableHead):
+    """A head of a DSpark kind: a second table is added, of the token before."""
+
+    def after(self, ids: Tensor, tiling: Tiling) -> Tensor:
+        return random_table(9, 1, VOCAB, zeros=0.0)[0, :, : self.vocab_size][ids]
+
+
+def law_of_a_chain(
+    rule: str, k: int, *, kind: type[DSparkDrafts], ids: list[int] | None, lookup: bool = False
+) -> float:
+    limit, known = len(PROMPT) + (2 if k == 3 else 3), None if ids is None else torch.tensor(ids)
+    target = random_table(k, limit + k, VOCAB)
+    head: Any = MarkovTable(
+        random_table(k + 50, limit + k + 1, VOCAB, zeros=0.0)[..., : len(ids or range(VOCAB))], True
+    )
+    proposer: Any = kind(head, TORCH_OPS, known)
+    proposer = LookupThenModel(NGram(), proposer) if lookup else proposer
+    found = decoded(rule, target, proposer, lambda _: k, k=k, limit=limit, stop_ids=[2])
+    return distance(found, prompt_law(target, limit, [2]))
+
+
+@pytest.mark.parametrize("rule", [REJECTION, BLOCK, COUPLED])
+@pytest.mark.parametrize(("k", "ids"), [(3, None), (2, [2, 0])])
+def test_drafts_of_a_markov_chain_follow_the_targets_law(k: int, ids: list[int] | None, rule: str) -> None:
+    assert law_of_a_chain(rule, k, kind=DSparkDrafts, ids=ids) < TOLERANCE
+
+
+def test_a_markov_chain_goes_on_from_what_lookup_found() -> None:
+    assert law_of_a_chain(BLOCK, 2, kind=DSparkDrafts, ids=None, lookup=True) < TOLERANCE
+
+
+class JudgedWithoutTheChain(DSparkDrafts):
+    """Drafts are drawn from the chain, and judged by the laws of a block without it."""
+
+    def _sample(self, state: Any, shape: Any, draws: Any, logits: Tensor, j: int) -> None:
+        super()._sample(state, shape, draws, logits, j)
+        before = state.tokens.gather(1, state.lengths[:, None] - 1) if j == 0 else state.draft_tokens[:, j - 1 : j]
+        state.draft_probs[:, j] = (logits - self._head.after(before, shape.tiling))[:, 0].softmax(-1)
+
+
+def test_the_enumeration_catches_a_chain_that_is_judged_as_a_block() -> None:
+    assert law_of_a_chain(REJECTION, 2, kind=JudgedWithoutTheChain, ids=None) > 1e-3
 
 
 class OfThePlaceBefore(DFlashDrafts):

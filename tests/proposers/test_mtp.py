@@ -15,7 +15,7 @@ from transformers import Glm4MoeForCausalLM, PreTrainedModel, Qwen3_5ForCausalLM
 
 from fastspec import FastSpecGenerator, NGram, SyntheticAcceptance, frequent_ids
 from fastspec.kernels.ops import TORCH_OPS
-from fastspec.proposers.heads import MtpDrafts
+from fastspec.proposers.mtp import MtpDrafts
 from fastspec.sampling.verify import Draws
 from fastspec.shapes import FULL, GREEDY, StepShape
 from fastspec.state import DecodeState

@@ -9,6 +9,7 @@ import sys
 import time
 from dataclasses import asdict, fields, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -19,7 +20,8 @@ from .corpus import Texts, cut_prompts, read_texts
 from .evaluate import Drafter, Figures, decode, draft_with, draft_with_model
 from .export import load, save
 from .head import Eagle3Head
-from .recipe import Recipe
+from .published import read_published, save_like
+from .recipe import CONTINUED, Recipe
 from .rows import Chunks, Rows, own_rows, real_rows
 from .target import Target, encode_all, load_target
 from .train import History, choose_drafted, coverage, make_head, train
@@ -36,6 +38,9 @@ def main(arguments: list[str] | None = None) -> int:
     torch.manual_seed(options.seed)
     dtype = {"bfloat16": torch.bfloat16, "float32": torch.float32}[options.dtype]
     texts = read_texts(options.corpus)
+    if options.continued is not None:
+        report = continue_head(texts, recipe, options, dtype)
+        return _finish(report, options.out, start)
     if options.measure is None:
         target = load_target(options.target, recipe.boundaries, options.device, dtype)
         report = make_head_for(target, texts, recipe, options)
@@ -44,10 +49,53 @@ def main(arguments: list[str] | None = None) -> int:
         folder = options.measure
         target = load_target(options.target, load(folder)[1], options.device, dtype)
         report = {}
-    report |= measure(target, folder, encode_all(options.target, texts.held_out), recipe, options.beside)
+    held_out = encode_all(options.target, texts.held_out)
+    report["held_out"] = measure(target, load(folder)[0], held_out, recipe, options.beside)
+    return _finish(report, options.out, start)
+
+
+def continue_head(texts: Texts, recipe: Recipe, options: argparse.Namespace, dtype: torch.dtype) -> dict[str, object]:
+    """Trains a published head further on a target's own text and writes it; returns the report.
+
+    The layers in its config may have two meanings. Then the one is taken whose first drafts the target accepts more.
+    """
+    published = read_published(options.continued, options.target, recipe.boundaries)
+    held_out = encode_all(options.target, texts.held_out)
+    target = load_target(options.target, published.readings[0], options.device, dtype)
+    head = published.head(target.head.cpu()).to(target.device)
+    if len(published.readings) > 1:
+        target = max(
+            (Target(target.model, reading) for reading in published.readings),
+            key=lambda each: _first_place(measure(each, head, held_out, replace(recipe, prompts=8), None)),
+        )
+    before = measure(target, head, held_out, recipe, options.beside)
+    documents, generator = encode_all(options.target, texts.train), torch.Generator().manual_seed(options.seed)
+    own = _own_rows(target, documents, recipe, options.work, generator)
+    groups = [own, real_rows(documents, recipe, generator)]
+    keep = options.work / "features" if options.work else torch.device(options.keep)
+    history = train(head, target, Chunks(target, groups, keep, generator).batches(recipe.batch_tokens), recipe)
+    save_like(head, published, options.out)
+    written = read_published(str(options.out), options.target, target.boundaries)
+    after = measure(target, written.head(target.head.cpu()), held_out, recipe, options.beside)
+    for name, then in before.items():
+        now = after[name]
+        for figure in ("accepted_at_least", "tokens_per_step"):
+            LOGGER.info("%s, %s: %s before, %s after", name, figure, then[figure], now[figure])
+    report = _summary(head, target, history, coverage([own], head.drafted.cpu())) | {"recipe": asdict(recipe)}
+    return report | {"continued": options.continued, "held_out_before": before, "held_out": after}
+
+
+def _first_place(measured: dict[str, Figures]) -> float:
+    """Share of steps that accept the first draft, at temperature 0."""
+    shares = measured["head, temperature 0.0"]["accepted_at_least"]
+    assert isinstance(shares, list), "one for each place"
+    return float(shares[0])
+
+
+def _finish(report: dict[str, object], out: Path, start: float) -> int:
     report["wall_seconds"] = round(time.perf_counter() - start, 1)
-    options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "report.json").write_text(json.dumps(report, indent=1) + "\n")
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "report.json").write_text(json.dumps(report, indent=1) + "\n")
     print(json.dumps(report))
     return 0
 
@@ -68,15 +116,16 @@ def make_head_for(target: Target, texts: Texts, recipe: Recipe, options: argpars
 
 
 def measure(
-    target: Target, folder: Path, documents: list[Tensor], recipe: Recipe, beside: str | None
-) -> dict[str, object]:
-    """Measures the head as saved, and a draft model beside it, on held-out prompts."""
+    target: Target, head: Eagle3Head, documents: list[Tensor], recipe: Recipe, beside: str | None
+) -> dict[str, Figures]:
+    """Measures a head, and a draft model beside it, on held-out prompts."""
     generator = torch.Generator().manual_seed(7)
     prompts = cut_prompts(documents, recipe.prompts, recipe.prompt_length, generator)
-    head = load(folder)[0].to(target.device)
+    head = head.to(target.device)
     drafters: dict[str, Drafter] = {"head": draft_with(head, target)}
     if beside is not None:
-        model = AutoModelForCausalLM.from_pretrained(beside, dtype=torch.float32).to(target.device).eval()
+        model: Any = AutoModelForCausalLM.from_pretrained(beside, dtype=torch.float32)
+        model = model.to(target.device).eval()
         drafters["draft model"] = draft_with_model(model)
     measured: dict[str, Figures] = {}
     for name, drafter in drafters.items():
@@ -85,7 +134,7 @@ def measure(
             steps = decode(target, drafter, prompts, recipe.new_tokens, recipe.places, temperature)
             measured[f"{name}, temperature {temperature}"] = steps.figures()
             LOGGER.info("%s, temperature %s: %s", name, temperature, steps.figures())
-    return {"held_out": measured}
+    return measured
 
 
 def _own_rows(
@@ -125,20 +174,23 @@ def _parse(arguments: list[str] | None) -> tuple[argparse.Namespace, Recipe]:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of the target's passes")
     parser.add_argument("--beside", help="a draft model to measure beside the head")
+    parser.add_argument("--from", dest="continued", metavar="HEAD", help="train this published EAGLE-3 head further")
     parser.add_argument("--measure", type=Path, metavar="HEAD", help="measure this folder, train nothing")
     parser.add_argument("--seed", type=int, default=7)
     for field in fields(Recipe):
         several = isinstance(field.default, tuple) or field.name == "boundaries"
         kind = float if "float" in str(field.type) else int
         flag = f"--{field.name.replace('_', '-')}"
-        parser.add_argument(
-            flag, type=kind, default=field.default, nargs="+" if several else None, help="(%(default)s)"
-        )
+        again = getattr(CONTINUED, field.name)
+        shown = f"({field.default}; {again} with --from)" if again != field.default else f"({field.default})"
+        parser.add_argument(flag, type=kind, nargs="+" if several else None, help=shown)
     options = parser.parse_args(arguments)
-    given = {field.name: getattr(options, field.name) for field in fields(Recipe)}
-    recipe = replace(
-        Recipe(), **{name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
-    )
+    chosen: dict[str, Any] = {}
+    for field in fields(Recipe):
+        value = getattr(options, field.name)
+        if value is not None:
+            chosen[field.name] = tuple(value) if isinstance(value, list) else value
+    recipe = replace(Recipe() if options.continued is None else CONTINUED, **chosen)
     return options, recipe
 
 

@@ -11,6 +11,30 @@ from torch import Tensor, nn
 
 
 @dataclass(frozen=True, slots=True)
+class Variant:
+    """Parts that published heads have beyond those of the heads that are made here.
+
+    Attributes:
+        reads: elements of one hidden state of the target. None: as many as the head has.
+        qk_norm, fc_norm, norm_before_fc, fc_bias: True if there are such tensors.
+        norm_before_residual: True if the normed feature goes to the residual stream.
+        norm_output: True if the next pass reads the feature after the last norm.
+        frequencies: radians per position of the rotated pairs. (): those of `HeadShape.rope_theta`.
+        logit_scale: factor on logits.
+    """
+
+    reads: int | None = None
+    qk_norm: bool = False
+    fc_norm: bool = False
+    norm_before_fc: bool = False
+    fc_bias: bool = False
+    norm_before_residual: bool = False
+    norm_output: bool = False
+    frequencies: tuple[float, ...] = ()
+    logit_scale: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
 class HeadShape:
     """The sizes of a head.
 
@@ -21,6 +45,7 @@ class HeadShape:
         intermediate: Width of its MLP.
         vocab, draft_vocab: Tokens of the target, and those it can draft.
         rope_theta, rms_eps: The target's.
+        variant: What a published head has in addition.
     """
 
     hidden: int
@@ -33,6 +58,7 @@ class HeadShape:
     draft_vocab: int
     rope_theta: float
     rms_eps: float
+    variant: Variant = Variant()
 
 
 class Norm(nn.RMSNorm):
@@ -82,12 +108,16 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(2 * shape.hidden, narrow, bias=False)
         self.v_proj = nn.Linear(2 * shape.hidden, narrow, bias=False)
         self.o_proj = nn.Linear(wide, shape.hidden, bias=False)
+        if shape.variant.qk_norm:
+            self.q_norm, self.k_norm = (Norm(shape.head_dim, eps=shape.rms_eps) for _ in "qk")
 
     def forward(self, x: Tensor, first: int, past: Past) -> Tensor:
         """Mixes x [rows, starts, 2 * hidden], start i at position first + i, with what its start saw before."""
         group = self.shape.heads // self.shape.kv_heads
-        query = rotate(self._heads(self.q_proj(x)), first, self.shape.rope_theta)
-        key = rotate(self._heads(self.k_proj(x)), first, self.shape.rope_theta)
+        query, key = self._heads(self.q_proj(x)), self._heads(self.k_proj(x))
+        if self.shape.variant.qk_norm:
+            query, key = self.q_norm(query).to(query.dtype), self.k_norm(key).to(key.dtype)
+        query, key = (rotate(each, first, self.shape) for each in (query, key))
         past.keys.append(key.repeat_interleave(group, 1))
         past.values.append(self._heads(self.v_proj(x)).repeat_interleave(group, 1))
         added: Tensor = self.o_proj(past.attend(query).transpose(1, 2).flatten(2))
@@ -125,8 +155,10 @@ class Midlayer(nn.Module):
 
     def forward(self, embedded: Tensor, feature: Tensor, first: int, past: Past) -> Tensor:
         """Maps embeddings and features [rows, starts, hidden] to the next features, the same shape."""
-        both = torch.cat((self.input_layernorm(embedded), self.hidden_norm(feature)), -1)
-        x = feature + self.self_attn(both, first, past)
+        normed = self.hidden_norm(feature)
+        both = torch.cat((self.input_layernorm(embedded), normed), -1)
+        residual = normed if self.self_attn.shape.variant.norm_before_residual else feature
+        x = residual + self.self_attn(both, first, past)
         mapped: Tensor = x + self.mlp(self.post_attention_layernorm(x))
         return mapped
 
@@ -141,11 +173,18 @@ class Eagle3Head(nn.Module):
 
     d2t: Tensor
     t2d: Tensor
+    table: Tensor | None  # its own embedding, which is not trained
 
     def __init__(self, shape: HeadShape, drafted: Tensor) -> None:
         super().__init__()
-        self.shape = shape
-        self.fc = nn.Linear(shape.features * shape.hidden, shape.hidden, bias=False)
+        self.shape, variant = shape, shape.variant
+        reads = variant.reads or shape.hidden
+        self.fc = nn.Linear(shape.features * reads, shape.hidden, bias=variant.fc_bias)
+        if variant.fc_norm:
+            self.fc_norm = nn.ModuleList(Norm(reads, eps=shape.rms_eps) for _ in range(shape.features))
+        if variant.norm_before_fc:
+            self.input_norm = Norm(shape.features * reads, eps=shape.rms_eps)
+        self.register_buffer("table", None, persistent=False)
         self.midlayer = Midlayer(shape)
         self.norm = Norm(shape.hidden, eps=shape.rms_eps)
         self.lm_head = nn.Linear(shape.hidden, shape.draft_vocab, bias=False)
@@ -168,12 +207,22 @@ class Eagle3Head(nn.Module):
             past: What the starts saw before; this pass is added.
 
         Returns:
-            Features for the next pass, before the norm, [rows, starts, hidden], and logits
-            [rows, starts, draft_vocab].
+            Features for the next pass, [rows, starts, hidden], and logits [rows, starts, draft_vocab].
         """
         feature = self.midlayer(embedded, feature, first, past)
-        logits: Tensor = self.lm_head(self.norm(feature))
-        return feature, logits
+        normed = self.norm(feature)
+        logits: Tensor = self.lm_head(normed) * self.shape.variant.logit_scale
+        return (normed if self.shape.variant.norm_output else feature), logits
+
+    def condense(self, features: Tensor) -> Tensor:
+        """The feature [..., hidden] of the target's hidden states [..., features * reads]."""
+        if self.shape.variant.fc_norm:
+            chunks = features.chunk(self.shape.features, -1)
+            features = torch.cat([norm(chunk) for norm, chunk in zip(self.fc_norm, chunks, strict=True)], -1)
+        if self.shape.variant.norm_before_fc:
+            features = self.input_norm(features)
+        made: Tensor = self.fc(features)
+        return made
 
     def unroll(self, features: Tensor, ids: Tensor, embedding: Tensor, passes: int) -> list[Tensor]:
         """Drafts from every position of known text, all its chains at once, fed the text's own tokens.
@@ -184,14 +233,15 @@ class Eagle3Head(nn.Module):
         Args:
             features: The target's, [rows, tokens, features * hidden].
             ids: int64 [rows, tokens].
-            embedding: The target's, [vocabulary, hidden].
+            embedding: The target's, [vocabulary, hidden]; not read by a head that has its own.
             passes: Length of a chain.
 
         Returns:
             One [rows, tokens - passes, draft_vocab] of logits for each pass.
         """
         starts, past = ids.shape[1] - passes, Past()
-        feature = self.fc(features[:, :starts])
+        feature = self.condense(features[:, :starts])
+        embedding = embedding if self.table is None else self.table
         said = []
         for place in range(passes):
             tokens = ids[:, 1 + place : 1 + place + starts]
@@ -200,10 +250,12 @@ class Eagle3Head(nn.Module):
         return said
 
 
-def rotate(x: Tensor, first: int, theta: float) -> Tensor:
+def rotate(x: Tensor, first: int, shape: HeadShape) -> Tensor:
     """Turns x [rows, heads, positions, head_dim] by the angles of positions first, first + 1, ..."""
     positions, head_dim = x.shape[-2:]
-    frequencies = theta ** (-torch.arange(0, head_dim, 2, device=x.device).float() / head_dim)
+    frequencies = shape.rope_theta ** (-torch.arange(0, head_dim, 2, device=x.device).float() / head_dim)
+    if shape.variant.frequencies:
+        frequencies = torch.tensor(shape.variant.frequencies, device=x.device)
     angles = torch.outer(torch.arange(first, first + positions, device=x.device).float(), frequencies).repeat(1, 2)
     low, high = x.chunk(2, -1)
     return x * angles.cos().to(x.dtype) + torch.cat((-high, low), -1) * angles.sin().to(x.dtype)

@@ -56,3 +56,7 @@ class Recipe:
     prompt_length: int = 128
     new_tokens: int = 128
     places: int = 5
+
+
+CONTINUED = Recipe(steps=1000, lr=2e-4, own_rows=4096)
+"""The recipe with which a published head is trained further: fewer and smaller steps."""

@@ -43,7 +43,7 @@ def resolve_pair(
     Args:
         revisions, quantization: values for (target, draft).
         feature_layers: boundaries of target layers that a head shall read. None: those in its config.
-        draft_vocab: ids that an MTP layer may draft. None: all.
+        draft_vocab: ids that a learned drafter may draft. None: all that it knows.
 
     Raises:
         UnsupportedOption: an unknown format, a format for a model that is stored quantised, or an option that the draft
@@ -54,11 +54,14 @@ def resolve_pair(
     found = _rounded(resolve(target, role="target", revision=revisions[0]), quantization[0])
     if isinstance(draft, str) and draft == MTP:
         return found, _rounded_head(resolve_mtp(found, revisions[1], feature_layers, draft_vocab), quantization[1])
-    if draft_vocab is not None:
-        raise UnsupportedOption(f"draft_vocab is for draft='{MTP}', got draft={draft!r}; leave it out")
     files = draft_files(draft, revisions[1])
     if (head := files.head) is not None:
-        return found, _rounded_head(resolve_head(head, str(draft), found, feature_layers), quantization[1])
+        resolved = resolve_head(head, str(draft), found, feature_layers, draft_vocab)
+        return found, _rounded_head(resolved, quantization[1])
+    if draft_vocab is not None:
+        raise UnsupportedOption(
+            f"draft_vocab is for learned drafters and draft='{MTP}', got draft={draft!r}; leave it out"
+        )
     if feature_layers is not None:
         raise UnsupportedOption(
             f"feature_layers={tuple(feature_layers)!r} names the target's layers that a learned drafter reads, "

@@ -17,8 +17,8 @@ from fastspec.models.checkpoints.parameter_names import RenamedTensors
 from fastspec.models.checkpoints.safetensors_files import INDEX, SINGLE, ShardTensors
 from fastspec.models.checkpoints.tensor_checks import listing
 from fastspec.models.checkpoints.tensor_source import TensorSource
-from fastspec.models.config import ModelSpec
 from fastspec.models.heads.spec import HeadSpec, TargetSizes, plain_name
+from fastspec.models.hosted.info import HostedInfo
 
 if TYPE_CHECKING:
     from fastspec.kernels.common.codes import CodeFormat
@@ -42,6 +42,8 @@ class HeadCheckpoint:
         vocab_map: int64 [spec.vocab_size] on the CPU, the target's id of each id of the head. None: the ids are equal.
         sample: token ids of a short text, with which the possible readings of its config are compared.
         source: the target, if its checkpoint contains the head. None: the head has its own checkpoint.
+        rows_of: the target, if the user chose the ids of a head with its own checkpoint. The matrices that give logits
+            then have some rows of those of the head, or of the target.
         stored: description of the format to which its matrices are rounded. Empty: not rounded.
         module: None, because heads are read from files.
         ranks: 1, because several processes do not share a head.
@@ -61,6 +63,7 @@ class HeadCheckpoint:
     ranks: int = 1
     mtp: bool = False
     rounded: CodeFormat | None = None
+    rows_of: Checkpoint | None = None
     count: HeadCount = field(kw_only=True)
 
     def bytes_loaded(self, dtype: torch.dtype, device: torch.device, ops: Ops) -> int:
@@ -125,7 +128,7 @@ def check_head_tensors(tensors: TensorSource, spec: HeadSpec) -> None:
     missing = [wanted for wanted in spec.tensors if wanted not in infos]
     if missing:
         raise CheckpointError(f"{listing(missing)} missing; this {spec.found} needs them")
-    others = [each for each in infos if each not in spec.tensors and each not in (*UNUSED, OFFSETS)]
+    others = [each for each in infos if each not in spec.tensors and each not in (*UNUSED, *spec.unused, OFFSETS)]
     if others:
         raise CheckpointError(
             f"{listing(others)} unexpected; they are not part of this {spec.found}, and leaving them "
@@ -182,14 +185,11 @@ def sizes_of(target: Checkpoint) -> TargetSizes:
     """Returns the sizes of a target that a head needs.
 
     Raises:
-        UnsupportedModel: the target is hosted, so its layers' hidden states cannot be read.
+        UnsupportedModel: the target is hosted, and its layers are not one list, or several processes share it.
     """
     spec = target.spec
-    if not isinstance(spec, ModelSpec):
-        raise UnsupportedModel(
-            f"a learned drafter reads hidden states of its target's layers, and {target.name} is hosted: use a draft "
-            "model, or a target of a native family"
-        )
+    if isinstance(spec, HostedInfo):
+        return _sizes_of_hosted(target.name, spec)
     return TargetSizes(
         name=target.name,
         layers=spec.num_layers,
@@ -198,4 +198,21 @@ def sizes_of(target: Checkpoint) -> TargetSizes:
         max_length=spec.max_length,
         dtype=spec.dtype,
         embed_scale=spec.scales.embed,
+    )
+
+
+def _sizes_of_hosted(name: str, spec: HostedInfo) -> TargetSizes:
+    if spec.cut is not None or not spec.layer_names:
+        reason = "several processes share it" if spec.cut is not None else "its layers are not in one list"
+        raise UnsupportedModel(
+            f"a learned drafter reads hidden states of its target's layers, and {name} is hosted, and {reason}: use a "
+            "draft model, or a target of a native family"
+        )
+    return TargetSizes(
+        name=name,
+        layers=len(spec.layer_names),
+        hidden_size=spec.hidden_size,
+        vocab_size=spec.vocab_size,
+        max_length=spec.max_length,
+        dtype=spec.dtype,
     )

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import re
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from fastspec.errors import CheckpointError
+from fastspec.errors import CheckpointError, UnsupportedModel
 from fastspec.models.config import ModelSpec
 from fastspec.models.families import FAMILIES
 from fastspec.models.families.plan import HeadNorm, LayerPlan, ModelScales
@@ -15,6 +16,16 @@ from fastspec.models.heads.spec import SUPPORTED, TargetSizes
 from fastspec.models.rope import ropes_of
 
 INNER: Final = "transformer_layer_config"
+# names of settings that say themselves that they are a drafter's
+_OF_DRAFTERS: Final = re.compile(
+    r"(^|_)(draft|drafting|mask|markov|confidence|selector|anchors?|eagle|dflash2?|dspark|pard|ptd|beam|depths|block)(_|$)"
+    r"|^(conv|norm|projector)_"
+)
+# settings that every head may have, and that do not change its arithmetic, or that are read for all heads
+_SAID: Final = (
+    *("draft_vocab_size", "max_anchors", "num_anchors", "draft_attn_impl", "embed_requires_grad", "num_depths"),
+    *("confidence_temperatures", "target_model_name_or_path"),
+)
 _READ: Final = (
     *("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads"),
     *("head_dim", "hidden_act", "rms_norm_eps", "rope_theta", "rope_scaling", "rope_parameters"),
@@ -56,6 +67,64 @@ def size(raw: Mapping[str, Any], name: str, default: int) -> int:
     if type(value) is not int or not 1 <= value <= max(SIZE_LIMITS.values()):
         raise CheckpointError(f"{name}={value!r} in the head's config, wanted a whole number from 1")
     return value
+
+
+def ties_head(raw: Mapping[str, Any], names: Collection[str], drafted: int, target: TargetSizes) -> bool:
+    """Returns True if a head's own embedding is also its output matrix, by its own `tie_word_embeddings`.
+
+    A stored output matrix is used in any case. The flag of `transformer_layer_config` is the target's, and not read.
+
+    Args:
+        raw: content of `config.json`.
+        names: names of the stored tensors, converted by `plain_name`.
+        drafted: number of ids that the head drafts.
+
+    Raises:
+        CheckpointError: the flag is neither true nor false, or the embedding has more rows than the head drafts ids.
+    """
+    if not flag(raw, "tie_word_embeddings") or "lm_head.weight" in names or "embed_tokens.weight" not in names:
+        return False
+    if drafted != target.vocab_size:
+        raise CheckpointError(
+            f"tie_word_embeddings is true, and the head drafts {drafted} ids with an embedding of {target.vocab_size}: "
+            "lm_head.weight is missing"
+        )
+    return True
+
+
+def refuse_unknown(raw: Mapping[str, Any], own: str, known: Collection[str], type_name: str) -> None:
+    """Refuses settings of a drafter that are not known, because they may change what it drafts.
+
+    All names in the config's object for heads are checked. Beside it only names that say that they are a drafter's are
+    checked, for trainers copy any field of the target's config there.
+
+    Args:
+        raw: content of `config.json`.
+        own: name of the config's object for heads.
+        known: names of all settings that are read, or that do not change drafts.
+        type_name: type of the head, for messages.
+
+    Raises:
+        UnsupportedModel: the message has all unknown names.
+    """
+    inner = raw.get(own)
+    names = [f"{own}.{name}" for name in inner if name not in known] if isinstance(inner, Mapping) else []
+    names += [name for name in raw if _OF_DRAFTERS.search(name) and name not in (*known, *_SAID, own)]
+    unset = [name for name in names if _value(raw, name) not in (None, False)]
+    if unset:
+        given = ", ".join(f"{name}={_value(raw, name)!r}" for name in unset)
+        raise UnsupportedModel(
+            f"{given} in the config of this {type_name} head is not known, and may change what it drafts; use a head "
+            "without, or take it out if it is only the trainer's"
+        )
+
+
+def _value(raw: Mapping[str, Any], name: str) -> object:
+    """Returns the value of a name as `refuse_unknown` writes it."""
+    found: Any = raw
+    for part in name.split("."):
+        found = found[part]
+    return found
 
 
 def ids_of(value: object, name: str) -> tuple[int, ...] | None:
@@ -140,7 +209,7 @@ def _plans(
     )
 
 
-def check_verifier(raw: Mapping[str, Any], target: TargetSizes, architecture: str) -> None:
+def check_verifier(raw: Mapping[str, Any], target: TargetSizes, architectures: Sequence[str]) -> None:
     """Refuses a head that was trained on a model of another architecture than the target, according to its config.
 
     The config has a Hub id, but a target's directory may have any name. So architectures are compared, if both are
@@ -154,8 +223,8 @@ def check_verifier(raw: Mapping[str, Any], target: TargetSizes, architecture: st
     if not isinstance(verifier, Mapping):
         return
     wanted = verifier.get("architectures")
-    if isinstance(wanted, list) and wanted and architecture not in wanted:
+    if isinstance(wanted, list) and wanted and not {*architectures} & {*wanted}:
         raise CheckpointError(
             f"it drafts for {verifier.get('name_or_path')} ({', '.join(map(str, wanted))}), and the target "
-            f"{target.name} is a {architecture}; choose a head of this target"
+            f"{target.name} is a {architectures[0]}; choose a head of this target"
         )

@@ -14,8 +14,8 @@ from fastspec.errors import CheckpointError, UnsupportedModel
 from fastspec.models.checkpoints.tensor_source import TensorInfo
 from fastspec.models.config import ModelSpec
 from fastspec.models.families.plan import ModelScales
-from fastspec.models.heads.config import decoder_of, flag, ids_of, inner_config
-from fastspec.models.heads.spec import HeadSpec, Reading, Recognised, TargetSizes, asked_boundaries, readings_of
+from fastspec.models.heads.config import decoder_of, flag, ids_of, inner_config, ties_head
+from fastspec.models.heads.spec import NAMES, HeadSpec, Reading, Recognised, TargetSizes, asked_boundaries, readings_of
 from fastspec.models.layer_table import layer_shapes
 
 MASK_NAMES: Final = ("mask_token_id", "dspark_noise_token_id", "pard_token", "ptd_token_id")
@@ -27,12 +27,20 @@ MAX_BLOCK: Final = 64
 SLIDING, FULL = "sliding_attention", "full_attention"
 # settings of related heads that are not implemented: name -> values that have no effect
 OTHERS: Final[Mapping[str, tuple[object, ...]]] = {
-    "projector_type": (None, "dflash"),
     "shift_label": (None, False),
     "use_heterogeneous_kv": (None, False),
     "use_aux_hidden_state": (None, True),
     "is_neox_style": (None, True),
 }
+
+
+# settings of a head that DFlash and its relatives have
+KNOWN: Final = (
+    *(*MASK_NAMES, *OTHERS, "projector_type", "block_size", "target_layer_ids", "aux_hidden_state_layer_ids"),
+    *("use_swa", "swa_window_size", "causal", "is_causal", "sliding_window_non_causal", "sample_from_anchor"),
+    *("attention_sink_bias", "add_swa_attention_sink_bias", "attention_value_scale", "input_embedding_scale"),
+    *("output_multiplier", "final_logit_softcapping", "num_target_layers"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +119,9 @@ def dflash_spec(
         CheckpointError: config and tensors do not match, or the head was made for another target.
         UnsupportedModel: a setting that is not implemented.
     """
-    settings = _Settings.of(raw, where)
+    settings = Settings.of(raw, where, NAMES[found.kind])
+    if settings.get("projector_type") not in (None, found.kind):
+        settings.refuse("projector_type", f"{found.kind!r}, which its tensors are")
     for name, fine in OTHERS.items():
         if settings.get(name) not in fine:
             settings.refuse(name, f"{fine[1]!r}: such a head is a relative of DFlash")
@@ -125,7 +135,8 @@ def dflash_spec(
     plans = tuple(replace(plan, window=window) for plan, window in zip(decoder.plans, windows, strict=True))
     decoder = replace(decoder, plans=plans, scales=_scales(settings, decoder.scales.logits))
     own_embed, own_head = "embed_tokens.weight" in infos, "lm_head.weight" in infos
-    _check_shared(decoder, target, own_embed=own_embed, own_head=own_head)
+    tied_head = ties_head(raw, infos, vocab, target)
+    _check_shared(decoder, target, own_embed=own_embed, own_head=own_head or tied_head)
     readings = _readings(settings, target, feature_layers)
     sinks = settings.flag("attention_sink_bias", settings.flag("add_swa_attention_sink_bias"))
     return DFlashSpec(
@@ -136,10 +147,12 @@ def dflash_spec(
         tensors=_tensors(decoder, target, len(readings[0]), sinks, own_embed=own_embed, own_head=own_head),
         own_embed=own_embed,
         own_head=own_head,
+        tied_head=tied_head,
         block_size=settings.whole("block_size", 2, MAX_BLOCK, DEFAULT_BLOCK),
         mask_id=_mask_id(settings, target.vocab_size),
         causal=causal,
-        sample_from_anchor=settings.flag("sample_from_anchor"),
+        # the trainer of DSpark reads true if it is missing, that of DFlash false
+        sample_from_anchor=settings.flag("sample_from_anchor", found.kind == "dspark"),
         sinks=sinks,
         value_scale=settings.number("attention_value_scale"),
         embed_scale=settings.number("input_embedding_scale"),
@@ -148,19 +161,26 @@ def dflash_spec(
 
 
 @dataclass(frozen=True, slots=True)
-class _Settings:
-    """Settings of a head. A setting is looked up in the config's object for heads, then in the config itself."""
+class Settings:
+    """Settings of a head. A setting is looked up in the config's object for heads, then in the config itself.
+
+    Attributes:
+        own: the config's object for heads.
+        raw: content of `config.json`.
+        kind: type of the head, for messages.
+    """
 
     own: Mapping[str, Any]
     raw: Mapping[str, Any]
+    kind: str
 
     @classmethod
-    def of(cls, raw: Mapping[str, Any], where: Path) -> _Settings:
+    def of(cls, raw: Mapping[str, Any], where: Path, kind: str = "DFlash") -> Settings:
         """Reads the settings of a config.json; `where` names it in errors."""
         own = raw.get("dflash_config")
         if own is not None and not isinstance(own, Mapping):
             raise CheckpointError(f"{where}: dflash_config is {type(own).__name__}, wanted an object")
-        return cls(own or {}, raw)
+        return cls(own or {}, raw, kind)
 
     def get(self, name: str, default: object = None) -> Any:
         """Returns the value of a setting. The default if it is missing or null."""
@@ -169,9 +189,11 @@ class _Settings:
         return default if found is None else found
 
     def refuse(self, name: str, wanted: str) -> NoReturn:
-        raise UnsupportedModel(f"{name}={self.get(name)!r} of a DFlash head is not supported, wanted {wanted}")
+        """Raises `UnsupportedModel` with a setting, and what is wanted."""
+        raise UnsupportedModel(f"{name}={self.get(name)!r} of a {self.kind} head is not supported, wanted {wanted}")
 
     def flag(self, name: str, default: bool = False) -> bool:
+        """Returns True or False. Refuses other values."""
         return flag({name: self.get(name)}, name, default)
 
     def number(self, name: str) -> float:
@@ -189,7 +211,7 @@ class _Settings:
         return value
 
 
-def _readings(settings: _Settings, target: TargetSizes, asked: Sequence[int] | None) -> tuple[Reading, ...]:
+def _readings(settings: Settings, target: TargetSizes, asked: Sequence[int] | None) -> tuple[Reading, ...]:
     """Returns the only reading.
 
     All engines agree here: numbers in z-lab's configs are layers, in speculators' configs boundaries.
@@ -203,13 +225,13 @@ def _readings(settings: _Settings, target: TargetSizes, asked: Sequence[int] | N
     settings.refuse("target_layer_ids", "a list of layers of the target, or feature_layers= to say which")
 
 
-def _scales(settings: _Settings, logit_scale: float) -> ModelScales:
+def _scales(settings: Settings, logit_scale: float) -> ModelScales:
     softcap = settings.get("final_logit_softcapping")
     softcap = None if softcap in (None, 0) else settings.number("final_logit_softcapping")
     return ModelScales(logits=settings.number("output_multiplier") * logit_scale, softcap=softcap)
 
 
-def _mask_id(settings: _Settings, vocab: int) -> int:
+def _mask_id(settings: Settings, vocab: int) -> int:
     """Returns the mask's token id. The setting has several possible names.
 
     The first that exists is used, as in vLLM.
@@ -238,7 +260,7 @@ def _mask_file(directory: Path) -> Path | None:
 
 
 def _attention(
-    settings: _Settings, inner: Mapping[str, Any], layers: int, ours: bool
+    settings: Settings, inner: Mapping[str, Any], layers: int, ours: bool
 ) -> tuple[tuple[int | None, ...], tuple[bool, ...]]:
     """Returns (window, causal) of each layer, as two tuples.
 
@@ -255,7 +277,8 @@ def _attention(
     causal = list(sliding)
     if settings.flag("use_swa") and not any(sliding):
         sliding = [True] * layers
-    if ours and settings.flag("sliding_window_non_causal"):
+    # the trainer of DFlash2 reads true if it is missing, that of DFlash false
+    if ours and settings.flag("sliding_window_non_causal", settings.kind == NAMES["dflash2"]):
         causal = [False] * layers
     for name in ("causal", "is_causal"):
         if settings.get(name) is not None:

@@ -1,16 +1,16 @@
-"""EAGLE-3 heads (arXiv 2503.01840): their configs in the layout of EAGLE and SGLang, and in that of speculators."""
+"""EAGLE-3 heads (arXiv 2503.01840) and P-EAGLE heads: their configs in the layouts of EAGLE and speculators."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from fastspec.errors import CheckpointError, UnsupportedModel
 from fastspec.models.checkpoints.tensor_source import TensorInfo
 from fastspec.models.config import ModelSpec
-from fastspec.models.heads.config import decoder_of, flag, ids_of, inner_config, size
+from fastspec.models.heads.config import decoder_of, flag, ids_of, inner_config, refuse_unknown, size, ties_head
 from fastspec.models.heads.spec import (
     NORMED,
     HeadSpec,
@@ -22,6 +22,14 @@ from fastspec.models.heads.spec import (
     readings_of,
 )
 from fastspec.models.layer_table import layer_shapes
+
+MASK_HIDDEN: Final = "mask_hidden"
+_MASKS: Final = ("mask_token_id", "pard_token", "ptd_token_id")
+_KNOWN: Final = (
+    *(*_MASKS, "parallel_drafting", "eagle_aux_hidden_state_layer_ids", "use_aux_hidden_state", "layer_ids"),
+    *("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "use_aux_norm"),
+    *("num_aux_hidden_states", "num_aux_layers"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +63,47 @@ class Eagle3Spec(HeadSpec):
         The first draft continues from it; see `Eagle3.absorb`.
         """
         return (self.attention_inputs,)
+
+
+@dataclass(frozen=True, slots=True)
+class PEagleSpec(Eagle3Spec):
+    """Sizes and arithmetic of a P-EAGLE head: an EAGLE-3 head that makes all drafts of a step in one pass.
+
+    Position n - 2 of a row with n tokens is that of EAGLE-3, and makes draft 0. Positions n - 1, n, .. make the other
+    drafts. There the token is a mask, and the target's hidden states are the tensor `mask_hidden`:
+
+        e = norm(embedding of the mask), g = mask_hidden Wfc      the rest as in `Eagle3Spec`
+
+    Attributes:
+        mask_id: token id whose embedding is used for masks.
+    """
+
+    mask_id: int = 0
+
+    @property
+    def kept(self) -> tuple[int, ...]:
+        """Shape of the tensor stored for a row's newest position: its g, with which the pass starts."""
+        return (self.hidden_size,)
+
+
+def peagle_spec(
+    found: Recognised,
+    raw: Mapping[str, Any],
+    infos: Mapping[str, TensorInfo],
+    target: TargetSizes,
+    feature_layers: Sequence[int] | None,
+    where: Path,
+) -> PEagleSpec:
+    """Makes the spec of a P-EAGLE head. For arguments and errors see `eagle3_spec`."""
+    base = eagle3_spec(found, raw, infos, target, feature_layers, where)
+    refuse_unknown(raw, "eagle_config", _KNOWN, "P-EAGLE")
+    name = next((name for name in _MASKS if raw.get(name) is not None), _MASKS[0])
+    mask = raw.get(name)
+    if type(mask) is not int or not 0 <= mask < target.vocab_size:
+        raise CheckpointError(f"{name}={mask!r} in the head's config, wanted an id of {target.name}, for masks")
+    read = base.feature_layers * target.hidden_size
+    values = {each.name: getattr(base, each.name) for each in fields(Eagle3Spec)}
+    return PEagleSpec(**values | {"tensors": {**base.tensors, MASK_HIDDEN: (1, 1, read)}, "mask_id": mask})
 
 
 def eagle3_spec(
@@ -93,6 +142,7 @@ def eagle3_spec(
         tensors={},
         own_embed="embed_tokens.weight" in infos,
         own_head="lm_head.weight" in infos,
+        tied_head=ties_head(raw, infos, vocab_size, target),
         fc="fc.weight" in infos,
         **flags,
     )
@@ -196,7 +246,8 @@ def _check_shared(spec: Eagle3Spec) -> None:
             f"the head has no embedding, and cannot share that of {target.name}: it is {spec.hidden_size} wide, the "
             f"target {target.hidden_size}"
         )
-    if not spec.own_head and (spec.hidden_size, spec.vocab_size) != (target.hidden_size, target.vocab_size):
+    lent = not (spec.own_head or spec.tied_head)
+    if lent and (spec.hidden_size, spec.vocab_size) != (target.hidden_size, target.vocab_size):
         raise CheckpointError(
             f"lm_head.weight is missing, and the target's [{target.vocab_size}, {target.hidden_size}] does not fit "
             f"[{spec.vocab_size}, {spec.hidden_size}]"

@@ -1,6 +1,7 @@
 """Finds multi-token prediction (MTP) layers among the tensors of a checkpoint, by their names.
 
 DeepSeek-V3 (arXiv 2412.19437, section 2.2) has the formulas; publishers store the same parts under different names.
+Qwen's layout has the first product and the norms once for all layers. In other layouts each layer has its own.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Final, Literal
 
-MtpLayout = Literal["mtp", "nextn", "mimo"]
+MtpLayout = Literal["mtp", "nextn", "mimo", "mimo-v2"]
 
 FC: Final = "fc"
 EMBED_NORM: Final = "pre_fc_norm_embedding"
@@ -22,6 +23,7 @@ _PLACES: Final[Mapping[MtpLayout, re.Pattern[str]]] = {
     "mtp": re.compile(r"mtp\.(?:layers\.(\d+)\.)?(.+)"),
     "nextn": re.compile(r"layers\.(\d+)\.(.+)"),
     "mimo": re.compile(r"mtp_layers\.(\d+)\.(.+)"),
+    "mimo-v2": re.compile(r"mtp\.layers\.(\d+)\.(.+)"),
 }
 _NAMES: Final[Mapping[MtpLayout, Mapping[str, str]]] = {
     "mtp": {},
@@ -31,6 +33,13 @@ _NAMES: Final[Mapping[MtpLayout, Mapping[str, str]]] = {
         "token_layernorm": EMBED_NORM,
         "hidden_layernorm": HIDDEN_NORM,
         "final_layernorm": NORM,
+    },
+    "mimo-v2": {
+        "eh_proj": FC,
+        "enorm": EMBED_NORM,
+        "hnorm": HIDDEN_NORM,
+        "final_layernorm": NORM,
+        "pre_mlp_layernorm": f"{LAYER}post_attention_layernorm",
     },
 }
 _COPIES: Final = ("embed_tokens", "shared_head.head")  # copies of the model's own matrices, which are not read
@@ -43,8 +52,9 @@ class StoredMtp:
     Attributes:
         layout: naming of the tensors: "mtp" is Qwen's, "nextn" DeepSeek's and GLM's, "mimo" MiMo's.
         depth: number of MTP layers.
-        names: tensors of the first layer: name in this package -> stored name. Names in this package are fc,
-            pre_fc_norm_embedding, pre_fc_norm_hidden and norm, and `model.layers.0.*` for the decoder layer.
+        names: tensors of all MTP layers: name in this package -> stored name. Names of the first layer are fc,
+            pre_fc_norm_embedding, pre_fc_norm_hidden and norm, and `model.layers.0.*` for the decoder layer. Those of
+            layer j are `part_name` and `model.layers.j.*`.
         stored: stored names of all MTP layers' tensors, including copies of shared matrices.
     """
 
@@ -57,6 +67,16 @@ class StoredMtp:
     def hidden_first(self) -> bool:
         """True if the first product reads the hidden state before the embedding."""
         return self.layout == "mimo"
+
+    @property
+    def shares_parts(self) -> bool:
+        """True if all layers have the first product and the norms of the first one."""
+        return self.layout == "mtp"
+
+
+def part_name(module: str, index: int) -> str:
+    """Returns the name in this package of a part of MTP layer `index` besides its decoder layer."""
+    return f"{module}.{index}" if index else module
 
 
 def find_mtp(stored: Collection[str], layers: int) -> StoredMtp | None:
@@ -101,9 +121,16 @@ def _place(layout: MtpLayout, text: str, layers: int) -> tuple[int, str, str] | 
 def _stored(layout: MtpLayout, found: Mapping[str, tuple[int, str, str]]) -> StoredMtp:
     copies = {f"{LAYER}{module}" for module in _COPIES}
     names = {
-        f"{module}.{leaf}": name
+        f"{_of_layer(module, index)}.{leaf}": name
         for name, (index, module, leaf) in found.items()
-        if index == 0 and module not in (*copies, *_COPIES)
+        if module not in (*copies, *_COPIES)
     }
     depth = 1 + max(index for index, _, _ in found.values())
     return StoredMtp(layout, depth, names, frozenset(found))
+
+
+def _of_layer(module: str, index: int) -> str:
+    """Returns the name in this package of a module of MTP layer `index`."""
+    if module.startswith(LAYER):
+        return f"model.layers.{index}.{module.removeprefix(LAYER)}"
+    return part_name(module, index)

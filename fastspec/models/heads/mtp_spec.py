@@ -1,34 +1,27 @@
-"""MTP layer in a target's own checkpoint: its spec and its stored tensors."""
+"""MTP layers in a target's own checkpoint: their spec and their stored tensors."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import torch
-from torch import Tensor
-from typing_extensions import override
 
 from fastspec.errors import CheckpointError, UnsupportedModel
-from fastspec.models.checkpoints.parameter_names import NamedTensors, RenamedTensors, named
+from fastspec.models.checkpoints.parameter_names import RenamedTensors
 from fastspec.models.checkpoints.quantised.tensors import QuantisedShards
 from fastspec.models.checkpoints.safetensors_files import ShardTensors
-from fastspec.models.checkpoints.tensor_source import TensorInfo, WrappedSource
 from fastspec.models.config import ModelSpec
 from fastspec.models.families.plan import LayerPlan
 from fastspec.models.heads.checkpoint import HeadCheckpoint, sizes_of
-from fastspec.models.heads.mtp_names import EMBED_NORM, FC, HIDDEN_NORM, LAYER, NORM, find_mtp
+from fastspec.models.heads.mtp_names import EMBED_NORM, FC, HIDDEN_NORM, NORM, StoredMtp, find_mtp, part_name
+from fastspec.models.heads.some_rows import WithSomeRows, output_rows
 from fastspec.models.heads.spec import NORMED, HeadSpec, Recognised
-from fastspec.models.layer_table import EMBED, HEAD, tensor_shapes
+from fastspec.models.layer_table import HEAD, tensor_shapes
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from fastspec.kernels.common.codes import Codes, CodesKind
     from fastspec.models.checkpoints.checkpoint import Checkpoint
     from fastspec.models.checkpoints.tensor_source import TensorSource
 
@@ -38,29 +31,44 @@ MTP: Final = "mtp"
 
 @dataclass(frozen=True, slots=True)
 class MtpSpec(HeadSpec):
-    """Sizes and arithmetic of an MTP layer (DeepSeek-V3, arXiv 2412.19437, section 2.2).
+    """Sizes and arithmetic of one or several MTP layers (DeepSeek-V3, arXiv 2412.19437, section 2.2).
 
-        e = norm(embedding of the next token), h = norm(the target's hidden state after its final norm)
+    Layer j = 0, 1, .. at position i:
+
+        e = norm(embedding of token i + 1 + j)
+        h = norm(the target's hidden state after its final norm; with j > 0 x of layer j - 1), at the same position
         x = [e h] Wfc^T                    [h e] with hidden_first
         x = norm(layer(x))                 the layer has the plan of the target's last layer with attention
-        logits = x Whead^T                 for later drafts x replaces the target's hidden state
+        logits = x Whead^T                 of token i + 2 + j
 
-    The embedding and Whead are the target's. With `draft_vocab`, Whead is a separate matrix with some rows of the
-    target's. All norms have the target's type.
+    Layer j makes draft j. For drafts after the last layer's own one, this layer goes to the next position, and h is its
+    own x at the position before. The embedding and Whead are the target's. With `draft_vocab`, Whead is a separate
+    matrix with some rows of the target's. All norms have the target's type.
 
     Attributes:
         hidden_first: True if the hidden state comes before the embedding in the input of Wfc.
+        shares_parts: True if all layers have the same Wfc and the same norms outside of their decoder layer.
     """
 
     hidden_first: bool = False
+    shares_parts: bool = False
 
     @property
     def kept(self) -> tuple[int, ...]:
-        """Shape of the tensor stored for a row's newest position.
+        """Shape of the tensor stored for each row between steps.
 
-        The first draft continues from it; see `Mtp.absorb`.
+        One layer: the state at the newest position from which the first draft continues; see `Mtp.absorb`. Several:
+        the target's hidden states at the newest positions.
         """
-        return (self.attention_inputs,)
+        return (self.computed_again, 1, self.hidden_size) if self.num_layers > 1 else (self.attention_inputs,)
+
+    @property
+    def computed_again(self) -> int:
+        """Positions before the newest one that are computed again, see `Proposer.computed_again`.
+
+        Layer j reads token i + 1 + j at position i, which is a draft at the newest positions.
+        """
+        return self.num_layers - 1
 
     def weight_bytes(self, dtype: torch.dtype) -> int:
         """Returns the bytes of its own weights in `dtype`; norms may be in fp32."""
@@ -69,71 +77,20 @@ class MtpSpec(HeadSpec):
 
 
 def mtp_source(checkpoint: HeadCheckpoint) -> TensorSource:
-    """Returns the tensors of the MTP layer that `resolve_mtp` found, by the names in `StoredMtp.names`."""
+    """Returns the tensors of the MTP layers that `resolve_mtp` found, by the names in `StoredMtp.names`."""
     target, spec = checkpoint.source, checkpoint.spec
-    assert target is not None, "a layer lies in its target's checkpoint"
+    assert target is not None, "layers lie in their target's checkpoint"
     assert isinstance(spec, MtpSpec), "as its spec says"
     layer = mtp_tensors(target, spec)
     if checkpoint.vocab_map is None:
         return layer
-    return WithSomeRows(layer, named(ShardTensors(checkpoint.directory), target.native), checkpoint.vocab_map)
-
-
-class WithSomeRows(WrappedSource):
-    """Tensors of an MTP layer, with some rows of the target's output matrix as its head.
-
-    Args:
-        layer: tensors of the MTP layer, by the names in `StoredMtp.names`.
-        model: tensors of the target.
-        ids: int64 [n], the rows.
-    """
-
-    def __init__(self, layer: RenamedTensors, model: NamedTensors, ids: Tensor) -> None:
-        super().__init__(layer)
-        self._model, self._ids = model, ids
-        self._name = HEAD if HEAD in model.infos() else EMBED
-
-    def infos(self) -> Mapping[str, TensorInfo]:
-        """Returns the tensors of the layer and of the head. A head that is stored quantised is left out."""
-        whole = self._model.infos().get(self._name)
-        if whole is None:
-            return super().infos()
-        return {**super().infos(), HEAD: replace(whole, shape=(len(self._ids), *whole.shape[1:]))}
-
-    @contextmanager
-    def open(self) -> Iterator[None]:
-        """Opens both sources."""
-        opened: list[AbstractContextManager[None]] = [self._source.open(), self._model.open()]
-        with ExitStack() as stack:
-            for each in opened:
-                stack.enter_context(each)
-            yield
-
-    def read(self, name: str) -> Tensor:
-        """Returns a tensor; the head as a copy."""
-        return self._model.read(self._name)[self._ids] if name == HEAD else super().read(name)
-
-    def read_part(self, name: str, rows: slice, columns: slice) -> Tensor:
-        """Returns rows and, for a matrix, columns of a tensor."""
-        return self.read(name)[rows, columns] if name == HEAD else super().read_part(name, rows, columns)
-
-    @override
-    def kind(self, name: str) -> CodesKind | None:
-        return None if name == HEAD else super().kind(name)
-
-    @override
-    def codes(self, name: str, device: torch.device) -> Codes | None:
-        return None if name == HEAD else super().codes(name, device)
-
-    @override
-    def codes_part(self, name: str, rows: slice, columns: slice, device: torch.device) -> Codes | None:
-        return None if name == HEAD else super().codes_part(name, rows, columns, device)
+    return WithSomeRows(layer, {HEAD: output_rows(target)}, checkpoint.vocab_map)
 
 
 def mtp_tensors(target: Checkpoint, spec: MtpSpec) -> RenamedTensors:
-    """Returns the tensors of the first MTP layer in a target's directory, by the names in `StoredMtp.names`.
+    """Returns the tensors of the MTP layers in a target's directory, by the names in `StoredMtp.names`.
 
-    If the target is quantised, matrices of its MTP layer may be quantised too, or not.
+    If the target is quantised, matrices of its MTP layers may be quantised too, or not.
     """
     assert target.directory is not None, "checked by `resolve_mtp`"
     stored: TensorSource = ShardTensors(target.directory)
@@ -157,11 +114,11 @@ def mtp_tensors(target: Checkpoint, spec: MtpSpec) -> RenamedTensors:
 
 
 def mtp_spec(target: Checkpoint, directory: Path) -> MtpSpec:
-    """Makes the spec of the MTP layer in a target's directory.
+    """Makes the spec of the MTP layers in a target's directory.
 
     Raises:
         CheckpointError: there is none.
-        UnsupportedModel: there are several MTP layers, or the MTP layer has experts and the target's layers are dense.
+        UnsupportedModel: an MTP layer has experts and the target's layers are dense.
     """
     sizes, model = sizes_of(target), target.native
     found = find_mtp(ShardTensors(directory).infos().keys(), model.num_layers)
@@ -170,13 +127,9 @@ def mtp_spec(target: Checkpoint, directory: Path) -> MtpSpec:
             f"{target.name} has no MTP layer (mtp.*, model.layers.{model.num_layers}.* or model.mtp_layers.*); use a "
             "learned drafter, a draft model, or NGram()"
         )
-    if found.depth > 1:
-        raise UnsupportedModel(
-            f"{target.name} holds {found.depth} MTP layers, each for one more token; one is supported. Use a learned "
-            "drafter, a draft model, or NGram()"
-        )
-    decoder = replace(model, plans=(_plan(model),))
-    if any(".experts." in name for name in found.names) and not any(".experts." in name for name in _tensors(decoder)):
+    decoder = replace(model, plans=(_plan(model),) * found.depth)
+    tensors = _tensors(decoder, found)
+    if any(".experts." in name for name in found.names) and not any(".experts." in name for name in tensors):
         raise UnsupportedModel(
             f"the MTP layer of {target.name} is a mixture of experts, and the target's layers are not; use a learned "
             "drafter, a draft model, or NGram()"
@@ -186,10 +139,11 @@ def mtp_spec(target: Checkpoint, directory: Path) -> MtpSpec:
         decoder=decoder,
         target=sizes,
         readings=((NORMED,),),
-        tensors=_tensors(decoder),
+        tensors=tensors,
         own_embed=False,
         own_head=False,
         hidden_first=found.hidden_first,
+        shares_parts=found.shares_parts,
     )
 
 
@@ -199,8 +153,10 @@ def _plan(model: ModelSpec) -> LayerPlan:
     return next((plan for plan in reversed(attending) if plan.window is None), attending[-1])
 
 
-def _tensors(decoder: ModelSpec) -> dict[str, tuple[int, ...]]:
+def _tensors(decoder: ModelSpec, found: StoredMtp) -> dict[str, tuple[int, ...]]:
     hidden = decoder.hidden_size
-    layer = {name: shape for name, shape in tensor_shapes(decoder).items() if name.startswith(LAYER)}
-    norms = {f"{name}.weight": (hidden,) for name in (EMBED_NORM, HIDDEN_NORM, NORM)}
-    return {f"{FC}.weight": (hidden, 2 * hidden), **norms, **layer}
+    shapes = {name: shape for name, shape in tensor_shapes(decoder).items() if name.startswith("model.layers.")}
+    for index in range(1 if found.shares_parts else decoder.num_layers):
+        shapes |= {f"{part_name(name, index)}.weight": (hidden,) for name in (EMBED_NORM, HIDDEN_NORM, NORM)}
+        shapes[f"{part_name(FC, index)}.weight"] = (hidden, 2 * hidden)
+    return shapes

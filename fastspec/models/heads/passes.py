@@ -1,10 +1,10 @@
-"""Passes of learned heads: EAGLE-3, MTP and DFlash. Each is a decoder with different inputs."""
+"""Passes of learned heads: EAGLE-3, MTP, DFlash and their relatives. Each is a decoder with different inputs."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final, NamedTuple, Protocol, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -12,16 +12,36 @@ from torch import Tensor
 from typing_extensions import override
 
 from fastspec.errors import CheckpointError
+from fastspec.kernels.common.weights import Weight
 from fastspec.kernels.ops import Ops
 from fastspec.kernels.reference.attention import HeadsCall
 from fastspec.kv_cache.cache import PagedKVCache
 from fastspec.models.decoder import Decoder
+from fastspec.models.families.plan import LayerPlan
+from fastspec.models.heads import dflash2_spec, dspark_spec
+from fastspec.models.heads.dflash2_spec import DFlash2Spec
 from fastspec.models.heads.dflash_spec import DFlashSpec
-from fastspec.models.heads.eagle3_spec import Eagle3Spec
-from fastspec.models.heads.mtp_names import EMBED_NORM, FC, HIDDEN_NORM
+from fastspec.models.heads.dspark_spec import DSparkSpec
+from fastspec.models.heads.eagle3_spec import MASK_HIDDEN, Eagle3Spec, PEagleSpec
+from fastspec.models.heads.mtp_names import EMBED_NORM, FC, HIDDEN_NORM, NORM, part_name
 from fastspec.models.heads.mtp_spec import MtpSpec
 from fastspec.models.heads.weights import HeadWeights
+from fastspec.models.layer_table import DecoderWeights, LayerWeights
 from fastspec.shapes import ForwardBatch, Tiling
+
+
+class Lender(Protocol):
+    """Target whose embedding and output matrix a head may use: a `Decoder` or a `HostedModel`."""
+
+    @property
+    def weights(self) -> DecoderWeights:
+        """Its weights."""
+
+    def head_logits(self, x: Tensor, tiling: Tiling, **options: Any) -> Tensor:
+        """See `Decoder.head_logits`."""
+
+    def head_argmax(self, x: Tensor, limit: int, tiling: Tiling, out: Tensor, **options: Any) -> None:
+        """See `Decoder.head_argmax`."""
 
 
 class HeadDecoder(Decoder):
@@ -31,9 +51,9 @@ class HeadDecoder(Decoder):
     target multiply with it, and all ranks get all logits.
     """
 
-    _lender: Decoder | None = None
+    _lender: Lender | None = None
 
-    def borrow(self, target: Decoder) -> None:
+    def borrow(self, target: Lender) -> None:
         """Sets the target. If the head uses the target's output matrix, the target multiplies with it."""
         self._lender = target if self.weights.head is target.weights.head else None
 
@@ -82,7 +102,8 @@ class Eagle3(HeadDecoder):
 
     def __init__(self, spec: Eagle3Spec, weights: HeadWeights, cache: PagedKVCache, ops: Ops, **sizes: Any) -> None:
         super().__init__(spec.decoder, weights.decoder, cache, ops, **sizes)
-        self.head, self._own = spec, weights
+        self.head: Eagle3Spec = spec
+        self._own = weights
         hidden_norm = weights.vector("layers.0.hidden_norm.weight")
         assert hidden_norm is not None, "checked before anything was allocated"
         self._hidden_norm = hidden_norm
@@ -148,27 +169,59 @@ class Eagle3(HeadDecoder):
         return x, qkv
 
 
-class Mtp(HeadDecoder):
-    """Weights and KV cache of an MTP layer (arXiv 2412.19437), and its passes. `MtpSpec` has the formulas.
+class PEagle(Eagle3):
+    """Weights and KV cache of a P-EAGLE head, and its passes. `PEagleSpec` has the formulas.
 
-    In every pass, position i joins the target's hidden state of position i with token i + 1: `rows.ids` are these next
-    tokens. So its KV cache is one position shorter than the target's.
+    The K and V of masks stay in the cache until the next pass, at the positions after those of the text. They are
+    overwritten before any pass reads them.
 
     Args:
-        spec: sizes and arithmetic of the layer.
-        weights: its own weights, and those that it shares with the target.
-        cache: KV pages of its layer, in the target's page table.
+        spec, weights, cache, ops, sizes: see `Eagle3`.
+    """
+
+    def __init__(self, spec: PEagleSpec, weights: HeadWeights, cache: PagedKVCache, ops: Ops, **sizes: Any) -> None:
+        super().__init__(spec, weights, cache, ops, **sizes)
+        self.head: PEagleSpec = spec
+
+    def block(self, g: Tensor, rows: ForwardBatch) -> Tensor:
+        """Returns the residual stream after the last layer at one position and at masks after it, [B, Q, hidden].
+
+        Args:
+            g: [B, 1, hidden], from `condense`.
+            rows: Q positions of each row, with the token after the first one and then masks.
+        """
+        read = (1, 1, self.head.feature_layers, self.head.target.hidden_size)
+        masked = self.condense(_there(self._own.vector(MASK_HIDDEN)).view(read), rows.tiling)
+        count = rows.positions.shape[1] - 1
+        return self.drafted(torch.cat((g, masked.expand(len(g), count, -1)), dim=1), rows)
+
+
+class MtpPart(NamedTuple):
+    """Tensors of an MTP layer besides its decoder layer: the first product, and three norms."""
+
+    fc: Weight
+    embed_norm: Tensor
+    hidden_norm: Tensor
+    norm: Tensor
+
+
+class Mtp(HeadDecoder):
+    """Weights and KV caches of MTP layers (arXiv 2412.19437), and their passes. `MtpSpec` has the formulas.
+
+    In a pass of layer j, position i joins a hidden state of position i with token i + 1 + j: `rows.ids` are these
+    tokens. So its KV cache is 1 + j positions shorter than the target's.
+
+    Args:
+        spec: sizes and arithmetic of the layers.
+        weights: their own weights, and those that they share with the target.
+        cache: KV pages of the layers, in the target's page table.
         ops, sizes: see `Decoder`.
     """
 
     def __init__(self, spec: MtpSpec, weights: HeadWeights, cache: PagedKVCache, ops: Ops, **sizes: Any) -> None:
         super().__init__(spec.decoder, weights.decoder, cache, ops, **sizes)
         self.head = spec
-        fc, norms = weights.matrix(f"{FC}.weight"), [weights.vector(f"{name}.weight") for name in _NORMS]
-        assert fc is not None, "checked before anything was allocated"
-        assert norms[0] is not None, "so is this"
-        assert norms[1] is not None, "so is this"
-        self._fc, self._embed_norm, self._hidden_norm = fc, norms[0], norms[1]
+        self._parts = [_mtp_part(weights, 0 if spec.shares_parts else index) for index in range(spec.num_layers)]
         plan = spec.decoder.plans[0]
         plain = plan.norm == "rms" and plan.qk_norm in (None, "head") and not plan.output_gate
         self._stores = plain and plan.rope == 0
@@ -177,32 +230,35 @@ class Mtp(HeadDecoder):
         """Returns g [B, Q, hidden]: the target's hidden states [B, Q, 1, hidden], unchanged."""
         return features[:, :, 0]
 
-    def drafted(self, g: Tensor, rows: ForwardBatch) -> Tensor:
-        """Returns the hidden state after the layer and its final norm, [B, Q, hidden], the head's input.
+    def drafted(self, g: Tensor, rows: ForwardBatch, index: int = 0) -> Tensor:
+        """Returns the hidden state after a layer and its final norm, [B, Q, hidden], the head's input.
 
         Writes K and V.
 
         Args:
-            g: [B, Q, hidden], from `condense` or `feature`.
-            rows: positions of g, with the tokens that follow them.
+            g: [B, Q, hidden], from `condense` or `feature`, or the result of this function for the layer before.
+            rows: positions of g, with the tokens that the layer reads there.
+            index: number of the layer.
         """
-        x = self._joint(g, rows)
-        x, _ = self._layer(0, x, self._qkv(0, x, rows.tiling), rows)
-        return self._norm(self.spec.plans[0], x, self.weights.norm)
+        x = self._joint(index, g, rows)
+        qkv = self._qkv(index, x, rows.tiling)
+        assert qkv is not None, "the layers of a head attend"
+        attended = self._attend(index, self.weights.layers[index], qkv, rows)
+        return self._tail(index, attended, x, rows.tiling)
 
-    def absorb(self, g: Tensor, rows: ForwardBatch) -> Tensor:
+    def absorb(self, g: Tensor, rows: ForwardBatch, index: int = 0) -> Tensor:
         """Writes K and V. Skips attention if an op can store only K and V.
 
         Returns:
             [B, Q, attention_inputs], from which `resumed` continues.
         """
-        x = self._joint(g, rows)
-        qkv = self._qkv(0, x, rows.tiling)
+        x = self._joint(index, g, rows)
+        qkv = self._qkv(index, x, rows.tiling)
         assert qkv is not None, "the layers of a head attend"
         if self._stores:
-            self._store(0, qkv, rows, num_heads=self.spec.num_heads)
+            self._store(index, qkv, rows, num_heads=self.spec.num_heads)
         else:
-            self._attend(0, self.weights.layers[0], qkv, rows)
+            self._attend(index, self.weights.layers[index], qkv, rows)
         return torch.cat((x, qkv), dim=-1)
 
     def resumed(self, made: Tensor, rows: ForwardBatch) -> Tensor:
@@ -213,17 +269,30 @@ class Mtp(HeadDecoder):
         """Returns g of the next position, [B, Q, hidden]: the result of `drafted`, unchanged."""
         return x
 
-    def _joint(self, g: Tensor, rows: ForwardBatch) -> Tensor:
-        """Returns the layer's input [B, Q, hidden]: hidden states and embeddings of the next tokens, joined by `fc`."""
-        plan, norms, eps = self.spec.plans[0], (self._embed_norm, self._hidden_norm), self.spec.rms_eps
-        first = self.head.hidden_first
+    def _joint(self, index: int, g: Tensor, rows: ForwardBatch) -> Tensor:
+        """Returns a layer's input [B, Q, hidden]: hidden states and embeddings of tokens, joined by its `fc`."""
+        plan, part, eps = self.spec.plans[index], self._parts[index], self.spec.rms_eps
+        norms, first = (part.embed_norm, part.hidden_norm), self.head.hidden_first
         if self._embed_scale == 1.0 and plan.norm != "layer":
             eh = self.ops.joined_norms(self.weights.embed, rows.ids, g, norms, eps, x_first=first)
         else:
             e = self.ops.embed(self.weights.embed, rows.ids) * self._embed_scale
             parts = self._norm(plan, e, norms[0]), self._norm(plan, g.contiguous(), norms[1])
             eh = torch.cat(parts[::-1] if first else parts, dim=-1)
-        return self.ops.linear(eh, self._fc, None, rows.tiling)
+        return self.ops.linear(eh, part.fc, None, rows.tiling)
+
+    @override
+    def _following(self, index: int) -> LayerWeights | None:
+        return None  # the input of the next layer is not the residual stream of this one
+
+    @override
+    def _norm_of(self, index: int) -> tuple[Tensor, float] | None:
+        return None
+
+    def _tail(self, index: int, attended: Tensor, x: Tensor, tiling: Tiling) -> Tensor:
+        """Returns the hidden state after a layer's attention, its MLP and its final norm."""
+        x, _ = self._after_attention(index, attended, x, tiling)
+        return self._norm(self.spec.plans[index], x, self._parts[index].norm)
 
     def _raw_logits(self, hidden: Tensor, tiling: Tiling) -> Tensor:
         """Computes logits without the final norm, which `drafted` has already applied."""
@@ -234,7 +303,12 @@ class Mtp(HeadDecoder):
         self.head_argmax(hidden, limit, tiling, out, work=self._work)
 
 
-_NORMS = (EMBED_NORM, HIDDEN_NORM)
+def _mtp_part(weights: HeadWeights, index: int) -> MtpPart:
+    """Returns the parts of MTP layer `index`. The final norm of the first layer is that of the decoder."""
+    fc, *norms = (f"{part_name(name, index)}.weight" for name in (FC, EMBED_NORM, HIDDEN_NORM, NORM))
+    found = [weights.vector(name) for name in norms[:2]]
+    last = weights.vector(norms[2]) if index else weights.decoder.norm
+    return MtpPart(_there(weights.matrix(fc)), _there(found[0]), _there(found[1]), _there(last))
 
 
 MASK_TENSOR: Final = "mask_embedding"
@@ -282,7 +356,8 @@ class DFlash(HeadDecoder):
         # the argmax has one row for every draft of a pass
         sizes = {"max_positions": max_positions, "batch": batch * max_queries, "max_queries": 1}
         super().__init__(spec.decoder, weights.decoder, cache, ops, **sizes)
-        self.head, self._mask = spec, mask
+        self.head: DFlashSpec = spec
+        self._mask, self._own = mask, weights
         self._fc, self._context = _there(weights.matrix("fc.weight")), _there(weights.matrix("context.weight"))
         self._hidden_norm = _there(weights.vector("hidden_norm.weight"))
         self._context_bias, self._sinks = weights.vector("context.bias"), weights.vector("sinks")
@@ -306,21 +381,28 @@ class DFlash(HeadDecoder):
         A block is the last token of each row and masks. Its keys stay in the cache until the next pass, at the
         positions after the context.
         """
-        x = self._embedded(rows)
-        last = rows.positions[:, -1:].expand_as(rows.positions).contiguous()
-        whole = replace(rows, positions=last, write_mask=torch.zeros_like(rows.write_mask))
+        x, whole = self._embedded(rows), self._at_last(rows)
         qkv: Tensor | None = self._qkv(0, x, rows.tiling)
         for index in range(self.spec.num_layers):
             assert qkv is not None, "only the last layer leaves none"
-            if self.head.causal[index]:
-                rule, sinks = self.spec.plans[index].rule, self._sinks_of(index)
-                attended = self._attend_rows(index, qkv, rows, self._tables[0], self._norms(index), rule, sinks)
-            else:
-                attended = self._attend_all(index, qkv, rows, whole)
-            if self.head.value_scale != 1.0:  # applied to the sum of values, which is the same as on each value
-                attended = attended * self.head.value_scale
+            attended = self._attended(index, qkv, rows, whole)
             x, qkv = self._after_attention(index, attended, x, rows.tiling)
         return x
+
+    def _attended(self, index: int, qkv: Tensor, rows: ForwardBatch, whole: ForwardBatch) -> Tensor:
+        """Computes attention of a block's rows before the output projection, [B, Q, H * D]."""
+        if self.head.causal[index]:
+            rule, sinks = self.spec.plans[index].rule, self._sinks_of(index)
+            attended = self._attend_rows(index, qkv, rows, self._tables[0], self._norms(index), rule, sinks)
+        else:
+            attended = self._attend_all(index, qkv, rows, whole)
+        # applied to the sum of values, which is the same as on each value
+        return attended if self.head.value_scale == 1.0 else attended * self.head.value_scale
+
+    def _at_last(self, rows: ForwardBatch) -> ForwardBatch:
+        """Returns the rows of a block, all at the position of the last one, and with a write mask of False."""
+        last = rows.positions[:, -1:].expand_as(rows.positions).contiguous()
+        return replace(rows, positions=last, write_mask=torch.zeros_like(rows.write_mask))
 
     def _embedded(self, rows: ForwardBatch) -> Tensor:
         x = self.ops.embed(self.weights.embed, rows.ids)
@@ -332,7 +414,7 @@ class DFlash(HeadDecoder):
         """Computes attention of a block's rows to the context and to each other, [B, Q, H * D].
 
         Args:
-            whole: the same rows, all at the position of the block's last row, and with a write mask of False.
+            whole: result of `_at_last`.
         """
         num_heads, rule = self.spec.num_heads, self.spec.plans[index].rule
         query = self._store(index, qkv, rows, num_heads=num_heads)
@@ -345,6 +427,100 @@ class DFlash(HeadDecoder):
 
     def _sinks_of(self, index: int) -> Tensor | None:
         return None if self._sinks is None else self._sinks.view(-1, self.spec.num_heads)[index]
+
+
+class DSpark(DFlash):
+    """Weights and KV cache of a DSpark head, and its passes. `DSparkSpec` has the formulas.
+
+    Args:
+        spec: sizes and arithmetic of the head.
+        weights, cache, ops, sizes: see `DFlash`.
+    """
+
+    def __init__(self, spec: DSparkSpec, weights: HeadWeights, cache: PagedKVCache, ops: Ops, **sizes: Any) -> None:
+        super().__init__(spec, weights, cache, ops, **sizes)
+        self._before = _there(weights.matrix(dspark_spec.BEFORE))
+        self._after = _there(weights.matrix(dspark_spec.AFTER))
+
+    def after(self, ids: Tensor, tiling: Tiling) -> Tensor:
+        """Returns what is added to the logits of a draft after tokens `ids` int64 [B, 1]: fp32 [B, 1, vocab_size]."""
+        rows = self.ops.embed(self._before, ids)
+        added = self.ops.linear(rows, self._after, None, tiling, out_dtype=torch.float32)
+        scale = self.spec.scales.logits
+        return added if scale == 1.0 else added * scale
+
+
+class DFlash2(DFlash):
+    """Weights and KV cache of a DFlash2 head, and its passes. `DFlash2Spec` has the formulas.
+
+    Args:
+        spec: sizes and arithmetic of the head.
+        weights, cache, ops, sizes: see `DFlash`.
+    """
+
+    def __init__(self, spec: DFlash2Spec, weights: HeadWeights, cache: PagedKVCache, ops: Ops, **sizes: Any) -> None:
+        super().__init__(spec, weights, cache, ops, **sizes)
+        self._sizes = spec
+        self._before = _there(weights.matrix(dflash2_spec.BEFORE))
+        self._after = _there(weights.matrix(dflash2_spec.AFTER))
+        self._projection = _there(weights.matrix(dflash2_spec.PROJECTION))
+
+    @property
+    def candidates(self) -> int:
+        """Number of ids of each draft that the selector scores again."""
+        return self._sizes.candidates
+
+    @override
+    def block(self, rows: ForwardBatch) -> Tensor:
+        x, whole, tiling = self._embedded(rows), self._at_last(rows), rows.tiling
+        for index, layer in enumerate(self.weights.layers):
+            plan = self.spec.plans[index]
+            assert layer.input_norm is not None, "every layer has both norms"
+            assert layer.post_norm is not None, "every layer has both norms"
+            h, kernel = self._convolved(index, "attention_conv", self._norm(plan, x, layer.input_norm), tiling)
+            qkv = self.ops.linear(h, layer.qkv, layer.qkv_bias, tiling)
+            h = self.ops.linear(self._attended(index, qkv, rows, whole), layer.o, layer.o_bias, tiling)
+            x = x + self._convolution(index, "attention_conv", 1, h, kernel)
+            h, kernel = self._convolved(index, "mlp_conv", self._norm(plan, x, layer.post_norm), tiling)
+            inner = self._mlp_inner(plan, h, None, None, layer, tiling)
+            h = self.ops.linear(inner, layer.mlp[1], layer.down_bias, tiling)
+            x = x + self._convolution(index, "mlp_conv", 1, h, kernel)
+        return x
+
+    def projected(self, x: Tensor, tiling: Tiling) -> Tensor:
+        """Returns the selector's input [B, k, rank] for the result of `block`."""
+        return self.ops.linear(self.ops.norm(x, self.weights.norm, self.spec.rms_eps), self._projection, None, tiling)
+
+    def scored(self, projected: Tensor, before: Tensor, candidates: Tensor) -> Tensor:
+        """Returns what is added to logits of candidates, fp32 [B, 1, n].
+
+        Args:
+            projected: [B, 1, rank], from `projected`.
+            before: int64 [B, 1], the token before the draft.
+            candidates: int64 [B, n], target ids.
+        """
+        context = self.ops.embed(self._before, before) * projected
+        return (context.float() * self.ops.embed(self._after, candidates).float()).sum(-1)[:, None]
+
+    @override
+    def _fuses(self, plan: LayerPlan) -> bool:
+        return False  # convolutions stand between the products
+
+    def _convolved(self, index: int, which: str, h: Tensor, tiling: Tiling) -> tuple[Tensor, Tensor]:
+        """Returns the convolution of a part's input [B, Q, hidden], and the kernel [B, Q, 2, taps, groups]."""
+        weight = _there(self._own.matrix(f"layers.{index}.{which}.kernel_projection.weight"))
+        groups = self.spec.hidden_size // self._sizes.group
+        kernel = self.ops.linear(h, weight, None, tiling).unflatten(-1, (2, self._sizes.taps, groups))
+        return self._convolution(index, which, 0, h, kernel), kernel
+
+    def _convolution(self, index: int, which: str, side: int, h: Tensor, kernel: Tensor) -> Tensor:
+        """Convolves h [B, Q, hidden] over the rows of a block, in fp32. For `kernel` see `_convolved`."""
+        base = _there(self._own.vector(f"layers.{index}.{which}.base_kernel"))[side].float()
+        found, wide = torch.zeros_like(h, dtype=torch.float32), h.float()
+        for tap in range(min(self._sizes.taps, h.shape[1])):
+            factors = base[tap] + kernel[:, tap:, side, tap].float().repeat_interleave(self._sizes.group, -1)
+            found[:, tap:] += factors * wide[:, : h.shape[1] - tap]
+        return found.to(h.dtype)
 
 
 def _there(found: _T | None) -> _T:

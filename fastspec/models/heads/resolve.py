@@ -8,9 +8,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
-import torch
-from torch import Tensor
-
 from fastspec.errors import CheckpointError, UnsupportedModel, UnsupportedOption
 from fastspec.models.checkpoints.checkpoint import Checkpoint
 from fastspec.models.checkpoints.generation import CONFIG
@@ -31,12 +28,15 @@ from fastspec.models.heads.checkpoint import (
     target_ids,
 )
 from fastspec.models.heads.config import check_verifier
+from fastspec.models.heads.dflash2_spec import DFlash2Spec, dflash2_spec
 from fastspec.models.heads.dflash_spec import dflash_spec
-from fastspec.models.heads.eagle3_spec import eagle3_spec
+from fastspec.models.heads.dspark_spec import dspark_spec
+from fastspec.models.heads.eagle3_spec import eagle3_spec, peagle_spec
 from fastspec.models.heads.mtp_spec import MTP, mtp_source, mtp_spec
+from fastspec.models.heads.some_rows import WithSomeRows, checked_ids, places_of, with_vocab
 from fastspec.models.heads.spec import HeadKind, HeadSpec, Recognised, TargetSizes, recognise, says_head
 from fastspec.models.heads.weights import head_bytes
-from fastspec.models.layer_table import HEAD
+from fastspec.models.hosted.info import HostedInfo
 
 SpecReader = Callable[
     [Recognised, Mapping[str, Any], Mapping[str, TensorInfo], TargetSizes, "Sequence[int] | None", Path], HeadSpec
@@ -45,7 +45,13 @@ SAMPLE: Final = """The water cycle describes how water moves between the oceans,
 turns water at the surface of the sea into vapour, which rises and cools. As it cools it condenses into small drops that
 form clouds. When the drops become heavy enough, they fall as rain or snow. def mean(values): return sum(values) /
 len(values). What is the capital of France? The capital of France is Paris, and the capital of Italy is Rome."""
-READERS: Final[Mapping[HeadKind, SpecReader]] = {"eagle3": eagle3_spec, "dflash": dflash_spec}
+READERS: Final[Mapping[HeadKind, SpecReader]] = {
+    "eagle3": eagle3_spec,
+    "peagle": peagle_spec,
+    "dflash": dflash_spec,
+    "dflash2": dflash2_spec,
+    "dspark": dspark_spec,
+}
 
 
 HeadFiles = tuple[Path, dict[str, Any], Recognised]
@@ -126,6 +132,7 @@ def resolve_head(
     name: str,
     target: Checkpoint,
     feature_layers: Sequence[int] | None,
+    vocab: Sequence[int] | None = None,
 ) -> HeadCheckpoint:
     """Resolves the head that `draft_files` has found, and checks it against its target. Allocates nothing.
 
@@ -134,11 +141,14 @@ def resolve_head(
         name: name for messages.
         target: the target.
         feature_layers: boundaries of target layers that the user chose. None: those of the config.
+        vocab: token ids that the head may draft. None: all that it knows.
 
     Raises:
         CheckpointError: the head is damaged, or was made for a target with other sizes.
         UnsupportedModel: a setting that is not implemented, or a target whose hidden states cannot be read.
-        UnsupportedOption: `feature_layers` that the target does not have.
+        UnsupportedOption: `feature_layers` that the target does not have, or `vocab` for a head that has a reduced
+            vocabulary of its own.
+        ValueError: `vocab` is empty, or has an id twice, or an id that the target does not have.
     """
     directory, raw, kind = found
     sizes = sizes_of(target)
@@ -147,10 +157,37 @@ def resolve_head(
         raise UnsupportedModel(f"draft: {name}: an {kind} cannot be run yet; use an EAGLE-3 head, or a draft model")
     tensors = HeadTensors(directory)
     with naming(f"draft: {name}"):
-        check_verifier(raw, sizes, FAMILIES[target.native.family].architecture)
+        check_verifier(raw, sizes, _architectures(target))
         spec = reader(kind, raw, tensors.infos(), sizes, feature_layers, directory / CONFIG)
         check_head_tensors(tensors, spec)
-        return HeadCheckpoint(name, spec, directory, target_ids(tensors, spec), _sample(target, spec), count=head_bytes)
+        ids = target_ids(tensors, spec)
+        made = HeadCheckpoint(name, spec, directory, ids, _sample(target, spec), count=head_bytes)
+        return made if vocab is None else _with_vocab(made, tensors, target, vocab)
+
+
+def _architectures(target: Checkpoint) -> tuple[str, ...]:
+    """Returns the names of a target's class: of the model, and of the one of which it is the text part."""
+    spec = target.spec
+    if isinstance(spec, HostedInfo):
+        return tuple(filter(None, (spec.kind.__name__, spec.whole)))
+    return (FAMILIES[spec.family].architecture,)
+
+
+def _with_vocab(head: HeadCheckpoint, own: HeadTensors, target: Checkpoint, vocab: Sequence[int]) -> HeadCheckpoint:
+    """Returns a head that drafts only the ids in `vocab`."""
+    if head.vocab_map is not None:
+        raise UnsupportedOption(
+            f"draft_vocab: the head drafts {head.spec.vocab_size} of {head.spec.target.vocab_size} ids already, by its "
+            "own table; leave it out"
+        )
+    ids = checked_ids(vocab, head.spec.target.vocab_size)
+    spec = with_vocab(head.spec, ids)
+    if isinstance(spec, DFlash2Spec) and spec.candidates > len(ids):
+        raise UnsupportedOption(
+            f"draft_vocab has {len(ids)} ids, and the head chooses among {spec.candidates} candidates: name as many"
+        )
+    check_head_tensors(WithSomeRows(own, places_of(own, spec, target), ids), spec)
+    return replace(head, spec=spec, vocab_map=ids, rows_of=target)
 
 
 def resolve_mtp(
@@ -188,26 +225,13 @@ def resolve_mtp(
     with naming(f"draft='{MTP}'"):
         spec, ids = mtp_spec(target, target.directory), None
         if vocab is not None:
-            ids = _checked_ids(vocab, target.native.vocab_size)
-            decoder, tensors = replace(spec.decoder, vocab_size=len(ids), tied=False), dict(spec.tensors)
-            tensors[HEAD] = (len(ids), spec.hidden_size)
-            spec = replace(spec, decoder=decoder, tensors=tensors, own_head=True)
+            ids = checked_ids(vocab, target.native.vocab_size)
+            spec = with_vocab(spec, ids)
         found = HeadCheckpoint(
             f"the MTP layer of {target.name}", spec, target.directory, ids, (), source=target, count=head_bytes
         )
         check_head_tensors(mtp_source(found), spec)
     return found
-
-
-def _checked_ids(vocab: Sequence[int], known: int) -> Tensor:
-    """Returns the ids in ascending order, int64 [n] on the CPU."""
-    ids = sorted({each for each in vocab if type(each) is int and 0 <= each < known})
-    if not ids or len(ids) != len(vocab):
-        raise ValueError(
-            f"draft_vocab has {len(vocab)} entries, of which {len(ids)} are different ids from 0 to {known - 1}; "
-            "wanted different ids of the target, and one at least: frequent_ids() counts them"
-        )
-    return torch.tensor(ids, dtype=torch.int64, device="cpu")
 
 
 def _sample(target: Checkpoint, spec: HeadSpec) -> tuple[int, ...]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final, Literal, NoReturn
 
 import torch
@@ -23,25 +23,38 @@ from fastspec.models.config import ModelSpec
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+    from fastspec.models.checkpoints.weight_loader import Use
 
-HeadKind = Literal["eagle3", "dflash", "mtp"]
 
-Layout = Literal["eagle", "z-lab", "speculators", "mtp", "nextn", "mimo"]
+HeadKind = Literal["eagle3", "peagle", "dflash", "dflash2", "dspark", "mtp"]
 
-NAMES: Final[Mapping[HeadKind, str]] = {"eagle3": "EAGLE-3", "dflash": "DFlash", "mtp": "MTP"}
+Layout = Literal["eagle", "z-lab", "deepspec", "speculators", "mtp", "nextn", "mimo", "mimo-v2"]
+
+NAMES: Final[Mapping[HeadKind, str]] = {
+    "eagle3": "EAGLE-3",
+    "peagle": "P-EAGLE",
+    "dflash": "DFlash",
+    "dflash2": "DFlash2",
+    "dspark": "DSpark",
+    "mtp": "MTP",
+}
 
 LAYOUTS: Final[Mapping[Layout, str]] = {
     "eagle": "layout of EAGLE and SGLang",
     "z-lab": "layout of z-lab",
+    "deepspec": "layout of DeepSpec",
     "speculators": "layout of speculators",
     "mtp": "layout of Qwen",
     "nextn": "layout of DeepSeek and GLM",
     "mimo": "layout of MiMo",
+    "mimo-v2": "layout of MiMo-V2",
 }
 
 SPECULATORS: Final = "speculators_model_type"
 
-SUPPORTED: Final = "supported heads: EAGLE-3 and DFlash, each in its first layout and in that of speculators"
+SUPPORTED: Final = (
+    "supported heads: EAGLE-3, P-EAGLE, DFlash, DFlash2 and DSpark, each in its first layout and in that of speculators"
+)
 
 _WITHIN: Final = (
     "an MTP layer drafts for the model in whose checkpoint it lies: give that checkpoint as target, with draft='mtp'; "
@@ -50,16 +63,11 @@ _WITHIN: Final = (
 # config keys and tensors that only related types of drafters have
 _RELATIVES_BY_KEY: Final = {
     "medusa_num_heads": "Medusa",
-    "dspark_noise_token_id": "DSpark",
-    "dspark_config": "DSpark",
-    "dflash2_config": "DFlash2",
+    "dspark_block_size": "DSpark in the checkpoint of its target",
     "xpress_config": "XPress",
 }
 
 _RELATIVES_BY_TENSOR: Final = {
-    "mask_hidden": "P-EAGLE",
-    "markov_head.": "DSpark",
-    "confidence_head.": "DSpark",
     "medusa_head.": "Medusa",
     "mtp.": "MTP",
     "mtp_layers.": "MTP",
@@ -98,7 +106,8 @@ def says_head(raw: Mapping[str, Any]) -> bool:
 
     A head whose config looks like that of an ordinary model is recognised later, by its tensors.
     """
-    keys = {SPECULATORS, "speculators_config", "eagle_config", "draft_vocab_size", "dflash_config", *_RELATIVES_BY_KEY}
+    keys = {SPECULATORS, "speculators_config", "eagle_config", "draft_vocab_size", "dflash_config", "markov_rank"}
+    keys |= {*_RELATIVES_BY_KEY}
     marks = ("eagle3", "dflash", "dspark", "medusa", "speculator", "peagle")
     return bool(keys & raw.keys()) or any(mark in _architectures(raw).lower() for mark in marks)
 
@@ -117,8 +126,13 @@ def recognise(raw: Mapping[str, Any], stored: Collection[str]) -> Recognised | N
     _refuse_relatives(raw, stored, names)
     layout: Layout | None = "speculators" if SPECULATORS in raw or "speculators_config" in raw else None
     if "layers.0.hidden_norm.weight" in names:
-        return Recognised("eagle3", layout or "eagle")
+        return Recognised("peagle" if "mask_hidden" in names else "eagle3", layout or "eagle")
     if {"fc.weight", "hidden_norm.weight"} <= names:
+        called = f"{raw.get(SPECULATORS)} {_architectures(raw)}".lower()
+        if "candidate_selector.predecessor_codebook" in names or "dflash2" in called:
+            return Recognised("dflash2", layout or "z-lab")
+        if "markov_head.markov_w1.weight" in names or "dspark" in called:
+            return Recognised("dspark", layout or "deepspec")
         return Recognised("dflash", layout or "z-lab")
     if "fc.weight" in names and "layers.0.input_layernorm.weight" not in names:
         _refuse("EAGLE-1 or EAGLE-2")
@@ -134,13 +148,11 @@ def _architectures(raw: Mapping[str, Any]) -> str:
 
 def _refuse_relatives(raw: Mapping[str, Any], stored: Collection[str], names: Collection[str]) -> None:
     asked = raw.get(SPECULATORS)
-    if asked not in (None, "eagle3", "dflash"):
+    if asked is not None and (asked == "mtp" or asked not in NAMES):
         _refuse(f"{SPECULATORS}={asked!r}", _WITHIN if asked == "mtp" else SUPPORTED)
     for key, relative in _RELATIVES_BY_KEY.items():
         if raw.get(key) is not None:
             _refuse(f"{relative} ({key} in the config)")
-    if "dflash2" in _architectures(raw).lower():
-        _refuse("DFlash2")
     embeds = any(name.endswith("embed_tokens.weight") and name.startswith("model.") for name in stored)
     whole = embeds and not says_head(raw)  # an ordinary model may have MTP layers after its own layers
     for mark, relative in _RELATIVES_BY_TENSOR.items():
@@ -253,6 +265,7 @@ class HeadSpec:
             config. The first is that of the engine that wrote the layout.
         tensors: shape of every tensor that is loaded, by its `plain_name`.
         own_embed, own_head: True if it has its own embedding, or its own head. Else the target's is used.
+        tied_head: True if its own embedding is also its output matrix.
     """
 
     found: Recognised
@@ -262,6 +275,7 @@ class HeadSpec:
     tensors: Mapping[str, tuple[int, ...]]
     own_embed: bool
     own_head: bool
+    tied_head: bool = field(default=False, kw_only=True)
 
     def for_length(self, max_length: int) -> Self:
         """Returns the spec for rows of up to `max_length` tokens; see `ModelSpec.for_length`."""
@@ -273,6 +287,11 @@ class HeadSpec:
         return ()
 
     @property
+    def computed_again(self) -> int:
+        """Positions before the newest one that are computed again, see `Proposer.computed_again`."""
+        return 0
+
+    @property
     def attention_inputs(self) -> int:
         """Elements per position that the last layer reads from its attention on: the residual stream, q, k and v."""
         gates = self.num_heads if self.decoder.plans[-1].output_gate else 0
@@ -282,6 +301,16 @@ class HeadSpec:
     def max_drafts(self) -> int | None:
         """Largest number of drafts of a step. None: any number."""
         return None
+
+    @property
+    def uses(self) -> Mapping[str, Use]:
+        """How matrices are used, by name, if not in products of layers."""
+        return {}
+
+    @property
+    def unused(self) -> tuple[str, ...]:
+        """Names of tensors that may be stored with such a head, and are not read."""
+        return ()
 
     @property
     def joined(self) -> Mapping[str, tuple[str, ...]]:

@@ -16,11 +16,12 @@ from fastspec.kernels.common.weights import Weight
 from fastspec.kernels.ops import Ops
 from fastspec.models.checkpoints.decoder_weights import layer_weights, norm_weight
 from fastspec.models.checkpoints.tensor_source import TensorSource
-from fastspec.models.checkpoints.weight_loader import Loader, Rounding
+from fastspec.models.checkpoints.weight_loader import Loader, Rounding, Use
 from fastspec.models.heads.checkpoint import HeadCheckpoint, HeadTensors
 from fastspec.models.heads.dflash_spec import DFlashSpec
-from fastspec.models.heads.mtp_names import EMBED_NORM, FC, HIDDEN_NORM, NORM
+from fastspec.models.heads.mtp_names import EMBED_NORM, FC, HIDDEN_NORM, NORM, part_name
 from fastspec.models.heads.mtp_spec import MtpSpec, mtp_source
+from fastspec.models.heads.some_rows import WithSomeRows, places_of
 from fastspec.models.heads.spec import HeadSpec
 from fastspec.models.layer_table import DecoderWeights
 
@@ -115,46 +116,59 @@ def head_bytes(checkpoint: HeadCheckpoint, dtype: torch.dtype, device: torch.dev
 
 def _rounding(checkpoint: HeadCheckpoint) -> Rounding:
     form = checkpoint.rounded
+    uses: dict[str, Use] = {"embed_tokens.weight": "table", "lm_head.weight": "head", **checkpoint.spec.uses}
 
     def rounds_to(name: str, shape: tuple[int, int]) -> CodesKind | None:
-        if form is None or name == "embed_tokens.weight":
+        use = uses.get(name, "product")
+        if form is None or use == "table":
             return None
-        return kind_for("int8" if form == "int4" and name == "lm_head.weight" else form, shape)
+        return kind_for("int8" if form == "int4" and use == "head" else form, shape)
 
     return rounds_to
 
 
 def _source_of(checkpoint: HeadCheckpoint) -> TensorSource:
     if checkpoint.source is None or not isinstance(checkpoint.spec, MtpSpec):
-        return HeadTensors(checkpoint.directory)
+        own = HeadTensors(checkpoint.directory)
+        if checkpoint.rows_of is None or checkpoint.vocab_map is None:
+            return own
+        return WithSomeRows(own, places_of(own, checkpoint.spec, checkpoint.rows_of), checkpoint.vocab_map)
     return mtp_source(checkpoint)
 
 
 def _of_mtp(loader: Loader, spec: MtpSpec, target: DecoderWeights) -> HeadWeights:
-    norms = {name: norm_weight(loader, spec.decoder, f"{name}.weight") for name in (NORM, EMBED_NORM, HIDDEN_NORM)}
+    others: dict[str, Weight | Tensor] = {}
+    for index in range(1 if spec.shares_parts else spec.num_layers):
+        for name in (NORM, EMBED_NORM, HIDDEN_NORM):
+            part = f"{part_name(name, index)}.weight"
+            others[part] = norm_weight(loader, spec.decoder, part)
+        part = f"{part_name(FC, index)}.weight"
+        others[part] = loader.weight(part)
     layers = tuple(layer_weights(loader, spec.decoder, index) for index in range(spec.num_layers))
     head = loader.weight("lm_head.weight", use="head") if spec.own_head else target.head
-    decoder = DecoderWeights(embed=target.embed, layers=layers, norm=norms.pop(NORM), head=head)
-    others: dict[str, Weight | Tensor] = {f"{name}.weight": norm for name, norm in norms.items()}
-    return HeadWeights(decoder, {**others, f"{FC}.weight": loader.weight(f"{FC}.weight")})
+    norm = others.pop(f"{NORM}.weight")
+    assert isinstance(norm, Tensor), "it has one axis"
+    return HeadWeights(DecoderWeights(embed=target.embed, layers=layers, norm=norm, head=head), others)
 
 
 def _assemble(loader: Loader, spec: HeadSpec, target: DecoderWeights) -> HeadWeights:
     if isinstance(spec, MtpSpec):
         return _of_mtp(loader, spec, target)
     layers = tuple(layer_weights(loader, spec.decoder, index, f"layers.{index}.") for index in range(spec.num_layers))
-    decoder = DecoderWeights(
-        embed=loader.weight("embed_tokens.weight", use="table") if spec.own_embed else target.embed,
-        layers=layers,
-        norm=loader.tensor("norm.weight"),
-        head=loader.weight("lm_head.weight", use="head") if spec.own_head else target.head,
-    )
+    embed, head = target.embed, target.head
+    if spec.own_embed:
+        embed = loader.weight("embed_tokens.weight", use="tied" if spec.tied_head and not spec.own_head else "table")
+    if spec.own_head:
+        head = loader.weight("lm_head.weight", use="head")
+    elif spec.tied_head:
+        head = embed
+    decoder = DecoderWeights(embed=embed, layers=layers, norm=loader.tensor("norm.weight"), head=head)
     others: dict[str, Weight | Tensor] = {}
+    taken = {name for part in loader.parts for name in part.names} | set(sum(spec.joined.values(), ()))
     for name, shape in spec.tensors.items():
-        if name.startswith("layers.") and not name.endswith("hidden_norm.weight"):
-            continue
-        if name not in ("embed_tokens.weight", "norm.weight", "lm_head.weight"):
-            others[name] = loader.weight(name) if len(shape) == 2 else loader.tensor(name)
+        if name not in taken:
+            use = spec.uses.get(name, "product")
+            others[name] = loader.weight(name, use=use) if len(shape) == 2 else loader.tensor(name)
     for name, parts in spec.joined.items():
         others[name] = loader.weight(*parts) if len(spec.tensors[parts[0]]) == 2 else loader.tensor(*parts)
     return HeadWeights(decoder, others)

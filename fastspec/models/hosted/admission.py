@@ -46,6 +46,50 @@ def admit(model: HostedModel, name: str, tiling: Tiling, max_queries: int) -> No
         ) from error
 
 
+def admit_streams(model: HostedModel, name: str, tiling: Tiling, *, shares_embedding: bool) -> None:
+    """Checks that a proposer can read hidden states between the layers of a hosted model.
+
+    Args:
+        model: the model with weights.
+        name: name of the model, for messages.
+        tiling: tiling of steps.
+        shares_embedding: True if the proposer uses rows of the model's embedding, which must not be changed afterwards.
+
+    Raises:
+        UnsupportedModel: the inputs of its layers are not the hidden states that the module itself reports, or the
+            input of the first layer is not a row of its embedding.
+    """
+    count, device = TRIAL_PROMPT, model.keys[0].device
+    ids, positions = trial_ids(count, model.info, device), torch.arange(count, device=device)[None]
+    layers, base = len(model.info.layer_names), model.base
+    base.set_attn_implementation("eager")
+    try:
+        running = model.running(Tiling(count, count) if tiling.rows else tiling, count)
+        with torch.inference_mode(), running, model.streams.recorded(range(-1, layers - 1)) as found:
+            whole = {**model.info.probed.whole, "output_hidden_states": True}
+            out = base(input_ids=ids, position_ids=positions, use_cache=False, **whole)
+    finally:
+        base.set_attn_implementation(ATTENTION)
+    said = getattr(out, "hidden_states", None) or ()
+    advice = "use a draft model, or a target of a native family"
+    if len(said) != layers + 1:
+        raise UnsupportedModel(
+            f"{name}: {type(base).__name__} reports {len(said)} hidden states, wanted {layers + 1} for its {layers} "
+            f"layers, which a proposer could read; {advice}"
+        )
+    other = next((layer for layer in range(-1, layers - 1) if not torch.equal(found[layer], said[layer + 1])), None)
+    if other is not None:
+        raise UnsupportedModel(
+            f"{name}: the input of layer {other + 1} is not the hidden state that {type(base).__name__} reports there, "
+            f"so a proposer would read something else; {advice}"
+        )
+    if shares_embedding and not torch.equal(found[-1], model.ops.embed(model.weights.embed, ids)):
+        raise UnsupportedModel(
+            f"{name}: its first layer reads something else than rows of its embedding, as by a scale or positions, and "
+            "the learned drafter has no embedding of its own; use one that has"
+        )
+
+
 class _Trial:
     def __init__(self, model: HostedModel, tiling: Tiling, max_queries: int) -> None:
         self._model, self._tiling = model, tiling

@@ -16,7 +16,8 @@ from fastspec.errors import UnsupportedModel
 from fastspec.models.checkpoints.live_module import changed_constants, check_devices, check_unchanged
 from fastspec.models.config import DTYPES, MAKING
 from fastspec.models.families import FAMILIES
-from fastspec.models.hosted.probe import FOREIGN, Probed, probe
+from fastspec.models.hosted.probe import FOREIGN, Probed, base_name, probe
+from fastspec.models.hosted.streams import layers_in
 from fastspec.models.hosted.swaps import (
     KnownNorm,
     expert_layers,
@@ -80,6 +81,7 @@ class HostedInfo:
         norms: RMSNorms whose formula is known.
         wide_norms: elements of those norms whose weights are stored in fp32.
         rotations: attention modules whose rotation of heads is known.
+        base: name of the submodule that contains everything except the head. Empty: the model itself.
         whole: name of the model class of which it is the text part. Empty: it is not a part.
         probed: results of a traced pass.
         parameters: number of elements of its parameters. Shared parameters count once.
@@ -103,6 +105,7 @@ class HostedInfo:
     norms: int
     wide_norms: int
     rotations: int = 0
+    base: str = ""
     whole: str = ""
     cut: HostedCut | None = None
 
@@ -121,6 +124,12 @@ class HostedInfo:
     def num_layers(self) -> int:
         """Number of attention calls of a pass."""
         return len(self.probed.calls)
+
+    @property
+    def layer_names(self) -> tuple[str, ...]:
+        """Names of its layers, below the base model. () if they are not one list."""
+        prefix = "".join(f"{part}." for part in [self.base] if part)
+        return layers_in([call.layer.removeprefix(prefix) for call in self.probed.calls])
 
     @property
     def windows(self) -> tuple[int | None, ...]:
@@ -327,6 +336,7 @@ def _info(
         norms=len(norms),
         rotations=sum(rotates(part) for part in shell.modules()),
         wide_norms=sum(width for known, width in norms if known.form != "rounded"),
+        base=base_name(shell),
     )
 
 

@@ -11,12 +11,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastspec.distributed.exchange import Alone, Exchange
-from fastspec.errors import UnsupportedOption
+from fastspec.kernels.common.weights import Weight
 from fastspec.kernels.ops import Ops
 from fastspec.kernels.reference.attention import AttendCall
 from fastspec.models.hosted.info import HostedInfo
 from fastspec.models.hosted.probe import base_name, base_of
+from fastspec.models.hosted.streams import LayerStreams
 from fastspec.models.hosted.swaps import FixedShapes, NoCache, attach, our_op
+from fastspec.models.layer_table import DecoderWeights
 from fastspec.shapes import UNTILED, ForwardBatch, Tiling
 
 TRIAL_PROMPT = 4  # tokens that admission feeds before those of a step
@@ -43,6 +45,8 @@ class HostedModel:
         wanted: hidden states of the whole model for `trial_ids` [1, n], if this is one rank's part. They are computed
             while it is loaded.
         rounded: True if products were rounded while loading, so that `wanted` is from unrounded weights.
+        weights: the module's embedding and output matrix, for learned drafters that share them. There are no layers.
+        streams: the residual stream between its layers.
     """
 
     def __init__(
@@ -81,6 +85,10 @@ class HostedModel:
         self.module: Any = module
         self.base: Any = base_of(module)
         attach(module, self)
+        self.streams = LayerStreams(self.base, self.info.layer_names)
+        its: Any = module
+        embed, head = _weight_of(its.get_input_embeddings()), _weight_of(its.get_output_embeddings())
+        self.weights = DecoderWeights(embed=embed, layers=(), norm=torch.empty(0, device=embed.data.device), head=head)
         # the module's head is called with hidden states as embeddings; its base model is replaced by one that returns
         # them
         setattr(module, base_name(module), _PassOn(self.info.probed.output, hasattr(self.base, "decoder")))
@@ -103,8 +111,27 @@ class HostedModel:
         return hidden
 
     def hidden_with_features(self, rows: ForwardBatch, layers: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-        """Raises, because layers of hosted models have no common form."""
-        raise UnsupportedOption("a proposer that reads the target's hidden states needs a native model family")
+        """Runs `hidden`. Also returns the residual stream after each of `layers`; see `Decoder.hidden_with_features`.
+
+        `admit_streams` has checked that the module's layers have such a stream.
+        """
+        count = len(self.info.layer_names)
+        with self.streams.recorded([layer for layer in layers if layer < count]) as found:
+            last = self.hidden(rows)
+        return last, torch.stack([found.get(layer, last) for layer in layers], dim=2)
+
+    def head_logits(self, x: Tensor, tiling: Tiling, **options: Any) -> Tensor:
+        """Returns fp32 logits [..., V] of the module's head for a learned drafter, with the head's scale and softcap.
+
+        Args:
+            options: see `Decoder.head_logits`.
+        """
+        norm = options.get("norm")
+        return self.logits(x if norm is None else self.ops.norm(x.contiguous(), *norm), tiling)
+
+    def head_argmax(self, x: Tensor, limit: int, tiling: Tiling, out: Tensor, **options: Any) -> None:
+        """Writes the argmax of the first `limit` values of `head_logits`, for x [R, hidden]."""
+        out.copy_(self.head_logits(x, tiling, **options)[..., :limit].argmax(dim=-1))
 
     def logits(self, hidden: Tensor, tiling: Tiling) -> Tensor:
         """Returns fp32 logits [..., V] for hidden states [..., hidden], computed by the module's own head."""
@@ -162,6 +189,12 @@ class HostedModel:
         self.tiling, self.queries = tiling, queries
         with FixedShapes(self):
             yield
+
+
+def _weight_of(part: Any) -> Weight:
+    """Returns the matrix of an embedding or a product of the module."""
+    found = part.weight
+    return found if isinstance(found, Weight) else Weight(found.detach())
 
 
 def _padded(x: Tensor, width: int) -> Tensor:

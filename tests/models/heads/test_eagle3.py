@@ -13,15 +13,15 @@ from fastspec.kv_cache.cache import PagedKVCache
 from fastspec.models.checkpoints.decoder_weights import load_weights
 from fastspec.models.checkpoints.pair import resolve_pair
 from fastspec.models.heads.checkpoint import HeadCheckpoint
-from fastspec.models.heads.eagle3_spec import Eagle3Spec
-from fastspec.models.heads.passes import Eagle3
+from fastspec.models.heads.eagle3_spec import Eagle3Spec, PEagleSpec
+from fastspec.models.heads.passes import Eagle3, PEagle
 from fastspec.models.heads.weights import allocate_head
 from fastspec.models.layer_table import DecoderWeights
 from fastspec.shapes import UNTILED
 from tests.helpers.chain_passes import CLOSE, ROWS, check_passes, fed
 from tests.helpers.checkpoints import make_checkpoint
-from tests.helpers.heads import HIDDEN, LAYERS, VOCAB, eagle3_tensors, write_eagle3, write_speculators
-from tests.helpers.heads_definition import Definition
+from tests.helpers.heads import HIDDEN, LAYERS, VOCAB, eagle3_tensors, peagle_tensors, write_eagle3, write_speculators
+from tests.helpers.heads_definition import Definition, ParallelDefinition
 
 CPU = torch.device("cpu")
 
@@ -54,6 +54,8 @@ VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # how tensors ar
     "norm_output": ({}, {"norm_output": True}),
     "norm_before_fc": ({"norm_before_fc": True}, {"norm_before_fc": True}),
     "fc_norm": ({"fc_norm": True}, {"fc_norm": True}),
+    "EAGLE-3.1": ({"fc_norm": True}, {"fc_norm": True, "norm_output": True}),
+    "tied": ({"drafted": VOCAB, "own_head": False}, {"tie_word_embeddings": True}),
     "qwen3": ({"qk_norm": True, "dim": 8}, {}),
     "biases": ({"attention_bias": True, "fc_bias": True}, {}),
     "two layers": ({"layers": 2, "qk_norm": True, "dim": 16}, {"norm_before_residual": True, "norm_output": True}),
@@ -82,7 +84,7 @@ def test_passes_are_the_definition(variant: str, layout: str, target: Path, tmp_
         dim=made.get("dim", 16),
         scale=fields.get("logit_scale", 1.0),
         embed=shared.embed.unpack(),
-        lm_head=shared.head.unpack(),
+        lm_head=tensors["embed_tokens.weight"] if "tie_word_embeddings" in fields else shared.head.unpack(),
         **flags,
     )
     generator = torch.Generator().manual_seed(1)
@@ -92,6 +94,36 @@ def test_passes_are_the_definition(variant: str, layout: str, target: Path, tmp_
     torch.testing.assert_close(model.condense(features[None], UNTILED)[0], g, **CLOSE)
     whole, x = check_passes(model, definition, g, following)
     torch.testing.assert_close(model.feature(whole), definition.feature(x), **CLOSE)
+
+
+@pytest.mark.parametrize(
+    ("made", "fields"), [({}, {}), ({"fc_norm": True, "layers": 3}, {"fc_norm": True, "norm_before_residual": True})]
+)
+@torch.inference_mode()
+def test_masks_in_parallel_are_the_definition(
+    made: dict[str, Any], fields: dict[str, Any], target: Path, tmp_path: Path
+) -> None:
+    """P-EAGLE: the rows of a text were absorbed; the last one and masks behind it go through in one pass."""
+    tensors, places = peagle_tensors(**made), 4
+    head = write_speculators(tmp_path, tensors, speculators_model_type="peagle", mask_token_id=9, **fields)
+    found, shared = resolved(target, head)
+    pending = allocate_head(found, shared, dtype=torch.float32, device=CPU, ops=TORCH_OPS, progress=False)
+    pending.fill()
+    assert isinstance(found.spec, PEagleSpec)
+    sizes = found.spec.num_layers, 5, 4, found.spec.num_kv_heads, found.spec.head_dim
+    cache = PagedKVCache.allocate(*sizes, dtype=torch.float32, device=CPU)
+    cache.keys.fill_(torch.nan)
+    model = PEagle(found.spec, pending.weights, cache, TORCH_OPS, max_positions=16, batch=1, max_queries=8)
+    generator = torch.Generator().manual_seed(1)
+    features = torch.randn(ROWS, 3, HIDDEN, generator=generator)
+    text = torch.randint(VOCAB, (ROWS + 1,), generator=generator)
+    g = model.condense(features[None], UNTILED)
+    model.absorb(g, fed(text[1:], 0, ROWS))
+    ids = torch.cat((torch.zeros(ROWS - 1, dtype=torch.int64), text[-1:], torch.full((places - 1,), 9)))
+    x = model.block(g[:, -1:], fed(ids, ROWS - 1, ROWS + places - 1))
+    flags = {name: value for name, value in fields.items() if name == "norm_before_residual"}
+    definition = ParallelDefinition(tensors, mask_id=9, **flags)
+    torch.testing.assert_close(model.logits(x, UNTILED)[0], definition.laws(features, text, places), **CLOSE)
 
 
 @torch.inference_mode()

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import Qwen3_5ForCausalLM
@@ -35,6 +36,7 @@ from tests.helpers.mtp import (
     random_mtp,
     stored_names,
     write_glm,
+    write_layers,
     write_target,
 )
 
@@ -59,7 +61,9 @@ def built(target: Path) -> tuple[Mtp, DecoderWeights]:
     assert isinstance(spec, MtpSpec)
     assert pending.weights.decoder.embed is shared.embed, "nothing that is shared is copied"
     assert pending.weights.decoder.head is shared.head
-    cache = PagedKVCache.allocate(1, 5, 4, spec.num_kv_heads, spec.head_dim, dtype=torch.float32, device=CPU)
+    cache = PagedKVCache.allocate(
+        spec.num_layers, 5, 4, spec.num_kv_heads, spec.head_dim, dtype=torch.float32, device=CPU
+    )
     return Mtp(spec, pending.weights, cache, TORCH_OPS, max_positions=16, batch=1, max_queries=8), shared
 
 
@@ -80,6 +84,25 @@ def test_passes_are_the_definition(layout: str, tmp_path: Path) -> None:
     assert torch.equal(model.feature(whole), whole)
     swapped = MtpDefinition.of(live, tensors, "mtp" if layout == "mimo" else "mimo").behind(g, following)
     assert not torch.allclose(whole[0], swapped, **CLOSE), "the order of the two halves is seen"
+
+
+@pytest.mark.parametrize("layout", ["mimo-v2", "mtp"])
+@torch.inference_mode()
+def test_every_layer_is_the_definition(layout: str, tmp_path: Path) -> None:
+    target, live, tensors = write_layers(tmp_path, layout, 3)
+    model, _ = built(target)
+    g, following = inputs(live.config.hidden_size, live.config.vocab_size)
+    for index, each in enumerate(tensors):
+        wanted = MtpDefinition.of(live, each, layout).behind(g, following)
+        found = model.drafted(g[None], fed(following, 0, ROWS), index)
+        torch.testing.assert_close(found[0], wanted, **CLOSE)
+        torch.testing.assert_close(model.logits(found, UNTILED)[0], F.linear(wanted, model_head(live)), **CLOSE)
+
+
+def model_head(live: Any) -> Tensor:
+    """The target's output matrix."""
+    found: Tensor = live.get_output_embeddings().weight.detach()
+    return found
 
 
 @torch.inference_mode()
@@ -146,7 +169,7 @@ def test_where_it_may_lie() -> None:
     found = find_mtp(nested, 3)
     assert found is not None
     assert (found.layout, found.depth, len(found.stored)) == ("mtp", 2, 3)
-    assert set(found.names) == {"fc.weight", "model.layers.0.mlp.up_proj.weight"}
+    assert set(found.names) == {"fc.weight", "model.layers.0.mlp.up_proj.weight", "model.layers.1.mlp.up_proj.weight"}
     assert find_mtp(["model.layers.2.eh_proj.weight", "model.layers.3.mlp.up_proj.weight"], 3) is None
     assert find_mtp(["model.layers.3.eh_proj.weight"], 3) is not None
     assert find_mtp(["fc.weight", "norm.weight"], 3) is None
@@ -163,7 +186,7 @@ def test_options_that_do_not_go_with_an_mtp_layer_are_refused(tmp_path: Path) ->
     for wrong in ([], [1, 1], [-1], [128], [True], ["a"]):
         with pytest.raises(ValueError, match=r"draft_vocab has .* wanted different ids of the target"):
             found_in(target, draft_vocab=wrong)
-    with pytest.raises(UnsupportedOption, match="draft_vocab is for draft='mtp'"):
+    with pytest.raises(UnsupportedOption, match="draft_vocab is for learned drafters and draft='mtp'"):
         resolve_pair(target, None, (None, None), (None, None), draft_vocab=[1])
     with pytest.raises(UnsupportedOption, match="live module"):
         found_in(make_model("qwen3"))
@@ -184,8 +207,8 @@ def test_options_that_do_not_go_with_an_mtp_layer_are_refused(tmp_path: Path) ->
         found_in(changed("extra", **{"layers.0.extra.weight": torch.ones(3)}))
     with pytest.raises(UnsupportedModel, match="mixture of experts"):
         found_in(changed("experts", **{"layers.0.mlp.experts.0.up_proj.weight": torch.ones(3, 3)}))
-    with pytest.raises(UnsupportedModel, match="holds 2 MTP layers"):
-        found_in(changed("deep", **{"layers.1.norm.weight": torch.ones(3)}))
+    with pytest.raises(CheckpointError, match=r"layers.1.*missing"):
+        found_in(changed("deep", **{"layers.1.input_layernorm.weight": torch.ones(32)}))
 
 
 def test_remote_code_of_mimo_is_left_alone(tmp_path: Path) -> None:

@@ -59,6 +59,12 @@ def test_heads_are_recognised_by_tensors_and_layouts_by_config() -> None:
     assert str(recognise(speculators, ["layers.0.hidden_norm.weight", "fc.weight"])).endswith("(layout of speculators)")
     assert str(recognise({"dflash_config": {}}, DFLASH)) == "DFlash head (layout of z-lab)"
     assert str(recognise({"speculators_model_type": "dflash"}, DFLASH)) == "DFlash head (layout of speculators)"
+    assert str(recognise({"architectures": ["DFlash2DraftModel"]}, DFLASH)) == "DFlash2 head (layout of z-lab)"
+    markov = [*DFLASH, "markov_head.markov_w1.weight"]
+    assert str(recognise({"architectures": ["DFlashDraftModel"]}, markov)) == "DSpark head (layout of DeepSpec)"
+    said = {"speculators_model_type": "dspark"}
+    assert str(recognise(said, DFLASH)) == "DSpark head (layout of speculators)", "its markov_rank may be 0"
+    assert str(recognise({}, [*EAGLE3, "mask_hidden"])).startswith("P-EAGLE head (layout of EAGLE")
     assert recognise({"architectures": ["LlamaForCausalLM"]}, MODEL) is None
     assert plain_name("model.midlayer.mlp.up_proj.weight") == "layers.0.mlp.up_proj.weight"
     assert plain_name("aux_norm_mid.weight") == "fc_norm.1.weight"
@@ -67,13 +73,9 @@ def test_heads_are_recognised_by_tensors_and_layouts_by_config() -> None:
 @pytest.mark.parametrize(
     ("raw", "tensors", "named"),
     [
-        ({"speculators_model_type": "peagle"}, EAGLE3, "peagle"),
-        ({"speculators_model_type": "dflash2"}, DFLASH, "dflash2"),
         ({"speculators_model_type": "xpress"}, DFLASH, "xpress"),
         ({"speculators_model_type": "mtp"}, MODEL, "mtp.*give that checkpoint as target, with draft='mtp'"),
-        ({}, [*EAGLE3, "mask_hidden"], "P-EAGLE"),
-        ({}, [*DFLASH, "markov_head.markov_w1"], "DSpark"),
-        ({"architectures": ["DFlash2DraftModel"]}, DFLASH, "DFlash2"),
+        ({"dspark_block_size": 5}, MODEL, "DSpark in the checkpoint of its target"),
         ({"medusa_num_heads": 4}, ["0.0.linear.weight"], "Medusa"),
         ({}, ["fc.weight", "embed_tokens.weight", "layers.0.self_attn.q_proj.weight"], "EAGLE-1"),
         ({"draft_vocab_size": 8}, ["mtp.fc.weight"], "MTP"),
@@ -236,6 +238,20 @@ def test_what_cannot_be_shared_is_refused(target: Path, tmp_path: Path) -> None:
     assert "is missing" in refused(target, write_eagle3(tmp_path / "a", eagle3_tensors(own_head=False, drafted=VOCAB)))
     narrow = write_eagle3(tmp_path / "b", eagle3_tensors(own_embed=False))
     assert "cannot share that of" in refused(target, narrow)
+
+
+def test_a_head_may_tie_its_own_embedding(target: Path, tmp_path: Path) -> None:
+    tied = write_eagle3(tmp_path / "a", eagle3_tensors(own_head=False, drafted=VOCAB), tie_word_embeddings=True)
+    assert spec_of(target, tied).tied_head
+    stored = write_eagle3(tmp_path / "b", eagle3_tensors(drafted=VOCAB), tie_word_embeddings=True)
+    assert not spec_of(target, stored).tied_head, "a stored output matrix is used"
+    inner = {"tie_word_embeddings": True}
+    theirs = write_speculators(
+        tmp_path / "c", eagle3_tensors(hidden=HIDDEN, own_head=False, drafted=VOCAB), inner=inner
+    )
+    assert not spec_of(target, theirs).tied_head, "that is said of the target"
+    fewer = write_eagle3(tmp_path / "d", eagle3_tensors(own_head=False), tie_word_embeddings=True, draft_vocab_size=40)
+    assert "the head drafts 40 ids with an embedding of 101" in refused(target, fewer)
 
 
 def test_options_that_heads_do_not_have(target: Path, tmp_path: Path) -> None:

@@ -1,0 +1,88 @@
+"""DSpark heads: their configs in the layouts of DeepSpec and of speculators."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from fastspec.errors import CheckpointError
+from fastspec.models.checkpoints.tensor_source import TensorInfo
+from fastspec.models.heads.config import refuse_unknown
+from fastspec.models.heads.dflash_spec import KNOWN, DFlashSpec, Settings, dflash_spec
+from fastspec.models.heads.spec import NAMES, Recognised, TargetSizes
+
+if TYPE_CHECKING:
+    from fastspec.models.checkpoints.weight_loader import Use
+
+BEFORE: Final = "markov_head.markov_w1.weight"
+AFTER: Final = "markov_head.markov_w2.weight"
+MAX_RANK: Final = 8192
+_OWN: Final = (
+    *("markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov"),
+    *("confidence_head_alpha", "dspark_bonus_anchor"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class DSparkSpec(DFlashSpec):
+    """Sizes and arithmetic of a DSpark head: a DFlash head whose drafts also depend on the draft before.
+
+        logits of draft j = norm(x_j) Whead^T + W2 W1[token before draft j]      times the scale of logits
+
+    W1 has a row for each id of the target, W2 for each id of the head. The confidence head, which estimates the chance
+    of acceptance, is not read.
+
+    Attributes:
+        rank: elements of a row of W1 and W2.
+    """
+
+    rank: int = 256
+
+    @property
+    def uses(self) -> Mapping[str, Use]:
+        """W1 is a table of rows. The product with W2 gives logits."""
+        return {BEFORE: "table", AFTER: "head"}
+
+    @property
+    def unused(self) -> tuple[str, ...]:
+        """Names of the confidence head's tensors."""
+        return _CONFIDENCE
+
+
+_CONFIDENCE: Final = ("confidence_head.proj.weight", "confidence_head.proj.bias")
+
+
+def dspark_spec(
+    found: Recognised,
+    raw: Mapping[str, Any],
+    infos: Mapping[str, TensorInfo],
+    target: TargetSizes,
+    feature_layers: Sequence[int] | None,
+    where: Path,
+) -> DFlashSpec:
+    """Makes the spec of a DSpark head. With `markov_rank` 0 it is that of a DFlash head.
+
+    For arguments and errors see `dflash_spec`.
+    """
+    base, settings = (
+        dflash_spec(found, raw, infos, target, feature_layers, where),
+        Settings.of(raw, where, NAMES["dspark"]),
+    )
+    refuse_unknown(raw, "dflash_config", (*KNOWN, *_OWN), NAMES["dspark"])
+    stored = infos[BEFORE].shape if BEFORE in infos else (target.vocab_size, 0)
+    rank = settings.whole("markov_rank", 0, MAX_RANK, stored[-1])
+    if rank == 0:
+        return base
+    if settings.get("markov_head_type") not in (None, "vanilla"):
+        settings.refuse("markov_head_type", "'vanilla', in which only the token before counts")
+    if settings.get("final_logit_softcapping") not in (None, 0):
+        settings.refuse("final_logit_softcapping", "none, for engines differ in where it is applied")
+    if stored[0] < target.vocab_size:
+        raise CheckpointError(
+            f"{BEFORE} has {stored[0]} rows, and {target.name} {target.vocab_size} ids: wanted a row of each"
+        )
+    shapes = {BEFORE: (stored[0], rank), AFTER: (base.vocab_size, rank)}
+    values = {each.name: getattr(base, each.name) for each in fields(DFlashSpec)}
+    return DSparkSpec(**values | {"tensors": {**base.tensors, **shapes}, "rank": rank})

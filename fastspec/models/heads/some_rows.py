@@ -1,0 +1,147 @@
+"""Reduced vocabularies that the user chose: some rows of the matrices that give a head's logits (FR-Spec).
+
+Source: arXiv 2502.14856.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, TypeVar
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from fastspec.errors import UnsupportedOption
+from fastspec.models.checkpoints.parameter_names import named
+from fastspec.models.checkpoints.safetensors_files import ShardTensors
+from fastspec.models.checkpoints.tensor_source import TensorInfo, WrappedSource
+from fastspec.models.heads.spec import HeadSpec
+from fastspec.models.layer_table import EMBED, HEAD
+
+if TYPE_CHECKING:
+    from fastspec.kernels.common.codes import Codes, CodesKind
+    from fastspec.models.checkpoints.checkpoint import Checkpoint
+    from fastspec.models.checkpoints.tensor_source import TensorSource
+
+Spec = TypeVar("Spec", bound=HeadSpec)
+Place = tuple["TensorSource", str]
+"""A source, and the name of a tensor there."""
+
+
+class WithSomeRows(WrappedSource):
+    """Tensors of a head, some of which are rows of other tensors.
+
+    Args:
+        own: tensors of the head.
+        places: where the other tensors are, by their names here. One that is stored quantised is left out.
+        ids: int64 [n], the rows.
+    """
+
+    def __init__(self, own: TensorSource, places: Mapping[str, Place], ids: Tensor) -> None:
+        super().__init__(own)
+        self._ids = ids
+        self._places = {name: place for name, place in places.items() if place[1] in place[0].infos()}
+
+    def infos(self) -> Mapping[str, TensorInfo]:
+        """Returns the tensors of both kinds."""
+        found = dict(self._source.infos())
+        for name, (source, stored) in self._places.items():
+            whole = source.infos()[stored]
+            found[name] = replace(whole, shape=(len(self._ids), *whole.shape[1:]))
+        return found
+
+    @contextmanager
+    def open(self) -> Iterator[None]:
+        """Opens all sources."""
+        sources = {id(source): source for source in (self._source, *(place[0] for place in self._places.values()))}
+        with ExitStack() as stack:
+            for source in sources.values():
+                stack.enter_context(source.open())
+            yield
+
+    def read(self, name: str) -> Tensor:
+        """Returns a tensor; rows as a copy."""
+        if name not in self._places:
+            return super().read(name)
+        source, stored = self._places[name]
+        return source.read(stored)[self._ids]
+
+    def read_part(self, name: str, rows: slice, columns: slice) -> Tensor:
+        """Returns rows and, for a matrix, columns of a tensor."""
+        return self.read(name)[rows, columns] if name in self._places else super().read_part(name, rows, columns)
+
+    @override
+    def kind(self, name: str) -> CodesKind | None:
+        return None if name in self._places else super().kind(name)
+
+    @override
+    def codes(self, name: str, device: torch.device) -> Codes | None:
+        return None if name in self._places else super().codes(name, device)
+
+    @override
+    def codes_part(self, name: str, rows: slice, columns: slice, device: torch.device) -> Codes | None:
+        return None if name in self._places else super().codes_part(name, rows, columns, device)
+
+
+def output_rows(target: Checkpoint) -> Place:
+    """Returns the place of a target's output matrix."""
+    assert target.directory is not None, "checked before"
+    model = named(ShardTensors(target.directory), target.native)
+    return model, HEAD if HEAD in model.infos() else EMBED
+
+
+def places_of(own: TensorSource, spec: HeadSpec, target: Checkpoint) -> dict[str, Place]:
+    """Returns the places of all matrices of a head that give logits, by name.
+
+    Args:
+        own: tensors of the head's checkpoint.
+        spec: spec of the head, with the reduced vocabulary or without.
+        target: its target, whose output matrix is used if the head has none.
+
+    Raises:
+        UnsupportedOption: the target's output matrix is needed, and the target is not a directory.
+    """
+    places = {name: (own, name) for name, use in spec.uses.items() if use == "head"}
+    if HEAD in own.infos():
+        return {**places, HEAD: (own, HEAD)}
+    if spec.tied_head:
+        return {**places, HEAD: (own, "embed_tokens.weight")}
+    if target.directory is None or target.spec.hosting:
+        raise UnsupportedOption(
+            f"draft_vocab needs rows of the output matrix of {target.name}, because the head has none, and the target "
+            "is hosted, or is not a directory of safetensors: leave it out, or pass the directory or Hub id as target"
+        )
+    return {**places, HEAD: output_rows(target)}
+
+
+def with_vocab(spec: Spec, ids: Tensor) -> Spec:
+    """Returns the spec of a head that drafts only some of the target's ids."""
+    count = len(ids)
+    tensors = {**spec.tensors, HEAD: (count, spec.hidden_size)}
+    for name, use in spec.uses.items():
+        if use == "head":
+            tensors[name] = (count, *spec.tensors[name][1:])
+    decoder = replace(spec.decoder, vocab_size=count, tied=False)
+    return replace(spec, decoder=decoder, tensors=tensors, own_head=True)
+
+
+def checked_ids(vocab: Sequence[int], known: int) -> Tensor:
+    """Returns the ids that the user chose in ascending order, int64 [n] on the CPU.
+
+    Args:
+        vocab: ids.
+        known: number of the target's ids.
+
+    Raises:
+        ValueError: there is none, or an id twice, or one that the target does not have.
+    """
+    ids = sorted({each for each in vocab if type(each) is int and 0 <= each < known})
+    if not ids or len(ids) != len(vocab):
+        raise ValueError(
+            f"draft_vocab has {len(vocab)} entries, of which {len(ids)} are different ids from 0 to {known - 1}; "
+            "wanted different ids of the target, and one at least: frequent_ids() counts them"
+        )
+    return torch.tensor(ids, dtype=torch.int64, device="cpu")

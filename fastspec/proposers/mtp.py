@@ -1,0 +1,128 @@
+"""Proposers with the MTP layers of the target's own checkpoint: one layer, or several."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastspec.kernels.ops import Ops
+from fastspec.models.heads.passes import Mtp
+from fastspec.proposers.chain import ChainDrafts
+from fastspec.proposers.draft_model import overwrite_draft
+from fastspec.proposers.learned import LearnedDrafts
+from fastspec.sampling.verify import Draws
+from fastspec.shapes import NO_LIMIT, ForwardBatch, StepShape
+from fastspec.state import DecodeState
+
+
+class MtpDrafts(ChainDrafts):
+    """Drafts with the one MTP layer of the target's own checkpoint; see `ChainDrafts`."""
+
+    def __str__(self) -> str:
+        """Describes the proposer in a few words, for messages and `explain()`."""
+        ids = f", which drafts {self.model.vocab_size} of {self._target.vocab_size} ids" if self._map else ""
+        return f"the checkpoint's own {self.model.head.found}{ids}"
+
+
+class MtpLayersDrafts(LearnedDrafts[Mtp]):
+    """Drafts with several MTP layers of the target's own checkpoint. Layer j makes draft j, the last all later ones.
+
+    Layer j reads token i + 1 + j at position i. At the n newest positions of a row, n = `computed_again`, some of these
+    tokens are drafts. So a step computes these positions for every layer again: with the drafts, before it drafts with
+    the next layer, and with the emitted tokens, at its end.
+
+    At the end of every step and prefill pass, K and V of all layers are computed at all positions whose tokens are
+    known. So drafting may pause and resume.
+
+    Args:
+        model, ops, vocab_map, mark, work: see `LearnedDrafts`.
+    """
+
+    def __init__(
+        self,
+        model: Mtp,
+        ops: Ops,
+        vocab_map: Tensor | None = None,
+        mark: Callable[[str], AbstractContextManager[object]] = nullcontext,
+        work: Any = None,
+    ) -> None:
+        (reading,) = model.head.readings
+        super().__init__(model, ops, reading, vocab_map, mark, work)
+        self.kept, self.computed_again = model.head.kept, model.head.computed_again
+        self._layers = model.head.num_layers
+
+    def __str__(self) -> str:
+        """Describes the proposer in a few words, for messages and `explain()`."""
+        ids = f", which draft {self.model.vocab_size} of {self._target.vocab_size} ids" if self._map else ""
+        return f"the {self._layers} layers of the checkpoint's own {self.model.head.found}{ids}"
+
+    def take_features(self, state: DecodeState, shape: StepShape, features: Tensor, rows: ForwardBatch) -> None:
+        """Writes keys and values of all layers, at positions whose tokens are known. See `FeatureReader`."""
+        x, tokens = self.model.condense(features, rows.tiling).contiguous(), state.tokens
+        for layer in range(self._layers):
+            at = rows.positions + (1 + layer)
+            known = rows.write_mask & (at < state.lengths[:, None])
+            ids = tokens.gather(1, at.clamp_max(tokens.shape[1] - 1)) if layer else rows.ids
+            fed = replace(rows, ids=ids.clamp(0, self._target.vocab_size - 1), write_mask=known)
+            if layer + 1 < self._layers:
+                x = self.model.drafted(x, fed, layer)
+            else:
+                self.model.absorb(x, fed, layer)
+
+    def propose(
+        self,
+        state: DecodeState,
+        shape: StepShape,
+        draws: Draws,
+        lookup: tuple[Tensor, Tensor] | None = None,
+        *,
+        features: Tensor,
+    ) -> None:
+        """Makes k drafts for each running row with at least one position; see `Proposer.propose`.
+
+        Args:
+            state, shape, draws: see `Proposer.propose`.
+            lookup: see `DraftModel.propose`.
+            features: [B, n, 1, hidden], the target's hidden states at each row's n = `computed_again` newest positions.
+        """
+        k, model = shape.num_drafts, self.model
+        known = state.lengths > 1
+        torch.mul(known, k, out=state.draft_counts)
+        known = (known & state.running)[:, None]
+        picks = torch.zeros(k, state.batch, dtype=torch.int64, device=known.device)
+        x = model.condense(features, shape.tiling)
+        for j in range(k):
+            layer = min(j, self._layers - 1)
+            if j >= self._layers:
+                x = model.feature(x[:, -1:])
+            with self._mark(f"draft[{j}]"):
+                x = model.drafted(x.contiguous(), self._inputs(state, shape, j, x.shape[1], known), layer)
+                last = x[:, -1:].contiguous()
+                self._draw(state, shape, draws, last, j, picks[j])
+                if lookup is not None:
+                    overwrite_draft(state, shape, lookup[0][:, j], j < lookup[1], j)
+
+    def _inputs(self, state: DecodeState, shape: StepShape, j: int, count: int, known: Tensor) -> ForwardBatch:
+        """Returns the positions at which draft j is computed, and the tokens that its layer reads there.
+
+        The last one is the newest position, or a later one for drafts after the last layer's own one.
+        """
+        ids, _, _ = self.ops.feed_rows(
+            state.tokens,
+            state.lengths,
+            state.finish,
+            state.draft_tokens,
+            first=j - count,
+            queries=count,
+            limit=NO_LIMIT,
+            vocab=self._target.vocab_size,
+        )
+        newest = state.lengths - 2 + max(0, j + 1 - self._layers)
+        positions = newest[:, None] + torch.arange(1 - count, 1, device=newest.device)
+        mask = known & (positions >= 0)
+        return shape.forward_batch(ids, positions.clamp_min(0), mask, state.block_table)
