@@ -93,7 +93,7 @@ def same_text_on(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.devic
         return (share.size,)
     if share.one_tree:
         return tuple(each for each in SIZES if each <= share.parts)
-    plain = checkpoint.quantisation is None and not spec.routed_elements and not spec.deltas
+    plain = not checkpoint.in_codes and not spec.routed_elements and not spec.deltas
     if not plain or device.type != "cuda" or not generation_of(device).hopper:
         return (share.size,)
     found = tuple(each for each in SIZES if all(_in_trees(spec, few, dtype) for few in SIZES if few <= each))
