@@ -217,6 +217,6 @@ def _own_hosted(checkpoint: Checkpoint, info: HostedInfo, ranks: Ranks, *, on_cp
 def _plain(checkpoint: Checkpoint) -> bool:
     """True if a model of a native family has 16-bit or fp32 weights, attention and dense MLPs, and nothing else."""
     spec = checkpoint.spec
-    if not isinstance(spec, ModelSpec) or checkpoint.quantisation is not None or checkpoint.rounded is not None:
+    if not isinstance(spec, ModelSpec) or checkpoint.in_codes or checkpoint.rounded is not None:
         return False
     return not spec.routed_elements and not spec.state_rules

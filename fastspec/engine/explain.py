@@ -17,6 +17,7 @@ from fastspec.models.pairs import suggestion
 from fastspec.models.parallel import ParallelDecoder
 from fastspec.models.vocab import SharedVocab
 from fastspec.output import Stats
+from fastspec.proposers.draft_model import DraftModel
 from fastspec.sampling.rules import BLOCK, COUPLED, SyntheticAcceptance
 from fastspec.scheduling.draft_length import DraftPlan
 from fastspec.shapes import ConvRule, DeltaRule, MambaRule
@@ -41,11 +42,12 @@ def explain(
     drafting: DraftPlan,
 ) -> str:
     """Describes device, models, drafting, cache, kernels, graphs and memory, one per line."""
-    layout = settings.layout
+    layout, proposer = settings.layout, engine.modules.proposer
+    drafter = proposer.model if isinstance(proposer, DraftModel) else None
     lines = [
         f"device     {settings.device}",
-        f"target     {_model(target, str(layout.target_dtype))}",
-        f"draft      {_model(draft, str(layout.draft_dtype)) if draft else _no_draft(target)}",
+        f"target     {_model(target, str(layout.target_dtype), engine.modules.target)}",
+        f"draft      {_model(draft, str(layout.draft_dtype), drafter) if draft else _no_draft(target)}",
         f"drafting   {_drafting(settings, engine, target, draft, shared_vocab)}",
         f"drafts     {_drafts(drafting)}",
         f"verifying  {_verifying(settings)}",
@@ -145,14 +147,16 @@ def _prefixes(engine: Engine) -> str:
     return f"stored in pages that no row needs, in pieces of {engine.prefix.unit} tokens{states}"
 
 
-def _model(checkpoint: ModelSource, dtype: str) -> str:
+def _model(checkpoint: ModelSource, dtype: str, model: object) -> str:
     spec = checkpoint.spec
     millions = spec.weight_bytes(spec.dtype) / spec.dtype.itemsize / 1e6
     windows = sum(window is not None for window in spec.windows)
     recurrent = spec.num_layers - len(spec.attention_shapes)
     kinds = f", {recurrent} of them recurrent" if recurrent else ""
     sliding = f"{kinds}, {windows} of them with a sliding window" if windows else kinds
-    quantised = f"\n           quantised  {checkpoint.stored}; {WEIGHT_ONLY}" if checkpoint.stored else ""
+    quantised = ""
+    if checkpoint.stored:
+        quantised = f"\n           quantised  {checkpoint.stored}; {WEIGHT_ONLY}{_in_memory(model)}"
     if checkpoint.stored.startswith(AS_STORED):
         quantised = f"\n           format     {checkpoint.stored}"
     hosted = f"\n           {spec.hosting}" if spec.hosting else ""
@@ -160,6 +164,17 @@ def _model(checkpoint: ModelSource, dtype: str) -> str:
         f"{checkpoint.name}: {spec.family}, {millions:.1f} M parameters in {spec.num_layers} layers{sliding}, "
         f"{dtype.removeprefix('torch.')}, context {spec.max_length}{quantised}{hosted}"
     )
+
+
+def _in_memory(model: object) -> str:
+    """Describes how many matrices of a model with quantised weights stay in codes. Empty for a hosted model."""
+    if not isinstance(model, Decoder):
+        return ""
+    matrices = model.weights.matrices()
+    kept = sum(each.format == "codes" for each in matrices)
+    what = {0: "all dequantised", len(matrices): "all in their codes"}.get(kept, f"{kept} in codes, others dequantised")
+    size = model.weights.nbytes() / 2**20
+    return f"\n           in memory  {len(matrices)} matrices, {what}: {size:.1f} MiB"
 
 
 def _drafting(

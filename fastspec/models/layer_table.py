@@ -166,9 +166,16 @@ class DecoderWeights:
 
     def nbytes(self) -> int:
         """Bytes of device memory. A tied head counts once."""
+        return sum(each.nbytes for each in self._held())
+
+    def matrices(self) -> list[Weight]:
+        """Returns every matrix, without those of routed experts. A tied head counts once."""
+        return [each for each in self._held() if isinstance(each, Weight)]
+
+    def _held(self) -> list[Weight | ExpertWeights | Tensor]:
         held: list[Weight | ExpertWeights | Tensor | None] = [self.embed, self.norm, self.norm_bias, self.head]
         held += [tensor for layer in self.layers for part in (layer, layer.state) for tensor in _held(part)]
-        return sum({id(each): each.nbytes for each in held if each is not None}.values())
+        return list({id(each): each for each in held if each is not None}.values())
 
 
 def _held(part: LayerWeights | StateWeights | None) -> Iterator[Weight | ExpertWeights | Tensor | None]:

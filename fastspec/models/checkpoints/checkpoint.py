@@ -90,6 +90,11 @@ class Checkpoint:
         return None if self.gguf_header is None else self.gguf_header.path
 
     @property
+    def in_codes(self) -> bool:
+        """True if matrices are stored in codes that ops may keep."""
+        return self.quantisation is not None or (self.gguf_header is not None and self.gguf_header.has_codes)
+
+    @property
     def ranks(self) -> int:
         """Number of processes that share it."""
         held = self.spec.cut if isinstance(self.spec, HostedInfo) else self.sliced

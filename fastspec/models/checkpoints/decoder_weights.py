@@ -140,7 +140,7 @@ def allocate_weights(
 
 def planned_bytes(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, ops: Ops) -> int:
     """Returns the bytes of `allocate_weights` with these arguments. Allocates nothing and reads no values."""
-    plain = checkpoint.quantisation is None and checkpoint.rounded is None and checkpoint.sliced is None
+    plain = not checkpoint.in_codes and checkpoint.rounded is None and checkpoint.sliced is None
     if plain and ops.weight_format((1, 1), dtype, device) != "blocked":
         return checkpoint.native.weight_bytes(dtype)
     rounds_to = _rounding(checkpoint)
@@ -195,7 +195,7 @@ def source_of(checkpoint: Checkpoint) -> TensorSource:
     if checkpoint.module is not None:
         return with_usual_names(by_expert(ModuleTensors(checkpoint.module), whole, checkpoint.name), whole)
     if checkpoint.gguf_header is not None:
-        return GgufTensors(checkpoint.gguf_header, whole)
+        return GgufTensors(checkpoint.gguf_header, whole, in_codes=checkpoint.rounded is None)
     if checkpoint.directory is None:
         raise CheckpointError(f"{checkpoint.name}: has neither a directory nor a module; make it with resolve()")
     stored: TensorSource = by_expert(ShardTensors(checkpoint.directory), whole, checkpoint.name)

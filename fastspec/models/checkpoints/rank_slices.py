@@ -91,7 +91,7 @@ def same_text_on(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.devic
         return (share.size,)
     if share.one_tree:
         return tuple(each for each in SIZES if each <= share.parts)
-    plain = checkpoint.quantisation is None and not spec.routed_elements and not spec.state_rules
+    plain = not checkpoint.in_codes and not spec.routed_elements and not spec.state_rules
     if not plain or device.type != "cuda" or not generation_of(device).hopper:
         return (share.size,)
     found = tuple(each for each in SIZES if all(_in_trees(spec, few, dtype) for few in SIZES if few <= each))

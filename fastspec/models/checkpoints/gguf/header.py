@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from fastspec.errors import CheckpointError, UnsupportedModel
+from fastspec.kernels.common.codes import CodesKind
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -26,6 +27,8 @@ SPLITS: Final = "split.count"
 MAX_AXES: Final = 4
 _STRING, _ARRAY = 8, 9
 _FORMATS: Final = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+CODES: Final = {"Q4_0": CodesKind("int4", (1, 32)), "Q8_0": CodesKind("int8", (1, 32))}
+"""Formats that `Codes` holds exactly, by ggml's name."""
 _NO_GGUF: Final = "reading GGUF needs the package gguf, which is not installed: pip install gguf"
 
 MetadataValue = int | float | bool | str | list[int] | list[float] | list[bool] | list[str]
@@ -69,6 +72,11 @@ class GgufHeader:
     metadata: Mapping[str, MetadataValue]
     tensors: Mapping[str, GgufTensor]
     data: NDArray[np.uint8]
+
+    @property
+    def has_codes(self) -> bool:
+        """True if a tensor has a format of `CODES`."""
+        return any(tensor.kind in CODES for tensor in self.tensors.values())
 
 
 def read_gguf_header(path: Path) -> GgufHeader:

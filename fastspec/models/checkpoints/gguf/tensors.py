@@ -1,7 +1,15 @@
-"""Weights of a GGUF file, by the names of the model's parameters. Quantised ones are dequantised while they are read.
+"""Weights of a GGUF file, by the names of the model's parameters. Values are those of `gguf.quants.dequantize`.
 
-Values are those of `gguf.quants.dequantize`. Its tables of names are used backwards: from a parameter to the stored
-tensor. llama.cpp stores q and k of some architectures in another order of rows, and norms of Gemma as 1 + w.
+| format | value of a code q in a block of 32 | as `Codes`                                       |
+|--------|------------------------------------|--------------------------------------------------|
+| Q4_0   | d (q - 8)                          | int4 in groups of 32, each zero point 8          |
+| Q8_0   | d q                                | int8 in groups of 32                             |
+| Q4_1   | d q + m, m any fp16                | none: zero points are whole numbers from 0 to 15 |
+
+Matrices in codes stay in them if `Ops.keeps_codes` says so. All others are dequantised while they are read.
+
+gguf's tables of names are used backwards: from a parameter to the stored tensor. llama.cpp stores q and k of some
+architectures in another order of rows, and norms of Gemma as 1 + w.
 """
 
 from __future__ import annotations
@@ -21,8 +29,9 @@ from torch import Tensor
 from typing_extensions import override
 
 from fastspec.errors import CheckpointError, UnsupportedModel
+from fastspec.kernels.common.codes import BITS, Codes, CodesKind
 from fastspec.models.checkpoints.gguf.config import ROPE_TENSORS, gguf_arch
-from fastspec.models.checkpoints.gguf.header import GGUF_SUFFIX, GgufHeader
+from fastspec.models.checkpoints.gguf.header import CODES, GGUF_SUFFIX, GgufHeader
 from fastspec.models.checkpoints.tensor_checks import listing
 from fastspec.models.checkpoints.tensor_source import TensorInfo, TensorSource
 from fastspec.models.layer_table import EMBED, tensor_shapes
@@ -35,6 +44,7 @@ if TYPE_CHECKING:
 
 _PLAIN: Final = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _STORED_AS: Final = {"F32": np.float32, "F16": np.float16, "BF16": np.int16}
+_SCALE: Final = 2  # bytes of the fp16 scale at the beginning of a block
 _TOKENS: Final = "tokenizer.ggml.tokens"
 _EXPERT: Final = re.compile(r"(.+\.experts)\.(\d+)\.(\w+)")
 _ROPED: Final = re.compile(r"blk\.\d+\.attn_([qk])\.(weight|bias)")
@@ -48,14 +58,16 @@ class GgufTensors(TensorSource):
     Args:
         header: the file.
         spec: spec of the model, made from the file's metadata.
+        in_codes: False to describe every matrix as dequantised, because its values will be rounded.
 
     Raises:
         CheckpointError: the file has other tensors besides, or another number of experts.
         UnsupportedModel: a format that `gguf` cannot dequantise.
     """
 
-    def __init__(self, header: GgufHeader, spec: ModelSpec) -> None:
+    def __init__(self, header: GgufHeader, spec: ModelSpec, *, in_codes: bool = True) -> None:
         self.directory = header.path.parent
+        self._in_codes = in_codes
         self._header, self._arch = header, gguf_arch(header)
         self._heads = {"q": spec.num_heads, "k": spec.num_kv_heads}
         self._stored: dict[str, tuple[str, int | None]] = {}
@@ -103,8 +115,11 @@ class GgufTensors(TensorSource):
 
     def describe(self) -> str:
         """Describes the formats of its matrices, for messages. Empty: all are plain."""
-        kinds = Counter(tensor.kind for tensor in self._header.tensors.values() if tensor.kind not in _PLAIN)
-        return "" if not kinds else f"GGUF in {', '.join(kind for kind, _ in kinds.most_common())}, dequantised"
+        kinds: Counter[str] = Counter()
+        for tensor in self._header.tensors.values():
+            if tensor.kind not in _PLAIN:
+                kinds[tensor.kind] += tensor.nbytes
+        return ", ".join(f"{size / 2**20:.1f} MiB of GGUF's {kind}" for kind, size in kinds.most_common())
 
     @override
     def infos(self) -> Mapping[str, TensorInfo]:
@@ -117,25 +132,63 @@ class GgufTensors(TensorSource):
     @override
     def read_part(self, name: str, rows: slice, columns: slice) -> Tensor:
         """Returns rows and, for a matrix, columns. Only these rows are dequantised."""
+        stored, shape = self._stored[name][0], self._infos[name].shape
+        kind = self._header.tensors[stored].kind
+        if len(shape) == 1:
+            values = _values(self._bytes(name).reshape(1, -1), kind)[0]
+            order = self._order(stored, shape[0])
+            values = (values if order is None else values[torch.from_numpy(order)])[rows]
+        else:
+            values = _values(self._row_bytes(name, rows), kind)[:, columns]
+        if self._arch.plus_one and stored.endswith("norm.weight"):
+            return values - 1
+        return values
+
+    @override
+    def kind(self, name: str) -> CodesKind | None:
+        """Returns the kind of a matrix that `Codes` holds exactly. None: it is plain, or only its values are read."""
+        found = CODES.get(self._header.tensors[self._stored[name][0]].kind)
+        return found if self._in_codes and len(self._infos[name].shape) == 2 else None
+
+    @override
+    def codes(self, name: str, device: torch.device) -> Codes | None:
+        """Returns a matrix in codes.
+
+        Raises:
+            CheckpointError: a scale is not finite.
+        """
+        return self.codes_part(name, slice(None), slice(None), device)
+
+    @override
+    def codes_part(self, name: str, rows: slice, columns: slice, device: torch.device) -> Codes | None:
+        kind = self.kind(name)
+        if kind is None:
+            return None
+        codes = _codes(torch.from_numpy(np.ascontiguousarray(self._row_bytes(name, rows))).to(device), kind)
+        if not bool(codes.scales.isfinite().all()):
+            raise CheckpointError(
+                f"{self._header.path}: {self._stored[name][0]} has a scale that is not finite; download it again"
+            )
+        width = codes.shape[1]
+        left, right, _ = columns.indices(width)
+        return codes if (left, right) == (0, width) else codes.part([(0, codes.shape[0])], (left, right))
+
+    def _bytes(self, name: str) -> NDArray[np.uint8]:
+        """Returns the stored bytes of a tensor, or of one expert's part of it."""
         stored, expert = self._stored[name]
-        tensor, shape = self._header.tensors[stored], self._infos[name].shape
+        tensor = self._header.tensors[stored]
         start, size = tensor.start, tensor.nbytes
         if expert is not None:
             size //= tensor.shape[0]
             start += expert * size
-        raw: Any = self._header.data[start : start + size]
-        if len(shape) == 1:
-            values = _values(raw.reshape(1, -1), tensor.kind)[0]
-            order = self._order(stored, shape[0])
-            values = (values if order is None else values[torch.from_numpy(order)])[rows]
-        else:
-            raw = raw.reshape(math.prod(shape[:-1]), tensor.row_bytes)
-            order = self._order(stored, shape[0])
-            raw = raw[rows] if order is None else raw[order[rows]]
-            values = _values(raw, tensor.kind)[:, columns]
-        if self._arch.plus_one and stored.endswith("norm.weight"):
-            return values - 1
-        return values
+        return self._header.data[start : start + size]
+
+    def _row_bytes(self, name: str, rows: slice) -> NDArray[np.uint8]:
+        """Returns the stored bytes of some rows of a matrix, in the model's order: uint8 [rows, bytes]."""
+        stored, shape = self._stored[name][0], self._infos[name].shape
+        raw = self._bytes(name).reshape(math.prod(shape[:-1]), self._header.tensors[stored].row_bytes)
+        order = self._order(stored, shape[0])
+        return raw[rows] if order is None else raw[order[rows]]
 
     def _order(self, stored: str, rows: int) -> NDArray[np.int64] | None:
         """Returns the stored row of each row of q or k. None: as stored.
@@ -226,6 +279,21 @@ def _dequantises(kind: str) -> bool:
     except NotImplementedError:
         return False
     return block > 1
+
+
+def _codes(raw: Tensor, kind: CodesKind) -> Codes:
+    """Returns rows of blocks of Q4_0 or Q8_0, uint8 [rows, bytes], as codes.
+
+    A block is a scale in fp16, then 32 codes. Codes of 4 bits are 16 bytes: first the lower halves, then the upper.
+    """
+    bits = BITS[kind.format]
+    blocks = raw.unflatten(1, (-1, _SCALE + kind.block[1] * bits // 8))
+    scales = blocks[..., :_SCALE].contiguous().view(torch.float16)[..., 0].float()
+    codes = blocks[..., _SCALE:]
+    if bits == 8:
+        return Codes(kind, codes.flatten(1), scales)
+    codes = torch.cat((codes & 15, codes >> 4), -1).flatten(1)
+    return Codes(kind, codes, scales, torch.full_like(scales, 8, dtype=torch.uint8))
 
 
 def _values(raw: Any, kind: str) -> Tensor:

@@ -13,9 +13,11 @@ import torch
 from gguf import GGMLQuantizationType as Kind
 
 from fastspec import CheckpointError, FastSpecGenerator, NGram, UnsupportedModel, UnsupportedOption
-from fastspec.models.checkpoints.decoder_weights import source_of
+from fastspec.kernels.common.code_packing import can_pack_codes
+from fastspec.kernels.ops import TORCH_OPS
+from fastspec.models.checkpoints.decoder_weights import load_weights, source_of
 from fastspec.models.checkpoints.gguf.header import read_gguf_header
-from fastspec.models.checkpoints.pair import fingerprint
+from fastspec.models.checkpoints.pair import fingerprint, resolve_pair
 from fastspec.models.checkpoints.quantised.write import write_quantised
 from fastspec.models.checkpoints.resolve import load_tokenizer, resolve
 from tests.helpers.gguf_files import ARCHS, PLANTED, VOCAB, make_gguf_model, write_gguf
@@ -23,6 +25,7 @@ from tests.helpers.tokenizers import byte_tokenizer
 
 PROMPTS = [[104, 101, 10, 20, 104, 101, 10, 20], [5, 6, 7, 8, 9]]
 TOKENS = 20
+CPU = torch.device("cpu")
 pytestmark = pytest.mark.filterwarnings("ignore:drafting does not pay:UserWarning")
 
 
@@ -70,6 +73,59 @@ def test_every_format_gives_the_text_of_the_dequantised_model(kind: Kind, tmp_pa
         assert torch.equal(source.read(name).float(), state[name]), name
         assert torch.equal(source.read_part(name, slice(3, 9), slice(2, 40)).float(), _part(state[name])), name
     assert ours(file) == theirs(held)
+
+
+@pytest.mark.parametrize("kind", [Kind.Q4_0, Kind.Q8_0, Kind.Q4_1], ids=lambda kind: kind.name)
+@pytest.mark.parametrize("rounded", [None, "int8"])
+def test_matrices_stay_in_codes_that_hold_them_exactly(kind: Kind, rounded: str | None, tmp_path: Path) -> None:
+    """The values are gguf's, bit for bit, whatever the layout: codes in words as a GPU reads them, or plain rows."""
+    file = tmp_path / "model.gguf"
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "head_dim": 32}
+    held = write_gguf(file, make_gguf_model("llama", std=0.1, tie_word_embeddings=False, **sizes), "llama", kind)
+    ops = TORCH_OPS.replaced(keeps_codes=lambda shape, kind, *_: can_pack_codes(shape, kind))
+    checkpoint = resolve_pair(file, None, (None, None), (rounded, None))[0]
+    weights = load_weights(checkpoint, dtype=torch.bfloat16, device=CPU, progress=False, ops=ops)
+    assert checkpoint.bytes_loaded(torch.bfloat16, CPU, ops) == weights.nbytes()
+    formats = {each.format for layer in weights.layers for each in (layer.qkv, layer.o, layer.gate_up, layer.down)}
+    assert formats == {"codes" if kind == Kind.Q4_0 or rounded else "rows"}, "int8 has no groups of 32, int4 no minimum"
+    if rounded:
+        return
+    state = {name: tensor.to(torch.bfloat16) for name, tensor in held.state_dict().items()}
+    for index, layer in enumerate(weights.layers):
+        of = f"model.layers.{index}."
+        parts = [state[f"{of}self_attn.{name}_proj.weight"] for name in "qkv"]
+        assert torch.equal(layer.qkv.unpack(), torch.cat(parts))
+        assert torch.equal(layer.down.unpack(), state[of + "mlp.down_proj.weight"])
+    assert torch.equal(weights.embed.unpack(), state["model.embed_tokens.weight"])
+
+
+def test_a_part_of_a_matrix_in_codes_is_that_part_of_its_values(tmp_path: Path) -> None:
+    file = tmp_path / "model.gguf"
+    held = write_gguf(file, make_gguf_model("llama", std=0.1), "llama", Kind.Q4_0)
+    source, name = source_of(resolve(file, role="target")), "model.layers.0.self_attn.q_proj.weight"
+    for columns in (slice(32, 64), slice(16, 32), slice(None)):
+        codes = source.codes_part(name, slice(8, 24), columns, CPU)
+        assert codes is not None
+        assert torch.equal(codes.dequantise(torch.float32), held.state_dict()[name][8:24, columns])
+
+
+def test_a_scale_that_is_no_number_is_told(tmp_path: Path) -> None:
+    file = tmp_path / "model.gguf"
+    write_gguf(file, make_gguf_model("llama"), "llama", Kind.Q8_0)
+    raw, tensor = bytearray(file.read_bytes()), read_gguf_header(file).tensors["blk.0.ffn_up.weight"]
+    raw[tensor.start : tensor.start + 2] = np.float16("inf").tobytes()
+    file.write_bytes(raw)
+    with pytest.raises(CheckpointError, match=r"blk.0.ffn_up.weight has a scale that is not finite"):
+        load_weights(resolve(file, role="target"), dtype=torch.float32, device=CPU, progress=False)
+
+
+def test_explain_says_what_is_dequantised(tmp_path: Path) -> None:
+    file = tmp_path / "model.gguf"
+    write_gguf(file, make_gguf_model("llama"), "llama", Kind.Q4_0)
+    with FastSpecGenerator(file, dtype="float32", device="cpu", max_length=96, progress=False) as generator:
+        told, plan = generator.explain(), generator.plan(file, dtype="float32", device="cpu", max_length=96)
+    assert "MiB of GGUF's Q4_0; read as they are dequantised" in told
+    assert f"matrices, all dequantised: {plan.target_weights / 2**20:.1f} MiB" in told
 
 
 def _part(tensor: torch.Tensor) -> torch.Tensor:
