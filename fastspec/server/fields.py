@@ -17,7 +17,6 @@ from fastspec.grammar.library import constraints
 from fastspec.inputs.table import NUMBERS, ROWS
 from fastspec.server.errors import Refusal
 from fastspec.server.field_table import ROW_OF, TAKEN, RequestField, without_neutral
-from fastspec.server.prediction import Prediction
 from fastspec.state import MAX_TOP_LOGPROBS
 from fastspec.text.answers.events import Tool
 
@@ -115,6 +114,29 @@ class StructuredOutputs(BaseModel):
                 f"structured_outputs.json must be a JSON schema, got {self.json_[:_TOLD]}", "structured_outputs"
             )
         return schema
+
+
+class TextPart(BaseModel):
+    """A part of a predicted text."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    type: Literal["text"]
+    text: str
+
+
+class Prediction(BaseModel):
+    """A text that the answer is likely to repeat, in one piece or in parts."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    type: Literal["content"]
+    content: str | Annotated[list[TextPart], Field(min_length=1)]
+
+    @property
+    def text(self) -> str:
+        """The whole text."""
+        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
 
 
 class Function(BaseModel):

@@ -7,6 +7,7 @@ import re
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from hashlib import blake2b
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -16,9 +17,8 @@ from fastspec.generator import FastSpecGenerator
 from fastspec.inputs.row_options import derive_seed
 from fastspec.inputs.values import whole
 from fastspec.server.errors import Refusal, failed, going_down, of_option, too_late
-from fastspec.server.fields import Body, Chat, Completion
+from fastspec.server.fields import Body, Chat, Completion, Prediction
 from fastspec.server.metrics import Live, Meters
-from fastspec.server.prediction import predicted, session_of
 from fastspec.server.responses.store import ResponseStore
 from fastspec.server.texts import Answer, Piece
 from fastspec.text.answers.choose import AUTO, AnswerFormats, formats_of
@@ -362,7 +362,7 @@ class Service:
         """Submits a request. Returns its answers and the number of prompt tokens."""
         plan = self._chat_plan(body) if isinstance(body, Chat) else RequestPlan(self._prompts(body))
         answers: list[Answer] = []
-        drafts_from = session_of(self.generator, api_key) | predicted(self.generator, body.prediction)
+        drafts_from = _session_of(self.generator, api_key) | _predicted(self.generator, body.prediction)
         for prompt in plan.prompts:
             options = self._options(body, len(prompt)) | self._grammar(body, plan) | drafts_from
             for copy in range(body.drawn):
@@ -512,3 +512,23 @@ def _variables(body: Chat, template: str) -> dict[str, Any]:
             )
         variables = {name: effort if name == "reasoning_effort" else effort != "none" for name in read}
     return variables | (body.chat_template_kwargs or {})
+
+
+def _session_of(generator: FastSpecGenerator, api_key: str | None) -> dict[str, str]:
+    """Returns the keyword `session` for requests with this API key.
+
+    Empty if the generator keeps no answers by session, or if there is no key: strangers share no answers.
+    """
+    if api_key is None or generator.remembers != "session":
+        return {}
+    return {"session": blake2b(api_key.encode(), digest_size=16).hexdigest()}
+
+
+def _predicted(generator: FastSpecGenerator, prediction: Prediction | None) -> dict[str, str]:
+    """Returns the keyword `predictions`; empty if there is no text, or if the generator has no room for one.
+
+    A prediction changes no answer, so a server without room for it takes it all the same.
+    """
+    if prediction is None or not prediction.text or not generator.prediction_tokens:
+        return {}
+    return {"predictions": prediction.text}

@@ -138,16 +138,16 @@ class ResponseBuilder:
         """Events after the answer.
 
         Args:
-            reason: finish reason of the answer.
+            reason: finish reason of the answer; "abort" if a trainer has ended it.
             usage: token counts in the shape of a chat.
         """
-        status = "incomplete" if reason == "length" else "completed"
+        status = "incomplete" if reason in ("length", "abort") else "completed"
         events = list(self._close(status))
         if status == "completed" and not any(item["type"] in ("message", "function_call") for item in self._output):
             events += [*self._begin("message", {"role": "assistant"}), *self._close(status)]  # of a text that is empty
         self.response |= {"status": status, "usage": _usage(usage)}
         if status == "incomplete":
-            self.response["incomplete_details"] = {"reason": "max_output_tokens"}
+            self.response["incomplete_details"] = {"reason": "max_output_tokens" if reason == "length" else None}
         else:
             self.response["completed_at"] = int(time.time())
         return self._numbered([*events, self._state(f"response.{status}")])
