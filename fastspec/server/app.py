@@ -28,7 +28,7 @@ from fastspec.server.openapi import description
 from fastspec.server.request_log import REQUEST_ID, Recorded, record_of
 from fastspec.server.responses.answer import ResponseBuilder
 from fastspec.server.responses.body import ResponseBody
-from fastspec.server.responses.store import StoredResponse
+from fastspec.server.responses.store import StoredResponse, with_ids
 from fastspec.server.service import Job, Service
 from fastspec.server.texts import Answer, Piece
 from fastspec.server.tokens import Detokenize, Tokenize, detokenized, tokenized
@@ -207,6 +207,11 @@ def app_of(service: Service, access: Access | None = None) -> ASGIApp:
             raise Refusal("stream: a response is streamed once, while it is made; leave it out", "stream")
         return JSONResponse(service.responses.get(id, key).body)
 
+    async def inputs(request: Request) -> Response:
+        stored, query = service.responses.get(request.path_params["id"], request.state.api_key), request.query_params
+        limit, order = query.get("limit", "20"), query.get("order", "desc")
+        return JSONResponse(stored.inputs(limit=limit, order=order, after=query.get("after")))
+
     async def forget(request: Request) -> Response:
         id = request.path_params["id"]
         service.responses.delete(id, request.state.api_key)
@@ -274,6 +279,7 @@ def app_of(service: Service, access: Access | None = None) -> ASGIApp:
     route("/v1/responses", "POST", respond)
     route("/v1/responses/{id}", "GET", response)
     route("/v1/responses/{id}", "DELETE", forget)
+    route("/v1/responses/{id}/input_items", "GET", inputs)
     if access.weight_updates:
         route("/update_weights", "POST", update_weights)
         route("/weight_version", "GET", weight_version)
@@ -420,7 +426,7 @@ async def _respond(service: Service, request: Request, noted: set[str]) -> Respo
                 yield event
         last = built.end(reason, job.usage())
         if built.response["store"]:
-            store.keep(StoredResponse(built.response, (*before, *given, *built.output), owner))
+            store.keep(StoredResponse(built.response, (*before, *with_ids(given), *built.output), owner))
         for event in last:
             yield event
 

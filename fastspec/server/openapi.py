@@ -67,6 +67,11 @@ _MODELS: Final[Json] = {
         "data": {"type": "array", "items": {"$ref": _REF.format(model="Model")}},
     },
 }
+_PAGE: Final[list[Json]] = [
+    {"name": "limit", "in": "query", "schema": {"type": "integer", "minimum": 1, "maximum": 100, "default": 20}},
+    {"name": "order", "in": "query", "schema": {"enum": ["asc", "desc"], "default": "desc"}},
+    {"name": "after", "in": "query", "schema": {"type": "string"}},
+]
 _RESPONSE: Final[Json] = {
     "type": "object",
     "required": ["id", "object", "created_at", "model", "status", "output", "tools", "tool_choice"],
@@ -133,7 +138,7 @@ def description(root_path: str = "", *, weight_updates: bool = False) -> Json:
         for field, schema in components[body.__name__]["properties"].items():
             schema["description"] = rows[field].note
     name, id = _path_parameter("name"), _path_parameter("id")
-    response, forgotten = _json("ResponseAnswer"), {"application/json": {"schema": {"type": "object"}}}
+    response, any_object = _json("ResponseAnswer"), {"application/json": {"schema": {"type": "object"}}}
     return {
         "openapi": "3.1.0",
         "info": {"title": "fastspec", "version": fastspec.__version__},
@@ -156,7 +161,10 @@ def description(root_path: str = "", *, weight_updates: bool = False) -> Json:
             "/v1/responses": _post("Answers items of a conversation.", ResponseBody, response | _EVENTS),
             "/v1/responses/{id}": {
                 "get": _operation("Returns a stored response.", response) | {"parameters": [id]},
-                "delete": _operation("Forgets a stored response.", forgotten) | {"parameters": [id]},
+                "delete": _operation("Forgets a stored response.", any_object) | {"parameters": [id]},
+            },
+            "/v1/responses/{id}/input_items": {
+                "get": _operation("Lists the items before its output.", any_object) | {"parameters": [id, *_PAGE]}
             },
         }
         | (_of_a_trainer() if weight_updates else {}),

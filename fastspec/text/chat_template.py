@@ -25,6 +25,7 @@ _FIELDS: Final = {
     *("role", "content", "tool_calls", "tool_call_id"),
     *("name", "reasoning_content", "reasoning", "thinking", "refusal", "annotations"),
 }
+_REASONING: Final = ("reasoning_content", "reasoning", "thinking")  # names of an earlier answer's reasoning
 _MARK: Final = "fastspecmark"  # a word that no template writes by itself
 _OTHER: Final = "fastspecword"
 _CALL_ID: Final = "abcdef123"  # nine letters and digits, as Mistral's templates ask
@@ -162,6 +163,7 @@ class ChatTemplate:
                 raise ConversationError(
                     f"{place}.{name} is not supported, and the chat template does not read it; leave it out"
                 )
+        message = _with_reasoning(template, message)
         calls = message.get("tool_calls")
         if calls:
             form = self._call_form(template)
@@ -244,6 +246,18 @@ class ChatTemplate:
         except Exception:  # noqa: BLE001  # as in `ids`
             return None
         return str(text)
+
+
+def _with_reasoning(template: str, message: Message) -> Message:
+    """Gives the reasoning of an earlier answer the name that the template reads, if it reads another one.
+
+    Left as it is beside calls with a content: the template of gpt-oss refuses `thinking` there.
+    """
+    given = [name for name in _REASONING if name in message]
+    reads = [name for name in _REASONING if re.search(rf"(?:\.|\[['\"]|get\(['\"]){name}\b", template)]
+    if not given or not reads or set(given) & set(reads) or (message.get("content") and message.get("tool_calls")):
+        return message
+    return {name: value for name, value in message.items() if name not in given} | {reads[0]: message[given[0]]}
 
 
 def _trial_call(arguments: Mapping[str, str] | str) -> Message:

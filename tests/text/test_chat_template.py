@@ -160,3 +160,12 @@ def test_control_tokens_of_messages_are_text_where_that_is_asked_for() -> None:
     sanitized = template.ids(forged, sanitize=True)
     assert sanitized.count(start) == 2
     assert tokenizer.decode(sanitized) == tokenizer.decode(template.ids(forged))
+
+
+@pytest.mark.parametrize("read", ["message.thinking", "message['reasoning_content']", "message.get('reasoning')"])
+def test_reasoning_has_the_name_that_the_template_reads(read: str) -> None:
+    template = "{% for message in messages %}{{ " + read + " or '' }}|{{ message.content }}{% endfor %}{{ thinking }}"
+    made = ChatTemplate(tokenizer_of(template))
+    for name in ("reasoning_content", "reasoning", "thinking"):
+        ids = made.ids([{"role": "assistant", "content": "b", name: "a"}, {"role": "user", "content": "c"}])
+        assert made.tokenizer.decode(ids) == "a|b|c"

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 from fastspec.server.errors import Refusal
 from fastspec.server.field_table import RESPONSE_ROW_OF, RESPONSE_TAKEN, SAME_AS_CHAT, without_neutral
 from fastspec.server.fields import Chat, Function, taken_fields, words_of
-from fastspec.server.responses.items import Conversation, Item
+from fastspec.server.responses.items import Item, MessageBuilder
 
 _CHAT_FIELDS: Final = tuple(name for names in SAME_AS_CHAT.values() for name in names)
 # field of a chat -> name of the same in a response, for errors
@@ -112,19 +112,19 @@ class ObfuscationOptions(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class AskedChat:
-    """A chat, and the conversation that it was made of.
+    """A chat, and the builder of its messages.
 
     Attributes:
         chat: the body.
-        conversation: names the items of errors about its messages.
+        built: names the items of errors about messages.
     """
 
     chat: Chat
-    conversation: Conversation
+    built: MessageBuilder
 
     def renamed(self, error: Refusal) -> Refusal:
         """A refusal of the chat, with the names of the fields of a response."""
-        told = self.conversation.renamed(error.message)
+        told = self.built.renamed(error.message)
         told = _RENAMED.sub(lambda found: _SHOWN_NAMES.get(found[0], _NAMES[found[0]]), told)
         return error.renamed(told, None if error.field is None else _NAMES.get(error.field, error.field))
 
@@ -218,13 +218,13 @@ class ResponseBody(create_model("AsInChat", **_as_in_chat(), **taken_fields(RESP
         Raises:
             Refusal: an item or a field that a chat cannot have.
         """
-        conversation = Conversation(self.instructions)
-        conversation.add("previous_response_id", before)
-        conversation.add("input", given)
+        built = MessageBuilder(self.instructions)
+        built.add("previous_response_id", before)
+        built.add("input", given)
         fields = {name: getattr(self, name) for name in _CHAT_FIELDS if name in self.model_fields_set}
         if "structured_outputs" in fields:
             fields["structured_outputs"] = self.structured_outputs.model_dump(by_alias=True, exclude_unset=True)
-        fields["messages"] = conversation.messages
+        fields["messages"] = built.messages
         if self.wants_logprobs:
             fields["logprobs"] = True
         if self.max_output_tokens is not None:
@@ -241,7 +241,7 @@ class ResponseBody(create_model("AsInChat", **_as_in_chat(), **taken_fields(RESP
             fields["response_format"] = self.text.format.response_format
         if self.reasoning is not None and self.reasoning.effort is not None:
             fields["reasoning_effort"] = self.reasoning.effort
-        return AskedChat(Chat.model_validate(fields), conversation)
+        return AskedChat(Chat.model_validate(fields), built)
 
     def told(self) -> dict[str, Any]:
         """Fields of the request that its response repeats."""

@@ -33,7 +33,7 @@ class _Placed:
     calls: list[str] = field(default_factory=list)
 
 
-class Conversation:
+class MessageBuilder:
     """Builds the messages of a chat.
 
     The items of one turn of the model (reasoning, a message, calls) become one message of the assistant.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,6 +25,47 @@ class StoredResponse:
     body: dict[str, Any]
     items: tuple[Item, ...]
     owner: str | None
+
+    def inputs(self, *, limit: str, order: str, after: str | None) -> dict[str, Any]:
+        """A page of the items before the output, as the query of a request asks for it.
+
+        Args:
+            limit: largest number of items, 1 to 100.
+            order: "asc", or "desc" for the newest first.
+            after: id of the item before the page; None: the first page.
+
+        Raises:
+            Refusal: another value.
+        """
+        items = [_listed(item) for item in self.items[: len(self.items) - len(self.body["output"])]]
+        if order not in ("asc", "desc"):
+            raise Refusal(f"order must be asc or desc, got {order[:80]!r}", "order")
+        if not limit.isdecimal() or not 1 <= int(limit) <= 100:
+            raise Refusal(f"limit must be 1 to 100, got {limit[:80]!r}", "limit")
+        if order == "desc":
+            items.reverse()
+        start = 0 if after is None else next((at for at, item in enumerate(items, 1) if item["id"] == after), None)
+        if start is None:
+            raise Refusal(f"after names {str(after)[:80]!r}, which is no input of this response", "after")
+        page = items[start : start + int(limit)]
+        ids = {"first_id": page[0]["id"], "last_id": page[-1]["id"]} if page else {"first_id": "", "last_id": ""}
+        return {"object": "list", "data": page, "has_more": start + len(page) < len(items), **ids}
+
+
+def with_ids(items: Sequence[Item]) -> list[Item]:
+    """Gives an id to each item that has none."""
+    return [{"id": f"item_{uuid.uuid4().hex}", **item} for item in items]
+
+
+def _listed(item: Item) -> Item:
+    """An item as lists have it: a message has a type, a status and parts."""
+    if item.get("type", "message") != "message":
+        return item
+    kind = "output_text" if item["role"] == "assistant" else "input_text"
+    parts = [{"type": kind, "text": item["content"]}] if isinstance(item["content"], str) else item["content"]
+    if kind == "output_text":
+        parts = [{"annotations": [], **part} for part in parts]
+    return {"status": "completed", **item, "type": "message", "content": parts}
 
 
 class ResponseStore:

@@ -13,7 +13,8 @@ from pydantic import BaseModel
 
 from fastspec import FastSpecGenerator
 from fastspec.server.access import Access
-from fastspec.server.responses.items import Conversation
+from fastspec.server.errors import too_late
+from fastspec.server.responses.items import MessageBuilder
 from fastspec.server.responses.store import ResponseStore, StoredResponse
 from tests.helpers.agent_pair import AFTER, ARGUMENTS, BEFORE, REASONING, agent_pair
 from tests.helpers.services import opened
@@ -149,6 +150,19 @@ def test_stored_responses_are_read_and_forgotten(scripted: Running) -> None:
     made = client.responses.create(model="small", input="x", max_output_tokens=2)
     assert (made.status, made.incomplete_details.reason) == ("incomplete", "max_output_tokens")  # type: ignore[union-attr]
     assert client.responses.retrieve(made.id).to_dict() == made.to_dict()
+    sent: Any = [{"role": "user", "content": "y"}, {"role": "assistant", "content": "z"}]
+    more = client.responses.create(model="small", input=sent, max_output_tokens=1, previous_response_id=made.id)
+    listed = [item.to_dict() for item in client.responses.input_items.list(more.id, order="asc", limit=2)]
+    assert [(item["role"], item["content"][0]["text"]) for item in listed[:1] + listed[-2:]] == [
+        ("user", "x"),
+        ("user", "y"),
+        ("assistant", "z"),
+    ]
+    assert listed[1:-2] == [item.to_dict() for item in made.output], "an answer is an input of the next response"
+    assert [item.to_dict() for item in client.responses.input_items.list(more.id)] == listed[::-1]
+    for query in ("limit=0", "limit=x", "order=up", "after=msg_x"):
+        status, told = get(scripted, f"/v1/responses/{more.id}/input_items?{query}")
+        assert (status, json.loads(told)["error"]["param"]) == (400, query.partition("=")[0])
     client.responses.delete(made.id)
     left_out = client.responses.create(model="small", input="x", max_output_tokens=1, store=False)
     for id in (made.id, left_out.id):
@@ -259,7 +273,7 @@ def test_an_answer_that_fails_is_told_by_an_event(gen: FastSpecGenerator, monkey
 
         async def hurried(body: Any, api_key: str | None = None) -> Any:
             job = await start(body, api_key)
-            job.cancel()
+            job.stop(too_late(1))
             return job
 
         monkeypatch.setattr(server.service, "start", hurried)
@@ -270,7 +284,7 @@ def test_an_answer_that_fails_is_told_by_an_event(gen: FastSpecGenerator, monkey
             "failed",
             "server_error",
         )
-        assert last.response.error.message == "the request was stopped"
+        assert "--limit seconds=TIME" in last.response.error.message
 
 
 def test_a_response_belongs_to_its_key(gen: FastSpecGenerator) -> None:
@@ -299,19 +313,19 @@ def test_items_of_one_turn_are_one_message() -> None:
     def reasoning(text: str) -> dict[str, Any]:
         return {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": text}]}
 
-    conversation = Conversation()
+    built = MessageBuilder()
     said = {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "A"}]}
     items = [reasoning("r"), said, call("1"), call("2"), reasoning("s"), call("3"), said, reasoning("t")]
-    conversation.add("input", items)
+    built.add("input", items)
     made = [
         (
             message.get("reasoning_content"),
             message["content"],
             [each["id"] for each in message.get("tool_calls", [])],
         )
-        for message in conversation.messages
+        for message in built.messages
     ]
     assert made == [("r", "A", ["1", "2"]), ("s", None, ["3"]), (None, "A", []), ("t", "", [])]
-    assert conversation.renamed("messages[0].tool_calls[1].function.arguments, messages[3].x, messages[9]") == (
+    assert built.renamed("messages[0].tool_calls[1].function.arguments, messages[3].x, messages[9]") == (
         "input[3].arguments, input[7].x, messages[9]"
     )
