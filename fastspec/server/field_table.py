@@ -321,8 +321,9 @@ RESPONSE_FIELDS: Final[tuple[RequestField, ...]] = (
             "`verbosity` changes nothing.",
             "reasoning": "`effort` sets the variable of the template that turns reasoning on; a template without one "
             "is a 400. No summaries are written: a reasoning item has the reasoning itself.",
-            "include": "`message.output_text.logprobs` adds log-probabilities. The others change nothing: reasoning "
-            "items have their whole text.",
+            "include": "`message.output_text.logprobs` adds log-probabilities. `reasoning.encrypted_content` adds the "
+            "reasoning in an encoded form, which some clients send back; it is not encrypted. The others change "
+            "nothing.",
             "store": "Kept with `--response-store N`, unless it is false; without the flag nothing is kept.",
             "previous_response_id": "Continues a stored response. Without `--response-store N` a 400.",
             "metadata": "Up to 16 texts, which come back in the response.",

@@ -9,7 +9,7 @@ from typing import Any, Final, TypeAlias
 
 from fastspec.server.errors import Refusal
 from fastspec.server.responses.body import ResponseBody
-from fastspec.server.responses.items import Item
+from fastspec.server.responses.items import Item, encoded
 from fastspec.server.texts import BROKEN, Answer, Piece
 from fastspec.text.answers.events import Arguments, CallBegins, Content, Event, Reasoning
 
@@ -26,14 +26,15 @@ class OutputItem:
         index: place in the output.
         kind: "message", "reasoning" or "function_call".
         facts: further keys of the item.
+        encodes: True if a reasoning item has an `encrypted_content` at its end.
 
     Attributes:
         text: of the item so far; of a call its arguments.
         logprobs: of a message's tokens.
     """
 
-    def __init__(self, index: int, kind: str, facts: Mapping[str, object]) -> None:
-        self.index, self.kind, self._facts = index, kind, facts
+    def __init__(self, index: int, kind: str, facts: Mapping[str, object], *, encodes: bool = False) -> None:
+        self.index, self.kind, self._facts, self._encodes = index, kind, facts, encodes
         self.id = f"{_PREFIXES[kind]}_{uuid.uuid4().hex}"
         self.text, self.logprobs = "", list[Sent]()
 
@@ -42,9 +43,10 @@ class OutputItem:
         shown: Item = {"id": self.id, "type": self.kind, "status": status, **self._facts}
         if self.kind == "function_call":
             return shown | {"arguments": self.text}
-        return shown | {
-            "content": [self._part(self.text, self.logprobs)] if self.text or status != "in_progress" else []
-        }
+        ended = status != "in_progress"
+        if self._encodes and self.kind == "reasoning" and ended:
+            shown["encrypted_content"] = encoded(self.text)
+        return shown | {"content": [self._part(self.text, self.logprobs)] if ended else []}
 
     def _part(self, text: str, logprobs: Sequence[Sent]) -> Sent:
         part: Sent = {"type": _PARTS[self.kind], "text": text}
@@ -98,7 +100,7 @@ class ResponseBuilder:
     """
 
     def __init__(self, body: ResponseBody, model: str, *, stored: bool) -> None:
-        self._wants_logprobs, self._numbers = body.wants_logprobs, 0
+        self._wants_logprobs, self._wants_encoded, self._numbers = body.wants_logprobs, body.wants_encoded, 0
         self._output: list[Item] = []
         self._open: OutputItem | None = None
         self._pending: list[Sent] = []  # log-probabilities of tokens whose text has not come yet
@@ -191,7 +193,7 @@ class ResponseBuilder:
         return taken
 
     def _begin(self, kind: str, facts: Mapping[str, object]) -> list[Sent]:
-        self._open = OutputItem(len(self._output), kind, facts)
+        self._open = OutputItem(len(self._output), kind, facts, encodes=self._wants_encoded)
         return self._open.begin()
 
     def _close(self, status: str) -> Iterator[Sent]:

@@ -192,6 +192,11 @@ class ResponseBody(create_model("AsInChat", **_as_in_chat(), **taken_fields(RESP
         return self.top_logprobs is not None or "message.output_text.logprobs" in (self.include or [])
 
     @property
+    def wants_encoded(self) -> bool:
+        """True if reasoning items have an `encrypted_content`."""
+        return "reasoning.encrypted_content" in (self.include or [])
+
+    @property
     def functions(self) -> list[FlatFunction]:
         """Functions that the model may call.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from base64 import urlsafe_b64decode, urlsafe_b64encode
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeAlias
@@ -21,6 +22,7 @@ _KEYS: Final[Mapping[str, frozenset[str]]] = {
 }
 _TEXTS: Final = ("input_text", "output_text", "text")  # types of parts
 _PLACE: Final = re.compile(r"messages\[(\d+)\](?:\.tool_calls\[(\d+)\](?:\.function)?)?")
+_ENCODED: Final = "fastspec."  # begins `encrypted_content`
 _SHOWN: Final = 80  # characters of a value that an error repeats
 
 
@@ -125,16 +127,30 @@ class MessageBuilder:
         parts = item.get("content") or item.get("summary") or []
         if not isinstance(parts, list) or not all(isinstance(one, dict) and "text" in one for one in parts):
             raise Refusal(f"{place}.content must be a list of parts with a text", "input")
-        if not parts and "encrypted_content" in item:
-            raise Refusal(
-                f"{place}.encrypted_content can be read by the server that wrote it alone; leave the item out", "input"
-            )
         text, turn = "\n".join(str(one["text"]) for one in parts), self._turn
+        if not parts and "encrypted_content" in item:
+            text = _decoded(place, _text(place, item, "encrypted_content"))
         if turn is None or turn.message["content"] or turn.calls or not text:
             turn = self._append(place, {"role": "assistant", "content": ""})
         if text:
             before = turn.message.get("reasoning_content")
             turn.message["reasoning_content"] = text if before is None else f"{before}\n{text}"
+
+
+def encoded(reasoning: str) -> str:
+    """A reasoning as `encrypted_content`: some clients send it back in this form alone. It is not encrypted."""
+    return _ENCODED + urlsafe_b64encode(reasoning.encode()).decode()
+
+
+def _decoded(place: str, content: str) -> str:
+    try:
+        if content.startswith(_ENCODED):
+            return urlsafe_b64decode(content.removeprefix(_ENCODED)).decode()
+    except ValueError:
+        pass
+    raise Refusal(
+        f"{place}.encrypted_content can be read by the server that wrote it alone; leave the item out", "input"
+    )
 
 
 def _text(place: str, item: Mapping[str, Any], name: str) -> str:

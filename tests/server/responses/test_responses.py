@@ -14,7 +14,7 @@ from pydantic import BaseModel
 from fastspec import FastSpecGenerator
 from fastspec.server.access import Access
 from fastspec.server.errors import too_late
-from fastspec.server.responses.items import MessageBuilder
+from fastspec.server.responses.items import MessageBuilder, encoded
 from fastspec.server.responses.store import ResponseStore, StoredResponse
 from tests.helpers.agent_pair import AFTER, ARGUMENTS, BEFORE, REASONING, agent_pair
 from tests.helpers.services import opened
@@ -175,9 +175,10 @@ def test_stored_responses_are_read_and_forgotten(scripted: Running) -> None:
 
 
 def test_logprobs_are_those_of_the_text(scripted: Running) -> None:
-    include: Any = ["message.output_text.logprobs"]
+    include: Any = ["message.output_text.logprobs", "reasoning.encrypted_content"]
     tools: Any = [WEATHER]
     made = client_of(scripted).responses.create(model="small", input="x", tools=tools, include=include, top_logprobs=1)
+    assert made.output[0].encrypted_content == encoded(REASONING)  # type: ignore[union-attr]
     part: Any = made.output[1].content[0]  # type: ignore[index, union-attr]
     assert "".join(entry.token for entry in part.logprobs) == BEFORE
     assert [entry.top_logprobs[0].token for entry in part.logprobs] == [entry.token for entry in part.logprobs]
@@ -326,6 +327,16 @@ def test_items_of_one_turn_are_one_message() -> None:
         for message in built.messages
     ]
     assert made == [("r", "A", ["1", "2"]), ("s", None, ["3"]), (None, "A", []), ("t", "", [])]
-    assert built.renamed("messages[0].tool_calls[1].function.arguments, messages[3].x, messages[9]") == (
-        "input[3].arguments, input[7].x, messages[9]"
+    built = MessageBuilder()
+    built.add("input", [{"type": "reasoning", "summary": [], "encrypted_content": encoded("größer")}])
+    assert built.messages == [{"role": "assistant", "content": "", "reasoning_content": "größer"}]
+
+
+def test_errors_name_the_items_that_a_message_was_made_of() -> None:
+    built = MessageBuilder()
+    call = {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"}
+    said = {"role": "assistant", "content": "A"}
+    built.add("input", [{"type": "reasoning", "summary": [{"text": "r"}]}, said, call, call, said])
+    assert built.renamed("messages[0].tool_calls[1].function.arguments, messages[1].x, messages[9]") == (
+        "input[3].arguments, input[4].x, messages[9]"
     )
