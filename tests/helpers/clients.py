@@ -1,10 +1,11 @@
-"""Programs of others that talk to `fastspec serve`, each in an environment of its own from PyPI."""
+"""Programs of others that talk to `fastspec serve`, each in an environment of its own from PyPI or npm."""
 
 from __future__ import annotations
 
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -13,6 +14,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+
+import pytest
 
 from tests.helpers.limits import HANGS
 
@@ -26,9 +29,9 @@ class Other:
 
     Attributes:
         name: of its environment.
-        requirements: for pip.
+        requirements: for pip, or for npm.
         command: program and arguments; `{url}`, `{root}`, `{target}` and `{folder}` are replaced. A program that ends
-            with .py is a file of the folder.
+            with .py or .mjs is a file of the folder; the latter runs in node.
         shows: regular expressions that the output must match.
         files: written into the folder first, name -> text, with the same replacements.
         variables: of the process, beside those of this one.
@@ -41,17 +44,26 @@ class Other:
     files: dict[str, str] = field(default_factory=dict)
     variables: dict[str, str] = field(default_factory=dict)
 
+    @property
+    def runs_in_node(self) -> bool:
+        return self.command[0].endswith(".mjs")
 
-def environment(name: str, requirements: tuple[str, ...]) -> Path:
-    """Folder of programs of an environment with these packages; made once."""
-    folder = ENVIRONMENTS / name
-    stamp, wanted = folder / "requirements.json", json.dumps(requirements)
+
+def environment(client: Other) -> Path:
+    """Folder of an environment with the packages of a client; made once."""
+    folder = ENVIRONMENTS / client.name
+    stamp, wanted = folder / "requirements.json", json.dumps(client.requirements)
     if not stamp.exists() or stamp.read_text() != wanted:
-        venv.create(folder, with_pip=True, clear=True)
-        pip = [str(folder / "bin" / "python"), "-m", "pip", "--disable-pip-version-check", "install", "-q"]
-        subprocess.run([*pip, *requirements], check=True)
+        if client.runs_in_node:
+            install = ["npm", "install", "--no-audit", "--no-fund", "--prefix", str(folder)]
+            folder.mkdir(parents=True, exist_ok=True)
+        else:
+            venv.create(folder, with_pip=True, clear=True)
+            python = str(folder / "bin" / "python")
+            install = [python, "-m", "pip", "--disable-pip-version-check", "install", "-q"]
+        subprocess.run([*install, *client.requirements], check=True)
         stamp.write_text(wanted)
-    return folder / "bin"
+    return folder
 
 
 @contextmanager
@@ -85,7 +97,9 @@ def gets_what_it_asks_for(client: Other, url: str, folder: Path, *, target: str 
         folder: for its files.
         target: directory of a tokenizer.
     """
-    programs = environment(client.name, client.requirements)
+    if client.runs_in_node and not (shutil.which("node") and shutil.which("npm")):
+        pytest.skip("needs node and npm")
+    made = environment(client)
 
     def filled(text: str) -> str:
         values = {"url": url, "root": url.removesuffix("/v1"), "target": target, "folder": str(folder)}
@@ -96,8 +110,12 @@ def gets_what_it_asks_for(client: Other, url: str, folder: Path, *, target: str 
     for name, text in client.files.items():
         (folder / name).write_text(filled(text))
     program, *arguments = map(filled, client.command)
-    python = program.endswith(".py")
-    command = [str(programs / "python"), program] if python else [str(programs / program)]
+    command = [str(made / "bin" / program)]
+    if program.endswith(".py"):
+        command = [str(made / "bin" / "python"), program]
+    elif client.runs_in_node:
+        (folder / "node_modules").symlink_to(made / "node_modules")
+        command = ["node", program]
     done = subprocess.run(
         [*command, *arguments],
         cwd=folder,

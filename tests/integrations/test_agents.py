@@ -219,6 +219,62 @@ with dspy.context(lm=model, adapter=dspy.ChatAdapter(use_native_function_calling
     made = dspy.Predict(Call)(question="Will it rain?", tools=[tool])
     print("call:", made.calls.tool_calls[0].name, made.calls.tool_calls[0].args)
 """
+AI_SDK = """
+import { createOpenAI } from "@ai-sdk/openai";
+import { generateText, streamText, tool, Output, stepCountIs } from "ai";
+import { z } from "zod";
+const openai = createOpenAI({ baseURL: "{url}", apiKey: "key" });
+const shape = z.object({ city: z.string(), unit: z.enum(["C", "F"]) });
+const Weather = tool({
+  description: "Tells the weather of a city.",
+  inputSchema: shape,
+  execute: async ({ city, unit }) => `rain in ${city} at 9 ${unit}`,
+});
+for (const [name, model] of [["responses", openai("demo")], ["chat", openai.chat("demo")]]) {
+  const asked = { model, maxRetries: 0, providerOptions: { openai: { store: false } } };
+  const run = { ...asked, prompt: "Will it rain?", tools: { Weather }, stopWhen: stepCountIs(3) };
+  const agent = await generateText(run);
+  console.log(name, "agent:", agent.text, JSON.stringify(agent.steps[0].toolResults.map((one) => one.output)));
+  const stream = streamText(run);
+  let text = "";
+  for await (const piece of stream.textStream) text += piece;
+  console.log(name, "streamed:", text, JSON.stringify((await stream.steps)[0].toolCalls[0].input));
+  const object = await generateText({ ...asked, prompt: "Where?", output: Output.object({ schema: shape }) });
+  console.log(name, "object:", JSON.stringify(object.output));
+  const forced = await generateText({ ...asked, prompt: "x", tools: { Weather }, toolChoice: "required" });
+  console.log(name, "required:", JSON.stringify(forced.toolCalls[0].input));
+}
+"""
+OPENAI_NODE = """
+import OpenAI from "openai";
+import { zodTextFormat, zodResponseFormat } from "openai/helpers/zod";
+import { z } from "zod";
+const client = new OpenAI({ baseURL: "{url}", apiKey: "key", maxRetries: 0 });
+const shape = z.object({ city: z.string(), unit: z.enum(["C", "F"]) });
+const properties = { city: { type: "string" }, unit: { enum: ["C", "F"] } };
+const parameters = { type: "object", properties, required: ["city", "unit"], additionalProperties: false };
+const tools = [{ type: "function", name: "Weather", parameters, strict: true }];
+const first = await client.responses.create({ model: "demo", input: "Will it rain?", tools });
+const call = first.output.at(-1);
+const result = { type: "function_call_output", call_id: call.call_id, output: "rain" };
+const input = [{ role: "user", content: "Will it rain?" }, ...first.output, result];
+console.log("turns:", call.arguments, (await client.responses.create({ model: "demo", input, tools })).output_text);
+const stream = client.responses.stream({ model: "demo", input: "Will it rain?", tools });
+const kinds = new Set();
+for await (const event of stream) kinds.add(event.type);
+console.log("streamed:", (await stream.finalResponse()).output.at(-1).arguments, kinds.size);
+const text = { format: zodTextFormat(shape, "Weather") };
+const parsed = await client.responses.parse({ model: "demo", input: "Where?", text });
+console.log("parsed:", JSON.stringify(parsed.output_parsed));
+const messages = [{ role: "user", content: "Where?" }];
+const response_format = zodResponseFormat(shape, "Weather");
+const made = await client.chat.completions.parse({ model: "demo", messages, response_format });
+console.log("chat:", JSON.stringify(made.choices[0].message.parsed));
+const tool = { type: "function", function: { name: "Weather", parameters, strict: true } };
+const runner = client.chat.completions.stream({ model: "demo", messages, tools: [tool] });
+console.log("calls:", (await runner.finalChatCompletion()).choices[0].message.tool_calls[0].function.arguments);
+"""
+OBJECT = r'\{"city":"Paris","unit":"C"\}'
 WEATHER = r"Weather\(city='Paris', unit='C'\)"
 ARGUMENTS = r"\{'city': 'Paris', 'unit': 'C'\}"
 CLIENTS = (
@@ -317,6 +373,35 @@ CLIENTS = (
         ("structured: Paris C", f"call: Weather {ARGUMENTS}"),
         {"main.py": DSPY},
         {"DSPY_CACHEDIR": "{folder}/cache", "LITELLM_LOCAL_MODEL_COST_MAP": "True"},
+    ),
+    Other(
+        "ai-sdk",
+        ("ai", "@ai-sdk/openai", "zod"),
+        ("main.mjs",),
+        tuple(
+            f"{path} {shown}"
+            for path in ("responses", "chat")
+            for shown in (
+                r'agent: Rain comes\. \["rain in Paris at 9 C"\]',
+                rf"streamed: I look\.Rain comes\. {OBJECT}",
+                f"object: {OBJECT}",
+                f"required: {OBJECT}",
+            )
+        ),
+        {"main.mjs": AI_SDK},
+    ),
+    Other(
+        "openai-node",
+        ("openai", "zod"),
+        ("main.mjs",),
+        (
+            rf"turns: {OBJECT} Rain comes\.",
+            f"streamed: {OBJECT} 13",
+            f"parsed: {OBJECT}",
+            f"chat: {OBJECT}",
+            f"calls: {OBJECT}",
+        ),
+        {"main.mjs": OPENAI_NODE},
     ),
 )
 
