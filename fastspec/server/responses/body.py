@@ -226,6 +226,8 @@ class ResponseBody(create_model("AsInChat", **_as_in_chat(), **taken_fields(RESP
         built = MessageBuilder(self.instructions)
         built.add("previous_response_id", before)
         built.add("input", given)
+        if not built.messages:
+            raise Refusal("input has no message; give one with a role and a content", "input")
         fields = {name: getattr(self, name) for name in _CHAT_FIELDS if name in self.model_fields_set}
         if "structured_outputs" in fields:
             fields["structured_outputs"] = self.structured_outputs.model_dump(by_alias=True, exclude_unset=True)

@@ -82,7 +82,7 @@ class MessageBuilder:
 
     def _add(self, place: str, item: Mapping[str, Any]) -> None:
         kind = item.get("type", "message")
-        if kind not in _KEYS or (kind == "message" and "role" not in item):
+        if not isinstance(kind, str) or kind not in _KEYS or (kind == "message" and "role" not in item):
             raise Refusal(
                 f"{place}.type must be one of {', '.join(_KEYS)}, got {str(kind)[:_SHOWN]!r}; leave the item out",
                 "input",
@@ -130,11 +130,12 @@ class MessageBuilder:
         text, turn = "\n".join(str(one["text"]) for one in parts), self._turn
         if not parts and "encrypted_content" in item:
             text = _decoded(place, _text(place, item, "encrypted_content"))
-        if turn is None or turn.message["content"] or turn.calls or not text:
+        if not text:
+            return
+        if turn is None or turn.message["content"] or turn.calls:
             turn = self._append(place, {"role": "assistant", "content": ""})
-        if text:
-            before = turn.message.get("reasoning_content")
-            turn.message["reasoning_content"] = text if before is None else f"{before}\n{text}"
+        before = turn.message.get("reasoning_content")
+        turn.message["reasoning_content"] = text if before is None else f"{before}\n{text}"
 
 
 def encoded(reasoning: str) -> str:

@@ -8,13 +8,16 @@ from typing import Any, Literal
 
 import openai
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from openai.types.responses import Response
 from pydantic import BaseModel
 
 from fastspec import FastSpecGenerator
 from fastspec.server.access import Access
-from fastspec.server.errors import too_late
-from fastspec.server.responses.items import MessageBuilder, encoded
+from fastspec.server.errors import Refusal, too_late
+from fastspec.server.responses.body import ResponseBody
+from fastspec.server.responses.items import _KEYS, MessageBuilder, encoded
 from fastspec.server.responses.store import ResponseStore, StoredResponse
 from tests.helpers.agent_pair import AFTER, ARGUMENTS, BEFORE, REASONING, agent_pair
 from tests.helpers.services import opened
@@ -30,6 +33,7 @@ SCHEMA: dict[str, Any] = {
 WEATHER: Any = {"type": "function", "name": "Weather", "description": "of a city", "parameters": SCHEMA}
 ASKED: dict[str, Any] = {"model": "small", "instructions": "Be brief.", "tools": [WEATHER]}
 QUESTION = "Will it rain?"
+NAMES = sorted({"text", "id", *(name for names in _KEYS.values() for name in names)})
 
 
 class Weather(BaseModel):
@@ -209,6 +213,7 @@ def test_text_follows_a_schema(scripted: Running) -> None:
 
 REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"input": []}, "input", "at least 1 item"),
+    ({"input": [{"type": "reasoning", "summary": []}]}, "input", "input has no message"),
     ({"input": [{"type": "computer_call"}]}, "input", r"input[0].type must be one of message, function_call,"),
     ({"input": [{"role": "robot", "content": "x"}]}, "input", "input[0].role must be one of"),
     ({"input": [{"role": "user", "content": 3}]}, "input", "input[0].content must be a text or a list of parts"),
@@ -330,6 +335,26 @@ def test_items_of_one_turn_are_one_message() -> None:
     built = MessageBuilder()
     built.add("input", [{"type": "reasoning", "summary": [], "encrypted_content": encoded("größer")}])
     assert built.messages == [{"role": "assistant", "content": "", "reasoning_content": "größer"}]
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(0, 3) | st.sampled_from(["", "x", "{}", "user", "fastspec.eA==", *_KEYS]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(NAMES), inner, max_size=6),
+    max_leaves=12,
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(items=st.lists(st.dictionaries(st.sampled_from(NAMES), JSON, max_size=6), min_size=1, max_size=4))
+def test_any_items_are_read_or_refused(items: list[dict[str, Any]]) -> None:
+    body, field = ResponseBody.model_validate({"model": "x", "input": items}), "input"
+    try:
+        messages = body.asked([], ResponseStore().resolved(body.items, None)).chat.messages
+    except Refusal as error:
+        messages, field = [{"role": "none"}], str(error.field)
+    assert field == "input"
+    assert messages
+    assert all("role" in message for message in messages)
 
 
 def test_errors_name_the_items_that_a_message_was_made_of() -> None:
