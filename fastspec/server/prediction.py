@@ -46,7 +46,7 @@ def session_of(generator: FastSpecGenerator, api_key: str | None) -> dict[str, s
 def predicted(generator: FastSpecGenerator, prediction: Prediction | None) -> dict[str, str]:
     """Returns the keyword `predictions`; empty if there is no text, or if the generator has no room for one.
 
-    A prediction changes no answer, so a server without room for it takes it all the same.
+    A prediction changes no answer, so a server without room for it takes it, too.
     """
     if prediction is None or not prediction.text or not generator.prediction_tokens:
         return {}
