@@ -29,7 +29,7 @@ class Access:
 
     Attributes:
         api_keys: one of them must be in each request; empty: none is needed. /health and /ping are open to all.
-        origins: of browser pages that may read answers, such as "https://chat.example"; "*": all.
+        origins: origins of browser pages that may read answers, such as "https://chat.example"; "*": all.
         root_path: path that a proxy puts before the paths of this server, such as "/llm".
         observers: are called after each request.
         weight_updates: keys may also change the model's weights, and pause it.

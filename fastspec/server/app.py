@@ -45,7 +45,7 @@ class Envelope:
     """Builds the bodies around the answers of one request.
 
     Args:
-        body: of the request.
+        body: the body of the request.
         service: its name and time are in each body.
     """
 

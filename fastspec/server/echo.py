@@ -14,7 +14,7 @@ class Echo:
     """Adds the prompt to the choices of a completion. Other bodies stay as they are.
 
     Args:
-        body: of the request.
+        body: the body of the request.
     """
 
     def __init__(self, body: Body) -> None:
@@ -50,7 +50,7 @@ class Echo:
         return choice
 
     def shifted(self, logprobs: dict[str, Any], characters: int) -> dict[str, Any]:
-        """Log-probabilities of text that follows so many characters."""
+        """Log-probabilities of a text that begins at `characters` of the whole text."""
         return {**logprobs, "text_offset": [characters + at for at in logprobs["text_offset"]]}
 
     def usage(self, counted: dict[str, Any]) -> dict[str, Any]:

@@ -16,9 +16,9 @@ class Refusal(Exception):
     """Refusal of a request.
 
     Args:
-        message: what was got, what was wanted, and the next step.
-        field: of the body.
-        status: of HTTP.
+        message: value that was got, value that was wanted, and the next step.
+        field: name of a field of the body.
+        status: HTTP status.
         kind: OpenAI's type of the error.
         code: OpenAI's code.
     """

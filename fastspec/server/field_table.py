@@ -32,8 +32,8 @@ class RequestField:
         origin: the specification that has it: "OpenAI", "vLLM" or "fastspec".
         paths: "chat", "completions" and "responses": the paths whose specification has it.
         treatment: by the server.
-        note: of a served field its values; of a taken one the reason why no answer changes; of a refused one the reason
-            and the next step.
+        note: for a served field its values; for a taken one the reason why no answer changes; for a refused one the
+            reason and the next step.
         kind: type of the values of a taken field.
         neutral: values of a refused field that ask for nothing; they are accepted.
     """

@@ -82,7 +82,7 @@ class Meters:
         """Adds the tokens of a request of the protocol.
 
         Args:
-            prompt_tokens: of all its prompts.
+            prompt_tokens: tokens of all its prompts.
             requests: its answers, each a request of the scheduler.
         """
         rows = [each.stats() for each in requests]

@@ -33,10 +33,10 @@ class RequestRecord:
 
     Attributes:
         id: from the header X-Request-Id, else a new one.
-        method, path: of HTTP.
-        headers: of the request.
+        method, path: HTTP method and path.
+        headers: headers of the request.
         started: nanoseconds since the epoch.
-        status: of the answer; 0: none was sent, since the client was gone.
+        status: HTTP status of the answer; 0: none was sent, since the client was gone.
         seconds: until the end of the answer.
         model: name in the request; None: it names none.
         job: answers of the request; None: none were begun.

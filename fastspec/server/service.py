@@ -79,8 +79,8 @@ class Job:
     """Answers of one request, until `close`. Belongs to an event loop.
 
     Args:
-        answers: that were submitted.
-        prompt_tokens: of all prompts.
+        answers: submitted answers.
+        prompt_tokens: tokens of all prompts.
         seconds: time limit.
         meters: told of tokens and times.
         release: called at the end.
@@ -210,8 +210,8 @@ class RequestPlan:
 
     Attributes:
         prompts: token ids.
-        formats: of a chat's answers; None: a completion, which is text alone.
-        rule: what an answer must follow.
+        formats: formats of a chat's answers; None: a completion, which is text alone.
+        rule: rule that an answer must follow.
         opened: True if the prompt has opened the reasoning.
     """
 
@@ -236,8 +236,8 @@ class Service:
 
     Args:
         generator: its tokenizer is needed.
-        name: of the model, in requests and answers.
-        limits: of requests.
+        name: name of the model, in requests and answers.
+        limits: limits of requests.
         aliases: other names that requests may use.
         sanitize_control_tokens: encode control tokens in messages as plain text, whatever a request says.
         tool_call_parser, reasoning_parser: names of formats, as `formats_of` takes them.
@@ -245,7 +245,7 @@ class Service:
 
     Attributes:
         responses: those that are kept.
-        names: of the model in requests; the first is in answers, too.
+        names: names of the model in requests; the first is in answers, too.
         cut_off: number of requests that `end` cancelled.
         meters, created: metrics of /metrics, and the time in seconds since the epoch.
 
@@ -527,7 +527,7 @@ def _session_of(generator: FastSpecGenerator, api_key: str | None) -> dict[str, 
 def _predicted(generator: FastSpecGenerator, prediction: Prediction | None) -> dict[str, str]:
     """Returns the keyword `predictions`; empty if there is no text, or if the generator has no room for one.
 
-    A prediction changes no answer, so a server without room for it takes it all the same.
+    A prediction changes no answer, so a server without room for it takes it, too.
     """
     if prediction is None or not prediction.text or not generator.prediction_tokens:
         return {}

@@ -28,7 +28,7 @@ class Visible:
         prompt: ids before the answer.
         stops: texts that end it.
         skip_special_tokens: leave special tokens out of the text, as in `decode`.
-        marks: id -> text of special tokens that stay in the text all the same.
+        marks: id -> text of special tokens that stay in the text.
     """
 
     def __init__(
@@ -145,7 +145,7 @@ class Answer:
         """Pieces of text while they are decoded. The last piece has the finish reason.
 
         Raises:
-            InvalidLogits, RuntimeError: as `Handle.result`.
+            InvalidLogits, RuntimeError: see `Handle.result`.
         """
         visible = Visible(
             self._tokenizer,

@@ -21,8 +21,8 @@ class UpdateWeights(BaseModel):
     Attributes:
         path: directory of the server's machine, or Hub id.
         target_model: False updates the draft model.
-        version: of the target's new weights. None: the number of its updates.
-        running: what becomes of answers that run: the update waits for their ends, or ends them.
+        version: name of the target's new weights. None: the number of its updates.
+        running: "wait" for the ends of running answers, or "abort" them.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True)

@@ -172,7 +172,7 @@ def convolve(
     """Computes the convolution of `causal_conv` before silu.
 
     Args:
-        x, weight, inputs, state_rows, positions, write_mask: as in `causal_conv`.
+        x, weight, inputs, state_rows, positions, write_mask: see `causal_conv`.
         bias: [channels], added after the last product.
     """
     places, width, count = inputs.shape[1], weight.shape[-1], x.shape[1]

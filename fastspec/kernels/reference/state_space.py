@@ -66,7 +66,7 @@ def short_conv(
         product: [B, Q, rule.rows]: b, c and x.
         layer: weights; conv and conv_bias are read.
         states: not read; the layer has only the ring `inputs`, of b * x.
-        inputs, state_rows, positions, write_mask, kept: as in `delta_rule`.
+        inputs, state_rows, positions, write_mask, kept: see `delta_rule`.
         rule: sizes.
 
     Returns:
@@ -102,7 +102,7 @@ def mamba(
         product: [B, Q, rule.rows]: z, x, B, C and t. z is not read; see `mamba_norm`.
         layer: weights; the norm is not read.
         states: fp32 [rows, slots, heads, head_dim, state_dim], a ring buffer as in `delta_rule`.
-        inputs, state_rows, positions, write_mask, kept: as in `delta_rule`. The ring has x, B and C.
+        inputs, state_rows, positions, write_mask, kept: see `delta_rule`. The ring has x, B and C.
         rule: sizes.
 
     Returns:

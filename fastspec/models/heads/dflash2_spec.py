@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from fastspec.models.checkpoints.tensor_source import TensorInfo
 from fastspec.models.heads.config import refuse_unknown
 from fastspec.models.heads.dflash_spec import KNOWN, DFlashSpec, Settings, dflash_spec
 from fastspec.models.heads.spec import NAMES, Recognised, TargetSizes
-
-if TYPE_CHECKING:
-    from fastspec.models.checkpoints.weight_loader import Use
+from fastspec.models.layer_table import Use
 
 BEFORE: Final = "candidate_selector.predecessor_codebook"
 AFTER: Final = "candidate_selector.successor_codebook"

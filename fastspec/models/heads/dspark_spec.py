@@ -5,16 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from fastspec.errors import CheckpointError
 from fastspec.models.checkpoints.tensor_source import TensorInfo
 from fastspec.models.heads.config import refuse_unknown
 from fastspec.models.heads.dflash_spec import KNOWN, DFlashSpec, Settings, dflash_spec
 from fastspec.models.heads.spec import NAMES, Recognised, TargetSizes
-
-if TYPE_CHECKING:
-    from fastspec.models.checkpoints.weight_loader import Use
+from fastspec.models.layer_table import Use
 
 BEFORE: Final = "markov_head.markov_w1.weight"
 AFTER: Final = "markov_head.markov_w2.weight"

@@ -478,8 +478,8 @@ class DFlash2(DFlash):
             assert layer.input_norm is not None, "every layer has both norms"
             assert layer.post_norm is not None, "every layer has both norms"
             h, kernel = self._convolved(index, "attention_conv", self._norm(plan, x, layer.input_norm), tiling)
-            qkv = self.ops.linear(h, layer.qkv, layer.qkv_bias, tiling)
-            h = self.ops.linear(self._attended(index, qkv, rows, whole), layer.o, layer.o_bias, tiling)
+            qkv = self.ops.linear(h, layer.mixer[0], layer.qkv_bias, tiling)
+            h = self.ops.linear(self._attended(index, qkv, rows, whole), layer.mixer[1], layer.o_bias, tiling)
             x = x + self._convolution(index, "attention_conv", 1, h, kernel)
             h, kernel = self._convolved(index, "mlp_conv", self._norm(plan, x, layer.post_norm), tiling)
             inner = self._mlp_inner(plan, h, None, None, layer, tiling)

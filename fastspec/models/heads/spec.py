@@ -19,11 +19,10 @@ import torch
 
 from fastspec.errors import CheckpointError, UnsupportedModel
 from fastspec.models.config import ModelSpec
+from fastspec.models.layer_table import Use
 
 if TYPE_CHECKING:
     from typing_extensions import Self
-
-    from fastspec.models.checkpoints.weight_loader import Use
 
 
 HeadKind = Literal["eagle3", "peagle", "dflash", "dflash2", "dspark", "mtp"]

@@ -29,8 +29,8 @@ class OutputItem:
         encodes: True if a reasoning item has an `encrypted_content` at its end.
 
     Attributes:
-        text: of the item so far; of a call its arguments.
-        logprobs: of a message's tokens.
+        text: text of the item so far; for a call its arguments.
+        logprobs: log-probabilities of a message's tokens.
     """
 
     def __init__(self, index: int, kind: str, facts: Mapping[str, object], *, encodes: bool = False) -> None:
@@ -94,7 +94,7 @@ class ResponseBuilder:
     """Builds the events of one response. The last one has the whole response.
 
     Args:
-        body: of the request.
+        body: the body of the request.
         model: name of the model.
         stored: True if the response is kept for later requests.
     """
