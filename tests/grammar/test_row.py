@@ -27,6 +27,7 @@ SPECS = [
     {"json_schema": SCHEMA},
     {"regex": "(the)+[a-c]{2,4}the"},
     {"grammar": 'start: "(" start? ")"'},
+    {"grammar": 'start: <[257]> " "? "[" ("a" | "b" "c") "]"'},  # a token by its id
 ]
 
 
