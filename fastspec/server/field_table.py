@@ -125,7 +125,7 @@ FIELDS: Final[tuple[RequestField, ...]] = (
             "top_logprobs": "0 to 20; needs `logprobs`.",
             "tools": "Written by the chat template; calls come back as `tool_calls`. A template without tools is a "
             "400. With `strict` the arguments follow the schema once a call has begun.",
-            "tool_choice": "none, auto, required, or the name of a function. The last two need llguidance.",
+            "tool_choice": "none, auto, required, a function, or `allowed_tools`. To demand a call needs llguidance.",
             "parallel_tool_calls": "false: one call at most.",
             "reasoning_effort": "Sets the variable of the template that turns reasoning on; a template without one is "
             "a 400.",
@@ -316,7 +316,7 @@ RESPONSE_FIELDS: Final[tuple[RequestField, ...]] = (
             "max_output_tokens": "Default: all remaining context. An answer that it cuts has the status incomplete.",
             "tools": "Functions, in the flat form of this path. With `strict` the arguments follow the schema once a "
             "call has begun; without the field a function is not strict.",
-            "tool_choice": "none, auto, required, a function, or `allowed_tools`. To demand a call needs llguidance.",
+            "tool_choice": "As in chats, with the name of a function beside its type.",
             "text": "`format`: text, json_object or json_schema, which the answer follows (needs llguidance). "
             "`verbosity` changes nothing.",
             "reasoning": "`effort` sets the variable of the template that turns reasoning on; a template without one "

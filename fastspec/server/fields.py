@@ -175,6 +175,24 @@ class NamedChoice(BaseModel):
     function: Named
 
 
+class AllowedFunctions(BaseModel):
+    """Functions that may be called; with the mode "required" one of them must be."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedChoice], Field(min_length=1)]
+
+
+class AllowedChoice(BaseModel):
+    """A choice of the functions that may be called."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedFunctions
+
+
 # ranges of the protocol, where they are not those of the option
 _RANGES: Mapping[str, FieldInfo] = {
     "temperature": Field(ge=0, le=2),
@@ -382,7 +400,7 @@ class Chat(Body):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     tools: list[dict[str, Any]] | None = None  # templates read them as the client wrote them
-    tool_choice: Literal["auto", "none", "required"] | NamedChoice | None = None
+    tool_choice: Literal["auto", "none", "required"] | NamedChoice | AllowedChoice | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     modalities: list[Literal["text"]] | None = None
@@ -418,20 +436,36 @@ class Chat(Body):
             raise Refusal(f"tools must have different names, got {', '.join(names)}"[: 4 * _TOLD], "tools")
         if self.tool_choice == "required" and not names:
             raise Refusal("tool_choice is required, and there are no tools; give some", "tool_choice")
-        if isinstance(self.tool_choice, NamedChoice) and self.tool_choice.function.name not in names:
-            raise Refusal(
-                f"tool_choice names {self.tool_choice.function.name[:_TOLD]!r}, which is none of the tools",
-                "tool_choice",
-            )
+        for name in self._chosen or ():
+            if name not in names:
+                raise Refusal(f"tool_choice names {name[:_TOLD]!r}, which is none of the tools", "tool_choice")
         return self
 
     @property
+    def _chosen(self) -> list[str] | None:
+        """Names of the functions that `tool_choice` names; None: it names none."""
+        if isinstance(self.tool_choice, NamedChoice):
+            return [self.tool_choice.function.name]
+        if isinstance(self.tool_choice, AllowedChoice):
+            return [tool.function.name for tool in self.tool_choice.allowed_tools.tools]
+        return None
+
+    @property
+    def shown(self) -> list[dict[str, Any]]:
+        """Tools for the template: those that the model may know of."""
+        if self.tool_choice == "none":
+            return []
+        if not isinstance(self.tool_choice, AllowedChoice):
+            return self.tools or []
+        named = zip(self.tools or [], self._functions, strict=True)
+        return [tool for tool, function in named if function.name in (self._chosen or ())]
+
+    @property
     def offered(self) -> tuple[Tool, ...]:
-        """Tools that the model may call, or the one that it must call."""
+        """Tools that the model may call, or those of which it must call one."""
         if self.tool_choice == "none":
             return ()
-        named = self.tool_choice.function.name if isinstance(self.tool_choice, NamedChoice) else None
-        functions = [one for one in self._functions if named in (None, one.name)]
+        functions = [one for one in self._functions if self._chosen is None or one.name in self._chosen]
         return tuple(Tool(one.name, _object_schema(one.parameters), bool(one.strict)) for one in functions)
 
     @property
@@ -441,6 +475,8 @@ class Chat(Body):
     @property
     def must_call(self) -> bool:
         """True if the answer must be a call."""
+        if isinstance(self.tool_choice, AllowedChoice):
+            return self.tool_choice.allowed_tools.mode == "required"
         return self.tool_choice == "required" or isinstance(self.tool_choice, NamedChoice)
 
     @property

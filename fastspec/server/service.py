@@ -398,7 +398,7 @@ class Service:
         return self._formats[template]
 
     def _chat_plan(self, body: Chat) -> RequestPlan:
-        tools = (body.tools or None) if body.tool_choice != "none" else None
+        tools = body.shown or None
         template = self.template.text(tools=tools) if self.template.exists else ""
         ids = self.template_ids(
             body.messages,

@@ -96,6 +96,9 @@ def test_calls_are_demanded_and_strict_in_every_format(noisy: FastSpecGenerator,
         weather = {"type": "function", "function": {"name": "weather"}}
         named = post(server, asked(strict=False, tool_choice=weather), "chat/completions")[1]
         assert called(named)[0] == "weather"
+        some = {"mode": "required", "tools": [{"type": "function", "function": {"name": "time"}}]}
+        allowed = {"type": "allowed_tools", "allowed_tools": some}
+        assert called(post(server, asked(strict=False, tool_choice=allowed), "chat/completions")[1])[0] == "time"
         by_itself = post(server, asked(strict=True, bias=begins), "chat/completions")[1]
         assert called(by_itself)[0] in SCHEMAS
 

@@ -49,6 +49,11 @@ class FunctionChoice(BaseModel):
     type: Literal["function"]
     name: str
 
+    @property
+    def choice(self) -> dict[str, Any]:
+        """The same in the form of a chat."""
+        return {"type": "function", "function": {"name": self.name}}
+
 
 class AllowedTools(BaseModel):
     """A choice among some of the tools."""
@@ -58,6 +63,11 @@ class AllowedTools(BaseModel):
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
     tools: Annotated[list[FunctionChoice], Field(min_length=1)]
+
+    @property
+    def choice(self) -> dict[str, Any]:
+        """The same in the form of a chat."""
+        return {"type": self.type, self.type: {"mode": self.mode, "tools": [tool.choice for tool in self.tools]}}
 
 
 class TextFormat(BaseModel):
@@ -203,15 +213,7 @@ class ResponseBody(create_model("AsInChat", **_as_in_chat(), **taken_fields(RESP
         Raises:
             Refusal: a tool of another type, or a wrong function.
         """
-        functions = [_function_at(at, tool) for at, tool in enumerate(self.tools or [])]
-        if not isinstance(self.tool_choice, AllowedTools):
-            return functions
-        names = {function.name for function in functions}
-        for one in self.tool_choice.tools:
-            if one.name not in names:
-                raise Refusal(f"tool_choice names {one.name[:_SHOWN]!r}, which is none of the tools", "tool_choice")
-        allowed = {one.name for one in self.tool_choice.tools}
-        return [function for function in functions if function.name in allowed]
+        return [_function_at(at, tool) for at, tool in enumerate(self.tools or [])]
 
     def asked(self, before: Sequence[Item], given: Sequence[Item]) -> AskedChat:
         """The chat that this asks for.
@@ -239,11 +241,8 @@ class ResponseBody(create_model("AsInChat", **_as_in_chat(), **taken_fields(RESP
         functions = self.functions
         if functions:
             fields["tools"] = [function.tool for function in functions]
-        choice = self.tool_choice
-        if isinstance(choice, FunctionChoice):
-            fields["tool_choice"] = {"type": "function", "function": {"name": choice.name}}
-        elif choice is not None:
-            fields["tool_choice"] = choice.mode if isinstance(choice, AllowedTools) else choice
+        if self.tool_choice is not None:
+            fields["tool_choice"] = self.tool_choice if isinstance(self.tool_choice, str) else self.tool_choice.choice
         if self.text is not None and self.text.format is not None:
             fields["response_format"] = self.text.format.response_format
         if self.reasoning is not None and self.reasoning.effort is not None:
