@@ -88,7 +88,7 @@ def _memory(device: torch.device, begin: bool = False) -> tuple[int, int]:
 def _layer(weights: DecoderWeights) -> int:
     """Bytes of a layer's matrices in 16 bits."""
     first = weights.layers[0]
-    return 2 * sum(math.prod(each.shape) for each in (first.qkv, first.o, *first.mlp))
+    return 2 * sum(math.prod(each.shape) for each in (*first.mixer, *first.mlp))
 
 
 def processes(directory: Path, device: str) -> list[Row]:
