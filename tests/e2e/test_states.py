@@ -22,7 +22,7 @@ from tests.helpers.state_runs import DRAFTS, OPTIONS, One, output, same
 NEW = 100
 LENGTHS = (1, 9, 70)
 # of which each is a family, or a part of one that no other has; see tests/models/families for the others
-SEEDS = {"lfm2": 0, "lfm2_moe": 0, "granite4_moe": 0, "bamba": 0, "falcon_h1": 0, "nemotron_h": 0}
+SEEDS = {"lfm2": 0, "lfm2_moe": 0, "lfm3": 0, "granite4_moe": 0, "bamba": 0, "falcon_h1": 0, "nemotron_h": 0}
 GAP = 1e-4  # of logits of transformers around 10: fp32 sums of chunks there, and token by token here
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # no tokenizers, drafts that do not pay

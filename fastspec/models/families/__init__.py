@@ -23,7 +23,7 @@ from fastspec.models.families.phi3 import PHI3
 from fastspec.models.families.plan import ModelFamily
 from fastspec.models.families.qwen2 import MIMO, QWEN2, QWEN2_5_VL, QWEN2_VL
 from fastspec.models.families.qwen3 import QWEN3, QWEN3_5, QWEN3_5_TEXT, QWEN3_VL
-from fastspec.models.families.recurrent.lfm2 import LFM2, LFM2_MOE
+from fastspec.models.families.recurrent.lfm2 import LFM2, LFM2_MOE, LFM3
 from fastspec.models.families.recurrent.mamba import BAMBA, FALCON_H1
 from fastspec.models.families.recurrent.nemotron_h import NEMOTRON_H
 from fastspec.models.families.smollm3 import SMOLLM3
@@ -75,6 +75,7 @@ FAMILIES: Final[dict[str, ModelFamily]] = {
     "gpt_oss": GPT_OSS,
     "lfm2": LFM2,
     "lfm2_moe": LFM2_MOE,
+    "lfm3": LFM3,
     "bamba": BAMBA,
     "falcon_h1": FALCON_H1,
     "nemotron_h": NEMOTRON_H,
