@@ -427,7 +427,8 @@ class Decoder:
             heads = self.spec.num_heads
             qkv, gate = qkv.split([qkv.shape[-1] - heads, heads], dim=-1)
             attended = self._attend_ungated(index, layer, qkv.contiguous(), rows)
-            return (attended.unflatten(-1, (heads, -1)) * reference.sigmoid(gate)[..., None]).flatten(-2)
+            out: Tensor = attended.unflatten(-1, (heads, -1)) * reference.sigmoid(gate)[..., None]
+            return out.flatten(-2)
         if plan.output_gate:
             gates = self.spec.num_heads * self.spec.head_dim
             qkv, gate = qkv.split([qkv.shape[-1] - gates, gates], dim=-1)

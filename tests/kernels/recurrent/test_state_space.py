@@ -21,7 +21,7 @@ pytest.importorskip("triton", reason="Triton ships for Linux only")
 from fastspec.kernels.recurrent.state_space import mamba, mamba_norm, short_conv
 
 # sizes that are no powers of two, a head in several programs, and channels in several blocks
-MAMBA = MambaRule(heads=2, head_dim=20, groups=2, state_dim=24, width=4, least_step=0.02)
+MAMBA = MambaRule(heads=2, head_dim=20, groups=2, state_dim=24, width=4, least_step=0.5, most_step=1.5)
 WIDE = MambaRule(heads=2, head_dim=24, groups=1, state_dim=128, width=3)
 CONV = ConvRule(channels=72, width=3)
 RULES = {"mamba": MAMBA, "wide": WIDE, "conv": CONV}
