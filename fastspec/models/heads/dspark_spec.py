@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 from fastspec.errors import CheckpointError
 from fastspec.models.checkpoints.tensor_source import TensorInfo
 from fastspec.models.heads.config import refuse_unknown
-from fastspec.models.heads.dflash_spec import KNOWN, DFlashSpec, Settings, dflash_spec
+from fastspec.models.heads.dflash_spec import KNOWN, BlockSettings, DFlashSpec, dflash_spec
 from fastspec.models.heads.spec import NAMES, Recognised, TargetSizes
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ def dspark_spec(
     """
     base, settings = (
         dflash_spec(found, raw, infos, target, feature_layers, where),
-        Settings.of(raw, where, NAMES["dspark"]),
+        BlockSettings.of(raw, where, NAMES["dspark"]),
     )
     refuse_unknown(raw, "dflash_config", (*KNOWN, *_OWN), NAMES["dspark"])
     stored = infos[BEFORE].shape if BEFORE in infos else (target.vocab_size, 0)

@@ -37,11 +37,20 @@ class Lender(Protocol):
     def weights(self) -> DecoderWeights:
         """Its weights."""
 
-    def head_logits(self, x: Tensor, tiling: Tiling, **options: Any) -> Tensor:
-        """See `Decoder.head_logits`."""
+    def head_logits(self, x: Tensor, tiling: Tiling, *, norm: tuple[Tensor, float] | None = None) -> Tensor:
+        """Returns fp32 logits [..., V] of the target's output matrix for x, or for a norm of x."""
 
-    def head_argmax(self, x: Tensor, limit: int, tiling: Tiling, out: Tensor, **options: Any) -> None:
-        """See `Decoder.head_argmax`."""
+    def head_argmax(
+        self,
+        x: Tensor,
+        limit: int,
+        tiling: Tiling,
+        out: Tensor,
+        *,
+        norm: tuple[Tensor, float] | None = None,
+        work: Any = None,
+    ) -> None:
+        """Writes the argmax of the first `limit` values of `head_logits`, for x [R, hidden]."""
 
 
 class HeadDecoder(Decoder):
