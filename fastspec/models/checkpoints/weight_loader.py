@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal, NoReturn
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -28,14 +28,13 @@ from fastspec.kernels.common.rounding import rounded
 from fastspec.kernels.common.weights import Weight
 from fastspec.kernels.cpu.blocked import Blocked, RowCounts
 from fastspec.kernels.ops import Ops
-from fastspec.models.checkpoints.tensor_source import TensorInfo, TensorSource
+from fastspec.models.checkpoints.tensor_source import TensorInfo, TensorSource, Use
 
 READERS = 4  # number of threads that fill weights on CUDA
 _PINNED_BYTES = 32 * 2**20  # pinned bytes of each thread
 VALUES = 2**23  # values of a matrix that are read and packed at a time
 
 
-Use = Literal["product", "head", "table", "tied"]
 Rounding = Callable[[str, tuple[int, int]], "CodesKind | None"]
 
 

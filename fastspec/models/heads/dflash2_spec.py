@@ -13,7 +13,7 @@ from fastspec.models.heads.dflash_spec import KNOWN, BlockSettings, DFlashSpec, 
 from fastspec.models.heads.spec import NAMES, Recognised, TargetSizes
 
 if TYPE_CHECKING:
-    from fastspec.models.checkpoints.weight_loader import Use
+    from fastspec.models.checkpoints.tensor_source import Use
 
 BEFORE: Final = "candidate_selector.predecessor_codebook"
 AFTER: Final = "candidate_selector.successor_codebook"

@@ -14,7 +14,7 @@ from fastspec.models.heads.dflash_spec import KNOWN, BlockSettings, DFlashSpec, 
 from fastspec.models.heads.spec import NAMES, Recognised, TargetSizes
 
 if TYPE_CHECKING:
-    from fastspec.models.checkpoints.weight_loader import Use
+    from fastspec.models.checkpoints.tensor_source import Use
 
 BEFORE: Final = "markov_head.markov_w1.weight"
 AFTER: Final = "markov_head.markov_w2.weight"

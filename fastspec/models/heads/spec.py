@@ -23,7 +23,7 @@ from fastspec.models.config import ModelSpec
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-    from fastspec.models.checkpoints.weight_loader import Use
+    from fastspec.models.checkpoints.tensor_source import Use
 
 
 HeadKind = Literal["eagle3", "peagle", "dflash", "dflash2", "dspark", "mtp"]

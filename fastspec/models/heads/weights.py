@@ -15,8 +15,8 @@ from fastspec.kernels.common.rounding import kind_for
 from fastspec.kernels.common.weights import Weight
 from fastspec.kernels.ops import Ops
 from fastspec.models.checkpoints.decoder_weights import layer_weights, norm_weight
-from fastspec.models.checkpoints.tensor_source import TensorSource
-from fastspec.models.checkpoints.weight_loader import Loader, Rounding, Use
+from fastspec.models.checkpoints.tensor_source import TensorSource, Use
+from fastspec.models.checkpoints.weight_loader import Loader, Rounding
 from fastspec.models.heads.checkpoint import HeadCheckpoint, HeadTensors
 from fastspec.models.heads.dflash_spec import DFlashSpec
 from fastspec.models.heads.mtp_names import EMBED_NORM, FC, HIDDEN_NORM, NORM, part_name
