@@ -47,11 +47,8 @@ class DSparkSpec(DFlashSpec):
 
     @property
     def unused(self) -> tuple[str, ...]:
-        """Names of the confidence head's tensors."""
-        return _CONFIDENCE
-
-
-_CONFIDENCE: Final = ("confidence_head.proj.weight", "confidence_head.proj.bias")
+        """Names of the confidence head's tensors, and of an embedding of masks that is not used: masks have a token."""
+        return ("confidence_head.proj.weight", "confidence_head.proj.bias", "mask_embedding")
 
 
 def dspark_spec(
