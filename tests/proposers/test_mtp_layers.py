@@ -172,15 +172,15 @@ def test_a_generator_says_how_many_there_are_and_draws_fewer_ids(three: Made) ->
     assert head is not None
     assert isinstance(head.spec, MtpSpec)
     assert head.spec.kept == (2, 1, 64)
-    with FastSpecGenerator(target, "mtp", num_speculative_tokens="auto", **common) as made:
-        wanted = made.generate(given, max_new_tokens=10, num_speculative_tokens=0)
-        assert torch.equal(made.generate(given, max_new_tokens=10), wanted)
+    with FastSpecGenerator(target, "mtp", num_speculative_tokens=3, **common) as made:
+        wanted = made.generate(given, max_new_tokens=6, num_speculative_tokens=0)
+        assert torch.equal(made.generate(given, max_new_tokens=6), wanted)
         assert "the 3 layers of the checkpoint's own MTP head (layout of MiMo-V2)" in made.explain()
         assert made.memory_plan.draft_weights == head.spec.weight_bytes(torch.float32)
     few = {"draft_vocab": [5, 3, 8, 60], "num_speculative_tokens": 3}
     with FastSpecGenerator(target, "mtp", **few, **common) as made:
-        assert torch.equal(made.generate(given, max_new_tokens=10), wanted)
+        assert torch.equal(made.generate(given, max_new_tokens=6), wanted)
         assert "which draft 4 of 113 ids" in made.explain()
     seen: list[Seen] = []
-    run(watched(engine_with(target, "mtp", draft_vocab=[5, 3, 8, 60]), seen), GIVEN, CAPS, k=uneven)
+    run(watched(engine_with(target, "mtp", draft_vocab=[5, 3, 8, 60]), seen), GIVEN[:3], CAPS[:3], k=uneven)
     assert {draft for each in seen for draft in each.drafts} <= {5, 3, 8, 60}

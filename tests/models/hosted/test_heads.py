@@ -69,8 +69,8 @@ def test_a_block_of_masks_drafts_for_a_hosted_target(tmp_path: Path) -> None:
     with FastSpecGenerator(target, head, num_speculative_tokens=5, verification="coupled", **COMMON) as made:
         for options in ({}, {"do_sample": True, "seed": 3, "temperature": 0.9}):
             plain, *drafted = (
-                made.generate([[5, 6, 7], [9, 8]], max_new_tokens=16, num_speculative_tokens=k, **options)
-                for k in (0, 1, 3, 5)
+                made.generate([[5, 6, 7], [9, 8]], max_new_tokens=9, num_speculative_tokens=k, **options)
+                for k in (0, 1, 5)
             )
             assert all(torch.equal(each, plain) for each in drafted)
         assert "a DFlash head" in made.explain()
