@@ -240,11 +240,10 @@ def _check_hosted(target: ModelSource, draft: ModelSource | None, compile: bool,
             f"compile=True is for native families alone, and {hosted[0]} is hosted: leave compile unset; exact=False "
             "runs it without fixed shapes"
         )
-    if features and isinstance(target.spec, HostedInfo) and (target.spec.cut or not target.spec.layer_names):
-        reason = "several processes share it" if target.spec.cut else "its layers are not in one list"
+    if features and isinstance(target.spec, HostedInfo) and not target.spec.layer_names:
         raise ValueError(
-            f"the proposer reads hidden states of the target's layers, and {target.name} is hosted, and {reason}: use "
-            "another proposer, or a target of a native family"
+            f"the proposer reads hidden states of the target's layers, and {target.name} is hosted, and its layers are "
+            "not in one list: use another proposer, or a target of a native family"
         )
 
 

@@ -36,8 +36,6 @@ if TYPE_CHECKING:
 
     from fastspec.models.config import ModelSpec
 
-# a matrix of products, the matrix of logits, rows by token id, or both of these
-Use = Literal["product", "head", "table", "tied"]
 EMBED: Final = "model.embed_tokens.weight"
 HEAD: Final = "lm_head.weight"
 CORRECTION: Final = "e_score_correction_bias"  # name of a correction of a router's scores
