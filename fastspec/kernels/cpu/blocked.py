@@ -10,8 +10,8 @@ A library chooses its kernel by the number of rows, and the order of sums may ch
 `ROW_COUNTS` when it is filled. A count is used if it gives the bits of `_BASE` rows, for every place of a row. Products
 are made of such counts alone. In bf16 oneDNN needs more time for one row than for a few, so counts are also timed.
 
-Passes over prompts have at least `WIDE` rows, and their products the bits of `WIDE` rows: there oneDNN's bf16 adds up in
-another order, in half the time.
+Passes over prompts have at least `WIDE` rows, and their products the bits of `WIDE` rows: there oneDNN's bf16 adds up
+in another order, in half the time.
 """
 
 from __future__ import annotations
