@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -15,7 +15,7 @@ import typer
 
 import fastspec
 from fastspec.cli import flags
-from fastspec.cli.chat import chat
+from fastspec.cli.chat import chat, lines_typed
 from fastspec.cli.errors import errors_in_one_line
 from fastspec.cli.imports import import_all
 from fastspec.cli.inputs import Prompt, PromptFile, check_call, check_grammar, read_prompt
@@ -25,7 +25,8 @@ from fastspec.cli.progress import LOADING, Progress
 from fastspec.cli.quantize import quantize
 from fastspec.cli.rank_processes import start_ranks
 from fastspec.cli.serve import serve
-from fastspec.demo import demo_pair
+from fastspec.demo import REAL_MODELS, demo_pair, real_model
+from fastspec.text.chat_template import ChatTemplate, ConversationError
 
 if TYPE_CHECKING:  # imported later by the commands that use them: importing torch would slow down `--help`
     from fastspec.generator import FastSpecGenerator
@@ -33,6 +34,15 @@ if TYPE_CHECKING:  # imported later by the commands that use them: importing tor
     from fastspec.text.text_stream import StreamWriter
 
 DEMO_PROMPT = "def main(argv=None):"
+REAL_PROMPT = """Write this Python file again, with a docstring in every function:
+
+def add(a, b):
+    return a + b
+
+
+def scale(values, by):
+    return [value * by for value in values]
+"""
 _AT_ONCE = 8  # number of texts decoded in one batch
 _ENOUGH = 60.0  # seconds of timed runs after which `demo` starts no further round
 
@@ -74,6 +84,9 @@ def generate(
     prompt: Prompt = None,
     prompt_file: PromptFile = None,
     draft: flags.Draft = None,
+    as_message: Annotated[
+        bool, typer.Option("--chat", help="Answer the prompt as a message, through the checkpoint's chat template.")
+    ] = False,
     stream: Annotated[bool, typer.Option(help="Print text while it is decoded, or only at the end.")] = True,
     color: Annotated[bool, typer.Option("--color", help="Print accepted drafts in green.")] = False,
     stats: Annotated[bool, typer.Option("--stats", help="Print the acceptance of each draft position.")] = False,
@@ -124,9 +137,12 @@ def generate(
         with _opened(context, source, drafter, num_speculative_tokens, options) as generator:
             for name, content in corpora.items():
                 generator.add_corpus(name, content)
+            ids = _prompt_ids(generator, text, as_message=as_message)
+            if not as_message and generator.tokenizer.chat_template:
+                typer.echo("fastspec: the checkpoint has a chat template; --chat answers the prompt with it", err=True)
             progress.stage("decoding")
             write = show if stream else lambda *piece: pieces.append(piece)
-            output = _generate(generator, text, write, **asked)
+            output = _generate(generator, ids, write, **asked)
             where = generator.device
         progress.stage(None)
         for piece in pieces:
@@ -140,7 +156,16 @@ def generate(
 @_command
 def demo(
     context: typer.Context,
-    prompt: Annotated[str, typer.Option(help="Python code to continue.")] = DEMO_PROMPT,
+    prompt: Annotated[
+        str | None, typer.Option(help="Python code to continue, or with --model a message to answer.")
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            metavar="|".join(REAL_MODELS),
+            help="Chat with a real model, with drafts by lookup: SmolLM2-135M-Instruct, from a package of PyPI.",
+        ),
+    ] = None,
     max_new_tokens: flags.MaxNewTokens = 128,
     num_speculative_tokens: flags.Drafts = 4,
     repeats: Annotated[int, typer.Option(min=1, help="Timed runs of each kind of decoding; the median is shown.")] = 3,
@@ -151,26 +176,33 @@ def demo(
     """Decodes one prompt with the shipped pair, with and without drafts, and compares time and text.
 
     The baseline is the faster of two plain decodings: one with exact=True, one with exact=False. With exact=False the
-    bits of a row may depend on the number of rows.
+    bits of a row may depend on the number of rows. With --model the baseline is exact=True; accepted drafts are green,
+    and on a terminal the conversation goes on.
     """
     import_all()
-    target, draft = map(str, demo_pair())
-    rounded = flags.given(draft_quantization=draft_quantization)
     options: dict[str, Any] = {"device": device, **flags.given(tensor_parallel=tensor_parallel)}
     with errors_in_one_line(context), Progress() as progress, ExitStack() as opened:
         check_call(context.params)
         flags.check_values(context.params)
+        rounded = flags.given(draft_quantization=draft_quantization)
+        if model is None:
+            target, draft = map(str, demo_pair())
+        else:
+            target, draft = str(real_model(model)), None
+            rounded |= {"proposer": flags.proposer_of("ngram")}
+        asked = prompt or (DEMO_PROMPT if model is None else REAL_PROMPT)
         start_ranks(tensor_parallel, device, context=context)
         progress.stage(LOADING)
         generator = opened.enter_context(
             _opened(context, target, draft, num_speculative_tokens, {**options, **rounded})
         )
-        loose = opened.enter_context(_opened(context, target, None, 0, {**options, "exact": False}))
+        ids = _prompt_ids(generator, asked, as_message=model is not None)
+        variants = {"plain": (generator, 0), "speculative": (generator, num_speculative_tokens)}
+        if model is None:
+            loose = opened.enter_context(_opened(context, target, None, 0, {**options, "exact": False}))
+            variants = {"plain": variants["plain"], "plain, exact=False": (loose, 0), **variants}
         progress.stage("warming up")
-        plain = _Runs(generator, prompt, max_new_tokens, drafts=0)
-        plain_loose = _Runs(loose, prompt, max_new_tokens, drafts=0)
-        speculative = _Runs(generator, prompt, max_new_tokens, drafts=num_speculative_tokens)
-        named = {"plain": plain, "plain, exact=False": plain_loose, "speculative": speculative}
+        named = {name: _Runs(one, ids, max_new_tokens, drafts=drafts) for name, (one, drafts) in variants.items()}
         start, done = time.monotonic(), 0
         # with several ranks only the count decides, because their clocks differ
         while done < repeats and (not done or tensor_parallel or time.monotonic() - start < _ENOUGH):
@@ -179,21 +211,66 @@ def demo(
                 progress.stage(f"{name}, run {done} of {repeats}")
                 runs.run()
         progress.stage(None)
-        write_text(f"{prompt}{speculative.results[0][0]}\n\n")
+        speculative = named.pop("speculative")
+        write_text(asked if model is None else f">>> {asked}\n")
+        for piece, drafted in speculative.pieces:
+            _show(piece, drafted and model is not None)
+        write_text("\n\n")
         fewer = "" if done == repeats else f" of {repeats} runs, because this machine is slow or busy"
         typer.echo(f"{generator.device}, median of {done}{fewer}:")
-    typer.echo(f"plain               {plain}")
-    typer.echo(f"plain, exact=False  {plain_loose}")
-    typer.echo(f"speculative         {speculative}")
-    ratio = min(plain.seconds, plain_loose.seconds) / speculative.seconds
-    typer.echo(
-        f"speed-up            {ratio:.2f}x over the faster plain way"
-        f"{'' if ratio > 1 else ': speculative decoding is not faster here'}"
-    )
-    if len({*plain.results, *speculative.results}) > 1:
+        _compare(named, speculative)
+        if model is not None and sys.stdin is not None and sys.stdin.isatty():
+            _converse(generator, asked, speculative, max_new_tokens, num_speculative_tokens)
+
+
+def _compare(plain: Mapping[str, _Runs], speculative: _Runs) -> None:
+    """Prints the runs, the speed-up over the fastest plain way, and if texts are equal.
+
+    Raises:
+        typer.Exit: the texts of plain and speculative decoding differ.
+    """
+    for name, runs in {**plain, "speculative": speculative}.items():
+        typer.echo(f"{name:<18}  {runs}")
+    ratio = min(runs.seconds for runs in plain.values()) / speculative.seconds
+    over = "the faster plain way" if len(plain) > 1 else "plain"
+    slower = "" if ratio > 1 else ": speculative decoding is not faster here"
+    typer.echo(f"speed-up            {ratio:.2f}x over {over}{slower}")
+    if len({*plain["plain"].results, *speculative.results}) > 1:
         typer.echo("texts equal         NO, and they should be: please report this")
         raise typer.Exit(1)
     typer.echo("texts equal         yes, token by token (plain and speculative)")
+
+
+def _converse(
+    generator: FastSpecGenerator, question: str, answered: _Runs, max_new_tokens: int, drafts: int | str
+) -> None:
+    """Answers the lines that the user types, after a first question and its answer. Accepted drafts are green."""
+    said = [{"role": "user", "content": question}, {"role": "assistant", "content": answered.results[0][0]}]
+    typer.echo("(ask more; /bye or Ctrl-D ends)", err=True)
+    for line in lines_typed():
+        said.append({"role": "user", "content": line})
+        ids = ChatTemplate(generator.tokenizer).ids(said)
+        room = min(max_new_tokens, generator.max_length - len(ids))
+        if room < 1:
+            typer.echo(
+                f"(the conversation has {len(ids)} tokens, and there is room for {generator.max_length})", err=True
+            )
+            return
+        pieces: list[str] = []
+
+        def show(piece: str, drafted: bool, pieces: list[str] = pieces) -> None:
+            pieces.append(piece)
+            _show(piece, drafted)
+
+        output = _generate(generator, ids, show, max_new_tokens=room, num_speculative_tokens=drafts, do_sample=False)
+        said.append({"role": "assistant", "content": "".join(pieces)})
+        write_text("\n")
+        typer.echo(f"({output.stats})", err=True)
+
+
+def _show(piece: str, drafted: bool) -> None:
+    """Writes a piece of text. On a terminal accepted drafts are green."""
+    write_text(piece, GREEN if drafted and sys.stdout is not None and sys.stdout.isatty() else "")
 
 
 @_command
@@ -217,24 +294,25 @@ for _each in (pairs, quantize, chat, serve):
 class _Runs:
     """Timed runs of one prompt with one number of drafts per step. A first, untimed run allocates memory."""
 
-    def __init__(self, generator: FastSpecGenerator, prompt: str, max_new_tokens: int, *, drafts: int) -> None:
+    def __init__(self, generator: FastSpecGenerator, ids: list[int], max_new_tokens: int, *, drafts: int | str) -> None:
         self._generate = partial(
             _generate,
             generator,
-            prompt,
+            ids,
             max_new_tokens=max_new_tokens,
             num_speculative_tokens=drafts,
             do_sample=False,
         )
         self.results: list[tuple[str, tuple[int, ...]]] = []  # text and its token ids
+        self.pieces: list[tuple[str, bool]] = []  # of the last run: text, and True if a draft completed it
         self._stats: list[Stats] = []
         self._generate(write=lambda piece, drafted: None, max_new_tokens=min(8, max_new_tokens))
 
     def run(self) -> None:
         """Makes one timed run."""
-        pieces: list[str] = []
-        output = self._generate(write=lambda piece, drafted: pieces.append(piece))
-        self.results.append(("".join(pieces), tuple(output.new_tokens[0])))
+        self.pieces = []
+        output = self._generate(write=lambda *piece: self.pieces.append(piece))
+        self.results.append(("".join(piece for piece, _ in self.pieces), tuple(output.new_tokens[0])))
         self._stats.append(output.stats)
 
     @property
@@ -254,10 +332,25 @@ def _opened(
     return flags.opened(context, target, draft, num_speculative_tokens=drafts, **{**usual, **options})
 
 
+def _prompt_ids(generator: FastSpecGenerator, text: str, *, as_message: bool) -> list[int]:
+    """Returns the token ids of a text, or of a conversation that begins with it.
+
+    Raises:
+        ConversationError: the checkpoint has no chat template, or it refuses the message.
+    """
+    tokenizer = generator.tokenizer
+    if not as_message:
+        return list(tokenizer(text)["input_ids"])
+    template = ChatTemplate(tokenizer)
+    if not template.exists:
+        raise ConversationError("--chat: the checkpoint has no chat template; leave it out to continue the prompt")
+    return template.ids([{"role": "user", "content": text}])
+
+
 def _generate(
-    generator: FastSpecGenerator, prompt: str, write: Callable[[str, bool], object], **options: Any
+    generator: FastSpecGenerator, ids: list[int], write: Callable[[str, bool], object], **options: Any
 ) -> GenerateOutput:
-    """Decodes a prompt.
+    """Decodes a prompt of token ids.
 
     Calls `write(text, drafted)` for each piece; `drafted` is True if a draft token completed the piece.
     """
@@ -265,7 +358,7 @@ def _generate(
     from fastspec.text.origin import OriginWriter
     from fastspec.text.stop_strings import StoppedWriter
 
-    ids, stops = tokenizer(prompt)["input_ids"], options.get("stop_strings", ())
+    stops = options.get("stop_strings", ())
     several = options.get("num_return_sequences", 1) > 1
     writer = None if several else OriginWriter(tokenizer, write, stops)
     output = generator.generate([ids], streamer=writer, return_dict_in_generate=True, **options)

@@ -72,7 +72,7 @@ def chat(
 def _talk(conversation: Conversation) -> None:
     """Answers the user's lines until the end of input."""
     _note(f"{conversation.manner}; {_HELP}")
-    for line in _lines():
+    for line in lines_typed():
         if line == "/clear":
             conversation.clear()
             _note("a new conversation")
@@ -223,7 +223,7 @@ class _Speed:
         return f"{(self._count - 1) / (now - self._first):.1f} tok/s, {self._count} tokens"
 
 
-def _lines() -> Iterator[str]:
+def lines_typed() -> Iterator[str]:
     """Yields the lines that the user types, until the end of input or `/bye`."""
     if sys.stdin is None:  # stdin was closed before the command began
         return

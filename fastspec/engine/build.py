@@ -164,8 +164,11 @@ def _step_shapes(settings: Settings, state: DecodeState, *, static: bool) -> Ste
 def _pass_sizes(settings: Settings, made: _Models, modules: StepModules) -> PassSizes:
     """Returns the sizes of prefill passes. Short prompts share a pass if that changes no bit."""
     chunks = settings.layout.chunks_for(settings.max_length)
-    same_bits, draft_chunks = _same_bits_of_both(chunks, made, settings.device)
-    shared = _only_in_pages(modules, made.models) and same_bits == chunks
+    if modules.ops.name == "cpu":  # several sizes are for blocked weights; a shared pass takes as long as its parts
+        same_bits, draft_chunks, shared = chunks if len(chunks) > 1 else None, None, False
+    else:
+        same_bits, draft_chunks = _same_bits_of_both(chunks, made, settings.device)
+        shared = _only_in_pages(modules, made.models) and same_bits == chunks
     return PassSizes(
         settings.layout.batch,
         settings.exact,

@@ -17,6 +17,8 @@ from fastspec.kernels.common.kv_scales import FP8
 from fastspec.kernels.gpu import FP8_FROM, generation_of
 from fastspec.kernels.ops import TORCH_OPS
 from fastspec.kernels.select import ops_for
+from fastspec.models.checkpoints.checkpoint import Checkpoint
+from fastspec.models.config import ModelSpec
 from fastspec.models.heads.checkpoint import HeadCheckpoint
 from fastspec.models.hosted.info import HostedInfo
 from fastspec.models.interface import ModelInfo, ModelSource
@@ -31,7 +33,8 @@ MAX_DRAFTS = 16
 # 8 tokens each reads the weights once.
 _DECODE_TILING = {"cpu": Tiling(rows=8, queries=8), "cuda": Tiling(rows=64, queries=8)}
 # Prompt tokens of a prefill pass. A GPU needs some hundred to be fully used. A CPU needs fewer, and padding costs more.
-_CHUNKS = {"cpu": (64,), "cuda": (64, 128, 256, 512, 1024, 2048)}
+_CHUNKS = {"cpu": (64, 128, 256), "cuda": (64, 128, 256, 512, 1024, 2048)}
+_ONE_CHUNK = (64,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +96,7 @@ def settings_of(target: ModelSource, draft: ModelSource | None, config: Config) 
         target_dtype=dtype_of(config.dtype, target.spec, on),
         draft=draft.spec if draft else None,
         draft_dtype=dtype_of(config.dtype, (draft or target).spec, on),  # without a draft: the target's dtype
-        chunks=_CHUNKS[on.type],
+        chunks=_chunks(config, on, target, draft),
         ops=ops_for(on),
         keep_draft_probs=needs_draft_probs(rule) and not (proposer and is_deterministic(proposer) and not draft),
         keeps_prefixes=config.prefix_cache,
@@ -113,6 +116,23 @@ def settings_of(target: ModelSource, draft: ModelSource | None, config: Config) 
     _check_recurrent(target, draft, config.compile)
     auto = isinstance(config.num_speculative_tokens, str) and layout.max_drafts > 0
     return Settings(config, on, layout, length, reason, tiling, _graphs(config.graphs, on), memory, rule, auto)
+
+
+def _chunks(config: Config, device: torch.device, target: ModelSource, draft: ModelSource | None) -> tuple[int, ...]:
+    """Returns the sizes of prefill passes.
+
+    On a CPU it is one size, unless all products give the same bits for all sizes: those of blocked weights do.
+    """
+    if device.type != "cpu" or ops_for(device).name != "cpu":
+        return _CHUNKS[device.type]
+    for source in (target, *(() if draft is None else (draft,))):
+        spec = source.spec
+        native = isinstance(source, Checkpoint) and isinstance(spec, ModelSpec) and source.ranks == 1
+        if not native or config.compile or spec.routed_elements or spec.deltas:
+            return _ONE_CHUNK
+        if ops_for(device).weight_format((1, 1), dtype_of(config.dtype, spec, device), device) != "blocked":
+            return _ONE_CHUNK
+    return _CHUNKS[device.type]
 
 
 def _kv_dtypes(
@@ -240,11 +260,10 @@ def _check_hosted(target: ModelSource, draft: ModelSource | None, compile: bool,
             f"compile=True is for native families alone, and {hosted[0]} is hosted: leave compile unset; exact=False "
             "runs it without fixed shapes"
         )
-    if features and isinstance(target.spec, HostedInfo) and (target.spec.cut or not target.spec.layer_names):
-        reason = "several processes share it" if target.spec.cut else "its layers are not in one list"
+    if features and isinstance(target.spec, HostedInfo) and not target.spec.layer_names:
         raise ValueError(
-            f"the proposer reads hidden states of the target's layers, and {target.name} is hosted, and {reason}: use "
-            "another proposer, or a target of a native family"
+            f"the proposer reads hidden states of the target's layers, and {target.name} is hosted, and its layers are "
+            "not in one list: use another proposer, or a target of a native family"
         )
 
 

@@ -5,13 +5,17 @@ Position `p` of a row is in page `block_table[row, p // page_size]` at offset `p
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from fastspec.kernels.common.kv_scales import KVScales
 from fastspec.kv_cache.states import StateCache
+
+_ALIGNED = 64  # bytes, as torch aligns its own memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +50,7 @@ class PagedKVCache:
     ) -> PagedKVCache:
         """Allocates zeroed pages. `states` becomes the attribute of that name."""
         shape = (num_layers, num_pages, page_size, num_kv_heads, head_dim)
-        keys, values = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
+        keys, values = (_zeros(shape, dtype, device) for _ in range(2))
         return cls(keys, values, states, scales)
 
     def scales_of(self, layer: int) -> KVScales | None:
@@ -57,3 +61,13 @@ class PagedKVCache:
     def page_size(self) -> int:
         """Positions per page."""
         return self.keys.shape[2]
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Allocates zeros. On a CPU the system makes a page of memory when it is first used, so idle pages take no time."""
+    size = math.prod(shape) * dtype.itemsize
+    if device.type != "cpu" or not size:
+        return torch.zeros(shape, dtype=dtype, device=device)
+    whole = np.zeros(size + _ALIGNED, np.uint8)
+    start = -whole.ctypes.data % _ALIGNED
+    return torch.from_numpy(whole[start : start + size]).view(dtype).view(shape)

@@ -203,6 +203,8 @@ class Decoder:
         norm = (layer.input_norm, layer.input_norm_bias)
         x, options = self._normed(plan, x, *norm) if normed is None else (normed, {})
         product = self._product(x, layer.qkv, layer.qkv_bias, tiling, **options)
+        if layer.head_gate is not None:
+            return torch.cat((product, self._product(x, layer.head_gate, None, tiling, **options)), dim=-1)
         if layer.state is None:
             return product
         for more in (layer.state.gates, layer.state.inner):
@@ -426,6 +428,12 @@ class Decoder:
     def _attend(self, index: int, layer: LayerWeights, qkv: Tensor, rows: ForwardBatch) -> Tensor:
         """Computes attention before the output projection, with the output gate if the layer has one: [B, Q, H * D]."""
         plan = self.spec.plans[index]
+        if plan.head_gate:
+            heads = self.spec.num_heads
+            qkv, gate = qkv.split([qkv.shape[-1] - heads, heads], dim=-1)
+            attended = self._attend_ungated(index, layer, qkv.contiguous(), rows)
+            out: Tensor = attended.unflatten(-1, (heads, -1)) * reference.sigmoid(gate)[..., None]
+            return out.flatten(-2)
         if plan.output_gate:
             gates = self.spec.num_heads * self.spec.head_dim
             qkv, gate = qkv.split([qkv.shape[-1] - gates, gates], dim=-1)

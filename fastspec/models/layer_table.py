@@ -36,8 +36,6 @@ if TYPE_CHECKING:
 
     from fastspec.models.config import ModelSpec
 
-# a matrix of products, the matrix of logits, rows by token id, or both of these
-Use = Literal["product", "head", "table", "tied"]
 EMBED: Final = "model.embed_tokens.weight"
 HEAD: Final = "lm_head.weight"
 CORRECTION: Final = "e_score_correction_bias"  # name of a correction of a router's scores
@@ -98,6 +96,7 @@ class LayerWeights:
             only an MLP.
         qkv_bias: bias of qkv.
         q_norm, k_norm: [D], or [H * D] and [Hkv * D] for a norm over all heads.
+        head_gate: [H, hidden], gates of the outputs of heads.
         o: [hidden, H * D]; in a recurrent layer without attention [hidden, values].
         o_bias: [hidden].
         gate_up: [2 * intermediate, hidden], gate rows first; without a gate half of it.
@@ -116,6 +115,7 @@ class LayerWeights:
     q_norm: Tensor | None = None
     k_norm: Tensor | None = None
     sinks: Tensor | None = None
+    head_gate: Weight | None = None
     gate_up: Weight | None = None
     gate_up_bias: Tensor | None = None
     down: Weight | None = None
@@ -436,6 +436,7 @@ LAYER: Final[tuple[TableRow, ...]] = (
         lambda plan: plan.attends,
         TableRow("qkv", _QKV, ("q", "k", "v"), ("read",), bias=lambda plan: plan.qkv_bias, order=qkv_order),
         TableRow("o", ("self_attn.o_proj",), _HIDDEN, ("heads",), bias=lambda plan: plan.o_bias, tree=True),
+        TableRow("head_gate", ("self_attn.g_proj",), ("query_heads",), ("read",), when=lambda plan: plan.head_gate),
         TableRow("q_norm", ("self_attn.q_norm",), ("q_norm",), (), "norm", when=_norms_heads, order=q_norm_order),
         TableRow("k_norm", ("self_attn.k_norm",), ("k_norm",), (), "norm", when=_norms_heads, order=k_norm_order),
         TableRow("sinks", ("self_attn.sinks",), ("query_heads",), (), "vector", when=lambda plan: plan.sinks, leaf=""),

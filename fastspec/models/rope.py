@@ -113,7 +113,8 @@ def _rope(
     if kind not in family.rope_kinds:
         fields.refuse("rope_type", kind, " or ".join(repr(name) for name in family.rope_kinds))
     theta = fields.check_positive(parameters.get("rope_theta"), "rope_theta")
-    rotated = _rotated(fields, parameters, dim, family.partial_rope)
+    # a proportional rope has frequencies of the whole head, of which the last are zero
+    rotated = dim // 2 if kind == "proportional" else _rotated(fields, parameters, dim, family.partial_rope)
     if kind in ("default", "ntk_alpha"):
         if kind == "ntk_alpha":
             theta *= fields.check_positive(parameters["alpha"], "rope_parameters.alpha") ** (dim / (dim - 2))
@@ -143,7 +144,8 @@ def _finite(fields: ConfigFields, inv_freq: Tensor, parameters: Mapping[str, Any
     return tuple(inv_freq.tolist())
 
 
-NEEDED = {
+NEEDED: dict[str, tuple[str, ...]] = {
+    "proportional": (),
     "linear": ("factor",),
     "yarn": ("factor", "original_max_position_embeddings"),
     "longrope": ("original_max_position_embeddings",),

@@ -168,7 +168,7 @@ class DFlash2Drafts(InOrder):
     def _logits_after(self, x: Tensor, shape: StepShape) -> Callable[[int, Tensor], Tensor]:
         best = self.model.logits(x, shape.tiling).topk(self._count, dim=-1)
         ids, projected = self._target_ids(best.indices), self._head.projected(x, shape.tiling)
-        nothing = torch.full((len(x), 1, self.model.vocab_size), -torch.inf, device=x.device)
+        nothing = best.values.new_full((len(x), 1, self.model.vocab_size), -torch.inf)
 
         def logits(j: int, before: Tensor) -> Tensor:
             scores = best.values[:, j : j + 1] + self._head.scored(projected[:, j : j + 1], before, ids[:, j])

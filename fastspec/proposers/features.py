@@ -83,6 +83,7 @@ def _with_older(state: DecodeState, fed: ForwardBatch, older: int) -> ForwardBat
         ids=torch.cat((state.tokens.gather(1, positions + 1), fed.ids), dim=1),
         positions=torch.cat((positions, fed.positions), dim=1),
         write_mask=torch.cat((written, fed.write_mask), dim=1),
+        first_block=0,  # these positions may be in an earlier block than those of the step
     )
 
 

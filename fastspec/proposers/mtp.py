@@ -125,4 +125,5 @@ class MtpLayersDrafts(LearnedDrafts[Mtp]):
         newest = state.lengths - 2 + max(0, j + 1 - self._layers)
         positions = newest[:, None] + torch.arange(1 - count, 1, device=newest.device)
         mask = known & (positions >= 0)
-        return shape.forward_batch(ids, positions.clamp_min(0), mask, state.block_table)
+        rows = shape.forward_batch(ids, positions.clamp_min(0), mask, state.block_table)
+        return replace(rows, first_block=0)  # the older positions may be in an earlier block than those of the step

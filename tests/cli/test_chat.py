@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from fastspec import FastSpecGenerator
 from fastspec.cli.app import app
-from fastspec.cli.chat import Conversation, _lines
+from fastspec.cli.chat import Conversation, lines_typed
 from fastspec.errors import InvalidLogits
 from fastspec.scheduling.handle import Handle
 from tests.helpers.services import opened, small_pair
@@ -144,7 +144,7 @@ def test_without_a_template_it_continues_and_says_so(
 
 def test_a_closed_stdin_is_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stdin", None)
-    assert list(_lines()) == []
+    assert list(lines_typed()) == []
 
 
 def test_an_answer_that_is_not_stopped_goes_on(gen: FastSpecGenerator, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -171,7 +171,7 @@ def test_flags_that_messages_name_exist() -> None:
         "--version",
         "--help",
         "--merge",
-        "--model",
+        "--no-deps",
         "--option",
     }  # of torchrun, nvidia-smi, pip, click, llama-gguf-split, lm-eval, llm
     named: dict[str, str] = {}

@@ -32,6 +32,7 @@ from fastspec.shapes import ForwardBatch, Tiling
 from tests.distributed import tasks
 from tests.distributed.test_generator import CALLS, one
 from tests.helpers import quantised
+from tests.helpers.heads import eagle3_tensors, write_eagle3
 from tests.helpers.hosted import fill
 from tests.helpers.model_table import PAGE, tiny_config
 from tests.helpers.rank_processes import Processes
@@ -179,7 +180,14 @@ def test_ranks_refuse_alike_behind_loading_and_go_on(two: Processes, tmp_path: P
         options = {"pair": (str(tmp_path / name), None), "lookup": True, "tensor_parallel": 2}
         for said in two.run(tasks.open_generator, name, options):
             assert ("2 ranks together compute something else" in said) == bool(changes), said
-    assert two.run(tasks.texts, "gpt_neox", CALLS[:1]) == [one({**options, "tensor_parallel": 1}, CALLS[:1])] * 2
+    plain = one({**options, "tensor_parallel": 1}, CALLS[:1])
+    assert two.run(tasks.texts, "gpt_neox", CALLS[:1]) == [plain] * 2
+    ids = {"eagle_aux_hidden_state_layer_ids": [0, 1], "layer_ids": [1, 2]}
+    shared = {"hidden": 32, "target_hidden": 32, "read": 2, "vocab": 101, "drafted": 101, "own_head": False}
+    head = write_eagle3(tmp_path / "head", eagle3_tensors(**shared), eagle_config=ids)
+    options = {"pair": (str(tmp_path / "gpt_neox"), str(head)), "tensor_parallel": 2, "num_speculative_tokens": 3}
+    two.run(tasks.open_generator, "head", options)
+    assert two.run(tasks.texts, "head", CALLS[:1]) == [plain] * 2
 
 
 STYLES = {"layers.*.self_attn.q_proj": "by_turns"}

@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +16,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from fastspec import FastSpecGenerator
+from fastspec.engine.explain import states_of_layers
 from fastspec.models.decoder import Decoder
+from fastspec.shapes import ConvRule
 from tests.helpers.fuzzing import CI
 from tests.helpers.hybrid import VOCAB, make_states
 from tests.helpers.state_runs import DRAFTS, OPTIONS, One, output, same
@@ -22,7 +26,7 @@ from tests.helpers.state_runs import DRAFTS, OPTIONS, One, output, same
 NEW = 100
 LENGTHS = (1, 9, 70)
 # of which each is a family, or a part of one that no other has; see tests/models/families for the others
-SEEDS = {"lfm2": 0, "lfm2_moe": 0, "granite4_moe": 0, "bamba": 0, "falcon_h1": 0, "nemotron_h": 0}
+SEEDS = {"lfm2": 0, "lfm2_moe": 0, "lfm3": 0, "granite4_moe": 0, "bamba": 0, "falcon_h1": 0, "nemotron_h": 0}
 GAP = 1e-4  # of logits of transformers around 10: fp32 sums of chunks there, and token by token here
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # no tokenizers, drafts that do not pay
@@ -69,6 +73,14 @@ def test_greedy_text_is_that_of_transformers(one: One) -> None:
         top = logits.topk(2, dim=-1).values
         assert float((top[:, 0] - top[:, 1]).min()) > GAP
         assert len(set(text)) > min(len(text), VOCAB) // 4, "a text that repeats itself tests little"
+
+
+def test_explain_names_the_states_and_what_computes_them(one: One) -> None:
+    kind = "short convolutions" if isinstance(one.rules[0], ConvRule) else "Mamba-2"
+    assert f"states     2 layers with {kind}: torch, token by token" in one.gen.explain()
+    modules = SimpleNamespace(target=one.engine.modules.target, ops=SimpleNamespace(name="triton"))
+    engine: Any = SimpleNamespace(modules=modules)
+    assert states_of_layers(engine).startswith(f"2 layers with {kind}: Triton kernels, UNTESTED")
 
 
 def test_a_rejection_at_every_place_leaves_the_states_of_plain_decoding(one: One) -> None:

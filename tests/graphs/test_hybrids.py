@@ -18,7 +18,7 @@ from fastspec.models.interface import states_of
 from fastspec.output import GenerateOutput
 from fastspec.scheduling.requests import Request
 from fastspec.shapes import GREEDY
-from tests.helpers.hybrid import VOCAB, make_hybrid
+from tests.helpers.hybrid import STATES, VOCAB, make_hybrid, make_states
 from tests.helpers.mtp import add_to, random_mtp, stored_names
 from tests.helpers.scheduling import run_all
 from tests.helpers.steady import check_nothing_waits_or_allocates, check_one_launch, waits_raise
@@ -97,6 +97,19 @@ def test_a_model_that_drafts_for_itself_is_always_right(target: Path, dtype: str
             # round apart in 16 bits; a prompt of one token has none
             assert dtype == "bfloat16" or out.stats.acceptance_rate == 1.0
             assert output(gen, prompts[:1], num_speculative_tokens=k).stats.acceptance_rate == 1.0
+        assert [output(gen, [prompt]).new_tokens[0] for prompt in prompts] == plain
+
+
+@pytest.mark.parametrize("kind", STATES)
+def test_other_states_give_the_text_of_plain_decoding(kind: str, tmp_path: Path) -> None:
+    make_states(kind, std=0.1).save_pretrained(tmp_path)
+    prompts = [drawn(count, count) for count in (1, 7, 300)]
+    with FastSpecGenerator(
+        tmp_path, tmp_path, num_speculative_tokens=DRAFTS, dtype="bfloat16", max_length=512, **OPTIONS
+    ) as gen:
+        plain = output(gen, prompts, num_speculative_tokens=0).new_tokens
+        for k in (1, DRAFTS):
+            assert output(gen, prompts, num_speculative_tokens=k).new_tokens == plain
         assert [output(gen, [prompt]).new_tokens[0] for prompt in prompts] == plain
 
 

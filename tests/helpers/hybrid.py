@@ -58,6 +58,13 @@ STATES: dict[str, tuple[str, dict[str, Any]]] = {
         {**_CONV, "conv_L_cache": 4, "conv_bias": True, "num_dense_layers": 1, "moe_intermediate_size": 32}
         | {"num_experts": 6, "num_experts_per_tok": 2, "routed_scaling_factor": 1.5},
     ),
+    "lfm3": (
+        "Lfm3",
+        {
+            **{"layer_types": ["conv", "full_attention", "conv", "sliding_attention"], "sliding_window": 8},
+            **{"num_hidden_layers": 4, "head_dim": 16, "tie_word_embeddings": False},
+        },
+    ),
     "granite4": (
         "GraniteMoeHybrid",
         {**_MAMBA, **_MIXED, **_GRANITE, "num_local_experts": 0, "num_experts_per_tok": 0, "mamba_proj_bias": True},

@@ -79,6 +79,7 @@ OWN: dict[str, dict[str, Any]] = {
     },
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     "lfm2": {"layer_types": ["conv", "full_attention"]},
+    "lfm3": {"layer_types": ["conv", "full_attention"]},
     "bamba": {"mamba_n_heads": 4, "mamba_d_head": 16, "attn_layer_indices": [1]},
 }
 HEADING = """# Model types

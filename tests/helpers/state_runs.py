@@ -74,7 +74,7 @@ class One:
         target = self.engine.modules.target
         assert isinstance(target, Decoder)
         assert target.cache.states is not None
-        self.states = target.cache.states
+        self.states, self.rules = target.cache.states, target.spec.state_rules
         self._plain: dict[tuple[int, int], tuple[list[int], Tensor, Tensor]] = {}
 
     def plain(self, row: int, new: int) -> tuple[list[int], Tensor, Tensor]:

@@ -42,7 +42,7 @@ def _spec(name: str) -> ModelSpec:
     return spec_from_config((families if name in families.FAMILIES else hybrid).config_of(name))
 
 
-@pytest.mark.parametrize("name", [*families.FAMILIES, *hybrid.KINDS, "lfm2_moe", "granite4", "bamba"])
+@pytest.mark.parametrize("name", [*families.FAMILIES, *hybrid.KINDS, "lfm2_moe", "lfm3", "granite4", "bamba"])
 def test_ranks_read_every_row_and_column_once(name: str) -> None:
     spec = _spec(name)
     assert divides(spec, 2)

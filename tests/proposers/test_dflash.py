@@ -227,8 +227,7 @@ def conv_across(self: DFlash2, index: int, which: str, side: int, h: Tensor, ker
     ("case", "kind", "name", "planted"),
     [
         ("DSpark", DSparkDrafts, "_logits_after", before_off_by_one),
-        ("DSpark of speculators", DSparkDrafts, "_logits_after", places_off_by_one),
-        ("DFlash2", DFlash2Drafts, "_logits_after", before_off_by_one),
+        ("DFlash2 of speculators", DFlash2Drafts, "_logits_after", places_off_by_one),
         ("DFlash2", DFlash2, "_convolution", conv_across),
     ],
 )
@@ -242,14 +241,14 @@ def test_a_planted_bug_in_a_relative_is_seen(
     assert drafted(target, path, head, replace(definition.full(head), **rules), monkeypatch) > 100 * TOLERANCE
 
 
-@pytest.mark.parametrize("case", ["DSpark", "DFlash2 of speculators"])
+@pytest.mark.parametrize("case", ["DSpark", "DFlash2"])
 def test_texts_with_a_relative_are_those_of_plain_decoding(case: str, target: Path, tmp_path: Path) -> None:
     layout, changes, _ = RELATIVES[case]
-    path, rows = WRITERS[layout](tmp_path, replace(HEAD, **(changes | {"block_size": 9}))), prompts(5, 40, 1, 17)
+    path, rows = WRITERS[layout](tmp_path, replace(HEAD, **(changes | {"block_size": 9}))), prompts(5, 20, 1)
     with generator(target, path, k=8, verification="coupled") as found:
         engine = engine_of(found)
         for options in (None, [sampled_row(seed) for seed in range(len(rows))]):
-            plain, *others = (texts(run(engine, rows, 16, k=k, options=options)) for k in (0, 1, 3, 5, 8))
+            plain, *others = (texts(run(engine, rows, 9, k=k, options=options)) for k in (0, 1, 3, 5, 8))
             assert others == [plain] * 4
         assert f"a {case.split()[0]} head" in found.explain()
 
@@ -278,8 +277,15 @@ def test_texts_are_those_of_plain_decoding(made: FastSpecGenerator, batch: int, 
     assert texts(run(engine, rows, caps, k=lambda step: ks[step % 6], options=options)) == plain
 
 
-@pytest.mark.parametrize("sampler", [GREEDY, FULL])
-@pytest.mark.parametrize("case", ["reduced vocabulary", "DSpark of speculators", "DFlash2"])
+@pytest.mark.parametrize(
+    ("case", "sampler"),
+    [
+        ("reduced vocabulary", GREEDY),
+        ("reduced vocabulary", FULL),
+        ("DSpark of speculators", FULL),
+        ("DFlash2", GREEDY),
+    ],
+)
 def test_a_step_reads_nothing_back(
     case: str, sampler: str, target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

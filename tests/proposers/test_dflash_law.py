@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fastspec.kernels.ops import TORCH_OPS
 from fastspec.proposers.combined import LookupThenModel
-from fastspec.proposers.dflash import DFlashDrafts, DSparkDrafts
+from fastspec.proposers.dflash import DFlash2Drafts, DFlashDrafts, DSparkDrafts
 from fastspec.proposers.ngram import NGram
 from fastspec.sampling.rules import BLOCK, COUPLED, REJECTION
 from fastspec.shapes import ForwardBatch, Tiling
@@ -110,6 +110,28 @@ def test_drafts_of_a_markov_chain_follow_the_targets_law(k: int, ids: list[int] 
 
 def test_a_markov_chain_goes_on_from_what_lookup_found() -> None:
     assert law_of_a_chain(BLOCK, 2, kind=DSparkDrafts, ids=None, lookup=True) < TOLERANCE
+
+
+class SelectingTable(TableHead):
+    """A head of a DFlash2 kind: two of the ids are scored again, by a table of (token before, id)."""
+
+    candidates = 2
+
+    def projected(self, x: Tensor, tiling: Tiling) -> Tensor:
+        return x
+
+    def scored(self, projected: Tensor, before: Tensor, candidates: Tensor) -> Tensor:
+        return random_table(9, 1, VOCAB, zeros=0.0)[0][before, candidates][:, None]
+
+
+@pytest.mark.parametrize("rule", [REJECTION, COUPLED])
+def test_drafts_among_candidates_follow_the_targets_law(rule: str) -> None:
+    limit = len(PROMPT) + 3
+    target, laws = random_table(2, limit + 2, VOCAB), random_table(52, limit + 3, VOCAB, zeros=0.0)
+    head = SelectingTable(laws, False)
+    drafts: Any = DFlash2Drafts(head, TORCH_OPS)  # type: ignore[arg-type]
+    found = decoded(rule, target, drafts, lambda _: 2, k=2, limit=limit, stop_ids=[2])
+    assert distance(found, prompt_law(target, limit, [2])) < TOLERANCE
 
 
 class JudgedWithoutTheChain(DSparkDrafts):

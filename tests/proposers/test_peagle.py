@@ -17,7 +17,7 @@ from fastspec import FastSpecGenerator, UnsupportedModel
 from fastspec.errors import CheckpointError
 from fastspec.kernels.ops import TORCH_OPS
 from fastspec.models.checkpoints.pair import resolve_pair
-from fastspec.proposers.peagle import PEagleDrafts
+from fastspec.proposers.heads import PEagleDrafts
 from fastspec.sampling.verify import Draws
 from fastspec.shapes import FULL, GREEDY, ForwardBatch, StepShape
 from fastspec.state import DecodeState
@@ -98,9 +98,7 @@ def _masks_without_hidden(drafts: PEagleDrafts) -> None:
     [
         _shifted_masks,
         _masks_without_hidden,
-        test_eagle3._shifted_features,
         test_eagle3._stale_cache,
-        test_eagle3._wrong_pairing,
     ],
 )
 def test_a_planted_fault_is_seen_in_drafts_and_never_in_the_text(plant: Callable[[Any], None], pair: Pair) -> None:
@@ -112,19 +110,18 @@ def test_a_planted_fault_is_seen_in_drafts_and_never_in_the_text(plant: Callable
 
 
 def test_text_is_that_without_drafts(pair: Pair) -> None:
-    engine, given, caps = engine_with(*pair, k=8, verification="coupled"), GIVEN[:4], CAPS[:4]
-    options = [replace(GREEDY_ROW, temperature=0.9, seed=seed, top_p=0.9) for seed in range(4)]
+    engine, given, caps = engine_with(*pair, k=8, verification="coupled"), GIVEN[:3], CAPS[:3]
+    options = [replace(GREEDY_ROW, temperature=0.9, seed=seed, top_p=0.9) for seed in range(3)]
     for each in (None, options):
         plain, *found = (texts(run(engine, given, caps, k=k, options=each)) for k in (0, 1, 3, 5, 8))
         assert found == [plain] * 4
 
 
-@pytest.mark.parametrize("sampler", [GREEDY, FULL])
-def test_a_step_reads_nothing_back(sampler: str, pair: Pair) -> None:
+def test_a_step_reads_nothing_back(pair: Pair) -> None:
     engine = engine_with(*pair, k=5, ops=TORCH_OPS)
     start_rows(engine.state)
     with NoHostReads(), torch.inference_mode():
-        for k in (0, 5):
+        for k, sampler in ((0, GREEDY), (5, GREEDY), (5, FULL)):
             run_step(engine, k, sampler)
     assert engine.state.emitted[:2].min() >= 1
 
@@ -168,8 +165,8 @@ def test_what_is_said_and_what_is_refused(pair: Pair, tmp_path: Path) -> None:
     with FastSpecGenerator(*pair, num_speculative_tokens=4, **common) as made:
         assert "a P-EAGLE head (layout of speculators) that reads boundaries 2, 4, 5" in made.explain()
         prompt = [[5, 6, 7], [9, 8]]
-        wanted = made.generate(prompt, max_new_tokens=8, num_speculative_tokens=0)
-        assert torch.equal(made.generate(prompt, max_new_tokens=8), wanted)
+        wanted = made.generate(prompt, max_new_tokens=5, num_speculative_tokens=0)
+        assert torch.equal(made.generate(prompt, max_new_tokens=5), wanted)
 
     def refused(kind: type[Exception], match: str, **fields: Any) -> None:
         head = written(tmp_path / "head", peagle_tensors())

@@ -27,7 +27,9 @@ SHRINK = tuple(1.0 - step / 40 for step in range(15))
 STEPS = {"fp8": 2.0**7, "int8": 2.0**10, "int4": 2.0**19}
 LEAST = 2.0**-126  # the smallest normal bf16; kernels are also imported where torch is not
 _GROUPS = (128, 64, 32)
-VALUES = 2**22  # values rounded at a time; each needs up to twenty bytes of temporary memory
+# values rounded at a time; each needs up to twenty bytes of temporary memory. On a CPU they fit in its caches
+VALUES = 2**22
+CPU_VALUES = 2**18
 
 
 def kind_for(form: CodeFormat, shape: tuple[int, int]) -> CodesKind | None:
@@ -45,7 +47,7 @@ def rounded(values: Tensor, kind: CodesKind) -> Codes:
         values: any float dtype.
         kind: from `kind_for`.
     """
-    step = max(1, VALUES // values.shape[1])
+    step = max(1, (CPU_VALUES if values.device.type == "cpu" else VALUES) // values.shape[1])
     parts = [_rounded(part.float().unflatten(1, (-1, kind.block[1])), kind.format) for part in values.split(step)]
     codes = torch.cat([codes for codes, _ in parts])
     scales = torch.cat([scales for _, scales in parts])
@@ -71,20 +73,67 @@ def pack_rounded(place: PackedCodes, tile: int, rows: Tensor) -> Tensor:
 
 def _rounded(groups: Tensor, form: CodeFormat) -> tuple[Tensor, Tensor]:
     """Rounds values [n, G, K / G]: codes [n, K] and scales [n, G]."""
+    rows = groups.flatten(0, 1)
+    # a column is a group: operations run over long rows, and sums over columns add whole rows
+    columns = rows.t().contiguous() if rows.shape[1] <= _GROUPS[0] else rows.t()
+    room = torch.empty_like(columns), torch.empty_like(columns)
+    ends = torch.stack((columns.amin(0), columns.amax(0)))
     # not a division: torch's division by a number gives other bits on a GPU
-    largest = groups.abs().amax(-1) * (1 / LARGEST[form])
+    largest = ends.abs().amax(0) * (1 / LARGEST[form])
+    factors = torch.tensor(SHRINK, dtype=torch.float64, device=rows.device)[:, None]
+    tried = _short(largest * factors.float())
+    shares = (tried / largest.clamp(min=LEAST)).square_()
+    # the errors at both ends are part of the sum: scales that they rule out are not tried
+    both = ends[:, None].expand(-1, len(tried), -1).flatten(1)
+    bounds = _errors(both, tried.flatten(), form).view_as(tried).mul_(shares)
     best = torch.full_like(largest, torch.inf)
     chosen = largest
-    for factor in SHRINK:
-        scales = _short(largest * factor)
-        quotient = groups * scales.reciprocal()[..., None]  # one instruction, and accurate enough here
-        squares = _nearest(quotient, form).sub_(quotient).square_().mul_(STEPS[form]).round_()
-        share = scales / largest.clamp(min=LEAST)
-        error = squares.sum(-1, dtype=torch.float64).float() * (share * share)
+    for scales, share, bound in zip(tried, shares, bounds, strict=True):
+        open_ = ~(bound >= best)
+        count = int(open_.sum())
+        if not count:
+            continue
+        if 2 * count < len(best):
+            error = torch.full_like(best, torch.inf)
+            error[open_] = _errors(columns[:, open_], scales[open_], form) * share[open_]
+        else:
+            error = _errors(columns, scales, form, room) * share
         better = error < best
         best, chosen = torch.where(better, error, best), torch.where(better, scales, chosen)
     chosen = torch.where(largest < LEAST, 1.0, chosen)
-    return _codes(_nearest(groups / chosen[..., None], form), form).flatten(1), chosen
+    quotient = rows / chosen[:, None]
+    codes = _codes(_nearest(quotient, form, quotient), form)
+    return codes.view(len(groups), -1), chosen.view(len(groups), -1)
+
+
+def _errors(columns: Tensor, scales: Tensor, form: CodeFormat, room: tuple[Tensor, Tensor] | None = None) -> Tensor:
+    """Returns the squared errors of groups with a scale each, in fp32.
+
+    Args:
+        columns: [values of a group, groups].
+        scales: [groups].
+        room: two tensors like `columns`, which are overwritten: new memory for every scale takes longer than the sums.
+
+    Returns:
+        [groups]: exact sums of the squares, each rounded to 1 / STEPS, times STEPS.
+    """
+    quotient, nearest = room or (torch.empty_like(columns), torch.empty_like(columns))
+    torch.mul(columns, scales.reciprocal(), out=quotient)  # one instruction, and accurate enough here
+    difference = _nearest(quotient, form, nearest).sub_(quotient)
+    squares = torch.mul(difference, difference, out=difference)
+    # a square is less than 2^23 / STEPS. Beside that number its last bits are the count of 1 / STEPS, rounded
+    unit = 2.0**23 / STEPS[form]
+    counts = squares.add_(unit).view(torch.int32)
+    first = int(torch.tensor(unit, dtype=torch.float32, device="cpu").view(torch.int32))
+    size = len(columns)
+    if size * 2**23 < 2**31:
+        return counts.sum(0, dtype=torch.int32).sub_(_wrapped(first * size)).double().float()
+    return counts.sub_(first).sum(0, dtype=torch.int64).double().float()
+
+
+def _wrapped(number: int) -> int:
+    """Returns the int32 that is equal to a number modulo 2^32."""
+    return (number + 2**31) % 2**32 - 2**31
 
 
 def _short(scales: Tensor) -> Tensor:
@@ -92,12 +141,12 @@ def _short(scales: Tensor) -> Tensor:
     return scales.bfloat16().float().clamp(min=LEAST)
 
 
-def _nearest(quotient: Tensor, form: CodeFormat) -> Tensor:
-    """Returns the values of the codes nearest to quotients, as a new fp32 tensor."""
+def _nearest(quotient: Tensor, form: CodeFormat, place: Tensor) -> Tensor:
+    """Writes the values of the codes nearest to quotients to `place`, fp32."""
     if form == "fp8":
-        return quotient.clamp(-448.0, 448.0).to(torch.float8_e4m3fn).float()
+        return place.copy_(quotient.clamp(-448.0, 448.0).to(torch.float8_e4m3fn))
     low, high = (-127, 127) if form == "int8" else (-8, 7)
-    return quotient.round().clamp_(low, high)
+    return torch.round(quotient, out=place).clamp_(low, high)
 
 
 def _codes(nearest: Tensor, form: CodeFormat) -> Tensor:

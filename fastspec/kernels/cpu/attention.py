@@ -3,9 +3,13 @@
 A row is computed alone, over the keys that it sees. Keys of consecutive pages are read where they are. Facts that all
 layers share are computed once a pass: slots, rotations, ranges of keys, masks (`PassFacts`).
 
-Row invariance: scores are products over the head's elements. Weighted sums are products over blocks of `KEY_BLOCK`
-keys, added in ascending order. A weight of zero changes no bit, so later keys and masked blocks do not. The number of
-queries in a product is one of `CpuWork.tiles`, which all give the same bits.
+Row invariance: scores are products over the head's elements. Torch's softmax adds weights in vectors of keys that
+divide `KEY_BLOCK`. Weighted sums are products over blocks of `KEY_BLOCK` keys, added in ascending order. A weight of
+zero changes no bit, so later keys and masked blocks do not. The number of queries in a product is one of
+`CpuWork.tiles`, which all give the same bits.
+
+Passes over prompts begin at multiples of their smallest size, and are cut into tiles of `_MOST` queries. So a tile has
+the same queries and keys in every pass, and torch's flash attention computes it, in the model's dtype.
 """
 
 from __future__ import annotations
@@ -24,6 +28,7 @@ from fastspec.torch_settings import using_threads
 
 _MOST = 64  # queries of a product
 _TILES = (1, 2, 3, 4, 5, 6, 8, 9, 12, 16, 17, 32, _MOST)
+_SINKS = 32  # columns of scores for a sink: the vectors of torch's softmax divide them
 _LEAST = 32  # keys of a product of weights with values: with fewer, libraries have other kernels
 
 
@@ -38,7 +43,10 @@ class Range:
         keys: positions `low`..`high` - 1; `low` is a multiple of KEY_BLOCK.
         start: the slot of position `low`, if the slots of the range are consecutive. None: `slots` has them.
         slots: int64, of positions from `low` on, in whole blocks of KEY_BLOCK.
-        hidden: bool [tile, keys in whole blocks]: True for keys that a query does not see.
+        mask: 0, and -inf for keys that a query does not see. fp32 [1, group * tile, keys in whole blocks], where every
+            query head of a group has the same rows. With `flash`: [tile, high - low] in the dtype of the keys.
+        flash: True for a tile of a prompt.
+        written: with `flash`, keys from `low` on whose tokens are kept; later slots hold anything.
     """
 
     row: int
@@ -49,7 +57,9 @@ class Range:
     high: int
     start: int | None
     slots: Tensor | None
-    hidden: Tensor
+    mask: Tensor
+    flash: bool
+    written: int
 
 
 @dataclass(slots=True)
@@ -59,14 +69,14 @@ class PassFacts:
     Attributes:
         positions, block_table: tensors of the pass, by which it is recognised.
         slots: int64 [B * Q], where K and V of the new tokens go; slots of the trash page for tokens that are not kept.
-        ranges: by window.
+        ranges: by window, and True for layers whose scores have no softcap and no sinks.
         rotations: cosines [B, Q, 1, D] and signed sines, by the table of cosines.
     """
 
     positions: Tensor
     block_table: Tensor
     slots: Tensor
-    ranges: dict[int | None, list[Range]] = field(default_factory=dict)
+    ranges: dict[tuple[int | None, bool], list[Range]] = field(default_factory=dict)
     rotations: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
 
@@ -78,10 +88,13 @@ class CpuWork:
 
     Attributes:
         tiles: numbers of queries, ascending.
+        not_sinks: int64, columns of scores behind a sink.
     """
 
     def __init__(self, heads: tuple[int, int, int]) -> None:
         self.tiles = _tiles(*heads)
+        self._group = heads[0] // heads[1]
+        self.not_sinks = torch.arange(1, _SINKS, dtype=torch.int64, device="cpu")
         self._facts: PassFacts | None = None
 
     def facts(self, call: AttendCall) -> PassFacts:
@@ -96,10 +109,11 @@ class CpuWork:
 
     def ranges(self, call: AttendCall) -> list[Range]:
         """Queries and keys of each product of a layer with this window."""
-        facts, window = self.facts(call), call.rule.window
-        if window not in facts.ranges:
-            facts.ranges[window] = self._ranges(call)
-        return facts.ranges[window]
+        facts, plain = self.facts(call), call.rule.softcap is None and call.sinks is None
+        key = call.rule.window, plain
+        if key not in facts.ranges:
+            facts.ranges[key] = self._ranges(call, plain)
+        return facts.ranges[key]
 
     def rotation(self, call: AttendCall) -> tuple[Tensor, Tensor]:
         """Cosines and signed sines of the pass, each fp32 [B, Q, 1, D]."""
@@ -112,7 +126,7 @@ class CpuWork:
             facts.rotations[id(call.cos)] = torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
         return facts.rotations[id(call.cos)]
 
-    def _ranges(self, call: AttendCall) -> list[Range]:
+    def _ranges(self, call: AttendCall, plain: bool) -> list[Range]:
         window, places = call.rule.window, call.positions.tolist()
         pool, page_size, pages = call.keys.shape[0] * call.keys.shape[1], call.keys.shape[1], call.block_table.tolist()
         found = []
@@ -137,7 +151,13 @@ class CpuWork:
                 if held == list(range(held[0], held[0] + len(held))) and begin + size <= pool:
                     start = begin
                     slots = None
-                found.append(Range(row, first, len(part), tile, low, high, start, slots, hidden))
+                flash = plain and len(part) == _MOST
+                hidden = hidden[:, : high - low] if flash else hidden.repeat(self._group, 1)[None]
+                dtype = call.keys.dtype if flash else torch.float32
+                mask = torch.zeros(hidden.shape, dtype=dtype, device="cpu").masked_fill_(hidden, -torch.inf)
+                kept = int(call.write_mask[row, first : first + len(part)].sum())
+                written = part[0] + kept - low
+                found.append(Range(row, first, len(part), tile, low, high, start, slots, mask, flash, written))
         return found
 
 
@@ -181,17 +201,32 @@ def attend(call: AttendCall, work: CpuWork) -> Tensor:
         cos, sin = work.rotation(call)
         wide, half = turned.float(), dim // 2
         swapped = torch.cat((wide[..., half:], wide[..., :half]), -1)
-        turned = (wide * cos).add_(swapped.mul_(sin)).to(dtype)
+        turned = (wide * cos).addcmul_(swapped, sin).to(dtype)
     slots = work.facts(call).slots
     keys.view(-1, kv_heads, dim).index_copy_(0, slots, turned[:, :, call.num_heads :].flatten(0, 1))
     values.view(-1, kv_heads, dim).index_copy_(0, slots, value.flatten(0, 1))
-    query = turned[:, :, : call.num_heads].float() * call.rule.factor(dim)
-    out = [_attended(query, call, part) for part in work.ranges(call)]
+    query, ranges = turned[:, :, : call.num_heads], work.ranges(call)
+    scaled = query if all(part.flash for part in ranges) else query.float() * call.rule.factor(dim)
+    out = [_of_prompt(query, call, part) if part.flash else _attended(scaled, call, part, work) for part in ranges]
     joined = out[0] if len(out) == 1 else torch.cat(out)
     return joined.view(*call.positions.shape, -1).to(dtype)
 
 
-def _attended(query: Tensor, call: AttendCall, part: Range) -> Tensor:
+def _of_prompt(query: Tensor, call: AttendCall, part: Range) -> Tensor:
+    """Attention of one tile of a prompt: [_MOST, H * D] in the dtype of the model."""
+    kv_heads, dim = call.keys.shape[2:]
+    q = query[part.row, part.first : part.first + _MOST].unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3)
+    k, v = (_of_range(each, part)[: part.high - part.low].transpose(0, 1)[:, None] for each in (call.keys, call.values))
+    if part.written < k.shape[2]:
+        k, v = (F.pad(each[:, :, : part.written], (0, 0, 0, k.shape[2] - part.written)) for each in (k, v))
+    heads = q.shape[1]
+    out = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        q, k.expand(-1, heads, -1, -1), v.expand(-1, heads, -1, -1), attn_mask=part.mask, scale=call.rule.factor(dim)
+    )[0]
+    return out.permute(2, 0, 1, 3).reshape(_MOST, -1)
+
+
+def _attended(query: Tensor, call: AttendCall, part: Range, work: CpuWork) -> Tensor:
     """Attention of the queries of one range: fp32 [count, H * D]."""
     kv_heads, dim = call.keys.shape[2:]
     group = query.shape[2] // kv_heads
@@ -200,20 +235,17 @@ def _attended(query: Tensor, call: AttendCall, part: Range) -> Tensor:
         q = F.pad(q, (0, 0, 0, 0, 0, part.tile - part.count))
     # [tile, H, D] -> [Hkv, group * tile, D]
     q = q.view(part.tile, kv_heads, group, dim).permute(1, 2, 0, 3).reshape(kv_heads, group * part.tile, dim)
-    k, v = (_of_range(each, part).transpose(0, 1) for each in (call.keys, call.values))  # [Hkv, keys, D]
-    scores = torch.bmm(q, k.transpose(1, 2))
-    if call.rule.softcap is not None:
-        scores = scores.div_(call.rule.softcap).tanh_().mul_(call.rule.softcap)
-    scores.view(kv_heads, group, part.tile, -1).masked_fill_(part.hidden, -torch.inf)
-    top = scores.amax(-1, keepdim=True)
-    if part.tile > part.count or call.rule.window is not None:
-        top.masked_fill_(top == -torch.inf, 0.0)  # of queries that are padding: exp(-inf) is 0, and not NaN
-    weights = scores.sub_(top).exp_()
-    # cumsum adds one block after the other, whatever their number
-    total = weights.unflatten(-1, (-1, KEY_BLOCK)).sum(-1).cumsum(-1)[..., -1:]
+    k, v = (_of_range(each, part).float().transpose(0, 1) for each in (call.keys, call.values))  # [Hkv, keys, D]
+    if call.rule.softcap is None:
+        scores = torch.baddbmm(part.mask, q, k.transpose(1, 2))
+    else:
+        scores = torch.bmm(q, k.transpose(1, 2)).div_(call.rule.softcap).tanh_().mul_(call.rule.softcap).add_(part.mask)
+    if part.high - part.low < scores.shape[-1]:
+        scores[..., part.high - part.low :] = -torch.inf  # keys that no query sees may be NaN
     if call.sinks is not None:
-        sink = call.sinks.float().view(kv_heads, group, 1).expand(-1, -1, part.tile).reshape(kv_heads, -1, 1)
-        total = total + torch.exp(sink - top)
+        sink = call.sinks.float().view(kv_heads, group, 1, 1).expand(-1, -1, part.tile, _SINKS).flatten(1, 2)
+        scores = torch.cat((scores, sink.index_fill(-1, work.not_sinks, -torch.inf)), -1)
+    weights = torch.softmax(scores, -1)
     out = torch.zeros_like(q)
     for low in range(0, part.high - part.low, KEY_BLOCK):
         size = min(KEY_BLOCK, part.high - part.low - low)
@@ -221,14 +253,14 @@ def _attended(query: Tensor, call: AttendCall, part: Range) -> Tensor:
         if size < _LEAST:
             of_block, size = F.pad(of_block, (0, 0, 0, _LEAST - size)), _LEAST
         out.baddbmm_(weights[..., low : low + size], of_block)
-    out = out.div_(total).view(kv_heads, group, part.tile, dim).permute(2, 0, 1, 3)
+    out = out.view(kv_heads, group, part.tile, dim).permute(2, 0, 1, 3)
     return out[: part.count].reshape(part.count, -1)
 
 
 def _of_range(cache: Tensor, part: Range) -> Tensor:
-    """Keys or values of a range in whole blocks, fp32 [keys, Hkv, D]. Slots above the newest position hold anything."""
+    """Keys or values of a range in whole blocks, [keys, Hkv, D]. Slots above the newest position hold anything."""
     flat = cache.view(-1, *cache.shape[2:])
     if part.start is None:
         assert part.slots is not None, "slots that are not consecutive are listed"
-        return flat[part.slots].float()
-    return flat[part.start : part.start + len(part.hidden[0])].float()
+        return flat[part.slots]
+    return flat[part.start : part.start + -(-(part.high - part.low) // KEY_BLOCK) * KEY_BLOCK]

@@ -8,13 +8,18 @@
 
 A library chooses its kernel by the number of rows, and the order of sums may change with it. So each matrix is tried at
 `ROW_COUNTS` when it is filled. A count is used if it gives the bits of `_BASE` rows, for every place of a row. Products
-are made of such counts alone.
+are made of such counts alone. In bf16 oneDNN needs more time for one row than for a few, so counts are also timed.
+
+Passes over prompts have at least `WIDE` rows, and their products the bits of `WIDE` rows: there oneDNN's bf16 adds up
+in another order, in half the time.
 """
 
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -24,48 +29,108 @@ from torch import Tensor
 Way = Literal["half", "fp32", "bf16"]
 
 ROW_COUNTS = (1, 2, 3, 4, 5, 6, 8, 9, 12, 16, 17, 24, 32, 48, 64, 128, 256)
+WIDE = 64
+WIDE_ROW_COUNTS = tuple(rows for rows in ROW_COUNTS if rows >= WIDE)
 HEAD_ROW_COUNTS = tuple(rows for rows in ROW_COUNTS if rows <= 32)  # no pass over prompts multiplies with a head
 DTYPES = (torch.float32, torch.bfloat16)
+_TIMED = 5  # products of each count; the fastest counts
+_clock = time.perf_counter
 _BASE = 8  # rows of the products whose bits are the definition
+_TRIED = 512  # columns of the product that is tried, a multiple of those of FBGEMM's blocks
 _SAMPLE = 4096  # values that are tried first: most matrices that do not fit in fp16 are known by them
 _LARGEST = 14  # exponent of the largest value in fp16: leaves the widest range below
 
 
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """Row counts of the products with a matrix, each ascending.
+
+    Attributes:
+        few: counts that give the bits of `_BASE` rows.
+        wide: counts that give the bits of `WIDE` rows. Empty: `few` serves prompts, too.
+    """
+
+    few: tuple[int, ...] = (_BASE,)
+    wide: tuple[int, ...] = ()
+
+
 class RowCounts:
-    """Row counts with the bits of `_BASE` rows, by way and shape. One object serves all matrices of a model."""
+    """Row counts of the matrices of a model, by way and shape. They are measured for the first matrix of a shape."""
 
     def __init__(self) -> None:
-        self._found: dict[tuple[Way, int, int, bool], tuple[int, ...]] = {}
+        self._found: dict[tuple[Way, int, int, bool], Counts] = {}
 
-    def of(self, matrix: Blocked, counts: tuple[int, ...]) -> tuple[int, ...]:
-        """The counts of a filled matrix, ascending; measured for the first matrix of a shape."""
+    def of(self, matrix: Blocked, rows: Tensor) -> Counts:
+        """The counts of a matrix that is filled with `rows`."""
         assert matrix.way is not None, "it is filled"
-        key = (matrix.way, *matrix.shape, counts == HEAD_ROW_COUNTS)
+        key = (matrix.way, *matrix.shape, matrix.head)
         if key not in self._found:
             made = torch.Generator("cpu").manual_seed(0)
-            size = max(counts) + 1, matrix.shape[1]
-            rows = torch.randn(size, generator=made, dtype=torch.float32, device="cpu")
-            self._found[key] = same_bits(matrix.multiply, rows.to(matrix.operand), counts)
+            size = ROW_COUNTS[-1] + 1, matrix.shape[1]
+            x = torch.randn(size, generator=made, dtype=torch.float32, device="cpu").to(matrix.operand)
+            self._found[key] = self._measured(matrix, matrix.for_trial(rows), x)
         return self._found[key]
 
+    @staticmethod
+    def _measured(matrix: Blocked, product: Callable[[Tensor], Tensor], x: Tensor) -> Counts:
+        few = same_bits(product, x, HEAD_ROW_COUNTS if matrix.head else ROW_COUNTS)
+        if matrix.way == "bf16":
+            few = worth_having(product, x, few)
+        if matrix.head or WIDE in few:
+            return Counts(few)
+        return Counts(few, same_bits(product, x, WIDE_ROW_COUNTS, WIDE))
 
-def same_bits(product: Callable[[Tensor], Tensor], rows: Tensor, counts: tuple[int, ...]) -> tuple[int, ...]:
-    """Selects the `counts` at which every row of a product has the bits of a product of `_BASE` rows.
+
+def same_bits(
+    product: Callable[[Tensor], Tensor], rows: Tensor, counts: tuple[int, ...], base: int = _BASE
+) -> tuple[int, ...]:
+    """Selects the `counts` at which every row of a product has the bits of a product of `base` rows.
 
     Args:
         product: function of [R, K], for any R. Row r of its exact result depends on row r alone.
         rows: [R, K], more than the largest count.
-        counts: numbers of rows. _BASE is always among the result.
+        counts: numbers of rows.
+        base: number of rows that is always among the result.
     """
-    padded = F.pad(rows, (0, 0, 0, -len(rows) % _BASE))
-    wanted = torch.cat([product(part) for part in padded.split(_BASE)])
+    rows = rows[: max(counts) + 1]
+    padded = F.pad(rows, (0, 0, 0, -len(rows) % base))
+    wanted = torch.cat([product(part) for part in padded.split(base)])
 
     def equal(count: int) -> bool:
         if not torch.equal(product(rows[:count]), wanted[:count]):
             return False
         return count == 1 or torch.equal(product(rows[1 : count + 1].flip(0)).flip(0), wanted[1 : count + 1])
 
-    return tuple(sorted({_BASE} | {count for count in counts if equal(count)}))
+    return tuple(sorted({base} | {count for count in counts if equal(count)}))
+
+
+def worth_having(
+    product: Callable[[Tensor], Tensor], rows: Tensor, counts: tuple[int, ...], clock: Callable[[], float] = _clock
+) -> tuple[int, ...]:
+    """Drops small counts of rows that take longer than a larger one: with padding the product is the same, and faster.
+
+    Args:
+        product, rows: as in `same_bits`.
+        counts: ascending. Those above `_BASE` are kept.
+        clock: seconds.
+    """
+
+    def seconds(count: int) -> float:
+        least, part = math.inf, rows[:count]
+        for _ in range(_TIMED):
+            start = clock()
+            product(part)
+            least = min(least, clock() - start)
+        return least
+
+    kept = [count for count in counts if count > _BASE]
+    best = math.inf
+    for count in reversed([count for count in counts if count <= _BASE]):
+        took = seconds(count)
+        if took < best:
+            kept.insert(0, count)
+            best = took
+    return tuple(kept)
 
 
 class Blocked:
@@ -81,7 +146,7 @@ class Blocked:
     Attributes:
         way: row of the table above. None before `fill`.
         rows: [N, K] with `embeds`, in the dtype or exactly in bf16; else None.
-        kept: row counts of products, ascending.
+        counts: row counts of products.
     """
 
     def __init__(
@@ -90,8 +155,8 @@ class Blocked:
         self.shape, self.dtype, self.head, self.embeds = shape, dtype, head, embeds
         self.way: Way | None = None
         self.rows: Tensor | None = None
-        self.kept: tuple[int, ...] = (_BASE,)
-        self._counts = counts
+        self.counts = Counts()
+        self._row_counts = counts
         self._matrix: Any = None
         self._scale = 1.0  # of the values in fp16
         self.nbytes = self._most_bytes()
@@ -112,7 +177,7 @@ class Blocked:
         if self.embeds:
             narrow = rows.to(torch.bfloat16)
             self.rows = narrow if torch.equal(narrow.to(rows.dtype), rows) else rows.clone()
-        self.kept = self._counts.of(self, HEAD_ROW_COUNTS if self.head else ROW_COUNTS)
+        self.counts = self._row_counts.of(self, rows)
         values = self.shape[0] * self.shape[1] * (4 if self.way == "fp32" else 2)
         self.nbytes = values + (0 if self.rows is None else self.rows.nbytes)
 
@@ -131,14 +196,17 @@ class Blocked:
         """Rows [..., K] at int64 ids [...], in the dtype of this matrix."""
         return (self.unpack() if self.rows is None else self.rows)[ids].to(self.dtype)
 
-    def product(self, x: Tensor, bias: Tensor | None = None, out_dtype: torch.dtype | None = None) -> Tensor:
+    def product(
+        self, x: Tensor, bias: Tensor | None = None, out_dtype: torch.dtype | None = None, *, wide: bool = False
+    ) -> Tensor:
         """x W^T [+ bias] for x [R, K]: [R, N] in `out_dtype`, by default in x's dtype.
 
-        A row's bits do not depend on R, nor on its place.
+        A row's bits do not depend on R, nor on its place. wide: they are those of `Counts.wide`.
         """
         if out_dtype == torch.float32 and self.way == "bf16":
             return self._unrounded(x, bias)
-        parts = [self._counted(part) for part in x.to(self.operand).split(self.kept[-1])]
+        counts = (wide and self.counts.wide) or self.counts.few
+        parts = [self._counted(part, counts) for part in x.to(self.operand).split(counts[-1])]
         out = parts[0] if len(parts) == 1 else torch.cat(parts)
         return (out if bias is None else out + bias).to(out_dtype or x.dtype)
 
@@ -151,12 +219,23 @@ class Blocked:
             out = torch.ops.mkldnn._linear_pointwise(x, self._matrix, None, "none", [], "")
         return out
 
-    def _counted(self, x: Tensor) -> Tensor:
-        """A product of at most `kept[-1]` rows, padded with zeros to one of `kept`."""
+    def for_trial(self, rows: Tensor) -> Callable[[Tensor], Tensor]:
+        """The product that `RowCounts` tries.
+
+        FBGEMM has one kernel for all N, in blocks of at most 64 columns. So some of N are enough.
+        """
+        few = _TRIED + self.shape[0] % _TRIED
+        if self.way != "half" or self.shape[0] <= few:
+            return self.multiply
+        matrix = torch.ops.quantized.linear_prepack_fp16(rows[:few].float() * self._scale, None)
+        return lambda x: torch.ops.quantized.linear_dynamic_fp16(x, matrix)
+
+    def _counted(self, x: Tensor, counts: tuple[int, ...]) -> Tensor:
+        """A product of at most `counts[-1]` rows, padded with zeros to one of `counts`."""
         rows = len(x)
-        if rows in self.kept:
+        if rows in counts:
             return self.multiply(x)
-        count = next(count for count in self.kept if count > rows)
+        count = next(count for count in counts if count > rows)
         return self.multiply(F.pad(x, (0, 0, 0, count - rows)))[:rows]
 
     def _unrounded(self, x: Tensor, bias: Tensor | None) -> Tensor:

@@ -1,1 +1,1 @@
-"""Kernels of recurrent layers: the causal convolution, the gated delta rule, and the gated norm after it."""
+"""Kernels of recurrent layers: convolutions, the gated delta rule, Mamba-2, and the gated norms after them."""

@@ -62,7 +62,7 @@ class StepLimits(NamedTuple):
     """Limits of a step after softplus."""
 
     least: Any
-    most: Any
+    highest: Any
 
 
 @triton.jit
@@ -203,7 +203,7 @@ def _mamba_kernel(
         b = tl.load(mixed_ptr + at * CHANNELS + of_group, mask=has_key, other=0.0).to(tl.float32)
         c = tl.load(mixed_ptr + at * CHANNELS + GROUPS * STATE_DIM + of_group, mask=has_key, other=0.0).to(tl.float32)
         step = _softplus(tl.load(product_ptr + at * ROWS + (ROWS - HEADS) + head).to(tl.float32) + more)
-        step = tl.minimum(tl.maximum(step, limits.least), limits.most)
+        step = tl.minimum(tl.maximum(step, limits.least), limits.highest)
         state = state * tl.exp(-rate * step) + (step * x)[:, None] * b[None, :]
         out = tl.sum(state * c[None, :], axis=1) + skip * x
         tl.store(out_ptr + at * VALUES + head * HEAD_DIM + value, out.to(out_ptr.dtype.element_ty), mask=has_value)
@@ -330,7 +330,7 @@ def mamba_norm(x: Tensor, gate: Tensor, weight: Tensor | None, eps: float, rule:
 
     Args:
         x: [B, Q, rule.values] bf16, fp16 or fp32, contiguous.
-        gate: as x, its last axis contiguous, tokens at equal strides.
+        gate: shape and dtype of x; its last axis contiguous, tokens at equal strides.
         weight: [rule.values], x's dtype, contiguous. None: no norm.
         eps: epsilon of the norm.
         rule: sizes.

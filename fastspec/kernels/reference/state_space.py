@@ -22,7 +22,7 @@ from fastspec.kernels.reference.recurrent import (
 )
 from fastspec.shapes import ConvRule, MambaRule
 
-_BLOCK = 32  # tokens whose states are held at a time, for the sums over them
+_BLOCK = 8  # tokens whose states are held at a time, for the sums over them
 
 
 class StateParts(Protocol):

@@ -89,15 +89,15 @@ def named(stored: TensorSource, spec: ModelSpec) -> NamedTensors:
 
 
 def with_usual_names(source: TensorSource, spec: ModelSpec) -> TensorSource:
-    """Returns the source with the names of embedding and norm that other families have; see `ModelFamily.renamed`."""
+    """Returns the source with names of tensors as `ModelFamily.renamed` has them."""
     renamed = FAMILIES[spec.family].renamed
     if not renamed:
         return source
     names = {}
     for stored in source.infos():
         name = stored
-        for start, usual in renamed.items():
-            name = usual + name.removeprefix(start) if name.startswith(start) else name
+        for part, usual in renamed.items():
+            name = name.replace(part, usual)
         names[name] = stored
     return RenamedTensors(source, names)
 

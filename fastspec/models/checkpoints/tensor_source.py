@@ -9,12 +9,16 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
 from fastspec.kernels.common.codes import Codes, CodesKind
+
+Use = Literal["product", "head", "table", "tied"]
+"""Use of a matrix: a product of a layer, logits in fp32, rows of a table, or both of the last two."""
 
 
 @dataclass(frozen=True, slots=True)

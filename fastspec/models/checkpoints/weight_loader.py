@@ -28,8 +28,7 @@ from fastspec.kernels.common.rounding import rounded
 from fastspec.kernels.common.weights import Weight
 from fastspec.kernels.cpu.blocked import Blocked, RowCounts
 from fastspec.kernels.ops import Ops
-from fastspec.models.checkpoints.tensor_source import TensorInfo, TensorSource
-from fastspec.models.layer_table import Use
+from fastspec.models.checkpoints.tensor_source import TensorInfo, TensorSource, Use
 
 READERS = 4  # number of threads that fill weights on CUDA
 _PINNED_BYTES = 32 * 2**20  # pinned bytes of each thread

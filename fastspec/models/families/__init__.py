@@ -10,14 +10,11 @@ from fastspec.models.families.gemma import GEMMA2, GEMMA3, GEMMA3_TEXT
 from fastspec.models.families.glm4 import GLM, GLM4, GLM4V
 from fastspec.models.families.granite import GRANITE, GRANITE4
 from fastspec.models.families.hunyuan import HUNYUAN
-from fastspec.models.families.lfm2 import LFM2, LFM2_MOE
 from fastspec.models.families.llama import ERNIE4_5, HELIUM, LLAMA, SEED_OSS
-from fastspec.models.families.mamba import BAMBA, FALCON_H1
 from fastspec.models.families.mistral import MINISTRAL, MINISTRAL3, MISTRAL
 from fastspec.models.families.mixtures.glm4_moe import GLM4_MOE, GLM4V_MOE
 from fastspec.models.families.mixtures.gpt_oss import GPT_OSS
 from fastspec.models.families.mixtures.mixtral import MIXTRAL
-from fastspec.models.families.mixtures.nemotron_h import NEMOTRON_H
 from fastspec.models.families.mixtures.olmoe import OLMOE
 from fastspec.models.families.mixtures.qwen_hybrid import QWEN3_5_MOE, QWEN3_5_MOE_TEXT, QWEN3_NEXT
 from fastspec.models.families.mixtures.qwen_moe import QWEN2_MOE, QWEN3_MOE, QWEN3_VL_MOE
@@ -26,6 +23,9 @@ from fastspec.models.families.phi3 import PHI3
 from fastspec.models.families.plan import ModelFamily
 from fastspec.models.families.qwen2 import MIMO, QWEN2, QWEN2_5_VL, QWEN2_VL
 from fastspec.models.families.qwen3 import QWEN3, QWEN3_5, QWEN3_5_TEXT, QWEN3_VL
+from fastspec.models.families.recurrent.lfm2 import LFM2, LFM2_MOE, LFM3
+from fastspec.models.families.recurrent.mamba import BAMBA, FALCON_H1
+from fastspec.models.families.recurrent.nemotron_h import NEMOTRON_H
 from fastspec.models.families.smollm3 import SMOLLM3
 from fastspec.models.families.starcoder2 import STARCODER2
 
@@ -75,6 +75,7 @@ FAMILIES: Final[dict[str, ModelFamily]] = {
     "gpt_oss": GPT_OSS,
     "lfm2": LFM2,
     "lfm2_moe": LFM2_MOE,
+    "lfm3": LFM3,
     "bamba": BAMBA,
     "falcon_h1": FALCON_H1,
     "nemotron_h": NEMOTRON_H,

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from fastspec.models.families.mamba import with_mamba
 from fastspec.models.families.mixtures.experts import counts, width
 from fastspec.models.families.plan import ExpertsPlan, LayerPlan, ModelFamily, ModelScales, without_windows
+from fastspec.models.families.recurrent.mamba import with_mamba
 from fastspec.models.fields import ConfigFields
 from fastspec.shapes import RoutingRule
 

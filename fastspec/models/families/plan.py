@@ -86,7 +86,7 @@ class LayerPlan:
         q, k = norm(q), norm(k) [see qk_norm]
         q, k = rope(q, k) [see rope], q = query_scale(position) q
         a = attention(q, k, v)                      over all keys, or over the `window` newest
-        a = sigmoid(gate) a [with output_gate, whose rows come after those of v in Wqkv]
+        a = sigmoid(gate) a [with output_gate, whose rows come after those of v in Wqkv, or with head_gate]
         [with a state and no attention: a = `reference.delta_rule`, `short_conv` or `mamba` of h Wqkv, whose rows are
             then those of `state`]
         a = a Wo [+ bias], a = norm(a) [with post_norm]
@@ -122,6 +122,7 @@ class LayerPlan:
         residual_scale: factor on the outputs of attention and MLP.
         output_gate: True if the output of attention is multiplied by sigmoid(gate), element by element. For each head,
             q_proj has the rows of the query, then those of the gate.
+        head_gate: True if the output of each attention head is multiplied by sigmoid(h Wg), one number per head.
         attends: True if the layer has attention.
         state: kind and sizes of its recurrent state. None: it has none.
         state_bias: True if the projections before and after the state have a bias.
@@ -149,6 +150,7 @@ class LayerPlan:
     gated: bool = True
     residual_scale: float = 1.0
     output_gate: bool = False
+    head_gate: bool = False
     attends: bool = True
     state: StateRule | None = None
     state_bias: bool = False
@@ -179,7 +181,7 @@ class LayerPlan:
     @property
     def fused_tail(self) -> bool:
         """True if `Ops.layer_tail` can compute the layer after its attention: norms, MLP and sums are Llama's."""
-        whole = self.attends and self.state is None and self.feeds
+        whole = self.attends and self.state is None and self.feeds and not self.head_gate
         return whole and self._plain and self.fused_norm and self.fused_gate and self.experts is None
 
     @property
@@ -191,7 +193,7 @@ class LayerPlan:
     def sandwiched(self) -> bool:
         """True if `Ops.add_norm` can compute the norms and sums before and after attention and MLP."""
         norms = self.post_norm and self.pre_norm and self.norm == "rms_plus_one" and self.gated
-        return norms and self.residual_scale == 1.0 and self.state is None
+        return norms and self.residual_scale == 1.0 and self.state is None and not self.head_gate
 
     @property
     def _plain(self) -> bool:
@@ -253,7 +255,8 @@ class ModelFamily:
             that changes the arithmetic and that plans cannot express.
         names: stored names of a layer's tensors by row of `layer_table.LAYER`, if they differ from that table.
         scales: function of the config fields that returns the factors outside of layers.
-        renamed: beginnings of stored names, with the beginnings that replace them, for tensors outside of layers.
+        renamed: parts of stored names with their replacements, in order: for tensors outside of layers, and for a
+            name that differs between files and live modules.
         eps: config field with the epsilon of norms.
         inner: config field with the intermediate size of the MLP, or a function of the config fields that returns it.
         act: (config field of the activation, the one value that the plans implement). None: the config has no such

@@ -185,7 +185,7 @@ def sizes_of(target: Checkpoint) -> TargetSizes:
     """Returns the sizes of a target that a head needs.
 
     Raises:
-        UnsupportedModel: the target is hosted, and its layers are not one list, or several processes share it.
+        UnsupportedModel: the target is hosted, and its layers are not one list.
     """
     spec = target.spec
     if isinstance(spec, HostedInfo):
@@ -202,11 +202,10 @@ def sizes_of(target: Checkpoint) -> TargetSizes:
 
 
 def _sizes_of_hosted(name: str, spec: HostedInfo) -> TargetSizes:
-    if spec.cut is not None or not spec.layer_names:
-        reason = "several processes share it" if spec.cut is not None else "its layers are not in one list"
+    if not spec.layer_names:
         raise UnsupportedModel(
-            f"a learned drafter reads hidden states of its target's layers, and {name} is hosted, and {reason}: use a "
-            "draft model, or a target of a native family"
+            f"a learned drafter reads hidden states of its target's layers, and {name} is hosted, and its layers are "
+            "not in one list: use a draft model, or a target of a native family"
         )
     return TargetSizes(
         name=name,

@@ -18,8 +18,8 @@ from fastspec.models.rope import ropes_of
 INNER: Final = "transformer_layer_config"
 # names of settings that say themselves that they are a drafter's
 _OF_DRAFTERS: Final = re.compile(
-    r"(^|_)(draft|drafting|mask|markov|confidence|selector|anchors?|eagle|dflash2?|dspark|pard|ptd|beam|depths|block)(_|$)"
-    r"|^(conv|norm|projector)_"
+    r"(^|_)(draft|drafting|mask|markov|confidence|selector|anchors?|eagle|dflash2?|dspark|pard|ptd|beam|depths)(_|$)"
+    r"|^(conv_kernel|conv_group|projector)_"
 )
 # settings that every head may have, and that do not change its arithmetic, or that are read for all heads
 _SAID: Final = (

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from fastspec.models.checkpoints.tensor_source import TensorInfo
 from fastspec.models.heads.config import refuse_unknown
-from fastspec.models.heads.dflash_spec import KNOWN, DFlashSpec, Settings, dflash_spec
+from fastspec.models.heads.dflash_spec import KNOWN, BlockSettings, DFlashSpec, dflash_spec
 from fastspec.models.heads.spec import NAMES, Recognised, TargetSizes
-from fastspec.models.layer_table import Use
+
+if TYPE_CHECKING:
+    from fastspec.models.checkpoints.tensor_source import Use
 
 BEFORE: Final = "candidate_selector.predecessor_codebook"
 AFTER: Final = "candidate_selector.successor_codebook"
@@ -64,7 +66,7 @@ def dflash2_spec(
     """Makes the spec of a DFlash2 head. For arguments and errors see `dflash_spec`."""
     base, settings = (
         dflash_spec(found, raw, infos, target, feature_layers, where),
-        Settings.of(raw, where, NAMES["dflash2"]),
+        BlockSettings.of(raw, where, NAMES["dflash2"]),
     )
     refuse_unknown(raw, "dflash_config", (*KNOWN, *_OWN), NAMES["dflash2"])
     own = {size: settings.whole(name, 1, MAX_SIZE) for name, size in _OWN.items()}

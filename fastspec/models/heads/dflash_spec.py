@@ -119,7 +119,7 @@ def dflash_spec(
         CheckpointError: config and tensors do not match, or the head was made for another target.
         UnsupportedModel: a setting that is not implemented.
     """
-    settings = Settings.of(raw, where, NAMES[found.kind])
+    settings = BlockSettings.of(raw, where, NAMES[found.kind])
     if settings.get("projector_type") not in (None, found.kind):
         settings.refuse("projector_type", f"{found.kind!r}, which its tensors are")
     for name, fine in OTHERS.items():
@@ -161,8 +161,8 @@ def dflash_spec(
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
-    """Settings of a head. A setting is looked up in the config's object for heads, then in the config itself.
+class BlockSettings:
+    """BlockSettings of a head. A setting is looked up in the config's object for heads, then in the config itself.
 
     Attributes:
         own: the config's object for heads.
@@ -175,7 +175,7 @@ class Settings:
     kind: str
 
     @classmethod
-    def of(cls, raw: Mapping[str, Any], where: Path, kind: str = "DFlash") -> Settings:
+    def of(cls, raw: Mapping[str, Any], where: Path, kind: str = "DFlash") -> BlockSettings:
         """Reads the settings of a config.json; `where` names it in errors."""
         own = raw.get("dflash_config")
         if own is not None and not isinstance(own, Mapping):
@@ -211,7 +211,7 @@ class Settings:
         return value
 
 
-def _readings(settings: Settings, target: TargetSizes, asked: Sequence[int] | None) -> tuple[Reading, ...]:
+def _readings(settings: BlockSettings, target: TargetSizes, asked: Sequence[int] | None) -> tuple[Reading, ...]:
     """Returns the only reading.
 
     All engines agree here: numbers in z-lab's configs are layers, in speculators' configs boundaries.
@@ -225,13 +225,13 @@ def _readings(settings: Settings, target: TargetSizes, asked: Sequence[int] | No
     settings.refuse("target_layer_ids", "a list of layers of the target, or feature_layers= to say which")
 
 
-def _scales(settings: Settings, logit_scale: float) -> ModelScales:
+def _scales(settings: BlockSettings, logit_scale: float) -> ModelScales:
     softcap = settings.get("final_logit_softcapping")
     softcap = None if softcap in (None, 0) else settings.number("final_logit_softcapping")
     return ModelScales(logits=settings.number("output_multiplier") * logit_scale, softcap=softcap)
 
 
-def _mask_id(settings: Settings, vocab: int) -> int:
+def _mask_id(settings: BlockSettings, vocab: int) -> int:
     """Returns the mask's token id. The setting has several possible names.
 
     The first that exists is used, as in vLLM.
@@ -260,7 +260,7 @@ def _mask_file(directory: Path) -> Path | None:
 
 
 def _attention(
-    settings: Settings, inner: Mapping[str, Any], layers: int, ours: bool
+    settings: BlockSettings, inner: Mapping[str, Any], layers: int, ours: bool
 ) -> tuple[tuple[int | None, ...], tuple[bool, ...]]:
     """Returns (window, causal) of each layer, as two tuples.
 

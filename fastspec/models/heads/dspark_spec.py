@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from fastspec.errors import CheckpointError
 from fastspec.models.checkpoints.tensor_source import TensorInfo
 from fastspec.models.heads.config import refuse_unknown
-from fastspec.models.heads.dflash_spec import KNOWN, DFlashSpec, Settings, dflash_spec
+from fastspec.models.heads.dflash_spec import KNOWN, BlockSettings, DFlashSpec, dflash_spec
 from fastspec.models.heads.spec import NAMES, Recognised, TargetSizes
-from fastspec.models.layer_table import Use
+
+if TYPE_CHECKING:
+    from fastspec.models.checkpoints.tensor_source import Use
 
 BEFORE: Final = "markov_head.markov_w1.weight"
 AFTER: Final = "markov_head.markov_w2.weight"
@@ -45,11 +47,8 @@ class DSparkSpec(DFlashSpec):
 
     @property
     def unused(self) -> tuple[str, ...]:
-        """Names of the confidence head's tensors."""
-        return _CONFIDENCE
-
-
-_CONFIDENCE: Final = ("confidence_head.proj.weight", "confidence_head.proj.bias")
+        """Names of the confidence head's tensors, and of an embedding of masks that is not used: masks have a token."""
+        return ("confidence_head.proj.weight", "confidence_head.proj.bias", "mask_embedding")
 
 
 def dspark_spec(
@@ -66,7 +65,7 @@ def dspark_spec(
     """
     base, settings = (
         dflash_spec(found, raw, infos, target, feature_layers, where),
-        Settings.of(raw, where, NAMES["dspark"]),
+        BlockSettings.of(raw, where, NAMES["dspark"]),
     )
     refuse_unknown(raw, "dflash_config", (*KNOWN, *_OWN), NAMES["dspark"])
     stored = infos[BEFORE].shape if BEFORE in infos else (target.vocab_size, 0)

@@ -37,11 +37,20 @@ class Lender(Protocol):
     def weights(self) -> DecoderWeights:
         """Its weights."""
 
-    def head_logits(self, x: Tensor, tiling: Tiling, **options: Any) -> Tensor:
-        """See `Decoder.head_logits`."""
+    def head_logits(self, x: Tensor, tiling: Tiling, *, norm: tuple[Tensor, float] | None = None) -> Tensor:
+        """Returns fp32 logits [..., V] of the target's output matrix for x, or for a norm of x."""
 
-    def head_argmax(self, x: Tensor, limit: int, tiling: Tiling, out: Tensor, **options: Any) -> None:
-        """See `Decoder.head_argmax`."""
+    def head_argmax(
+        self,
+        x: Tensor,
+        limit: int,
+        tiling: Tiling,
+        out: Tensor,
+        *,
+        norm: tuple[Tensor, float] | None = None,
+        work: Any = None,
+    ) -> None:
+        """Writes the argmax of the first `limit` values of `head_logits`, for x [R, hidden]."""
 
 
 class HeadDecoder(Decoder):
@@ -444,7 +453,7 @@ class DSpark(DFlash):
 
     def after(self, ids: Tensor, tiling: Tiling) -> Tensor:
         """Returns what is added to the logits of a draft after tokens `ids` int64 [B, 1]: fp32 [B, 1, vocab_size]."""
-        rows = self.ops.embed(self._before, ids)
+        rows = self.ops.embed(self._before, ids.contiguous())
         added = self.ops.linear(rows, self._after, None, tiling, out_dtype=torch.float32)
         scale = self.spec.scales.logits
         return added if scale == 1.0 else added * scale
@@ -499,8 +508,9 @@ class DFlash2(DFlash):
             before: int64 [B, 1], the token before the draft.
             candidates: int64 [B, n], target ids.
         """
-        context = self.ops.embed(self._before, before) * projected
-        return (context.float() * self.ops.embed(self._after, candidates).float()).sum(-1)[:, None]
+        context = self.ops.embed(self._before, before.contiguous()) * projected
+        found = self.ops.embed(self._after, candidates.contiguous())
+        return (context.float() * found.float()).sum(-1)[:, None]
 
     @override
     def _fuses(self, plan: LayerPlan) -> bool:

@@ -36,7 +36,7 @@ class WithSomeRows(WrappedSource):
 
     Args:
         own: tensors of the head.
-        places: where the other tensors are, by their names here. One that is stored quantised is left out.
+        places: sources and stored names of the other tensors, by their names here. Quantised ones are left out.
         ids: int64 [n], the rows.
     """
 

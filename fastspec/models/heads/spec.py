@@ -19,10 +19,11 @@ import torch
 
 from fastspec.errors import CheckpointError, UnsupportedModel
 from fastspec.models.config import ModelSpec
-from fastspec.models.layer_table import Use
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+    from fastspec.models.checkpoints.tensor_source import Use
 
 
 HeadKind = Literal["eagle3", "peagle", "dflash", "dflash2", "dspark", "mtp"]

@@ -15,7 +15,7 @@ from fastspec.kernels.common.rounding import kind_for
 from fastspec.kernels.common.weights import Weight
 from fastspec.kernels.ops import Ops
 from fastspec.models.checkpoints.decoder_weights import layer_weights, norm_weight
-from fastspec.models.checkpoints.tensor_source import TensorSource
+from fastspec.models.checkpoints.tensor_source import TensorSource, Use
 from fastspec.models.checkpoints.weight_loader import Loader, Rounding
 from fastspec.models.heads.checkpoint import HeadCheckpoint, HeadTensors
 from fastspec.models.heads.dflash_spec import DFlashSpec
@@ -23,7 +23,7 @@ from fastspec.models.heads.mtp_names import EMBED_NORM, FC, HIDDEN_NORM, NORM, p
 from fastspec.models.heads.mtp_spec import MtpSpec, mtp_source
 from fastspec.models.heads.some_rows import WithSomeRows, places_of
 from fastspec.models.heads.spec import HeadSpec
-from fastspec.models.layer_table import DecoderWeights, Use
+from fastspec.models.layer_table import DecoderWeights
 
 
 @dataclass(frozen=True, slots=True, eq=False)

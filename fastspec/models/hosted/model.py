@@ -88,7 +88,7 @@ class HostedModel:
         self.streams = LayerStreams(self.base, self.info.layer_names)
         its: Any = module
         embed, head = _weight_of(its.get_input_embeddings()), _weight_of(its.get_output_embeddings())
-        self.weights = DecoderWeights(embed=embed, layers=(), norm=torch.empty(0, device=embed.data.device), head=head)
+        self.weights = DecoderWeights(embed=embed, layers=(), norm=embed.data.new_empty(0), head=head)
         # the module's head is called with hidden states as embeddings; its base model is replaced by one that returns
         # them
         setattr(module, base_name(module), _PassOn(self.info.probed.output, hasattr(self.base, "decoder")))
@@ -120,18 +120,28 @@ class HostedModel:
             last = self.hidden(rows)
         return last, torch.stack([found.get(layer, last) for layer in layers], dim=2)
 
-    def head_logits(self, x: Tensor, tiling: Tiling, **options: Any) -> Tensor:
+    def head_logits(self, x: Tensor, tiling: Tiling, *, norm: tuple[Tensor, float] | None = None) -> Tensor:
         """Returns fp32 logits [..., V] of the module's head for a learned drafter, with the head's scale and softcap.
 
         Args:
-            options: see `Decoder.head_logits`.
+            x: [..., hidden].
+            tiling: tiles of the products.
+            norm: weight and epsilon of an RMSNorm of x that comes first.
         """
-        norm = options.get("norm")
         return self.logits(x if norm is None else self.ops.norm(x.contiguous(), *norm), tiling)
 
-    def head_argmax(self, x: Tensor, limit: int, tiling: Tiling, out: Tensor, **options: Any) -> None:
-        """Writes the argmax of the first `limit` values of `head_logits`, for x [R, hidden]."""
-        out.copy_(self.head_logits(x, tiling, **options)[..., :limit].argmax(dim=-1))
+    def head_argmax(
+        self,
+        x: Tensor,
+        limit: int,
+        tiling: Tiling,
+        out: Tensor,
+        *,
+        norm: tuple[Tensor, float] | None = None,
+        work: object = None,
+    ) -> None:
+        """Writes the argmax of the first `limit` values of `head_logits`, for x [R, hidden]. `work` is not used."""
+        out.copy_(self.head_logits(x, tiling, norm=norm)[..., :limit].argmax(dim=-1))
 
     def logits(self, hidden: Tensor, tiling: Tiling) -> Tensor:
         """Returns fp32 logits [..., V] for hidden states [..., hidden], computed by the module's own head."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Final
+from typing import Final
 
 from torch import Tensor, nn
 
@@ -56,13 +56,13 @@ class LayerStreams:
         found: dict[int, Tensor] = {}
 
         def entered(layer: int) -> Callable[..., None]:
-            def hook(part: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> None:
+            def hook(part: nn.Module, given: tuple[object, ...], named: Mapping[str, object]) -> None:
                 found[layer] = _stream(given[0] if given else named.get(INPUT))
 
             return hook
 
         def left(layer: int) -> Callable[..., None]:
-            def hook(part: nn.Module, given: Any, out: Any) -> None:
+            def hook(part: nn.Module, given: object, out: object) -> None:
                 found[layer] = _stream(out[0] if isinstance(out, tuple) else out)
 
             return hook

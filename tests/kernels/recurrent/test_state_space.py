@@ -21,7 +21,7 @@ pytest.importorskip("triton", reason="Triton ships for Linux only")
 from fastspec.kernels.recurrent.state_space import mamba, mamba_norm, short_conv
 
 # sizes that are no powers of two, a head in several programs, and channels in several blocks
-MAMBA = MambaRule(heads=2, head_dim=20, groups=2, state_dim=24, width=4, least_step=0.02)
+MAMBA = MambaRule(heads=2, head_dim=20, groups=2, state_dim=24, width=4, least_step=0.5, most_step=1.5)
 WIDE = MambaRule(heads=2, head_dim=24, groups=1, state_dim=128, width=3)
 CONV = ConvRule(channels=72, width=3)
 RULES = {"mamba": MAMBA, "wide": WIDE, "conv": CONV}
@@ -29,7 +29,7 @@ OPS: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {  # kerne
     **{"mamba": (mamba, reference.mamba), "wide": (mamba, reference.mamba)},
     "conv": (short_conv, reference.short_conv),
 }
-SLOTS = 5
+SLOTS = 3
 F32, BF16 = torch.float32, torch.bfloat16
 
 
@@ -131,16 +131,21 @@ def test_the_definition_of_the_short_convolution_is_that_of_torch() -> None:
 # first position of each row, tokens, masked ones at the beginning and at the end of each row
 CASES: dict[str, tuple[list[int], int, list[int], list[int]]] = {
     "plain": ([0, 7, 30], 1, [0, 0, 0], [0, 0, 0]),
-    "drafts": ([0, 1, 30], 5, [0, 2, 0], [0, 0, 0]),
+    "drafts": ([0, 1, 30], 3, [0, 2, 0], [0, 0, 0]),
     "idle": ([9, 12, -1], 3, [0, 3, 1], [0, 0, 0]),
-    "context's end": ([4, 5, 6], 4, [0, 0, 0], [3, 1, 0]),
-    "prompt": ([0, 64, 2], 18, [0, 0, 0], [0, 6, 16]),
+    "context's end": ([4, 5, 6], 3, [0, 0, 0], [2, 1, 0]),
+    "prompt": ([0, 64, 2], 17, [0, 0, 0], [0, 6, 15]),
 }
 
 
 @pytest.mark.parametrize("device", devices())
-@pytest.mark.parametrize("kind", RULES)
-@pytest.mark.parametrize(("name", "dtype"), [*((name, F32) for name in CASES), ("drafts", BF16), ("prompt", BF16)])
+@pytest.mark.parametrize(
+    ("kind", "name", "dtype"),
+    [
+        *((kind, name, F32) for name in CASES for kind in ("mamba", "conv")),
+        *((kind, name, BF16) for name in ("drafts", "prompt") for kind in ("wide", "conv")),
+    ],
+)
 def test_a_kernel_is_its_definition(kind: str, name: str, dtype: torch.dtype, device: str) -> None:
     starts, tokens, before, behind = CASES[name]
     product, at = a_product(kind, 3, tokens, dtype, device), torch.arange(tokens)
@@ -162,25 +167,25 @@ BOTH = pytest.mark.parametrize("which", [0, 1], ids=["kernel", "definition"])
 
 
 @pytest.mark.parametrize("device", devices())
-@pytest.mark.parametrize("kind", ["wide", "conv"])
+@pytest.mark.parametrize("kind", ["mamba", "conv"])
 @BOTH
 def test_bits_depend_on_the_tokens_before_alone(which: int, kind: str, device: str) -> None:
     """Three rows with drafts, the same in plain steps, one row at a time, and as prompts."""
-    op, product, start = OPS[kind][which], a_product(kind, 3, 6, BF16, device), [0, 31, 8]
+    op, product, start = OPS[kind][which], a_product(kind, 3, 4, BF16, device), [0, 31, 8]
     together, apart, alone, prompt = (a_case(kind, BF16, device) for _ in range(4))
     whole = torch.cat(
         [
-            together.run(op, product[:, :4].contiguous(), start),
-            together.run(op, product[:, 4:].contiguous(), [first + 4 for first in start]),
+            together.run(op, product[:, :3].contiguous(), start),
+            together.run(op, product[:, 3:].contiguous(), [first + 3 for first in start]),
         ],
         dim=1,
     )
-    for t in range(6):
+    for t in range(4):
         one = apart.run(op, product[:, t : t + 1].contiguous(), [first + t for first in start])
         assert torch.equal(one[:, 0], whole[:, t])
     for row in range(3):
         mine = replace(alone, state_rows=alone.state_rows[row : row + 1])
-        for cut in (slice(0, 4), slice(4, 6)):
+        for cut in (slice(0, 3), slice(3, 4)):
             found = mine.run(op, product[row : row + 1, cut].contiguous(), [start[row] + cut.start])
             assert torch.equal(found[0], whole[row, cut])
     assert torch.equal(prompt.run(op, product, start), whole)
@@ -189,23 +194,23 @@ def test_bits_depend_on_the_tokens_before_alone(which: int, kind: str, device: s
         assert torch.equal(other.inputs, together.inputs)
     assert torch.equal(prompt.inputs, together.inputs)
     for row, first in zip((3, 2, 1), start, strict=True):
-        newest = (first + 5) % SLOTS
+        newest = (first + 3) % SLOTS
         assert torch.equal(prompt.states[row, newest], together.states[row, newest])
 
 
 @pytest.mark.parametrize("device", devices())
-@pytest.mark.parametrize("kind", RULES)
+@pytest.mark.parametrize("kind", ["mamba", "conv"])
 @BOTH
 def test_refused_tokens_leave_nothing(which: int, kind: str, device: str) -> None:
-    """Five tokens at once of which two count, then the next five: as one after the other without the refused ones."""
+    """Three tokens at once of which two count, then the next three: as one after the other without the refused one."""
     op, case, plain = OPS[kind][which], a_case(kind, F32, device, 1), a_case(kind, F32, device, 1)
-    true, wrong = (a_product(kind, 1, 7, F32, device, seed) for seed in (1, 2))
-    case.run(op, torch.cat([true[:, :2], wrong[:, :3]], dim=1), [0])
+    true, wrong = (a_product(kind, 1, 5, F32, device, seed) for seed in (1, 2))
+    case.run(op, torch.cat([true[:, :2], wrong[:, :1]], dim=1), [0])
     second = case.run(op, true[:, 2:].contiguous(), [2])
-    for t in range(7):
+    for t in range(5):
         last = plain.run(op, true[:, t : t + 1].contiguous(), [t])
     assert torch.equal(second[:, -1], last[:, 0])
-    assert torch.equal(case.states[1, 6 % SLOTS], plain.states[1, 6 % SLOTS])
+    assert torch.equal(case.states[1, 4 % SLOTS], plain.states[1, 4 % SLOTS])
 
 
 @pytest.mark.parametrize("device", devices())

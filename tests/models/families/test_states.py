@@ -38,7 +38,7 @@ def test_a_live_model_gives_the_logits_of_transformers(case: Case) -> None:
     torch.testing.assert_close(found, case.logits, rtol=3e-4, atol=3e-4)
     assert case.weights.nbytes() == case.spec.weight_bytes(torch.float32)
     assert len(case.spec.state_rules) == 2
-    assert len(case.spec.attending) == (2 if case.spec.family == "falcon_h1" else 1)
+    assert len(case.spec.attending) == (2 if case.spec.family in ("falcon_h1", "lfm3") else 1)
 
 
 def with_plans(spec: ModelSpec, **changed: Any) -> ModelSpec:
@@ -71,7 +71,7 @@ def changes(case: Case) -> Iterator[Changed]:
                 replace(spec, scales=replace(spec.scales, **{field.name: field.default})),
                 weights,
             )
-    for name in ("rope", "qk_norm", "attention_scale"):
+    for name in ("rope", "qk_norm", "attention_scale", "window"):
         if any(getattr(plan, name) is not None for plan in spec.plans):
             yield name, with_plans(spec, **{name: None}), weights
     if spec.plans[0].residual_scale != 1.0:

@@ -111,6 +111,7 @@ def test_fields_of_the_target_and_of_the_trainer_are_left_alone(target: Path, tm
     """As in published files, into which the target's config was copied."""
     path = written(tmp_path, "DSpark")
     noise = {"attn_output_gate": True, "linear_conv_kernel_dim": 4, "num_anchors": 64, "mtp_num_hidden_layers": 1}
+    noise |= {"norm_topk_prob": True, "conv_bias": True, "block_ff_dim": 64}
     edit(path / "config.json", **noise, confidence_temperatures=[1.5, 0.9], architectures=["DFlashDraftModel"])
     assert isinstance(found_of(target, path).spec, dspark_spec.DSparkSpec)
 

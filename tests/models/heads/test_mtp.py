@@ -86,7 +86,7 @@ def test_passes_are_the_definition(layout: str, tmp_path: Path) -> None:
     assert not torch.allclose(whole[0], swapped, **CLOSE), "the order of the two halves is seen"
 
 
-@pytest.mark.parametrize("layout", ["mimo-v2", "mtp"])
+@pytest.mark.parametrize("layout", ["mimo-v2", "mtp", "nextn"])
 @torch.inference_mode()
 def test_every_layer_is_the_definition(layout: str, tmp_path: Path) -> None:
     target, live, tensors = write_layers(tmp_path, layout, 3)

@@ -21,7 +21,7 @@ from tests.helpers.hosted import make_model
 from tests.proposers.test_eagle3 import Seen, Truth, uneven, watched, wrong_drafts
 from tests.scheduling.test_scheduler import prompts, run, texts
 
-GIVEN, CAPS, READ = [*prompts(4, seed=5), [7] * 65], [14, 9, 3, 12, 7], [1, 2]
+GIVEN, CAPS, READ = [*prompts(3, seed=5), [7] * 65], [14, 9, 12, 7], [1, 2]
 SIZES = {"target_hidden": 32, "read": len(READ), "std": 0.5}
 SHARED = {"hidden": 32, "own_embed": False, "own_head": False, "drafted": 101}
 COMMON: dict[str, Any] = {"max_batch_size": 2, "max_length": 120, "device": "cpu", "progress": False}
@@ -40,9 +40,9 @@ def eagle(path: Path, **options: Any) -> Path:
     return write_eagle3(path, eagle3_tensors(**SIZES, **options), eagle_config=ids, num_aux_hidden_states=2)
 
 
-@pytest.mark.parametrize(("name", "shares"), [("qwen3_moe", True), ("deepseek_v3", False), ("stablelm", True)])
+@pytest.mark.parametrize(("name", "shares"), [("qwen3_moe", True), ("deepseek_v3", False)])
 def test_drafts_are_those_of_the_whole_text(name: str, shares: bool, tmp_path: Path) -> None:
-    """Experts, latent attention, and layers of an unknown family; with and without the target's own matrices."""
+    """Experts and latent attention; with and without the target's own matrices."""
     target = saved(tmp_path / "target", name, num_hidden_layers=3)
     head = eagle(tmp_path / "head", **(SHARED if shares else {"hidden": 48}))
     seen: list[Seen] = []
@@ -69,8 +69,8 @@ def test_a_block_of_masks_drafts_for_a_hosted_target(tmp_path: Path) -> None:
     with FastSpecGenerator(target, head, num_speculative_tokens=5, verification="coupled", **COMMON) as made:
         for options in ({}, {"do_sample": True, "seed": 3, "temperature": 0.9}):
             plain, *drafted = (
-                made.generate([[5, 6, 7], [9, 8]], max_new_tokens=16, num_speculative_tokens=k, **options)
-                for k in (0, 1, 3, 5)
+                made.generate([[5, 6, 7], [9, 8]], max_new_tokens=9, num_speculative_tokens=k, **options)
+                for k in (0, 1, 5)
             )
             assert all(torch.equal(each, plain) for each in drafted)
         assert "a DFlash head" in made.explain()

@@ -102,7 +102,7 @@ def test_training_raises_what_the_target_accepts(target: Path, tmp_path: Path) -
         write_eagle3(tmp_path / "head", eagle3_tensors(**SIZES), vocab=VOCAB, eagle_config=ids),
         tmp_path / "out",
     )
-    small = "--steps 60 --batch-tokens 256 --lr 5e-3 --warmup 5 --ema 0.9 --unroll 2 --own-rows 32 --own-length 24"
+    small = "--steps 45 --batch-tokens 256 --lr 5e-3 --warmup 5 --ema 0.9 --unroll 2 --own-rows 32 --own-length 24"
     small += " --own-prompts 4 --own-temperatures 0 1 --own-batch 16 --real-rows 4 --real-length 16 --prompts 4"
     small += " --prompt-length 6 --new-tokens 16 --places 2 --device cpu --dtype float32"
     assert main([str(target), str(corpus), "--out", str(out), "--from", str(path), *small.split()]) == 0

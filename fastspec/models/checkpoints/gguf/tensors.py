@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 
 _PLAIN: Final = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _STORED_AS: Final = {"F32": np.float32, "F16": np.float16, "BF16": np.int16}
+_JOINED: Final = 16  # rows that `gguf` takes as one
 _SCALE: Final = 2  # bytes of the fp16 scale at the beginning of a block
 _TOKENS: Final = "tokenizer.ggml.tokens"
 _EXPERT: Final = re.compile(r"(.+\.experts)\.(\d+)\.(\w+)")
@@ -303,4 +304,7 @@ def _values(raw: Any, kind: str) -> Tensor:
         return values.view(torch.bfloat16) if kind == "BF16" else values
     from gguf import GGMLQuantizationType, quants
 
-    return torch.from_numpy(np.ascontiguousarray(quants.dequantize(np.asarray(raw), GGMLQuantizationType[kind])))
+    # gguf takes 16 rows at a time, and few values at a time take long
+    wide = np.ascontiguousarray(raw).reshape(len(raw) // math.gcd(len(raw), _JOINED), -1)
+    values = quants.dequantize(wide, GGMLQuantizationType[kind])
+    return torch.from_numpy(np.ascontiguousarray(values.reshape(len(raw), -1)))

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from fastspec.models.families.mamba import MAX_HEADS, MAX_STATE, MAX_WIDTH
 from fastspec.models.families.mixtures.experts import width
 from fastspec.models.families.mixtures.glm4_moe import grouped_routing
 from fastspec.models.families.plan import ExpertsPlan, LayerPlan, ModelFamily
+from fastspec.models.families.recurrent.mamba import MAX_HEADS, MAX_STATE, MAX_WIDTH
 from fastspec.models.fields import ConfigFields
 from fastspec.shapes import MambaRule, SquaredRelu
 

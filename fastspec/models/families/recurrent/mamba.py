@@ -19,7 +19,7 @@ _PARTS = 5  # of the product before the state: z, x, B, C and the steps
 
 def mamba_rule(fields: ConfigFields, norm: Literal["gate_first", "norm_first"] | None = "gate_first") -> MambaRule:
     """Returns the sizes of a Mamba-2 layer by the config fields that Bamba, Granite 4 and Falcon-H1 have."""
-    least, most = step_limits(fields)
+    least, highest = step_limits(fields)
     rule = MambaRule(
         heads=fields.count("mamba_n_heads", MAX_HEADS),
         head_dim=fields.count("mamba_d_head", MAX_STATE),
@@ -27,7 +27,7 @@ def mamba_rule(fields: ConfigFields, norm: Literal["gate_first", "norm_first"] |
         state_dim=fields.count("mamba_d_state", MAX_STATE),
         width=fields.count("mamba_d_conv", MAX_WIDTH, minimum=2),
         least_step=least,
-        most_step=most,
+        most_step=highest,
         norm=norm,
     )
     if rule.heads % rule.groups:

@@ -1,6 +1,7 @@
-"""LFM2: gated short convolutions, and attention in some layers; LFM2-MoE: the same with experts after the first layers.
+"""LFM2: gated short convolutions, and attention in some layers. LFM2-MoE: the same with experts after the first layers.
 
-Norms on queries and keys. The router of LFM2-MoE is a sigmoid with a correction of its choice.
+Norms on queries and keys. The router of LFM2-MoE is a sigmoid with a correction of its choice. LFM3 also has norms of
+outputs, a gate for each head, and windows in some layers, which have a rope of their own.
 """
 
 from __future__ import annotations
@@ -14,17 +15,22 @@ from fastspec.shapes import ConvRule, RoutingRule
 
 _SUM_EPS = 1e-6  # of the factors of a token's experts; configs have no field for it, transformers has this constant
 _MAX_WIDTH = 64
+_ROPES = ("full_attention", "sliding_attention")
 
 
 def _plans(fields: ConfigFields, layers: int) -> tuple[LayerPlan, ...]:
     types = fields.layer_types(layers, "full_attention", "conv")
     if types is None:
         fields.refuse("layer_types", None, "'full_attention' or 'conv' for each layer")
+    attends, convolves = LayerPlan(qk_norm="head"), _convolves(fields)
+    return tuple(attends if kind == "full_attention" else convolves for kind in types)
+
+
+def _convolves(fields: ConfigFields) -> LayerPlan:
+    """Returns the plan of a layer with a short convolution."""
     bias = fields.flag("conv_bias")
     rule = ConvRule(fields.size("hidden_size"), fields.count("conv_L_cache", _MAX_WIDTH, minimum=2))
-    attends = LayerPlan(qk_norm="head")
-    convolves = LayerPlan(rope=None, attends=False, state=rule, state_bias=bias, conv_bias=bias)
-    return tuple(attends if kind == "full_attention" else convolves for kind in types)
+    return LayerPlan(rope=None, attends=False, state=rule, state_bias=bias, conv_bias=bias)
 
 
 def _moe_plans(fields: ConfigFields, layers: int) -> tuple[LayerPlan, ...]:
@@ -37,6 +43,23 @@ def _moe_plans(fields: ConfigFields, layers: int) -> tuple[LayerPlan, ...]:
     return tuple(
         plan if at < dense else replace(plan, experts=experts) for at, plan in enumerate(_plans(fields, layers))
     )
+
+
+def _plans3(fields: ConfigFields, layers: int) -> tuple[LayerPlan, ...]:
+    types = fields.layer_types(layers, *_ROPES, "conv")
+    if types is None:
+        fields.refuse("layer_types", None, "'full_attention', 'sliding_attention' or 'conv' for each layer")
+    bias, sandwich = fields.flag("attention_bias"), fields.flag("use_sandwich_norm")
+    attends = LayerPlan(
+        qkv_bias=bias, o_bias=bias, qk_norm="head", post_norm=sandwich, head_gate=fields.flag("use_attention_gate")
+    )
+    window = fields.size("sliding_window") if "sliding_attention" in types else None
+    of_kind = {
+        "full_attention": attends,
+        "sliding_attention": replace(attends, window=window, rope=1),
+        "conv": replace(_convolves(fields), post_norm=sandwich),
+    }
+    return tuple(of_kind[kind] for kind in types)
 
 
 def _inner(fields: ConfigFields) -> int:
@@ -77,4 +100,18 @@ LFM2_MOE = replace(
     plans=_moe_plans,
     inner="intermediate_size",
     rotary="model.pos_emb",
+)
+LFM3 = replace(
+    LFM2,
+    architecture="Lfm3ForCausalLM",
+    plans=_plans3,
+    names={
+        **{"gate_up": LFM2.names["gate_up"], "down": LFM2.names["down"]},
+        **{"input_norm": ("operator_norm",), "post_norm": ("ffn_norm",)},
+        **{"attended_norm": ("post_operator_norm",), "mlp_norm": ("post_ffn_norm",)},
+    },
+    renamed={**LFM2.renamed, ".self_attn.gate_proj.": ".self_attn.g_proj."},
+    inner="intermediate_size",
+    rope_kinds=("default", "proportional"),
+    rope_layers=_ROPES,
 )

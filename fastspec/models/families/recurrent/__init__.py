@@ -1,0 +1,1 @@
+"""Families whose layers have Mamba-2 or short convolutions."""
