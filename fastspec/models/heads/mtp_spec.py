@@ -118,8 +118,13 @@ def mtp_spec(target: Checkpoint, directory: Path) -> MtpSpec:
 
     Raises:
         CheckpointError: there is none.
-        UnsupportedModel: an MTP layer has experts and the target's layers are dense.
+        UnsupportedModel: the target is hosted, or an MTP layer has experts and the target's layers are dense.
     """
+    if target.spec.hosting:
+        raise UnsupportedModel(
+            f"MTP layers run as layers of a native family, and {target.name} is hosted; use a learned drafter, a draft "
+            "model, or NGram()"
+        )
     sizes, model = sizes_of(target), target.native
     found = find_mtp(ShardTensors(directory).infos().keys(), model.num_layers)
     if found is None:

@@ -196,17 +196,16 @@ def resolve_mtp(
     asked: object,
     vocab: Sequence[int] | None = None,
 ) -> HeadCheckpoint:
-    """Resolves the MTP layer of a target's checkpoint. Allocates nothing.
+    """Resolves the MTP layers of a target's checkpoint. Allocates nothing.
 
     Args:
         target: the resolved target.
         revision, asked: the user's draft_revision and feature_layers; both must be None.
-        vocab: token ids that the layer may draft. None: all.
+        vocab: token ids that the layers may draft. None: all.
 
     Raises:
-        CheckpointError: the checkpoint has no MTP layer, or some of its tensors are missing.
-        UnsupportedModel: the target is hosted, has several MTP layers, or has dense layers but an MTP layer with
-            experts.
+        CheckpointError: the checkpoint has no MTP layer, or some of their tensors are missing.
+        UnsupportedModel: the target is hosted, or has dense layers but an MTP layer with experts.
         UnsupportedOption: an option that an MTP layer does not support, or a live module as target.
         ValueError: `vocab` is empty, or has an id twice, or an id that the target does not have.
     """
@@ -228,7 +227,13 @@ def resolve_mtp(
             ids = checked_ids(vocab, target.native.vocab_size)
             spec = with_vocab(spec, ids)
         found = HeadCheckpoint(
-            f"the MTP layer of {target.name}", spec, target.directory, ids, (), source=target, count=head_bytes
+            f"the MTP {'layer' if spec.num_layers == 1 else 'layers'} of {target.name}",
+            spec,
+            target.directory,
+            ids,
+            (),
+            source=target,
+            count=head_bytes,
         )
         check_head_tensors(mtp_source(found), spec)
     return found

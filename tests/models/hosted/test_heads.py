@@ -86,6 +86,8 @@ def test_what_has_no_such_stream_is_refused(tmp_path: Path, monkeypatch: pytest.
     FastSpecGenerator(scaled, own, **COMMON).close()
     with pytest.raises(UnsupportedModel, match=r"reads something else than rows of its embedding"):
         FastSpecGenerator(scaled, eagle(tmp_path / "shared", **SHARED), **COMMON).generate([[1]], max_new_tokens=1)
+    with pytest.raises(UnsupportedModel, match=r"MTP layers run as layers of a native family, and .* is hosted; use"):
+        FastSpecGenerator(scaled, "mtp", **COMMON)
     original = LayerStreams.__init__
 
     def misnamed(self: LayerStreams, base: nn.Module, names: tuple[str, ...]) -> None:
