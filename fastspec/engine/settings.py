@@ -128,7 +128,7 @@ def _chunks(config: Config, device: torch.device, target: ModelSource, draft: Mo
     for source in (target, *(() if draft is None else (draft,))):
         spec = source.spec
         native = isinstance(source, Checkpoint) and isinstance(spec, ModelSpec) and source.ranks == 1
-        if not native or config.compile or spec.routed_elements or spec.deltas:
+        if not native or config.compile or spec.routed_elements or spec.state_rules:
             return _ONE_CHUNK
         if ops_for(device).weight_format((1, 1), dtype_of(config.dtype, spec, device), device) != "blocked":
             return _ONE_CHUNK
