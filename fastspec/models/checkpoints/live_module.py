@@ -259,16 +259,7 @@ def _rope_as_built(module: nn.Module, path: str, rope: RopeSpec, prefix: str) ->
     return rope
 
 
-PLAIN_LAYERS: Final = (
-    nn.Linear,
-    nn.Embedding,
-    nn.ModuleList,
-    nn.SiLU,
-    nn.LayerNorm,
-    nn.Dropout,
-    nn.Conv1d,
-    nn.Identity,
-)
+PLAIN_LAYERS: Final = (nn.Linear, nn.Embedding, nn.ModuleList, nn.SiLU, nn.LayerNorm, nn.Dropout, nn.Conv1d)
 
 
 def check_module(module: nn.Module) -> None:
@@ -296,9 +287,11 @@ def check_module(module: nn.Module) -> None:
             f"a module of class {kind.__name__} is not supported; merge adapters (merge_and_unload()), unwrap "
             f"compiled or parallel wrappers, and pass the plain transformers model; {supported_models()}"
         )
+    identities = next(each.identities for each in FAMILIES.values() if each.architecture == kind.__name__)
     for name, part in module.named_modules():
         plain = (
             type(part) in PLAIN_LAYERS
+            or (type(part) is nn.Identity and name.endswith(identities))
             or type(part) in (SiLUActivation, GELUTanh, ReLUSquaredActivation)
             or type(part).__module__ == kind.__module__
         )

@@ -270,6 +270,7 @@ class ModelFamily:
         read_as: `model_type` whose config class reads this family's configs, if transformers has no class for it. Code
             that its checkpoints name is not run. Empty: the family's own.
         rotary: submodule of a live module that has the rotary frequencies.
+        identities: submodules of a layer that are `nn.Identity` in some models.
         interleaved: True if rope rotates neighbours 2i and 2i + 1 of a head. Else it rotates the halves: i and i +
             half.
     """
@@ -288,6 +289,7 @@ class ModelFamily:
     interleaved: bool = False
     partial_rope: bool = False
     rotary: str = "model.rotary_emb"
+    identities: tuple[str, ...] = ()
     text_part: bool = False
     transposed_experts: bool = False
 

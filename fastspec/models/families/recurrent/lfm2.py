@@ -113,5 +113,6 @@ LFM3 = replace(
     renamed={**LFM2.renamed, ".self_attn.gate_proj.": ".self_attn.g_proj."},
     inner="intermediate_size",
     rope_kinds=("default", "proportional"),
+    identities=("post_operator_norm", "post_ffn_norm"),
     rope_layers=_ROPES,
 )

@@ -111,4 +111,11 @@ BAMBA = ModelFamily(
     rope_kinds=("default",),
     partial_rope=True,
 )
-FALCON_H1 = replace(BAMBA, architecture="FalconH1ForCausalLM", plans=_falcon_plans, scales=_scales, partial_rope=False)
+FALCON_H1 = replace(
+    BAMBA,
+    architecture="FalconH1ForCausalLM",
+    plans=_falcon_plans,
+    scales=_scales,
+    partial_rope=False,
+    identities=("mamba.norm",),
+)

@@ -95,4 +95,5 @@ NEMOTRON_H = ModelFamily(
     eps="layer_norm_epsilon",
     act=("mlp_hidden_act", "relu2"),
     rope_kinds=(),
+    identities=("fc1_latent_proj", "fc2_latent_proj"),
 )
