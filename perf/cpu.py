@@ -28,6 +28,7 @@ TASKS = (
 )
 FILLER = "The quick brown fox jumps over the lazy dog, and the river runs on. "
 BASE = "transformers plain"
+LOOKED_UP = 10  # drafts of a step by lookup at most, here and there
 COLUMNS = (
     "engine", "workload", "dtype", "threads", "prompt", "new", "tok_cpu_s", "over_plain", "text_equal", "load_s",
     "status",
@@ -139,12 +140,12 @@ def _arms(given: argparse.Namespace) -> tuple[dict[str, Callable[[torch.Tensor],
 
         return run
 
-    lookup = made("fastspec lookup", proposer=fastspec.NGram(), num_speculative_tokens=8)
+    lookup = made("fastspec plain", proposer=fastspec.NGram(), num_speculative_tokens=LOOKED_UP)
     arms = {BASE: peer(), "fastspec plain": lookup(0)}
     if given.long:
         return arms, loads
     arms |= {"fastspec lookup, k = 4": lookup(4), "fastspec lookup, auto": lookup("auto")}
-    arms["transformers prompt lookup"] = peer(prompt_lookup_num_tokens=10)
+    arms["transformers prompt lookup"] = peer(prompt_lookup_num_tokens=LOOKED_UP)
     arms["fastspec plain, exact=False"] = made("fastspec plain, exact=False", exact=False)()
     if given.draft:
         assistant: Any = AutoModelForCausalLM.from_pretrained(given.draft, dtype=dtype).eval()
