@@ -11,6 +11,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -46,6 +47,7 @@ class Sample:
 def add_options(made: argparse.ArgumentParser) -> None:
     """The options of `command_cpu`."""
     made.add_argument("--target", required=True, help="a model: a directory or a name of the Hub")
+    made.add_argument("--name", help="name of the target in the rows; default: the last part of its path")
     made.add_argument("--draft", help="a draft model, for draft and assisted generation")
     made.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     made.add_argument("--threads", type=int, default=1, help="of torch")
@@ -71,11 +73,12 @@ def command_cpu(given: argparse.Namespace) -> Iterator[list[Row]]:
 
     with torch.no_grad():
         found = Experiment(arms, measure, rounds=given.rounds, mirrored=True).run(say)
+    workload = given.name or Path(given.target).name
     rate = {name: _rate(samples) for name, samples in found.items()}
     for name, samples in found.items():
         yield [
             {
-                "bench": "cpu", "engine": name, "workload": given.target, "dtype": given.dtype, "status": "ok",
+                "bench": "cpu", "engine": name, "workload": workload, "dtype": given.dtype, "status": "ok",
                 "threads": given.threads, "prompt": sum(prompt.shape[1] for prompt in prompts) // len(prompts),
                 "new": given.new, "tok_cpu_s": round(rate[name], 2), "over_plain": round(rate[name] / rate[BASE], 3),
                 "text_equal": sum(map(_equal, samples[0].text, found[BASE][0].text)), "load_s": loads.get(name),

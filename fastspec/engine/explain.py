@@ -106,8 +106,8 @@ def lookup_advice(stats: Stats, plain: float, drafting: float) -> str | None:
     if gained >= needed:
         return None
     return (
-        f"drafting does not pay here: {gained:.2f} tokens per step at an acceptance of {stats.acceptance_rate:.1%}, and "
-        f"a step with {stats.k} drafts takes {needed:.2f} plain steps; use fewer num_speculative_tokens (0 decodes "
+        f"drafting does not pay here: {gained:.2f} tokens per step at an acceptance of {stats.acceptance_rate:.1%}, "
+        f"and a step with {stats.k} drafts takes {needed:.2f} plain steps; use fewer num_speculative_tokens (0 decodes "
         "plainly), or 'auto', which drafts only where it pays"
     )
 

@@ -1,4 +1,4 @@
-"""`python -m perf cpu` on the shipped pair at tiny sizes: every way gives a row, and the texts of exact ways are equal."""
+"""`python -m perf cpu` on the shipped pair: every way gives a row, and the texts of exact ways are equal."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_every_way_gives_a_row(tmp_path: Path) -> None:
     assert float(str(by_name["fastspec plain"]["load_s"])) > 0
     written = [json.loads(line) for line in out.read_text().splitlines()]
     assert [row["engine"] for row in written] == list(by_name)
-    assert {row["commit"] for row in written} == {"abc"}
+    assert {(row["commit"], row["workload"]) for row in written} == {("abc", "target")}
 
 
 def test_help_needs_no_plots(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
