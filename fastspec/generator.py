@@ -6,7 +6,7 @@ import time
 import warnings
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Executor
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, overload
@@ -30,7 +30,7 @@ from fastspec.distributed.ranks import Ranks
 from fastspec.engine.arguments import checked_arguments
 from fastspec.engine.build import build
 from fastspec.engine.engine import Engine
-from fastspec.engine.explain import break_even_advice, explain
+from fastspec.engine.explain import break_even_advice, explain, lookup_advice, may_lose
 from fastspec.engine.memory import MemoryPlan, release_unused
 from fastspec.engine.settings import announce
 from fastspec.engine.warmup import compilers_for, filling, warm_up_for
@@ -365,10 +365,32 @@ class FastSpecGenerator(OfOneProcess):
             streamer.end()
         stats = self._stats(call, start, time.perf_counter())
         free = all(request.grammar is None for request in requests)  # a grammar drafts without a pass
-        if free and (advice := break_even_advice(stats, self._settings.layout)):
+        if free and (advice := break_even_advice(stats, self._settings.layout) or self._advice_on_lookup(stats)):
             warnings.warn(advice, stacklevel=2)
         output = output_of(call, stats)
         return output if call.options.return_dict else output.sequences
+
+    def _advice_on_lookup(self, stats: Stats) -> str | None:
+        """Returns the warning of `lookup_advice`. None if drafts pay, or if their cost cannot be measured now.
+
+        A plain step and one with drafts are measured once for each number of rows, and only without graphs: a captured
+        step costs about the same with a few more tokens.
+        """
+        loop = self._open()
+        engine = loop.scheduler.engine
+        if engine.runner.static or self._ranks.size > 1 or not may_lose(stats, self._settings.layout):
+            return None
+        rows, controller = engine.shapes.bucket(len(stats.rows)), self._drafting.controller(GREEDY, None)
+        known = controller.times.measured
+        missing = [k for k in (0, stats.k) if (rows, k) not in known]
+        with ExitStack() as stack:
+            try:
+                stack.enter_context(loop.alone())
+            except RuntimeError:  # other calls run
+                return None
+            stack.enter_context(engine.on_device())
+            controller.know({(rows, k): engine.step_seconds(rows, k, GREEDY) for k in missing})
+        return lookup_advice(stats, known[rows, 0], controller.times.measured[rows, stats.k])
 
     def stream(
         self,

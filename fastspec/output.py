@@ -14,10 +14,10 @@ class RowStats:
     Attributes:
         steps: number of target passes.
         plain_steps: number of target passes without drafts.
-        drafted: number of draft tokens.
-        accepted: number of accepted drafts, including those that a stop id or the limit then removed.
+        drafted: number of draft tokens, without those behind a stop id or the limit.
+        accepted: number of accepted drafts, which are all returned.
         emitted: number of returned tokens.
-        dropped: number of tokens after a stop id or the limit: accepted or sampled, but not returned.
+        dropped: 1 if a stop id or the limit removed the token that the target gave in the last step, else 0.
         histogram: number of steps that accepted 0, 1, .. k drafts; sums to steps.
         steps_at: number of steps that were made with k = 0, 1, ..; sums to steps.
         cached_tokens: number of prompt tokens whose K/V were reused from an earlier prompt, see `prefix_cache`.

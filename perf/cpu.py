@@ -11,6 +11,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ TASKS = (
 )
 FILLER = "The quick brown fox jumps over the lazy dog, and the river runs on. "
 BASE = "transformers plain"
+LOOKED_UP = 10  # drafts of a step by lookup at most, here and there
 COLUMNS = (
     "engine", "workload", "dtype", "threads", "prompt", "new", "tok_cpu_s", "over_plain", "text_equal", "load_s",
     "status",
@@ -45,6 +47,7 @@ class Sample:
 def add_options(made: argparse.ArgumentParser) -> None:
     """The options of `command_cpu`."""
     made.add_argument("--target", required=True, help="a model: a directory or a name of the Hub")
+    made.add_argument("--name", help="name of the target in the rows; default: the last part of its path")
     made.add_argument("--draft", help="a draft model, for draft and assisted generation")
     made.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     made.add_argument("--threads", type=int, default=1, help="of torch")
@@ -70,11 +73,12 @@ def command_cpu(given: argparse.Namespace) -> Iterator[list[Row]]:
 
     with torch.no_grad():
         found = Experiment(arms, measure, rounds=given.rounds, mirrored=True).run(say)
+    workload = given.name or Path(given.target).name
     rate = {name: _rate(samples) for name, samples in found.items()}
     for name, samples in found.items():
         yield [
             {
-                "bench": "cpu", "engine": name, "workload": given.target, "dtype": given.dtype, "status": "ok",
+                "bench": "cpu", "engine": name, "workload": workload, "dtype": given.dtype, "status": "ok",
                 "threads": given.threads, "prompt": sum(prompt.shape[1] for prompt in prompts) // len(prompts),
                 "new": given.new, "tok_cpu_s": round(rate[name], 2), "over_plain": round(rate[name] / rate[BASE], 3),
                 "text_equal": sum(map(_equal, samples[0].text, found[BASE][0].text)), "load_s": loads.get(name),
@@ -139,12 +143,12 @@ def _arms(given: argparse.Namespace) -> tuple[dict[str, Callable[[torch.Tensor],
 
         return run
 
-    lookup = made("fastspec lookup", proposer=fastspec.NGram(), num_speculative_tokens=8)
+    lookup = made("fastspec plain", proposer=fastspec.NGram(), num_speculative_tokens=LOOKED_UP)
     arms = {BASE: peer(), "fastspec plain": lookup(0)}
     if given.long:
         return arms, loads
     arms |= {"fastspec lookup, k = 4": lookup(4), "fastspec lookup, auto": lookup("auto")}
-    arms["transformers prompt lookup"] = peer(prompt_lookup_num_tokens=10)
+    arms["transformers prompt lookup"] = peer(prompt_lookup_num_tokens=LOOKED_UP)
     arms["fastspec plain, exact=False"] = made("fastspec plain, exact=False", exact=False)()
     if given.draft:
         assistant: Any = AutoModelForCausalLM.from_pretrained(given.draft, dtype=dtype).eval()

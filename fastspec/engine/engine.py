@@ -163,6 +163,28 @@ class Engine:
         with self.idle(rows):
             return min(self.timed(StepKey(rows, shape), self._body(rows, shape), repeats))
 
+    def step_seconds(
+        self,
+        rows: int,
+        k: int,
+        sampler: str,
+        top_logprobs: int | None = None,
+        lengths: tuple[int, int] = (0, 0),
+        repeats: int = 3,
+    ) -> float:
+        """Measures a step of a call, see `seconds`. All ranks get the same number.
+
+        Args:
+            rows: rows of the launch.
+            k, sampler, top_logprobs: see StepShape.
+            lengths: largest and smallest number of tokens of a row.
+            repeats: number of steps that are timed.
+        """
+        shape = self.shapes.typical(k, sampler, top_logprobs, *lengths)
+        taken = self.share_seconds(self.seconds(rows, shape, repeats))
+        assert taken is not None, "it was measured"
+        return taken
+
     def timed(self, key: Hashable, body: Callable[[], None], repeats: int) -> list[float]:
         """Measures `body`. Returns a few times of one run in seconds, each the mean of several runs.
 

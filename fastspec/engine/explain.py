@@ -91,6 +91,29 @@ def break_even_advice(stats: Stats, layout: Layout) -> str | None:
     )
 
 
+def may_lose(stats: Stats, layout: Layout) -> bool:
+    """True if drafts without a draft model were so seldom accepted that plain steps may have been faster."""
+    judged = stats.drafted and stats.steps >= _STEPS_TO_JUDGE and not stats.synthetic and stats.auto != AUTO
+    return layout.draft is None and bool(judged) and stats.emitted / stats.steps < 1 + stats.k / 2
+
+
+def lookup_advice(stats: Stats, plain: float, drafting: float) -> str | None:
+    """Returns a warning if steps with drafts cost more than their accepted tokens save. None: they do not.
+
+    Args:
+        stats: counts of a call.
+        plain, drafting: seconds of a step without drafts, and of one with `stats.k`.
+    """
+    gained, needed = stats.emitted / stats.steps, drafting / plain
+    if gained >= needed:
+        return None
+    return (
+        f"drafting does not pay here: {gained:.2f} tokens per step at an acceptance of {stats.acceptance_rate:.1%}, "
+        f"and a step with {stats.k} drafts takes {needed:.2f} plain steps; use fewer num_speculative_tokens (0 decodes "
+        "plainly), or 'auto', which drafts only where it pays"
+    )
+
+
 def launch_plans(settings: Settings) -> str:
     """Says if the launch plans of attention and products were measured on this GPU."""
     gpu = generation_of(settings.device)
@@ -147,7 +170,7 @@ def _prefixes(engine: Engine) -> str:
     return f"stored in pages that no row needs, in pieces of {engine.prefix.unit} tokens{states}"
 
 
-def _model(checkpoint: ModelSource, dtype: str, model: object) -> str:
+def _model(checkpoint: ModelSource, dtype: str, model: object = None) -> str:
     spec = checkpoint.spec
     millions = spec.weight_bytes(spec.dtype) / spec.dtype.itemsize / 1e6
     windows = sum(window is not None for window in spec.windows)

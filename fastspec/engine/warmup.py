@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -17,6 +18,8 @@ from fastspec.models.interface import Pending
 from fastspec.proposers.readings import choose_reading
 from fastspec.scheduling.draft_length import DraftChoice
 from fastspec.shapes import GREEDY
+
+_ALIKE = 1.15  # ratio of step times from which on the ks between two are measured, too
 
 
 def warm_up_for(
@@ -120,18 +123,56 @@ def filling(pending: Sequence[Pending], device: torch.device) -> Iterator[Callab
 
 
 def _time(engine: Engine, rows: int, choice: DraftChoice, lengths: tuple[int, int], progress: bool) -> None:
-    """Measures the steps whose time the controller does not know yet."""
+    """Measures the steps whose time the controller does not know yet.
+
+    Without graphs a step takes long. Then only the largest bucket is timed, and of its ks those that `timed_ks` asks
+    for.
+    """
     controller = choice.controller
     assert controller is not None, "the caller saw to it"
-    # without graphs a step takes long, so only the largest bucket is timed
     static = engine.runner.static
     buckets, repeats = (engine.shapes.buckets(rows), 9) if static else ([engine.shapes.bucket(rows)], 3)
     known = controller.times.measured
     missing = [(size, k) for size in buckets for k in choice.ks if (size, k) not in known]
-    bar = tqdm(missing, desc="timing steps", unit="step", disable=not (progress and missing))
-    with engine.on_device():
-        for size, k in bar:
-            shape = engine.shapes.typical(k, choice.sampler, choice.top_logprobs, *lengths)
-            taken = engine.share_seconds(engine.seconds(size, shape, repeats))
-            assert taken is not None, "it was measured"
-            controller.know({(size, k): taken})
+    if not missing:
+        return
+    with engine.on_device(), tqdm(desc="timing steps", unit="step", disable=not progress) as bar:
+
+        def seconds(size: int, k: int) -> float:
+            taken = engine.step_seconds(size, k, choice.sampler, choice.top_logprobs, lengths, repeats)
+            bar.update()
+            return taken
+
+        if static:
+            controller.know({each: seconds(*each) for each in missing})
+            return
+        for size in buckets:
+            found = timed_ks(choice.ks, partial(seconds, size))
+            controller.know({(size, k): taken for k, taken in found.items()})
+
+
+def timed_ks(ks: Sequence[int], seconds: Callable[[int], float]) -> dict[int, float]:
+    """Returns the seconds of steps of all ks, of which few are measured: the first, the last, and by halves.
+
+    Between two ks whose times are within `_ALIKE` the times are interpolated. Where a further tile of rows makes steps
+    longer, the ks on both sides of it are measured.
+
+    Args:
+        ks: ascending.
+        seconds: measures the step of one k.
+    """
+    found = {k: seconds(k) for k in (ks[0], ks[-1])}
+    open_ = [(0, len(ks) - 1)]
+    while open_:
+        low, high = open_.pop()
+        if high - low < 2:
+            continue
+        first, last = found[ks[low]], found[ks[high]]
+        if last <= _ALIKE * first:
+            for k in ks[low + 1 : high]:
+                found[k] = first + (last - first) * (k - ks[low]) / (ks[high] - ks[low])
+            continue
+        middle = (low + high) // 2
+        found[ks[middle]] = seconds(ks[middle])
+        open_ += [(low, middle), (middle, high)]
+    return found

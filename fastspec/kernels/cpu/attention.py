@@ -220,7 +220,7 @@ def _of_prompt(query: Tensor, call: AttendCall, part: Range) -> Tensor:
     if part.written < k.shape[2]:
         k, v = (F.pad(each[:, :, : part.written], (0, 0, 0, k.shape[2] - part.written)) for each in (k, v))
     heads = q.shape[1]
-    out = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+    out: Tensor = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         q, k.expand(-1, heads, -1, -1), v.expand(-1, heads, -1, -1), attn_mask=part.mask, scale=call.rule.factor(dim)
     )[0]
     return out.permute(2, 0, 1, 3).reshape(_MOST, -1)

@@ -306,5 +306,5 @@ def _values(raw: Any, kind: str) -> Tensor:
 
     # gguf takes 16 rows at a time, and few values at a time take long
     wide = np.ascontiguousarray(raw).reshape(len(raw) // math.gcd(len(raw), _JOINED), -1)
-    values = quants.dequantize(wide, GGMLQuantizationType[kind])
-    return torch.from_numpy(np.ascontiguousarray(values.reshape(len(raw), -1)))
+    found = quants.dequantize(wide, GGMLQuantizationType[kind])
+    return torch.from_numpy(np.ascontiguousarray(found.reshape(len(raw), -1)))
