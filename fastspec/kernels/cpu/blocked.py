@@ -110,7 +110,7 @@ def worth_having(
     """Drops small counts of rows that take longer than a larger one: with padding the product is the same, and faster.
 
     Args:
-        product, rows: as in `same_bits`.
+        product, rows: those of `same_bits`.
         counts: ascending. Those above `_BASE` are kept.
         clock: seconds.
     """
