@@ -301,9 +301,9 @@ def test_a_look_drafts_in_few_rows(depth: int, device: str) -> None:
     ones = [step for step in policy.steps if step.k == 4 and step.rows == 3 and len(step.accepted) == 1]
     assert ones
     assert all(step.tokens == 1 + sum(step.accepted) / 3 for step in ones)
-    assert sum(request.drafted for request in looked) == sum(
-        sum(step.accepted) for step in policy.steps
-    )  # nothing counted in a row that was held
+    counted, seen = sum(request.drafted for request in looked), sum(sum(step.accepted) for step in policy.steps)
+    ends = sum(request.stats().dropped for request in looked)  # rows that ended at a draft: up to 3 more lay behind it
+    assert counted <= seen <= counted + 3 * ends  # nothing counted in a row that was held
 
 
 def test_a_row_keeps_its_own_limit_after_a_look() -> None:

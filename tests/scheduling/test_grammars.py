@@ -241,9 +241,10 @@ class _Modulo:
     def is_error(self) -> bool:
         return False
 
-    def rollback(self, num_tokens: int) -> bool:
-        del self._tokens[-num_tokens:]
-        return True
+    def deep_copy(self) -> _Modulo:
+        copied = _Modulo()
+        copied._tokens = list(self._tokens)
+        return copied
 
     def compute_ff_tokens(self) -> list[int]:
         return []
