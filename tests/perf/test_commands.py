@@ -301,10 +301,10 @@ def test_tasks_are_counted_by_kind(tmp_path: Path) -> None:
         ("edit code", "docstring", "summarise", "quote", "to JSON", "copy", "story", "chat"), 5
     )
     options = ("--target", str(demo_pair()[0]), "--draft", str(demo_pair()[1]), "--name", "shipped", "--k", "2")
-    rows = run_cli(tmp_path, "tasks", *options, "--kinds", "chat", "--new", "8")
+    rows = run_cli(tmp_path, "tasks", *options, "--kinds", "chat", "--each", "2", "--new", "8")
     drafters = [(row["drafter"], row["k"]) for row in rows if row["kind"] == "all"]
-    assert drafters == [("plain", 0), ("lookup", 2), ("draft model", 2)] * 2
-    assert all(row["text_equal"] == "5 of 5" for row in rows if row["temperature"] == 0)
+    assert drafters == [("plain", 0), ("lookup", 2), ("suffix", 2), ("draft model", 2)] * 2
+    assert all(row["text_equal"] == "2 of 2" for row in rows if row["temperature"] == 0)
     assert all(row["tokens_per_step"] == 1 for row in rows if row["drafter"] == "plain")
     with pytest.raises(SystemExit, match="no such task; kinds are"):
         run_cli(tmp_path, "tasks", *options, "--kinds", "poem")
