@@ -73,7 +73,7 @@ def test_greedy_text_with_lookup_is_plain_text(k: int, device: str) -> None:
     requests = run(proposing(tiny_engine(k=k, device=device), NGram()), rows, 60, k=k)
     assert texts(requests) == texts(plain)
     assert 0 < sum(request.accepted for request in requests) < sum(request.drafted for request in requests)
-    assert all(request.drafted % k == 0 for request in requests)
+    assert all(request.drafted % k == 0 or request.stats().dropped for request in requests)
     assert sum(request.plain_steps for request in requests) > 0  # rows without a match step alone
 
 
@@ -182,7 +182,9 @@ def test_a_proposer_of_ones_own(own: type[DeterministicProposer], mode: str) -> 
     requests = run(engine, rows, 50)
     assert texts(requests) == texts(run(tiny_engine(), rows, 50, k=0))
     per_step = 1 if own is Unknown else 4
-    assert all(request.drafted == per_step * request.steps for request in requests)
+    for request in requests:  # drafts behind the end of a row are not counted
+        behind = per_step * request.steps - request.drafted
+        assert 0 <= behind < per_step if request.stats().dropped else behind == 0
     run(engine, rows, 50, options=[sampled_row(seed) for seed in range(5)])
 
 

@@ -20,7 +20,7 @@ from tests.helpers.tiny import tiny_engine
 from tests.helpers.variants import judging, looking_up_first, proposing
 from tests.scheduling.test_scheduler import prompts, run, texts
 
-ROWS, NEW = prompts(6, seed=21), 24
+ROWS, NEW = prompts(6, seed=21), 40
 TEMPERATURES = (1.0, 0.4, 0.0, 0.7, 1.3, 0.1)
 OPTIONS = [
     RowOptions(temperature=TEMPERATURES[row], top_k=row % 2 * 9, top_p=1.0, min_p=0.0, seed=derive_seed(4, row, 0))
