@@ -176,10 +176,11 @@ def test_tls_and_a_unix_socket(gen: FastSpecGenerator, tmp_path: Path) -> None:
                     plain.settimeout(HANGS)
                     plain.connect(str(path))
                     client = plain if certificate is None else trust.wrap_socket(plain, server_hostname="localhost")
-                    client.sendall(b"GET /v1/models HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
-                    data = b""
-                    while more := client.recv(65536):
-                        data += more
+                    with client:  # which takes the socket over; while it is open, the server waits for its last word
+                        client.sendall(b"GET /v1/models HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+                        data = b""
+                        while more := client.recv(65536):
+                            data += more
             finally:
                 server.should_exit = True
                 thread.join()
