@@ -383,13 +383,14 @@ class FastSpecGenerator(OfOneProcess):
         rows, controller = engine.shapes.bucket(len(stats.rows)), self._drafting.controller(GREEDY, None)
         known = controller.times.measured
         missing = [k for k in (0, stats.k) if (rows, k) not in known]
-        with ExitStack() as stack:
-            try:
-                stack.enter_context(loop.alone())
-            except RuntimeError:  # other calls run
-                return None
-            stack.enter_context(engine.on_device())
-            controller.know({(rows, k): engine.step_seconds(rows, k, GREEDY) for k in missing})
+        if missing:
+            with ExitStack() as stack:
+                try:
+                    stack.enter_context(loop.alone())
+                except RuntimeError:  # other calls run
+                    return None
+                stack.enter_context(engine.on_device())
+                controller.know({(rows, k): engine.step_seconds(rows, k, GREEDY) for k in missing})
         return lookup_advice(stats, known[rows, 0], controller.times.measured[rows, stats.k])
 
     def stream(

@@ -63,25 +63,23 @@ class ChainDrafts(LearnedDrafts[ChainHead]):
     resume.
 
     Args:
-        model, ops, vocab_map, mark, work: see `LearnedDrafts`.
-        readings: boundaries of the target's hidden states that it may read; see `HeadSpec`. The first is used until one
-            is chosen.
-        sample: token ids of a text with which the readings are compared.
+        model, ops, vocab_map, mark, work: see `LearnedDrafts`. The head's first reading is used until one is chosen.
+        sample: token ids of a text with which its readings are compared.
     """
 
     def __init__(
         self,
         model: ChainHead,
         ops: Ops,
-        readings: tuple[tuple[int, ...], ...],
-        sample: tuple[int, ...] = (),
         vocab_map: Tensor | None = None,
         mark: Callable[[str], AbstractContextManager[object]] = nullcontext,
         work: Any = None,
+        *,
+        sample: tuple[int, ...] = (),
     ) -> None:
-        super().__init__(model, ops, readings[0], vocab_map, mark, work)
+        super().__init__(model, ops, vocab_map, mark, work)
         self.kept = model.head.kept
-        self.readings, self.sample = readings, sample
+        self.readings, self.sample = model.head.readings, sample
 
     def read(self, reading: tuple[int, ...]) -> None:
         """Selects the hidden states to read. No other reading can be chosen afterwards."""
@@ -120,9 +118,7 @@ class ChainDrafts(LearnedDrafts[ChainHead]):
                 needs only the last layer's attention and the computation after it.
         """
         k, model = shape.num_drafts, self.model
-        known = state.lengths > 1
-        torch.mul(known, k, out=state.draft_counts)
-        known = (known & state.running)[:, None]
+        known = self._begin(state, k)[:, None]
         places = torch.arange(-2, k - 2, device=known.device)[:, None] + state.lengths
         places = places.clamp_min_(0)[..., None]
         # zeros: while kernels are only compiled, no ids are written, but ids are used as indices

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -36,17 +35,6 @@ class DFlashDrafts(LearnedDrafts[DFlash]):
     Args:
         model, ops, vocab_map, mark, work: see `LearnedDrafts`.
     """
-
-    def __init__(
-        self,
-        model: DFlash,
-        ops: Ops,
-        vocab_map: Tensor | None = None,
-        mark: Callable[[str], AbstractContextManager[object]] = nullcontext,
-        work: Any = None,
-    ) -> None:
-        (reading,) = model.head.readings  # there is only one reading
-        super().__init__(model, ops, reading, vocab_map, mark, work)
 
     def take_features(self, state: DecodeState, shape: StepShape, features: Tensor, rows: ForwardBatch) -> None:
         """Writes keys and values of the positions. Returns nothing to store. See `FeatureReader`."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -42,20 +42,12 @@ class PEagleDrafts(ChainDrafts):
     with penalties, on the drafts before it.
 
     Args:
-        model, ops, readings, sample, vocab_map, mark, work: see `ChainDrafts`.
+        model: the head.
+        ops, vocab_map, mark, work, sample: see `ChainDrafts`.
     """
 
-    def __init__(
-        self,
-        model: PEagle,
-        ops: Ops,
-        readings: tuple[tuple[int, ...], ...],
-        sample: tuple[int, ...] = (),
-        vocab_map: Tensor | None = None,
-        mark: Callable[[str], AbstractContextManager[object]] = nullcontext,
-        work: Any = None,
-    ) -> None:
-        super().__init__(model, ops, readings, sample, vocab_map, mark, work)
+    def __init__(self, model: PEagle, ops: Ops, *options: Any, sample: tuple[int, ...] = ()) -> None:
+        super().__init__(model, ops, *options, sample=sample)
         self._head = model
 
     @override
@@ -80,10 +72,9 @@ class PEagleDrafts(ChainDrafts):
             lookup: see `DraftModel.propose`.
             features: [B, hidden], g of each row's newest position.
         """
-        known = state.lengths > 1
-        torch.mul(known, shape.num_drafts, out=state.draft_counts)
+        known = self._begin(state, shape.num_drafts)
         with self._mark("block"):
-            x = self._head.block(features[:, None], self._block(state, shape, known & state.running))
+            x = self._head.block(features[:, None], self._block(state, shape, known))
         self._draw_block(state, shape, draws, x, lookup)
 
     def _block(self, state: DecodeState, shape: StepShape, known: Tensor) -> ForwardBatch:
@@ -130,37 +121,27 @@ def build_head(
         progress: True to show a progress bar.
         mark, work: see `DraftModel`.
     """
-    spec, device = checkpoint.spec, cache.keys.device
+    spec, device = checkpoint.spec.for_length(length), cache.keys.device
     pending = allocate_head(checkpoint, target.weights, dtype=dtype, device=device, ops=ops, progress=progress)
     vocab_map = None if checkpoint.vocab_map is None else checkpoint.vocab_map.to(device)
+    made, more = (pending.weights, cache, ops), (ops, vocab_map, mark, work)
     if isinstance(spec, DFlashSpec):
         mask = None if spec.mask_file is None else mask_embedding(spec.mask_file, spec.hidden_size, dtype, device)
-        spec, sizes = spec.for_length(length), {**sizes, "mask": mask}
-        more = (ops, vocab_map, mark, work)
+        sizes = {**sizes, "mask": mask}
         if isinstance(spec, DSparkSpec):
-            markov = DSpark(spec, pending.weights, cache, ops, **sizes)
-            markov.borrow(target)
-            return DSparkDrafts(markov, *more), pending
+            return DSparkDrafts(DSpark(spec, *made, **sizes).borrowing(target), *more), pending
         if isinstance(spec, DFlash2Spec):
-            selecting = DFlash2(spec, pending.weights, cache, ops, **sizes)
-            selecting.borrow(target)
-            return DFlash2Drafts(selecting, *more), pending
-        block = DFlash(spec, pending.weights, cache, ops, **sizes)
-        block.borrow(target)
-        return DFlashDrafts(block, *more), pending
+            return DFlash2Drafts(DFlash2(spec, *made, **sizes).borrowing(target), *more), pending
+        return DFlashDrafts(DFlash(spec, *made, **sizes).borrowing(target), *more), pending
     if isinstance(spec, MtpSpec):
         sizes = {**sizes, "max_queries": sizes["max_queries"] + spec.computed_again}
-        layers = Mtp(spec.for_length(length), pending.weights, cache, ops, **sizes)
-        layers.borrow(target)
+        layers = Mtp(spec, *made, **sizes).borrowing(target)
         if spec.num_layers > 1:
-            return MtpLayersDrafts(layers, ops, vocab_map, mark, work), pending
-        return MtpDrafts(layers, ops, spec.readings, checkpoint.sample, vocab_map, mark, work), pending
+            return MtpLayersDrafts(layers, *more), pending
+        return MtpDrafts(layers, *more, sample=checkpoint.sample), pending
+    if isinstance(spec, PEagleSpec):
+        parallel = PEagle(spec, *made, **sizes).borrowing(target)
+        return PEagleDrafts(parallel, *more, sample=checkpoint.sample), pending
     if not isinstance(spec, Eagle3Spec):
         raise AssertionError(f"{spec.found} was resolved without a proposer")
-    if isinstance(spec, PEagleSpec):
-        parallel = PEagle(spec.for_length(length), pending.weights, cache, ops, **sizes)
-        parallel.borrow(target)
-        return PEagleDrafts(parallel, ops, spec.readings, checkpoint.sample, vocab_map, mark, work), pending
-    model = Eagle3(spec.for_length(length), pending.weights, cache, ops, **sizes)
-    model.borrow(target)
-    return Eagle3Drafts(model, ops, spec.readings, checkpoint.sample, vocab_map, mark, work), pending
+    return Eagle3Drafts(Eagle3(spec, *made, **sizes).borrowing(target), *more, sample=checkpoint.sample), pending

@@ -43,9 +43,8 @@ class LearnedDrafts(ProposerBase, Generic[Model]):
     """Proposer with a learned head. It reads hidden states as they are computed, so its cache is always up to date.
 
     Args:
-        model: the head.
+        model: the head. Its first reading is used.
         ops: ops for everything outside the model.
-        reading: boundaries of the target's hidden states that it reads.
         vocab_map: int64 [head's ids], the target's id of each. None: the head has the target's ids.
         mark: context that names a pass in a profiler.
         work: result of `ops.sampled_work`.
@@ -59,14 +58,13 @@ class LearnedDrafts(ProposerBase, Generic[Model]):
         self,
         model: Model,
         ops: Ops,
-        reading: tuple[int, ...],
         vocab_map: Tensor | None = None,
         mark: Callable[[str], AbstractContextManager[object]] = nullcontext,
         work: Any = None,
     ) -> None:
         self.model, self.ops = model, ops
         self._target = model.head.target
-        self.read(reading)
+        self.read(model.head.readings[0])
         self._mark, self._work = mark, work
         self._map = None if vocab_map is None else VocabMap.of(vocab_map, self._target.vocab_size)
 
@@ -83,6 +81,12 @@ class LearnedDrafts(ProposerBase, Generic[Model]):
         ids = f", drafts {self.model.vocab_size} of {self._target.vocab_size} ids" if self._map else ""
         boundaries = f"boundaries {described(self.reading)} of the target"
         return f"{self.article} {self.model.head.found} that reads {boundaries}{ids}"
+
+    def _begin(self, state: DecodeState, k: int) -> Tensor:
+        """Announces k drafts of each row with at least one position. Returns the rows that run: bool [B]."""
+        known = state.lengths > 1
+        torch.mul(known, k, out=state.draft_counts)
+        return known & state.running
 
     def catch_up(self, state: DecodeState, shape: StepShape, chunk: int) -> None:
         """Does nothing, because hidden states are read as soon as they are computed."""

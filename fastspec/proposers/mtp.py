@@ -51,8 +51,7 @@ class MtpLayersDrafts(LearnedDrafts[Mtp]):
         mark: Callable[[str], AbstractContextManager[object]] = nullcontext,
         work: Any = None,
     ) -> None:
-        (reading,) = model.head.readings
-        super().__init__(model, ops, reading, vocab_map, mark, work)
+        super().__init__(model, ops, vocab_map, mark, work)
         self.kept, self.computed_again = model.head.kept, model.head.computed_again
         self._layers = model.head.num_layers
 
@@ -91,9 +90,7 @@ class MtpLayersDrafts(LearnedDrafts[Mtp]):
             features: [B, n, 1, hidden], the target's hidden states at each row's n = `computed_again` newest positions.
         """
         k, model = shape.num_drafts, self.model
-        known = state.lengths > 1
-        torch.mul(known, k, out=state.draft_counts)
-        known = (known & state.running)[:, None]
+        known = self._begin(state, k)[:, None]
         picks = torch.zeros(k, state.batch, dtype=torch.int64, device=known.device)
         x = model.condense(features, shape.tiling)
         for j in range(k):

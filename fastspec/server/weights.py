@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Final, Literal
+from typing import Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from fastspec.generator import FastSpecGenerator
-from fastspec.server.errors import Refusal
+from fastspec.server.errors import Refusal, failed
 
-_ABORT: Final = "abort"
-_MODES: Final = (_ABORT, "wait")
+Mode = Literal["abort", "wait"]
+"""What becomes of running answers: they end at once, or a change waits for their ends."""
 
 
 class UpdateWeights(BaseModel):
@@ -31,7 +31,7 @@ class UpdateWeights(BaseModel):
     path: str = Field(min_length=1)
     target_model: bool = True
     version: int | str | None = None
-    running: Literal["abort", "wait"] = "wait"
+    running: Mode = "wait"
 
 
 class WeightVersion(BaseModel):
@@ -85,9 +85,9 @@ class WeightControl:
         Raises:
             Refusal: another mode.
         """
-        if mode not in _MODES:
-            raise Refusal(f"mode must be one of {', '.join(_MODES)}, got {mode!r}", "mode")
-        await self._change(lambda: self._generator.pause(abort=mode == _ABORT))
+        if mode not in get_args(Mode):
+            raise Refusal(f"mode must be one of {', '.join(get_args(Mode))}, got {mode!r}", "mode")
+        await self._change(lambda: self._generator.pause(abort=mode == "abort"))
         return self.paused
 
     async def resume(self) -> Paused:
@@ -100,11 +100,11 @@ class WeightControl:
             try:
                 await asyncio.to_thread(work)
             except RuntimeError as error:  # the generator is closed, or its weights are half changed
-                raise Refusal(str(error), status=500, kind="server_error", code="generation_failed") from error
+                raise failed(error) from error
 
     def _update(self, body: UpdateWeights) -> None:
         generator, was_paused = self._generator, self._generator.paused
-        generator.pause(abort=body.running == _ABORT)
+        generator.pause(abort=body.running == "abort")
         try:
             generator.update_weights(body.path, model="target" if body.target_model else "draft", version=body.version)
         except (ValueError, OSError) as error:

@@ -30,7 +30,7 @@ class TableTarget(TableModel):
 class TableHead:
     """A head whose logits are a table of (position and token that follow what it read), in its own ids."""
 
-    head = SimpleNamespace(kept=(2,), target=SimpleNamespace(vocab_size=VOCAB, layers=1))
+    head = SimpleNamespace(kept=(2,), readings=((1,),), target=SimpleNamespace(vocab_size=VOCAB, layers=1))
     vocab_size = len(DRAFTED)
 
     def __init__(self, logits: Tensor) -> None:
@@ -57,7 +57,7 @@ class TableHead:
 
 def head_modules(target: Tensor, draft: Tensor | None, shared: int | None = None, context: int = 1000) -> StepModules:
     assert draft is not None
-    drafts = Eagle3Drafts(TableHead(draft), TORCH_OPS, ((1,),), (), DRAFTED)  # type: ignore[arg-type]
+    drafts = Eagle3Drafts(TableHead(draft), TORCH_OPS, DRAFTED)  # type: ignore[arg-type]
     return StepModules(TableTarget(target), drafts, features=torch.zeros(100000, 2, dtype=torch.float64))
 
 

@@ -209,7 +209,7 @@ class WholeHead(TableHead):
 
 def mtp_modules(target: Tensor, draft: Tensor | None, shared: int | None = None, context: int = 1000) -> StepModules:
     assert draft is not None
-    drafts = MtpDrafts(WholeHead(draft), TORCH_OPS, ((-1,),))  # type: ignore[arg-type]
+    drafts = MtpDrafts(WholeHead(draft), TORCH_OPS)  # type: ignore[arg-type]
     return StepModules(TableTarget(target), drafts, features=torch.zeros(100000, 2, dtype=torch.float64))
 
 

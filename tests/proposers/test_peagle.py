@@ -152,7 +152,7 @@ class JudgedByAnother(PEagleDrafts):
 def test_decodes_follow_the_targets_law(kind: type[PEagleDrafts], monkeypatch: pytest.MonkeyPatch) -> None:
     def modules(target: Tensor, draft: Tensor | None, shared: int | None = None, context: int = 1000) -> StepModules:
         assert draft is not None
-        drafts = kind(BlockHead(draft), TORCH_OPS, ((1,),))  # type: ignore[arg-type]
+        drafts = kind(BlockHead(draft), TORCH_OPS)  # type: ignore[arg-type]
         return StepModules(TableTarget(target), drafts, features=torch.zeros(100000, 2, dtype=torch.float64))
 
     monkeypatch.setattr(test_step_law, "table_modules", modules)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -64,10 +64,8 @@ def dflash2_spec(
     where: Path,
 ) -> DFlash2Spec:
     """Makes the spec of a DFlash2 head. For arguments and errors see `dflash_spec`."""
-    base, settings = (
-        dflash_spec(found, raw, infos, target, feature_layers, where),
-        BlockSettings.of(raw, where, NAMES["dflash2"]),
-    )
+    base = dflash_spec(found, raw, infos, target, feature_layers, where)
+    settings = BlockSettings.of(raw, where, NAMES["dflash2"])
     refuse_unknown(raw, "dflash_config", (*KNOWN, *_OWN), NAMES["dflash2"])
     own = {size: settings.whole(name, 1, MAX_SIZE) for name, size in _OWN.items()}
     hidden, known = base.hidden_size, target.vocab_size
@@ -87,8 +85,7 @@ def dflash2_spec(
             shapes[f"layers.{layer}.{which}.base_kernel"] = (2, own["taps"], hidden)
             rows = 2 * own["taps"] * (hidden // own["group"])
             shapes[f"layers.{layer}.{which}.kernel_projection.weight"] = (rows, hidden)
-    values = {each.name: getattr(base, each.name) for each in fields(DFlashSpec)}
-    return DFlash2Spec(**values | {"tensors": {**base.tensors, **shapes}, **own})
+    return DFlash2Spec.extending(base, shapes, **own)
 
 
 _OWN: Final[Mapping[str, str]] = {

@@ -162,7 +162,7 @@ def dflash_spec(
 
 @dataclass(frozen=True, slots=True)
 class BlockSettings:
-    """BlockSettings of a head. A setting is looked up in the config's object for heads, then in the config itself.
+    """Settings of a head. A setting is looked up in the config's object for heads, then in the config itself.
 
     Attributes:
         own: the config's object for heads.

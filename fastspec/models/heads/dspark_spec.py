@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -63,10 +63,8 @@ def dspark_spec(
 
     For arguments and errors see `dflash_spec`.
     """
-    base, settings = (
-        dflash_spec(found, raw, infos, target, feature_layers, where),
-        BlockSettings.of(raw, where, NAMES["dspark"]),
-    )
+    base = dflash_spec(found, raw, infos, target, feature_layers, where)
+    settings = BlockSettings.of(raw, where, NAMES["dspark"])
     refuse_unknown(raw, "dflash_config", (*KNOWN, *_OWN), NAMES["dspark"])
     stored = infos[BEFORE].shape if BEFORE in infos else (target.vocab_size, 0)
     rank = settings.whole("markov_rank", 0, MAX_RANK, stored[-1])
@@ -81,5 +79,4 @@ def dspark_spec(
             f"{BEFORE} has {stored[0]} rows, and {target.name} {target.vocab_size} ids: wanted a row of each"
         )
     shapes = {BEFORE: (stored[0], rank), AFTER: (base.vocab_size, rank)}
-    values = {each.name: getattr(base, each.name) for each in fields(DFlashSpec)}
-    return DSparkSpec(**values | {"tensors": {**base.tensors, **shapes}, "rank": rank})
+    return DSparkSpec.extending(base, shapes, rank=rank)

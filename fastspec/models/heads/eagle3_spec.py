@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -102,8 +102,7 @@ def peagle_spec(
     if type(mask) is not int or not 0 <= mask < target.vocab_size:
         raise CheckpointError(f"{name}={mask!r} in the head's config, wanted an id of {target.name}, for masks")
     read = base.feature_layers * target.hidden_size
-    values = {each.name: getattr(base, each.name) for each in fields(Eagle3Spec)}
-    return PEagleSpec(**values | {"tensors": {**base.tensors, MASK_HIDDEN: (1, 1, read)}, "mask_id": mask})
+    return PEagleSpec.extending(base, {MASK_HIDDEN: (1, 1, read)}, mask_id=mask)
 
 
 def eagle3_spec(

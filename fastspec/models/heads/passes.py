@@ -9,7 +9,7 @@ from typing import Any, Final, NamedTuple, Protocol, TypeVar
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from typing_extensions import override
+from typing_extensions import Self, override
 
 from fastspec.errors import CheckpointError
 from fastspec.kernels.common.weights import Weight
@@ -62,9 +62,10 @@ class HeadDecoder(Decoder):
 
     _lender: Lender | None = None
 
-    def borrow(self, target: Lender) -> None:
-        """Sets the target. If the head uses the target's output matrix, the target multiplies with it."""
+    def borrowing(self, target: Lender) -> Self:
+        """Sets the target: it multiplies with its output matrix, if the head uses that one. Returns the head."""
         self._lender = target if self.weights.head is target.weights.head else None
+        return self
 
     @override
     def head_logits(self, x: Tensor, tiling: Tiling, **options: Any) -> Tensor:
@@ -113,9 +114,7 @@ class Eagle3(HeadDecoder):
         super().__init__(spec.decoder, weights.decoder, cache, ops, **sizes)
         self.head: Eagle3Spec = spec
         self._own = weights
-        hidden_norm = weights.vector("layers.0.hidden_norm.weight")
-        assert hidden_norm is not None, "checked before anything was allocated"
-        self._hidden_norm = hidden_norm
+        self._hidden_norm = _there(weights.vector("layers.0.hidden_norm.weight"))
         self._chunk_norms = [weights.vector(f"fc_norm.{index}.weight") for index in range(spec.feature_layers)]
 
     def condense(self, features: Tensor, tiling: Tiling) -> Tensor:
@@ -249,9 +248,7 @@ class Mtp(HeadDecoder):
             rows: positions of g, with the tokens that the layer reads there.
             index: number of the layer.
         """
-        x = self._joint(index, g, rows)
-        qkv = self._qkv(index, x, rows.tiling)
-        assert qkv is not None, "the layers of a head attend"
+        x, qkv = self._entered(index, g, rows)
         attended = self._attend(index, self.weights.layers[index], qkv, rows)
         return self._tail(index, attended, x, rows.tiling)
 
@@ -261,9 +258,7 @@ class Mtp(HeadDecoder):
         Returns:
             [B, Q, attention_inputs], from which `resumed` continues.
         """
-        x = self._joint(index, g, rows)
-        qkv = self._qkv(index, x, rows.tiling)
-        assert qkv is not None, "the layers of a head attend"
+        x, qkv = self._entered(index, g, rows)
         if self._stores:
             self._store(index, qkv, rows, num_heads=self.spec.num_heads)
         else:
@@ -277,6 +272,13 @@ class Mtp(HeadDecoder):
     def feature(self, x: Tensor) -> Tensor:
         """Returns g of the next position, [B, Q, hidden]: the result of `drafted`, unchanged."""
         return x
+
+    def _entered(self, index: int, g: Tensor, rows: ForwardBatch) -> tuple[Tensor, Tensor]:
+        """Returns a layer's input, see `_joint`, and its q, k and v."""
+        x = self._joint(index, g, rows)
+        qkv = self._qkv(index, x, rows.tiling)
+        assert qkv is not None, "the layers of a head attend"
+        return x, qkv
 
     def _joint(self, index: int, g: Tensor, rows: ForwardBatch) -> Tensor:
         """Returns a layer's input [B, Q, hidden]: hidden states and embeddings of tokens, joined by its `fc`."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Final, Literal, NoReturn
 
 import torch
@@ -276,6 +276,18 @@ class HeadSpec:
     own_embed: bool
     own_head: bool
     tied_head: bool = field(default=False, kw_only=True)
+
+    @classmethod
+    def extending(cls, base: HeadSpec, shapes: Mapping[str, tuple[int, ...]], **own: object) -> Self:
+        """Makes the spec of a relative of another head.
+
+        Args:
+            base: spec of a base class.
+            shapes: shapes of the tensors that the relative has besides, by name.
+            **own: fields that the base class does not have.
+        """
+        values = {each.name: getattr(base, each.name) for each in fields(base)}
+        return cls(**values | {"tensors": {**base.tensors, **shapes}, **own})
 
     def for_length(self, max_length: int) -> Self:
         """Returns the spec for rows of up to `max_length` tokens; see `ModelSpec.for_length`."""

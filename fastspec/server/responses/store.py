@@ -101,21 +101,15 @@ class ResponseStore:
         Raises:
             Refusal: it is not kept here.
         """
-        if not self.size:
-            raise Refusal(
-                "this server keeps no responses: send all items as input, or serve with --response-store N",
-                field,
-                status=400 if field else 404,
-                code="previous_response_not_found" if field else "response_not_found",
-            )
         found = self._stored.get(id)
         if found is None or found.owner != owner:
-            raise Refusal(
-                f"there is no response {id[:80]!r} here; the last {self.size} are kept, unless store was false",
-                field,
-                status=400 if field else 404,
-                code="previous_response_not_found" if field else "response_not_found",
-            )
+            message = "this server keeps no responses: send all items as input, or serve with --response-store N"
+            if self.size:
+                message = (
+                    f"there is no response {id[:80]!r} here; the last {self.size} are kept, unless store was false"
+                )
+            status, code = (400, "previous_response_not_found") if field else (404, "response_not_found")
+            raise Refusal(message, field, status=status, code=code)
         self._stored.move_to_end(id)
         return found
 
