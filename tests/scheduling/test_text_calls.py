@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from fastspec import FastSpecGenerator, NGram, Suffix, UnsupportedOption
+from fastspec.kernels.ops import Ops
 from fastspec.server.access import Access
 from tests.helpers.services import opened, small_pair
 from tests.server.conftest import running
@@ -127,7 +128,7 @@ def test_the_memory_of_texts_is_in_the_plan(pair: tuple[Path, Path]) -> None:
     bare = buffers(proposer=Suffix(prediction_tokens=0))
     assert buffers(proposer=Suffix(prediction_tokens=1000)) - bare == 8 * 3 * 1000, "two rows, and the one of prompts"
     with_corpus = buffers(proposer=Suffix(prediction_tokens=0, corpus_tokens=1000)) - bare
-    lookup = Suffix(corpus_tokens=1000).on(torch.device("cpu"))
+    lookup = Suffix(corpus_tokens=1000).on(torch.device("cpu"), Ops())
     held = [each for each in vars(lookup._corpus).values() if isinstance(each, torch.Tensor)]
     assert with_corpus == sum(each.nbytes for each in held if each.numel() >= 1000)
 
