@@ -14,8 +14,6 @@ from typing_extensions import Self
 from fastspec.kernels.ops import Ops
 from fastspec.kernels.reference.lookup import LookUp
 from fastspec.proposers.deterministic import DeterministicProposer
-from fastspec.sampling.verify import Draws
-from fastspec.shapes import StepShape
 from fastspec.state import DecodeState
 
 _LONGEST = 32
@@ -60,19 +58,8 @@ class NGram(DeterministicProposer):
 
     def guess(self, tokens: Tensor, lengths: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """Returns k drafts for rows with a match; see `DeterministicProposer.guess`."""
-        drafts, counts = tokens.new_empty(len(lengths), k), torch.empty_like(lengths)
-        self.ops.look_up(LookUp(tokens, lengths, self.min_n, self.max_n), drafts, counts)
-        return drafts, counts
+        return self.ops.look_up(LookUp(tokens, lengths, self.min_n, self.max_n), k)
 
     def look_up(self, state: DecodeState, k: int) -> tuple[Tensor, Tensor]:
         """`guess` for the rows of a state."""
-        drafts, counts = torch.empty_like(state.draft_tokens[:, :k]), torch.empty_like(state.draft_counts)
-        self.ops.look_up(self._call(state), drafts, counts)
-        return drafts, counts
-
-    def propose(self, state: DecodeState, shape: StepShape, draws: Draws, **features: Tensor) -> None:
-        """Writes the drafts of `look_up`; see `Proposer.propose`."""
-        self.ops.look_up(self._call(state), state.draft_tokens[:, : shape.num_drafts], state.draft_counts)
-
-    def _call(self, state: DecodeState) -> LookUp:
-        return LookUp(state.tokens, state.lengths, self.min_n, self.max_n)
+        return self.guess(state.tokens, state.lengths, k)

@@ -7,12 +7,15 @@ from hashlib import blake2b
 from typing import Literal, cast
 
 import torch
+from torch import Tensor
 from typing_extensions import Self
 
 from fastspec.kernels.ops import Ops
-from fastspec.kernels.reference.lookup import LookUp, Prediction
+from fastspec.kernels.reference.lookup import LookUp, Predictions
 from fastspec.proposers.ngram import NGram
 from fastspec.proposers.texts import TextIndex, rungs_between
+from fastspec.sampling.verify import Draws
+from fastspec.shapes import StepShape
 from fastspec.state import DecodeState
 
 SHARED = 0  # owner of corpora, and of answers that may draft for every request
@@ -153,17 +156,19 @@ class Suffix(NGram):
         self._next, self._texts = self._next + len(text), self._texts + 1
         self._answers.sort()
 
-    def _call(self, state: DecodeState) -> LookUp:
+    def propose(self, state: DecodeState, shape: StepShape, draws: Draws, **features: Tensor) -> None:
+        """Writes the drafts of `look_up`; see `Proposer.propose`."""
+        drafts, counts = self.look_up(state, shape.num_drafts)
+        state.draft_tokens[:, : shape.num_drafts] = drafts
+        state.draft_counts.copy_(counts)
+
+    def look_up(self, state: DecodeState, k: int) -> tuple[Tensor, Tensor]:
+        """k drafts for each row with a match, from its best source; see `DeterministicProposer.guess`."""
         prediction = None
         if state.prediction.shape[1]:
-            prediction = Prediction(state.prediction, state.prediction_lengths, state.prompt_lengths)
-        texts = ((self._answers, state.owners), (self._corpus, torch.full_like(state.owners, SHARED)))
-        return LookUp(
-            state.tokens,
-            state.lengths,
-            self.min_n,
-            self.max_n,
-            prediction,
-            tuple((index.table, owners) for index, owners in texts if index is not None),
-            per_match=_PER_MATCHED,
-        )
+            prediction = Predictions(state.prediction, state.prediction_lengths, state.prompt_lengths)
+        searched = ((self._answers, state.owners), (self._corpus, torch.full_like(state.owners, SHARED)))
+        texts = tuple((index.table, owners) for index, owners in searched if index is not None)
+        rows = state.tokens, state.lengths
+        call = LookUp(*rows, self.min_n, self.max_n, prediction, texts, per_match=_PER_MATCHED)
+        return self.ops.look_up(call, k)

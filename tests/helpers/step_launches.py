@@ -18,7 +18,7 @@ from fastspec.kernels.exchange import exchange_added, exchange_gather, exchange_
 from fastspec.kernels.feed_rows import feed_rows
 from fastspec.kernels.gelu import gelu_tanh_mul
 from fastspec.kernels.joined import joined_norms
-from fastspec.kernels.lookup import look_up
+from fastspec.kernels.lookup.dispatch import look_up
 from fastspec.kernels.norm import add_norm, norm
 from fastspec.kernels.product.rank_sums import sum_ranks_permuted
 from fastspec.kernels.product.split_k import Parts
@@ -26,7 +26,7 @@ from fastspec.kernels.recurrent.dispatch import delta_rule
 from fastspec.kernels.recurrent.gated_norm import gated, gated_norm
 from fastspec.kernels.recurrent.state_space import mamba, mamba_norm, short_conv
 from fastspec.kernels.reference.linear import PartKeys
-from fastspec.kernels.reference.lookup import LookUp, Prediction
+from fastspec.kernels.reference.lookup import LookUp, Predictions
 from fastspec.kernels.reference.recurrent import KeptState
 from fastspec.kernels.reference.step import Record
 from fastspec.kernels.room import BLOCK, Room
@@ -143,11 +143,11 @@ def exchanges(arch: int) -> Calls:
 
 def _look_up(tables: int, predicted: bool, max_n: int) -> None:
     state = _state(64)
-    prediction = Prediction(on_meta((BATCH, 4096), I64), state.prediction_lengths, state.prompt_lengths)
+    prediction = Predictions(on_meta((BATCH, 4096), I64), state.prediction_lengths, state.prompt_lengths)
     texts = tuple((TextIndex(1000, rungs_between(2, max_n), META).table, state.owners) for _ in range(tables))
     given = (state.tokens, state.lengths, 2, max_n)
     call = LookUp(*given, prediction if predicted else None, texts, per_match=2 if predicted or tables else None)
-    look_up(call, state.draft_tokens, state.draft_counts)
+    look_up(call, DRAFTS)
 
 
 def _feed(queries: int, counts: torch.Tensor | None) -> object:

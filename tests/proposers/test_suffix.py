@@ -8,13 +8,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from fastspec.engine.engine import Engine
 from fastspec.inputs.options import RowOptions
 from fastspec.kernels.ops import Ops
-from fastspec.kernels.reference.lookup import GAP, LOOKED_AT, LookUp, Prediction, follow, look_up_text
+from fastspec.kernels.reference.lookup import GAP, LOOKED_AT, LookUp, Predictions, follow, look_up_text
 from fastspec.proposers.combined import LookupThenModel
 from fastspec.proposers.draft_model import DraftModel
 from fastspec.proposers.suffix import NOBODY, SHARED, Suffix
@@ -60,7 +60,7 @@ def indexed(
     sharing = [[sum(other[: j + 1] == one[: j + 1] for other in follows) for j in range(len(one))] for one in follows]
     best = max(range(len(follows)), key=lambda index: (sum(sharing[index]), index))
     count = next((j for j, alike in enumerate(sharing[best]) if alike * 4 < len(follows)), len(follows[best]))
-    return follows[best][:count], longest
+    return follows[best][:count], longest if count else 0
 
 
 def followed(prediction: list[int], row: list[int], answered: int, min_n: int, max_n: int) -> tuple[int, int]:
@@ -89,6 +89,7 @@ rows_of_few = st.lists(few, min_size=1, max_size=24)
 
 
 @settings(deadline=None, max_examples=200)
+@example([(2, [2, 2, 1]), (2, [2, 2, 1]), (2, [2, 0, 0, 0, 0])], [2], 1, 0, 4)  # five continuations, none shared enough
 @given(
     st.lists(st.tuples(st.integers(0, 2), st.lists(few, min_size=1, max_size=20)), max_size=6),
     rows_of_few,
@@ -123,7 +124,7 @@ def test_the_place_in_a_prediction_is_its_definition(
     padded = torch.tensor([prediction + [1] * (30 - len(prediction))])  # junk behind its end
     junk = torch.tensor([[*row, 2, 2, 2]])
     length, new = torch.tensor([len(row)]), torch.tensor([answered])
-    call = LookUp(junk, length, min_n, min_n + more, Prediction(padded, torch.tensor([len(prediction)]), length - new))
+    call = LookUp(junk, length, min_n, min_n + more, Predictions(padded, torch.tensor([len(prediction)]), length - new))
     place, matched = follow(call)
     expected = followed(prediction, row, answered, min_n, min_n + more)
     assert int(matched) == expected[1]

@@ -47,7 +47,7 @@ class TextTable:
 
 
 @dataclass(frozen=True, slots=True)
-class Prediction:
+class Predictions:
     """A text for each row that its answer is likely to repeat.
 
     Attributes:
@@ -78,23 +78,24 @@ class LookUp:
     lengths: Tensor
     min_n: int
     max_n: int
-    prediction: Prediction | None = None
+    prediction: Predictions | None = None
     texts: tuple[tuple[TextTable, Tensor], ...] = ()
     per_match: int | None = None
 
 
-def look_up(call: LookUp, drafts: Tensor, counts: Tensor) -> None:
+def look_up(call: LookUp, k: int) -> tuple[Tensor, Tensor]:
     """Drafts k tokens for each row with a match, from the source with the strongest match.
 
     The strength of a source is the number of tokens that match; for the prediction twice as many, and k more. Of
     equally strong sources the first one wins, in the order prediction, row, texts.
 
     Args:
-        call: what is searched, and how.
-        drafts: int64 [B, k], is written: drafts of each row.
-        counts: int64 [B], is written: number of valid drafts; 0 for no match.
+        call: the rows, and the texts to search.
+        k: drafts.
+
+    Returns:
+        (drafts int64 [B, k], counts int64 [B]: number of valid drafts of each row; 0 for no match).
     """
-    k = drafts.shape[1]
     start, run = match_row(call.tokens, call.lengths, call.min_n, call.max_n)
     found = [(_copied(call.tokens, call.lengths, start, k), torch.full_like(run, k), run)]  # drafts, counts, strength
     if call.prediction is not None:
@@ -102,16 +103,13 @@ def look_up(call: LookUp, drafts: Tensor, counts: Tensor) -> None:
     back = call.lengths[:, None] - 1 - torch.arange(call.max_n, device=call.tokens.device)
     recent, known = call.tokens.gather(1, back.clamp_min(0)), back >= 0
     found += [look_up_text(table, recent, known, owners, k) for table, owners in call.texts]
-    strengths = torch.stack([each[2] for each in found], dim=1)
+    drafts, counts, strengths = (torch.stack(each, dim=1) for each in zip(*found, strict=True))
     order = torch.arange(len(found), 0, -1, device=call.tokens.device)  # the first of equally strong ones
     best = (strengths * (len(found) + 1) + order).argmax(dim=1)[:, None]
-    drafts.copy_(torch.stack([each[0] for each in found], dim=1).gather(1, best[..., None].expand(-1, 1, k))[:, 0])
-    chosen, strength = (
-        torch.stack([each[1] for each in found], dim=1).gather(1, best)[:, 0],
-        strengths.gather(1, best)[:, 0],
-    )
-    most = torch.where(strength > 0, k, 0) if call.per_match is None else strength * call.per_match
-    counts.copy_(torch.minimum(chosen, most).clamp(max=k))
+    strength = strengths.gather(1, best)[:, 0]
+    limit = torch.where(strength > 0, k, 0) if call.per_match is None else strength * call.per_match
+    count = torch.minimum(counts.gather(1, best)[:, 0], limit).clamp(max=k)
+    return drafts.gather(1, best[..., None].expand(-1, 1, k))[:, 0], count
 
 
 def match_row(tokens: Tensor, lengths: Tensor, min_n: int, max_n: int) -> tuple[Tensor, Tensor]:
@@ -144,7 +142,7 @@ def _copied(tokens: Tensor, lengths: Tensor, start: Tensor, k: int) -> Tensor:
     return tokens.gather(1, start[:, None] + offsets)
 
 
-def _from_prediction(prediction: Prediction, places: tuple[Tensor, Tensor], k: int) -> tuple[Tensor, Tensor, Tensor]:
+def _from_prediction(prediction: Predictions, places: tuple[Tensor, Tensor], k: int) -> tuple[Tensor, Tensor, Tensor]:
     """Drafts from `places` of the predictions on: (drafts, counts, strength)."""
     place, matched = places
     at = place[:, None] + torch.arange(k, device=place.device)
@@ -235,7 +233,7 @@ def look_up_text(
     alive = inside & (table.texts[after] == table.texts[found][:, :, None]) & counted[:, :, None]
     follows = table.tokens[after]
     equal = (follows[:, :, None] == follows[:, None]) & alive[:, :, None] & alive[:, None]  # [B, M, M, k]
-    shared = equal.long().cumprod(dim=3).sum(dim=2)  # [B, M, k]: occurrences that go on alike so far
+    shared = equal.long().cumprod(dim=3).sum(dim=2)  # [B, M, k]: occurrences that go on in the same way so far
     order = torch.arange(found.shape[1], device=found.device)
     score = (shared.sum(dim=2) * len(order) + len(order) - order) * counted  # the latest of equally good ones
     chosen = score.argmax(dim=1)[:, None, None].expand(-1, 1, k)
