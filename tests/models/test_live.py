@@ -46,7 +46,7 @@ def test_layers_that_the_models_own_module_imports_are_known(monkeypatch: pytest
     model.model.layers[1].input_layernorm = MistralRMSNorm(48)
     assert "MistralRMSNorm" in refusal(model, UnsupportedModel)
     monkeypatch.setattr(modeling_llama, "MistralRMSNorm", MistralRMSNorm, raising=False)
-    assert resolve(model, "target").name == "LlamaForCausalLM"
+    assert resolve(model, role="target").name == "LlamaForCausalLM"
 
 
 def test_a_quantised_live_config_is_refused() -> None:
