@@ -57,6 +57,14 @@ class PromptEnd:
         if self.features is not None and source.features is not None:
             self.features[row].copy_(source.features[place])
 
+    def copy_rows(self, rows: Tensor, source: PromptEnd, places: Tensor) -> None:
+        """Copies rows `places` of `source` to `rows`, both int64 [n]. Neither has features."""
+        self.hidden.index_copy_(0, rows, source.hidden[places])
+
+    def first(self, rows: int) -> PromptEnd:
+        """Returns views of the first `rows` rows."""
+        return PromptEnd(self.hidden[:rows], None if self.features is None else self.features[:rows], self.threshold)
+
     def keep(self, index: Tensor, hidden: Tensor, features: Tensor | None) -> None:
         """Stores entry `index[b]` of each row b. A row whose index is not in 0..Q-1 is unchanged.
 

@@ -6,18 +6,16 @@ The host never waits for the device here.
 from __future__ import annotations
 
 import math
-from array import array
 from collections.abc import Mapping
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from fastspec.grammar.row import ALL, GrammarStep
 from fastspec.inputs.row_options import RowOptions
 from fastspec.inputs.table import NUMBERS
 from fastspec.shapes import FULL
-from fastspec.state import IDLE, MAX_STOP_IDS, RUNNING, DecodeState
+from fastspec.state import IDLE, MAX_STOP_IDS, RUNNING, DecodeState, send, sent
 
 
 def fill_prompt(
@@ -40,11 +38,11 @@ def fill_prompt(
         draft_length: number of positions whose K/V of the draft are already in the row's pages.
     """
     padded = [*stop_ids, *[-1] * (MAX_STOP_IDS - len(stop_ids))]
-    sent = _send([*padded, *pages, *prompt], torch.int64, state.lengths.device)
-    ids = sent[MAX_STOP_IDS + len(pages) :]
-    state.stop_ids[row] = sent[:MAX_STOP_IDS]
+    filled = send([*padded, *pages, *prompt], torch.int64, state.lengths.device)
+    ids = filled[MAX_STOP_IDS + len(pages) :]
+    state.stop_ids[row] = filled[:MAX_STOP_IDS]
     state.block_table[row].zero_()
-    state.block_table[row, : len(pages)] = sent[MAX_STOP_IDS : MAX_STOP_IDS + len(pages)]
+    state.block_table[row, : len(pages)] = filled[MAX_STOP_IDS : MAX_STOP_IDS + len(pages)]
     state.tokens[row, : len(prompt)] = ids
     numbers = {"lengths": len(prompt), "draft_lengths": draft_length, "emitted": min(1, len(prompt) - 1)}
     _fill(state, row, {**numbers, "finish": IDLE})
@@ -81,7 +79,7 @@ def fill_options(
 def fill_texts(state: DecodeState, row: int, prediction: tuple[int, ...], owner: int) -> None:
     """Fills the prediction of a row, and the owner of the earlier answers that may draft for it."""
     if prediction:
-        state.prediction[row, : len(prediction)] = _send(list(prediction), torch.int64, state.lengths.device)
+        state.prediction[row, : len(prediction)] = send(list(prediction), torch.int64, state.lengths.device)
     _fill(state, row, {"prediction_lengths": len(prediction), "owners": owner})
 
 
@@ -106,12 +104,12 @@ def allow(state: DecodeState, steps: Mapping[int, GrammarStep], k: int, ready: i
         line[0], line[1] = row, len(cut.drafts)
         line[2 : 2 + k] = cut.drafts + [0] * (k - len(cut.drafts))
         line[2 + k : 2 + k + cut.masks.size] = cut.masks.ravel()
-    sent = _moved(torch.from_numpy(packed), state.masks.device)
-    rows = sent[:, 0].long()
-    state.grammar_counts.index_copy_(0, rows, sent[:, 1].long())
+    there = sent(torch.from_numpy(packed), state.masks.device)
+    rows = there[:, 0].long()
+    state.grammar_counts.index_copy_(0, rows, there[:, 1].long())
     if k:
-        state.grammar_drafts[:, :k].index_copy_(0, rows, sent[:, 2 : 2 + k].long())
-    state.masks[:, :places].index_copy_(0, rows, sent[:, 2 + k :].reshape(len(steps), places, words))
+        state.grammar_drafts[:, :k].index_copy_(0, rows, there[:, 2 : 2 + k].long())
+    state.masks[:, :places].index_copy_(0, rows, there[:, 2 + k :].reshape(len(steps), places, words))
     state.finish.index_fill_(0, rows, ready)
 
 
@@ -128,19 +126,8 @@ def fill_tables(state: DecodeState, row: int, prompt_length: int, options: RowOp
     state.unbiased[row].fill_(options.allowed is None and not options.bias)
     bias = state.bias[row].fill_(0.0 if options.allowed is None else -math.inf)
     if options.allowed is not None:
-        bias.index_fill_(0, _send(options.allowed, torch.int64, bias.device), 0.0)
+        bias.index_fill_(0, send(options.allowed, torch.int64, bias.device), 0.0)
     if options.bias:
         ids, values = zip(*options.bias, strict=True)
         # added, so that a bias cannot allow an id that is not allowed
-        bias.index_add_(0, _send(ids, torch.int64, bias.device), _send(values, torch.float32, bias.device))
-
-
-def _send(values: list[int] | tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Copies values to the device. On CUDA through pinned memory, so that the host does not wait."""
-    if dtype == torch.int64 and values:  # torch reads an array in a third of the time
-        return _moved(torch.frombuffer(array("q", values), dtype=dtype), device)
-    return _moved(torch.tensor(values, dtype=dtype, device="cpu"), device)
-
-
-def _moved(here: Tensor, device: torch.device) -> Tensor:
-    return here.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else here
+        bias.index_add_(0, send(ids, torch.int64, bias.device), send(values, torch.float32, bias.device))

@@ -12,9 +12,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Hashable, Mapping
 from dataclasses import dataclass, field
-from itertools import chain, pairwise
+from itertools import accumulate, chain, pairwise
 
 from fastspec.engine.engine import Engine
+from fastspec.engine.prompt_passes import Part
 from fastspec.kv_cache.prefix import Node, PrefixCache
 from fastspec.proposers.interface import kept_in_pages
 from fastspec.scheduling.requests import Request
@@ -33,10 +34,12 @@ class Passes:
 
     Attributes:
         position: first position of the next pass.
+        stop: position after the last token.
         remaining: sizes of the passes.
     """
 
     position: int
+    stop: int
     remaining: deque[int] = field(default_factory=deque)
 
     def take(self, limit: int | None, *, at_least_one: bool) -> list[int]:
@@ -52,20 +55,22 @@ class Passes:
         return taken
 
 
-@dataclass(slots=True)
-class ShortPass:
-    """Last pass of a prompt, short enough to share a launch with those of other prompts.
+@dataclass(frozen=True, slots=True)
+class LastPart:
+    """The last tokens of a prompt, few enough to share a pass with those of other prompts.
 
     Attributes:
         request: request of the prompt.
-        start, chunk: first position and tokens of the pass.
-        draft: first position of the draft's pass, which has `chunk` tokens, too. None: the draft has no pass now.
+        start, tokens: first position, and number of tokens.
+        chunks: sizes of the passes over them if there is no other prompt.
+        draft: the same for the draft. None: the draft has no pass now.
     """
 
     request: Request
     start: int
-    chunk: int
-    draft: int | None = None
+    tokens: int
+    chunks: list[int]
+    draft: LastPart | None = None
 
 
 @dataclass(slots=True)
@@ -83,10 +88,9 @@ class PrefillQueue:
     waiting: deque[Request] = field(default_factory=deque)
     request: Request | None = None
     row: int = 0
-    _deferred: dict[int, ShortPass] = field(
-        default_factory=dict
-    )  # row -> last pass of its prompt, which waits for those of other prompts
-    _target: Passes = field(default_factory=lambda: Passes(0))
+    # row -> last tokens of its prompt, which wait for those of other prompts
+    _deferred: dict[int, LastPart] = field(default_factory=dict)
+    _target: Passes = field(default_factory=lambda: Passes(0, 0))
     _draft: Passes | None = None  # passes of the draft; None: the draft catches up later, in steps
     _refused: tuple[Request, int] | None = None  # request that did not fit, and the number of free and idle pages then
 
@@ -102,7 +106,7 @@ class PrefillQueue:
         seen = request, table.num_free + table.num_idle
         if row is None or seen == self._refused:
             return None
-        nodes = prefix.match(request.prompt, self._shareable(request)) if prefix is not None else []
+        nodes = self._matching(request)
         # the hidden states of all tokens are wanted for their scores: passes write the same bits to shared pages again
         known = 0 if request.scores is not None else self._resumable(nodes, draft=False)
         if not self.engine.sizes.exact:
@@ -123,6 +127,23 @@ class PrefillQueue:
                 drafted = nodes[: drafted_upto(prefix, nodes) // prefix.unit]
                 request.draft_length = self._resumable(drafted, draft=True) * prefix.unit
         return request, pages
+
+    def _matching(self, request: Request) -> list[Node]:
+        """Returns the nodes of the prefix cache that a prompt shares.
+
+        First queues the deferred passes if the prompt can share more pages after them.
+        """
+        prefix = self.engine.prefix
+        if prefix is None:
+            return []
+        nodes = prefix.match(request.prompt, self._shareable(request))
+        more = (len(nodes) + 1) * prefix.unit
+        for part in self._deferred.values():
+            both = min(self._shareable(request), self._shareable(part.request))
+            if more <= both and request.prompt[:more] == part.request.prompt[:more]:
+                self.flush()
+                return prefix.match(request.prompt, self._shareable(request))
+        return nodes
 
     def budgets(self, running: int) -> int:
         """Returns how many times the prefill budget may be used before the next step.
@@ -174,12 +195,16 @@ class PrefillQueue:
             ):
                 fed += self._feed_draft(request, draft, limit, at_least_one=at_least_one)
             taken = self._target.take(None if limit is None else limit - fed, at_least_one=at_least_one and not fed)
-            if self._defer(request, taken):
-                return fed + sum(taken)
-            if taken or len(request.prompt) == 1:
-                self._enqueue(request, self.row, self._target.position, taken, draft=False, running=False)
-            self._target.position += sum(taken)
             fed += sum(taken)
+            alone = self._defer(request, taken, limit)
+            if alone or len(request.prompt) == 1:
+                self._enqueue(request, self.row, self._target.position, alone, draft=False, running=False)
+            if len(alone) < len(taken):
+                self.request = None
+                if self._blocks() == self.engine.sizes.most_blocks:
+                    self.flush()
+                return fed
+            self._target.position += sum(taken)
             if draft is not None and not self._target.remaining:
                 # the draft reads a short prompt in the same turn, whatever part of the limit the target used
                 left = None if limit is None else max(limit - fed, limit // _DRAFT_RATE)
@@ -189,44 +214,68 @@ class PrefillQueue:
             self.request = None
         return fed
 
-    def _defer(self, request: Request, taken: list[int]) -> bool:
-        """Defers a pass to `flush` if it is short and the last one of its prompt.
+    def _defer(self, request: Request, taken: list[int], limit: int | None) -> list[int]:
+        """Defers the last tokens of a prompt to `flush`, if they may share a pass.
 
-        Returns True if the pass was deferred.
+        Args:
+            request: its prompt is being prefilled.
+            taken: sizes of the target's next passes.
+            limit: see `feed`.
+
+        Returns:
+            The passes that are not deferred, a beginning of `taken`.
         """
-        draft, rows = self._draft, self.engine.sizes.prompts_per_pass(taken[0]) if len(taken) == 1 else 1
-        if (
-            rows == 1
-            or request.scores is not None
-            or self._target.remaining
-            or (draft is not None and list(draft.remaining) not in ([], taken))
-        ):
-            return False
-        if any(each.chunk != taken[0] for each in self._deferred.values()):
+        if self._target.remaining or request.scores is not None:
+            return taken
+        starts = list(accumulate(taken, initial=self._target.position))
+        shares, stop = self.engine.sizes.shares, self._target.stop
+        first = next((at for at in range(len(taken)) if shares(taken[at:], stop - starts[at])), None)
+        draft, beside = self._draft, None
+        if first is None:
+            return taken
+        if draft is not None and draft.remaining:
+            beside = LastPart(request, draft.position, draft.stop - draft.position, list(draft.remaining))
+            within = limit is None or sum(beside.chunks) <= _DRAFT_RATE * limit
+            if not (within and shares(beside.chunks, beside.tokens, draft=True)):
+                return taken
+        part = LastPart(request, starts[first], stop - starts[first], taken[first:], beside)
+        if self._blocks(part) > self.engine.sizes.most_blocks:
             self.flush()
-        start = draft.position if draft is not None and draft.remaining else None
-        self._deferred[self.row] = ShortPass(request, self._target.position, taken[0], start)
-        self.request = None
-        if len(self._deferred) == rows:
-            self.flush()
-        return True
+        self._deferred[self.row] = part
+        return taken[:first]
+
+    def _blocks(self, *more: LastPart) -> int:
+        """Returns the number of blocks of a pass over the deferred parts and `more`.
+
+        It is that of the target or of the draft, whichever has more blocks.
+        """
+        parts, blocks_of = (*self._deferred.values(), *more), self.engine.sizes.blocks_of
+        of_draft = sum(blocks_of(part.draft.tokens) for part in parts if part.draft is not None)
+        return max(sum(blocks_of(part.tokens) for part in parts), of_draft)
 
     def flush(self) -> None:
-        """Queues the deferred passes of short prompts as one pass. Their rows run after it."""
+        """Queues the deferred last tokens of prompts as one pass. Their rows run after it."""
         if not self._deferred:
             return
-        short, self._deferred = self._deferred, {}
-        chunk = next(iter(short.values())).chunk
+        parts, self._deferred = self._deferred, {}
         with self.engine.modules.mark("prefill"):
-            starts = {row: each.start for row, each in short.items()}
-            self.engine.prompts.feed_rows(starts, chunk, draft=False, running=False)
-            drafts = {row: each.draft for row, each in short.items() if each.draft is not None}
+            self._feed_parts(parts, draft=False)
+            drafts = {row: part.draft for row, part in parts.items() if part.draft is not None}
             if drafts:
-                self.engine.prompts.feed_rows(drafts, chunk, draft=True, running=False)
-        for row, each in short.items():
-            if each.draft is not None:
-                self._drafted(each.request, each.draft + chunk)
-            self._finish(each.request, row)
+                self._feed_parts(drafts, draft=True)
+        for row, part in parts.items():
+            if part.draft is not None:
+                self._drafted(part.request, part.draft.start + part.draft.tokens)
+            self._finish(part.request, row)
+
+    def _feed_parts(self, parts: Mapping[int, LastPart], *, draft: bool) -> None:
+        """Queues one pass over the last tokens of several prompts, or the passes over those of a single one."""
+        if len(parts) > 1:
+            passed = [Part(row, part.start, part.tokens) for row, part in parts.items()]
+            self.engine.prompts.feed_rows(passed, draft=draft, running=False)
+            return
+        for row, part in parts.items():
+            self._enqueue(part.request, row, part.start, part.chunks, draft=draft, running=False)
 
     def _drafted(self, request: Request, upto: int) -> None:
         """Records that the draft has read a request's tokens up to `upto`, except the last two."""
@@ -282,26 +331,33 @@ class PrefillQueue:
 
     def catch_up(self, rows: Mapping[int, Request]) -> float:
         """Feeds the draft the tokens of these rows that it has not read. Returns the number of passes."""
-        passes, short = 0.0, dict[int, dict[int, int]]()  # chunk -> row -> start
+        passes, parts, sizes = 0.0, list[Part](), self.engine.sizes
         for row, request in sorted(rows.items()):
             self._adopt_draft_kv(request, row)
-            chunks, start = lag_of(self.engine, request), request.draft_length
+            chunks, part = lag_of(self.engine, request), self._missing(request, row)
             passes += passes_of(chunks)
             request.draft_lag = False
-            if len(chunks) == 1 and self.engine.sizes.prompts_per_pass(chunks[0]) > 1:
-                batch = short.setdefault(chunks[0], {})
-                batch[row] = start
-                if len(batch) == self.engine.sizes.prompts_per_pass(chunks[0]):
-                    self.engine.prompts.feed_rows(short.pop(chunks[0]), chunks[0], draft=True)
-            elif chunks:
-                self._enqueue(request, row, start, chunks, draft=True, running=True)
-            if chunks:
-                self._drafted(request, start + sum(chunks))
-                if self.engine.prefix is not None and not request.drafted:
-                    mark_drafted(self.engine.prefix, request)
-        for chunk, starts in short.items():
-            self.engine.prompts.feed_rows(starts, chunk, draft=True)
+            if not chunks:
+                continue
+            if sizes.shares(chunks, part.tokens, draft=True):
+                if sum(sizes.blocks_of(each.tokens) for each in (*parts, part)) > sizes.most_blocks:
+                    self.engine.prompts.feed_rows(parts, draft=True)
+                    parts = []
+                parts.append(part)
+            else:
+                self._enqueue(request, row, part.start, chunks, draft=True, running=True)
+            self._drafted(request, part.start + part.tokens)
+            if self.engine.prefix is not None and not request.drafted:
+                mark_drafted(self.engine.prefix, request)
+        if parts:
+            self.engine.prompts.feed_rows(parts, draft=True)
         return passes
+
+    def _missing(self, request: Request, row: int) -> Part:
+        """Returns the tokens of a row that its draft has not read, up to the last two."""
+        assert self.engine.modules.proposer is not None, "it is fed"
+        start = request.draft_length
+        return Part(row, start, min(request.length - 2, self.engine.modules.proposer.max_length) - start)
 
     def _adopt_draft_kv(self, request: Request, row: int) -> None:
         """Increases a row's draft length if another row has meanwhile written the draft's K/V to their shared pages."""
@@ -364,7 +420,7 @@ class PrefillQueue:
         ends = [length for length, _ in self._state_points(request, start, draft=draft)[:-1] if length is not None]
         edges = [start, *(end for end in ends if end < stop), stop]
         passes = (self.engine.sizes.passes(end, begin, max_tokens, draft=draft) for begin, end in pairwise(edges))
-        return Passes(start, deque(chain.from_iterable(passes)))
+        return Passes(start, stop, deque(chain.from_iterable(passes)))
 
     def _resume(self, request: Request, row: int, length: int, *, draft: bool) -> None:
         """Loads the recurrent states after the positions that a row shares."""
