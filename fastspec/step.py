@@ -41,10 +41,18 @@ class PromptEnd:
     threshold: int = LONG_PROMPT
 
     @classmethod
-    def zeros(cls, rows: int, width: int, layers: int, dtype: torch.dtype, device: torch.device) -> PromptEnd:
+    def zeros(
+        cls,
+        rows: int,
+        width: int,
+        layers: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        threshold: int = LONG_PROMPT,
+    ) -> PromptEnd:
         """Allocates zeros for `rows` rows, with hidden states of `width` elements."""
         hidden = torch.zeros(rows, width, dtype=dtype, device=device)
-        return cls(hidden, hidden.new_zeros(rows, layers, width) if layers else None)
+        return cls(hidden, hidden.new_zeros(rows, layers, width) if layers else None, threshold)
 
     def like(self, rows: int) -> PromptEnd:
         """Allocates zeros of these shapes, for another number of rows."""

@@ -61,7 +61,7 @@ from fastspec.proposers.interface import (
     takes_features,
 )
 from fastspec.proposers.suffix import Suffix
-from fastspec.shapes import DELTA_CHUNK
+from fastspec.shapes import DELTA_CHUNK, LONG_PROMPT, LONG_PROMPT_CUDA
 from fastspec.state import DecodeState
 from fastspec.step import PromptEnd, StepModules
 
@@ -209,7 +209,14 @@ def _modules(
         work=work,
         record_work=ops.record_work(rows, drafts, vocab, device),
         features=feature_buffer(proposer, rows, drafts, width, layout.target_dtype, device),
-        prompt_ends=PromptEnd.zeros(rows, width, len(features_of(proposer)), layout.target_dtype, device),
+        prompt_ends=PromptEnd.zeros(
+            rows,
+            width,
+            len(features_of(proposer)),
+            layout.target_dtype,
+            device,
+            LONG_PROMPT_CUDA if device.type == "cuda" else LONG_PROMPT,
+        ),
     )
 
 

@@ -13,7 +13,7 @@ from fastspec.kernels.ops import Ops
 from fastspec.kernels.room import room_bytes
 from fastspec.models.heads.spec import HeadSpec
 from fastspec.models.interface import ModelInfo
-from fastspec.state import StateSizes
+from fastspec.state import BUFFERS, StateSizes
 
 _GIB = 2**30
 # tokens of the largest pass over several prompts; larger ones take hardly less time for a token on an H100
@@ -158,6 +158,7 @@ class Layout:
             else 0,
             buffers=state.nbytes
             + slot.nbytes
+            + self._shared_slot_bytes(max_length)
             + self._rotary_bytes(max_length)
             + self._feature_bytes()
             + self.lookup_bytes,
@@ -213,6 +214,13 @@ class Layout:
     def _rotary_bytes(self, max_length: int) -> int:
         positions = self.pages_per_row(max_length) * self.page_size
         return sum(spec.rotary_bytes(positions) for spec in (self.target, self.draft) if spec)
+
+    def _shared_slot_bytes(self, max_length: int) -> int:
+        """Returns the bytes of the prefill slot of shared passes: what a pass reads, once for each block."""
+        blocks = self.pass_tokens(max_length) // self.chunks[0] if self.ops.name == "triton" and self.batch > 1 else 0
+        letters = self.state_sizes(max_length).letters | {"B": blocks}
+        ends = blocks * self.target.hidden_size * self.target_dtype.itemsize
+        return ends + sum(each.nbytes(letters) for each in BUFFERS.values() if each.prefill)
 
     def _feature_bytes(self) -> int:
         """Returns the bytes of `feature_buffer` and `PromptEnd`, including those of the prefill slot."""
