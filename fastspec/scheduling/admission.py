@@ -6,7 +6,8 @@ The host never waits for the device here.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -48,32 +49,56 @@ def fill_prompt(
     _fill(state, row, {**numbers, "finish": IDLE})
 
 
-def fill_options(
-    state: DecodeState, row: int, prompt_length: int, limit: int, options: RowOptions, sampler: str
-) -> None:
-    """Writes the fields of a row that steps read.
+@dataclass(frozen=True, slots=True)
+class NewRow:
+    """A row whose prompt is being prefilled.
 
-    Args:
-        state, row: the row to write to.
+    Attributes:
+        row: its index.
         prompt_length: tokens of the prompt.
         limit: largest length of the row, in tokens.
         options: options of the row.
-        sampler: sampler kind of its steps. Biases and counts are written only for FULL, because GREEDY does not read
+    """
+
+    row: int
+    prompt_length: int
+    limit: int
+    options: RowOptions
+
+
+def fill_options(state: DecodeState, rows: Sequence[NewRow], sampler: str) -> None:
+    """Writes the fields of new rows that steps read, one copy for each field.
+
+    Args:
+        state: state of the rows.
+        rows: at least one.
+        sampler: sampler kind of their steps. Biases and counts are written only for FULL, because GREEDY does not read
             them.
     """
-    numbers = {
-        "limits": limit,
+    numbers = [_numbers(each, state.draft_tokens.shape[1]) for each in rows]
+    places = send([each.row for each in rows], torch.int64, state.lengths.device)
+    for dtype in (torch.int64, torch.float64):  # float64 holds what the caller gave; a field rounds it once
+        names = [name for name in numbers[0] if getattr(state, name).is_floating_point() == dtype.is_floating_point]
+        values = send([line[name] for name in names for line in numbers], dtype, state.lengths.device)
+        for name, column in zip(names, values.split(len(rows)), strict=True):
+            getattr(state, name).index_copy_(0, places, column.to(getattr(state, name).dtype))
+    state.masks.index_fill_(0, places, ALL)
+    for each in rows if sampler == FULL else ():
+        fill_tables(state, each.row, each.prompt_length, each.options)
+
+
+def _numbers(new: NewRow, max_drafts: int) -> dict[str, float]:
+    """Returns the number that each field of a new row gets."""
+    options = new.options
+    return {
+        "limits": new.limit,
         **{each.fills: getattr(options, name) for name, each in NUMBERS.items()},
         "seeds": options.seed,
-        "min_lengths": prompt_length + options.min_new_tokens,
-        "prompt_lengths": prompt_length,
-        "draft_limits": draft_limit(options, state.draft_tokens.shape[1]),
+        "min_lengths": new.prompt_length + options.min_new_tokens,
+        "prompt_lengths": new.prompt_length,
+        "draft_limits": draft_limit(options, max_drafts),
         "constrained": options.guided,
-        "masks": ALL,
     }
-    _fill(state, row, numbers)
-    if sampler == FULL:
-        fill_tables(state, row, prompt_length, options)
 
 
 def fill_texts(state: DecodeState, row: int, prediction: tuple[int, ...], owner: int) -> None:

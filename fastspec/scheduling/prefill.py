@@ -24,7 +24,9 @@ from fastspec.state import PAUSED, PREFILLED, RUNNING
 
 # prompt tokens up to which a pass takes hardly longer than one over a few tokens: it is limited by reading the weights
 _PASS_ROWS = 128
-_MAX_BUDGETS = 4  # largest number of budgets that one step spends, if many short prompts wait
+# largest number of budgets that one step spends, if many short prompts wait: with the default budget it is one pass of
+# the largest size. One budget is spent for as many running rows as _PATIENCE times the prompts that wait
+_MAX_BUDGETS, _PATIENCE = 8, 4
 _DRAFT_RATE = 4  # lower limit of the tokens that a draft model reads in the time in which the target reads one
 
 
@@ -148,10 +150,11 @@ class PrefillQueue:
     def budgets(self, running: int) -> int:
         """Returns how many times the prefill budget may be used before the next step.
 
-        More than once if more short prompts wait than rows run. So requests that arrive together soon run together.
+        More than once if many short prompts wait, compared with the rows that run. So requests that arrive together
+        soon run together, and share passes.
         """
         short = sum(2 * len(request.prompt) <= self.engine.sizes.batch_tokens for request in self.waiting)
-        return max(1, min(_MAX_BUDGETS, short // max(1, running)))
+        return max(1, min(_MAX_BUDGETS, _PATIENCE * short // max(1, running)))
 
     def plan(self, *, drafting: bool, max_tokens: int | None) -> None:
         """Splits the prompt into passes.
@@ -166,7 +169,7 @@ class PrefillQueue:
         length, self._draft = len(request.prompt), None
         self._resume(request, self.row, request.cached, draft=False)
         self._resume(request, self.row, request.draft_length, draft=True)
-        stop = length if engine.prompts.takes_whole(length) else length - 1
+        stop = length if self._whole(request) else length - 1
         self._target = self._passes(request, request.cached, stop, max_tokens, draft=False)
         if drafting and engine.modules.proposer is not None:
             stop, start = min(length - 2, engine.modules.proposer.max_length), request.draft_length
@@ -176,7 +179,8 @@ class PrefillQueue:
         """Queues passes that together take about as long as the target's passes over `limit` tokens.
 
         After the last pass the row runs. The draft's passes have many tokens, because every pass reads all weights. A
-        draft pass is queued when the draft lacks that many tokens, and after the target's last pass.
+        draft pass is queued when the draft lacks that many tokens, and after the target's last pass. If the first token
+        comes from that pass, the draft reads the rest later, when it catches up.
 
         Args:
             limit: number of tokens. None: all that remain.
@@ -205,11 +209,11 @@ class PrefillQueue:
                     self.flush()
                 return fed
             self._target.position += sum(taken)
-            if draft is not None and not self._target.remaining:
+            if draft is not None and not self._target.remaining and not self._whole(request):
                 # the draft reads a short prompt in the same turn, whatever part of the limit the target used
                 left = None if limit is None else max(limit - fed, limit // _DRAFT_RATE)
                 fed += self._feed_draft(request, draft, left, at_least_one=at_least_one and not fed)
-        if not self._target.remaining and not (draft and draft.remaining):
+        if not self._target.remaining and (self._whole(request) or not (draft and draft.remaining)):
             self._finish(request, self.row)
             self.request = None
         return fed
@@ -233,7 +237,7 @@ class PrefillQueue:
         draft, beside = self._draft, None
         if first is None:
             return taken
-        if draft is not None and draft.remaining:
+        if draft is not None and draft.remaining and not self._whole(request):
             beside = LastPart(request, draft.position, draft.stop - draft.position, list(draft.remaining))
             within = limit is None or sum(beside.chunks) <= _DRAFT_RATE * limit
             if not (within and shares(beside.chunks, beside.tokens, draft=True)):
@@ -277,6 +281,10 @@ class PrefillQueue:
         for row, part in parts.items():
             self._enqueue(part.request, row, part.start, part.chunks, draft=draft, running=False)
 
+    def _whole(self, request: Request) -> bool:
+        """True if the first token of a request comes from the last pass over its prompt."""
+        return self.engine.prompts.takes_whole(len(request.prompt))
+
     def _drafted(self, request: Request, upto: int) -> None:
         """Records that the draft has read a request's tokens up to `upto`, except the last two."""
         proposer = self.engine.modules.proposer
@@ -306,7 +314,7 @@ class PrefillQueue:
                 self.engine.prefix_states.rename(request, request.nodes[last - 1] if whole else None)
         state = self.engine.state
         state.emitted[row].fill_(min(1, len(request.prompt) - 1))  # steps that ran while the row idled wrote 0
-        request.prefilled = self.engine.prompts.takes_whole(len(request.prompt))
+        request.prefilled = self._whole(request)
         ready = PREFILLED if request.prefilled else RUNNING
         state.finish[row].fill_(ready if request.grammar is None else PAUSED)
 
