@@ -172,7 +172,7 @@ class PrefillQueue:
         stop = length if self._whole(request) else length - 1
         self._target = self._passes(request, request.cached, stop, max_tokens, draft=False)
         if drafting and engine.modules.proposer is not None:
-            stop, start = min(length - 2, engine.modules.proposer.max_length), request.draft_length
+            stop, start = readable_by_draft(engine, request), request.draft_length
             self._draft = self._passes(request, start, stop, max_tokens and _DRAFT_RATE * max_tokens, draft=True)
 
     def feed(self, limit: int | None, *, at_least_one: bool) -> int:
@@ -287,9 +287,7 @@ class PrefillQueue:
 
     def _drafted(self, request: Request, upto: int) -> None:
         """Records that the draft has read a request's tokens up to `upto`, except the last two."""
-        proposer = self.engine.modules.proposer
-        assert proposer is not None, "it is fed"
-        request.draft_length = min(upto, request.length - 2, proposer.max_length)
+        request.draft_length = min(upto, readable_by_draft(self.engine, request))
 
     def _feed_draft(self, request: Request, passes: Passes, limit: int | None, *, at_least_one: bool) -> int:
         """Queues the draft's next passes. For arguments and result see `feed`."""
@@ -337,35 +335,36 @@ class PrefillQueue:
         if self.engine.prefix_states is not None:
             self.engine.prefix_states.clear()
 
-    def catch_up(self, rows: Mapping[int, Request]) -> float:
-        """Feeds the draft the tokens of these rows that it has not read. Returns the number of passes."""
+    def catch_up(self, rows: Mapping[int, Request], ahead: Mapping[int, int | None]) -> float:
+        """Feeds the draft the tokens of these rows that it has not read. Returns the number of passes.
+
+        Args:
+            rows: row -> its request.
+            ahead: row -> number of its tokens that the device knows and the host does not. None: the draft knows all
+                but the last two, however many there are.
+        """
         passes, parts, sizes = 0.0, list[Part](), self.engine.sizes
         for row, request in sorted(rows.items()):
             self._adopt_draft_kv(request, row)
-            chunks, part = lag_of(self.engine, request), self._missing(request, row)
+            chunks, start = lag_of(self.engine, request, ahead[row] or 0), request.draft_length
             passes += passes_of(chunks)
             request.draft_lag = False
             if not chunks:
                 continue
+            part = Part(row, start, readable_by_draft(self.engine, request, ahead[row] or 0) - start)
             if sizes.shares(chunks, part.tokens, draft=True):
                 if sum(sizes.blocks_of(each.tokens) for each in (*parts, part)) > sizes.most_blocks:
                     self.engine.prompts.feed_rows(parts, draft=True)
                     parts = []
                 parts.append(part)
             else:
-                self._enqueue(request, row, part.start, chunks, draft=True, running=True)
-            self._drafted(request, part.start + part.tokens)
+                self._enqueue(request, row, start, chunks, draft=True, running=True)
+            request.draft_length = start + part.tokens
             if self.engine.prefix is not None and not request.drafted:
                 mark_drafted(self.engine.prefix, request)
         if parts:
             self.engine.prompts.feed_rows(parts, draft=True)
         return passes
-
-    def _missing(self, request: Request, row: int) -> Part:
-        """Returns the tokens of a row that its draft has not read, up to the last two."""
-        assert self.engine.modules.proposer is not None, "it is fed"
-        start = request.draft_length
-        return Part(row, start, min(request.length - 2, self.engine.modules.proposer.max_length) - start)
 
     def _adopt_draft_kv(self, request: Request, row: int) -> None:
         """Increases a row's draft length if another row has meanwhile written the draft's K/V to their shared pages."""
@@ -473,12 +472,26 @@ def passes_of(chunks: list[int]) -> float:
     return sum(max(1.0, chunk / _PASS_ROWS) for chunk in chunks)
 
 
-def lag_of(engine: Engine, request: Request) -> list[int]:
-    """Returns the sizes of the passes that feed the draft a row's missing tokens, up to the last two."""
+def readable_by_draft(engine: Engine, request: Request, ahead: int = 0) -> int:
+    """Returns the number of first positions that passes feed to the draft: all but the last two, in its context.
+
+    Args:
+        ahead: see `lag_of`.
+    """
     proposer = engine.modules.proposer
-    if proposer is None:
+    assert proposer is not None, "it is fed"
+    return min(request.length + ahead - 2, proposer.max_length)
+
+
+def lag_of(engine: Engine, request: Request, ahead: int = 0) -> list[int]:
+    """Returns the sizes of the passes that feed the draft a row's missing tokens, up to the last two.
+
+    Args:
+        ahead: number of the row's tokens that the host has not read yet.
+    """
+    if engine.modules.proposer is None:
         return []
-    known, start = min(request.length - 2, proposer.max_length), request.draft_length
+    known, start = readable_by_draft(engine, request, ahead), request.draft_length
     if request.drafted or start % engine.sizes.grid_unit:  # steps have written tokens after the prefill
         return chunks_of(engine.sizes.chunks, known - start)
     return engine.sizes.passes(known, start, draft=True)

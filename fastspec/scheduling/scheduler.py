@@ -224,9 +224,10 @@ class Scheduler:
         )
         passes = 0.0
         if k:
-            if self._in_flight and any(requests[row].draft_lag for row in drafting):
+            ahead = {row: self._tokens_ahead(requests[row]) for row in drafting}
+            if any(requests[row].draft_lag and ahead[row] is None for row in drafting):
                 return False  # how far the draft is behind is known only after those steps are read
-            passes = self._queue.catch_up({row: self._rows[row] for row in drafting})
+            passes = self._queue.catch_up({row: self._rows[row] for row in drafting}, ahead)
         drafted, (k, masked) = k, grammar_steps(requests, self._calls, k)
         rows = self.engine.shapes.bucket(max(self._rows) + 1)
         shape = self._shape(k, calls, requests)
@@ -339,6 +340,14 @@ class Scheduler:
         """
         emitted = sum(step.k + 1 for step in self._in_flight if request in step.requests.values())
         return request.length + emitted < request.limit
+
+    def _tokens_ahead(self, request: Request) -> int | None:
+        """Returns the number of a request's tokens in steps that were not read. None: it is not known.
+
+        A step for first tokens emits one token, if the row does not end in it.
+        """
+        steps = [step for step in self._in_flight if request in step.requests.values()]
+        return len(steps) if all(step.first_token for step in steps) else None
 
     def _positions(self, request: Request) -> int:
         """Returns the number of cache positions that a request may write."""
