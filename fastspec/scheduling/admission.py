@@ -77,7 +77,7 @@ def fill_options(state: DecodeState, rows: Sequence[NewRow], sampler: str) -> No
     """
     numbers = [_numbers(each, state.draft_tokens.shape[1]) for each in rows]
     places = send([each.row for each in rows], torch.int64, state.lengths.device)
-    for dtype in (torch.int64, torch.float64):  # float64 holds what the caller gave; a field rounds it once
+    for dtype in (torch.int64, torch.float32):
         names = [name for name in numbers[0] if getattr(state, name).is_floating_point() == dtype.is_floating_point]
         values = send([line[name] for name in names for line in numbers], dtype, state.lengths.device)
         for name, column in zip(names, values.split(len(rows)), strict=True):
