@@ -18,8 +18,9 @@ EARLY_BLOCKS = 17
 # positions of a chunk of the gated delta rule in a prompt; chunks are on a grid from position 0. Recurrent states of
 # any kind are kept only after whole chunks
 DELTA_CHUNK = 64
-# prompt tokens; the first token of a longer prompt comes from its last prefill pass, and the draft reads it later
-LONG_PROMPT = 1024
+# prompt tokens; the first token of a longer prompt comes from its last prefill pass, and the draft reads it later. On
+# a GPU these are all prompts that have a prefill pass: a step would read all weights for one token
+LONG_PROMPT, LONG_PROMPT_CUDA = 1024, 1
 _PASS_COST = 128  # fixed cost of a pass, in prompt tokens: about the time to read the weights
 SAMPLERS = GREEDY, FULL = "greedy", "full"  # sampler kinds of a step
 # values of `StepShape.grammars`: MIXED_DRAFTS: the proposer drafts for rows without a grammar. GRAMMAR_ONLY: only

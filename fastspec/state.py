@@ -7,10 +7,11 @@ refused slots are never zeroed or copied. They are at positions from `lengths` o
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -291,6 +292,18 @@ class DecodeState:
         for name, each in BUFFERS.items():
             if each.reset:
                 getattr(self, name).fill_(each.fill)
+
+
+def send(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Copies values to the device. On CUDA through pinned memory, so that the host does not wait."""
+    if dtype == torch.int64 and values:  # torch reads an array in a third of the time
+        return sent(torch.frombuffer(array("q", cast("Sequence[int]", values)), dtype=dtype), device)
+    return sent(torch.tensor(values, dtype=dtype, device="cpu"), device)
+
+
+def sent(here: Tensor, device: torch.device) -> Tensor:
+    """Copies a tensor of the host to the device, see `send`."""
+    return here.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else here
 
 
 BUFFERS: Mapping[str, Buffer] = {each.name: each.metadata["buffer"] for each in fields(DecodeState)}

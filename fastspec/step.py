@@ -41,10 +41,18 @@ class PromptEnd:
     threshold: int = LONG_PROMPT
 
     @classmethod
-    def zeros(cls, rows: int, width: int, layers: int, dtype: torch.dtype, device: torch.device) -> PromptEnd:
+    def zeros(
+        cls,
+        rows: int,
+        width: int,
+        layers: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        threshold: int = LONG_PROMPT,
+    ) -> PromptEnd:
         """Allocates zeros for `rows` rows, with hidden states of `width` elements."""
         hidden = torch.zeros(rows, width, dtype=dtype, device=device)
-        return cls(hidden, hidden.new_zeros(rows, layers, width) if layers else None)
+        return cls(hidden, hidden.new_zeros(rows, layers, width) if layers else None, threshold)
 
     def like(self, rows: int) -> PromptEnd:
         """Allocates zeros of these shapes, for another number of rows."""
@@ -56,6 +64,14 @@ class PromptEnd:
         self.hidden[row].copy_(source.hidden[place])
         if self.features is not None and source.features is not None:
             self.features[row].copy_(source.features[place])
+
+    def copy_rows(self, rows: Tensor, source: PromptEnd, places: Tensor) -> None:
+        """Copies rows `places` of `source` to `rows`, both int64 [n]. Neither has features."""
+        self.hidden.index_copy_(0, rows, source.hidden[places])
+
+    def first(self, rows: int) -> PromptEnd:
+        """Returns views of the first `rows` rows."""
+        return PromptEnd(self.hidden[:rows], None if self.features is None else self.features[:rows], self.threshold)
 
     def keep(self, index: Tensor, hidden: Tensor, features: Tensor | None) -> None:
         """Stores entry `index[b]` of each row b. A row whose index is not in 0..Q-1 is unchanged.

@@ -62,12 +62,10 @@ from fastspec.proposers.interface import (
 )
 from fastspec.proposers.ngram import NGram
 from fastspec.proposers.suffix import Suffix
-from fastspec.shapes import DELTA_CHUNK
+from fastspec.shapes import DELTA_CHUNK, LONG_PROMPT, LONG_PROMPT_CUDA
 from fastspec.state import DecodeState
 from fastspec.step import PromptEnd, StepModules
 
-# tokens of a pass over several short prompts: up to here its time is that of reading the weights
-_PREFILL_BATCH_TOKENS = 256
 # smallest prefill pass with the same bits, in tokens, for quantised weights: smaller ones use the kernel of steps
 _SAME_BITS_CODES = 128
 _MAX_BUDGET = 2**31 - 1
@@ -163,20 +161,20 @@ def _step_shapes(settings: Settings, state: DecodeState, *, static: bool) -> Ste
 
 
 def _pass_sizes(settings: Settings, made: _Models, modules: StepModules) -> PassSizes:
-    """Returns the sizes of prefill passes. Short prompts share a pass if that changes no bit."""
+    """Returns the sizes of prefill passes. The last tokens of prompts share a pass if that changes no bit."""
     chunks = settings.layout.chunks_for(settings.max_length)
     if modules.ops.name == "cpu":  # several sizes are for blocked weights; a shared pass takes as long as its parts
         same_bits, draft_chunks, shared = chunks if len(chunks) > 1 else None, None, False
     else:
         same_bits, draft_chunks = _same_bits_of_both(chunks, made, settings.device)
-        shared = _only_in_pages(modules, made.models) and same_bits == chunks
+        shared = _only_in_pages(modules, made.models) and same_bits is not None
     return PassSizes(
         settings.layout.batch,
         settings.exact,
         chunks,
         same_bits,
         draft_chunks,
-        batch_tokens=_PREFILL_BATCH_TOKENS if shared else 0,
+        batch_tokens=settings.layout.pass_tokens(settings.max_length) if shared else 0,
         budget=settings.config.prefill_budget,
     )
 
@@ -212,7 +210,14 @@ def _modules(
         work=work,
         record_work=ops.record_work(rows, drafts, vocab, device),
         features=feature_buffer(proposer, rows, drafts, width, layout.target_dtype, device),
-        prompt_ends=PromptEnd.zeros(rows, width, len(features_of(proposer)), layout.target_dtype, device),
+        prompt_ends=PromptEnd.zeros(
+            rows,
+            width,
+            len(features_of(proposer)),
+            layout.target_dtype,
+            device,
+            LONG_PROMPT_CUDA if device.type == "cuda" else LONG_PROMPT,
+        ),
     )
 
 

@@ -32,6 +32,7 @@ from fastspec.state import DecodeState
 from fastspec.step import StepModules, step
 from fastspec.torch_settings import shielded, using_threads
 
+_SHORTEST_PROMPT = 2  # tokens of the shortest prompt that has a prefill pass
 _MEANS = 3  # number of means of which each measurement takes the smallest
 
 
@@ -222,7 +223,7 @@ class Engine:
         """
         sizes, kinds = reversed(self.shapes.buckets(max_rows)), tuple(grammars)
         shapes = self.shapes.kinds(ks, sampler, top_logprobs, longest, shortest, kinds)
-        if self.prompts.takes_whole(longest - 1):
+        if self.prompts.takes_whole(max(longest - 1, _SHORTEST_PROMPT)):
             plain = self.shapes.step(0, sampler, top_logprobs, longest, shortest)
             shapes += [plain.for_first_tokens(grammars=kind is not None) for kind in kinds if kind != MIXED_DRAFTS]
         return [(rows, shape) for rows in sizes for shape in shapes if not self.runner.ready(StepKey(rows, shape))]

@@ -146,10 +146,10 @@ def _chunks(engine: Engine) -> str:
 
 def _batched(engine: Engine) -> str:
     """Describes how many prompts share a prefill pass."""
-    sizes = {chunk: rows for chunk in engine.sizes.chunks if (rows := engine.sizes.prompts_per_pass(chunk)) > 1}
-    if not sizes:
-        return ", one at a time"
-    return ", one at a time; " + " or ".join(f"{rows} of {chunk}" for chunk, rows in sizes.items()) + " in one pass"
+    sizes = engine.sizes
+    if not sizes.shared:
+        return ", one prompt at a time"
+    return f"; the last ones of several prompts together, up to {sizes.most_blocks * sizes.block} in one pass"
 
 
 def _waited_for(engine: Engine) -> str:

@@ -13,9 +13,11 @@ from fastspec.kernels.ops import Ops
 from fastspec.kernels.room import room_bytes
 from fastspec.models.heads.spec import HeadSpec
 from fastspec.models.interface import ModelInfo
-from fastspec.state import StateSizes
+from fastspec.state import BUFFERS, StateSizes
 
 _GIB = 2**30
+# tokens of the largest pass over several prompts; larger ones take hardly less time for a token on an H100
+SHARED_TOKENS = 2048
 _LIBRARY_WORKSPACE = 32 * 2**20  # cuBLAS allocates this on a Hopper GPU; other libraries take less
 _KEPT_STATES = 4  # the prefix cache keeps recurrent states after at least this many prefixes
 # share of the free memory that a default max_length may use; the rest is left for passes and other programs
@@ -130,6 +132,11 @@ class Layout:
         smaller = [size for size in self.chunks if size < max_length]
         return self.chunks[: len(smaller) + 1]
 
+    def pass_tokens(self, max_length: int) -> int:
+        """Returns the tokens of the largest prefill pass, which on CUDA may be one over several prompts."""
+        one = self.chunks_for(max_length)[-1]
+        return max(one, min(SHARED_TOKENS, self.batch * one)) if self.ops.name == "triton" else one
+
     def plan(self, max_length: int, free: int) -> MemoryPlan:
         """Returns the memory plan for rows of up to `max_length` tokens.
 
@@ -151,6 +158,7 @@ class Layout:
             else 0,
             buffers=state.nbytes
             + slot.nbytes
+            + self._shared_slot_bytes(max_length)
             + self._rotary_bytes(max_length)
             + self._feature_bytes()
             + self.lookup_bytes,
@@ -207,6 +215,13 @@ class Layout:
         positions = self.pages_per_row(max_length) * self.page_size
         return sum(spec.rotary_bytes(positions) for spec in (self.target, self.draft) if spec)
 
+    def _shared_slot_bytes(self, max_length: int) -> int:
+        """Returns the bytes of the prefill slot of shared passes: what a pass reads, once for each block."""
+        blocks = self.pass_tokens(max_length) // self.chunks[0] if self.ops.name == "triton" and self.batch > 1 else 0
+        letters = self.state_sizes(max_length).letters | {"B": blocks}
+        ends = blocks * self.target.hidden_size * self.target_dtype.itemsize
+        return ends + sum(each.nbytes(letters) for each in BUFFERS.values() if each.prefill)
+
     def _feature_bytes(self) -> int:
         """Returns the bytes of `feature_buffer` and `PromptEnd`, including those of the prefill slot."""
         ends = (1 + self.feature_layers) * self.target.hidden_size
@@ -224,7 +239,7 @@ class Layout:
         # softmaxes and masks
         step = rows * (wide * size + 15 * 4 * spec.vocab_size)
         # attention of a chunk keeps fp32 partial sums of every head
-        chunk = self.chunks_for(max_length)[-1] * (wide * size + 4 * 4 * spec.num_heads * spec.head_dim)
+        chunk = self.pass_tokens(max_length) * (wide * size + 4 * 4 * spec.num_heads * spec.head_dim)
         return max(step, chunk) + self._kernels_bytes(max_length) + _LIBRARY_WORKSPACE
 
     def _kernels_bytes(self, max_length: int) -> int:

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fastspec.shapes import chunks_of
+
+# blocks of the smallest shared pass; larger ones have a multiple of it. With blocks of 64 tokens a smaller pass would
+# take the same time, that of reading the weights
+_LEAST_BLOCKS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +23,7 @@ class PassSizes:
         same_bits: sizes of passes that write the same bits to the KV cache, ascending. None: only the largest of
             `chunks`.
         draft_chunks: the same for passes of a draft model. None: the target's sizes.
-        batch_tokens: tokens of one pass over several short prompts. 0: every prompt has its own passes.
+        batch_tokens: tokens of the largest pass over several prompts. 0: every prompt has its own passes.
         budget: prompt tokens that each step may prefill while other rows wait. None: whole prompts.
     """
 
@@ -35,13 +40,52 @@ class PassSizes:
         """Passes may begin only at positions that are a multiple of this."""
         return (self.same_bits or self.chunks[-1:])[0] if self.exact else 1
 
-    def prompts_per_pass(self, chunk: int) -> int:
-        """Returns the number of prompts that share a pass with `chunk` tokens of each.
+    @property
+    def block(self) -> int:
+        """Tokens of one block of a shared pass. A block has consecutive tokens of one prompt."""
+        return self.chunks[0]
 
-        1: prompts do not share passes.
+    @property
+    def most_blocks(self) -> int:
+        """Largest number of blocks of a shared pass. 0: prompts do not share passes."""
+        blocks = self.batch_tokens // self.block
+        return blocks if blocks > 1 and self.batch > 1 else 0
+
+    @property
+    def shared(self) -> tuple[int, ...]:
+        """Numbers of blocks that a shared pass may have, ascending. A pass with fewer blocks is padded."""
+        return (*range(_LEAST_BLOCKS, self.most_blocks, _LEAST_BLOCKS), self.most_blocks) if self.most_blocks else ()
+
+    def blocks_of(self, tokens: int) -> int:
+        """Returns the number of blocks for consecutive tokens of one prompt."""
+        return -(-tokens // self.block)
+
+    def shared_blocks(self, blocks: int, *, draft: bool = False) -> int:
+        """Returns the number of blocks of the shared pass for `blocks` blocks.
+
+        It has as many tokens as the smallest pass with the same bits, or more.
+
+        Args:
+            draft: True for a pass of the draft model.
         """
-        rows = self.batch_tokens // chunk
-        return rows if 1 < rows <= self.batch else 1
+        least = self._same_bits(draft=draft)[0]
+        return next(each for each in self.shared if each >= blocks and each * self.block >= least)
+
+    def shares(self, chunks: Sequence[int], tokens: int, *, draft: bool = False) -> bool:
+        """True if a prompt's passes over `tokens` tokens can be part of a shared pass, with the same bits.
+
+        Args:
+            chunks: sizes of these passes.
+            draft: True for passes of the draft model.
+        """
+        if not 0 < self.blocks_of(tokens) < self.most_blocks:
+            return False
+        return not self.exact or set(chunks) <= set(self._same_bits(draft=draft))
+
+    def _same_bits(self, *, draft: bool) -> tuple[int, ...]:
+        """Returns the sizes of the passes that write the same bits."""
+        same = self.same_bits or self.chunks[-1:]
+        return (self.draft_chunks or same) if draft else same
 
     def passes(self, stop: int, start: int = 0, max_tokens: int | None = None, *, draft: bool = False) -> list[int]:
         """Returns the sizes of the passes over the tokens at positions start..stop-1; see `chunks_of`.

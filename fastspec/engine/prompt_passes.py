@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +14,7 @@ from fastspec.engine.step_shapes import StepShapes
 from fastspec.graphs.keys import PromptKey
 from fastspec.graphs.runner import Runner
 from fastspec.shapes import GREEDY
-from fastspec.state import BUFFERS, IDLE, RUNNING, DecodeState
+from fastspec.state import BUFFERS, IDLE, RUNNING, DecodeState, send
 from fastspec.step import PromptEnd, StepModules, prefill
 
 # largest captured prefill pass, in tokens: launching a larger one takes less time than the device works on it
@@ -56,23 +55,61 @@ class PrefillSlot:
         own_ends = None if prompt_ends is None else prompt_ends.like(rows)
         return cls(one, torch.zeros_like(one.lengths), own_features, own_ends)
 
-    def enter(self, state: DecodeState, row: int, start: int, *, running: bool = True, place: int = 0) -> None:
-        """Assigns row `place` of the slot to row `row` of `state`. Its passes begin at position `start`.
+    def enter(self, state: DecodeState, row: int, start: int, *, running: bool = True) -> None:
+        """Assigns the slot's only row to row `row` of `state`. Its passes begin at position `start`.
 
         Args:
             running: False if the row's prompt is not prefilled yet: the row of `state` idles, the slot runs.
         """
         for name, each in BUFFERS.items():
             if each.prefill:
-                getattr(self.state, name)[place].copy_(getattr(state, name)[row])
+                getattr(self.state, name)[0].copy_(getattr(state, name)[row])
         if not running:
-            self.state.finish[place].fill_(RUNNING)
-        self.start[place].fill_(start)
+            self.state.finish.fill_(RUNNING)
+        self.start.fill_(start)
 
-    def leave(self, state: DecodeState, row: int, place: int = 0) -> None:
+    def enter_blocks(self, state: DecodeState, rows: Tensor, starts: Tensor, *, running: bool = True) -> None:
+        """Assigns the slot's first rows to blocks of tokens of rows of `state`. Its other rows idle.
+
+        Args:
+            rows: int64 [blocks], row of each block. A row may have several blocks.
+            starts: int64 [blocks], first position of each block, for target and draft.
+            running: see `enter`.
+        """
+        blocks = len(rows)
+        for name, each in BUFFERS.items():
+            if each.prefill:
+                torch.index_select(getattr(state, name), 0, rows, out=getattr(self.state, name)[:blocks])
+        if not running:
+            self.state.finish[:blocks].fill_(RUNNING)
+        self.state.finish[blocks:].fill_(IDLE)
+        self.start[:blocks].copy_(starts)
+        self.state.draft_lengths[:blocks].copy_(starts)
+
+    def leave(self, state: DecodeState, row: int) -> None:
         """Copies the buffers that draft passes changed back to `row`. The slot's row is idle afterwards."""
-        state.draft_lengths[row].copy_(self.state.draft_lengths[place])
-        self.state.finish[place].fill_(IDLE)
+        state.draft_lengths[row].copy_(self.state.draft_lengths[0])
+        self.state.finish.fill_(IDLE)
+
+    def first(self, rows: int) -> PrefillSlot:
+        """Returns views of the first `rows` rows of a slot without features."""
+        ends = self.prompt_ends and self.prompt_ends.first(rows)
+        return PrefillSlot(self.state.rows(0, rows), self.start[:rows], None, ends)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Consecutive tokens of one row that a shared pass feeds.
+
+    Attributes:
+        row: index of the row.
+        start: first position.
+        tokens: number of tokens.
+    """
+
+    row: int
+    start: int
+    tokens: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -85,7 +122,7 @@ class PromptPasses:
         runner: launches passes, or replays captured ones.
         sizes: sizes of the passes.
         shapes: shapes of the passes.
-        slots: prefill slots by number of rows.
+        slots: prefill slots by number of rows: 1, and the numbers of blocks of shared passes.
     """
 
     modules: StepModules
@@ -100,8 +137,10 @@ class PromptPasses:
         cls, modules: StepModules, state: DecodeState, runner: Runner, sizes: PassSizes, shapes: StepShapes
     ) -> PromptPasses:
         """Allocates the slots for passes of these sizes, on the current stream."""
-        numbers = {1, *map(sizes.prompts_per_pass, sizes.chunks)}
-        slots = {n: PrefillSlot.allocate(state, modules.features, n, modules.prompt_ends) for n in numbers}
+        slots = {1: PrefillSlot.allocate(state, modules.features, prompt_ends=modules.prompt_ends)}
+        if sizes.shared:  # one shared pass runs at a time, so passes of all sizes use the same memory
+            largest = PrefillSlot.allocate(state, None, sizes.shared[-1], modules.prompt_ends)
+            slots |= {blocks: largest.first(blocks) for blocks in sizes.shared}
         return cls(modules, state, runner, sizes, shapes, slots)
 
     def takes_whole(self, prompt: int) -> bool:
@@ -118,21 +157,27 @@ class PromptPasses:
         """Values of `draft` for which there are prefill passes: False for the target, True for the draft."""
         return (False, True) if self.reads_prompts else (False,)
 
+    @property
+    def _passes(self) -> list[tuple[int, int]]:
+        """(tokens of a row, rows) of all prefill passes."""
+        return [(chunk, 1) for chunk in self.sizes.chunks] + [(self.sizes.block, rows) for rows in self.sizes.shared]
+
     def capture(self) -> None:
-        """Captures the prefill passes of up to _LARGEST_CAPTURED tokens."""
-        for chunk in (chunk for chunk in reversed(self.sizes.chunks) if chunk <= _LARGEST_CAPTURED):
-            for draft, rows in itertools.product(
-                self._readers, sorted({1, self.sizes.prompts_per_pass(chunk)}, reverse=True)
-            ):
-                key, body = PromptKey(chunk, draft, rows), self.body(chunk, chunk, draft=draft, rows=rows)
-                self.runner.capture(key, body, self.slots[rows].state.all_idle)
+        """Captures the prefill passes of up to _LARGEST_CAPTURED tokens, the largest first."""
+        for chunk, rows in sorted(self._passes, key=lambda sizes: -sizes[0] * sizes[1]):
+            for draft in self._readers:
+                if self._captured(chunk, rows):
+                    key, body = PromptKey(chunk, draft, rows), self.body(chunk, chunk, draft=draft, rows=rows)
+                    self.runner.capture(key, body, self.slots[rows].state.all_idle)
+
+    def _captured(self, chunk: int, rows: int) -> bool:
+        """True if a pass over `chunk` tokens of each of `rows` rows is replayed, if the runner captures passes."""
+        return chunk * rows <= _LARGEST_CAPTURED
 
     def bodies(self) -> list[Callable[[], None]]:
         """Returns one pass of each size, for the compiler."""
         return [
-            self.body(chunk, chunk, draft=draft, rows=rows)
-            for chunk in self.sizes.chunks
-            for draft, rows in itertools.product(self._readers, {1, self.sizes.prompts_per_pass(chunk)})
+            self.body(chunk, chunk, draft=draft, rows=rows) for chunk, rows in self._passes for draft in self._readers
         ]
 
     def feed_row(
@@ -175,31 +220,42 @@ class PromptPasses:
             self.modules.features[row].copy_(kept[0])
         self._leave(slot, row, draft=draft)
 
-    def feed_rows(self, starts: Mapping[int, int], chunk: int, *, draft: bool, running: bool = True) -> None:
-        """Queues one pass over a chunk of each of several rows. At most `prompts_per_pass(chunk)` rows.
+    def feed_rows(self, parts: Sequence[Part], *, draft: bool, running: bool = True) -> None:
+        """Queues one pass over tokens of several rows. A row has the bits of passes over it alone.
+
+        The tokens are cut into blocks. A row of the pass is a block: it knows its positions, and the pages of the row
+        that it belongs to. All K/V of a layer are written before its attention reads them.
 
         Args:
-            starts: row -> position of its first token.
-            chunk: tokens of each row.
+            parts: at most one of each row, `sizes.most_blocks` blocks together.
             draft, running: see `feed_row`.
         """
-        slot = self.slots[rows := self.sizes.prompts_per_pass(chunk) if len(starts) > 1 else 1]
-        for place, (row, start) in enumerate(starts.items()):
-            slot.enter(self.state, row, start, running=running, place=place)
-        self._run_pass(max(starts.values()) + chunk, chunk, draft, rows)
-        for place, row in enumerate(starts):
-            self._leave(slot, row, place, draft=draft)
+        block, lasts, lines = self.sizes.block, list[int](), list[tuple[int, int]]()
+        for part in parts:
+            lines += [(part.row, start) for start in range(part.start, part.start + part.tokens, block)]
+            lasts.append(len(lines) - 1)
+        slot = self.slots[rows := self.sizes.shared_blocks(len(lines), draft=draft)]
+        numbers = [row for row, _ in lines] + [start for _, start in lines] + [part.row for part in parts] + lasts
+        sent = send(numbers, torch.int64, self.state.lengths.device)
+        owners, starts, own, last = sent.split([len(lines), len(lines), len(parts), len(parts)])
+        slot.enter_blocks(self.state, owners, starts, running=running)
+        self._run_pass(max(part.start + part.tokens for part in parts), block, draft, rows)
+        if draft:
+            self.state.draft_lengths.index_copy_(0, own, slot.state.draft_lengths[last])
+        elif slot.prompt_ends is not None and self.modules.prompt_ends is not None:
+            self.modules.prompt_ends.copy_rows(own, slot.prompt_ends, last)
+        slot.state.finish.fill_(IDLE)
 
-    def _leave(self, slot: PrefillSlot, row: int, place: int = 0, *, draft: bool) -> None:
-        """Frees a slot's row. First copies the target's last hidden state to row `row`, for `first_token_step`."""
+    def _leave(self, slot: PrefillSlot, row: int, *, draft: bool) -> None:
+        """Frees the slot's row. First copies the target's last hidden state to row `row`, for `first_token_step`."""
         if slot.prompt_ends is not None and self.modules.prompt_ends is not None and not draft:
-            self.modules.prompt_ends.copy(row, slot.prompt_ends, place)
-        slot.leave(self.state, row, place)
+            self.modules.prompt_ends.copy(row, slot.prompt_ends, 0)
+        slot.leave(self.state, row)
 
     def _run_pass(self, upto: int, chunk: int, draft: bool, rows: int = 1) -> None:
         """Replays a pass if it is captured. Else launches it, then captures it if it is small enough."""
         key, body = PromptKey(chunk, draft, rows), self.body(upto, chunk, draft=draft, rows=rows)
-        if self.runner.static and chunk > _LARGEST_CAPTURED:
+        if self.runner.static and not self._captured(chunk, rows):
             body()
         elif self.runner.ready(key):
             self.runner.run(key, body)

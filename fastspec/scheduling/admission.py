@@ -6,18 +6,17 @@ The host never waits for the device here.
 from __future__ import annotations
 
 import math
-from array import array
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from fastspec.grammar.row import ALL, GrammarStep
 from fastspec.inputs.row_options import RowOptions
 from fastspec.inputs.table import NUMBERS
 from fastspec.shapes import FULL
-from fastspec.state import IDLE, MAX_STOP_IDS, RUNNING, DecodeState
+from fastspec.state import IDLE, MAX_STOP_IDS, RUNNING, DecodeState, send, sent
 
 
 def fill_prompt(
@@ -40,48 +39,72 @@ def fill_prompt(
         draft_length: number of positions whose K/V of the draft are already in the row's pages.
     """
     padded = [*stop_ids, *[-1] * (MAX_STOP_IDS - len(stop_ids))]
-    sent = _send([*padded, *pages, *prompt], torch.int64, state.lengths.device)
-    ids = sent[MAX_STOP_IDS + len(pages) :]
-    state.stop_ids[row] = sent[:MAX_STOP_IDS]
+    filled = send([*padded, *pages, *prompt], torch.int64, state.lengths.device)
+    ids = filled[MAX_STOP_IDS + len(pages) :]
+    state.stop_ids[row] = filled[:MAX_STOP_IDS]
     state.block_table[row].zero_()
-    state.block_table[row, : len(pages)] = sent[MAX_STOP_IDS : MAX_STOP_IDS + len(pages)]
+    state.block_table[row, : len(pages)] = filled[MAX_STOP_IDS : MAX_STOP_IDS + len(pages)]
     state.tokens[row, : len(prompt)] = ids
     numbers = {"lengths": len(prompt), "draft_lengths": draft_length, "emitted": min(1, len(prompt) - 1)}
     _fill(state, row, {**numbers, "finish": IDLE})
 
 
-def fill_options(
-    state: DecodeState, row: int, prompt_length: int, limit: int, options: RowOptions, sampler: str
-) -> None:
-    """Writes the fields of a row that steps read.
+@dataclass(frozen=True, slots=True)
+class NewRow:
+    """A row whose prompt is being prefilled.
 
-    Args:
-        state, row: the row to write to.
+    Attributes:
+        row: its index.
         prompt_length: tokens of the prompt.
         limit: largest length of the row, in tokens.
         options: options of the row.
-        sampler: sampler kind of its steps. Biases and counts are written only for FULL, because GREEDY does not read
+    """
+
+    row: int
+    prompt_length: int
+    limit: int
+    options: RowOptions
+
+
+def fill_options(state: DecodeState, rows: Sequence[NewRow], sampler: str) -> None:
+    """Writes the fields of new rows that steps read, one copy for each field.
+
+    Args:
+        state: state of the rows.
+        rows: at least one.
+        sampler: sampler kind of their steps. Biases and counts are written only for FULL, because GREEDY does not read
             them.
     """
-    numbers = {
-        "limits": limit,
+    numbers = [_numbers(each, state.draft_tokens.shape[1]) for each in rows]
+    places = send([each.row for each in rows], torch.int64, state.lengths.device)
+    for dtype in (torch.int64, torch.float32):
+        names = [name for name in numbers[0] if getattr(state, name).is_floating_point() == dtype.is_floating_point]
+        values = send([line[name] for name in names for line in numbers], dtype, state.lengths.device)
+        for name, column in zip(names, values.split(len(rows)), strict=True):
+            getattr(state, name).index_copy_(0, places, column.to(getattr(state, name).dtype))
+    state.masks.index_fill_(0, places, ALL)
+    for each in rows if sampler == FULL else ():
+        fill_tables(state, each.row, each.prompt_length, each.options)
+
+
+def _numbers(new: NewRow, max_drafts: int) -> dict[str, float]:
+    """Returns the number that each field of a new row gets."""
+    options = new.options
+    return {
+        "limits": new.limit,
         **{each.fills: getattr(options, name) for name, each in NUMBERS.items()},
         "seeds": options.seed,
-        "min_lengths": prompt_length + options.min_new_tokens,
-        "prompt_lengths": prompt_length,
-        "draft_limits": draft_limit(options, state.draft_tokens.shape[1]),
+        "min_lengths": new.prompt_length + options.min_new_tokens,
+        "prompt_lengths": new.prompt_length,
+        "draft_limits": draft_limit(options, max_drafts),
         "constrained": options.guided,
-        "masks": ALL,
     }
-    _fill(state, row, numbers)
-    if sampler == FULL:
-        fill_tables(state, row, prompt_length, options)
 
 
 def fill_texts(state: DecodeState, row: int, prediction: tuple[int, ...], owner: int) -> None:
     """Fills the prediction of a row, and the owner of the earlier answers that may draft for it."""
     if prediction:
-        state.prediction[row, : len(prediction)] = _send(list(prediction), torch.int64, state.lengths.device)
+        state.prediction[row, : len(prediction)] = send(list(prediction), torch.int64, state.lengths.device)
     _fill(state, row, {"prediction_lengths": len(prediction), "owners": owner})
 
 
@@ -106,12 +129,12 @@ def allow(state: DecodeState, steps: Mapping[int, GrammarStep], k: int, ready: i
         line[0], line[1] = row, len(cut.drafts)
         line[2 : 2 + k] = cut.drafts + [0] * (k - len(cut.drafts))
         line[2 + k : 2 + k + cut.masks.size] = cut.masks.ravel()
-    sent = _moved(torch.from_numpy(packed), state.masks.device)
-    rows = sent[:, 0].long()
-    state.grammar_counts.index_copy_(0, rows, sent[:, 1].long())
+    there = sent(torch.from_numpy(packed), state.masks.device)
+    rows = there[:, 0].long()
+    state.grammar_counts.index_copy_(0, rows, there[:, 1].long())
     if k:
-        state.grammar_drafts[:, :k].index_copy_(0, rows, sent[:, 2 : 2 + k].long())
-    state.masks[:, :places].index_copy_(0, rows, sent[:, 2 + k :].reshape(len(steps), places, words))
+        state.grammar_drafts[:, :k].index_copy_(0, rows, there[:, 2 : 2 + k].long())
+    state.masks[:, :places].index_copy_(0, rows, there[:, 2 + k :].reshape(len(steps), places, words))
     state.finish.index_fill_(0, rows, ready)
 
 
@@ -128,19 +151,8 @@ def fill_tables(state: DecodeState, row: int, prompt_length: int, options: RowOp
     state.unbiased[row].fill_(options.allowed is None and not options.bias)
     bias = state.bias[row].fill_(0.0 if options.allowed is None else -math.inf)
     if options.allowed is not None:
-        bias.index_fill_(0, _send(options.allowed, torch.int64, bias.device), 0.0)
+        bias.index_fill_(0, send(options.allowed, torch.int64, bias.device), 0.0)
     if options.bias:
         ids, values = zip(*options.bias, strict=True)
         # added, so that a bias cannot allow an id that is not allowed
-        bias.index_add_(0, _send(ids, torch.int64, bias.device), _send(values, torch.float32, bias.device))
-
-
-def _send(values: list[int] | tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Copies values to the device. On CUDA through pinned memory, so that the host does not wait."""
-    if dtype == torch.int64 and values:  # torch reads an array in a third of the time
-        return _moved(torch.frombuffer(array("q", values), dtype=dtype), device)
-    return _moved(torch.tensor(values, dtype=dtype, device="cpu"), device)
-
-
-def _moved(here: Tensor, device: torch.device) -> Tensor:
-    return here.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else here
+        bias.index_add_(0, send(ids, torch.int64, bias.device), send(values, torch.float32, bias.device))

@@ -12,9 +12,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Hashable, Mapping
 from dataclasses import dataclass, field
-from itertools import chain, pairwise
+from itertools import accumulate, chain, pairwise
 
 from fastspec.engine.engine import Engine
+from fastspec.engine.prompt_passes import Part
 from fastspec.kv_cache.prefix import Node, PrefixCache
 from fastspec.proposers.interface import kept_in_pages
 from fastspec.scheduling.requests import Request
@@ -23,7 +24,9 @@ from fastspec.state import PAUSED, PREFILLED, RUNNING
 
 # prompt tokens up to which a pass takes hardly longer than one over a few tokens: it is limited by reading the weights
 _PASS_ROWS = 128
-_MAX_BUDGETS = 4  # largest number of budgets that one step spends, if many short prompts wait
+# largest number of budgets that one step spends, if many short prompts wait: with the default budget it is one pass of
+# the largest size. One budget is spent for as many running rows as _PATIENCE times the prompts that wait
+_MAX_BUDGETS, _PATIENCE = 8, 4
 _DRAFT_RATE = 4  # lower limit of the tokens that a draft model reads in the time in which the target reads one
 
 
@@ -33,10 +36,12 @@ class Passes:
 
     Attributes:
         position: first position of the next pass.
+        stop: position after the last token.
         remaining: sizes of the passes.
     """
 
     position: int
+    stop: int
     remaining: deque[int] = field(default_factory=deque)
 
     def take(self, limit: int | None, *, at_least_one: bool) -> list[int]:
@@ -52,20 +57,22 @@ class Passes:
         return taken
 
 
-@dataclass(slots=True)
-class ShortPass:
-    """Last pass of a prompt, short enough to share a launch with those of other prompts.
+@dataclass(frozen=True, slots=True)
+class LastPart:
+    """The last tokens of a prompt, few enough to share a pass with those of other prompts.
 
     Attributes:
         request: request of the prompt.
-        start, chunk: first position and tokens of the pass.
-        draft: first position of the draft's pass, which has `chunk` tokens, too. None: the draft has no pass now.
+        start, tokens: first position, and number of tokens.
+        chunks: sizes of the passes over them if there is no other prompt.
+        draft: the same for the draft. None: the draft has no pass now.
     """
 
     request: Request
     start: int
-    chunk: int
-    draft: int | None = None
+    tokens: int
+    chunks: list[int]
+    draft: LastPart | None = None
 
 
 @dataclass(slots=True)
@@ -83,10 +90,9 @@ class PrefillQueue:
     waiting: deque[Request] = field(default_factory=deque)
     request: Request | None = None
     row: int = 0
-    _deferred: dict[int, ShortPass] = field(
-        default_factory=dict
-    )  # row -> last pass of its prompt, which waits for those of other prompts
-    _target: Passes = field(default_factory=lambda: Passes(0))
+    # row -> last tokens of its prompt, which wait for those of other prompts
+    _deferred: dict[int, LastPart] = field(default_factory=dict)
+    _target: Passes = field(default_factory=lambda: Passes(0, 0))
     _draft: Passes | None = None  # passes of the draft; None: the draft catches up later, in steps
     _refused: tuple[Request, int] | None = None  # request that did not fit, and the number of free and idle pages then
 
@@ -102,7 +108,7 @@ class PrefillQueue:
         seen = request, table.num_free + table.num_idle
         if row is None or seen == self._refused:
             return None
-        nodes = prefix.match(request.prompt, self._shareable(request)) if prefix is not None else []
+        nodes = self._matching(request)
         # the hidden states of all tokens are wanted for their scores: passes write the same bits to shared pages again
         known = 0 if request.scores is not None else self._resumable(nodes, draft=False)
         if not self.engine.sizes.exact:
@@ -124,13 +130,31 @@ class PrefillQueue:
                 request.draft_length = self._resumable(drafted, draft=True) * prefix.unit
         return request, pages
 
+    def _matching(self, request: Request) -> list[Node]:
+        """Returns the nodes of the prefix cache that a prompt shares.
+
+        First queues the deferred passes if the prompt can share more pages after them.
+        """
+        prefix = self.engine.prefix
+        if prefix is None:
+            return []
+        nodes = prefix.match(request.prompt, self._shareable(request))
+        more = (len(nodes) + 1) * prefix.unit
+        for part in self._deferred.values():
+            both = min(self._shareable(request), self._shareable(part.request))
+            if more <= both and request.prompt[:more] == part.request.prompt[:more]:
+                self.flush()
+                return prefix.match(request.prompt, self._shareable(request))
+        return nodes
+
     def budgets(self, running: int) -> int:
         """Returns how many times the prefill budget may be used before the next step.
 
-        More than once if more short prompts wait than rows run. So requests that arrive together soon run together.
+        More than once if many short prompts wait, compared with the rows that run. So requests that arrive together
+        soon run together, and share passes.
         """
         short = sum(2 * len(request.prompt) <= self.engine.sizes.batch_tokens for request in self.waiting)
-        return max(1, min(_MAX_BUDGETS, short // max(1, running)))
+        return max(1, min(_MAX_BUDGETS, _PATIENCE * short // max(1, running)))
 
     def plan(self, *, drafting: bool, max_tokens: int | None) -> None:
         """Splits the prompt into passes.
@@ -145,17 +169,18 @@ class PrefillQueue:
         length, self._draft = len(request.prompt), None
         self._resume(request, self.row, request.cached, draft=False)
         self._resume(request, self.row, request.draft_length, draft=True)
-        stop = length if engine.prompts.takes_whole(length) else length - 1
+        stop = length if self._whole(request) else length - 1
         self._target = self._passes(request, request.cached, stop, max_tokens, draft=False)
         if drafting and engine.modules.proposer is not None:
-            stop, start = min(length - 2, engine.modules.proposer.max_length), request.draft_length
+            stop, start = readable_by_draft(engine, request), request.draft_length
             self._draft = self._passes(request, start, stop, max_tokens and _DRAFT_RATE * max_tokens, draft=True)
 
     def feed(self, limit: int | None, *, at_least_one: bool) -> int:
         """Queues passes that together take about as long as the target's passes over `limit` tokens.
 
         After the last pass the row runs. The draft's passes have many tokens, because every pass reads all weights. A
-        draft pass is queued when the draft lacks that many tokens, and after the target's last pass.
+        draft pass is queued when the draft lacks that many tokens, and after the target's last pass. If the first token
+        comes from that pass, the draft reads the rest later, when it catches up.
 
         Args:
             limit: number of tokens. None: all that remain.
@@ -174,65 +199,95 @@ class PrefillQueue:
             ):
                 fed += self._feed_draft(request, draft, limit, at_least_one=at_least_one)
             taken = self._target.take(None if limit is None else limit - fed, at_least_one=at_least_one and not fed)
-            if self._defer(request, taken):
-                return fed + sum(taken)
-            if taken or len(request.prompt) == 1:
-                self._enqueue(request, self.row, self._target.position, taken, draft=False, running=False)
-            self._target.position += sum(taken)
             fed += sum(taken)
-            if draft is not None and not self._target.remaining:
+            alone = self._defer(request, taken, limit)
+            if alone or len(request.prompt) == 1:
+                self._enqueue(request, self.row, self._target.position, alone, draft=False, running=False)
+            if len(alone) < len(taken):
+                self.request = None
+                if self._blocks() == self.engine.sizes.most_blocks:
+                    self.flush()
+                return fed
+            self._target.position += sum(taken)
+            if draft is not None and not self._target.remaining and not self._whole(request):
                 # the draft reads a short prompt in the same turn, whatever part of the limit the target used
                 left = None if limit is None else max(limit - fed, limit // _DRAFT_RATE)
                 fed += self._feed_draft(request, draft, left, at_least_one=at_least_one and not fed)
-        if not self._target.remaining and not (draft and draft.remaining):
+        if not self._target.remaining and (self._whole(request) or not (draft and draft.remaining)):
             self._finish(request, self.row)
             self.request = None
         return fed
 
-    def _defer(self, request: Request, taken: list[int]) -> bool:
-        """Defers a pass to `flush` if it is short and the last one of its prompt.
+    def _defer(self, request: Request, taken: list[int], limit: int | None) -> list[int]:
+        """Defers the last tokens of a prompt to `flush`, if they may share a pass.
 
-        Returns True if the pass was deferred.
+        Args:
+            request: its prompt is being prefilled.
+            taken: sizes of the target's next passes.
+            limit: see `feed`.
+
+        Returns:
+            The passes that are not deferred, a beginning of `taken`.
         """
-        draft, rows = self._draft, self.engine.sizes.prompts_per_pass(taken[0]) if len(taken) == 1 else 1
-        if (
-            rows == 1
-            or request.scores is not None
-            or self._target.remaining
-            or (draft is not None and list(draft.remaining) not in ([], taken))
-        ):
-            return False
-        if any(each.chunk != taken[0] for each in self._deferred.values()):
+        if self._target.remaining or request.scores is not None:
+            return taken
+        starts = list(accumulate(taken, initial=self._target.position))
+        shares, stop = self.engine.sizes.shares, self._target.stop
+        first = next((at for at in range(len(taken)) if shares(taken[at:], stop - starts[at])), None)
+        draft, beside = self._draft, None
+        if first is None:
+            return taken
+        if draft is not None and draft.remaining and not self._whole(request):
+            beside = LastPart(request, draft.position, draft.stop - draft.position, list(draft.remaining))
+            within = limit is None or sum(beside.chunks) <= _DRAFT_RATE * limit
+            if not (within and shares(beside.chunks, beside.tokens, draft=True)):
+                return taken
+        part = LastPart(request, starts[first], stop - starts[first], taken[first:], beside)
+        if self._blocks(part) > self.engine.sizes.most_blocks:
             self.flush()
-        start = draft.position if draft is not None and draft.remaining else None
-        self._deferred[self.row] = ShortPass(request, self._target.position, taken[0], start)
-        self.request = None
-        if len(self._deferred) == rows:
-            self.flush()
-        return True
+        self._deferred[self.row] = part
+        return taken[:first]
+
+    def _blocks(self, *more: LastPart) -> int:
+        """Returns the number of blocks of a pass over the deferred parts and `more`.
+
+        It is that of the target or of the draft, whichever has more blocks.
+        """
+        parts, blocks_of = (*self._deferred.values(), *more), self.engine.sizes.blocks_of
+        of_draft = sum(blocks_of(part.draft.tokens) for part in parts if part.draft is not None)
+        return max(sum(blocks_of(part.tokens) for part in parts), of_draft)
 
     def flush(self) -> None:
-        """Queues the deferred passes of short prompts as one pass. Their rows run after it."""
+        """Queues the deferred last tokens of prompts as one pass. Their rows run after it."""
         if not self._deferred:
             return
-        short, self._deferred = self._deferred, {}
-        chunk = next(iter(short.values())).chunk
+        parts, self._deferred = self._deferred, {}
         with self.engine.modules.mark("prefill"):
-            starts = {row: each.start for row, each in short.items()}
-            self.engine.prompts.feed_rows(starts, chunk, draft=False, running=False)
-            drafts = {row: each.draft for row, each in short.items() if each.draft is not None}
+            self._feed_parts(parts, draft=False)
+            drafts = {row: part.draft for row, part in parts.items() if part.draft is not None}
             if drafts:
-                self.engine.prompts.feed_rows(drafts, chunk, draft=True, running=False)
-        for row, each in short.items():
-            if each.draft is not None:
-                self._drafted(each.request, each.draft + chunk)
-            self._finish(each.request, row)
+                self._feed_parts(drafts, draft=True)
+        for row, part in parts.items():
+            if part.draft is not None:
+                self._drafted(part.request, part.draft.start + part.draft.tokens)
+            self._finish(part.request, row)
+
+    def _feed_parts(self, parts: Mapping[int, LastPart], *, draft: bool) -> None:
+        """Queues one pass over the last tokens of several prompts, or the passes over those of a single one."""
+        if len(parts) > 1:
+            passed = [Part(row, part.start, part.tokens) for row, part in parts.items()]
+            self.engine.prompts.feed_rows(passed, draft=draft, running=False)
+            return
+        for row, part in parts.items():
+            self._enqueue(part.request, row, part.start, part.chunks, draft=draft, running=False)
+
+    def _whole(self, request: Request) -> bool:
+        """True if the first token of a request comes from the last pass over its prompt."""
+        return self.engine.prompts.takes_whole(len(request.prompt))
 
     def _drafted(self, request: Request, upto: int) -> None:
         """Records that the draft has read a request's tokens up to `upto`, except the last two."""
-        proposer = self.engine.modules.proposer
-        assert proposer is not None, "it is fed"
-        request.draft_length = min(upto, request.length - 2, proposer.max_length)
+        request.draft_length = min(upto, readable_by_draft(self.engine, request))
 
     def _feed_draft(self, request: Request, passes: Passes, limit: int | None, *, at_least_one: bool) -> int:
         """Queues the draft's next passes. For arguments and result see `feed`."""
@@ -257,7 +312,7 @@ class PrefillQueue:
                 self.engine.prefix_states.rename(request, request.nodes[last - 1] if whole else None)
         state = self.engine.state
         state.emitted[row].fill_(min(1, len(request.prompt) - 1))  # steps that ran while the row idled wrote 0
-        request.prefilled = self.engine.prompts.takes_whole(len(request.prompt))
+        request.prefilled = self._whole(request)
         ready = PREFILLED if request.prefilled else RUNNING
         state.finish[row].fill_(ready if request.grammar is None else PAUSED)
 
@@ -280,27 +335,35 @@ class PrefillQueue:
         if self.engine.prefix_states is not None:
             self.engine.prefix_states.clear()
 
-    def catch_up(self, rows: Mapping[int, Request]) -> float:
-        """Feeds the draft the tokens of these rows that it has not read. Returns the number of passes."""
-        passes, short = 0.0, dict[int, dict[int, int]]()  # chunk -> row -> start
+    def catch_up(self, rows: Mapping[int, Request], ahead: Mapping[int, int | None]) -> float:
+        """Feeds the draft the tokens of these rows that it has not read. Returns the number of passes.
+
+        Args:
+            rows: row -> its request.
+            ahead: row -> number of its tokens that the device knows and the host does not. None: the draft knows all
+                but the last two, however many there are.
+        """
+        passes, parts, sizes = 0.0, list[Part](), self.engine.sizes
         for row, request in sorted(rows.items()):
             self._adopt_draft_kv(request, row)
-            chunks, start = lag_of(self.engine, request), request.draft_length
+            chunks, start = lag_of(self.engine, request, ahead[row] or 0), request.draft_length
             passes += passes_of(chunks)
             request.draft_lag = False
-            if len(chunks) == 1 and self.engine.sizes.prompts_per_pass(chunks[0]) > 1:
-                batch = short.setdefault(chunks[0], {})
-                batch[row] = start
-                if len(batch) == self.engine.sizes.prompts_per_pass(chunks[0]):
-                    self.engine.prompts.feed_rows(short.pop(chunks[0]), chunks[0], draft=True)
-            elif chunks:
+            if not chunks:
+                continue
+            part = Part(row, start, readable_by_draft(self.engine, request, ahead[row] or 0) - start)
+            if sizes.shares(chunks, part.tokens, draft=True):
+                if sum(sizes.blocks_of(each.tokens) for each in (*parts, part)) > sizes.most_blocks:
+                    self.engine.prompts.feed_rows(parts, draft=True)
+                    parts = []
+                parts.append(part)
+            else:
                 self._enqueue(request, row, start, chunks, draft=True, running=True)
-            if chunks:
-                self._drafted(request, start + sum(chunks))
-                if self.engine.prefix is not None and not request.drafted:
-                    mark_drafted(self.engine.prefix, request)
-        for chunk, starts in short.items():
-            self.engine.prompts.feed_rows(starts, chunk, draft=True)
+            request.draft_length = start + part.tokens
+            if self.engine.prefix is not None and not request.drafted:
+                mark_drafted(self.engine.prefix, request)
+        if parts:
+            self.engine.prompts.feed_rows(parts, draft=True)
         return passes
 
     def _adopt_draft_kv(self, request: Request, row: int) -> None:
@@ -364,7 +427,7 @@ class PrefillQueue:
         ends = [length for length, _ in self._state_points(request, start, draft=draft)[:-1] if length is not None]
         edges = [start, *(end for end in ends if end < stop), stop]
         passes = (self.engine.sizes.passes(end, begin, max_tokens, draft=draft) for begin, end in pairwise(edges))
-        return Passes(start, deque(chain.from_iterable(passes)))
+        return Passes(start, stop, deque(chain.from_iterable(passes)))
 
     def _resume(self, request: Request, row: int, length: int, *, draft: bool) -> None:
         """Loads the recurrent states after the positions that a row shares."""
@@ -409,12 +472,26 @@ def passes_of(chunks: list[int]) -> float:
     return sum(max(1.0, chunk / _PASS_ROWS) for chunk in chunks)
 
 
-def lag_of(engine: Engine, request: Request) -> list[int]:
-    """Returns the sizes of the passes that feed the draft a row's missing tokens, up to the last two."""
+def readable_by_draft(engine: Engine, request: Request, ahead: int = 0) -> int:
+    """Returns the number of first positions that passes feed to the draft: all but the last two, in its context.
+
+    Args:
+        ahead: see `lag_of`.
+    """
     proposer = engine.modules.proposer
-    if proposer is None:
+    assert proposer is not None, "it is fed"
+    return min(request.length + ahead - 2, proposer.max_length)
+
+
+def lag_of(engine: Engine, request: Request, ahead: int = 0) -> list[int]:
+    """Returns the sizes of the passes that feed the draft a row's missing tokens, up to the last two.
+
+    Args:
+        ahead: number of the row's tokens that the host has not read yet.
+    """
+    if engine.modules.proposer is None:
         return []
-    known, start = min(request.length - 2, proposer.max_length), request.draft_length
+    known, start = readable_by_draft(engine, request, ahead), request.draft_length
     if request.drafted or start % engine.sizes.grid_unit:  # steps have written tokens after the prefill
         return chunks_of(engine.sizes.chunks, known - start)
     return engine.sizes.passes(known, start, draft=True)

@@ -224,9 +224,10 @@ class Scheduler:
         )
         passes = 0.0
         if k:
-            if self._in_flight and any(requests[row].draft_lag for row in drafting):
+            ahead = {row: self._tokens_ahead(requests[row]) for row in drafting}
+            if any(requests[row].draft_lag and ahead[row] is None for row in drafting):
                 return False  # how far the draft is behind is known only after those steps are read
-            passes = self._queue.catch_up({row: self._rows[row] for row in drafting})
+            passes = self._queue.catch_up({row: self._rows[row] for row in drafting}, ahead)
         drafted, (k, masked) = k, grammar_steps(requests, self._calls, k)
         rows = self.engine.shapes.bucket(max(self._rows) + 1)
         shape = self._shape(k, calls, requests)
@@ -340,24 +341,34 @@ class Scheduler:
         emitted = sum(step.k + 1 for step in self._in_flight if request in step.requests.values())
         return request.length + emitted < request.limit
 
+    def _tokens_ahead(self, request: Request) -> int | None:
+        """Returns the number of a request's tokens in steps that were not read. None: it is not known.
+
+        A step for first tokens emits one token, if the row does not end in it.
+        """
+        steps = [step for step in self._in_flight if request in step.requests.values()]
+        return len(steps) if all(step.first_token for step in steps) else None
+
     def _positions(self, request: Request) -> int:
         """Returns the number of cache positions that a request may write."""
         return request.limit + self.engine.shapes.max_drafts + 1
 
     def _admit(self) -> None:
         """Prefills prompts in order of arrival: completely, or within the budget if rows of other calls wait."""
-        fed, queue, began = 0, self._queue, None
+        fed, queue, began, admitted = 0, self._queue, None, dict[int, Request]()
         budgets = queue.budgets(len(self._rows))
         while (request := queue.request or (began := self._begin())) is not None:
             budget = self._budget(self._calls[request])
             fed += queue.feed(None if budget is None else budget * budgets - fed, at_least_one=not fed)
-            if request is began:  # after its first passes, so that the device works meanwhile
-                self._fill_options(queue.row, request)
+            if request is began:
+                admitted[queue.row] = request
             self._disturbed = True
             if queue.request is not None:
                 break
             self._rows[queue.row] = request
         queue.flush()
+        if admitted:  # after the passes, so that the device works meanwhile
+            self._fill_options(admitted)
 
     def _budget(self, call: CallPlan) -> int | None:
         """Returns how many prompt tokens of a call are prefilled between two steps.
@@ -391,14 +402,20 @@ class Scheduler:
             return False
         return self._last_k > 0 if call.policy else call.choose_k(call.steps) > 0
 
-    def _fill_options(self, row: int, request: Request) -> None:
-        """Writes the fields of a row that steps read."""
-        full = request.has_tables = any(each.full for each in self._calls.values())
+    def _fill_options(self, admitted: dict[int, Request]) -> None:
+        """Writes the fields of new rows that steps read."""
+        full = any(each.full for each in self._calls.values())
         state, sampler = self.engine.state, FULL if full else GREEDY
-        admission.fill_options(state, row, len(request.prompt), request.limit, request.options, sampler)
-        if self.engine.texts is not None:
-            owner = self.engine.texts.owner_of(request.prompt, request.options.session)
-            admission.fill_texts(state, row, request.options.prediction, owner)
+        rows = [
+            admission.NewRow(row, len(request.prompt), request.limit, request.options)
+            for row, request in admitted.items()
+        ]
+        admission.fill_options(state, rows, sampler)
+        for row, request in admitted.items():
+            request.has_tables = full
+            if self.engine.texts is not None:
+                owner = self.engine.texts.owner_of(request.prompt, request.options.session)
+                admission.fill_texts(state, row, request.options.prediction, owner)
         for other, running in self._rows.items() if full else ():
             if not running.has_tables:  # it was admitted when no step read its tables
                 admission.fill_tables(state, other, len(running.prompt), running.options)

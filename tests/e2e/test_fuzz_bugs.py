@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -74,9 +74,10 @@ def a_draft_too_many_is_accepted(plant: pytest.MonkeyPatch) -> None:
 def seeds_depend_on_the_place(plant: pytest.MonkeyPatch) -> None:
     fill = admission.fill_options
 
-    def planted(state: DecodeState, row: int, *given: Any) -> None:
-        fill(state, row, *given)
-        state.seeds[row] += row
+    def planted(state: DecodeState, rows: Sequence[admission.NewRow], sampler: str) -> None:
+        fill(state, rows, sampler)
+        for row in (each.row for each in rows):
+            state.seeds[row] += row
 
     plant.setattr(admission, "fill_options", planted)
 
@@ -149,9 +150,10 @@ def rejected_drafts_are_counted(plant: pytest.MonkeyPatch) -> None:
 def a_stop_may_come_one_early(plant: pytest.MonkeyPatch) -> None:
     fill = admission.fill_options
 
-    def planted(state: DecodeState, row: int, *given: Any) -> None:
-        fill(state, row, *given)
-        state.min_lengths[row] -= 1
+    def planted(state: DecodeState, rows: Sequence[admission.NewRow], sampler: str) -> None:
+        fill(state, rows, sampler)
+        for row in (each.row for each in rows):
+            state.min_lengths[row] -= 1
 
     plant.setattr(admission, "fill_options", planted)
 
@@ -159,9 +161,10 @@ def a_stop_may_come_one_early(plant: pytest.MonkeyPatch) -> None:
 def draft_limits_are_forgotten(plant: pytest.MonkeyPatch) -> None:
     fill = admission.fill_options
 
-    def planted(state: DecodeState, row: int, *given: Any) -> None:
-        fill(state, row, *given)
-        state.draft_limits[row] = DRAFTS
+    def planted(state: DecodeState, rows: Sequence[admission.NewRow], sampler: str) -> None:
+        fill(state, rows, sampler)
+        for row in (each.row for each in rows):
+            state.draft_limits[row] = DRAFTS
 
     plant.setattr(admission, "fill_options", planted)
 

@@ -16,6 +16,7 @@ from fastspec.kernels.product.dispatch import packed_linear
 from fastspec.output import GenerateOutput
 from fastspec.scheduling import admission
 from tests.graphs.test_text_bits import VOCAB, small_gap_pair
+from tests.helpers.prompt_groups import check, pool
 
 pytestmark = [
     pytest.mark.gpu,
@@ -84,6 +85,20 @@ def test_passes_that_are_alike_leave_the_same_bits(
         monkeypatch.setattr(triton_ops, "prefill_linear", partial(packed_linear, pdl=True))
         other = fed(engine, prompt, [2048, 2048])  # such passes are not replayed
         assert not all(map(torch.equal, other, whole)), "the check sees passes of another kind"
+
+
+@pytest.mark.parametrize("codes", ["none", "draft", "both"])
+def test_a_prompt_has_the_bits_of_its_own_passes_in_every_group(codes: str) -> None:
+    """In bf16, and with quantised weights, which have larger units. Passes of up to 1024 tokens are replayed."""
+    target, draft = small_gap_pair()
+    with FastSpecGenerator(
+        target, draft, dtype=torch.bfloat16, max_batch_size=8, max_length=1024, progress=False,
+        target_quantization="fp8" if codes == "both" else None, draft_quantization=None if codes == "none" else "int8",
+    ) as gen:  # fmt: skip
+        engine = gen._loop.engine
+        assert engine.sizes.most_blocks == 32
+        with engine.on_device():
+            check(engine, pool(900), 1000 if codes == "none" else 100, seed=5)
 
 
 def told(gen: FastSpecGenerator, prompts: list[list[int]], **options: object) -> GenerateOutput:

@@ -16,7 +16,7 @@ from transformers import GenerationConfig, LogitsProcessorList, PrefixConstraine
 from fastspec.inputs.options import resolve
 from fastspec.sampling import processors
 from fastspec.sampling.distribution import compute_probs
-from fastspec.scheduling.admission import fill_options, fill_prompt
+from fastspec.scheduling.admission import NewRow, fill_options, fill_prompt
 from fastspec.shapes import FULL
 from fastspec.state import DecodeState
 from tests.helpers.checkpoints import make_model
@@ -43,7 +43,7 @@ def state_of(prompts: list[list[int]], outputs: list[list[int]], options: dict[s
     state.in_prompt.fill_(True)
     for row, (prompt, output) in enumerate(zip(prompts, outputs, strict=True)):
         fill_prompt(state, row, prompt, (1,), chosen.stop_ids)
-        fill_options(state, row, len(prompt), 40, chosen.rows[row], FULL)
+        fill_options(state, [NewRow(row, len(prompt), 40, chosen.rows[row])], FULL)
         state.lengths[row] += len(output)
         block = torch.tensor([output])
         processors.count(state.output_counts[row : row + 1], block, torch.tensor([len(output)]))

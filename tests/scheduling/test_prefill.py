@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
 from fastspec.adaptive.controller import Observation, StepContext
 from fastspec.engine.engine import Engine
-from fastspec.engine.prompt_passes import PromptPasses
+from fastspec.engine.prompt_passes import Part, PromptPasses
 from fastspec.scheduling.prefill import PrefillQueue
 from fastspec.scheduling.requests import CallPlan, Request
 from fastspec.scheduling.scheduler import Scheduler
@@ -353,3 +354,48 @@ def test_a_request_that_is_overtaken_is_seen(monkeypatch: pytest.MonkeyPatch) ->
 
     with pytest.raises(Starved):
         crowds()
+
+
+@pytest.mark.parametrize("whole", [1, 10**6])
+@pytest.mark.parametrize("depth", [1, 2])
+def test_prompts_of_any_length_share_passes(whole: int, depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As few as their blocks of 32 tokens allow, of target and draft; each text is that of the prompt alone."""
+    made: list[tuple[bool, list[int]]] = []
+    feed_rows = PromptPasses.feed_rows
+
+    def counted(self: PromptPasses, parts: Sequence[Part], *, draft: bool, **how: Any) -> None:
+        made.append((draft, [part.tokens for part in parts]))
+        feed_rows(self, parts, draft=draft, **how)
+
+    monkeypatch.setattr(PromptPasses, "feed_rows", counted)
+    rng = random.Random(4)
+    turns = [Turn(tuple(rng.choices(range(VOCAB), k=length)), 6) for length in (70, 33, 100, 5, 64, 20)]
+    options: dict[str, Any] = {"prefill_batch_tokens": 256, "long_prompt": whole, "max_length": 260}
+    engine = tiny_engine(k=3, batch=6, depth=depth, **options)
+    scheduler, requests = Scheduler(engine), [turn.request() for turn in turns]
+    call = call_of(requests, 3)
+    for request in requests:
+        scheduler.add(request, call)
+    finish(scheduler)
+    alone = Scheduler(tiny_engine(k=3, batch=1, **options))
+    for turn, request in zip(turns, requests, strict=True):
+        (expected,) = add(alone, turn)
+        finish(alone)
+        assert (found(request)[0], request.accepted) == (found(expected)[0], expected.accepted)
+    less = 0 if whole == 1 else 1
+    fed = [70 - less, 33 - less, 100 - less, 5 - less, 64 - less, 20 - less]
+    # blocks of the target: 3, 2 (or 1), 4, 1, 2, 1; a pass has 8 of them
+    assert [tokens for draft, tokens in made if not draft] == ([fed[:2], fed[2:]] if less == 0 else [fed[:3], fed[3:]])
+    # after the first token the draft knows one more of the prompt's tokens
+    read = [each - 1 for each in fed]
+    assert [tokens for draft, tokens in made if draft] == [read[:3], read[3:]]
+
+
+def test_the_first_step_with_drafts_is_queued_before_the_first_token_is_read() -> None:
+    scheduler = Scheduler(tiny_engine(k=3, batch=2, depth=2, long_prompt=1))
+    (request,) = add(scheduler, Turn(HEAD[:40], 9))
+    scheduler.step()
+    (queued,) = scheduler._in_flight
+    assert (len(request.new_tokens), queued.k, queued.first_token) == (1, 3, False)
+    finish(scheduler)
+    assert found(request)[0] == fresh(Turn(HEAD[:40], 9))[0]

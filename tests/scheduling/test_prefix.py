@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fastspec.engine.engine import Engine
-from fastspec.engine.prompt_passes import PromptPasses
+from fastspec.engine.prompt_passes import Part, PromptPasses
 from fastspec.inputs.options import RowOptions
 from fastspec.scheduling import prefill as prefill_queue
 from fastspec.scheduling.prefill import PrefillQueue
@@ -235,9 +235,9 @@ def test_short_passes_of_several_prompts_are_one(monkeypatch: pytest.MonkeyPatch
     )
     prefill_rows = PromptPasses.feed_rows
 
-    def counted(self: Engine, starts: Mapping[int, int], chunk: int, *, draft: bool, **how: Any) -> None:
-        joined.append((draft, len(starts)))
-        prefill_rows(self, starts, chunk, draft=draft, **how)
+    def counted(self: PromptPasses, parts: Sequence[Part], *, draft: bool, **how: Any) -> None:
+        joined.append((draft, len(parts)))
+        prefill_rows(self, parts, draft=draft, **how)
 
     monkeypatch.setattr(PromptPasses, "feed_rows", counted)
     scheduler, turns = Scheduler(engine), [Turn(HEAD, 3, seed=seed) for seed in range(6)]

@@ -64,7 +64,8 @@ LARGE = {
     (2, 256): Tiles(128, 32, 8, 2),
 }
 LARGE_SHARED = 225 * 1024
-# if tiles of LARGE would leave SMs idle: half the rows and half the warps, so that a row keeps its bits
+# if tiles of LARGE would leave SMs idle, or half of their rows were padding: half the rows and half the warps, so that
+# a row keeps its bits
 HALVES = {
     (2, 64): Tiles(64, 128, 4, 3),
     (2, 128): Tiles(64, 128, 4, 3),
@@ -210,9 +211,9 @@ def _flash_kernel(
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
-    # tiles with most keys start first, so that the last CTAs are short
+    # tiles with most keys start first, so that the last CTAs are short; in shared passes those of late rows
     tile = tl.num_programs(1) - 1 - tl.program_id(1)
-    head, batch = tl.program_id(0), tl.program_id(2).to(tl.int64)
+    head, batch = tl.program_id(0), (tl.num_programs(2) - 1 - tl.program_id(2)).to(tl.int64)
     row = tile * ROWS + tl.arange(0, ROWS)
     valid = row < num_queries
     dim = tl.arange(0, BLOCK_D)
@@ -265,8 +266,9 @@ def launch_of(
     if (converted and block_d > 128) or shared_memory(device) < LARGE_SHARED:
         return small
     large = LARGE.get((itemsize, block_d), small)
-    few = rows and heads * triton.cdiv(rows, large.rows) < multiprocessors(device)
-    return HALVES.get((itemsize, block_d), large) if few else large
+    halves = HALVES.get((itemsize, block_d), large)
+    few = rows and (rows <= halves.rows or heads * triton.cdiv(rows, large.rows) < multiprocessors(device))
+    return halves if few else large
 
 
 def paged_attention(
