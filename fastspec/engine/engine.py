@@ -59,6 +59,7 @@ class Engine:
         threads: number of threads of a step on the CPU. None until `choose_threads`, and on other devices.
         sharing: (number of this rank, number of ranks). Ranks share the machine and capture the same steps.
         texts: the lookup in texts that several requests share. None: there is none.
+        compilers: executor that may still compile the kernels of `behind`, see `compile`. None: there is none.
         prompts: launches prefill passes.
     """
 
@@ -76,6 +77,7 @@ class Engine:
     threads: Threads | None = None
     sharing: tuple[int, int] = (0, 1)
     texts: Suffix | None = None
+    compilers: Executor | None = None
     prompts: PromptPasses = field(init=False)
 
     def __post_init__(self) -> None:
@@ -117,7 +119,12 @@ class Engine:
         self.runner.capture(StepKey(rows, shape), self._body(rows, shape), lambda: self.idle(rows))
 
     def compile(
-        self, steps: Iterable[tuple[int, StepShape]], *, prompts: bool, compilers: Executor | None = None
+        self,
+        steps: Iterable[tuple[int, StepShape]],
+        *,
+        prompts: bool,
+        compilers: Executor | None = None,
+        behind: Iterable[tuple[int, StepShape]] = (),
     ) -> None:
         """Compiles the kernels of steps, and of prefill passes, in parallel. Called before any of them is launched.
 
@@ -125,12 +132,31 @@ class Engine:
             steps: (rows, shape) of each step.
             prompts: True to compile the kernels of prefill passes, too.
             compilers: executor of Triton's compiler. None: threads.
+            behind: further steps, whose kernels are compiled after all others. Only a launch that needs one waits for
+                it. Without processes that compile nothing is done.
         """
-        with self.modules.ops.compiling(compilers), self.idle(self.state.batch):
+        ops = self.modules.ops
+        with ops.compiling(compilers), self.idle(self.state.batch):
             for rows, shape in steps:
                 self._body(rows, shape)()
             for body in self.prompts.bodies() if prompts else ():
                 body()
+            with ops.compiling_behind() as uncached:
+                if uncached is not None:
+                    self.compilers = compilers
+                    self._begin(list(behind), uncached)
+
+    def _begin(self, steps: list[tuple[int, StepShape]], uncached: Callable[[], bool]) -> None:
+        """Begins to compile the kernels of steps within `compiling_behind()`.
+
+        If those of the first and the last step were compiled before, so were the others, which are then skipped: to go
+        through all of them takes the host half a second.
+        """
+        ends = steps[:1] + steps[1:][-1:]
+        for rows, shape in ends:
+            self._body(rows, shape)()
+        for rows, shape in steps[1:-1] if uncached() else ():
+            self._body(rows, shape)()
 
     def move(self, source: int, place: int) -> None:
         """Moves row `source` to row `place`, with its pages and all buffers."""
@@ -205,6 +231,12 @@ class Engine:
         """Waits for all queued work. Buffers may be freed afterwards."""
         with self.on_device():
             self.ring.resync()
+
+    def close(self) -> None:
+        """Waits for all queued work. Kernels that no process has begun to compile are not compiled any more."""
+        self.finish()
+        if self.compilers is not None:
+            self.compilers.shutdown(cancel_futures=True)
 
     def missing(
         self,

@@ -153,6 +153,14 @@ class Ops:
         return nullcontext()
 
     @staticmethod
+    def compiling_behind() -> AbstractContextManager[Callable[[], bool] | None]:
+        """Returns a context within `compiling()` whose kernels are compiled later, and no context waits for them.
+
+        It yields a function that tells if any of its kernels was not compiled before. None: it can compile nothing.
+        """
+        return nullcontext()
+
+    @staticmethod
     def is_brief() -> bool:
         """True if a pass may skip layers that launch no new kernel: within `compiling()`, and in warm-ups."""
         return False

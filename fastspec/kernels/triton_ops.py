@@ -19,7 +19,7 @@ from fastspec.kernels.common import packing
 from fastspec.kernels.common.checks import check_ieee
 from fastspec.kernels.common.code_packing import can_pack_codes
 from fastspec.kernels.common.codes import CodesKind
-from fastspec.kernels.common.launch import compiling, is_brief
+from fastspec.kernels.common.launch import compiling, compiling_behind, is_brief
 from fastspec.kernels.common.weights import Format, Weight
 from fastspec.kernels.embed import embed as embed_rows
 from fastspec.kernels.experts import dispatch as mixtures
@@ -108,6 +108,7 @@ class TritonOps(Ops):
     record_work = staticmethod(record_work)
     record_work_bytes = staticmethod(record_work_bytes)
     compiling = staticmethod(compiling)
+    compiling_behind = staticmethod(compiling_behind)
     is_brief = staticmethod(is_brief)
 
     @override

@@ -22,10 +22,12 @@ from multiprocessing.connection import wait as first_of
 from pathlib import Path
 from typing import Any, Final
 
+from fastspec.kernels.common.behind import Behind
 from fastspec.kernels.common.compile_jobs import NotSendable, is_cached, job_of, launcher_of
 
 HERE: Final = 2  # number of kernels that this process compiles at a time; with more, threads would wait for each other
 LOOK: Final = 0.01  # seconds between two checks for a kernel that another process compiles
+_NICE: Final = 10  # niceness of the processes while nobody waits for them
 _LIMIT: Final = "/sys/fs/cgroup/cpu.max"  # file with the CPU limit: microseconds of CPU time per period, and the period
 # seconds for one kernel; after that the compiling process counts as hung, and this process compiles the kernel
 LONGEST: Final = 60.0
@@ -53,6 +55,10 @@ class Compilers(Executor):
         now: True to start the processes at once, not with the first kernel that is not cached.
         rank: number of this rank.
         ranks: number of ranks. All submit the same kernels in the same order.
+
+    Attributes:
+        behind: executor for kernels that nobody waits for yet. They are compiled after all others, also after
+            `shutdown`. None: there are no processes.
     """
 
     def __init__(self, count: int, *, kernels: str, now: bool = False, rank: int = 0, ranks: int = 1) -> None:
@@ -65,8 +71,13 @@ class Compilers(Executor):
         # free compilers: a connection to a process, or None for this process
         self._places: queue.SimpleQueue[Connection | None] = queue.SimpleQueue()
         self._launchers: set[str] = set()  # results of `launcher_of` that a process was already asked to make
+        self._starting = 0  # number of processes that have not answered yet
         self._living = 0  # number of processes that are ready; if there are any, this process compiles nothing itself
         self._threads = ThreadPoolExecutor(HERE + self._count, "fastspec-compile")
+        self._not_begun = 0  # kernels of `submit` that wait for a free compiler
+        self._all_begun = threading.Condition()
+        self._nobody_waits = False  # True after `shutdown`
+        self.behind = Behind(self._compile_behind, self._count, rank, ranks) if self._count else None
         self._beginning = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._waiting: threading.Thread | None = None
@@ -87,6 +98,7 @@ class Compilers(Executor):
         Kernels in the share of another rank are queued by `all_told`.
         """
         self._submitted += 1
+        self._count_waiting(1)
         if self._submitted % self._ranks == self._rank:
             return self._threads.submit(self._compile, compiling)
         future: Future[Any] = Future()
@@ -115,15 +127,39 @@ class Compilers(Executor):
                 self._count = 0
                 self._compile_here()
                 return
+            self._lower_priority()
+            self._starting = len(pipes)
             for _, theirs in pipes:
                 theirs.close()
             self._waiting = threading.Thread(target=self._welcome, args=([ours for ours, _ in pipes],), daemon=True)
             self._waiting.start()
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Ends the processes after all queued calls."""
+        """Ends the processes after all queued calls. Does not wait for the kernels of `behind`.
+
+        May be called twice. cancel_futures: drops the calls that no process has begun.
+        """
         self.all_told()
         self._threads.shutdown(wait=True, cancel_futures=cancel_futures)
+        self._count_waiting(-self._not_begun)  # those that were cancelled
+        if self.behind is None:
+            self._end()
+            return
+        with self._beginning:
+            self._nobody_waits = True
+            self._lower_priority()
+        if cancel_futures:
+            self.behind.cancel()
+        self.behind.at_end(self._end)
+
+    def _lower_priority(self) -> None:
+        """Lets other programs run before the processes, if nobody waits for these."""
+        if self._process is not None and self._nobody_waits:
+            with suppress(OSError):  # they have ended
+                os.setpriority(os.PRIO_PGRP, self._process.pid, _NICE)
+
+    def _end(self) -> None:
+        """Ends the processes."""
         with self._beginning:
             self._count = 0
         if self._process is None:
@@ -156,13 +192,15 @@ class Compilers(Executor):
                     one.recv_bytes()
                 except (EOFError, OSError):
                     one.close()
+                    self._answered(living=0)
                     self._places.put(None)
                 else:
-                    self._count_living(1)
+                    self._answered(living=1)
                     self._places.put(one)
 
     def _compile(self, compiling: Callable[[], Any]) -> Any:
         place, several = self._places.get(), self._ranks > 1
+        self._count_waiting(-1)
         job, ended = _job(compiling) if several or place is not None else None, False
         try:
             with _alone(job) if several and job is not None else nullcontext():
@@ -178,12 +216,48 @@ class Compilers(Executor):
             elif place is not None or not self._living:
                 self._places.put(place)
 
+    def _compile_behind(self, job: bytes) -> None:
+        """Has a process compile a job when no kernel of `submit` waits for one. Returns after that.
+
+        Without a process it returns at once.
+        """
+        with self._all_begun:
+            self._all_begun.wait_for(lambda: self._not_begun <= 0)
+        self.begin()
+        if (place := self._free_process()) is None:
+            return
+        with _alone(job) if self._ranks > 1 else nullcontext():
+            if _asked(place, job, self._first_with(launcher_of(job))):
+                self._places.put(place)
+            else:
+                self._count_living(-1)
+                self._places.put(None)
+
+    def _free_process(self) -> Connection | None:
+        """Waits for a free process. None if all have ended."""
+        while (place := self._places.get()) is None:
+            if not (self._starting or self._living):
+                self._places.put(None)  # for the other threads that wait
+                return None
+        return place
+
+    def _count_waiting(self, more: int) -> None:
+        with self._all_begun:
+            self._not_begun += more
+            self._all_begun.notify_all()
+
     def _first_with(self, launcher: str) -> bool:
         """True if no earlier kernel needed this launcher."""
         with self._beginning:
             first = launcher not in self._launchers
             self._launchers.add(launcher)
             return first
+
+    def _answered(self, *, living: int) -> None:
+        """Counts a process that has answered, or ended before."""
+        with self._beginning:
+            self._starting -= 1
+            self._living += living
 
     def _count_living(self, more: int) -> None:
         with self._beginning:
