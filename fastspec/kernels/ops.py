@@ -25,9 +25,15 @@ class Ops:
 
     Attributes:
         name: "torch", "cpu", "triton" or "compiled".
+        logit_words: words of 4 bytes that the end of a step takes for each logit: the logits, their padded, processed
+            and scaled copies, the sort with its int64 ids, softmaxes and masks. 0: `shapes.logit_words`.
+        logit_bytes: temporary bytes for logits. With more rows a step computes their logits part by part. None: the
+            logits of a step are computed at once.
     """
 
     name = "torch"
+    logit_words: int = 15
+    logit_bytes: int | None = None
 
     # ops of the models' passes
     feed_rows = staticmethod(reference.feed_rows)
@@ -170,8 +176,8 @@ class Ops:
         form = self.weight_format((rows.shape[0], rows.shape[1]), rows.dtype, rows.device)
         return Weight.pack(rows, gated) if form == "packed" else Weight(rows)
 
-    def replaced(self, **members: Callable[..., object] | str) -> Self:
-        """Returns a copy of these ops in which the named ops are replaced.
+    def replaced(self, **members: Callable[..., object] | str | int) -> Self:
+        """Returns a copy of these ops in which the named ops and attributes are replaced.
 
         Raises:
             AttributeError: there is no op of that name.

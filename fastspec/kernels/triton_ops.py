@@ -77,6 +77,8 @@ class TritonOps(Ops):
     """Ops with a Triton kernel; others are inherited from torch's. Each method has the signature of its op."""
 
     name = "triton"
+    logit_words = 0
+    logit_bytes = 384 * 2**20
 
     feed_rows = staticmethod(feed_rows)
     embed = staticmethod(embed_rows)

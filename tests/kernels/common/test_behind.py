@@ -21,7 +21,7 @@ from tests.helpers.modules import module_output
 
 @pytest.fixture(autouse=True)
 def jobs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The text of a call is its kernel's name; a kernel named "cached" is in the cache, and one named "odd" has none."""
+    """The text of a call is its kernel's name. A kernel named "cached" is in the cache; one named "odd" has no text."""
 
     def told(compiling: Callable[[], Any]) -> bytes:
         if (name := named(compiling)) == "odd":
@@ -114,7 +114,7 @@ def test_an_error_names_the_kernel_whenever_it_is_asked_for() -> None:
     other = behind.submit(call("_draw_kernel"))
     behind.begin()
     for _ in range(2):
-        with pytest.raises(RuntimeError, match="the kernel _end_kernel could not be compiled: .*division") as raised:
+        with pytest.raises(RuntimeError, match=r"the kernel _end_kernel could not be compiled: .*division") as raised:
             kernel.result()
         assert isinstance(raised.value.__cause__, ZeroDivisionError)
     assert other.result() == "_DRAW_KERNEL"
