@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from concurrent.futures import Executor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -135,27 +135,27 @@ class Engine:
             behind: further steps, whose kernels are compiled after all others. Only a launch that needs one waits for
                 it. Without processes that compile nothing is done.
         """
-        ops = self.modules.ops
+        ops, others = self.modules.ops, list(behind)
         with ops.compiling(compilers), self.idle(self.state.batch):
             for rows, shape in steps:
                 self._body(rows, shape)()
             for body in self.prompts.bodies() if prompts else ():
                 body()
-            with ops.compiling_behind() as uncached:
+            with ops.compiling_behind() if others else nullcontext() as uncached:
                 if uncached is not None:
                     self.compilers = compilers
-                    self._begin(list(behind), uncached)
+                    self._begin(others, uncached)
 
     def _begin(self, steps: list[tuple[int, StepShape]], uncached: Callable[[], bool]) -> None:
         """Begins to compile the kernels of steps within `compiling_behind()`.
 
-        If those of the first and the last step were compiled before, so were the others, which are then skipped: to go
-        through all of them takes the host half a second.
+        If those of the first and of the last step were compiled before, so were the others. These are then skipped,
+        because to go through all of them takes the host half a second.
         """
-        ends = steps[:1] + steps[1:][-1:]
-        for rows, shape in ends:
-            self._body(rows, shape)()
-        for rows, shape in steps[1:-1] if uncached() else ():
+        for rows, shape in (steps[0], steps[-1]):
+            if not uncached():
+                self._body(rows, shape)()
+        for rows, shape in steps if uncached() else ():
             self._body(rows, shape)()
 
     def move(self, source: int, place: int) -> None:
