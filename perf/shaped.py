@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from safetensors.torch import save
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
-from fastspec.models.checkpoints import safetensors_files, weight_loader
+from fastspec.models.checkpoints import weight_loader
 from fastspec.models.checkpoints.safetensors_files import SINGLE, ShardTensors
 
 STD = 0.02  # of drawn matrices
@@ -112,9 +112,9 @@ def drawn(device: torch.device | str) -> Iterator[None]:
         """Copies on the device, without the pinned memory of a file's values."""
         place.copy_(stored)
 
-    fakes: dict[str, Callable[..., Tensor]] = {"read": value, "read_part": part}
     with (
-        mock.patch.multiple(safetensors_files.ShardTensors, **fakes),
+        mock.patch.object(ShardTensors, "read", value),
+        mock.patch.object(ShardTensors, "read_part", part),
         mock.patch.object(weight_loader._Staging, "copy", copy),
     ):
         yield

@@ -95,7 +95,10 @@ def steps_of_options(engine: Engine, rows: int, choice: DraftChoice) -> list[tup
         (GREEDY, None, (longest, 0), unguided),
         (GREEDY, None, (longest, longest), unguided),
     )
-    found = [engine.missing(rows, choice.ks, *kind, *lengths, guided) for *kind, lengths, guided in kinds]
+    found = [
+        engine.missing(rows, choice.ks, sampler, top_logprobs, *lengths, guided)
+        for sampler, top_logprobs, lengths, guided in kinds
+    ]
     return list(dict.fromkeys(step for steps in found for step in steps))
 
 
