@@ -352,8 +352,8 @@ def row_tiles(batch: int, line_bytes: int, limit: int | None) -> list[tuple[int,
     """
     if limit is None or batch * line_bytes <= limit:
         return [(0, batch)]
-    most = max(1, limit // (line_bytes * ROW_TILE)) * ROW_TILE
-    rows = -(-batch // -(-batch // most))
+    room = max(1, limit // (line_bytes * ROW_TILE)) * ROW_TILE
+    rows = -(-batch // -(-batch // room))
     rows += -rows % ROW_TILE
     return [(start, min(start + rows, batch)) for start in range(0, batch, rows)]
 

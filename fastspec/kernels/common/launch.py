@@ -11,10 +11,9 @@ from typing import Any
 
 import torch
 
-from fastspec.kernels.common.behind import KernelBehind, keep
 from fastspec.kernels.common.carveout import LEAST, divide
 from fastspec.kernels.common.compile_jobs import hash_in_order
-from fastspec.kernels.common.compilers import Compilers
+from fastspec.kernels.common.compilers import Compilers, KernelBehind, keep
 from fastspec.kernels.gpu import has_pdl
 
 

@@ -11,10 +11,9 @@ import pytest
 
 pytest.importorskip("triton", reason="Triton ships for Linux only")
 
-from fastspec.kernels.common import behind as module
-from fastspec.kernels.common.behind import Behind
+from fastspec.kernels.common import compilers as module
 from fastspec.kernels.common.compile_jobs import NotSendable
-from fastspec.kernels.common.compilers import Compilers
+from fastspec.kernels.common.compilers import Behind, Compilers
 from fastspec.kernels.select import KERNELS
 from tests.helpers.modules import module_output
 
