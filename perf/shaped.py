@@ -84,7 +84,8 @@ def write(directory: Path, config: Mapping[str, Any], shapes: Shapes, values: Ma
 def drawn(device: torch.device | str) -> Iterator[None]:
     """Context in which matrices of checkpoints are drawn on the device instead of read from their files.
 
-    Vectors are 1, as weights of norms. Integers that are no codes are read.
+    Vectors are 1, as weights of norms. Integers that are no codes are read. A stack of experts, which is read once for
+    each of them, is drawn once.
     """
     read, local = ShardTensors.read, threading.local()
 
@@ -101,7 +102,13 @@ def drawn(device: torch.device | str) -> Iterator[None]:
             return torch.randint(256, shape, dtype=dtype, device=device, generator=local.generator)
         if len(shape) == 1:
             return torch.ones(shape, dtype=dtype, device=device)
-        return torch.empty(shape, dtype=dtype, device=device).normal_(0, STD, generator=local.generator)
+        if len(shape) > 2 and getattr(local, "stack", (None, None))[0] == (tensors.directory, name):
+            found: Tensor = local.stack[1]
+            return found
+        found = torch.empty(shape, dtype=dtype, device=device).normal_(0, STD, generator=local.generator)
+        if len(shape) > 2:
+            local.stack = (tensors.directory, name), found
+        return found
 
     def part(tensors: ShardTensors, name: str, rows: slice, columns: slice) -> Tensor:
         """A part of it."""

@@ -32,6 +32,7 @@ from fastspec.state import DecodeState
 from fastspec.step import StepModules, step
 from fastspec.torch_settings import shielded, using_threads
 
+_EARLY = 2  # steps; see `Engine.compile`
 _MEANS = 3  # number of means of which each measurement takes the smallest
 
 
@@ -132,11 +133,15 @@ class Engine:
             steps: (rows, shape) of each step.
             prompts: True to compile the kernels of prefill passes, too.
             compilers: executor of Triton's compiler. None: threads.
-            behind: further steps, whose kernels are compiled after all others. Only a launch that needs one waits for
-                it. Without processes that compile nothing is done.
+            behind: further steps, for whose kernels only a launch waits that needs one. Those of the first _EARLY steps
+                are begun before all others, because kernels of sampled steps take longest. The rest is compiled last.
+                Without processes that compile nothing is done.
         """
         ops, others = self.modules.ops, list(behind)
         with ops.compiling(compilers), self.idle(self.state.batch):
+            with ops.compiling_behind(early=True) if others else nullcontext() as uncached:
+                for rows, shape in others[:_EARLY] if uncached is not None else ():
+                    self._body(rows, shape)()
             for rows, shape in steps:
                 self._body(rows, shape)()
             for body in self.prompts.bodies() if prompts else ():

@@ -74,8 +74,9 @@ def warm_up_for(
 def steps_of_options(engine: Engine, rows: int, choice: DraftChoice) -> list[tuple[int, StepShape]]:
     """Returns (rows, shape) of steps that launch every kernel which options or lengths of calls may need.
 
-    The likeliest come first: sampled steps, log-probabilities, grammars, long rows. Not every such step is listed: of
-    steps with the same kernels one is enough.
+    The likeliest come first: sampled steps, and of these one row and all rows with most drafts. Then come
+    log-probabilities, grammars and long rows. Not every such step is listed: of steps with the same kernels one is
+    enough.
 
     Args:
         engine: engine of the generator.
@@ -99,7 +100,10 @@ def steps_of_options(engine: Engine, rows: int, choice: DraftChoice) -> list[tup
         engine.missing(rows, choice.ks, sampler, top_logprobs, *lengths, guided)
         for sampler, top_logprobs, lengths, guided in kinds
     ]
-    return list(dict.fromkeys(step for steps in found for step in steps))
+    sampled = found[0]
+    k = max(choice.ks)
+    likeliest = [step for step in sampled if step[0] in (1, sampled[0][0]) and step[1].num_drafts == k]
+    return list(dict.fromkeys(step for steps in (reversed(likeliest), *found) for step in steps))
 
 
 def _choose_reading(engine: Engine) -> None:

@@ -159,10 +159,12 @@ class Ops:
         return nullcontext()
 
     @staticmethod
-    def compiling_behind() -> AbstractContextManager[Callable[[], bool] | None]:
-        """Returns a context within `compiling()` whose kernels are compiled later, and no context waits for them.
+    def compiling_behind(*, early: bool = False) -> AbstractContextManager[Callable[[], bool] | None]:
+        """Returns a context within `compiling()` for kernels that the end of `compiling()` does not wait for.
 
-        It yields a function that tells if any of its kernels was not compiled before. None: it can compile nothing.
+        It yields a function that tells if any such kernel was not compiled before. None: it can compile nothing.
+
+        early: True to compile them beside the others, False to compile them after these.
         """
         return nullcontext()
 

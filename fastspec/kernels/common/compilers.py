@@ -26,6 +26,7 @@ from typing import Any, Final
 from fastspec.kernels.common.compile_jobs import NotSendable, is_cached, job_of, launcher_of
 
 HERE: Final = 2  # number of kernels that this process compiles at a time; with more, threads would wait for each other
+EARLY_PART: Final = 3  # one of so many processes compiles kernels that nobody waits for from the beginning
 LOOK: Final = 0.01  # seconds between two checks for a kernel that another process compiles
 _NICE: Final = 10  # niceness of the processes while nobody waits for them
 _LIMIT: Final = "/sys/fs/cgroup/cpu.max"  # file with the CPU limit: microseconds of CPU time per period, and the period
@@ -93,12 +94,13 @@ def keep(found: Any) -> None:
 
 
 class Behind(Executor):
-    """Executor for Triton's compiler whose kernels are compiled by processes after all others.
+    """Executor for Triton's compiler whose kernels are compiled by processes while nobody waits for them.
 
-    Its threads only wait for the processes. They are daemons: the end of the program does not wait for them.
+    Kernels of `begin_early` share the processes with others; those of `begin` come after all others. Threads only wait
+    for the processes. They are daemons: the end of the program does not wait for them.
 
     Args:
-        ask: has a process compile a job, and returns after that. Called by the threads.
+        ask: has a process compile a job, and returns after that. Called by the threads, with True for an early kernel.
         count: number of threads.
         rank: number of this rank.
         ranks: number of ranks that submit the same kernels. A rank begins with its share.
@@ -107,12 +109,13 @@ class Behind(Executor):
         uncached: number of submitted kernels that were not in Triton's disk cache.
     """
 
-    def __init__(self, ask: Callable[[bytes], None], count: int, rank: int = 0, ranks: int = 1) -> None:
+    def __init__(self, ask: Callable[[bytes, bool], None], count: int, rank: int = 0, ranks: int = 1) -> None:
         self._ask, self._count, self._rank, self._ranks = ask, count, rank, ranks
         self.uncached = 0
         self._changing = threading.Lock()
         self._submitted: list[tuple[KernelBehind, bytes]] = []
         self._waiting: list[tuple[KernelBehind, bytes]] = []
+        self._early = set[KernelBehind]()
         self._running = 0  # threads that have not ended
         self._at_end: Callable[[], None] = lambda: None
 
@@ -131,14 +134,22 @@ class Behind(Executor):
             self._submitted.append((kernel, job))
         return kernel
 
+    def begin_early(self) -> None:
+        """Starts the kernels submitted until now, on a third of the processes."""
+        self._early.update(kernel for kernel, _ in self._submitted)
+        self._begin(self._count // EARLY_PART)
+
     def begin(self) -> None:
-        """Starts the threads, after the last `submit`."""
+        """Starts the kernels submitted until now. They wait until all others have begun."""
+        self._begin(self._count)
+
+    def _begin(self, threads: int) -> None:
         jobs, self._submitted = self._submitted, []
         own = jobs[self._rank :: self._ranks]
         others = [job for number, job in enumerate(jobs) if number % self._ranks != self._rank]
         with self._changing:
             self._waiting += [*own, *reversed(others)]
-            more = min(self._count - self._running, len(self._waiting))
+            more = max(0, min(threads - self._running, len(self._waiting)))
             self._running += more
         for _ in range(more):
             threading.Thread(target=self._work, name="fastspec-compile-behind", daemon=True).start()
@@ -167,7 +178,7 @@ class Behind(Executor):
         while (found := self._next()) is not None:
             kernel, job = found
             try:
-                self._ask(job)
+                self._ask(job, kernel in self._early)
             finally:
                 kernel.set_result(None)
 
@@ -360,13 +371,13 @@ class Compilers(Executor):
             elif place is not None or not self._living:
                 self._places.put(place)
 
-    def _compile_behind(self, job: bytes) -> None:
-        """Has a process compile a job when no kernel of `submit` waits for one. Returns after that.
+    def _compile_behind(self, job: bytes, early: bool) -> None:
+        """Has a process compile a job. Returns after that, or at once without a process.
 
-        Without a process it returns at once.
+        early: False to wait until no kernel of `submit` waits for a process.
         """
         with self._all_begun:
-            self._all_begun.wait_for(lambda: self._not_begun <= 0)
+            self._all_begun.wait_for(lambda: early or self._not_begun <= 0)
         self.begin()
         if (place := self._free_process()) is None:
             return

@@ -183,12 +183,14 @@ def compiling(executor: Executor | None = None) -> Iterator[None]:
 
 
 @contextmanager
-def compiling_behind() -> Iterator[Callable[[], bool] | None]:
-    """Context within `compiling()`. Its kernels are compiled after all others, and no context waits for them.
+def compiling_behind(*, early: bool = False) -> Iterator[Callable[[], bool] | None]:
+    """Context within `compiling()`, whose end does not wait for the kernels of this context.
 
     A launch of such a kernel waits for it, and so does the end of a later `compiling()` in which it is launched. Yields
     a function that tells if any kernel of the context was not in the disk cache. Yields None if there are no processes
     that compile; then nothing should be launched in the context.
+
+    early: True to compile the kernels on a third of the processes from now on. False: after all others.
     """
     begun = _compiling.get()
     assert begun is not None, "this is within compiling()"
@@ -198,14 +200,18 @@ def compiling_behind() -> Iterator[Callable[[], bool] | None]:
     if behind is None:
         yield None
         return
-    executor.all_told()
+    if not early:
+        executor.all_told()
     mode.executor, begun.waits = behind, False
     try:
         yield lambda: behind.uncached > 0
     finally:
         mode.executor, begun.waits = executor, True
         del mode.raw_futures[before:]  # the end of the mode waits for these
-        behind.begin()
+        if early:
+            behind.begin_early()
+        else:
+            behind.begin()
 
 
 def described(tensor: torch.Tensor, block: list[int]) -> Any:

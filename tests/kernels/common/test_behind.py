@@ -46,8 +46,8 @@ class Asked:
     def __init__(self) -> None:
         self.jobs, self.go, self.has_one = list[str](), threading.Event(), threading.Event()
 
-    def __call__(self, job: bytes) -> None:
-        self.jobs.append(job.decode())
+    def __call__(self, job: bytes, early: bool) -> None:
+        self.jobs.append(job.decode() + " early" * early)
         self.has_one.set()
         assert self.go.wait(60)
 
@@ -103,6 +103,62 @@ def test_a_rank_begins_with_its_share_and_then_with_the_end_of_the_others() -> N
     behind.begin()
     ended(behind)
     assert asked.jobs == ["b", "d", "f", "e", "c", "a"]
+
+
+def test_early_kernels_come_first_and_take_a_third_of_the_processes() -> None:
+    asked = Asked()
+    behind = Behind(asked, 6)
+    for name in "abc":
+        behind.submit(call(name))
+    behind.begin_early()
+    assert behind._running == 2
+    behind.submit(call("d"))
+    behind.begin()
+    asked.go.set()
+    ended(behind)
+    assert sorted(asked.jobs) == ["a early", "b early", "c early", "d"]
+
+
+def test_with_two_processes_no_kernel_is_early() -> None:
+    asked = Asked()
+    asked.go.set()
+    behind = Behind(asked, 2)
+    behind.submit(call("a"))
+    behind.begin_early()
+    assert behind._running == 0
+    behind.begin()
+    ended(behind)
+    assert asked.jobs == ["a early"]
+
+
+def test_a_kernel_behind_waits_until_all_others_have_begun_and_an_early_one_does_not() -> None:
+    with Compilers(0, kernels=KERNELS) as executor:
+        waited, notified = list[bool](), executor._all_begun
+
+        class Condition:
+            """Tells if a thread would wait."""
+
+            def __enter__(self) -> None:
+                notified.acquire()
+
+            def __exit__(self, *error: object) -> None:
+                notified.release()
+
+            def wait_for(self, ready: Callable[[], bool]) -> None:
+                waited.append(not ready())
+
+            def notify_all(self) -> None:
+                notified.notify_all()
+
+        executor._all_begun = Condition()  # type: ignore[assignment]
+        executor._count_waiting(1)
+        for early in (True, False):
+            executor._compile_behind(b"", early)  # there is no process, so it is left to its launch
+        assert waited == [False, True]
+        assert executor.submit(call("other")).result(60) == "OTHER"
+        executor._count_waiting(-1)
+        executor._compile_behind(b"", False)
+        assert waited == [False, True, False]
 
 
 def test_an_error_names_the_kernel_whenever_it_is_asked_for() -> None:
