@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple, TypeAlias
 from torch import Tensor
 
 from fastspec.sampling.distribution import DRAFT, TARGET
-from fastspec.sampling.rules import COUPLED, REJECTION, Verification, needs_draft_probs
+from fastspec.sampling.rules import COUPLED, REJECTION, SyntheticAcceptance, Verification, needs_draft_probs
 
 KEY_BLOCK = 256  # positions per block in which attention processes keys
 # blocks of positions that one kernel serves; a second kernel serves all later ones, see `StepShape.first_block`
@@ -26,6 +26,9 @@ SAMPLERS = GREEDY, FULL = "greedy", "full"  # sampler kinds of a step
 # values of `StepShape.grammars`: MIXED_DRAFTS: the proposer drafts for rows without a grammar. GRAMMAR_ONLY: only
 # grammars give drafts
 GRAMMARS = MIXED_DRAFTS, GRAMMAR_ONLY = "mixed", "only"
+ROW_TILE = 16  # rows; see `row_tiles`
+# words for each logit: the logits, their masked copy and the mask's bits; benchmarks also have copies of distributions
+WORDS_MASKED, _WORDS_SYNTHETIC = 3, 15
 NO_LIMIT = 2**31 - 1  # limit for positions that are fed, if the row's own limit keeps it within pages and context
 
 
@@ -332,6 +335,35 @@ class ForwardBatch:
     tiling: Tiling
     first_block: int = 0
     state_rows: Tensor | None = None
+
+
+def row_tiles(batch: int, line_bytes: int, limit: int | None) -> list[tuple[int, int]]:
+    """Splits the rows of a step into parts, whose logits are in memory one part after the other.
+
+    A part begins at a multiple of ROW_TILE rows, because kernels are compiled for the alignment of their arguments. A
+    row's bits do not depend on the part it is in.
+
+    Args:
+        batch: rows of the step.
+        line_bytes: temporary bytes of one row.
+        limit: bytes of one part. A part has at least ROW_TILE rows. None: all rows are one part.
+
+    Returns:
+        (first row, row after the last) of each part, all of one size but the last.
+    """
+    if limit is None or batch * line_bytes <= limit:
+        return [(0, batch)]
+    room = max(1, limit // (line_bytes * ROW_TILE)) * ROW_TILE
+    rows = -(-batch // -(-batch // room))
+    rows += -rows % ROW_TILE
+    return [(start, min(start + rows, batch)) for start in range(0, batch, rows)]
+
+
+def logit_words(shape: StepShape) -> int:
+    """Returns the words of 4 bytes for each logit of a step whose ops need no copy of the logits."""
+    if isinstance(shape.verification, SyntheticAcceptance):
+        return _WORDS_SYNTHETIC if shape.sampler == FULL else 1
+    return 1 if shape.grammars is None else WORDS_MASKED
 
 
 def blocks(positions: int) -> int:

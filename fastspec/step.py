@@ -21,8 +21,19 @@ from fastspec.models.interface import CausalModel, VocabParallel
 from fastspec.proposers.features import hand_over_prompt, hand_over_step
 from fastspec.proposers.interface import Proposer, features_of
 from fastspec.sampling import distribution, processors, verify
+from fastspec.sampling.distribution import PhiloxDraws
 from fastspec.sampling.rules import SyntheticAcceptance
-from fastspec.shapes import FULL, GRAMMAR_ONLY, LONG_PROMPT, NO_LIMIT, ForwardBatch, StepShape, keep_draft_probs
+from fastspec.shapes import (
+    FULL,
+    GRAMMAR_ONLY,
+    LONG_PROMPT,
+    NO_LIMIT,
+    ForwardBatch,
+    StepShape,
+    keep_draft_probs,
+    logit_words,
+    row_tiles,
+)
 from fastspec.state import IDLE, PAUSED, PREFILLED, RUNNING, DecodeState, Outbox
 
 
@@ -139,15 +150,51 @@ def step(modules: StepModules, state: DecodeState, shape: StepShape, draws: veri
                 torch.minimum(state.draft_counts, state.draft_limits, out=state.draft_counts)
             if shape.grammars is not None:
                 take_grammar_drafts(modules, state, shape)
-    with modules.mark("score"):
-        logits, features, batch = _scored(modules, state, shape)
-    with modules.mark("verify and commit"):
-        verify_and_commit(modules, state, shape, draws, logits)
+    tiles = row_tiles(state.batch, _line_bytes(modules, shape), modules.ops.logit_bytes)
+    if len(tiles) == 1:
+        with modules.mark("score"):
+            logits, features, batch = _scored(modules, state, shape)
+        with modules.mark("verify and commit"):
+            verify_and_commit(modules, state, shape, draws, logits)
+    else:
+        features, batch = _end_in_tiles(modules, state, shape, tiles)
     if features is not None:
         with modules.mark("features"):
             hand_over_step(modules.proposer, state, shape, features, batch, modules.features)
     if shape.grammars is not None:
         pause(state)
+
+
+def _line_bytes(modules: StepModules, shape: StepShape) -> int:
+    """Returns the temporary bytes for the logits of one row."""
+    words = modules.ops.logit_words or logit_words(shape)
+    return (shape.num_drafts + 1) * 4 * modules.target.vocab_size * words
+
+
+def _end_in_tiles(
+    modules: StepModules, state: DecodeState, shape: StepShape, tiles: list[tuple[int, int]]
+) -> tuple[Tensor | None, ForwardBatch]:
+    """Scores and commits the rows part by part, so that logits of few rows are in memory. Then publishes the step.
+
+    Returns:
+        Two values. The hidden states that the proposer reads, or None. The batch that was fed.
+    """
+    batch = _scoring_batch(modules, state, shape)
+    with modules.mark("score"):
+        hidden, features = _hidden(modules, batch)
+    with modules.mark("verify and commit"):
+        for first, last in tiles:
+            rows = state.rows(first, last)
+            logits = modules.target.logits(hidden[first:last], shape.tiling)
+            verify_and_commit(modules, rows, shape, PhiloxDraws(rows.seeds), logits, publish=False)
+            del logits  # before those of the next rows
+        if modules.outbox is not None:
+            details = None if shape.top_logprobs is None else modules.outbox.details
+            drafting = shape.num_drafts > 0
+            modules.ops.publish(
+                modules.outbox.entries, modules.outbox.counter, state, drafting=drafting, details=details
+            )
+    return features, batch
 
 
 def first_token_step(modules: StepModules, state: DecodeState, shape: StepShape, draws: verify.Draws) -> None:
@@ -237,13 +284,23 @@ def _hidden(modules: StepModules, batch: ForwardBatch) -> tuple[Tensor, Tensor |
 
 
 def verify_and_commit(
-    modules: StepModules, state: DecodeState, shape: StepShape, draws: verify.Draws, logits: Tensor | PartKeys
+    modules: StepModules,
+    state: DecodeState,
+    shape: StepShape,
+    draws: verify.Draws,
+    logits: Tensor | PartKeys,
+    *,
+    publish: bool = True,
 ) -> None:
-    """Verifies the drafts, commits the emitted tokens to the state, and publishes them."""
-    entry = (modules.outbox.entries, modules.outbox.counter) if modules.outbox else None
+    """Verifies the drafts and commits the emitted tokens to the state.
+
+    publish: True to publish them as well, if there is an outbox.
+    """
+    outbox = modules.outbox if publish else None
+    entry = (outbox.entries, outbox.counter) if outbox else None
     record = None
     if shape.top_logprobs is not None:
-        record = Record(shape.top_logprobs, modules.record_work, modules.outbox.details if modules.outbox else None)
+        record = Record(shape.top_logprobs, modules.record_work, outbox.details if outbox else None)
     if isinstance(logits, PartKeys):
         modules.ops.verify_commit(logits, state, modules.scratch, entry)
         return
@@ -311,8 +368,10 @@ def take_grammar_drafts(modules: StepModules, state: DecodeState, shape: StepSha
     others = torch.zeros_like(state.draft_counts) if shape.grammars == GRAMMAR_ONLY else state.draft_counts
     state.draft_counts.copy_(torch.where(rows, state.grammar_counts, others))
     if _drawn(modules, shape) and keep_draft_probs(shape):
-        one_hot = torch.zeros_like(state.draft_probs[:, :k]).scatter_(2, drafts[:, :, None], 1.0)
-        state.draft_probs[:, :k].copy_(torch.where(rows[:, None, None], one_hot, state.draft_probs[:, :k]))
+        # in place: a copy would be as large as the logits
+        probs, at, taken = state.draft_probs[:, :k], drafts[:, :, None], rows[:, None, None]
+        drawn = probs.gather(2, at)
+        probs.masked_fill_(taken, 0.0).scatter_(2, at, torch.where(taken, 1.0, drawn))
 
 
 def pause(state: DecodeState) -> None:

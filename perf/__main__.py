@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from perf import (
+    anchors,
     auto,
     bench,
     counted,
@@ -100,6 +101,7 @@ def parser() -> argparse.ArgumentParser:
     counted.add_options(command(counted.command_formats), "formats", counted.FORMATS_COLUMNS)
     serving.add_serving_options(command(serving.command_serving))
     serving.add_servers_options(command(serving.command_servers))
+    anchors.add_options(command(anchors.command_anchors))
     cpu.add_options(command(cpu.command_cpu))
     startup.add_options(command(startup.command_startup))
     loading.add_options(command(loading.command_loading))

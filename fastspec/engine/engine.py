@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from concurrent.futures import Executor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -33,6 +33,7 @@ from fastspec.step import StepModules, step
 from fastspec.torch_settings import shielded, using_threads
 
 _SHORTEST_PROMPT = 2  # tokens of the shortest prompt that has a prefill pass
+_EARLY = 2  # steps; see `Engine.compile`
 _MEANS = 3  # number of means of which each measurement takes the smallest
 
 
@@ -60,6 +61,7 @@ class Engine:
         threads: number of threads of a step on the CPU. None until `choose_threads`, and on other devices.
         sharing: (number of this rank, number of ranks). Ranks share the machine and capture the same steps.
         texts: the lookup in texts that several requests share. None: there is none.
+        compilers: executor that may still compile the kernels of `behind`, see `compile`. None: there is none.
         prompts: launches prefill passes.
     """
 
@@ -77,6 +79,7 @@ class Engine:
     threads: Threads | None = None
     sharing: tuple[int, int] = (0, 1)
     texts: Suffix | None = None
+    compilers: Executor | None = None
     prompts: PromptPasses = field(init=False)
 
     def __post_init__(self) -> None:
@@ -118,7 +121,12 @@ class Engine:
         self.runner.capture(StepKey(rows, shape), self._body(rows, shape), lambda: self.idle(rows))
 
     def compile(
-        self, steps: Iterable[tuple[int, StepShape]], *, prompts: bool, compilers: Executor | None = None
+        self,
+        steps: Iterable[tuple[int, StepShape]],
+        *,
+        prompts: bool,
+        compilers: Executor | None = None,
+        behind: Iterable[tuple[int, StepShape]] = (),
     ) -> None:
         """Compiles the kernels of steps, and of prefill passes, in parallel. Called before any of them is launched.
 
@@ -126,12 +134,35 @@ class Engine:
             steps: (rows, shape) of each step.
             prompts: True to compile the kernels of prefill passes, too.
             compilers: executor of Triton's compiler. None: threads.
+            behind: further steps, for whose kernels only a launch waits that needs one. Those of the first _EARLY steps
+                are begun before all others, because kernels of sampled steps take longest. The rest is compiled last.
+                Without processes that compile nothing is done.
         """
-        with self.modules.ops.compiling(compilers), self.idle(self.state.batch):
+        ops, others = self.modules.ops, list(behind)
+        with ops.compiling(compilers), self.idle(self.state.batch):
+            with ops.compiling_behind(early=True) if others else nullcontext() as uncached:
+                for rows, shape in others[:_EARLY] if uncached is not None else ():
+                    self._body(rows, shape)()
             for rows, shape in steps:
                 self._body(rows, shape)()
             for body in self.prompts.bodies() if prompts else ():
                 body()
+            with ops.compiling_behind() if others else nullcontext() as uncached:
+                if uncached is not None:
+                    self.compilers = compilers
+                    self._begin(others, uncached)
+
+    def _begin(self, steps: list[tuple[int, StepShape]], uncached: Callable[[], bool]) -> None:
+        """Begins to compile the kernels of steps within `compiling_behind()`.
+
+        If those of the first and of the last step were compiled before, so were the others. These are then skipped,
+        because to go through all of them takes the host half a second.
+        """
+        for rows, shape in (steps[0], steps[-1]):
+            if not uncached():
+                self._body(rows, shape)()
+        for rows, shape in steps if uncached() else ():
+            self._body(rows, shape)()
 
     def move(self, source: int, place: int) -> None:
         """Moves row `source` to row `place`, with its pages and all buffers."""
@@ -206,6 +237,12 @@ class Engine:
         """Waits for all queued work. Buffers may be freed afterwards."""
         with self.on_device():
             self.ring.resync()
+
+    def close(self) -> None:
+        """Waits for all queued work. Kernels that no process has begun to compile are not compiled any more."""
+        self.finish()
+        if self.compilers is not None:
+            self.compilers.shutdown(cancel_futures=True)
 
     def missing(
         self,

@@ -13,6 +13,7 @@ from fastspec.kernels.ops import Ops
 from fastspec.kernels.room import room_bytes
 from fastspec.models.heads.spec import HeadSpec
 from fastspec.models.interface import ModelInfo
+from fastspec.shapes import ROW_TILE, WORDS_MASKED
 from fastspec.state import BUFFERS, StateSizes
 
 _GIB = 2**30
@@ -235,12 +236,20 @@ class Layout:
         wide += spec.routed_elements
         wide += 2 * self.feature_layers * spec.hidden_size  # the features of each layer, and their concatenation
         rows = self.batch * (self.max_drafts + 1)
-        # 15 words per logit: the logits, their padded, processed and scaled copies, the sort with its int64 ids,
-        # softmaxes and masks
-        step = rows * (wide * size + 15 * 4 * spec.vocab_size)
+        step = rows * wide * size + self._logit_bytes()
         # attention of a chunk keeps fp32 partial sums of every head
         chunk = self.pass_tokens(max_length) * (wide * size + 4 * 4 * spec.num_heads * spec.head_dim)
         return max(step, chunk) + self._kernels_bytes(max_length) + _LIBRARY_WORKSPACE
+
+    def _logit_bytes(self) -> int:
+        """Returns the temporary bytes for the logits of a step, some of whose rows may follow a grammar.
+
+        A hosted model, or ranks, have a second copy: in the model's own dtype, or in parts.
+        """
+        copies = (self.ops.logit_words or WORDS_MASKED) + int(self.target.hosting or self.ranks > 1)
+        line = (self.max_drafts + 1) * 4 * self.target.vocab_size * copies
+        limit = self.ops.logit_bytes
+        return self.batch * line if limit is None else min(self.batch * line, max(limit, ROW_TILE * line))
 
     def _kernels_bytes(self, max_length: int) -> int:
         """Returns the bytes of the kernels' work buffers for both models."""

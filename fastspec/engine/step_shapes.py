@@ -38,6 +38,11 @@ class StepShapes:
         """Positions of a step over the longest rows."""
         return self.row_tokens + self.max_drafts
 
+    @property
+    def middle_length(self) -> int:
+        """Tokens of a row whose step has more positions than the smallest, and only early ones (EARLY_BLOCKS)."""
+        return _LEAST_ROOM * _ROOM_GROWTH - self.max_drafts
+
     def bucket(self, rows: int) -> int:
         """Returns the launch size of a step over the first `rows` rows: the next power of two, but at most `batch`."""
         return min(1 << (rows - 1).bit_length(), self.batch)

@@ -17,7 +17,7 @@ from fastspec.kernels.select import compilers as kernel_compilers
 from fastspec.models.interface import Pending
 from fastspec.proposers.readings import choose_reading
 from fastspec.scheduling.draft_length import DraftChoice
-from fastspec.shapes import GREEDY
+from fastspec.shapes import FULL, GRAMMAR_ONLY, GRAMMARS, GREEDY, StepShape
 
 _ALIKE = 1.15  # ratio of step times from which on the ks between two are measured, too
 
@@ -44,7 +44,8 @@ def warm_up_for(
         progress: True to show the bars.
         prompts: True to compile and capture prefill passes, too.
         loaded: waits until another thread has filled the weights. Called after the kernels are compiled.
-        compilers: executor for `Engine.compile`. None: processes are started here if a kernel is missing.
+        compilers: the constructor's executor for `Engine.compile`. It also begins the kernels of `steps_of_options`,
+            and nobody waits for these. None: processes are started here if a kernel is missing.
 
     Raises:
         RuntimeError: a step could not be captured; the message names it.
@@ -53,8 +54,9 @@ def warm_up_for(
     missing = engine.missing(rows, choice.ks, choice.sampler, choice.top_logprobs, *lengths, choice.grammars)
     if engine.runner.static and missing:
         own = kernel_compilers(*engine.sharing) if compilers is None else nullcontext(compilers)
+        behind = [] if compilers is None else steps_of_options(engine, rows, choice)
         with own as compiling, engine.on_device():
-            engine.compile(missing, prompts=prompts, compilers=compiling)
+            engine.compile(missing, prompts=prompts, compilers=compiling, behind=behind)
     loaded()
     engine.choose_threads()
     if missing or prompts:  # if nothing is missing, the call begins at once
@@ -67,6 +69,41 @@ def warm_up_for(
                 engine.prompts.capture()
     if choice.controller is not None:
         _time(engine, rows, choice, lengths, progress)
+
+
+def steps_of_options(engine: Engine, rows: int, choice: DraftChoice) -> list[tuple[int, StepShape]]:
+    """Returns (rows, shape) of steps that launch every kernel which options or lengths of calls may need.
+
+    The likeliest come first: sampled steps, and of these one row and all rows with most drafts. Then come
+    log-probabilities, grammars and long rows. Not every such step is listed: of steps with the same kernels one is
+    enough.
+
+    Args:
+        engine: engine of the generator.
+        rows: rows that decode at once.
+        choice: draft lengths of a call without options.
+    """
+    longest = engine.shapes.row_tokens - 1
+    short, middle, unguided = (0, 0), (min(longest, engine.shapes.middle_length), 0), (None,)
+    kinds = (
+        (FULL, None, short, unguided),
+        (GREEDY, 0, short, unguided),
+        (FULL, 0, short, unguided),
+        (FULL, None, short, (GRAMMAR_ONLY,)),
+        (GREEDY, 0, short, (GRAMMAR_ONLY,)),
+        (FULL, 0, short, GRAMMARS),
+        (GREEDY, None, middle, unguided),
+        (GREEDY, None, (longest, 0), unguided),
+        (GREEDY, None, (longest, longest), unguided),
+    )
+    found = [
+        engine.missing(rows, choice.ks, sampler, top_logprobs, *lengths, guided)
+        for sampler, top_logprobs, lengths, guided in kinds
+    ]
+    sampled = found[0]
+    k = max(choice.ks)
+    likeliest = [step for step in sampled if step[0] in (1, sampled[0][0]) and step[1].num_drafts == k]
+    return list(dict.fromkeys(step for steps in (reversed(likeliest), *found) for step in steps))
 
 
 def _choose_reading(engine: Engine) -> None:

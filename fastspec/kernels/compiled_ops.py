@@ -33,7 +33,7 @@ OUTSIDE = (
     *("rotate", "store_heads", "delta_rule", "gated_norm", "gated"),
     *("short_conv", "mamba", "mamba_norm"),
     *("pack_rounded", "workspace_bytes", "commit_scratch", "sampled_work", "sampled_work_bytes"),
-    *("record_work", "record_work_bytes", "compiling", "is_brief"),
+    *("record_work", "record_work_bytes", "compiling", "compiling_behind", "is_brief"),
 )
 
 

@@ -26,9 +26,15 @@ class Ops:
 
     Attributes:
         name: "torch", "cpu", "triton" or "compiled".
+        logit_words: words of 4 bytes that the end of a step takes for each logit: the logits, their padded, processed
+            and scaled copies, the sort with its int64 ids, softmaxes and masks. 0: `shapes.logit_words`.
+        logit_bytes: temporary bytes for logits. With more rows a step computes their logits part by part. None: the
+            logits of a step are computed at once.
     """
 
     name = "torch"
+    logit_words: int = 15
+    logit_bytes: int | None = None
 
     # ops of the models' passes
     feed_rows = staticmethod(reference.feed_rows)
@@ -155,6 +161,16 @@ class Ops:
         return nullcontext()
 
     @staticmethod
+    def compiling_behind(*, early: bool = False) -> AbstractContextManager[Callable[[], bool] | None]:
+        """Returns a context within `compiling()` for kernels that the end of `compiling()` does not wait for.
+
+        It yields a function that tells if any such kernel was not compiled before. None: it can compile nothing.
+
+        early: True to compile them beside the others, False to compile them after these.
+        """
+        return nullcontext()
+
+    @staticmethod
     def is_brief() -> bool:
         """True if a pass may skip layers that launch no new kernel: within `compiling()`, and in warm-ups."""
         return False
@@ -164,8 +180,8 @@ class Ops:
         form = self.weight_format((rows.shape[0], rows.shape[1]), rows.dtype, rows.device)
         return Weight.pack(rows, gated) if form == "packed" else Weight(rows)
 
-    def replaced(self, **members: Callable[..., object] | str) -> Self:
-        """Returns a copy of these ops in which the named ops are replaced.
+    def replaced(self, **members: Callable[..., object] | str | int) -> Self:
+        """Returns a copy of these ops in which the named ops and attributes are replaced.
 
         Raises:
             AttributeError: there is no op of that name.

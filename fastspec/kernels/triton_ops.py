@@ -19,7 +19,7 @@ from fastspec.kernels.common import packing
 from fastspec.kernels.common.checks import check_ieee
 from fastspec.kernels.common.code_packing import can_pack_codes
 from fastspec.kernels.common.codes import CodesKind
-from fastspec.kernels.common.launch import compiling, is_brief
+from fastspec.kernels.common.launch import compiling, compiling_behind, is_brief
 from fastspec.kernels.common.weights import Format, Weight
 from fastspec.kernels.embed import embed as embed_rows
 from fastspec.kernels.experts import dispatch as mixtures
@@ -78,6 +78,8 @@ class TritonOps(Ops):
     """Ops with a Triton kernel; others are inherited from torch's. Each method has the signature of its op."""
 
     name = "triton"
+    logit_words = 0
+    logit_bytes = 384 * 2**20
 
     feed_rows = staticmethod(feed_rows)
     embed = staticmethod(embed_rows)
@@ -110,6 +112,7 @@ class TritonOps(Ops):
     record_work = staticmethod(record_work)
     record_work_bytes = staticmethod(record_work_bytes)
     compiling = staticmethod(compiling)
+    compiling_behind = staticmethod(compiling_behind)
     is_brief = staticmethod(is_brief)
 
     @override

@@ -372,9 +372,9 @@ class Decoder:
         """Returns fp32 logits [..., V] for the result of `hidden`, [..., hidden]."""
         scales, logits = self.spec.scales, self._raw_logits(hidden, tiling)
         if scales.logits != 1.0:
-            logits = logits * scales.logits
+            logits = logits.mul_(scales.logits)  # in place: logits take most of a step's temporary memory
         if scales.softcap is not None:
-            logits = torch.tanh(logits / scales.softcap) * scales.softcap
+            logits = logits.div_(scales.softcap).tanh_().mul_(scales.softcap)
         return logits
 
     def _raw_logits(self, hidden: Tensor, tiling: Tiling) -> Tensor:

@@ -400,7 +400,7 @@ class Loop:
         try:
             self._stop()
             self._on_close()
-            engine.finish()
+            engine.close()
         finally:
             if not self.running:
                 self.turn.release()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import statistics
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import pytest
 
@@ -231,3 +232,54 @@ def test_a_bucket_that_was_not_timed_is_like_the_nearest() -> None:
     times.know({(8, 0): 1.0, (8, 2): 1.4, (1, 0): 0.5, (1, 2): 0.9})
     assert times.seconds(2, 2) == 0.9
     assert times.seconds(16, 2) == 1.4
+
+
+# a step of k drafts in plain steps, by rows: of 64 rows two drafts take what 2.49 plain steps take
+BY_ROWS = {1: (1.0, 1.2, 1.4, 1.8, 2.2, 2.6), 8: (1.0, 1.25, 1.5, 2.0, 2.5, 3.0), 64: (1.0, 1.85, 2.49, 3.9, 5.3, 6.7)}
+
+
+@dataclass
+class Batches(World):
+    """Steps whose cost depends on the number of rows as BY_ROWS says."""
+
+    def seconds(self, k: int, context: float = 0.0) -> float:
+        return PLAIN * (1 + self.batch / 100) * BY_ROWS[self.batch][KS.index(k)]
+
+
+def lives(acceptance: float, seed: int) -> dict[int, tuple[float, Batches, dict[int, int]]]:
+    """Calls of 1, 8 and 64 rows in turn, by one controller: by rows the last calls' rate, and steps made by k."""
+    worlds = [Batches(acceptance, 0.0, batch=rows, seed=seed) for rows in BY_ROWS]
+    made = controller()
+    for world in worlds:
+        made.know(world.taken_before())
+    found = {}
+    for turn, world in itertools.product(range(4), worlds):
+        before = dict(made.made)
+        rate = world.call(made, TOKENS)
+        if turn:
+            steps = {k: made.made.get(k, 0) - before.get(k, 0) for k in KS}
+            found[world.batch] = rate, world, steps
+    return found
+
+
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_each_number_of_rows_has_its_own_k(seed: int) -> None:
+    """Two drafts of 64 rows make 0.96 of plain decoding at this acceptance; of one row, and of eight, four pay."""
+    found = lives(0.78, seed)
+    worlds = {rows: world for rows, (_, world, _) in found.items()}
+    assert worlds[64].fixed(2, TOKENS) / worlds[64].fixed(0, TOKENS) == pytest.approx(0.96, abs=0.01)
+    assert [worlds[rows].best(TOKENS)[0] for rows in BY_ROWS] == [4, 4, 0]
+    for rate, world, _ in found.values():
+        assert rate >= 0.95 * world.best(TOKENS)[1], world
+    steps = found[64][2]
+    assert steps[0] >= 0.97 * sum(steps.values()), steps
+    assert found[64][0] >= 0.97 * worlds[64].fixed(0, TOKENS)
+
+
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_64_rows_draft_where_acceptance_pays(seed: int) -> None:
+    rate, world, steps = lives(0.97, seed)[64]
+    best, fastest = world.best(TOKENS)
+    assert best > 0
+    assert rate >= 0.95 * fastest
+    assert steps[0] <= 0.2 * sum(steps.values()), steps

@@ -2,6 +2,7 @@
 
 Usage: python -m tests.helpers.compile_jobs keys 90     does every launch come back from its text as it was?
        python -m tests.helpers.compile_jobs processes   what two processes compile, and what this one finds
+       python -m tests.helpers.compile_jobs behind      what processes compile while nobody waits
 """
 
 from __future__ import annotations
@@ -12,8 +13,10 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future
+from dataclasses import replace
 from inspect import getclosurevars
 from pathlib import Path
 from typing import Any
@@ -24,7 +27,7 @@ from triton.compiler import get_cache_key, make_backend
 from fastspec.kernels import select
 from fastspec.kernels.common.compile_jobs import NotSendable, job_of, launcher_of
 from fastspec.kernels.common.compilers import Compilers, nothing_compiled
-from fastspec.kernels.common.launch import compiling, launch
+from fastspec.kernels.common.launch import compiling, compiling_behind, launch
 from tests.helpers import recorder
 from tests.helpers.launches import GROUPS
 
@@ -164,10 +167,56 @@ def broken() -> Iterator[dict[str, Any]]:
         yield {"what": "no text", "error": str(error)}
 
 
+def begun_behind(executor: Executor, found: list[recorder.Launch]) -> list[bool]:
+    """Compiles the first kernel, and the others behind it. Returns, for each that was waited for, if it was there."""
+    hits: list[bool] = []
+    triton.knobs.compilation.listener = lambda **told: hits.append(told["cache_hit"])
+    with executor, compiling(executor):
+        launch(found[0].kernel, found[0].grid, *found[0].given, **found[0].options)
+        with compiling_behind() as uncached:
+            assert uncached is not None
+            for each in found:
+                launch(each.kernel, each.grid, *each.given, **each.options)
+            assert uncached()
+    return hits
+
+
+def behind() -> Iterator[dict[str, Any]]:
+    recorder.use(recorder.cuda(90))
+    found = list(launches(90, ["steps"]))[:KERNELS]
+    executor = Compilers(1, kernels=select.KERNELS, now=True)
+    hits = begun_behind(executor, found)
+    assert executor._process is not None
+    assert executor.behind is not None
+    yield {"what": "first", "hits": hits, "running": executor._process.returncode is None}
+    later = Compilers(1, kernels=select.KERNELS)
+    yield {"what": "later", "hits": compile_all(later, found), "begun": later._process is not None}
+    ended = threading.Event()
+    executor.behind.at_end(ended.set)
+    assert ended.wait(60)
+    executor.shutdown()
+    yield {"what": "ended", "status": executor._process.returncode}
+    for each in found:
+        each.kernel.device_caches.clear()
+    triton.knobs.cache.dir += "/another"
+    broken, works = found[1], found[2]
+    options = broken.options | {"QUERIES": 3}  # no power of two, which the compiler refuses
+    begun_behind(Compilers(1, kernels=select.KERNELS, now=True), [found[0], replace(broken, options=options), works])
+    error = ""
+    try:
+        with compiling():
+            launch(broken.kernel, broken.grid, *broken.given, **options)
+    except RuntimeError as raised:
+        error = str(raised)
+    with compiling():
+        launch(works.kernel, works.grid, *works.given, **works.options)
+    yield {"what": "failed", "error": error, "works": recorder.compiled(works).asm["ptx"] != ""}
+
+
 def main() -> None:
     with tempfile.TemporaryDirectory() as caches:
         triton.knobs.cache.dir = caches
-        what = {"keys": lambda: [keys(int(sys.argv[2]))], "processes": processes, "broken": broken}
+        what = {"keys": lambda: [keys(int(sys.argv[2]))], "processes": processes, "broken": broken, "behind": behind}
         for line in what[sys.argv[1]]():  # type: ignore[operator]
             print(json.dumps(line), flush=True)
 

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
+from inspect import getclosurevars
 from multiprocessing.connection import Connection, Pipe
 from multiprocessing.connection import wait as first_of
 from pathlib import Path
@@ -25,7 +26,9 @@ from typing import Any, Final
 from fastspec.kernels.common.compile_jobs import NotSendable, is_cached, job_of, launcher_of
 
 HERE: Final = 2  # number of kernels that this process compiles at a time; with more, threads would wait for each other
+EARLY_PART: Final = 3  # one of so many processes compiles kernels that nobody waits for from the beginning
 LOOK: Final = 0.01  # seconds between two checks for a kernel that another process compiles
+_NICE: Final = 10  # niceness of the processes while nobody waits for them
 _LIMIT: Final = "/sys/fs/cgroup/cpu.max"  # file with the CPU limit: microseconds of CPU time per period, and the period
 # seconds for one kernel; after that the compiling process counts as hung, and this process compiles the kernel
 LONGEST: Final = 60.0
@@ -35,6 +38,160 @@ sys.path[:] = ast.literal_eval(sys.argv[1])
 from fastspec.kernels.common.compile_jobs import serve
 serve(sys.argv[2], sys.argv[3], [int(end) for end in sys.argv[4:]])
 """
+
+
+class KernelBehind(Future[Any]):
+    """A kernel that a process compiles.
+
+    `result` is called by the launch that needs the kernel. It waits for the process, and reads the kernel from Triton's
+    disk cache in its own thread. So no other thread runs Triton or CUDA while a graph is captured.
+
+    Args:
+        compiling: the call of Triton's compiler.
+        hurry: moves this kernel before those that no launch waits for.
+    """
+
+    def __init__(self, compiling: Callable[[], Any], hurry: Callable[[KernelBehind], None]) -> None:
+        super().__init__()
+        self._compiling, self._hurry = compiling, hurry
+
+    @property
+    def name(self) -> str:
+        """Name of the kernel."""
+        source = getclosurevars(self._compiling).nonlocals.get("src")
+        return str(getattr(source, "name", "of unknown name"))
+
+    def hurry(self) -> None:
+        """Moves this kernel before those that no launch waits for."""
+        self._hurry(self)
+
+    def result(self, timeout: float | None = None) -> Any:
+        """Returns the compiled kernel.
+
+        Raises:
+            RuntimeError: it cannot be compiled. The message names it.
+        """
+        self.hurry()
+        with suppress(TimeoutError):
+            super().result(LONGEST if timeout is None else timeout)
+        try:
+            return self._compiling()
+        except Exception as error:  # the compiler, the assembler and the driver raise errors of several kinds
+            raise RuntimeError(f"the kernel {self.name} could not be compiled: {error}") from error
+
+
+def keep(found: Any) -> None:
+    """Puts a kernel that is not compiled yet into Triton's cache of this process, where launches look it up.
+
+    Such a launch waits for the kernel. With an unknown version of Triton a launch reads it from the disk cache instead.
+
+    Args:
+        found: Triton's FutureKernel of a `KernelBehind`.
+    """
+    held = getclosurevars(found.finalize_compile).nonlocals
+    with suppress(KeyError):
+        held["kernel_cache"].setdefault(held["key"], found)
+
+
+class Behind(Executor):
+    """Executor for Triton's compiler whose kernels are compiled by processes while nobody waits for them.
+
+    Kernels of `begin_early` share the processes with others; those of `begin` come after all others. Threads only wait
+    for the processes. They are daemons: the end of the program does not wait for them.
+
+    Args:
+        ask: has a process compile a job, and returns after that. Called by the threads, with True for an early kernel.
+        count: number of threads.
+        rank: number of this rank.
+        ranks: number of ranks that submit the same kernels. A rank begins with its share.
+
+    Attributes:
+        uncached: number of submitted kernels that were not in Triton's disk cache.
+    """
+
+    def __init__(self, ask: Callable[[bytes, bool], None], count: int, rank: int = 0, ranks: int = 1) -> None:
+        self._ask, self._count, self._rank, self._ranks = ask, count, rank, ranks
+        self.uncached = 0
+        self._changing = threading.Lock()
+        self._submitted: list[tuple[KernelBehind, bytes]] = []
+        self._waiting: list[tuple[KernelBehind, bytes]] = []
+        self._early = set[KernelBehind]()
+        self._running = 0  # threads that have not ended
+        self._at_end: Callable[[], None] = lambda: None
+
+    def submit(self, compiling: Callable[..., Any], /, *args: Any, **options: Any) -> KernelBehind:
+        """Queues one call of Triton's compiler, `compiling()`. `begin` starts the queue."""
+        kernel = KernelBehind(compiling, self._first)
+        try:
+            cached = is_cached(compiling)
+            self.uncached += not cached
+            job = None if cached else job_of(compiling)
+        except NotSendable:
+            job = None
+        if job is None:  # the thread that needs it reads or compiles it
+            kernel.set_result(None)
+        else:
+            self._submitted.append((kernel, job))
+        return kernel
+
+    def begin_early(self) -> None:
+        """Starts the kernels submitted until now, on a third of the processes."""
+        self._early.update(kernel for kernel, _ in self._submitted)
+        self._begin(self._count // EARLY_PART)
+
+    def begin(self) -> None:
+        """Starts the kernels submitted until now. They wait until all others have begun."""
+        self._begin(self._count)
+
+    def _begin(self, threads: int) -> None:
+        jobs, self._submitted = self._submitted, []
+        own = jobs[self._rank :: self._ranks]
+        others = [job for number, job in enumerate(jobs) if number % self._ranks != self._rank]
+        with self._changing:
+            self._waiting += [*own, *reversed(others)]
+            more = max(0, min(threads - self._running, len(self._waiting)))
+            self._running += more
+        for _ in range(more):
+            threading.Thread(target=self._work, name="fastspec-compile-behind", daemon=True).start()
+
+    def cancel(self) -> None:
+        """Drops the kernels that no process has begun. A launch that needs one compiles it itself."""
+        with self._changing:
+            dropped, self._waiting = self._waiting, []
+        for kernel, _ in dropped:
+            kernel.set_result(None)
+
+    def at_end(self, done: Callable[[], None]) -> None:
+        """Calls `done` when no kernel is left: now, or later in another thread."""
+        with self._changing:
+            now = not self._running
+            if not now:
+                self._at_end = done
+        if now:
+            done()
+
+    def _first(self, kernel: KernelBehind) -> None:
+        with self._changing:
+            self._waiting.sort(key=lambda each: each[0] is not kernel)
+
+    def _work(self) -> None:
+        while (found := self._next()) is not None:
+            kernel, job = found
+            try:
+                self._ask(job, kernel in self._early)
+            finally:
+                kernel.set_result(None)
+
+    def _next(self) -> tuple[KernelBehind, bytes] | None:
+        """Takes the next job. None: this thread shall end."""
+        with self._changing:
+            if self._waiting:
+                return self._waiting.pop(0)
+            self._running -= 1
+            last = not self._running
+        if last:
+            self._at_end()
+        return None
 
 
 class Compilers(Executor):
@@ -53,6 +210,10 @@ class Compilers(Executor):
         now: True to start the processes at once, not with the first kernel that is not cached.
         rank: number of this rank.
         ranks: number of ranks. All submit the same kernels in the same order.
+
+    Attributes:
+        behind: executor for kernels that nobody waits for yet. They are compiled after all others, also after
+            `shutdown`. None: there are no processes.
     """
 
     def __init__(self, count: int, *, kernels: str, now: bool = False, rank: int = 0, ranks: int = 1) -> None:
@@ -65,8 +226,13 @@ class Compilers(Executor):
         # free compilers: a connection to a process, or None for this process
         self._places: queue.SimpleQueue[Connection | None] = queue.SimpleQueue()
         self._launchers: set[str] = set()  # results of `launcher_of` that a process was already asked to make
+        self._starting = 0  # number of processes that have not answered yet
         self._living = 0  # number of processes that are ready; if there are any, this process compiles nothing itself
         self._threads = ThreadPoolExecutor(HERE + self._count, "fastspec-compile")
+        self._not_begun = 0  # kernels of `submit` that wait for a free compiler
+        self._all_begun = threading.Condition()
+        self._nobody_waits = False  # True after `shutdown`
+        self.behind = Behind(self._compile_behind, self._count, rank, ranks) if self._count else None
         self._beginning = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._waiting: threading.Thread | None = None
@@ -87,6 +253,7 @@ class Compilers(Executor):
         Kernels in the share of another rank are queued by `all_told`.
         """
         self._submitted += 1
+        self._count_waiting(1)
         if self._submitted % self._ranks == self._rank:
             return self._threads.submit(self._compile, compiling)
         future: Future[Any] = Future()
@@ -115,15 +282,39 @@ class Compilers(Executor):
                 self._count = 0
                 self._compile_here()
                 return
+            self._lower_priority()
+            self._starting = len(pipes)
             for _, theirs in pipes:
                 theirs.close()
             self._waiting = threading.Thread(target=self._welcome, args=([ours for ours, _ in pipes],), daemon=True)
             self._waiting.start()
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Ends the processes after all queued calls."""
+        """Ends the processes after all queued calls. Does not wait for the kernels of `behind`.
+
+        May be called twice. cancel_futures: drops the calls that no process has begun.
+        """
         self.all_told()
         self._threads.shutdown(wait=True, cancel_futures=cancel_futures)
+        self._count_waiting(-self._not_begun)  # those that were cancelled
+        if self.behind is None:
+            self._end()
+            return
+        with self._beginning:
+            self._nobody_waits = True
+            self._lower_priority()
+        if cancel_futures:
+            self.behind.cancel()
+        self.behind.at_end(self._end)
+
+    def _lower_priority(self) -> None:
+        """Lets other programs run before the processes, if nobody waits for these."""
+        if self._process is not None and self._nobody_waits:
+            with suppress(OSError):  # they have ended
+                os.setpriority(os.PRIO_PGRP, self._process.pid, _NICE)
+
+    def _end(self) -> None:
+        """Ends the processes."""
         with self._beginning:
             self._count = 0
         if self._process is None:
@@ -156,13 +347,15 @@ class Compilers(Executor):
                     one.recv_bytes()
                 except (EOFError, OSError):
                     one.close()
+                    self._answered(living=0)
                     self._places.put(None)
                 else:
-                    self._count_living(1)
+                    self._answered(living=1)
                     self._places.put(one)
 
     def _compile(self, compiling: Callable[[], Any]) -> Any:
         place, several = self._places.get(), self._ranks > 1
+        self._count_waiting(-1)
         job, ended = _job(compiling) if several or place is not None else None, False
         try:
             with _alone(job) if several and job is not None else nullcontext():
@@ -178,12 +371,48 @@ class Compilers(Executor):
             elif place is not None or not self._living:
                 self._places.put(place)
 
+    def _compile_behind(self, job: bytes, early: bool) -> None:
+        """Has a process compile a job. Returns after that, or at once without a process.
+
+        early: False to wait until no kernel of `submit` waits for a process.
+        """
+        with self._all_begun:
+            self._all_begun.wait_for(lambda: early or self._not_begun <= 0)
+        self.begin()
+        if (place := self._free_process()) is None:
+            return
+        with _alone(job) if self._ranks > 1 else nullcontext():
+            if _asked(place, job, self._first_with(launcher_of(job))):
+                self._places.put(place)
+            else:
+                self._count_living(-1)
+                self._places.put(None)
+
+    def _free_process(self) -> Connection | None:
+        """Waits for a free process. None if all have ended."""
+        while (place := self._places.get()) is None:
+            if not (self._starting or self._living):
+                self._places.put(None)  # for the other threads that wait
+                return None
+        return place
+
+    def _count_waiting(self, more: int) -> None:
+        with self._all_begun:
+            self._not_begun += more
+            self._all_begun.notify_all()
+
     def _first_with(self, launcher: str) -> bool:
         """True if no earlier kernel needed this launcher."""
         with self._beginning:
             first = launcher not in self._launchers
             self._launchers.add(launcher)
             return first
+
+    def _answered(self, *, living: int) -> None:
+        """Counts a process that has answered, or ended before."""
+        with self._beginning:
+            self._starting -= 1
+            self._living += living
 
     def _count_living(self, more: int) -> None:
         with self._beginning:

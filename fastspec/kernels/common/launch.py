@@ -2,21 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from fastspec.kernels.common.carveout import LEAST, divide
 from fastspec.kernels.common.compile_jobs import hash_in_order
-from fastspec.kernels.common.compilers import Compilers
+from fastspec.kernels.common.compilers import Compilers, KernelBehind, keep
 from fastspec.kernels.gpu import has_pdl
 
-# keys of the kernels compiled in the present `compiling()` context; None outside of it
-_compiling: ContextVar[set[Hashable] | None] = ContextVar("compiling", default=None)
+
+@dataclass(slots=True, eq=False)
+class _Compiling:
+    """State of a `compiling()` context.
+
+    Attributes:
+        mode: Triton's AsyncCompileMode.
+        waits: False within `compiling_behind()`.
+        kinds: keys of the kernels that were begun.
+        behind: kernels that an earlier context began, which the end of this one waits for.
+    """
+
+    mode: Any
+    waits: bool = True
+    kinds: set[Hashable] = field(default_factory=set)
+    behind: list[Any] = field(default_factory=list)
+
+
+# the present `compiling()` context; None outside of it
+_compiling: ContextVar[_Compiling | None] = ContextVar("compiling", default=None)
 _brief: ContextVar[bool] = ContextVar("brief", default=False)
 
 
@@ -51,11 +70,16 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, least_shared: int = L
         divide(kernel[grid](*args, **options), least_shared)
         return
     kind = id(kernel), _kind(args), _kind(tuple(options.items()))
-    if kind not in begun:  # otherwise Triton would look it up again in every layer until it is compiled
-        begun.add(kind)
+    if kind not in begun.kinds:  # otherwise Triton would look it up again in every layer until it is compiled
+        begun.kinds.add(kind)
         for each in options.values():
             hash_in_order(each)
-        kernel.warmup(*args, grid=grid, **options)
+        found = kernel.warmup(*args, grid=grid, **options)
+        if isinstance(getattr(found, "future", None), KernelBehind):
+            if begun.waits:
+                begun.behind.append(found)
+            else:
+                keep(found)
 
 
 def completed(kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -> dict[str, Any]:
@@ -138,10 +162,11 @@ def compiling(executor: Executor | None = None) -> Iterator[None]:
     """
     import triton
 
-    token = _compiling.set(set())
     own = ThreadPoolExecutor() if executor is None else nullcontext(executor)
-    try:
-        with own as pool, triton.AsyncCompileMode(pool):
+    with own as pool, triton.AsyncCompileMode(pool) as mode:
+        begun = _Compiling(mode)
+        token = _compiling.set(begun)
+        try:
             if isinstance(pool, Compilers):
                 pool.prepared()
             try:
@@ -149,8 +174,44 @@ def compiling(executor: Executor | None = None) -> Iterator[None]:
             finally:  # after an error, too, because compilations that have begun use the context
                 if isinstance(pool, Compilers):
                     pool.all_told()
+        finally:
+            _compiling.reset(token)
+    for each in begun.behind:
+        each.future.hurry()
+    for each in begun.behind:
+        each.result()
+
+
+@contextmanager
+def compiling_behind(*, early: bool = False) -> Iterator[Callable[[], bool] | None]:
+    """Context within `compiling()`, whose end does not wait for the kernels of this context.
+
+    A launch of such a kernel waits for it, and so does the end of a later `compiling()` in which it is launched. Yields
+    a function that tells if any kernel of the context was not in the disk cache. Yields None if there are no processes
+    that compile; then nothing should be launched in the context.
+
+    early: True to compile the kernels on a third of the processes from now on. False: after all others.
+    """
+    begun = _compiling.get()
+    assert begun is not None, "this is within compiling()"
+    mode, before = begun.mode, len(begun.mode.raw_futures)
+    executor = mode.executor
+    behind = executor.behind if isinstance(executor, Compilers) else None
+    if behind is None:
+        yield None
+        return
+    if not early:
+        executor.all_told()
+    mode.executor, begun.waits = behind, False
+    try:
+        yield lambda: behind.uncached > 0
     finally:
-        _compiling.reset(token)
+        mode.executor, begun.waits = executor, True
+        del mode.raw_futures[before:]  # the end of the mode waits for these
+        if early:
+            behind.begin_early()
+        else:
+            behind.begin()
 
 
 def described(tensor: torch.Tensor, block: list[int]) -> Any:

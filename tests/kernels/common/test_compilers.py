@@ -140,7 +140,16 @@ def test_compilers_are_started_only_where_steps_will_be_captured(
 def test_what_a_later_call_lacks_is_compiled_by_processes_too(given: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(warmup, "kernel_compilers", lambda *sharing: nullcontext(("begun", *sharing)))
     monkeypatch.setattr(warmup, "_choose_reading", lambda engine: None)
+    monkeypatch.setattr(warmup, "steps_of_options", lambda engine, rows, choice: [(rows, "another step")])
     engine, choice = mock.MagicMock(sharing=(1, 2)), mock.MagicMock(controller=None)
     engine.missing.return_value = [(1, "a step")]
     warmup.warm_up_for(engine, 1, choice, 9, 0, progress=False, compilers=given)
-    assert engine.compile.call_args.kwargs["compilers"] == (given or ("begun", 1, 2))
+    told = engine.compile.call_args.kwargs
+    assert told["compilers"] == (given or ("begun", 1, 2))
+    assert told["behind"] == ([(1, "another step")] if given else []), "only the constructor begins those of options"
+
+
+@pytest.mark.parametrize("arch", [90, pytest.param(80, marks=pytest.mark.slow)])
+def test_the_constructor_begins_every_kernel_that_options_and_lengths_of_calls_need(arch: int) -> None:
+    (found,) = module_output("tests.helpers.option_kernels", str(arch), "2")
+    assert found["missing"] == []
