@@ -37,7 +37,7 @@ from fastspec.engine.warmup import compilers_for, filling, warm_up_for
 from fastspec.errors import InvalidLogits, UnsupportedOption
 from fastspec.grammar.library import Grammars
 from fastspec.inputs.call import CallArguments, ModelLimits, check_streamer, one_prompt, read_call
-from fastspec.inputs.scored import ScoreInputs, read_scored
+from fastspec.inputs.scored import ScoreInputs, ScoreMode, ScoreOptions, read_scored
 from fastspec.inputs.table import GenerateOptions
 from fastspec.inputs.values import id_sequences
 from fastspec.models.checkpoints.decoder_weights import PendingWeights
@@ -451,6 +451,9 @@ class FastSpecGenerator(OfOneProcess):
         lengths: int | Sequence[int | None] | Tensor | None = None,
         top_logprobs: int = 0,
         prompt_logprobs: bool = True,
+        logprobs_mode: str | None = None,
+        generation_config: GenerationConfig | None = None,
+        **options: Unpack[ScoreOptions],
     ) -> ScoreOutput:
         """Computes the log-probability of every given token. Other calls and handles go on meanwhile.
 
@@ -463,9 +466,13 @@ class FastSpecGenerator(OfOneProcess):
             lengths: tokens of each row's prompt, one number or one per row. None: the whole row is its prompt.
             top_logprobs: number of most probable ids to record at each token, up to 20.
             prompt_logprobs: score the prompts too. False: prompts come from the prefix cache where it has them.
+            logprobs_mode: "raw" (default), or "processed": answers are scored under the distribution from which
+                `generate` samples with these options. Prompts stay raw.
+            generation_config, **options: sampling options of `generate`, for "processed" only.
 
         Raises:
-            ValueError: a bad row or value, named with its place; nothing was launched.
+            ValueError: a bad row or value, or a token that the options ban; nothing was launched.
+            UnsupportedOption: an option that `score` does not have.
             InvalidLogits: the target gave NaN or infinite logits.
             RuntimeError: the generator is closed, or a step failed.
         """
@@ -481,6 +488,7 @@ class FastSpecGenerator(OfOneProcess):
                 prompts=prompt_logprobs,
                 vocab_size=self.vocab_size,
                 max_length=self.max_length,
+                mode=ScoreMode(logprobs_mode, self.generation_config, generation_config, options),
             )
             prompts = [row.tokens[: row.fed] for row in found.scored]
             requests = requests_of(prompts, found.options, None, self.max_length, self._grammars)

@@ -71,6 +71,7 @@ def fill_options(
         "prompt_lengths": prompt_length,
         "draft_limits": draft_limit(options, state.draft_tokens.shape[1]),
         "constrained": options.guided,
+        "processed": options.processed_logprobs,
         "masks": ALL,
     }
     _fill(state, row, numbers)
