@@ -157,6 +157,21 @@ def checked_update(values: NewWeights, weights: PendingWeights) -> WeightUpdate:
     return WeightUpdate(source, names, names == tensor_shapes(spec).keys(), loader)
 
 
+def own_update(weights: PendingWeights) -> WeightUpdate:
+    """Returns an update with the values that the weights had first, from the checkpoint.
+
+    Raises:
+        ValueError: they came from a loaded model.
+    """
+    checkpoint, loader = weights.checkpoint, weights.loader
+    if checkpoint.module is not None:
+        raise ValueError(
+            f"the {checkpoint.role} {checkpoint.name} was a loaded model, and has no file to read again; give its "
+            "weights to wake(weights)"
+        )
+    return WeightUpdate(source_of(checkpoint), frozenset(tensor_shapes(checkpoint.native)), True, loader)
+
+
 def _of_checkpoint(values: str | os.PathLike[str] | nn.Module, checkpoint: Checkpoint) -> TensorSource:
     """The tensors of another checkpoint of the same model."""
     found = resolve(values, role=checkpoint.role)  # type: ignore[arg-type]
