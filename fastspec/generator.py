@@ -603,32 +603,41 @@ class FastSpecGenerator(OfOneProcess):
 
         All values are checked before the first is copied. Afterwards results are those of a generator that is made
         from the new checkpoint; K/V and states of earlier prompts are dropped. Tensors are copied from the device where
-        they are.
+        they are. With `tensor_parallel` every rank makes the call with whole tensors, and takes its slices.
 
         Args:
             values: a directory, a Hub id, a loaded model, a state_dict, or (name, tensor) pairs by the names of the
                 checkpoint. A state_dict or pairs may hold a part of the tensors; the others keep their values. Pairs
-                are all read before anything changes.
+                are all read before anything changes. Instead of a tensor a pair may hold what
+                `torch.multiprocessing.reductions.reduce_tensor` makes of one in another process (CUDA IPC).
             model: "target", or "draft" for a draft model. A learned drafter stays as it is.
             version: name of the target's new weights, for `Stats.weight_version`. None: the number of its updates.
 
         Raises:
             CheckpointError: a name, shape or dtype that the model does not have; nothing has changed.
-            UnsupportedOption: the model is hosted, a learned drafter, or shared by several processes.
+            UnsupportedOption: the model is hosted or a learned drafter, or another rank was given other names.
             ValueError: another `model`, or a version with "draft".
             RuntimeError: a call or a handle goes on, or the generator is closed.
         """
         self._loop.check_open()
         self._check_awake()
         weights = self._updatable(model, version)
-        with self._loop.alone() as scheduler:
+
+        def make() -> WeightUpdate:
+            """Checks the new values."""
             update = checked_update(values, weights)
             if model in self._half and not update.whole:
                 raise RuntimeError(f"{self._half_changed()}; this update holds a part of them")
+            return update
+
+        with self._loop.alone() as scheduler:
+            update, _ = self._ranks.agreed(
+                make, lambda made: {"names": sorted(made.names), "model": model, "version": version}
+            )
             engine = scheduler.engine
             engine.runner.wait_for_caller()
             self._half.add(model)
-            with engine.runner.on_stream():
+            with self._ranks.guarded("updating weights"), engine.runner.on_stream():
                 update.copy()
                 engine.finish()
             scheduler.forget_prompts()

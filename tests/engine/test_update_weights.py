@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.multiprocessing.reductions import reduce_tensor
 
 from fastspec import CheckpointError, FastSpecGenerator, NGram, UnsupportedModel, UnsupportedOption
 from fastspec.kernels.common.weights import Weight
@@ -69,6 +70,11 @@ FORMS: dict[str, Callable[[Path], Any]] = {
     "model": lambda path: make_model("llama2", seed=5),
     "state_dict": lambda path: make_model("llama2", seed=5).state_dict(),
     "pairs": lambda path: iter(tensors_of(path).items()),
+    "wrapped": lambda path: {
+        f"_orig_mod.base_model.model.{name.replace('_proj.', '_proj.base_layer.')}": each
+        for name, each in tensors_of(path).items()
+    },
+    "handles": lambda path: {name: reduce_tensor(each) for name, each in tensors_of(path).items()},
     "stripped": lambda path: {name.removeprefix("model."): each for name, each in tensors_of(path).items()},
 }
 
@@ -228,13 +234,18 @@ def wrong(two: tuple[Path, Path]) -> dict[str, tuple[Any, type[Exception], str]]
         "twice": ([*new.items(), (NORM, new[NORM])], CheckpointError, "comes twice"),
         "meta": ({NORM: torch.ones(48, device="meta")}, CheckpointError, "has no values here"),
         "array": ({NORM: [1.0] * 48}, CheckpointError, "is a list, wanted a plain tensor"),
+        "adapter": (
+            {**new, "base_model.model.model.layers.0.self_attn.q_proj.lora_A.default.weight": torch.zeros(2, 2)},
+            CheckpointError,
+            r"is an adapter's; call merge_adapter\(\)",
+        ),
         "nothing": ({}, CheckpointError, "holds no tensor"),
         "another model": (make_model("qwen2"), CheckpointError, "its config is not that of the target"),
         "no directory": ("/nowhere/at/all", CheckpointError, "nowhere"),
     }
 
 
-WRONG = ("name", "shape", "dtype", "twice", "meta", "array", "nothing", "another model", "no directory")
+WRONG = ("name", "shape", "dtype", "twice", "meta", "array", "adapter", "nothing", "another model", "no directory")
 
 
 @pytest.mark.parametrize("kind", WRONG)
