@@ -44,6 +44,8 @@ from fastspec.inputs.values import id_sequences
 from fastspec.models.checkpoints.decoder_weights import PendingWeights
 from fastspec.models.checkpoints.resolve import load_tokenizer
 from fastspec.models.checkpoints.updates import NewWeights, WeightUpdate, checked_update, own_update
+from fastspec.models.heads.updates import checked_head_update
+from fastspec.models.heads.weights import PendingHead
 from fastspec.models.hosted.info import HostedInfo
 from fastspec.models.vocab import SharedVocab, shared_vocab
 from fastspec.output import GenerateOutput, ScoreOutput, Stats
@@ -209,7 +211,7 @@ class FastSpecGenerator(OfOneProcess):
             )
             self._trial = trial_of(self._draft, layout.draft_dtype, released=release_source, ranks=ranks.size)
             self._weights = {each.checkpoint.role: each for each in weights if isinstance(each, PendingWeights)}
-            self._heads = [each for each in weights if not isinstance(each, PendingWeights)]
+            self._head = next((each for each in weights if isinstance(each, PendingHead)), None)
             self._asleep: Asleep | None = None
             self._updates = 0
             self._half = set[str]()  # models whose weights an update has left half changed
@@ -610,12 +612,13 @@ class FastSpecGenerator(OfOneProcess):
                 checkpoint. A state_dict or pairs may hold a part of the tensors; the others keep their values. Pairs
                 are all read before anything changes. Instead of a tensor a pair may hold what
                 `torch.multiprocessing.reductions.reduce_tensor` makes of one in another process (CUDA IPC).
-            model: "target", or "draft" for a draft model. A learned drafter stays as it is.
+            model: "target", or "draft" for a draft model or a learned drafter. A drafter takes all its tensors, by the
+                names of its checkpoint; for MTP layers that is the target's.
             version: name of the target's new weights, for `Stats.weight_version`. None: the number of its updates.
 
         Raises:
             CheckpointError: a name, shape or dtype that the model does not have; nothing has changed.
-            UnsupportedOption: the model is hosted or a learned drafter, or another rank was given other names.
+            UnsupportedOption: the model is hosted, or a head with draft_vocab, or another rank was given other names.
             ValueError: another `model`, or a version with "draft".
             RuntimeError: a call or a handle goes on, or the generator is closed.
         """
@@ -625,7 +628,10 @@ class FastSpecGenerator(OfOneProcess):
 
         def make() -> WeightUpdate:
             """Checks the new values."""
-            update = checked_update(values, weights)
+            if isinstance(weights, PendingHead):
+                update = checked_head_update(values, weights)
+            else:
+                update = checked_update(values, weights)
             if model in self._half and not update.whole:
                 raise RuntimeError(f"{self._half_changed()}; this update holds a part of them")
             return update
@@ -648,7 +654,7 @@ class FastSpecGenerator(OfOneProcess):
         if model == "draft" and self._trial is not None:
             self._trial.forgo("not tried: the draft's weights were updated")
 
-    def _updatable(self, model: str, version: object) -> PendingWeights:
+    def _updatable(self, model: str, version: object) -> PendingWeights | PendingHead:
         """Returns the weights that `update_weights` may change."""
         if model not in ("target", "draft"):
             raise ValueError(f"model must be 'target' or 'draft', got {model!r}")
@@ -657,9 +663,11 @@ class FastSpecGenerator(OfOneProcess):
         checkpoint = self._target if model == "target" else self._draft
         if checkpoint is None:
             raise ValueError("model='draft', and the generator has no draft model")
+        if model == "draft" and self._head is not None:
+            return self._head
         swapped = self._trial is not None and self._trial.draft.rounded != getattr(checkpoint, "rounded", None)
         if model not in self._weights or (model == "draft" and swapped):
-            why = "calibrate() loaded it again" if model in self._weights else "it is hosted, or a learned drafter"
+            why = "calibrate() loaded it again" if model in self._weights else "it is hosted"
             raise UnsupportedOption(
                 f"the {model} {checkpoint.name} is not updated in place, because {why}; make a new generator"
             )
@@ -708,7 +716,7 @@ class FastSpecGenerator(OfOneProcess):
             scheduler.forget_prompts()
             own = self._own_weights()
             dropped = [each.weights for each in own.values()] if level == 2 else []
-            kept = [] if level == 2 else [*own.values(), *self._heads, *models_of(scheduler.engine)]
+            kept = [] if level == 2 else [*own.values(), self._head, *models_of(scheduler.engine)]
             self._asleep = lay_down(scheduler.engine, level, kept, dropped)
         return self._asleep.freed
 

@@ -21,6 +21,7 @@ from fastspec.output import GenerateOutput
 from tests.helpers import families, hosted, hybrid, quantised
 from tests.helpers.checkpoints import make_checkpoint, make_model
 from tests.helpers.heads import LAYERS, eagle3_tensors, write_speculators
+from tests.helpers.mtp import write_target
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:the tokenizers of:UserWarning"),  # the fixtures have none
@@ -171,8 +172,48 @@ def test_a_head_stays_and_shares_the_new_embedding(tmp_path: Path) -> None:
         gen.update_weights(new)
         with FastSpecGenerator(new, head, dtype="float32", **OPTIONS) as made:
             assert result(gen) == result(made) != before
-        with pytest.raises(UnsupportedOption, match=r"the draft .* is not updated in place"):
-            gen.update_weights(head, model="draft")
+
+
+def test_a_head_is_updated(tmp_path: Path) -> None:
+    target = make_checkpoint(tmp_path / "target", "llama3", num_hidden_layers=LAYERS)
+    tensors = [eagle3_tensors(std=std) for std in (0.5, 0.4)]
+    old, new = (
+        write_speculators(tmp_path / str(place), each, boundaries=[2, 4, 5]) for place, each in enumerate(tensors)
+    )
+    with FastSpecGenerator(target, new, dtype="float32", **OPTIONS) as made:
+        want = result(made)
+    with FastSpecGenerator(target, old, dtype="float32", **OPTIONS) as gen:
+        before = result(gen)
+        with pytest.raises(CheckpointError, match=r"missing; this .* needs them"):
+            gen.update_weights(dict(list(tensors[1].items())[:3]), model="draft")
+        assert result(gen) == before
+        gen.update_weights(new, model="draft")
+        assert result(gen) == want != before
+        gen.update_weights(load_file(old / "model.safetensors"), model="draft")
+        assert result(gen) == before
+        assert gen.weight_version == 0
+
+
+def test_mtp_layers_are_updated(tmp_path: Path) -> None:
+    """From a directory of the target, or its tensors: others are left out."""
+    old, new = (write_target(tmp_path / name, "nextn")[0] for name in ("old", "new"))
+    state = {}
+    for file in sorted(new.glob("*.safetensors")):
+        tensors = load_file(file)
+        tensors = {name: each.flip(-1) if "layers.3." in name else each for name, each in tensors.items()}
+        save_file(tensors, file, {"format": "pt"})
+        state |= tensors
+    with FastSpecGenerator(old, "mtp", dtype="float32", **OPTIONS) as gen:
+        before = result(gen)
+        with pytest.raises(CheckpointError, match="has no MTP layers"):
+            gen.update_weights({NORM: torch.ones(48)}, model="draft")
+        gen.update_weights(state, model="draft")
+        changed = result(gen)
+        assert changed != before
+        gen.update_weights(old, model="draft")
+        assert result(gen) == before
+        gen.update_weights(new, model="draft")
+        assert result(gen) == changed
 
 
 def test_prompts_of_old_weights_are_forgotten_and_versions_counted(
