@@ -558,6 +558,17 @@ class FastSpecGenerator(OfOneProcess):
         """Lets the handles that have waited since `pause` go on, in the order in which they came."""
         self._open().resume()
 
+    def reset_prefix_cache(self) -> None:
+        """Drops K/V and states of earlier prompts, so that later prompts are computed from the beginning.
+
+        `update_weights` does it by itself.
+
+        Raises:
+            RuntimeError: a call or a handle goes on, or the generator is closed.
+        """
+        with self._open().alone() as scheduler:
+            scheduler.forget_prompts()
+
     def calibrate(
         self,
         input_ids: Any = None,

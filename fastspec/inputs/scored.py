@@ -98,7 +98,7 @@ class ScoreInputs:
 
 @dataclass(frozen=True, slots=True)
 class ScoreMode:
-    """What log-probabilities of answers are of.
+    """Distribution of the log-probabilities of answers.
 
     Attributes:
         mode: logprobs_mode of `score`.
@@ -165,7 +165,7 @@ def read_scored(
         prompts: its prompt_logprobs.
         vocab_size: token ids lie below it.
         max_length: tokens that a row may have.
-        mode: what log-probabilities of answers are of.
+        mode: distribution of the log-probabilities of answers.
 
     Raises:
         ValueError: a bad row or value, named with its place.
