@@ -96,6 +96,7 @@ def test_drafts_change_no_rollout() -> None:
     assert texts[0] == texts[1] == texts[2]
 
 
+@pytest.mark.integration
 def test_verl_updates_and_releases(rollout: Rollout) -> None:
     async def life() -> None:
         first = await rollout.generate([5, 6, 7], {"temperature": 1.0, "top_k": -1, "max_tokens": 6, "seed": 3})
@@ -123,6 +124,7 @@ def test_verl_updates_and_releases(rollout: Rollout) -> None:
     asyncio.run(life())
 
 
+@pytest.mark.integration
 def test_what_verl_may_not_ask(rollout: Rollout) -> None:
     refused: list[tuple[Any, type[Exception], str]] = [
         (rollout.update_weights([], wire_format="delta_flush"), UnsupportedOption, "wire_format='delta_flush'"),
