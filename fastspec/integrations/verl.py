@@ -3,8 +3,8 @@
     class Rollout(fastspec.integrations.verl.Rollout, BaseRollout): ...
 
 verl's `RolloutConfig` gives sizes and sampling. Its `engine_kwargs={"fastspec": {"draft": ..., ...}}` has a draft and
-further arguments of `FastSpecGenerator`. Verification is "coupled" unless it says otherwise: a text depends on its seed,
-not on the drafts. Needs nothing of verl itself: the methods take any objects with verl's fields.
+further arguments of `FastSpecGenerator`. Verification is "coupled" unless it says otherwise: a text depends on its
+seed, not on the drafts. Needs nothing of verl itself: the methods take any objects with verl's fields.
 """
 
 from __future__ import annotations
