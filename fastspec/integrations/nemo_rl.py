@@ -32,7 +32,7 @@ class Generation:
     Args:
         config: NeMo RL's `GenerationConfig`: model_name, max_new_tokens, temperature, top_p, top_k, stop_token_ids,
             `_pad_token_id`, colocated, and `fastspec_cfg`.
-        seed: of the rollouts.
+        seed: seed of all rollouts.
     """
 
     def __init__(self, config: Mapping[str, Any], *, seed: int = 0) -> None:
@@ -47,7 +47,7 @@ class Generation:
         """Joins the group of torch.distributed over which weights come, as the first process after the trainer's.
 
         Args:
-            ip, port: of the group's store.
+            ip, port: address of the group's store.
             world_size: processes of trainer and generators.
             train_world_size: processes of the trainer; process 0 sends.
         """
@@ -111,13 +111,13 @@ class Generation:
         top_k = self.cfg.get("top_k")
         return {"do_sample": True, **found, "top_k": max(0, int(top_k)) if top_k is not None else 0}
 
-    def prepare_for_generation(self, *args: Any, **kwargs: Any) -> bool:
+    def prepare_for_generation(self, *args: object, **kwargs: object) -> bool:
         """Wakes the generator, if it sleeps."""
         if self.generator.asleep is not None:
             self.generator.wake()
         return True
 
-    def finish_generation(self, *args: Any, release_gpu: bool = True, **kwargs: Any) -> bool:
+    def finish_generation(self, *args: object, release_gpu: bool = True, **kwargs: object) -> bool:
         """Gives K/V and buffers back if the trainer shares the GPU. Weights stay, for updates meanwhile need them."""
         if self.blocks_training() and release_gpu and self.generator.asleep is None:
             self.generator.sleep(1)

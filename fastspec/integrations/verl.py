@@ -60,7 +60,9 @@ class Rollout:
         UnsupportedOption: tensor_model_parallel_size is not that of `engine_kwargs`.
     """
 
-    def __init__(self, config: Any, model_config: Any, device_mesh: Any = None, *args: Any, **kwargs: Any) -> None:
+    def __init__(
+        self, config: Any, model_config: Any, device_mesh: Any = None, *args: object, **kwargs: object
+    ) -> None:
         self.config, self.model_config, self.device_mesh = config, model_config, device_mesh
         own = dict((_of(config, "engine_kwargs") or {}).get("fastspec") or {})
         ranks = int(_of(config, "tensor_model_parallel_size") or 1)
@@ -99,7 +101,7 @@ class Rollout:
             self._stale = self.generator.weight_version != 0
 
     async def update_weights(
-        self, weights: Iterable[tuple[str, Tensor]], wire_format: str = "named_tensors", **kwargs: Any
+        self, weights: Iterable[tuple[str, Tensor]], wire_format: str = "named_tensors", **kwargs: object
     ) -> None:
         """Replaces the weights, between two requests. Requests that come meanwhile wait.
 
@@ -118,7 +120,7 @@ class Rollout:
             raise UnsupportedOption("peft_config is not supported: merge the adapter into the weights before")
         await asyncio.to_thread(self._update, weights, kwargs.get("global_steps"))
 
-    def _update(self, weights: Iterable[tuple[str, Tensor]], version: int | None) -> None:
+    def _update(self, weights: Iterable[tuple[str, Tensor]], version: Any) -> None:
         generator = self.generator
         if generator.asleep == 2:
             generator.wake(dict(weights), version=version)
@@ -174,7 +176,7 @@ class Rollout:
         return type(prompts).from_dict(tensors=tensors, meta_info={"weight_version": output.stats.weight_version})
 
     async def generate(
-        self, prompt_ids: list[int], sampling_params: Mapping[str, Any], request_id: str = "", **kwargs: Any
+        self, prompt_ids: list[int], sampling_params: Mapping[str, Any], request_id: str = "", **kwargs: object
     ) -> TokenOutput:
         """Continues one prompt beside others.
 
