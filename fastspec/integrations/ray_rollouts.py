@@ -34,8 +34,9 @@ class Replica:
             seed, not on the drafts or on the replica.
     """
 
-    def __init__(self, target: str, draft: str | None = None, **options: Any) -> None:
-        self._generator = FastSpecGenerator(target, draft, **{"verification": COUPLED, "progress": False, **options})
+    def __init__(self, target: str, draft: str | None = None, **options: object) -> None:
+        arguments: dict[str, Any] = {"verification": COUPLED, "progress": False, **options}
+        self._generator = FastSpecGenerator(target, draft, **arguments)
 
     def join(self, where: str, rank: int, size: int) -> None:
         """Joins the trainer's group; returns when all processes have.
@@ -64,17 +65,16 @@ class Replica:
         finally:
             generator.resume()
 
-    def generate(self, prompts: Sequence[Sequence[int]], **options: Any) -> dict[str, Any]:
+    def generate(self, prompts: Sequence[Sequence[int]], **options: object) -> dict[str, object]:
         """Continues prompts; options are those of `FastSpecGenerator.generate`.
 
         Returns:
             Lists with an entry for each row: token_ids, logprobs of the distribution that they were sampled from, and
             finish_reasons; and weight_version.
         """
-        output = self._generator.generate(
-            [list(prompt) for prompt in prompts],
-            **{"logprobs": True, "logprobs_mode": "processed", **options, "return_dict_in_generate": True},
-        )
+        asked: dict[str, Any] = {"logprobs": True, "logprobs_mode": "processed", **options}
+        asked["return_dict_in_generate"] = True
+        output = self._generator.generate([list(prompt) for prompt in prompts], **asked)
         assert isinstance(output, GenerateOutput)
         return {
             "token_ids": output.new_tokens,
