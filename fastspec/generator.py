@@ -33,16 +33,20 @@ from fastspec.engine.engine import Engine
 from fastspec.engine.explain import break_even_advice, explain, lookup_advice, may_lose
 from fastspec.engine.memory import MemoryPlan, release_unused
 from fastspec.engine.settings import announce
+from fastspec.engine.sleep import Asleep, lay_down, models_of
 from fastspec.engine.warmup import compilers_for, filling, warm_up_for
 from fastspec.errors import InvalidLogits, UnsupportedOption
 from fastspec.grammar.library import Grammars
 from fastspec.inputs.call import CallArguments, ModelLimits, check_streamer, one_prompt, read_call
-from fastspec.inputs.scored import ScoreInputs, read_scored
+from fastspec.inputs.scored import ScoreInputs, ScoreMode, ScoreOptions, read_scored
 from fastspec.inputs.table import GenerateOptions
 from fastspec.inputs.values import id_sequences
 from fastspec.models.checkpoints.decoder_weights import PendingWeights
 from fastspec.models.checkpoints.resolve import load_tokenizer
-from fastspec.models.checkpoints.updates import NewWeights, checked_update
+from fastspec.models.checkpoints.updates import NewWeights, WeightUpdate, checked_update, own_update
+from fastspec.models.heads.updates import checked_head_update
+from fastspec.models.heads.weights import PendingHead
+from fastspec.models.hosted.info import HostedInfo
 from fastspec.models.vocab import SharedVocab, shared_vocab
 from fastspec.output import GenerateOutput, ScoreOutput, Stats
 from fastspec.proposers.interface import Proposer
@@ -207,6 +211,8 @@ class FastSpecGenerator(OfOneProcess):
             )
             self._trial = trial_of(self._draft, layout.draft_dtype, released=release_source, ranks=ranks.size)
             self._weights = {each.checkpoint.role: each for each in weights if isinstance(each, PendingWeights)}
+            self._head = next((each for each in weights if isinstance(each, PendingHead)), None)
+            self._asleep: Asleep | None = None
             self._updates = 0
             self._half = set[str]()  # models whose weights an update has left half changed
             self._numbers = RequestNumbers()
@@ -255,6 +261,8 @@ class FastSpecGenerator(OfOneProcess):
     @property
     def kv_usage(self) -> float:
         """Share of the K/V cache that running rows use, 0 to 1; pages that only the prefix cache keeps are free."""
+        if self._asleep is not None:
+            return 0.0
         pages = self._open().engine.pages
         usable = pages.num_pages - 1
         return (usable - pages.num_free - pages.num_idle) / usable
@@ -451,6 +459,9 @@ class FastSpecGenerator(OfOneProcess):
         lengths: int | Sequence[int | None] | Tensor | None = None,
         top_logprobs: int = 0,
         prompt_logprobs: bool = True,
+        logprobs_mode: str | None = None,
+        generation_config: GenerationConfig | None = None,
+        **options: Unpack[ScoreOptions],
     ) -> ScoreOutput:
         """Computes the log-probability of every given token. Other calls and handles go on meanwhile.
 
@@ -463,9 +474,13 @@ class FastSpecGenerator(OfOneProcess):
             lengths: tokens of each row's prompt, one number or one per row. None: the whole row is its prompt.
             top_logprobs: number of most probable ids to record at each token, up to 20.
             prompt_logprobs: score the prompts too. False: prompts come from the prefix cache where it has them.
+            logprobs_mode: "raw" (default), or "processed": answers are scored under the distribution from which
+                `generate` samples with these options. Prompts stay raw.
+            generation_config, **options: sampling options of `generate`, for "processed" only.
 
         Raises:
-            ValueError: a bad row or value, named with its place; nothing was launched.
+            ValueError: a bad row or value, or a token that the options ban; nothing was launched.
+            UnsupportedOption: an option that `score` does not have.
             InvalidLogits: the target gave NaN or infinite logits.
             RuntimeError: the generator is closed, or a step failed.
         """
@@ -481,6 +496,7 @@ class FastSpecGenerator(OfOneProcess):
                 prompts=prompt_logprobs,
                 vocab_size=self.vocab_size,
                 max_length=self.max_length,
+                mode=ScoreMode(logprobs_mode, self.generation_config, generation_config, options),
             )
             prompts = [row.tokens[: row.fed] for row in found.scored]
             requests = requests_of(prompts, found.options, None, self.max_length, self._grammars)
@@ -542,6 +558,17 @@ class FastSpecGenerator(OfOneProcess):
         """Lets the handles that have waited since `pause` go on, in the order in which they came."""
         self._open().resume()
 
+    def reset_prefix_cache(self) -> None:
+        """Drops K/V and states of earlier prompts, so that later prompts are computed from the beginning.
+
+        `update_weights` does it by itself.
+
+        Raises:
+            RuntimeError: a call or a handle goes on, or the generator is closed.
+        """
+        with self._open().alone() as scheduler:
+            scheduler.forget_prompts()
+
     def calibrate(
         self,
         input_ids: Any = None,
@@ -589,31 +616,45 @@ class FastSpecGenerator(OfOneProcess):
 
         All values are checked before the first is copied. Afterwards results are those of a generator that is made
         from the new checkpoint; K/V and states of earlier prompts are dropped. Tensors are copied from the device where
-        they are.
+        they are. With `tensor_parallel` every rank makes the call with whole tensors, and takes its slices.
 
         Args:
             values: a directory, a Hub id, a loaded model, a state_dict, or (name, tensor) pairs by the names of the
                 checkpoint. A state_dict or pairs may hold a part of the tensors; the others keep their values. Pairs
-                are all read before anything changes.
-            model: "target", or "draft" for a draft model. A learned drafter stays as it is.
+                are all read before anything changes. Instead of a tensor a pair may hold what
+                `torch.multiprocessing.reductions.reduce_tensor` makes of one in another process (CUDA IPC).
+            model: "target", or "draft" for a draft model or a learned drafter. A drafter takes all its tensors, by the
+                names of its checkpoint; for MTP layers that is the target's.
             version: name of the target's new weights, for `Stats.weight_version`. None: the number of its updates.
 
         Raises:
             CheckpointError: a name, shape or dtype that the model does not have; nothing has changed.
-            UnsupportedOption: the model is hosted, a learned drafter, or shared by several processes.
+            UnsupportedOption: the model is hosted, or a head with draft_vocab, or another rank was given other names.
             ValueError: another `model`, or a version with "draft".
             RuntimeError: a call or a handle goes on, or the generator is closed.
         """
         self._loop.check_open()
+        self._check_awake()
         weights = self._updatable(model, version)
-        with self._loop.alone() as scheduler:
-            update = checked_update(values, weights)
+
+        def make() -> WeightUpdate:
+            """Checks the new values."""
+            if isinstance(weights, PendingHead):
+                update = checked_head_update(values, weights)
+            else:
+                update = checked_update(values, weights)
             if model in self._half and not update.whole:
                 raise RuntimeError(f"{self._half_changed()}; this update holds a part of them")
+            return update
+
+        with self._loop.alone() as scheduler:
+            update, _ = self._ranks.agreed(
+                make, lambda made: {"names": sorted(made.names), "model": model, "version": version}
+            )
             engine = scheduler.engine
             engine.runner.wait_for_caller()
             self._half.add(model)
-            with engine.runner.on_stream():
+            with self._ranks.guarded("updating weights"), engine.runner.on_stream():
                 update.copy()
                 engine.finish()
             scheduler.forget_prompts()
@@ -624,7 +665,7 @@ class FastSpecGenerator(OfOneProcess):
         if model == "draft" and self._trial is not None:
             self._trial.forgo("not tried: the draft's weights were updated")
 
-    def _updatable(self, model: str, version: object) -> PendingWeights:
+    def _updatable(self, model: str, version: object) -> PendingWeights | PendingHead:
         """Returns the weights that `update_weights` may change."""
         if model not in ("target", "draft"):
             raise ValueError(f"model must be 'target' or 'draft', got {model!r}")
@@ -633,13 +674,117 @@ class FastSpecGenerator(OfOneProcess):
         checkpoint = self._target if model == "target" else self._draft
         if checkpoint is None:
             raise ValueError("model='draft', and the generator has no draft model")
+        if model == "draft" and self._head is not None:
+            return self._head
         swapped = self._trial is not None and self._trial.draft.rounded != getattr(checkpoint, "rounded", None)
         if model not in self._weights or (model == "draft" and swapped):
-            why = "calibrate() loaded it again" if model in self._weights else "it is hosted, or a learned drafter"
+            why = "calibrate() loaded it again" if model in self._weights else "it is hosted"
             raise UnsupportedOption(
                 f"the {model} {checkpoint.name} is not updated in place, because {why}; make a new generator"
             )
         return self._weights[model]
+
+    def _own_weights(self) -> dict[str, PendingWeights]:
+        """Returns the weights that can be loaded again, by model."""
+        swapped = self._trial is not None and self._trial.draft.rounded != getattr(self._draft, "rounded", None)
+        return {model: each for model, each in self._weights.items() if model == "target" or not swapped}
+
+    @property
+    def asleep(self) -> int | None:
+        """Level of `sleep`; None: the generator is awake."""
+        return None if self._asleep is None else self._asleep.level
+
+    @shielded()
+    def sleep(self, level: int = 1) -> int:
+        """Gives memory back to the driver until `wake`. Calls are refused meanwhile.
+
+        Prompts of the prefix cache are dropped, and captured steps deleted. Buffers with other values than zero are
+        copied to host memory. On a CPU memory goes back to the system.
+
+        Args:
+            level: 1 frees K/V, states, buffers and captured steps. 2 frees the weights as well; those of a learned
+                drafter are copied to host memory.
+
+        Returns:
+            The bytes that were freed, without those of captured steps.
+
+        Raises:
+            ValueError: another level.
+            UnsupportedOption: several processes share the model, or level 2 with a hosted model.
+            RuntimeError: a call or a handle goes on, or the generator is closed or asleep.
+        """
+        if level not in (1, 2):
+            raise ValueError(f"level must be 1 (caches and buffers) or 2 (weights, too), got {level!r}")
+        if self._ranks.size > 1:
+            raise UnsupportedOption(
+                f"sleep is not supported for a model that {self._ranks.size} processes share; close() the generators"
+            )
+        loop = self._open()
+        hosted = [each.name for each in (self._target, self._draft) if each and isinstance(each.spec, HostedInfo)]
+        if hosted and level == 2:
+            raise UnsupportedOption(f"{hosted[0]} is hosted, and its weights cannot be loaded again; use sleep(1)")
+        with loop.alone() as scheduler:
+            scheduler.forget_prompts()
+            own = self._own_weights()
+            dropped = [each.weights for each in own.values()] if level == 2 else []
+            kept = [] if level == 2 else [*own.values(), self._head, *models_of(scheduler.engine)]
+            self._asleep = lay_down(scheduler.engine, level, kept, dropped)
+        return self._asleep.freed
+
+    @shielded()
+    def wake(self, weights: NewWeights | None = None, *, version: int | str | None = None) -> None:
+        """Takes the memory of `sleep` again, and captures the steps that were captured before.
+
+        After level 2 it loads weights: new ones of the target, or else those that the generator was made from. A draft
+        model gets its first weights again.
+
+        Args:
+            weights: all tensors of the target, as for `update_weights`. None: from its checkpoint, with version 0.
+            version: name of these weights, see `update_weights`.
+
+        Raises:
+            CheckpointError, UnsupportedOption: see `update_weights`; the generator still sleeps.
+            ValueError: weights after level 1, or none for a target that was a loaded model.
+            MemoryError: there is not enough memory; the generator still sleeps.
+            RuntimeError: the generator does not sleep, or is closed.
+        """
+        self._loop.check_open()
+        asleep = self._asleep
+        if asleep is None:
+            raise RuntimeError("this generator is not asleep; sleep() comes before wake()")
+        if weights is not None and asleep.level == 1:
+            raise ValueError("sleep(1) has kept the weights; call wake(), then update_weights(...)")
+        updates = {
+            model: self._reloading(model, pending, weights if model == "target" else None)
+            for model, pending in (self._own_weights() if asleep.level == 2 else {}).items()
+        }
+        with self._loop.alone() as scheduler:
+            engine = scheduler.engine
+            engine.runner.wait_for_caller()
+            asleep.regain(engine)
+            self._asleep = None
+            self._half.update(updates)
+            for model, update in updates.items():
+                with engine.runner.on_stream():
+                    update.copy()
+                    engine.finish()
+                self._half.discard(model)
+            if updates:
+                self._updates += weights is not None
+                made = self._updates if weights is not None else 0
+                scheduler.weight_version = made if version is None else version
+            asleep.recapture(engine)
+
+    def _reloading(self, model: str, pending: PendingWeights, values: NewWeights | None) -> WeightUpdate:
+        """Returns new values for all weights of a model, checked. None: those of its checkpoint."""
+        update = own_update(pending) if values is None else checked_update(values, pending)
+        if not update.whole:
+            raise ValueError(f"wake(weights) holds a part of the {model}'s tensors; after sleep(2) give all of them")
+        return update
+
+    def _check_awake(self) -> None:
+        if self._asleep is not None:
+            raise RuntimeError(f"this generator is asleep (level {self._asleep.level}); call wake() first")
 
     def _half_changed(self) -> str:
         model = min(self._half)
@@ -763,6 +908,7 @@ class FastSpecGenerator(OfOneProcess):
 
     def _open(self) -> Loop:
         self._loop.check_open()
+        self._check_awake()
         if self._half:
             raise RuntimeError(self._half_changed())
         return self._loop

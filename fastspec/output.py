@@ -181,7 +181,7 @@ class GenerateOutput:
         finish_reasons: for each row "stop", "length", "error" if no token could be chosen (see `InvalidLogits`), or
             "cancelled" if its request was cancelled.
         stats: counts of the call.
-        logprobs: log-probabilities of the new tokens under the raw target (no temperature, no filters), in fp32. None
+        logprobs: log-probabilities of the new tokens under the distribution of `logprobs_mode`, in fp32. None
             unless requested.
         top_logprobs: for each new token the most probable (id, log-probability) pairs, largest first. None unless
             requested.
@@ -205,12 +205,13 @@ class GenerateOutput:
 
 @dataclass(frozen=True, slots=True)
 class ScoreOutput:
-    """Result of `FastSpecGenerator.score`: log-probabilities under the raw target, in fp32.
+    """Result of `FastSpecGenerator.score`: log-probabilities in fp32.
 
     Attributes:
-        logprobs: log-probabilities of the tokens of each row's answer.
+        logprobs: log-probabilities of the tokens of each row's answer, under the distribution of `logprobs_mode`.
         top_logprobs: at each of these tokens the most probable (id, log-probability) pairs, largest first.
-        prompt_logprobs: log-probabilities of each row's prompt from the second token on. None if left out.
+        prompt_logprobs: log-probabilities of each row's prompt from the second token on, under the raw target. None if
+            left out.
         prompt_top_logprobs: the same pairs for the tokens of the prompt. None if left out.
         stats: counts of the call. Given tokens count as drafts.
     """

@@ -279,6 +279,8 @@ class StepShape:
         tiling: tiles of the matrix products of target and draft.
         top_logprobs: number of most probable ids that are recorded at each place, with the emitted token's
             log-probability. None: nothing is recorded.
+        processed: True if the log-probabilities of some rows are those of the distribution that they sample from. The
+            sampler is then FULL.
         verification: rule that accepts or refuses drafts of rows that sample.
         first_block: no running row is fed a position in an earlier block of KEY_BLOCK.
         grammars: one of GRAMMARS if some rows have a grammar. None: no row has one.
@@ -294,6 +296,7 @@ class StepShape:
     first_block: int = 0
     grammars: str | None = None
     first_token: bool = False
+    processed: bool = False
 
     def for_first_tokens(self, *, grammars: bool) -> StepShape:
         """Returns the step for first tokens that matches this plain step. grammars: True if its rows have one."""

@@ -181,6 +181,7 @@ class DecodeState:
     masks: Tensor          = _buffer("B K+1 W", INT32, -1,   "admit, grammar",          "ids that the grammar allows at each place, one bit per id")
     grammar_drafts: Tensor = _buffer("B K",     INT64, 0,    "grammar",                 "drafts for the next step of a row with a grammar")
     grammar_counts: Tensor = _buffer("B",       INT64, 0,    "grammar",                 "number of valid entries of `grammar_drafts`")
+    processed: Tensor      = _buffer("B",       BOOL,  0,    "admit",                   "log-probabilities are those of the distribution that the row samples from")
     prompt_lengths: Tensor = _buffer("B",       INT64, 0,    "admit",                   "tokens of the prompt")
     prediction: Tensor     = _buffer("B R",     INT64, 0,    "admit",                   "text that the row is likely to repeat; junk behind its end")
     prediction_lengths: Tensor = _buffer("B",   INT64, 0,    "admit",                   "number of its tokens; 0: there is none", reset=True)
@@ -191,7 +192,7 @@ class DecodeState:
     block: Tensor          = _buffer("B K+1",   INT64, 0,    "commit",                  "accepted drafts and one more token")
     emitted: Tensor        = _buffer("B",       INT64, 0,    "admit, commit",           "number of tokens of `block` that the last step emitted; before the first step 1 if features of the prompt are stored")
     accepted: Tensor       = _buffer("B",       INT64, -1,   "commit",                  "number of drafts that the last step accepted; negative: see above")
-    logprobs: Tensor       = _buffer("B K+1",   FP32,  0,    "commit",                  "log-probability of each token of `block` under the raw target")
+    logprobs: Tensor       = _buffer("B K+1",   FP32,  0,    "commit",                  "log-probability of each token of `block`")
     top_ids: Tensor        = _buffer("B K+1 N", INT64, 0,    "commit",                  "the N most probable ids at each place of `block`")
     top_logprobs: Tensor   = _buffer("B K+1 N", FP32,  0,    "commit",                  "log-probabilities of `top_ids`")
     # fmt: on

@@ -304,14 +304,17 @@ def verify_and_commit(
     if isinstance(logits, PartKeys):
         modules.ops.verify_commit(logits, state, modules.scratch, entry)
         return
-    if shape.grammars is None:
+    if shape.grammars is None and not shape.processed:
         _judge(modules, state, shape, draws, logits, entry, record)
         return
-    # log-probabilities are those of the raw target, without masks, so they are recorded separately
-    apart = record is not None
-    _judge(modules, state, shape, draws, processors.allowed(logits, state.masks), None if apart else entry, None)
+    # log-probabilities are of logits without the grammars' masks, so they are recorded separately
+    apart, recorded = record is not None, logits
+    if apart and shape.processed:  # before the commit, which counts tokens for penalties
+        recorded = modules.ops.processed_logits(logits, state, modules.work)
+    judged = logits if shape.grammars is None else processors.allowed(logits, state.masks)
+    _judge(modules, state, shape, draws, judged, None if apart else entry, None)
     if record is not None:
-        _record(modules, state, shape, record, logits, entry)
+        _record(modules, state, shape, record, recorded, entry)
 
 
 def _judge(
@@ -345,14 +348,14 @@ def _record(
     state: DecodeState,
     shape: StepShape,
     record: Record,
-    raw: Tensor,
+    logits: Tensor,
     entry: tuple[Tensor, Tensor] | None,
 ) -> None:
-    """Records log-probabilities of the raw logits after the commit, if the commit could not do it.
+    """Records log-probabilities of these logits after the commit, if the commit could not do it.
 
     Then publishes the step.
     """
-    modules.ops.record_logprobs(raw, state, modules.scratch, record)
+    modules.ops.record_logprobs(logits, state, modules.scratch, record)
     if entry:
         modules.ops.publish(*entry, state, drafting=shape.num_drafts > 0, details=record.details)
 

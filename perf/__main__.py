@@ -27,6 +27,7 @@ from perf import (
     startup,
     suite,
     tasks,
+    training,
 )
 from perf.cases import SETS
 from perf.experiment import say
@@ -97,6 +98,7 @@ def parser() -> argparse.ArgumentParser:
     drafters.add_options(command(drafters.command_drafters))
     repeats.add_options(command(repeats.command_repeats))
     tasks.add_options(command(tasks.command_tasks))
+    training.add_options(command(training.command_training))
     counted.add_options(command(counted.command_modes), "modes", counted.MODES_COLUMNS)
     counted.add_options(command(counted.command_formats), "formats", counted.FORMATS_COLUMNS)
     serving.add_serving_options(command(serving.command_serving))

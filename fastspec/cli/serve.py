@@ -85,7 +85,8 @@ def serve(
         ),
     ] = None,
     allow_weight_updates: Annotated[
-        bool, typer.Option("--allow-weight-updates", help="Let holders of a key replace the weights, pause and resume.")
+        bool,
+        typer.Option("--allow-weight-updates", help="Let holders of a key replace weights, pause and sleep."),
     ] = False,
     origins: Annotated[
         list[str] | None,

@@ -203,16 +203,18 @@ class Engine:
         top_logprobs: int | None = None,
         lengths: tuple[int, int] = (0, 0),
         repeats: int = 3,
+        *,
+        processed: bool = False,
     ) -> float:
         """Measures a step of a call, see `seconds`. All ranks get the same number.
 
         Args:
             rows: rows of the launch.
-            k, sampler, top_logprobs: see StepShape.
+            k, sampler, top_logprobs, processed: see StepShape.
             lengths: largest and smallest number of tokens of a row.
             repeats: number of steps that are timed.
         """
-        shape = self.shapes.typical(k, sampler, top_logprobs, *lengths)
+        shape = self.shapes.typical(k, sampler, top_logprobs, *lengths, processed=processed)
         taken = self.share_seconds(self.seconds(rows, shape, repeats))
         assert taken is not None, "it was measured"
         return taken
@@ -253,15 +255,17 @@ class Engine:
         longest: int = 0,
         shortest: int = 0,
         grammars: Iterable[str | None] = (None,),
+        *,
+        processed: bool = False,
     ) -> list[tuple[int, StepShape]]:
         """Returns (rows, shape) of the steps that may occur for up to `max_rows` rows and are not captured yet.
 
         Rows have `shortest` to `longest` tokens. Largest steps come first, because all graphs share one memory pool.
         """
         sizes, kinds = reversed(self.shapes.buckets(max_rows)), tuple(grammars)
-        shapes = self.shapes.kinds(ks, sampler, top_logprobs, longest, shortest, kinds)
+        shapes = self.shapes.kinds(ks, sampler, top_logprobs, longest, shortest, kinds, processed=processed)
         if self.prompts.takes_whole(max(longest - 1, _SHORTEST_PROMPT)):
-            plain = self.shapes.step(0, sampler, top_logprobs, longest, shortest)
+            plain = self.shapes.step(0, sampler, top_logprobs, longest, shortest, processed=processed)
             shapes += [plain.for_first_tokens(grammars=kind is not None) for kind in kinds if kind != MIXED_DRAFTS]
         return [(rows, shape) for rows in sizes for shape in shapes if not self.runner.ready(StepKey(rows, shape))]
 

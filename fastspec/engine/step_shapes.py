@@ -63,20 +63,47 @@ class StepShapes:
         # use the largest size if that is at most 1/8 larger
         return room if room + room // 8 < self.max_positions else self.max_positions
 
-    def step(self, k: int, sampler: str, top_logprobs: int | None, longest: int, shortest: int = 0) -> StepShape:
+    def step(
+        self,
+        k: int,
+        sampler: str,
+        top_logprobs: int | None,
+        longest: int,
+        shortest: int = 0,
+        *,
+        processed: bool = False,
+    ) -> StepShape:
         """Returns the shape of a step over rows of `shortest` to `longest` tokens."""
         positions = longest + k
         if self.static:
             positions = self.room(positions)  # round up, so that few captured steps serve all lengths
         lowest = shortest - 2  # a draft model reads a row's last two tokens, so this is the lowest position
         first = EARLY_BLOCKS if lowest >= EARLY_BLOCKS * KEY_BLOCK else 0
-        return StepShape(k, sampler, blocks(positions), self.tiling, top_logprobs, self.verification, first)
+        return StepShape(
+            k,
+            sampler,
+            blocks(positions),
+            self.tiling,
+            top_logprobs,
+            self.verification,
+            first_block=first,
+            processed=processed,
+        )
 
-    def typical(self, k: int, sampler: str, top_logprobs: int | None, longest: int = 0, shortest: int = 0) -> StepShape:
+    def typical(
+        self,
+        k: int,
+        sampler: str,
+        top_logprobs: int | None,
+        longest: int = 0,
+        shortest: int = 0,
+        *,
+        processed: bool = False,
+    ) -> StepShape:
         """Returns the shape with which a step is timed. Without captured steps it has _USUAL_LENGTH tokens per row."""
         if not self.static:
             longest, shortest = min(_USUAL_LENGTH, self.row_tokens), 0
-        return self.step(k, sampler, top_logprobs, longest, shortest)
+        return self.step(k, sampler, top_logprobs, longest, shortest, processed=processed)
 
     def chunk(self, upto: int, chunk: int, sampler: str) -> StepShape:
         """Returns the shape of a prefill pass over one chunk of a prompt that ends before position `upto`."""
@@ -92,7 +119,11 @@ class StepShapes:
         longest: int,
         shortest: int,
         grammars: Iterable[str | None],
+        *,
+        processed: bool = False,
     ) -> list[StepShape]:
         """Returns the shapes of all steps of a call over rows of `shortest` to `longest` tokens."""
         call = sampler, top_logprobs, longest, shortest
-        return [replace(self.step(k, *call), grammars=kind) for k, kind in step_kinds(ks, grammars)]
+        return [
+            replace(self.step(k, *call, processed=processed), grammars=kind) for k, kind in step_kinds(ks, grammars)
+        ]

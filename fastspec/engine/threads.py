@@ -103,7 +103,7 @@ def sampling_alone(ops: Ops) -> Ops:
     Several threads would split a sum over a large vocabulary if there is one row, but not if there are more. The bits
     would then depend on the numbers of rows, drafts and threads.
     """
-    names = ("sampled_commit", "sampled_draw", "verify_commit", "commit", "record_logprobs")
+    names = ("sampled_commit", "sampled_draw", "verify_commit", "commit", "record_logprobs", "processed_logits")
     alone = {name: _alone(getattr(ops, name)) for name in names}
     return ops.replaced(**alone)
 

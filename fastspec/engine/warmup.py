@@ -51,7 +51,10 @@ def warm_up_for(
         RuntimeError: a step could not be captured; the message names it.
     """
     lengths = longest, shortest
-    missing = engine.missing(rows, choice.ks, choice.sampler, choice.top_logprobs, *lengths, choice.grammars)
+    recorded = choice.top_logprobs
+    missing = engine.missing(
+        rows, choice.ks, choice.sampler, recorded, *lengths, choice.grammars, processed=choice.processed
+    )
     if engine.runner.static and missing:
         own = kernel_compilers(*engine.sharing) if compilers is None else nullcontext(compilers)
         behind = [] if compilers is None else steps_of_options(engine, rows, choice)
@@ -176,7 +179,8 @@ def _time(engine: Engine, rows: int, choice: DraftChoice, lengths: tuple[int, in
     with engine.on_device(), tqdm(desc="timing steps", unit="step", disable=not progress) as bar:
 
         def seconds(size: int, k: int) -> float:
-            taken = engine.step_seconds(size, k, choice.sampler, choice.top_logprobs, lengths, repeats)
+            recorded = choice.top_logprobs
+            taken = engine.step_seconds(size, k, choice.sampler, recorded, lengths, repeats, processed=choice.processed)
             bar.update()
             return taken
 

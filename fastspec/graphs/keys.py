@@ -60,6 +60,7 @@ def describe(key: Hashable) -> str:
 
 def _step(rows: int, shape: StepShape) -> str:
     recorded = "" if shape.top_logprobs is None else f", {shape.top_logprobs} top logprobs"
+    recorded += " after options" if shape.processed else ""
     positions = f", {shape.num_blocks * KEY_BLOCK} positions"
     begin = f", none before {shape.first_block * KEY_BLOCK}" if shape.first_block else ""
     grammars = "" if shape.grammars is None else f", grammars {shape.grammars}"

@@ -73,6 +73,9 @@ class Runner(Protocol):
     def forget_variant(self, variant: Hashable) -> None:
         """Deletes a set of graphs that is not in use. None of its steps may be queued."""
 
+    def release(self) -> list[Hashable]:
+        """Deletes all graphs, whose buffers get other addresses. Returns the keys of the set in use."""
+
     def on_stream(self) -> AbstractContextManager[object]:
         """Context in which work is queued on this runner's stream."""
 
@@ -120,6 +123,10 @@ class EagerRunner:
 
     def forget_variant(self, variant: Hashable) -> None:
         """Does nothing."""
+
+    def release(self) -> list[Hashable]:
+        """Returns no keys, because nothing is captured."""
+        return []
 
     def on_stream(self) -> AbstractContextManager[object]:
         """Context of the runner's stream. Does nothing without CUDA."""
@@ -242,6 +249,15 @@ class GraphRunner:
         """Deletes the variant's graphs."""
         if self._variants.get(variant) is not self._graphs:
             self._variants.pop(variant, None)
+
+    def release(self) -> list[Hashable]:
+        """Deletes the graphs of all variants, and the pool that they share."""
+        keys = list(self._graphs)
+        for graphs in self._variants.values():
+            graphs.clear()
+        self._failures.clear()
+        self._pool = torch.cuda.graph_pool_handle()
+        return keys
 
     def on_stream(self) -> AbstractContextManager[object]:
         """Context of the stream on which graphs are captured and replayed."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
 from functools import cache
 from typing import Any
@@ -19,7 +19,16 @@ from transformers import GenerationConfig
 from fastspec.adaptive.controller import AUTO
 from fastspec.errors import UnsupportedOption
 from fastspec.inputs.row_options import COLUMNS, RowOptions, derive_seed, rows_of
-from fastspec.inputs.table import ADVICE, ARGUMENTS, IGNORED, MAX_RETURN_SEQUENCES, OFF, OPTIONS
+from fastspec.inputs.table import (
+    ADVICE,
+    ARGUMENTS,
+    IGNORED,
+    LOGPROBS_MODES,
+    MAX_RETURN_SEQUENCES,
+    OFF,
+    OPTIONS,
+    RAW,
+)
 from fastspec.inputs.values import flag, is_array, is_list, listed, scalar, whole
 from fastspec.state import MAX_STOP_IDS, MAX_TOP_LOGPROBS
 
@@ -57,6 +66,7 @@ class Options:
         top_logprobs: number of most probable ids to record with the new tokens' log-probabilities. None: record
             neither.
         prompt_top_logprobs: the same, of the prompts' tokens.
+        processed_logprobs: True if log-probabilities of new tokens are recorded after the options of their rows.
     """
 
     max_new_tokens: int
@@ -73,6 +83,7 @@ class Options:
     across_prompt: bool = True
     auto: bool = False
     seeded: bool = False
+    processed_logprobs: bool = False
 
     @property
     def plain(self) -> bool:
@@ -137,6 +148,8 @@ def resolve(
         max_new_tokens=max_new_tokens,
     )
     pad = _pad_id(merged.pad_token_id, vocab_size)
+    recorded = top_logprobs("logprobs", own["logprobs"], vocab_size)
+    rows = _with_mode(rows, own["logprobs_mode"], recorded=recorded is not None)
     limits = [row.draft_limit for row in rows if row.draft_limit is not None]
     return Options(
         max_new_tokens=max_new_tokens,
@@ -149,11 +162,39 @@ def resolve(
         copies=copies,
         return_dict=flag("return_dict_in_generate", merged.return_dict_in_generate),
         num_speculative_tokens=max(limits) if len(limits) == len(rows) else None,
-        top_logprobs=top_logprobs("logprobs", own["logprobs"], vocab_size),
+        top_logprobs=recorded,
         prompt_top_logprobs=top_logprobs("prompt_logprobs", own["prompt_logprobs"], vocab_size),
         auto=_asks_for_auto(own["num_speculative_tokens"]),
         seeded=own["seed"] is not None,
+        processed_logprobs=any(row.processed_logprobs for row in rows),
     )
+
+
+def checked_mode(mode: Any) -> str:
+    """Reads the option logprobs_mode. None is "raw".
+
+    Raises:
+        ValueError: another value than LOGPROBS_MODES.
+    """
+    if mode is not None and (not isinstance(mode, str) or mode not in LOGPROBS_MODES):
+        raise ValueError(f"logprobs_mode must be one of {', '.join(LOGPROBS_MODES)}, got {mode!r}")
+    return RAW if mode is None else mode
+
+
+def _with_mode(rows: tuple[RowOptions, ...], mode: Any, *, recorded: bool) -> tuple[RowOptions, ...]:
+    """Returns the rows with the mode of their log-probabilities, one of LOGPROBS_MODES; None is "raw"."""
+    if checked_mode(mode) == RAW:
+        return rows
+    if not recorded:
+        raise ValueError(f"logprobs_mode={mode!r} needs logprobs, and nothing is recorded without; give logprobs=True")
+    if grammar := next((row.grammar for row in rows if row.grammar), None):
+        raise UnsupportedOption(
+            f"logprobs_mode={mode!r} is not supported with {grammar.kind}: log-probabilities leave the masks of a "
+            f"grammar out; leave out one of them"
+        )
+    if all(row.plain for row in rows):  # nothing changes the logits
+        return rows
+    return tuple(replace(row, processed_logprobs=True) for row in rows)
 
 
 def _asks_for_auto(drafts: Any) -> bool:

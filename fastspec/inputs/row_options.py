@@ -32,6 +32,7 @@ class RowOptions:
         draft_limit: upper limit of drafts per step. 0: no speculation. None: the generator's limit.
         grammar: grammar that the text must follow. None: any text.
         given: token ids that the row is to have. None: the target chooses them.
+        processed_logprobs: recorded log-probabilities are those of the distribution that the row samples from.
         prediction: text that the row is likely to repeat; empty: none.
         session: name of the requests whose answers may draft for one another. None: none.
     """
@@ -52,6 +53,7 @@ class RowOptions:
     prediction: tuple[int, ...] = ()
     session: str | None = None
     given: tuple[int, ...] | None = None
+    processed_logprobs: bool = False
 
     @property
     def guided(self) -> bool:

@@ -2,16 +2,47 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, TypeVar
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Final, TypedDict, TypeVar
 
-from fastspec.inputs.options import Options, top_logprobs
+from fastspec.errors import UnsupportedOption
+from fastspec.inputs.options import Options, checked_mode, resolve, top_logprobs
 from fastspec.inputs.prompts import RawPrompts, read
 from fastspec.inputs.row_options import RowOptions
+from fastspec.inputs.table import PROCESSED, RAW, Biases, Numbers, Wholes
 from fastspec.inputs.values import column, whole
 
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+    from transformers import GenerationConfig
+
 T = TypeVar("T")
+_NEUTRAL: Final = RowOptions(0.0, 0, 1.0, 0.0, 0)
 _CALLER = 4  # stack levels from `RawPrompts.prompts` to the user's line
+
+
+class ScoreOptions(TypedDict, total=False):
+    """Types of the sampling options of `score`; each has its meaning of `generate`."""
+
+    do_sample: bool | None
+    temperature: Numbers
+    top_k: Wholes
+    top_p: Numbers
+    min_p: Numbers
+    repetition_penalty: Numbers
+    presence_penalty: Numbers
+    frequency_penalty: Numbers
+    logit_bias: Biases
+    sequence_bias: Any
+    bad_words_ids: Sequence[Sequence[int]] | Sequence[Sequence[Sequence[int]] | None] | None
+    suppress_tokens: Sequence[int] | Sequence[Sequence[int] | None] | None
+    allowed_token_ids: Sequence[int] | Sequence[Sequence[int] | None] | None
+    min_new_tokens: Wholes
+    eos_token_id: int | Sequence[int] | Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +82,8 @@ class ScoreInputs:
     Attributes:
         rows: the rows of the call.
         raw: rows with the caller's padding.
-        options: options of the requests, one for each row that has something to score.
+        options: options of the requests, one for each row that has something to score. Rows without an answer have
+            neutral ones.
     """
 
     rows: list[ScoredRow]
@@ -64,8 +96,66 @@ class ScoreInputs:
         return [row for row in self.rows if row.given]
 
 
+@dataclass(frozen=True, slots=True)
+class ScoreMode:
+    """Distribution of the log-probabilities of answers.
+
+    Attributes:
+        mode: logprobs_mode of `score`.
+        checkpoint: generation config of the target's checkpoint.
+        config: generation_config of `score`.
+        keywords: its sampling options.
+    """
+
+    mode: Any = None
+    checkpoint: GenerationConfig | None = None
+    config: GenerationConfig | None = None
+    keywords: Mapping[str, Any] | None = None
+
+    def options(self, rows: int, width: int, vocab_size: int, context: int) -> Options | None:
+        """Reads the options that rows are scored under. None: those of the raw target.
+
+        Args:
+            rows: number of rows.
+            width: tokens of the longest row.
+            vocab_size: token ids lie below it.
+            context: tokens that a row may have.
+
+        Raises:
+            ValueError: options without logprobs_mode="processed", or a bad value.
+            UnsupportedOption: an option that `score` does not have.
+        """
+        given = {name: value for name, value in (self.keywords or {}).items() if value is not None}
+        if others := sorted(given.keys() - ScoreOptions.__annotations__.keys()):
+            raise UnsupportedOption(
+                f"score has no option {others[0]!r}; it has {', '.join(ScoreOptions.__annotations__)}"
+            )
+        if checked_mode(self.mode) == RAW:
+            if given or self.config is not None:
+                name = min(given, default="generation_config")
+                raise ValueError(
+                    f"{name} does not change log-probabilities of the raw target; give logprobs_mode={PROCESSED!r} too"
+                )
+            return None
+        merged = {**given, "logprobs_mode": PROCESSED, "logprobs": True, "max_new_tokens": context}
+        limits: dict[str, int] = {"num_rows": rows, "prompt_length": width, "vocab_size": vocab_size}
+        found = resolve(self.checkpoint, self.config, merged, context=context, **limits)
+        return found if found.processed_logprobs else None
+
+
+RAW_SCORES: Final = ScoreMode()
+
+
 def read_scored(
-    input_ids: Any, attention_mask: Any, lengths: Any, top: Any, *, prompts: bool, vocab_size: int, max_length: int
+    input_ids: Any,
+    attention_mask: Any,
+    lengths: Any,
+    top: Any,
+    *,
+    prompts: bool,
+    vocab_size: int,
+    max_length: int,
+    mode: ScoreMode = RAW_SCORES,
 ) -> ScoreInputs:
     """Reads and checks the arguments of `score`. Touches no device memory.
 
@@ -75,30 +165,65 @@ def read_scored(
         prompts: its prompt_logprobs.
         vocab_size: token ids lie below it.
         max_length: tokens that a row may have.
+        mode: distribution of the log-probabilities of answers.
 
     Raises:
         ValueError: a bad row or value, named with its place.
+        UnsupportedOption: an option that `score` does not have.
     """
     raw = read(input_ids, attention_mask)
     texts = raw.prompts(vocab_size, stacklevel=_CALLER)
     limits = column("lengths", lengths, len(texts))
     rows = [_row(index, text, limits[index], max_length, prompts=prompts) for index, text in enumerate(texts)]
     found = top_logprobs("top_logprobs", top, vocab_size) or 0
-    given = [row.given for row in rows if row.given]
+    under = mode.options(len(rows), raw.width, vocab_size, max_length)
+    waits = under is not None and any(row.min_new_tokens for row in under.rows)
+    stop_ids = under.stop_ids if under is not None and waits else ()
+    chosen = [
+        _scored(index, row, _NEUTRAL if under is None else under.rows[index], stop_ids)
+        for index, row in enumerate(rows)
+        if row.given
+    ]
     options = Options(
-        max_new_tokens=max(map(len, given), default=1),
-        stop_ids=(),
+        max_new_tokens=max((len(row.given) for row in rows), default=1),
+        stop_ids=stop_ids,
         stop_strings=(),
         pad_token_id=0,
-        rows=tuple(RowOptions(0.0, 0, 1.0, 0.0, 0, given=tokens) for tokens in given),
+        rows=tuple(chosen),
         copies=1,
         return_dict=True,
         num_speculative_tokens=None,
         top_logprobs=found,
         prompt_top_logprobs=found if prompts else None,
         seeded=True,
+        processed_logprobs=any(row.processed_logprobs for row in chosen),
     )
     return ScoreInputs(rows, raw, options)
+
+
+def _scored(index: int, row: ScoredRow, options: RowOptions, stop_ids: tuple[int, ...]) -> RowOptions:
+    """Returns the options of a row with its given tokens.
+
+    Raises:
+        ValueError: a token that the options ban, or a stop id before the end where stop ids wait for min_new_tokens.
+    """
+    if row.length == len(row.tokens):  # its last token belongs to the prompt, which is scored raw
+        return replace(_NEUTRAL, given=row.given)
+    banned = {key for key, value in options.bias if value == -math.inf}
+    allowed = None if options.allowed is None else {*options.allowed}
+    for place, token in enumerate(row.given):
+        early = place < options.min_new_tokens and token in stop_ids
+        if token in banned or early or (allowed is not None and token not in allowed):
+            raise ValueError(
+                f"row {index}, position {row.length + place}: the options ban id {token}, so no answer has it there; "
+                "loosen them, or take logprobs_mode='raw'"
+            )
+        if token in stop_ids and place < len(row.given) - 1:
+            raise ValueError(
+                f"row {index}, position {row.length + place}: id {token} ends an answer, and with min_new_tokens it "
+                "may only come last; shorten the row, or leave min_new_tokens out"
+            )
+    return replace(options, seed=0, draft_limit=None, given=row.given, processed_logprobs=not options.plain)
 
 
 def _row(index: int, tokens: list[int], length: Any, max_length: int, *, prompts: bool) -> ScoredRow:

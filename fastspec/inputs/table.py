@@ -22,6 +22,8 @@ MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-4, 1e4
 MAX_PENALTY = 2.0  # limit of presence and frequency penalties in both directions, as in vLLM
 MAX_REPETITION = 1e4
 MAX_RETURN_SEQUENCES = 2**16
+RAW, PROCESSED = "raw", "processed"
+LOGPROBS_MODES = (RAW, PROCESSED)
 
 # one value, or one per prompt
 Numbers: TypeAlias = "float | Sequence[float | None] | Tensor | np.ndarray[Any, Any] | None"
@@ -65,6 +67,7 @@ class GenerateOptions(TypedDict, total=False):
     predictions: str | Sequence[int] | Sequence[str | Sequence[int] | None] | None
     session: Texts
     logprobs: bool | int | None
+    logprobs_mode: str | None
     prompt_logprobs: bool | int | None
     tokenizer: PreTrainedTokenizerBase | None
 
@@ -535,6 +538,19 @@ OPTIONS: Final[tuple[Option, ...]] = (
         sets=("top_logprobs",),
         flag="text is printed",
         field="logprobs",
+    ),
+    Option(
+        keyword="logprobs_mode",
+        group=_OUTPUT,
+        type="str",
+        meaning=f"Distribution of `logprobs`: {RAW!r}, the target's own, or {PROCESSED!r}, from which the row samples "
+        "after all options. Filtered tokens have -inf. A greedy row counts as temperature 1 without filters.",
+        takes=" or ".join(map(repr, LOGPROBS_MODES)),
+        default=RAW,
+        in_transformers=False,
+        sets=("processed_logprobs",),
+        flag="text is printed",
+        field=f"-{RAW!r}",
     ),
     Option(
         keyword="prompt_logprobs",

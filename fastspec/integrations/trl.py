@@ -55,7 +55,7 @@ class _Rollouts:
 
         Returns:
             `prompt_ids`, `completion_ids` and `logprobs` of each row, as TRL wants them, and `weight_version`, the step
-            whose weights drew it. Log-probabilities are of the raw model, before temperature and filters.
+            whose weights drew it. Log-probabilities are of the distribution that the row was sampled from.
 
         Raises:
             UnsupportedOption: the trainer samples with an option that `generate` does not have.
@@ -71,6 +71,7 @@ class _Rollouts:
             return_dict_in_generate=True,
             max_new_tokens=new,
             logprobs=True,
+            logprobs_mode="processed",
             seed=[derive_seed(base, index, 0) for index in range(len(ids))],
             eos_token_id=tokenizer.eos_token_id,
             pad_token_id=tokenizer.pad_token_id,

@@ -28,7 +28,7 @@ INDUCTOR = "inductor"
 MAX_QUERIES = 17  # largest number of tokens of a row in a step's pass: max_drafts + 1
 # ops that are not part of a compiled pass
 OUTSIDE = (
-    *("feed_rows", "verify_commit", "sampled_commit", "sampled_draw", "commit", "publish"),
+    *("feed_rows", "verify_commit", "sampled_commit", "sampled_draw", "processed_logits", "commit", "publish"),
     "record_logprobs",
     *("rotate", "store_heads", "delta_rule", "gated_norm", "gated"),
     *("short_conv", "mamba", "mamba_norm"),

@@ -66,6 +66,7 @@ class Ops:
     verify_commit = staticmethod(reference.verify_commit)
     sampled_commit = staticmethod(reference.sampled_commit)
     sampled_draw = staticmethod(reference.sampled_draw)
+    processed_logits = staticmethod(reference.processed_logits)
     commit = staticmethod(reference.commit)
     record_logprobs = staticmethod(reference.record_logprobs)
     publish = staticmethod(reference.publish)

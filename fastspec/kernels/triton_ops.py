@@ -54,6 +54,7 @@ from fastspec.kernels.sampling.draw import sampled_draw
 from fastspec.kernels.sampling.greedy_commit import record_logprobs, verify_commit
 from fastspec.kernels.sampling.logits import sampled_work, sampled_work_bytes
 from fastspec.kernels.sampling.logprobs import record_work, record_work_bytes
+from fastspec.kernels.sampling.processed import processed_logits
 from fastspec.kernels.sampling.publish import publish
 from fastspec.kernels.sampling.sampled_commit import sampled_commit
 from fastspec.shapes import UNTILED, Tiling
@@ -101,6 +102,7 @@ class TritonOps(Ops):
     verify_commit = staticmethod(verify_commit)
     sampled_commit = staticmethod(sampled_commit)
     sampled_draw = staticmethod(sampled_draw)
+    processed_logits = staticmethod(processed_logits)
     commit = staticmethod(commit)
     record_logprobs = staticmethod(record_logprobs)
     publish = staticmethod(publish)

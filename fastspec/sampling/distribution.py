@@ -115,11 +115,19 @@ def compute_probs(logits: Tensor, options: SamplerRows) -> Tensor:
     ids, as few as have a sum of top_p. Min-p keeps ids with at least min_p times the largest probability. A greedy row
     has probability 1 on the lowest id among the largest logits.
     """
+    probs = sampled_logits(logits, options).softmax(-1)
+    one_hot = torch.zeros_like(probs).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
+    return torch.where((options.temperature <= 0)[:, None, None], one_hot, probs)
+
+
+def sampled_logits(logits: Tensor, options: SamplerRows) -> Tensor:
+    """Returns logits [B, R, V] over the temperature, with -inf for ids that top-k, top-p or min-p removes.
+
+    Their softmax is the distribution from which a row samples. A greedy row keeps its logits.
+    """
     greedy_rows = (options.temperature <= 0)[:, None, None]
     scaled = logits / torch.where(greedy_rows, 1.0, options.temperature[:, None, None])
-    probs = _filter(scaled, options).softmax(-1)
-    one_hot = torch.zeros_like(probs).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
-    return torch.where(greedy_rows, one_hot, probs)
+    return torch.where(greedy_rows, scaled, _filter(scaled, options))
 
 
 def _filter(scaled: Tensor, options: SamplerRows) -> Tensor:

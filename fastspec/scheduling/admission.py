@@ -98,6 +98,7 @@ def _numbers(new: NewRow, max_drafts: int) -> dict[str, float]:
         "prompt_lengths": new.prompt_length,
         "draft_limits": draft_limit(options, max_drafts),
         "constrained": options.guided,
+        "processed": options.processed_logprobs,
     }
 
 

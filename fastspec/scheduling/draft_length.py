@@ -28,6 +28,7 @@ class DraftChoice:
         controller: chooses among `ks`. None: every step has k.
         note: value of `Stats.auto`; None without "auto".
         grammars: values of `StepShape.grammars` that its steps may have.
+        processed: see StepShape.
     """
 
     k: int
@@ -37,6 +38,7 @@ class DraftChoice:
     controller: Controller | None = None
     note: str | None = None
     grammars: tuple[str | None, ...] = (None,)
+    processed: bool = False
 
 
 @dataclass(slots=True)
@@ -47,14 +49,14 @@ class DraftPlan:
         auto: True if calls without num_speculative_tokens are "auto".
         max_drafts: largest number of drafts of a step.
         verification: rule that accepts or refuses drafts.
-        controllers: controllers by (sampler kind, top_logprobs). Steps that differ in these differ in time and
-            acceptance.
+        controllers: controllers by (sampler kind, top_logprobs, processed). Steps that differ in these differ in time
+            and acceptance.
     """
 
     auto: bool
     max_drafts: int
     verification: Verification
-    controllers: dict[tuple[str, int | None], Controller] = field(default_factory=dict)
+    controllers: dict[tuple[str, int | None, bool], Controller] = field(default_factory=dict)
 
     @property
     def default(self) -> int | str:
@@ -85,8 +87,11 @@ class DraftPlan:
         """
         if all(row.given is not None for row in chosen.rows):
             k = self.max_drafts  # the given tokens are drafts, and all of them are accepted
-            return DraftChoice(k, (k,), GREEDY, chosen.top_logprobs, grammars=(GRAMMAR_ONLY,))
-        choice, follow = self._without_grammars(chosen), [row.guided for row in chosen.rows]
+            sampler = FULL if chosen.processed_logprobs else GREEDY
+            recorded = chosen.top_logprobs
+            return DraftChoice(k, (k,), sampler, recorded, None, None, (GRAMMAR_ONLY,), chosen.processed_logprobs)
+        choice = replace(self._without_grammars(chosen), processed=chosen.processed_logprobs)
+        follow = [row.guided for row in chosen.rows]
         if not any(follow):
             return choice
         # a controller times steps without grammars, even if every row has one
@@ -106,7 +111,7 @@ class DraftPlan:
             k = max(one for one in self.ks if one <= REPEATABLE)
             note = _FIXED_K_NOTE.format(k=k, rule=self.verification)
             return DraftChoice(k, tuple(sorted({k, *opted_out})), sampler, chosen.top_logprobs, note=note)
-        controller = self.controller(sampler, chosen.top_logprobs)
+        controller = self.controller(sampler, chosen.top_logprobs, processed=chosen.processed_logprobs)
         return DraftChoice(self.max_drafts, self.ks, sampler, chosen.top_logprobs, controller, AUTO)
 
     @property
@@ -114,9 +119,9 @@ class DraftPlan:
         """Numbers of drafts from which "auto" chooses."""
         return ladder(self.max_drafts)
 
-    def controller(self, sampler: str, top_logprobs: int | None) -> Controller:
-        """Returns the controller of calls with this sampler and top_logprobs. It exists as long as the generator."""
-        key = (sampler, top_logprobs)
+    def controller(self, sampler: str, top_logprobs: int | None, *, processed: bool = False) -> Controller:
+        """Returns the controller of calls whose steps have these values. It exists as long as the generator."""
+        key = (sampler, top_logprobs, processed)
         # setdefault, because any thread may call this
         return self.controllers.get(key) or self.controllers.setdefault(key, Controller(self.ks))
 
@@ -159,7 +164,7 @@ class DraftPlan:
     def describe(self) -> list[str]:
         """Returns a line for every kind of call for which "auto" has chosen k."""
         lines = []
-        for (sampler, recorded), controller in self.controllers.items():
+        for (sampler, recorded, _), controller in self.controllers.items():
             if not controller.made and not self.auto:
                 continue  # only a trial used this controller
             made = ", ".join(f"{count} with {k}" for k, count in sorted(controller.made.items())) or "none"

@@ -526,14 +526,14 @@ class Loop:
         So their steps cost the host no more than those of one call, and "auto" gets the observations of all of them.
         """
         choice, stop_ids = call.choice, call.options.stop_ids
-        key = (stop_ids, choice.sampler, choice.k, choice.top_logprobs, id(choice.controller))
+        key = (stop_ids, choice.sampler, choice.k, choice.top_logprobs, choice.processed, id(choice.controller))
         plan, count = self._plans.get(key, (None, 0))
         if plan is None:
             if choice.controller is not None:
                 choice.controller.begin()
             k = choice.k
             settings = choice.sampler, lambda made: k, choice.top_logprobs, choice.controller
-            plan = CallPlan(stop_ids, *settings, joined=True)
+            plan = CallPlan(stop_ids, *settings, joined=True, processed=choice.processed)
         longest, shortest = plan.lengths if count else (0, len(request.prompt))
         plan.lengths = max(longest, request.limit), min(shortest, len(request.prompt))
         self._plans[key], self._keys[request] = (plan, count + 1), key

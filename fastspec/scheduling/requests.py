@@ -50,6 +50,7 @@ class CallPlan:
         lengths: limit of tokens of the longest row, and tokens of the shortest prompt.
         steps: number of steps launched so far.
         joined: True if requests may join while it runs. Then a step may be missing among the captured ones.
+        processed: see StepShape.
     """
 
     stop_ids: tuple[int, ...]
@@ -60,6 +61,7 @@ class CallPlan:
     lengths: tuple[int, int] = (0, 0)
     steps: int = 0
     joined: bool = False
+    processed: bool = False
 
     @property
     def full(self) -> bool:

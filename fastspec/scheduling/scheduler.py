@@ -142,7 +142,7 @@ class Scheduler:
         if choice.controller is not None:
             choice.controller.begin()
         settings = choice.sampler, lambda made: choice.k, choice.top_logprobs, choice.controller, lengths_of(requests)
-        yield from self.run(requests, CallPlan(stop_ids, *settings))
+        yield from self.run(requests, CallPlan(stop_ids, *settings, processed=choice.processed))
 
     def _reset(self) -> None:
         """Resets everything after an interrupted step. Requests in rows have ended; waiting requests stay."""
@@ -287,7 +287,8 @@ class Scheduler:
             longest, shortest = max(now) + (len(self._in_flight) + 1) * (self.engine.shapes.max_drafts + 1), min(now)
         recorded = [call.top_logprobs for call in calls if call.top_logprobs is not None]
         sampler = FULL if any(call.full for call in calls) else GREEDY
-        return self.engine.shapes.step(k, sampler, max(recorded, default=None), longest, shortest)
+        processed = any(call.processed for call in calls)
+        return self.engine.shapes.step(k, sampler, max(recorded, default=None), longest, shortest, processed=processed)
 
     def _choose_drafts(self, requests: dict[int, Request]) -> tuple[int, frozenset[int]]:
         """Chooses the drafts of the next step, and the rows that draft. Some calls may have fewer drafts, or none."""

@@ -243,6 +243,19 @@ def app_of(service: Service, access: Access | None = None) -> ASGIApp:
     async def is_paused(request: Request) -> Response:
         return JSONResponse(control.paused.model_dump())
 
+    async def sleep(request: Request) -> Response:
+        asked = request.query_params
+        return JSONResponse((await control.sleep(asked.get("level", "1"), asked.get("mode", "wait"))).model_dump())
+
+    async def wake_up(request: Request) -> Response:
+        asked = request.query_params
+        if "tags" in asked:
+            raise Refusal("tags are not supported: all memory comes back at once; leave tags out", "tags")
+        return JSONResponse((await control.wake_up(asked.get("path"), asked.get("version"))).model_dump())
+
+    async def is_sleeping(request: Request) -> Response:
+        return JSONResponse(control.sleeping.model_dump())
+
     async def elsewhere(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException), "it is called for nothing else"
         refusal = no_such(error.status_code, request.method, request.url.path)
@@ -286,6 +299,9 @@ def app_of(service: Service, access: Access | None = None) -> ASGIApp:
         route("/pause", "POST", pause)
         route("/resume", "POST", resume)
         route("/is_paused", "GET", is_paused)
+        route("/sleep", "POST", sleep)
+        route("/wake_up", "POST", wake_up)
+        route("/is_sleeping", "GET", is_sleeping)
 
     async def below_root(scope: Scope, receive: Receive, send: Send) -> None:
         await app({**scope, "root_path": access.root_path}, receive, send)

@@ -73,6 +73,11 @@ def failed(error: Exception) -> Refusal:
     return Refusal(str(error), status=500, kind="server_error", code="generation_failed")
 
 
+def sleeping() -> Refusal:
+    """Makes a refusal of a request to a model that sleeps."""
+    return Refusal("the model sleeps; POST /wake_up first", status=503, kind="server_error", code="sleeping")
+
+
 def going_down() -> Refusal:
     """Makes a refusal of an answer that the end of the server cuts off."""
     return Refusal("the server ends; ask again when it is back", status=503, kind="server_error", code="shutting_down")

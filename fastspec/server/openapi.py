@@ -12,7 +12,7 @@ from fastspec.server.field_table import RESPONSE_ROW_OF, ROW_OF
 from fastspec.server.fields import Chat, Completion
 from fastspec.server.responses.body import ResponseBody
 from fastspec.server.tokens import Detokenize, Health, Prompt, Tokenize, Tokens, Version
-from fastspec.server.weights import Paused, UpdateWeights, WeightVersion
+from fastspec.server.weights import Paused, Sleeping, UpdateWeights, WeightVersion
 
 Json: TypeAlias = "dict[str, Any]"
 
@@ -123,7 +123,7 @@ def description(root_path: str = "", *, weight_updates: bool = False) -> Json:
         Version,
     ]
     if weight_updates:
-        bodies += [UpdateWeights, WeightVersion, Paused]
+        bodies += [UpdateWeights, WeightVersion, Paused, Sleeping]
     _, schemas = models_json_schema([(each, "validation") for each in bodies], ref_template=_REF)
     components: Json = schemas["$defs"] | {
         "Error": _ERROR,
@@ -176,6 +176,8 @@ def description(root_path: str = "", *, weight_updates: bool = False) -> Json:
 
 
 def _of_a_trainer() -> Json:
+    level = {"name": "level", "in": "query", "schema": {"enum": ["1", "2"], "default": "1"}}
+    new = [{"name": name, "in": "query", "schema": {"type": "string"}} for name in ("path", "version")]
     mode = {"name": "mode", "in": "query", "schema": {"enum": ["wait", "abort"], "default": "wait"}}
     return {
         "/update_weights": _post("Replaces weights.", UpdateWeights, _json("WeightVersion")),
@@ -183,6 +185,9 @@ def _of_a_trainer() -> Json:
         "/pause": {"post": _operation("Lets new requests wait.", _json("Paused")) | {"parameters": [mode]}},
         "/resume": {"post": _operation("Lets the waiting requests go on.", _json("Paused"))},
         "/is_paused": {"get": _operation("Tells if requests wait.", _json("Paused"))},
+        "/sleep": {"post": _operation("Frees memory of the model.", _json("Sleeping")) | {"parameters": [level, mode]}},
+        "/wake_up": {"post": _operation("Brings it back.", _json("Sleeping")) | {"parameters": new}},
+        "/is_sleeping": {"get": _operation("Tells if the model sleeps.", _json("Sleeping"))},
     }
 
 

@@ -16,7 +16,7 @@ from fastspec.errors import InvalidLogits, OutOfPages
 from fastspec.generator import FastSpecGenerator
 from fastspec.inputs.row_options import derive_seed
 from fastspec.inputs.values import whole
-from fastspec.server.errors import Refusal, failed, going_down, of_option, too_late
+from fastspec.server.errors import Refusal, failed, going_down, of_option, sleeping, too_late
 from fastspec.server.fields import Body, Chat, Completion, Prediction
 from fastspec.server.metrics import Live, Meters
 from fastspec.server.responses.store import ResponseStore
@@ -375,7 +375,7 @@ class Service:
                         raise Refusal(str(error), "tools" if plan.rule.tools else "response_format") from None
                     raise of_option(error, body.model_fields_set) from None
                 except RuntimeError as error:
-                    raise failed(error) from error
+                    raise (failed(error) if self.generator.asleep is None else sleeping()) from error
                 parser = plan.parser()
                 read = parser.marks if parser else frozenset()
                 answers.append(

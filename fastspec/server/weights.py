@@ -1,4 +1,4 @@
-"""Routes of a trainer: new weights for target or draft, and pauses. A server has them only if it allows them."""
+"""Routes of a trainer: new weights for target or draft, pauses, and sleep. A server has them only if it allows them."""
 
 from __future__ import annotations
 
@@ -46,8 +46,14 @@ class Paused(BaseModel):
     is_paused: bool
 
 
+class Sleeping(BaseModel):
+    """The answer of POST /sleep, POST /wake_up and GET /is_sleeping."""
+
+    is_sleeping: bool
+
+
 class WeightControl:
-    """Changes the weights of a generator that serves, and pauses it; one change at a time.
+    """Changes the weights of a generator that serves, pauses it, and lets it sleep; one change at a time.
 
     Args:
         generator: serves meanwhile. Requests that come during a change wait for its end.
@@ -55,6 +61,7 @@ class WeightControl:
 
     def __init__(self, generator: FastSpecGenerator) -> None:
         self._generator, self._changing = generator, asyncio.Lock()
+        self._was_paused = False  # before it fell asleep
 
     @property
     def version(self) -> WeightVersion:
@@ -85,8 +92,7 @@ class WeightControl:
         Raises:
             Refusal: another mode.
         """
-        if mode not in get_args(Mode):
-            raise Refusal(f"mode must be one of {', '.join(get_args(Mode))}, got {mode!r}", "mode")
+        _check_mode(mode)
         await self._change(lambda: self._generator.pause(abort=mode == "abort"))
         return self.paused
 
@@ -94,6 +100,65 @@ class WeightControl:
         """Lets the waiting requests go on."""
         await self._change(self._generator.resume)
         return self.paused
+
+    @property
+    def sleeping(self) -> Sleeping:
+        """Tells if the model sleeps."""
+        return Sleeping(is_sleeping=self._generator.asleep is not None)
+
+    async def sleep(self, level: str, mode: str) -> Sleeping:
+        """Frees memory of the model when running answers have ended; requests are refused until `wake_up`.
+
+        Args:
+            level: "1" or "2", see `FastSpecGenerator.sleep`.
+            mode: see `pause`.
+
+        Raises:
+            Refusal: another level or mode, or a model that cannot sleep so.
+        """
+        if level not in ("1", "2"):
+            raise Refusal(f"level must be 1 or 2, got {level!r}", "level")
+        _check_mode(mode)
+        await self._change(lambda: self._sleep(int(level), abort=mode == "abort"))
+        return self.sleeping
+
+    async def wake_up(self, path: str | None, version: str | None) -> Sleeping:
+        """Brings the memory of the model back. Does nothing if it does not sleep.
+
+        Args:
+            path: new weights of the target after level 2. None: those that it was served with.
+            version: name of these weights.
+
+        Raises:
+            Refusal: weights that do not fit, or no room; the model still sleeps.
+        """
+        await self._change(lambda: self._wake(path, version))
+        return self.sleeping
+
+    def _sleep(self, level: int, *, abort: bool) -> None:
+        generator = self._generator
+        if generator.asleep == level:
+            return
+        self._was_paused = generator.paused
+        generator.pause(abort=abort)
+        try:
+            generator.sleep(level)
+        except ValueError as error:
+            if not self._was_paused:
+                generator.resume()
+            raise Refusal(str(error), "level") from error
+
+    def _wake(self, path: str | None, version: str | None) -> None:
+        if self._generator.asleep is None:
+            return
+        try:
+            self._generator.wake(path, version=version)
+        except (ValueError, OSError) as error:
+            raise Refusal(str(error), "path") from error
+        except MemoryError as error:
+            raise failed(error) from error
+        if not self._was_paused:
+            self._generator.resume()
 
     async def _change(self, work: Callable[[], None]) -> None:
         async with self._changing:
@@ -113,3 +178,8 @@ class WeightControl:
             raise Refusal(str(error), "path") from error
         if not was_paused:
             generator.resume()
+
+
+def _check_mode(mode: str) -> None:
+    if mode not in get_args(Mode):
+        raise Refusal(f"mode must be one of {', '.join(get_args(Mode))}, got {mode!r}", "mode")

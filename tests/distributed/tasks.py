@@ -7,8 +7,10 @@ import signal
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 
 from fastspec import DeterministicProposer, FastSpecGenerator, NGram, demo_pair
+from fastspec.integrations.transfer import receive, send
 from tests.helpers.rank_processes import Rank
 
 PROMPTS = [[65, 30, 12, 7, 90], [4, 8, 15, 16, 23, 42, 8, 15], [5, 6]]
@@ -195,3 +197,25 @@ def submit_and_see(here: Rank, name: str) -> list[str]:
     generator = here.kept[name]
     handle = generator.submit(PROMPTS[0], max_new_tokens=60, eos_token_id=None)
     return [refusal(handle.result), refusal(generator.submit, PROMPTS[0], max_new_tokens=2)]
+
+
+def updated(here: Rank, name: str, path: str, wrong: int = -1) -> None:
+    """Replaces the weights by those of a checkpoint, half of them as pairs; rank `wrong` gives a name too many."""
+    generator, tensors = here.kept[name], load_file(f"{path}/model.safetensors")
+    if here.rank == wrong:
+        tensors["model.layers.77.mlp.up_proj.weight"] = torch.zeros(2, 2)
+    for each in (0, 1):
+        generator.update_weights({key: tensors[key] for key in sorted(tensors) if ("layers.0" in key) == bool(each)})
+
+
+def trained(here: Rank, paths: tuple[str, str]) -> list[list[int]] | None:
+    """Rank 0 sends the tensors of a checkpoint; the others have a generator each, and receive them."""
+    if here.rank == 0:
+        send(load_file(f"{paths[1]}/model.safetensors").items())
+        return None
+    with FastSpecGenerator(paths[0], device="cpu", dtype="float32", max_length=128, progress=False) as generator:
+        generator.update_weights(receive(device="cpu"), version=3)
+        output = generator.generate(PROMPTS, max_new_tokens=12, eos_token_id=None, return_dict_in_generate=True)
+        assert output.stats.weight_version == 3
+        found: list[list[int]] = output.new_tokens
+        return found

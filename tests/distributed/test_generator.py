@@ -7,8 +7,11 @@ from typing import Any
 
 import pytest
 
+from fastspec import FastSpecGenerator
 from tests.distributed import tasks
+from tests.distributed.conftest import SIZES
 from tests.helpers import quantised
+from tests.helpers.checkpoints import make_checkpoint
 from tests.helpers.rank_processes import Processes, Rank
 
 CALLS: list[dict[str, Any]] = [
@@ -47,6 +50,32 @@ def test_scores_are_those_of_one_rank(pair: Pair, two: Processes) -> None:
     here.kept["one"].close()
     two.run(tasks.open_generator, "scored", {"pair": pair, "tensor_parallel": 2})
     assert two.run(tasks.scored, "scored") == [want, want]
+
+
+@pytest.fixture(scope="module")
+def new(tmp_path_factory: pytest.TempPathFactory) -> str:
+    more = {"vocab_size": 128, "num_hidden_layers": 2, "head_dim": 16, "max_position_embeddings": 256, **SIZES}
+    return str(make_checkpoint(tmp_path_factory.mktemp("new") / "target", "llama3", seed=6, **more))
+
+
+def test_new_weights_are_cut_by_each_rank(pair: Pair, new: str, two: Processes) -> None:
+    """A part at a time. What one rank refuses changes nothing on any."""
+    before, want = one({"pair": pair}, CALLS[:2]), one({"pair": (new, pair[1])}, CALLS[:2])
+    two.run(tasks.open_generator, "updated", {"pair": pair, "tensor_parallel": 2})
+    said = two.run(tasks.updated, "updated", new, 1)
+    assert "rank 1 refused the arguments: CheckpointError" in said[0], said
+    assert "layers.77" in said[1], said
+    assert two.run(tasks.texts, "updated", CALLS[:2]) == [before, before]
+    assert two.run(tasks.updated, "updated", new) == [None, None]
+    assert two.run(tasks.texts, "updated", CALLS[:2]) == [want, want]
+    assert want != before
+
+
+def test_a_trainer_sends_weights_to_another_process(pair: Pair, new: str, two: Processes) -> None:
+    options = {"max_new_tokens": 12, "eos_token_id": None}
+    with FastSpecGenerator(new, device="cpu", dtype="float32", max_length=128, progress=False) as generator:
+        output = generator.generate(tasks.PROMPTS, return_dict_in_generate=True, **options)  # type: ignore[call-overload]
+    assert two.run(tasks.trained, (pair[0], new)) == [None, output.new_tokens]
 
 
 def test_a_quantised_target_is_cut(pair: Pair, two: Processes, tmp_path: Path) -> None:

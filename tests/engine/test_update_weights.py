@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.multiprocessing.reductions import reduce_tensor
 
 from fastspec import CheckpointError, FastSpecGenerator, NGram, UnsupportedModel, UnsupportedOption
 from fastspec.kernels.common.weights import Weight
@@ -20,6 +21,7 @@ from fastspec.output import GenerateOutput
 from tests.helpers import families, hosted, hybrid, quantised
 from tests.helpers.checkpoints import make_checkpoint, make_model
 from tests.helpers.heads import LAYERS, eagle3_tensors, write_speculators
+from tests.helpers.mtp import write_target
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:the tokenizers of:UserWarning"),  # the fixtures have none
@@ -69,6 +71,11 @@ FORMS: dict[str, Callable[[Path], Any]] = {
     "model": lambda path: make_model("llama2", seed=5),
     "state_dict": lambda path: make_model("llama2", seed=5).state_dict(),
     "pairs": lambda path: iter(tensors_of(path).items()),
+    "wrapped": lambda path: {
+        f"_orig_mod.base_model.model.{name.replace('_proj.', '_proj.base_layer.')}": each
+        for name, each in tensors_of(path).items()
+    },
+    "handles": lambda path: {name: reduce_tensor(each) for name, each in tensors_of(path).items()},
     "stripped": lambda path: {name.removeprefix("model."): each for name, each in tensors_of(path).items()},
 }
 
@@ -165,8 +172,48 @@ def test_a_head_stays_and_shares_the_new_embedding(tmp_path: Path) -> None:
         gen.update_weights(new)
         with FastSpecGenerator(new, head, dtype="float32", **OPTIONS) as made:
             assert result(gen) == result(made) != before
-        with pytest.raises(UnsupportedOption, match=r"the draft .* is not updated in place"):
-            gen.update_weights(head, model="draft")
+
+
+def test_a_head_is_updated(tmp_path: Path) -> None:
+    target = make_checkpoint(tmp_path / "target", "llama3", num_hidden_layers=LAYERS)
+    tensors = [eagle3_tensors(std=std) for std in (0.5, 0.4)]
+    old, new = (
+        write_speculators(tmp_path / str(place), each, boundaries=[2, 4, 5]) for place, each in enumerate(tensors)
+    )
+    with FastSpecGenerator(target, new, dtype="float32", **OPTIONS) as made:
+        want = result(made)
+    with FastSpecGenerator(target, old, dtype="float32", **OPTIONS) as gen:
+        before = result(gen)
+        with pytest.raises(CheckpointError, match=r"missing; this .* needs them"):
+            gen.update_weights(dict(list(tensors[1].items())[:3]), model="draft")
+        assert result(gen) == before
+        gen.update_weights(new, model="draft")
+        assert result(gen) == want != before
+        gen.update_weights(load_file(old / "model.safetensors"), model="draft")
+        assert result(gen) == before
+        assert gen.weight_version == 0
+
+
+def test_mtp_layers_are_updated(tmp_path: Path) -> None:
+    """From a directory of the target, or its tensors: others are left out."""
+    old, new = (write_target(tmp_path / name, "nextn")[0] for name in ("old", "new"))
+    state = {}
+    for file in sorted(new.glob("*.safetensors")):
+        tensors = load_file(file)
+        tensors = {name: each.flip(-1) if "layers.3." in name else each for name, each in tensors.items()}
+        save_file(tensors, file, {"format": "pt"})
+        state |= tensors
+    with FastSpecGenerator(old, "mtp", dtype="float32", **OPTIONS) as gen:
+        before = result(gen)
+        with pytest.raises(CheckpointError, match="has no MTP layers"):
+            gen.update_weights({NORM: torch.ones(48)}, model="draft")
+        gen.update_weights(state, model="draft")
+        changed = result(gen)
+        assert changed != before
+        gen.update_weights(old, model="draft")
+        assert result(gen) == before
+        gen.update_weights(new, model="draft")
+        assert result(gen) == changed
 
 
 def test_prompts_of_old_weights_are_forgotten_and_versions_counted(
@@ -228,13 +275,18 @@ def wrong(two: tuple[Path, Path]) -> dict[str, tuple[Any, type[Exception], str]]
         "twice": ([*new.items(), (NORM, new[NORM])], CheckpointError, "comes twice"),
         "meta": ({NORM: torch.ones(48, device="meta")}, CheckpointError, "has no values here"),
         "array": ({NORM: [1.0] * 48}, CheckpointError, "is a list, wanted a plain tensor"),
+        "adapter": (
+            {**new, "base_model.model.model.layers.0.self_attn.q_proj.lora_A.default.weight": torch.zeros(2, 2)},
+            CheckpointError,
+            r"is an adapter's; call merge_adapter\(\)",
+        ),
         "nothing": ({}, CheckpointError, "holds no tensor"),
         "another model": (make_model("qwen2"), CheckpointError, "its config is not that of the target"),
         "no directory": ("/nowhere/at/all", CheckpointError, "nowhere"),
     }
 
 
-WRONG = ("name", "shape", "dtype", "twice", "meta", "array", "nothing", "another model", "no directory")
+WRONG = ("name", "shape", "dtype", "twice", "meta", "array", "adapter", "nothing", "another model", "no directory")
 
 
 @pytest.mark.parametrize("kind", WRONG)

@@ -37,6 +37,7 @@ from fastspec.kernels.sampling.draw import sampled_draw
 from fastspec.kernels.sampling.greedy_commit import verify_commit
 from fastspec.kernels.sampling.logits import sampled_work
 from fastspec.kernels.sampling.logprobs import record_work
+from fastspec.kernels.sampling.processed import processed_logits
 from fastspec.kernels.sampling.publish import publish
 from fastspec.kernels.sampling.sampled_commit import sampled_commit
 from fastspec.proposers.texts import TextIndex, rungs_between
@@ -181,6 +182,7 @@ def sampled(vocab: int, arch: int) -> Calls:
             yield named, partial(_sampled, vocab, batch, rule, deterministic, False, True)
     for rule, published in (("rejection", True), ("block", True), ("coupled", False)):
         yield f"{rule}, recorded {vocab}", partial(_sampled, vocab, BATCH, rule, False, True, published)
+    yield f"processed {vocab}", partial(_processed, vocab)
     yield f"block, recorded and deterministic {vocab}", partial(_sampled, vocab, BATCH, "block", True, True, True)
 
 
@@ -201,6 +203,11 @@ def _draw(vocab: int, batch: int, purpose: int, keep: bool) -> None:
         keep_draft_probs=keep,
         draws=None,
     )
+
+
+def _processed(vocab: int) -> object:
+    work, logits = sampled_work(BATCH, DRAFTS, vocab, META), on_meta((BATCH, DRAFTS + 1, vocab), F32)
+    return processed_logits(logits, _state(vocab), work)
 
 
 def _sampled(vocab: int, batch: int, rule: str, deterministic: bool, recorded: bool, published: bool) -> None:

@@ -99,7 +99,7 @@ def test_tensors_of_one_number_are_taken_as_that_number() -> None:
 
 
 def test_every_option_has_a_sample_here() -> None:
-    texts = {*KINDS, "predictions", "session", "tokenizer"}
+    texts = {*KINDS, "predictions", "session", "tokenizer", "logprobs_mode"}
     assert {*options.SUPPORTED, *options.OWN} == SAMPLES.keys() | LISTS.keys() | MAPPINGS.keys() | texts
 
 

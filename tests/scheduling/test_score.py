@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from fastspec import FastSpecGenerator, InvalidLogits, NGram
+from fastspec import FastSpecGenerator, InvalidLogits, NGram, UnsupportedOption
 from fastspec.engine.scores import SCORED, PromptScores
 from fastspec.grammar.row import GivenTokens
+from fastspec.inputs import scored as scored_inputs
 from fastspec.models.decoder import Decoder
 from fastspec.output import GenerateOutput, ScoreOutput
+from fastspec.sampling import processors
+from fastspec.sampling.distribution import SamplerRows, compute_probs, sampled_logits
 from fastspec.shapes import LONG_PROMPT
 from tests.helpers import families, hosted, hybrid
 from tests.helpers.checkpoints import make_checkpoint
@@ -122,6 +126,122 @@ def test_scores_of_prompts_are_those_that_generate_records(gen: FastSpecGenerato
 def drafting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FastSpecGenerator]:
     with made("model", tmp_path_factory.mktemp("pair"), "float32") as generator:
         yield generator
+
+
+LAW: dict[str, Any] = {
+    "do_sample": True,
+    "temperature": [0.6, 1.3, 1.0, 0.0],
+    "top_k": [0, 7, 40, 3],
+    "top_p": [1.0, 0.9, 0.5, 1.0],
+    "min_p": [0.0, 0.1, 0.02, 0.0],
+    "repetition_penalty": [1.0, 1.4, 1.0, 1.0],
+    "presence_penalty": [0.0, 0.0, 0.5, 0.0],
+    "frequency_penalty": [0.0, 0.3, -0.4, 0.9],
+    "logit_bias": [{}, {5: -float("inf"), 9: 3.0}, {}, {}],
+    "min_new_tokens": [0, 0, 8, 8],
+    "eos_token_id": [11, 12],
+    "logprobs_mode": "processed",
+}
+
+
+def law_holds(gen: FastSpecGenerator, **more: Any) -> bool:
+    """True if answers drawn under LAW have the same scores under the same options."""
+    prompts = prompts_of(gen.vocab_size)
+    drawn = sampled(gen, prompts, **{**LAW, "max_new_tokens": 9, **more})
+    found = scored(gen, prompts, drawn.new_tokens, **LAW)
+    return same(found.logprobs, drawn.logprobs) and found.top_logprobs == drawn.top_logprobs
+
+
+def test_scores_under_options_are_those_of_generation(gen: FastSpecGenerator) -> None:
+    """Whatever k drew the tokens."""
+    assert law_holds(gen)
+    assert law_holds(gen, num_speculative_tokens=0)
+
+
+def test_values_under_options_are_those_of_the_definition(drafting: FastSpecGenerator) -> None:
+    """Of the distribution that the sampler draws from, by torch in fp32, with penalties of the tokens so far."""
+    (prompt,) = prompts_of(VOCAB, (20,))
+    options = {"temperature": 0.7, "top_k": 12, "top_p": 0.8, "frequency_penalty": 0.5, "do_sample": True}
+    drawn = sampled(drafting, [prompt], **options, logprobs_mode="processed")
+    (answer,), (values,) = drawn.new_tokens, drawn.logprobs or [[]]
+    with torch.no_grad():
+        model = AutoModelForCausalLM.from_pretrained(drafting._target.directory, dtype=torch.float32)
+        logits = model(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1]
+    rows = SamplerRows(torch.tensor([0.7]), torch.tensor([12]), torch.tensor([0.8]), torch.tensor([0.0]))
+    for place, (token, value) in enumerate(zip(answer, values, strict=True)):
+        counts = torch.bincount(torch.tensor(answer[:place], dtype=torch.int64), minlength=logits.shape[1])
+        probs = compute_probs((logits[place] - 0.5 * counts)[None, None], rows)[0, 0]
+        assert abs(float(probs[token].log()) - value) < 1e-4  # logits of transformers differ by fp32's rounding
+
+
+def test_answers_of_another_law(drafting: FastSpecGenerator) -> None:
+    """A token that a filter removes has log-probability -inf; raw and processed rows share steps."""
+    (prompt,) = prompts_of(VOCAB, (20,))
+    drawn = sampled(drafting, [prompt], max_new_tokens=30)
+    handle = drafting.submit(prompt, max_new_tokens=30, do_sample=True, top_k=0, seed=3, eos_token_id=[], logprobs=True)
+    law = {"do_sample": True, "top_k": 1, "logprobs_mode": "processed"}
+    found = scored(drafting, [prompt], drawn.new_tokens, **law)
+    assert {*found.logprobs[0]} == {0.0, -float("inf")}
+    assert same(handle.result().logprobs or [], sampled(drafting, [prompt], max_new_tokens=30, seed=3).logprobs)
+    assert scored(drafting, [prompt], drawn.new_tokens, logprobs_mode="raw").logprobs == drawn.logprobs
+    whole = drafting.score([prompt], logprobs_mode="processed", do_sample=True, temperature=0.5)
+    assert whole.prompt_logprobs == drafting.score([prompt]).prompt_logprobs  # a prompt is not sampled
+
+
+@pytest.mark.parametrize("fault", ["penalties", "drafts"])
+def test_faults_of_options_are_found(fault: str, drafting: FastSpecGenerator, monkeypatch: pytest.MonkeyPatch) -> None:
+    if fault == "penalties":
+        made = scored_inputs._scored
+        monkeypatch.setattr(
+            scored_inputs, "_scored", lambda *row: replace(made(*row), frequency_penalty=0.0, presence_penalty=0.0)
+        )
+    else:  # tokens before a place in the same step do not count
+
+        def forgetful(logits: torch.Tensor, rows: Any, work: Any) -> torch.Tensor:
+            k = logits.shape[1] - 1
+            judged = processors.process(logits, rows.processors, rows.lengths, rows.draft_tokens[:, :k] * 0 - 1)
+            return torch.where(rows.processed[:, None, None], sampled_logits(judged, rows.sampler), logits)
+
+        monkeypatch.setattr(drafting._loop.engine.modules.ops, "processed_logits", forgetful)
+    assert not law_holds(drafting)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"temperature": 0.5}, ValueError, "temperature does not change log-probabilities of the raw target"),
+        ({"logprobs_mode": "cooked"}, ValueError, "logprobs_mode must be one of raw, processed, got 'cooked'"),
+        ({"max_new_tokens": 3}, UnsupportedOption, "score has no option 'max_new_tokens'"),
+        (
+            {"logprobs_mode": "processed", "suppress_tokens": [3]},
+            ValueError,
+            "row 0, position 2: the options ban id 3",
+        ),
+        (
+            {"logprobs_mode": "processed", "allowed_token_ids": [3]},
+            ValueError,
+            "row 0, position 3: the options ban id 4",
+        ),
+        (
+            {"logprobs_mode": "processed", "min_new_tokens": 1, "eos_token_id": 4, "do_sample": True},
+            ValueError,
+            "row 0, position 3: id 4 ends an answer",
+        ),
+    ],
+    ids=str,
+)
+def test_options_that_cannot_be_scored_are_named(
+    options: dict[str, Any], error: type[Exception], message: str, drafting: FastSpecGenerator
+) -> None:
+    with pytest.raises(error, match=message):
+        drafting.score([[1, 2, 3, 4, 5]], lengths=2, **options)
+
+
+def test_what_generate_does_not_record_is_named(drafting: FastSpecGenerator) -> None:
+    with pytest.raises(ValueError, match="logprobs_mode='processed' needs logprobs"):
+        drafting.generate([[1, 2]], logprobs_mode="processed")
+    with pytest.raises(UnsupportedOption, match="logprobs_mode='processed' is not supported with regex"):
+        drafting.generate([[1, 2]], logprobs_mode="processed", logprobs=True, regex="a")
 
 
 def differs(gen: FastSpecGenerator) -> bool:

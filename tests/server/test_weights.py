@@ -169,9 +169,35 @@ def test_running_answers_are_aborted_or_waited_for(server: Running, new: Path) -
     assert (status, told["error"]["param"]) == (400, "mode")
 
 
+def test_a_model_sleeps_and_wakes(server: Running, new: Path) -> None:
+    before = text(server)
+    assert asked(server, "GET", "/is_sleeping") == (200, {"is_sleeping": False})
+    assert asked(server, "POST", "/wake_up") == (200, {"is_sleeping": False})
+    for level in (1, 2):
+        for _ in range(2):  # once more changes nothing
+            assert asked(server, "POST", f"/sleep?level={level}&mode=abort") == (200, {"is_sleeping": True})
+        status, answer = asked(server, "POST", "/v1/completions", TEXT)
+        assert (status, answer["error"]["code"]) == (503, "sleeping"), answer
+        assert asked(server, "POST", "/wake_up") == (200, {"is_sleeping": False})
+        assert not paused(server)
+        assert text(server) == before
+    asked(server, "POST", "/sleep?level=2")
+    status, answer = asked(server, "POST", "/wake_up?path=/nowhere")
+    assert (status, answer["error"]["param"]) == (400, "path")
+    assert asked(server, "GET", "/is_sleeping") == (200, {"is_sleeping": True})
+    assert asked(server, "POST", f"/wake_up?path={new}&version=next") == (200, {"is_sleeping": False})
+    assert asked(server, "GET", "/weight_version") == (200, {"weight_version": "next"})
+    for query, field in (("level=3", "level"), ("mode=keep", "mode")):
+        status, answer = asked(server, "POST", f"/sleep?{query}")
+        assert (status, answer["error"]["param"]) == (400, field)
+    status, answer = asked(server, "POST", "/wake_up?tags=weights")
+    assert (status, answer["error"]["param"]) == (400, "tags")
+
+
 def test_only_keys_may_ask_and_only_where_it_is_allowed(server: Running, gen: FastSpecGenerator, new: Path) -> None:
     paths = {"/update_weights": "POST", "/weight_version": "GET", "/pause": "POST", "/resume": "POST"}
-    for path, method in [*paths.items(), ("/is_paused", "GET")]:
+    paths |= {"/sleep": "POST", "/wake_up": "POST"}
+    for path, method in [*paths.items(), ("/is_paused", "GET"), ("/is_sleeping", "GET")]:
         assert asked(server, method, path, {}, {"Content-Type": "application/json"})[0] == 401
     assert asked(server, "GET", "/openapi.json")[1] == json.loads(json.dumps(description(weight_updates=True)))
     with running(gen, access=Access(("key",))) as closed:

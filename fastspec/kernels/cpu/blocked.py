@@ -181,6 +181,10 @@ class Blocked:
         values = self.shape[0] * self.shape[1] * (4 if self.way == "fp32" else 2)
         self.nbytes = values + (0 if self.rows is None else self.rows.nbytes)
 
+    def empty(self) -> None:
+        """Frees the values, until `fill` brings others."""
+        self.way = self.rows = self._matrix = None
+
     def unpack(self) -> Tensor:
         """The values [N, K] in the dtype of this matrix, copied."""
         if self.rows is not None:

@@ -31,7 +31,7 @@ from fastspec.kernels.reference.linear import (
 )
 from fastspec.kernels.reference.lookup import look_up
 from fastspec.kernels.reference.recurrent import delta_rule, gated, gated_norm, sigmoid
-from fastspec.kernels.reference.sampled import sampled_commit, sampled_draw
+from fastspec.kernels.reference.sampled import processed_logits, sampled_commit, sampled_draw
 from fastspec.kernels.reference.state_space import mamba, mamba_norm, short_conv
 from fastspec.kernels.reference.step import (
     commit,
@@ -76,6 +76,7 @@ __all__ = [
     "paged_attention",
     "pick",
     "prefill_linear",
+    "processed_logits",
     "publish",
     "record_logprobs",
     "rms_norm",

@@ -28,6 +28,10 @@ class SampledRows(verify.CommitRows, Protocol):
         """int32 [B, V]."""
 
     @property
+    def processed(self) -> Tensor:
+        """bool [B]."""
+
+    @property
     def sampler(self) -> distribution.SamplerRows:
         """Options of the distribution."""
 
@@ -79,6 +83,24 @@ def sampled_commit(
         accepted, block = judge(p, q, drafts, counts, places, draws, distribution.TARGET)
     ended(processors.flag_invalid(accepted, invalid), block, rows, logits, publish_to, record)
     processors.count(rows.output_counts, rows.block, rows.emitted)
+
+
+def processed_logits(logits: Tensor, rows: SampledRows, work: Any) -> Tensor:
+    """Returns the logits of the distributions from which rows sample, for their log-probabilities.
+
+    They are `distribution.sampled_logits` of `processors.process`. Rows whose `processed` is False keep their logits.
+
+    Args:
+        logits: fp32 [B, k+1, V] of the target, before the commit of the step.
+        rows: nothing is changed.
+        work: from `Ops.sampled_work`. Torch needs none.
+
+    Returns:
+        fp32 [B, k+1, V]; places that are not emitted have no meaning.
+    """
+    drafts = rows.draft_tokens[:, : logits.shape[1] - 1]
+    judged = processors.process(logits, rows.processors, rows.lengths, drafts)
+    return torch.where(rows.processed[:, None, None], distribution.sampled_logits(judged, rows.sampler), logits)
 
 
 def sampled_draw(

@@ -107,12 +107,12 @@ def allocate_weights(
     if dtype not in DTYPES:
         raise UnsupportedOption(f"dtype={dtype} is not supported, wanted bfloat16, float16 or float32")
     source = source_of(checkpoint)
-    whole, spec = _whole(checkpoint), checkpoint.native
+    whole, spec = whole_spec(checkpoint), checkpoint.native
     check_tensors(source.infos(), whole, checkpoint.name)
     if checkpoint.module is not None:
         check_no_others(source.infos(), whole, checkpoint.name)
     whole_infos = None if checkpoint.sliced is None else source.infos()
-    source = _own(source, checkpoint)
+    source = own_part(source, checkpoint)
     total = dtype.itemsize * sum(math.prod(source.infos()[name].shape) for name in tensor_shapes(spec))
     bar: tqdm[NoReturn] = tqdm(
         total=total, unit="B", unit_scale=True, desc=f"loading {checkpoint.role}", disable=not progress
@@ -145,7 +145,7 @@ def planned_bytes(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.devi
         return checkpoint.native.weight_bytes(dtype)
     rounds_to = _rounding(checkpoint)
     bar: tqdm[NoReturn] = tqdm(disable=True)
-    source = _own(source_of(checkpoint), checkpoint)
+    source = own_part(source_of(checkpoint), checkpoint)
     whole = None if checkpoint.sliced is None else source_of(checkpoint).infos()
     loader = Loader(source, dtype, device, ops, bar, rounds_to=rounds_to, planned=True, later=True, whole=whole)
     return _assemble(loader, checkpoint.native).nbytes()
@@ -177,12 +177,12 @@ def load_weights(checkpoint: Checkpoint, **options: Any) -> DecoderWeights:
     return pending.weights
 
 
-def _whole(checkpoint: Checkpoint) -> ModelSpec:
+def whole_spec(checkpoint: Checkpoint) -> ModelSpec:
     """Returns the spec of the whole stored model, of which a rank may load a part."""
     return checkpoint.native if checkpoint.sliced is None else checkpoint.sliced.spec
 
 
-def _own(source: TensorSource, checkpoint: Checkpoint) -> TensorSource:
+def own_part(source: TensorSource, checkpoint: Checkpoint) -> TensorSource:
     """Returns the part of a source that this rank loads. Without ranks: the whole source."""
     if checkpoint.sliced is None:
         return source
@@ -191,7 +191,7 @@ def _own(source: TensorSource, checkpoint: Checkpoint) -> TensorSource:
 
 def source_of(checkpoint: Checkpoint) -> TensorSource:
     """Returns the tensors of a checkpoint, by the names of the model's parameters."""
-    whole = _whole(checkpoint)
+    whole = whole_spec(checkpoint)
     if checkpoint.module is not None:
         return with_usual_names(by_expert(ModuleTensors(checkpoint.module), whole, checkpoint.name), whole)
     if checkpoint.gguf_header is not None:

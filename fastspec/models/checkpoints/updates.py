@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing import reductions
 from typing_extensions import override
 
 from fastspec.errors import CheckpointError, UnsupportedModel, UnsupportedOption
 from fastspec.kernels.common.codes import Codes, CodesKind
 from fastspec.models.checkpoints.checkpoint import Checkpoint
-from fastspec.models.checkpoints.decoder_weights import PendingWeights, source_of
+from fastspec.models.checkpoints.decoder_weights import PendingWeights, own_part, source_of, whole_spec
 from fastspec.models.checkpoints.expert_tensors import by_expert
 from fastspec.models.checkpoints.parameter_names import has_own_head, named
 from fastspec.models.checkpoints.resolve import resolve
@@ -32,23 +33,31 @@ if TYPE_CHECKING:
 
 NewWeights: TypeAlias = "str | os.PathLike[str] | PreTrainedModel | Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]"
 _WHERE = "the update"
+_WRAPPERS = ("module.", "_orig_mod.", "base_model.model.")  # that may be before the names of a model
+_INSIDE = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.", ".base_layer")
+_ADAPTER = ("lora_", "modules_to_save", "original_module")
+_REBUILT = (reductions.rebuild_tensor, reductions.rebuild_cuda_tensor)
 
 
 class GivenTensors(TensorSource):
     """Tensors that a caller gives, by name.
 
     Args:
-        tensors: pairs of a name and a tensor. All are taken before anything is checked.
+        tensors: pairs of a name and a tensor, or what `torch.multiprocessing.reductions.reduce_tensor` makes of one in
+            another process. Names may have the prefixes of wrappers (`_WRAPPERS`). All are taken before anything is
+            checked.
 
     Raises:
-        CheckpointError: there are none, a name comes twice, or a value is not a plain tensor with values.
+        CheckpointError: there are none, a name comes twice, a value is not a plain tensor with values, or an adapter's
+            tensor is among them.
     """
 
     def __init__(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         self._tensors: dict[str, Tensor] = {}
-        for name, tensor in tensors:
+        for given, tensor in tensors:
+            name = _unwrapped(given)
             if name in self._tensors:
-                raise CheckpointError(f"{_WHERE}: {name!r} comes twice; give each tensor once")
+                raise CheckpointError(f"{_WHERE}: {given!r} comes twice; give each tensor once")
             self._tensors[name] = _plain(name, tensor)
         if not self._tensors:
             raise CheckpointError(f"{_WHERE} holds no tensor; give (name, tensor) pairs, a state_dict or a path")
@@ -65,7 +74,35 @@ class GivenTensors(TensorSource):
         return self._tensors[name]
 
 
+def _unwrapped(name: str) -> str:
+    """Returns the name of a tensor in the model below FSDP, DDP, torch.compile or PEFT.
+
+    Raises:
+        CheckpointError: the tensor belongs to an adapter.
+    """
+    if any(part.startswith(_ADAPTER) for part in name.split(".")):
+        raise CheckpointError(
+            f"{_WHERE}: {name!r} is an adapter's; call merge_adapter() and leave these tensors out, or "
+            "merge_and_unload()"
+        )
+    for part in _WRAPPERS:
+        if name.startswith(part):
+            name = name[len(part) :]
+    for part in _INSIDE:
+        name = name.replace(part, "")
+    return name
+
+
+def _opened(tensor: object) -> object:
+    """Returns the tensor of another process, if this is a handle of one."""
+    if isinstance(tensor, tuple | list) and len(tensor) == 2:
+        rebuild = next((each for each in _REBUILT if each is tensor[0]), None)
+        return tensor if rebuild is None else rebuild(*tensor[1])
+    return tensor
+
+
 def _plain(name: str, tensor: object) -> Tensor:
+    tensor = _opened(tensor)
     if type(tensor) not in (Tensor, nn.Parameter) or not isinstance(tensor, Tensor):
         advice = "; gather it with full_tensor()" if hasattr(tensor, "full_tensor") else ""
         raise CheckpointError(f"{_WHERE}: {name!r} is a {type(tensor).__name__}, wanted a plain tensor{advice}")
@@ -131,15 +168,11 @@ def checked_update(values: NewWeights, weights: PendingWeights) -> WeightUpdate:
 
     Raises:
         CheckpointError: a name that the model does not have, a wrong shape or dtype, a matrix whose other parts are
-            missing, a value beyond float16, or another model.
-        UnsupportedOption: the model shares its weights with other processes.
+            missing, a value beyond float16, an adapter's tensor, or another model.
+        UnsupportedOption: a checkpoint with scales of K and V.
     """
     checkpoint, loader = weights.checkpoint, weights.loader
-    if checkpoint.sliced is not None:
-        raise UnsupportedOption(
-            f"{checkpoint.role}: weights that several processes share are not updated; make the generators again"
-        )
-    spec = checkpoint.native
+    spec = whole_spec(checkpoint)
     if isinstance(values, str | os.PathLike | nn.Module):
         source = _of_checkpoint(values, checkpoint)
     else:
@@ -151,16 +184,33 @@ def checked_update(values: NewWeights, weights: PendingWeights) -> WeightUpdate:
                 "Names are those of its checkpoint; merge adapters before (merge_and_unload())"
             )
     names = _checked_names(source, spec)
+    source = own_part(source, checkpoint)
     _check_parts(source, names, loader)
     if loader.dtype is torch.float16:
         _check_range(source, names)
     return WeightUpdate(source, names, names == tensor_shapes(spec).keys(), loader)
 
 
+def own_update(weights: PendingWeights) -> WeightUpdate:
+    """Returns an update with the values that the weights had first, from the checkpoint.
+
+    Raises:
+        ValueError: they came from a loaded model.
+    """
+    checkpoint, loader = weights.checkpoint, weights.loader
+    if checkpoint.module is not None:
+        raise ValueError(
+            f"the {checkpoint.role} {checkpoint.name} was a loaded model, and has no file to read again; give its "
+            "weights to wake(weights)"
+        )
+    source = own_part(source_of(checkpoint), checkpoint)
+    return WeightUpdate(source, frozenset(tensor_shapes(checkpoint.native)), True, loader)
+
+
 def _of_checkpoint(values: str | os.PathLike[str] | nn.Module, checkpoint: Checkpoint) -> TensorSource:
     """The tensors of another checkpoint of the same model."""
     found = resolve(values, role=checkpoint.role)  # type: ignore[arg-type]
-    spec = checkpoint.native
+    spec = whole_spec(checkpoint)
     if not isinstance(found.spec, ModelSpec) or replace(found.spec, dtype=spec.dtype) != spec:
         raise CheckpointError(
             f"{found.name}: its config is not that of the {checkpoint.role} {checkpoint.name}, and an update has new "

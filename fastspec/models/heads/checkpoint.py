@@ -146,7 +146,7 @@ def check_head_tensors(tensors: TensorSource, spec: HeadSpec) -> None:
             raise UnsupportedModel(f"{wanted} is stored as {info.dtype}, wanted BF16, F16 or F32")
 
 
-def target_ids(tensors: HeadTensors, spec: HeadSpec) -> Tensor | None:
+def target_ids(tensors: TensorSource, spec: HeadSpec) -> Tensor | None:
     """Reads the table of the target's ids for the head's ids: int64 [vocab_size] on the CPU. None: the ids are equal.
 
     Raises:

@@ -56,6 +56,8 @@ class PendingHead:
     weights: HeadWeights
     fill: Callable[[], None]
     cancel: Callable[[], None]
+    checkpoint: HeadCheckpoint
+    loader: Loader
 
 
 def allocate_head(
@@ -94,7 +96,7 @@ def allocate_head(
         with bar:
             loader.fill()
 
-    return PendingHead(weights, fill, loader.cancel)
+    return PendingHead(weights, fill, loader.cancel, checkpoint, loader)
 
 
 def head_bytes(checkpoint: HeadCheckpoint, dtype: torch.dtype, device: torch.device, ops: Ops) -> int:

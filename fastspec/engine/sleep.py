@@ -1,0 +1,213 @@
+"""Gives the memory of an idle engine back to the driver, and takes it again.
+
+Tensors stay the objects that they are: the storage below each one is emptied, and allocated again later. Then it has
+another address, so captured graphs are deleted and captured again. Contents come back in three ways:
+
+| memory | contents |
+|---|---|
+| K/V pages and recurrent states | dropped; zeros afterwards |
+| weights that will be loaded again | dropped |
+| all other buffers | copied to host memory, unless they are all zero |
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import mmap
+import sys
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastspec.engine.engine import Engine
+from fastspec.engine.memory import release_unused
+from fastspec.graphs.keys import PromptKey, StepKey
+from fastspec.kernels.cpu.blocked import Blocked
+from fastspec.kv_cache.cache import PagedKVCache
+from fastspec.kv_cache.states import StateCache
+from fastspec.models.hosted.model import HostedModel
+
+_SMALL = 2**16  # bytes; smaller storages stay
+_PACKAGES = ("fastspec", "builtins", "collections", "functools", "torch", "transformers")
+_LEAVES = (str, bytes, int, float, type, ModuleType, BuiltinFunctionType)
+
+
+@dataclass(slots=True)
+class Asleep:
+    """Memory that an engine has given back.
+
+    Attributes:
+        level: 1: caches and buffers, 2: weights, too.
+        freed: bytes that were given back.
+    """
+
+    level: int
+    freed: int = 0
+    _emptied: list[tuple[torch.UntypedStorage, int]] = field(default_factory=list)
+    _saved: list[tuple[torch.UntypedStorage, Tensor]] = field(default_factory=list)
+    _zeroed: list[torch.UntypedStorage] = field(default_factory=list)
+    _steps: list[Hashable] = field(default_factory=list)
+
+    def regain(self, engine: Engine) -> None:
+        """Allocates all memory again, with the contents that the module names.
+
+        Raises:
+            MemoryError: there is not enough; the engine still sleeps.
+        """
+        with engine.on_device():
+            taken: list[torch.UntypedStorage] = []
+            try:
+                for storage, size in self._emptied:
+                    taken.append(storage)
+                    storage.resize_(size)
+            except RuntimeError as error:
+                for storage in taken:
+                    storage.resize_(0)
+                release_unused(engine.state.lengths.device)
+                raise MemoryError(
+                    f"wake() found no room for {self.freed / 2**30:.3f} GiB ({error}); free memory of other programs "
+                    "and call it again"
+                ) from error
+            for storage in self._zeroed:
+                _bytes(storage).zero_()
+            for storage, values in self._saved:
+                _bytes(storage).copy_(values)
+        engine.finish()
+
+    def recapture(self, engine: Engine) -> None:
+        """Captures the steps and prompt passes again that were captured before."""
+        steps = [key for key in self._steps if isinstance(key, StepKey)]
+        with engine.on_device():
+            for key in steps:
+                engine.capture(key.rows, key.shape)
+            if any(isinstance(key, PromptKey) for key in self._steps):
+                engine.prompts.capture()
+
+
+def lay_down(engine: Engine, level: int, kept: Sequence[Any], dropped: Sequence[Any]) -> Asleep:
+    """Gives the memory of an engine back. Nothing runs on it, and nothing may until `Asleep.regain`.
+
+    Args:
+        engine: the engine.
+        level: see `Asleep`.
+        kept: weights that keep their memory.
+        dropped: weights whose values will be loaded again.
+    """
+    device = engine.state.lengths.device
+    engine.finish()
+    asleep = Asleep(level, _steps=engine.runner.release())
+    # the host reads the ring without a call of torch, so it stays
+    stays = {*_storages(kept), *_storages([engine.ring])}
+    roots = [engine.modules, engine.state, engine.prompts, engine.texts, engine.prefix_states]
+    objects = list(_reachable(roots))
+    caches = _storages(_caches(objects))
+    weights = _storages(dropped)
+    with engine.on_device():
+        for key, storage in {**_storages(roots, objects), **weights}.items():
+            if key in stays or storage.nbytes() < _SMALL or storage.device != device:
+                continue
+            asleep.freed += storage.nbytes()
+            if not storage.resizable():
+                _give_pages_back(storage)
+                continue
+            if key not in weights:
+                zero = key in caches or not bool(_bytes(storage).any())
+                if zero:
+                    asleep._zeroed.append(storage)
+                else:
+                    asleep._saved.append((storage, _bytes(storage).to("cpu", copy=True)))
+            asleep._emptied.append((storage, storage.nbytes()))
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        for storage, _ in asleep._emptied:
+            storage.resize_(0)
+    for each in _reachable(dropped):
+        if isinstance(each, Blocked):
+            asleep.freed += each.nbytes
+            each.empty()
+    release_unused(device)
+    return asleep
+
+
+def models_of(engine: Engine) -> list[Any]:
+    """Returns the modules and weights of an engine's hosted models."""
+    objects = _reachable([engine.modules])
+    return [part for each in objects if isinstance(each, HostedModel) for part in (each.module, each.weights)]
+
+
+def held_bytes(engine: Engine, *others: Any) -> int:
+    """Returns the bytes of all tensors that an engine and `others` hold, on the engine's device."""
+    device = engine.state.lengths.device
+    found = _storages([engine, *others]).values()
+    return sum(each.nbytes() for each in found if each.device == device)
+
+
+def _bytes(storage: torch.UntypedStorage) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def _caches(objects: Iterable[object]) -> list[Tensor]:
+    """Returns K, V and recurrent states among the objects."""
+    found: list[Tensor] = []
+    for each in objects:
+        if isinstance(each, PagedKVCache):
+            found += [each.keys, each.values]
+        elif isinstance(each, StateCache):
+            found += [each.states, each.inputs]
+        elif isinstance(each, HostedModel):
+            found += [*each.keys, *each.values]
+    return found
+
+
+def _storages(roots: Sequence[Any], objects: Iterable[object] | None = None) -> dict[int, torch.UntypedStorage]:
+    """Returns the storages of all tensors below `roots`, each once.
+
+    Args:
+        roots: objects that hold tensors.
+        objects: result of `_reachable(roots)`. None: it is computed.
+    """
+    found: dict[int, torch.UntypedStorage] = {}
+    for each in _reachable(roots) if objects is None else objects:
+        if isinstance(each, Tensor) and each.layout is torch.strided and not each.is_meta:
+            storage = each.untyped_storage()
+            found[storage._cdata] = storage
+    return found
+
+
+def _reachable(roots: Sequence[Any]) -> Iterator[object]:
+    """Yields the objects below `roots`. Objects of other packages, such as a caller's proposer, are not entered."""
+    seen: set[int] = set()
+    waiting: list[Any] = list(roots)
+    while waiting:
+        each = waiting.pop()
+        if id(each) in seen or isinstance(each, _LEAVES):
+            continue
+        seen.add(id(each))
+        if isinstance(each, FunctionType):  # not its globals
+            waiting += each.__closure__ or ()
+        elif isinstance(each, MethodType):
+            waiting.append(each.__self__)
+        elif type(each).__module__.partition(".")[0] in _PACKAGES:
+            yield each
+            if not isinstance(each, Tensor):
+                waiting += gc.get_referents(each)
+
+
+def _give_pages_back(storage: torch.UntypedStorage) -> None:
+    """Makes memory zero that torch cannot free. Linux takes whole pages of it back, until they are used again."""
+    start, size, page = storage.data_ptr(), storage.nbytes(), mmap.PAGESIZE
+    first, last = -(-start // page) * page, (start + size) // page * page
+    if sys.platform != "linux" or first >= last:
+        _bytes(storage).zero_()
+        return
+    whole = _bytes(storage)
+    whole[: first - start].zero_()
+    whole[last - start :].zero_()
+    status = ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), mmap.MADV_DONTNEED)
+    if status:
+        whole.zero_()

@@ -1,0 +1,92 @@
+"""Rollouts by Ray actors whose weights come from a trainer by one broadcast: `ray.remote(Replica)`.
+
+    replicas = [ray.remote(num_gpus=1)(Replica).remote(target, draft, max_length=4096) for _ in range(4)]
+    joined = [each.join.remote("tcp://10.0.0.1:29500", rank, 5) for rank, each in enumerate(replicas, 1)]
+    torch.distributed.init_process_group("nccl", init_method="tcp://10.0.0.1:29500", rank=0, world_size=5)
+    ray.get(joined)
+
+    updated = [each.update_weights.remote(version=step) for each in replicas]
+    send(model.state_dict().items())  # of fastspec.integrations.transfer
+    ray.get(updated)
+
+The class needs nothing of Ray, and works in any process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch.distributed as dist
+
+from fastspec.generator import FastSpecGenerator
+from fastspec.integrations.transfer import receive
+from fastspec.output import GenerateOutput
+from fastspec.sampling.rules import COUPLED
+
+
+class Replica:
+    """One generator that draws rollouts.
+
+    Args:
+        target, draft: directories or Hub ids that the actor's machine can read.
+        **options: further arguments of `FastSpecGenerator`. Verification is "coupled" by default: a text depends on its
+            seed, not on the drafts or on the replica.
+    """
+
+    def __init__(self, target: str, draft: str | None = None, **options: object) -> None:
+        arguments: dict[str, Any] = {"verification": COUPLED, "progress": False, **options}
+        self._generator = FastSpecGenerator(target, draft, **arguments)
+
+    def join(self, where: str, rank: int, size: int) -> None:
+        """Joins the trainer's group; returns when all processes have.
+
+        Args:
+            where: address of the group's store, such as "tcp://10.0.0.1:29500".
+            rank, size: number of this process, and of all processes. The trainer is 0.
+        """
+        backend = "nccl" if self._generator.device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, init_method=where, rank=rank, world_size=size)
+
+    def update_weights(self, version: int | str | None = None) -> None:
+        """Receives all weights that the trainer sends at the same time, after the answers that run have ended.
+
+        Args:
+            version: see `FastSpecGenerator.update_weights`.
+        """
+        generator = self._generator
+        tensors = receive(device=generator.device)
+        if generator.asleep == 2:
+            generator.wake(dict(tensors), version=version)
+            return
+        generator.pause()
+        try:
+            generator.update_weights(tensors, version=version)
+        finally:
+            generator.resume()
+
+    def generate(self, prompts: Sequence[Sequence[int]], **options: object) -> dict[str, object]:
+        """Continues prompts; options are those of `FastSpecGenerator.generate`.
+
+        Returns:
+            Lists with an entry for each row: token_ids, logprobs of the distribution that they were sampled from, and
+            finish_reasons; and weight_version.
+        """
+        asked: dict[str, Any] = {"logprobs": True, "logprobs_mode": "processed", **options}
+        asked["return_dict_in_generate"] = True
+        output = self._generator.generate([list(prompt) for prompt in prompts], **asked)
+        assert isinstance(output, GenerateOutput)
+        return {
+            "token_ids": output.new_tokens,
+            "logprobs": output.logprobs,
+            "finish_reasons": output.finish_reasons,
+            "weight_version": output.stats.weight_version,
+        }
+
+    def sleep(self, level: int = 1) -> None:
+        """See `FastSpecGenerator.sleep`. After level 2 `update_weights` brings everything back."""
+        self._generator.sleep(level)
+
+    def wake(self) -> None:
+        """See `FastSpecGenerator.wake`."""
+        self._generator.wake()
