@@ -341,12 +341,14 @@ class _Models:
         Recurrent states have `dtype`.
         """
         layout, length = self._settings.layout, self._settings.max_length
-        sizes = len(spec.attending), layout.num_pages(length), layout.page_size, spec.num_kv_heads, spec.head_dim
+        sizes = layout.num_pages(length), layout.page_size
+        heads = [(kv_heads, dim) for _, kv_heads, dim in spec.attention_shapes]
         rows, where = (layout.batch, layout.max_drafts), dict[str, Any](dtype=dtype, device=self._settings.device)
         kept = layout.kept_states if self._config.prefix_cache else 0
         states = StateCache.allocate(spec.state_rules, *rows, **where, kept=kept) if spec.state_rules else None
-        scales = scales_of_layers(found or {}, spec.attending) if of_pages == FP8 else ()
-        return PagedKVCache.allocate(*sizes, **{**where, "dtype": of_pages}, states=states, scales=scales)
+        scales = scales_of_layers(found or {}, spec.caching) if of_pages == FP8 else ()
+        more = {**where, "dtype": of_pages, "states": states, "scales": scales}
+        return PagedKVCache.for_heads(heads, *sizes, **more)
 
 
 def _vocab_map(shared: SharedVocab, device: torch.device) -> VocabMap | None:

@@ -215,7 +215,8 @@ class Layout:
     def _workspace_bytes(self, max_length: int) -> int:
         """Estimates the temporary memory of the largest pass: a prefill chunk, or a step with its logits."""
         spec, size = self.target, self.target_dtype.itemsize
-        heads = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
+        shapes = spec.attention_shapes or ((spec.num_heads, spec.num_kv_heads, spec.head_dim),)
+        heads = max((each + 2 * kv_heads) * dim for each, kv_heads, dim in shapes)
         wide = max(3 * heads, 3 * spec.intermediate_size) + 4 * spec.hidden_size
         wide += spec.routed_elements
         wide += 2 * self.feature_layers * spec.hidden_size  # the features of each layer, and their concatenation
@@ -224,7 +225,7 @@ class Layout:
         # softmaxes and masks
         step = rows * (wide * size + 15 * 4 * spec.vocab_size)
         # attention of a chunk keeps fp32 partial sums of every head
-        chunk = self.chunks_for(max_length)[-1] * (wide * size + 4 * 4 * spec.num_heads * spec.head_dim)
+        chunk = self.chunks_for(max_length)[-1] * (wide * size + 4 * 4 * max(each * dim for each, _, dim in shapes))
         return max(step, chunk) + self._kernels_bytes(max_length) + _LIBRARY_WORKSPACE
 
     def _kernels_bytes(self, max_length: int) -> int:

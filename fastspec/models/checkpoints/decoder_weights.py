@@ -36,9 +36,11 @@ from fastspec.models.config import DTYPES
 from fastspec.models.layer_table import (
     EMBED,
     HEAD,
+    MODEL,
     NORM,
     NORM_BIAS,
     DecoderWeights,
+    InputWeights,
     LayerWeights,
     StateWeights,
     TableRow,
@@ -210,7 +212,17 @@ def _assemble(loader: Loader, spec: ModelSpec) -> DecoderWeights:
     layers = tuple(layer_weights(loader, spec, index) for index in range(spec.num_layers))
     norm = norm_weight(loader, spec, NORM)
     bias = norm_weight(loader, spec, NORM_BIAS) if spec.plans[-1].norm_bias else None
-    return DecoderWeights(embed=embed, layers=layers, norm=norm, head=head, norm_bias=bias)
+    inputs = _inputs(loader, spec) if spec.plans[0].inputs else None
+    return DecoderWeights(embed=embed, layers=layers, norm=norm, head=head, norm_bias=bias, inputs=inputs)
+
+
+def _inputs(loader: Loader, spec: ModelSpec) -> InputWeights:
+    """Makes the weights that make the inputs of all layers."""
+    embed, projection, norm = (
+        f"{row.stored[0]}{row.leaf}" for row in MODEL if row.name.startswith("inputs.")
+    )
+    table = loader.weight(embed, use="table")
+    return InputWeights(table, loader.weight(projection), norm_weight(loader, spec, norm))
 
 
 def norm_weight(loader: Loader, spec: ModelSpec, name: str, order: list[int] | None = None) -> Tensor:

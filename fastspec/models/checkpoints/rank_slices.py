@@ -72,7 +72,14 @@ def _local_plan(plan: LayerPlan, share: RankShare, unit: int) -> LayerPlan:
     if experts is not None:
         width, shared = share.cut(experts.width, unit), share.cut(experts.shared)
         experts = replace(experts, width=width.stop - width.start, shared=shared.stop - shared.start)
-    return replace(plan, experts=experts, state=None if rule is None else rule.cut(share.size))
+    kv_heads, width = plan.kv_heads and share.kv_cut(plan.kv_heads), plan.width and share.cut(plan.width)
+    return replace(
+        plan,
+        experts=experts,
+        state=None if rule is None else rule.cut(share.size),
+        kv_heads=kv_heads and kv_heads.stop - kv_heads.start,
+        width=width and width.stop - width.start,
+    )
 
 
 def same_text_on(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> tuple[int, ...]:
