@@ -7,11 +7,10 @@ the arithmetic.
 
 from __future__ import annotations
 
-import copy
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import torch
 
@@ -80,7 +79,7 @@ class ModelSpec:
         """Index of the stored element for each element of a head. None: no reordering. See `rope.head_order`."""
         if not self.ropes:
             return None
-        return head_order(len(self.rope.inv_freq), self.head_dim, interleaved=FAMILIES[self.family].interleaved)
+        return head_order(len(self.rope.inv_freq), self.rope_dims[0], interleaved=FAMILIES[self.family].interleaved)
 
     def for_length(self, max_length: int) -> ModelSpec:
         """Returns the spec for a generator with rows of up to `max_length` tokens; see `RopeSpec.for_length`."""
@@ -114,7 +113,7 @@ class ModelSpec:
     def rope_dims(self) -> tuple[int, ...]:
         """Elements of a head that each rotary embedding rotates or leaves as they are."""
         dims = {plan.rope: self.heads_of(plan)[2] for plan in self.plans}
-        return tuple(dims.get(index, self.head_dim) for index in range(len(self.ropes)))
+        return tuple(dims.get(index, 2 * len(rope.inv_freq)) for index, rope in enumerate(self.ropes))
 
     @property
     def state_rules(self) -> tuple[StateRule, ...]:
@@ -244,15 +243,13 @@ def spec_from_config(config: PretrainedConfig) -> ModelSpec:
     if described.text_part:
         fields = ConfigFields(whole.get("text_config"), whole.supported)
         _refuse_quantised(whole)
-    if described.mixed_heads:
-        fields = replace(fields, config=_with_own_sizes(fields.config))
     _refuse_unread_settings(fields, described.act, mixed=described.mixed_heads)
     layers = fields.size("num_hidden_layers")
-    heads = fields.size("num_attention_heads")
-    kv_heads = fields.size("num_key_value_heads") if fields.get("num_key_value_heads") is not None else heads
+    heads, first = fields.size("num_attention_heads"), fields.of_first_layer()
+    kv_heads = first.size("num_key_value_heads") if first.get("num_key_value_heads") is not None else heads
     if heads % kv_heads:
         fields.refuse("num_key_value_heads", kv_heads, f"a divisor of num_attention_heads={heads}")
-    head_dim = _head_dim(fields, heads)
+    head_dim = _head_dim(first, heads)
     plans = described.plans(fields, layers)  # before ropes_of, where transformers reads layer_types without a check
     return ModelSpec(
         family=family,
@@ -292,13 +289,6 @@ def refuse_other_architectures(family: str, named: object) -> None:
             f"architectures={named!r} is not supported, wanted [{wanted!r}] for model_type {family!r}; "
             f"{supported_models()}"
         )
-
-
-def _with_own_sizes(config: Any) -> Any:
-    """Returns a config whose fields may be read although layers differ in them; see `ModelFamily.mixed_heads`."""
-    config = copy.deepcopy(config)
-    config.allow_global_per_layer_attribute_access = True
-    return config
 
 
 def _rope_dims(plans: tuple[LayerPlan, ...], head_dim: int, family: ModelFamily) -> tuple[int, ...]:

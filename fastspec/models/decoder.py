@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any, TypeAlias, cast
 
 import torch
@@ -75,8 +74,9 @@ class Decoder:
             for heads in dict.fromkeys((usual, *spec.attention_shapes))
         }
         self._work = self._works[usual]
+        self._lenders = {plan.shares for plan in spec.plans if plan.shares is not None}
         # weights of norms without weights, by width
-        plain = {spec.heads_of(plan)[2] for plan in spec.plans if plan.value_norm or plan.shares is not None}
+        plain = {spec.heads_of(plan)[2] for plan in spec.plans if plan.value_norm}
         self._ones = {dim: torch.ones(dim, dtype=torch.float32, device=device) for dim in plain}
         self._reduce: Reduce | None = None  # sums over the ranks that share the layers
 
@@ -107,10 +107,11 @@ class Decoder:
         if -1 in features:
             features[-1] = x
         inputs = None if self.weights.inputs is None else self._inputs(self.weights.inputs, x, rows)
+        lent: dict[int, Tensor] = {}
         qkv: Tensor | None = self._qkv(0, x, rows.tiling)
         few = self.ops.is_brief() and not features  # other layers launch the same kernels
         for index in one_of_each(self.spec.plans, layers) if few else range(len(layers)):
-            x, qkv = self._layer(index, x, qkv, rows, None if inputs is None else inputs[index])
+            x, qkv = self._layer(index, x, qkv, rows, None if inputs is None else inputs[index], lent)
             if index in features:
                 features[index] = x
         if len(layers) in features:
@@ -127,14 +128,23 @@ class Decoder:
         return ((made + own) * 2.0**-0.5).movedim(-2, 0).contiguous()
 
     def _layer(
-        self, index: int, x: Tensor, qkv: Tensor | None, rows: ForwardBatch, inputs: Tensor | None = None
+        self,
+        index: int,
+        x: Tensor,
+        qkv: Tensor | None,
+        rows: ForwardBatch,
+        inputs: Tensor | None = None,
+        lent: dict[int, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Returns the residual stream after a layer, and `_qkv` of the next layer; None after the last.
 
         Args:
             inputs: the layer's own input [B, Q, inputs]. None: it has none.
+            lent: k and v of earlier layers of the pass that later ones read, by layer. Those of this layer are added.
         """
         layer = self.weights.layers[index]
+        if qkv is not None and lent is not None:
+            qkv = self._with_values(index, qkv, lent)
         mixed = None if qkv is None else self._mix(index, layer, qkv, rows)
         return self._after_attention(index, mixed, x, rows.tiling, inputs)
 
@@ -482,8 +492,6 @@ class Decoder:
         """Computes attention without the output gate, with the plan's norms and rotation of heads."""
         plan = self.spec.plans[index]
         rotation: Rotation | None = None if plan.rope is None else self._tables[plan.rope]
-        if plan.value_norm or plan.shares is not None:
-            qkv = self._with_values(plan, qkv)
         norms = self._norms(index)
         if norms is None and plan.qk_norm is not None:
             qkv = self._normed_heads(plan, layer, qkv, rows.positions)
@@ -491,28 +499,37 @@ class Decoder:
             rotation = None  # heads are already rotated
         if plan.rope is not None and (factors := self._query_factors[plan.rope]) is not None:
             qkv = self._scaled_queries(qkv, factors, rows.positions)
-        if plan.shares is not None:  # nothing is written: the keys of these rows are there
-            rows = replace(rows, write_mask=torch.zeros_like(rows.write_mask))
         return self._attend_rows(index, qkv, rows, rotation, norms, plan.rule, layer.sinks)
 
-    def _with_values(self, plan: LayerPlan, product: Tensor) -> Tensor:
-        """Returns q, k and v of a layer whose product lacks some of them, or whose values are normed."""
-        heads, kv_heads, dim = self.spec.heads_of(plan)
-        if plan.shares is not None:  # the place of its keys, which are not read
-            return torch.cat([product, product.new_zeros(*product.shape[:-1], 2 * kv_heads * dim)], dim=-1)
-        both, value = product, product[..., -kv_heads * dim :]
-        if not plan.value_is_key:
-            both = product[..., : -kv_heads * dim]
-        value = value.unflatten(-1, (kv_heads, dim)).contiguous()
-        return torch.cat([both, self.ops.norm(value, self._ones[dim], self.spec.rms_eps).flatten(-2)], dim=-1)
+    def _with_values(self, index: int, product: Tensor, lent: dict[int, Tensor]) -> Tensor:
+        """Returns q, k and v of a layer whose product may lack k and v, and whose values may be normed.
+
+        A layer that shares keys writes the same bits to the same places as the layer that it shares them with.
+        """
+        plan = self.spec.plans[index]
+        _, kv_heads, dim = self.spec.heads_of(plan)
+        if plan.shares is not None:
+            missing = product.new_zeros(*product.shape[:-1], 2 * kv_heads * dim)  # in a brief pass
+            return torch.cat([product, lent.get(plan.shares, missing)], dim=-1)
+        qkv = product
+        if plan.value_norm or plan.value_is_key:
+            value = product[..., -kv_heads * dim :]
+            both = product if plan.value_is_key else product[..., : -kv_heads * dim]
+            if plan.value_norm:
+                value = value.unflatten(-1, (kv_heads, dim)).contiguous()
+                value = self.ops.norm(value, self._ones[dim], self.spec.rms_eps).flatten(-2)
+            qkv = torch.cat([both, value], dim=-1)
+        if index in self._lenders:
+            lent[index] = qkv[..., -2 * kv_heads * dim :]
+        return qkv
 
     def _norms(self, index: int) -> HeadNorms | None:
         """Returns the head norms that `attend` applies. None: there are none, or `attend` cannot apply them."""
         plan, layer = self.spec.plans[index], self.weights.layers[index]
         if plan.qk_norm != "head" or plan.norm == "layer" or layer.q_norm is None:
             return None
-        key = layer.k_norm if plan.shares is None else self._ones[self.spec.heads_of(plan)[2]]
-        return None if key is None else (layer.q_norm, key, self.spec.rms_eps)
+        lender = layer if plan.shares is None else self.weights.layers[plan.shares]
+        return None if lender.k_norm is None else (layer.q_norm, lender.k_norm, self.spec.rms_eps)
 
     def _attend_rows(
         self,

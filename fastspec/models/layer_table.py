@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
 EMBED: Final = "model.embed_tokens.weight"
 HEAD: Final = "lm_head.weight"
+INPUTS: Final = "model.embed_tokens_per_layer.weight"
 CORRECTION: Final = "e_score_correction_bias"  # name of a correction of a router's scores
 CORRECTIONS: Final = (CORRECTION, "expert_bias")  # its names in all families
 SCALAR: Final = "layer_scalar"  # name of the factor on a layer's result

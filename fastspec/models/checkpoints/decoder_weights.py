@@ -36,6 +36,7 @@ from fastspec.models.config import DTYPES
 from fastspec.models.layer_table import (
     EMBED,
     HEAD,
+    INPUTS,
     MODEL,
     NORM,
     NORM_BIAS,
@@ -163,6 +164,8 @@ def _rounding(checkpoint: Checkpoint) -> Rounding:
 
     def rounds_to(name: str, shape: tuple[int, int]) -> CodesKind | None:
         if form is None:
+            return None
+        if name == INPUTS:  # rows are read one by one
             return None
         if name in (EMBED, HEAD):
             head = draft and (name == HEAD or checkpoint.native.tied)

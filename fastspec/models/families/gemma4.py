@@ -64,7 +64,8 @@ def _heads(fields: ConfigFields, layers: int) -> tuple[tuple[int | None, int | N
         found = [(kv_heads, dim) if kind == "full_attention" else (None, None) for kind in kinds]
     else:
         found = [(own[layer].num_key_value_heads, own[layer].head_dim) for layer in range(layers)]
-    heads, usual = fields.size("num_attention_heads"), (fields.get("num_key_value_heads"), fields.get("head_dim"))
+    heads, first = fields.size("num_attention_heads"), fields.of_first_layer()
+    usual = first.get("num_key_value_heads"), first.get("head_dim")
     for kv_heads, dim in found:
         if kv_heads is not None and (type(kv_heads) is not int or kv_heads < 1 or heads % kv_heads):
             fields.refuse("num_key_value_heads", kv_heads, f"a divisor of num_attention_heads={heads}")
