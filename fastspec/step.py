@@ -19,7 +19,7 @@ from fastspec.kernels.reference.linear import PartKeys
 from fastspec.kernels.reference.step import Record
 from fastspec.models.interface import CausalModel, VocabParallel
 from fastspec.proposers.features import hand_over_prompt, hand_over_step
-from fastspec.proposers.interface import Proposer, features_of
+from fastspec.proposers.interface import Proposer, feeds_drafts, features_of
 from fastspec.sampling import distribution, processors, verify
 from fastspec.sampling.rules import SyntheticAcceptance
 from fastspec.shapes import FULL, GRAMMAR_ONLY, LONG_PROMPT, NO_LIMIT, ForwardBatch, StepShape, keep_draft_probs
@@ -127,6 +127,8 @@ def step(modules: StepModules, state: DecodeState, shape: StepShape, draws: veri
         logits, features, batch = _scored(modules, state, shape)
     with modules.mark("verify and commit"):
         verify_and_commit(modules, state, shape, draws, logits)
+    if shape.num_drafts and not feeds_drafts(modules.proposer):  # accepted drafts are not in its cache
+        torch.minimum(state.draft_lengths, state.lengths - state.emitted, out=state.draft_lengths)
     if features is not None:
         with modules.mark("features"):
             hand_over_step(modules.proposer, state, shape, features, batch, modules.features)

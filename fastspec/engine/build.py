@@ -58,8 +58,10 @@ from fastspec.proposers.interface import (
     features_of,
     kept_in_pages,
     reads_ahead,
+    reads_back_of,
     takes_features,
 )
+from fastspec.proposers.parallel_draft import ParallelDraft
 from fastspec.proposers.suffix import Suffix
 from fastspec.shapes import DELTA_CHUNK
 from fastspec.state import DecodeState
@@ -122,7 +124,7 @@ def build(
         pages=pages,
         runner=runner,
         ring=ring,
-        shapes=_step_shapes(settings, state, static=runner.static),
+        shapes=_step_shapes(settings, state, chosen, static=runner.static),
         sizes=sizes,
         prefix=prefix,
         prefix_states=prefix_states,
@@ -155,10 +157,11 @@ def _ring(settings: Settings, ops: Ops, state: DecodeState, ranks: Ranks) -> Res
     return ResultRing(layout.batch, layout.max_drafts, num_top, settings.device, pinned=pinned, watch=watch)
 
 
-def _step_shapes(settings: Settings, state: DecodeState, *, static: bool) -> StepShapes:
+def _step_shapes(settings: Settings, state: DecodeState, proposer: Proposer | None, *, static: bool) -> StepShapes:
     layout, row_tokens = settings.layout, state.tokens.shape[1]
     tiling, verification = settings.decode_tiling, settings.verification
-    return StepShapes(layout.batch, row_tokens, layout.max_drafts, tiling, static, verification)
+    more = verification, reads_back_of(proposer)
+    return StepShapes(layout.batch, row_tokens, layout.max_drafts, tiling, static, *more)
 
 
 def _pass_sizes(settings: Settings, made: _Models, modules: StepModules) -> PassSizes:
@@ -279,7 +282,10 @@ class _Models:
             model = self.model(draft, layout.draft_dtype)
             vocab_map = _vocab_map(shared_vocab, self._settings.device)
             size, length = shared_vocab.size, draft.spec.max_length
-            return DraftModel(model, self._ops, size, length, self._mark, self._work, vocab_map)
+            more = (model, self._ops, size, length, self._mark, self._work, vocab_map)
+            if draft.mask_id is None:
+                return DraftModel(*more)
+            return ParallelDraft(*more, mask_id=draft.mask_id, max_drafts=layout.max_drafts)
         assert isinstance(scoring, Decoder | HostedModel), "checked with the head"
         made, weights = build_head(
             draft,

@@ -85,6 +85,7 @@ class Layout:
         keeps_prefixes: True if recurrent states after prefixes of prompts are stored.
         kv_dtypes: dtypes of the KV pages of (target, draft). None: those of the models.
         ranks: processes that share the target.
+        parallel_draft: True if the draft is a `ParallelDraft`.
         prediction_tokens: tokens of a row's prediction at most.
         lookup_bytes: bytes of the texts that a lookup reads.
     """
@@ -106,6 +107,7 @@ class Layout:
     keeps_prefixes: bool = True
     ranks: int = 1
     prediction_tokens: int = 0
+    parallel_draft: bool = False
     lookup_bytes: int = 0
 
     @property
@@ -191,8 +193,8 @@ class Layout:
 
     @property
     def max_queries(self) -> int:
-        """Largest number of tokens of a row in one pass of a step. The first draft pass has two."""
-        return max(2, self.max_drafts + 1)
+        """Largest number of tokens of a row in one pass of a step. The first draft pass has two, or those of PARD."""
+        return max(2, 2 * self.max_drafts if self.parallel_draft else self.max_drafts + 1)
 
     def exchanged(self, max_length: int) -> tuple[int, int]:
         """Returns the elements of the largest tensor that ranks exchange: (in a step, in a prefill pass)."""

@@ -103,9 +103,9 @@ class DraftModel(ProposerBase):
         return shape.forward_batch(ids, positions, write_mask, state.block_table, state.state_rows)
 
     def catch_up(self, state: DecodeState, shape: StepShape, chunk: int) -> None:
-        """Feeds up to `chunk` committed tokens per running row, except the last two; see `Proposer.catch_up`."""
+        """Feeds up to `chunk` committed tokens per running row, except the last `reads_back`; see `Proposer`."""
         positions = state.draft_lengths[:, None] + torch.arange(chunk, device=state.lengths.device)
-        known = (state.lengths - 2).clamp(max=self.max_length)
+        known = (state.lengths - self.reads_back).clamp(max=self.max_length)
         write_mask = state.running[:, None] & (positions < known[:, None])
         ids = state.tokens.gather(1, positions.clamp(max=state.tokens.shape[1] - 1))
         ids = torch.where(ids < self.shared_vocab, ids, 0)

@@ -16,7 +16,7 @@ from itertools import chain, pairwise
 
 from fastspec.engine.engine import Engine
 from fastspec.kv_cache.prefix import Node, PrefixCache
-from fastspec.proposers.interface import kept_in_pages
+from fastspec.proposers.interface import kept_in_pages, reads_back_of
 from fastspec.scheduling.requests import Request
 from fastspec.shapes import DELTA_CHUNK, chunks_of
 from fastspec.state import PAUSED, PREFILLED, RUNNING
@@ -148,7 +148,7 @@ class PrefillQueue:
         stop = length if engine.prompts.takes_whole(length) else length - 1
         self._target = self._passes(request, request.cached, stop, max_tokens, draft=False)
         if drafting and engine.modules.proposer is not None:
-            stop, start = min(length - 2, engine.modules.proposer.max_length), request.draft_length
+            stop, start = min(length - self._back, engine.modules.proposer.max_length), request.draft_length
             self._draft = self._passes(request, start, stop, max_tokens and _DRAFT_RATE * max_tokens, draft=True)
 
     def feed(self, limit: int | None, *, at_least_one: bool) -> int:
@@ -228,11 +228,16 @@ class PrefillQueue:
                 self._drafted(each.request, each.draft + chunk)
             self._finish(each.request, row)
 
+    @property
+    def _back(self) -> int:
+        """Newest tokens of a row that a step may feed the draft, see `ProposerBase.reads_back`."""
+        return reads_back_of(self.engine.modules.proposer)
+
     def _drafted(self, request: Request, upto: int) -> None:
-        """Records that the draft has read a request's tokens up to `upto`, except the last two."""
+        """Records that the draft has read a request's tokens up to `upto`, except those that a step feeds."""
         proposer = self.engine.modules.proposer
         assert proposer is not None, "it is fed"
-        request.draft_length = min(upto, request.length - 2, proposer.max_length)
+        request.draft_length = min(upto, request.length - self._back, proposer.max_length)
 
     def _feed_draft(self, request: Request, passes: Passes, limit: int | None, *, at_least_one: bool) -> int:
         """Queues the draft's next passes. For arguments and result see `feed`."""
@@ -387,9 +392,9 @@ class PrefillQueue:
     def _shareable(self, request: Request) -> int:
         """Returns how many of a prompt's first positions may be shared: those to which no step writes.
 
-        The first step feeds the target the last token, and the draft the last two.
+        The first step feeds the target the last token, and the draft at least the last two.
         """
-        return len(request.prompt) - 2
+        return len(request.prompt) - self._back
 
 
 def mark_drafted(prefix: PrefixCache, request: Request) -> None:
@@ -410,11 +415,11 @@ def passes_of(chunks: list[int]) -> float:
 
 
 def lag_of(engine: Engine, request: Request) -> list[int]:
-    """Returns the sizes of the passes that feed the draft a row's missing tokens, up to the last two."""
+    """Returns the sizes of the passes that feed the draft a row's missing tokens, up to those that a step feeds."""
     proposer = engine.modules.proposer
     if proposer is None:
         return []
-    known, start = min(request.length - 2, proposer.max_length), request.draft_length
+    known, start = min(request.length - reads_back_of(proposer), proposer.max_length), request.draft_length
     if request.drafted or start % engine.sizes.grid_unit:  # steps have written tokens after the prefill
         return chunks_of(engine.sizes.chunks, known - start)
     return engine.sizes.passes(known, start, draft=True)
