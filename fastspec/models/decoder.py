@@ -67,11 +67,14 @@ class Decoder:
             plan: _row_factors(spec, plan, device) for plan in dict.fromkeys(spec.plans) if plan.factors is not None
         }
         # rounded as in transformers
-        self._embed_scale = float(torch.tensor(spec.scales.embed, dtype=weights.embed.dtype, device="cpu"))
+        self._embed_scale, self._input_scale = (
+            float(torch.tensor(scale, dtype=weights.embed.dtype, device="cpu"))
+            for scale in (spec.scales.embed, spec.plans[0].inputs ** 0.5)
+        )
         usual = (spec.num_heads, spec.num_kv_heads, spec.head_dim)
         self._works = {
             heads: ops.workspace(device, batch, max_queries, max_positions, heads)
-            for heads in dict.fromkeys((usual, *spec.attention_shapes))
+            for heads in dict.fromkeys((usual, *(spec.heads_of(plan) for plan in spec.plans if plan.attends)))
         }
         self._work = self._works[usual]
         self._lenders = {plan.shares for plan in spec.plans if plan.shares is not None}
@@ -121,10 +124,9 @@ class Decoder:
     def _inputs(self, weights: InputWeights, x: Tensor, rows: ForwardBatch) -> Tensor:
         """Returns the inputs of all layers [layers, B, Q, inputs], from tokens and from their embedding x."""
         count, width = self.spec.num_layers, self.spec.plans[0].inputs
-        scale = float(torch.tensor(width**0.5, dtype=x.dtype, device="cpu"))  # rounded as in transformers
         made = self.ops.linear(x, weights.projection, None, rows.tiling) * self.spec.hidden_size**-0.5
         made = self.ops.norm(made.unflatten(-1, (count, width)), weights.norm, self.spec.rms_eps)
-        own = self.ops.embed(weights.embed, rows.ids).unflatten(-1, (count, width)) * scale
+        own = self.ops.embed(weights.embed, rows.ids).unflatten(-1, (count, width)) * self._input_scale
         return ((made + own) * 2.0**-0.5).movedim(-2, 0).contiguous()
 
     def _layer(

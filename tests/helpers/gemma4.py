@@ -61,6 +61,59 @@ def write_gemma4(path: Path, model: PreTrainedModel, *, dtype: torch.dtype = tor
     return path
 
 
+def make_assistant(target: PreTrainedModel, *, centroids: int = 16, seed: int = 3, **changes: Any) -> PreTrainedModel:
+    """A live assistant for a target of `make_gemma4`; centroids: 0 for one that scores all ids."""
+    own: Any = target.config
+    heads = {layer: own.per_layer_config[layer] for layer in (0, 2)}
+    sizes = {
+        **{"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3},
+        **{"num_attention_heads": 4, "layer_types": TYPES, "sliding_window": own.sliding_window},
+        **{"num_key_value_heads": heads[0].num_key_value_heads, "head_dim": heads[0].head_dim},
+        **{"num_global_key_value_heads": heads[2].num_key_value_heads, "global_head_dim": heads[2].head_dim},
+        **{"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0, "attention_k_eq_v": True},
+        "max_position_embeddings": own.max_position_embeddings,
+    }
+    config = transformers.Gemma4AssistantConfig(
+        text_config=transformers.Gemma4TextConfig(**{**sizes, **changes}),
+        backbone_hidden_size=own.hidden_size,
+        use_ordered_embeddings=bool(centroids),
+        num_centroids=centroids or 16,
+        centroid_intermediate_top_k=5,
+    )
+    model: PreTrainedModel = transformers.Gemma4AssistantForCausalLM(config).eval()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            if name.endswith("token_ordering"):
+                tensor.copy_(torch.randperm(VOCAB, generator=generator))
+            elif "rotary" not in name and "embed_scale" not in name:
+                around_one = "norm" in name or name.endswith("layer_scalar")
+                tensor.normal_(1.0 if around_one else 0.0, 0.3, generator=generator)
+    return model
+
+
+def write_assistant(
+    path: Path, target: PreTrainedModel, *, dtype: torch.dtype = torch.float32, **options: Any
+) -> Path:
+    """Writes an assistant by the names that Google publishes."""
+    path.mkdir(parents=True, exist_ok=True)
+    model = make_assistant(target, **options)
+    whole: Any = model.config
+    fields = whole.to_dict()
+    text = fields["text_config"]
+    for own in list(text.pop("per_layer_config", {}).values())[:1]:
+        text |= {"global_head_dim": own["head_dim"], "num_global_key_value_heads": own.get("num_key_value_heads")}
+    fields |= {"architectures": ["Gemma4AssistantForCausalLM"], "dtype": str(dtype).removeprefix("torch.")}
+    (path / "config.json").write_text(json.dumps(fields, indent=2))
+    stored = {
+        name: value.detach().to(dtype if value.is_floating_point() else value.dtype).contiguous()
+        for name, value in model.state_dict().items()
+        if name != "lm_head.weight"
+    }
+    save_file(stored, path / "model.safetensors", {"format": "pt"})
+    return path
+
+
 @torch.inference_mode()
 def greedy_text(model: PreTrainedModel, prompt: list[int], new: int) -> list[int]:
     """Greedy text of transformers, which keeps its cache."""
