@@ -19,7 +19,7 @@ from fastspec.kernels.reference.linear import PartKeys
 from fastspec.kernels.reference.step import Record
 from fastspec.models.interface import CausalModel, VocabParallel
 from fastspec.proposers.features import hand_over_prompt, hand_over_step
-from fastspec.proposers.interface import Proposer, feeds_drafts, features_of
+from fastspec.proposers.interface import Proposer, features_of, feeds_drafts
 from fastspec.sampling import distribution, processors, verify
 from fastspec.sampling.rules import SyntheticAcceptance
 from fastspec.shapes import FULL, GRAMMAR_ONLY, LONG_PROMPT, NO_LIMIT, ForwardBatch, StepShape, keep_draft_probs

@@ -134,9 +134,7 @@ def _rope(
     return replace(made, query_beta=beta, short_length=int(parameters["original_max_position_embeddings"]))
 
 
-def _proportional(
-    fields: ConfigFields, parameters: Mapping[str, Any], theta: float, dim: int
-) -> tuple[float, ...]:
+def _proportional(fields: ConfigFields, parameters: Mapping[str, Any], theta: float, dim: int) -> tuple[float, ...]:
     """Returns frequencies of a whole head of `dim` elements, of which only a part, the first, is not zero."""
     share = fields.check_positive(parameters.get("partial_rotary_factor", 1.0), "partial_rotary_factor")
     factor = fields.check_positive(parameters.get("factor", 1.0), "rope_parameters.factor")

@@ -85,7 +85,7 @@ class ParallelDraft(DraftModel):
         return batch, (lengths - 1 - start).clamp_min(0)
 
     def _logits(self, x: Tensor, shape: StepShape) -> list[Tensor]:
-        """Returns the logits of each draft over target ids, fp32 [B, 1, ids] each, from hidden states [B, k, hidden]."""
+        """Returns logits of each draft, fp32 [B, 1, target ids] each, from hidden states [B, k, hidden]."""
         logits = self.model.logits(x, shape.tiling)
         logits = logits[..., : self.shared_vocab] if self._map is None else self._map.in_target_ids(logits)
         return [logits[:, j : j + 1].contiguous() for j in range(shape.num_drafts)]

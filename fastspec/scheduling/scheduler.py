@@ -20,8 +20,8 @@ from fastspec.adaptive.controller import Observation, StepContext
 from fastspec.engine.engine import Engine
 from fastspec.errors import OutOfPages
 from fastspec.graphs.results import RowResult
-from fastspec.scheduling import admission
 from fastspec.proposers.interface import feeds_drafts
+from fastspec.scheduling import admission
 from fastspec.scheduling.draft_length import DraftChoice
 from fastspec.scheduling.prefill import PrefillQueue, lag_of, passes_of
 from fastspec.scheduling.requests import (

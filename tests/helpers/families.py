@@ -45,7 +45,12 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         {
             **{"num_hidden_layers": 6, "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2},
             **{"head_dim": 16, "global_head_dim": 32, "num_global_key_value_heads": 2, "sliding_window": 8},
-            **{"num_key_value_heads": 4, "num_kv_shared_layers": 2, "use_double_wide_mlp": True, "attention_k_eq_v": True},
+            **{
+                "num_key_value_heads": 4,
+                "num_kv_shared_layers": 2,
+                "use_double_wide_mlp": True,
+                "attention_k_eq_v": True,
+            },
             **{"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCAB, "attention_bias": True},
             "final_logit_softcapping": 0.3,
         },
@@ -157,7 +162,7 @@ def config_of(family: str, **changes: Any) -> transformers.PretrainedConfig:
 
 
 def make_family(family: str, seed: int = 0, std: float = 0.3, **changes: Any) -> PreTrainedModel:
-    """A live model on the CPU; no weight is neutral: norms lie around 1 (of Gemma 2 and 3 around 0), biases around 0."""
+    """A live model on the CPU; no weight is neutral: norms lie around 1 (Gemma 2, 3: around 0), biases around 0."""
     config = config_of(family, **changes)
     model: PreTrainedModel = getattr(transformers, f"{CONFIGS[family][0]}ForCausalLM")(config)
     generator = torch.Generator().manual_seed(seed)

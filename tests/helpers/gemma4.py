@@ -92,9 +92,7 @@ def make_assistant(target: PreTrainedModel, *, centroids: int = 16, seed: int = 
     return model
 
 
-def write_assistant(
-    path: Path, target: PreTrainedModel, *, dtype: torch.dtype = torch.float32, **options: Any
-) -> Path:
+def write_assistant(path: Path, target: PreTrainedModel, *, dtype: torch.dtype = torch.float32, **options: Any) -> Path:
     """Writes an assistant by the names that Google publishes."""
     path.mkdir(parents=True, exist_ok=True)
     model = make_assistant(target, **options)

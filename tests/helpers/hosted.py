@@ -55,10 +55,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "laurel_rank": 8,
         },
     ),
-    **{
-        name: (kind, GEMMA4)
-        for name, kind in (("gemma4_text", "Gemma4"), ("gemma4_unified_text", "Gemma4Unified"))
-    },
+    **{name: (kind, GEMMA4) for name, kind in (("gemma4_text", "Gemma4"), ("gemma4_unified_text", "Gemma4Unified"))},
     "qwen3_moe": ("Qwen3Moe", EXPERTS),
     "gpt_oss": ("GptOss", {**EXPERTS, "sliding_window": 8}),
     "cohere": ("Cohere", {"logit_scale": 0.5}),

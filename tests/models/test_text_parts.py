@@ -49,7 +49,9 @@ def own_text(model: Any, prompt: list[int], new: int) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize(("model_type", "kind"), [("mistral3", ModelSpec), ("gemma4", ModelSpec), ("gemma4_unified", HostedInfo)])
+@pytest.mark.parametrize(
+    ("model_type", "kind"), [("mistral3", ModelSpec), ("gemma4", ModelSpec), ("gemma4_unified", HostedInfo)]
+)
 def test_text_is_that_of_the_whole_model(model_type: str, kind: type, tmp_path: Path) -> None:
     model = saved(model_type, tmp_path)
     with pytest.warns(UserWarning, match=r"tensor\(s\) \(.*not used: they are for images or sound"):

@@ -221,9 +221,7 @@ def _assemble(loader: Loader, spec: ModelSpec) -> DecoderWeights:
 
 def _inputs(loader: Loader, spec: ModelSpec) -> InputWeights:
     """Makes the weights that make the inputs of all layers."""
-    embed, projection, norm = (
-        f"{row.stored[0]}{row.leaf}" for row in MODEL if row.name.startswith("inputs.")
-    )
+    embed, projection, norm = (f"{row.stored[0]}{row.leaf}" for row in MODEL if row.name.startswith("inputs."))
     table = loader.weight(embed, use="table")
     return InputWeights(table, loader.weight(projection), norm_weight(loader, spec, norm))
 

@@ -95,9 +95,10 @@ def _scales(fields: ConfigFields) -> ModelScales:
 
 def _hosts(config: object) -> bool:
     """True for a size with experts, and for attention in both directions."""
-    return bool(getattr(config, "enable_moe_block", False)) or getattr(
-        config, "use_bidirectional_attention", None
-    ) == "all"
+    return (
+        bool(getattr(config, "enable_moe_block", False))
+        or getattr(config, "use_bidirectional_attention", None) == "all"
+    )
 
 
 GEMMA4_TEXT = ModelFamily(

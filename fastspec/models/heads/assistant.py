@@ -50,7 +50,14 @@ class Assistant(Decoder):
     """
 
     def __init__(
-        self, spec: AssistantSpec, weights: HeadWeights, target: Decoder, ops: Ops, *, order: Tensor | None, **sizes: Any
+        self,
+        spec: AssistantSpec,
+        weights: HeadWeights,
+        target: Decoder,
+        ops: Ops,
+        *,
+        order: Tensor | None,
+        **sizes: Any,
     ) -> None:
         if isinstance(target, ParallelDecoder):
             raise UnsupportedOption(
@@ -111,7 +118,9 @@ class Assistant(Decoder):
         assert self._centroids is not None, "it comes with groups"
         assert self._groups is not None, "checked by the caller"
         x = self._normed_last(hidden)
-        of_groups = self.ops.linear(x.reshape(-1, 1, x.shape[-1]), self._centroids, None, tiling, out_dtype=torch.float32)
+        of_groups = self.ops.linear(
+            x.reshape(-1, 1, x.shape[-1]), self._centroids, None, tiling, out_dtype=torch.float32
+        )
         chosen = of_groups.view(*x.shape[:-1], -1).topk(self.head.chosen, dim=-1).indices
         ids = self._groups[chosen].flatten(-2)
         rows = self.ops.embed(self.weights.head, ids)
@@ -132,20 +141,40 @@ class Assistant(Decoder):
         missing = product.new_zeros(*product.shape[:-1], 2 * kv_heads * dim)  # the place of K and V, which are not kept
         queries = self.ops.store_heads(
             HeadsCall(
-                torch.cat([product, missing], dim=-1), *self._tables[plan.rope], keys, values,
-                turned.block_table, turned.positions, turned.write_mask, num_heads=heads,
-                norms=(layer.q_norm, self._ones[dim], self.spec.rms_eps), kv_scales=scales,
-            )  # fmt: skip
+                torch.cat([product, missing], dim=-1),
+                *self._tables[plan.rope],
+                keys,
+                values,
+                turned.block_table,
+                turned.positions,
+                turned.write_mask,
+                num_heads=heads,
+                norms=(layer.q_norm, self._ones[dim], self.spec.rms_eps),
+                kv_scales=scales,
+            )
         )
         return self.ops.attend(
             AttendCall(
-                torch.cat([queries.flatten(2), missing], dim=-1), None, None, keys, values,
-                seen.block_table, seen.positions, seen.write_mask, num_heads=heads, norms=None,
-                num_blocks=seen.num_blocks, first_block=seen.first_block, rule=plan.rule, sinks=None,
-                kv_scales=scales, product=None, tiling=seen.tiling,
+                torch.cat([queries.flatten(2), missing], dim=-1),
+                None,
+                None,
+                keys,
+                values,
+                seen.block_table,
+                seen.positions,
+                seen.write_mask,
+                num_heads=heads,
+                norms=None,
+                num_blocks=seen.num_blocks,
+                first_block=seen.first_block,
+                rule=plan.rule,
+                sinks=None,
+                kv_scales=scales,
+                product=None,
+                tiling=seen.tiling,
             ),
             self._works[shape],
-        )  # fmt: skip
+        )
 
 
 def places_of(rows: ForwardBatch) -> Places:

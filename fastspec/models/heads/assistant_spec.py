@@ -94,7 +94,9 @@ def assistant_spec(
     for name, wanted in (("backbone_hidden_size", model.hidden_size), ("vocab_size", model.vocab_size)):
         value = (raw if name == "backbone_hidden_size" else text).get(name)
         if value != wanted:
-            raise CheckpointError(f"{name}={value!r} in its config, and the target has {wanted}: it is another target's")
+            raise CheckpointError(
+                f"{name}={value!r} in its config, and the target has {wanted}: it is another target's"
+            )
     plans, sources = _over(decoder, model)
     chosen, groups = 0, size(raw, "num_centroids", 2048)
     if flag(raw, "use_ordered_embeddings"):
@@ -129,7 +131,11 @@ def _decoder(text: Mapping[str, Any], where: Path) -> ModelSpec:
     except Exception as error:  # its validation raises errors of several libraries
         raise CheckpointError(f"{where}: not a valid text_config of {_FAMILY}: {error}") from error
     fields = ConfigFields(config, SUPPORTED)
-    for name, wanted in (("hidden_size_per_layer_input", 0), ("enable_moe_block", False), ("use_double_wide_mlp", False)):
+    for name, wanted in (
+        ("hidden_size_per_layer_input", 0),
+        ("enable_moe_block", False),
+        ("use_double_wide_mlp", False),
+    ):
         if fields.get(name) not in (None, wanted):
             fields.refuse(name, fields.get(name), f"{wanted} in an assistant")
     return replace(spec_from_config(config), tied=True)

@@ -17,6 +17,7 @@ from fastspec.models.checkpoints.resolve import check_before_download, load_toke
 from fastspec.models.checkpoints.safetensors_files import INDEX, SINGLE, ShardTensors, read_json
 from fastspec.models.checkpoints.tensor_source import TensorInfo
 from fastspec.models.families import FAMILIES
+from fastspec.models.heads.assistant_spec import AssistantSpec, assistant_spec
 from fastspec.models.heads.checkpoint import (
     HeadCheckpoint,
     HeadTensors,
@@ -27,7 +28,6 @@ from fastspec.models.heads.checkpoint import (
     sizes_of,
     target_ids,
 )
-from fastspec.models.heads.assistant_spec import AssistantSpec, assistant_spec
 from fastspec.models.heads.config import check_verifier
 from fastspec.models.heads.dflash2_spec import DFlash2Spec, dflash2_spec
 from fastspec.models.heads.dflash_spec import dflash_spec
@@ -174,8 +174,8 @@ def _assistant(
 ) -> HeadSpec:
     if asked is not None:
         raise UnsupportedOption(
-            f"feature_layers={tuple(asked)!r} does not go with an assistant, which reads the last hidden state and keys; "
-            "leave it out"
+            f"feature_layers={tuple(asked)!r} does not go with an assistant, which reads the last hidden state and "
+            "keys; leave it out"
         )
     assert tensors.directory is not None, "it was found there"
     return assistant_spec(found, raw, tensors.infos(), target, tensors.directory / CONFIG)

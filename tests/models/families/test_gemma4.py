@@ -32,7 +32,7 @@ def options(**more: Any) -> dict[str, Any]:
     return {"device": "cpu", "max_length": 300, "progress": False, "max_batch_size": 3, **more}
 
 
-@pytest.mark.parametrize(("size", "new"), [("small", 40), ("large", 40), ("every part", 200)])
+@pytest.mark.parametrize(("size", "new"), [("small", 30), ("large", 30), ("every part", 200)])
 def test_text_is_that_of_transformers(size: str, new: int, tmp_path: Path) -> None:
     model = make_gemma4(size)
     path, wanted = write_gemma4(tmp_path, model), greedy_text(model, PROMPT, new)
@@ -43,18 +43,17 @@ def test_text_is_that_of_transformers(size: str, new: int, tmp_path: Path) -> No
 
 
 def test_drafts_change_no_text(tmp_path: Path) -> None:
-    """Of a draft that is often wrong, in a batch with admissions, greedy and coupled, for some k."""
+    """Of a draft that is often wrong, in a batch with admissions, greedy and coupled."""
     path = write_gemma4(tmp_path / "target", make_gemma4("small"))
     draft = write_gemma4(tmp_path / "draft", noisy(make_gemma4("small")))
-    prompts = [PROMPT[:length] for length in (5, 33, 1, 20)]
+    prompts = [PROMPT[:length] for length in (5, 33, 1)]
     with FastSpecGenerator(path, draft, verification="coupled", **options(max_length=120)) as made:
         for law in ({}, {"do_sample": True, "seed": 5}):
-            common: dict[str, Any] = {"max_new_tokens": 16, "eos_token_id": None, "pad_token_id": 0, **law}
+            common: dict[str, Any] = {"max_new_tokens": 12, "eos_token_id": None, "pad_token_id": 0, **law}
             wanted = made.generate(prompts, num_speculative_tokens=0, **common)
-            for k in (1, 4):
-                found = made.generate(prompts, num_speculative_tokens=k, return_dict_in_generate=True, **common)
-                assert torch.equal(found.sequences, wanted)
-                assert 0 < found.stats.accepted < found.stats.drafted
+            found = made.generate(prompts, num_speculative_tokens=4, return_dict_in_generate=True, **common)
+            assert torch.equal(found.sequences, wanted)
+            assert 0 < found.stats.accepted < found.stats.drafted
 
 
 def noisy(model: Any) -> Any:
