@@ -50,7 +50,7 @@ from fastspec.models.parallel import ParallelDecoder
 from fastspec.models.vocab import SharedVocab
 from fastspec.proposers.choose import choose
 from fastspec.proposers.combined import ContinuesDrafts
-from fastspec.proposers.draft_model import DraftModel, VocabMap
+from fastspec.proposers.draft_model import DraftModel, ParallelDraft, VocabMap
 from fastspec.proposers.heads import build_head
 from fastspec.proposers.interface import (
     Proposer,
@@ -61,7 +61,6 @@ from fastspec.proposers.interface import (
     reads_back_of,
     takes_features,
 )
-from fastspec.proposers.parallel_draft import ParallelDraft
 from fastspec.proposers.suffix import Suffix
 from fastspec.shapes import DELTA_CHUNK
 from fastspec.state import DecodeState

@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -61,24 +60,29 @@ class PagedKVCache:
 
     @classmethod
     def for_heads(
-        cls, heads: Sequence[tuple[int, int]], num_pages: int, page_size: int, **options: Any
+        cls,
+        heads: Sequence[tuple[int, int]],
+        num_pages: int,
+        page_size: int,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        states: StateCache | None = None,
+        scales: tuple[KVScales, ...] = (),
     ) -> PagedKVCache:
         """Allocates zeroed pages for layers whose heads may differ.
 
         Args:
             heads: (num_kv_heads, head_dim) of each layer.
-            num_pages, page_size, options: see `allocate`.
+            num_pages, page_size, dtype, device, states, scales: see `allocate`.
         """
         shapes = list(dict.fromkeys(heads)) or [(0, 0)]
-        where = {name: options[name] for name in ("dtype", "device")}
         first, *others = (
-            cls.allocate(heads.count(shape), num_pages, page_size, *shape, **(where if number else options))
-            for number, shape in enumerate(shapes)
+            cls.allocate(heads.count(shape), num_pages, page_size, *shape, dtype=dtype, device=device)
+            for shape in shapes
         )
-        if not others:
-            return first
         places = tuple((shapes.index(shape), heads[:layer].count(shape)) for layer, shape in enumerate(heads))
-        return replace(first, others=tuple(others), places=places)
+        return replace(first, states=states, scales=scales, others=tuple(others), places=places if others else ())
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
         """Returns keys and values of a layer, each [num_pages, page_size, num_kv_heads, head_dim]."""

@@ -142,7 +142,7 @@ def _proportional(fields: ConfigFields, parameters: Mapping[str, Any], theta: fl
     if share > 1.0 or not pairs:
         fields.refuse("partial_rotary_factor", share, f"a part of head_dim={dim} elements")
     steps = torch.arange(0, 2 * pairs, 2, dtype=torch.float32, device="cpu") / dim
-    found = torch.zeros(dim // 2, device="cpu")
+    found = torch.zeros(dim // 2, dtype=torch.float32, device="cpu")
     found[:pairs] = 1.0 / theta**steps / factor
     return _finite(fields, found, parameters)
 

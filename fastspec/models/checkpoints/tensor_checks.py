@@ -100,7 +100,7 @@ def warn_of_other_parts(stored: Iterable[str], name: str) -> list[str]:
 
 
 def _of_shared(stored: str, spec: ModelSpec) -> bool:
-    """True for keys and values of a layer that reads those of another one. Publishers may store them all the same."""
+    """True for keys and values of a layer that reads those of another one. Some publishers store them."""
     found = _OWN_KEYS.search(stored)
     layer = int(found.group(1)) if found else spec.num_layers
     return layer < spec.num_layers and spec.plans[layer].shares is not None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -42,7 +42,7 @@ class Assistant(Decoder):
         spec: its sizes and arithmetic.
         weights: its weights.
         target: the target, whose keys, values and embedding it reads.
-        ops, sizes: see `Decoder`.
+        ops, max_positions, batch, max_queries: see `Decoder`.
         order: int64 [ids], ids by group; with centroids alone.
 
     Raises:
@@ -57,13 +57,16 @@ class Assistant(Decoder):
         ops: Ops,
         *,
         order: Tensor | None,
-        **sizes: Any,
+        max_positions: int,
+        batch: int,
+        max_queries: int,
     ) -> None:
         if isinstance(target, ParallelDecoder):
             raise UnsupportedOption(
                 "tensor_parallel does not go with an assistant, which reads all keys of its target; use one GPU, or "
                 "another draft"
             )
+        sizes = {"max_positions": max_positions, "batch": batch, "max_queries": max_queries}
         super().__init__(spec.decoder, weights.decoder, target.cache, ops, **sizes)
         self.head, self._target_embed = spec, target.weights.embed
         self._places = [target._places[layer] for layer in spec.sources]
@@ -82,7 +85,7 @@ class Assistant(Decoder):
         Args:
             h: [B, 1, target's hidden].
             ids: int64 [B, 1], the token before the draft.
-            places: where it drafts.
+            places: positions of the drafts.
         """
         tiling = places.turned.tiling
         e = self.ops.embed(self._target_embed, ids.contiguous()) * self._scale
