@@ -124,10 +124,11 @@ class Decoder:
     def _inputs(self, weights: InputWeights, x: Tensor, rows: ForwardBatch) -> Tensor:
         """Returns the inputs of all layers [layers, B, Q, inputs], from tokens and from their embedding x."""
         count, width = self.spec.num_layers, self.spec.plans[0].inputs
-        made = self.ops.linear(x, weights.projection, None, rows.tiling) * self.spec.hidden_size**-0.5
+        made: Tensor = self.ops.linear(x, weights.projection, None, rows.tiling) * self.spec.hidden_size**-0.5
         made = self.ops.norm(made.unflatten(-1, (count, width)), weights.norm, self.spec.rms_eps)
         own = self.ops.embed(weights.embed, rows.ids).unflatten(-1, (count, width)) * self._input_scale
-        return ((made + own) * 2.0**-0.5).movedim(-2, 0).contiguous()
+        both: Tensor = (made + own) * 2.0**-0.5
+        return both.movedim(-2, 0).contiguous()
 
     def _layer(
         self,

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Final, TypeVar
 from fastspec.errors import CheckpointError, UnsupportedOption
 from fastspec.kernels.common.rounding import FORMATS
 from fastspec.models.checkpoints.checkpoint import Checkpoint
-from fastspec.models.checkpoints.resolve import CONFIG, resolve
+from fastspec.models.checkpoints.generation import CONFIG
+from fastspec.models.checkpoints.resolve import resolve
 from fastspec.models.checkpoints.safetensors_files import read_json
 from fastspec.models.heads.checkpoint import HeadCheckpoint
 from fastspec.models.heads.mtp_spec import MTP

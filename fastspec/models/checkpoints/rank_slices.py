@@ -72,14 +72,13 @@ def _local_plan(plan: LayerPlan, share: RankShare, unit: int) -> LayerPlan:
     if experts is not None:
         width, shared = share.cut(experts.width, unit), share.cut(experts.shared)
         experts = replace(experts, width=width.stop - width.start, shared=shared.stop - shared.start)
-    kv_heads, width = plan.kv_heads and share.kv_cut(plan.kv_heads), plan.width and share.cut(plan.width)
-    return replace(
-        plan,
-        experts=experts,
-        state=None if rule is None else rule.cut(share.size),
-        kv_heads=kv_heads and kv_heads.stop - kv_heads.start,
-        width=width and width.stop - width.start,
-    )
+    if plan.kv_heads is not None:
+        of_heads = share.kv_cut(plan.kv_heads)
+        plan = replace(plan, kv_heads=of_heads.stop - of_heads.start)
+    if plan.width is not None:
+        of_width = share.cut(plan.width)
+        plan = replace(plan, width=of_width.stop - of_width.start)
+    return replace(plan, experts=experts, state=None if rule is None else rule.cut(share.size))
 
 
 def same_text_on(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> tuple[int, ...]:

@@ -6,8 +6,7 @@ from typing import Any, Final
 
 from fastspec.models.families.cohere import COHERE, COHERE2
 from fastspec.models.families.exaone4 import EXAONE4
-from fastspec.models.families.gemma import GEMMA2, GEMMA3, GEMMA3_TEXT
-from fastspec.models.families.gemma4 import GEMMA4_TEXT
+from fastspec.models.families.gemma import GEMMA2, GEMMA3, GEMMA3_TEXT, GEMMA4_TEXT
 from fastspec.models.families.glm4 import GLM, GLM4, GLM4V
 from fastspec.models.families.granite import GRANITE, GRANITE4
 from fastspec.models.families.hunyuan import HUNYUAN
