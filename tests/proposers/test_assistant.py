@@ -157,8 +157,8 @@ def test_text_is_that_without_drafts(pair: Made) -> None:
     engine, given, caps = engine_with(*pair[:2], k=8, verification="coupled"), GIVEN[:3], CAPS[:3]
     options = [replace(GREEDY_ROW, temperature=0.9, seed=seed, top_p=0.9) for seed in range(3)]
     for each in (None, options):
-        plain, *found = (texts(run(engine, given, caps, k=k, options=each)) for k in (0, 1, 8))
-        assert found == [plain] * 2
+        plain, *found = (texts(run(engine, given, caps, k=k, options=each)) for k in (0, 8))
+        assert found == [plain]
 
 
 def test_the_law_of_a_draft_is_that_of_the_module(pair: Made) -> None:

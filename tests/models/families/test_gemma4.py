@@ -32,11 +32,11 @@ def options(**more: Any) -> dict[str, Any]:
     return {"device": "cpu", "max_length": 300, "progress": False, "max_batch_size": 3, **more}
 
 
-@pytest.mark.parametrize(("size", "new"), [("small", 30), ("large", 30), ("every part", 200)])
+@pytest.mark.parametrize(("size", "new"), [("small", 16), ("large", 16), ("every part", 200)])
 def test_text_is_that_of_transformers(size: str, new: int, tmp_path: Path) -> None:
     model = make_gemma4(size)
     path, wanted = write_gemma4(tmp_path, model), greedy_text(model, PROMPT, new)
-    assert len(set(wanted)) > 10, "a text that says something"
+    assert len(set(wanted)) > 5, "a text that says something"
     with FastSpecGenerator(path, **options()) as made:
         ids = made.generate([PROMPT], max_new_tokens=new, eos_token_id=None)
         assert ids[0, len(PROMPT) :].tolist() == wanted
