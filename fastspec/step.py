@@ -19,7 +19,7 @@ from fastspec.kernels.reference.linear import PartKeys
 from fastspec.kernels.reference.step import Record
 from fastspec.models.interface import CausalModel, VocabParallel
 from fastspec.proposers.features import hand_over_prompt, hand_over_step
-from fastspec.proposers.interface import Proposer, features_of
+from fastspec.proposers.interface import Proposer, features_of, feeds_drafts
 from fastspec.sampling import distribution, processors, verify
 from fastspec.sampling.distribution import PhiloxDraws
 from fastspec.sampling.rules import SyntheticAcceptance
@@ -158,6 +158,8 @@ def step(modules: StepModules, state: DecodeState, shape: StepShape, draws: veri
             verify_and_commit(modules, state, shape, draws, logits)
     else:
         features, batch = _end_in_tiles(modules, state, shape, tiles)
+    if shape.num_drafts and not feeds_drafts(modules.proposer):  # accepted drafts are not in its cache
+        torch.minimum(state.draft_lengths, state.lengths - state.emitted, out=state.draft_lengths)
     if features is not None:
         with modules.mark("features"):
             hand_over_step(modules.proposer, state, shape, features, batch, modules.features)

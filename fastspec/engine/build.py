@@ -50,7 +50,7 @@ from fastspec.models.parallel import ParallelDecoder
 from fastspec.models.vocab import SharedVocab
 from fastspec.proposers.choose import choose
 from fastspec.proposers.combined import ContinuesDrafts
-from fastspec.proposers.draft_model import DraftModel, VocabMap
+from fastspec.proposers.draft_model import DraftModel, ParallelDraft, VocabMap
 from fastspec.proposers.heads import build_head
 from fastspec.proposers.interface import (
     Proposer,
@@ -58,6 +58,7 @@ from fastspec.proposers.interface import (
     features_of,
     kept_in_pages,
     reads_ahead,
+    reads_back_of,
     takes_features,
 )
 from fastspec.proposers.ngram import NGram
@@ -121,7 +122,7 @@ def build(
         pages=pages,
         runner=runner,
         ring=ring,
-        shapes=_step_shapes(settings, state, static=runner.static),
+        shapes=_step_shapes(settings, state, chosen, static=runner.static),
         sizes=sizes,
         prefix=prefix,
         prefix_states=prefix_states,
@@ -154,10 +155,11 @@ def _ring(settings: Settings, ops: Ops, state: DecodeState, ranks: Ranks) -> Res
     return ResultRing(layout.batch, layout.max_drafts, num_top, settings.device, pinned=pinned, watch=watch)
 
 
-def _step_shapes(settings: Settings, state: DecodeState, *, static: bool) -> StepShapes:
+def _step_shapes(settings: Settings, state: DecodeState, proposer: Proposer | None, *, static: bool) -> StepShapes:
     layout, row_tokens = settings.layout, state.tokens.shape[1]
     tiling, verification = settings.decode_tiling, settings.verification
-    return StepShapes(layout.batch, row_tokens, layout.max_drafts, tiling, static, verification)
+    more = verification, reads_back_of(proposer)
+    return StepShapes(layout.batch, row_tokens, layout.max_drafts, tiling, static, *more)
 
 
 def _pass_sizes(settings: Settings, made: _Models, modules: StepModules) -> PassSizes:
@@ -285,7 +287,10 @@ class _Models:
             model = self.model(draft, layout.draft_dtype)
             vocab_map = _vocab_map(shared_vocab, self._settings.device)
             size, length = shared_vocab.size, draft.spec.max_length
-            return DraftModel(model, self._ops, size, length, self._mark, self._work, vocab_map)
+            more = (model, self._ops, size, length, self._mark, self._work, vocab_map)
+            if draft.mask_id is None:
+                return DraftModel(*more)
+            return ParallelDraft(*more, mask_id=draft.mask_id, max_drafts=layout.max_drafts)
         assert isinstance(scoring, Decoder | HostedModel), "checked with the head"
         made, weights = build_head(
             draft,
@@ -347,12 +352,14 @@ class _Models:
         Recurrent states have `dtype`.
         """
         layout, length = self._settings.layout, self._settings.max_length
-        sizes = len(spec.attending), layout.num_pages(length), layout.page_size, spec.num_kv_heads, spec.head_dim
+        sizes = layout.num_pages(length), layout.page_size
+        heads = [(kv_heads, dim) for _, kv_heads, dim in spec.attention_shapes]
         rows, where = (layout.batch, layout.max_drafts), dict[str, Any](dtype=dtype, device=self._settings.device)
         kept = layout.kept_states if self._config.prefix_cache else 0
         states = StateCache.allocate(spec.state_rules, *rows, **where, kept=kept) if spec.state_rules else None
-        scales = scales_of_layers(found or {}, spec.attending) if of_pages == FP8 else ()
-        return PagedKVCache.allocate(*sizes, **{**where, "dtype": of_pages}, states=states, scales=scales)
+        scales = scales_of_layers(found or {}, spec.caching) if of_pages == FP8 else ()
+        more = {**where, "dtype": of_pages, "states": states, "scales": scales}
+        return PagedKVCache.for_heads(heads, *sizes, **more)
 
 
 def _vocab_map(shared: SharedVocab, device: torch.device) -> VocabMap | None:

@@ -10,6 +10,7 @@ from fastspec.kernels.attention.plan import described
 from fastspec.kernels.common.kv_scales import FP8
 from fastspec.kernels.gpu import generation_of
 from fastspec.models.checkpoints.pair import AS_STORED
+from fastspec.models.config import ModelSpec
 from fastspec.models.decoder import Decoder
 from fastspec.models.hosted.model import HostedModel
 from fastspec.models.interface import ModelSource
@@ -174,7 +175,7 @@ def _model(checkpoint: ModelSource, dtype: str, model: object = None) -> str:
     spec = checkpoint.spec
     millions = spec.weight_bytes(spec.dtype) / spec.dtype.itemsize / 1e6
     windows = sum(window is not None for window in spec.windows)
-    recurrent = spec.num_layers - len(spec.attention_shapes)
+    recurrent = spec.num_layers - len(spec.attending) if isinstance(spec, ModelSpec) else 0
     kinds = f", {recurrent} of them recurrent" if recurrent else ""
     sliding = f"{kinds}, {windows} of them with a sliding window" if windows else kinds
     quantised = ""

@@ -88,6 +88,7 @@ class Layout:
         keeps_prefixes: True if recurrent states after prefixes of prompts are stored.
         kv_dtypes: dtypes of the KV pages of (target, draft). None: those of the models.
         ranks: processes that share the target.
+        parallel_draft: True if the draft is a `ParallelDraft`.
         prediction_tokens: tokens of a row's prediction at most.
         lookup_bytes: bytes of the texts that a lookup reads.
     """
@@ -109,6 +110,7 @@ class Layout:
     keeps_prefixes: bool = True
     ranks: int = 1
     prediction_tokens: int = 0
+    parallel_draft: bool = False
     lookup_bytes: int = 0
 
     @property
@@ -200,8 +202,8 @@ class Layout:
 
     @property
     def max_queries(self) -> int:
-        """Largest number of tokens of a row in one pass of a step. The first draft pass has two."""
-        return max(2, self.max_drafts + 1)
+        """Largest number of tokens of a row in one pass of a step. The first draft pass has two, or those of PARD."""
+        return max(2, 2 * self.max_drafts if self.parallel_draft else self.max_drafts + 1)
 
     def exchanged(self, max_length: int) -> tuple[int, int]:
         """Returns the elements of the largest tensor that ranks exchange: (in a step, in a prefill pass)."""
@@ -231,14 +233,15 @@ class Layout:
     def _workspace_bytes(self, max_length: int) -> int:
         """Estimates the temporary memory of the largest pass: a prefill chunk, or a step with its logits."""
         spec, size = self.target, self.target_dtype.itemsize
-        heads = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
+        shapes = spec.attention_shapes or ((spec.num_heads, spec.num_kv_heads, spec.head_dim),)
+        heads = max((each + 2 * kv_heads) * dim for each, kv_heads, dim in shapes)
         wide = max(3 * heads, 3 * spec.intermediate_size) + 4 * spec.hidden_size
         wide += spec.routed_elements
         wide += 2 * self.feature_layers * spec.hidden_size  # the features of each layer, and their concatenation
         rows = self.batch * (self.max_drafts + 1)
         step = rows * wide * size + self._logit_bytes()
         # attention of a chunk keeps fp32 partial sums of every head
-        chunk = self.pass_tokens(max_length) * (wide * size + 4 * 4 * spec.num_heads * spec.head_dim)
+        chunk = self.pass_tokens(max_length) * (wide * size + 4 * 4 * max(each * dim for each, _, dim in shapes))
         return max(step, chunk) + self._kernels_bytes(max_length) + _LIBRARY_WORKSPACE
 
     def _logit_bytes(self) -> int:

@@ -101,6 +101,7 @@ def settings_of(target: ModelSource, draft: ModelSource | None, config: Config) 
         keep_draft_probs=needs_draft_probs(rule) and not (proposer and is_deterministic(proposer) and not draft),
         keeps_prefixes=config.prefix_cache,
         ranks=target.ranks,
+        parallel_draft=isinstance(draft, Checkpoint) and draft.mask_id is not None,
         prediction_tokens=proposer.prediction_tokens if isinstance(proposer, Suffix) else 0,
         lookup_bytes=proposer.nbytes if isinstance(proposer, Suffix) else 0,
     )

@@ -24,6 +24,7 @@ class StepShapes:
         tiling: tile shapes of the matrix products of a step.
         static: True if steps are captured. Then few shapes must serve all lengths.
         verification: rule that accepts or refuses drafts.
+        reads_back: newest tokens of a row that a step may feed the draft, see `ProposerBase`.
     """
 
     batch: int
@@ -32,6 +33,7 @@ class StepShapes:
     tiling: Tiling
     static: bool
     verification: Verification = REJECTION
+    reads_back: int = 2
 
     @property
     def max_positions(self) -> int:
@@ -77,7 +79,7 @@ class StepShapes:
         positions = longest + k
         if self.static:
             positions = self.room(positions)  # round up, so that few captured steps serve all lengths
-        lowest = shortest - 2  # a draft model reads a row's last two tokens, so this is the lowest position
+        lowest = shortest - self.reads_back
         first = EARLY_BLOCKS if lowest >= EARLY_BLOCKS * KEY_BLOCK else 0
         return StepShape(
             k,

@@ -6,7 +6,8 @@ Position `p` of a row is in page `block_table[row, p // page_size]` at offset `p
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -27,12 +28,16 @@ class PagedKVCache:
             or in `FP8`.
         states: states of the recurrent layers; None without such layers.
         scales: scales of each layer with attention, for an fp8 cache. Empty: all are 1, or the cache is not fp8.
+        others: caches of layers whose heads have other shapes. `keys` and `values` then have the layers of one shape.
+        places: for each layer the number of its cache, 0 for this one, and its number there. Empty: all are here.
     """
 
     keys: Tensor
     values: Tensor
     states: StateCache | None = None
     scales: tuple[KVScales, ...] = ()
+    others: tuple[PagedKVCache, ...] = ()
+    places: tuple[tuple[int, int], ...] = ()
 
     @classmethod
     def allocate(
@@ -52,6 +57,38 @@ class PagedKVCache:
         shape = (num_layers, num_pages, page_size, num_kv_heads, head_dim)
         keys, values = (_zeros(shape, dtype, device) for _ in range(2))
         return cls(keys, values, states, scales)
+
+    @classmethod
+    def for_heads(
+        cls,
+        heads: Sequence[tuple[int, int]],
+        num_pages: int,
+        page_size: int,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        states: StateCache | None = None,
+        scales: tuple[KVScales, ...] = (),
+    ) -> PagedKVCache:
+        """Allocates zeroed pages for layers whose heads may differ.
+
+        Args:
+            heads: (num_kv_heads, head_dim) of each layer.
+            num_pages, page_size, dtype, device, states, scales: see `allocate`.
+        """
+        shapes = list(dict.fromkeys(heads)) or [(0, 0)]
+        first, *others = (
+            cls.allocate(heads.count(shape), num_pages, page_size, *shape, dtype=dtype, device=device)
+            for shape in shapes
+        )
+        places = tuple((shapes.index(shape), heads[:layer].count(shape)) for layer, shape in enumerate(heads))
+        return replace(first, states=states, scales=scales, others=tuple(others), places=places if others else ())
+
+    def layer(self, index: int) -> tuple[Tensor, Tensor]:
+        """Returns keys and values of a layer, each [num_pages, page_size, num_kv_heads, head_dim]."""
+        number, at = self.places[index] if self.places else (0, index)
+        cache = self.others[number - 1] if number else self
+        return cache.keys[at], cache.values[at]
 
     def scales_of(self, layer: int) -> KVScales | None:
         """Returns the scales of one layer. None: it has none."""

@@ -17,7 +17,7 @@ import torch
 from fastspec.errors import UnsupportedModel
 from fastspec.kv_cache.states import row_bytes
 from fastspec.models.families import FAMILIES
-from fastspec.models.families.plan import ExpertsPlan, LayerPlan, ModelScales
+from fastspec.models.families.plan import ExpertsPlan, LayerPlan, ModelFamily, ModelScales
 from fastspec.models.fields import ConfigFields
 from fastspec.models.layer_table import weight_bytes
 from fastspec.models.rope import RopeSpec, head_order, ropes_of
@@ -79,7 +79,7 @@ class ModelSpec:
         """Index of the stored element for each element of a head. None: no reordering. See `rope.head_order`."""
         if not self.ropes:
             return None
-        return head_order(len(self.rope.inv_freq), self.head_dim, interleaved=FAMILIES[self.family].interleaved)
+        return head_order(len(self.rope.inv_freq), self.rope_dims[0], interleaved=FAMILIES[self.family].interleaved)
 
     def for_length(self, max_length: int) -> ModelSpec:
         """Returns the spec for a generator with rows of up to `max_length` tokens; see `RopeSpec.for_length`."""
@@ -93,12 +93,27 @@ class ModelSpec:
     @property
     def attention_shapes(self) -> tuple[tuple[int, int, int], ...]:
         """(query heads, KV heads, head_dim) of each layer with attention."""
-        return ((self.num_heads, self.num_kv_heads, self.head_dim),) * len(self.attending)
+        return tuple(self.heads_of(self.plans[layer]) for layer in self.caching)
+
+    def heads_of(self, plan: LayerPlan) -> tuple[int, int, int]:
+        """Returns (query heads, KV heads, head_dim) of a layer."""
+        return self.num_heads, plan.kv_heads or self.num_kv_heads, plan.head_dim or self.head_dim
 
     @property
     def attending(self) -> tuple[int, ...]:
-        """Indices of layers with attention, in the order of the KV cache."""
+        """Indices of layers with attention."""
         return tuple(layer for layer, plan in enumerate(self.plans) if plan.attends)
+
+    @property
+    def caching(self) -> tuple[int, ...]:
+        """Indices of layers with keys and values of their own, in the order of the KV cache."""
+        return tuple(layer for layer, plan in enumerate(self.plans) if plan.caches)
+
+    @property
+    def rope_dims(self) -> tuple[int, ...]:
+        """Elements of a head that each rotary embedding rotates or leaves as they are."""
+        dims = {plan.rope: self.heads_of(plan)[2] for plan in self.plans}
+        return tuple(dims.get(index, 2 * len(rope.inv_freq)) for index, rope in enumerate(self.ropes))
 
     @property
     def state_rules(self) -> tuple[StateRule, ...]:
@@ -110,6 +125,10 @@ class ModelSpec:
         """Returns, by name, the sizes (except heads) that ranks must be able to divide equally; see `Sizes.divided`."""
         found = {"intermediate_size": self.intermediate_size}
         for plan in self.plans:
+            if plan.kv_heads is not None and plan.kv_heads & (plan.kv_heads - 1):  # ranks are powers of two
+                found["key heads of some layers"] = plan.kv_heads
+            if plan.width is not None:
+                found["width of some layers"] = plan.width
             if plan.experts is not None:
                 found["width of experts"] = plan.experts.width
                 found |= {"width of the shared expert": plan.experts.shared} if plan.experts.shared else {}
@@ -162,7 +181,8 @@ class ModelSpec:
 
     def rotary_bytes(self, positions: int) -> int:
         """Returns the bytes of the rotary tables, and of the factors on queries, for `positions` positions."""
-        return 4 * positions * sum(self.head_dim + bool(rope.query_beta) for rope in self.ropes)
+        sizes = zip(self.ropes, self.rope_dims, strict=True)
+        return 4 * positions * sum(dim + bool(rope.query_beta) for rope, dim in sizes)
 
     def state_bytes(self, max_drafts: int, dtype: torch.dtype) -> int:
         """Returns the bytes of the recurrent states of one row, see `StateCache`."""
@@ -223,13 +243,13 @@ def spec_from_config(config: PretrainedConfig) -> ModelSpec:
     if described.text_part:
         fields = ConfigFields(whole.get("text_config"), whole.supported)
         _refuse_quantised(whole)
-    _refuse_unread_settings(fields, described.act)
+    _refuse_unread_settings(fields, described.act, mixed=described.mixed_heads)
     layers = fields.size("num_hidden_layers")
-    heads = fields.size("num_attention_heads")
-    kv_heads = fields.size("num_key_value_heads") if fields.get("num_key_value_heads") is not None else heads
+    heads, first = fields.size("num_attention_heads"), fields.of_first_layer()
+    kv_heads = first.size("num_key_value_heads") if first.get("num_key_value_heads") is not None else heads
     if heads % kv_heads:
         fields.refuse("num_key_value_heads", kv_heads, f"a divisor of num_attention_heads={heads}")
-    head_dim = _head_dim(fields, heads)
+    head_dim = _head_dim(first, heads)
     plans = described.plans(fields, layers)  # before ropes_of, where transformers reads layer_types without a check
     return ModelSpec(
         family=family,
@@ -241,7 +261,7 @@ def spec_from_config(config: PretrainedConfig) -> ModelSpec:
         head_dim=head_dim,
         rms_eps=fields.positive(described.eps),
         max_length=fields.size("max_position_embeddings"),
-        ropes=ropes_of(fields, head_dim, described) if described.rope_kinds else (),
+        ropes=ropes_of(fields, _rope_dims(plans, head_dim, described), described) if described.rope_kinds else (),
         plans=plans,
         tied=whole.flag("tie_word_embeddings"),
         dtype=_dtype(whole),
@@ -271,11 +291,23 @@ def refuse_other_architectures(family: str, named: object) -> None:
         )
 
 
-def _refuse_unread_settings(fields: ConfigFields, act: tuple[str, str] | None) -> None:
-    """Refuses settings that would change the result and are not in the spec."""
+def _rope_dims(plans: tuple[LayerPlan, ...], head_dim: int, family: ModelFamily) -> tuple[int, ...]:
+    """Returns the elements of a head for each rotary embedding of a family."""
+    dims = {plan.rope: plan.head_dim or head_dim for plan in plans}
+    return tuple(dims.get(index, head_dim) for index in range(max(1, len(family.rope_layers))))
+
+
+def _refuse_unread_settings(fields: ConfigFields, act: tuple[str, str] | None, *, mixed: bool) -> None:
+    """Refuses settings that would change the result and are not in the spec.
+
+    Args:
+        mixed: see `ModelFamily.mixed_heads`.
+    """
     # first, because such a config raises an error when a field is read in which layers differ; older versions of
     # transformers do not know such layers, and only store the setting
-    if fields.get("is_heterogeneous" if hasattr(fields.config, "is_heterogeneous") else "per_layer_config"):
+    if not mixed and fields.get(
+        "is_heterogeneous" if hasattr(fields.config, "is_heterogeneous") else "per_layer_config"
+    ):
         fields.refuse("per_layer_config", "set", "layers of one shape")
     if act is not None and fields.get(act[0]) != act[1]:
         fields.refuse(act[0], fields.get(act[0]), repr(act[1]))

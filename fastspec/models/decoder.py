@@ -17,7 +17,7 @@ from fastspec.kv_cache.cache import PagedKVCache
 from fastspec.models.config import ModelSpec
 from fastspec.models.families.plan import BranchFactors, LayerPlan
 from fastspec.models.layer_kinds import one_of_each
-from fastspec.models.layer_table import DecoderWeights, LayerWeights
+from fastspec.models.layer_table import DecoderWeights, InputWeights, LayerWeights
 from fastspec.shapes import AttentionRule, ConvRule, ForwardBatch, MambaRule, StateRule, Tiling
 
 Rotation: TypeAlias = "tuple[Tensor, Tensor]"  # cosines and sines, each fp32 [positions, D/2]
@@ -52,23 +52,35 @@ class Decoder:
         self.spec = spec
         self.weights = weights
         self.cache = cache
-        # index of each layer in the cache of keys, and in that of recurrent states
-        self._places = [sum(plan.attends for plan in spec.plans[:layer]) for layer in range(spec.num_layers)]
+        # index of each layer's keys in their cache, and of its state in that of recurrent states
+        owners = [layer if plan.shares is None else plan.shares for layer, plan in enumerate(spec.plans)]
+        self._places = [sum(plan.caches for plan in spec.plans[:owner]) for owner in owners]
         self._state_places = [
             sum(plan.state is not None for plan in spec.plans[:layer]) for layer in range(spec.num_layers)
         ]
         self.ops = ops
         device = weights.norm.device
-        dim = spec.head_dim
-        self._tables = [rope.tables(max_positions, dim, device) for rope in spec.ropes]  # each [max_positions, D/2]
+        sizes = zip(spec.ropes, spec.rope_dims, strict=True)
+        self._tables = [rope.tables(max_positions, dim, device) for rope, dim in sizes]  # each [max_positions, D/2]
         self._query_factors = [rope.query_factors(max_positions, device) for rope in spec.ropes]
         self._row_factors = {
             plan: _row_factors(spec, plan, device) for plan in dict.fromkeys(spec.plans) if plan.factors is not None
         }
         # rounded as in transformers
-        self._embed_scale = float(torch.tensor(spec.scales.embed, dtype=weights.embed.dtype, device="cpu"))
-        heads = (spec.num_heads, spec.num_kv_heads, spec.head_dim)
-        self._work = ops.workspace(device, batch, max_queries, max_positions, heads)
+        self._embed_scale, self._input_scale = (
+            float(torch.tensor(scale, dtype=weights.embed.dtype, device="cpu"))
+            for scale in (spec.scales.embed, spec.plans[0].inputs ** 0.5)
+        )
+        usual = (spec.num_heads, spec.num_kv_heads, spec.head_dim)
+        self._works = {
+            heads: ops.workspace(device, batch, max_queries, max_positions, heads)
+            for heads in dict.fromkeys((usual, *(spec.heads_of(plan) for plan in spec.plans if plan.attends)))
+        }
+        self._work = self._works[usual]
+        self._lenders = {plan.shares for plan in spec.plans if plan.shares is not None}
+        # weights of norms without weights, by width
+        plain = {spec.heads_of(plan)[2] for plan in spec.plans if plan.value_norm}
+        self._ones = {dim: torch.ones(dim, dtype=torch.float32, device=device) for dim in plain}
         self._reduce: Reduce | None = None  # sums over the ranks that share the layers
 
     @property
@@ -97,21 +109,47 @@ class Decoder:
             x = x * self._embed_scale
         if -1 in features:
             features[-1] = x
+        inputs = None if self.weights.inputs is None else self._inputs(self.weights.inputs, x, rows)
+        lent: dict[int, Tensor] = {}
         qkv: Tensor | None = self._qkv(0, x, rows.tiling)
         few = self.ops.is_brief() and not features  # other layers launch the same kernels
         for index in one_of_each(self.spec.plans, layers) if few else range(len(layers)):
-            x, qkv = self._layer(index, x, qkv, rows)
+            x, qkv = self._layer(index, x, qkv, rows, None if inputs is None else inputs[index], lent)
             if index in features:
                 features[index] = x
         if len(layers) in features:
             features[len(layers)] = self._norm(self.spec.plans[-1], x, self.weights.norm, self.weights.norm_bias)
         return x
 
-    def _layer(self, index: int, x: Tensor, qkv: Tensor | None, rows: ForwardBatch) -> tuple[Tensor, Tensor | None]:
-        """Returns the residual stream after a layer, and `_qkv` of the next layer; None after the last."""
+    def _inputs(self, weights: InputWeights, x: Tensor, rows: ForwardBatch) -> Tensor:
+        """Returns the inputs of all layers [layers, B, Q, inputs], from tokens and from their embedding x."""
+        count, width = self.spec.num_layers, self.spec.plans[0].inputs
+        made: Tensor = self.ops.linear(x, weights.projection, None, rows.tiling) * self.spec.hidden_size**-0.5
+        made = self.ops.norm(made.unflatten(-1, (count, width)), weights.norm, self.spec.rms_eps)
+        own = self.ops.embed(weights.embed, rows.ids).unflatten(-1, (count, width)) * self._input_scale
+        both: Tensor = (made + own) * 2.0**-0.5
+        return both.movedim(-2, 0).contiguous()
+
+    def _layer(
+        self,
+        index: int,
+        x: Tensor,
+        qkv: Tensor | None,
+        rows: ForwardBatch,
+        inputs: Tensor | None = None,
+        lent: dict[int, Tensor] | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Returns the residual stream after a layer, and `_qkv` of the next layer; None after the last.
+
+        Args:
+            inputs: the layer's own input [B, Q, inputs]. None: it has none.
+            lent: k and v of earlier layers of the pass that later ones read, by layer. Those of this layer are added.
+        """
         layer = self.weights.layers[index]
+        if qkv is not None and lent is not None:
+            qkv = self._with_values(index, qkv, lent)
         mixed = None if qkv is None else self._mix(index, layer, qkv, rows)
-        return self._after_attention(index, mixed, x, rows.tiling)
+        return self._after_attention(index, mixed, x, rows.tiling, inputs)
 
     def _mix(self, index: int, layer: LayerWeights, product: Tensor, rows: ForwardBatch) -> Tensor:
         """Computes the attention, or the state, or both, of a layer from the result of `_qkv`.
@@ -132,11 +170,11 @@ class Decoder:
         )
 
     def _after_attention(
-        self, index: int, attended: Tensor | None, x: Tensor, tiling: Tiling
+        self, index: int, attended: Tensor | None, x: Tensor, tiling: Tiling, inputs: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
         """Computes the operations of a layer that come after its attention, if any.
 
-        Returns x, and `_qkv` of the next layer.
+        Returns x, and `_qkv` of the next layer. For `inputs` see `_layer`.
         """
         layers, plan = self.weights.layers, self.spec.plans[index]
         layer, next_layer = layers[index], self._following(index)
@@ -151,7 +189,20 @@ class Decoder:
             x, h = self._plain_tail(plan, attended, x, layer, tiling), None
         else:
             x, h = self._experts_tail(index, attended, x, tiling)
+        if inputs is not None:
+            x = self._with_inputs(layer, x, inputs, tiling)
+        if layer.scalar is not None:
+            x = x * layer.scalar
         return x, None if next_layer is None else self._qkv(index + 1, x, tiling, h)
+
+    def _with_inputs(self, layer: LayerWeights, x: Tensor, inputs: Tensor, tiling: Tiling) -> Tensor:
+        """Returns the residual stream with what a layer makes of its own input."""
+        assert layer.input_gate is not None, "layers with inputs have all of these"
+        assert layer.input_projection is not None, "layers with inputs have all of these"
+        assert layer.input_projected_norm is not None, "layers with inputs have all of these"
+        inner = reference.gelu_tanh(self.ops.linear(x, layer.input_gate, None, tiling)) * inputs
+        added = self.ops.linear(inner, layer.input_projection, None, tiling)
+        return self.ops.add_norm(added, x, layer.input_projected_norm, None, self.spec.rms_eps)[0]
 
     def _following(self, index: int) -> LayerWeights | None:
         """Returns the layer whose q, k and v are computed after layer `index`. None after the last."""
@@ -453,12 +504,35 @@ class Decoder:
             qkv = self._scaled_queries(qkv, factors, rows.positions)
         return self._attend_rows(index, qkv, rows, rotation, norms, plan.rule, layer.sinks)
 
+    def _with_values(self, index: int, product: Tensor, lent: dict[int, Tensor]) -> Tensor:
+        """Returns q, k and v of a layer whose product may lack k and v, and whose values may be normed.
+
+        A layer that shares keys writes the same bits to the same places as the layer that it shares them with.
+        """
+        plan = self.spec.plans[index]
+        _, kv_heads, dim = self.spec.heads_of(plan)
+        if plan.shares is not None:
+            missing = product.new_zeros(*product.shape[:-1], 2 * kv_heads * dim)  # in a brief pass
+            return torch.cat([product, lent.get(plan.shares, missing)], dim=-1)
+        qkv = product
+        if plan.value_norm or plan.value_is_key:
+            value = product[..., -kv_heads * dim :]
+            both = product if plan.value_is_key else product[..., : -kv_heads * dim]
+            if plan.value_norm:
+                value = value.unflatten(-1, (kv_heads, dim)).contiguous()
+                value = self.ops.norm(value, self._ones[dim], self.spec.rms_eps).flatten(-2)
+            qkv = torch.cat([both, value], dim=-1)
+        if index in self._lenders:
+            lent[index] = qkv[..., -2 * kv_heads * dim :]
+        return qkv
+
     def _norms(self, index: int) -> HeadNorms | None:
         """Returns the head norms that `attend` applies. None: there are none, or `attend` cannot apply them."""
         plan, layer = self.spec.plans[index], self.weights.layers[index]
-        if plan.qk_norm != "head" or plan.norm == "layer" or layer.q_norm is None or layer.k_norm is None:
+        if plan.qk_norm != "head" or plan.norm == "layer" or layer.q_norm is None:
             return None
-        return layer.q_norm, layer.k_norm, self.spec.rms_eps
+        lender = layer if plan.shares is None else self.weights.layers[plan.shares]
+        return None if lender.k_norm is None else (layer.q_norm, lender.k_norm, self.spec.rms_eps)
 
     def _attend_rows(
         self,
@@ -473,16 +547,16 @@ class Decoder:
         """Computes attention of rows over a layer's cache, up to their own positions: [B, Q, H * D]."""
         cos, sin = (None, None) if rotation is None else rotation
         # K/V are written before they are read, so a row reads the same blocks of keys whether they are new or old
+        heads = self.spec.heads_of(self.spec.plans[index])
         call = AttendCall(
             qkv,
             cos,
             sin,
-            self.cache.keys[self._places[index]],
-            self.cache.values[self._places[index]],
+            *self.cache.layer(self._places[index]),
             rows.block_table,
             rows.positions,
             rows.write_mask,
-            num_heads=self.spec.num_heads,
+            num_heads=heads[0],
             norms=norms,
             num_blocks=rows.num_blocks,
             first_block=rows.first_block,
@@ -493,7 +567,7 @@ class Decoder:
             product=self.weights.layers[index].o if self._fuses(self.spec.plans[index]) else None,
             tiling=rows.tiling,
         )
-        return self.ops.attend(call, self._work)
+        return self.ops.attend(call, self._works[heads])
 
     def _normed_heads(self, plan: LayerPlan, layer: LayerWeights, qkv: Tensor, positions: Tensor) -> Tensor:
         """Returns qkv with those norms of queries and keys that `attend` cannot apply.

@@ -97,6 +97,11 @@ class ConfigFields:
         # a family's config class declares only its own fields, and transformers itself reads others in this way
         return getattr(self.config, field, None)
 
+    def of_first_layer(self) -> ConfigFields:
+        """Returns the fields of the first layer, if layers have their own values of some. Else the same fields."""
+        own = self.get("per_layer_config") if self.get("is_heterogeneous") else None
+        return self if own is None else ConfigFields(own[0], self.supported)
+
     def size(self, field: str) -> int:
         """Returns a whole number within its limit."""
         value = self.get(field)

@@ -38,8 +38,10 @@ if TYPE_CHECKING:
 
 EMBED: Final = "model.embed_tokens.weight"
 HEAD: Final = "lm_head.weight"
+INPUTS: Final = "model.embed_tokens_per_layer.weight"
 CORRECTION: Final = "e_score_correction_bias"  # name of a correction of a router's scores
 CORRECTIONS: Final = (CORRECTION, "expert_bias")  # its names in all families
+SCALAR: Final = "layer_scalar"  # name of the factor on a layer's result
 GATE_UP: Final = ("gate_proj", "up_proj")  # names of the gate and up matrices of one expert
 DOWN: Final = "down_proj"
 NORM: Final = "model.norm.weight"
@@ -106,6 +108,9 @@ class LayerWeights:
         state: other tensors of a recurrent layer. None: the layer has no state.
         experts: weights of a mixture of experts. gate_up and down are then those of a shared expert. None: a dense MLP.
         sinks: [H], for each head the score of one more key without a value.
+        input_gate, input_projection: [inputs, hidden] and [hidden, inputs], of the layer's own input.
+        input_projected_norm: [hidden], of the norm of its result.
+        scalar: [1], the factor on the layer's result.
     """
 
     qkv: Weight | None = None
@@ -128,6 +133,10 @@ class LayerWeights:
     mlp_norm: Tensor | None = None
     state: StateWeights | None = None
     experts: ExpertWeights | None = None
+    input_gate: Weight | None = None
+    input_projection: Weight | None = None
+    input_projected_norm: Tensor | None = None
+    scalar: Tensor | None = None
 
     @property
     def mlp(self) -> tuple[Weight, Weight]:
@@ -152,12 +161,28 @@ class LayerWeights:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class InputWeights:
+    """Weights that make the inputs of all layers, for L layers with inputs of P elements.
+
+    Attributes:
+        embed: [V, L * P].
+        projection: [L * P, hidden].
+        norm: [P].
+    """
+
+    embed: Weight
+    projection: Weight
+    norm: Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class DecoderWeights:
     """All weights of one decoder, of one dtype on one device.
 
     Attributes:
         embed, head: [V, hidden]. `head is embed` if they are tied.
         norm, norm_bias: [hidden], of the norm before the head.
+        inputs: for layers with inputs. None: there are none.
     """
 
     embed: Weight
@@ -165,6 +190,7 @@ class DecoderWeights:
     norm: Tensor
     head: Weight
     norm_bias: Tensor | None = None
+    inputs: InputWeights | None = None
 
     def nbytes(self) -> int:
         """Bytes of device memory. A tied head counts once."""
@@ -176,6 +202,7 @@ class DecoderWeights:
 
     def _held(self) -> list[Weight | ExpertWeights | Tensor]:
         held: list[Weight | ExpertWeights | Tensor | None] = [self.embed, self.norm, self.norm_bias, self.head]
+        held += [] if self.inputs is None else [self.inputs.embed, self.inputs.projection, self.inputs.norm]
         held += [tensor for layer in self.layers for part in (layer, layer.state) for tensor in _held(part)]
         return list({id(each): each for each in held if each is not None}.values())
 
@@ -384,6 +411,22 @@ def _norms_heads(plan: LayerPlan) -> bool:
     return plan.qk_norm is not None
 
 
+def _norms_keys(plan: LayerPlan) -> bool:
+    return plan.qk_norm is not None and plan.caches
+
+
+def _biased_qkv(plan: LayerPlan) -> bool:
+    return plan.qkv_bias
+
+
+def _projects_v(plan: LayerPlan) -> bool:
+    return plan.caches and not plan.value_is_key
+
+
+def _shows_k(plan: LayerPlan) -> bool:
+    return plan.caches and plan.value_is_key
+
+
 def _asks(name: str) -> Condition:
     """Returns a condition that is true if a field of the `ExpertsPlan` is set."""
     return lambda plan: bool(getattr(plan.experts, name))
@@ -403,6 +446,10 @@ def _biased(plan: LayerPlan) -> bool:
 
 def _biased_conv(plan: LayerPlan) -> bool:
     return plan.conv_bias
+
+
+def _has_inputs(plan: LayerPlan) -> bool:
+    return plan.inputs > 0
 
 
 def _norms_state(plan: LayerPlan) -> bool:
@@ -434,11 +481,13 @@ def _rows(when: Condition, *rows: TableRow) -> tuple[TableRow, ...]:
 LAYER: Final[tuple[TableRow, ...]] = (
     *_rows(
         lambda plan: plan.attends,
-        TableRow("qkv", _QKV, ("q", "k", "v"), ("read",), bias=lambda plan: plan.qkv_bias, order=qkv_order),
+        TableRow("qkv", _QKV, ("q", "k", "v"), ("read",), when=_projects_v, bias=_biased_qkv, order=qkv_order),
+        TableRow("qk", _QKV[:2], ("q", "k"), ("read",), when=_shows_k, bias=_biased_qkv, field="qkv"),
+        TableRow("q", _QKV[:1], ("q",), ("read",), when=lambda plan: not plan.caches, bias=_biased_qkv, field="qkv"),
         TableRow("o", ("self_attn.o_proj",), _HIDDEN, ("heads",), bias=lambda plan: plan.o_bias, tree=True),
         TableRow("head_gate", ("self_attn.g_proj",), ("query_heads",), ("read",), when=lambda plan: plan.head_gate),
         TableRow("q_norm", ("self_attn.q_norm",), ("q_norm",), (), "norm", when=_norms_heads, order=q_norm_order),
-        TableRow("k_norm", ("self_attn.k_norm",), ("k_norm",), (), "norm", when=_norms_heads, order=k_norm_order),
+        TableRow("k_norm", ("self_attn.k_norm",), ("k_norm",), (), "norm", when=_norms_keys, order=k_norm_order),
         TableRow("sinks", ("self_attn.sinks",), ("query_heads",), (), "vector", when=lambda plan: plan.sinks, leaf=""),
     ),
     *_rows(
@@ -568,11 +617,24 @@ LAYER: Final[tuple[TableRow, ...]] = (
         TableRow("attended_norm", (_AFTER_ATTENTION,), _HIDDEN, (), "norm"),
         TableRow("mlp_norm", ("post_feedforward_layernorm",), _HIDDEN, (), "norm"),
     ),
+    *_rows(
+        _has_inputs,
+        TableRow("input_gate", ("per_layer_input_gate",), ("inputs",), _HIDDEN),
+        TableRow("input_projection", ("per_layer_projection",), _HIDDEN, ("inputs",)),
+        TableRow("input_projected_norm", ("post_per_layer_input_norm",), _HIDDEN, (), "norm"),
+    ),
+    TableRow("scalar", (SCALAR,), ("one",), (), "vector", when=lambda plan: plan.scaled, leaf=""),
 )
 MODEL: Final[tuple[TableRow, ...]] = (
     TableRow("embed", ("model.embed_tokens",), ("vocab",), _HIDDEN),
     TableRow("norm", ("model.norm",), _HIDDEN, (), "norm", bias=lambda plan: plan.norm_bias),
     TableRow("head", ("lm_head",), ("head",), _HIDDEN),
+    *_rows(
+        _has_inputs,
+        TableRow("inputs.embed", ("model.embed_tokens_per_layer",), ("vocab",), ("all_inputs",)),
+        TableRow("inputs.projection", ("model.per_layer_model_projection",), ("all_inputs",), _HIDDEN),
+        TableRow("inputs.norm", ("model.per_layer_projection_norm",), ("inputs",), (), "norm"),
+    ),
 )
 
 
@@ -582,7 +644,8 @@ def axes_of(spec: ModelSpec, plan: LayerPlan, reads: int | None = None) -> dict[
     Args:
         reads: input width of the first product of the layer. None: hidden_size.
     """
-    dim, heads, kv_heads = spec.head_dim, spec.num_heads, spec.num_kv_heads
+    heads, kv_heads, dim = spec.heads_of(plan)
+    width = plan.width or spec.intermediate_size
     over_all = plan.qk_norm == "projection"
     found = {
         "one": Axis(1),
@@ -597,8 +660,10 @@ def axes_of(spec: ModelSpec, plan: LayerPlan, reads: int | None = None) -> dict[
         "query_heads": Axis(heads, "heads"),
         "q_norm": Axis(heads * dim if over_all else dim),
         "k_norm": Axis(kv_heads * dim if over_all else dim),
-        "gate": Axis(plan.gated * spec.intermediate_size, "even"),
-        "inner": Axis(spec.intermediate_size, "even"),
+        "gate": Axis(plan.gated * width, "even"),
+        "inner": Axis(width, "even"),
+        "inputs": Axis(plan.inputs),
+        "all_inputs": Axis(plan.inputs * spec.num_layers),
     }
     if (rule := plan.state) is not None:
         found["taps"] = Axis(rule.width)
@@ -693,7 +758,7 @@ def _by_layer(spec: ModelSpec) -> Iterator[tuple[str, StoredTensor]]:
     """Yields every stored tensor of a model with its full name."""
     plan = spec.plans[0]
     for row in MODEL:
-        if row.name != "head" or not spec.tied:
+        if row.when(plan) and (row.name != "head" or not spec.tied):
             yield from ((tensor.name, tensor) for tensor in _stored(row, row.stored, axes_of(spec, plan), plan))
     of_plan = {plan: tuple(stored_tensors(spec, plan)) for plan in dict.fromkeys(spec.plans)}
     for layer, plan in enumerate(spec.plans):

@@ -80,8 +80,11 @@ def head_order(rotated: int, dim: int, *, interleaved: bool) -> list[int] | None
     return [*first, *rest[:middle], *second, *rest[middle:]]
 
 
-def ropes_of(fields: ConfigFields, head_dim: int, family: ModelFamily) -> tuple[RopeSpec, ...]:
+def ropes_of(fields: ConfigFields, dims: tuple[int, ...], family: ModelFamily) -> tuple[RopeSpec, ...]:
     """Returns the rotary embeddings of a config: one, or one for each of `family.rope_layers`, in that order.
+
+    Args:
+        dims: elements of a head, for each of them.
 
     Raises:
         UnsupportedModel: a type or a setting that the family does not support.
@@ -93,11 +96,12 @@ def ropes_of(fields: ConfigFields, head_dim: int, family: ModelFamily) -> tuple[
     if not layers:
         if any(isinstance(value, dict) for value in parameters.values()):
             fields.refuse("rope_parameters", parameters, "one setting for all layers")
-        return (_rope(fields, parameters, head_dim, family, None),)
+        return (_rope(fields, parameters, dims[0], family, None),)
     for layer in layers:
         if not isinstance(parameters.get(layer), dict):
             fields.refuse("rope_parameters", parameters, "an object with rope_theta for each of " + ", ".join(layers))
-    return tuple(_rope(fields, parameters[layer], head_dim, family, layer) for layer in layers)
+    sizes = zip(layers, dims, strict=True)
+    return tuple(_rope(fields, parameters[layer], dim, family, layer) for layer, dim in sizes)
 
 
 def _rope(
@@ -120,12 +124,27 @@ def _rope(
             theta *= fields.check_positive(parameters["alpha"], "rope_parameters.alpha") ** (dim / (dim - 2))
         steps = torch.arange(0, 2 * rotated, 2, dtype=torch.float32, device="cpu") / (2 * rotated)
         return RopeSpec(kind, _finite(fields, 1.0 / theta**steps, parameters), 1.0)
+    if kind == "proportional":
+        return RopeSpec(kind, _proportional(fields, parameters, theta, dim), 1.0)
     made = _transformers_rope(fields, parameters, kind, rotated, layer)
     beta = parameters.get("llama_4_scaling_beta")
     if beta is None:
         return made
     beta = fields.check_positive(beta, "rope_parameters.llama_4_scaling_beta")
     return replace(made, query_beta=beta, short_length=int(parameters["original_max_position_embeddings"]))
+
+
+def _proportional(fields: ConfigFields, parameters: Mapping[str, Any], theta: float, dim: int) -> tuple[float, ...]:
+    """Returns frequencies of a whole head of `dim` elements, of which only a part, the first, is not zero."""
+    share = fields.check_positive(parameters.get("partial_rotary_factor", 1.0), "partial_rotary_factor")
+    factor = fields.check_positive(parameters.get("factor", 1.0), "rope_parameters.factor")
+    pairs = int(share * dim // 2)
+    if share > 1.0 or not pairs:
+        fields.refuse("partial_rotary_factor", share, f"a part of head_dim={dim} elements")
+    steps = torch.arange(0, 2 * pairs, 2, dtype=torch.float32, device="cpu") / dim
+    found = torch.zeros(dim // 2, dtype=torch.float32, device="cpu")
+    found[:pairs] = 1.0 / theta**steps / factor
+    return _finite(fields, found, parameters)
 
 
 def _rotated(fields: ConfigFields, parameters: Mapping[str, Any], dim: int, may_be_partial: bool) -> int:
@@ -145,7 +164,6 @@ def _finite(fields: ConfigFields, inv_freq: Tensor, parameters: Mapping[str, Any
 
 
 NEEDED: dict[str, tuple[str, ...]] = {
-    "proportional": (),
     "linear": ("factor",),
     "yarn": ("factor", "original_max_position_embeddings"),
     "longrope": ("original_max_position_embeddings",),

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from fastspec.errors import UnsupportedModel
 from fastspec.models.checkpoints.safetensors_files import ShardTensors
-from fastspec.models.families import FAMILIES
+from fastspec.models.families import runs_natively
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -51,7 +51,7 @@ def native_text_part(config: PretrainedConfig) -> PretrainedConfig | None:
         UnsupportedModel: `architectures` names another class than that of the whole model.
     """
     text = text_part_of(config)
-    if text is None or text.model_type not in FAMILIES:
+    if text is None or not runs_natively(text):
         return None
     check_whole_class(config)
     return text

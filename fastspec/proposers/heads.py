@@ -12,6 +12,9 @@ from typing_extensions import override
 
 from fastspec.kernels.ops import Ops
 from fastspec.kv_cache.cache import PagedKVCache
+from fastspec.models.assistant import Assistant, order_of
+from fastspec.models.decoder import Decoder
+from fastspec.models.heads.assistant_spec import AssistantSpec
 from fastspec.models.heads.checkpoint import HeadCheckpoint
 from fastspec.models.heads.dflash2_spec import DFlash2Spec
 from fastspec.models.heads.dflash_spec import DFlashSpec
@@ -20,7 +23,7 @@ from fastspec.models.heads.eagle3_spec import Eagle3Spec, PEagleSpec
 from fastspec.models.heads.mtp_spec import MtpSpec
 from fastspec.models.heads.passes import DFlash, DFlash2, DSpark, Eagle3, Lender, Mtp, PEagle, mask_embedding
 from fastspec.models.heads.weights import PendingHead, allocate_head
-from fastspec.proposers.chain import ChainDrafts
+from fastspec.proposers.chain import AssistantDrafts, ChainDrafts
 from fastspec.proposers.combined import ContinuesDrafts
 from fastspec.proposers.dflash import DFlash2Drafts, DFlashDrafts, DSparkDrafts
 from fastspec.proposers.mtp import MtpDrafts, MtpLayersDrafts
@@ -125,6 +128,12 @@ def build_head(
     pending = allocate_head(checkpoint, target.weights, dtype=dtype, device=device, ops=ops, progress=progress)
     vocab_map = None if checkpoint.vocab_map is None else checkpoint.vocab_map.to(device)
     made, more = (pending.weights, cache, ops), (ops, vocab_map, mark, work)
+    if isinstance(spec, AssistantSpec):
+        assert isinstance(target, Decoder), "checked when it was resolved"
+        order = order_of(checkpoint.directory, spec)
+        order = None if order is None else order.to(device)
+        assistant = Assistant(spec, pending.weights, target, ops, order=order, **sizes)
+        return AssistantDrafts(assistant, *more), pending
     if isinstance(spec, DFlashSpec):
         mask = None if spec.mask_file is None else mask_embedding(spec.mask_file, spec.hidden_size, dtype, device)
         sizes = {**sizes, "mask": mask}

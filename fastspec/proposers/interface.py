@@ -103,6 +103,8 @@ class ProposerBase(ABC):
 
     Attributes:
         max_length, deterministic, kept, computed_again, in_pages: see `Proposer`.
+        reads_back: `propose` itself feeds up to this number of a row's newest tokens that it has not read.
+        feeds_drafts: False if K/V of the drafts are not in its cache after `propose`.
     """
 
     max_length: int = 0
@@ -110,6 +112,8 @@ class ProposerBase(ABC):
     kept: tuple[int, ...] = ()
     computed_again: int = 0
     in_pages: bool = False
+    reads_back: int = 2
+    feeds_drafts: bool = True
 
     @property
     def features(self) -> tuple[int, ...]:
@@ -149,6 +153,7 @@ class Wrapping(ProposerBase):
         self.max_length, self.deterministic = inner.max_length, is_deterministic(inner)
         self.kept, self.in_pages = kept_of(inner), kept_in_pages(inner)
         self.computed_again = computed_again_of(inner)
+        self.reads_back, self.feeds_drafts = reads_back_of(inner), feeds_drafts(inner)
 
     @property
     def features(self) -> tuple[int, ...]:
@@ -193,6 +198,16 @@ def kept_of(proposer: object) -> tuple[int, ...]:
 def computed_again_of(proposer: object) -> int:
     """Returns the number of positions that a `FeatureReader` computes again in the next step. 0 for most."""
     return int(getattr(proposer, "computed_again", 0))
+
+
+def reads_back_of(proposer: object) -> int:
+    """Returns how many of a row's newest tokens `propose` feeds itself, see `ProposerBase`. 2 for most."""
+    return int(getattr(proposer, "reads_back", 2))
+
+
+def feeds_drafts(proposer: object) -> bool:
+    """True if K/V of drafts are in the proposer's cache after `propose`."""
+    return bool(getattr(proposer, "feeds_drafts", True))
 
 
 def kept_in_pages(proposer: object) -> bool:

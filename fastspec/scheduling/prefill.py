@@ -17,7 +17,7 @@ from itertools import accumulate, chain, pairwise
 from fastspec.engine.engine import Engine
 from fastspec.engine.prompt_passes import Part
 from fastspec.kv_cache.prefix import Node, PrefixCache
-from fastspec.proposers.interface import kept_in_pages
+from fastspec.proposers.interface import kept_in_pages, reads_back_of
 from fastspec.scheduling.requests import Request
 from fastspec.shapes import DELTA_CHUNK, chunks_of
 from fastspec.state import PAUSED, PREFILLED, RUNNING
@@ -285,8 +285,13 @@ class PrefillQueue:
         """True if the first token of a request comes from the last pass over its prompt."""
         return self.engine.prompts.takes_whole(len(request.prompt))
 
+    @property
+    def _back(self) -> int:
+        """Newest tokens of a row that a step may feed the draft, see `ProposerBase.reads_back`."""
+        return reads_back_of(self.engine.modules.proposer)
+
     def _drafted(self, request: Request, upto: int) -> None:
-        """Records that the draft has read a request's tokens up to `upto`, except the last two."""
+        """Records that the draft has read a request's tokens up to `upto`, except those that a step feeds."""
         request.draft_length = min(upto, readable_by_draft(self.engine, request))
 
     def _feed_draft(self, request: Request, passes: Passes, limit: int | None, *, at_least_one: bool) -> int:
@@ -450,9 +455,9 @@ class PrefillQueue:
     def _shareable(self, request: Request) -> int:
         """Returns how many of a prompt's first positions may be shared: those to which no step writes.
 
-        The first step feeds the target the last token, and the draft the last two.
+        The first step feeds the target the last token, and the draft at least the last two.
         """
-        return len(request.prompt) - 2
+        return len(request.prompt) - self._back
 
 
 def mark_drafted(prefix: PrefixCache, request: Request) -> None:
@@ -473,18 +478,18 @@ def passes_of(chunks: list[int]) -> float:
 
 
 def readable_by_draft(engine: Engine, request: Request, ahead: int = 0) -> int:
-    """Returns the number of first positions that passes feed to the draft: all but the last two, in its context.
+    """Returns the number of first positions that passes feed to the draft: all but those that a step feeds.
 
     Args:
         ahead: see `lag_of`.
     """
     proposer = engine.modules.proposer
     assert proposer is not None, "it is fed"
-    return min(request.length + ahead - 2, proposer.max_length)
+    return min(request.length + ahead - reads_back_of(proposer), proposer.max_length)
 
 
 def lag_of(engine: Engine, request: Request, ahead: int = 0) -> list[int]:
-    """Returns the sizes of the passes that feed the draft a row's missing tokens, up to the last two.
+    """Returns the sizes of the passes that feed the draft a row's missing tokens, up to those that a step feeds.
 
     Args:
         ahead: number of the row's tokens that the host has not read yet.

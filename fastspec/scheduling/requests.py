@@ -156,8 +156,12 @@ class Request:
             self.cached,
         )
 
-    def record(self, result: RowResult, k: int) -> list[int]:
-        """Adds the result of one step with k drafts. Returns the step's new tokens."""
+    def record(self, result: RowResult, k: int, *, feeds_drafts: bool = True) -> list[int]:
+        """Adds the result of one step with k drafts. Returns the step's new tokens.
+
+        Args:
+            feeds_drafts: see `ProposerBase`.
+        """
         if result.finish == RUNNING and result.accepted < 0:
             self.invalid_at = self.length - 1 - result.accepted
             self.finish_reason = "error"
@@ -169,7 +173,8 @@ class Request:
         end = self.watch(tokens) if self.watch else None
         tokens = tokens[:end]
         if result.drafted and self.grammar is None:  # the draft model never reads drafts of a grammar
-            self.draft_length = min(self.length + result.drafted - 1, self.length + len(tokens) - 1)
+            fed = result.drafted if feeds_drafts else 1
+            self.draft_length = min(self.length + fed - 1, self.length + len(tokens) - 1)
         self.new_tokens += tokens
         # drafts behind the end of a row say nothing of the drafter
         accepted = min(result.accepted, len(tokens))

@@ -20,6 +20,7 @@ from fastspec.adaptive.controller import Observation, StepContext
 from fastspec.engine.engine import Engine
 from fastspec.errors import OutOfPages
 from fastspec.graphs.results import RowResult
+from fastspec.proposers.interface import feeds_drafts
 from fastspec.scheduling import admission
 from fastspec.scheduling.draft_length import DraftChoice
 from fastspec.scheduling.prefill import PrefillQueue, lag_of, passes_of
@@ -442,10 +443,11 @@ class Scheduler:
         results = self.engine.ring.read(step.sequence, max(step.requests) + 1)
         self._report(step, results, self._clock.arrived(waited))
         emitted: dict[Request, list[int]] = {}
+        fed = feeds_drafts(self.engine.modules.proposer)
         for row, request in sorted(step.requests.items()):
             if request.finish_reason is not None:
                 continue  # it ended in a step that was read after this one was launched
-            emitted[request] = tokens = request.record(results[row], step.k)
+            emitted[request] = tokens = request.record(results[row], step.k, feeds_drafts=fed)
             top = self._calls[request].top_logprobs
             if top is not None:
                 logprobs, pairs = self.engine.ring.logprobs(step.sequence, row, len(tokens), top)

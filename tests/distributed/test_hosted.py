@@ -43,7 +43,10 @@ TILING = Tiling(8, 8)
 # fused q, k, v of each head; experts alone, and their biases, gate and up by turns; sinks, and experts with a shared
 # one; stacks the other way round; latent attention with its heads, and experts; q, k, v that are gathered at once
 QUICK = ("gpt_neox", "gpt_oss", "granitemoe_swa", "aria_text", "deepseek_v2")
-CUT = [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in ("phi", "minimax_m2", "gemma4_text", "beam"))]
+CUT = [
+    *QUICK,
+    *(pytest.param(name, marks=pytest.mark.slow) for name in ("phi", "minimax_m2", "gemma4_unified_text", "beam")),
+]
 pytestmark = pytest.mark.filterwarnings("ignore:the tokenizers of:UserWarning")
 
 

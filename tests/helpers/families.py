@@ -40,6 +40,21 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "gemma2": ("Gemma2", {**GEMMA, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 0.3}),
+    "gemma4": (
+        "Gemma4",
+        {
+            **{"num_hidden_layers": 6, "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2},
+            **{"head_dim": 16, "global_head_dim": 32, "num_global_key_value_heads": 2, "sliding_window": 8},
+            **{
+                "num_key_value_heads": 4,
+                "num_kv_shared_layers": 2,
+                "use_double_wide_mlp": True,
+                "attention_k_eq_v": True,
+            },
+            **{"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCAB, "attention_bias": True},
+            "final_logit_softcapping": 0.3,
+        },
+    ),
     "phi3": ("Phi3", {"partial_rotary_factor": 0.75, "sliding_window": 20}),
     "phi3-long": (
         "Phi3",
@@ -141,20 +156,22 @@ FAMILIES = tuple(CONFIGS)
 def config_of(family: str, **changes: Any) -> transformers.PretrainedConfig:
     """The tiny config of one of `FAMILIES`."""
     name, fields = CONFIGS[family]
-    kind = getattr(transformers, "Gemma3TextConfig" if name == "Gemma3" else f"{name}Config")
+    kind = getattr(transformers, f"{name}TextConfig" if name in ("Gemma3", "Gemma4") else f"{name}Config")
     config: transformers.PretrainedConfig = kind(**{**COMMON, **fields, **changes})
     return config
 
 
 def make_family(family: str, seed: int = 0, std: float = 0.3, **changes: Any) -> PreTrainedModel:
-    """A live model on the CPU; no weight is neutral: norms lie around 1 (of Gemma around 0), biases around 0."""
+    """A live model on the CPU; no weight is neutral: norms lie around 1 (Gemma 2, 3: around 0), biases around 0."""
     config = config_of(family, **changes)
     model: PreTrainedModel = getattr(transformers, f"{CONFIGS[family][0]}ForCausalLM")(config)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        corrections = [pair for pair in model.named_buffers() if pair[0].endswith("correction_bias")]  # of routers
-        for name, parameter in [*model.named_parameters(), *corrections]:
-            around_one = "norm" in name and name.endswith("weight") and "gemma" not in family
+        stored = ("correction_bias", "layer_scalar")  # of routers, and of Gemma 4's layers
+        buffers = [pair for pair in model.named_buffers() if pair[0].endswith(stored)]
+        for name, parameter in [*model.named_parameters(), *buffers]:
+            around_one = "norm" in name and name.endswith("weight") and family not in ("gemma2", "gemma3")
+            around_one = around_one or name.endswith("layer_scalar")
             # of Gemma small: its head is the embedding, which would else give back the token that was fed
             deviation = 0.02 if "embed" in name and "gemma" in family else std
             parameter.normal_(1.0 if around_one else 0.0, deviation, generator=generator)
@@ -173,8 +190,8 @@ def as_configured(model: PreTrainedModel) -> PreTrainedModel:
 
 def decoder(spec: ModelSpec, weights: DecoderWeights, kind: type[Decoder] = Decoder, **options: Any) -> Decoder:
     """Our decoder of one row with room for `POSITIONS`, in torch's ops unless `options` say otherwise."""
-    heads = spec.num_kv_heads, spec.head_dim
-    cache = PagedKVCache.allocate(spec.num_layers, 5, 16, *heads, dtype=torch.float32, device=torch.device("cpu"))
+    heads = [(kv_heads, dim) for _, kv_heads, dim in spec.attention_shapes]
+    cache = PagedKVCache.for_heads(heads, 5, 16, dtype=torch.float32, device=torch.device("cpu"))
     options = {"ops": TORCH_OPS, **options}
     return kind(spec, weights, cache, max_positions=POSITIONS, batch=1, max_queries=8, **options)
 

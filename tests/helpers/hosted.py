@@ -28,6 +28,15 @@ EXPERTS: dict[str, Any] = {
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 24,
 }
+GEMMA4 = {
+    "num_hidden_layers": 4,
+    "num_kv_shared_layers": 2,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "sliding_window": 8,
+    "global_head_dim": 16,
+    "vocab_size_per_layer_input": 101,
+    "hidden_size_per_layer_input": 8,
+}
 # model_type: class without "ForCausalLM", and what its config needs besides COMMON
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("GPT2", {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 256}),
@@ -46,18 +55,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "laurel_rank": 8,
         },
     ),
-    "gemma4_text": (
-        "Gemma4",
-        {
-            "num_hidden_layers": 4,
-            "num_kv_shared_layers": 2,
-            "layer_types": ["sliding_attention", "full_attention"] * 2,
-            "sliding_window": 8,
-            "global_head_dim": 16,
-            "vocab_size_per_layer_input": 101,
-            "hidden_size_per_layer_input": 8,
-        },
-    ),
+    **{name: (kind, GEMMA4) for name, kind in (("gemma4_text", "Gemma4"), ("gemma4_unified_text", "Gemma4Unified"))},
     "qwen3_moe": ("Qwen3Moe", EXPERTS),
     "gpt_oss": ("GptOss", {**EXPERTS, "sliding_window": 8}),
     "cohere": ("Cohere", {"logit_scale": 0.5}),
@@ -89,7 +87,7 @@ def config_of(name: str, **changes: Any) -> Any:
     return getattr(transformers, CONFIGS.get(kind, kind + "Config"))(**{**COMMON, **fields, **changes})
 
 
-CONFIGS = {"Gemma3n": "Gemma3nTextConfig", "Gemma4": "Gemma4TextConfig"}
+CONFIGS = {name: f"{name}TextConfig" for name in ("Gemma3n", "Gemma4", "Gemma4Unified")}
 CLASSES = {"GPT2": "GPT2LMHeadModel"}
 
 

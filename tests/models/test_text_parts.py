@@ -49,14 +49,16 @@ def own_text(model: Any, prompt: list[int], new: int) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize(("model_type", "kind"), [("mistral3", ModelSpec), ("gemma4", HostedInfo)])
+@pytest.mark.parametrize(
+    ("model_type", "kind"), [("mistral3", ModelSpec), ("gemma4", ModelSpec), ("gemma4_unified", HostedInfo)]
+)
 def test_text_is_that_of_the_whole_model(model_type: str, kind: type, tmp_path: Path) -> None:
     model = saved(model_type, tmp_path)
     with pytest.warns(UserWarning, match=r"tensor\(s\) \(.*not used: they are for images or sound"):
         spec = resolve(tmp_path, role="target").spec
     assert isinstance(spec, kind)
     if isinstance(spec, HostedInfo):
-        assert "Gemma4ForCausalLM, the text model of Gemma4ForConditionalGeneration, runs as it is" in spec.hosting
+        assert "the text model of Gemma4UnifiedForConditionalGeneration, runs as it is" in spec.hosting
     prompt = [3, 5, 7, 9, 11] * 3
     with pytest.warns(UserWarning, match="not used"):
         assert texts(tmp_path, prompt, 16) == own_text(model, prompt, 16)
@@ -141,7 +143,7 @@ def test_ministral_3_is_read_under_old_names_out_of_a_mistral3(tmp_path: Path) -
 @NAMED
 def test_what_is_wrong_is_refused_in_words(tmp_path: Path) -> None:
     saved("mistral3", tmp_path / "native")
-    saved("gemma4", tmp_path / "hosted")
+    saved("gemma4_unified", tmp_path / "hosted")
     for each in ("native", "hosted"):
         config = tmp_path / each / "config.json"
         named = json.loads(config.read_text())["architectures"]
@@ -186,4 +188,4 @@ def test_names_of_the_text_model(stored: str, wanted: str | None) -> None:
 def test_every_type_is_of_transformers_and_no_family_of_its_own() -> None:
     assert list(TEXT_PARTS) == sorted(set(TEXT_PARTS))
     assert not set(TEXT_PARTS).intersection(FAMILIES)
-    assert native_text_part(model_table.tiny_config("gemma4")) is None
+    assert native_text_part(model_table.tiny_config("gemma4_unified")) is None

@@ -244,11 +244,11 @@ def test_a_planted_bug_in_a_relative_is_seen(
 @pytest.mark.parametrize("case", ["DSpark", "DFlash2"])
 def test_texts_with_a_relative_are_those_of_plain_decoding(case: str, target: Path, tmp_path: Path) -> None:
     layout, changes, _ = RELATIVES[case]
-    path, rows = WRITERS[layout](tmp_path, replace(HEAD, **(changes | {"block_size": 9}))), prompts(5, 20, 1)
-    with generator(target, path, k=8, verification="coupled") as found:
+    path, rows = WRITERS[layout](tmp_path, replace(HEAD, **(changes | {"block_size": 16}))), prompts(5, 20, 1)
+    with generator(target, path, k=15, verification="coupled") as found:
         engine = engine_of(found)
         for options in (None, [sampled_row(seed) for seed in range(len(rows))]):
-            plain, *others = (texts(run(engine, rows, 9, k=k, options=options)) for k in (0, 1, 3, 5, 8))
+            plain, *others = (texts(run(engine, rows, 9, k=k, options=options)) for k in (0, 1, 3, 8, 15))
             assert others == [plain] * 4
         assert f"a {case.split()[0]} head" in found.explain()
 

@@ -60,6 +60,7 @@ class Checkpoint:
         chosen: True if "auto" chose that format.
         sliced: the part of the model that one rank loads; `spec` then describes this part. None: the whole model.
         mtp: True if the checkpoint also has MTP layers.
+        mask_id: token id of masks, for a draft model that drafts at several masks at once (PARD). None: others.
         gguf_header: parsed header of the GGUF file that holds config, tokenizer and weights. None: another source.
         count: function that computes `bytes_loaded`.
     """
@@ -77,6 +78,7 @@ class Checkpoint:
     chosen: bool = False
     sliced: Sliced | None = None
     mtp: bool = False
+    mask_id: int | None = None
     gguf_header: GgufHeader | None = None
     count: ByteCount = field(kw_only=True)
 

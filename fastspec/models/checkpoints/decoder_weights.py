@@ -36,9 +36,12 @@ from fastspec.models.config import DTYPES
 from fastspec.models.layer_table import (
     EMBED,
     HEAD,
+    INPUTS,
+    MODEL,
     NORM,
     NORM_BIAS,
     DecoderWeights,
+    InputWeights,
     LayerWeights,
     StateWeights,
     TableRow,
@@ -162,6 +165,8 @@ def _rounding(checkpoint: Checkpoint) -> Rounding:
     def rounds_to(name: str, shape: tuple[int, int]) -> CodesKind | None:
         if form is None:
             return None
+        if name == INPUTS:  # rows are read one by one
+            return None
         if name in (EMBED, HEAD):
             head = draft and (name == HEAD or checkpoint.native.tied)
             return kind_for("int8" if form == "int4" else form, shape) if head else None
@@ -210,7 +215,15 @@ def _assemble(loader: Loader, spec: ModelSpec) -> DecoderWeights:
     layers = tuple(layer_weights(loader, spec, index) for index in range(spec.num_layers))
     norm = norm_weight(loader, spec, NORM)
     bias = norm_weight(loader, spec, NORM_BIAS) if spec.plans[-1].norm_bias else None
-    return DecoderWeights(embed=embed, layers=layers, norm=norm, head=head, norm_bias=bias)
+    inputs = _inputs(loader, spec) if spec.plans[0].inputs else None
+    return DecoderWeights(embed=embed, layers=layers, norm=norm, head=head, norm_bias=bias, inputs=inputs)
+
+
+def _inputs(loader: Loader, spec: ModelSpec) -> InputWeights:
+    """Makes the weights that make the inputs of all layers."""
+    embed, projection, norm = (f"{row.stored[0]}{row.leaf}" for row in MODEL if row.name.startswith("inputs."))
+    table = loader.weight(embed, use="table")
+    return InputWeights(table, loader.weight(projection), norm_weight(loader, spec, norm))
 
 
 def norm_weight(loader: Loader, spec: ModelSpec, name: str, order: list[int] | None = None) -> Tensor:

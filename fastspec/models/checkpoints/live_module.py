@@ -19,7 +19,7 @@ from fastspec.errors import UnsupportedModel
 from fastspec.models.checkpoints.tensor_source import TensorInfo, TensorSource
 from fastspec.models.config import DTYPES, MAKING, spec_from_config, supported_models
 from fastspec.models.families import FAMILIES
-from fastspec.models.layer_table import CORRECTIONS
+from fastspec.models.layer_table import CORRECTIONS, SCALAR
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -47,6 +47,8 @@ UNREAD: Final = (
 
 # attributes of layers, used only in training
 DROPOUTS: Final = ("attention_dropout", "residual_dropout", "embedding_dropout")
+
+STORED_BUFFERS: Final = (*CORRECTIONS, SCALAR)
 
 ROTARY: Final = ("inv_freq", "attention_scaling")  # attributes that the spec contains
 
@@ -341,8 +343,8 @@ class ModuleTensors(TensorSource):
         check_module(module)
         self._module = module
         self._parameters: dict[str, Tensor] = dict(module.named_parameters(remove_duplicate=False))
-        # correction of a router: a buffer in the module, but stored like a weight
-        self._buffers = {name: each for name, each in module.named_buffers() if name.endswith(CORRECTIONS)}
+        # these are buffers in the module, but stored like weights
+        self._buffers = {name: each for name, each in module.named_buffers() if name.endswith(STORED_BUFFERS)}
         self._parameters |= self._buffers
         where = type(module).__name__
         self._infos = {

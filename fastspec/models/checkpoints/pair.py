@@ -9,10 +9,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, TypeVar
 
-from fastspec.errors import UnsupportedOption
+from fastspec.errors import CheckpointError, UnsupportedOption
 from fastspec.kernels.common.rounding import FORMATS
 from fastspec.models.checkpoints.checkpoint import Checkpoint
+from fastspec.models.checkpoints.generation import CONFIG
 from fastspec.models.checkpoints.resolve import resolve
+from fastspec.models.checkpoints.safetensors_files import read_json
 from fastspec.models.heads.checkpoint import HeadCheckpoint
 from fastspec.models.heads.mtp_spec import MTP
 from fastspec.models.heads.resolve import draft_files, resolve_head, resolve_mtp
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
 
 Source = TypeVar("Source", bound=Checkpoint | HeadCheckpoint)
 _SAMPLE, _SAMPLES = 4096, 256  # for fingerprints: bytes per sample, and samples per file
+PARD: Final = "pard_token"  # field of a config
 AS_STORED: Final = "as it is stored"  # `Checkpoint.stored` begins so if "auto" does not round
 
 
@@ -69,7 +72,27 @@ def resolve_pair(
             f"{draft!r} is none; leave it out"
         )
     other = None if draft is None else resolve(draft, role="draft", revision=revisions[1], fetched=files.fetched)
-    return found, None if other is None else _rounded(other, quantization[1])
+    return found, None if other is None else _rounded(_with_mask(other), quantization[1])
+
+
+def _with_mask(draft: Checkpoint) -> Checkpoint:
+    """Returns a draft with the id of masks that its config names, if it is a PARD model.
+
+    Raises:
+        CheckpointError: the model has no such id.
+    """
+    if draft.directory is not None:
+        mask = read_json(draft.directory / CONFIG).get(PARD)
+    else:
+        mask = getattr(getattr(draft.module, "config", None), PARD, None)
+    if mask is None:
+        return draft
+    if type(mask) is not int or not 0 <= mask < draft.spec.vocab_size:
+        raise CheckpointError(
+            f"draft: {draft.name}: {PARD}={mask!r} in its config, wanted an id below vocab_size="
+            f"{draft.spec.vocab_size}; correct it, or delete it to draft token by token"
+        )
+    return replace(draft, mask_id=mask)
 
 
 def _rounded(checkpoint: Checkpoint, form: str | None) -> Checkpoint:

@@ -72,6 +72,12 @@ def _local_plan(plan: LayerPlan, share: RankShare, unit: int) -> LayerPlan:
     if experts is not None:
         width, shared = share.cut(experts.width, unit), share.cut(experts.shared)
         experts = replace(experts, width=width.stop - width.start, shared=shared.stop - shared.start)
+    if plan.kv_heads is not None:
+        of_heads = share.kv_cut(plan.kv_heads)
+        plan = replace(plan, kv_heads=of_heads.stop - of_heads.start)
+    if plan.width is not None:
+        of_width = share.cut(plan.width)
+        plan = replace(plan, width=of_width.stop - of_width.start)
     return replace(plan, experts=experts, state=None if rule is None else rule.cut(share.size))
 
 

@@ -45,7 +45,7 @@ from fastspec.models.config import (
     spec_from_config,
     supported_models,
 )
-from fastspec.models.families import FAMILIES
+from fastspec.models.families import FAMILIES, runs_natively
 from fastspec.models.fields import check_sizes, with_floats
 from fastspec.models.hosted.codes import hosted_bytes, quantised_products
 from fastspec.models.hosted.info import HostedInfo, check_hosted_module, hosted_info, is_hostable, known_type
@@ -211,7 +211,7 @@ def _from_directory(directory: Path, name: str, role: str) -> Checkpoint:
     _refuse_other_weights(directory, raw)
     with _naming(directory / CONFIG):
         text = native_text_part(config)
-    if raw["model_type"] not in FAMILIES and text is None:
+    if not runs_natively(config) and text is None:
         return _hosted(directory, name, role, raw, config)
     with _naming(directory / CONFIG):
         spec = spec_from_config(text or config)
@@ -304,7 +304,7 @@ def check_before_download(directory: Path) -> None:
     """Refuses a model by its config, before its weights are fetched."""
     raw = check_config_file(directory)
     config = _build_config(directory / CONFIG, raw)
-    if raw["model_type"] not in FAMILIES and native_text_part(config) is None:
+    if not runs_natively(config) and native_text_part(config) is None:
         _hosted_info(directory, raw, config)
 
 
@@ -370,7 +370,7 @@ def check_config_file(directory: Path) -> dict[str, Any]:
             refuse_other_architectures(family, raw.get("architectures"))
     with _naming(path):
         quantisation_of(raw)
-    if raw.get("per_layer_config") and family in FAMILIES:
+    if raw.get("per_layer_config") and family in FAMILIES and not FAMILIES[family].mixed_heads:
         raise UnsupportedModel(f"{path}: per_layer_config is not supported; {supported_models()}")
     check_sizes(raw, str(path), native=family in FAMILIES)
     if isinstance(raw.get(TEXT_CONFIG), dict):

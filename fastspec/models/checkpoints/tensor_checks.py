@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from fastspec.errors import CheckpointError, UnsupportedModel
 from fastspec.models.checkpoints.parameter_names import NamedTensors
@@ -12,6 +13,8 @@ from fastspec.models.checkpoints.tensor_source import TensorInfo
 from fastspec.models.heads.mtp_names import find_mtp
 from fastspec.models.layer_table import EMBED, HEAD, tensor_shapes
 from fastspec.models.text_parts import text_name
+
+_OWN_KEYS: Final = re.compile(r"layers\.(\d+)\.self_attn\.(k_proj|v_proj|k_norm|v_norm)\.")
 
 if TYPE_CHECKING:
     from fastspec.models.config import ModelSpec
@@ -96,6 +99,13 @@ def warn_of_other_parts(stored: Iterable[str], name: str) -> list[str]:
     return [each for each in stored if each not in set(parts)]
 
 
+def _of_shared(stored: str, spec: ModelSpec) -> bool:
+    """True for keys and values of a layer that reads those of another one. Some publishers store them."""
+    found = _OWN_KEYS.search(stored)
+    layer = int(found.group(1)) if found else spec.num_layers
+    return layer < spec.num_layers and spec.plans[layer].shares is not None
+
+
 def name_others(tensors: NamedTensors, spec: ModelSpec, name: str, *, is_part: bool) -> bool:
     """Warns of unused tensors. MTP layers give no warning, because `draft="mtp"` may use them.
 
@@ -112,6 +122,7 @@ def name_others(tensors: NamedTensors, spec: ModelSpec, name: str, *, is_part: b
     mtp = find_mtp(others, spec.num_layers)
     if mtp is not None:
         others = [other for other in others if other not in mtp.stored]
+    others = [other for other in others if not _of_shared(other, spec)]
     if is_part:
         others = warn_of_other_parts(others, name)
     if others:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Any, Final
 
 from fastspec.models.families.cohere import COHERE, COHERE2
 from fastspec.models.families.exaone4 import EXAONE4
-from fastspec.models.families.gemma import GEMMA2, GEMMA3, GEMMA3_TEXT
+from fastspec.models.families.gemma import GEMMA2, GEMMA3, GEMMA3_TEXT, GEMMA4_TEXT
 from fastspec.models.families.glm4 import GLM, GLM4, GLM4V
 from fastspec.models.families.granite import GRANITE, GRANITE4
 from fastspec.models.families.hunyuan import HUNYUAN
@@ -46,6 +46,7 @@ FAMILIES: Final[dict[str, ModelFamily]] = {
     "gemma2": GEMMA2,
     "gemma3_text": GEMMA3_TEXT,
     "gemma3": GEMMA3,
+    "gemma4_text": GEMMA4_TEXT,
     "phi3": PHI3,
     "olmo2": OLMO2,
     "olmo3": OLMO3,
@@ -81,3 +82,9 @@ FAMILIES: Final[dict[str, ModelFamily]] = {
     "nemotron_h": NEMOTRON_H,
 }
 """By the config's `model_type`."""
+
+
+def runs_natively(config: Any) -> bool:
+    """True if this package's decoder runs the model of a config. False: transformers' own module does, if any."""
+    family = FAMILIES.get(config.model_type)
+    return family is not None and not family.hosts(config)

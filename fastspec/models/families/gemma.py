@@ -2,6 +2,11 @@
 
 Gemma 3 (text model): no softcap of scores, head norms, and a different rope for layers with and without a window. From
 4B on, `gemma3` is the text part of a model that also reads images.
+
+Gemma 4 (text model): local and global layers whose heads differ, and layers that read the keys of earlier ones. Global
+layers have wider heads, fewer KV heads, and may use keys as values. Small sizes have an input of their own in each
+layer, made from a second embedding. Every layer's result is multiplied by a stored number. A size with experts beside
+its MLP runs by transformers' own module.
 """
 
 from __future__ import annotations
@@ -52,6 +57,85 @@ def _plans3(fields: ConfigFields, layers: int) -> tuple[LayerPlan, ...]:
     )
 
 
+def _plans4(fields: ConfigFields, layers: int) -> tuple[LayerPlan, ...]:
+    bias, inputs, width = fields.flag("attention_bias"), _inputs(fields), fields.size("intermediate_size")
+    plan = LayerPlan(
+        attention_scale=1.0,
+        qkv_bias=bias,
+        o_bias=bias,
+        qk_norm="head",
+        norm="rms_fp32",
+        post_norm=True,
+        activation="gelu_tanh",
+        value_norm=True,
+        inputs=inputs,
+        scaled=True,
+    )
+    same = fields.flag("attention_k_eq_v")
+    shared = fields.count("num_kv_shared_layers", layers - 1, 0)
+    windows = windows_by_layer_type(fields, layers)
+    made = []
+    for layer, (window, (kv_heads, dim)) in enumerate(zip(windows, _heads(fields, layers), strict=True)):
+        one = replace(plan, window=window, kv_heads=kv_heads, head_dim=dim, rope=0 if window else 1)
+        if layer >= layers - shared:
+            one = replace(one, shares=_source(fields, windows[: layers - shared], window), value_norm=False)
+            if fields.flag("use_double_wide_mlp"):
+                one = replace(one, width=2 * width)
+        elif window is None and same:
+            one = replace(one, value_is_key=True)
+        made.append(one)
+    return tuple(made)
+
+
+def _inputs(fields: ConfigFields) -> int:
+    """Returns the elements of each layer's own input; 0 if the size has none."""
+    inputs = fields.count("hidden_size_per_layer_input", 2**20, 0) if fields.get("hidden_size_per_layer_input") else 0
+    rows = fields.get("vocab_size_per_layer_input")
+    if inputs and rows != fields.size("vocab_size"):
+        fields.refuse("vocab_size_per_layer_input", rows, f"vocab_size={fields.size('vocab_size')}")
+    return inputs
+
+
+def _heads(fields: ConfigFields, layers: int) -> tuple[tuple[int | None, int | None], ...]:
+    """Returns (KV heads, head_dim) of each layer; None where they are those of the model."""
+    config, kinds = fields.config, fields.layer_types(layers) or ()
+    own = getattr(config, "per_layer_config", None)
+    if own is None:  # transformers before 5.20 has fields for global layers
+        dim = fields.count("global_head_dim", 512) if fields.get("global_head_dim") else None
+        kv_heads = fields.get("num_global_key_value_heads") if fields.flag("attention_k_eq_v") else None
+        found = [(kv_heads, dim) if kind == "full_attention" else (None, None) for kind in kinds]
+    else:
+        found = [(own[layer].num_key_value_heads, own[layer].head_dim) for layer in range(layers)]
+    heads, first = fields.size("num_attention_heads"), fields.of_first_layer()
+    usual = first.get("num_key_value_heads"), first.get("head_dim")
+    for kv_heads, dim in found:
+        if kv_heads is not None and (type(kv_heads) is not int or kv_heads < 1 or heads % kv_heads):
+            fields.refuse("num_key_value_heads", kv_heads, f"a divisor of num_attention_heads={heads}")
+        if dim is not None and (type(dim) is not int or dim % 2 or not 2 <= dim <= 512):
+            fields.refuse("head_dim", dim, "an even number up to 512")
+    return tuple(
+        tuple(None if value == default else value for value, default in zip(pair, usual, strict=True))  # type: ignore[misc]
+        for pair in found
+    )
+
+
+def _source(fields: ConfigFields, windows: tuple[int | None, ...], window: int | None) -> int:
+    """Returns the last layer of the same type that has keys of its own."""
+    same = [layer for layer, other in enumerate(windows) if (other is None) == (window is None)]
+    if not same:
+        shared = fields.get("num_kv_shared_layers")
+        fields.refuse("num_kv_shared_layers", shared, "a layer with keys of its own for each of layer_types")
+    return same[-1]
+
+
+def _hosts(config: object) -> bool:
+    """True for a size with experts, and for attention in both directions."""
+    return (
+        bool(getattr(config, "enable_moe_block", False))
+        or getattr(config, "use_bidirectional_attention", None) == "all"
+    )
+
+
 GEMMA2 = ModelFamily("Gemma2ForCausalLM", _plans2, _NAMES, _scales, act=_ACT, rope_kinds=("default",))
 GEMMA3_TEXT = ModelFamily(
     "Gemma3ForCausalLM",
@@ -63,3 +147,14 @@ GEMMA3_TEXT = ModelFamily(
     rope_layers=("full_attention", "sliding_attention"),
 )
 GEMMA3 = replace(GEMMA3_TEXT, architecture="Gemma3ForConditionalGeneration", text_part=True)
+GEMMA4_TEXT = ModelFamily(
+    "Gemma4ForCausalLM",
+    _plans4,
+    _NAMES,
+    _scales,
+    act=_ACT,
+    rope_kinds=("default", "linear", "proportional"),
+    rope_layers=("sliding_attention", "full_attention"),
+    mixed_heads=True,
+    hosts=_hosts,
+)

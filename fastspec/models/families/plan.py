@@ -83,7 +83,7 @@ class LayerPlan:
 
         h = norm(x) [x itself without pre_norm]
         q, k, v = h Wqkv [+ bias]                   one product
-        q, k = norm(q), norm(k) [see qk_norm]
+        q, k = norm(q), norm(k) [see qk_norm], v = v / rms(v) [with value_norm]
         q, k = rope(q, k) [see rope], q = query_scale(position) q
         a = attention(q, k, v)                      over all keys, or over the `window` newest
         a = sigmoid(gate) a [with output_gate, whose rows come after those of v in Wqkv, or with head_gate]
@@ -96,6 +96,8 @@ class LayerPlan:
         m = (f(g) * u) Wdown [+ bias] [without gated: f(h Wup) Wdown], m = norm(m) [with post_norm]
             [with experts: see `ExpertsPlan`]
         x = x + residual_scale * m
+        x = x + norm(f(x Wgate) * inputs) Wproj) [with inputs: the layer's part of the inputs of all layers]
+        x = scalar * x [with scaled]
 
     A layer may have attention beside a state, which read the same h; `factors` then has their factors. It may have
     only the part before the MLP, or only the MLP.
@@ -131,6 +133,13 @@ class LayerPlan:
         feeds: True if the layer has an MLP or experts.
         sinks: True if every head has an attention sink: one more key, with a learned score and no value (gpt-oss).
         experts: mixture of experts as MLP. None: a dense MLP.
+        kv_heads, head_dim: KV heads, and elements of a head, of this layer. None: those of the model.
+        width: intermediate size of this layer's MLP. None: that of the model.
+        value_norm: True if each head of v is divided by its root mean square.
+        value_is_key: True if v is k before its norm and its rotation; there is no projection of v.
+        shares: layer whose keys and values this layer reads. It has queries only. None: it has its own.
+        inputs: elements per position of this layer's own input (Gemma's per-layer embedding). 0: it has none.
+        scaled: True if the layer's result is multiplied by a stored number.
     """
 
     window: int | None = None
@@ -159,6 +168,14 @@ class LayerPlan:
     feeds: bool = True
     sinks: bool = False
     experts: ExpertsPlan | None = None
+    kv_heads: int | None = None
+    head_dim: int | None = None
+    width: int | None = None
+    value_norm: bool = False
+    value_is_key: bool = False
+    shares: int | None = None
+    inputs: int = 0
+    scaled: bool = False
 
     def __post_init__(self) -> None:
         if self.experts is not None and not (self._holds_experts and self.feeds):
@@ -182,7 +199,8 @@ class LayerPlan:
     def fused_tail(self) -> bool:
         """True if `Ops.layer_tail` can compute the layer after its attention: norms, MLP and sums are Llama's."""
         whole = self.attends and self.state is None and self.feeds and not self.head_gate
-        return whole and self._plain and self.fused_norm and self.fused_gate and self.experts is None
+        ends = self.inputs == 0 and not self.scaled
+        return whole and ends and self._plain and self.fused_norm and self.fused_gate and self.experts is None
 
     @property
     def mixes(self) -> bool:
@@ -193,7 +211,13 @@ class LayerPlan:
     def sandwiched(self) -> bool:
         """True if `Ops.add_norm` can compute the norms and sums before and after attention and MLP."""
         norms = self.post_norm and self.pre_norm and self.norm == "rms_plus_one" and self.gated
-        return norms and self.residual_scale == 1.0 and self.state is None and not self.head_gate
+        ends = self.inputs == 0 and not self.scaled
+        return norms and ends and self.residual_scale == 1.0 and self.state is None and not self.head_gate
+
+    @property
+    def caches(self) -> bool:
+        """True if the layer writes keys and values to the cache."""
+        return self.attends and self.shares is None
 
     @property
     def _plain(self) -> bool:
@@ -245,6 +269,10 @@ def _no_scales(fields: ConfigFields) -> ModelScales:
     return ModelScales()
 
 
+def _hosts_none(config: object) -> bool:
+    return False
+
+
 @dataclass(frozen=True, slots=True)
 class ModelFamily:
     """One family of models: how its configs and stored tensors are read.
@@ -271,6 +299,8 @@ class ModelFamily:
             that its checkpoints name is not run. Empty: the family's own.
         rotary: submodule of a live module that has the rotary frequencies.
         identities: submodules of a layer that are `nn.Identity` in some models.
+        mixed_heads: True if layers may have different heads, which the config has in `per_layer_config`.
+        hosts: function of a config that is true if transformers' own module runs it, because plans cannot express it.
         interleaved: True if rope rotates neighbours 2i and 2i + 1 of a head. Else it rotates the halves: i and i +
             half.
     """
@@ -292,6 +322,8 @@ class ModelFamily:
     identities: tuple[str, ...] = ()
     text_part: bool = False
     transposed_experts: bool = False
+    mixed_heads: bool = False
+    hosts: Callable[[object], bool] = _hosts_none
 
 
 def without_windows(fields: ConfigFields, layers: int) -> None:

@@ -182,7 +182,7 @@ def decoder_of(inner: Mapping[str, Any], names: Collection[str], vocab_size: int
         head_dim=head_dim,
         rms_eps=fields.positive("rms_norm_eps"),
         max_length=target.max_length,
-        ropes=ropes_of(fields, head_dim, FAMILIES[family]),
+        ropes=ropes_of(fields, (head_dim,), FAMILIES[family]),
         plans=_plans(fields, inner.get("sliding_window"), names, "head" if family == "qwen3" else None),
         tied=False,
         dtype=target.dtype,

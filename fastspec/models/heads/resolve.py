@@ -17,6 +17,7 @@ from fastspec.models.checkpoints.resolve import check_before_download, load_toke
 from fastspec.models.checkpoints.safetensors_files import INDEX, SINGLE, ShardTensors, read_json
 from fastspec.models.checkpoints.tensor_source import TensorInfo
 from fastspec.models.families import FAMILIES
+from fastspec.models.heads.assistant_spec import AssistantSpec, assistant_spec
 from fastspec.models.heads.checkpoint import (
     HeadCheckpoint,
     HeadTensors,
@@ -153,16 +154,31 @@ def resolve_head(
     directory, raw, kind = found
     sizes = sizes_of(target)
     reader = READERS.get(kind.kind)
-    if reader is None:
+    if reader is None and kind.kind != "assistant":
         raise UnsupportedModel(f"draft: {name}: an {kind} cannot be run yet; use an EAGLE-3 head, or a draft model")
     tensors = HeadTensors(directory)
     with naming(f"draft: {name}"):
         check_verifier(raw, sizes, _architectures(target))
-        spec = reader(kind, raw, tensors.infos(), sizes, feature_layers, directory / CONFIG)
+        if reader is None:
+            spec: HeadSpec = _assistant(kind, raw, tensors, target, feature_layers)
+        else:
+            spec = reader(kind, raw, tensors.infos(), sizes, feature_layers, directory / CONFIG)
         check_head_tensors(tensors, spec)
         ids = target_ids(tensors, spec)
         made = HeadCheckpoint(name, spec, directory, ids, _sample(target, spec), count=head_bytes)
         return made if vocab is None else _with_vocab(made, tensors, target, vocab)
+
+
+def _assistant(
+    found: Recognised, raw: Mapping[str, Any], tensors: HeadTensors, target: Checkpoint, asked: Sequence[int] | None
+) -> HeadSpec:
+    if asked is not None:
+        raise UnsupportedOption(
+            f"feature_layers={tuple(asked)!r} does not go with an assistant, which reads the last hidden state and "
+            "keys; leave it out"
+        )
+    assert tensors.directory is not None, "it was found there"
+    return assistant_spec(found, raw, tensors.infos(), target, tensors.directory / CONFIG)
 
 
 def _architectures(target: Checkpoint) -> tuple[str, ...]:
@@ -175,6 +191,8 @@ def _architectures(target: Checkpoint) -> tuple[str, ...]:
 
 def _with_vocab(head: HeadCheckpoint, own: HeadTensors, target: Checkpoint, vocab: Sequence[int]) -> HeadCheckpoint:
     """Returns a head that drafts only the ids in `vocab`."""
+    if isinstance(head.spec, AssistantSpec):
+        raise UnsupportedOption("draft_vocab does not go with an assistant, whose ids are in groups; leave it out")
     if head.vocab_map is not None:
         raise UnsupportedOption(
             f"draft_vocab: the head drafts {head.spec.vocab_size} of {head.spec.target.vocab_size} ids already, by its "

@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     from fastspec.models.checkpoints.tensor_source import Use
 
 
-HeadKind = Literal["eagle3", "peagle", "dflash", "dflash2", "dspark", "mtp"]
+HeadKind = Literal["eagle3", "peagle", "dflash", "dflash2", "dspark", "mtp", "assistant"]
 
-Layout = Literal["eagle", "z-lab", "deepspec", "speculators", "mtp", "nextn", "mimo", "mimo-v2"]
+Layout = Literal["eagle", "z-lab", "deepspec", "speculators", "mtp", "nextn", "mimo", "mimo-v2", "google"]
 
 NAMES: Final[Mapping[HeadKind, str]] = {
     "eagle3": "EAGLE-3",
@@ -37,6 +37,7 @@ NAMES: Final[Mapping[HeadKind, str]] = {
     "dflash2": "DFlash2",
     "dspark": "DSpark",
     "mtp": "MTP",
+    "assistant": "Gemma 4 assistant",
 }
 
 LAYOUTS: Final[Mapping[Layout, str]] = {
@@ -48,12 +49,14 @@ LAYOUTS: Final[Mapping[Layout, str]] = {
     "nextn": "layout of DeepSeek and GLM",
     "mimo": "layout of MiMo",
     "mimo-v2": "layout of MiMo-V2",
+    "google": "layout of Google",
 }
 
 SPECULATORS: Final = "speculators_model_type"
 
 SUPPORTED: Final = (
-    "supported heads: EAGLE-3, P-EAGLE, DFlash, DFlash2 and DSpark, each in its first layout and in that of speculators"
+    "supported heads: EAGLE-3, P-EAGLE, DFlash, DFlash2 and DSpark, each in its first layout and in that of "
+    "speculators, and the assistants of Gemma 4"
 )
 
 _WITHIN: Final = (
@@ -90,7 +93,8 @@ class Recognised:
 
     def __str__(self) -> str:
         """Describes it in a few words, for messages and `explain()`."""
-        return f"{NAMES[self.kind]} head ({LAYOUTS[self.layout]})"
+        head = "" if self.kind == "assistant" else " head"
+        return f"{NAMES[self.kind]}{head} ({LAYOUTS[self.layout]})"
 
 
 def plain_name(stored: str) -> str:
@@ -109,7 +113,7 @@ def says_head(raw: Mapping[str, Any]) -> bool:
     keys = {SPECULATORS, "speculators_config", "eagle_config", "draft_vocab_size", "dflash_config", "markov_rank"}
     keys |= {*_RELATIVES_BY_KEY}
     marks = ("eagle3", "dflash", "dspark", "medusa", "speculator", "peagle")
-    return bool(keys & raw.keys()) or any(mark in _architectures(raw).lower() for mark in marks)
+    return _is_assistant(raw) or bool(keys & raw.keys()) or any(mark in _architectures(raw).lower() for mark in marks)
 
 
 def recognise(raw: Mapping[str, Any], stored: Collection[str]) -> Recognised | None:
@@ -123,6 +127,8 @@ def recognise(raw: Mapping[str, Any], stored: Collection[str]) -> Recognised | N
         UnsupportedModel: a drafter of an unsupported type. The message names the type.
     """
     names = {plain_name(name) for name in stored}
+    if _is_assistant(raw):
+        return Recognised("assistant", "google")
     _refuse_relatives(raw, stored, names)
     layout: Layout | None = "speculators" if SPECULATORS in raw or "speculators_config" in raw else None
     if "layers.0.hidden_norm.weight" in names:
@@ -141,6 +147,10 @@ def recognise(raw: Mapping[str, Any], stored: Collection[str]) -> Recognised | N
     return None
 
 
+def _is_assistant(raw: Mapping[str, Any]) -> bool:
+    return raw.get("model_type") == "gemma4_assistant"
+
+
 def _architectures(raw: Mapping[str, Any]) -> str:
     named = raw.get("architectures")
     return " ".join(map(str, named)) if isinstance(named, list) else ""
@@ -148,7 +158,7 @@ def _architectures(raw: Mapping[str, Any]) -> str:
 
 def _refuse_relatives(raw: Mapping[str, Any], stored: Collection[str], names: Collection[str]) -> None:
     asked = raw.get(SPECULATORS)
-    if asked is not None and (asked == "mtp" or asked not in NAMES):
+    if asked is not None and (asked in ("mtp", "assistant") or asked not in NAMES):
         _refuse(f"{SPECULATORS}={asked!r}", _WITHIN if asked == "mtp" else SUPPORTED)
     for key, relative in _RELATIVES_BY_KEY.items():
         if raw.get(key) is not None:

@@ -164,7 +164,9 @@ def _assemble(loader: Loader, spec: HeadSpec, target: DecoderWeights) -> HeadWei
         head = loader.weight("lm_head.weight", use="head")
     elif spec.tied_head:
         head = embed
-    decoder = DecoderWeights(embed=embed, layers=layers, norm=loader.tensor("norm.weight"), head=head)
+    decoder = DecoderWeights(
+        embed=embed, layers=layers, norm=norm_weight(loader, spec.decoder, "norm.weight"), head=head
+    )
     others: dict[str, Weight | Tensor] = {}
     taken = {name for part in loader.parts for name in part.names} | set(sum(spec.joined.values(), ()))
     for name, shape in spec.tensors.items():

@@ -15,7 +15,7 @@ from fastspec.distributed.slices import RankShare
 from fastspec.errors import UnsupportedModel
 from fastspec.models.checkpoints.live_module import changed_constants, check_devices, check_unchanged
 from fastspec.models.config import DTYPES, MAKING
-from fastspec.models.families import FAMILIES
+from fastspec.models.families import FAMILIES, runs_natively
 from fastspec.models.hosted.probe import FOREIGN, Probed, base_name, probe
 from fastspec.models.hosted.streams import layers_in
 from fastspec.models.hosted.swaps import (
@@ -371,7 +371,7 @@ def is_hostable(module: nn.Module) -> bool:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
     config: Any = getattr(module, "config", None)
-    if not isinstance(config, PretrainedConfig) or config.model_type in FAMILIES:
+    if not isinstance(config, PretrainedConfig) or runs_natively(config):
         return False
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         return False

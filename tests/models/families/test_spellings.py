@@ -50,7 +50,7 @@ def old_names(tensors: dict[str, Tensor], tied: bool) -> dict[str, Tensor]:
     return named
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [each for each in FAMILIES if each != "gemma4"])  # which has no old files
 def test_old_and_new_files_are_one_model(family: str, tmp_path: Path) -> None:
     changes = {"rope_parameters": OLMO3} if family == "olmo3" else {}
     make_family(family, **changes).save_pretrained(tmp_path)

@@ -81,7 +81,7 @@ def test_what_has_no_such_stream_is_refused(tmp_path: Path, monkeypatch: pytest.
     assert layers_in(["layers.0.attn", "layers.2.attn"]) == ()
     assert layers_in(["a.0.attn", "b.1.attn"]) == ()
     assert layers_in(["attn"]) == ()
-    scaled = saved(tmp_path / "scaled", "gemma4_text")
+    scaled = saved(tmp_path / "scaled", "gemma4_unified_text")
     own = eagle(tmp_path / "own", hidden=48)
     FastSpecGenerator(scaled, own, **COMMON).close()
     with pytest.raises(UnsupportedModel, match=r"reads something else than rows of its embedding"):

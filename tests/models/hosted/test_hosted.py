@@ -33,7 +33,7 @@ from tests.helpers.hosted import LONG, REFUSED, config_of, make_model, refused_c
 QUICK = [
     "gpt2",
     "gpt_neox",
-    "gemma4_text",
+    "gemma4_unified_text",
     "qwen3_moe",
     "gpt_oss",
     "phi",
@@ -170,7 +170,7 @@ def test_norms_are_counted_and_said() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype"), [("gemma4_text", "float32"), ("gemma4_text", "bfloat16"), ("gpt2", "float32")]
+    ("name", "dtype"), [("gemma4_unified_text", "float32"), ("gemma4_unified_text", "bfloat16"), ("gpt2", "float32")]
 )
 def test_weights_are_held_once_and_counted_right(name: str, dtype: str) -> None:
     model = make_model(name, dtype=getattr(torch, dtype))
@@ -186,7 +186,7 @@ def test_weights_are_held_once_and_counted_right(name: str, dtype: str) -> None:
         assert gen.memory_plan.target_weights == sum(held.values())
         assert gen.memory_plan.target_cache == sum(pages.nbytes for pages in (*target.keys, *target.values))
         # two layers of Gemma 4 share the K/V of the others
-        assert (len(target.keys) == 2 < target.info.num_layers) == (name == "gemma4_text")
+        assert (len(target.keys) == 2 < target.info.num_layers) == (name == "gemma4_unified_text")
     assert all(parameter.is_meta for parameter in model.parameters())
 
 
