@@ -102,16 +102,19 @@ def _pair_of(chosen, first, count, j):
 
 
 @gluon.jit
-def _activated(total, alpha, limit, GATED: gl.constexpr, CLAMPED: gl.constexpr):
-    """Applies the gate to sums [A, 2, 8, BM]: [A, 8, BM]. Without a gate it returns the sums."""
+def _activated(total, alpha, limit, GATED: gl.constexpr, ACTIVATION: gl.constexpr):
+    """Applies the activation to sums [A, 2, 8, BM]. With a gate the result is [A, 8, BM]."""
     if GATED:
         gate, up = gl.split(gl.permute(total, (0, 2, 3, 1)))
-        if CLAMPED:
+        if ACTIVATION == "clamped":
             gate = gl.where(gate > limit, limit, gate)
             up = gl.where(up > limit, limit, gl.where(up < -limit, -limit, up))
             return gate / (1.0 + gl.exp(-alpha * gate)) * (up + 1.0)
         else:
             return gate / (1.0 + gl.exp(-gate)) * up
+    elif ACTIVATION == "relu2":
+        total = gl.where(total < 0.0, 0.0, total)
+        return total * total
     else:
         return total
 
@@ -119,7 +122,7 @@ def _activated(total, alpha, limit, GATED: gl.constexpr, CLAMPED: gl.constexpr):
 @gluon.jit
 def _write(
     total, tile, expert, pair, valid, epilogue, alpha, limit,
-    N: gl.constexpr, R: gl.constexpr, GATED: gl.constexpr, CLAMPED: gl.constexpr,
+    N: gl.constexpr, R: gl.constexpr, GATED: gl.constexpr, ACTIVATION: gl.constexpr,
 ):  # fmt: skip
     """Adds the bias, applies the activation, rounds once and stores: sums [R / 16, 2, 8, BM] of pairs [BM]."""
     WIDTH: gl.constexpr = N // 2 if GATED else N
@@ -137,7 +140,7 @@ def _write(
     if GATED:
         at, _ = gl.split(gl.permute(at, (0, 2, 3, 1)))
         valid, _ = gl.split(gl.permute(valid, (0, 2, 3, 1)))
-    out = _activated(total, alpha, limit, GATED, CLAMPED)
+    out = _activated(total, alpha, limit, GATED, ACTIVATION)
     gl.store(epilogue.out + at, out.to(epilogue.out.dtype.element_ty), mask=valid, eviction_policy="evict_last")
 
 
@@ -157,7 +160,7 @@ def mxfp4_kernel(
     CHOSEN: gl.constexpr,
     OF_PAIRS: gl.constexpr,  # x has a row for each pair
     GATED: gl.constexpr,
-    CLAMPED: gl.constexpr,
+    ACTIVATION: gl.constexpr,  # see `expert_kernel`
     PDL: gl.constexpr,
 ):
     """Multiplies R weight rows of an expert with up to 8 BLOCKS of its pairs.
@@ -178,7 +181,7 @@ def mxfp4_kernel(
     if count > 0:
         _multiply(
             operands, chosen, epilogue, alpha, limit, tile, expert, first, count,
-            N, K, S, R, BLOCKS, D, CHOSEN, OF_PAIRS, GATED, CLAMPED, PDL,
+            N, K, S, R, BLOCKS, D, CHOSEN, OF_PAIRS, GATED, ACTIVATION, PDL,
         )  # fmt: skip
 
 
@@ -186,7 +189,7 @@ def mxfp4_kernel(
 def _multiply(
     operands, chosen, epilogue, alpha, limit, tile, expert, first, count,
     N: gl.constexpr, K: gl.constexpr, S: gl.constexpr, R: gl.constexpr, BLOCKS: gl.constexpr, D: gl.constexpr,
-    CHOSEN: gl.constexpr, OF_PAIRS: gl.constexpr, GATED: gl.constexpr, CLAMPED: gl.constexpr, PDL: gl.constexpr,
+    CHOSEN: gl.constexpr, OF_PAIRS: gl.constexpr, GATED: gl.constexpr, ACTIVATION: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """Runs a CTA that has pairs."""
     mma: gl.constexpr = gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[S, 1, 1], instr_shape=[1, 16, 8])
@@ -245,4 +248,4 @@ def _multiply(
         total = sum_of_splits(sums[b], 1) * TIMES
         j = b * BLOCK + gl.arange(0, BLOCK, layout=column_layout(total.type.layout))
         pair = _pair_of(chosen, first, count, j)
-        _write(total, tile, expert, pair, j < count, epilogue, alpha, limit, N, R, GATED, CLAMPED)
+        _write(total, tile, expert, pair, j < count, epilogue, alpha, limit, N, R, GATED, ACTIVATION)

@@ -15,7 +15,7 @@ from fastspec.kernels import reference
 from fastspec.kernels.common.codes import Codes
 from fastspec.kernels.common.experts import MXFP4, ExpertStack, ExpertWeights, power_of_two
 from fastspec.kernels.common.weights import Weight
-from fastspec.shapes import ClampedGate
+from fastspec.shapes import ClampedGate, SquaredRelu
 from tests.helpers import gluon_simulator as simulator
 from tests.helpers.devices import devices
 from tests.helpers.gluon_simulator import experts_in_mxfp4
@@ -33,7 +33,7 @@ DTYPES = {"cpu": [torch.float32, torch.float16], "cuda": [torch.float32, torch.f
 
 
 def dtypes(form: str, device: str) -> list[torch.dtype]:
-    return [torch.bfloat16] if form == "mxfp4" else DTYPES[device]
+    return [torch.bfloat16] if "mxfp4" in form else DTYPES[device]
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -71,16 +71,17 @@ def in_mxfp4(shape: tuple[int, int, int], dtype: torch.dtype, device: str, seed:
 
 
 def weights_of(form: str, dtype: torch.dtype, device: str, hidden: int = HIDDEN, inner: int = INNER) -> ExpertWeights:
-    """Experts of random numbers; `form`: "plain", "bias" or "mxfp4"."""
+    """Experts of random numbers; `form`: "plain", "bias", "mxfp4", and without a gate "relu2" or "mxfp4 relu2"."""
     router = Weight(torch.zeros(EXPERTS, hidden, dtype=dtype, device=device))
-    if form == "mxfp4":
-        up = in_mxfp4((EXPERTS, 2 * inner, hidden), dtype, device, 1, True)
+    first = inner if "relu2" in form else 2 * inner
+    if "mxfp4" in form:
+        up = in_mxfp4((EXPERTS, first, hidden), dtype, device, 1, first > inner)
         down = in_mxfp4((EXPERTS, hidden, inner), dtype, device, 2, False)
     else:
-        up = stack((EXPERTS, 2 * inner, hidden), 0.1, dtype, device, 1)
+        up = stack((EXPERTS, first, hidden), 0.1, dtype, device, 1)
         down = stack((EXPERTS, hidden, inner), 0.1, dtype, device, 2)
     made = ExpertWeights(router, up, down)
-    if form == "plain":
+    if form == "plain" or first == inner:
         return made
     up_bias = stack((EXPERTS, 2 * inner), 0.5, dtype, device, 3).data
     return replace(made, gate_up_bias=up_bias, down_bias=stack((EXPERTS, hidden), 0.5, dtype, device, 4).data)
@@ -96,13 +97,14 @@ def rows_of(count: int, dtype: torch.dtype, device: str, hidden: int = HIDDEN) -
 
 
 @pytest.mark.parametrize("device", devices())
-@pytest.mark.parametrize("form", ["plain", "bias", "mxfp4"])
+@pytest.mark.parametrize("form", ["plain", "bias", "mxfp4", "relu2", "mxfp4 relu2"])
 @pytest.mark.parametrize(("count", "hidden", "inner"), [(1, 128, 64), (2, 192, 64), (9, 64, 64), (70, 64, 64)])
 def test_the_kernel_equals_its_torch_definition(count: int, hidden: int, inner: int, form: str, device: str) -> None:
     for dtype in dtypes(form, device):
         weights = weights_of(form, dtype, device, hidden, inner)
         x, ids, factors, residual = rows_of(count, dtype, device, hidden)
-        clamp = None if form == "plain" else CLAMP
+        x = x / 4 if "relu2" in form else x  # squares are small enough for the bound below
+        clamp = SquaredRelu() if "relu2" in form else None if form == "plain" else CLAMP
         shared = {"shared": residual.flip(0), "shared_logits": factors[:, :1]} if form == "bias" else {}
         found = dispatch.experts(x, ids, factors, weights, clamp, residual=residual, **shared)
         expected = reference.experts(x, ids, factors, weights, clamp, residual=residual, **shared)
