@@ -10,10 +10,11 @@ import triton
 from torch import Tensor
 
 from fastspec.kernels.common.checks import check
-from fastspec.kernels.common.experts import ExpertStack, ExpertWeights
+from fastspec.kernels.common.codes import CodesKind
+from fastspec.kernels.common.experts import ExpertStack, ExpertWeights, can_stack_codes
 from fastspec.kernels.common.launch import launch
+from fastspec.kernels.experts.codes import ExpertEpilogue, ExpertOperands, codes_kernel
 from fastspec.kernels.experts.lists import lists_of
-from fastspec.kernels.experts.mxfp4 import ExpertEpilogue, ExpertOperands, mxfp4_kernel
 from fastspec.kernels.experts.products import Chosen, Norm, Stack, expert_kernel, sum_kernel
 from fastspec.kernels.gpu import generation_of
 from fastspec.shapes import ClampedGate, SquaredRelu
@@ -37,16 +38,14 @@ class ExpertTile:
 
 @dataclass(frozen=True, slots=True)
 class CodesTile:
-    """Tile of one CTA for mxfp4 weights.
+    """Tile of one CTA for weights in codes. It has 16 rows of the weight.
 
     Attributes:
         rows: number of pairs: 8 times a power of two.
-        weight_rows: number of rows of the weight: 16 or 32.
         depth: number of chunks of weights that a warp loads ahead.
     """
 
     rows: int
-    weight_rows: int
     depth: int
 
 
@@ -56,9 +55,10 @@ LAUNCH = {
     2: (ExpertTile(8, 16, 1, 6), ExpertTile(16, 16, 1, 5), ExpertTile(32, 32, 2, 4), ExpertTile(64, 32, 4, 3)),
     4: (ExpertTile(8, 16, 4, 3),),
 }
-CODES_LAUNCH = (CodesTile(8, 16, 1), CodesTile(16, 16, 1), CodesTile(32, 16, 1), CodesTile(64, 16, 1))
+CODES_LAUNCH = (CodesTile(8, 1), CodesTile(16, 1), CodesTile(32, 1), CodesTile(64, 1))
+CODES_ROWS = 16  # rows of the weight per CTA
 BLOCK_K = {2: 128, 4: 64}  # by element size of the weights; it determines the order of sums, so all rows use the same
-SPLIT_K = 4  # for mxfp4: number of parts of K, with one warp each; it determines the order of sums
+SPLIT_K = 4  # for codes: number of parts of K, with one warp each; it determines the order of sums
 SUM_BLOCK = 512
 NO_CLAMP = ClampedGate(0.0, 0.0)  # arguments of kernels that do not read them
 # for a single row: largest number of bytes of a weight row for which the second product loads all weights before its
@@ -66,9 +66,9 @@ NO_CLAMP = ClampedGate(0.0, 0.0)  # arguments of kernels that do not read them
 AHEAD_BYTES = 1536
 
 
-def keeps_experts(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> bool:
-    """True if these kernels can read a stack of such matrices (N, K) in mxfp4, with activations of `dtype`."""
-    fits = dtype == torch.bfloat16 and shape[0] % 16 == 0 and shape[1] % 64 == 0
+def keeps_experts(shape: tuple[int, int], kind: CodesKind, dtype: torch.dtype, device: torch.device) -> bool:
+    """True if these kernels can read a stack of such matrices (N, K) of a kind, with activations of `dtype`."""
+    fits = dtype == torch.bfloat16 and can_stack_codes(shape, kind)
     return fits and (device.type != "cuda" or generation_of(device).supported)
 
 
@@ -173,7 +173,7 @@ def _add_up(
 def tile_of(stack: ExpertStack, ids: Tensor) -> ExpertTile | CodesTile:
     """Returns the smallest tile that holds twice the average number of pairs of an expert. The largest if none does."""
     likely = min(len(ids), 2 * triton.cdiv(ids.numel(), stack.shape[0]))
-    tiles: tuple[ExpertTile | CodesTile, ...] = LAUNCH[stack.dtype.itemsize] if stack.scales is None else CODES_LAUNCH
+    tiles: tuple[ExpertTile | CodesTile, ...] = CODES_LAUNCH if stack.in_codes else LAUNCH[stack.dtype.itemsize]
     return next((tile for tile in tiles if likely <= tile.rows), tiles[-1])
 
 
@@ -210,12 +210,11 @@ def _product(
     options: dict[str, Any] = {"K": k, "CHOSEN": chosen, "GATED": gated, "ACTIVATION": activation}
     options |= {"OF_PAIRS": of_pairs}
     if isinstance(tile, CodesTile):
-        operands = ExpertOperands(x.view(torch.int32), stack.data, stack.scales)
+        operands, form = _operands_of(x, stack)
         launch(
-            mxfp4_kernel, (triton.cdiv(n, tile.weight_rows), tiles),
-            operands, of, ExpertEpilogue(bias, out), *clamp,
-            N=n, S=SPLIT_K, R=tile.weight_rows, BLOCKS=tile.rows // 8, D=tile.depth,
-            **options, num_warps=SPLIT_K, enable_fp_fusion=False,
+            codes_kernel, (n // CODES_ROWS, tiles), operands, of, ExpertEpilogue(bias, out), *clamp,
+            N=n, S=SPLIT_K, R=CODES_ROWS, BLOCKS=tile.rows // 8, D=tile.depth, **form, **options,
+            num_warps=SPLIT_K, enable_fp_fusion=False,
         )  # fmt: skip
         return out
     width, size = out.shape[1], x.element_size()
@@ -226,3 +225,13 @@ def _product(
         **options, num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
     return out
+
+
+def _operands_of(x: Tensor, stack: ExpertStack) -> tuple[ExpertOperands, dict[str, Any]]:
+    """Returns the operands of `codes_kernel`, and the constants that name the form of the codes."""
+    words, codes = x.view(torch.int32), stack.codes
+    if codes is None:
+        return ExpertOperands(words, stack.data, stack.scales, None, None), {"FORM": "mxfp4", "GROUP": 0, "PER": 0}
+    per = 0 if codes.scales is None else codes.scales[0, 0].numel()
+    operands = ExpertOperands(words, codes.words, codes.scales, codes.factors, codes.zeros)
+    return operands, {"FORM": codes.form, "GROUP": codes.group, "PER": per}
