@@ -33,6 +33,7 @@ from fastspec.models.checkpoints.tensor_checks import check_no_others, check_ten
 from fastspec.models.checkpoints.tensor_source import TensorSource
 from fastspec.models.checkpoints.weight_loader import Loader, Rounding
 from fastspec.models.config import DTYPES
+from fastspec.models.families import FAMILIES
 from fastspec.models.layer_table import (
     EMBED,
     HEAD,
@@ -200,7 +201,7 @@ def source_of(checkpoint: Checkpoint) -> TensorSource:
         raise CheckpointError(f"{checkpoint.name}: has neither a directory nor a module; make it with resolve()")
     stored: TensorSource = by_expert(ShardTensors(checkpoint.directory), whole, checkpoint.name)
     if checkpoint.quantisation is not None:
-        stored = QuantisedShards(stored, checkpoint.quantisation, tensor_shapes(whole))
+        stored = QuantisedShards(stored, checkpoint.quantisation, tensor_shapes(whole), FAMILIES[whole.family].renamed)
     return named(stored, whole)
 
 
