@@ -40,6 +40,7 @@ MAX_STATE_DIM, MAX_GROUP = 256, 2**15
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _TOKENS, _CHANNELS = 16, 64  # of a CTA of `_conv_kernel`
 _TILE = 2048  # elements of the state of a CTA
+_AHEAD = 4  # tokens that a CTA of `_mamba_kernel` loads at a time in passes of several
 _NORM_WARPS = 4
 
 
@@ -172,6 +173,7 @@ def _mamba_kernel(
     STATE_DIM: tl.constexpr,
     SLOTS: tl.constexpr,
     BLOCK: tl.constexpr,
+    AHEAD: tl.constexpr,  # tokens that are loaded at a time
     PDL: tl.constexpr,
 ):
     """Advances BLOCK rows of the state of one head. The grid is (row, head, block of rows of its state)."""
@@ -197,20 +199,31 @@ def _mamba_kernel(
     of_group = VALUES + head // (HEADS // GROUPS) * STATE_DIM + key
     if PDL:
         gdc_wait()
-    for t in range(0, count):
-        at = row * num_tokens + first + t
-        x = tl.load(mixed_ptr + at * CHANNELS + head * HEAD_DIM + value, mask=has_value, other=0.0).to(tl.float32)
-        b = tl.load(mixed_ptr + at * CHANNELS + of_group, mask=has_key, other=0.0).to(tl.float32)
-        c = tl.load(mixed_ptr + at * CHANNELS + GROUPS * STATE_DIM + of_group, mask=has_key, other=0.0).to(tl.float32)
-        step = _softplus(tl.load(product_ptr + at * ROWS + (ROWS - HEADS) + head).to(tl.float32) + more)
-        step = tl.minimum(tl.maximum(step, limits.least), limits.highest)
-        state = state * tl.exp(-rate * step) + (step * x)[:, None] * b[None, :]
-        out = tl.sum(state * c[None, :], axis=1) + skip * x
-        tl.store(out_ptr + at * VALUES + head * HEAD_DIM + value, out.to(out_ptr.dtype.element_ty), mask=has_value)
-        stored = (every != 0) | (t == count - 1)
-        tl.store(states_ptr + (start + t) % SLOTS * (HEADS * SIZE) + within, state, mask=whole & stored)
-        reached = (keeps != 0) & (start + t + 1 == keep_at)
-        tl.store(kept.state + head * SIZE + within, state, mask=whole & reached)
+    for before in range(0, count, AHEAD):
+        xs, bs, cs, steps = (), (), (), ()
+        for i in tl.static_range(AHEAD):  # loads of several tokens at a time, because a token's work is short
+            there = before + i < count
+            mixed = mixed_ptr + (row * num_tokens + first + before + i) * CHANNELS
+            xs = xs + (tl.load(mixed + head * HEAD_DIM + value, mask=has_value & there, other=0.0),)
+            bs = bs + (tl.load(mixed + of_group, mask=has_key & there, other=0.0),)
+            cs = cs + (tl.load(mixed + GROUPS * STATE_DIM + of_group, mask=has_key & there, other=0.0),)
+            step_at = product_ptr + (row * num_tokens + first + before + i) * ROWS + (ROWS - HEADS) + head
+            steps = steps + (tl.load(step_at, mask=there, other=0.0),)
+        for i in tl.static_range(AHEAD):
+            t = before + i
+            there = t < count
+            x, b, c = xs[i].to(tl.float32), bs[i].to(tl.float32), cs[i].to(tl.float32)
+            step = _softplus(steps[i].to(tl.float32) + more)
+            step = tl.minimum(tl.maximum(step, limits.least), limits.highest)
+            new = state * tl.exp(-rate * step) + (step * x)[:, None] * b[None, :]
+            state = tl.where(there, new, state)
+            out = (tl.sum(state * c[None, :], axis=1) + skip * x).to(out_ptr.dtype.element_ty)
+            to = out_ptr + (row * num_tokens + first + t) * VALUES + head * HEAD_DIM + value
+            tl.store(to, out, mask=has_value & there)
+            stored = there & ((every != 0) | (t == count - 1))
+            tl.store(states_ptr + (start + t) % SLOTS * (HEADS * SIZE) + within, state, mask=whole & stored)
+            reached = there & (keeps != 0) & (start + t + 1 == keep_at)
+            tl.store(kept.state + head * SIZE + within, state, mask=whole & reached)
     nothing = tl.zeros([BLOCK], out_ptr.dtype.element_ty)  # finite: the next product reads masked tokens
     for t in range(0, num_tokens):
         masked = (t < first) | (t >= first + count)
@@ -319,6 +332,7 @@ def mamba(
         STATE_DIM=rule.state_dim,
         SLOTS=states.shape[1],
         BLOCK=block,
+        AHEAD=1 if tokens == 1 else _AHEAD,
         num_warps=1,
         enable_fp_fusion=False,
     )

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 HeadKind = Literal["eagle3", "peagle", "dflash", "dflash2", "dspark", "mtp"]
 
-Layout = Literal["eagle", "z-lab", "deepspec", "speculators", "mtp", "nextn", "mimo", "mimo-v2"]
+Layout = Literal["eagle", "z-lab", "deepspec", "speculators", "mtp", "nextn", "mimo", "mimo-v2", "nemotron"]
 
 NAMES: Final[Mapping[HeadKind, str]] = {
     "eagle3": "EAGLE-3",
@@ -48,6 +48,7 @@ LAYOUTS: Final[Mapping[Layout, str]] = {
     "nextn": "layout of DeepSeek and GLM",
     "mimo": "layout of MiMo",
     "mimo-v2": "layout of MiMo-V2",
+    "nemotron": "layout of Nemotron",
 }
 
 SPECULATORS: Final = "speculators_model_type"
