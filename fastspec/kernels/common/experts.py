@@ -240,6 +240,8 @@ class ExpertWeights:
         down: [E, hidden, I].
         down_bias: [E, hidden].
         shared_gate: [1, hidden], gate of the shared expert. `gate_up` and `down` of `LayerWeights` are its matrices.
+        latent_in, latent_out: [latent, hidden] and [hidden, latent], products before and after the experts, whose own
+            `hidden` is then `latent`. None: there are none.
         joined: True if the shared expert is expert number E of gate_up and down, which then have E + 1 experts. Its
             gate, if any, is the last row of the router, and `shared_gate` is None. The router is then stored as rows.
     """
@@ -252,6 +254,8 @@ class ExpertWeights:
     gate_up_bias: Tensor | None = None
     down_bias: Tensor | None = None
     shared_gate: Weight | None = None
+    latent_in: Weight | None = None
+    latent_out: Weight | None = None
     joined: bool = False
 
     def columns(self, cut: slice) -> ExpertWeights:

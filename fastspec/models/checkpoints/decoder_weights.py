@@ -314,7 +314,8 @@ class _Layer:
         differently.
         """
         experts = self._plan.experts
-        if experts is None or experts.shared != experts.width or experts.bias or experts.router_bias:
+        plain = experts is not None and not (experts.bias or experts.router_bias or experts.latent)
+        if experts is None or experts.shared != experts.width or not plain:
             return False
         matrices = [row for row in self._rows if row.joins or (row.takes_shared and row.kind == "matrix")]
         return self._loader.joins_shared(*(name for row in matrices for name in self._names(row, row.leaf)))

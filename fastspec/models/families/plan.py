@@ -33,6 +33,8 @@ class ExpertsPlan:
         bias: True if the experts' products have a bias.
         shared: intermediate size of the shared expert, which every token uses. 0: there is none.
         shared_gate: True if the shared expert's output is multiplied by a gate, one number per token.
+        latent: width of the experts' input and output, if products before and after them change it:
+            experts(h Wlatent_in) Wlatent_out. The shared expert and the router read h. 0: the hidden size.
         sum_eps: a token's factors, before the scale of `routing`, are divided by their sum plus this number. None: they
             are those of `routing`.
     """
@@ -46,6 +48,7 @@ class ExpertsPlan:
     bias: bool = False
     shared: int = 0
     shared_gate: bool = False
+    latent: int = 0
     sum_eps: float | None = None
 
     @property
