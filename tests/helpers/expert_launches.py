@@ -33,7 +33,9 @@ def mixture(rows: int, sizes: tuple[int, int, int, int], form: str, dtype: torch
     for shape in ((count, inner if form == "relu2" else 2 * inner, hidden), (count, hidden, inner)):
         kind = MXFP4 if form == "mxfp4" else KINDS.get(form)
         made.append(
-            ExpertStack.empty_codes(shape, kind, dtype, META, not made) if kind else ExpertStack.of(on_meta(shape, dtype))
+            ExpertStack.empty_codes(shape, kind, dtype, META, not made)
+            if kind
+            else ExpertStack.of(on_meta(shape, dtype))
         )
     biased = form in ("bias", "mxfp4")
     weights = ExpertWeights(

@@ -153,7 +153,12 @@ def simulated(capability: tuple[int, int] = (9, 0), late: bool = True) -> Iterat
 
 def experts_in_codes() -> Any:
     """The kernel of experts/codes.py, for `launch`."""
-    products = ["k_steps", "epilogue", "few_rows", *(f"quantised/{name}" for name in ("conversion", "loads", "few_rows"))]
+    products = [
+        "k_steps",
+        "epilogue",
+        "few_rows",
+        *(f"quantised/{name}" for name in ("conversion", "loads", "few_rows")),
+    ]
     with _loaded([*(f"product/{name}" for name in products), "experts/codes"]) as modules:
         return modules[-1].codes_kernel
 

@@ -235,7 +235,10 @@ class NemotronMtp:
     """Nemotron's MTP layer by transformers: the first product before a model of one attention and one expert layer."""
 
     def __init__(self, live: PreTrainedModel) -> None:
-        self.live, self.config = make_states("nemotron_h", seed=4, layers_block_type=["full_attention", "moe"]), live.config
+        self.live, self.config = (
+            make_states("nemotron_h", seed=4, layers_block_type=["full_attention", "moe"]),
+            live.config,
+        )
         self.embed, self.lm_head = live.get_input_embeddings(), live.get_output_embeddings()
         hidden, generator = live.config.hidden_size, torch.Generator().manual_seed(5)
         self.enorm, self.hnorm = (1 + 0.3 * torch.randn(hidden, generator=generator) for _ in range(2))
@@ -277,4 +280,6 @@ def write_nemotron(path: Path) -> tuple[Path, NemotronMtp]:
     live = make_states("nemotron_h")
     live.save_pretrained(path)
     theirs = NemotronMtp(live)
-    return add_to(path, theirs.stored(), num_nextn_predict_layers=1, mtp_layers_block_type=["full_attention", "moe"]), theirs
+    return add_to(
+        path, theirs.stored(), num_nextn_predict_layers=1, mtp_layers_block_type=["full_attention", "moe"]
+    ), theirs

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -118,7 +117,11 @@ def _published(form: str, name: str) -> str:
     """The name of a tensor of Nemotron as it is published."""
     if form != "mixed":
         return name
-    for here, there in (("model.", "backbone."), ("embed_tokens", "embeddings"), ("backbone.norm.", "backbone.norm_f.")):
+    for here, there in (
+        ("model.", "backbone."),
+        ("embed_tokens", "embeddings"),
+        ("backbone.norm.", "backbone.norm_f."),
+    ):
         name = name.replace(here, there)
     return name
 

@@ -23,13 +23,11 @@ from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from fastspec.kernels.common.gluon_compat import thread_barrier
 from fastspec.kernels.product.epilogue import (
     column_layout,
-    row_operand,
     times_gamma,
     weight_numbers,
     weight_operand,

@@ -141,8 +141,8 @@ def _expert_outputs(
     if weights.down.shape != (count, hidden, inner) or rows.shape[0] != num_rows or x.dtype != weights.down.dtype:
         raise ValueError(
             f"x is {x.dtype} {list(x.shape)}, ids {list(ids.shape)}, experts {weights.gate_up.shape} and "
-            f"{weights.down.shape} for {weights.down.dtype}; wanted [..., K], [R, chosen], [E, 2 I, K] ([E, I, K] without a gate) and "
-            "[E, K, I]"
+            f"{weights.down.shape} for {weights.down.dtype}; wanted [..., K], [R, chosen], [E, 2 I, K] or without a "
+            "gate [E, I, K], and [E, K, I]"
         )
     check("ids", ids, (num_rows, chosen), torch.int32)
     check("factors", factors, (num_rows, chosen), torch.float32)

@@ -12,7 +12,7 @@
 
 1. `_conv_kernel` computes the convolution with what stands before and behind it. In a step it also stores the inputs.
 2. `_mamba_kernel`: a CTA has BLOCK elements of one head of one row. It keeps its part of the state in registers, and
-   goes through the tokens of the pass.
+   goes through the tokens of the pass. It loads each while it computes the one before.
 3. `_keep_kernel` of prompt.py stores the inputs of a prompt's last tokens.
 
 Row invariance: steps and prompts run the same machine code of 1 and 2, so a token's bits are the same in both.
@@ -40,7 +40,6 @@ MAX_STATE_DIM, MAX_GROUP = 256, 2**15
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _TOKENS, _CHANNELS = 16, 64  # of a CTA of `_conv_kernel`
 _TILE = 2048  # elements of the state of a CTA
-_AHEAD = 4  # tokens that a CTA of `_mamba_kernel` loads at a time in passes of several
 _NORM_WARPS = 4
 
 
@@ -173,7 +172,6 @@ def _mamba_kernel(
     STATE_DIM: tl.constexpr,
     SLOTS: tl.constexpr,
     BLOCK: tl.constexpr,
-    AHEAD: tl.constexpr,  # tokens that are loaded at a time
     PDL: tl.constexpr,
 ):
     """Advances BLOCK rows of the state of one head. The grid is (row, head, block of rows of its state)."""
@@ -199,31 +197,31 @@ def _mamba_kernel(
     of_group = VALUES + head // (HEADS // GROUPS) * STATE_DIM + key
     if PDL:
         gdc_wait()
-    for before in range(0, count, AHEAD):
-        xs, bs, cs, steps = (), (), (), ()
-        for i in tl.static_range(AHEAD):  # loads of several tokens at a time, because a token's work is short
-            there = before + i < count
-            mixed = mixed_ptr + (row * num_tokens + first + before + i) * CHANNELS
-            xs = xs + (tl.load(mixed + head * HEAD_DIM + value, mask=has_value & there, other=0.0),)
-            bs = bs + (tl.load(mixed + of_group, mask=has_key & there, other=0.0),)
-            cs = cs + (tl.load(mixed + GROUPS * STATE_DIM + of_group, mask=has_key & there, other=0.0),)
-            step_at = product_ptr + (row * num_tokens + first + before + i) * ROWS + (ROWS - HEADS) + head
-            steps = steps + (tl.load(step_at, mask=there, other=0.0),)
-        for i in tl.static_range(AHEAD):
-            t = before + i
-            there = t < count
-            x, b, c = xs[i].to(tl.float32), bs[i].to(tl.float32), cs[i].to(tl.float32)
-            step = _softplus(steps[i].to(tl.float32) + more)
-            step = tl.minimum(tl.maximum(step, limits.least), limits.highest)
-            new = state * tl.exp(-rate * step) + (step * x)[:, None] * b[None, :]
-            state = tl.where(there, new, state)
-            out = (tl.sum(state * c[None, :], axis=1) + skip * x).to(out_ptr.dtype.element_ty)
-            to = out_ptr + (row * num_tokens + first + t) * VALUES + head * HEAD_DIM + value
-            tl.store(to, out, mask=has_value & there)
-            stored = there & ((every != 0) | (t == count - 1))
-            tl.store(states_ptr + (start + t) % SLOTS * (HEADS * SIZE) + within, state, mask=whole & stored)
-            reached = there & (keeps != 0) & (start + t + 1 == keep_at)
-            tl.store(kept.state + head * SIZE + within, state, mask=whole & reached)
+    mixed_ptr += (row * num_tokens + first) * CHANNELS
+    product_ptr += (row * num_tokens + first) * ROWS + (ROWS - HEADS) + head
+    x_at, c_at = head * HEAD_DIM + value, of_group + GROUPS * STATE_DIM
+    x_next = tl.load(mixed_ptr + x_at, mask=has_value & (count > 0), other=0.0)
+    b_next = tl.load(mixed_ptr + of_group, mask=has_key & (count > 0), other=0.0)
+    c_next = tl.load(mixed_ptr + c_at, mask=has_key & (count > 0), other=0.0)
+    step_next = tl.load(product_ptr, mask=count > 0, other=0.0)
+    for t in range(0, count):
+        x, b, c = x_next.to(tl.float32), b_next.to(tl.float32), c_next.to(tl.float32)
+        step = _softplus(step_next.to(tl.float32) + more)
+        # the next token is loaded while this one is computed
+        after, follows = t + 1, t + 1 < count
+        x_next = tl.load(mixed_ptr + after * CHANNELS + x_at, mask=has_value & follows, other=0.0)
+        b_next = tl.load(mixed_ptr + after * CHANNELS + of_group, mask=has_key & follows, other=0.0)
+        c_next = tl.load(mixed_ptr + after * CHANNELS + c_at, mask=has_key & follows, other=0.0)
+        step_next = tl.load(product_ptr + after * ROWS, mask=follows, other=0.0)
+        step = tl.minimum(tl.maximum(step, limits.least), limits.highest)
+        state = state * tl.exp(-rate * step) + (step * x)[:, None] * b[None, :]
+        out = tl.sum(state * c[None, :], axis=1) + skip * x
+        to = out_ptr + (row * num_tokens + first + t) * VALUES + head * HEAD_DIM + value
+        tl.store(to, out.to(out_ptr.dtype.element_ty), mask=has_value)
+        stored = (every != 0) | (t == count - 1)
+        tl.store(states_ptr + (start + t) % SLOTS * (HEADS * SIZE) + within, state, mask=whole & stored)
+        reached = (keeps != 0) & (start + t + 1 == keep_at)
+        tl.store(kept.state + head * SIZE + within, state, mask=whole & reached)
     nothing = tl.zeros([BLOCK], out_ptr.dtype.element_ty)  # finite: the next product reads masked tokens
     for t in range(0, num_tokens):
         masked = (t < first) | (t >= first + count)
@@ -332,7 +330,6 @@ def mamba(
         STATE_DIM=rule.state_dim,
         SLOTS=states.shape[1],
         BLOCK=block,
-        AHEAD=1 if tokens == 1 else _AHEAD,
         num_warps=1,
         enable_fp_fusion=False,
     )

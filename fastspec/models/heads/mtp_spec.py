@@ -16,7 +16,16 @@ from fastspec.models.checkpoints.safetensors_files import ShardTensors
 from fastspec.models.config import ModelSpec
 from fastspec.models.families.plan import LayerPlan
 from fastspec.models.heads.checkpoint import HeadCheckpoint, sizes_of
-from fastspec.models.heads.mtp_names import EMBED_NORM, FC, HIDDEN_NORM, NORM, SECOND_NORM, StoredMtp, find_mtp, part_name
+from fastspec.models.heads.mtp_names import (
+    EMBED_NORM,
+    FC,
+    HIDDEN_NORM,
+    NORM,
+    SECOND_NORM,
+    StoredMtp,
+    find_mtp,
+    part_name,
+)
 from fastspec.models.heads.some_rows import WithSomeRows, output_rows
 from fastspec.models.heads.spec import NORMED, HeadSpec, Recognised
 from fastspec.models.layer_table import HEAD, tensor_shapes

@@ -1,7 +1,7 @@
-"""Nemotron-H and Nemotron 3 Nano: each layer is Mamba-2, attention without rope, an MLP, or a mixture of experts.
+"""Nemotron-H and Nemotron 3: each layer is Mamba-2, attention without rope, an MLP, or a mixture of experts.
 
-MLPs and experts have no gate: relu squared. The router is DeepSeek-V3's, with a shared expert beside the routed ones. In
-Nemotron 3 Super and Ultra, routed experts read and write a smaller size than the hidden one.
+MLPs and experts have no gate: relu squared. The router is DeepSeek-V3's, with a shared expert beside the routed ones.
+In Nemotron 3 Super and Ultra, routed experts read and write a smaller size than the hidden one.
 """
 
 from __future__ import annotations
@@ -64,7 +64,9 @@ def _experts(fields: ConfigFields) -> ExpertsPlan:
         activation=SquaredRelu(),
         correction=True,
         shared=width(fields, "moe_shared_expert_intermediate_size"),
-        latent=0 if fields.get("moe_latent_size") is None else fields.count("moe_latent_size", SIZE_LIMITS["hidden_size"]),
+        latent=0
+        if fields.get("moe_latent_size") is None
+        else fields.count("moe_latent_size", SIZE_LIMITS["hidden_size"]),
     )
 
 

@@ -49,7 +49,9 @@ def test_experts_stay_in_their_codes_and_mean_their_values(form: str, tmp_path: 
             torch.testing.assert_close(codes.values(experts), one.data, rtol=2**-21, atol=0)
             blocks = 64 / (16 * 64) if form == "fp8" and name == "down" else 0  # of blocks 16 rows have one scale
             assert codes.nbytes * 8 == one.data.numel() * (BITS[form] + blocks), name
-    assert abs(kept.nbytes() - planned_bytes(checkpoint, ops=KEEPING, **OPTIONS)) <= (form == "awq") * kept.nbytes() / 10
+    assert (
+        abs(kept.nbytes() - planned_bytes(checkpoint, ops=KEEPING, **OPTIONS)) <= (form == "awq") * kept.nbytes() / 10
+    )
     ids = torch.randint(VOCAB, (1, 12), generator=torch.Generator().manual_seed(3))
     first, second = (logits_of(decoder(checkpoint.native, each), ids) for each in (kept, plain))
     torch.testing.assert_close(first, second, rtol=1e-4, atol=1e-4)
