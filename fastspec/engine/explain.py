@@ -285,11 +285,7 @@ def states_of_layers(engine: Engine) -> str:
     if not rules:
         return ""
     text = f"{len(rules)} layers with {_STATE_KINDS[type(rules[0])]}: "
-    if engine.modules.ops.name != "triton":
-        return text + "torch, token by token"
-    if isinstance(rules[0], DeltaRule):
-        return text + "Triton kernels"
-    return text + "Triton kernels, UNTESTED: they compile for this GPU, but they have never run on one"
+    return text + ("Triton kernels" if engine.modules.ops.name == "triton" else "torch, token by token")
 
 
 def shared_expert(settings: Settings, engine: Engine) -> str:

@@ -80,7 +80,7 @@ def test_explain_names_the_states_and_what_computes_them(one: One) -> None:
     assert f"states     2 layers with {kind}: torch, token by token" in one.gen.explain()
     modules = SimpleNamespace(target=one.engine.modules.target, ops=SimpleNamespace(name="triton"))
     engine: Any = SimpleNamespace(modules=modules)
-    assert states_of_layers(engine).startswith(f"2 layers with {kind}: Triton kernels, UNTESTED")
+    assert states_of_layers(engine).startswith(f"2 layers with {kind}: Triton kernels")
 
 
 def test_a_rejection_at_every_place_leaves_the_states_of_plain_decoding(one: One) -> None:
