@@ -312,16 +312,6 @@ class Decoder:
 
     def _routed(self, plan: LayerPlan, x: Tensor, layer: LayerWeights, tiling: Tiling) -> tuple[Tensor, Tensor, Tensor]:
         """Returns the experts of every row, their factors, and the experts' input: the norm of x."""
-        ids, factors, h = self._chosen(plan, x, layer, tiling)
-        if plan.experts is not None and plan.experts.sum_eps is not None:
-            total = torch.zeros_like(factors[:, 0])
-            for each in factors.unbind(dim=1):  # in the order of choice, for any number of rows
-                total = total + each
-            factors = factors / (total / plan.experts.routing.scale + plan.experts.sum_eps)[:, None]
-        return ids, factors, h
-
-    def _chosen(self, plan: LayerPlan, x: Tensor, layer: LayerWeights, tiling: Tiling) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns `_routed` with the factors of `Ops.route`."""
         experts, weights = plan.experts, layer.experts
         assert experts is not None
         assert weights is not None

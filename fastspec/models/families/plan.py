@@ -20,6 +20,7 @@ class ExpertsPlan:
 
         ids, factors = routing(h Wrouter [+ bias])
         m = sum of factor_j expert_j(h) over a token's chosen experts, in the order in which they were chosen
+            [with `latent`: expert_j reads h Wlatent_in, and the sum is multiplied with Wlatent_out]
         m = m + [sigmoid(h Wshared_gate) *] shared(h) [if there is a shared expert]
 
     Attributes:
@@ -35,8 +36,6 @@ class ExpertsPlan:
         shared_gate: True if the shared expert's output is multiplied by a gate, one number per token.
         latent: width of the experts' input and output, if products before and after them change it:
             experts(h Wlatent_in) Wlatent_out. The shared expert and the router read h. 0: the hidden size.
-        sum_eps: a token's factors, before the scale of `routing`, are divided by their sum plus this number. None: they
-            are those of `routing`.
     """
 
     count: int
@@ -49,7 +48,6 @@ class ExpertsPlan:
     shared: int = 0
     shared_gate: bool = False
     latent: int = 0
-    sum_eps: float | None = None
 
     @property
     def gated(self) -> bool:

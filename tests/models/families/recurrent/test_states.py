@@ -117,8 +117,8 @@ def rule_changes(spec: ModelSpec) -> Iterator[tuple[str, dict[str, Any]]]:
         if getattr(routing, name) != getattr(plain, name):
             other = replace(experts, routing=routing._replace(**{name: getattr(plain, name)}))
             yield f"routing {name}", {"experts": other}
-    if experts.sum_eps is not None:
-        yield "sum_eps", {"experts": replace(experts, sum_eps=None)}
+    if routing.eps:
+        yield "normed", {"experts": replace(experts, routing=routing._replace(normed=False))}
 
 
 def test_no_part_can_be_left_out(case: Case) -> None:
