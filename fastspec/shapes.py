@@ -221,7 +221,7 @@ class RoutingRule(NamedTuple):
             from the `kept_groups` groups of neighbouring experts whose two largest scores have the largest sums
             (DeepSeek-V3, arXiv 2412.19437, section 2.1.2)
         factor = s of a chosen expert; for "logits" softmax over the chosen experts; divided by the sum of the factors
-            with `normed`; times `scale`
+            plus `eps` with `normed`; times `scale`
         with `shared` also expert E, after the chosen ones, whose factor is 1 ("whole"), or sigmoid(logits[E]) ("gated")
 
     Attributes:
@@ -232,6 +232,7 @@ class RoutingRule(NamedTuple):
         groups: number of groups of experts, all of one size. 1: no groups.
         kept_groups: number of groups from which experts are chosen.
         shared: type of the shared expert, which every token has after the chosen ones. None: there is none.
+        eps: number that is added to the sum with `normed`.
     """
 
     chosen: int
@@ -241,6 +242,7 @@ class RoutingRule(NamedTuple):
     groups: int = 1
     kept_groups: int = 1
     shared: Literal["whole", "gated"] | None = None
+    eps: float = 0.0
 
     @property
     def held(self) -> int:

@@ -24,7 +24,7 @@ KINDS = (
     ("attention", ("flash", "attend", "fmha", "shares_kernel")),
     ("recurrent", ("_delta_kernel", "_prepare_kernel", "solve_kernel", "_scan_kernel", "_keep_kernel")),
     ("recurrent", ("_conv_kernel", "_mamba_kernel")),
-    ("experts", ("expert_kernel", "mxfp4_kernel", "route_kernel", "router_kernel", "list_kernel")),
+    ("experts", ("expert_kernel", "codes_kernel", "route_kernel", "router_kernel", "list_kernel")),
     ("activation", ("_gelu_kernel", "_gate_kernel")),
     ("loading", ("round_groups", "round_rows")),
     ("verify", ("verify", "_end_kernel")),

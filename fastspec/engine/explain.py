@@ -301,8 +301,6 @@ def shared_expert(settings: Settings, engine: Engine) -> str:
     plan, weights = next(((plan.experts, each.experts) for plan, each in pairs if plan.experts), (None, None))
     if plan is None or weights is None or not plan.shared:
         return ""
-    if engine.modules.ops.name == "triton" and not plan.gated:
-        return "experts without a gate are torch operations, because the kernels have a gate"
     if weights.joined:
         return "the shared expert runs in the same launches as the routed experts"
     if engine.modules.ops.name != "triton":

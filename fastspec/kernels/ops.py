@@ -94,8 +94,8 @@ class Ops:
         return False
 
     @staticmethod
-    def keeps_experts(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> bool:
-        """True if `experts` reads a stack of matrices (N, K) in mxfp4, with activations of `dtype`.
+    def keeps_experts(shape: tuple[int, int], kind: CodesKind, dtype: torch.dtype, device: torch.device) -> bool:
+        """True if `experts` reads a stack of quantised matrices (N, K) of this kind, with activations of `dtype`.
 
         Otherwise loading dequantises the stack.
         """

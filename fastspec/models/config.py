@@ -47,6 +47,7 @@ class ModelSpec:
         plans: operations of each layer. Layers with the same plan have the same tensors.
         tied: True if the head is the embedding matrix.
         dtype: dtype that the checkpoint declares, else the one in which it is stored.
+        own_names: pairs of a row of `layer_table.LAYER` and stored names, which take precedence over the family's.
     """
 
     family: str
@@ -63,6 +64,7 @@ class ModelSpec:
     tied: bool
     dtype: torch.dtype
     scales: ModelScales = NO_SCALES
+    own_names: tuple[tuple[str, tuple[str, ...]], ...] = ()
 
     @property
     def rope(self) -> RopeSpec:
@@ -72,7 +74,7 @@ class ModelSpec:
     @property
     def names(self) -> Mapping[str, tuple[str, ...]]:
         """Stored names that differ from those of `layer_table.LAYER`, by row of that table."""
-        return FAMILIES[self.family].names
+        return {**FAMILIES[self.family].names, **dict(self.own_names)}
 
     @property
     def head_order(self) -> list[int] | None:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from fastspec.kernels import reference
+from fastspec.kernels.common.experts import ExpertWeights
 from fastspec.kernels.common.weights import Weight
 from fastspec.kernels.ops import Ops
 from fastspec.kernels.reference.attention import AttendCall
@@ -18,11 +19,22 @@ from fastspec.models.config import ModelSpec
 from fastspec.models.families.plan import BranchFactors, LayerPlan
 from fastspec.models.layer_kinds import one_of_each
 from fastspec.models.layer_table import DecoderWeights, InputWeights, LayerWeights
-from fastspec.shapes import AttentionRule, ConvRule, ForwardBatch, MambaRule, StateRule, Tiling
+from fastspec.shapes import (
+    AttentionRule,
+    ClampedGate,
+    ConvRule,
+    ForwardBatch,
+    MambaRule,
+    SquaredRelu,
+    StateRule,
+    Tiling,
+)
 
 Rotation: TypeAlias = "tuple[Tensor, Tensor]"  # cosines and sines, each fp32 [positions, D/2]
 # norm weights of queries and of keys, each [D], and their epsilon
 HeadNorms: TypeAlias = "tuple[Tensor, Tensor, float]"
+# input of the experts, ids and factors of `Ops.route`, the experts, their activation
+Routed: TypeAlias = "tuple[Tensor, Tensor, Tensor, ExpertWeights, ClampedGate | SquaredRelu | None]"
 
 
 class Decoder:
@@ -331,6 +343,8 @@ class Decoder:
         if (gate := layer.experts.shared_gate) is not None:
             logits = linear(h, gate, None, tiling, out_dtype=torch.float32)
         routed = h, ids, factors, layer.experts, plan.experts.activation
+        if layer.experts.latent_in is not None:
+            return x + self._latent(routed, shared, tiling), None
         if plan.residual_scale != 1.0:
             total = self.ops.experts(*routed, shared=shared, shared_logits=logits, residual=None)
             return x + total.to(x.dtype) * plan.residual_scale, None
@@ -338,18 +352,17 @@ class Decoder:
             return self.ops.experts(*routed, shared=shared, shared_logits=logits, residual=x), None
         return self.ops.experts_normed(*routed, shared=shared, shared_logits=logits, residual=x, norm=norm)
 
+    def _latent(self, routed: Routed, shared: Tensor | None, tiling: Tiling) -> Tensor:
+        """Returns the output of experts that have a width of their own, plus that of the shared expert."""
+        h, ids, factors, weights, activation = routed
+        assert weights.latent_in is not None
+        assert weights.latent_out is not None
+        inner = self.ops.linear(h, weights.latent_in, None, tiling)
+        total = self.ops.experts(inner, ids, factors, weights, activation, residual=None).to(h.dtype)
+        return self.ops.linear(total, weights.latent_out, None, tiling, residual=shared)
+
     def _routed(self, plan: LayerPlan, x: Tensor, layer: LayerWeights, tiling: Tiling) -> tuple[Tensor, Tensor, Tensor]:
         """Returns the experts of every row, their factors, and the experts' input: the norm of x."""
-        ids, factors, h = self._chosen(plan, x, layer, tiling)
-        if plan.experts is not None and plan.experts.sum_eps is not None:
-            total = torch.zeros_like(factors[:, 0])
-            for each in factors.unbind(dim=1):  # in the order of choice, for any number of rows
-                total = total + each
-            factors = factors / (total / plan.experts.routing.scale + plan.experts.sum_eps)[:, None]
-        return ids, factors, h
-
-    def _chosen(self, plan: LayerPlan, x: Tensor, layer: LayerWeights, tiling: Tiling) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns `_routed` with the factors of `Ops.route`."""
         experts, weights = plan.experts, layer.experts
         assert experts is not None
         assert weights is not None

@@ -464,6 +464,7 @@ _MLP = ("mlp.gate_proj", "mlp.up_proj")
 _AFTER_ATTENTION = "post_attention_layernorm"
 _CHANNELS = ("keys", "keys", "values")
 _HIDDEN = ("hidden",)
+_LATENT = ("latent",)
 _HEADS = ("value_heads",)
 _TAPS = ("one", "taps")
 _MAMBA = ("values", "values", "groups", "groups", "value_heads")  # z, x, B, C and the steps
@@ -553,16 +554,18 @@ LAYER: Final[tuple[TableRow, ...]] = (
             when=_asks("correction"),
             leaf="",
         ),
+        TableRow("experts.latent_in", ("mlp.fc1_latent_proj",), _LATENT, _HIDDEN, when=_asks("latent")),
+        TableRow("experts.latent_out", ("mlp.fc2_latent_proj",), _HIDDEN, _LATENT, when=_asks("latent")),
         TableRow(
             "experts.gate_up",
             tuple(_EXPERT + part for part in GATE_UP),
             ("width_gate", "width"),
-            _HIDDEN,
+            _LATENT,
             "stack",
             bias=_asks("bias"),
             gated=True,
         ),
-        TableRow("experts.down", (_EXPERT + DOWN,), _HIDDEN, ("width",), "stack", bias=_asks("bias")),
+        TableRow("experts.down", (_EXPERT + DOWN,), _LATENT, ("width",), "stack", bias=_asks("bias")),
         TableRow(
             "shared_gate_up",
             tuple(_SHARED + part for part in GATE_UP),
@@ -685,6 +688,7 @@ def axes_of(spec: ModelSpec, plan: LayerPlan, reads: int | None = None) -> dict[
     if (experts := plan.experts) is not None:
         found |= {
             "experts": Axis(experts.count),
+            "latent": Axis(experts.latent or spec.hidden_size),
             "width": Axis(experts.width, "packed"),
             "width_gate": Axis(experts.gated * experts.width, "packed"),
             "shared": Axis(experts.shared, "even"),

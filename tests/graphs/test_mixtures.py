@@ -10,11 +10,13 @@ import torch
 from safetensors.torch import load_file
 
 from fastspec import FastSpecGenerator
+from fastspec.models.decoder import Decoder
 from fastspec.output import GenerateOutput
 from tests.helpers.checkpoints import make_checkpoint
 from tests.helpers.families import MIXTURES, VOCAB, make_family
 from tests.helpers.hybrid import KINDS, make_hybrid
 from tests.helpers.mxfp4 import MXFP4, in_mxfp4, rewritten
+from tests.helpers.quantised_experts import FORMS, save
 
 pytestmark = [
     pytest.mark.gpu,
@@ -26,7 +28,12 @@ SIZES = {"hidden_size": 256, "intermediate_size": 192}
 
 
 def directory(family: str, path: Path) -> Path:
-    """A tiny checkpoint; "mxfp4": gpt-oss with experts in four bits; of a hybrid all experts are of one width."""
+    """A tiny checkpoint; "mxfp4": gpt-oss with experts in four bits; of a hybrid all experts are of one width.
+
+    One of `FORMS`: a hybrid with experts in codes.
+    """
+    if family in FORMS:
+        return save(family, path, std=0.1, hidden_size=256)[0]
     if family in KINDS:
         make_hybrid(family, std=0.1, shared_expert_intermediate_size=32, **SIZES).save_pretrained(path)
         return path
@@ -37,8 +44,17 @@ def directory(family: str, path: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("family", [*MIXTURES, "mxfp4", "qwen3_5_moe"])
+CASES = [(family, dtype) for family in (*MIXTURES, "mxfp4", "qwen3_5_moe") for dtype in (torch.bfloat16, torch.float32)]
+
+
+def decoder_of(gen: FastSpecGenerator) -> Decoder:
+    """The target of an open generator."""
+    target = gen._open().engine.modules.target
+    assert isinstance(target, Decoder)
+    return target
+
+
+@pytest.mark.parametrize(("family", "dtype"), [*CASES, *((form, torch.bfloat16) for form in FORMS)])
 def test_text_does_not_depend_on_drafts_or_neighbours(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
     target = directory(family, tmp_path / "target")
     draft = make_checkpoint(tmp_path / "draft", "llama2", seed=77, vocab_size=VOCAB, num_hidden_layers=1)
@@ -53,6 +69,10 @@ def test_text_does_not_depend_on_drafts_or_neighbours(family: str, dtype: torch.
             assert isinstance(out, GenerateOutput)
             return out.new_tokens
 
+        if family in FORMS:
+            weights = decoder_of(gen).weights.layers[1].experts
+            assert weights is not None
+            assert weights.gate_up.codes is not None
         joined = family in ("glm4_moe", "qwen3_5_moe") and dtype == torch.bfloat16
         assert ("in the same launches as the routed experts" in gen.explain()) == joined
         plain = texts(prompts, 0)

@@ -6,30 +6,36 @@ from functools import partial
 
 import torch
 
-from fastspec.kernels.common.experts import ExpertStack, ExpertWeights
+from fastspec.kernels.common.codes import CodesKind
+from fastspec.kernels.common.experts import MXFP4, ExpertStack, ExpertWeights
 from fastspec.kernels.common.weights import Weight
 from fastspec.kernels.experts.dispatch import experts, experts_normed
 from fastspec.kernels.experts.route import route, route_normed
 from fastspec.kernels.experts.router import normed_logits
-from fastspec.shapes import ClampedGate, RoutingRule
+from fastspec.shapes import ClampedGate, RoutingRule, SquaredRelu
 from tests.helpers.recorder import Calls, on_meta
 
 META, F32, I32 = torch.device("meta"), torch.float32, torch.int32
-# experts, chosen, hidden and inner of Qwen3-30B-A3B, of gpt-oss-20b, and of Qwen3.5-35B-A3B with its shared expert
+# experts, chosen, hidden and inner of Qwen3-30B-A3B, gpt-oss-20b, and of Qwen3.5-35B-A3B with its shared expert
 QWEN, OSS, JOINED = (128, 8, 2048, 768), (32, 4, 2880, 2880), (257, 9, 2048, 512)
+NEMOTRON = (128, 6, 2688, 1856)  # Nemotron 3 Nano, whose experts have no gate
+# experts in codes: of GPTQ and AWQ, of ModelOpt, and in blocks
+KINDS = {"int4": CodesKind("int4", (1, 128)), "nvfp4": CodesKind("fp4", (1, 16)), "fp8": CodesKind("fp8", (128, 128))}
 ROWS = (1, 5, 16, 32, 64, 300)  # every tile, experts by pair and by number, sorted
 
 
 def mixture(rows: int, sizes: tuple[int, int, int, int], form: str, dtype: torch.dtype) -> object:
     """One mixture; `form`: "plain", with a shared expert "shared", one rank's part of that "part", with biases and
-    clamped "bias", "mxfp4", or with the norm of the sum "normed".
+    clamped "bias", "mxfp4", one of `KINDS`, without a gate "relu2", or with the norm of the sum "normed".
     """
     count, chosen, hidden, inner = sizes
     made = []
-    for shape in ((count, 2 * inner, hidden), (count, hidden, inner)):
-        codes = form == "mxfp4"
+    for shape in ((count, inner if form == "relu2" else 2 * inner, hidden), (count, hidden, inner)):
+        kind = MXFP4 if form == "mxfp4" else KINDS.get(form)
         made.append(
-            ExpertStack.empty_codes(shape, dtype, META, not made) if codes else ExpertStack.of(on_meta(shape, dtype))
+            ExpertStack.empty_codes(shape, kind, dtype, META, not made)
+            if kind
+            else ExpertStack.of(on_meta(shape, dtype))
         )
     biased = form in ("bias", "mxfp4")
     weights = ExpertWeights(
@@ -44,7 +50,7 @@ def mixture(rows: int, sizes: tuple[int, int, int, int], form: str, dtype: torch
     if form == "part":
         shared = {"shared": on_meta((rows, hidden), F32), "shared_logits": on_meta((rows, 1), F32)}
     ids, factors = on_meta((rows, chosen), I32), on_meta((rows, chosen), F32)
-    clamp = ClampedGate(1.702, 7.0) if biased else None
+    clamp = ClampedGate(1.702, 7.0) if biased else SquaredRelu() if form == "relu2" else None
     if form == "normed":
         norm = on_meta((hidden,), F32), 1e-6
         return experts_normed(x, ids, factors, weights, clamp, residual=x, norm=norm)
@@ -73,8 +79,11 @@ def mixtures(arch: int) -> Calls:
     for rows in (1, 5):
         yield f"joined {rows}", partial(mixture, rows, JOINED, "normed", torch.bfloat16)
     for rows in ROWS:
-        for sizes, form in ((QWEN, "plain"), (QWEN, "shared"), (OSS, "bias"), (OSS, "mxfp4")):
+        for sizes, form in ((QWEN, "plain"), (QWEN, "shared"), (OSS, "bias"), (OSS, "mxfp4"), (NEMOTRON, "relu2")):
             yield f"{form} {rows}", partial(mixture, rows, sizes, form, torch.bfloat16)
         yield f"fp32 {rows}", partial(mixture, rows, QWEN, "plain", F32)
+        if rows in (1, 5, 64):
+            for form in KINDS:
+                yield f"{form} {rows}", partial(mixture, rows, QWEN, form, torch.bfloat16)
     for inner in (384, 192):  # of two ranks, and of four
         yield f"part {inner}", partial(mixture, 5, (*QWEN[:3], inner), "part", torch.bfloat16)

@@ -151,14 +151,16 @@ def simulated(capability: tuple[int, int] = (9, 0), late: bool = True) -> Iterat
         yield SimpleNamespace(**loaded, plan=plan)
 
 
-def experts_in_mxfp4() -> Any:
-    """The kernel of experts/mxfp4.py, for `launch`."""
-    needed = [
-        *(f"product/{name}" for name in ("k_steps", "epilogue", "few_rows", "quantised/conversion")),
-        "experts/mxfp4",
+def experts_in_codes() -> Any:
+    """The kernel of experts/codes.py, for `launch`."""
+    products = [
+        "k_steps",
+        "epilogue",
+        "few_rows",
+        *(f"quantised/{name}" for name in ("conversion", "loads", "few_rows")),
     ]
-    with _loaded(needed) as modules:
-        return modules[-1].mxfp4_kernel
+    with _loaded([*(f"product/{name}" for name in products), "experts/codes"]) as modules:
+        return modules[-1].codes_kernel
 
 
 def attention_by_tma() -> dict[str, Any]:

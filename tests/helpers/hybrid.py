@@ -90,6 +90,15 @@ STATES: dict[str, tuple[str, dict[str, Any]]] = {
             **{"moe_intermediate_size": 32, "moe_shared_expert_intermediate_size": 48, "routed_scaling_factor": 1.5},
         },
     ),
+    "nemotron_super": (
+        "NemotronH",
+        {
+            "layers_block_type": ["linear_attention", "moe", "full_attention", "linear_attention"],
+            **{"ssm_state_size": 24, "mamba_num_heads": 8, "mamba_head_dim": 16, "n_groups": 2, "chunk_size": 16},
+            **{"n_routed_experts": 6, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "moe_latent_size": 40},
+            **{"moe_intermediate_size": 32, "moe_shared_expert_intermediate_size": 48, "routed_scaling_factor": 1.5},
+        },
+    ),
 }
 
 
@@ -97,9 +106,9 @@ def config_of(kind: str, **changes: Any) -> Any:
     """The tiny config of one of `KINDS` or `STATES`."""
     if kind in STATES:
         name, own = STATES[kind]
-        dropped = ("head_dim", "num_hidden_layers") if kind == "nemotron_h" else ("head_dim",)
+        dropped = ("head_dim", "num_hidden_layers") if kind.startswith("nemotron") else ("head_dim",)
         sizes = {field: value for field, value in SMALL.items() if field not in dropped and "linear" not in field}
-        more = {"head_dim": 16} if kind == "nemotron_h" else {}
+        more = {"head_dim": 16} if kind.startswith("nemotron") else {}
         return getattr(transformers, f"{name}Config")(**{**sizes, **more, **own, **changes})
     name, own = KINDS[kind]
     made = getattr(transformers, f"{name}Config" if kind == "next" else f"{name}TextConfig")

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from tests.helpers.checkpoints import make_model
 from tests.helpers.families import make_family
 from tests.helpers.heads_definition import Definition, rms
+from tests.helpers.hybrid import make_states
 
 FAMILY = {
     "mimo": "qwen2",
@@ -228,3 +229,57 @@ def write_glm(path: Path) -> tuple[Path, Any]:
         else:
             extra[inner] = tensor.clone()
     return add_to(path, {f"model.layers.{layers}.{name}": tensor for name, tensor in extra.items()}), theirs
+
+
+class NemotronMtp:
+    """Nemotron's MTP layer by transformers: the first product before a model of one attention and one expert layer."""
+
+    def __init__(self, live: PreTrainedModel) -> None:
+        self.live, self.config = (
+            make_states("nemotron_h", seed=4, layers_block_type=["full_attention", "moe"]),
+            live.config,
+        )
+        self.embed, self.lm_head = live.get_input_embeddings(), live.get_output_embeddings()
+        hidden, generator = live.config.hidden_size, torch.Generator().manual_seed(5)
+        self.enorm, self.hnorm = (1 + 0.3 * torch.randn(hidden, generator=generator) for _ in range(2))
+        self.eh_proj = 0.3 * torch.randn(hidden, 2 * hidden, generator=generator)
+
+    def forward_layer(self, index: int, g: Tensor, places: Tensor, mask: None, input_ids: Tensor) -> Tensor:
+        """The hidden states after the layer and its norm, [1, n, hidden]."""
+        e, eps = self.embed(input_ids), self.config.layer_norm_epsilon
+        x = F.linear(torch.cat((rms(e, self.enorm, eps), rms(g, self.hnorm, eps)), -1), self.eh_proj)
+        found: Tensor = self.live.get_decoder()(inputs_embeds=x, use_cache=False).last_hidden_state
+        return found
+
+    def _project_to_logits(self, x: Tensor) -> Tensor:
+        found: Tensor = self.lm_head(x)
+        return found
+
+    def stored(self) -> dict[str, Tensor]:
+        """Its tensors by the names of its publisher."""
+        first = {"eh_proj": self.eh_proj, "enorm": self.enorm, "hnorm": self.hnorm}
+        found = {f"mtp.layers.0.{name}.weight": tensor for name, tensor in first.items()}
+        for name, tensor in self.live.state_dict().items():
+            if name.startswith("model.layers."):
+                found |= _each_expert(name.replace("model.", "mtp.", 1), tensor)
+            elif name.startswith("model.norm"):
+                found["mtp.layers.1.final_layernorm.weight"] = tensor.clone()
+        return found
+
+
+def _each_expert(name: str, tensor: Tensor) -> dict[str, Tensor]:
+    """A tensor, or each expert's part of it."""
+    at, _, part = name.rpartition(".")
+    if tensor.dim() != 3:
+        return {name: tensor.clone()}
+    return {f"{at}.{expert}.{part}.weight": matrix.clone() for expert, matrix in enumerate(tensor)}
+
+
+def write_nemotron(path: Path) -> tuple[Path, NemotronMtp]:
+    """A Nemotron with an MTP layer, and that layer by transformers."""
+    live = make_states("nemotron_h")
+    live.save_pretrained(path)
+    theirs = NemotronMtp(live)
+    return add_to(
+        path, theirs.stored(), num_nextn_predict_layers=1, mtp_layers_block_type=["full_attention", "moe"]
+    ), theirs

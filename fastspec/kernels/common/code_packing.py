@@ -127,7 +127,7 @@ class PackedCodes:
         if self.kind.format == "int8":
             self.form = "off8" if bool((codes.codes == 128).any()) else "int8"
         self.fill_words(0, codes.codes)
-        self._fill_scales(codes.by_rows().scales, codes.zeros)
+        self.fill_scales(codes.by_rows().scales, codes.zeros)
 
     def fill_rounded(
         self, runs: Iterable[tuple[int, Tensor]], pack: Callable[[PackedCodes, int, Tensor], Tensor]
@@ -140,7 +140,7 @@ class PackedCodes:
                 returns the scales.
         """
         scales = self._joined([pack(self, tile, rows) for tile, rows in runs])
-        self._fill_scales(scales, None)
+        self.fill_scales(scales, None)
 
     def _joined(self, runs: list[Tensor]) -> Tensor:
         """Joins values of rows, which come in ranges of rows, in the order of the words.
@@ -164,7 +164,7 @@ class PackedCodes:
     def _narrow_lanes(self) -> bool:
         return self.kind.format == "int4" and self.group == 32
 
-    def _fill_scales(self, scales: Tensor, zeros: Tensor | None) -> None:
+    def fill_scales(self, scales: Tensor, zeros: Tensor | None) -> None:
         """Stores scales [N, groups] and zero points in the order of rows. Without zero points each is 8."""
         form, gated = self.form, self.gated
         lift = 2.0 ** LIFT[form]

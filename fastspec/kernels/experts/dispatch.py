@@ -9,12 +9,12 @@ import torch
 import triton
 from torch import Tensor
 
-from fastspec.kernels import reference
 from fastspec.kernels.common.checks import check
-from fastspec.kernels.common.experts import ExpertStack, ExpertWeights
+from fastspec.kernels.common.codes import CodesKind
+from fastspec.kernels.common.experts import ExpertStack, ExpertWeights, can_stack_codes
 from fastspec.kernels.common.launch import launch
+from fastspec.kernels.experts.codes import ExpertEpilogue, ExpertOperands, codes_kernel
 from fastspec.kernels.experts.lists import lists_of
-from fastspec.kernels.experts.mxfp4 import ExpertEpilogue, ExpertOperands, mxfp4_kernel
 from fastspec.kernels.experts.products import Chosen, Norm, Stack, expert_kernel, sum_kernel
 from fastspec.kernels.gpu import generation_of
 from fastspec.shapes import ClampedGate, SquaredRelu
@@ -38,16 +38,14 @@ class ExpertTile:
 
 @dataclass(frozen=True, slots=True)
 class CodesTile:
-    """Tile of one CTA for mxfp4 weights.
+    """Tile of one CTA for weights in codes. It has 16 rows of the weight.
 
     Attributes:
         rows: number of pairs: 8 times a power of two.
-        weight_rows: number of rows of the weight: 16 or 32.
         depth: number of chunks of weights that a warp loads ahead.
     """
 
     rows: int
-    weight_rows: int
     depth: int
 
 
@@ -57,18 +55,20 @@ LAUNCH = {
     2: (ExpertTile(8, 16, 1, 6), ExpertTile(16, 16, 1, 5), ExpertTile(32, 32, 2, 4), ExpertTile(64, 32, 4, 3)),
     4: (ExpertTile(8, 16, 4, 3),),
 }
-CODES_LAUNCH = (CodesTile(8, 16, 1), CodesTile(16, 16, 1), CodesTile(32, 16, 1), CodesTile(64, 16, 1))
+CODES_LAUNCH = (CodesTile(8, 1), CodesTile(16, 1), CodesTile(32, 1), CodesTile(64, 1))
+CODES_ROWS = 16  # rows of the weight per CTA
 BLOCK_K = {2: 128, 4: 64}  # by element size of the weights; it determines the order of sums, so all rows use the same
-SPLIT_K = 4  # for mxfp4: number of parts of K, with one warp each; it determines the order of sums
+SPLIT_K = 4  # for codes: number of parts of K, with one warp each; it determines the order of sums
 SUM_BLOCK = 512
+NO_CLAMP = ClampedGate(0.0, 0.0)  # arguments of kernels that do not read them
 # for a single row: largest number of bytes of a weight row for which the second product loads all weights before its
 # wait; more do not fit into a warp's registers. With several rows only the first CTAs wait, so this is not needed
 AHEAD_BYTES = 1536
 
 
-def keeps_experts(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> bool:
-    """True if these kernels can read a stack of such matrices (N, K) in mxfp4, with activations of `dtype`."""
-    fits = dtype == torch.bfloat16 and shape[0] % 16 == 0 and shape[1] % 64 == 0
+def keeps_experts(shape: tuple[int, int], kind: CodesKind, dtype: torch.dtype, device: torch.device) -> bool:
+    """True if these kernels can read a stack of such matrices (N, K) of a kind, with activations of `dtype`."""
+    fits = dtype == torch.bfloat16 and can_stack_codes(shape, kind)
     return fits and (device.type != "cuda" or generation_of(device).supported)
 
 
@@ -91,10 +91,6 @@ def experts(
     Raises:
         ValueError: shapes, dtypes or layouts that do not fit each other.
     """
-    if isinstance(clamp, SquaredRelu):  # the kernels have a gate
-        return reference.experts(
-            x, ids, factors, weights, clamp, shared=shared, shared_logits=shared_logits, residual=residual
-        )
     outputs = _expert_outputs(x, ids, factors, weights, clamp)
     if outputs is None:
         return x.float() if residual is None else residual
@@ -123,10 +119,6 @@ def experts_normed(
     Raises:
         ValueError: shapes, dtypes or layouts that do not fit each other.
     """
-    if isinstance(clamp, SquaredRelu):
-        return reference.experts_normed(
-            x, ids, factors, weights, clamp, shared=shared, shared_logits=shared_logits, residual=residual, norm=norm
-        )
     outputs = _expert_outputs(x, ids, factors, weights, clamp)
     check("norm's weight", norm[0], x.shape[-1:])
     if outputs is None:
@@ -138,16 +130,19 @@ def experts_normed(
 
 
 def _expert_outputs(
-    x: Tensor, ids: Tensor, factors: Tensor, weights: ExpertWeights, clamp: ClampedGate | None
+    x: Tensor, ids: Tensor, factors: Tensor, weights: ExpertWeights, clamp: ClampedGate | SquaredRelu | None
 ) -> Tensor | None:
     """Computes the expert's output of each pair, [R * chosen, K]. None if there are no rows."""
-    count, double, hidden = weights.gate_up.shape
+    gated = not isinstance(clamp, SquaredRelu)
+    count, first, hidden = weights.gate_up.shape
+    inner = first // 2 if gated else first
     rows = x.reshape(-1, hidden).contiguous()
     num_rows, chosen = ids.shape
-    if weights.down.shape != (count, hidden, double // 2) or rows.shape[0] != num_rows or x.dtype != weights.down.dtype:
+    if weights.down.shape != (count, hidden, inner) or rows.shape[0] != num_rows or x.dtype != weights.down.dtype:
         raise ValueError(
             f"x is {x.dtype} {list(x.shape)}, ids {list(ids.shape)}, experts {weights.gate_up.shape} and "
-            f"{weights.down.shape} for {weights.down.dtype}; wanted [..., K], [R, chosen], [E, 2 I, K] and [E, K, I]"
+            f"{weights.down.shape} for {weights.down.dtype}; wanted [..., K], [R, chosen], [E, 2 I, K] or without a "
+            "gate [E, I, K], and [E, K, I]"
         )
     check("ids", ids, (num_rows, chosen), torch.int32)
     check("factors", factors, (num_rows, chosen), torch.float32)
@@ -155,8 +150,10 @@ def _expert_outputs(
         return None
     tile = tile_of(weights.gate_up, ids)
     of = _chosen(ids, count, tile.rows)
-    inner = _product(rows, weights.gate_up, weights.gate_up_bias, of, tile, chosen, clamp, gated=True)
-    return _product(inner, weights.down, weights.down_bias, of, tile, chosen, None, gated=False)
+    activation = "relu2" if isinstance(clamp, SquaredRelu) else "silu" if clamp is None else "clamped"
+    limits = clamp if isinstance(clamp, ClampedGate) else NO_CLAMP
+    first_out = _product(rows, weights.gate_up, weights.gate_up_bias, of, tile, chosen, activation, limits)
+    return _product(first_out, weights.down, weights.down_bias, of, tile, chosen, None, NO_CLAMP)
 
 
 def _add_up(
@@ -176,7 +173,7 @@ def _add_up(
 def tile_of(stack: ExpertStack, ids: Tensor) -> ExpertTile | CodesTile:
     """Returns the smallest tile that holds twice the average number of pairs of an expert. The largest if none does."""
     likely = min(len(ids), 2 * triton.cdiv(ids.numel(), stack.shape[0]))
-    tiles: tuple[ExpertTile | CodesTile, ...] = LAUNCH[stack.dtype.itemsize] if stack.scales is None else CODES_LAUNCH
+    tiles: tuple[ExpertTile | CodesTile, ...] = CODES_LAUNCH if stack.in_codes else LAUNCH[stack.dtype.itemsize]
     return next((tile for tile in tiles if likely <= tile.rows), tiles[-1])
 
 
@@ -197,32 +194,44 @@ def _product(
     of: Chosen,
     tile: ExpertTile | CodesTile,
     chosen: int,
-    clamp: ClampedGate | None,
-    *,
-    gated: bool,
+    activation: str | None,
+    clamp: ClampedGate,
 ) -> Tensor:
-    """Computes [R * chosen, N] for pairs, or the gated product [R * chosen, N / 2] for rows."""
+    """Computes [R * chosen, N], or [R * chosen, N / 2] with a gate.
+
+    With an activation it is the first product, whose rows of x are those of the step; without one x has a row for each
+    pair.
+    """
     _, n, k = stack.shape
+    gated, of_pairs = activation in ("silu", "clamped"), activation is None
     pairs = of.ids.numel()
     out = torch.empty(pairs, n // 2 if gated else n, dtype=x.dtype, device=x.device)
     tiles = pairs if of.tiles is None else len(of.tiles)
-    alpha, limit = (0.0, 0.0) if clamp is None else clamp
-    options: dict[str, Any] = {"K": k, "CHOSEN": chosen, "GATED": gated, "CLAMPED": clamp is not None}
-    options |= {"OF_PAIRS": not gated}
+    options: dict[str, Any] = {"K": k, "CHOSEN": chosen, "GATED": gated, "ACTIVATION": activation}
+    options |= {"OF_PAIRS": of_pairs}
     if isinstance(tile, CodesTile):
-        operands = ExpertOperands(x.view(torch.int32), stack.data, stack.scales)
+        operands, form = _operands_of(x, stack)
         launch(
-            mxfp4_kernel, (triton.cdiv(n, tile.weight_rows), tiles),
-            operands, of, ExpertEpilogue(bias, out), alpha, limit,
-            N=n, S=SPLIT_K, R=tile.weight_rows, BLOCKS=tile.rows // 8, D=tile.depth,
-            **options, num_warps=SPLIT_K, enable_fp_fusion=False,
+            codes_kernel, (n // CODES_ROWS, tiles), operands, of, ExpertEpilogue(bias, out), *clamp,
+            N=n, S=SPLIT_K, R=CODES_ROWS, BLOCKS=tile.rows // 8, D=tile.depth, **form, **options,
+            num_warps=SPLIT_K, enable_fp_fusion=False,
         )  # fmt: skip
         return out
     width, size = out.shape[1], x.element_size()
-    ahead = not gated and size == 2 and of.tiles is None and k * size <= AHEAD_BYTES
+    ahead = of_pairs and size == 2 and of.tiles is None and k * size <= AHEAD_BYTES
     launch(
-        expert_kernel, (triton.cdiv(width, tile.block_n), tiles), Stack(x, stack.data, bias), of, out, alpha, limit,
+        expert_kernel, (triton.cdiv(width, tile.block_n), tiles), Stack(x, stack.data, bias), of, out, *clamp,
         WIDTH=width, ROWS=tile.rows, BLOCK_N=tile.block_n, BLOCK_K=BLOCK_K[size], AHEAD=ahead,
         **options, num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
     return out
+
+
+def _operands_of(x: Tensor, stack: ExpertStack) -> tuple[ExpertOperands, dict[str, Any]]:
+    """Returns the operands of `codes_kernel`, and the constants that name the form of the codes."""
+    words, codes = x.view(torch.int32), stack.codes
+    if codes is None:
+        return ExpertOperands(words, stack.data, stack.scales, None, None), {"FORM": "mxfp4", "GROUP": 0, "PER": 0}
+    per = 0 if codes.scales is None else codes.scales[0, 0].numel()
+    operands = ExpertOperands(words, codes.words, codes.scales, codes.factors, codes.zeros)
+    return operands, {"FORM": codes.form, "GROUP": codes.group, "PER": per}

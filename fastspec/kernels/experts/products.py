@@ -152,7 +152,7 @@ def expert_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     GATED: tl.constexpr,
-    CLAMPED: tl.constexpr,
+    ACTIVATION: tl.constexpr,  # "silu" or "clamped" with GATED, "relu2", or None
     OF_PAIRS: tl.constexpr,  # x has a row for each pair
     AHEAD: tl.constexpr,  # with OF_PAIRS: all weights are loaded before the wait for x
     PDL: tl.constexpr,
@@ -191,11 +191,14 @@ def expert_kernel(
             out += tl.load(stack.bias + last).to(tl.float32)[:, None]
             if GATED:
                 up += tl.load(stack.bias + last + WIDTH).to(tl.float32)[:, None]
-        if CLAMPED:
+        if ACTIVATION == "clamped":
             gate = tl.minimum(out, limit)
             out = gate / (1.0 + tl.exp(-alpha * gate)) * (tl.minimum(tl.maximum(up, -limit), limit) + 1.0)
-        elif GATED:
+        elif ACTIVATION == "silu":
             out = out / (1.0 + tl.exp(-out)) * up
+        elif ACTIVATION == "relu2":
+            out = tl.where(out < 0.0, 0.0, out)  # NaN stays
+            out = out * out
         at = out_ptr + pair.to(tl.int64)[None, :] * WIDTH + n[:, None]
         tl.store(at, out.to(out_ptr.dtype.element_ty), mask=valid[None, :] & (n < WIDTH)[:, None])
 

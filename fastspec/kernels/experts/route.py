@@ -95,6 +95,7 @@ def route_kernel(
     ids_ptr,  # int32 [R, HELD]
     factors_ptr,  # fp32 [R, HELD]
     scale,
+    added,  # eps of the rule
     beside,  # RowNorm
     E: tl.constexpr,
     CHOSEN: tl.constexpr,
@@ -118,7 +119,7 @@ def route_kernel(
     row = tl.program_id(0).to(tl.int64)
     if tl.program_id(1) == 0:
         _choose(
-            logits_ptr, correction_ptr, ids_ptr, factors_ptr, scale, row,
+            logits_ptr, correction_ptr, ids_ptr, factors_ptr, scale, added, row,
             E, CHOSEN, HELD, GATED, SCORES, NORMED, GROUPS, KEPT, BLOCK, PLACES,
         )  # fmt: skip
     elif beside.x is not None:
@@ -137,6 +138,7 @@ def _choose(
     ids_ptr,
     factors_ptr,
     scale,
+    added,
     row,
     E: tl.constexpr,
     CHOSEN: tl.constexpr,
@@ -185,7 +187,7 @@ def _choose(
         ids = tl.where(place == i, at, ids)
         factors = tl.where(place == i, score, factors)
     if NORMED or SCORES == 2:
-        factors = factors / total
+        factors = factors / (total + added)
     factors *= scale
     if GATED:
         factors = tl.where(place < CHOSEN, factors, 1.0 / (1.0 + tl.exp(-tl.load(logits_ptr + E))))
@@ -250,7 +252,7 @@ def _launch(
         return ids, factors, normed
     block, width = triton.next_power_of_2(experts), 1 if x is None else x.shape[-1]
     launch(
-        route_kernel, (rows, 1 if beside is None else 2), logits, correction, ids, factors, rule.scale,
+        route_kernel, (rows, 1 if beside is None else 2), logits, correction, ids, factors, rule.scale, rule.eps,
         RowNorm(x, weight, normed, eps),
         E=experts, CHOSEN=rule.chosen, HELD=rule.held, GATED=rule.gates, SCORES=SCORES[rule.scores],
         NORMED=rule.normed, GROUPS=rule.groups, KEPT=rule.kept_groups, BLOCK=block,

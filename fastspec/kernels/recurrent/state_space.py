@@ -12,7 +12,7 @@
 
 1. `_conv_kernel` computes the convolution with what stands before and behind it. In a step it also stores the inputs.
 2. `_mamba_kernel`: a CTA has BLOCK elements of one head of one row. It keeps its part of the state in registers, and
-   goes through the tokens of the pass.
+   goes through the tokens of the pass. It loads each while it computes the one before.
 3. `_keep_kernel` of prompt.py stores the inputs of a prompt's last tokens.
 
 Row invariance: steps and prompts run the same machine code of 1 and 2, so a token's bits are the same in both.
@@ -197,16 +197,27 @@ def _mamba_kernel(
     of_group = VALUES + head // (HEADS // GROUPS) * STATE_DIM + key
     if PDL:
         gdc_wait()
+    mixed_ptr += (row * num_tokens + first) * CHANNELS
+    product_ptr += (row * num_tokens + first) * ROWS + (ROWS - HEADS) + head
+    x_at, c_at = head * HEAD_DIM + value, of_group + GROUPS * STATE_DIM
+    x_next = tl.load(mixed_ptr + x_at, mask=has_value & (count > 0), other=0.0)
+    b_next = tl.load(mixed_ptr + of_group, mask=has_key & (count > 0), other=0.0)
+    c_next = tl.load(mixed_ptr + c_at, mask=has_key & (count > 0), other=0.0)
+    step_next = tl.load(product_ptr, mask=count > 0, other=0.0)
     for t in range(0, count):
-        at = row * num_tokens + first + t
-        x = tl.load(mixed_ptr + at * CHANNELS + head * HEAD_DIM + value, mask=has_value, other=0.0).to(tl.float32)
-        b = tl.load(mixed_ptr + at * CHANNELS + of_group, mask=has_key, other=0.0).to(tl.float32)
-        c = tl.load(mixed_ptr + at * CHANNELS + GROUPS * STATE_DIM + of_group, mask=has_key, other=0.0).to(tl.float32)
-        step = _softplus(tl.load(product_ptr + at * ROWS + (ROWS - HEADS) + head).to(tl.float32) + more)
+        x, b, c = x_next.to(tl.float32), b_next.to(tl.float32), c_next.to(tl.float32)
+        step = _softplus(step_next.to(tl.float32) + more)
+        # the next token is loaded while this one is computed
+        after, follows = t + 1, t + 1 < count
+        x_next = tl.load(mixed_ptr + after * CHANNELS + x_at, mask=has_value & follows, other=0.0)
+        b_next = tl.load(mixed_ptr + after * CHANNELS + of_group, mask=has_key & follows, other=0.0)
+        c_next = tl.load(mixed_ptr + after * CHANNELS + c_at, mask=has_key & follows, other=0.0)
+        step_next = tl.load(product_ptr + after * ROWS, mask=follows, other=0.0)
         step = tl.minimum(tl.maximum(step, limits.least), limits.highest)
         state = state * tl.exp(-rate * step) + (step * x)[:, None] * b[None, :]
         out = tl.sum(state * c[None, :], axis=1) + skip * x
-        tl.store(out_ptr + at * VALUES + head * HEAD_DIM + value, out.to(out_ptr.dtype.element_ty), mask=has_value)
+        to = out_ptr + (row * num_tokens + first + t) * VALUES + head * HEAD_DIM + value
+        tl.store(to, out.to(out_ptr.dtype.element_ty), mask=has_value)
         stored = (every != 0) | (t == count - 1)
         tl.store(states_ptr + (start + t) % SLOTS * (HEADS * SIZE) + within, state, mask=whole & stored)
         reached = (keeps != 0) & (start + t + 1 == keep_at)

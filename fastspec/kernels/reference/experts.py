@@ -48,7 +48,8 @@ def route(logits: Tensor, rule: RoutingRule, correction: Tensor | None = None) -
     if rule.scores == "logits":
         factors = torch.softmax(factors, dim=-1)
     if rule.normed:
-        factors = factors / factors.cumsum(-1)[:, -1:]  # cumsum adds in the order of choice, for any number of rows
+        total = factors.cumsum(-1)[:, -1:]  # cumsum adds in the order of choice, for any number of rows
+        factors = factors / (total + rule.eps)
     return ids.int(), factors * rule.scale
 
 

@@ -33,6 +33,7 @@ from fastspec.models.checkpoints.tensor_checks import check_no_others, check_ten
 from fastspec.models.checkpoints.tensor_source import TensorSource
 from fastspec.models.checkpoints.weight_loader import Loader, Rounding
 from fastspec.models.config import DTYPES
+from fastspec.models.families import FAMILIES
 from fastspec.models.layer_table import (
     EMBED,
     HEAD,
@@ -205,7 +206,7 @@ def source_of(checkpoint: Checkpoint) -> TensorSource:
         raise CheckpointError(f"{checkpoint.name}: has neither a directory nor a module; make it with resolve()")
     stored: TensorSource = by_expert(ShardTensors(checkpoint.directory), whole, checkpoint.name)
     if checkpoint.quantisation is not None:
-        stored = QuantisedShards(stored, checkpoint.quantisation, tensor_shapes(whole))
+        stored = QuantisedShards(stored, checkpoint.quantisation, tensor_shapes(whole), FAMILIES[whole.family].renamed)
     return named(stored, whole)
 
 
@@ -326,7 +327,8 @@ class _Layer:
         differently.
         """
         experts = self._plan.experts
-        if experts is None or experts.shared != experts.width or experts.bias or experts.router_bias:
+        plain = experts is not None and not (experts.bias or experts.router_bias or experts.latent)
+        if experts is None or experts.shared != experts.width or not plain:
             return False
         matrices = [row for row in self._rows if row.joins or (row.takes_shared and row.kind == "matrix")]
         return self._loader.joins_shared(*(name for row in matrices for name in self._names(row, row.leaf)))

@@ -110,7 +110,8 @@ class ExpertTensors(WrappedSource):
         super().__init__(source)
         self._name = name
         plan = next(plan.experts for plan in spec.plans if plan.experts is not None)
-        self._plan, self._hidden, self._interleaved = plan, spec.hidden_size, isinstance(plan.activation, ClampedGate)
+        self._plan, self._hidden = plan, plan.latent or spec.hidden_size
+        self._interleaved = isinstance(plan.activation, ClampedGate)
         may_be_transposed = FAMILIES[spec.family].transposed_experts
         self._transposed = self._interleaved or (may_be_transposed and self._look_transposed(source.infos()))
         self._names: dict[str, str] = {}

@@ -93,13 +93,14 @@ def with_usual_names(source: TensorSource, spec: ModelSpec) -> TensorSource:
     renamed = FAMILIES[spec.family].renamed
     if not renamed:
         return source
-    names = {}
-    for stored in source.infos():
-        name = stored
-        for part, usual in renamed.items():
-            name = name.replace(part, usual)
-        names[name] = stored
-    return RenamedTensors(source, names)
+    return RenamedTensors(source, {usual_name(stored, renamed): stored for stored in source.infos()})
+
+
+def usual_name(stored: str, renamed: Mapping[str, str]) -> str:
+    """Returns a stored name with the replacements of `ModelFamily.renamed`."""
+    for part, usual in renamed.items():
+        stored = stored.replace(part, usual)
+    return stored
 
 
 def parameter(stored: str, wanted: Collection[str]) -> str:

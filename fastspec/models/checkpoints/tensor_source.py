@@ -58,6 +58,10 @@ class TensorSource:
         """Context in which files stay open."""
         yield
 
+    def stored_name(self, name: str) -> str:
+        """Returns the name that a tensor has in the files. One of several parts of a stored tensor has the same."""
+        return name
+
     def read(self, name: str) -> Tensor:
         """Returns the tensor without a copy: a view of the mapped file (inside `open()`), or the module's parameter."""
         raise NotImplementedError
@@ -103,6 +107,10 @@ class WrappedSource(TensorSource):
     @override
     def infos(self) -> Mapping[str, TensorInfo]:
         return self._source.infos()
+
+    @override
+    def stored_name(self, name: str) -> str:
+        return self._source.stored_name(self._inner(name))
 
     @override
     @contextmanager

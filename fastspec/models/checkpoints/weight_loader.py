@@ -22,7 +22,7 @@ from tqdm import tqdm
 
 from fastspec.errors import CheckpointError
 from fastspec.kernels.common.code_packing import PackedCodes
-from fastspec.kernels.common.codes import CodesKind, join, joined_kind
+from fastspec.kernels.common.codes import Codes, CodesKind, join, joined_kind
 from fastspec.kernels.common.experts import MXFP4, ExpertStack
 from fastspec.kernels.common.rounding import rounded
 from fastspec.kernels.common.weights import Weight
@@ -171,19 +171,38 @@ class Loader:
     def stack(self, experts: list[tuple[str, ...]], gated: bool = False) -> ExpertStack:
         """Makes one stack of the named matrices of each expert.
 
-        The stack is mxfp4 if all are stored as mxfp4 and `ops` can read that.
+        The stack is in codes if all are stored quantised in one kind and `ops` can read that.
 
         gated: True if the first half of the rows is a gate.
         """
         names = [name for each in experts for name in each]
         rows, width = sum(self._infos[name].shape[0] for name in experts[0]), self._infos[names[0]].shape[1]
-        mxfp4 = all(self._source.kind(name) == MXFP4 for name in names)
-        if not mxfp4 or not self._ops.keeps_experts((rows, width), self.dtype, self._device):
+        kinds = {self._stored_kind(each) for each in experts}
+        kind = kinds.pop()
+        if kind is None or kinds or not self._ops.keeps_experts((rows, width), kind, self.dtype, self._device):
             return ExpertStack.of(self.tensor(*names).view(len(experts), rows, width))
-        made = ExpertStack.empty_codes((len(experts), rows, width), self.dtype, self._place, gated)
-        for expert, each in enumerate(experts):
-            self._copy(Part(each, None, None, partial(self._fill_expert, expert, each, made)))
+        made = ExpertStack.empty_codes((len(experts), rows, width), kind, self.dtype, self._place, gated)
+        if kind == MXFP4:
+            for expert, each in enumerate(experts):
+                self._copy(Part(each, None, None, partial(self._fill_expert, expert, each, made)))
+        else:
+            self._copy(Part(tuple(names), None, None, partial(self._fill_experts, experts, made)))
         return made
+
+    def _stored_kind(self, names: tuple[str, ...]) -> CodesKind | None:
+        """Returns the kind in which all named matrices are stored. None: not all are, or kinds differ."""
+        kinds = [kind for name in names if (kind := self._source.kind(name)) is not None]
+        shapes = [(each[0], each[1]) for each in (self._infos[name].shape for name in names)]
+        return joined_kind(kinds, shapes) if len(kinds) == len(names) else None
+
+    def _fill_experts(self, experts: list[tuple[str, ...]], place: ExpertStack, staging: _Staging | None) -> None:
+        place.fill_all(self._joined_codes(names) for names in experts)
+
+    def _joined_codes(self, names: tuple[str, ...]) -> Codes:
+        found = [codes for name in names if (codes := self._source.codes(name, self._device)) is not None]
+        codes = join(found)
+        self._bar.update(math.prod(codes.shape) * self.dtype.itemsize)
+        return codes
 
     def _fill_expert(self, expert: int, names: tuple[str, ...], place: ExpertStack, staging: _Staging | None) -> None:
         first = 0

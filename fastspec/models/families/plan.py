@@ -20,6 +20,7 @@ class ExpertsPlan:
 
         ids, factors = routing(h Wrouter [+ bias])
         m = sum of factor_j expert_j(h) over a token's chosen experts, in the order in which they were chosen
+            [with `latent`: expert_j reads h Wlatent_in, and the sum is multiplied with Wlatent_out]
         m = m + [sigmoid(h Wshared_gate) *] shared(h) [if there is a shared expert]
 
     Attributes:
@@ -33,8 +34,8 @@ class ExpertsPlan:
         bias: True if the experts' products have a bias.
         shared: intermediate size of the shared expert, which every token uses. 0: there is none.
         shared_gate: True if the shared expert's output is multiplied by a gate, one number per token.
-        sum_eps: a token's factors, before the scale of `routing`, are divided by their sum plus this number. None: they
-            are those of `routing`.
+        latent: width of the experts' input and output, if products before and after them change it:
+            experts(h Wlatent_in) Wlatent_out. The shared expert and the router read h. 0: the hidden size.
     """
 
     count: int
@@ -46,7 +47,7 @@ class ExpertsPlan:
     bias: bool = False
     shared: int = 0
     shared_gate: bool = False
-    sum_eps: float | None = None
+    latent: int = 0
 
     @property
     def gated(self) -> bool:

@@ -16,7 +16,16 @@ from fastspec.models.checkpoints.safetensors_files import ShardTensors
 from fastspec.models.config import ModelSpec
 from fastspec.models.families.plan import LayerPlan
 from fastspec.models.heads.checkpoint import HeadCheckpoint, sizes_of
-from fastspec.models.heads.mtp_names import EMBED_NORM, FC, HIDDEN_NORM, NORM, StoredMtp, find_mtp, part_name
+from fastspec.models.heads.mtp_names import (
+    EMBED_NORM,
+    FC,
+    HIDDEN_NORM,
+    NORM,
+    SECOND_NORM,
+    StoredMtp,
+    find_mtp,
+    part_name,
+)
 from fastspec.models.heads.some_rows import WithSomeRows, output_rows
 from fastspec.models.heads.spec import NORMED, HeadSpec, Recognised
 from fastspec.models.layer_table import HEAD, tensor_shapes
@@ -38,7 +47,8 @@ class MtpSpec(HeadSpec):
         e = norm(embedding of token i + 1 + j)
         h = norm(the target's hidden state after its final norm; with j > 0 x of layer j - 1), at the same position
         x = [e h] Wfc^T                    [h e] with hidden_first
-        x = norm(layer(x))                 the layer has the plan of the target's last layer with attention
+        x = norm(layer(x))                 the layer has the plan of the target's last layer with attention; Nemotron's
+                                           also has the experts of its last layer with experts
         logits = x Whead^T                 of token i + 2 + j
 
     Layer j makes draft j. For drafts after the last layer's own one, this layer goes to the next position, and h is its
@@ -132,7 +142,10 @@ def mtp_spec(target: Checkpoint, directory: Path) -> MtpSpec:
             f"{target.name} has no MTP layer (mtp.*, model.layers.{model.num_layers}.* or model.mtp_layers.*); use a "
             "learned drafter, a draft model, or NGram()"
         )
-    decoder = replace(model, plans=(_plan(model),) * found.depth)
+    plan, own_names = _plan(model), model.own_names
+    if found.layout == "nemotron":
+        plan, own_names = _with_experts(model, plan), (("post_norm", (SECOND_NORM,)),)
+    decoder = replace(model, plans=(plan,) * found.depth, own_names=own_names)
     tensors = _tensors(decoder, found)
     if any(".experts." in name for name in found.names) and not any(".experts." in name for name in tensors):
         raise UnsupportedModel(
@@ -156,6 +169,14 @@ def _plan(model: ModelSpec) -> LayerPlan:
     """Returns the plan of the last layer with attention, if possible of one without a sliding window."""
     attending = [model.plans[layer] for layer in model.attending]
     return next((plan for plan in reversed(attending) if plan.window is None), attending[-1])
+
+
+def _with_experts(model: ModelSpec, plan: LayerPlan) -> LayerPlan:
+    """Returns the plan of a layer with attention, and with the experts of the model's last layer that has any."""
+    experts = [each.experts for each in model.plans if each.experts is not None]
+    if plan.feeds or not experts:
+        raise UnsupportedModel("an MTP layer in Nemotron's layout belongs to a model whose layers have one part each")
+    return replace(plan, feeds=True, experts=experts[-1])
 
 
 def _tensors(decoder: ModelSpec, found: StoredMtp) -> dict[str, tuple[int, ...]]:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 HeadKind = Literal["eagle3", "peagle", "dflash", "dflash2", "dspark", "mtp", "assistant"]
 
-Layout = Literal["eagle", "z-lab", "deepspec", "speculators", "mtp", "nextn", "mimo", "mimo-v2", "google"]
+Layout = Literal["eagle", "z-lab", "deepspec", "speculators", "mtp", "nextn", "mimo", "mimo-v2", "google", "nemotron"]
 
 NAMES: Final[Mapping[HeadKind, str]] = {
     "eagle3": "EAGLE-3",
@@ -50,6 +50,7 @@ LAYOUTS: Final[Mapping[Layout, str]] = {
     "mimo": "layout of MiMo",
     "mimo-v2": "layout of MiMo-V2",
     "google": "layout of Google",
+    "nemotron": "layout of Nemotron",
 }
 
 SPECULATORS: Final = "speculators_model_type"

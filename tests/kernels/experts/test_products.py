@@ -15,16 +15,17 @@ from fastspec.kernels import reference
 from fastspec.kernels.common.codes import Codes
 from fastspec.kernels.common.experts import MXFP4, ExpertStack, ExpertWeights, power_of_two
 from fastspec.kernels.common.weights import Weight
-from fastspec.shapes import ClampedGate
+from fastspec.shapes import ClampedGate, SquaredRelu
 from tests.helpers import gluon_simulator as simulator
 from tests.helpers.devices import devices
-from tests.helpers.gluon_simulator import experts_in_mxfp4
+from tests.helpers.gluon_simulator import experts_in_codes
+from tests.helpers.packed_codes import KINDS, on_device, random_codes
 
 pytest.importorskip("triton", reason="Triton ships for Linux only")
 
 from fastspec.kernels.common.launch import launch
 from fastspec.kernels.experts import dispatch
-from fastspec.kernels.experts.mxfp4 import mxfp4_kernel
+from fastspec.kernels.experts.codes import codes_kernel
 
 EXPERTS, CHOSEN, HIDDEN, INNER = 5, 2, 64, 64
 CLAMP = ClampedGate(1.7, 1.0)
@@ -33,7 +34,7 @@ DTYPES = {"cpu": [torch.float32, torch.float16], "cuda": [torch.float32, torch.f
 
 
 def dtypes(form: str, device: str) -> list[torch.dtype]:
-    return [torch.bfloat16] if form == "mxfp4" else DTYPES[device]
+    return [torch.bfloat16] if "mxfp4" in form else DTYPES[device]
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -42,10 +43,10 @@ def stand_ins() -> Iterator[None]:
     if torch.cuda.is_available():
         yield
         return
-    simulated = experts_in_mxfp4()
+    simulated = experts_in_codes()
 
     def either(kernel: Any, *given: Any, **options: Any) -> None:
-        if kernel is mxfp4_kernel:
+        if kernel is codes_kernel:
             simulator.launch(simulated, *given, **{"PDL": False, **options})
         else:
             launch(kernel, *given, **options)
@@ -62,7 +63,7 @@ def stack(shape: tuple[int, ...], scale: float, dtype: torch.dtype, device: str,
 def in_mxfp4(shape: tuple[int, int, int], dtype: torch.dtype, device: str, seed: int, gated: bool) -> ExpertStack:
     """A stack of random codes and of scales around 2^-3."""
     generator = torch.Generator().manual_seed(seed)
-    made = ExpertStack.empty_codes(shape, dtype, torch.device(device), gated)
+    made = ExpertStack.empty_codes(shape, MXFP4, dtype, torch.device(device), gated)
     for expert in range(shape[0]):
         codes = torch.randint(16, shape[1:], generator=generator, dtype=torch.uint8)
         exponents = torch.randint(122, 126, (shape[1], shape[2] // 32), generator=generator, dtype=torch.uint8)
@@ -71,19 +72,34 @@ def in_mxfp4(shape: tuple[int, int, int], dtype: torch.dtype, device: str, seed:
 
 
 def weights_of(form: str, dtype: torch.dtype, device: str, hidden: int = HIDDEN, inner: int = INNER) -> ExpertWeights:
-    """Experts of random numbers; `form`: "plain", "bias" or "mxfp4"."""
+    """Experts of random numbers; `form`: "plain", "bias", "mxfp4", and without a gate "relu2" or "mxfp4 relu2"."""
     router = Weight(torch.zeros(EXPERTS, hidden, dtype=dtype, device=device))
-    if form == "mxfp4":
-        up = in_mxfp4((EXPERTS, 2 * inner, hidden), dtype, device, 1, True)
+    first = inner if "relu2" in form else 2 * inner
+    if "mxfp4" in form:
+        up = in_mxfp4((EXPERTS, first, hidden), dtype, device, 1, first > inner)
         down = in_mxfp4((EXPERTS, hidden, inner), dtype, device, 2, False)
     else:
-        up = stack((EXPERTS, 2 * inner, hidden), 0.1, dtype, device, 1)
+        up = stack((EXPERTS, first, hidden), 0.1, dtype, device, 1)
         down = stack((EXPERTS, hidden, inner), 0.1, dtype, device, 2)
     made = ExpertWeights(router, up, down)
-    if form == "plain":
+    if form == "plain" or first == inner:
         return made
     up_bias = stack((EXPERTS, 2 * inner), 0.5, dtype, device, 3).data
     return replace(made, gate_up_bias=up_bias, down_bias=stack((EXPERTS, hidden), 0.5, dtype, device, 4).data)
+
+
+def in_codes(name: str, hidden: int, inner: int, gated: bool, device: str) -> tuple[ExpertWeights, ExpertWeights]:
+    """Experts in codes of one of `KINDS`, and their values in fp32, the gate's rows first."""
+    made, meant = [], []
+    for shape, gate in (((2 * inner if gated else inner, hidden), gated), ((hidden, inner), False)):
+        codes = [on_device(random_codes(name, *shape, seed=expert), device) for expert in range(EXPERTS)]
+        made.append(
+            ExpertStack.empty_codes((EXPERTS, *shape), codes[0].kind, torch.bfloat16, torch.device(device), gate)
+        )
+        made[-1].fill_all(codes)
+        meant.append(ExpertStack.of(torch.stack([each.dequantise(torch.float32) for each in codes])))
+    router = Weight(torch.zeros(EXPERTS, hidden, device=device))
+    return ExpertWeights(router, made[0], made[1]), ExpertWeights(router, meant[0], meant[1])
 
 
 def rows_of(count: int, dtype: torch.dtype, device: str, hidden: int = HIDDEN) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -96,19 +112,47 @@ def rows_of(count: int, dtype: torch.dtype, device: str, hidden: int = HIDDEN) -
 
 
 @pytest.mark.parametrize("device", devices())
-@pytest.mark.parametrize("form", ["plain", "bias", "mxfp4"])
+@pytest.mark.parametrize("form", ["plain", "bias", "mxfp4", "relu2", "mxfp4 relu2"])
 @pytest.mark.parametrize(("count", "hidden", "inner"), [(1, 128, 64), (2, 192, 64), (9, 64, 64), (70, 64, 64)])
 def test_the_kernel_equals_its_torch_definition(count: int, hidden: int, inner: int, form: str, device: str) -> None:
     for dtype in dtypes(form, device):
         weights = weights_of(form, dtype, device, hidden, inner)
         x, ids, factors, residual = rows_of(count, dtype, device, hidden)
-        clamp = None if form == "plain" else CLAMP
+        x = x / 4 if "relu2" in form else x  # squares are small enough for the bound below
+        clamp = SquaredRelu() if "relu2" in form else None if form == "plain" else CLAMP
         shared = {"shared": residual.flip(0), "shared_logits": factors[:, :1]} if form == "bias" else {}
         found = dispatch.experts(x, ids, factors, weights, clamp, residual=residual, **shared)
         expected = reference.experts(x, ids, factors, weights, clamp, residual=residual, **shared)
         # of 16 bits both round what an expert gives, and the result: a few units in the last place of values up to 16
         bound = 2e-5 if dtype == torch.float32 else {torch.float16: 0.03, torch.bfloat16: 0.25}[dtype]
         torch.testing.assert_close(found, expected, rtol=bound, atol=bound)
+
+
+@pytest.mark.parametrize("device", devices())
+@pytest.mark.parametrize("name", [name for name in KINDS if name != "mxfp4"])
+def test_codes_give_the_products_of_their_values(name: str, device: str) -> None:
+    """Of a last chunk of K that is half there; without a gate, half of the forms. A row alone has the same bits."""
+    gated = name in ("fp8", "fp8 groups", "int8", "int4", "int4 32")
+    hidden, inner = (128, 64) if gated else (192, 128)
+    weights, meant = in_codes(name, hidden, inner, gated, device)
+    for stack, values in ((weights.gate_up, meant.gate_up), (weights.down, meant.down)):
+        assert stack.shape == values.shape
+        assert torch.equal(stack.values(2), values.values(2).bfloat16())
+        assert torch.equal(stack.values(torch.tensor([1, 2]))[1], stack.values(2))
+    x, ids, factors, _ = rows_of(5, torch.bfloat16, device, hidden)
+    clamp = None if gated else SquaredRelu()
+    found = dispatch.experts(x, ids, factors, weights, clamp, residual=None)
+    expected = reference.experts(x.float(), ids, factors, meant, clamp, residual=None)
+    # the kernel rounds an expert's first product and its output, both to 2^-9, and some forms their scales
+    torch.testing.assert_close(found, expected, rtol=0, atol=2**-7 * float(expected.abs().max()))
+    alone = dispatch.experts(x[4:5], ids[4:5], factors[4:5], weights, clamp, residual=None)
+    assert torch.equal(alone[0], found[4])
+
+
+def test_codes_of_another_kind_are_refused() -> None:
+    weights, _ = in_codes("int4", 128, 64, True, "cpu")
+    with pytest.raises(ValueError, match="wanted CodesKind"):
+        weights.down.fill_all([random_codes("fp8", 128, 64)] * EXPERTS)
 
 
 @pytest.mark.parametrize("device", devices())

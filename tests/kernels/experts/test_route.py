@@ -19,6 +19,7 @@ RULES = {
     "qwen normed": RoutingRule(8, normed=True),
     "glm": RoutingRule(3, "sigmoid", True, 2.5),
     "glm groups": RoutingRule(4, "sigmoid", True, 1.5, 6, 2),
+    "lfm2": RoutingRule(3, "sigmoid", True, 1.5, eps=0.5),
     "gpt-oss": RoutingRule(4, "logits"),
     "qwen shared": RoutingRule(8, normed=True, shared="gated"),
     "glm shared": RoutingRule(3, "sigmoid", True, 2.5, shared="whole"),

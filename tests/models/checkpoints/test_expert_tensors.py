@@ -106,7 +106,7 @@ def test_experts_in_fp8_become_values(tmp_path: Path) -> None:
 
 def test_experts_in_mxfp4_stay_in_four_bits_where_ops_read_them(oss: tuple[Path, Path]) -> None:
 
-    ops = TORCH_OPS.replaced(keeps_experts=lambda shape, dtype, device: True)
+    ops = TORCH_OPS.replaced(keeps_experts=lambda shape, kind, dtype, device: True)
     spec = resolve(oss[0], role="target")
     options = {"dtype": torch.float32, "device": CPU, "ops": ops}
     assert spec.stored == "experts in mxfp4"

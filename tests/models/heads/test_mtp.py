@@ -37,6 +37,7 @@ from tests.helpers.mtp import (
     stored_names,
     write_glm,
     write_layers,
+    write_nemotron,
     write_target,
 )
 
@@ -126,6 +127,23 @@ def test_the_layer_of_a_mixture_is_that_of_transformers(tmp_path: Path) -> None:
     model, _ = built(target)
     assert model.spec.plans[0].experts is not None
     compare(model, theirs, theirs.config)
+
+
+@torch.inference_mode()
+def test_the_layer_of_nemotron_is_that_of_transformers(tmp_path: Path) -> None:
+    """Attention and experts, which are two stored layers. In another order they are refused."""
+    target, theirs = write_nemotron(tmp_path)
+    model, _ = built(target)
+    assert model.spec.plans[0].experts is not None
+    assert model.spec.num_layers == 1
+    compare(model, theirs, theirs.config)
+    turned = {name.replace("layers.0.mixer", "layers.1.mixer"): each for name, each in theirs.stored().items()}
+    add_to(target, turned)
+    file = target / "model.safetensors"
+    kept = {name: each for name, each in load_file(file).items() if "mtp.layers.0.mixer." not in name}
+    save_file(kept, file, {"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"mixer\.q_proj"):
+        built(target)
 
 
 def compare(model: Mtp, theirs: Any, config: Any) -> None:

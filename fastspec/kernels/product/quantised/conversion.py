@@ -24,7 +24,7 @@ LESS_EIGHT = gl.constexpr(-0x617F6180)  # 0x9E809E80
 @gluon.constexpr_function
 def bits_of(FORM):
     """Returns the number of bits of a code."""
-    return 4 if FORM == "int4" or FORM == "fp4" else 8
+    return 4 if FORM in ("int4", "fp4", "mxfp4") else 8
 
 
 @gluon.constexpr_function

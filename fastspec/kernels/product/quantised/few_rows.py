@@ -90,13 +90,13 @@ class CodesEpilogue(NamedTuple):
 
 
 @gluon.constexpr_function
-def _unit(FORM, GROUP):
+def unit_of(FORM, GROUP):
     """Returns the number of values of K in one product."""
     return 32 if GROUP == 32 and FORM == "int4" else 64
 
 
 @gluon.jit
-def _operands(k_tile, left: gl.constexpr, FORM: gl.constexpr, GROUP: gl.constexpr, KT: gl.constexpr,
+def operands_of(k_tile, left: gl.constexpr, FORM: gl.constexpr, GROUP: gl.constexpr, KT: gl.constexpr,
               UNIT: gl.constexpr):  # fmt: skip
     """Converts a K tile to bf16 [S, R, UNIT] for each unit, in the layout of the left operand."""
     PIECES: gl.constexpr = pieces_of(KT, FORM)
@@ -116,14 +116,14 @@ def _operands(k_tile, left: gl.constexpr, FORM: gl.constexpr, GROUP: gl.constexp
 
 
 @gluon.jit
-def _less_offset(part, total, FORM: gl.constexpr):
+def less_offset(part, total, FORM: gl.constexpr):
     """Subtracts the codes' offset times the sums of x, `total` [S, 16, BM], from sums of codes times x."""
     total = gl.convert_layout(for_all(total, part.shape[1]), part.type.layout, assert_trivial=True)
     return gl.fma(gl.full_like(total, -1.0 * offset_of(FORM)), total, part)
 
 
 @gluon.jit
-def _block(sums, units, rows, scales, ones_of, right: gl.constexpr, FORM: gl.constexpr):
+def block_sums(sums, units, rows, scales, ones_of, right: gl.constexpr, FORM: gl.constexpr):
     """Multiplies 8 rows of x with a K tile.
 
     `sums` is (acc,), or (acc, sums of x) if the offset is subtracted at the end.
@@ -148,7 +148,7 @@ def _block(sums, units, rows, scales, ones_of, right: gl.constexpr, FORM: gl.con
             total = mma_v2(ones_of, x, total)
         if GROUPS > 0 and u % EACH == EACH - 1:
             if OFFSET:
-                part = _less_offset(part, total, FORM)
+                part = less_offset(part, total, FORM)
             acc = gl.fma(scales[u // EACH], part, acc)
     if GROUPS == 0:
         acc = part
@@ -170,7 +170,7 @@ def _step(sums, k_tile, rows, x, ones_of, left: gl.constexpr, right: gl.constexp
     GROUPS: gl.constexpr = groups_of(KT, FORM, GROUP)
     UNITS: gl.constexpr = KT // UNIT
     mma: gl.constexpr = sums[0][0].type.layout
-    units = _operands(k_tile, left, FORM, GROUP, KT, UNIT)
+    units = operands_of(k_tile, left, FORM, GROUP, KT, UNIT)
     scales = ()
     for g in gl.static_range(GROUPS):
         scales = scales + (rows_of(k_tile[PIECES + g], gl.float16, mma),)
@@ -180,7 +180,7 @@ def _step(sums, k_tile, rows, x, ones_of, left: gl.constexpr, right: gl.constexp
             some = rows_in(x[0], x[1][b], FIRST, x[2], RAGGED, KT, UNIT)
         else:
             some = rows[b * UNITS : (b + 1) * UNITS]
-        found = found + (_block(sums[b], units, some, scales, ones_of, right, FORM),)
+        found = found + (block_sums(sums[b], units, some, scales, ones_of, right, FORM),)
     return found
 
 
@@ -194,7 +194,7 @@ def _first_of(some):
 
 
 @gluon.jit
-def _no_sums(S: gl.constexpr, R: gl.constexpr, BLOCKS: gl.constexpr, OWN_SUM: gl.constexpr, mma: gl.constexpr):
+def no_sums(S: gl.constexpr, R: gl.constexpr, BLOCKS: gl.constexpr, OWN_SUM: gl.constexpr, mma: gl.constexpr):
     """Returns zero sums for each 8 rows of x. With OWN_SUM also sums of x, for offsets subtracted at the end."""
     sums = ()
     for _ in gl.static_range(BLOCKS):
@@ -229,7 +229,7 @@ def quantised_kernel(
     PDL: gl.constexpr,
 ):
     """Computes R weight rows by 8 BLOCKS rows of x."""
-    UNIT: gl.constexpr = _unit(FORM, GROUP)
+    UNIT: gl.constexpr = unit_of(FORM, GROUP)
     mma: gl.constexpr = gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[S, 1, 1], instr_shape=[1, 16, 8])
     left: gl.constexpr = gl.DotOperandLayout(0, mma, UNIT // 8)
     right: gl.constexpr = gl.DotOperandLayout(1, mma, UNIT // 8)
@@ -260,7 +260,7 @@ def quantised_kernel(
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
-    sums = _no_sums(S, R, BLOCKS, OWN_SUM, mma)
+    sums = no_sums(S, R, BLOCKS, OWN_SUM, mma)
     like = sum_of_splits(sums[0][0], PAIRWISE)
     place = weight_numbers(like, tile * R, 16, 8)
     factor = gl.load(operands.factors + place, mask=place < N, other=0.0)
@@ -304,7 +304,7 @@ def quantised_kernel(
         first = first_row + b * BLOCK
         acc = sums[b][0]
         if OWN_SUM:
-            acc = _less_offset(acc, sums[b][1], FORM)
+            acc = less_offset(acc, sums[b][1], FORM)
         total = sum_of_splits(acc, PAIRWISE) * factor
         if epilogue.row_factors is not None:
             total = total * loaded_factor(epilogue.row_factors, first, M, like)

@@ -48,6 +48,8 @@ _GPTQ: Final = _OF_INT4 | {
 _COMPRESSED: Final = frozenset(["global_compression_ratio", "kv_cache_scheme", "version"])
 _COMPRESSED_GROUP: Final = frozenset(["input_activations", "output_activations"])
 _COMPRESSED_WEIGHTS: Final = frozenset(["observer", "observer_kwargs", "scale_dtype", "zp_dtype", "dynamic"])
+_MIXED: Final = "MIXED_PRECISION"  # each of `quantized_layers` has an algorithm of its own
+_FP8_BLOCKS: Final = ("FP8_PB_WO", "FP8_BLOCK_SCALES")  # two names of one layout
 _MODELOPT: Final = frozenset(["kv_cache_quant_algo", "kv_cache_scheme", "config_groups", "has_zero_point"])
 
 
@@ -90,6 +92,7 @@ def quantisation_of(config: Mapping[str, Any], modelopt: Mapping[str, Any] | Non
     if method in ("compressed-tensors", "compressed_tensors"):
         return _compressed(fields)
     readers = {"fp8": _fp8, "awq": _awq, "gptq": _gptq, "modelopt": _modelopt, "modelopt_fp4": _modelopt}
+    readers["modelopt_mixed"] = _modelopt
     # only experts are quantised, and they are recognised by their names
     if method == "mxfp4" and config.get("model_type") == "gpt_oss":
         return Quantisation("mxfp4", lambda module: None, weights=False)
@@ -227,24 +230,42 @@ def _gptq_scheme(fields: _Fields, layout: str) -> Scheme:
 
 
 def _modelopt(fields: _Fields) -> Quantisation:
-    fields.close("quant_algo", "exclude_modules", "ignore", "group_size", "pre_quant_scale", off=_MODELOPT)
-    algorithm = fields.choice("quant_algo", ("NVFP4", "FP8"))
+    fields.close(
+        *("quant_algo", "exclude_modules", "ignore", "group_size", "pre_quant_scale", "quantized_layers"),
+        off=_MODELOPT,
+    )
     if fields.values.get("pre_quant_scale"):
         fields.refuse("pre_quant_scale", True, "inputs are scaled before each product; take a checkpoint without that")
     ignored = fields.names("exclude_modules", "ignore")
-    if algorithm == "FP8":
-        scheme: Scheme = Float8(None)
+    of_layers: dict[str, Scheme] = {}
+    usual: Scheme | None = None
+    if fields.values.get("quant_algo") == _MIXED:
+        layers = fields.sub("quantized_layers")
+        of_layers = {name: _modelopt_scheme(layers.sub(name)) for name in layers.values}
     else:
-        group = fields.values.get("group_size", 16)
-        if group != 16:
-            fields.refuse("group_size", group, "wanted 16")
-        scheme = Float4(16, weight="weight", overall="weight_scale_2")
+        usual = _modelopt_scheme(fields)
 
     def scheme_of(module: str) -> Scheme | None:
         by_pattern = any(fnmatchcase(spelling, name) for spelling in spellings(module) for name in ignored)
-        return None if by_pattern or _within(module, ignored) else scheme
+        if by_pattern or _within(module, ignored):
+            return None
+        named = [name for name in of_layers if _within(module, (name,))]
+        return of_layers[max(named, key=len)] if named else usual
 
     return Quantisation("modelopt", scheme_of, cache=bool(fields.values.get("kv_cache_quant_algo")))
+
+
+def _modelopt_scheme(fields: _Fields) -> Scheme:
+    """Returns the scheme of the whole checkpoint, or of one of its `quantized_layers`."""
+    algorithm = fields.choice("quant_algo", ("NVFP4", "W4A16_NVFP4", "FP8", *_FP8_BLOCKS))
+    if algorithm == "FP8":
+        return Float8(None)
+    wanted = 128 if algorithm in _FP8_BLOCKS else 16
+    if (group := fields.values.get("group_size", wanted)) != wanted:
+        fields.refuse("group_size", group, f"wanted {wanted}")
+    if algorithm in _FP8_BLOCKS:
+        return Float8((wanted, wanted), "weight_scale_inv")
+    return Float4(16, weight="weight", overall="weight_scale_2")
 
 
 def _compressed(fields: _Fields) -> Quantisation:

@@ -17,7 +17,7 @@ from torch import Tensor
 from fastspec.errors import CheckpointError
 from fastspec.kernels.common.codes import Codes, CodesKind
 from fastspec.kernels.common.kv_scales import KVScales
-from fastspec.models.checkpoints.parameter_names import PREFIX, parameter
+from fastspec.models.checkpoints.parameter_names import PREFIX, parameter, usual_name
 from fastspec.models.checkpoints.quantised.configs import Quantisation
 from fastspec.models.checkpoints.quantised.schemes import Over, Scheme
 from fastspec.models.checkpoints.safetensors_files import STORED_DTYPES
@@ -98,6 +98,7 @@ WEIGHT = ".weight"
 # suffixes of tensors that mark a quantised matrix, and suffixes of further tensors of it
 MARKS = ("weight_packed", "weight_scale", "weight_scale_inv", "qweight", "scales")
 
+_UNCHANGED: Final[Mapping[str, str]] = {}
 GROUP_INDICES = frozenset(("g_idx", "weight_g_idx"))  # the group of each column
 
 DTYPE_NAMES = {dtype: name for name, dtype in STORED_DTYPES.items()}
@@ -119,14 +120,21 @@ class QuantisedShards(WrappedSource):
         stored: tensors of the files.
         quantisation: settings of the config.
         shapes: shapes of the model's parameters, by name.
+        renamed: parts of stored names with their replacements; see `ModelFamily.renamed`.
 
     Raises:
         CheckpointError: parts are missing or have another shape or dtype, or the config does not mention their matrix.
     """
 
-    def __init__(self, stored: TensorSource, quantisation: Quantisation, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    def __init__(
+        self,
+        stored: TensorSource,
+        quantisation: Quantisation,
+        shapes: Mapping[str, tuple[int, ...]],
+        renamed: Mapping[str, str] = _UNCHANGED,
+    ) -> None:
         super().__init__(stored)
-        self._quantisation = quantisation
+        self._quantisation, self._renamed = quantisation, renamed
         self._matrices = dict(self._found(shapes))
         if quantisation.weights and not self._matrices:
             raise CheckpointError(
@@ -144,11 +152,12 @@ class QuantisedShards(WrappedSource):
 
     def _found(self, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[str, Matrix]]:
         infos = self._source.infos()
-        for module in _modules(infos):
-            name = parameter(module + WEIGHT, shapes.keys())
+        for module, part in _modules(infos).items():
+            name = parameter(usual_name(module, self._renamed) + WEIGHT, shapes.keys())
             if name not in shapes:
                 continue  # part of another model: listed as unused later
-            scheme = self._quantisation.scheme_of(module)  # a config uses the checkpoint's names
+            stored = self._source.stored_name(f"{module}.{part}").rpartition(".")[0]
+            scheme = self._quantisation.scheme_of(stored)  # a config uses the checkpoint's names
             if scheme is None:
                 raise CheckpointError(
                     f"{self.directory}: {module} is stored quantised, and the config's {self._quantisation.method} "
@@ -259,11 +268,11 @@ class QuantisedShards(WrappedSource):
         return ", ".join(f"{count} matrices in {kind}" for kind, count in sorted(kinds.items()))
 
 
-def _modules(infos: Mapping[str, TensorInfo]) -> list[str]:
-    """Returns the names of modules with stored tensors that only a quantised matrix has."""
-    found = []
+def _modules(infos: Mapping[str, TensorInfo]) -> dict[str, str]:
+    """Returns the names of modules with stored tensors that only a quantised matrix has, each with one such tensor."""
+    found = {}
     for name, info in infos.items():
         module, _, part = name.rpartition(".")
         if part in MARKS or (part == "weight" and isinstance(info.dtype, str)):
-            found.append(module)
-    return list(dict.fromkeys(found))
+            found[module] = part
+    return found

@@ -35,10 +35,10 @@ def _convolves(fields: ConfigFields) -> LayerPlan:
 
 def _moe_plans(fields: ConfigFields, layers: int) -> tuple[LayerPlan, ...]:
     count, chosen = counts(fields)
-    eps = _SUM_EPS if fields.flag("norm_topk_prob") else None
-    routing = RoutingRule(chosen, "sigmoid", scale=fields.positive("routed_scaling_factor"))
+    normed, scale = fields.flag("norm_topk_prob"), fields.positive("routed_scaling_factor")
+    routing = RoutingRule(chosen, "sigmoid", normed, scale, eps=_SUM_EPS)
     inner, correction = width(fields, "moe_intermediate_size"), fields.flag("use_expert_bias")
-    experts = ExpertsPlan(count, inner, routing, correction=correction, sum_eps=eps)
+    experts = ExpertsPlan(count, inner, routing, correction=correction)
     dense = fields.count("num_dense_layers", SIZE_LIMITS["num_hidden_layers"], minimum=0)
     return tuple(
         plan if at < dense else replace(plan, experts=experts) for at, plan in enumerate(_plans(fields, layers))

@@ -1,6 +1,7 @@
-"""Nemotron-H and Nemotron 3 Nano: each layer is Mamba-2, attention without rope, an MLP, or a mixture of experts.
+"""Nemotron-H and Nemotron 3: each layer is Mamba-2, attention without rope, an MLP, or a mixture of experts.
 
 MLPs and experts have no gate: relu squared. The router is DeepSeek-V3's, with a shared expert beside the routed ones.
+In Nemotron 3 Super and Ultra, routed experts read and write a smaller size than the hidden one.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from fastspec.models.families.mixtures.experts import width
 from fastspec.models.families.mixtures.glm4_moe import grouped_routing
 from fastspec.models.families.plan import ExpertsPlan, LayerPlan, ModelFamily
 from fastspec.models.families.recurrent.mamba import MAX_HEADS, MAX_STATE, MAX_WIDTH
-from fastspec.models.fields import ConfigFields
+from fastspec.models.fields import SIZE_LIMITS, ConfigFields
 from fastspec.shapes import MambaRule, SquaredRelu
 
 
@@ -55,8 +56,6 @@ def _rule(fields: ConfigFields) -> MambaRule:
 
 
 def _experts(fields: ConfigFields) -> ExpertsPlan:
-    if fields.get("moe_latent_size") is not None:
-        fields.refuse("moe_latent_size", fields.get("moe_latent_size"), "null: experts that read the hidden size")
     count, routing = grouped_routing(fields)
     return ExpertsPlan(
         count,
@@ -65,6 +64,9 @@ def _experts(fields: ConfigFields) -> ExpertsPlan:
         activation=SquaredRelu(),
         correction=True,
         shared=width(fields, "moe_shared_expert_intermediate_size"),
+        latent=0
+        if fields.get("moe_latent_size") is None
+        else fields.count("moe_latent_size", SIZE_LIMITS["hidden_size"]),
     )
 
 
@@ -86,6 +88,8 @@ NEMOTRON_H = ModelFamily(
         "experts.router": ("mixer.gate",),
         "experts.correction": ("mixer.gate.e_score_correction_bias",),
         "experts.gate_up": ("mlp.experts.{}.up_proj",),
+        "experts.latent_in": ("mixer.fc1_latent_proj",),
+        "experts.latent_out": ("mixer.fc2_latent_proj",),
         "shared_gate_up": ("mixer.shared_experts.up_proj",),
         "shared_down": ("mixer.shared_experts.down_proj",),
         "input_norm": ("norm",),

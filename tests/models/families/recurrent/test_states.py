@@ -117,8 +117,8 @@ def rule_changes(spec: ModelSpec) -> Iterator[tuple[str, dict[str, Any]]]:
         if getattr(routing, name) != getattr(plain, name):
             other = replace(experts, routing=routing._replace(**{name: getattr(plain, name)}))
             yield f"routing {name}", {"experts": other}
-    if experts.sum_eps is not None:
-        yield "sum_eps", {"experts": replace(experts, sum_eps=None)}
+    if routing.eps:
+        yield "normed", {"experts": replace(experts, routing=routing._replace(normed=False))}
 
 
 def test_no_part_can_be_left_out(case: Case) -> None:
@@ -137,7 +137,7 @@ def test_no_part_can_be_left_out(case: Case) -> None:
         ("bamba", {"hidden_act": "gelu"}, "hidden_act='gelu'"),
         ("falcon_h1", {"attention_bias": True}, "attention_bias=True .* products with factors have no bias"),
         ("falcon_h1", {"ssm_multipliers": [1.0, 1.0]}, "ssm_multipliers=.* 5 positive numbers"),
-        ("nemotron_h", {"moe_latent_size": 32}, "moe_latent_size=32"),
+        ("nemotron_h", {"moe_latent_size": 0}, "moe_latent_size=0"),
         ("nemotron_h", {"mlp_bias": True}, "mlp_bias=True"),
         ("nemotron_h", {"mlp_hidden_act": "silu"}, "mlp_hidden_act='silu'"),
         ("nemotron_h", {"mamba_hidden_act": "gelu"}, "mamba_hidden_act='gelu'"),
