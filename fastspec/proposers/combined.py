@@ -1,9 +1,10 @@
-"""Proposer that tries lookup first, and uses the draft model in rows without a match."""
+"""Proposer that drafts by lookup or with the draft model, by what has been right in each row."""
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
+import torch
 from torch import Tensor
 
 from fastspec.proposers.interface import Proposer, Wrapping
@@ -11,6 +12,8 @@ from fastspec.proposers.ngram import NGram
 from fastspec.sampling.verify import Draws
 from fastspec.shapes import StepShape
 from fastspec.state import DecodeState
+
+RATE: Final = 0.25  # weight of the last step in a row's averages
 
 
 class ContinuesDrafts(Proposer, Protocol):
@@ -21,11 +24,14 @@ class ContinuesDrafts(Proposer, Protocol):
 
 
 class LookupThenModel(Wrapping):
-    """Drafts by lookup in rows with a match, and with a model in other rows.
+    """Drafts by lookup in rows with a match where lookup has been right more often, and with a model in other rows.
 
-    The model still runs in every row, because the shape of a step is fixed. In rows with a match it is fed the lookup's
-    tokens. So its KV cache has the drafts of every row, and it never has to catch up. Lookup can give better drafts, in
-    long copies, but does not make a step cheaper.
+    Each row keeps two moving averages: of the lookup's drafts that were right, also in steps that used the model's, and
+    of the model's accepted drafts. A row with a match drafts by lookup unless the model's average is larger.
+
+    The model still runs in every row, because the shape of a step is fixed. In rows that draft by lookup it is fed the
+    lookup's tokens. So its KV cache has the drafts of every row, and it never has to catch up. Lookup can give better
+    drafts, in long copies, but does not make a step cheaper.
 
     Args:
         lookup: the lookup, which is tried first.
@@ -39,10 +45,36 @@ class LookupThenModel(Wrapping):
 
     def __str__(self) -> str:
         """Describes the proposer in a few words, for messages and `explain()`."""
-        return f"{self.lookup}, then {self.model} in rows where lookup finds nothing"
+        return f"{self.lookup}, then {self.model} in rows where lookup finds nothing or is right less often"
 
     def propose(self, state: DecodeState, shape: StepShape, draws: Draws, **features: Tensor) -> None:
         """Makes k drafts per running row. A row beyond the model's context has only the drafts of the lookup."""
-        drafts, found = self.lookup.look_up(state, shape.num_drafts)
-        self.model.propose(state, shape, draws, (drafts, found), **features)
-        state.draft_counts.copy_(found.maximum(state.draft_counts))
+        k = shape.num_drafts
+        learn(state)
+        drafts, found = self.lookup.look_up(state, k)
+        state.lookup_drafts[:, :k] = drafts
+        state.lookup_counts.copy_(found)
+        preferred = state.lookup_mean >= state.model_mean
+        if self.max_length:  # the model's context may end within the drafts
+            preferred |= state.lengths + k > self.max_length
+        chosen = torch.where(preferred, found, 0)
+        self.model.propose(state, shape, draws, (drafts, chosen), **features)
+        state.draft_counts.copy_(chosen.maximum(state.draft_counts))
+        state.draft_source.copy_((chosen == 0) & (state.draft_counts > 0))
+
+
+def learn(state: DecodeState) -> None:
+    """Updates the averages of each row by its last step.
+
+    Args:
+        state: the rows. `block` has the tokens that the step emitted, and `lookup_drafts` what lookup found for it.
+    """
+    stepped, places = state.accepted >= 0, torch.arange(state.lookup_drafts.shape[1], device=state.lengths.device)
+    right = (state.lookup_drafts == state.block[:, :-1]) & (places < state.emitted[:, None])
+    right &= places < state.lookup_counts[:, None]
+    lookup = right.long().cumprod(dim=1).sum(dim=1)
+    for mean, count, known in (
+        (state.lookup_mean, lookup, stepped & (state.lookup_counts > 0)),
+        (state.model_mean, state.accepted, stepped & state.draft_source),
+    ):
+        mean.add_(torch.where(known, (count - mean) * RATE, 0.0))

@@ -15,13 +15,14 @@ from fastspec.inputs.options import RowOptions
 from fastspec.models.decoder import Decoder
 from fastspec.proposers import draft_model
 from fastspec.proposers.choose import Guarded, check, choose
-from fastspec.proposers.combined import LookupThenModel
+from fastspec.proposers.combined import LookupThenModel, learn
 from fastspec.proposers.deterministic import DeterministicProposer
 from fastspec.proposers.interface import Proposer, is_deterministic
 from fastspec.proposers.ngram import NGram
 from fastspec.sampling.rules import BLOCK, COUPLED, MODES
 from fastspec.scheduling.requests import Request
 from fastspec.shapes import FULL
+from fastspec.state import DecodeState
 from tests.helpers.devices import devices
 from tests.helpers.scheduling import run_all
 from tests.helpers.tiny import VOCAB, tiny_engine
@@ -143,6 +144,47 @@ def test_a_model_that_is_fed_its_own_drafts_instead_is_seen(monkeypatch: pytest.
     monkeypatch.setattr(draft_model.DraftModel, "propose", late)
     engine = looking_up_first(tiny_engine(same=True, batch=1), Noise(2))
     assert not same_caches(engine, prompts(5, seed=33)[4], sampled_row(3))
+
+
+class Wrong(NGram):
+    """Always finds an id that no text has next."""
+
+    def guess(self, tokens: Tensor, lengths: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        last = tokens.gather(1, lengths[:, None] - 1)
+        return ((last + 1) % VOCAB).expand(-1, k), torch.full_like(lengths, k)
+
+
+def test_a_row_drafts_with_what_was_right_in_that_row() -> None:
+    """A model that is always right takes over from a lookup that is not, in the rows where it is not."""
+    rows = prompts(3, seed=33)
+
+    def steps_of(lookup: NGram | None) -> list[int]:
+        engine = tiny_engine(same=True, batch=3)
+        engine = engine if lookup is None else looking_up_first(engine, lookup)
+        return [request.steps for request in run(engine, rows, 45)]
+
+    model, misled = steps_of(None), steps_of(Wrong())
+    # 2.0 falls below 1.0, what nothing known counts, in three steps of none right: 2, 1.5, 1.125, 0.84
+    assert all(most <= least + 3 for most, least in zip(misled, model, strict=True))
+    assert all(most > least for most, least in zip(misled, model, strict=True)), "lookup was tried"
+
+
+def test_the_averages_count_what_was_right() -> None:
+    state = DecodeState.allocate(
+        batch=4, max_drafts=3, max_length=9, pages_per_row=1, vocab_size=VOCAB, device=torch.device("cpu")
+    )
+    state.lookup_drafts.copy_(torch.tensor([[1, 2, 3]] * 4))
+    state.lookup_counts.copy_(torch.tensor([3, 2, 3, 0]))
+    state.block.copy_(torch.tensor([[1, 2, 9, 9], [1, 2, 3, 9], [1, 2, 3, 9], [1, 2, 3, 9]]))
+    state.emitted.copy_(torch.tensor([3, 4, 2, 4]))
+    state.accepted.copy_(torch.tensor([2, 3, -1, 3]))  # the third row did not step
+    state.draft_source.copy_(torch.tensor([False, True, True, True]))
+    learn(state)
+    assert state.lookup_mean.tolist() == [2.0, 2.0, 2.0, 2.0]
+    assert state.model_mean.tolist() == [1.0, 1.5, 1.0, 1.5]
+    state.emitted[0] = 1
+    learn(state)
+    assert state.lookup_mean.tolist() == [1.75, 2.0, 2.0, 2.0]
 
 
 @pytest.mark.parametrize("device", devices())
