@@ -1,6 +1,6 @@
-"""Rollouts by Ray actors whose weights come from a trainer by one broadcast: `ray.remote(Replica)`.
+"""Rollouts by Ray actors whose weights come from a trainer by one broadcast: `ray.remote(RolloutReplica)`.
 
-    replicas = [ray.remote(num_gpus=1)(Replica).remote(target, draft, max_length=4096) for _ in range(4)]
+    replicas = [ray.remote(num_gpus=1)(RolloutReplica).remote(target, draft, max_length=4096) for _ in range(4)]
     joined = [each.join.remote("tcp://10.0.0.1:29500", rank, 5) for rank, each in enumerate(replicas, 1)]
     torch.distributed.init_process_group("nccl", init_method="tcp://10.0.0.1:29500", rank=0, world_size=5)
     ray.get(joined)
@@ -25,7 +25,7 @@ from fastspec.output import GenerateOutput
 from fastspec.sampling.rules import COUPLED
 
 
-class Replica:
+class RolloutReplica:
     """One generator that draws rollouts.
 
     Args:

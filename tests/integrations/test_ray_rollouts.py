@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 ray = pytest.importorskip("ray", reason="runs with `make test-integrations`")
 
 from fastspec import FastSpecGenerator, demo_pair  # noqa: E402
-from fastspec.integrations.ray_rollouts import Replica  # noqa: E402
+from fastspec.integrations.ray_rollouts import RolloutReplica  # noqa: E402
 from fastspec.integrations.transfer import send  # noqa: E402
 
 TARGET, DRAFT = map(str, demo_pair())
@@ -34,7 +34,7 @@ def test_weights_reach_every_replica(cluster: None) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         where = f"tcp://127.0.0.1:{free.getsockname()[1]}"
-    made = ray.remote(num_cpus=1)(Replica)
+    made = ray.remote(num_cpus=1)(RolloutReplica)
     replicas = [made.remote(TARGET, DRAFT, **SIZES), made.remote(TARGET, num_speculative_tokens=0, **SIZES)]
     before = ray.get([each.generate.remote(PROMPTS, **SAMPLED) for each in replicas])
     assert before[0] == before[1]
