@@ -98,7 +98,7 @@ class PrefillSlot:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class PromptPart:
     """Consecutive tokens of one row that a shared pass feeds.
 
     Attributes:
@@ -220,7 +220,7 @@ class PromptPasses:
             self.modules.features[row].copy_(kept[0])
         self._leave(slot, row, draft=draft)
 
-    def feed_rows(self, parts: Sequence[Part], *, draft: bool, running: bool = True) -> None:
+    def feed_rows(self, parts: Sequence[PromptPart], *, draft: bool, running: bool = True) -> None:
         """Queues one pass over tokens of several rows. A row has the bits of passes over it alone.
 
         The tokens are cut into blocks. A row of the pass is a block: it knows its positions, and the pages of the row

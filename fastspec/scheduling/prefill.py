@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate, chain, pairwise
 
 from fastspec.engine.engine import Engine
-from fastspec.engine.prompt_passes import Part
+from fastspec.engine.prompt_passes import PromptPart
 from fastspec.kv_cache.prefix import Node, PrefixCache
 from fastspec.proposers.interface import kept_in_pages, reads_back_of
 from fastspec.scheduling.requests import Request
@@ -275,7 +275,7 @@ class PrefillQueue:
     def _feed_parts(self, parts: Mapping[int, LastPart], *, draft: bool) -> None:
         """Queues one pass over the last tokens of several prompts, or the passes over those of a single one."""
         if len(parts) > 1:
-            passed = [Part(row, part.start, part.tokens) for row, part in parts.items()]
+            passed = [PromptPart(row, part.start, part.tokens) for row, part in parts.items()]
             self.engine.prompts.feed_rows(passed, draft=draft, running=False)
             return
         for row, part in parts.items():
@@ -345,10 +345,10 @@ class PrefillQueue:
 
         Args:
             rows: row -> its request.
-            ahead: row -> number of its tokens that the device knows and the host does not. None: the draft knows all
-                but the last two, however many there are.
+            ahead: row -> number of its tokens that the device knows and the host does not. None: unknown, and the draft
+                has read all but the last two.
         """
-        passes, parts, sizes = 0.0, list[Part](), self.engine.sizes
+        passes, parts, sizes = 0.0, list[PromptPart](), self.engine.sizes
         for row, request in sorted(rows.items()):
             self._adopt_draft_kv(request, row)
             chunks, start = lag_of(self.engine, request, ahead[row] or 0), request.draft_length
@@ -356,7 +356,7 @@ class PrefillQueue:
             request.draft_lag = False
             if not chunks:
                 continue
-            part = Part(row, start, readable_by_draft(self.engine, request, ahead[row] or 0) - start)
+            part = PromptPart(row, start, readable_by_draft(self.engine, request, ahead[row] or 0) - start)
             if sizes.shares(chunks, part.tokens, draft=True):
                 if sum(sizes.blocks_of(each.tokens) for each in (*parts, part)) > sizes.most_blocks:
                     self.engine.prompts.feed_rows(parts, draft=True)

@@ -15,7 +15,7 @@ from torch import Tensor
 from fastspec import FastSpecGenerator
 from fastspec.engine.engine import Engine
 from fastspec.engine.pass_sizes import PassSizes
-from fastspec.engine.prompt_passes import Part, PrefillSlot, PromptPasses
+from fastspec.engine.prompt_passes import PrefillSlot, PromptPart, PromptPasses
 from tests.helpers.checkpoints import make_checkpoint
 from tests.helpers.prompt_groups import admit, caches, check, pool
 
@@ -73,7 +73,7 @@ def test_a_row_that_has_ended_is_not_written_to(tmp_path: Path) -> None:
     with engine_of(tmp_path, "float32") as engine:
         admit(engine, prompts)
         engine.state.finish[:3] = torch.tensor([0, 1, 0])
-        parts = [Part(row, 0, len(prompt) - 2) for row, prompt in enumerate(prompts)]
+        parts = [PromptPart(row, 0, len(prompt) - 2) for row, prompt in enumerate(prompts)]
         engine.prompts.feed_rows(parts, draft=True)
         cache = caches(engine)[1]
         for row, runs in enumerate((True, False, True)):

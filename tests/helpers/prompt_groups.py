@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fastspec.engine.engine import Engine
-from fastspec.engine.prompt_passes import Part
+from fastspec.engine.prompt_passes import PromptPart
 from fastspec.scheduling import admission
 
 
@@ -62,7 +62,7 @@ def grouped(engine: Engine, prompts: list[list[int]], rng: random.Random) -> lis
     """Reads these prompts in shared passes. Some have a beginning that was read before, in passes of their own."""
     admit(engine, prompts)
     for draft, kept in ((False, 0), (True, 2)):
-        parts: list[Part] = []
+        parts: list[PromptPart] = []
         for row, prompt in rng.sample(list(enumerate(prompts)), len(prompts)):
             unit, stop = engine.sizes.grid_unit, len(prompt) - kept
             start = unit * rng.randint(0, max(0, len(prompt) - 3) // unit) if rng.random() < 0.3 else 0
@@ -70,7 +70,7 @@ def grouped(engine: Engine, prompts: list[list[int]], rng: random.Random) -> lis
                 engine.prompts.feed_row(row, 0, engine.sizes.passes(start, draft=draft), draft=draft, running=False)
             if stop == start:
                 continue
-            part = Part(row, start, stop - start)
+            part = PromptPart(row, start, stop - start)
             if not engine.sizes.shares(engine.sizes.passes(stop, start, draft=draft), part.tokens, draft=draft):
                 engine.prompts.feed_row(
                     row, start, engine.sizes.passes(stop, start, draft=draft), draft=draft, running=False

@@ -10,7 +10,7 @@ import pytest
 
 from fastspec.adaptive.controller import Observation, StepContext
 from fastspec.engine.engine import Engine
-from fastspec.engine.prompt_passes import Part, PromptPasses
+from fastspec.engine.prompt_passes import PromptPart, PromptPasses
 from fastspec.scheduling.prefill import PrefillQueue
 from fastspec.scheduling.requests import CallPlan, Request
 from fastspec.scheduling.scheduler import Scheduler
@@ -363,7 +363,7 @@ def test_prompts_of_any_length_share_passes(whole: int, depth: int, monkeypatch:
     made: list[tuple[bool, list[int]]] = []
     feed_rows = PromptPasses.feed_rows
 
-    def counted(self: PromptPasses, parts: Sequence[Part], *, draft: bool, **how: Any) -> None:
+    def counted(self: PromptPasses, parts: Sequence[PromptPart], *, draft: bool, **how: Any) -> None:
         made.append((draft, [part.tokens for part in parts]))
         feed_rows(self, parts, draft=draft, **how)
 

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fastspec.engine.engine import Engine
-from fastspec.engine.prompt_passes import Part, PromptPasses
+from fastspec.engine.prompt_passes import PromptPart, PromptPasses
 from fastspec.inputs.options import RowOptions
 from fastspec.scheduling import prefill as prefill_queue
 from fastspec.scheduling.prefill import PrefillQueue
@@ -235,7 +235,7 @@ def test_short_passes_of_several_prompts_are_one(monkeypatch: pytest.MonkeyPatch
     )
     prefill_rows = PromptPasses.feed_rows
 
-    def counted(self: PromptPasses, parts: Sequence[Part], *, draft: bool, **how: Any) -> None:
+    def counted(self: PromptPasses, parts: Sequence[PromptPart], *, draft: bool, **how: Any) -> None:
         joined.append((draft, len(parts)))
         prefill_rows(self, parts, draft=draft, **how)
 
