@@ -60,6 +60,7 @@ from fastspec.proposers.interface import (
     reads_ahead,
     takes_features,
 )
+from fastspec.proposers.ngram import NGram
 from fastspec.proposers.suffix import Suffix
 from fastspec.shapes import DELTA_CHUNK
 from fastspec.state import DecodeState
@@ -106,8 +107,8 @@ def build(
         drafter = made.drafter(draft, scoring, shared_vocab)
         state = _state(settings)
         ring = _ring(settings, ops, state, ranks)
-        texts = config.proposer.on(device) if isinstance(config.proposer, Suffix) else None
-        chosen = choose(texts or config.proposer, drafter, scoring.vocab_size)
+        proposer = config.proposer.on(device, ops) if isinstance(config.proposer, NGram) else config.proposer
+        chosen = choose(proposer, drafter, scoring.vocab_size)
         if isinstance(scoring, HostedModel) and features_of(chosen):
             shares = isinstance(draft, HeadCheckpoint) and not draft.spec.own_embed
             admit_streams(scoring, target.name, settings.decode_tiling, shares_embedding=shares)
@@ -129,7 +130,7 @@ def build(
         mean_weight=_mean_weight(settings, target),
         share_seconds=ranks.world.share_seconds,
         sharing=(ranks.world.rank, ranks.size),
-        texts=texts,
+        texts=proposer if isinstance(proposer, Suffix) else None,
     )
     return engine, made.pending
 

@@ -6,10 +6,11 @@ from collections.abc import Callable
 from concurrent.futures import Executor
 from contextlib import AbstractContextManager, nullcontext
 from copy import copy
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import Self
 
 from fastspec.kernels import reference
 from fastspec.kernels.common import rounding
@@ -55,6 +56,7 @@ class Ops:
     argmax = staticmethod(reference.argmax)
 
     # ops of drafting and verification
+    look_up = staticmethod(reference.look_up)
     verify_commit = staticmethod(reference.verify_commit)
     sampled_commit = staticmethod(reference.sampled_commit)
     sampled_draw = staticmethod(reference.sampled_draw)

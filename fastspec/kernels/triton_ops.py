@@ -29,6 +29,7 @@ from fastspec.kernels.experts.route import route_normed as route_normed_rows
 from fastspec.kernels.feed_rows import feed_rows
 from fastspec.kernels.gpu import generation_of, has_pdl
 from fastspec.kernels.joined import joined_norms as join_rows
+from fastspec.kernels.lookup.dispatch import look_up
 from fastspec.kernels.norm import add_norm as add_norm_rows
 from fastspec.kernels.norm import norm as norm_rows
 from fastspec.kernels.ops import Ops
@@ -94,6 +95,7 @@ class TritonOps(Ops):
     short_conv = staticmethod(short_conv)
     mamba = staticmethod(mamba)
     mamba_norm = staticmethod(mamba_norm)
+    look_up = staticmethod(look_up)
     verify_commit = staticmethod(verify_commit)
     sampled_commit = staticmethod(sampled_commit)
     sampled_draw = staticmethod(sampled_draw)

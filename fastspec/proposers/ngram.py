@@ -5,10 +5,14 @@ It runs on the device, in the step.
 
 from __future__ import annotations
 
+from copy import copy
+
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
+from typing_extensions import Self
 
+from fastspec.kernels.ops import Ops
+from fastspec.kernels.reference.lookup import LookUp
 from fastspec.proposers.deterministic import DeterministicProposer
 from fastspec.state import DecodeState
 
@@ -36,6 +40,7 @@ class NGram(DeterministicProposer):
                 f"max_n={max_n!r}"
             )
         self.min_n, self.max_n = min_n, max_n
+        self.ops = Ops()
 
     def __repr__(self) -> str:
         """The arguments, which ranks compare."""
@@ -45,32 +50,16 @@ class NGram(DeterministicProposer):
         """Describes the proposer in a few words, for messages and `explain()`."""
         return f"lookup of the last {self.min_n} to {self.max_n} tokens in the row itself"
 
+    def on(self, device: torch.device, ops: Ops) -> Self:
+        """Returns a copy for one generator, whose steps run `ops` on `device`."""
+        made = copy(self)
+        made.ops = ops
+        return made
+
     def guess(self, tokens: Tensor, lengths: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """Returns k drafts for rows with a match; see `DeterministicProposer.guess`."""
-        start, run = self._match(tokens, lengths)
-        return self._copied(tokens, lengths, start, k), torch.where(run > 0, k, 0)
+        return self.ops.look_up(LookUp(tokens, lengths, self.min_n, self.max_n), k)
 
     def look_up(self, state: DecodeState, k: int) -> tuple[Tensor, Tensor]:
         """`guess` for the rows of a state."""
         return self.guess(state.tokens, state.lengths, k)
-
-    def _copied(self, tokens: Tensor, lengths: Tensor, start: Tensor, k: int) -> Tensor:
-        """Returns the k tokens of each row from `start` on. After the row's end the copy repeats its own tokens."""
-        period = (lengths - start).clamp_min(1)
-        offsets = torch.arange(k, device=tokens.device) % period[:, None]
-        return tokens.gather(1, start[:, None] + offsets)
-
-    def _match(self, tokens: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns (start int64 [B], run int64 [B]): the position after the best match, and its tokens; 0 if none."""
-        width = tokens.shape[1]
-        place = torch.arange(width, device=tokens.device)
-        matching = place < lengths[:, None]
-        # for each position, the number of tokens before it that equal the row's last tokens
-        run = torch.zeros_like(tokens)
-        for back in range(1, self.max_n + 1):
-            last = tokens.gather(1, (lengths - back).clamp_min(0)[:, None])
-            before = pad(tokens, (back, 0))[:, :width]
-            matching = matching & (before == last) & (place >= back)
-            run = run + matching
-        best = torch.where(run >= self.min_n, run * width + place, 0).amax(dim=1)
-        return best % width, best // width

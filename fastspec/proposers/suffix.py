@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from copy import copy
 from hashlib import blake2b
 from typing import Literal, cast
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
+from typing_extensions import Self
 
+from fastspec.kernels.ops import Ops
+from fastspec.kernels.reference.lookup import LookUp, Predictions
 from fastspec.proposers.ngram import NGram
 from fastspec.proposers.texts import TextIndex, rungs_between
 from fastspec.sampling.verify import Draws
@@ -19,9 +20,6 @@ from fastspec.state import DecodeState
 
 SHARED = 0  # owner of corpora, and of answers that may draft for every request
 NOBODY = -1
-GAP = 8  # tokens after a difference within which a prediction is followed again
-_ANCHOR = 3  # tokens before a difference that must match
-_SURE = 4  # tokens that must match at another place than the expected one
 _PER_MATCHED = 2  # drafts at most for each token that matches; of SuffixDecoding (Oliaro et al., arXiv:2411.04975)
 _CAPACITY = 2**24
 
@@ -34,7 +32,7 @@ class Suffix(NGram):
     Each source is searched for the longest match of max_n down to min_n tokens. The prediction drafts unless another
     match is longer than twice its match and k more tokens. Of the other sources the one with the longest match drafts,
     at most 2 tokens for each that matches. Of equally long matches in corpora and earlier answers the majority decides,
-    see `TextIndex.look_up`.
+    see `look_up_text`.
 
     A prediction is followed from its beginning. Behind a difference it is followed again where the last tokens match,
     or else where the text would be if each token had replaced one.
@@ -94,9 +92,9 @@ class Suffix(NGram):
         rungs = rungs_between(self.min_n, self.max_n)
         return sum(TextIndex.nbytes(size, rungs) for size in (self.corpus_tokens, self.remembered_tokens))
 
-    def on(self, device: torch.device) -> Suffix:
-        """Returns a copy with empty tables on a device, for one generator."""
-        made, rungs = copy(self), rungs_between(self.min_n, self.max_n)
+    def on(self, device: torch.device, ops: Ops) -> Self:
+        """Returns a copy with empty tables on a device, for one generator, whose steps run `ops`."""
+        made, rungs = super().on(device, ops), rungs_between(self.min_n, self.max_n)
         made._corpora = {}
         made._corpus = TextIndex(self.corpus_tokens, rungs, device) if self.corpus_tokens else None
         made._answers = TextIndex(self.remembered_tokens, rungs, device) if self.remember else None
@@ -166,91 +164,11 @@ class Suffix(NGram):
 
     def look_up(self, state: DecodeState, k: int) -> tuple[Tensor, Tensor]:
         """k drafts for each row with a match, from its best source; see `DeterministicProposer.guess`."""
-        tokens, lengths = state.tokens, state.lengths
-        start, run = self._match(tokens, lengths)
-        found = [(self._copied(tokens, lengths, start, k), torch.full_like(run, k), run)]  # drafts, counts, strength
+        prediction = None
         if state.prediction.shape[1]:
-            answered = lengths - state.prompt_lengths
-            places = follow(
-                state.prediction, state.prediction_lengths, tokens, lengths, answered, self.min_n, self.max_n
-            )
-            found.insert(0, _from_prediction(state.prediction, state.prediction_lengths, places, k))
-        back = lengths[:, None] - 1 - torch.arange(self.max_n, device=tokens.device)
-        recent, known = tokens.gather(1, back.clamp_min(0)), back >= 0
-        if self._answers is not None:
-            found.append(self._answers.look_up(recent, known, state.owners, k))
-        if self._corpus is not None:
-            found.append(self._corpus.look_up(recent, known, torch.full_like(lengths, SHARED), k))
-        strengths = torch.stack([each[2] for each in found], dim=1)
-        order = torch.arange(len(found), 0, -1, device=tokens.device)  # the first of equally strong ones
-        best = (strengths * (len(found) + 1) + order).argmax(dim=1)[:, None]
-        drafts = torch.stack([each[0] for each in found], dim=1).gather(1, best[..., None].expand(-1, 1, k))[:, 0]
-        counts = torch.stack([each[1] for each in found], dim=1).gather(1, best)[:, 0]
-        return drafts, torch.minimum(counts, strengths.gather(1, best)[:, 0] * _PER_MATCHED).clamp(max=k)
-
-
-def _from_prediction(
-    prediction: Tensor, lengths: Tensor, places: tuple[Tensor, Tensor], k: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Drafts from `places` of the predictions on: (drafts, counts, strength), a strength of at least k where one is."""
-    place, matched = places
-    at = place[:, None] + torch.arange(k, device=place.device)
-    drafts = prediction.gather(1, at.clamp(max=prediction.shape[1] - 1))
-    counts = torch.where(matched > 0, (lengths - place).clamp(0, k), 0)
-    return drafts, counts, torch.where(counts > 0, (2 * matched).clamp_min(2) + k, 0)
-
-
-def follow(
-    prediction: Tensor, predicted: Tensor, tokens: Tensor, lengths: Tensor, answered: Tensor, min_n: int, max_n: int
-) -> tuple[Tensor, Tensor]:
-    """Finds the place in each row's prediction that its text has come to.
-
-    1. An anchor: the place before the last 1 to `GAP` tokens where the longest match of at least 3 tokens ends, or the
-       beginning in an answer of at most `GAP` tokens. The expected place is as many tokens behind the anchor as the row
-       has. Without an anchor the expected place is the number of tokens of the answer.
-    2. The longest match of the last tokens wins if it has at least 4 tokens, or at least min_n where there is no
-       anchor, or at least 1 within `GAP` places of what the anchor lets expect. The nearest to the expected place wins
-       among equally long ones.
-    3. Without one the expected place of the anchor is taken.
-
-    Args:
-        prediction: int64 [B, R].
-        predicted: int64 [B], tokens of each prediction; 0: none.
-        tokens: int64 [B, T].
-        lengths: int64 [B].
-        answered: int64 [B], new tokens of the row.
-        min_n, max_n: see `Suffix`.
-
-    Returns:
-        (place int64 [B] of the next token, matched int64 [B]: tokens that match there, at least 1; 0 for no place).
-    """
-    rows, room = prediction.shape
-    place = torch.arange(room, device=prediction.device)
-    before = pad(prediction, (1, 0))[:, :room]
-    inside = (place >= 1) & (place < predicted[:, None])
-    run, runs = torch.zeros_like(prediction), []
-    for back in range(GAP + max_n, -1, -1):  # run[p]: tokens before p that equal the row's, without its last `back`
-        at = lengths - 1 - back
-        same = (before == tokens.gather(1, at.clamp_min(0)[:, None])) & inside & (at >= 0)[:, None]
-        run = torch.where(same, pad(run, (1, 0))[:, :room] + 1, 0)
-        if back <= GAP:
-            runs.append(run.clamp(max=max_n))
-    exact, gaps = runs[-1], torch.arange(GAP, 0, -1, device=place.device)
-    shifted = place + gaps[:, None]  # [GAP, R]: where the text is if each token of the gap replaced one
-    anchors = torch.stack(runs[:-1], dim=1)
-    usable = (anchors >= _ANCHOR) & (shifted < predicted[:, None, None])
-    near = room - (shifted - answered[:, None, None]).abs().clamp(max=room - 1)
-    score = torch.where(usable, (anchors * (GAP + 1) + (GAP - gaps)[:, None]) * (room + 1) + near, 0)
-    best, index = score.view(rows, -1).max(dim=1)
-    found = best > 0
-    begins = (answered <= GAP) & (answered < predicted)
-    expected = torch.where(found, shifted.view(-1)[index], answered)
-    found = found | begins
-    distance = (place - expected[:, None]).abs()
-    sure = exact >= max(min_n, _SURE)
-    likely = torch.where(found[:, None], (exact >= 1) & (distance <= GAP), exact >= min_n)
-    score = torch.where(sure | likely, exact * (room + 1) + room - distance.clamp(max=room), 0)
-    best, index = score.max(dim=1)
-    hit = best > 0
-    matched = torch.where(hit, exact.gather(1, index[:, None])[:, 0], found.long())
-    return torch.where(hit, index, expected.clamp(0, room - 1)), torch.where(predicted > 0, matched, 0)
+            prediction = Predictions(state.prediction, state.prediction_lengths, state.prompt_lengths)
+        searched = ((self._answers, state.owners), (self._corpus, torch.full_like(state.owners, SHARED)))
+        texts = tuple((index.table, owners) for index, owners in searched if index is not None)
+        rows = state.tokens, state.lengths
+        call = LookUp(*rows, self.min_n, self.max_n, prediction, texts, per_match=_PER_MATCHED)
+        return self.ops.look_up(call, k)

@@ -18,6 +18,7 @@ from fastspec.kernels.exchange import exchange_added, exchange_gather, exchange_
 from fastspec.kernels.feed_rows import feed_rows
 from fastspec.kernels.gelu import gelu_tanh_mul
 from fastspec.kernels.joined import joined_norms
+from fastspec.kernels.lookup.dispatch import look_up
 from fastspec.kernels.norm import add_norm, norm
 from fastspec.kernels.product.rank_sums import sum_ranks_permuted
 from fastspec.kernels.product.split_k import Parts
@@ -25,6 +26,7 @@ from fastspec.kernels.recurrent.dispatch import delta_rule
 from fastspec.kernels.recurrent.gated_norm import gated, gated_norm
 from fastspec.kernels.recurrent.state_space import mamba, mamba_norm, short_conv
 from fastspec.kernels.reference.linear import PartKeys
+from fastspec.kernels.reference.lookup import LookUp, Predictions
 from fastspec.kernels.reference.recurrent import KeptState
 from fastspec.kernels.reference.step import Record
 from fastspec.kernels.room import BLOCK, Room
@@ -37,6 +39,7 @@ from fastspec.kernels.sampling.logits import sampled_work
 from fastspec.kernels.sampling.logprobs import record_work
 from fastspec.kernels.sampling.publish import publish
 from fastspec.kernels.sampling.sampled_commit import sampled_commit
+from fastspec.proposers.texts import TextIndex, rungs_between
 from fastspec.shapes import ConvRule, DeltaRule, MambaRule
 from fastspec.state import DecodeState
 from tests.helpers.product_launches import packed
@@ -109,6 +112,8 @@ def steps(arch: int) -> Calls:
             yield f"greedy, recorded {vocab}", partial(_greedy, vocab, BATCH, True, published)
     for parts in (2, 8):
         yield f"greedy by keys {parts}", partial(_greedy_by_keys, parts)
+    for tables, predicted, max_n in ((0, False, 4), (0, True, 16), (2, True, 16), (1, False, 32)):
+        yield f"look up {tables} {predicted}", partial(_look_up, tables, predicted, max_n)
     yield "publish", partial(publish, *ring, state, drafting=True)
     yield "publish details", partial(publish, *ring, state, drafting=True, details=details)
 
@@ -134,6 +139,15 @@ def exchanges(arch: int) -> Calls:
         yield f"exchange {size}", partial(exchange_gather, x, room)
         keys, ids = on_meta((5,), torch.uint64), on_meta((5,), I64)
         yield f"exchange {size}", partial(exchange_largest, keys, 4096, room, ids)
+
+
+def _look_up(tables: int, predicted: bool, max_n: int) -> None:
+    state = _state(64)
+    prediction = Predictions(on_meta((BATCH, 4096), I64), state.prediction_lengths, state.prompt_lengths)
+    texts = tuple((TextIndex(1000, rungs_between(2, max_n), META).table, state.owners) for _ in range(tables))
+    given = (state.tokens, state.lengths, 2, max_n)
+    call = LookUp(*given, prediction if predicted else None, texts, per_match=2 if predicted or tables else None)
+    look_up(call, DRAFTS)
 
 
 def _feed(queries: int, counts: torch.Tensor | None) -> object:

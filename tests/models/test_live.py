@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
 from torch import nn
+from transformers.models.llama import modeling_llama
+from transformers.models.mistral.modeling_mistral import MistralRMSNorm
 
 from fastspec.errors import UnsupportedModel
 from fastspec.models.checkpoints.resolve import resolve
@@ -35,6 +38,15 @@ def test_quantised_or_adapted_layers_are_refused_by_class_name() -> None:
     message = refusal(model, UnsupportedModel)
     assert "'model.layers.1.mlp.up_proj'" in message
     assert "Linear4bit" in message
+
+
+def test_layers_that_the_models_own_module_imports_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers' model files import layers of others: Nemotron-H has Zamba2's norm in one version."""
+    model = make_model("llama2")
+    model.model.layers[1].input_layernorm = MistralRMSNorm(48)
+    assert "merge adapters" in refusal(model, UnsupportedModel)
+    monkeypatch.setattr(modeling_llama, "MistralRMSNorm", MistralRMSNorm, raising=False)
+    assert "where its config puts a LlamaRMSNorm" in refusal(model, UnsupportedModel), "a known layer in a wrong place"
 
 
 def test_a_quantised_live_config_is_refused() -> None:

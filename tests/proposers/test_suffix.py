@@ -8,15 +8,17 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from fastspec.engine.engine import Engine
 from fastspec.inputs.options import RowOptions
+from fastspec.kernels.ops import Ops
+from fastspec.kernels.reference.lookup import GAP, LOOKED_AT, LookUp, Predictions, follow, look_up_text
 from fastspec.proposers.combined import LookupThenModel
 from fastspec.proposers.draft_model import DraftModel
-from fastspec.proposers.suffix import GAP, NOBODY, SHARED, Suffix, follow
-from fastspec.proposers.texts import LOOKED_AT, TextIndex, rungs_between
+from fastspec.proposers.suffix import NOBODY, SHARED, Suffix
+from fastspec.proposers.texts import TextIndex, rungs_between
 from fastspec.sampling.rules import COUPLED, MODES
 from fastspec.state import DecodeState
 from tests.helpers.devices import devices
@@ -39,7 +41,7 @@ def common(left: Sequence[int], right: Sequence[int], most: int) -> int:
 def indexed(
     shelf: list[tuple[int, list[int]]], row: list[int], owner: int, rungs: tuple[int, ...], k: int
 ) -> tuple[list[int], int]:
-    """The definition of `TextIndex.look_up`: drafts, and tokens that match."""
+    """The definition of `look_up_text`: drafts, and tokens that match."""
     own = [text for of, text in shelf if of == owner]
     for rung in reversed(rungs):
         places = [
@@ -58,7 +60,7 @@ def indexed(
     sharing = [[sum(other[: j + 1] == one[: j + 1] for other in follows) for j in range(len(one))] for one in follows]
     best = max(range(len(follows)), key=lambda index: (sum(sharing[index]), index))
     count = next((j for j, alike in enumerate(sharing[best]) if alike * 4 < len(follows)), len(follows[best]))
-    return follows[best][:count], longest
+    return follows[best][:count], longest if count else 0
 
 
 def followed(prediction: list[int], row: list[int], answered: int, min_n: int, max_n: int) -> tuple[int, int]:
@@ -87,6 +89,7 @@ rows_of_few = st.lists(few, min_size=1, max_size=24)
 
 
 @settings(deadline=None, max_examples=200)
+@example([(2, [2, 2, 1]), (2, [2, 2, 1]), (2, [2, 0, 0, 0, 0])], [2], 1, 0, 4)  # five continuations, none shared enough
 @given(
     st.lists(st.tuples(st.integers(0, 2), st.lists(few, min_size=1, max_size=20)), max_size=6),
     rows_of_few,
@@ -106,7 +109,7 @@ def test_an_index_is_its_definition(
     width = rungs[-1]
     recent = torch.tensor([(row[::-1] + [0] * width)[:width]] * 3)
     known = (torch.arange(width) < len(row)).expand(3, -1)
-    drafts, counts, matched = index.look_up(recent, known, torch.arange(3), k)
+    drafts, counts, matched = look_up_text(index.table, recent, known, torch.arange(3), k)
     for owner in range(3):
         expected = indexed(shelf, row, owner, rungs, k)
         assert (drafts[owner, : counts[owner]].tolist(), int(matched[owner])) == expected
@@ -121,7 +124,8 @@ def test_the_place_in_a_prediction_is_its_definition(
     padded = torch.tensor([prediction + [1] * (30 - len(prediction))])  # junk behind its end
     junk = torch.tensor([[*row, 2, 2, 2]])
     length, new = torch.tensor([len(row)]), torch.tensor([answered])
-    place, matched = follow(padded, torch.tensor([len(prediction)]), junk, length, new, min_n, min_n + more)
+    call = LookUp(junk, length, min_n, min_n + more, Predictions(padded, torch.tensor([len(prediction)]), length - new))
+    place, matched = follow(call)
     expected = followed(prediction, row, answered, min_n, min_n + more)
     assert int(matched) == expected[1]
     assert not expected[1] or int(place) == expected[0]
@@ -161,7 +165,7 @@ def test_a_prediction_is_followed_again_within_8_tokens(edit: str) -> None:
 
 def texts_engine(lookup: Suffix, k: int, *, model: bool = False, batch: int = 3, device: str = "cpu") -> Engine:
     engine = tiny_engine(k=k, batch=batch, device=device, prediction_tokens=lookup.prediction_tokens)
-    bound = lookup.on(engine.state.lengths.device)
+    bound = lookup.on(engine.state.lengths.device, engine.modules.ops)
     drafter = engine.modules.proposer
     assert isinstance(drafter, DraftModel)
     return replace(proposing(engine, LookupThenModel(bound, drafter) if model else bound), texts=bound)
@@ -235,7 +239,7 @@ def drafted(lookup: Suffix, row: list[int], owner: int = NOBODY, k: int = 4) -> 
 
 
 def test_corpora_are_added_replaced_and_forgotten() -> None:
-    lookup = Suffix(prediction_tokens=0, corpus_tokens=10).on(CPU)
+    lookup = Suffix(prediction_tokens=0, corpus_tokens=10).on(CPU, Ops())
     lookup.add_corpus("one", [1, 2, 3, 4, 5])
     lookup.add_corpus("two", [6, 7, 8])
     assert drafted(lookup, [2, 3]) == [4, 5]
@@ -256,7 +260,7 @@ def test_corpora_are_added_replaced_and_forgotten() -> None:
 def test_answers_are_forgotten_in_order(length: int) -> None:
     """At every room: exactly the newest answers that fit are left."""
     for room in range(4, 27, 2 if length > 5 else 1):
-        lookup = Suffix(prediction_tokens=0, remember="all", remembered_tokens=room).on(CPU)
+        lookup = Suffix(prediction_tokens=0, remember="all", remembered_tokens=room).on(CPU, Ops())
         for number in range(5):
             lookup.remember_answer([], [100 * number + place for place in range(length)], None)
             for old in range(number + 1):
@@ -266,27 +270,27 @@ def test_answers_are_forgotten_in_order(length: int) -> None:
 
 
 def test_an_answer_longer_than_the_room_keeps_its_end() -> None:
-    lookup = Suffix(prediction_tokens=0, remember="all", remembered_tokens=5).on(CPU)
+    lookup = Suffix(prediction_tokens=0, remember="all", remembered_tokens=5).on(CPU, Ops())
     lookup.remember_answer([], list(range(10, 30)), None)
     assert drafted(lookup, [25, 26], SHARED) == [27, 28, 29]
     assert drafted(lookup, [23, 24], SHARED) == []
 
 
 def test_answers_draft_for_their_owner_alone() -> None:
-    by_prompt = Suffix(prediction_tokens=0, remember="prompt").on(CPU)
+    by_prompt = Suffix(prediction_tokens=0, remember="prompt").on(CPU, Ops())
     by_prompt.remember_answer([1, 2], [3, 4, 5, 6], None)
     mine, other = by_prompt.owner_of([1, 2], None), by_prompt.owner_of([1, 9], None)
     assert drafted(by_prompt, [3, 4], mine) == [5, 6]
     assert drafted(by_prompt, [1, 2], mine) == [3, 4, 5, 6], "the first tokens, too"
     assert drafted(by_prompt, [3, 4], other) == drafted(by_prompt, [3, 4], NOBODY) == []
-    by_session = Suffix(prediction_tokens=0, remember="session").on(CPU)
+    by_session = Suffix(prediction_tokens=0, remember="session").on(CPU, Ops())
     by_session.remember_answer([1, 2], [3, 4, 5, 6], "alice")
     by_session.remember_answer([1, 2], [3, 4, 7, 8], "bob")
     by_session.remember_answer([1, 2], [3, 4, 9, 9], None)
     assert drafted(by_session, [3, 4], by_session.owner_of([5], "alice")) == [5, 6]
     assert drafted(by_session, [3, 4], by_session.owner_of([5], "bob")) == [7, 8]
     assert drafted(by_session, [3, 4], by_session.owner_of([1, 2], None)) == []
-    for_all = Suffix(prediction_tokens=0, remember="all").on(CPU)
+    for_all = Suffix(prediction_tokens=0, remember="all").on(CPU, Ops())
     for_all.remember_answer([1, 2], [3, 4, 5, 6], "alice")
     assert drafted(for_all, [3, 4], for_all.owner_of([7], None)) == [5, 6]
 
@@ -294,12 +298,12 @@ def test_answers_draft_for_their_owner_alone() -> None:
 def test_a_collision_of_hashes_shows_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """With equal hashes for all owners and tokens, owner and tokens are still compared."""
     index = TextIndex(8, (2,), CPU)
-    index._factors.zero_()
+    index.table.factors.zero_()
     index.write(0, [1, 2, 3, 4], 0, owner=5)
     index.sort()
     known = torch.ones(1, 2, dtype=torch.bool)
     for recent, owner, expected in (([2, 1], 5, 2), ([2, 1], 6, 0), ([2, 9], 5, 0)):
-        _, counts, matched = index.look_up(torch.tensor([recent]), known, torch.tensor([owner]), 2)
+        _, counts, matched = look_up_text(index.table, torch.tensor([recent]), known, torch.tensor([owner]), 2)
         assert int(matched) == expected
         assert (int(counts) > 0) == (expected > 0)
 

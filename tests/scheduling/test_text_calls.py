@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from fastspec import FastSpecGenerator, NGram, Suffix, UnsupportedOption
+from fastspec.kernels.ops import Ops
 from fastspec.server.access import Access
 from tests.helpers.services import opened, small_pair
 from tests.server.conftest import running
@@ -127,8 +129,10 @@ def test_the_memory_of_texts_is_in_the_plan(pair: tuple[Path, Path]) -> None:
     bare = buffers(proposer=Suffix(prediction_tokens=0))
     assert buffers(proposer=Suffix(prediction_tokens=1000)) - bare == 8 * 3 * 1000, "two rows, and the one of prompts"
     with_corpus = buffers(proposer=Suffix(prediction_tokens=0, corpus_tokens=1000)) - bare
-    lookup = Suffix(corpus_tokens=1000).on(torch.device("cpu"))
-    held = [each for each in vars(lookup._corpus).values() if isinstance(each, torch.Tensor)]
+    lookup = Suffix(corpus_tokens=1000).on(torch.device("cpu"), Ops())
+    assert lookup._corpus is not None
+    table = lookup._corpus.table
+    held = [getattr(table, each.name) for each in fields(table) if each.name != "rungs"]
     assert with_corpus == sum(each.nbytes for each in held if each.numel() >= 1000)
 
 

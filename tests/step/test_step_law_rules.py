@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fastspec.kernels.ops import TORCH_OPS
+from fastspec.kernels.ops import TORCH_OPS, Ops
 from fastspec.proposers.combined import LookupThenModel
 from fastspec.proposers.draft_model import DraftModel
 from fastspec.proposers.interface import Proposer
@@ -227,7 +227,7 @@ class OfTexts(Suffix):
     def __init__(self, prediction: tuple[int, ...], corpus: tuple[int, ...], answer: tuple[int, ...]) -> None:
         super().__init__(1, 4)
         texts = Suffix(1, 4, prediction_tokens=8, corpus_tokens=8, remember="all", remembered_tokens=8)
-        bound = texts.on(torch.device("cpu"))
+        bound = texts.on(torch.device("cpu"), Ops())
         bound.add_corpus("one", corpus)
         bound.remember_answer((), answer, None)
         self.bound, self.prediction = bound, torch.tensor(prediction)

@@ -29,6 +29,7 @@ from fastspec.kernels.reference.linear import (
     tile_argmax,
     tile_linear,
 )
+from fastspec.kernels.reference.lookup import look_up
 from fastspec.kernels.reference.recurrent import delta_rule, gated, gated_norm, sigmoid
 from fastspec.kernels.reference.sampled import sampled_commit, sampled_draw
 from fastspec.kernels.reference.state_space import mamba, mamba_norm, short_conv
@@ -64,6 +65,7 @@ __all__ = [
     "largest_of",
     "layer_tail",
     "linear",
+    "look_up",
     "mamba",
     "mamba_norm",
     "mlp",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
@@ -262,6 +263,11 @@ def _rope_as_built(module: nn.Module, path: str, rope: RopeSpec, prefix: str) ->
 PLAIN_LAYERS: Final = (nn.Linear, nn.Embedding, nn.ModuleList, nn.SiLU, nn.LayerNorm, nn.Dropout, nn.Conv1d)
 
 
+def _is_imported_by(kind: type, part: type) -> bool:
+    """True if `part` is a class of transformers that the module of the model class `kind` imports by its own name."""
+    return part.__module__.startswith("transformers.") and vars(sys.modules[kind.__module__]).get(part.__name__) is part
+
+
 def check_module(module: nn.Module) -> None:
     """Refuses a live module that is not an unchanged, complete, supported transformers model on one device.
 
@@ -294,6 +300,7 @@ def check_module(module: nn.Module) -> None:
             or (type(part) is nn.Identity and name.endswith(identities))
             or type(part) in (SiLUActivation, GELUTanh, ReLUSquaredActivation)
             or type(part).__module__ == kind.__module__
+            or _is_imported_by(kind, type(part))
         )
         if not plain:
             raise UnsupportedModel(

@@ -1,0 +1,145 @@
+"""Lookup of drafts in a row, its prediction, and texts that rows share.
+
+A CTA searches one source for one row; a second kernel takes the strongest source of each row. Arguments are those of
+`LookUp`; all are int64, and rows are contiguous.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fastspec.kernels.common.checks import check, check_table
+from fastspec.kernels.common.launch import launch, new_ids
+from fastspec.kernels.lookup.matches import follow, match_row
+from fastspec.kernels.lookup.texts import look_up_text
+from fastspec.kernels.reference.lookup import LookUp, TextTable
+
+BLOCK, NUM_WARPS = 2048, 8  # places of a text that a CTA compares at once
+
+
+@triton.jit
+def _look_up_kernel(
+    tokens_ptr, lengths_ptr, prediction, tables, capacities, found_ptr,
+    stride, width, room_stride, room, min_n, max_n, k,
+    SOURCES: tl.constexpr, RUNGS: tl.constexpr, SHORTEST: tl.constexpr, LONGEST: tl.constexpr, R: tl.constexpr,
+    W: tl.constexpr, K: tl.constexpr, PER: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Searches source program_id(1) for row program_id(0): the row, then the prediction if there is one, then texts.
+
+    found_ptr: [B, SOURCES, 2 + K]: count, strength, drafts. PER: see `LookUp.per_match`; 0: no limit.
+    """
+    row, source = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row_ptr, length = tokens_ptr + row * stride, tl.load(lengths_ptr + row)
+    out = found_ptr + (row * SOURCES + source) * (2 + K)
+    count, strength = tl.full((), 0, tl.int64), tl.full((), 0, tl.int64)
+    FIRST: tl.constexpr = SOURCES - len(tables)
+    if source == 0:
+        count, strength = match_row(row_ptr, length, width, min_n, max_n, k, out + 2, K, BLOCK)
+    if FIRST > 1:  # noqa: SIM102 - known when it is compiled
+        if source == 1:
+            text_ptr, predicted = prediction[0] + row * room_stride, tl.load(prediction[1] + row)
+            answered = length - tl.load(prediction[2] + row)
+            count, strength = follow(
+                text_ptr, predicted, room, row_ptr, length, answered, min_n, max_n, k, out + 2, K, BLOCK
+            )
+    for index in tl.static_range(len(tables)):
+        if source == FIRST + index:
+            owner = tl.load(tables[index][7] + row)
+            count, strength = look_up_text(
+                tables[index], owner, row_ptr, length, capacities[index], k, out + 2, RUNGS, SHORTEST, LONGEST, R, W, K
+            )
+    if PER > 0:
+        count = tl.minimum(count, strength * PER)
+    tl.store(out, count)
+    tl.store(out + 1, strength)
+
+
+@triton.jit
+def _strongest_kernel(
+    found_ptr, drafts_ptr, counts_ptr, k,
+    SOURCES: tl.constexpr, S: tl.constexpr, K: tl.constexpr, PREDICTED: tl.constexpr,
+):  # fmt: skip
+    """Takes the strongest source of each row; of equally strong ones the prediction, then the first."""
+    row = tl.program_id(0).to(tl.int64)
+    source = tl.arange(0, S)
+    at = found_ptr + row * SOURCES * (2 + K)
+    strength = tl.load(at + source * (2 + K) + 1, mask=source < SOURCES, other=-1)
+    order = tl.where(source == 1, SOURCES + 1, SOURCES - source) if PREDICTED else SOURCES - source
+    best = tl.argmax(strength * (SOURCES + 2) + order, axis=0)
+    place = tl.arange(0, K)
+    draft = tl.load(at + best * (2 + K) + 2 + place, mask=place < k, other=0)
+    tl.store(drafts_ptr + row * k + place, draft, mask=place < k)
+    tl.store(counts_ptr + row, tl.load(at + best * (2 + K)))
+
+
+def look_up(call: LookUp, k: int) -> tuple[Tensor, Tensor]:
+    """Computes `Ops.look_up` with two Triton kernels.
+
+    Raises:
+        ValueError: a tensor's shape or layout is not the one that kernels read, or the tables know other lengths.
+    """
+    rows, width = call.tokens.shape
+    check_table("tokens", call.tokens, rows)
+    check("lengths", call.lengths, (rows,), torch.int64)
+    rungs = {table.rungs for table, _ in call.texts} or {(1,)}
+    if len(rungs) > 1:
+        raise ValueError(f"the tables know sequences of different lengths: {sorted(rungs)}")
+    known = rungs.pop()
+    sources = 1 + (call.prediction is not None) + len(call.texts)
+    padded = triton.next_power_of_2(max(2, k))
+    found = torch.empty(rows, sources, 2 + padded, dtype=torch.int64, device=call.tokens.device)
+    drafts, counts = new_ids(rows * k, found.device).view(rows, k), torch.empty_like(call.lengths)
+    prediction: tuple[Any, ...] = ()
+    if (given := call.prediction) is not None:
+        prediction = (given.tokens, given.lengths, given.prompt_lengths)
+        check_table("prediction", given.tokens, rows)
+    launch(
+        _look_up_kernel,
+        (rows, sources),
+        call.tokens,
+        call.lengths,
+        prediction,
+        tuple((*_pointers(table), owners) for table, owners in call.texts),
+        tuple(len(table.tokens) for table, _ in call.texts),
+        found,
+        call.tokens.stride(0),
+        width,
+        given.tokens.stride(0) if given is not None else 0,
+        given.tokens.shape[1] if given is not None else 1,
+        call.min_n,
+        call.max_n,
+        k,
+        SOURCES=sources,
+        RUNGS=len(known),
+        SHORTEST=known[0],
+        LONGEST=known[-1],
+        R=triton.next_power_of_2(len(known)),
+        W=triton.next_power_of_2(known[-1]),
+        K=padded,
+        PER=call.per_match or 0,
+        BLOCK=BLOCK,
+        num_warps=NUM_WARPS,
+    )
+    launch(
+        _strongest_kernel,
+        (rows,),
+        found,
+        drafts,
+        counts,
+        k,
+        SOURCES=sources,
+        S=triton.next_power_of_2(sources),
+        K=padded,
+        PREDICTED=given is not None,
+        num_warps=1,
+    )
+    return drafts, counts
+
+
+def _pointers(table: TextTable) -> tuple[Tensor, ...]:
+    return table.tokens, table.texts, table.owners, table.keys, table.places, table.factors, table.lengths

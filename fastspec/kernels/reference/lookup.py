@@ -1,0 +1,263 @@
+"""Lookup of drafts: what followed a row's last tokens in the row, in its prediction, and in texts that rows share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+GAP = 8  # tokens after a difference within which a prediction is followed again
+ANCHOR = 3  # tokens before a difference that must match
+SURE = 4  # tokens that must match at another place than the expected one
+LOOKED_AT = 8  # occurrences of a match that are compared: the latest ones
+
+
+@dataclass(frozen=True, slots=True)
+class TextTable:
+    """Tokens of several texts, and a sorted table of the hashes of their sequences.
+
+    A sequence of n tokens, for n in `rungs`, is found at the place after its last token. Its hash is the sum of
+    (token + 1) * factors[i] over its tokens, the last one first, plus (owner + 1) * factors[-2] + n * factors[-1].
+
+    Attributes:
+        tokens: int64 [C].
+        texts: int64 [C], number of the text that a token belongs to; -1: none.
+        owners: int64 [C], owner of that text.
+        keys: int64 [C * len(rungs)], the hashes, ascending.
+        places: int64, like `keys`. Among equal hashes places ascend.
+        factors: int64 [rungs[-1] + 2].
+        lengths: int64 [len(rungs)]: `rungs` on the device.
+        rungs: ascending lengths of the sequences, each at least 1.
+    """
+
+    tokens: Tensor
+    texts: Tensor
+    owners: Tensor
+    keys: Tensor
+    places: Tensor
+    factors: Tensor
+    lengths: Tensor
+    rungs: tuple[int, ...]
+
+    def of_owner(self, owners: Tensor) -> Tensor:
+        """Returns what owners add to a hash."""
+        return (owners + 1) * self.factors[-2]
+
+
+@dataclass(frozen=True, slots=True)
+class Predictions:
+    """A text for each row that its answer is likely to repeat.
+
+    Attributes:
+        tokens: int64 [B, R], R >= 1.
+        lengths: int64 [B], tokens of each prediction; 0: there is none.
+        prompt_lengths: int64 [B], tokens of each row's prompt.
+    """
+
+    tokens: Tensor
+    lengths: Tensor
+    prompt_lengths: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class LookUp:
+    """Arguments of `Ops.look_up`.
+
+    Attributes:
+        tokens: int64 [B, T]; the first `lengths` of a row are its tokens.
+        lengths: int64 [B], at least 1.
+        min_n, max_n: smallest and largest number of tokens that must match.
+        prediction: predictions of the rows; None: there are none.
+        texts: tables to search, and int64 [B], the owner whose texts each row sees.
+        per_match: drafts at most for each token that matches; None: no limit.
+    """
+
+    tokens: Tensor
+    lengths: Tensor
+    min_n: int
+    max_n: int
+    prediction: Predictions | None = None
+    texts: tuple[tuple[TextTable, Tensor], ...] = ()
+    per_match: int | None = None
+
+
+def look_up(call: LookUp, k: int) -> tuple[Tensor, Tensor]:
+    """Drafts k tokens for each row with a match, from the source with the strongest match.
+
+    The strength of a source is the number of tokens that match; for the prediction twice as many, and k more. Of
+    equally strong sources the first one wins, in the order prediction, row, texts.
+
+    Args:
+        call: the rows, and the texts to search.
+        k: drafts.
+
+    Returns:
+        (drafts int64 [B, k], counts int64 [B]: number of valid drafts of each row; 0 for no match).
+    """
+    start, run = match_row(call.tokens, call.lengths, call.min_n, call.max_n)
+    found = [(_copied(call.tokens, call.lengths, start, k), torch.full_like(run, k), run)]  # drafts, counts, strength
+    if call.prediction is not None:
+        found.insert(0, _from_prediction(call.prediction, follow(call), k))
+    back = call.lengths[:, None] - 1 - torch.arange(call.max_n, device=call.tokens.device)
+    recent, known = call.tokens.gather(1, back.clamp_min(0)), back >= 0
+    found += [look_up_text(table, recent, known, owners, k) for table, owners in call.texts]
+    drafts, counts, strengths = (torch.stack(each, dim=1) for each in zip(*found, strict=True))
+    order = torch.arange(len(found), 0, -1, device=call.tokens.device)  # the first of equally strong ones
+    best = (strengths * (len(found) + 1) + order).argmax(dim=1)[:, None]
+    strength = strengths.gather(1, best)[:, 0]
+    limit = torch.where(strength > 0, k, 0) if call.per_match is None else strength * call.per_match
+    count = torch.minimum(counts.gather(1, best)[:, 0], limit).clamp(max=k)
+    return drafts.gather(1, best[..., None].expand(-1, 1, k))[:, 0], count
+
+
+def match_row(tokens: Tensor, lengths: Tensor, min_n: int, max_n: int) -> tuple[Tensor, Tensor]:
+    """Finds the longest match of each row's last tokens in the row itself; of equally long ones the most recent.
+
+    Args:
+        tokens, lengths, min_n, max_n: see `LookUp`.
+
+    Returns:
+        (start int64 [B], run int64 [B]): the position after the match, and its tokens; 0 if there is none.
+    """
+    width = tokens.shape[1]
+    place = torch.arange(width, device=tokens.device)
+    matching = place < lengths[:, None]
+    # for each position, the number of tokens before it that equal the row's last tokens
+    run = torch.zeros_like(tokens)
+    for back in range(1, max_n + 1):
+        last = tokens.gather(1, (lengths - back).clamp_min(0)[:, None])
+        before = pad(tokens, (back, 0))[:, :width]
+        matching = matching & (before == last) & (place >= back)
+        run = run + matching
+    best = torch.where(run >= min_n, run * width + place, 0).amax(dim=1)
+    return best % width, best // width
+
+
+def _copied(tokens: Tensor, lengths: Tensor, start: Tensor, k: int) -> Tensor:
+    """Returns the k tokens of each row from `start` on. After the row's end the copy repeats its own tokens."""
+    period = (lengths - start).clamp_min(1)
+    offsets = torch.arange(k, device=tokens.device) % period[:, None]
+    return tokens.gather(1, start[:, None] + offsets)
+
+
+def _from_prediction(prediction: Predictions, places: tuple[Tensor, Tensor], k: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Drafts from `places` of the predictions on: (drafts, counts, strength)."""
+    place, matched = places
+    at = place[:, None] + torch.arange(k, device=place.device)
+    drafts = prediction.tokens.gather(1, at.clamp(max=prediction.tokens.shape[1] - 1))
+    counts = torch.where(matched > 0, (prediction.lengths - place).clamp(0, k), 0)
+    return drafts, counts, torch.where(counts > 0, (2 * matched).clamp_min(2) + k, 0)
+
+
+def follow(call: LookUp) -> tuple[Tensor, Tensor]:
+    """Finds the place in each row's prediction that its text has come to.
+
+    1. An anchor: the place before the last 1 to `GAP` tokens where the longest match of at least 3 tokens ends, or the
+       beginning in an answer of at most `GAP` tokens. The expected place is as many tokens behind the anchor as the row
+       has. Without an anchor the expected place is the number of tokens of the answer.
+    2. The longest match of the last tokens wins if it has at least 4 tokens, or at least min_n where there is no
+       anchor, or at least 1 within `GAP` places of what the anchor lets expect. The nearest to the expected place wins
+       among equally long ones, the first among equally near ones.
+    3. Without one the expected place of the anchor is taken.
+
+    Args:
+        call: the rows and their predictions.
+
+    Returns:
+        (place int64 [B] of the next token, matched int64 [B]: tokens that match there, at least 1; 0 for no place).
+    """
+    assert call.prediction is not None
+    prediction, predicted = call.prediction.tokens, call.prediction.lengths
+    tokens, lengths, min_n, max_n = call.tokens, call.lengths, call.min_n, call.max_n
+    answered = lengths - call.prediction.prompt_lengths
+    rows, room = prediction.shape
+    place = torch.arange(room, device=prediction.device)
+    before = pad(prediction, (1, 0))[:, :room]
+    inside = (place >= 1) & (place < predicted[:, None])
+    run, runs = torch.zeros_like(prediction), []
+    for back in range(GAP + max_n, -1, -1):  # run[p]: tokens before p that equal the row's, without its last `back`
+        at = lengths - 1 - back
+        same = (before == tokens.gather(1, at.clamp_min(0)[:, None])) & inside & (at >= 0)[:, None]
+        run = torch.where(same, pad(run, (1, 0))[:, :room] + 1, 0)
+        if back <= GAP:
+            runs.append(run.clamp(max=max_n))
+    exact, gaps = runs[-1], torch.arange(GAP, 0, -1, device=place.device)
+    shifted = place + gaps[:, None]  # [GAP, R]: where the text is if each token of the gap replaced one
+    anchors = torch.stack(runs[:-1], dim=1)
+    usable = (anchors >= ANCHOR) & (shifted < predicted[:, None, None])
+    near = room - (shifted - answered[:, None, None]).abs().clamp(max=room)
+    score = (anchors * (GAP + 1) + (GAP - gaps)[:, None]) * (room + 1) + near
+    best, index = torch.where(usable, score * (room + 1) + room - place, 0).view(rows, -1).max(dim=1)
+    found = best > 0
+    begins = (answered <= GAP) & (answered < predicted)
+    expected = torch.where(found, shifted.view(-1)[index], answered)
+    found = found | begins
+    distance = (place - expected[:, None]).abs()
+    sure = exact >= max(min_n, SURE)
+    likely = torch.where(found[:, None], (exact >= 1) & (distance <= GAP), exact >= min_n)
+    score = (exact * (room + 1) + room - distance.clamp(max=room)) * (room + 1) + room - place
+    best, index = torch.where(sure | likely, score, 0).max(dim=1)
+    hit = best > 0
+    matched = torch.where(hit, exact.gather(1, index[:, None])[:, 0], found.long())
+    return torch.where(hit, index, expected.clamp(0, room - 1)), torch.where(predicted > 0, matched, 0)
+
+
+def look_up_text(
+    table: TextTable, recent: Tensor, known: Tensor, owners: Tensor, k: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Finds the latest occurrences of each row's last tokens, and drafts what follows most of them.
+
+    The longest rung with an occurrence is searched. Of its latest `LOOKED_AT` occurrences those with the longest
+    match count. The draft is the continuation that shares most tokens with those of the others. It ends before the
+    first token that fewer than a quarter of them share.
+
+    Args:
+        table: the texts.
+        recent: int64 [B, W], last tokens of each row, the last one first; W is the longest rung.
+        known: bool [B, W], False beyond a row's beginning.
+        owners: int64 [B], only texts of this owner are found.
+        k: drafts.
+
+    Returns:
+        (drafts int64 [B, k], counts int64 [B], matched int64 [B]: tokens that match, 0 for none).
+    """
+    capacity = len(table.tokens)
+    found, matched = _occurrences(table, recent, known, owners)
+    best = matched.amax(dim=1)
+    counted = (matched == best[:, None]) & (best > 0)[:, None]
+    after = found[:, :, None] + torch.arange(k, device=found.device)  # [B, M, k]
+    inside = after < capacity
+    after = after.clamp(max=capacity - 1)
+    alive = inside & (table.texts[after] == table.texts[found][:, :, None]) & counted[:, :, None]
+    follows = table.tokens[after]
+    equal = (follows[:, :, None] == follows[:, None]) & alive[:, :, None] & alive[:, None]  # [B, M, M, k]
+    shared = equal.long().cumprod(dim=3).sum(dim=2)  # [B, M, k]: occurrences that go on in the same way so far
+    order = torch.arange(found.shape[1], device=found.device)
+    score = (shared.sum(dim=2) * len(order) + len(order) - order) * counted  # the latest of equally good ones
+    chosen = score.argmax(dim=1)[:, None, None].expand(-1, 1, k)
+    enough = shared.gather(1, chosen)[:, 0] * 4 >= counted.sum(dim=1)[:, None]
+    counts = (enough & alive.gather(1, chosen)[:, 0]).long().cumprod(dim=1).sum(dim=1)
+    return follows.gather(1, chosen)[:, 0], counts, torch.where(counts > 0, best, 0)
+
+
+def _occurrences(table: TextTable, recent: Tensor, known: Tensor, owners: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns (places int64 [B, M], tokens that match before each int64 [B, M]), the latest place first."""
+    rungs, width = table.lengths, table.rungs[-1]
+    hashed = ((recent + 1) * table.factors[:width]).cumsum(dim=1)[:, rungs - 1]
+    key = hashed + table.of_owner(owners)[:, None] + rungs * table.factors[-1]
+    low, high = torch.searchsorted(table.keys, key), torch.searchsorted(table.keys, key, right=True)
+    hits = (high > low) & known[:, rungs - 1]
+    rung = (hits * torch.arange(1, len(table.rungs) + 1, device=key.device)).amax(dim=1)
+    at = (rung - 1).clamp_min(0)[:, None]
+    index = high.gather(1, at) - 1 - torch.arange(LOOKED_AT, device=key.device)
+    valid = (index >= low.gather(1, at)) & (rung > 0)[:, None]
+    places = table.places[index.clamp(0, len(table.keys) - 1)]
+    before = places[:, :, None] - 1 - torch.arange(width, device=key.device)
+    same = (before >= 0) & known[:, None]
+    before = before.clamp_min(0)
+    same &= (table.tokens[before] == recent[:, None]) & (table.texts[before] == table.texts[places][:, :, None])
+    run = same.long().cumprod(dim=2).sum(dim=2)
+    valid &= (table.owners[places] == owners[:, None]) & (table.texts[places] >= 0) & (run >= table.rungs[0])
+    return places, torch.where(valid, run, 0)
