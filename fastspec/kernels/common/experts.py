@@ -164,7 +164,7 @@ class ExpertStack:
         """Returns the matrix [N, K] of one expert, or [..., N, K] for a tensor of expert ids, in `dtype`."""
         if self.codes is not None:
             _, count, width = self.shape
-            first = torch.as_tensor(experts, device=self.data.device)[..., None] * count
+            first = torch.as_tensor(experts, dtype=torch.int64, device=self.data.device)[..., None] * count
             ids = first + self._places(torch.arange(count, device=self.data.device))
             return self.codes.rows(ids, self.dtype)[..., :width]
         if self.scales is None:
