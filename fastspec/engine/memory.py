@@ -249,7 +249,7 @@ class Layout:
 
         A hosted model, or ranks, have a second copy: in the model's own dtype, or in parts.
         """
-        copies = (self.ops.logit_words or WORDS_MASKED) + int(self.target.hosting or self.ranks > 1)
+        copies = (self.ops.logit_words or WORDS_MASKED) + int(bool(self.target.hosting) or self.ranks > 1)
         line = (self.max_drafts + 1) * 4 * self.target.vocab_size * copies
         limit = self.ops.logit_bytes
         return self.batch * line if limit is None else min(self.batch * line, max(limit, ROW_TILE * line))

@@ -16,7 +16,10 @@ from fastspec.grammar.row import ALL, GrammarStep
 from fastspec.inputs.row_options import RowOptions
 from fastspec.inputs.table import NUMBERS
 from fastspec.shapes import FULL
-from fastspec.state import IDLE, MAX_STOP_IDS, RUNNING, DecodeState, send, sent
+from fastspec.state import BUFFERS, IDLE, MAX_STOP_IDS, RUNNING, DecodeState, send, sent
+
+# what a row learns about its drafts: a new row begins without it, or its text would depend on the one before
+_LEARNED = ("lookup_counts", "lookup_mean", "model_mean", "draft_source")
 
 
 def fill_prompt(
@@ -99,6 +102,7 @@ def _numbers(new: NewRow, max_drafts: int) -> dict[str, float]:
         "draft_limits": draft_limit(options, max_drafts),
         "constrained": options.guided,
         "processed": options.processed_logprobs,
+        **{name: BUFFERS[name].fill_value({}) for name in _LEARNED},
     }
 
 

@@ -32,7 +32,7 @@ def _junk(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def filled(self: torch.UntypedStorage, size: int) -> None:
         resize(self, size)
-        torch.empty(0, dtype=torch.uint8).set_(self).fill_(255)
+        torch.empty(0, dtype=torch.uint8, device=self.device).set_(self).fill_(255)
 
     monkeypatch.setattr(torch.UntypedStorage, "resize_", filled)
 

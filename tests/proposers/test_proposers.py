@@ -169,6 +169,13 @@ def test_a_row_drafts_with_what_was_right_in_that_row() -> None:
     assert all(most > least for most, least in zip(misled, model, strict=True)), "lookup was tried"
 
 
+def test_a_new_row_learns_anew() -> None:
+    """Steps of a request are the same in a new engine and behind another request, whose place it takes."""
+    first, second = prompts(2, seed=33)
+    engine, fresh = (looking_up_first(tiny_engine(same=True, batch=1), Wrong()) for _ in range(2))
+    assert run(engine, [first, second], 45)[1].steps == run(fresh, [second], 45)[0].steps
+
+
 def test_the_averages_count_what_was_right() -> None:
     state = DecodeState.allocate(
         batch=4, max_drafts=3, max_length=9, pages_per_row=1, vocab_size=VOCAB, device=torch.device("cpu")

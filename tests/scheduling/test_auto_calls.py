@@ -96,7 +96,7 @@ def test_statistics_tell_the_steps_of_each_k(gen: FastSpecGenerator) -> None:
     assert fixed.auto is None
     assert fixed.steps_at[2] == fixed.steps - fixed.plain_steps  # those for first tokens alone are plain
     assert set(fixed.steps_at) <= {0, 2}
-    assert str(fixed).endswith("k = 2")
+    assert "k = 2" in str(fixed)
 
 
 def test_a_seed_repeats_its_text(pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -323,7 +323,7 @@ class _Layer:
     def _joins_shared(self) -> bool:
         """True if the shared expert is loaded as the last of the routed experts.
 
-        It must be as wide as they are and not quantised. The layer must be whole, because ranks cut the two
+        It must be as wide as they are, and neither may be quantised. The layer must be whole, because ranks cut the two
         differently.
         """
         experts = self._plan.experts
@@ -331,4 +331,6 @@ class _Layer:
         if experts is None or experts.shared != experts.width or not plain:
             return False
         matrices = [row for row in self._rows if row.joins or (row.takes_shared and row.kind == "matrix")]
-        return self._loader.joins_shared(*(name for row in matrices for name in self._names(row, row.leaf)))
+        shared = [name for row in matrices for name in self._names(row, row.leaf)]
+        routed = [name for row in self._rows if row.kind == "stack" for name in self._names(row, row.leaf)]
+        return self._loader.same_format(*routed, *shared) and self._loader.joins_shared(*shared)

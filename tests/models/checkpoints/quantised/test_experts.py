@@ -18,7 +18,12 @@ from tests.helpers.mxfp4 import rewritten
 from tests.helpers.quantised_experts import FORMS, config_of, save
 
 OPTIONS = {"dtype": torch.float32, "device": torch.device("cpu")}
-KEEPING = TORCH_OPS.replaced(keeps_experts=lambda shape, kind, dtype, device: can_stack_codes(shape, kind))
+KEEPING = TORCH_OPS.replaced(
+    keeps_experts=lambda shape, kind, dtype, device: can_stack_codes(shape, kind),
+    joins_shared=lambda dtype, hidden, device: (
+        True
+    ),  # a shared expert in plain values must not bring the codes to an end
+)
 # bits of a value: its code, then its scales, of which some are stored wider than in the checkpoint; of rows of 64
 # padded to 128, and a factor of each row
 BITS = {"fp8": 2 * 8 + 32 / 64, "gptq": 2 * (4 + 16 / 32) + 32 / 64, "awq": 2 * (4 + 32 / 32) + 32 / 64}
