@@ -6,7 +6,7 @@ import time
 import warnings
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Executor
-from contextlib import ExitStack, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, overload
@@ -30,7 +30,7 @@ from fastspec.distributed.ranks import Ranks
 from fastspec.engine.arguments import checked_arguments
 from fastspec.engine.build import build
 from fastspec.engine.engine import Engine
-from fastspec.engine.explain import break_even_advice, explain, lookup_advice, may_lose
+from fastspec.engine.explain import explain
 from fastspec.engine.memory import MemoryPlan, release_unused
 from fastspec.engine.settings import announce
 from fastspec.engine.sleep import Asleep, lay_down, models_of
@@ -52,6 +52,7 @@ from fastspec.output import GenerateOutput, ScoreOutput, Stats
 from fastspec.proposers.interface import Proposer
 from fastspec.proposers.suffix import Suffix
 from fastspec.sampling.rules import BLOCK, Verification, announce_synthetic, synthetic_name
+from fastspec.scheduling.advice import advice_on_drafts
 from fastspec.scheduling.calibrate import CALIBRATION_TOKENS, Calibration, calibrate
 from fastspec.scheduling.draft_length import DraftChoice, DraftPlan
 from fastspec.scheduling.format_trial import trial_of
@@ -373,33 +374,10 @@ class FastSpecGenerator(OfOneProcess):
             streamer.end()
         stats = self._stats(call, start, time.perf_counter())
         free = all(request.grammar is None for request in requests)  # a grammar drafts without a pass
-        if free and (advice := break_even_advice(stats, self._settings.layout) or self._advice_on_lookup(stats)):
+        if free and (advice := advice_on_drafts(stats, self._settings, loop, self._drafting)):
             warnings.warn(advice, stacklevel=2)
         output = output_of(call, stats)
         return output if call.options.return_dict else output.sequences
-
-    def _advice_on_lookup(self, stats: Stats) -> str | None:
-        """Returns the warning of `lookup_advice`. None if drafts pay, or if their cost cannot be measured now.
-
-        A plain step and one with drafts are measured once for each number of rows, and only without graphs: a captured
-        step costs about the same with a few more tokens.
-        """
-        loop = self._open()
-        engine = loop.scheduler.engine
-        if engine.runner.static or self._ranks.size > 1 or not may_lose(stats, self._settings.layout):
-            return None
-        rows, controller = engine.shapes.bucket(len(stats.rows)), self._drafting.controller(GREEDY, None)
-        known = controller.times.measured
-        missing = [k for k in (0, stats.k) if (rows, k) not in known]
-        if missing:
-            with ExitStack() as stack:
-                try:
-                    stack.enter_context(loop.alone())
-                except RuntimeError:  # other calls run
-                    return None
-                stack.enter_context(engine.on_device())
-                controller.know({(rows, k): engine.step_seconds(rows, k, GREEDY) for k in missing})
-        return lookup_advice(stats, known[rows, 0], controller.times.measured[rows, stats.k])
 
     def stream(
         self,

@@ -11,9 +11,8 @@ import threading
 from collections import OrderedDict
 from typing import TYPE_CHECKING, Any, Final
 
-from fastspec.errors import UnsupportedOption
 from fastspec.grammar.row import RowGrammar
-from fastspec.grammar.spec import JSON_SCHEMA, REGEX, GrammarSpec
+from fastspec.grammar.spec import JSON_SCHEMA, REGEX, GrammarError, GrammarSpec
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -53,18 +52,20 @@ class Grammars:
             stop_ids: token ids that end the row. They are allowed where the text is complete.
 
         Raises:
-            ValueError: the grammar cannot be parsed or allows no text, or there is no tokenizer.
-            UnsupportedOption: llguidance is not installed, or does not support this tokenizer.
+            GrammarError: the grammar cannot be parsed or allows no text, there is no tokenizer, or llguidance is not
+                installed or does not support the tokenizer.
         """
         if tokenizer is None:
-            raise ValueError(f"{spec.kind} needs a tokenizer, and the target's checkpoint has none; pass tokenizer=...")
+            raise GrammarError(
+                f"{spec.kind} needs a tokenizer, and the target's checkpoint has none; pass tokenizer=..."
+            )
         with self._lock:
             vocabulary = self._vocabulary(spec, tokenizer)
             matcher = self._matcher(spec, vocabulary).deep_copy()
         ends = [token for token in vocabulary.eos_tokens if token < self.vocab_size]
         row = RowGrammar(matcher, self.vocab_size, stop_ids, ends, prompt, self._dropped)
         if not row.possible:
-            raise ValueError(
+            raise GrammarError(
                 f"{spec.kind} allows no text of this vocabulary's tokens, got {_short(spec.text)}; loosen it"
             )
         return row
@@ -91,12 +92,12 @@ def _vocabulary(spec: GrammarSpec, tokenizer: Any, vocab_size: int) -> LLTokeniz
     try:
         from llguidance import LLTokenizer
     except ImportError:
-        raise UnsupportedOption(spec.missing_library) from None
+        raise GrammarError(spec.missing_library) from None
     try:
         described = _described(tokenizer)
         return LLTokenizer(described, n_vocab=max(vocab_size, len(tokenizer)), eos_token=tokenizer.eos_token_id)
     except (ValueError, RuntimeError, AttributeError) as error:
-        raise UnsupportedOption(
+        raise GrammarError(
             f"{spec.kind} needs a fast tokenizer of bytes or with byte fallback; llguidance cannot read this "
             f"{type(tokenizer).__name__}: {_short(str(error))}"
         ) from None
@@ -143,7 +144,7 @@ def _compiled(spec: GrammarSpec, vocabulary: LLTokenizer) -> LLMatcher:
         spec.text.encode("utf-8")
     except UnicodeEncodeError as error:
         reason = f"character {error.start} is {spec.text[error.start]!r}, which is no text"
-        raise ValueError(f"{spec.kind} cannot be used: {reason}; write it in UTF-8") from None
+        raise GrammarError(f"{spec.kind} cannot be used: {reason}; write it in UTF-8") from None
     if spec.kind == JSON_SCHEMA:
         source = LLMatcher.grammar_from_json_schema(json.dumps(constraints(json.loads(spec.text))))
     elif spec.kind == REGEX:
@@ -153,7 +154,7 @@ def _compiled(spec: GrammarSpec, vocabulary: LLTokenizer) -> LLMatcher:
     matcher = LLMatcher(vocabulary, source, log_level=0)
     if matcher.is_error():
         reason = _short(matcher.get_error().strip())
-        raise ValueError(f"{spec.kind} cannot be used: {reason}. Got {_short(spec.text)}; mend it")
+        raise GrammarError(f"{spec.kind} cannot be used: {reason}. Got {_short(spec.text)}; mend it")
     return matcher
 
 

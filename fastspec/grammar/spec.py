@@ -1,4 +1,4 @@
-"""Grammar that a user asks for: a JSON schema, a regular expression, or a Lark grammar. Standard library only."""
+"""Grammar that a user asks for: a JSON schema, a regular expression, or a Lark grammar."""
 
 from __future__ import annotations
 
@@ -7,7 +7,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from fastspec.errors import UnsupportedOption
+
 KINDS = JSON_SCHEMA, REGEX, GRAMMAR = "json_schema", "regex", "grammar"  # the keywords of `generate` for grammars
+
+
+class GrammarError(UnsupportedOption):
+    """A grammar that no row can follow: it cannot be parsed, allows no text, or lacks llguidance or a tokenizer."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ import inspect
 import json
 import re
 from collections.abc import Mapping
+from functools import cached_property
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model, model_validator
@@ -468,8 +469,8 @@ class Chat(Body):
         functions = [one for one in self._functions if self._chosen is None or one.name in self._chosen]
         return tuple(Tool(one.name, _object_schema(one.parameters), bool(one.strict)) for one in functions)
 
-    @property
-    def _functions(self) -> list[Function]:
+    @cached_property
+    def _functions(self) -> list[Function]:  # checked once, with the request
         return [_function_of(at, tool) for at, tool in enumerate(self.tools or [])]
 
     @property

@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from fastspec.errors import InvalidLogits, OutOfPages
 from fastspec.generator import FastSpecGenerator
+from fastspec.grammar.spec import GrammarError
 from fastspec.inputs.row_options import derive_seed
 from fastspec.inputs.values import whole
 from fastspec.server.errors import Refusal, failed, going_down, of_option, sleeping, too_late
@@ -220,6 +221,11 @@ class RequestPlan:
     rule: AnswerRule = field(default_factory=AnswerRule)
     opened: bool = False
 
+    @property
+    def field(self) -> str:
+        """Field of the request that sets what the answer must follow."""
+        return "tools" if self.rule.tools else "response_format"
+
     def parser(self) -> AnswerParser | None:
         """Makes the parser of one answer."""
         return None if self.formats is None else AnswerParser(self.formats, self.rule.tools, opened=self.opened)
@@ -364,15 +370,16 @@ class Service:
         answers: list[Answer] = []
         drafts_from = _session_of(self.generator, api_key) | _predicted(self.generator, body.prediction)
         for prompt in plan.prompts:
-            options = self._options(body, len(prompt)) | self._grammar(body, plan) | drafts_from
+            structure = self._grammar(body, plan)
+            options = self._options(body, len(prompt)) | structure | drafts_from
             for copy in range(body.drawn):
                 if body.seed is not None:  # the rows of generate(num_return_sequences=n, seed=seed)
                     options["seed"] = [derive_seed(body.seed, 0, copy)]
                 try:
                     handle = self.generator.submit(prompt, **options)
                 except (ValueError, OutOfPages) as error:
-                    if str(error).startswith("grammar") and plan.formats is not None:
-                        raise Refusal(str(error), "tools" if plan.rule.tools else "response_format") from None
+                    if structure and isinstance(error, GrammarError):
+                        raise Refusal(str(error), plan.field) from None
                     raise of_option(error, body.model_fields_set) from None
                 except RuntimeError as error:
                     raise (failed(error) if self.generator.asleep is None else sleeping()) from error
@@ -450,7 +457,6 @@ class Service:
         """Options in place of `json_schema` for an answer that has a structure around its content."""
         if plan.formats is None or not plan.rule.demands or not (plan.rule.tools or plan.formats.reasoning):
             return {}
-        field = "tools" if plan.rule.tools else "response_format"
         if body.min_tokens:
             raise Refusal("min_tokens: an answer that follows a grammar may end before; leave it out", "min_tokens")
         try:
@@ -459,7 +465,7 @@ class Service:
                 "grammar": plan.rule.grammar(plan.formats, self._added, opened=plan.opened),
             }
         except NoGrammar as error:
-            raise Refusal(str(error), field) from None
+            raise Refusal(str(error), plan.field) from None
 
     def _prompts(self, body: Body) -> list[list[int]]:
         assert isinstance(body, Completion), "there are two kinds"

@@ -36,7 +36,7 @@ def test_every_option_has_a_flag() -> None:
     assert {row.keyword for row in OPTIONS if isinstance(row.flag, Flag)} <= flags
     assert {row.keyword for row in OPTIONS} - flags == {
         *("min_length", "do_sample", "sequence_bias", "bad_words_ids", "eos_token_id", "pad_token_id", "tokenizer"),
-        *("return_dict_in_generate", "logprobs", "prompt_logprobs", "stop_across_prompt", "session"),
+        *("return_dict_in_generate", "logprobs", "logprobs_mode", "prompt_logprobs", "stop_across_prompt", "session"),
     }
     assert {"verification", "proposer"} <= flags
     shown = click.unstyle(CliRunner().invoke(app, ["generate", "--help"]).stdout)

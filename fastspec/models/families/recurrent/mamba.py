@@ -30,8 +30,13 @@ def mamba_rule(fields: ConfigFields, norm: Literal["gate_first", "norm_first"] |
         most_step=highest,
         norm=norm,
     )
+    return with_whole_groups(fields, rule, "mamba_n_groups", "mamba_n_heads")
+
+
+def with_whole_groups(fields: ConfigFields, rule: MambaRule, groups: str, heads: str) -> MambaRule:
+    """Returns the rule. Refuses it if a group would have a part of a head; `groups` and `heads` name the fields."""
     if rule.heads % rule.groups:
-        fields.refuse("mamba_n_groups", rule.groups, f"a divisor of mamba_n_heads={rule.heads}")
+        fields.refuse(groups, rule.groups, f"a divisor of {heads}={rule.heads}")
     return rule
 
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 from fastspec.models.families.mixtures.experts import width
 from fastspec.models.families.mixtures.glm4_moe import grouped_routing
 from fastspec.models.families.plan import ExpertsPlan, LayerPlan, ModelFamily
-from fastspec.models.families.recurrent.mamba import MAX_HEADS, MAX_STATE, MAX_WIDTH
+from fastspec.models.families.recurrent.mamba import MAX_HEADS, MAX_STATE, MAX_WIDTH, with_whole_groups
 from fastspec.models.fields import SIZE_LIMITS, ConfigFields
 from fastspec.shapes import MambaRule, SquaredRelu
 
@@ -50,9 +50,7 @@ def _rule(fields: ConfigFields) -> MambaRule:
         width=fields.count("conv_kernel", MAX_WIDTH, minimum=2),
         least_step=fields.positive("time_step_min"),  # transformers has no upper limit here
     )
-    if rule.heads % rule.groups:
-        fields.refuse("n_groups", rule.groups, f"a divisor of mamba_num_heads={rule.heads}")
-    return rule
+    return with_whole_groups(fields, rule, "n_groups", "mamba_num_heads")
 
 
 def _experts(fields: ConfigFields) -> ExpertsPlan:
