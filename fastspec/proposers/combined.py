@@ -54,6 +54,7 @@ class LookupThenModel(Wrapping):
         drafts, found = self.lookup.look_up(state, k)
         state.lookup_drafts[:, :k] = drafts
         state.lookup_counts.copy_(found)
+        state.proposed_at.copy_(state.lengths)
         preferred = state.lookup_mean >= state.model_mean
         if self.max_length:  # the model's context may end within the drafts
             preferred |= state.lengths + k > self.max_length
@@ -64,12 +65,13 @@ class LookupThenModel(Wrapping):
 
 
 def learn(state: DecodeState) -> None:
-    """Updates the averages of each row by its last step.
+    """Updates the averages of each row by its last step, if that was the step for which drafts were proposed last.
 
     Args:
         state: the rows. `block` has the tokens that the step emitted, and `lookup_drafts` what lookup found for it.
     """
-    stepped, places = state.accepted >= 0, torch.arange(state.lookup_drafts.shape[1], device=state.lengths.device)
+    stepped = (state.accepted >= 0) & (state.lengths - state.emitted == state.proposed_at)
+    places = torch.arange(state.lookup_drafts.shape[1], device=state.lengths.device)
     right = (state.lookup_drafts == state.block[:, :-1]) & (places < state.emitted[:, None])
     right &= places < state.lookup_counts[:, None]
     lookup = right.long().cumprod(dim=1).sum(dim=1)

@@ -19,7 +19,7 @@ from fastspec.shapes import FULL
 from fastspec.state import BUFFERS, IDLE, MAX_STOP_IDS, RUNNING, DecodeState, send, sent
 
 # what a row learns about its drafts: a new row begins without it, or its text would depend on the one before
-_LEARNED = ("lookup_counts", "lookup_mean", "model_mean", "draft_source")
+_LEARNED = ("proposed_at", "lookup_mean", "model_mean")
 
 
 def fill_prompt(

@@ -186,10 +186,15 @@ def test_the_averages_count_what_was_right() -> None:
     state.emitted.copy_(torch.tensor([3, 4, 2, 4]))
     state.accepted.copy_(torch.tensor([2, 3, -1, 3]))  # the third row did not step
     state.draft_source.copy_(torch.tensor([False, True, True, True]))
+    state.lengths.copy_(state.emitted + 5)
+    learn(state)
+    assert (state.lookup_mean.tolist(), state.model_mean.tolist()) == ([2.0] * 4, [1.0] * 4), "nothing was proposed"
+    state.proposed_at.fill_(5)
     learn(state)
     assert state.lookup_mean.tolist() == [2.0, 2.0, 2.0, 2.0]
     assert state.model_mean.tolist() == [1.0, 1.5, 1.0, 1.5]
-    state.emitted[0] = 1
+    state.emitted[0], state.lengths[0] = 1, 6
+    state.accepted[1:] = -1
     learn(state)
     assert state.lookup_mean.tolist() == [1.75, 2.0, 2.0, 2.0]
 
