@@ -19,6 +19,7 @@ from perf.trace import analyse, faults, steps_of
 KINDS = (
     ("norm", ("norm", "regroup_kernel")),
     ("feed", ("_feed", "_embed", "_joined")),
+    ("lookup", ("_look_up_kernel", "_strongest_kernel")),
     ("exchange", ("_one_shot_kernel", "_two_shot_kernel", "ranks_kernel", "_gather_kernel", "_largest_kernel")),
     ("attention", ("fragment", "batch_kernel", "_decode_kernel", "gather_kernel", "rotate")),
     ("attention", ("flash", "attend", "fmha", "shares_kernel")),
@@ -29,7 +30,10 @@ KINDS = (
     ("loading", ("round_groups", "round_rows")),
     ("verify", ("verify", "_end_kernel")),
     ("commit", ("commit", "publish")),
-    ("sampler", ("_distribution_kernel", "_groups_kernel", "_draw", "softmax", "sort", "scan", "cumsum")),
+    (
+        "sampler",
+        ("_distribution_kernel", "_processed_kernel", "_groups_kernel", "_draw", "softmax", "sort", "scan", "cumsum"),
+    ),
     ("product", ("quantised", "dequantise")),
     ("product", ("small_m", "large_m", "tma_kernel", "sum_kernel", "tile_", "fp32", "hopper", "prefill")),
     ("product", ("gemm", "gemv", "cutlass", "nvjet", "triton_")),  # of torch, cuBLAS and inductor
