@@ -94,8 +94,8 @@ def pages_are_shared(plant: pytest.MonkeyPatch) -> None:
 def dropped_drafts_are_not_counted(plant: pytest.MonkeyPatch) -> None:
     record = Request.record
 
-    def planted(self: Request, result: RowResult, *given: Any) -> list[int]:
-        tokens = record(self, result, *given)
+    def planted(self: Request, result: RowResult, *given: Any, **options: Any) -> list[int]:
+        tokens = record(self, result, *given, **options)
         self.dropped = 0
         return tokens
 

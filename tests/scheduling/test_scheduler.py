@@ -209,7 +209,7 @@ def test_logprobs_are_the_raw_targets(device: str) -> None:
 
 def test_a_draft_that_never_catches_up_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """The check above can fail: without catching up, acceptance after plain steps drops."""
-    monkeypatch.setattr(PrefillQueue, "catch_up", lambda self, rows: 0.0)
+    monkeypatch.setattr(PrefillQueue, "catch_up", lambda self, rows, ahead: 0.0)
     engine = tiny_engine(k=4, batch=1, same=True)
     (request,) = run(engine, prompts(4, seed=8)[3:], 100, k=lambda steps: 0 if steps < 20 else 4)
     assert request.accepted < request.drafted
