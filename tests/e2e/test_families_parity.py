@@ -21,7 +21,7 @@ from fastspec.generator import FastSpecGenerator
 from fastspec.models.decoder import Decoder
 from fastspec.output import GenerateOutput
 from tests.helpers.checkpoints import make_checkpoint
-from tests.helpers.families import FAMILIES, VOCAB, as_configured, make_family
+from tests.helpers.families import VOCAB, as_configured, make_family
 
 NEW = 100
 GAP_FACTOR = 20
