@@ -238,6 +238,9 @@ class Loop:
             RuntimeError: the generator is closed, or a step failed.
             InvalidLogits: a row has failed; the others are complete.
         """
+        if not call.requests:  # no step would come that could end it
+            self.check_open()
+            return
         delivery = Delivery(call.requests)
         with self._joining:
             self.check_open()

@@ -151,6 +151,12 @@ def lookup_first() -> None:
     law_modes.test_lookup_before_a_model_follows_the_targets_law("rejection", law_modes.NGram, 1000)
 
 
+def processed_lines() -> None:
+    from tests.kernels.sampling import test_processed  # skips without Triton
+
+    test_processed.compare(0, "cpu")
+
+
 def unknown_ids() -> None:
     proposers.test_a_proposer_of_ones_own(proposers.Unknown, "rejection")
 
@@ -329,6 +335,7 @@ TABLE: dict[str, list[tuple[str, str, Check]]] = {
             "torch.arange(k + 1) - rows.lengths[:, None]\n    judged",
             any_k,
         ),
+        ("torch.where(rows.processed[", "torch.where(~rows.processed[", processed_lines),
         ("invalid = processors.invalid(judged)\n", "invalid = processors.invalid(judged) & False\n", broken_target),
         ("None if deterministic else", "None if True else", own_drafts),
         ("verify.block if rule == BLOCK", "verify.block if rule != BLOCK", more_by_block),
@@ -345,9 +352,9 @@ TABLE: dict[str, list[tuple[str, str, Check]]] = {
         ("known] = probs", "known] = probs.square()", decodes_by_block),
         ("known:] = 0.0", "known:] = 1.0", decodes_lookup_beyond),
     ],
-    "proposers.ngram": [
+    "kernels.reference.lookup": [
         ("run * width + place", "place * width + run", lookup),
-        ("run >= self.min_n", "run > self.min_n", lookup),
+        ("run >= min_n", "run > min_n", lookup),
         ("% period[:, None]", "% 1000", lookup),
     ],
     "proposers.choose": [("drafts < self._vocab_size", "drafts <= self._vocab_size", unknown_ids)],

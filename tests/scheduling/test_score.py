@@ -304,6 +304,13 @@ def test_rows_without_lengths_are_prompts(drafting: FastSpecGenerator) -> None:
     assert [len(values) for values in full.logprobs] == [1, 37]
 
 
+def test_nothing_to_score_while_requests_run(drafting: FastSpecGenerator) -> None:
+    """A row of one token has no score; its call ends also if another thread makes the steps."""
+    handle = drafting.submit([3, 4, 5], max_new_tokens=40)
+    assert drafting.score([[7]]).prompt_logprobs == [[]]
+    assert len(handle.result().new_tokens[0]) == 40
+
+
 def test_prompts_that_begin_alike(drafting: FastSpecGenerator) -> None:
     """Scores do not depend on the prefix cache, which serves prompts that are not scored themselves."""
     prompts = prompts_of(VOCAB, (150, 150))
