@@ -2,6 +2,7 @@
 
 Usage: python -m tests.helpers.compile_launches 90 attention_long
        python -m tests.helpers.compile_launches 86 attention_long,steps 80    without the launches of sm_80
+       python -m tests.helpers.compile_launches 80 steps --sample             one launch of a kernel and element size
 """
 
 from __future__ import annotations
@@ -27,12 +28,10 @@ def report(launch: Launch, arch: int) -> dict[str, Any]:
     """What a launch is, and what its machine code is made of."""
     code, arguments = recorder.compiled(launch), launch.arguments
     ptx, out = code.asm["ptx"], arguments.get("out_ptr", arguments.get("out"))
-    tensors = [getattr(value, "base", value) for value in arguments.values()]  # of a descriptor its tensor
-    sizes = [each.element_size() for each in tensors if isinstance(each, torch.Tensor) and each.is_floating_point()]
     return {
         "call": launch.call,
         "kernel": launch.name,
-        "element": min(sizes, default=8),
+        "element": element(launch),
         "constants": {name: value for name, value in launch.constants.items() if not isinstance(value, tuple)},
         "programs": math.prod(launch.grid),
         "registers": launch.options.get("maxnreg"),
@@ -51,6 +50,13 @@ def report(launch: Launch, arch: int) -> dict[str, Any]:
         "narrow_waits": len(re.findall(r"ld\.volatile\.global\.b", ptx)),
         "bf16": out is not None and out.dtype == torch.bfloat16,
     }
+
+
+def element(launch: Launch) -> int:
+    """Bytes of the smallest elements of a launch that are floating-point numbers. 8 if it has none."""
+    tensors = [getattr(value, "base", value) for value in launch.arguments.values()]  # of a descriptor its tensor
+    sizes = [each.element_size() for each in tensors if isinstance(each, torch.Tensor) and each.is_floating_point()]
+    return min(sizes, default=8)
 
 
 def order(launch: Launch) -> list[str]:
@@ -116,7 +122,13 @@ def recorded(arch: int, group: str) -> Iterator[Launch]:
 
 
 def main() -> None:
-    arch, groups, others = int(sys.argv[1]), sys.argv[2].split(","), map(int, sys.argv[3:])
+    arch, groups = int(sys.argv[1]), sys.argv[2].split(",")
+    if sys.argv[3:] == ["--sample"]:
+        for group in groups:
+            for launch in first_of_each(recorded(arch, group), lambda launch: (launch.name, element(launch))):
+                describe(launch, arch, group)
+        return
+    others = [*map(int, sys.argv[3:])]
     known = {recorder.specialised(launch) for other in others for group in groups for launch in recorded(other, group)}
     for group in groups:
         for launch in recorded(arch, group):

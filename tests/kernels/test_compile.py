@@ -14,6 +14,7 @@ from tests.helpers.modules import module_output
 pytestmark = pytest.mark.long
 
 ARCHITECTURES = [80, 90, 100]
+EVERY_DAY = 90
 AS_80 = 86  # launches what sm_80 does, but for what a test below compiles
 AS_86 = 89  # launches what sm_86 does, as another has it
 
@@ -71,20 +72,23 @@ def _late(group: str) -> bool:
     return group.startswith("short") or group == "attention_cached_in_8_bits"
 
 
-def _case(arch: int, group: str) -> Any:
-    """Large vocabularies differ from small ones in sizes alone: one architecture tells of them every day."""
-    marks = [pytest.mark.slow] if group in {"sampled_128256", "sampled_256000"} and arch != 90 else []
-    return pytest.param(arch, group, marks=marks)
+def _daily(arch: int, group: str) -> bool:
+    """Every launch compiles for sm_90 every day. Large vocabularies differ from small ones in sizes alone."""
+    return arch == EVERY_DAY and group not in {"sampled_128256", "sampled_256000"}
 
 
 CASES: list[Any] = [
-    *(_case(arch, group) for group in GROUPS for arch in ARCHITECTURES if arch >= 90 or not _late(group)),
-    *(
-        pytest.param(arch, group, marks=pytest.mark.slow)
-        for group in GROUPS
-        for arch in (AS_80, AS_86)
-        if not _late(group)
-    ),
+    pytest.param(arch, group, marks=[] if _daily(arch, group) else [pytest.mark.slow])
+    for group in GROUPS
+    for arch in (*ARCHITECTURES, AS_80, AS_86)
+    if not _late(group) or arch in {90, 100}
+]
+# of other architectures one launch of a kernel and element size every day
+SAMPLES = [
+    (arch, group)
+    for group in GROUPS
+    for arch in ARCHITECTURES
+    if arch != EVERY_DAY and (arch == 100 or not _late(group)) and not group.startswith("sampled_1")
 ]
 
 
@@ -99,6 +103,13 @@ def test_every_group_of_kernels_compiles_for_every_gpu(arch: int, group: str) ->
         assert orders == {("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32",)}  # whatever the tile
     if group == "recurrent":
         _check_order_of_keys(reports)
+    _check(reports, arch)
+
+
+@pytest.mark.parametrize(("arch", "group"), SAMPLES)
+def test_one_launch_of_each_kernel_compiles_for_other_gpus(arch: int, group: str) -> None:
+    reports = module_output("tests.helpers.compile_launches", str(arch), group, "--sample")
+    assert reports
     _check(reports, arch)
 
 
@@ -121,6 +132,7 @@ def _check(reports: list[dict[str, Any]], arch: int) -> None:
             assert report["vector"] or report["constants"]["PARTS"] > 1, report
 
 
+@pytest.mark.slow
 def test_what_one_architecture_launches_beside_another_compiles() -> None:
     reports = module_output("tests.helpers.compile_launches", str(AS_80), ",".join(GROUPS), "80")
     assert {report["kernel"] for report in reports} == {"_prefill_kernel"}  # which has less shared memory there

@@ -275,6 +275,7 @@ def test_checkpoints_of_your_own_take_the_place_of_a_workload(tmp_path: Path) ->
     assert [row["k"] for row in alone] == [0, 0]
 
 
+@pytest.mark.slow
 def test_drafters_are_compared_on_text_that_was_held_out(tmp_path: Path) -> None:
     rows = run_cli(tmp_path, "drafters", "--k", "2", "--prompts", "1")
     assert [(row["drafter"], row["temperature"]) for row in rows] == [

@@ -26,8 +26,11 @@ LAYERS = [f"products_{first}" for first in range(0, 15, 3)]
 AS_80 = 86  # launches what sm_80 does, but for what a test below compiles
 RARE = (AS_80, 89, 120)  # 89 launches what 86 does
 PRODUCTS = (*LAYERS, "products_fp16")
+DAILY = ("products_0", "products_fp16")  # of other architectures than sm_90
 CASES = [
-    pytest.param(arch, group, marks=[pytest.mark.slow] if arch in RARE else [])
+    pytest.param(
+        arch, group, marks=[] if arch == 90 or (arch not in RARE and group in DAILY) else [pytest.mark.slow]
+    )
     for arch in SHARED_LIMIT
     for group in PRODUCTS
 ]
@@ -40,6 +43,7 @@ def test_every_launch_compiles_to_what_it_is_meant_to_be(arch: int, group: str) 
     _check(module_output("tests.helpers.compile_launches", str(arch), group), arch)
 
 
+@pytest.mark.slow
 def test_what_one_architecture_launches_beside_another_compiles() -> None:
     _check(module_output("tests.helpers.compile_launches", str(AS_80), ",".join(PRODUCTS), "80"), AS_80)
 
