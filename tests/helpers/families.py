@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 import transformers
 from torch import Tensor
@@ -151,6 +152,13 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 MIXTURES = ("qwen3_moe", "qwen2_moe", "olmoe", "mixtral", "glm4_moe", "gpt_oss")  # of experts
 FAMILIES = tuple(CONFIGS)
+# which together have every kind of norm, rope, attention and mixture
+VARIED = {"gemma2", "gemma4", "phi3-long", "olmo2", "smollm3", "cohere2", "granite4", "qwen2_moe", "gpt_oss"}
+
+
+def daily() -> list[Any]:
+    """Every family as a parameter of a test of something that their layers share. All but `VARIED` are slow."""
+    return [pytest.param(each, marks=[] if each in VARIED else pytest.mark.slow) for each in FAMILIES]
 
 
 def config_of(family: str, **changes: Any) -> transformers.PretrainedConfig:

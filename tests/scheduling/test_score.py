@@ -372,7 +372,7 @@ def test_copies_of_a_prompt_share_its_scores(drafting: FastSpecGenerator) -> Non
     assert same(again.logprobs, drawn.logprobs)
 
 
-@pytest.mark.parametrize("family", families.FAMILIES)
+@pytest.mark.parametrize("family", families.daily())
 def test_every_family(family: str, tmp_path: Path) -> None:
     families.make_family(family).save_pretrained(tmp_path / "target")
     with FastSpecGenerator(tmp_path / "target", proposer=NGram(), dtype="float32", **OPTIONS) as gen:

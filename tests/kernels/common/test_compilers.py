@@ -39,7 +39,8 @@ def test_processes_compile_and_this_one_only_reads() -> None:
     assert missed["begun"]
 
 
-@pytest.mark.parametrize("processes", [1, pytest.param(0, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [1, 0])
 def test_two_ranks_compile_every_kernel_once(processes: int) -> None:
     first, second, caches = module_output("tests.helpers.compile_ranks", str(processes))
     assert first["kernels"] == second["kernels"] == 4

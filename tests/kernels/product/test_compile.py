@@ -28,9 +28,7 @@ RARE = (AS_80, 89, 120)  # 89 launches what 86 does
 PRODUCTS = (*LAYERS, "products_fp16")
 DAILY = ("products_0", "products_fp16")  # of other architectures than sm_90
 CASES = [
-    pytest.param(
-        arch, group, marks=[] if arch == 90 or (arch not in RARE and group in DAILY) else [pytest.mark.slow]
-    )
+    pytest.param(arch, group, marks=[] if arch == 90 or (arch not in RARE and group in DAILY) else [pytest.mark.slow])
     for arch in SHARED_LIMIT
     for group in PRODUCTS
 ]
