@@ -18,7 +18,8 @@ from fastspec.inputs.table import NUMBERS
 from fastspec.shapes import FULL
 from fastspec.state import BUFFERS, IDLE, MAX_STOP_IDS, RUNNING, DecodeState, send, sent
 
-# what a row learns about its drafts: a new row begins without it, or its text would depend on the one before
+# fields with what a row has learnt about its drafts. They are reset for a new request, because its text must not depend
+# on the previous request of this row
 _LEARNED = ("proposed_at", "lookup_mean", "model_mean")
 
 
@@ -39,7 +40,7 @@ def fill_prompt(
         prompt: token ids.
         pages: its pages of the KV cache.
         stop_ids: token ids that end the row.
-        draft_length: number of positions whose K/V of the draft are already in the row's pages.
+        draft_length: number of first positions whose draft K/V are already in the row's pages.
     """
     padded = [*stop_ids, *[-1] * (MAX_STOP_IDS - len(stop_ids))]
     filled = send([*padded, *pages, *prompt], torch.int64, state.lengths.device)
@@ -57,8 +58,8 @@ class NewRow:
     """A row whose prompt is being prefilled.
 
     Attributes:
-        row: its index.
-        prompt_length: tokens of the prompt.
+        row: index of the row.
+        prompt_length: number of tokens of the prompt.
         limit: largest length of the row, in tokens.
         options: options of the row.
     """
@@ -70,11 +71,11 @@ class NewRow:
 
 
 def fill_options(state: DecodeState, rows: Sequence[NewRow], sampler: str) -> None:
-    """Writes the fields of new rows that steps read, one copy for each field.
+    """Writes the fields that steps read of new rows. One copy on the device writes a field of all these rows.
 
     Args:
         state: state of the rows.
-        rows: at least one.
+        rows: the new rows, at least one.
         sampler: sampler kind of their steps. Biases and counts are written only for FULL, because GREEDY does not read
             them.
     """
@@ -91,7 +92,7 @@ def fill_options(state: DecodeState, rows: Sequence[NewRow], sampler: str) -> No
 
 
 def _numbers(new: NewRow, max_drafts: int) -> dict[str, float]:
-    """Returns the number that each field of a new row gets."""
+    """Returns {field of `DecodeState`: its number} for a new row."""
     options = new.options
     return {
         "limits": new.limit,
@@ -107,7 +108,7 @@ def _numbers(new: NewRow, max_drafts: int) -> dict[str, float]:
 
 
 def fill_texts(state: DecodeState, row: int, prediction: tuple[int, ...], owner: int) -> None:
-    """Fills the prediction of a row, and the owner of the earlier answers that may draft for it."""
+    """Writes a row's prediction, and the owner of the earlier answers that may draft for the row."""
     if prediction:
         state.prediction[row, : len(prediction)] = send(list(prediction), torch.int64, state.lengths.device)
     _fill(state, row, {"prediction_lengths": len(prediction), "owners": owner})
@@ -124,8 +125,8 @@ def allow(state: DecodeState, steps: Mapping[int, GrammarStep], k: int, ready: i
     Args:
         state: state of the rows.
         steps: row -> its draft tokens and masks.
-        k: drafts of the step; further draft tokens of a row are dropped.
-        ready: value for `finish`, with which the rows run: RUNNING, or PREFILLED in a step for first tokens.
+        k: number of drafts of the step; further draft tokens of a row are dropped.
+        ready: new value of the rows' `finish`: RUNNING, or PREFILLED if the next step is `first_token_step`.
     """
     places, words = k + 1, state.masks.shape[2]
     packed = np.full((len(steps), 2 + k + places * words), ALL, dtype=np.int32)

@@ -13,15 +13,15 @@ from fastspec.shapes import GREEDY
 
 
 def advice_on_drafts(stats: Stats, settings: Settings, loop: Loop, drafting: DraftPlan) -> str | None:
-    """Returns a warning if the drafts of a call did not pay. None: they did, or it cannot be judged now.
+    """Returns a warning if the drafts of a call cost more time than they saved.
 
-    The cost of a draft model is estimated by its weight bytes. Without one, a plain step and one with drafts are
-    measured once for each number of rows, if there are no graphs: a captured step costs about the same with a few more
-    tokens.
+    None: they saved time, or it cannot be judged now. The cost of a draft model is estimated by its weight bytes. For
+    lookup a plain step and a step with drafts are timed, once for each number of rows. This is left out with CUDA
+    graphs, because a captured step takes about the same time with a few more tokens.
 
     Args:
         stats: counts of the call.
-        settings: those of the generator.
+        settings: settings of the generator.
         loop: runs the measurement, if no other call runs.
         drafting: its controller of greedy steps keeps the measured times.
     """

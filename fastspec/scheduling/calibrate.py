@@ -125,11 +125,11 @@ class Calibration:
         return [first, f"what limits it: {self._in_words(self.limit)}", *form]
 
     def _shown(self) -> Trial:
-        """Returns the fastest k above 0."""
+        """Returns the trial of the fastest k above 0."""
         return max(self.trials[1:], key=lambda trial: trial.measured)
 
     def _losses(self) -> dict[str, float]:
-        """Returns the loss by cause, as logarithms of factors.
+        """Returns {cause: lost speed} of the fastest k above 0. A loss is the logarithm of a factor.
 
         Without any loss a step would emit k + 1 tokens in the time of a plain step.
         """
@@ -204,13 +204,13 @@ class FixedPolicy:
 def calibrate(
     scheduler: Scheduler, requests: list[Request], stop_ids: tuple[int, ...], choice: DraftChoice
 ) -> Calibration:
-    """Runs the requests with every k of a choice, and times drafting and scoring separately.
+    """Runs the requests with every k of `choice`, and times drafting and scoring separately.
 
     Args:
-        scheduler: scheduler whose engine is ready for the choice.
-        requests: requests of a call; not changed.
+        scheduler: scheduler whose engine has captured the steps of `choice`.
+        requests: requests of a call. Copies of them are run.
         stop_ids: token ids that end a row.
-        choice: its ks are run. Its controller gets the measurements.
+        choice: ks to run. Its controller gets the measurements.
 
     Raises:
         ValueError: the texts end too early to time a step.
@@ -237,15 +237,17 @@ def calibrate(
 
 
 def again(requests: list[Request]) -> list[Request]:
-    """Copies requests, without their output."""
+    """Returns new requests with the same prompts, limits and options, and without output."""
     return [Request(request.prompt, request.max_new_tokens, request.options) for request in requests]
 
 
 def _parts(
     scheduler: Scheduler, requests: list[Request], choice: DraftChoice, bucket: int
 ) -> dict[int, tuple[float, float]]:
-    """Times drafting and scoring while rows are in the middle of their texts. Returns {k: (drafting, scoring)} in
-    seconds.
+    """Times drafting and scoring while rows are in the middle of their texts.
+
+    Returns:
+        {k: (drafting, scoring)}, both in seconds.
     """
     engine = scheduler.engine
     rows = again(requests)[: engine.state.batch]
@@ -265,7 +267,7 @@ def _parts(
 
 
 def _part_seconds(engine: Engine, rows: int, shape: StepShape) -> tuple[float, float]:
-    """Returns the seconds of drafting and of scoring, each run alone over the present rows. No row advances.
+    """Returns the seconds of drafting and of scoring. Each is run alone over the first `rows` rows; no row advances.
 
     With graphs, each part is captured as one graph.
     """

@@ -18,11 +18,11 @@ _FIXED_K_NOTE = (
 
 @dataclass(frozen=True, slots=True)
 class DraftChoice:
-    """Draft lengths of one call.
+    """Numbers of drafts that the steps of one call may have.
 
     Attributes:
-        k: drafts of every step; with a controller: upper limit.
-        ks: numbers of drafts that a step may have; contains 0 if a row has opted out.
+        k: number of drafts per row in every step; with a controller: upper limit.
+        ks: numbers of drafts that a step may have; contains 0 if a row has opted out of drafting.
         sampler: sampler kind of the steps.
         top_logprobs: see StepShape.
         controller: chooses among `ks`. None: every step has k.
@@ -43,7 +43,7 @@ class DraftChoice:
 
 @dataclass(slots=True)
 class DraftPlan:
-    """Draft lengths that a generator supports, and the controllers that choose k for its calls.
+    """Numbers of drafts that a generator supports, and the controllers that choose k for its calls.
 
     Attributes:
         auto: True if calls without num_speculative_tokens are "auto".
@@ -64,7 +64,10 @@ class DraftPlan:
         return AUTO if self.auto else self.max_drafts
 
     def check(self, asked: int | None) -> int:
-        """Returns the drafts per step for the value `asked` of a call. None gives the largest.
+        """Returns the number of drafts per step for a call's num_speculative_tokens.
+
+        Args:
+            asked: the value that the call sets. None: the largest.
 
         Raises:
             ValueError: more than `max_drafts`.
@@ -80,10 +83,10 @@ class DraftPlan:
         return asked
 
     def for_call(self, chosen: Options) -> DraftChoice:
-        """Chooses the draft lengths of a call.
+        """Chooses the numbers of drafts of a call.
 
         Raises:
-            ValueError: it asks for more than `max_drafts`.
+            ValueError: the call asks for more than `max_drafts`.
         """
         if all(row.given is not None for row in chosen.rows):
             k = self.max_drafts  # the given tokens are drafts, and all of them are accepted
@@ -99,7 +102,7 @@ class DraftPlan:
         return replace(choice, grammars=(GRAMMAR_ONLY,) if alone else (None, *GRAMMARS))
 
     def _without_grammars(self, chosen: Options) -> DraftChoice:
-        """Chooses the draft lengths of a call as if no row had a grammar."""
+        """Chooses the numbers of drafts of a call as if no row had a grammar."""
         sampler = GREEDY if chosen.plain else FULL
         k = self.check(chosen.num_speculative_tokens)
         for row in chosen.rows:
@@ -120,13 +123,20 @@ class DraftPlan:
         return ladder(self.max_drafts)
 
     def controller(self, sampler: str, top_logprobs: int | None, *, processed: bool = False) -> Controller:
-        """Returns the controller of calls whose steps have these values. It exists as long as the generator."""
+        """Returns the controller for calls with this sampler kind and these log-probabilities.
+
+        It is created on first use, and exists as long as the generator.
+        """
         key = (sampler, top_logprobs, processed)
         # setdefault, because any thread may call this
         return self.controllers.get(key) or self.controllers.setdefault(key, Controller(self.ks))
 
     def for_warmup(self, asked: int | str | None, sampler: str) -> DraftChoice:
         """Chooses the steps that `warmup` captures: those of a call without further options, and steps without drafts.
+
+        Args:
+            asked: num_speculative_tokens of such calls. None: the generator's default.
+            sampler: sampler kind of such calls.
 
         Raises:
             ValueError: `asked` is not a number of drafts or is above `max_drafts`, or the sampler is unknown.
@@ -141,7 +151,7 @@ class DraftPlan:
         return DraftChoice(k, tuple(sorted({0, k})), sampler, None)
 
     def for_calibration(self, chosen: Options) -> DraftChoice:
-        """Chooses all ks. The controller of such calls gets the measurements.
+        """Returns a choice of every k. Its controller, that of such calls, gets the measurements.
 
         Raises:
             ValueError: the generator has no proposer, or the call sets its own number of drafts.

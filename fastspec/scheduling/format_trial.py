@@ -1,4 +1,4 @@
-"""Trial of a draft's format, a part of `calibrate`: compares the rounded draft with the draft in its stored format.
+"""Trial of a draft's weight format, a part of `calibrate`: compares the rounded draft with the draft as it is stored.
 
 A draft with fewer bits has faster passes, but fewer of its tokens are accepted. How many fewer depends on the prompts.
 So the prompts are continued in alternating turns with the rounded draft and with the stored one, which is loaded again.
@@ -60,14 +60,15 @@ class FormatTrial:
     """Compares a rounded draft with the same draft in its stored format, and keeps the faster one.
 
     Args:
-        draft: checkpoint of the loaded draft, for which "auto" chose `rounded`.
-        dtype: dtype of its activations.
-        released: True if its live module was released, so that it cannot be read again.
+        draft: checkpoint of the loaded draft. "auto" chose its format `rounded`.
+        dtype: dtype of the draft's activations.
+        released: True if the tensors of a draft that was given as a loaded model were released. It cannot be read
+            again then.
 
     Attributes:
         draft: checkpoint of the draft as it is loaded now; its `stored` describes the result.
         found: short description of the result; empty before the first trial.
-        decided: True after both drafts were measured. There is no second trial.
+        decided: True if the format is settled. There is no trial then.
     """
 
     draft: Checkpoint
@@ -87,10 +88,10 @@ class FormatTrial:
         return f"{self.draft.rounded or AS_STORED}: {self.found or 'not tried yet'}"
 
     def forgo(self, why: str) -> None:
-        """Lets the draft stay in its format without a trial.
+        """Keeps the draft in its format without a trial.
 
         Args:
-            why: in a few words.
+            why: the reason, in a few words.
         """
         self._decide(why)
 
@@ -107,8 +108,8 @@ class FormatTrial:
 
         Args:
             scheduler: scheduler without requests.
-            requests: requests of a call; not changed.
-            choice: the trial uses its sampler, and its largest k or 4, whichever is less.
+            requests: requests of a call. Copies of them are run.
+            choice: the trial uses its sampler, and its largest k that is at most 4.
             stop_ids: token ids that end a row.
             make_ready: captures the steps for such requests and drafts.
             drafting: its controllers are reset if the draft changes.
@@ -186,7 +187,7 @@ class FormatTrial:
             engine.finish()
 
     def _use(self, engine: Engine, drafter: Decoder, form: CodeFormat | None, weights: DecoderWeights) -> None:
-        """Makes steps draft with these weights. Each draft has its own graphs and cached prompts."""
+        """Makes later steps draft with these weights. Each format has its own CUDA graphs and prefix cache."""
         variant = None if form == self._form else AS_STORED  # graphs captured before the trial have no variant
         drafter.weights = weights
         engine.runner.use_variant(variant)
@@ -236,7 +237,7 @@ def trial_of(draft: object, dtype: torch.dtype, *, released: bool, ranks: int = 
 
 
 def _drafter(engine: Engine) -> Decoder | None:
-    """Returns the draft model, also if it is combined with a lookup."""
+    """Returns the draft model of an engine, also if a lookup is combined with it. None: it has none."""
     proposer = drafter_of(engine.modules.proposer)
     model = proposer.model if isinstance(proposer, DraftModel) else None
     return model if isinstance(model, Decoder) else None

@@ -19,7 +19,7 @@ class OfOneProcess:
     """Base class of objects with threads, locks or device memory. They cannot be copied or pickled.
 
     Attributes:
-        instead: advice for the error.
+        instead: advice at the end of the error message.
     """
 
     instead: ClassVar[str] = "make one in each process"
@@ -75,16 +75,16 @@ class Delivery:
         return self.ended is not None
 
     def take(self, request: Request) -> None:
-        """Publishes new tokens of a request, or its end."""
+        """Makes a request's new tokens, or its end, visible to the threads that wait."""
         with self._changed:
             self.counts[self._places[request]] = len(request.new_tokens)
             self._left -= request.finish_reason is not None
             self._tell(self._left == 0)
 
     def begin(self) -> None:
-        """Called when the loop's thread takes over.
+        """Counts the tokens that the requests have when the generator's own thread takes over their steps.
 
-        Until now the caller made the steps itself and read their tokens.
+        Until then the caller's thread made the steps itself, and read their tokens directly.
         """
         with self._changed:
             self.counts = [len(request.new_tokens) for request in self.requests]
@@ -117,10 +117,15 @@ class Delivery:
             ) from self.error
 
     def wait(self, version: int, timeout: float | None = None) -> int:
-        """Waits for a change after `version`, or for the end. Returns the new version.
+        """Waits until a request has new tokens, or all have ended. Returns the new version.
+
+        Args:
+            version: result of the previous call, 0 in the first one. The call returns at once if anything has
+                changed since that version.
+            timeout: seconds. None: no limit.
 
         Raises:
-            TimeoutError: no change within `timeout` seconds.
+            TimeoutError: nothing changed within `timeout` seconds.
             RuntimeError: this process was forked from the one that makes steps, so no change can come.
         """
         # before taking any lock, which another thread may have held at the fork
@@ -132,7 +137,12 @@ class Delivery:
             return self._version
 
     def follow(self, version: int) -> Iterator[dict[int, list[int]]]:
-        """Yields new tokens by the request's index, which another thread's steps emit after `version`.
+        """Yields {index of a request: its new tokens} while the generator's own thread makes the steps.
+
+        Tokens that were emitted before this thread took over are left out.
+
+        Args:
+            version: see `wait`.
 
         Raises:
             RuntimeError: see `check`.
@@ -184,8 +194,8 @@ class Handle(OfOneProcess):
 
     Args:
         call: the checked call with one prompt.
-        delivery: its tokens.
-        cancel: ends the request.
+        delivery: delivers the tokens of its request.
+        cancel: called to end the request early.
         stats: returns the counts of the call so far.
 
     Attributes:
@@ -221,7 +231,7 @@ class Handle(OfOneProcess):
             timeout: seconds to wait. The request continues after a timeout.
 
         Raises:
-            TimeoutError: it has not ended within `timeout` seconds.
+            TimeoutError: the request has not ended within `timeout` seconds.
             InvalidLogits: see `generate`.
             RuntimeError: a step failed, which ends all running requests.
         """
@@ -242,9 +252,9 @@ class Handle(OfOneProcess):
             yield from self.call.requests[0].new_tokens[start:stop]
 
     def pieces(self) -> Iterator[tuple[int, int]]:
-        """Yields ranges (start, stop) of the tokens that one or a few steps have added.
+        """Yields index ranges (start, stop) of the new tokens. One or a few steps have added each range.
 
-        Raises the errors of `result`.
+        The request is cancelled if the iteration is left early. Raises the errors of `result`.
         """
         shown, version = 0, 0
         try:
@@ -277,7 +287,7 @@ class Handle(OfOneProcess):
                 yield token
 
     async def pieces_in_loop(self) -> AsyncIterator[tuple[int, int]]:
-        """Yields pieces in an asyncio event loop; see `pieces`."""
+        """Yields the ranges of `pieces` in an asyncio event loop."""
         shown, version = 0, 0
         try:
             while not self.delivery.done or shown < self.delivery.counts[0]:

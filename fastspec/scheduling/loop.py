@@ -1,4 +1,4 @@
-"""Makes the steps of all calls of a generator, in the caller's thread or in a thread of its own.
+"""Makes the steps of all calls of a generator, in the caller's thread or in the generator's own thread.
 
 A call that runs alone makes its steps itself, in its caller's thread. From the first `submit` on, or from the first
 call that comes while another one runs, a thread makes all steps. Calls and handles then run together. The thread sleeps
@@ -34,7 +34,7 @@ class Joining:
 
     Attributes:
         call: the checked call.
-        delivery: receives its tokens.
+        delivery: receives the tokens of the call.
     """
 
     call: PreparedCall
@@ -43,7 +43,11 @@ class Joining:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Leaving:
-    """Message: nobody waits for these requests any more, or for any that is there."""
+    """Message: requests shall end, because nobody waits for them any more.
+
+    Attributes:
+        requests: these requests. None: all that have not ended.
+    """
 
     requests: list[Request] | None
 
@@ -63,7 +67,7 @@ Message: TypeAlias = "Joining | Leaving | None"  # None ends the thread
 
 
 class _Caught:
-    """Context that stores an error raised inside it, for the threads that wait for the work."""
+    """Context that catches any error raised inside it, and stores it for the threads that wait for the work."""
 
     def __init__(self) -> None:
         self.error: BaseException | None = None
@@ -86,9 +90,9 @@ class Loop:
 
     Args:
         scheduler: the scheduler. Other code may step it only while it holds `turn`.
-        make_ready: captures the steps that a call may need. Arguments: engine, number of rows, draft lengths, limit of
-            the longest row's tokens, and tokens of the shortest prompt. Called while there are no requests.
-        longest: limit of tokens of a row.
+        make_ready: captures the steps that a call may need. Arguments: engine, number of rows, choice of drafts, limit
+            of the longest row's tokens, and tokens of the shortest prompt. Called while there are no requests.
+        longest: largest number of tokens of a row.
         ranks: ranks that make every call together. With several ranks only one call runs at a time.
         before_turn: called with all messages before the thread handles them.
         on_end: called with each request that has ended.
@@ -194,7 +198,7 @@ class Loop:
 
     @contextmanager
     def alone(self) -> Iterator[Scheduler]:
-        """Context that gives the scheduler to the caller. No other call may run meanwhile.
+        """Context in which only the caller uses the scheduler. Other calls are refused meanwhile.
 
         Raises:
             RuntimeError: a call or a handle is running, the generator is closed, or other ranks follow this one.
@@ -232,7 +236,7 @@ class Loop:
         self._make_ready(engine, min(len(requests), engine.state.batch), choice, *lengths_of(requests))
 
     def run(self, call: PreparedCall) -> Generator[Emitted, None, None]:
-        """Runs a call to its end. Yields new tokens by row, after one or a few steps.
+        """Runs a call to its end. After one or a few steps, yields {index of a row in the call: its new tokens}.
 
         Raises:
             RuntimeError: the generator is closed, or a step failed.
@@ -265,7 +269,7 @@ class Loop:
         check_valid(call.requests, call.options.copies)
 
     def _step_here(self, call: PreparedCall, delivery: Delivery) -> Iterator[Emitted]:
-        """Makes the steps of a call in this thread, until the loop's thread takes over."""
+        """Makes the steps of a call in the caller's thread, until the loop's own thread takes over."""
         steps = None
         try:
             while True:
@@ -311,7 +315,7 @@ class Loop:
             self._messages.put(Joining(call, delivery))
 
     def abort(self) -> None:
-        """Ends all requests that have not ended, with the tokens that they have; waits for the thread to do so."""
+        """Ends all requests that have not ended. They keep the tokens that they have. Waits for their end."""
         self.check_open()
         with self._joining:
             for each in self._held:
@@ -329,10 +333,10 @@ class Loop:
         self._wait_for_joined()
 
     def pause(self, *, abort: bool = False) -> None:
-        """Lets calls that join wait for `resume`; returns when the requests that were there have ended.
+        """Makes new calls wait until `resume`, and waits until all earlier requests have ended.
 
         Args:
-            abort: end these requests with the tokens that they have.
+            abort: True to end the earlier requests now, with the tokens that they have.
         """
         with self._joining:
             self.check_open()
@@ -344,7 +348,7 @@ class Loop:
             self._call_ends.wait_for(lambda: not self._calls)
 
     def resume(self) -> None:
-        """Lets the calls join that have waited since `pause`, in the order in which they came."""
+        """Starts the calls that have waited since `pause`, in the order in which they came."""
         with self._joining:
             self.check_open()
             self.paused, held, self._held = False, self._held, []
@@ -353,7 +357,7 @@ class Loop:
                 self._messages.put(each)
 
     def _wait_for_joined(self) -> None:
-        """Waits for the end of all requests that the thread was given before."""
+        """Waits for the end of all requests that have joined the thread so far."""
         for delivery in list(self._joined):
             version = 0
             while not delivery.done:
@@ -377,7 +381,7 @@ class Loop:
 
     @contextmanager
     def following(self) -> Iterator[None]:
-        """Context for calls of `make_turn` on ranks that follow rank 0. Refuses calls of this process.
+        """Context in which a rank that follows rank 0 may call `make_turn`. Calls of this process are refused.
 
         Raises:
             RuntimeError: a call is running on this rank, or the generator is closed.
@@ -454,7 +458,7 @@ class Loop:
             messages = []
 
     def _sort(self, message: Message | Settling, messages: list[Message]) -> None:
-        """Adds a message to those of the next turn. A `Settling` message is stored instead."""
+        """Appends a message to `messages`, which the next turn handles. A `Settling` message is stored instead."""
         if isinstance(message, Settling):
             self._settling.append(message)
         elif isinstance(message, Leaving) and message.requests is None:
@@ -469,7 +473,7 @@ class Loop:
             message.settled.set()
 
     def make_turn(self, messages: list[Message]) -> None:
-        """Handles messages and makes one step."""
+        """Handles the messages, then makes one step."""
         with self.turn:
             for message in messages:
                 self._handle(message)
@@ -479,7 +483,7 @@ class Loop:
         return self._ranks.stepping() if self._ranks.size > 1 else nullcontext()
 
     def _refuse(self, messages: list[Message], error: BaseException) -> None:
-        """Ends all requests with an error, including those that would have joined."""
+        """Ends all requests with an error, including those of calls that `messages` would have added."""
         joining = [each.delivery for each in messages if isinstance(each, Joining)]
         with self.turn:
             for delivery in dict.fromkeys([*self.deliveries.values(), *joining]):
@@ -524,9 +528,9 @@ class Loop:
             self._make_ready(engine, engine.state.batch, call.choice, *lengths)
 
     def _plan_of(self, request: Request, call: PreparedCall) -> CallPlan:
-        """Returns the plan of a request. Requests that need the same kind of steps share one.
+        """Returns the plan of a request. Requests that need the same kind of steps share one plan.
 
-        So their steps cost the host no more than those of one call, and "auto" gets the observations of all of them.
+        So the host works no more for them than for one call, and "auto" observes the steps of all of them.
         """
         choice, stop_ids = call.choice, call.options.stop_ids
         key = (stop_ids, choice.sampler, choice.k, choice.top_logprobs, choice.processed, id(choice.controller))
@@ -593,7 +597,10 @@ def _cancelled(waiting: Joining) -> None:
 
 
 def _work(messages: SimpleQueue[Message | Settling], reference: weakref.ReferenceType[Loop]) -> None:
-    """Runs in the thread. Has a reference to the loop only while there is work."""
+    """Handles messages until the loop ends, as the body of its thread.
+
+    It has a strong reference to the loop only while there is work, so an idle loop can be garbage-collected.
+    """
     goes_on = True
     while goes_on:
         message = messages.get()

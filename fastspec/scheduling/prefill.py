@@ -24,8 +24,8 @@ from fastspec.state import PAUSED, PREFILLED, RUNNING
 
 # prompt tokens up to which a pass takes hardly longer than one over a few tokens: it is limited by reading the weights
 _PASS_ROWS = 128
-# largest number of budgets that one step spends, if many short prompts wait: with the default budget it is one pass of
-# the largest size. One budget is spent for as many running rows as _PATIENCE times the prompts that wait
+# between two steps, min(_MAX_BUDGETS, _PATIENCE * waiting short prompts / running rows) prefill budgets are spent. With
+# the default budget, _MAX_BUDGETS budgets are one pass of the largest size
 _MAX_BUDGETS, _PATIENCE = 8, 4
 _DRAFT_RATE = 4  # lower limit of the tokens that a draft model reads in the time in which the target reads one
 
@@ -45,9 +45,11 @@ class Passes:
     remaining: deque[int] = field(default_factory=deque)
 
     def take(self, limit: int | None, *, at_least_one: bool) -> list[int]:
-        """Removes and returns the next passes with at most `limit` tokens together.
+        """Removes the next passes with at most `limit` tokens together, and returns their sizes.
 
-        If `at_least_one`, one may be longer.
+        Args:
+            limit: number of tokens. None: no limit.
+            at_least_one: True to take the first pass even if it is longer than the limit.
         """
         taken: list[int] = []
         while self.remaining and (
@@ -64,8 +66,8 @@ class LastPart:
     Attributes:
         request: request of the prompt.
         start, tokens: first position, and number of tokens.
-        chunks: sizes of the passes over them if there is no other prompt.
-        draft: the same for the draft. None: the draft has no pass now.
+        chunks: sizes of the passes over these tokens if no other prompt shares the pass.
+        draft: the last tokens that the draft model reads. None: the draft has no pass now.
     """
 
     request: Request
@@ -82,7 +84,7 @@ class PrefillQueue:
     Attributes:
         engine: engine with the KV caches.
         waiting: requests without a row, in the order in which they came.
-        request: the request whose prompt is being prefilled. None: no prompt is.
+        request: the request whose prompt is being prefilled. None: no prompt is being prefilled.
         row: row of this request.
     """
 
@@ -97,11 +99,14 @@ class PrefillQueue:
     _refused: tuple[Request, int] | None = None  # request that did not fit, and the number of free and idle pages then
 
     def begin(self, rows: Collection[int], positions: int) -> tuple[Request, tuple[int, ...]] | None:
-        """Gives the first waiting request the lowest free row and its pages. Returns None if it must wait.
+        """Gives the first waiting request the lowest free row, and pages of the KV cache.
 
         Args:
             rows: rows that are in use.
             positions: number of positions that the request may write.
+
+        Returns:
+            The request and its pages. None if it must wait.
         """
         table, prefix, request = self.engine.pages, self.engine.prefix, self.waiting[0]
         row = next((row for row in range(self.engine.state.batch) if row not in rows), None)
@@ -148,10 +153,13 @@ class PrefillQueue:
         return nodes
 
     def budgets(self, running: int) -> int:
-        """Returns how many times the prefill budget may be used before the next step.
+        """Returns how many prefill budgets may be spent before the next step.
 
-        More than once if many short prompts wait, compared with the rows that run. So requests that arrive together
-        soon run together, and share passes.
+        It is more than one if many short prompts wait and few rows run. So requests that arrive together soon run
+        together, and share passes.
+
+        Args:
+            running: number of running rows.
         """
         short = sum(2 * len(request.prompt) <= self.engine.sizes.batch_tokens for request in self.waiting)
         return max(1, min(_MAX_BUDGETS, _PATIENCE * short // max(1, running)))
@@ -160,9 +168,10 @@ class PrefillQueue:
         """Splits the prompt into passes.
 
         Args:
-            drafting: True to prefill the draft together with the target. False: it catches up when the row first
-                drafts.
-            max_tokens: upper limit of tokens per pass, as far as that keeps the same bits. None: no limit.
+            drafting: True to prefill the draft model together with the target. False: the draft reads the prompt later,
+                when the row first drafts.
+            max_tokens: upper limit of tokens per pass. A pass exceeds it if a smaller one would give other bits. None:
+                no limit.
         """
         engine, request = self.engine, self.request
         assert request is not None, "it has begun"
@@ -176,11 +185,11 @@ class PrefillQueue:
             self._draft = self._passes(request, start, stop, max_tokens and _DRAFT_RATE * max_tokens, draft=True)
 
     def feed(self, limit: int | None, *, at_least_one: bool) -> int:
-        """Queues passes that together take about as long as the target's passes over `limit` tokens.
+        """Queues passes of target and draft that take about as long as the target's passes over `limit` tokens.
 
         After the last pass the row runs. The draft's passes have many tokens, because every pass reads all weights. A
-        draft pass is queued when the draft lacks that many tokens, and after the target's last pass. If the first token
-        comes from that pass, the draft reads the rest later, when it catches up.
+        draft pass is queued when the draft lacks that many tokens, and after the target's last pass. If that last pass
+        gives the first token, the draft reads the rest later, when it catches up.
 
         Args:
             limit: number of tokens. None: all that remain.
@@ -219,7 +228,7 @@ class PrefillQueue:
         return fed
 
     def _defer(self, request: Request, taken: list[int], limit: int | None) -> list[int]:
-        """Defers the last tokens of a prompt to `flush`, if they may share a pass.
+        """Defers the last tokens of a prompt until `flush`, if they may share a pass with those of other prompts.
 
         Args:
             request: its prompt is being prefilled.
@@ -249,9 +258,9 @@ class PrefillQueue:
         return taken[:first]
 
     def _blocks(self, *more: LastPart) -> int:
-        """Returns the number of blocks of a pass over the deferred parts and `more`.
+        """Returns the number of blocks (`PassSizes.block`) of a pass over the deferred parts and `more`.
 
-        It is that of the target or of the draft, whichever has more blocks.
+        If the draft's pass has more blocks than the target's, it is the number of the draft's.
         """
         parts, blocks_of = (*self._deferred.values(), *more), self.engine.sizes.blocks_of
         of_draft = sum(blocks_of(part.draft.tokens) for part in parts if part.draft is not None)
@@ -287,7 +296,7 @@ class PrefillQueue:
 
     @property
     def _back(self) -> int:
-        """Newest tokens of a row that a step may feed the draft, see `ProposerBase.reads_back`."""
+        """Number of newest tokens of a row that a step may feed the draft, see `ProposerBase.reads_back`."""
         return reads_back_of(self.engine.modules.proposer)
 
     def _drafted(self, request: Request, upto: int) -> None:
@@ -345,8 +354,8 @@ class PrefillQueue:
 
         Args:
             rows: row -> its request.
-            ahead: row -> number of its tokens that the device knows and the host does not. None: unknown, and the draft
-                has read all but the last two.
+            ahead: row -> number of its tokens that the device has and the host has not read. None: unknown. Then the
+                draft lacks only tokens that a step feeds.
         """
         passes, parts, sizes = 0.0, list[PromptPart](), self.engine.sizes
         for row, request in sorted(rows.items()):
@@ -397,7 +406,16 @@ class PrefillQueue:
     def _enqueue(
         self, request: Request, row: int, start: int, chunks: list[int], *, draft: bool, running: bool
     ) -> None:
-        """Queues passes, and saves the recurrent states after them from which later prompts may begin."""
+        """Queues prefill passes over a prompt, and saves recurrent states from which later prompts may continue.
+
+        Args:
+            request: its prompt.
+            row: row of the request.
+            start: first position.
+            chunks: number of tokens of each pass.
+            draft: True for passes of the draft, False for passes of the target.
+            running: True if the row already runs, False while its prompt is being prefilled.
+        """
         kept, left, first = self.engine.prefix_states, deque(chunks), start == request.cached
         for length, key in [*self._state_points(request, start, draft=draft), (None, None)]:
             part: list[int] = []
@@ -414,7 +432,7 @@ class PrefillQueue:
                 kept.save(key, draft=draft)
 
     def _state_points(self, request: Request, start: int, *, draft: bool) -> list[tuple[int | None, Hashable]]:
-        """Returns the lengths after which passes from `start` on save recurrent states, each with its key."""
+        """Returns (prompt length, key in the store) of each recurrent state that passes from `start` on save."""
         kept, prefix = self.engine.prefix_states, self.engine.prefix
         # a pass with as few tokens as a step saves no state, and one that begins inside a chunk gives other bits
         whole = self.engine.sizes.chunks[0] > self.engine.shapes.max_drafts + 1 and not start % DELTA_CHUNK
@@ -435,15 +453,15 @@ class PrefillQueue:
         return Passes(start, stop, deque(chain.from_iterable(passes)))
 
     def _resume(self, request: Request, row: int, length: int, *, draft: bool) -> None:
-        """Loads the recurrent states after the positions that a row shares."""
+        """Loads the recurrent states after the first `length` positions, which the row shares, into its state row."""
         if self.engine.prefix_states is not None:
             place = self.engine.state.state_rows[row : row + 1]
             self.engine.prefix_states.load(request.nodes, length, place, draft=draft)
 
     def _resumable(self, nodes: list[Node], *, draft: bool) -> int:
-        """Returns the number of nodes after which a model can continue.
+        """Returns the largest number of `nodes` after which a model can continue.
 
-        These are all nodes, except if the model needs a recurrent state that is not stored.
+        It is the number of all nodes, unless the model needs a recurrent state that is not stored.
         """
         kept = self.engine.prefix_states
         return len(nodes) if kept is None else kept.resumable(nodes, draft=draft) // kept.unit
@@ -467,18 +485,18 @@ def mark_drafted(prefix: PrefixCache, request: Request) -> None:
 
 
 def drafted_upto(prefix: PrefixCache, nodes: list[Node]) -> int:
-    """Returns the number of first positions whose pages also have the draft's K/V."""
+    """Returns the number of first positions of `nodes` whose pages also have the draft's K/V."""
     undrafted = next((place for place, node in enumerate(nodes) if not node.drafted), len(nodes))
     return undrafted * prefix.unit
 
 
 def passes_of(chunks: list[int]) -> float:
-    """Returns the cost of feeding these chunks, in passes over a few rows."""
+    """Returns the time of prefill passes of these sizes, in units of one pass over a few tokens."""
     return sum(max(1.0, chunk / _PASS_ROWS) for chunk in chunks)
 
 
 def readable_by_draft(engine: Engine, request: Request, ahead: int = 0) -> int:
-    """Returns the number of first positions that passes feed to the draft: all but those that a step feeds.
+    """Returns the number of first positions that prefill passes feed to the draft. A step feeds the others.
 
     Args:
         ahead: see `lag_of`.
@@ -489,7 +507,7 @@ def readable_by_draft(engine: Engine, request: Request, ahead: int = 0) -> int:
 
 
 def lag_of(engine: Engine, request: Request, ahead: int = 0) -> list[int]:
-    """Returns the sizes of the passes that feed the draft a row's missing tokens, up to those that a step feeds.
+    """Returns the sizes of the passes that feed the draft a row's missing tokens, without those that a step feeds.
 
     Args:
         ahead: number of the row's tokens that the host has not read yet.

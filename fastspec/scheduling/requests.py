@@ -43,13 +43,13 @@ class CallPlan:
     Attributes:
         stop_ids: token ids that end a row.
         sampler: sampler kind of its steps, GREEDY or FULL.
-        choose_k: function of the number of steps made that returns the drafts of the next one, at most
-            engine.shapes.max_drafts.
+        choose_k: returns the number of drafts of the next step, at most engine.shapes.max_drafts. Its argument is the
+            number of steps that were launched before.
         top_logprobs: see StepShape.
         policy: chooses k instead of `choose_k`, and observes every step. None: `choose_k` is used.
         lengths: limit of tokens of the longest row, and tokens of the shortest prompt.
         steps: number of steps launched so far.
-        joined: True if requests may join while it runs. Then a step may be missing among the captured ones.
+        joined: True if requests may join while the call runs. Then it may need a step whose shape is not captured yet.
         processed: see StepShape.
     """
 
@@ -80,11 +80,11 @@ class Request:
         watch: called with the new tokens of each step, to find ends that the device does not detect, such as stop
             strings. Returns the number of tokens up to the end of the row, or None if it continues.
         grammar: state of the grammar that the text follows, or of its given tokens. None: any text.
-        scores: takes log-probabilities of the prompt's tokens. None: they are not recorded.
+        scores: collects the log-probabilities of the prompt's tokens. None: they are not recorded.
         new_tokens: tokens emitted so far.
         finish_reason: "stop" or "length" once finished; "error" if no token could be chosen or a step was interrupted;
             "cancelled" if the request was cancelled.
-        invalid_at: position for which no token could be chosen.
+        invalid_at: position for which no token could be chosen. None: there is none.
         logprobs: log-probabilities of new_tokens, if recorded.
         top_logprobs: most probable (id, log-probability) pairs for each new token, if recorded.
         steps, plain_steps, drafted, accepted, dropped, histogram, steps_at: counts, see `RowStats`.
@@ -96,7 +96,7 @@ class Request:
         has_tables: True if the row's biases and counts were written; only steps of the full sampler read them.
         admitted: time by `time.perf_counter` when the request got a row; None: it waits.
         prefilled: True if the row's first token is not emitted yet and will come from its last prefill pass.
-        weight_version: version of the target's weights that it runs with.
+        weight_version: version of the target's weights with which the request runs.
     """
 
     prompt: list[int]
@@ -197,14 +197,17 @@ class InFlightStep:
     """A launched step whose results were not read yet.
 
     Attributes:
-        sequence: its number in the result ring.
+        sequence: number of the step in the ring of results.
         requests: row -> request, at the launch.
-        k: drafts.
-        bucket: rows that the launch covers.
-        resumed: number of catch-up passes queued before it. None: there were none, and the previous step drafted.
-        timed: True if only catch-up passes were queued between it and the previous step. Then its time can be used.
+        k: number of drafts per row.
+        bucket: number of rows that the launch covers.
+        resumed: number of catch-up passes of the draft queued before this step. None: there were none, and the previous
+            step drafted.
+        timed: True if nothing except catch-up passes was queued between the previous step and this one. Only then its
+            measured time is used.
         drafting: rows that could draft.
-        first_token: True for a step for first tokens. No policy chose its k.
+        first_token: True if the step only emits the first tokens of long prompts (`step.first_token_step`). No policy
+            chose its k.
     """
 
     sequence: int
@@ -242,12 +245,12 @@ def constrained(rows: Mapping[int, Request]) -> bool:
 def grammar_steps(
     requests: Mapping[int, Request], calls: Mapping[Request, CallPlan], k: int
 ) -> tuple[int, dict[int, GrammarStep]]:
-    """Returns the drafts of the next step, and draft tokens and masks of each row with a grammar.
+    """Returns k of the next step, and {row: its draft tokens and masks} for the rows with a grammar.
 
     Args:
         requests: row -> request.
         calls: request -> its plan.
-        k: drafts of the other rows. If 0, the plans of rows with a grammar determine the drafts of the step.
+        k: number of drafts of the rows without a grammar. If 0, the plans of the rows with a grammar determine k.
     """
     steps, largest = {}, 0
     for row, request in requests.items():
@@ -263,10 +266,10 @@ class PreparedCall:
     """A checked call, ready to be scheduled.
 
     Attributes:
-        requests: one for every row.
+        requests: one request for every row of the call.
         options: options of the call.
         prompts: the prompts as the user passed them.
-        choice: draft lengths of its steps.
+        choice: numbers of drafts that the call's steps may have.
     """
 
     requests: list[Request]
@@ -325,10 +328,14 @@ def requests_of(
 
 
 def check_texts(rows: Iterable[RowOptions], texts: Suffix | None) -> None:
-    """Checks that the generator can use predictions and sessions of these rows.
+    """Checks that the generator can use the predictions and sessions of these rows.
+
+    Args:
+        rows: options of the rows.
+        texts: the generator's lookup proposer. None: it has none.
 
     Raises:
-        UnsupportedOption: its proposer does not.
+        UnsupportedOption: the generator's proposer cannot use them.
         ValueError: a prediction is too long.
     """
     for row in rows:
@@ -350,19 +357,24 @@ def check_texts(rows: Iterable[RowOptions], texts: Suffix | None) -> None:
 
 
 def corpora_of(texts: Suffix | None) -> Suffix:
-    """Returns the lookup if it has room for corpora; else raises UnsupportedOption."""
+    """Returns the lookup proposer if it has room for corpora, else raises UnsupportedOption."""
     if texts is None or not texts.corpus_tokens:
         raise UnsupportedOption("corpora need a generator with proposer=Suffix(corpus_tokens=...), with their tokens")
     return texts
 
 
 def _new_tokens(chosen: Options, row: RowOptions) -> int:
-    """Most new tokens of a row."""
+    """Returns the largest number of new tokens that a row may emit."""
     return chosen.max_new_tokens if row.given is None else len(row.given)
 
 
 def check_valid(requests: list[Request], copies: int) -> None:
-    """Raises InvalidLogits if a row has failed."""
+    """Raises InvalidLogits if no token could be chosen for one of the requests.
+
+    Args:
+        requests: requests of a call.
+        copies: number of sequences per prompt, for the message.
+    """
     failed = [(index, request.invalid_at) for index, request in enumerate(requests) if request.invalid_at is not None]
     if not failed:
         return
@@ -403,7 +415,7 @@ def output_of(call: PreparedCall, stats: Stats) -> GenerateOutput:
 
 
 def score_output_of(rows: list[ScoredRow], call: PreparedCall, stats: Stats) -> ScoreOutput:
-    """Builds the output of a call of `score`; `call` has a request for each row with something to score.
+    """Builds the output of a call of `score`. `call` has one request for each row with tokens to score.
 
     Raises:
         InvalidLogits: a log-probability is NaN.

@@ -1,4 +1,4 @@
-"""Scheduler: admits requests to rows, launches steps before earlier ones are read, and reads their tokens.
+"""Scheduler: admits requests to rows, launches steps ahead of reading results, and reads the emitted tokens.
 
 A request waits until a row is free and its pages fit, and gets the lowest free row. It may later move to a lower row.
 When it ends, row and pages become free, and other rows continue. `PrefillQueue` prefills the prompts. All work of the
@@ -95,9 +95,10 @@ class Scheduler:
         self._arrivals.put((request, None))
 
     def step(self) -> dict[Request, list[int]]:
-        """Launches further steps, then reads the oldest one.
+        """Launches further steps, then reads the results of the oldest launched step.
 
-        Returns the new tokens of its requests; {} without work.
+        Returns:
+            request -> its new tokens in that step. {} if there is no work.
         """
         with self.engine.on_device():
             if self._interrupted:
@@ -108,14 +109,17 @@ class Scheduler:
         return emitted
 
     def forget_prompts(self) -> None:
-        """Forgets K/V and states of earlier prompts: other weights made them. No request is there."""
+        """Drops the K/V and recurrent states of earlier prompts, because weights or memory change.
+
+        No request may wait or run.
+        """
         with self.engine.on_device():
             self._reset()
 
     def run(self, requests: list[Request], call: CallPlan) -> Iterator[dict[int, list[int]]]:
-        """Runs requests to their end. After every step, yields the new tokens by index of the request.
+        """Runs requests to their end. After every step, yields {index of a request: its new tokens}.
 
-        Other requests of the scheduler continue meanwhile. Leaving the iteration cancels its requests.
+        Other requests of the scheduler continue meanwhile. If the iteration is left early, its requests are cancelled.
         """
         self.engine.runner.wait_for_caller()
         places = {request: index for index, request in enumerate(requests)}
@@ -136,7 +140,7 @@ class Scheduler:
     def run_call(
         self, requests: list[Request], stop_ids: tuple[int, ...], choice: DraftChoice
     ) -> Generator[dict[int, list[int]], None, None]:
-        """Makes a new call of these requests, with the drafts of `choice`, and calls `run`.
+        """Runs requests as a new call, with the numbers of drafts of `choice`. For the result see `run`.
 
         The steps must already be captured.
         """
@@ -146,7 +150,10 @@ class Scheduler:
         yield from self.run(requests, CallPlan(stop_ids, *settings, processed=choice.processed))
 
     def _reset(self) -> None:
-        """Resets everything after an interrupted step. Requests in rows have ended; waiting requests stay."""
+        """Resets device state, pages and prefix cache, after an interrupted step or to drop earlier prompts.
+
+        Requests that have begun end with the reason "error". Waiting requests stay.
+        """
         engine = self.engine
         engine.ring.correct_count()
         engine.state.reset()
@@ -197,7 +204,12 @@ class Scheduler:
             self.engine.texts.remember_answer(request.prompt, request.new_tokens, request.options.session)
 
     def _free_row(self, request: Request, *, running: bool) -> None:
-        """Frees row and pages of a request that has ended. running: True if the device has not ended the row."""
+        """Frees the row and pages of a request that has ended.
+
+        Args:
+            request: the request.
+            running: True if the row still runs on the device, and must be made idle there.
+        """
         # searched, because it may have moved since its step
         row = next(row for row, owner in self._rows.items() if owner is request)
         del self._rows[row]
@@ -252,7 +264,7 @@ class Scheduler:
         return True
 
     def _launch_first_tokens(self, requests: dict[int, Request]) -> bool:
-        """Queues the step for first tokens, only over rows whose long prompts are prefilled."""
+        """Queues a step that only emits the first tokens of these rows, whose long prompts are prefilled."""
         calls = {self._calls[request] for request in requests.values()}
         rows, masked = self.engine.shapes.bucket(max(self._rows) + 1), grammar_steps(requests, self._calls, 0)[1]
         shape = self.engine.captured_shape(
@@ -270,7 +282,7 @@ class Scheduler:
         return True
 
     def _ready(self, rows: int, shape: StepShape, calls: set[CallPlan]) -> bool:
-        """True if a step of this shape can be launched now. Captures a missing one if no result is in flight."""
+        """True if a step of this shape can be launched now. Captures a missing one if no step is in flight."""
         foreseen = len(calls) == 1 and not any(call.joined for call in calls) and not constrained(self._rows)
         if not foreseen and not self.engine.ready(rows, shape):
             if self._in_flight:
@@ -292,7 +304,7 @@ class Scheduler:
         return self.engine.shapes.step(k, sampler, max(recorded, default=None), longest, shortest, processed=processed)
 
     def _choose_drafts(self, requests: dict[int, Request]) -> tuple[int, frozenset[int]]:
-        """Chooses the drafts of the next step, and the rows that draft. Some calls may have fewer drafts, or none."""
+        """Chooses k of the next step, and the rows that draft. Rows of some calls may have fewer drafts, or none."""
         if not requests:
             return 0, frozenset()
         calls, wanted = {self._calls[request] for request in requests.values()}, []
@@ -310,7 +322,7 @@ class Scheduler:
         return largest, frozenset(limits)
 
     def _drafts_of_call(self, call: CallPlan, requests: dict[int, Request]) -> tuple[int, frozenset[int]]:
-        """Returns the drafts that one call wants, and its rows that draft."""
+        """Returns the number of drafts that one call wants, and the rows of the call that shall draft."""
         willing = may_draft(requests)
         if not willing:
             return 0, frozenset()  # a step without drafts
@@ -344,9 +356,9 @@ class Scheduler:
         return request.length + emitted < request.limit
 
     def _tokens_ahead(self, request: Request) -> int | None:
-        """Returns the number of a request's tokens in steps that were not read. None: it is not known.
+        """Returns the number of a request's tokens in launched steps that were not read yet. None: it is unknown.
 
-        A step for first tokens emits one token, if the row does not end in it.
+        It is known if all these steps are steps for first tokens: each emits one token.
         """
         steps = [step for step in self._in_flight if request in step.requests.values()]
         return len(steps) if all(step.first_token for step in steps) else None
@@ -405,7 +417,7 @@ class Scheduler:
         return self._last_k > 0 if call.policy else call.choose_k(call.steps) > 0
 
     def _fill_options(self, admitted: dict[int, Request]) -> None:
-        """Writes the fields of new rows that steps read."""
+        """Writes the fields of the admitted rows that steps read."""
         full = any(each.full for each in self._calls.values())
         state, sampler = self.engine.state, FULL if full else GREEDY
         rows = [
@@ -432,7 +444,7 @@ class Scheduler:
             taken = {*self._rows, self._queue.row} if self._queue.request else self._rows
             place = next((row for row in range(source) if row not in taken), None)
             if place is None:
-                return  # not the row whose prompt is being prefilled
+                return  # the only lower row belongs to the prompt that is being prefilled
             self._rows[place] = self._rows.pop(source)
             self.engine.move(source, place)
             self._disturbed = True
@@ -472,10 +484,10 @@ class Scheduler:
 
 
 class StepTimer:
-    """Times steps by the host's clock. Results arrive in order, so the time between two of them is that of a step.
+    """Times steps by the host's clock. Results arrive in order, so a step's time is the time between two results.
 
     Args:
-        ahead: True if steps are launched ahead, so that the device works while the reader processes results.
+        ahead: True if steps are launched ahead, so that the device works while the caller processes results.
         clock: returns seconds.
     """
 
@@ -487,7 +499,7 @@ class StepTimer:
         self._away = 0.0
 
     def leave(self) -> None:
-        """Records that the caller, which reads the results, gets control."""
+        """Records that the scheduler yields control to the caller, which reads the results."""
         self._left = self._clock()
 
     def back(self) -> None:
@@ -495,9 +507,9 @@ class StepTimer:
         self._away += self._clock() - self._left
 
     def arrived(self, waited: bool) -> float | None:
-        """Returns the seconds between this result and the previous one, without the reader's own time.
+        """Returns the seconds between this result and the previous one, without time that the device was idle.
 
-        None for the first result, and if the reader was away so long that the time of arrival is unknown.
+        None for the first result, and if the caller had control so long that the time of arrival is unknown.
 
         Args:
             waited: True if the scheduler had to wait for the result.
