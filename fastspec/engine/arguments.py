@@ -1,4 +1,4 @@
-"""Finds the models of a generator and completes its arguments, before anything is loaded."""
+"""Finds the models of a generator and checks its arguments, before anything is loaded."""
 
 from __future__ import annotations
 

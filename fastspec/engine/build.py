@@ -80,13 +80,13 @@ def build(
     shared_vocab: SharedVocab,
     ranks: Ranks | None = None,
 ) -> tuple[Engine, list[Pending]]:
-    """Makes the engine of a generator. Returns (engine, weights that must be filled before the first launch).
+    """Makes the engine of a generator. Returns (engine, weights that must be read before the first launch).
 
     Args:
         settings: completed arguments of the generator.
         target, draft: sources of the weights.
         shared_vocab: token ids that draft and target share.
-        ranks: ranks that share the models. None: this process is alone.
+        ranks: the processes that share the models. None: this process is alone.
 
     Raises:
         CheckpointError, UnsupportedModel: an error while loading. Everything allocated is freed.
@@ -182,12 +182,17 @@ def _pass_sizes(settings: Settings, made: _Models, modules: StepModules) -> Pass
 
 
 def _has_codes(made: _Models) -> bool:
-    """True if a matrix is quantised. On a GPU a prompt in a shared pass was then seen to have other bits than alone."""
+    """True if a matrix is quantised. On a GPU a prompt may then get other bits in a shared pass than alone."""
     return any(matrix.format == "codes" for matrix in (*made.matrices, *made.of_draft_model))
 
 
 def _runner(settings: Settings, *, only_ours: bool) -> Runner:
-    """Makes the runner of steps. `only_ours`: True if a step contains no kernels of other packages."""
+    """Makes the runner of steps.
+
+    Args:
+        settings: settings of the generator.
+        only_ours: True if a step contains no kernels of other packages. Then fewer warm-up runs are needed.
+    """
     if not settings.graphs:
         return EagerRunner(settings.device)
     if only_ours:
@@ -205,7 +210,7 @@ def _modules(
     work: Any,
     device: torch.device,
 ) -> StepModules:
-    """Joins models and work areas of a step. Allocates the work areas."""
+    """Returns the models and work areas of a step. Allocates the work areas, except `work`."""
     rows, drafts, width, vocab = layout.batch, layout.max_drafts, layout.target.hidden_size, layout.target.vocab_size
     return StepModules(
         target,
@@ -247,9 +252,9 @@ class _Models:
 
     Attributes:
         models: the target, then the draft model, in the order in which they are made.
-        pending: weights of the models and of a head that are still to be filled.
-        matrices: weight matrices of the target's prefill passes, and those of a head.
-        of_draft_model: weight matrices of a draft model's prefill passes.
+        pending: allocated weights of the models and of a head that must still be read.
+        matrices: weight matrices of the prefill passes of the target and of a head.
+        of_draft_model: weight matrices of the prefill passes of a draft model.
     """
 
     def __init__(
@@ -284,7 +289,7 @@ class _Models:
     def drafter(
         self, draft: Checkpoint | HeadCheckpoint | None, scoring: CausalModel, shared_vocab: SharedVocab
     ) -> ContinuesDrafts | None:
-        """Makes the proposer of a draft model or a head; None without one."""
+        """Makes the proposer that drafts with a draft model or a head. None if there is neither."""
         if draft is None:
             return None
         layout = self._settings.layout
@@ -352,9 +357,13 @@ class _Models:
         of_pages: torch.dtype,
         found: Mapping[int, CacheScales] | None = None,
     ) -> PagedKVCache:
-        """Allocates a KV cache with pages of dtype `of_pages` and the checkpoint's scales.
+        """Allocates the KV cache and the recurrent states of a model.
 
-        Recurrent states have `dtype`.
+        Args:
+            spec: spec of the model.
+            dtype: dtype of recurrent states.
+            of_pages: dtype of the KV pages.
+            found: layer -> scales of K and V, from the checkpoint. Used only for fp8 pages.
         """
         layout, length = self._settings.layout, self._settings.max_length
         sizes = layout.num_pages(length), layout.page_size
@@ -368,7 +377,7 @@ class _Models:
 
 
 def _vocab_map(shared: SharedVocab, device: torch.device) -> VocabMap | None:
-    """The tables of a draft with another tokenizer, on `device`; None: it has the target's."""
+    """Returns the tables between draft ids and target ids, on `device`. None: both have the same tokenizer."""
     if shared.target_ids is None or shared.shown is None:
         return None
     return VocabMap.of(shared.target_ids.to(device), shared.size, shared.shown.to(device))
@@ -420,8 +429,8 @@ def _same_bits(
 ) -> tuple[int, ...] | None:
     """Returns sizes of prefill passes that write the same bits to the KV caches. None: no two sizes are known to do so.
 
-    The kernel for packed weights sums in the same order for any number of rows. In cuBLAS and other libraries the order
-    may depend on the number of rows. The same is true for sums over several GPUs.
+    The kernel for packed weights sums in the same order for any number of tokens. In cuBLAS and other libraries the
+    order may depend on the number of tokens. So may the order of sums over several GPUs.
     """
     formats = {matrix.format for matrix in matrices}
     if not all(type(model) is Decoder for model in models) or "rows" in formats:
@@ -432,7 +441,7 @@ def _same_bits(
 
 
 def _matrices(weights: DecoderWeights | HeadWeights) -> Iterator[Weight]:
-    """Yields the matrices that prefill passes multiply with: those of the layers, and the additional ones of a head."""
+    """Yields the weight matrices that prefill passes read: those of the layers, and the additional ones of a head."""
     decoder = weights.decoder if isinstance(weights, HeadWeights) else weights
     others = weights.others.values() if isinstance(weights, HeadWeights) else ()
     parts = [part for layer in decoder.layers for part in (layer, layer.state, layer.experts) if part is not None]

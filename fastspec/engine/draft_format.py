@@ -1,8 +1,8 @@
 """Chooses the weight format of a draft for `draft_quantization="auto"`. The choice changes speed, not the text.
 
-A pass over few rows is limited by reading weights. Its estimated time is their bytes divided by the share of the memory
-bandwidth that products in that format reach. Acceptance is assumed to be equal in every format, until `format_trial`
-has measured a draft model.
+A pass over few rows is limited by reading weights. Its estimated time is the bytes of the weights, divided by the share
+of the memory bandwidth that matrix products in that format reach. Acceptance is assumed to be equal in every format.
+`format_trial` measures it later, for a draft model.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from fastspec.models.checkpoints.checkpoint import Checkpoint
 from fastspec.models.checkpoints.pair import AS_STORED, rounded_to
 from fastspec.models.heads.checkpoint import HeadCheckpoint
 
-# by format: (up to this many rows, share of an H100's memory bandwidth that products reach). The last share holds for
-# more rows, too (perf/LOG.md, "Quantised weights")
+# format -> (largest number of rows, share of an H100's memory bandwidth that its matrix products reach) in ascending
+# order. The last share holds for more rows, too (perf/LOG.md, "Quantised weights")
 SHARES: Final[Mapping[CodeFormat | None, tuple[tuple[int, float], ...]]] = {
     None: ((1, 0.99), (4, 0.99), (8, 0.98), (32, 0.90), (64, 0.86)),
     "fp8": ((1, 0.93), (4, 0.92), (8, 0.92), (32, 0.79), (64, 0.66), (128, 0.33)),
@@ -44,9 +44,9 @@ def with_format(
     *,
     alone: bool = True,
 ) -> Checkpoint | HeadCheckpoint | None:
-    """Returns the draft checkpoint, to be rounded to the format with the least estimated time.
+    """Returns the draft checkpoint, set to be rounded to the format with the least estimated time.
 
-    Its `stored` is a text with the format and the reason.
+    Its attribute `stored` is a text with the format and the reason.
 
     Args:
         target, draft: the resolved checkpoints.
@@ -100,12 +100,12 @@ def best_of(sizes: Mapping[CodeFormat | None, int], rows: int) -> CodeFormat | N
     """Returns the format with the least estimated time of a pass. None: the stored format is as fast or faster.
 
     Args:
-        sizes: bytes of the weights in each format.
-        rows: rows of the products of a pass.
+        sizes: format -> bytes of the weights. None is the stored format.
+        rows: number of rows of the matrix products of a pass.
     """
     return min(sizes, key=lambda form: (sizes[form] / share(form, rows), form is not None))
 
 
 def share(form: CodeFormat | None, rows: int) -> float:
-    """Returns the share of memory bandwidth that products of `rows` rows reach in a format."""
+    """Returns the share of memory bandwidth that matrix products with `rows` rows reach with weights in `form`."""
     return next((value for up_to, value in SHARES[form] if rows <= up_to), SHARES[form][-1][1])

@@ -33,8 +33,8 @@ from fastspec.step import StepModules, step
 from fastspec.torch_settings import shielded, using_threads
 
 _SHORTEST_PROMPT = 2  # tokens of the shortest prompt that has a prefill pass
-_EARLY = 2  # steps; see `Engine.compile`
-_MEANS = 3  # number of means of which each measurement takes the smallest
+_EARLY = 2  # number of steps whose kernels `Engine.compile` begins first
+_MEANS = 3  # number of mean times that `Engine.timed` returns
 
 
 def _as_measured(seconds: float | None) -> float | None:
@@ -52,15 +52,15 @@ class Engine:
         pages: the page table on the host, for the caches of target and draft.
         runner: launches steps, or replays captured ones.
         ring: buffers to which steps write their results.
-        shapes: shapes of steps.
+        shapes: makes the shapes of steps.
         sizes: sizes of prefill passes.
         prefix: the prefix cache. None: every prompt is prefilled completely.
         prefix_states: recurrent states after prefixes. None: the models have none, or there is no prefix cache.
         mean_weight: mean number of elements of the target's matrices. None: torch's number of threads is not changed.
-        share_seconds: replaces a measured time by rank 0's, so that all ranks decide equally.
-        threads: number of threads of a step on the CPU. None until `choose_threads`, and on other devices.
-        sharing: (number of this rank, number of ranks). Ranks share the machine and capture the same steps.
-        texts: the lookup in texts that several requests share. None: there is none.
+        share_seconds: returns rank 0's value of a measured time, so that all ranks decide equally.
+        threads: chooses the number of CPU threads of a step. None until `choose_threads`, and on other devices.
+        sharing: (index of this rank, number of ranks). Ranks share the machine and capture the same steps.
+        texts: the proposer that looks up drafts in texts of several requests. None: there is none.
         compilers: executor that may still compile the kernels of `behind`, see `compile`. None: there is none.
         prompts: launches prefill passes.
     """
@@ -88,18 +88,19 @@ class Engine:
 
     @contextmanager
     def on_device(self) -> Iterator[None]:
-        """Context for work on the device.
+        """Context in which work is queued on the device.
 
-        Sets device and stream, disables gradients, hides the caller's torch settings.
+        It sets device, stream and number of CPU threads, disables gradients, and replaces the caller's torch settings.
         """
         threads = self.threads.now if self.threads else None
         with shielded(self.state.lengths.device, threads), torch.inference_mode(), self.runner.on_stream():
             yield
 
     def captured_shape(self, rows: int, shape: StepShape) -> StepShape:
-        """Returns `shape`. If only the shape for the longest rows is captured, returns that one.
+        """Returns the shape with which to launch a step that needs `shape`.
 
-        Both give the same bits.
+        It is `shape` itself, unless only the corresponding shape for the longest rows is captured. Both give the same
+        bits.
         """
         wide = replace(shape, num_blocks=blocks(self.shapes.max_positions), first_block=0)
         return wide if not self.ready(rows, shape) and self.ready(rows, wide) else shape
@@ -113,11 +114,14 @@ class Engine:
         return sequence
 
     def ready(self, rows: int, shape: StepShape) -> bool:
-        """True if a step of this shape can be launched without a capture."""
+        """True if a step over the first `rows` rows needs no CUDA graph capture before its launch.
+
+        It is always true if steps are not captured.
+        """
         return self.runner.ready(StepKey(rows, shape))
 
     def capture(self, rows: int, shape: StepShape) -> None:
-        """Captures a step of this shape, so that it can be launched."""
+        """Captures a step over the first `rows` rows as a CUDA graph, so that it can be launched."""
         self.runner.capture(StepKey(rows, shape), self._body(rows, shape), lambda: self.idle(rows))
 
     def compile(
@@ -133,10 +137,10 @@ class Engine:
         Args:
             steps: (rows, shape) of each step.
             prompts: True to compile the kernels of prefill passes, too.
-            compilers: executor of Triton's compiler. None: threads.
-            behind: further steps, for whose kernels only a launch waits that needs one. Those of the first _EARLY steps
-                are begun before all others, because kernels of sampled steps take longest. The rest is compiled last.
-                Without processes that compile nothing is done.
+            compilers: executor of processes that run Triton's compiler. None: threads compile.
+            behind: (rows, shape) of further steps, whose kernels are compiled in the background. Only a launch that
+                needs such a kernel waits for it. Kernels of the first _EARLY of these steps are begun before all
+                others, because kernels of sampled steps take longest. Ignored if threads compile.
         """
         ops, others = self.modules.ops, list(behind)
         with ops.compiling(compilers), self.idle(self.state.batch):
@@ -153,10 +157,14 @@ class Engine:
                     self._begin(others, uncached)
 
     def _begin(self, steps: list[tuple[int, StepShape]], uncached: Callable[[], bool]) -> None:
-        """Begins to compile the kernels of steps within `compiling_behind()`.
+        """Queues the kernels of `steps` for compilation in the background, within `compiling_behind()`.
 
-        If those of the first and of the last step were compiled before, so were the others. These are then skipped,
-        because to go through all of them takes the host half a second.
+        If the kernels of the first and of the last step are compiled already, so are the others. These are then
+        skipped, because checking all of them would take the host half a second.
+
+        Args:
+            steps: (rows, shape) of each step.
+            uncached: True if a kernel was met that is not compiled yet.
         """
         for rows, shape in (steps[0], steps[-1]):
             if not uncached():
@@ -165,7 +173,7 @@ class Engine:
             self._body(rows, shape)()
 
     def move(self, source: int, place: int) -> None:
-        """Moves row `source` to row `place`, with its pages and all buffers."""
+        """Moves row `source` to the free row `place`, with its pages and all buffers."""
         self.pages.move(source, place)
         self.state.move(source, place)
         if self.modules.features is not None:
@@ -174,7 +182,7 @@ class Engine:
             self.modules.prompt_ends.copy(place, self.modules.prompt_ends, source)
 
     def choose_threads(self) -> None:
-        """Chooses the number of CPU threads of a step, by the time of a plain step of one row.
+        """Chooses the number of CPU threads of a step, by the time of a step of one row without drafts.
 
         Later calls do nothing.
         """
@@ -188,9 +196,10 @@ class Engine:
         self.threads = Threads.of(torch.get_num_threads(), self.mean_weight, seconds)
 
     def seconds(self, rows: int, shape: StepShape, repeats: int = 3) -> float:
-        """Measures the shortest time of a step of this shape, in seconds, with no running rows.
+        """Measures a step of this shape while no row runs, and waits for the device.
 
-        Waits for the device.
+        Returns:
+            The smallest of several mean times, in seconds.
         """
         with self.idle(rows):
             return min(self.timed(StepKey(rows, shape), self._body(rows, shape), repeats))
@@ -220,9 +229,15 @@ class Engine:
         return taken
 
     def timed(self, key: Hashable, body: Callable[[], None], repeats: int) -> list[float]:
-        """Measures `body`. Returns a few times of one run in seconds, each the mean of several runs.
+        """Measures runs of `body`, after one run that is not counted.
 
-        A first run is not counted.
+        Args:
+            key: key under which `body` is captured.
+            body: a step, or a part of one.
+            repeats: number of measured runs.
+
+        Returns:
+            _MEANS times of one run in seconds. Each is the mean of repeats / _MEANS runs.
         """
         self.runner.run(key, body)
         self.ring.resync()
@@ -241,7 +256,7 @@ class Engine:
             self.ring.resync()
 
     def close(self) -> None:
-        """Waits for all queued work. Kernels that no process has begun to compile are not compiled any more."""
+        """Waits for all queued work on the device. Cancels compilations that have not begun."""
         self.finish()
         if self.compilers is not None:
             self.compilers.shutdown(cancel_futures=True)
@@ -258,9 +273,10 @@ class Engine:
         *,
         processed: bool = False,
     ) -> list[tuple[int, StepShape]]:
-        """Returns (rows, shape) of the steps that may occur for up to `max_rows` rows and are not captured yet.
+        """Returns (rows, shape) of the steps that up to `max_rows` rows may need, and that are not captured yet.
 
-        Rows have `shortest` to `longest` tokens. Largest steps come first, because all graphs share one memory pool.
+        For other arguments see `StepShapes.kinds`. The largest steps come first, because all graphs share one memory
+        pool.
         """
         sizes, kinds = reversed(self.shapes.buckets(max_rows)), tuple(grammars)
         shapes = self.shapes.kinds(ks, sampler, top_logprobs, longest, shortest, kinds, processed=processed)
@@ -270,9 +286,9 @@ class Engine:
         return [(rows, shape) for rows in sizes for shape in shapes if not self.runner.ready(StepKey(rows, shape))]
 
     def _body(self, rows: int, shape: StepShape) -> Callable[[], None]:
-        """Returns a function that runs the step.
+        """Returns a function that launches the operations of a step over the first `rows` rows.
 
-        The function makes the views of buffers itself, because a graph replay needs none.
+        The function itself makes the views of buffers, because a graph replay needs none.
         """
 
         def body() -> None:
@@ -283,7 +299,10 @@ class Engine:
 
     @contextmanager
     def idle(self, rows: int) -> Iterator[None]:
-        """Context in which steps change only the ring. Afterwards the ring's count is read from the device."""
+        """Context in which the first `rows` rows are idle, so steps over them change only the ring of results.
+
+        At its end the host's count of steps is set to the device's.
+        """
         try:
             with self.state.rows(0, rows).all_idle():
                 yield

@@ -42,7 +42,15 @@ def explain(
     shared_vocab: SharedVocab,
     drafting: DraftPlan,
 ) -> str:
-    """Describes device, models, drafting, cache, kernels, graphs and memory, one per line."""
+    """Describes device, models, drafting, cache, kernels, graphs and memory of a generator, one per line.
+
+    Args:
+        settings: settings of the generator.
+        engine: the running models and buffers.
+        target, draft: checkpoints of the models.
+        shared_vocab: token ids that draft and target share.
+        drafting: numbers of drafts, and the choices that "auto" has made.
+    """
     layout, proposer = settings.layout, engine.modules.proposer
     drafter = proposer.model if isinstance(proposer, DraftModel) else None
     lines = [
@@ -93,7 +101,7 @@ def break_even_advice(stats: Stats, layout: Layout) -> str | None:
 
 
 def may_lose(stats: Stats, layout: Layout) -> bool:
-    """True if drafts without a draft model were so seldom accepted that plain steps may have been faster."""
+    """True if drafts of a lookup were accepted so seldom that steps without drafts may have been faster."""
     judged = stats.drafted and stats.steps >= _STEPS_TO_JUDGE and not stats.synthetic and stats.auto != AUTO
     return layout.draft is None and bool(judged) and stats.emitted / stats.steps < 1 + stats.k / 2
 
@@ -103,7 +111,7 @@ def lookup_advice(stats: Stats, plain: float, drafting: float) -> str | None:
 
     Args:
         stats: counts of a call.
-        plain, drafting: seconds of a step without drafts, and of one with `stats.k`.
+        plain, drafting: seconds of a step without drafts, and of a step with `stats.k` drafts.
     """
     gained, needed = stats.emitted / stats.steps, drafting / plain
     if gained >= needed:
@@ -116,7 +124,7 @@ def lookup_advice(stats: Stats, plain: float, drafting: float) -> str | None:
 
 
 def launch_plans(settings: Settings) -> str:
-    """Says if the launch plans of attention and products were measured on this GPU."""
+    """Returns a text that says if launch parameters of the kernels were measured on this kind of GPU."""
     gpu = generation_of(settings.device)
     name = "sm_" + "".join(map(str, gpu.capability))
     if gpu.measured:
@@ -280,7 +288,7 @@ _STATE_KINDS = {DeltaRule: "the gated delta rule", MambaRule: "Mamba-2", ConvRul
 
 
 def states_of_layers(engine: Engine) -> str:
-    """Names the recurrent layers of the target, and what computes them. Empty if it has none."""
+    """Returns a text with the kind of the target's recurrent layers and of their kernels. Empty if it has none."""
     target = engine.modules.target
     rules = target.spec.state_rules if isinstance(target, Decoder) else ()
     if not rules:
@@ -290,9 +298,9 @@ def states_of_layers(engine: Engine) -> str:
 
 
 def shared_expert(settings: Settings, engine: Engine) -> str:
-    """Describes how the target's shared expert is computed. Empty if the target has none.
+    """Returns a text on the launches of the target's shared expert. Empty if the target has none.
 
-    It either runs in the launches of the routed experts, or as an MLP of its own; then the text gives the reason.
+    A shared expert runs in the launches of the routed experts, or as a separate MLP. Then the text gives the reason.
     """
     target = engine.modules.target
     if not isinstance(target, Decoder):

@@ -21,19 +21,19 @@ _GIB = 2**30
 SHARED_TOKENS = 2048
 _LIBRARY_WORKSPACE = 32 * 2**20  # cuBLAS allocates this on a Hopper GPU; other libraries take less
 _KEPT_STATES = 4  # the prefix cache keeps recurrent states after at least this many prefixes
-# share of the free memory that a default max_length may use; the rest is left for passes and other programs
+# share of the free memory that a generator may use; the rest is left for passes and other programs
 FREE_SHARE = 0.9
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """Bytes by use. Weights count as loaded, with fused copies. Tied embeddings count once.
+    """Bytes that a generator needs, by use. Weights count as loaded, with fused copies. Tied embeddings count once.
 
     Attributes:
         target_weights, draft_weights: weights of target and draft.
         target_cache: KV pages of the target, and recurrent states of its rows.
         draft_cache: KV pages and recurrent states of the draft.
-        buffers: the decode state, the prefill slot, the rotary tables, and texts that drafts are looked up in.
+        buffers: the decode state, the prefill slots, the rotary tables, and texts that drafts are looked up in.
         workspace: estimated temporary memory of the largest pass, and work areas of libraries.
         exchange: memory of this GPU to which other ranks write. NCCL's own memory is not counted.
         graphs: captured CUDA graphs. Tensors inside them count as workspace.
@@ -74,22 +74,22 @@ class Layout:
     """Sizes from which the memory plan is computed.
 
     Attributes:
-        batch: rows that decode at once.
+        batch: number of rows that decode at once.
         max_drafts: largest k.
-        page_size: positions per page.
-        target, draft: specs. draft is None for plain decoding.
+        page_size: number of positions per page.
+        target, draft: specs of the models. draft is None if there is no draft model and no head.
         target_dtype, draft_dtype: dtype of weights, activations and, unless `kv_dtypes` is set, KV caches.
-        chunks: prompt tokens that one pass may feed, ascending.
+        chunks: numbers of prompt tokens that one prefill pass may feed, ascending.
         ops: implementation of the kernels.
-        keep_draft_probs: True if the probabilities of every draft are kept until its verification.
+        keep_draft_probs: True if the draft's distributions are kept until verification.
         feature_layers: number of target layers whose hidden states the proposer reads.
-        feature_elements: elements per row that are kept for the proposer between steps.
-        weights: bytes of quantised weights of (target, draft). None: computed from their specs.
+        feature_elements: number of elements per row that are kept for the proposer between steps.
+        weights: bytes of the weights of (target, draft). None: computed from their specs.
         keeps_prefixes: True if recurrent states after prefixes of prompts are stored.
         kv_dtypes: dtypes of the KV pages of (target, draft). None: those of the models.
-        ranks: processes that share the target.
+        ranks: number of processes that share the target.
         parallel_draft: True if the draft is a `ParallelDraft`.
-        prediction_tokens: tokens of a row's prediction at most.
+        prediction_tokens: largest number of tokens of a row's prediction.
         lookup_bytes: bytes of the texts that a lookup reads.
     """
 
@@ -123,20 +123,20 @@ class Layout:
         return replace(self, batch=batch)
 
     def pages_per_row(self, max_length: int) -> int:
-        """Returns the pages of a row of `max_length` tokens. The last step may use k + 1 positions more."""
+        """Returns the number of pages of a row of `max_length` tokens. The last step may use k + 1 positions more."""
         return -(-(max_length + self.max_drafts + 1) // self.page_size)
 
     def num_pages(self, max_length: int) -> int:
-        """Returns the pages of the whole cache, including the trash page."""
+        """Returns the number of pages of the whole KV cache, including the page for writes of unused positions."""
         return 1 + self.batch * self.pages_per_row(max_length)
 
     def chunks_for(self, max_length: int) -> tuple[int, ...]:
-        """Returns the chunk sizes of prompts in rows of `max_length` tokens."""
+        """Returns the sizes of prefill chunks, ascending, that rows of `max_length` tokens need."""
         smaller = [size for size in self.chunks if size < max_length]
         return self.chunks[: len(smaller) + 1]
 
     def pass_tokens(self, max_length: int) -> int:
-        """Returns the tokens of the largest prefill pass, which on CUDA may be one over several prompts."""
+        """Returns the number of tokens of the largest prefill pass. With Triton it may be one over several prompts."""
         one = self.chunks_for(max_length)[-1]
         return max(one, min(SHARED_TOKENS, self.batch * one)) if self.ops.name == "triton" else one
 
@@ -173,11 +173,14 @@ class Layout:
 
     @property
     def kept_states(self) -> int:
-        """Number of stored recurrent states after prefixes, plus one to which passes write. 0: none are stored."""
+        """Number of recurrent states that the prefix cache has memory for, including one to which passes write.
+
+        0: it stores none.
+        """
         return 1 + max(_KEPT_STATES, 2 * self.batch) if self.keeps_prefixes else 0
 
     def _state_bytes(self, spec: ModelInfo, dtype: torch.dtype) -> int:
-        """Returns the bytes of the rows' recurrent states and of those stored after prefixes."""
+        """Returns the bytes of the rows' recurrent states, and of the states that the prefix cache stores."""
         return self.batch * spec.state_bytes(self.max_drafts, dtype) + self.kept_states * spec.state_bytes(0, dtype)
 
     @property
@@ -202,11 +205,14 @@ class Layout:
 
     @property
     def max_queries(self) -> int:
-        """Largest number of tokens of a row in one pass of a step. The first draft pass has two, or those of PARD."""
+        """Largest number of tokens of a row in one pass of a step.
+
+        The target reads k + 1. The first pass of a draft model reads 2, and that of a `ParallelDraft` (PARD) 2 k.
+        """
         return max(2, 2 * self.max_drafts if self.parallel_draft else self.max_drafts + 1)
 
     def exchanged(self, max_length: int) -> tuple[int, int]:
-        """Returns the elements of the largest tensor that ranks exchange: (in a step, in a prefill pass)."""
+        """Returns the elements of the largest tensor that ranks exchange in a step, and of that in a prefill pass."""
         widest = max(self.target.hidden_size, -(-self.target.vocab_size // self.ranks))
         return self.batch * self.max_queries * widest, self.chunks_for(max_length)[-1] * self.target.hidden_size
 
@@ -219,14 +225,14 @@ class Layout:
         return sum(spec.rotary_bytes(positions) for spec in (self.target, self.draft) if spec)
 
     def _shared_slot_bytes(self, max_length: int) -> int:
-        """Returns the bytes of the prefill slot of shared passes: what a pass reads, once for each block."""
+        """Returns the bytes of the prefill slot of shared passes, which has a row for each block of a pass."""
         blocks = self.pass_tokens(max_length) // self.chunks[0] if self.ops.name == "triton" and self.batch > 1 else 0
         letters = self.state_sizes(max_length).letters | {"B": blocks}
         ends = blocks * self.target.hidden_size * self.target_dtype.itemsize
         return ends + sum(each.nbytes(letters) for each in BUFFERS.values() if each.prefill)
 
     def _feature_bytes(self) -> int:
-        """Returns the bytes of `feature_buffer` and `PromptEnd`, including those of the prefill slot."""
+        """Returns the bytes of `feature_buffer` and `PromptEnd`, for all rows and for the prefill slot of one row."""
         ends = (1 + self.feature_layers) * self.target.hidden_size
         return (self.batch + 1) * (self.feature_elements + ends) * self.target_dtype.itemsize
 
@@ -245,9 +251,9 @@ class Layout:
         return max(step, chunk) + self._kernels_bytes(max_length) + _LIBRARY_WORKSPACE
 
     def _logit_bytes(self) -> int:
-        """Returns the temporary bytes for the logits of a step, some of whose rows may follow a grammar.
+        """Returns the temporary bytes for the logits of a step in which rows may follow a grammar.
 
-        A hosted model, or ranks, have a second copy: in the model's own dtype, or in parts.
+        A hosted model also has a copy of the logits in its own dtype. Several ranks also have a copy in parts.
         """
         copies = (self.ops.logit_words or WORDS_MASKED) + int(bool(self.target.hosting) or self.ranks > 1)
         line = (self.max_drafts + 1) * 4 * self.target.vocab_size * copies
@@ -255,7 +261,7 @@ class Layout:
         return self.batch * line if limit is None else min(self.batch * line, max(limit, ROW_TILE * line))
 
     def _kernels_bytes(self, max_length: int) -> int:
-        """Returns the bytes of the kernels' work buffers for both models."""
+        """Returns the bytes of the kernels' work buffers for both models, in rows of `max_length` tokens."""
         positions = self.pages_per_row(max_length) * self.page_size
         specs = [spec for spec in (self.target, self.draft) if spec]
         heads = [shape for spec in specs for shape in dict.fromkeys(spec.attention_shapes)]

@@ -17,14 +17,15 @@ class PassSizes:
     """Sizes of prefill passes, and the positions at which they may begin.
 
     Attributes:
-        batch: rows of the engine.
+        batch: number of rows that decode at once.
         exact: True if the bits of a row depend on that row alone.
-        chunks: prompt tokens that one pass may feed, ascending.
-        same_bits: sizes of passes that write the same bits to the KV cache, ascending. None: only the largest of
-            `chunks`.
-        draft_chunks: the same for passes of a draft model. None: the target's sizes.
-        batch_tokens: tokens of the largest pass over several prompts. 0: every prompt has its own passes.
-        budget: prompt tokens that each step may prefill while other rows wait. None: whole prompts.
+        chunks: numbers of prompt tokens that one pass may feed, ascending.
+        same_bits: numbers of tokens of passes that write the same bits to the KV cache, ascending. None: only the
+            largest of `chunks`.
+        draft_chunks: the same for passes of a draft model. None: the target's numbers.
+        batch_tokens: number of tokens of the largest pass over several prompts. 0: every prompt has its own passes.
+        budget: number of prompt tokens that may be prefilled before each step while other rows wait. None: whole
+            prompts.
     """
 
     batch: int
@@ -37,12 +38,12 @@ class PassSizes:
 
     @property
     def grid_unit(self) -> int:
-        """Passes may begin only at positions that are a multiple of this."""
+        """Number of positions between the positions at which passes may begin."""
         return (self.same_bits or self.chunks[-1:])[0] if self.exact else 1
 
     @property
     def block(self) -> int:
-        """Tokens of one block of a shared pass. A block has consecutive tokens of one prompt."""
+        """Number of tokens of a block of a shared pass. A block has consecutive tokens of one prompt."""
         return self.chunks[0]
 
     @property
@@ -61,21 +62,23 @@ class PassSizes:
         return -(-tokens // self.block)
 
     def shared_blocks(self, blocks: int, *, draft: bool = False) -> int:
-        """Returns the number of blocks of the shared pass for `blocks` blocks.
+        """Returns the number of blocks of the smallest shared pass for `blocks` blocks, including padding.
 
-        It has as many tokens as the smallest pass with the same bits, or more.
+        It has at least as many tokens as the smallest pass in `same_bits`.
 
         Args:
+            blocks: number of blocks with prompt tokens.
             draft: True for a pass of the draft model.
         """
         least = self._same_bits(draft=draft)[0]
         return next(each for each in self.shared if each >= blocks and each * self.block >= least)
 
     def shares(self, chunks: Sequence[int], tokens: int, *, draft: bool = False) -> bool:
-        """True if a prompt's passes over `tokens` tokens can be part of a shared pass, with the same bits.
+        """True if `tokens` tokens of a prompt can be part of a shared pass, with the same bits as in their own passes.
 
         Args:
-            chunks: sizes of these passes.
+            chunks: sizes of their own passes.
+            tokens: number of tokens.
             draft: True for passes of the draft model.
         """
         if not 0 < self.blocks_of(tokens) < self.most_blocks:
@@ -91,6 +94,8 @@ class PassSizes:
         """Returns the sizes of the passes over the tokens at positions start..stop-1; see `chunks_of`.
 
         Args:
+            stop, start: range of positions.
+            max_tokens: upper limit of tokens per pass, where it keeps the bits. None: no limit.
             draft: True for the passes of the draft model.
         """
         own, same = self.draft_chunks if draft else None, self.same_bits or self.chunks[-1:]

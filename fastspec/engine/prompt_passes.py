@@ -28,8 +28,8 @@ class PrefillSlot:
     Attributes:
         state: buffers of the slot's rows. K and V are written to the pages of the rows whose prompts are fed.
         start: int64 [rows], first position of the target's next pass.
-        features: [1, ..], the slot's row of `StepModules.features`. None: no features are kept.
-        prompt_ends: the slot's rows of `StepModules.prompt_ends`. None: there are none.
+        features: [1, ..], hidden states for the proposer, to be copied to `StepModules.features`. None: it keeps none.
+        prompt_ends: last hidden states of prompts, to be copied to `StepModules.prompt_ends`. None: they are not kept.
     """
 
     state: DecodeState
@@ -41,9 +41,15 @@ class PrefillSlot:
     def allocate(
         cls, state: DecodeState, features: Tensor | None = None, rows: int = 1, prompt_ends: PromptEnd | None = None
     ) -> PrefillSlot:
-        """Allocates an idle slot of `rows` rows, and one row of `features` [B, ..].
+        """Allocates an idle slot of `rows` rows.
 
         With several rows, only the buffers that prefill passes read have separate memory for each row.
+
+        Args:
+            state: state of the running rows, whose widths the slot gets.
+            features: [B, ..], `StepModules.features`. The slot gets one row of it.
+            rows: number of rows of the slot.
+            prompt_ends: `StepModules.prompt_ends`.
         """
         one = state.one_row()
         if rows > 1:
@@ -56,10 +62,14 @@ class PrefillSlot:
         return cls(one, torch.zeros_like(one.lengths), own_features, own_ends)
 
     def enter(self, state: DecodeState, row: int, start: int, *, running: bool = True) -> None:
-        """Assigns the slot's only row to row `row` of `state`. Its passes begin at position `start`.
+        """Copies row `row` of `state` to the slot's only row, so that prefill passes can feed its tokens.
 
         Args:
-            running: False if the row's prompt is not prefilled yet: the row of `state` idles, the slot runs.
+            state: state of the running rows.
+            row: index of the row in `state`.
+            start: first position of the passes.
+            running: False if the row of `state` is idle, because its prompt is still being prefilled. The slot's row
+                runs nevertheless.
         """
         for name, each in BUFFERS.items():
             if each.prefill:
@@ -69,10 +79,11 @@ class PrefillSlot:
         self.start.fill_(start)
 
     def enter_blocks(self, state: DecodeState, rows: Tensor, starts: Tensor, *, running: bool = True) -> None:
-        """Assigns the slot's first rows to blocks of tokens of rows of `state`. Its other rows idle.
+        """Copies rows of `state` to the slot's first rows, one for each block of tokens. Its other rows idle.
 
         Args:
-            rows: int64 [blocks], row of each block. A row may have several blocks.
+            state: state of the running rows.
+            rows: int64 [blocks], index in `state` of each block's row. A row may have several blocks.
             starts: int64 [blocks], first position of each block, for target and draft.
             running: see `enter`.
         """
@@ -87,7 +98,10 @@ class PrefillSlot:
         self.state.draft_lengths[:blocks].copy_(starts)
 
     def leave(self, state: DecodeState, row: int) -> None:
-        """Copies the buffers that draft passes changed back to `row`. The slot's row is idle afterwards."""
+        """Copies the slot's draft length, which draft passes have changed, to row `row` of `state`.
+
+        Afterwards the slot's row is idle.
+        """
         state.draft_lengths[row].copy_(self.state.draft_lengths[0])
         self.state.finish.fill_(IDLE)
 
@@ -99,7 +113,7 @@ class PrefillSlot:
 
 @dataclass(frozen=True, slots=True)
 class PromptPart:
-    """Consecutive tokens of one row that a shared pass feeds.
+    """Consecutive tokens of one row, to be fed in a prefill pass that several rows share.
 
     Attributes:
         row: index of the row.
@@ -144,7 +158,10 @@ class PromptPasses:
         return cls(modules, state, runner, sizes, shapes, slots)
 
     def takes_whole(self, prompt: int) -> bool:
-        """True if all `prompt` tokens are prefilled. The first new token then comes from the last prefill pass."""
+        """True if prefill passes feed all tokens of a prompt of `prompt` tokens, including the last one.
+
+        The first new token then comes from the last prefill pass.
+        """
         return self.modules.prompt_ends is not None and prompt > self.modules.prompt_ends.threshold
 
     @property
@@ -159,7 +176,7 @@ class PromptPasses:
 
     @property
     def _passes(self) -> list[tuple[int, int]]:
-        """(tokens of a row, rows) of all prefill passes."""
+        """Sizes (tokens per row, number of rows) that prefill passes may have."""
         return [(chunk, 1) for chunk in self.sizes.chunks] + [(self.sizes.block, rows) for rows in self.sizes.shared]
 
     def capture(self) -> None:
@@ -171,11 +188,11 @@ class PromptPasses:
                     self.runner.capture(key, body, self.slots[rows].state.all_idle)
 
     def _captured(self, chunk: int, rows: int) -> bool:
-        """True if a pass over `chunk` tokens of each of `rows` rows is replayed, if the runner captures passes."""
+        """True if a pass over `chunk` tokens of each of `rows` rows is small enough to be captured."""
         return chunk * rows <= _LARGEST_CAPTURED
 
     def bodies(self) -> list[Callable[[], None]]:
-        """Returns one pass of each size, for the compiler."""
+        """Returns functions that launch one prefill pass of each size, so that their kernels can be compiled."""
         return [
             self.body(chunk, chunk, draft=draft, rows=rows) for chunk, rows in self._passes for draft in self._readers
         ]
@@ -191,7 +208,7 @@ class PromptPasses:
         first: bool = True,
         scores: PromptScores | None = None,
     ) -> None:
-        """Queues passes over a row's tokens, from position `start` on.
+        """Queues prefill passes over a row's tokens, from position `start` on.
 
         The first pass of a size is launched by the host and then captured. Later ones are replayed.
 
@@ -202,7 +219,7 @@ class PromptPasses:
             draft: True for passes of the proposer, False for those of the target.
             running: True if the row already runs. If it has ended meanwhile, the passes write nothing.
             first: True if no pass of this prompt was queued before.
-            scores: takes log-probabilities of the prompt's tokens. Such passes are launched by the host.
+            scores: collects log-probabilities of the prompt's tokens. Such passes are not captured.
         """
         slot = self.slots[1]
         slot.enter(self.state, row, start, running=running)
@@ -221,13 +238,13 @@ class PromptPasses:
         self._leave(slot, row, draft=draft)
 
     def feed_rows(self, parts: Sequence[PromptPart], *, draft: bool, running: bool = True) -> None:
-        """Queues one pass over tokens of several rows. A row has the bits of passes over it alone.
+        """Queues one prefill pass over tokens of several rows. A row gets the same bits as from passes over it alone.
 
-        The tokens are cut into blocks. A row of the pass is a block: it knows its positions, and the pages of the row
-        that it belongs to. All K/V of a layer are written before its attention reads them.
+        The tokens are cut into blocks. Each block is one row of the pass. It has the positions of its tokens, and the
+        block table of the row that it belongs to. All K/V of a layer are written before its attention reads them.
 
         Args:
-            parts: at most one of each row, `sizes.most_blocks` blocks together.
+            parts: tokens to feed: at most one part per row, and at most `sizes.most_blocks` blocks together.
             draft, running: see `feed_row`.
         """
         block, lasts, lines = self.sizes.block, list[int](), list[tuple[int, int]]()
@@ -247,7 +264,10 @@ class PromptPasses:
         slot.state.finish.fill_(IDLE)
 
     def _leave(self, slot: PrefillSlot, row: int, *, draft: bool) -> None:
-        """Frees the slot's row. First copies the target's last hidden state to row `row`, for `first_token_step`."""
+        """Copies results of the slot's passes to row `row`, and makes the slot idle.
+
+        After the target's passes these include its last hidden state, for `first_token_step`.
+        """
         if slot.prompt_ends is not None and self.modules.prompt_ends is not None and not draft:
             self.modules.prompt_ends.copy(row, slot.prompt_ends, 0)
         slot.leave(self.state, row)
@@ -264,7 +284,14 @@ class PromptPasses:
             self.runner.capture(key, body, self.slots[rows].state.all_idle, warm=True)
 
     def body(self, upto: int, chunk: int, *, draft: bool, rows: int = 1) -> Callable[[], None]:
-        """Returns a pass over the next `chunk` tokens of each row of a slot. All of them are below position `upto`."""
+        """Returns a function that launches a prefill pass over the next `chunk` tokens of each row of a slot.
+
+        Args:
+            upto: limit of the positions of these tokens.
+            chunk: number of tokens per row.
+            draft: True for a pass of the proposer, False for one of the target.
+            rows: number of rows of the slot.
+        """
         shape, slot, proposer = self.shapes.chunk(upto, chunk, GREEDY), self.slots[rows], self.modules.proposer
 
         def feed() -> None:

@@ -13,11 +13,11 @@ SCORED = 64  # positions whose logits [64, V] are in memory at a time
 
 
 class PromptScores:
-    """Log-probabilities of one prompt's tokens from the second on, under the raw target.
+    """Log-probabilities of one prompt's tokens from the second on, by the target's unprocessed logits.
 
     Args:
         prompt: token ids.
-        top: number of most probable ids to record at each token.
+        top: number of most probable ids to record with each token.
     """
 
     def __init__(self, prompt: list[int], top: int) -> None:
@@ -26,13 +26,13 @@ class PromptScores:
         self._next = 0  # position whose hidden state comes next
 
     def add(self, target: CausalModel, hidden: Tensor, start: int, tiling: Tiling) -> None:
-        """Scores the tokens after the positions of one pass, a few at a time.
+        """Records the log-probabilities of the tokens that follow the positions of one prefill pass.
 
         Args:
-            target: computes logits.
-            hidden: [1, Q, hidden], the result of the pass. States from the prompt's last token on are left out.
-            start: the first position of the pass. Passes come in order; an earlier position begins again.
-            tiling: shapes of the product.
+            target: computes logits from hidden states.
+            hidden: [1, Q, hidden], the hidden states of the pass. Those from the prompt's last token on are ignored.
+            start: the first position of the pass. Passes come in order. An earlier position begins a new recording.
+            tiling: tile shapes of the matrix product.
         """
         if start < self._next:
             self._parts, self._next = [], 0

@@ -1,4 +1,4 @@
-"""Completes the arguments of a generator: device, dtypes, sizes and memory plan."""
+"""Derives the settings of a generator from its arguments and models: device, dtypes, sizes and memory plan."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ class Settings:
         device: device of all buffers.
         layout: sizes and dtypes.
         max_length: largest number of tokens of a row.
-        length_reason: text with the reason for this max_length.
+        length_reason: text with the reason for `max_length`.
         decode_tiling: tile shapes of the matrix products of a step.
         graphs: True if steps are captured as CUDA graphs.
         memory: the memory plan.
         verification: rule that accepts or refuses drafts.
         auto: True if calls choose k while decoding, unless they set num_speculative_tokens.
-        ranks: description of the other processes that share the model. Empty: none.
+        ranks: description of the processes that share the target. Empty: this process is alone.
     """
 
     config: Config
@@ -120,9 +120,10 @@ def settings_of(target: ModelSource, draft: ModelSource | None, config: Config) 
 
 
 def _chunks(config: Config, device: torch.device, target: ModelSource, draft: ModelSource | None) -> tuple[int, ...]:
-    """Returns the sizes of prefill passes.
+    """Returns the numbers of prompt tokens that one prefill pass may feed, ascending.
 
-    On a CPU it is one size, unless all products give the same bits for all sizes: those of blocked weights do.
+    On a CPU it is one number, unless all matrix products give the same bits for every number of tokens. Products with
+    blocked weights do so.
     """
     if device.type != "cpu" or ops_for(device).name != "cpu":
         return _CHUNKS[device.type]
@@ -167,7 +168,10 @@ def _kv_dtypes(
 
 
 def _features(target: ModelSource, draft: ModelSource | None, proposer: object | None, drafts: int) -> tuple[int, int]:
-    """Returns (number of target layers whose hidden states a head or proposer reads, elements kept per row)."""
+    """Returns the number of target layers whose hidden states are read, and the elements that are kept per row.
+
+    A head or the proposer reads them. Elements are kept from one step to the next.
+    """
     if isinstance(draft, HeadCheckpoint):
         read, shape = draft.spec.feature_layers, draft.spec.kept
     else:
@@ -191,10 +195,13 @@ def announce(settings: Settings) -> None:
 
 
 def _drafts(asked: int | str, draft: ModelSource | None, proposer: object | None) -> int:
-    """Returns the largest k, for which buffers are allocated.
+    """Returns the largest k of a generator, which determines the sizes of its buffers.
 
-    For "auto" it is the largest k that may pay. That is less for a draft model, whose passes cost most, than for a
-    head.
+    For "auto" it is the largest k that may save time: less for a draft model, whose passes cost most, than for a head.
+
+    Args:
+        asked: the argument num_speculative_tokens.
+        draft, proposer: sources of drafts.
     """
     limit = draft.spec.max_drafts if isinstance(draft, HeadCheckpoint) else None
     if isinstance(asked, str):
@@ -210,7 +217,10 @@ def _drafts(asked: int | str, draft: ModelSource | None, proposer: object | None
 
 
 def device_of(device: torch.device | str | None, target: ModelSource) -> torch.device:
-    """Returns the device of a generator: `device`, or a default that suits the target."""
+    """Returns the device of a generator: `device`, or its default if None.
+
+    The default is the device of a loaded target model, else CUDA if available, else the CPU.
+    """
     if device is None and target.module is not None:
         chosen = next(target.module.parameters()).device
     else:
@@ -278,7 +288,10 @@ def _check_recurrent(target: ModelSource, draft: ModelSource | None, compile: bo
 
 
 def dtype_of(dtype: torch.dtype | str | None, spec: ModelInfo, device: torch.device) -> torch.dtype:
-    """Returns the dtype of a model's weights: `dtype`, or a default that suits spec and device."""
+    """Returns the dtype of a model's weights: `dtype`, or its default if None.
+
+    The default is the checkpoint's dtype on CUDA, and float32 on a CPU.
+    """
     if dtype is None:
         return spec.dtype if device.type == "cuda" else torch.float32
     named = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
@@ -293,7 +306,14 @@ def _free_bytes(device: torch.device, target: ModelSource) -> int:
 
 
 def _max_length(asked: int | None, layout: Layout, device: torch.device, free: int) -> tuple[int, str]:
-    """Returns max_length, and a text with the reason."""
+    """Returns the max_length of a generator, and a text with the reason.
+
+    Args:
+        asked: the argument max_length. None: the default.
+        layout: sizes from which the memory plan is computed.
+        device: device of the generator.
+        free: free bytes on the device.
+    """
     # default: the context that both models support; above the draft's context rows continue without drafts
     context = layout.target.max_length
     preferred = min(context, layout.draft.max_length) if layout.draft else context

@@ -1,13 +1,13 @@
-"""Gives the memory of an idle engine back to the driver, and takes it again.
+"""Releases the memory of an idle engine to the driver, and allocates it again later.
 
-Tensors stay the objects that they are: the storage below each one is emptied, and allocated again later. Then it has
-another address, so captured graphs are deleted and captured again. Contents come back in three ways:
+Tensor objects are kept: only the storage of each one is freed, and allocated again later. Its address is then another
+one, so CUDA graphs are deleted, and captured again. Contents are treated in three ways:
 
 | memory | contents |
 |---|---|
 | K/V pages and recurrent states | dropped; zeros afterwards |
 | weights that will be loaded again | dropped |
-| all other buffers | copied to host memory, unless they are all zero |
+| all other buffers | copied to host memory and back, unless they are all zero |
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ _LEAVES = (str, bytes, int, float, type, ModuleType, BuiltinFunctionType)
 
 @dataclass(slots=True)
 class Asleep:
-    """Memory that an engine has given back.
+    """Memory that a sleeping engine has released, and the contents to restore.
 
     Attributes:
-        level: 1: caches and buffers, 2: weights, too.
-        freed: bytes that were given back.
+        level: 1: caches and buffers were released, 2: weights, too.
+        freed: number of released bytes.
     """
 
     level: int
@@ -54,7 +54,7 @@ class Asleep:
     _steps: list[Hashable] = field(default_factory=list)
 
     def regain(self, engine: Engine) -> None:
-        """Allocates all memory again, with the contents that the module names.
+        """Allocates all memory again, and restores the contents as the module's table says.
 
         Raises:
             MemoryError: there is not enough; the engine still sleeps.
@@ -90,13 +90,13 @@ class Asleep:
 
 
 def lay_down(engine: Engine, level: int, kept: Sequence[Any], dropped: Sequence[Any]) -> Asleep:
-    """Gives the memory of an engine back. Nothing runs on it, and nothing may until `Asleep.regain`.
+    """Releases the memory of an engine. Nothing may run on the engine before `Asleep.regain`.
 
     Args:
         engine: the engine.
         level: see `Asleep`.
         kept: weights that keep their memory.
-        dropped: weights whose values will be loaded again.
+        dropped: weights that lose their memory and values, and will be loaded again.
     """
     device = engine.state.lengths.device
     engine.finish()
@@ -165,7 +165,7 @@ def _caches(objects: Iterable[object]) -> list[Tensor]:
 
 
 def _storages(roots: Sequence[Any], objects: Iterable[object] | None = None) -> dict[int, torch.UntypedStorage]:
-    """Returns the storages of all tensors below `roots`, each once.
+    """Returns the storages of all tensors that can be reached from `roots`, each once, by an id of the storage.
 
     Args:
         roots: objects that hold tensors.
@@ -180,7 +180,10 @@ def _storages(roots: Sequence[Any], objects: Iterable[object] | None = None) -> 
 
 
 def _reachable(roots: Sequence[Any]) -> Iterator[object]:
-    """Yields the objects below `roots`. Objects of other packages, such as a caller's proposer, are not entered."""
+    """Yields the objects that can be reached from `roots` by references.
+
+    Objects of other packages, such as a user's own proposer, are left out with everything that only they refer to.
+    """
     seen: set[int] = set()
     waiting: list[Any] = list(roots)
     while waiting:
@@ -199,7 +202,7 @@ def _reachable(roots: Sequence[Any]) -> Iterator[object]:
 
 
 def _give_pages_back(storage: torch.UntypedStorage) -> None:
-    """Makes memory zero that torch cannot free. Linux takes whole pages of it back, until they are used again."""
+    """Sets a storage that torch cannot free to zero. On Linux its whole pages go back to the system until their use."""
     start, size, page = storage.data_ptr(), storage.nbytes(), mmap.PAGESIZE
     first, last = -(-start // page) * page, (start + size) // page * page
     if sys.platform != "linux" or first >= last:

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from fastspec.sampling.rules import REJECTION, Verification
 from fastspec.shapes import EARLY_BLOCKS, KEY_BLOCK, StepShape, Tiling, blocks, step_kinds
 
-_LEAST_ROOM = 1024  # positions per row in the smallest captured steps
-_ROOM_GROWTH = 4  # factor between the positions of one captured step and the next larger one
+_LEAST_ROOM = 1024  # largest position limit of a row in the smallest captured steps
+_ROOM_GROWTH = 4  # factor between this limit and that of the next larger captured steps
 _USUAL_LENGTH = 256  # assumed length of rows when a step is timed before any rows exist
 
 
@@ -18,13 +18,13 @@ class StepShapes:
     """Makes the shapes of the steps of one engine.
 
     Attributes:
-        batch: rows of the engine.
-        row_tokens: columns of `DecodeState.tokens`: length of the longest row, plus 1.
+        batch: largest number of rows.
+        row_tokens: number of columns of `DecodeState.tokens`: tokens of the longest row, plus 1.
         max_drafts: largest k.
         tiling: tile shapes of the matrix products of a step.
         static: True if steps are captured. Then few shapes must serve all lengths.
         verification: rule that accepts or refuses drafts.
-        reads_back: newest tokens of a row that a step may feed the draft, see `ProposerBase`.
+        reads_back: number of newest tokens of a row that a step may feed the draft, see `ProposerBase`.
     """
 
     batch: int
@@ -37,12 +37,12 @@ class StepShapes:
 
     @property
     def max_positions(self) -> int:
-        """Positions of a step over the longest rows."""
+        """Number of positions per row in a step over the longest rows."""
         return self.row_tokens + self.max_drafts
 
     @property
     def middle_length(self) -> int:
-        """Tokens of a row whose step has more positions than the smallest, and only early ones (EARLY_BLOCKS)."""
+        """Length of a row whose captured step is the second smallest. All its positions are below EARLY_BLOCKS."""
         return _LEAST_ROOM * _ROOM_GROWTH - self.max_drafts
 
     def bucket(self, rows: int) -> int:
@@ -54,10 +54,10 @@ class StepShapes:
         return sorted({self.bucket(rows) for rows in range(1, max_rows + 1)})
 
     def room(self, positions: int) -> int:
-        """Returns the positions per row of the captured step that serves rows with `positions` positions.
+        """Returns `positions` rounded up to the number of positions per row for which a step is captured.
 
-        One captured step for the longest rows would be slow. It launches thousands of programs, most of them idle.
-        Attention needs more launches per layer if there are positions after EARLY_BLOCKS.
+        A captured step launches programs for all its positions. With one captured step for the longest rows, most of
+        thousands of programs would be idle. Attention needs more launches per layer for positions after EARLY_BLOCKS.
         """
         room = _LEAST_ROOM
         while room < positions:
@@ -75,7 +75,7 @@ class StepShapes:
         *,
         processed: bool = False,
     ) -> StepShape:
-        """Returns the shape of a step over rows of `shortest` to `longest` tokens."""
+        """Returns the shape of a step over rows of `shortest` to `longest` tokens. For other arguments see `kinds`."""
         positions = longest + k
         if self.static:
             positions = self.room(positions)  # round up, so that few captured steps serve all lengths
@@ -102,13 +102,16 @@ class StepShapes:
         *,
         processed: bool = False,
     ) -> StepShape:
-        """Returns the shape with which a step is timed. Without captured steps it has _USUAL_LENGTH tokens per row."""
+        """Returns the shape of a step that is run only to time it. For the arguments see `step`.
+
+        If steps are not captured, rows are assumed to have _USUAL_LENGTH tokens.
+        """
         if not self.static:
             longest, shortest = min(_USUAL_LENGTH, self.row_tokens), 0
         return self.step(k, sampler, top_logprobs, longest, shortest, processed=processed)
 
     def chunk(self, upto: int, chunk: int, sampler: str) -> StepShape:
-        """Returns the shape of a prefill pass over one chunk of a prompt that ends before position `upto`."""
+        """Returns the shape of a prefill pass over `chunk` prompt tokens per row, all of them below position `upto`."""
         if self.static:
             upto = self.row_tokens
         return StepShape(0, sampler, blocks(upto), Tiling(chunk, chunk))
@@ -124,7 +127,14 @@ class StepShapes:
         *,
         processed: bool = False,
     ) -> list[StepShape]:
-        """Returns the shapes of all steps of a call over rows of `shortest` to `longest` tokens."""
+        """Returns the shapes of all steps that a call may need, over rows of `shortest` to `longest` tokens.
+
+        Args:
+            ks: numbers of drafts that a step may have.
+            sampler, top_logprobs, processed: see StepShape.
+            longest, shortest: largest and smallest number of tokens of a row.
+            grammars: values of `StepShape.grammars` that a step may have.
+        """
         call = sampler, top_logprobs, longest, shortest
         return [
             replace(self.step(k, *call, processed=processed), grammars=kind) for k, kind in step_kinds(ks, grammars)

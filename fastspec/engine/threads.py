@@ -21,16 +21,16 @@ _REST = 256  # number of steps with one thread after several slow steps
 
 @dataclass(slots=True)
 class Threads:
-    """Number of torch threads for a generator's steps. It holds in every thread of the caller.
+    """Chooses the number of torch's CPU threads for a generator's steps. It holds in every Python thread that calls.
 
     Threads that share an operation wait for each other at its end. If other processes use the cores, such a wait may
     last a whole time slice, and small models have many operations. So the number is chosen by measurement. When steps
     become many times slower, one thread works alone for a while.
 
     Attributes:
-        limit: torch's number of threads when this was constructed.
+        limit: torch's number of threads at the measurement.
         why: text with the reason for `chosen`.
-        chosen: number of threads that was fastest in the first measurement.
+        chosen: number of threads that was fastest in the measurement.
         now: number of threads of the next step.
     """
 
@@ -50,9 +50,9 @@ class Threads:
         """Chooses the number of threads by measurement.
 
         Args:
-            limit: upper limit.
-            elements: mean elements of a weight matrix.
-            seconds: measures a pass with a given number of threads. Called only if there is a choice.
+            limit: upper limit of the number of threads.
+            elements: mean number of elements of a weight matrix.
+            seconds: measures one pass with a given number of threads. Called only if there is a choice.
         """
         if limit == 1:
             return cls(limit)
@@ -68,7 +68,12 @@ class Threads:
         return cls(limit, count, f"measured, {why}", count)
 
     def took(self, kind: Hashable, seconds: float) -> None:
-        """Records the time of a step. May change `now`."""
+        """Records the time of a step. May change `now`.
+
+        Args:
+            kind: (rows, drafts, sampler) of the step. Only times of the same kind are compared.
+            seconds: time of the step.
+        """
         if self.chosen == 1:
             return
         if self._rest:

@@ -38,14 +38,14 @@ def warm_up_for(
 
     Args:
         engine: engine of the generator.
-        rows: rows that decode at once.
-        choice: draft lengths of the call.
+        rows: number of rows that decode at once.
+        choice: numbers of drafts, sampler kind and log-probabilities of the call.
         longest, shortest: largest and smallest number of tokens of a row.
         progress: True to show the bars.
         prompts: True to compile and capture prefill passes, too.
         loaded: waits until another thread has filled the weights. Called after the kernels are compiled.
-        compilers: the constructor's executor for `Engine.compile`. It also begins the kernels of `steps_of_options`,
-            and nobody waits for these. None: processes are started here if a kernel is missing.
+        compilers: the constructor's executor for `Engine.compile`. It also starts to compile the kernels of
+            `steps_of_options`, without waiting for them. None: processes are started here if a kernel is missing.
 
     Raises:
         RuntimeError: a step could not be captured; the message names it.
@@ -75,16 +75,15 @@ def warm_up_for(
 
 
 def steps_of_options(engine: Engine, rows: int, choice: DraftChoice) -> list[tuple[int, StepShape]]:
-    """Returns (rows, shape) of steps that launch every kernel which options or lengths of calls may need.
+    """Returns (rows, shape) of steps that together launch every kernel that a call with options or long rows may need.
 
-    The likeliest come first: sampled steps, and of these one row and all rows with most drafts. Then come
-    log-probabilities, grammars and long rows. Not every such step is listed: of steps with the same kernels one is
-    enough.
+    The likeliest steps come first: sampled ones with the most drafts, over one row and over all rows. Then come steps
+    with log-probabilities, grammars and long rows. Steps that launch the same kernels are listed once.
 
     Args:
         engine: engine of the generator.
-        rows: rows that decode at once.
-        choice: draft lengths of a call without options.
+        rows: number of rows that decode at once.
+        choice: numbers of drafts of a call without options.
     """
     longest = engine.shapes.row_tokens - 1
     short, middle, unguided = (0, 0), (min(longest, engine.shapes.middle_length), 0), (None,)
@@ -110,7 +109,7 @@ def steps_of_options(engine: Engine, rows: int, choice: DraftChoice) -> list[tup
 
 
 def _choose_reading(engine: Engine) -> None:
-    """Runs `choose_reading` for a head, before anything is captured and before any row uses the pages."""
+    """Runs `choose_reading` for the engine's models, before anything is captured and before any row uses the pages."""
     chunk, pages = engine.sizes.chunks[0], engine.state.block_table.shape[1]
     shape = engine.shapes.chunk(chunk, chunk, GREEDY)
     with engine.on_device():
@@ -121,14 +120,14 @@ def _choose_reading(engine: Engine) -> None:
 def compilers_for(
     target: Any, device: Any, graphs: bool | None, rank: int, ranks: int
 ) -> AbstractContextManager[Executor | None]:
-    """Context that starts processes which compile kernels, if the generator will run on CUDA.
+    """Context that starts worker processes for compiling kernels, if the generator will run on CUDA.
 
-    Yields them; None for another device. Called before the arguments are checked, so that the processes start while the
-    models are found.
+    Yields their executor, or None for another device. It is entered before the arguments are checked, so that the
+    processes start while the models are found.
 
     Args:
         target, device, graphs: arguments of the constructor, not checked yet.
-        rank, ranks: number of this rank, and of all ranks on this machine.
+        rank, ranks: index of this rank, and number of all ranks on this machine.
     """
     there = torch.cuda.is_available() and graphs is not False
     if there and device is None and isinstance(target, torch.nn.Module):
@@ -140,10 +139,10 @@ def compilers_for(
 
 @contextmanager
 def filling(pending: Sequence[Pending], device: torch.device) -> Iterator[Callable[[], None]]:
-    """Context in which weights are filled. On CUDA another thread does it, while this thread compiles kernels.
+    """Context in which allocated weights are read from their checkpoints.
 
-    Yields a function that waits until all weights are filled; it raises the error of loading. Leaving the context
-    cancels the loading.
+    On CUDA another thread reads them, while this thread compiles kernels. The context yields a function that waits for
+    all weights, and raises an error of loading. At its end it cancels what is not read yet.
     """
 
     def fill() -> None:
@@ -163,10 +162,9 @@ def filling(pending: Sequence[Pending], device: torch.device) -> Iterator[Callab
 
 
 def _time(engine: Engine, rows: int, choice: DraftChoice, lengths: tuple[int, int], progress: bool) -> None:
-    """Measures the steps whose time the controller does not know yet.
+    """Measures the times of steps that the controller of `choice` does not know yet.
 
-    Without graphs a step takes long. Then only the largest bucket is timed, and of its ks those that `timed_ks` asks
-    for.
+    Without CUDA graphs a step takes long. Then only steps over all rows are timed, with the ks that `timed_ks` picks.
     """
     controller = choice.controller
     assert controller is not None, "the caller saw to it"
@@ -193,14 +191,14 @@ def _time(engine: Engine, rows: int, choice: DraftChoice, lengths: tuple[int, in
 
 
 def timed_ks(ks: Sequence[int], seconds: Callable[[int], float]) -> dict[int, float]:
-    """Returns the seconds of steps of all ks, of which few are measured: the first, the last, and by halves.
+    """Returns {k: seconds of a step} for all ks. Only some ks are measured, found by bisection between first and last.
 
-    Between two ks whose times are within `_ALIKE` the times are interpolated. Where a further tile of rows makes steps
-    longer, the ks on both sides of it are measured.
+    Times between two measured ks are interpolated if their ratio is at most `_ALIKE`. A step becomes longer when its
+    matrix products need one more tile of rows. The ks on both sides of such a jump are measured.
 
     Args:
-        ks: ascending.
-        seconds: measures the step of one k.
+        ks: numbers of drafts, ascending.
+        seconds: measures the step of one k, in seconds.
     """
     found = {k: seconds(k) for k in (ks[0], ks[-1])}
     open_ = [(0, len(ks) - 1)]
