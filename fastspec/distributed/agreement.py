@@ -20,7 +20,7 @@ _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 
 
 def digest(value: object) -> str:
-    """Returns a short hash of `repr(value)`."""
+    """Returns a short hash of `repr(value)`, without memory addresses, which differ between processes."""
     return hashlib.sha256(_ADDRESS.sub("", repr(value)).encode()).hexdigest()[:16]
 
 
@@ -40,8 +40,9 @@ def agree(
     """Compares the arguments of all ranks by hash. Returns the `told` values of all ranks, in rank order.
 
     Args:
+        world: all ranks.
         asked: arguments that must be equal on all ranks, by the name used in an error.
-        told: a small JSON value that may differ between ranks.
+        told: value of this rank for the others. It is a small JSON value, and may differ between ranks.
         error: the error with which this rank refuses the arguments. This rank raises it itself, after `agree`.
         starting: True while generators are constructed, when ranks may arrive minutes apart.
 

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fastspec.distributed.exchange import add_rounded, one_way, tree_sum
+from fastspec.distributed.exchange import add_rounded, sum_parts, tree_sum
 from fastspec.distributed.peer_memory import SharedMemory
 from fastspec.distributed.world import World
 from fastspec.errors import RankFailed
@@ -19,14 +19,17 @@ from fastspec.kernels.room import EMPTY, Room, blocks_of, buffer_bytes, elements
 class OverDevices:
     """Exchange of CUDA tensors. All operations can be captured in a CUDA graph.
 
-    A tensor that fits into `room` is written into the other GPUs' memory by a kernel. Larger tensors use NCCL: each
-    rank gets its rows of all partial sums, adds them in the order of the tree, and sends the rounded rows to all.
+    A kernel writes a tensor that fits into `room` to the other GPUs' memory. Larger tensors use NCCL. Then each rank
+    gets its rows of all ranks' partial sums, adds them as one binary tree, and sends the rounded rows to all ranks.
 
     Args:
         world: all ranks, with one GPU each.
         device: the CUDA device of this rank, which is the current device.
-        elements: 4-byte elements of the largest tensor of a step.
-        prompts: 4-byte elements of the largest tensor of a prefill pass.
+        elements: number of 4-byte elements of the largest tensor of a step.
+        prompts: number of 4-byte elements of the largest tensor of a prefill pass.
+
+    Attributes:
+        room: memory of all GPUs to which all ranks write. None: the GPUs do not reach each other's memory.
     """
 
     def __init__(self, world: World, device: torch.device, elements: int, prompts: int = 0) -> None:
@@ -56,7 +59,7 @@ class OverDevices:
         """Adds the sum over ranks [and bias] to residual, rounded once."""
         if (room := self._room_for(residual)) is not None and partial.is_contiguous():
             return self._kernels.exchange_added(partial, bias, residual, room)
-        partial = one_way(partial, residual)
+        partial = sum_parts(partial, residual)
         rows, size = partial.view(-1, partial.shape[-1]), self._world.size
         if len(rows) % size:
             return add_rounded(tree_sum(self._gathered(partial)), bias, residual)
@@ -83,7 +86,7 @@ class OverDevices:
             out.copy_(largest_of([each.view(torch.int64) for each in self._gathered(halves)], width))
 
     def _room_for(self, tensor: Tensor) -> Room | None:
-        """Returns the shared memory for a tensor. None if the tensor must use NCCL."""
+        """Returns the memory through which kernels exchange a tensor. None if the tensor must use NCCL."""
         fits = self.room is not None and tensor.numel() <= self.room.elements and tensor.is_contiguous()
         return self.room if fits else None
 
@@ -112,7 +115,11 @@ def _all_gather(out: Tensor, part: Tensor, group: Any) -> None:
 
 
 def _room_of(world: World, device: torch.device, elements: int) -> tuple[Room | None, str]:
-    """Allocates memory that all ranks reach. Returns (room, ""), or (None, reason); equal on all ranks."""
+    """Allocates GPU memory to which all ranks can write. Waits for all ranks, which get the same result.
+
+    Returns:
+        (memory, "") or (None, reason why it is not possible).
+    """
     made, why = None, ""
     reached = all(torch.cuda.can_device_access_peer(device.index, peer) for peer in _others(world, device))
     if not all(world.gather_bytes(b"yes" if reached else b"")):
@@ -134,7 +141,10 @@ def _others(world: World, device: torch.device) -> list[int]:
 
 
 def _shared(world: World, device: torch.device, elements: int) -> Room:
-    """Allocates the shared room of all ranks. A rank may use it only after all ranks have allocated theirs."""
+    """Allocates this rank's part of the shared memory, and opens the parts of the other ranks.
+
+    A rank may use it only after all ranks have allocated theirs.
+    """
     torch.cuda.current_stream(device).synchronize()  # makes the CUDA context of the device current
     memory = SharedMemory(buffer_bytes(world.size, elements), EMPTY, world.gather_bytes, world.rank)
     buffers = torch.tensor(memory.addresses, dtype=torch.int64, device=device)

@@ -1,4 +1,4 @@
-"""Exchanges between ranks inside a pass: sums of partial products, and joining of logits.
+"""Exchanges between ranks inside a pass: all-reduce of partial sums, and all-gather of logits.
 
 Partial sums are fp32. Every rank adds them in the order of one binary tree, so all ranks get the same bits.
 """
@@ -23,41 +23,43 @@ class Exchange(Protocol):
         """Describes the exchange for `explain`."""
 
     def sum(self, partial: Tensor) -> Tensor:
-        """Returns the sum over ranks of fp32 tensors of one shape."""
+        """Returns the sum of all ranks' `partial`, which are fp32 tensors of one shape."""
 
     def added(self, partial: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
-        """Returns residual + sum over ranks [+ bias], rounded once to residual's dtype.
+        """Returns residual + the sum of all ranks' `partial` [+ bias], rounded once to residual's dtype.
 
         Args:
-            partial: fp32 with residual's shape, or with one more leading axis, which is added as a tree first.
-            bias: [N], added along the last axis.
+            partial: fp32 with residual's shape, or with one more leading axis. The parts along that axis are summed
+                first, as a tree.
+            bias: [N], added along the last axis. None: no bias.
+            residual: [..., N], equal on all ranks.
         """
 
     def gather(self, part: Tensor) -> Tensor:
-        """Joins [..., W] 4-byte elements of every rank along the last axis: [..., size * W]."""
+        """Returns all ranks' `part`, [..., W] of 4-byte elements, joined along the last axis to [..., size * W]."""
 
     def largest(self, keys: Tensor, width: int, out: Tensor) -> None:
-        """Writes the id of each row's largest logit to `out`, int64 [R].
+        """Writes the token id of each row's largest logit over all ranks to `out`.
 
         Args:
-            keys: uint64 [R], made by `kernels.reference.keys_of` from this rank's logits.
-            width: number of ids of a rank. Rank r has ids r * width .. (r + 1) * width - 1.
-            out: may have any stride.
+            keys: uint64 [R], for each row the key of this rank's largest logit, see `kernels.reference.keys_of`.
+            width: number of token ids per rank. Rank r has ids r * width .. (r + 1) * width - 1.
+            out: int64 [R], with any stride.
         """
 
 
 def tree_sum(parts: Sequence[Tensor]) -> Tensor:
-    """Returns the sum of a power of two of tensors: first of neighbours, then of neighbouring sums."""
+    """Returns the sum of 2^n tensors as a binary tree: neighbours are added first, then neighbouring sums."""
     level = list(parts)
     while len(level) > 1:
         level = [left + right for left, right in zip(level[::2], level[1::2], strict=True)]
     return level[0]
 
 
-def one_way(partial: Tensor, residual: Tensor) -> Tensor:
-    """Adds the parts along the leading axis of `partial`, if it has one axis more than `residual`.
+def sum_parts(partial: Tensor, residual: Tensor) -> Tensor:
+    """Returns a rank's partial sum with residual's shape.
 
-    The result has residual's shape.
+    If `partial` has one more leading axis than `residual`, the parts along that axis are added as a tree.
     """
     return tree_sum(partial.unbind()) if partial.dim() > residual.dim() else partial
 
@@ -79,11 +81,14 @@ class RankSums:
         self._exchange = exchange
 
     def __call__(self, partial: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
-        """Returns residual + sum over ranks [+ bias]."""
+        """Returns `Exchange.added` of the arguments."""
         return self._exchange.added(partial, bias, residual)
 
     def room_for(self, elements: int) -> Room | None:
-        """Returns memory of all ranks for `elements` fp32 elements. None if sums of that size do not use it."""
+        """Returns the memory of all GPUs through which a kernel sums `elements` fp32 elements over ranks.
+
+        None: sums of that size use `Exchange.added` instead.
+        """
         found: Room | None = getattr(self._exchange, "room", None)
         return found if found is not None and elements <= min(found.elements, WITH_NORM[found.size]) else None
 
@@ -101,7 +106,7 @@ class Alone:
 
     def added(self, partial: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
         """Adds the sum over ranks [and bias] to residual, rounded once."""
-        return add_rounded(one_way(partial, residual), bias, residual)
+        return add_rounded(sum_parts(partial, residual), bias, residual)
 
     def gather(self, part: Tensor) -> Tensor:
         """Joins the parts of all ranks along the last axis."""
@@ -128,7 +133,7 @@ class OverHosts:
 
     def added(self, partial: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
         """Adds the sum over ranks [and bias] to residual, rounded once."""
-        return add_rounded(self.sum(one_way(partial, residual)), bias, residual)
+        return add_rounded(self.sum(sum_parts(partial, residual)), bias, residual)
 
     def gather(self, part: Tensor) -> Tensor:
         """Joins the parts of all ranks along the last axis."""

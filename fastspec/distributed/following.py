@@ -60,11 +60,11 @@ class RequestNumbers:
 
 
 class Leader:
-    """Sends the messages of rank 0 before each step. Created with the first message.
+    """Sends the messages of rank 0's loop to the other ranks, before each step.
 
     Args:
         world: all ranks.
-        numbers: numbers of requests. Requests that join are added here.
+        numbers: numbers of requests. Requests that join get theirs here.
     """
 
     def __init__(self, world: World, numbers: RequestNumbers) -> None:
@@ -83,7 +83,7 @@ class Leader:
         self._ended = None in messages
 
     def end(self) -> None:
-        """Tells the other ranks to return from `follow`, and waits until they have read that."""
+        """Tells the other ranks to return from `follow`, and waits until they have read this message."""
         with suppress(RuntimeError):  # the group has already failed
             if not self._ended:
                 self.tell([None])
@@ -124,6 +124,8 @@ def follow(ranks: Ranks, loop: Loop, reader: Reader, numbers: RequestNumbers) ->
     """Makes the same steps as rank 0, until rank 0 closes its generator.
 
     Args:
+        ranks: ranks of the generator.
+        loop: loop of this rank, which makes the steps.
         reader: parses rank 0's messages.
         numbers: numbers of the requests that have not ended.
 

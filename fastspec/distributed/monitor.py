@@ -34,13 +34,12 @@ class Monitor:
     """Sends heartbeats from one thread of each rank, through a store that rank 0 keeps.
 
     Args:
-        rank, size: number of this process, and number of all.
+        rank, size: index of this process, and number of processes.
         port: port of the store on this host. None: this rank creates the store.
-        others: ranks whose heartbeats this one reads. A group of one rank has no thread.
 
     Attributes:
         port: port of the store.
-        exchanges: number of exchanges that this rank has begun; set by the owner.
+        exchanges: number of exchanges that this rank has begun; set by `World`.
         doing: description of this rank's work, which the others read.
     """
 
@@ -58,7 +57,7 @@ class Monitor:
         self._thread.start()
 
     def abort(self, cause: str) -> None:
-        """Tells all ranks that this one cannot go on. Only the first cause of any rank is kept."""
+        """Tells all ranks that this one cannot go on. If several ranks tell a cause, the first one is kept."""
         self._cause = self._cause or cause
         telling = threading.Thread(target=self._tell, args=(cause,), name="fastspec-ranks-abort", daemon=True)
         telling.start()
@@ -83,14 +82,14 @@ class Monitor:
         return self._cause
 
     def wait_for_cause(self, seconds: float) -> str | None:
-        """Returns the cause, if a rank tells one within `seconds`."""
+        """Waits until a rank has told why the group cannot go on. Returns that cause; None after `seconds`."""
         end = time.monotonic() + seconds
         while self.cause is None and time.monotonic() < end:
             time.sleep(BEAT / 4)
         return self.cause
 
     def slowest(self) -> str:
-        """Names the other ranks that have begun the fewest exchanges."""
+        """Returns a text that names the other rank which has begun the fewest exchanges."""
         if not self._seen:
             return "another rank"
         rank, (status, _) = min(self._seen.items(), key=lambda item: (item[1][0].exchanges, item[0]))

@@ -16,20 +16,20 @@ class IpcMemoryHandle(ctypes.Structure):
 
 
 class SharedMemory:
-    """GPU memory of this process that other processes have opened, and their memory opened here.
+    """GPU memory of this process, which other processes can address, and the addresses of theirs in this process.
 
     It is allocated by the driver, because torch's allocator may give memory without an IPC handle (expandable
     segments). torch's own symmetric memory takes seconds to create.
 
     Args:
-        size: bytes.
-        word: 4 bytes with which all of it is filled.
-        everyone: gathers bytes of all processes, in rank order.
+        size: bytes of each process's memory.
+        word: 4-byte value with which this process's memory is filled.
+        everyone: function that gathers bytes from all processes, in rank order.
         rank: rank of this process.
-        driver: libcuda.
+        driver: the CUDA driver's library. None: libcuda is loaded.
 
     Attributes:
-        addresses: address of each rank's memory in this process.
+        addresses: for each rank, the address of its memory in this process.
 
     Raises:
         RuntimeError: the driver reported an error; the message has its reason. Everything allocated before is freed.

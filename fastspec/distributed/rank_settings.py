@@ -24,8 +24,8 @@ from fastspec.models.hosted.info import HostedInfo
 from fastspec.scheduling.draft_length import DraftChoice, DraftPlan
 from fastspec.scheduling.loop import Loop
 
-# extra seconds of a one-row step for each of the two sums of a layer, by the number of ranks, on GPUs with NVLink: the
-# sum itself, and the fusions that it prevents (perf/results/tensor_parallel.jsonl)
+# number of ranks -> extra seconds of a one-row step for each of the two sums over ranks of a layer, with NVLink.
+# They include the sum itself, and the kernel fusions that it prevents (perf/results/tensor_parallel.jsonl)
 SUM_SECONDS = {2: 5.6e-6, 4: 17e-6, 8: 35e-6}
 READ_SHARE = 0.9  # share of the rated memory bandwidth that passes reach while they read weights
 USUAL_RATE = 3.35e12  # bytes per second of an H100's memory, used if torch does not report the rate
@@ -36,9 +36,10 @@ def agreed_settings(
     pair: Callable[[], tuple[Checkpoint, Checkpoint | HeadCheckpoint | None]],
     config: Config,
 ) -> tuple[Checkpoint, Checkpoint | HeadCheckpoint | None, Settings]:
-    """Returns target, draft and settings of this rank. `max_length` is the smallest that fits on any rank.
+    """Returns target, draft and settings of this rank. `max_length` is the largest that fits on all ranks.
 
     Args:
+        ranks: ranks of the generator.
         pair: finds target and draft.
         config: arguments of the constructor.
 
@@ -100,9 +101,12 @@ def agreed_settings(
 def agreed_warmup(
     ranks: Ranks, loop: Loop, drafting: DraftPlan, max_length: int, asked: tuple[int | str | None, str, int]
 ) -> tuple[DraftChoice, int]:
-    """Returns the draft lengths and the longest row of a warm-up, if all ranks were called with the same arguments.
+    """Returns the numbers of drafts and the longest row of a warm-up. Checks that all ranks ask for the same.
 
     Args:
+        ranks: ranks of the generator.
+        loop: loop of this rank, which must be idle.
+        drafting: numbers of drafts that the generator supports.
         max_length: limit of tokens of a row.
         asked: the arguments of `warmup`: drafts of a step, sampler, and tokens of the longest row.
 
@@ -160,7 +164,7 @@ def splitting_pays(model: TimedModel, dtype: torch.dtype, ranks: int, rate: floa
     """True if a one-row pass is estimated to be faster with the model split over `ranks` ranks.
 
     Args:
-        model, dtype: the draft, and the dtype of its weights on the device.
+        model, dtype: sizes of the model, and the dtype of its weights on the device.
         ranks: number of ranks.
         rate: rated bytes per second of the device's memory.
     """
@@ -193,9 +197,9 @@ def _own(checkpoint: Checkpoint, ranks: Ranks, *, on_cpu: bool) -> Checkpoint:
 
 
 def _own_hosted(checkpoint: Checkpoint, info: HostedInfo, ranks: Ranks, *, on_cpu: bool) -> Checkpoint:
-    """Returns the part of a hosted model that this rank loads, by transformers' plan.
+    """Returns the part of a hosted model that this rank loads, by transformers' tensor-parallel plan.
 
-    One rank loads the whole model.
+    A single rank loads the whole model.
     """
     draft = checkpoint.role == "draft"
     if not ranks.asked or (draft and not ranks.split_draft):

@@ -1,4 +1,4 @@
-"""Ranks of a generator: their number, devices and parts of a model, and the comparison of their arguments."""
+"""Ranks of a generator: their number, their devices, their parts of a model, and the comparison of their arguments."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ class Ranks:
 
     Attributes:
         world: all ranks, or this process alone.
-        asked: True if tensor_parallel was given. Sums then have an order that suits any number of ranks.
+        asked: True if tensor_parallel was given. Partial sums are then added in the same order for one rank as for
+            several.
         split_draft: True if the draft model is split over the ranks. False: every rank has all of it. None: not
             decided.
         same_text_on: numbers of ranks that give the same text, to the bit. None: unknown.
@@ -93,16 +94,16 @@ class Ranks:
         return torch.device("cuda", dist.get_node_local_rank(self.world.rank))
 
     def share(self, sizes: Sizes, name: str, *, draft: bool, on_cpu: bool) -> RankShare | None:
-        """Returns the part of a model that this rank has. None: the whole model, computed as without ranks.
+        """Returns the part of a model that this rank owns. None: the whole model, computed as without ranks.
 
-        A single rank on a GPU also gets a part, the whole model. So its sums have the same order as those of several
-        ranks.
+        A single rank on a GPU also gets a part, the whole model. So its partial sums are added in the same order as
+        those of several ranks.
 
         Args:
             sizes, name: sizes of the model, and its name for messages.
             draft: True for the draft model.
-            on_cpu: if True, sums are split so finely that the number of ranks changes no bit. On a GPU this needs too
-                many launches.
+            on_cpu: True on a CPU. Partial sums are then split so finely that results do not depend on the number of
+                ranks. On a GPU this would need too many launches.
 
         Raises:
             UnsupportedOption: the model cannot be divided among the ranks.
@@ -116,10 +117,11 @@ class Ranks:
         return share_of(sizes, self.world.rank, self.size, one_tree=on_cpu)
 
     def exchange(self, device: torch.device, step: int, prompts: int) -> Exchange:
-        """Returns the exchange for passes on a device.
+        """Returns the collective operations for passes on a device.
 
         Args:
-            step, prompts: 4-byte elements of the largest tensor of a step, and of a prefill pass.
+            device: device of the passes.
+            step, prompts: number of 4-byte elements of the largest tensor in a step, and in a prefill pass.
         """
         if self.size == 1:
             return Alone()
@@ -137,9 +139,16 @@ class Ranks:
         *,
         starting: bool = False,
     ) -> tuple[T, list[Any]]:
-        """Runs `make` on every rank and compares the arguments.
+        """Runs `make` on every rank, and checks that all ranks have the same arguments.
 
-        Returns the result of `make`, and the `told` values of all ranks.
+        Args:
+            make: makes a value of this rank, or raises.
+            asked: returns the arguments to compare, by name. Its own argument is the result of `make`.
+            told: returns a small JSON value for the other ranks. Its argument is the result of `make`.
+            starting: see `agree`.
+
+        Returns:
+            The result of `make` on this rank, and the `told` values of all ranks.
 
         Raises:
             UnsupportedOption: `make` failed on another rank, or a rank has other arguments. Also the errors of `make`.
@@ -156,9 +165,13 @@ class Ranks:
         return made, agree(self.world, asked(made), told(made), starting=starting)
 
     def agreed_call(self, make: Callable[[], T], parts: Callable[[T], tuple[Sequence[Row], Options]]) -> T:
-        """Prepares a call on all ranks and compares its arguments.
+        """Prepares a call on all ranks, and checks that its arguments are the same on all of them.
 
         Rows without a seed get the random seeds of rank 0.
+
+        Args:
+            make: prepares the call on this rank, or raises.
+            parts: returns (requests, options) of the prepared call.
         """
         if self.size == 1:
             return make()
@@ -184,9 +197,9 @@ class Ranks:
 
     @contextmanager
     def stepping(self) -> Iterator[None]:
-        """Guards a step that other ranks wait for.
+        """Context for a step in which all ranks exchange tensors. An error of this rank ends the work of all ranks.
 
-        If a rank has failed, raises that rank's error instead of its own.
+        If another rank has failed, the context raises RankFailed with that rank's cause instead of its own error.
         """
         try:
             with self.guarded("stepping"):
@@ -203,7 +216,7 @@ class Ranks:
 
         Args:
             share: the part of the target on this rank.
-            whole_head: reason why every rank has the whole head. Empty: the head is split.
+            whole_head: reason why every rank has the whole LM head. Empty: the head is split.
         """
         if not self.asked:
             return ""
@@ -242,7 +255,7 @@ def _check(asked: int | str | None, draft: str | None, size: int) -> None:
 
 
 def _by_name(rows: Sequence[RowOptions], chosen: Options) -> dict[str, object]:
-    """Returns the options of a call, by their names in an error."""
+    """Returns {name in an error message: values} for the options of a call."""
     found: dict[str, list[object]] = {}
     for field in fields(chosen):
         if field.name != "rows":
@@ -256,7 +269,10 @@ def _by_name(rows: Sequence[RowOptions], chosen: Options) -> dict[str, object]:
 
 
 def place_of(device: torch.device) -> str:
-    """Returns a name of a device. A GPU's name has its UUID, because each process may number GPUs differently."""
+    """Returns a text that identifies a device on all ranks.
+
+    It contains a GPU's UUID, because each process may number GPUs differently.
+    """
     if device.type != "cuda":
         return device.type
     unique = getattr(torch.cuda.get_device_properties(device), "uuid", "")  # older versions of torch do not report it
@@ -266,8 +282,11 @@ def place_of(device: torch.device) -> str:
 def check_places(places: Sequence[str]) -> None:
     """Refuses ranks that share a GPU, and ranks on devices of different types.
 
+    Args:
+        places: for each rank, the result of `place_of`.
+
     Raises:
-        UnsupportedOption: names the ranks.
+        UnsupportedOption: the message names the ranks.
     """
     kinds = [place.partition(":")[0] for place in places]
     if (other := next((rank for rank, kind in enumerate(kinds) if kind != kinds[0]), None)) is not None:

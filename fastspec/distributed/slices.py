@@ -1,7 +1,8 @@
-"""Rows and columns of every matrix that a rank owns, computed from sizes alone.
+"""Ranges of rows and columns of every weight matrix that a rank owns, computed from the model's sizes alone.
 
-qkv, gate/up and the head are split by output rows; o and down by columns. So a layer has two sums over ranks
-(Megatron-LM, arXiv 1909.08053, section 3). Every rank has the whole embedding and all norms.
+The q, k, v, gate and up projections and the LM head are split by output rows, the o and down projections by columns. So
+a layer has two sums over ranks (Megatron-LM, arXiv 1909.08053, section 3). Every rank has the whole embedding and all
+norms.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import NamedTuple, Protocol
 
 from fastspec.errors import UnsupportedOption
 
-# supported numbers of ranks: powers of two, so that the sum of a rank is a whole subtree of one binary tree
+# supported numbers of ranks: powers of two, so that the partial sum of a rank is a whole subtree of one binary tree
 SIZES = (1, 2, 4, 8)
 
 
@@ -52,10 +53,10 @@ class RankShare:
     """Part of one model that one rank owns.
 
     Attributes:
-        rank, size: number of this rank, and number of all ranks.
-        parts: number of parts into which dimension K of o and down is split; a multiple of `size`. The partial sums are
-            added as one binary tree, and a rank computes one subtree.
-        one_tree: True if `parts` is the same for every number of ranks. Then this number changes no bit.
+        rank, size: index of this rank, and number of all ranks.
+        parts: number of parts into which the columns (K) of the o and down projections are split; a multiple of `size`.
+            The partial sums of the parts are added as one binary tree, of which a rank computes one subtree.
+        one_tree: True if `parts` is the same for every number of ranks. Then results do not depend on that number.
     """
 
     rank: int
@@ -64,9 +65,12 @@ class RankShare:
     one_tree: bool = False
 
     def cut(self, total: int, unit: int = 1) -> Cut:
-        """Returns this rank's range of `total` elements, in units of `unit`.
+        """Returns this rank's range of `total` rows or columns.
 
-        The first ranks get one unit more if needed.
+        Args:
+            total: number of rows or columns, a multiple of `unit`.
+            unit: a range has a multiple of this number. If units cannot be divided equally, the first ranks have one
+                unit more.
         """
         units, more = divmod(total // unit, self.size)
         start = self.rank * units + min(self.rank, more)
@@ -80,16 +84,16 @@ class RankShare:
         return Cut(head, head + 1)
 
     def vocab_cut(self, vocab_size: int) -> Cut:
-        """Returns this rank's rows of the head: all rows if the head is not split."""
+        """Returns this rank's rows of the LM head: all rows if the head is not split."""
         return self.cut(vocab_size) if self.splits_vocab(vocab_size) else Cut(0, vocab_size)
 
     def splits_vocab(self, vocab_size: int) -> bool:
-        """True if the head is split. Each part must be a multiple of 16 rows, the unit of packed weights."""
+        """True if the LM head is split. Each part must be a multiple of 16 rows, the unit of packed weights."""
         return vocab_size % (16 * self.parts) == 0
 
     @property
     def own_parts(self) -> int:
-        """Number of parts of K on this rank."""
+        """Number of this rank's parts of K, see `parts`."""
         return self.parts // self.size
 
 
@@ -104,7 +108,7 @@ def check_divides(sizes: Sizes, ranks: int, name: str) -> None:
     """Refuses a number of ranks over which this model cannot be split.
 
     Raises:
-        UnsupportedOption: names the sizes and the supported numbers.
+        UnsupportedOption: the message names the sizes and the supported numbers.
     """
     if ranks in SIZES and divides(sizes, ranks):
         return
@@ -116,11 +120,13 @@ def check_divides(sizes: Sizes, ranks: int, name: str) -> None:
 
 
 def share_of(sizes: Sizes, rank: int, ranks: int, *, one_tree: bool) -> RankShare:
-    """Returns the share of a rank.
+    """Returns the part of a model that one rank owns.
 
     Args:
-        one_tree: if True, K has as many parts as the largest supported number of ranks. Then the number of ranks
-            changes no bit, but there are more and smaller products.
+        sizes: sizes of the model.
+        rank, ranks: index of the rank, and number of all ranks.
+        one_tree: if True, K has as many parts as the largest supported number of ranks. Then results do not depend on
+            the number of ranks, but there are more and smaller matrix products.
     """
     parts = max(each for each in SIZES if divides(sizes, each)) if one_tree else ranks
     return RankShare(rank, ranks, max(parts, ranks), one_tree)

@@ -97,11 +97,14 @@ class Turns:
         self._wanted.put(None)
 
     def end(self) -> None:
-        """Tells rank 0 that this rank has read everything."""
+        """Tells rank 0 that this rank has read the whole log."""
         self._store.set(f"ended/{self._world.rank}", "")
 
     def wait_for_end(self) -> None:
-        """Waits until all followers have called `end` or have failed. The store and its texts end with rank 0."""
+        """Waits until all followers have called `end`, at most LOST seconds.
+
+        Rank 0 calls it before it ends, because the store with the log ends with rank 0.
+        """
         until = time.monotonic() + LOST
         for rank in range(1, self._world.size):
             while self._store.check([f"follows/{rank}"]) and not self._store.check([f"ended/{rank}"]):

@@ -1,4 +1,4 @@
-"""The processes that share one model: how they find each other, and their exchanges between hosts."""
+"""The processes that share one model: how they find each other, exchange CPU tensors, and notice failures."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from torch import Tensor
 from fastspec.distributed.monitor import LOST, Monitor
 from fastspec.errors import RankFailed
 
-PATIENCE = 20.0  # seconds that a rank may reach an exchange later than the others
-STARTING = 600.0  # seconds that a rank may reach the construction of a generator later
+PATIENCE = 20.0  # seconds by which a rank may reach an exchange later than the others
+STARTING = 600.0  # the same while generators are constructed
 _SLICE = 0.25  # seconds between two checks of the other ranks while an exchange is awaited
 _TELLING = LOST + 1.5  # seconds in which a rank whose connection broke may still learn the cause
 
@@ -26,13 +26,13 @@ class World:
     """Ranks 0..size-1, one process each, all on one host.
 
     Args:
-        rank, size: number of this process, and number of all.
+        rank, size: index of this process, and number of processes.
         group: gloo group of all processes. None for one process alone.
-        patience: seconds that a rank may reach an exchange later than the others.
+        patience: seconds by which a rank may reach an exchange later than the others. After that time it has failed.
 
     Attributes:
-        rank, size: see Args.
-        local_rank: number of this process on its host, and of its GPU.
+        rank, size, group, patience: see Args.
+        local_rank: index of this process on its host, and of its GPU.
     """
 
     def __init__(self, rank: int, size: int, group: Any = None, patience: float = PATIENCE) -> None:
@@ -52,7 +52,10 @@ class World:
 
     @classmethod
     def meet(cls, patience: float = PATIENCE) -> World:
-        """Returns all processes that torchrun or the caller started. Without a process group: this process alone."""
+        """Waits for all processes that torchrun or the caller started, and returns their world.
+
+        Without a process group it is this process alone.
+        """
         if not dist.is_available() or not (dist.is_initialized() or dist.is_torchelastic_launched()):
             return cls.alone()
         if not dist.is_initialized():
@@ -69,7 +72,11 @@ class World:
             self._monitor.close()
 
     def gather(self, tensor: Tensor, patience: float | None = None) -> list[Tensor]:
-        """Gathers a CPU tensor of one shape and dtype from every rank, in rank order.
+        """Gathers CPU tensors from all ranks, in rank order. All have the same shape and dtype.
+
+        Args:
+            tensor: tensor of this rank.
+            patience: seconds to wait for the other ranks. None: the patience of the world.
 
         Raises:
             RankFailed: a rank did not answer within `patience`, or has ended.
@@ -81,7 +88,7 @@ class World:
         return found
 
     def gather_bytes(self, data: bytes, patience: float | None = None) -> list[bytes]:
-        """Gathers bytes from every rank. Lengths may differ."""
+        """Gathers bytes from all ranks, in rank order. Their lengths may differ. For arguments see `gather`."""
         if self.size == 1:
             return [data]
         lengths = self.gather(torch.tensor([len(data)], dtype=torch.int64, device="cpu"), patience)
@@ -118,7 +125,10 @@ class World:
             self._monitor.exchanges += 1
 
     def waiting(self, seconds: float) -> None:
-        """Checks the other ranks while a step's result is awaited, after `seconds`.
+        """Checks the other ranks while this rank waits for the result of a step.
+
+        Args:
+            seconds: time that it has waited so far.
 
         Raises:
             RankFailed: a rank has failed, or `seconds` exceeds the patience.
@@ -128,7 +138,7 @@ class World:
             self._give_up()
 
     def wait_for_all(self) -> None:
-        """Waits until every rank is here. Loading and compiling may take minutes longer on some ranks."""
+        """Waits until every rank has called this. Loading and compiling may take minutes longer on some ranks."""
         self.gather(torch.zeros(1, dtype=torch.uint8, device="cpu"), STARTING)
 
     def doing(self, what: str) -> None:
@@ -138,7 +148,7 @@ class World:
 
     @contextmanager
     def guarded(self, what: str, symmetric: tuple[type[BaseException], ...] = ()) -> Iterator[None]:
-        """Context in which an error of this rank ends the work of all ranks. They get its cause.
+        """Context in which an error of this rank ends the work of all ranks. Their errors name its cause.
 
         Args:
             what: description of the work.
@@ -159,7 +169,7 @@ class World:
             self.doing(f"past {what}")
 
     def abort(self, error: BaseException) -> None:
-        """Tells all ranks that this one failed."""
+        """Tells all ranks that this rank has failed with `error`."""
         told = str(error).splitlines()
         cause = f"rank {self.rank} raised {type(error).__name__}: {told[0] if told else ''}"
         if isinstance(error, RankFailed) and self._failed is not None:
@@ -169,7 +179,12 @@ class World:
         self._failed = self._failed or cause
 
     def _finish(self, begin: Callable[[], Any], patience: float | None) -> None:
-        """Begins an exchange and waits for it, as long as no rank has failed."""
+        """Begins an exchange, and waits until it is complete or a rank has failed.
+
+        Args:
+            begin: starts a collective operation of torch, and returns its `Work`.
+            patience: see `gather`.
+        """
         self.check()
         if self._monitor is not None:
             self._monitor.exchanges += 1
@@ -202,7 +217,11 @@ class World:
         return self._monitor.port
 
     def broken(self, error: RuntimeError) -> RankFailed:
-        """Returns the error for a connection that broke."""
+        """Returns RankFailed for a broken connection to another rank. Waits for the cause that this rank may tell.
+
+        Args:
+            error: the error of the connection.
+        """
         cause = self._monitor.wait_for_cause(_TELLING) if self._monitor is not None else None
         if cause is None and self._monitor is not None:
             cause = f"the connection to another rank broke, perhaps to {self._monitor.slowest()}"

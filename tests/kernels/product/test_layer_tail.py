@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fastspec.distributed.exchange import add_rounded, one_way
+from fastspec.distributed.exchange import add_rounded, sum_parts
 from fastspec.kernels import reference
 from fastspec.kernels.common import packing
 from fastspec.kernels.common.weights import Weight
@@ -153,7 +153,7 @@ class SumOfTwo:
 
     def __call__(self, half: int, partial: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
         assert partial.dtype == torch.float32
-        self.given[half] = one_way(partial, residual)
+        self.given[half] = sum_parts(partial, residual)
         self.barrier.wait()
         total = self.given[0] + self.given[1]
         self.barrier.wait()  # nobody gives the next product before both have read these
@@ -209,7 +209,7 @@ def test_a_sum_over_devices_goes_behind_o_and_behind_down() -> None:
         seen: list[list[Tensor]] = [[], []]
 
         def reduce(given: Tensor, bias: Tensor | None, residual: Tensor, calls: list[Tensor]) -> Tensor:
-            calls.append(one_way(given, residual).clone())
+            calls.append(sum_parts(given, residual).clone())
             return add_rounded(calls[-1] * 3, bias, residual)
 
         for next_layer in (layers[1], None):
@@ -233,7 +233,7 @@ class Roomy:
 
     def __call__(self, given: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
         self.calls += 1
-        return add_rounded(one_way(given, residual) * 3, bias, residual)
+        return add_rounded(sum_parts(given, residual) * 3, bias, residual)
 
     def room_for(self, elements: int) -> Any:
         return self if elements <= self.elements else None
