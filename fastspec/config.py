@@ -19,7 +19,8 @@ from fastspec.sampling.rules import BLOCK, Verification
 if TYPE_CHECKING:  # transformers is slow to import, and a model given as a directory does not need it
     from transformers import PreTrainedModel
 
-PREFILL_BUDGET: Final = 256  # prompt tokens of a pass: up to here reading the weights takes most of the time on a GPU
+# default of prefill_budget, in prompt tokens: up to this number a pass on a GPU mostly waits for weights
+PREFILL_BUDGET: Final = 256
 _MAX_BUDGET: Final = 2**31 - 1
 # arguments that may differ between ranks; `Ranks` compares `tensor_parallel` and `draft_tensor_parallel` itself
 _OF_ONE_RANK: Final = frozenset(
@@ -101,18 +102,18 @@ class Config:
         return self.target_quantization, None if self.chooses_format else self.draft_quantization
 
     def shared(self) -> dict[str, object]:
-        """Returns the arguments, by name, that must be equal on all ranks."""
+        """Returns {name: value} of the arguments that must be equal on all ranks."""
         return {each.name: getattr(self, each.name) for each in fields(self) if each.name not in _OF_ONE_RANK}
 
     def check(self, *, with_draft: bool) -> None:
-        """Refuses invalid arguments, as far as that is possible without the models.
+        """Checks those arguments that can be checked before the models are read.
 
         Args:
             with_draft: True if the generator has a draft.
 
         Raises:
-            ValueError: a flag that is not a bool, a budget out of range, or an object that is not a Proposer.
-            UnsupportedOption: an option of a draft was given without a draft.
+            ValueError: a flag is not a bool, `prefill_budget` is out of range, or `proposer` is not a Proposer.
+            UnsupportedOption: an argument that needs a draft was given without a draft.
         """
         check(self.proposer, with_draft=with_draft)
         for name in ("prefix_cache", "exact", "graphs", "compile", "release_source", "nvtx"):
@@ -129,7 +130,12 @@ class Config:
 
 
 def check_range(name: str, value: Any, low: int, high: int) -> int:
-    """Returns `value` as an int in low..high. Accepts integers of numpy and torch.
+    """Checks that a value is a whole number in low..high, and returns it as an int.
+
+    Args:
+        name: name of the argument, for the error.
+        value: int, or an integer of numpy or torch.
+        low, high: smallest and largest permitted value.
 
     Raises:
         ValueError: any other value. The message names the argument.

@@ -20,8 +20,8 @@ class InvalidLogits(RuntimeError):
     """The target's logits contain NaN or infinity, or allow no token. The message names prompts and positions.
 
     Attributes:
-        output: GenerateOutput of the call. Rows that failed end before the position that failed; other rows are
-            complete. None if rows were streamed.
+        output: GenerateOutput of the call. A row with invalid logits ends before the first such position. All other
+            rows are complete. None if tokens were streamed.
     """
 
     output: object = None
@@ -32,9 +32,8 @@ class OutOfPages(RuntimeError):
 
 
 class RankFailed(RuntimeError):
-    """Another process of a tensor-parallel group died, raised an error or hangs.
+    """A process of a tensor-parallel group died, raised an error or hangs.
 
-    The message names its rank and the cause.
-
-    No generator of this group can continue: end all its processes and start them again.
+    The message names its rank and the cause. No generator of this group can continue: end all its processes and start
+    them again.
     """

@@ -114,8 +114,8 @@ class FastSpecGenerator(OfOneProcess):
             (docs/guides/chat.md).
         prefill_budget: prompt tokens that are prefilled between two steps of running rows (at least one pass). None: a
             whole prompt is prefilled at once, and running rows wait.
-        exact: a row's result is bit-identical for every k, place in the batch and set of other rows (docs/numerics.md).
-            False lets matrix products take any shape, which may be faster.
+        exact: a row's result is bit-identical for every k, row index and set of other rows (docs/numerics.md). False
+            lets matrix products take any shape, which may be faster.
         graphs: on CUDA, capture each kind of step as one CUDA graph and replay it. False launches every operation
             from the host. Default: True on CUDA with Triton.
         compile: run both models through torch.compile instead of fastspec's own fused kernels; needs exact=False.
@@ -215,17 +215,17 @@ class FastSpecGenerator(OfOneProcess):
             self._head = next((each for each in weights if isinstance(each, PendingHead)), None)
             self._asleep: Asleep | None = None
             self._updates = 0
-            self._half = set[str]()  # models whose weights an update has left half changed
+            self._half = set[str]()  # models whose weights are part old, part new, because an update has failed
             self._numbers = RequestNumbers()
             make_ready = partial(warm_up_for, progress=config.progress, loaded=ranks.world.wait_for_all)
-            self._streams: WeakSet[Generator[Emitted, None, None]] = WeakSet()  # of calls that may not have ended
+            self._streams: WeakSet[Generator[Emitted, None, None]] = WeakSet()  # iterations of calls, ended or not
             self._loop = _loop_of(engine, make_ready, self.max_length, ranks, self._numbers)
             with filling(weights, self.device) as loaded:
                 self._warm_up(self._drafting.for_warmup(None, GREEDY), 0, loaded, compilers)
 
     @classmethod
     def plan(cls, target: Source, draft: Source | None = None, **options: Unpack[PlanOptions]) -> MemoryPlan:
-        """Computes the memory of a generator with the same arguments; loads and allocates nothing.
+        """Computes the memory that a generator with the same arguments needs. Loads and allocates nothing.
 
         Args:
             target, draft, **options: arguments of the constructor that affect memory.
@@ -240,28 +240,31 @@ class FastSpecGenerator(OfOneProcess):
 
     @property
     def vocab_size(self) -> int:
-        """Width of the target's logits; prompts hold ids below it."""
+        """Number of logits of the target. Ids of prompts are below it."""
         return self._target.spec.vocab_size
 
     @property
     def generation_config(self) -> GenerationConfig | None:
-        """Default options of a call, from the target's checkpoint; None: it has none."""
+        """Default options of calls, from the target's checkpoint. None: the checkpoint has none."""
         return self._target.generation_config
 
     @property
     def prediction_tokens(self) -> int:
-        """Largest number of tokens of a prediction; 0: the generator's proposer takes none."""
+        """Largest number of tokens of the option `predictions`, per row. 0: the generator's proposer uses none."""
         return self._settings.layout.prediction_tokens
 
     @property
     def remembers(self) -> str | None:
-        """`remember` of the generator's `Suffix`; None: earlier answers draft for no request."""
+        """The argument `remember` of the generator's `Suffix`. None: drafts never come from earlier answers."""
         proposer = self._settings.config.proposer
         return proposer.remember if isinstance(proposer, Suffix) else None
 
     @property
     def kv_usage(self) -> float:
-        """Share of the K/V cache that running rows use, 0 to 1; pages that only the prefix cache keeps are free."""
+        """Share of the K/V cache's pages that running rows use, 0 to 1.
+
+        Pages that only the prefix cache uses count as free.
+        """
         if self._asleep is not None:
             return 0.0
         pages = self._open().engine.pages
@@ -270,7 +273,7 @@ class FastSpecGenerator(OfOneProcess):
 
     @property
     def has_tokenizer(self) -> bool:
-        """True if the target's checkpoint brings a tokenizer; loads it on first use."""
+        """True if the target's checkpoint has a tokenizer, which is loaded on first use."""
         return self._stored_tokenizer() is not None
 
     @property
@@ -278,7 +281,7 @@ class FastSpecGenerator(OfOneProcess):
         """The target's tokenizer, loaded on first use.
 
         Raises:
-            ValueError: the checkpoint brings none; see `has_tokenizer`.
+            ValueError: the checkpoint has no tokenizer; see `has_tokenizer`.
         """
         tokenizer = self._stored_tokenizer()
         if tokenizer is None:
@@ -339,20 +342,20 @@ class FastSpecGenerator(OfOneProcess):
         Args:
             input_ids: LongTensor [B, T] (left padding marked by the mask), a 1-D tensor, an array, a list of lists of
                 ids, or the result of a tokenizer. `inputs` is another name for it, as in transformers.
-            attention_mask: shape of input_ids, 0 for left padding and 1 for the prompt. Default: pad_token_id on the
-                left of a tensor or an array is padding, unless it is a stop id too.
+            attention_mask: in the shape of input_ids, 0 for left padding and 1 for the prompt. Default: pad_token_id on
+                the left of a tensor or an array is padding, unless it is a stop id too.
             generation_config: a transformers GenerationConfig; keywords take precedence.
-            streamer: gets the prompt, then the tokens of each step, then end(); for one prompt.
+            streamer: receives the prompt, then the tokens of each step, then a call of end(). For one prompt only.
             **keywords: generation options, most of them one value or one per prompt: docs/options.md lists all.
 
         Returns:
             LongTensor [B, T + new] on the prompts' device, right-padded; a GenerateOutput with return_dict_in_generate.
 
         Raises:
-            ValueError: a bad prompt or option value, named with its place; nothing was launched.
-            UnsupportedOption: an option outside the supported list.
-            InvalidLogits: the target gave NaN or infinite logits, or the options left no token. The other rows end
-                first; the error's `output` holds them.
+            ValueError: a prompt or option value is invalid; the message names it. Nothing was launched.
+            UnsupportedOption: an option is not supported.
+            InvalidLogits: the target gave NaN or infinite logits, or the options left no token. It is raised when the
+                other rows are complete; the error's `output` contains them.
             RuntimeError: the generator is closed, or a step failed.
         """
         call = self._prepare(CallArguments(input_ids, attention_mask, generation_config, keywords))
@@ -386,10 +389,11 @@ class FastSpecGenerator(OfOneProcess):
         generation_config: GenerationConfig | None = None,
         **keywords: Unpack[GenerateOptions],
     ) -> Iterator[dict[int, list[int]]]:
-        """Like `generate`, but yields after each step the new tokens of every prompt that got some, by its index.
+        """Continues every prompt as `generate` does. After each step, yields {index of a prompt: its new tokens}.
 
-        With num_return_sequences the index counts rows, all rows of a prompt in sequence. Leaving the iteration early
-        ends the call; the generator stays usable. InvalidLogits comes when the rows that could go on have ended.
+        Prompts without new tokens are left out. With num_return_sequences it is the index of a row, and the rows of a
+        prompt follow each other. If the iteration is left early, the call ends, and the generator stays usable.
+        InvalidLogits is raised when the other rows are complete.
         """
         arguments = CallArguments(input_ids, attention_mask, generation_config, {**keywords})
         return self._run(self._prepare(arguments))
@@ -397,21 +401,21 @@ class FastSpecGenerator(OfOneProcess):
     def submit(
         self, prompt_ids: Any, generation_config: GenerationConfig | None = None, **keywords: Unpack[GenerateOptions]
     ) -> Handle:
-        """Continues one prompt beside running calls and other handles. From any thread, at any time.
+        """Continues one prompt, beside running calls and other handles. Any thread may call it at any time.
 
-        Rows of all requests share steps, which a thread of the generator makes from the first `submit` on; each row's
-        text is what it is alone. Requests that find no free row or pages wait, first come first served.
+        Rows of all requests share steps, which a thread of the generator makes from the first `submit` on. A row's text
+        does not depend on the other rows. Requests wait for a free row and free pages, first come, first served.
 
         Args:
             prompt_ids: ids of one prompt: a list, a 1-D tensor or array, or any form that `generate` takes.
             generation_config, **keywords: see `generate`.
 
         Returns:
-            A Handle: iterate over it for the tokens, ask for its `result()`, or `await` it; `cancel()` ends it.
+            A Handle. Iterate over it for the tokens, call `result()`, or `await` it; `cancel()` ends it.
 
         Raises:
-            ValueError, UnsupportedOption: see `generate`; or several prompts or texts.
-            OutOfPages: it needs more pages than there are.
+            ValueError, UnsupportedOption: see `generate`; or there are several prompts, or several texts of one.
+            OutOfPages: the request needs more pages than the cache has.
             RuntimeError: the generator is closed, or several ranks are in a call that all of them make.
             RankFailed: another rank has failed.
         """
@@ -441,24 +445,23 @@ class FastSpecGenerator(OfOneProcess):
         generation_config: GenerationConfig | None = None,
         **options: Unpack[ScoreOptions],
     ) -> ScoreOutput:
-        """Computes the log-probability of every given token. Other calls and handles go on meanwhile.
+        """Computes the log-probabilities of given tokens. Other calls and handles continue meanwhile.
 
-        An answer is scored by the steps that `generate` makes: its log-probabilities equal those that `generate`
-        recorded for the same prompt and tokens, bit for bit (with `exact=True`). A prompt is scored by the passes that
-        read it.
+        Answers are scored by the same steps as in `generate`. So with `exact=True` their log-probabilities equal those
+        that `generate` recorded for the same prompt and tokens, bit for bit. Prompts are scored by prefill passes.
 
         Args:
-            input_ids, attention_mask: rows of a prompt and an answer each, in any form that `generate` takes.
-            lengths: tokens of each row's prompt, one number or one per row. None: the whole row is its prompt.
+            input_ids, attention_mask: rows, each a prompt and its answer, in any form that `generate` takes.
+            lengths: number of prompt tokens of each row: one number, or one per row. None: the whole row is its prompt.
             top_logprobs: number of most probable ids to record at each token, up to 20.
-            prompt_logprobs: score the prompts too. False: prompts come from the prefix cache where it has them.
-            logprobs_mode: "raw" (default), or "processed": answers are scored under the distribution from which
-                `generate` samples with these options. Prompts stay raw.
+            prompt_logprobs: True to score the prompts, too. With False prompts may come from the prefix cache.
+            logprobs_mode: "raw" (default): by the target's unprocessed logits. "processed": answers are scored under
+                the distribution from which `generate` samples with these options, and prompts as with "raw".
             generation_config, **options: sampling options of `generate`, for "processed" only.
 
         Raises:
-            ValueError: a bad row or value, or a token that the options ban; nothing was launched.
-            UnsupportedOption: an option that `score` does not have.
+            ValueError: a row or value is invalid, or the options ban a given token. Nothing was launched.
+            UnsupportedOption: `score` does not have this option.
             InvalidLogits: the target gave NaN or infinite logits.
             RuntimeError: the generator is closed, or a step failed.
         """
@@ -491,9 +494,9 @@ class FastSpecGenerator(OfOneProcess):
         return score_output_of(inputs.rows, call, self._stats(call, start, time.perf_counter()))
 
     def follow(self) -> None:
-        """Makes the steps of rank 0's requests on every other rank, until rank 0 closes its generator.
+        """Makes the same steps as rank 0, until rank 0 closes its generator. All other ranks call it.
 
-        With `tensor_parallel` rank 0 alone calls `submit`, and from then on `generate` and `stream` as well.
+        With `tensor_parallel` only rank 0 calls `submit`, and after that only rank 0 calls `generate` and `stream`.
 
         Raises:
             UnsupportedOption: there are no other ranks, or this is rank 0.
@@ -522,18 +525,19 @@ class FastSpecGenerator(OfOneProcess):
         return self._loop.scheduler.weight_version
 
     def pause(self, *, abort: bool = False) -> None:
-        """Waits until all calls and handles have ended, and holds new ones back: around `update_weights`, for example.
+        """Refuses or delays new calls, and waits until all running calls and handles have ended.
 
-        From now on `submit` gives handles that wait for `resume`; `generate`, `stream` and `score` are refused. An
-        unread `stream` must be closed.
+        It is useful around `update_weights`, for example. From now on handles of `submit` wait for `resume`, and
+        `generate`, `stream` and `score` are refused. An iteration of `stream` that is not read to its end must be
+        closed.
 
         Args:
-            abort: end running answers with the tokens that they have, instead of waiting for their ends.
+            abort: True to end running requests with the tokens that they have, instead of waiting for their ends.
         """
         self._loop.pause(abort=abort)
 
     def resume(self) -> None:
-        """Lets the handles that have waited since `pause` go on, in the order in which they came."""
+        """Starts the requests that have waited since `pause`, in the order in which they came."""
         self._open().resume()
 
     def reset_prefix_cache(self) -> None:
@@ -542,7 +546,7 @@ class FastSpecGenerator(OfOneProcess):
         `update_weights` does it by itself.
 
         Raises:
-            RuntimeError: a call or a handle goes on, or the generator is closed.
+            RuntimeError: a call or a handle is running, or the generator is closed.
         """
         with self._open().alone() as scheduler:
             scheduler.forget_prompts()
@@ -554,21 +558,21 @@ class FastSpecGenerator(OfOneProcess):
         generation_config: GenerationConfig | None = None,
         **keywords: Unpack[GenerateOptions],
     ) -> Calibration:
-        """Tries every k on these prompts, plain decoding included, and says what limits the speed-up.
+        """Measures every k on these prompts, plain decoding included, and finds what limits the speedup.
 
-        The ks are those that "auto" chooses from; their steps are captured first where they are not yet. "auto" learns
-        from the trial. If draft_quantization="auto" rounded the draft, the first call also tries the draft as it is
-        stored, and the faster format stays.
+        The ks are those that "auto" chooses from. Missing steps are captured first. "auto" uses the measurements later.
+        If draft_quantization="auto" has rounded the draft, the first call also measures the draft as it is stored, and
+        keeps the faster format.
 
         Args:
             input_ids, attention_mask, generation_config, **keywords: see `generate`. max_new_tokens is by default 64,
-                or the room that is left if that is less.
+                or as many as `max_length` permits if that is less.
 
         Returns:
             A Calibration: print it for a table and a verdict.
 
         Raises:
-            ValueError: a bad prompt or option, nothing that drafts, or texts that end before a step could be timed.
+            ValueError: a prompt or option is invalid, nothing drafts, or the texts end before a step could be timed.
         """
         loop = self._open()
         arguments = CallArguments(input_ids, attention_mask, generation_config, {**keywords})
@@ -590,11 +594,11 @@ class FastSpecGenerator(OfOneProcess):
         model: Literal["target", "draft"] = "target",
         version: int | str | None = None,
     ) -> None:
-        """Replaces values of the weights, at the same addresses: captured steps stay valid.
+        """Replaces values of the weights at the same addresses, so captured steps stay valid.
 
-        All values are checked before the first is copied. Afterwards results are those of a generator that is made
-        from the new checkpoint; K/V and states of earlier prompts are dropped. Tensors are copied from the device where
-        they are. With `tensor_parallel` every rank makes the call with whole tensors, and takes its slices.
+        All values are checked before the first one is copied. Afterwards results are those of a generator that is made
+        from the new checkpoint. K/V and states of earlier prompts are dropped. Tensors are copied from the device that
+        they are on. With `tensor_parallel` every rank makes the call with whole tensors, and copies its slices.
 
         Args:
             values: a directory, a Hub id, a loaded model, a state_dict, or (name, tensor) pairs by the names of the
@@ -606,10 +610,10 @@ class FastSpecGenerator(OfOneProcess):
             version: name of the target's new weights, for `Stats.weight_version`. None: the number of its updates.
 
         Raises:
-            CheckpointError: a name, shape or dtype that the model does not have; nothing has changed.
+            CheckpointError: the model has no tensor of that name, shape or dtype. Nothing has changed.
             UnsupportedOption: the model is hosted, or a head with draft_vocab, or another rank was given other names.
-            ValueError: another `model`, or a version with "draft".
-            RuntimeError: a call or a handle goes on, or the generator is closed.
+            ValueError: `model` is neither of the two, or a version was given for the draft.
+            RuntimeError: a call or a handle is running, or the generator is closed.
         """
         self._loop.check_open()
         self._check_awake()
@@ -669,27 +673,27 @@ class FastSpecGenerator(OfOneProcess):
 
     @property
     def asleep(self) -> int | None:
-        """Level of `sleep`; None: the generator is awake."""
+        """Level of the last `sleep`. None: the generator is awake."""
         return None if self._asleep is None else self._asleep.level
 
     @shielded()
     def sleep(self, level: int = 1) -> int:
-        """Gives memory back to the driver until `wake`. Calls are refused meanwhile.
+        """Releases memory to the GPU driver until `wake`. Calls are refused meanwhile.
 
-        Prompts of the prefix cache are dropped, and captured steps deleted. Buffers with other values than zero are
-        copied to host memory. On a CPU memory goes back to the system.
+        Prompts of the prefix cache are dropped, and captured steps deleted. Buffers that are not all zero are copied to
+        host memory. On a CPU the memory is released to the system.
 
         Args:
             level: 1 frees K/V, states, buffers and captured steps. 2 frees the weights as well; those of a learned
                 drafter are copied to host memory.
 
         Returns:
-            The bytes that were freed, without those of captured steps.
+            The number of bytes that were freed, without those of captured steps.
 
         Raises:
-            ValueError: another level.
+            ValueError: the level is neither 1 nor 2.
             UnsupportedOption: several processes share the model, or level 2 with a hosted model.
-            RuntimeError: a call or a handle goes on, or the generator is closed or asleep.
+            RuntimeError: a call or a handle is running, or the generator is closed or asleep.
         """
         if level not in (1, 2):
             raise ValueError(f"level must be 1 (caches and buffers) or 2 (weights, too), got {level!r}")
@@ -711,18 +715,18 @@ class FastSpecGenerator(OfOneProcess):
 
     @shielded()
     def wake(self, weights: NewWeights | None = None, *, version: int | str | None = None) -> None:
-        """Takes the memory of `sleep` again, and captures the steps that were captured before.
+        """Allocates the memory that `sleep` released, and captures the steps that were captured before.
 
-        After level 2 it loads weights: new ones of the target, or else those that the generator was made from. A draft
-        model gets its first weights again.
+        After level 2 it also loads weights: the target's new ones if given, else those from which the generator was
+        made. A draft model always gets the weights from which it was made.
 
         Args:
-            weights: all tensors of the target, as for `update_weights`. None: from its checkpoint, with version 0.
+            weights: all tensors of the target, as for `update_weights`. None: those of its checkpoint, with version 0.
             version: name of these weights, see `update_weights`.
 
         Raises:
             CheckpointError, UnsupportedOption: see `update_weights`; the generator still sleeps.
-            ValueError: weights after level 1, or none for a target that was a loaded model.
+            ValueError: weights were given after level 1, or not given for a target that was a loaded model.
             MemoryError: there is not enough memory; the generator still sleeps.
             RuntimeError: the generator does not sleep, or is closed.
         """
@@ -754,7 +758,13 @@ class FastSpecGenerator(OfOneProcess):
             asleep.recapture(engine)
 
     def _reloading(self, model: str, pending: PendingWeights, values: NewWeights | None) -> WeightUpdate:
-        """Returns new values for all weights of a model, checked. None: those of its checkpoint."""
+        """Returns a checked update of all weights of a model.
+
+        Args:
+            model: "target" or "draft".
+            pending: the model's weights.
+            values: the new values. None: those of the model's checkpoint.
+        """
         update = own_update(pending) if values is None else checked_update(values, pending)
         if not update.whole:
             raise ValueError(f"wake(weights) holds a part of the {model}'s tensors; after sleep(2) give all of them")
@@ -774,20 +784,22 @@ class FastSpecGenerator(OfOneProcess):
     def warmup(
         self, num_speculative_tokens: int | str | None = None, *, sampler: str = GREEDY, length: int = 0
     ) -> None:
-        """Captures the steps that calls with this many drafts, or none, may need; steps captured before stay.
+        """Captures the steps that calls with this number of drafts, or without drafts, may need.
 
-        With "auto" that is every k it chooses from, and their steps are timed. The constructor does this for greedy
-        decoding with its own number; a call that needs others captures them first. Without graphs nothing is captured.
+        With "auto" these are steps of every k that it chooses from, and they are timed, too. Steps captured before are
+        kept. The constructor captures those for greedy decoding with its own number of drafts. A call captures missing
+        steps first. Without CUDA graphs nothing is captured.
 
         Args:
-            num_speculative_tokens: drafts per step, up to the generator's own; default: as calls that say nothing.
-            sampler: "greedy" (the largest logit in every row), or "full" (everything that options can ask for).
-            length: tokens of the longest row, prompt and output. Lengths up to 1024, with a step's drafts, share one
-                kind of step, up to 4096 the next, and so on; prompts of 4354 tokens and more add one more.
+            num_speculative_tokens: drafts per step, up to the generator's own number. None: the default of calls.
+            sampler: "greedy" (the largest logit in every row), or "full" (any sampling option).
+            length: number of tokens of the longest row, prompt and output. Rows of up to 1024 positions, including a
+                step's drafts, share one kind of step. So do rows of up to 4096 positions, and so on. Prompts of 4354
+                tokens and more need one more kind.
 
         Raises:
             ValueError: a value out of range.
-            RuntimeError: a step could not be captured, which is named.
+            RuntimeError: a step could not be captured; the message names it.
         """
         asked = num_speculative_tokens, sampler, length
         self._warm_up(*agreed_warmup(self._ranks, self._open(), self._drafting, self.max_length, asked))
@@ -799,12 +811,12 @@ class FastSpecGenerator(OfOneProcess):
         loaded: Callable[[], None] = lambda: None,
         compilers: Executor | None = None,
     ) -> None:
-        """Captures the steps that calls with such drafts may need.
+        """Captures the steps that calls with the drafts of `choice` may need.
 
         Args:
-            choice: drafts of the calls.
-            length: tokens of the longest row.
-            loaded: waits for weights that another thread still fills.
+            choice: numbers of drafts of the calls.
+            length: number of tokens of the longest row.
+            loaded: waits for weights that another thread still reads.
             compilers: see `Engine.compile`.
         """
 
@@ -829,18 +841,18 @@ class FastSpecGenerator(OfOneProcess):
                 )
 
     def add_corpus(self, name: str, text: str | Sequence[int]) -> None:
-        """Adds a text that drafts may come from, in requests of everyone; replaces the one of that name.
+        """Adds a text from which drafts of any request may come. Replaces an earlier text of the same name.
 
         Every rank makes the same call. Running requests must have ended.
 
         Args:
-            name: for `remove_corpus`.
+            name: name of the text, for `remove_corpus`.
             text: the text, which is encoded without special tokens, or its token ids.
 
         Raises:
-            ValueError: an id out of range, or no room for it.
-            UnsupportedOption: the generator's proposer keeps no corpora.
-            RuntimeError: a call or handle goes on, or the generator is closed.
+            ValueError: an id is out of range, or there is not enough memory for the text in `corpus_tokens`.
+            UnsupportedOption: the generator's proposer has no memory for such texts.
+            RuntimeError: a call or a handle is running, or the generator is closed.
         """
         texts = corpora_of(self._open().engine.texts)
         given = self.tokenizer(text, add_special_tokens=False)["input_ids"] if isinstance(text, str) else text
@@ -849,10 +861,10 @@ class FastSpecGenerator(OfOneProcess):
             texts.add_corpus(name, ids)
 
     def remove_corpus(self, name: str) -> None:
-        """Forgets the corpus of that name.
+        """Removes the text that `add_corpus` added under this name.
 
         Raises:
-            ValueError: there is none.
+            ValueError: there is no text of this name.
             UnsupportedOption, RuntimeError: see `add_corpus`.
         """
         texts = corpora_of(self._open().engine.texts)
@@ -862,9 +874,14 @@ class FastSpecGenerator(OfOneProcess):
     def _prepare(
         self, arguments: CallArguments, default_new_tokens: int | None = None, *, submitted: bool = False
     ) -> PreparedCall:
-        """Checks a call and makes its requests, on all ranks alike unless others follow this one.
+        """Checks a call and makes its requests, without device memory.
 
-        Touches no device memory.
+        All ranks do so together and compare the arguments, unless the other ranks follow this one.
+
+        Args:
+            arguments: arguments of the call.
+            default_new_tokens: default of max_new_tokens. None: the usual default.
+            submitted: True for a call of `submit`, which only rank 0 makes.
         """
         loop, spec = self._open(), self._target.spec
         model = ModelLimits(
@@ -893,11 +910,11 @@ class FastSpecGenerator(OfOneProcess):
 
     @property
     def _draft_format(self) -> str | None:
-        """The format that "auto" chose for the draft, and why; None where it chose none."""
+        """The format that "auto" chose for the draft, and the reason. None: it chose none."""
         return None if self._trial is None else str(self._trial)
 
     def _stats(self, call: PreparedCall, start: float, end: float) -> Stats:
-        """Counts of a call; `start` and `end` are times of `time.perf_counter`."""
+        """Returns the counts of a call. `start` and `end` are times of `time.perf_counter`."""
         threads = self._loop.threads
         return Stats.of(
             tuple(request.stats() for request in call.requests),
@@ -913,7 +930,7 @@ class FastSpecGenerator(OfOneProcess):
         )
 
     def explain(self) -> str:
-        """Describes the models and the way they run, in a few lines for people."""
+        """Describes the models and how they run, in some lines of text for people."""
         draft = self._draft if self._trial is None else self._trial.draft
         return explain(self._settings, self._open().engine, self._target, draft, self._shared_vocab, self._drafting)
 
@@ -923,9 +940,9 @@ class FastSpecGenerator(OfOneProcess):
         return steps
 
     def close(self) -> None:
-        """Cancels requests of handles, and frees all memory, that of a GPU also for other processes.
+        """Cancels requests of handles, and frees all memory. Freed GPU memory is available to other processes, too.
 
-        Closing twice is fine; any other use later is an error.
+        It may be called twice. Any other use of a closed generator is an error.
 
         Raises:
             RuntimeError: a call of `generate` or `stream` is still running.
@@ -937,7 +954,10 @@ class FastSpecGenerator(OfOneProcess):
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        """Closes the generator. An error of the block stays the error: streams that it left are ended first."""
+        """Closes the generator at the end of a `with` block.
+
+        An error of the block stays the error. Iterations of `stream` that it left unfinished are ended first.
+        """
         if kind is None:
             self.close()
             return
@@ -950,7 +970,7 @@ class FastSpecGenerator(OfOneProcess):
 
 
 def _loop_of(engine: Engine, make_ready: MakeReady, max_length: int, ranks: Ranks, numbers: RequestNumbers) -> Loop:
-    """Makes the loop of a generator; rank 0 of several tells the others what joins and leaves."""
+    """Makes the loop of a generator. With several ranks, rank 0's loop tells the others what joins and leaves."""
     if ranks.size == 1:
         return Loop(Scheduler(engine), make_ready, max_length, ranks)
     if not ranks.first:

@@ -14,12 +14,12 @@ class RowStats:
     Attributes:
         steps: number of target passes.
         plain_steps: number of target passes without drafts.
-        drafted: number of draft tokens, without those behind a stop id or the limit.
+        drafted: number of draft tokens, without those after a stop id or the limit.
         accepted: number of accepted drafts, which are all returned.
         emitted: number of returned tokens.
-        dropped: 1 if a stop id or the limit removed the token that the target gave in the last step, else 0.
-        histogram: number of steps that accepted 0, 1, .. k drafts; sums to steps.
-        steps_at: number of steps that were made with k = 0, 1, ..; sums to steps.
+        dropped: 1 if the row ended before the token that the target itself gave in the last step, else 0.
+        histogram: numbers of steps that accepted 0, 1, .. k drafts. Their sum is `steps`.
+        steps_at: numbers of steps that were made with k = 0, 1, .. Their sum is `steps`.
         cached_tokens: number of prompt tokens whose K/V were reused from an earlier prompt, see `prefix_cache`.
     """
 
@@ -127,12 +127,12 @@ class Stats:
 
     @property
     def acceptance_rate(self) -> float | None:
-        """accepted / drafted. None if nothing was drafted."""
+        """Share of the draft tokens that were accepted: accepted / drafted. None if nothing was drafted."""
         return self.accepted / self.drafted if self.drafted else None
 
     @property
     def accepted_per_position(self) -> tuple[float, ...] | None:
-        """Share of drafting steps in which draft 1, 2, .. k was accepted. None if nothing was drafted."""
+        """Shares of the steps with drafts in which draft 1, 2, .. k was accepted. None if nothing was drafted."""
         if not self.drafted:
             return None
         width = max(len(row.histogram) for row in self.rows)
@@ -142,7 +142,7 @@ class Stats:
 
     @property
     def tokens_per_step(self) -> float | None:
-        """emitted / steps. None if no step was made."""
+        """Mean number of tokens that a step emits per row: emitted / steps. None if no step was made."""
         return self.emitted / self.steps if self.steps else None
 
     def __str__(self) -> str:

@@ -13,32 +13,35 @@ from fastspec.sampling.distribution import DRAFT, TARGET
 from fastspec.sampling.rules import COUPLED, REJECTION, SyntheticAcceptance, Verification, needs_draft_probs
 
 KEY_BLOCK = 256  # positions per block in which attention processes keys
-# blocks of positions that one kernel serves; a second kernel serves all later ones, see `StepShape.first_block`
+# one attention kernel serves queries in these first blocks of positions, another one those in later blocks; see
+# `StepShape.first_block`
 EARLY_BLOCKS = 17
 # positions of a chunk of the gated delta rule in a prompt; chunks are on a grid from position 0. Recurrent states of
-# any kind are kept only after whole chunks
+# any kind are stored only after whole chunks
 DELTA_CHUNK = 64
-# prompt tokens; the first token of a longer prompt comes from its last prefill pass, and the draft reads it later. On
-# a GPU these are all prompts that have a prefill pass: a step would read all weights for one token
+# prompts with more tokens than this are long: their first new token comes from the last prefill pass, and the draft
+# model reads them later. On CUDA all prompts with a prefill pass are long, because a step would read all weights again
+# for one token
 LONG_PROMPT, LONG_PROMPT_CUDA = 1024, 1
 _PASS_COST = 128  # fixed cost of a pass, in prompt tokens: about the time to read the weights
 SAMPLERS = GREEDY, FULL = "greedy", "full"  # sampler kinds of a step
-# values of `StepShape.grammars`: MIXED_DRAFTS: the proposer drafts for rows without a grammar. GRAMMAR_ONLY: only
-# grammars give drafts
+# values of `StepShape.grammars`. MIXED_DRAFTS: the proposer drafts for rows without a grammar. GRAMMAR_ONLY: only rows
+# with a grammar have drafts, which the host sends
 GRAMMARS = MIXED_DRAFTS, GRAMMAR_ONLY = "mixed", "only"
 ROW_TILE = 16  # rows; see `row_tiles`
-# words for each logit: the logits, their masked copy and the mask's bits; benchmarks also have copies of distributions
+# temporary 4-byte words for each logit of a step: the logits, their masked copy and the mask's bits. Synthetic
+# acceptance also copies distributions
 WORDS_MASKED, _WORDS_SYNTHETIC = 3, 15
-NO_LIMIT = 2**31 - 1  # limit for positions that are fed, if the row's own limit keeps it within pages and context
+NO_LIMIT = 2**31 - 1  # for passes whose positions are limited only by the length of the row
 
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """Tile sizes of matrix products.
+    """Fixed sizes of matrix products. Larger products are split into tiles of this size, smaller ones are padded.
 
     Attributes:
-        rows: rows of every product with weights. None: all rows at once.
-        queries: query tokens of every product with keys. None: all at once.
+        rows: number of tokens in every product of activations with weights. None: all tokens at once.
+        queries: number of query tokens per row in every product of queries with keys. None: all at once.
     """
 
     rows: int | None
@@ -84,22 +87,22 @@ class DeltaRule(NamedTuple):
 
     @property
     def keys(self) -> int:
-        """Elements of all keys of a position."""
+        """Number of elements of one position's keys, in all heads."""
         return self.key_heads * self.key_dim
 
     @property
     def values(self) -> int:
-        """Elements of all values of a position."""
+        """Number of elements of one position's values, in all heads."""
         return self.value_heads * self.value_dim
 
     @property
     def channels(self) -> int:
-        """Elements of q, k and v of a position, the channels of the convolution."""
+        """Number of channels of the convolution, whose input is q, k and v of each position."""
         return 2 * self.keys + self.values
 
     @property
     def rows(self) -> int:
-        """Rows of the product before it: q, k, v, the gate z of each value, b and a of each value head."""
+        """Number of outputs of the input projection: q, k, v, the gate z of each value, b and a of each value head."""
         return self.channels + self.values + 2 * self.value_heads
 
     @property
@@ -121,8 +124,8 @@ class ConvRule(NamedTuple):
     """Sizes of a gated short convolution (LFM2), whose only state is the inputs of a few older positions.
 
     Attributes:
-        channels: channels of the convolution.
-        width: positions that it reads, including the current one.
+        channels: number of channels of the convolution.
+        width: number of positions that it reads, including the current one.
     """
 
     channels: int
@@ -130,12 +133,12 @@ class ConvRule(NamedTuple):
 
     @property
     def values(self) -> int:
-        """Elements of the result of a position."""
+        """Number of elements of one position's result."""
         return self.channels
 
     @property
     def rows(self) -> int:
-        """Rows of the product before it: the gates b and c, and x."""
+        """Number of outputs of the input projection: the gates b and c, and x."""
         return 3 * self.channels
 
     @property
@@ -158,12 +161,12 @@ class MambaRule(NamedTuple):
 
     Attributes:
         heads: number of heads.
-        head_dim: elements of x in one head.
-        groups: groups of neighbouring heads. A group has one B and one C.
-        state_dim: elements of B and of C.
-        width: positions that the convolution reads, including the current one.
-        least_step, most_step: limits of a head's step after softplus.
-        norm: order of the norm of the result and its gate silu(z). None: there is a gate and no norm.
+        head_dim: number of elements of x in one head.
+        groups: number of groups of neighbouring heads. A group has one B and one C.
+        state_dim: number of elements of B and of C.
+        width: number of positions that the convolution reads, including the current one.
+        least_step, most_step: limits of a head's time step (dt) after softplus.
+        norm: order in which the result is normed and multiplied by its gate silu(z). None: there is a gate and no norm.
     """
 
     heads: int
@@ -177,22 +180,22 @@ class MambaRule(NamedTuple):
 
     @property
     def values(self) -> int:
-        """Elements of x of a position, and of its result."""
+        """Number of elements of x at one position, and of the result."""
         return self.heads * self.head_dim
 
     @property
     def shared(self) -> int:
-        """Elements of B of a position, and of C."""
+        """Number of elements of B at one position, and of C."""
         return self.groups * self.state_dim
 
     @property
     def channels(self) -> int:
-        """Elements of x, B and C of a position, the channels of the convolution."""
+        """Number of channels of the convolution, whose input is x, B and C of each position."""
         return self.values + 2 * self.shared
 
     @property
     def rows(self) -> int:
-        """Rows of the product before it: the gate z, x, B, C, and the step of each head."""
+        """Number of outputs of the input projection: the gate z, x, B, C, and the time step of each head."""
         return self.values + self.channels + self.heads
 
     @property
@@ -246,24 +249,24 @@ class RoutingRule(NamedTuple):
 
     @property
     def held(self) -> int:
-        """Number of experts of a token, including the shared one."""
+        """Number of experts that compute for a token, including the shared one."""
         return self.chosen + (self.shared is not None)
 
     @property
     def gates(self) -> int:
-        """Number of logits after those of the experts."""
+        """Number of router logits after those of the experts: 1 if the shared expert has a gate, else 0."""
         return int(self.shared == "gated")
 
 
 @dataclass(frozen=True, slots=True)
 class SquaredRelu:
-    """Activation of an expert without a gate (Nemotron-H): relu(u)^2, where u is its first product."""
+    """Activation of an expert without a gate (Nemotron-H): relu(u)^2, where u is the result of its up projection."""
 
 
 class ClampedGate(NamedTuple):
     """Activation of gpt-oss's experts (transformers' GptOssExperts), instead of silu(g) * u.
 
-    g = min(g, limit), u = clamp(u, -limit, limit) g * sigmoid(alpha * g) * (u + 1)
+    It is g * sigmoid(alpha * g) * (u + 1), with g = min(gate, limit) and u = clamp(up, -limit, limit).
     """
 
     alpha: float
@@ -284,9 +287,9 @@ class StepShape:
         processed: True if the log-probabilities of some rows are those of the distribution that they sample from. The
             sampler is then FULL.
         verification: rule that accepts or refuses drafts of rows that sample.
-        first_block: no running row is fed a position in an earlier block of KEY_BLOCK.
+        first_block: block of KEY_BLOCK positions. No running row is fed a position in an earlier block.
         grammars: one of GRAMMARS if some rows have a grammar. None: no row has one.
-        first_token: True if the step is `first_token_step`, which runs no pass.
+        first_token: True if the step is `first_token_step`, which runs no forward pass.
     """
 
     num_drafts: int
@@ -301,7 +304,11 @@ class StepShape:
     processed: bool = False
 
     def for_first_tokens(self, *, grammars: bool) -> StepShape:
-        """Returns the step for first tokens that matches this plain step. grammars: True if its rows have one."""
+        """Returns the shape of `first_token_step` for rows that this shape serves.
+
+        Args:
+            grammars: True if some of the rows have a grammar.
+        """
         return replace(self, first_token=True, grammars=GRAMMAR_ONLY if grammars else None)
 
     def forward_batch(
@@ -312,7 +319,7 @@ class StepShape:
         block_table: Tensor,
         state_rows: Tensor | None = None,
     ) -> ForwardBatch:
-        """Makes the `ForwardBatch` of a pass of this step."""
+        """Returns the input of a pass of this step. For the arguments see `ForwardBatch`."""
         limits = self.num_blocks, self.tiling, self.first_block
         return ForwardBatch(ids, positions, write_mask, block_table, *limits, state_rows)
 
@@ -324,11 +331,11 @@ class ForwardBatch:
     Attributes:
         ids: int64 [B, Q], token ids within the model's vocabulary.
         positions: int64 [B, Q], absolute positions, >= 0 also for idle rows.
-        write_mask: bool [B, Q], True if K/V are stored. False for padding, finished rows, positions before a prompt.
+        write_mask: bool [B, Q], True if K/V are stored. False for padding, idle rows, and positions below 0.
         block_table: int64 [B, P], pages of each row.
         num_blocks: upper limit of attended positions, in blocks of KEY_BLOCK.
         tiling: tiles of the matrix products. With fixed tiles a row's bits do not depend on other rows.
-        first_block: all running rows are at positions in this block of KEY_BLOCK or later.
+        first_block: see StepShape.
         state_rows: int64 [B], row of the state cache for each row. None: the model has no recurrent states.
     """
 
@@ -342,37 +349,37 @@ class ForwardBatch:
     state_rows: Tensor | None = None
 
 
-def row_tiles(batch: int, line_bytes: int, limit: int | None) -> list[tuple[int, int]]:
-    """Splits the rows of a step into parts, whose logits are in memory one part after the other.
+def row_tiles(batch: int, row_bytes: int, limit: int | None) -> list[tuple[int, int]]:
+    """Splits the rows of a step into parts, so that only the logits of one part are in memory at a time.
 
     A part begins at a multiple of ROW_TILE rows, because kernels are compiled for the alignment of their arguments. A
     row's bits do not depend on the part it is in.
 
     Args:
-        batch: rows of the step.
-        line_bytes: temporary bytes of one row.
-        limit: bytes of one part. A part has at least ROW_TILE rows. None: all rows are one part.
+        batch: number of rows of the step.
+        row_bytes: temporary bytes for the logits of one row.
+        limit: largest number of bytes of one part. A part has at least ROW_TILE rows. None: all rows are one part.
 
     Returns:
-        (first row, row after the last) of each part, all of one size but the last.
+        (first row, row after the last) of each part. All parts have the same size, except the last.
     """
-    if limit is None or batch * line_bytes <= limit:
+    if limit is None or batch * row_bytes <= limit:
         return [(0, batch)]
-    room = max(1, limit // (line_bytes * ROW_TILE)) * ROW_TILE
+    room = max(1, limit // (row_bytes * ROW_TILE)) * ROW_TILE
     rows = -(-batch // -(-batch // room))
     rows += -rows % ROW_TILE
     return [(start, min(start + rows, batch)) for start in range(0, batch, rows)]
 
 
 def logit_words(shape: StepShape) -> int:
-    """Returns the words of 4 bytes for each logit of a step whose ops need no copy of the logits."""
+    """Returns the number of temporary 4-byte words for each logit of a step, if its ops copy no logits themselves."""
     if isinstance(shape.verification, SyntheticAcceptance):
         return _WORDS_SYNTHETIC if shape.sampler == FULL else 1
     return 1 if shape.grammars is None else WORDS_MASKED
 
 
 def blocks(positions: int) -> int:
-    """Returns the number of blocks of keys for `positions` positions."""
+    """Returns the number of blocks of KEY_BLOCK positions that contain `positions` positions."""
     return -(-positions // KEY_BLOCK)
 
 
@@ -396,7 +403,10 @@ def keep_draft_probs(shape: StepShape) -> bool:
 
 
 def purpose_of(shape: StepShape) -> int:
-    """Returns the key of a draft's random numbers: its own, or the target's (coupled verification)."""
+    """Returns the purpose for which a proposer draws random numbers.
+
+    It is DRAFT, or TARGET with coupled verification, in which drafts use the random numbers of the target.
+    """
     return TARGET if shape.verification == COUPLED else DRAFT
 
 
@@ -410,9 +420,9 @@ def chunks_of(
 ) -> list[int]:
     """Returns the sizes of the passes over the prompt tokens at positions start..stop-1.
 
-    Passes lie on an absolute grid of positions. Beginning at position 0, ranges of the largest size are one pass each,
-    for any length of the prompt. The tokens after the last such range are fed in one of two ways, by estimated cost: by
-    one larger pass, or by the largest size that they fill and further passes.
+    Passes begin on an absolute grid of positions. From position 0 on, each full range of the largest size is one pass.
+    The tokens after the last such range are fed in the cheaper of two ways, by estimated cost: by one padded pass, or
+    by the largest pass that they fill and further passes.
 
     Passes of sizes in `same_bits` write the same bits to the KV caches, so such a pass may be split, or start in its
     middle. The smallest of them is the unit of the grid. Prompts with a common prefix have the same bits in all whole
@@ -449,13 +459,13 @@ def chunks_of(
 
 
 def _covering(sizes: list[int], tokens: int) -> list[int]:
-    """Returns the sizes of the passes over `tokens` tokens. The last may be larger than its tokens."""
+    """Returns the sizes of the passes over `tokens` tokens. The last pass may be padded."""
     whole, rest = divmod(tokens, sizes[-1])
     return [sizes[-1]] * whole + _tail(tuple(sizes), rest)
 
 
 def _filled(sizes: list[int], tokens: int) -> list[int]:
-    """Returns the sizes of the passes over a multiple of the smallest size, each filled.
+    """Returns the sizes of passes without padding over `tokens` tokens, a multiple of the smallest size.
 
     Every size divides the next one.
     """
@@ -467,7 +477,7 @@ def _filled(sizes: list[int], tokens: int) -> list[int]:
 
 
 def _tail(sizes: tuple[int, ...], tokens: int) -> list[int]:
-    """Returns the sizes of the passes over fewer tokens than the largest size."""
+    """Returns the sizes of the cheapest passes over `tokens` tokens, fewer than the largest size."""
     if tokens <= 0:
         return []
     choices = [[size] for size in sizes if size >= tokens][:1]
@@ -477,5 +487,5 @@ def _tail(sizes: tuple[int, ...], tokens: int) -> list[int]:
 
 
 def _cost(chunks: list[int]) -> int:
-    """Returns the estimated cost of passes, in prompt tokens."""
+    """Returns the estimated time of passes of these sizes, in units of the time of a prompt token."""
     return sum(chunks) + _PASS_COST * len(chunks)

@@ -55,11 +55,12 @@ class Buffer:
     Attributes:
         shape: letters of `StateSizes`, separated by spaces; "K+1" is one more than K.
         dtype: dtype of the elements.
-        fill: value in a row that was never admitted. A letter stands for its size, OWN for the row's number.
+        fill: initial value in every row. A letter stands for its size, OWN for the row's number.
         written_by: stages that write to it.
         meaning: description, one line.
-        reset: True if `DecodeState.reset` fills it again. Admission fills the others before they are read.
-        prefill: True if prefill passes read it, so `PrefillSlot` copies it.
+        reset: True if `DecodeState.reset` sets it to `fill` again. The other fields are written when a request is
+            admitted, before they are read.
+        prefill: True if prefill passes read it. `PrefillSlot` copies such fields.
     """
 
     shape: str
@@ -89,13 +90,13 @@ class StateSizes:
     """Sizes of a `DecodeState`.
 
     Attributes:
-        batch: B, rows.
+        batch: B, number of rows.
         max_drafts: K, largest number of drafts of a step.
         max_length: T, largest number of tokens of a row.
-        pages_per_row: P, pages of the KV cache.
-        vocab_size: V, target ids.
+        pages_per_row: P, number of pages of the KV cache that a row may have.
+        vocab_size: V, number of the target's token ids.
         keep_draft_probs: True if `draft_probs` has memory for distributions: Q is then V, else 0.
-        prediction_tokens: R, tokens of a row's prediction at most.
+        prediction_tokens: R, largest number of tokens of a row's prediction.
     """
 
     batch: int
@@ -108,7 +109,10 @@ class StateSizes:
 
     @property
     def letters(self) -> dict[str, int]:
-        """Sizes by the letters of shapes. Also S, stop ids, N, top log-probabilities, and W, words for V bits."""
+        """Sizes by the letters that `Buffer.shape` uses.
+
+        Besides the letters above these are S, stop ids; N, top log-probabilities; W, int32 words for V bits.
+        """
         return {
             "B": self.batch,
             "K": self.max_drafts,
@@ -124,7 +128,7 @@ class StateSizes:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that `DecodeState.allocate` takes."""
+        """Number of bytes that `DecodeState.allocate` allocates."""
         return sum(each.nbytes(self.letters) for each in BUFFERS.values())
 
 
@@ -149,8 +153,8 @@ INT64, INT32, FP32, BOOL = torch.int64, torch.int32, torch.float32, torch.bool
 class DecodeState:
     """All buffers of B rows (slots), each declared once. Allocation, reset and memory plans read this table.
 
-    `StateSizes` explains the letters of shapes. `accepted` is -1 in a row that did not step. It is -1 - p in a row that
-    did step but has invalid logits (NaN or infinite) at place p, so that nothing was emitted.
+    `StateSizes` explains the letters of shapes. `accepted` is -1 in a row that did not step. If a row did step and has
+    invalid logits (NaN or infinite) at place p of its k + 1 places, `accepted` is -1 - p and nothing was emitted.
     """
 
     # fmt: off
@@ -219,7 +223,7 @@ class DecodeState:
     ) -> DecodeState:
         """Allocates the buffers of `batch` idle rows.
 
-        For sizes see `StateSizes`; prob_dtype is the dtype of draft_probs.
+        For sizes see `StateSizes`. `prob_dtype` is the dtype of `draft_probs`.
         """
         sizes = batch, max_drafts, max_length, pages_per_row, vocab_size, keep_draft_probs, prediction_tokens
         letters = StateSizes(*sizes).letters
@@ -234,7 +238,7 @@ class DecodeState:
         return cls(**{name: new(name, each) for name, each in BUFFERS.items()})
 
     def one_row(self) -> DecodeState:
-        """Allocates buffers of one idle row, with the same widths."""
+        """Allocates the buffers of a state of one idle row, with the same sizes otherwise."""
         letters = {"K": self.draft_tokens.shape[1]}
 
         def new(name: str, each: Buffer) -> Tensor:
@@ -267,7 +271,7 @@ class DecodeState:
         return ProcessorRows(*(getattr(self, name) for name in _PROCESSORS))
 
     def move(self, source: int, place: int) -> None:
-        """Moves row `source` to row `place`.
+        """Moves row `source` to row `place`, and makes row `source` idle.
 
         K/V and recurrent states are not copied: the row keeps its pages and state row.
         """
@@ -285,7 +289,7 @@ class DecodeState:
 
     @contextmanager
     def all_idle(self) -> Iterator[None]:
-        """Context in which no row runs. So a step changes no row."""
+        """Context in which all rows are idle, so that a step changes no row."""
         finish, emitted = self.finish.clone(), self.emitted.clone()
         self.finish.fill_(IDLE)
         try:
@@ -302,14 +306,14 @@ class DecodeState:
 
 
 def send(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Copies values to the device. On CUDA through pinned memory, so that the host does not wait."""
+    """Copies values to a new tensor on the device. On CUDA it uses pinned memory, so that the host does not wait."""
     if dtype == torch.int64 and values:  # torch reads an array in a third of the time
         return sent(torch.frombuffer(array("q", cast("Sequence[int]", values)), dtype=dtype), device)
     return sent(torch.tensor(values, dtype=dtype, device="cpu"), device)
 
 
 def sent(here: Tensor, device: torch.device) -> Tensor:
-    """Copies a tensor of the host to the device, see `send`."""
+    """Copies a tensor in host memory to the device, see `send`."""
     return here.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else here
 
 

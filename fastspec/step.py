@@ -39,12 +39,14 @@ from fastspec.state import IDLE, PAUSED, PREFILLED, RUNNING, DecodeState, Outbox
 
 @dataclass(frozen=True, slots=True)
 class PromptEnd:
-    """Hidden states of the last tokens of long prompts. `prefill` writes them, `first_token_step` reads them.
+    """Hidden states at the last token of each row's prompt, from which its first new token is computed.
+
+    `prefill` writes them for long prompts, `first_token_step` reads them.
 
     Attributes:
-        hidden: [B, hidden], the target's last hidden state of each row, in the target's dtype.
-        features: [B, layers, hidden], the hidden states that the proposer reads. None: it reads none.
-        threshold: a prompt with more tokens than this is long.
+        hidden: [B, hidden], the target's last hidden states, in the target's dtype.
+        features: [B, layers, hidden], the hidden states of other layers that the proposer reads. None: it reads none.
+        threshold: number of tokens. Longer prompts are long prompts.
     """
 
     hidden: Tensor
@@ -85,12 +87,13 @@ class PromptEnd:
         return PromptEnd(self.hidden[:rows], None if self.features is None else self.features[:rows], self.threshold)
 
     def keep(self, index: Tensor, hidden: Tensor, features: Tensor | None) -> None:
-        """Stores entry `index[b]` of each row b. A row whose index is not in 0..Q-1 is unchanged.
+        """Stores the hidden states of one token of each row of a prefill pass.
 
         Args:
-            index: int64 [B].
-            hidden: [B, Q, hidden].
-            features: [B, Q, layers, hidden], or None.
+            index: int64 [B], place of the token among the Q tokens of row b. If it is not in 0..Q-1, the row is
+                unchanged.
+            hidden: [B, Q, hidden], the target's last hidden states.
+            features: [B, Q, layers, hidden], the hidden states that the proposer reads, or None.
         """
         inside = (index >= 0) & (index < hidden.shape[1])
         index = index.clamp(0, hidden.shape[1] - 1)[:, None, None]
@@ -112,7 +115,7 @@ class StepModules:
         outbox: buffers to which results are published for the host. None: they stay in the state.
         scratch: work area of the commit, from `ops.commit_scratch`.
         mark: context that names a phase of the step in a profiler.
-        work: work area of a sampled step's end, from `ops.sampled_work`.
+        work: work area of sampling and verification, from `ops.sampled_work`.
         record_work: work area of log-probabilities, from `ops.record_work`.
         features: hidden states stored for the proposer between steps, from `feature_buffer`. None: it needs none.
         prompt_ends: hidden states after long prompts, for `first_token_step`. None: every first token comes from an
@@ -150,14 +153,14 @@ def step(modules: StepModules, state: DecodeState, shape: StepShape, draws: veri
                 torch.minimum(state.draft_counts, state.draft_limits, out=state.draft_counts)
             if shape.grammars is not None:
                 take_grammar_drafts(modules, state, shape)
-    tiles = row_tiles(state.batch, _line_bytes(modules, shape), modules.ops.logit_bytes)
+    tiles = row_tiles(state.batch, _row_bytes(modules, shape), modules.ops.logit_bytes)
     if len(tiles) == 1:
         with modules.mark("score"):
             logits, features, batch = _scored(modules, state, shape)
         with modules.mark("verify and commit"):
             verify_and_commit(modules, state, shape, draws, logits)
     else:
-        features, batch = _end_in_tiles(modules, state, shape, tiles)
+        features, batch = _commit_in_tiles(modules, state, shape, tiles)
     if shape.num_drafts and not feeds_drafts(modules.proposer):  # accepted drafts are not in its cache
         torch.minimum(state.draft_lengths, state.lengths - state.emitted, out=state.draft_lengths)
     if features is not None:
@@ -167,19 +170,25 @@ def step(modules: StepModules, state: DecodeState, shape: StepShape, draws: veri
         pause(state)
 
 
-def _line_bytes(modules: StepModules, shape: StepShape) -> int:
+def _row_bytes(modules: StepModules, shape: StepShape) -> int:
     """Returns the temporary bytes for the logits of one row."""
     words = modules.ops.logit_words or logit_words(shape)
     return (shape.num_drafts + 1) * 4 * modules.target.vocab_size * words
 
 
-def _end_in_tiles(
+def _commit_in_tiles(
     modules: StepModules, state: DecodeState, shape: StepShape, tiles: list[tuple[int, int]]
 ) -> tuple[Tensor | None, ForwardBatch]:
-    """Scores and commits the rows part by part, so that logits of few rows are in memory. Then publishes the step.
+    """Runs the target over all rows, then computes logits, verifies and commits for a part of the rows at a time.
+
+    So only the logits of one part are in memory. At the end the results of all rows are published.
+
+    Args:
+        modules, state, shape: see `step`.
+        tiles: (first row, row after the last) of each part.
 
     Returns:
-        Two values. The hidden states that the proposer reads, or None. The batch that was fed.
+        The hidden states that the proposer reads, or None; and the batch that was fed.
     """
     batch = _scoring_batch(modules, state, shape)
     with modules.mark("score"):
@@ -202,8 +211,8 @@ def _end_in_tiles(
 def first_token_step(modules: StepModules, state: DecodeState, shape: StepShape, draws: verify.Draws) -> None:
     """Emits the first token of each row whose `finish` is PREFILLED. Other rows are unchanged.
 
-    Its logits come from the hidden state of the last prefill pass, so only the head's weights are read. The length of a
-    prompt alone determines if it takes this step. So other rows and drafts do not change the text.
+    The logits come from the hidden state of the last prefill pass, so only the weights of the LM head are read. Whether
+    a row needs this step depends only on the length of its prompt. So other rows and drafts do not change its text.
     """
     prompt_ends = modules.prompt_ends
     assert prompt_ends is not None, "the passes over prompts left something"
@@ -235,18 +244,19 @@ def propose(
 
 
 def score(modules: StepModules, state: DecodeState, shape: StepShape) -> Tensor:
-    """Feeds the last token and the drafts to the target. Returns logits [B, k+1, V] for the token after each."""
+    """Feeds each row's last token and drafts to the target. Returns the logits [B, k+1, V] of the token after each."""
     return modules.target.logits(_hidden(modules, _scoring_batch(modules, state, shape))[0], shape.tiling)
 
 
 def _scored(
     modules: StepModules, state: DecodeState, shape: StepShape
 ) -> tuple[Tensor | PartKeys, Tensor | None, ForwardBatch]:
-    """Runs the target's pass of `score`, and also returns its other results.
+    """Feeds each row's last token and drafts to the target.
 
     Returns:
-        Three values. Logits [B, k+1, V], or argmax keys if these are enough. The hidden states that the proposer reads,
-        [B, k+1, layers, hidden], or None. The batch that was fed.
+        logits: [B, k+1, V], or keys of the largest logits (`PartKeys`) if the step needs no more.
+        features: [B, k+1, layers, hidden], the hidden states that the proposer reads, or None.
+        batch: the batch that was fed.
     """
     batch = _scoring_batch(modules, state, shape)
     hidden, features = _hidden(modules, batch)
@@ -263,7 +273,7 @@ def _needs_argmax_only(shape: StepShape) -> bool:
 
 
 def _scoring_batch(modules: StepModules, state: DecodeState, shape: StepShape) -> ForwardBatch:
-    """Returns the batch of the scoring pass: each row's last token and its drafts, [B, k+1]."""
+    """Returns the input of the target's pass over each row's last token and drafts, [B, k+1]."""
     ids, positions, write_mask = modules.ops.feed_rows(
         state.tokens,
         state.lengths,
@@ -278,7 +288,12 @@ def _scoring_batch(modules: StepModules, state: DecodeState, shape: StepShape) -
 
 
 def _hidden(modules: StepModules, batch: ForwardBatch) -> tuple[Tensor, Tensor | None]:
-    """Runs the target. Returns its last hidden states [B, Q, hidden], and those that the proposer reads, or None."""
+    """Runs the target over a batch.
+
+    Returns:
+        Its last hidden states [B, Q, hidden]; and the hidden states that the proposer reads, [B, Q, layers, hidden], or
+        None.
+    """
     layers = features_of(modules.proposer)
     if not layers:
         return modules.target.hidden(batch), None
@@ -294,9 +309,12 @@ def verify_and_commit(
     *,
     publish: bool = True,
 ) -> None:
-    """Verifies the drafts and commits the emitted tokens to the state.
+    """Verifies the drafts, and commits the emitted tokens to the state.
 
-    publish: True to publish them as well, if there is an outbox.
+    Args:
+        modules, state, shape, draws: see `step`.
+        logits: [B, k+1, V], or keys of the largest logits if the step needs no more.
+        publish: True to publish the results as well, if there is an outbox.
     """
     outbox = modules.outbox if publish else None
     entry = (outbox.entries, outbox.counter) if outbox else None
@@ -328,7 +346,14 @@ def _judge(
     entry: tuple[Tensor, Tensor] | None,
     record: Record | None,
 ) -> None:
-    """Does the work of `verify_and_commit`. `logits` [B, k+1, V] are already masked by grammars."""
+    """Verifies the drafts and commits the emitted tokens, by the rule and the sampler of the step.
+
+    Args:
+        modules, state, shape, draws: see `step`.
+        logits: [B, k+1, V], already masked by grammars.
+        entry: (entries, counter) of the outbox, to publish the results. None: they are not published.
+        record: recording of log-probabilities of these logits. None: nothing is recorded.
+    """
     if isinstance(shape.verification, SyntheticAcceptance):
         accept_synthetic(modules, state, shape, shape.verification, draws, logits, entry, record)
     elif shape.sampler == FULL:
@@ -353,9 +378,15 @@ def _record(
     logits: Tensor,
     entry: tuple[Tensor, Tensor] | None,
 ) -> None:
-    """Records log-probabilities of these logits after the commit, if the commit could not do it.
+    """Records log-probabilities of the emitted tokens in a separate op after the commit, then publishes the step.
 
-    Then publishes the step.
+    It is used if log-probabilities are of other logits than those of the commit.
+
+    Args:
+        modules, state, shape: see `step`.
+        record: what to record, and the buffers for it.
+        logits: [B, k+1, V], from which log-probabilities are computed.
+        entry: see `_judge`.
     """
     modules.ops.record_logprobs(logits, state, modules.scratch, record)
     if entry:
@@ -363,7 +394,7 @@ def _record(
 
 
 def take_grammar_drafts(modules: StepModules, state: DecodeState, shape: StepShape) -> None:
-    """Copies the draft tokens that the host sent to rows with a grammar.
+    """Uses the draft tokens that the host sent as the drafts of rows with a grammar.
 
     With GRAMMAR_ONLY other rows have no drafts.
     """
@@ -394,7 +425,13 @@ def accept_synthetic(
     entry: tuple[Tensor, Tensor] | None,
     record: Record | None,
 ) -> None:
-    """Accepts as many drafts as a rule for benchmarks says, then emits the target's token."""
+    """Accepts as many drafts as `rule` says, for benchmarks, then emits one more token of the target and commits.
+
+    Args:
+        modules, state, shape, draws: see `step`.
+        rule: the rule, whose acceptance does not depend on the models.
+        logits, entry, record: see `_judge`.
+    """
     raw = logits
     drafts, counts = state.draft_tokens[:, : shape.num_drafts], state.draft_counts
     places = state.lengths[:, None] + torch.arange(shape.num_drafts + 1, device=logits.device)
@@ -427,16 +464,17 @@ def prefill(
     prompt is fed here, too, and its hidden state is stored for `first_token_step`.
 
     Args:
-        modules, shape: see `step`; `shape.tiling` is exactly one chunk.
+        modules, shape: see `step`; both sizes of `shape.tiling` are `chunk`.
         state: one row, so that a prompt's K/V bits depend on that prompt alone. Several rows are possible if the bits
             do not depend on other rows of the pass.
-        start: the first position; int64 [B] if it is read on the device.
-        chunk: tokens of the pass. Chunk sizes follow from the prompt's length alone.
+        start: the first position, for all rows; or int64 [B], on the device.
+        chunk: number of tokens per row. Chunk sizes follow from the prompt's length alone.
         kept: [1, ..], the row's entry of `StepModules.features`. None: the proposer stores nothing.
-        prompt_ends: has as many rows as the state. None: no last token is fed.
+        prompt_ends: receives hidden states of last tokens, for as many rows as the state has. None: no last token is
+            fed.
 
     Returns:
-        The last hidden states [B, chunk, hidden]; those of tokens that were not fed have no meaning.
+        The last hidden states [B, chunk, hidden]. At positions that were not fed they have no meaning.
     """
     positions = torch.arange(chunk, device=state.lengths.device)[None]
     positions = positions + (start[:, None] if isinstance(start, Tensor) else start)

@@ -15,9 +15,9 @@ from torch.overrides import _get_current_function_mode_stack
 def shielded(device: torch.device | None = None, threads: int | None = None) -> Iterator[None]:
     """Context with the torch settings that this package needs. Restores the caller's settings at its end.
 
-    It changes the default device, autocast and, on CUDA, deterministic algorithms. With these torch would refuse cuBLAS
-    products. The default dtype is not changed, because it is global to all threads: every allocation here names its
-    dtype. Callers of this function set gradient and inference mode.
+    It resets the default device, autocast and, on CUDA, deterministic algorithms, with which torch would refuse cuBLAS
+    products. The default dtype is not changed, because it is global to all threads: every allocation of this package
+    names its dtype. Callers of this function set gradient and inference mode.
 
     Args:
         device: device of the work. None: not known yet.
@@ -36,7 +36,7 @@ def shielded(device: torch.device | None = None, threads: int | None = None) -> 
 
 
 def _changes(threads: int | None) -> list[AbstractContextManager[object]]:
-    """Returns contexts that change the settings of this thread."""
+    """Returns contexts that reset those settings of this thread that differ from what this package needs."""
     changes: list[AbstractContextManager[object]] = []
     if _has_default_device():
         changes.append(torch.device("cpu"))
@@ -70,9 +70,9 @@ def _has_default_device() -> bool:
 
 
 class _Algorithms:
-    """Turns deterministic algorithms off while any thread is in `any()`, then restores them.
+    """Turns torch's deterministic algorithms off while any thread is in `any()`, then restores the setting.
 
-    They are a setting of the whole process.
+    It is a setting of the whole process.
     """
 
     def __init__(self) -> None:
