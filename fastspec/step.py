@@ -384,7 +384,7 @@ def _record(
 
     Args:
         modules, state, shape: see `step`.
-        record: what to record, and the buffers for it.
+        record: number of ids to record, and the buffers for them.
         logits: [B, k+1, V], from which log-probabilities are computed.
         entry: see `_judge`.
     """
