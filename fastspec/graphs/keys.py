@@ -1,4 +1,4 @@
-"""Keys of captured graphs. Two graphs of one engine have different keys; messages name a graph by its key."""
+"""Keys of captured CUDA graphs. All graphs of an engine have different keys, by which messages name them."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from fastspec.shapes import KEY_BLOCK, StepShape
 
 
 class StepKey(NamedTuple):
-    """Key of one decoding step.
+    """Key of a decoding step.
 
     Attributes:
-        rows: rows that the launch covers.
+        rows: number of rows that the launch covers.
         shape: everything else that is fixed in a captured step.
     """
 
@@ -24,9 +24,9 @@ class PromptKey(NamedTuple):
     """Key of a prefill pass.
 
     Attributes:
-        tokens: size of the chunk.
+        tokens: number of tokens per row.
         draft: True for a pass of the draft model.
-        rows: number of prompts in the pass, each with a chunk of that size.
+        rows: number of rows of the pass. Several rows may have tokens of one prompt.
     """
 
     tokens: int
@@ -35,7 +35,7 @@ class PromptKey(NamedTuple):
 
 
 class PartKey(NamedTuple):
-    """Key of one part of a step, captured alone to measure its time.
+    """Key of one part of a step, which is captured separately to measure its time.
 
     Attributes:
         part: "draft" or "score".

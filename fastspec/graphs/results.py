@@ -29,12 +29,13 @@ class Watch(Protocol):
     """Callbacks that check the other processes on which a step depends."""
 
     def launched(self) -> None:
-        """The runner calls this after the launch of a step."""
+        """Records the launch of a step. Called before each launch."""
 
     def waiting(self, seconds: float) -> None:
-        """Called again and again while the host waits for a result; it has waited for `seconds`.
+        """Raises if another process has failed. Called repeatedly while the host waits for a result.
 
-        Raises if a rank has failed.
+        Args:
+            seconds: time that the host has waited so far.
         """
 
 
@@ -49,7 +50,15 @@ class NoOthers:
 
 
 class RowResult(NamedTuple):
-    """Result of one step for one row. `block[:emitted]` are the row's new tokens."""
+    """Result of one step for one row.
+
+    Attributes:
+        emitted: number of new tokens.
+        accepted: number of accepted drafts; negative values are explained at `DecodeState`.
+        drafted: number of valid drafts of the step.
+        finish: finish state of the row after the step, see `fastspec.state`.
+        block: k + 1 tokens, of which the first `emitted` are the new ones.
+    """
 
     emitted: int
     accepted: int
@@ -59,15 +68,15 @@ class RowResult(NamedTuple):
 
 
 class ResultRing:
-    """Ring buffer of step results, for steps of up to `batch` rows and `max_drafts` drafts on `device`.
-
-    If log-probabilities are recorded, an entry also has those of the emitted tokens and of the `num_top` most probable
-    ids.
+    """Ring buffer of step results, from which the host reads them.
 
     Args:
+        batch, max_drafts: largest numbers of rows and drafts of a step.
+        num_top: largest number of most probable ids whose log-probabilities an entry can have.
+        device: device of the steps.
         pinned: True if the device writes to host memory, which Triton kernels can. Else the ring is on the device, and
             reading it waits for the device.
-        watch: called at launches and during long waits. Raises if another rank has failed. None: no other ranks.
+        watch: called at launches and during long waits. It raises if another rank has failed. None: no other ranks.
 
     Attributes:
         outbox: buffers to which steps write.
@@ -98,7 +107,7 @@ class ResultRing:
         self._unsettled = False
 
     def count(self, launch: Callable[[], None]) -> int:
-        """Launches one step. Returns its sequence number."""
+        """Calls `launch`, which queues one step, and counts it. Returns the sequence number of the step."""
         self._unsettled = True
         self._watch.launched()
         launch()
@@ -107,12 +116,15 @@ class ResultRing:
         return self.launched
 
     def correct_count(self) -> None:
-        """Corrects `launched` after an interrupted launch."""
+        """Sets `launched` to the device's count if an error has interrupted a launch."""
         if self._unsettled:
             self.resync()
 
     def resync(self) -> None:
-        """Waits for the device and copies its count, after steps that `count` did not launch."""
+        """Waits for the device, and sets `launched` to the device's count of steps.
+
+        It is called after steps that were launched without `count`.
+        """
         self.launched = int(self.outbox.counter)
         self._unsettled = False
 
@@ -121,7 +133,7 @@ class ResultRing:
         return bool(self._entry(sequence)[0] == sequence)
 
     def read(self, sequence: int, rows: int) -> list[RowResult]:
-        """Waits for a step. Returns its results for the first `rows` rows.
+        """Waits for a step, and returns its results for the first `rows` rows.
 
         Raises:
             RuntimeError: the device failed, or the step ended without a result.
@@ -147,11 +159,17 @@ class ResultRing:
         return entry
 
     def logprobs(self, sequence: int, row: int, count: int, top: int) -> tuple[list[float], list[Pairs]]:
-        """Returns the log-probabilities that a step recorded for a row. `read` must have been called for the step.
+        """Reads the log-probabilities that a step recorded for a row. `read` must have been called for the step.
+
+        Args:
+            sequence: sequence number of the step.
+            row: index of the row.
+            count: number of tokens that the row emitted.
+            top: number of most probable ids to return for each token.
 
         Returns:
-            Log-probabilities of the first `count` tokens of the row's block. For each of them also the `top` most
-            probable (id, log-probability) pairs.
+            Log-probabilities of the `count` tokens; and for each of them the `top` most probable (id, log-probability)
+            pairs.
         """
         words = self.outbox.details[sequence % SLOTS, row, :count].cpu().numpy()
         ids = words[:, 1 : 1 + top].tolist()
@@ -160,7 +178,7 @@ class ResultRing:
         return words[:, 0].view(np.float32).tolist(), pairs
 
     def _check_alive(self, sequence: int) -> None:
-        """Raises if the device has failed, or if it is idle without having written the result."""
+        """Raises RuntimeError if the device has failed, or if it is idle and has not written the result."""
         try:
             if self._device.type == "cuda" and not torch.cuda.current_stream(self._device).query():
                 return  # the device is still working

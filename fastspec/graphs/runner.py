@@ -1,7 +1,7 @@
-"""Runners. A step is a function over static buffers; a runner launches it, or captures it once and replays the graph.
+"""Runners launch steps, or capture each kind of step once as a CUDA graph and replay it.
 
-A captured function must read and write only buffers that outlive the runner. It may keep no new memory and copy nothing
-back to the host.
+A step is a function over static buffers. A captured function must read and write only buffers that outlive the runner.
+It may keep no new memory, and copy nothing back to the host.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class Runner(Protocol):
     """Runs steps.
 
     Attributes:
-        static: True if steps are replayed. Then nothing in a launch may depend on the rows' lengths.
-        depth: number of steps that may be launched before the first result is read.
+        static: True if steps are captured and replayed. Then no shape of a step may depend on the rows' lengths.
+        depth: number of steps that may be launched before the result of the first one is read.
     """
 
     static: bool
@@ -59,8 +59,8 @@ class Runner(Protocol):
         Args:
             key: everything on which `body` depends except the contents of its buffers. `keys.describe` names it in
                 messages.
-            body: the step.
-            idle: context in which `body` changes no row.
+            body: function that launches the step's operations.
+            idle: returns a context in which `body` changes no row.
             warm: True if `body` has already run, so that its kernels are compiled and loaded.
 
         Raises:
@@ -74,7 +74,7 @@ class Runner(Protocol):
         """Deletes a set of graphs that is not in use. None of its steps may be queued."""
 
     def release(self) -> list[Hashable]:
-        """Deletes all graphs, whose buffers get other addresses. Returns the keys of the set in use."""
+        """Deletes all graphs, because their buffers will get other addresses. Returns the keys of the set in use."""
 
     def on_stream(self) -> AbstractContextManager[object]:
         """Context in which work is queued on this runner's stream."""
@@ -91,7 +91,7 @@ class EagerRunner:
 
     Args:
         device: device of the steps.
-        depth: see Runner. By default a step is launched after the previous one was read.
+        depth: see Runner. By default a step is launched after the result of the previous one was read.
     """
 
     static = False
@@ -150,7 +150,7 @@ class Captured:
         graph: the CUDA graph.
         nodes: number of kernels, copies and fills.
         seconds: time of warm-up and capture.
-        bytes: growth of the shared memory pool.
+        bytes: bytes by which the shared memory pool grew.
     """
 
     graph: torch.cuda.CUDAGraph
@@ -162,14 +162,14 @@ class Captured:
 class GraphRunner:
     """Captures steps as CUDA graphs and replays them. Running a step that was not captured is an error.
 
-    All graphs share one memory pool. They run one after the other, and none reads memory that an earlier one has left.
+    All graphs share one memory pool. They run one after the other, and none reads what an earlier one wrote there.
 
     Args:
         device: the CUDA device.
         depth: see Runner.
         nvtx: True to mark captures and replays as NVTX ranges.
-        warm_ups: runs of a step before its capture. One is enough if all kernels are of this package.
-        warming: context for these runs. In it a step may skip work that loads no kernel.
+        warm_ups: number of runs of a step before its capture. One is enough if all kernels are from this package.
+        warming: returns a context for these runs. In it a step may skip work that loads no new kernel.
     """
 
     static = True

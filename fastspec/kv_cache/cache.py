@@ -28,8 +28,9 @@ class PagedKVCache:
             or in `FP8`.
         states: states of the recurrent layers; None without such layers.
         scales: scales of each layer with attention, for an fp8 cache. Empty: all are 1, or the cache is not fp8.
-        others: caches of layers whose heads have other shapes. `keys` and `values` then have the layers of one shape.
-        places: for each layer the number of its cache, 0 for this one, and its number there. Empty: all are here.
+        others: caches of the layers whose heads have other shapes than those in `keys` and `values`.
+        places: for each layer (cache, index): 0 for this cache or n for others[n - 1], and the layer's index in that
+            cache. Empty: all layers are in this cache.
     """
 
     keys: Tensor
@@ -53,7 +54,7 @@ class PagedKVCache:
         states: StateCache | None = None,
         scales: tuple[KVScales, ...] = (),
     ) -> PagedKVCache:
-        """Allocates zeroed pages. `states` becomes the attribute of that name."""
+        """Allocates zeroed pages. `states` and `scales` become the attributes of these names."""
         shape = (num_layers, num_pages, page_size, num_kv_heads, head_dim)
         keys, values = (_zeros(shape, dtype, device) for _ in range(2))
         return cls(keys, values, states, scales)
@@ -91,17 +92,17 @@ class PagedKVCache:
         return cache.keys[at], cache.values[at]
 
     def scales_of(self, layer: int) -> KVScales | None:
-        """Returns the scales of one layer. None: it has none."""
+        """Returns the scales of one layer's keys and values. None: the layer has none."""
         return self.scales[layer] if self.scales else None
 
     @property
     def page_size(self) -> int:
-        """Positions per page."""
+        """Number of positions per page."""
         return self.keys.shape[2]
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Allocates zeros. On a CPU the system makes a page of memory when it is first used, so idle pages take no time."""
+    """Allocates zeros. On a CPU the system zeroes memory only at its first use, so unused pages take no time."""
     size = math.prod(shape) * dtype.itemsize
     if device.type != "cpu" or not size:
         return torch.zeros(shape, dtype=dtype, device=device)

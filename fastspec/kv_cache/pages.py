@@ -26,12 +26,12 @@ TRASH_PAGE = 0
 
 
 class PageTable:
-    """Gives whole pages to rows and takes them back.
+    """Assigns pages to rows, and counts the rows that use each page.
 
     Args:
-        num_pages: pages in the cache, including the trash page; at least 2.
-        page_size: positions per page.
-        order: order in which free pages are given out: a permutation of 1..num_pages-1. Results never depend on it.
+        num_pages: number of pages in the cache, including the trash page; at least 2.
+        page_size: number of positions per page.
+        order: order in which free pages are assigned: a permutation of 1..num_pages-1. Results never depend on it.
             Default: ascending.
     """
 
@@ -73,24 +73,30 @@ class PageTable:
         return -(-num_positions // self.page_size)
 
     def fits(self, num_positions: int, shared: int = 0) -> bool:
-        """True if `reserve` would succeed now, with the first `shared` pages shared."""
+        """True if `reserve` would succeed now for a row whose first `shared` pages are shared."""
         return self.pages_for(num_positions) - shared <= len(self._free)
 
     def can_fit(self, num_positions: int, shared: tuple[int, ...] = ()) -> bool:
-        """True if `reserve` would succeed after all idle pages, except those in `shared`, are freed."""
+        """True if `reserve` would succeed after all idle pages except `shared` are freed.
+
+        Args:
+            num_positions: number of positions of the row.
+            shared: first pages of the row, see `reserve`.
+        """
         spared = sum(not self.in_use(page) for page in shared)
         return self.pages_for(num_positions) - len(shared) <= len(self._free) + self._idle - spared
 
     def reserve(self, row: Hashable, num_positions: int, shared: tuple[int, ...] = ()) -> tuple[int, ...]:
-        """Gives `row` pages for `num_positions` positions.
+        """Assigns pages for `num_positions` positions to `row`.
 
         Args:
-            row: any hashable name.
-            num_positions: positions that the row may read or write.
-            shared: its first pages, which other rows use or the prefix cache keeps. The row must not write to them.
+            row: any hashable name of the row.
+            num_positions: number of positions that the row may read or write.
+            shared: first pages of the row, which other rows use or the prefix cache keeps. The row must not write to
+                them.
 
         Returns:
-            The pages, in the order of the positions they hold.
+            All pages of the row, in the order of positions.
 
         Raises:
             ValueError: the row already owns pages, `num_positions` < 1, or no row uses a shared page and the prefix
@@ -116,7 +122,7 @@ class PageTable:
         return pages
 
     def pages_of(self, row: Hashable) -> tuple[int, ...]:
-        """Returns the pages of a row, in the order of the positions they hold."""
+        """Returns the pages of a row, in the order of positions."""
         return self._owned[row]
 
     def keep(self, pages: tuple[int, ...]) -> None:
@@ -142,7 +148,7 @@ class PageTable:
                 self._free.append(page)
 
     def release(self, row: Hashable) -> None:
-        """Takes all pages from `row`. Pages that no other row uses and the prefix cache does not keep become free.
+        """Ends the use of pages by `row`. Pages that no other row uses and the prefix cache does not keep become free.
 
         Raises:
             KeyError: the row owns no pages.
@@ -169,12 +175,12 @@ class PageTable:
         self._owned[place] = self._owned.pop(source)
 
     def release_all(self) -> None:
-        """Takes all pages from all rows. The prefix cache keeps its pages."""
+        """Ends the use of pages by all rows. The prefix cache keeps its pages."""
         for row in list(self._owned):
             self.release(row)
 
     def check_integrity(self) -> None:
-        """Counts all pages again and compares.
+        """Counts all pages again, and compares the numbers with the stored ones.
 
         Raises:
             RuntimeError: a page is both free and owned, miscounted, lost or out of range, or a row owns the trash page.

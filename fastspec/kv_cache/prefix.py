@@ -20,11 +20,11 @@ from fastspec.kv_cache.pages import PageTable
 
 @dataclass(slots=True, eq=False)
 class Node:
-    """`unit` tokens that follow those of the parent, with their pages.
+    """Node of the tree of prompts: `unit` tokens that follow those of its parent, and the pages with their K/V.
 
     Attributes:
-        parent: the node before it. For a first node: the cache's salt.
-        tokens: its own tokens, and the `ahead` tokens that follow them.
+        parent: the node with the tokens before it. For a first node: the cache's salt.
+        tokens: the node's own tokens, and the `ahead` tokens that follow them.
         pages: the pages with K/V of its own tokens.
         drafted: True if the pages also have the draft's K/V.
         children: number of nodes whose parent is this node.
@@ -47,7 +47,7 @@ class PrefixCache:
 
     Args:
         table: owner of the pages.
-        unit: positions of a node, a multiple of the page size.
+        unit: number of tokens of a node, a multiple of the page size.
         ahead: number of later tokens on which the K/V of a position also depend. It is 1 for a head that feeds token i
             + 1 at position i, else 0.
         salt: everything except tokens on which K/V depend, such as the names of the models.
@@ -98,9 +98,9 @@ class PrefixCache:
         return found
 
     def insert(self, nodes: list[Node], tokens: Sequence[int], pages: Sequence[int], limit: int) -> list[Node]:
-        """Keeps pages that a row has computed.
+        """Adds nodes for the tokens of a row, whose pages are then kept for later prompts.
 
-        If another row has meanwhile inserted the same tokens, that row's pages stay, and this row's are not kept.
+        If another row has inserted the same tokens in the meantime, its pages are kept, and not those of this row.
 
         Args:
             nodes: path of nodes that the row already shares, starting at the first node.
@@ -128,7 +128,10 @@ class PrefixCache:
         return path
 
     def use_variant(self, variant: Hashable) -> None:
-        """Selects the nodes of a variant of the models; None: the first variant. Nodes of other variants stay."""
+        """Selects the variant of the models, whose nodes are separate. None: the first variant.
+
+        `match` and `insert` use only nodes of the selected variant. Nodes of other variants are kept.
+        """
         self._variant = variant
 
     @property
@@ -141,7 +144,7 @@ class PrefixCache:
 
         Args:
             count: number of pages that must be free.
-            spared: nodes that must stay.
+            spared: nodes that must not be dropped.
         """
         passed = 0  # number of consecutive nodes that could not be dropped
         while self._table.num_free < count and passed < len(self._nodes):
@@ -162,7 +165,7 @@ class PrefixCache:
         self._nodes.clear()
 
     def check_integrity(self) -> None:
-        """Counts everything again and compares.
+        """Counts kept pages and children of nodes again, and compares the numbers with the stored ones.
 
         Raises:
             RuntimeError: pages are kept for no node or for two nodes, a parent is missing, or children are miscounted.
@@ -185,9 +188,9 @@ class PrefixCache:
         return tuple(tokens[start : start + self.unit + self._ahead])
 
     def _used(self, nodes: list[Node]) -> None:
-        """Marks nodes as recently used.
+        """Marks the nodes of a path as recently used.
 
-        The first node is the most recent, so that a node is dropped before its parent.
+        The first node becomes the most recent one, so that a node is dropped before its parent.
         """
         for node in reversed(nodes):
             self._nodes.move_to_end(node.key)

@@ -26,7 +26,7 @@ class StoredState:
     """Stored states after one prefix.
 
     Attributes:
-        row: row in the state pools of both models.
+        row: index of the states in the state pools of both models.
         models: models whose state is stored: False is the target, True the draft.
     """
 
@@ -35,11 +35,11 @@ class StoredState:
 
 
 class PrefixStates:
-    """Stores states by the node of the prefix cache that ends at their position.
+    """Stores recurrent states after prefixes, by the node of the prefix cache that ends at their position.
 
     Args:
-        target, draft: states of the models' rows. None: the model has attention in every layer. Not both are None.
-        unit: positions of a node.
+        target, draft: recurrent states of the models. None: the model has attention in every layer. Not both are None.
+        unit: number of tokens of a node.
     """
 
     def __init__(self, target: StateCache | None, draft: StateCache | None, unit: int) -> None:
@@ -59,9 +59,9 @@ class PrefixStates:
         return draft in self._pools
 
     def resumable(self, nodes: Sequence[Hashable], *, draft: bool) -> int:
-        """Returns the number of positions of a path of nodes that a model need not compute.
+        """Returns the number of first positions of a path of nodes that a model need not compute.
 
-        These are all positions, or those before its last stored state.
+        For a model with recurrent states it is the position of the last stored state; for others all positions.
         """
         if not self.recurrent(draft=draft):
             return len(nodes) * self.unit
@@ -72,7 +72,14 @@ class PrefixStates:
         return self._kept[key].models if key in self._kept else set()
 
     def load(self, nodes: Sequence[Hashable], length: int, row: Tensor, *, draft: bool) -> None:
-        """Copies a model's state after `length` positions, the result of `resumable`, to a row, int64 [1]."""
+        """Copies the stored state after `length` positions to a row of the model.
+
+        Args:
+            nodes: path of nodes that the row shares.
+            length: result of `resumable` for these nodes.
+            row: int64 [1], index of the row's recurrent states.
+            draft: True for the draft, False for the target.
+        """
         if not length or not self.recurrent(draft=draft):
             return
         key = nodes[length // self.unit - 1]
@@ -85,7 +92,7 @@ class PrefixStates:
             self._pools[draft].at.fill_(length)
 
     def save(self, key: Hashable, *, draft: bool) -> None:
-        """Stores the state that the model's passes have copied, under `key`."""
+        """Stores the state that the model's passes have copied, see `capture_after`, under `key`."""
         if not self.recurrent(draft=draft):
             return
         if key not in self._kept:

@@ -1,11 +1,11 @@
-"""Recurrent states of rows, stored by position so that refused drafts need no copy to be undone.
+"""Recurrent states of rows, stored by position, so that nothing is copied when drafts are refused.
 
 A row has a ring buffer of states in each layer: the state after position p is in slot p % slots. A pass over a row from
-position n on starts from the state after n - 1. It stores one state after each position; the last `slots` of them stay.
+position n on starts from the state after n - 1. It stores the state after each position; the last `slots` of them stay.
 So a row's length selects the valid state, as it selects the valid keys. With slots = max_drafts + 1, the state after
-the last accepted token is always there, for any number of refused drafts.
+the last accepted token is always stored, for any number of refused drafts.
 
-The convolution of a layer reads the inputs of a few older positions. Those have a ring buffer of their own.
+The convolution of a layer reads the inputs of a few older positions. They are stored in a separate ring buffer.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ class StateCache:
     Attributes:
         states: fp32 [layers, rows, slots, *state_shape] with slots = max_drafts + 1; see `DeltaRule`, `ConvRule` and
             `MambaRule`.
-        inputs: [layers, rows, max_drafts + width, channels], inputs of the convolution: as many as one step reads and
-            writes. So no CTA writes to a place that another one still reads.
-        kept: states after prefixes of prompts. None: not stored.
+        inputs: [layers, rows, max_drafts + width, channels], inputs of the convolution at as many positions as one step
+            reads and writes. So no CTA overwrites an input that another CTA still reads.
+        kept: states after prefixes of prompts. None: they are not stored.
     """
 
     states: Tensor
@@ -47,9 +47,15 @@ class StateCache:
         device: torch.device,
         kept: int = 0,
     ) -> StateCache:
-        """Allocates zeroed states for layers with these rules, and steps with up to `max_drafts` drafts.
+        """Allocates zeroed states.
 
-        With `kept` it also allocates a `StatePool` of that many states, one of which passes write to.
+        Args:
+            rules: rule of each recurrent layer.
+            rows: number of rows.
+            max_drafts: largest number of drafts of a step.
+            dtype: dtype of the convolution's inputs.
+            device: device of the states.
+            kept: number of states of the `StatePool`, including one to which passes write. 0: there is no pool.
 
         Raises:
             ValueError: layers have states of several shapes.
@@ -67,8 +73,8 @@ class StatePool:
     """Memory for states after prefixes of prompts, see `PrefixStates`.
 
     Attributes:
-        at: int64 [1], number of positions after which prefill passes copy their state to row 0; 0: no copy.
-        rows: states in the layout of rows that never draft.
+        at: int64 [1], number of positions after which prefill passes copy their state to entry 0. 0: they copy none.
+        rows: the stored states. Each is in the layout of a row with max_drafts = 0.
     """
 
     at: Tensor
@@ -78,26 +84,33 @@ class StatePool:
     def allocate(
         cls, rules: tuple[StateRule, ...], count: int, *, dtype: torch.dtype, device: torch.device
     ) -> StatePool:
-        """Allocates memory for `count` states, including row 0."""
+        """Allocates memory for `count` states, including entry 0. For other arguments see `StateCache.allocate`."""
         rows = StateCache.allocate(rules, count, 0, dtype=dtype, device=device)
         return cls(torch.zeros(1, dtype=torch.int64, device=device), rows)
 
     @property
     def count(self) -> int:
-        """Number of rows."""
+        """Number of states, including entry 0."""
         return self.rows.states.shape[1]
 
     def of_layer(self, layer: int) -> KeptState:
-        """Returns the memory to which a pass copies the state of a layer."""
+        """Returns the memory to which a prefill pass copies the state of a layer."""
         return KeptState(self.at, self.rows.states[layer, 0, 0], self.rows.inputs[layer, 0])
 
     def save(self, row: int) -> None:
-        """Copies row 0, the state that a pass has left, to `row`."""
+        """Copies entry 0, to which a pass has copied its state, to entry `row`."""
         for each in (self.rows.states, self.rows.inputs):
             each[:, row].copy_(each[:, 0])
 
     def load(self, row: int, cache: StateCache, place: Tensor, length: int) -> None:
-        """Copies a stored state to a row of the cache, int64 [1], as its state after `length` positions."""
+        """Copies a stored state to a row of a cache.
+
+        Args:
+            row: entry of this pool.
+            cache: states of the model's rows.
+            place: int64 [1], index of the row in `cache`.
+            length: number of positions after which it is the state.
+        """
         slots, places, width = cache.states.shape[2], cache.inputs.shape[2], self.rows.inputs.shape[2]
         state = cache.states.select(2, (length - 1) % slots)
         state.index_copy_(1, place, self.rows.states[:, row, 0][:, None])
@@ -113,5 +126,5 @@ def row_bytes(rule: StateRule, max_drafts: int, dtype: torch.dtype) -> int:
 
 
 def _shapes(rule: StateRule, max_drafts: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Shapes of the states and of the inputs of one row in one layer."""
+    """Returns the shapes of the states and of the convolution's inputs of one row in one layer."""
     return (max_drafts + 1, *rule.state_shape), (max_drafts + 1 + rule.tail, rule.channels)
