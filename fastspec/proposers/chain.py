@@ -1,4 +1,4 @@
-"""Proposers whose head makes one draft token per pass. Each pass reads the hidden state of the previous pass."""
+"""Proposers whose head drafts one token per pass. Each pass reads the hidden state of the previous pass."""
 
 from __future__ import annotations
 
@@ -32,41 +32,55 @@ class ChainHead(Protocol):
         """Number of ids that it can draft."""
 
     def condense(self, features: Tensor, tiling: Tiling) -> Tensor:
-        """Returns g [B, Q, hidden] for the target's hidden states [B, Q, layers, target's hidden]."""
+        """Returns the head's input g [B, Q, hidden] for the target's hidden states [B, Q, layers, target's hidden]."""
 
     def absorb(self, g: Tensor, rows: ForwardBatch) -> Tensor:
-        """Writes K and V of g at the positions of `rows`, whose ids are the next tokens (i + 1 at position i).
+        """Writes the head's K and V at the positions of `rows`, without computing its output.
 
-        Returns the state from which `resumed` continues, [B, Q, *head.kept].
+        Args:
+            g: [B, Q, hidden], the head's input at these positions.
+            rows: positions. `rows.ids` are the tokens after them: token i + 1 at position i.
+
+        Returns:
+            [B, Q, *head.kept], from which `resumed` computes the result of `drafted`.
         """
 
     def drafted(self, g: Tensor, rows: ForwardBatch) -> Tensor:
-        """Writes K and V like `absorb`. Returns the input of `logits`, `argmax` and `feature`, [B, Q, hidden]."""
+        """Writes K and V as `absorb` does, and computes the head's output [B, Q, hidden].
+
+        It is the input of `logits`, `argmax` and `feature`.
+        """
 
     def resumed(self, made: Tensor, rows: ForwardBatch) -> Tensor:
-        """Returns the result of `drafted` from the result of `absorb` at these positions. Ignores `rows.ids`."""
+        """Returns the head's output, see `drafted`, from the result of `absorb` at these positions.
+
+        `rows.ids` are ignored.
+        """
 
     def feature(self, x: Tensor) -> Tensor:
-        """Returns g of the next position, from the result of `drafted`."""
+        """Returns the head's input g at the next position, from its output x, see `drafted`."""
 
     def logits(self, hidden: Tensor, tiling: Tiling) -> Tensor:
-        """Returns fp32 logits [..., vocab_size] for the result of `drafted`."""
+        """Returns fp32 logits [..., vocab_size] for outputs [..., hidden] of `drafted`."""
 
     def argmax(self, hidden: Tensor, limit: int, tiling: Tiling, out: Tensor) -> None:
-        """Writes the argmax for the result of `drafted`; see `CausalModel.argmax`."""
+        """Writes the ids of the largest logits for outputs of `drafted`; see `CausalModel.argmax`."""
 
 
 class ChainDrafts(LearnedDrafts[ChainHead]):
     """Proposer with a head that makes each draft from the previous one.
 
-    At the end of every step and prefill pass, it computes K and V of its layers from the target's hidden states, at all
-    committed positions. It does so after steps without drafts, too. These K and V replace those from drafting, which
-    were computed from the head's own hidden states. So its cache is always up to date, and drafting may pause and
-    resume.
+    At the end of every step and prefill pass, the head's K and V at all committed positions are computed from the
+    target's hidden states. This is done after steps without drafts, too. These K and V replace those from drafting,
+    which were computed from the head's own hidden states. So the head's cache is always up to date, and drafting may
+    pause and resume.
 
     Args:
-        model, ops, vocab_map, mark, work: see `LearnedDrafts`. The head's first reading is used until one is chosen.
-        sample: token ids of a text with which its readings are compared.
+        model, ops, vocab_map, mark, work: see `LearnedDrafts`.
+        sample: token ids of a text with which `choose_reading` compares the head's readings.
+
+    Attributes:
+        readings: sets of the target's hidden states that the head may read, see `HeadSpec.readings`.
     """
 
     def __init__(
@@ -84,14 +98,16 @@ class ChainDrafts(LearnedDrafts[ChainHead]):
         self.readings, self.sample = model.head.readings, sample
 
     def read(self, reading: tuple[int, ...]) -> None:
-        """Selects the hidden states to read. No other reading can be chosen afterwards."""
+        """Selects the hidden states of the target to read, see `LearnedDrafts.read`. The choice is final."""
         super().read(reading)
         self.readings = (reading,)
 
     def first_drafts(self, features: Tensor, rows: ForwardBatch) -> Tensor:
-        """Returns the first draft after every position of rows [B, Q]: int64 [B, Q], target ids.
+        """Returns the head's first draft after every position, int64 [B, Q] of target ids, for `choose_reading`.
 
-        For `choose_reading`.
+        Args:
+            features: [B, Q, layers, hidden], hidden states of the target at the positions of `rows`.
+            rows: positions, with the tokens after them.
         """
         x = self.model.drafted(self.model.condense(features, rows.tiling), rows)
         flat = x.view(-1, 1, x.shape[-1])
@@ -99,7 +115,11 @@ class ChainDrafts(LearnedDrafts[ChainHead]):
         return self._target_ids(ids)
 
     def take_features(self, state: DecodeState, shape: StepShape, features: Tensor, rows: ForwardBatch) -> Tensor:
-        """Reads hidden states. Returns, for each position, the state from which its first draft continues."""
+        """Writes the head's K and V at these positions, see `FeatureReader`.
+
+        Returns:
+            For each position the result of `ChainHead.absorb`, from which the first draft after it is computed.
+        """
         return self.model.absorb(self.model.condense(features, rows.tiling), rows)
 
     def propose(
@@ -117,7 +137,7 @@ class ChainDrafts(LearnedDrafts[ChainHead]):
             state, shape, draws: see `Proposer.propose`.
             lookup: see `DraftModel.propose`.
             features: [B, *kept], result of `take_features` for each row's newest position. From it the first draft
-                needs only the last layer's attention and the computation after it.
+                needs only the attention of the last layer, and what follows it.
         """
         k, model = shape.num_drafts, self.model
         known = self._begin(state, k)[:, None]
@@ -135,16 +155,16 @@ class ChainDrafts(LearnedDrafts[ChainHead]):
                     overwrite_draft(state, shape, lookup[0][:, j], j < lookup[1], j)
 
     def _inputs(self, state: DecodeState, shape: StepShape, j: int, positions: Tensor, known: Tensor) -> ForwardBatch:
-        """Returns position lengths - 2 + j of every row, and as ids the drafts that follow it.
+        """Returns the input of the pass that makes draft j: position lengths - 2 + j and the token after it.
 
-        The first position (j = 0) gets no id.
+        That token is draft j - 1. For j = 0 no token is needed.
         """
         ids = state.draft_tokens[:, max(j - 1, 0)][:, None].contiguous()
         return shape.forward_batch(ids, positions, known, state.block_table)
 
 
 class AssistantDrafts(LearnedDrafts[Assistant]):
-    """Drafts with an assistant, one pass a draft. It has no cache: all drafts of a step read the same keys.
+    """Drafts with an assistant, one pass per draft. It has no cache: all passes of a step read the target's keys.
 
     Args:
         model: the assistant.
@@ -191,7 +211,7 @@ class AssistantDrafts(LearnedDrafts[Assistant]):
                 ids, h = state.draft_tokens[:, j : j + 1], model.feature(x, shape.tiling)
 
     def _places(self, state: DecodeState, shape: StepShape) -> tuple[Places, Tensor]:
-        """Returns the places of drafts, and each row's last token [B, 1]."""
+        """Returns the positions from which the assistant attends, and each row's last token [B, 1]."""
         positions = (state.lengths[:, None] - 1).clamp_min(0)
         rows = shape.forward_batch(
             state.tokens.gather(1, positions), positions, state.running[:, None], state.block_table

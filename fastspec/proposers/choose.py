@@ -18,7 +18,11 @@ _NEEDED = ("propose", "catch_up", "max_length", "deterministic")
 
 
 def check(proposer: object, *, with_draft: bool) -> None:
-    """Refuses an unusable proposer, before anything is loaded.
+    """Refuses a proposer that cannot be used, before anything is loaded.
+
+    Args:
+        proposer: the argument `proposer` of the generator. None: it was not given.
+        with_draft: True if the generator has a draft model or a head.
 
     Raises:
         ValueError: the object is not a proposer, or cannot be combined with a draft.
@@ -48,7 +52,13 @@ def check(proposer: object, *, with_draft: bool) -> None:
 
 
 def choose(proposer: Proposer | None, model: ContinuesDrafts | None, vocab_size: int) -> Proposer | None:
-    """Returns the user's proposer, the draft model or head, or lookup combined with the draft."""
+    """Returns the proposer of a generator: the user's, the draft model or head, or lookup combined with one of these.
+
+    Args:
+        proposer: the argument `proposer` of the generator. None: it was not given.
+        model: proposer with the draft model or head. None: there is none.
+        vocab_size: vocabulary size of the target.
+    """
     if proposer is None:
         return model
     if isinstance(proposer, NGram):
@@ -57,7 +67,7 @@ def choose(proposer: Proposer | None, model: ContinuesDrafts | None, vocab_size:
 
 
 class Guarded(Wrapping):
-    """Proposer of the user.
+    """Wrapper of the user's own proposer, which removes invalid drafts.
 
     If a draft has an id that the target does not have, this draft and all later ones are removed. Nothing can raise
     inside a step, and an unknown id would be used as an index into the target's distribution.

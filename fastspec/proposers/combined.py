@@ -1,4 +1,4 @@
-"""Proposer that drafts by lookup or with the draft model, by what has been right in each row."""
+"""Proposer that drafts by lookup or with a model. It chooses for each row the one that was right more often."""
 
 from __future__ import annotations
 
@@ -17,25 +17,26 @@ RATE: Final = 0.25  # weight of the last step in a row's averages
 
 
 class ContinuesDrafts(Proposer, Protocol):
-    """Proposer that can continue drafts of another one: a draft model or a learned drafter."""
+    """Proposer that can continue the drafts of a lookup: a draft model or a learned drafter."""
 
     def propose(self, *arguments: Any, **features: Any) -> None:
-        """Makes drafts. Accepts `lookup` as `DraftModel.propose` does."""
+        """Makes drafts. Has the argument `lookup` of `DraftModel.propose`."""
 
 
 class LookupThenModel(Wrapping):
-    """Drafts by lookup in rows with a match where lookup has been right more often, and with a model in other rows.
+    """Drafts by lookup or with a model, whichever was right more often in the row.
 
-    Each row keeps two moving averages: of the lookup's drafts that were right, also in steps that used the model's, and
-    of the model's accepted drafts. A row with a match drafts by lookup unless the model's average is larger.
+    Each row has two moving averages. One is of the number of right drafts of the lookup, also in steps that used the
+    model's drafts. The other is of the number of accepted drafts of the model. A row in which lookup finds a match
+    drafts by lookup, unless the model's average is larger. Other rows draft with the model.
 
-    The model still runs in every row, because the shape of a step is fixed. In rows that draft by lookup it is fed the
-    lookup's tokens. So its KV cache has the drafts of every row, and it never has to catch up. Lookup can give better
-    drafts, in long copies, but does not make a step cheaper.
+    The model still runs in every row, because the shape of a step is fixed. In rows that draft by lookup, the model
+    reads the lookup's tokens. So its KV cache has the drafts of every row, and it never has to catch up. In long copies
+    lookup gives better drafts, but does not make a step cheaper.
 
     Args:
         lookup: the lookup, which is tried first.
-        model: makes the other drafts.
+        model: the draft model or learned drafter.
     """
 
     def __init__(self, lookup: NGram, model: ContinuesDrafts) -> None:
@@ -48,7 +49,7 @@ class LookupThenModel(Wrapping):
         return f"{self.lookup}, then {self.model} in rows where lookup finds nothing or is right less often"
 
     def propose(self, state: DecodeState, shape: StepShape, draws: Draws, **features: Tensor) -> None:
-        """Makes k drafts per running row. A row beyond the model's context has only the drafts of the lookup."""
+        """Makes k drafts per running row. A row that is longer than the model's context has only lookup drafts."""
         k = shape.num_drafts
         learn(state)
         drafts, found = self.lookup.look_up(state, k)
@@ -65,10 +66,13 @@ class LookupThenModel(Wrapping):
 
 
 def learn(state: DecodeState) -> None:
-    """Updates the averages of each row by its last step, if that was the step for which drafts were proposed last.
+    """Updates the two averages of each row after a step, see `LookupThenModel`.
+
+    A row is left out if drafts were not proposed for its last step.
 
     Args:
-        state: the rows. `block` has the tokens that the step emitted, and `lookup_drafts` what lookup found for it.
+        state: the rows. `block` has the tokens that the last step emitted, and `lookup_drafts` the drafts that lookup
+            found for it.
     """
     stepped = (state.accepted >= 0) & (state.lengths - state.emitted == state.proposed_at)
     places = torch.arange(state.lookup_drafts.shape[1], device=state.lengths.device)

@@ -14,11 +14,11 @@ from fastspec.state import DecodeState
 
 
 class DeterministicProposer(ProposerBase):
-    """Proposer defined by one function, `guess`. It stores nothing between steps.
+    """Proposer that is defined by one function, `guess`. It stores nothing between steps.
 
-    A class may have `features`, a tuple of target layers (see `Proposer`). Its `guess` then has a fourth argument:
-    features [B, layers, hidden], hidden states at the position before each row's last token. The last token has not
-    been fed yet, so there are no newer hidden states. In a row of one token they are undefined.
+    A subclass may have `features`, a tuple of target layers (see `Proposer`). Its `guess` then has a fourth argument:
+    features [B, layers, hidden], hidden states at the position before each row's last token. The target has not read
+    the last token yet, so there are no newer hidden states. In a row of one token they are undefined.
     """
 
     deterministic = True
@@ -32,12 +32,13 @@ class DeterministicProposer(ProposerBase):
         index.
 
         Args:
-            tokens: int64 [B, T] on the device. The first `lengths` of a row are its tokens; the others are undefined.
-            lengths: int64 [B], at least 1.
+            tokens: int64 [B, T] on the device. The first `lengths` ids of a row are its tokens; the others are
+                undefined.
+            lengths: int64 [B], number of tokens of each row, at least 1.
             k: largest number of drafts per row.
 
         Returns:
-            (drafts int64 [B, k], counts int64 [B]): the first `counts` drafts of a row are used; 0: none.
+            (drafts int64 [B, k], counts int64 [B]). The first `counts` drafts of a row are used; 0: none.
         """
 
     def propose(self, state: DecodeState, shape: StepShape, draws: Draws, **features: Tensor) -> None:
@@ -48,11 +49,14 @@ class DeterministicProposer(ProposerBase):
         state.draft_counts.copy_(counts)
 
     def catch_up(self, state: DecodeState, shape: StepShape, chunk: int) -> None:
-        """Does nothing, because it stores nothing about a row."""
+        """Does nothing, because the proposer stores nothing about a row."""
         return
 
 
 def _newest(state: DecodeState, buffer: Tensor) -> Tensor:
-    """Returns each row's newest entry [B, layers, hidden] of a buffer; see `Proposer`."""
+    """Returns each row's newest hidden states, [B, layers, hidden], from a buffer [B, K+1, layers, hidden].
+
+    See `Proposer` for the order of its entries.
+    """
     last = (state.emitted - 1).clamp_min(0)
     return buffer[torch.arange(state.batch, device=last.device), last]

@@ -1,4 +1,4 @@
-"""Proposers with a DFlash head or a relative: make all drafts of a step in one pass over a block of masks."""
+"""Proposers with a DFlash head or a relative, which makes all drafts of a step in one pass over mask tokens."""
 
 from __future__ import annotations
 
@@ -22,22 +22,23 @@ from fastspec.state import DecodeState
 class DFlashDrafts(LearnedDrafts[DFlash]):
     """Drafts with a DFlash head (arXiv 2602.06036).
 
-    At the end of every step and prefill pass, K and V of accepted tokens are computed from the target's hidden states.
-    This is done after steps without drafts, too. So the head's cache is always up to date, and drafting may pause and
-    resume.
+    At the end of every step and prefill pass, the head's K and V of committed tokens are computed from the target's
+    hidden states. This is done after steps without drafts, too. So the head's cache is always up to date, and drafting
+    may pause and resume.
 
-    A block has the last token and one mask per draft of the step, as in vLLM. The publishers' own code always runs the
-    whole block. Its rows also see masks after those of the drafts, so with fewer drafts it may give other tokens.
+    The head's pass is over a block: a row's last token and one mask token per draft, as in vLLM. The publishers' own
+    code always runs a block of full size. Its drafts then also attend to the masks of drafts that are not used, so with
+    fewer drafts it may give other tokens.
 
-    All drafts are drawn before any is fed to the head. So a draft's distribution depends only on the text before the
-    block and, in a row with penalties, on the drafts before it.
+    The head never reads drafts of the same step. So a draft's distribution depends only on the text before the block
+    and, in a row with penalties, on the drafts before it.
 
     Args:
         model, ops, vocab_map, mark, work: see `LearnedDrafts`.
     """
 
     def take_features(self, state: DecodeState, shape: StepShape, features: Tensor, rows: ForwardBatch) -> None:
-        """Writes keys and values of the positions. Returns nothing to store. See `FeatureReader`."""
+        """Writes the head's K and V at these positions, see `FeatureReader`."""
         self.model.store_context(features, rows)
 
     def propose(
@@ -60,14 +61,14 @@ class DFlashDrafts(LearnedDrafts[DFlash]):
         self._draw_block(state, shape, draws, x, lookup)
 
     def _hidden(self, state: DecodeState, shape: StepShape) -> Tensor:
-        """Returns the hidden states of the drafts, [B, k, hidden]."""
+        """Runs the head over the block. Returns its hidden states for the k drafts, [B, k, hidden]."""
         with self._mark("block"):
             return self.model.block(self._block(state, shape))[
                 :, self.model.head.rows(shape.num_drafts) - shape.num_drafts :
             ]
 
     def _block(self, state: DecodeState, shape: StepShape) -> ForwardBatch:
-        """Returns the last token of each row with masks after it, as a batch."""
+        """Returns the input of the head's pass: each row's last token, and mask tokens after it."""
         state.draft_tokens[:, : shape.num_drafts] = self.model.head.mask_id
         ids, positions, write_mask = self.ops.feed_rows(
             state.tokens,
@@ -83,10 +84,10 @@ class DFlashDrafts(LearnedDrafts[DFlash]):
 
 
 class InOrder(DFlashDrafts):
-    """Base class of proposers with a block of masks whose drafts also depend on the draft before.
+    """Base class of DFlash-like proposers whose drafts also depend on the previous draft.
 
-    The head runs once for all drafts. Then they are drawn one after the other. The logits of each depend on the token
-    before it. So a draft's distribution depends on the text and on the drafts before it, as with a draft model.
+    The head runs once for all drafts. Then they are drawn one after the other, from logits that depend on the previous
+    token. So a draft's distribution depends on the text and on the drafts before it, as with a draft model.
     """
 
     def propose(
@@ -114,10 +115,12 @@ class InOrder(DFlashDrafts):
 
     @abstractmethod
     def _logits_after(self, x: Tensor, shape: StepShape) -> Callable[[int, Tensor], Tensor]:
-        """Returns a function from (j, token before draft j, int64 [B, 1]) to its logits, fp32 [B, 1, head's ids].
+        """Returns a function that computes the logits of draft j, fp32 [B, 1, head's ids].
+
+        The arguments of that function are j, and the tokens before draft j, int64 [B, 1].
 
         Args:
-            x: [B, k, hidden], hidden states of all drafts.
+            x: [B, k, hidden], the head's hidden states for all drafts.
             shape: shape of the step.
         """
 
@@ -141,7 +144,7 @@ class DSparkDrafts(InOrder):
 
 
 class DFlash2Drafts(InOrder):
-    """Drafts with a DFlash2 head: the most probable ids are scored again after the draft before.
+    """Drafts with a DFlash2 head: the most probable ids are scored again when the previous draft is known.
 
     Args:
         model: the head.

@@ -1,4 +1,7 @@
-"""Proposers with a draft model: k passes of a small model, or one at masks. Its KV pages are in the shared table."""
+"""Proposers with a draft model: it drafts k tokens in k passes, or in one pass over mask tokens.
+
+Target and draft model have the same page numbers in the shared page table.
+"""
 
 from __future__ import annotations
 
@@ -23,17 +26,18 @@ from fastspec.state import DecodeState
 class DraftModel(ProposerBase):
     """Drafts with a causal model.
 
-    The first pass of a step feeds a row's last two tokens. After full acceptance the last draft was never fed to the
-    draft model, so its K/V are missing. Feeding two tokens always fills that gap without a check. A model with
-    recurrent states first goes back to its state before these two tokens.
+    The first pass of a step feeds a row's last two tokens. After full acceptance the draft model has not read the last
+    draft, so its K/V are missing. Feeding two tokens always fills that gap without a check. A model with recurrent
+    states first goes back to its state before these two tokens.
 
     Args:
-        model: the draft model; its cache has the page size and pages of the shared table.
+        model: the draft model. Its cache has the page size and pages of the shared table.
         ops: ops for everything outside the model.
-        shared_vocab: target ids below this may be drafted and are fed to the draft. All other tokens are fed as id 0.
-            With `vocab_map` it is the target's vocabulary. Without, ids below it mean the same in both models.
-        max_length: the draft's context in tokens. A longer row continues without drafts.
-        mark: context that names a pass in a profiler.
+        shared_vocab: target ids below this may be drafted, and are fed to the draft model. All other tokens are fed as
+            id 0. With `vocab_map` it is the size of the target's vocabulary. Without, ids below it mean the same in
+            both models.
+        max_length: the draft model's context in tokens. A longer row continues without drafts.
+        mark: returns a context that names a pass in a profiler.
         work: result of `ops.sampled_work`.
         vocab_map: map between the draft's ids and the target's. None: they are the same.
     """
@@ -70,8 +74,8 @@ class DraftModel(ProposerBase):
 
         Args:
             state, shape, draws: see `Proposer.propose`.
-            lookup: (drafts int64 [B, k], counts int64 [B]) found by a lookup. They replace a row's first `counts`
-                sampled drafts. None: all drafts are the model's.
+            lookup: (drafts int64 [B, k], counts int64 [B]) of a lookup. The first `counts` drafts of a row are taken
+                from it, and the model continues after them. None: all drafts are the model's.
         """
         may_feed = (state.draft_limits > 0)[:, None] if self._recurrent else None
         for j in range(shape.num_drafts):
@@ -82,11 +86,15 @@ class DraftModel(ProposerBase):
                     overwrite_draft(state, shape, lookup[0][:, j], j < lookup[1], j)
 
     def _inputs(self, state: DecodeState, shape: StepShape, j: int, may_feed: Tensor | None = None) -> ForwardBatch:
-        """Returns the input of draft j: a row's last two tokens, or the previous draft.
+        """Returns the input of the pass that makes draft j: a row's last two tokens if j = 0, else the previous draft.
 
-        The cache of a row whose drafts will be ignored may lack tokens. Wrong K/V there do no harm, because `catch_up`
-        rewrites them before they are read. Wrong recurrent states could not be undone. So only rows in `may_feed`
-        change their states.
+        The draft's cache may lack tokens of a row whose drafts will be ignored. This pass then writes wrong K/V, which
+        `catch_up` rewrites before they are read. Wrong recurrent states could not be undone.
+
+        Args:
+            state, shape: see `Proposer.propose`.
+            j: number of the draft, from 0.
+            may_feed: bool [B, 1], rows that may change their recurrent states. None: the model has none.
         """
         # draft j is read at position lengths + j - 2, which must be in the draft's context
         first = {"first": -2, "queries": 2, "draft_counts": state.draft_counts, "num_drafts": shape.num_drafts}
@@ -105,7 +113,7 @@ class DraftModel(ProposerBase):
         return shape.forward_batch(ids, positions, write_mask, state.block_table, state.state_rows)
 
     def catch_up(self, state: DecodeState, shape: StepShape, chunk: int) -> None:
-        """Feeds up to `chunk` committed tokens per running row, except the last `reads_back`; see `Proposer`."""
+        """Feeds up to `chunk` unread tokens per running row, except its last `reads_back` tokens; see `Proposer`."""
         positions = state.draft_lengths[:, None] + torch.arange(chunk, device=state.lengths.device)
         known = (state.lengths - self.reads_back).clamp(max=self.max_length)
         write_mask = state.running[:, None] & (positions < known[:, None])
@@ -117,7 +125,7 @@ class DraftModel(ProposerBase):
         state.draft_lengths.add_(write_mask.sum(dim=1))
 
     def _draw(self, state: DecodeState, shape: StepShape, draws: Draws, hidden: Tensor, j: int) -> None:
-        """Draws draft j of every row from hidden states [B, 1, hidden]. Records token and distribution."""
+        """Draws draft j of every row from hidden states [B, 1, hidden]. Writes token and distribution to the state."""
         if shape.sampler == GREEDY and self._map is None:
             self.model.argmax(hidden[:, 0], self.shared_vocab, shape.tiling, out=state.draft_tokens[:, j])
             return
@@ -130,15 +138,15 @@ class DraftModel(ProposerBase):
 
 
 class ParallelDraft(DraftModel):
-    """Drafts with a causal model that was trained to predict at masks (PARD, arXiv 2504.18583).
+    """Drafts with a causal model that was trained to predict at mask tokens (PARD, arXiv 2504.18583).
 
-    One pass has a row's tokens that the model has not read, then k - 1 masks. The last token gives draft 0, and mask j
-    gives draft j. So a draft's distribution depends only on the text and, in a row with penalties, on the drafts before
-    it. K/V of the masks are no K/V of the text: the next step feeds accepted drafts again.
+    One pass reads a row's tokens that the model has not read, then k - 1 masks. The last token gives draft 0, and mask
+    j gives draft j. So a draft's distribution depends only on the text and, in a row with penalties, on the drafts
+    before it. K/V at masks are not those of the drafts, so the next step feeds accepted drafts again.
 
     Args:
         model, *options: see `DraftModel`.
-        mask_id: the model's id of a mask.
+        mask_id: the model's id of the mask token.
         max_drafts: largest k of any step.
 
     Raises:
@@ -181,9 +189,12 @@ class ParallelDraft(DraftModel):
                 overwrite_draft(state, shape, lookup[0][:, j], j < lookup[1], j)
 
     def _block(self, state: DecodeState, shape: StepShape) -> tuple[ForwardBatch, Tensor]:
-        """Returns each row's unread tokens and the masks after them as a batch, and the place of its last token [B, 1].
+        """Returns the input of the pass: each row's unread tokens, and mask tokens after them.
 
-        Rows have different numbers of unread tokens, at most `reads_back`; what comes after the masks is not written.
+        Rows have different numbers of unread tokens, at most `reads_back`. Padding after the masks writes no K/V.
+
+        Returns:
+            The batch; and int64 [B, 1], the index of each row's last token in it.
         """
         lengths, k = state.lengths[:, None], shape.num_drafts
         start = torch.maximum(state.draft_lengths[:, None], lengths - self.reads_back).clamp_min(0)
@@ -198,7 +209,7 @@ class ParallelDraft(DraftModel):
         return batch, (lengths - 1 - start).clamp_min(0)
 
     def _logits(self, x: Tensor, shape: StepShape) -> list[Tensor]:
-        """Returns logits of each draft, fp32 [B, 1, target ids] each, from hidden states [B, k, hidden]."""
+        """Returns the logits of all k drafts, each fp32 [B, 1, target ids], from hidden states [B, k, hidden]."""
         logits = self.model.logits(x, shape.tiling)
         logits = logits[..., : self.shared_vocab] if self._map is None else self._map.in_target_ids(logits)
         return [logits[:, j : j + 1].contiguous() for j in range(shape.num_drafts)]
@@ -206,12 +217,13 @@ class ParallelDraft(DraftModel):
 
 @dataclass(frozen=True, slots=True)
 class VocabMap:
-    """Map between two vocabularies, in both directions.
+    """Map between the token ids of target and draft, in both directions.
 
     Attributes:
-        to_draft: int64 [target ids], the draft id that is fed for each; 0 if there is none.
-        places: int64 [draft ids], the target id with the same text; the number of target ids if there is none.
-        known: bool [draft ids], True if there is one.
+        to_draft: int64 [target ids], for each target id the draft id that is fed instead; 0 if there is none.
+        places: int64 [draft ids], for each draft id the target id with the same text; the number of target ids if there
+            is none.
+        known: bool [draft ids], True if there is such a target id.
     """
 
     to_draft: Tensor
@@ -220,12 +232,12 @@ class VocabMap:
 
     @classmethod
     def of(cls, target_ids: Tensor, target_vocab: int, to_draft: Tensor | None = None) -> VocabMap:
-        """Makes the map from the target id of each draft id; -1 if there is none.
+        """Makes the map.
 
         Args:
-            target_ids: int64 [draft ids].
+            target_ids: int64 [draft ids], the target id with the same text; -1 if there is none.
             target_vocab: number of target ids.
-            to_draft: int64 [target ids], the draft id that is fed for each. None: the one that means the same, else 0.
+            to_draft: see the attribute. None: the draft id with the same text, or 0 if there is none.
 
         Raises:
             ValueError: two draft ids have one target id, or a target id is not below target_vocab.
@@ -240,7 +252,7 @@ class VocabMap:
         return cls(to_draft, places, known)
 
     def best(self, logits: Tensor) -> Tensor:
-        """Returns the target id of the largest logit [..., draft ids] among ids that the target has."""
+        """Returns the target id of the largest of the logits [..., draft ids], without ids that the target lacks."""
         return self.places[torch.where(self.known, logits, -torch.inf).argmax(dim=-1)]
 
     def in_target_ids(self, logits: Tensor) -> Tensor:
@@ -250,13 +262,24 @@ class VocabMap:
 
 
 def sample(ops: Ops, state: DecodeState, shape: StepShape, draws: Draws, logits: Tensor, j: int, work: Any) -> None:
-    """Draws draft j of every row from logits [B, 1, target ids]. Records token and distribution."""
+    """Draws draft j of every row from logits [B, 1, target ids]. Writes token and distribution to the state.
+
+    Args:
+        ops: implementation of the draw.
+        state, shape, draws: see `Proposer.propose`.
+        logits: fp32 [B, 1, target ids].
+        j: number of the draft, from 0.
+        work: result of `ops.sampled_work`.
+    """
     keep = keep_draft_probs(shape)
     ops.sampled_draw(logits, state, j, work, purpose=purpose_of(shape), keep_draft_probs=keep, draws=draws)
 
 
 def overwrite_draft(state: DecodeState, shape: StepShape, token: Tensor, in_rows: Tensor, j: int) -> None:
-    """Sets draft j to `token` [B] in rows `in_rows` bool [B], and its distribution to probability 1 on it."""
+    """Replaces draft j by `token`, int64 [B], in the rows where `in_rows`, bool [B], is True.
+
+    Its distribution then has probability 1 for this token.
+    """
     state.draft_tokens[:, j] = torch.where(in_rows, token, state.draft_tokens[:, j])
     if keep_draft_probs(shape):
         probs = state.draft_probs[:, j]

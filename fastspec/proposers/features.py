@@ -21,7 +21,7 @@ def hand_over_step(
     rows: ForwardBatch,
     buffer: Tensor | None,
 ) -> None:
-    """Passes the hidden states of a step to the proposer, after its commit.
+    """Passes the hidden states of a step to the proposer, after the commit of the step.
 
     The hidden states of newly committed positions are passed together with the tokens that follow them, which the step
     emitted. This includes rows that ended in the step, because their pages may be reused by later prompts.
@@ -29,7 +29,8 @@ def hand_over_step(
     Args:
         proposer: the proposer. Nothing is done if it has no `features`.
         state: rows of the step.
-        features: [B, k+1, layers, hidden] at the positions that the step fed.
+        shape: shape of the step.
+        features: [B, k+1, layers, hidden], hidden states at the positions that the step fed.
         rows: the tokens and positions that the step fed.
         buffer: result of `feature_buffer`, with at least these rows.
     """
@@ -57,10 +58,13 @@ def hand_over_prompt(
     rows: ForwardBatch,
     buffer: Tensor | None,
 ) -> None:
-    """Passes the hidden states of a prefill pass of one row. For other arguments see `hand_over_step`.
+    """Passes the hidden states of a prefill pass over one row to the proposer.
 
     Args:
+        proposer, state, shape: see `hand_over_step`.
+        features: [B, Q, layers, hidden], hidden states at the positions that the pass fed.
         rows: the tokens and positions that the pass fed.
+        buffer: [1, ..], the row's entry of the result of `feature_buffer`.
     """
     if takes_features(proposer):
         following = state.tokens.gather(1, (rows.positions + 1).clamp(max=state.tokens.shape[1] - 1))
@@ -74,7 +78,10 @@ def hand_over_prompt(
 
 
 def _with_older(state: DecodeState, fed: ForwardBatch, older: int) -> ForwardBatch:
-    """Returns the rows with the `older` positions before them. They are written in rows whose first position is."""
+    """Returns `fed` with `older` more positions before its first one, and the tokens that follow these positions.
+
+    They are written if the first position of the row is written.
+    """
     positions = fed.positions[:, :1] + torch.arange(-older, 0, device=fed.positions.device)
     written = fed.write_mask[:, :1] & (positions >= 0)
     positions = positions.clamp_min(0)
@@ -102,7 +109,13 @@ def _tell(
 
 
 def _keep_newest(found: Tensor, count: Tensor, buffer: Tensor) -> None:
-    """Copies each row's last valid entry, number `count` - 1 [B] of found [B, Q, ..], to the buffer, if it has any."""
+    """Copies entry count[b] - 1 of each row b of `found` to the buffer. Rows with a count of 0 are unchanged.
+
+    Args:
+        found: [B, Q, ..], entries of Q positions.
+        count: int64 [B], number of valid entries of each row.
+        buffer: [B, ..].
+    """
     wide = [1] * (found.dim() - 2)
     if found.shape[1] > 1:
         newest = (count - 1).clamp_min(0).view(-1, 1, *wide)
@@ -111,9 +124,12 @@ def _keep_newest(found: Tensor, count: Tensor, buffer: Tensor) -> None:
 
 
 def _keep_window(joined: Tensor, count: Tensor, buffer: Tensor) -> None:
-    """Copies entries count .. count + n - 1 [B] of joined [B, n + Q, ..] to the buffer [B, n, ..].
+    """Copies the n newest entries of each row to the buffer.
 
-    The first n entries of `joined` are those of the buffer.
+    Args:
+        joined: [B, n + Q, ..], the n entries of the buffer, then those of Q positions.
+        count: int64 [B], number of valid entries of each row among the last Q.
+        buffer: [B, n, ..].
     """
     wide = [1] * (joined.dim() - 2)
     places = count[:, None] + torch.arange(buffer.shape[1], device=count.device)

@@ -39,10 +39,10 @@ class Eagle3Drafts(ChainDrafts):
 
 
 class PEagleDrafts(ChainDrafts):
-    """Drafts with a P-EAGLE head. It reads hidden states like an EAGLE-3 head, see `ChainDrafts`.
+    """Drafts with a P-EAGLE head, which makes all drafts of a step in one pass over mask tokens.
 
-    All drafts are drawn before any is fed to the head. So a draft's distribution depends only on the text and, in a row
-    with penalties, on the drafts before it.
+    It reads the target's hidden states as an EAGLE-3 head does, see `ChainDrafts`. The head never reads drafts of the
+    same step. So a draft's distribution depends only on the text and, in a row with penalties, on the drafts before it.
 
     Args:
         model: the head.
@@ -73,7 +73,7 @@ class PEagleDrafts(ChainDrafts):
         Args:
             state, shape, draws: see `Proposer.propose`.
             lookup: see `DraftModel.propose`.
-            features: [B, hidden], g of each row's newest position.
+            features: [B, hidden], the head's input g (see `ChainHead.condense`) at each row's newest position.
         """
         known = self._begin(state, shape.num_drafts)
         with self._mark("block"):
@@ -81,7 +81,11 @@ class PEagleDrafts(ChainDrafts):
         self._draw_block(state, shape, draws, x, lookup)
 
     def _block(self, state: DecodeState, shape: StepShape, known: Tensor) -> ForwardBatch:
-        """Returns positions lengths - 2 .. lengths + k - 3 of each row, with its last token and masks."""
+        """Returns the input of the head's pass: positions lengths - 2 .. lengths + k - 3 of each row.
+
+        Its ids are the tokens after these positions: the row's last token, then mask tokens. `known` is bool [B], True
+        for rows that draft.
+        """
         k = shape.num_drafts
         state.draft_tokens[:, :k] = self._head.head.mask_id
         ids, positions, _ = self.ops.feed_rows(
@@ -111,7 +115,7 @@ def build_head(
     mark: Callable[[str], AbstractContextManager[object]],
     work: Any,
 ) -> tuple[ContinuesDrafts, PendingHead]:
-    """Makes the proposer of a head. Returns (proposer, weights of the head, which must be filled before use).
+    """Makes the proposer of a head. Returns (proposer, weights of the head, which must be read before use).
 
     Args:
         checkpoint: the head, already checked against its target.
@@ -119,7 +123,7 @@ def build_head(
         cache: KV pages of the head's layers.
         dtype: dtype of the target.
         ops: implementation of the kernels.
-        sizes: positions, rows and tokens of a pass; arguments of `Decoder`.
+        sizes: keyword arguments of `Decoder` with the largest positions, rows and tokens of a pass.
         length: largest number of tokens of a row.
         progress: True to show a progress bar.
         mark, work: see `DraftModel`.

@@ -1,6 +1,6 @@
 """Interfaces of proposers, and their base classes.
 
-A proposer gets views of the state, and hidden states of the target if it asks for them.
+A proposer gets views of the `DecodeState`, and hidden states of the target if it has `features`.
 """
 
 from __future__ import annotations
@@ -20,38 +20,38 @@ class Proposer(Protocol):
     """Makes the draft tokens of a step.
 
     Attributes:
-        max_length: `catch_up` feeds the proposer at most this number of tokens from the beginning of a row. 0: it feeds
-            none.
-        deterministic: True if drafts are a function of the row's tokens (and features), without random numbers. Their
-            distribution then has probability 1 on them, and draft_probs is neither written nor read.
+        max_length: number of first tokens of a row that `catch_up` may feed. 0: it feeds none.
+        deterministic: True if drafts are a function of the row's tokens (and features), without random numbers. Then
+            each draft has probability 1, and draft_probs is neither written nor read.
 
     A proposer that reads the target's hidden states also has:
 
     - `features`, a tuple of target layers, counted from 0, whose residual stream it reads. -1 is the embedding, and the
       number of layers is the stream after the final norm.
 
-    A proposer with features and without `take_features` is called as propose(..., features=buffer), a buffer [B, K+1,
-    layers, hidden] in the target's dtype. If the last step of a row emitted n = state.emitted tokens, entry i < n
-    belongs to position lengths - 1 - n + i. Entries from n on belong to refused drafts. Before a row's first step n is
-    1, and entry 0 belongs to the position before the last token of its prompt. For a prompt of one token n is 0.
+    A proposer with features and without `take_features` is called as propose(..., features=buffer). The buffer [B, K+1,
+    layers, hidden] has hidden states in the target's dtype. If the last step of a row emitted n = state.emitted tokens,
+    entry i < n belongs to position lengths - 1 - n + i. Entries from n on belong to refused drafts. Before the first
+    step of a row n is 1, and entry 0 belongs to the position before the last token of its prompt. For a prompt of one
+    token n is 0.
 
     A proposer that stores features itself, for example in a KV cache, is a `FeatureReader` and has:
 
-    - `take_features(state, shape, features, rows)`. It is called once for every position of a row except the last, in
-      order, with features [B, Q, layers, hidden]. The call is made inside the pass that computed them: a prefill pass,
-      or the end of a step, also of one without drafts.
-    - `kept`, the shape of a row's entry that is stored between steps; () for none. propose is then called with
-      features=buffer [B, *kept], which has the entry that `take_features` returned for the newest position.
-    - optionally `computed_again`, n > 0 if its K/V of a position depend on n more tokens than the next one. Then `kept`
-      is (n, layers, hidden), and the entry has the target's hidden states at a row's n newest positions.
-      At the end of each step, `take_features` is called with these n positions of the step before, too, which come
-      first. `take_features` returns None.
+    - `take_features(state, shape, features, rows)`. It is called for all positions of a row except the last, in order,
+      each once, with features [B, Q, layers, hidden]. The call is made inside the pass that computed them: in a prefill
+      pass, or at the end of a step, also of one without drafts.
+    - `kept`, the shape of the entry that is stored for each row between steps; () if none is. propose is then called
+      with features=buffer [B, *kept], which has the entry that `take_features` returned for the newest position.
+    - optionally `computed_again` = n > 0, if the proposer's K/V of a position depend on n more tokens after the next
+      one. Then `kept` is (n, layers, hidden), and the entry has the target's hidden states at a row's n newest
+      positions. At the end of each step, `take_features` is called with the positions of the step and, before them, the
+      n positions of that entry. It returns None.
 
     A proposer that stores everything about a row in the row's pages has:
 
-    - `in_pages`, a bool: True if results of `catch_up` and `take_features` are only in the pages of the row. Rows with
-      the same beginning then share them. Otherwise `catch_up` must read such a row from its start, and with
-      `take_features` no prompt is shared.
+    - `in_pages`, a bool: True if `catch_up` and `take_features` write only to the pages of the row. Then rows with the
+      same first tokens share these pages. Otherwise `catch_up` reads such a row from its start, and for a proposer with
+      `take_features` there is no prefix cache.
     """
 
     max_length: int
@@ -60,13 +60,18 @@ class Proposer(Protocol):
     def propose(self, state: DecodeState, shape: StepShape, draws: Draws) -> None:
         """Writes state.draft_tokens[:, :k] and draft_counts; with `keep_draft_probs` also draft_probs[:, :k].
 
-        Runs inside the step: no host read, no data-dependent shape. Rows that are not running may get any values.
-        Drafts must be ids of the target. draft_probs must have the distribution from which each draft was drawn. The
-        first `draft_counts` drafts of a row are used, the others are ignored. Random numbers use `purpose_of(shape)`.
+        It runs inside the step, so it must not read values on the host, and no shape may depend on data. Rows that are
+        not running may get any values. Drafts must be ids of the target. draft_probs must have the distribution from
+        which each draft was drawn. The first `draft_counts` drafts of a row are used, the others are ignored.
+
+        Args:
+            state: views of the rows of the step.
+            shape: shape of the step. k is `shape.num_drafts`.
+            draws: random numbers, to be drawn for the purpose `purpose_of(shape)`.
         """
 
     def catch_up(self, state: DecodeState, shape: StepShape, chunk: int) -> None:
-        """Feeds up to `chunk` committed tokens per row that it has not read yet, and advances draft_lengths."""
+        """Reads up to `chunk` committed tokens per row that were not read before, and increases state.draft_lengths."""
 
 
 class FeatureReader(Proposer, Protocol):
@@ -84,17 +89,18 @@ class FeatureReader(Proposer, Protocol):
     ) -> Tensor | None:
         """Reads the target's hidden states at some positions of each row.
 
-        Runs inside a step or a prefill pass: no host read, no data-dependent shape.
+        It runs inside a step or a prefill pass, so it must not read values on the host, and no shape may depend on
+        data.
 
         Args:
             state: the rows, after the commit; one row in a prefill pass.
             shape: shape of the step or pass.
             features: [B, Q, layers, hidden], in the target's dtype.
-            rows: `rows.positions` are their positions, `rows.ids` the tokens that follow each of them.
+            rows: `rows.positions` are the positions of `features`, `rows.ids` the tokens that follow these positions.
                 `rows.write_mask` is False for refused drafts, rows that do not run, and padding.
 
         Returns:
-            [B, Q, *kept]; the entry of a row's newest position is stored. None if `kept` is ().
+            [B, Q, *kept], an entry for each position. That of a row's newest position is stored. None if `kept` is ().
         """
 
 
@@ -103,8 +109,9 @@ class ProposerBase(ABC):
 
     Attributes:
         max_length, deterministic, kept, computed_again, in_pages: see `Proposer`.
-        reads_back: `propose` itself feeds up to this number of a row's newest tokens that it has not read.
-        feeds_drafts: False if K/V of the drafts are not in its cache after `propose`.
+        reads_back: number of a row's newest tokens that `propose` itself reads, if they were not read before.
+            `catch_up` leaves them out.
+        feeds_drafts: False if K/V of the drafts are not in the proposer's cache after `propose`.
     """
 
     max_length: int = 0
@@ -117,17 +124,17 @@ class ProposerBase(ABC):
 
     @property
     def features(self) -> tuple[int, ...]:
-        """Target layers whose residual stream it reads. () by default: none."""
+        """Target layers whose residual stream the proposer reads. () by default: none."""
         return ()
 
     @property
     def takes_features(self) -> bool:
-        """True if it is a `FeatureReader`."""
+        """True if this proposer is a `FeatureReader`."""
         return type(self).take_features is not ProposerBase.take_features
 
     @property
     def drafter(self) -> object:
-        """Returns the proposer itself. A wrapping proposer returns the one that it wraps."""
+        """The proposer that makes the drafts: this one itself. In a wrapper it is the wrapped proposer."""
         return self
 
     @abstractmethod
@@ -157,17 +164,17 @@ class Wrapping(ProposerBase):
 
     @property
     def features(self) -> tuple[int, ...]:
-        """Returns the features of the wrapped proposer. They may change later, by `read`."""
+        """Features of the wrapped proposer. `LearnedDrafts.read` may change them later."""
         return features_of(self._inner)
 
     @property
     def takes_features(self) -> bool:
-        """True if the inner proposer is a `FeatureReader`."""
+        """True if the wrapped proposer is a `FeatureReader`."""
         return takes_features(self._inner)
 
     @property
     def drafter(self) -> object:
-        """Returns the wrapped proposer."""
+        """The wrapped proposer."""
         return self._inner
 
     def catch_up(self, state: DecodeState, shape: StepShape, chunk: int) -> None:
@@ -201,7 +208,7 @@ def computed_again_of(proposer: object) -> int:
 
 
 def reads_back_of(proposer: object) -> int:
-    """Returns how many of a row's newest tokens `propose` feeds itself, see `ProposerBase`. 2 for most."""
+    """Returns how many of a row's newest tokens `propose` itself reads, see `ProposerBase`. 2 for most."""
     return int(getattr(proposer, "reads_back", 2))
 
 
@@ -228,7 +235,7 @@ def is_deterministic(proposer: object) -> bool:
 
 
 def reads_ahead(proposer: object) -> int:
-    """Returns the number of later tokens on which K/V of a position in the proposer's pages depend.
+    """Returns the number of tokens after a position on which the proposer's K/V of that position depend.
 
     1 or more for a `FeatureReader`, else 0.
     """
@@ -236,12 +243,18 @@ def reads_ahead(proposer: object) -> int:
 
 
 def drafter_of(proposer: object) -> object:
-    """Returns the proposer that makes the drafts: the innermost one, if proposers are wrapped."""
+    """Returns the proposer that makes the drafts: the wrapped one, if `proposer` is a wrapper."""
     return proposer.drafter if isinstance(proposer, ProposerBase) else proposer
 
 
 def feature_shape(proposer: object, max_drafts: int, hidden: int) -> tuple[int, ...]:
-    """Returns the shape of a row's features that are stored between steps, see `Proposer`. () for none."""
+    """Returns the shape of the hidden states that are stored for each row between steps. () for none.
+
+    Args:
+        proposer: their reader, see `Proposer`.
+        max_drafts: largest number of drafts of a step.
+        hidden: size of the target's hidden states.
+    """
     layers = features_of(proposer)
     if not layers:
         return ()
@@ -251,6 +264,9 @@ def feature_shape(proposer: object, max_drafts: int, hidden: int) -> tuple[int, 
 def feature_buffer(
     proposer: object, batch: int, max_drafts: int, hidden: int, dtype: torch.dtype, device: torch.device
 ) -> Tensor | None:
-    """Allocates the static buffer [batch, *feature_shape]. None if nothing is stored."""
+    """Allocates the buffer [batch, *feature_shape] of hidden states that are stored for a proposer between steps.
+
+    None: nothing is stored.
+    """
     shape = feature_shape(proposer, max_drafts, hidden)
     return torch.zeros(batch, *shape, dtype=dtype, device=device) if shape else None

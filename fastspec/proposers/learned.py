@@ -19,7 +19,7 @@ from fastspec.state import DecodeState
 
 
 class HeadModel(Protocol):
-    """Passes of a head."""
+    """Interface of a learned head that is common to all kinds of heads."""
 
     @property
     def head(self) -> HeadSpec:
@@ -30,10 +30,10 @@ class HeadModel(Protocol):
         """Number of ids that it can draft."""
 
     def logits(self, hidden: Tensor, tiling: Tiling) -> Tensor:
-        """Returns fp32 logits [..., vocab_size]."""
+        """Returns fp32 logits [..., vocab_size] for the head's output [..., hidden]."""
 
     def argmax(self, hidden: Tensor, limit: int, tiling: Tiling, out: Tensor) -> None:
-        """Writes the argmax; see `CausalModel.argmax`."""
+        """Writes the ids of the largest logits; see `CausalModel.argmax`."""
 
 
 Model = TypeVar("Model", bound=HeadModel)
@@ -43,11 +43,15 @@ class LearnedDrafts(ProposerBase, Generic[Model]):
     """Proposer with a learned head. It reads hidden states as they are computed, so its cache is always up to date.
 
     Args:
-        model: the head. Its first reading is used.
+        model: the head. The first one of its `readings` is used.
         ops: ops for everything outside the model.
-        vocab_map: int64 [head's ids], the target's id of each. None: the head has the target's ids.
-        mark: context that names a pass in a profiler.
+        vocab_map: int64 [head's ids], the target's id for each id of the head. None: the head has the target's ids.
+        mark: returns a context that names a pass in a profiler.
         work: result of `ops.sampled_work`.
+
+    Attributes:
+        reading: boundaries between the target's layers whose hidden states the head reads. Boundary b is after b
+            layers.
     """
 
     features: tuple[int, ...] = ()
@@ -69,11 +73,15 @@ class LearnedDrafts(ProposerBase, Generic[Model]):
         self._map = None if vocab_map is None else VocabMap.of(vocab_map, self._target.vocab_size)
 
     def read(self, reading: tuple[int, ...]) -> None:
-        """Selects the hidden states of the target to read."""
+        """Selects the hidden states of the target to read.
+
+        Args:
+            reading: boundaries between the target's layers, see the attribute.
+        """
         self.reading, self.features = reading, self.layers_of(reading)
 
     def layers_of(self, reading: tuple[int, ...]) -> tuple[int, ...]:
-        """Converts a reading to the target's layers, see `Proposer.features`."""
+        """Converts boundaries between layers to the layer numbers of `Proposer.features`."""
         return as_layers(reading, self._target.layers)
 
     def __str__(self) -> str:
@@ -83,7 +91,11 @@ class LearnedDrafts(ProposerBase, Generic[Model]):
         return f"{self.article} {self.model.head.found} that reads {boundaries}{ids}"
 
     def _begin(self, state: DecodeState, k: int) -> Tensor:
-        """Announces k drafts of each row with at least one position. Returns the rows that run: bool [B]."""
+        """Sets the number of drafts to k in rows of at least two tokens, and to 0 in others.
+
+        Returns:
+            bool [B], True for running rows that draft.
+        """
         known = state.lengths > 1
         torch.mul(known, k, out=state.draft_counts)
         return known & state.running
@@ -96,15 +108,18 @@ class LearnedDrafts(ProposerBase, Generic[Model]):
         return drafted if self._map is None else self._map.places[drafted]
 
     def _sample(self, state: DecodeState, shape: StepShape, draws: Draws, logits: Tensor, j: int) -> None:
-        """Draws draft j of every row from logits [B, 1, head's ids]. Records token and distribution."""
+        """Draws draft j of every row from logits [B, 1, head's ids]. Writes token and distribution to the state."""
         logits = logits if self._map is None else self._map.in_target_ids(logits)
         sample(self.ops, state, shape, draws, logits, j, self._work)
 
     def _draw(self, state: DecodeState, shape: StepShape, draws: Draws, x: Tensor, j: int, picks: Tensor) -> None:
-        """Draws draft j of every row from hidden states [B, 1, hidden]. Records token and distribution.
+        """Draws draft j of every row from the head's output. Writes token and distribution to the state.
 
         Args:
-            picks: int64 [B] of zeros, to which the head's ids are written.
+            state, shape, draws: see `Proposer.propose`.
+            x: [B, 1, hidden], output of the head.
+            j: number of the draft, from 0.
+            picks: int64 [B] of zeros, work area for the head's ids.
         """
         model = self.model
         if shape.sampler != GREEDY:
@@ -118,7 +133,10 @@ class LearnedDrafts(ProposerBase, Generic[Model]):
     def _draw_block(
         self, state: DecodeState, shape: StepShape, draws: Draws, x: Tensor, lookup: tuple[Tensor, Tensor] | None
     ) -> None:
-        """Draws all k drafts of every row from hidden states [B, k, hidden]. For `lookup` see `DraftModel.propose`."""
+        """Draws all k drafts of every row from the head's output x [B, k, hidden].
+
+        For `lookup` see `DraftModel.propose`.
+        """
         if shape.sampler == GREEDY:
             self._pick(state, shape, x, lookup)
             return
@@ -129,7 +147,7 @@ class LearnedDrafts(ProposerBase, Generic[Model]):
                 overwrite_draft(state, shape, lookup[0][:, j], j < lookup[1], j)
 
     def _pick(self, state: DecodeState, shape: StepShape, x: Tensor, lookup: tuple[Tensor, Tensor] | None) -> None:
-        """Writes the most probable token of each position as its draft, from hidden states [B, k, hidden]."""
+        """Writes the most probable tokens as the k drafts of every row, from the head's output x [B, k, hidden]."""
         k, model = shape.num_drafts, self.model
         # zeros: while kernels are only compiled, no ids are written, but ids are used as indices
         picks = torch.zeros(x.shape[0] * k, dtype=torch.int64, device=x.device)

@@ -30,11 +30,13 @@ class MtpDrafts(ChainDrafts):
 
 
 class MtpLayersDrafts(LearnedDrafts[Mtp]):
-    """Drafts with several MTP layers of the target's own checkpoint. Layer j makes draft j, the last all later ones.
+    """Drafts with several MTP layers of the target's own checkpoint.
 
-    Layer j reads token i + 1 + j at position i. At the n newest positions of a row, n = `computed_again`, some of these
-    tokens are drafts. So a step computes these positions for every layer again: with the drafts, before it drafts with
-    the next layer, and with the emitted tokens, at its end.
+    Layer j makes draft j. The last layer also makes all later drafts.
+
+    At position i layer j reads token i + 1 + j. At the n newest positions of a row, n = `computed_again`, some of these
+    tokens are drafts. So a step computes every layer at these positions twice: with the drafts, before the next layer
+    drafts; and with the emitted tokens, at the end of the step.
 
     At the end of every step and prefill pass, K and V of all layers are computed at all positions whose tokens are
     known. So drafting may pause and resume.
@@ -61,7 +63,7 @@ class MtpLayersDrafts(LearnedDrafts[Mtp]):
         return f"the {self._layers} layers of the checkpoint's own {self.model.head.found}{ids}"
 
     def take_features(self, state: DecodeState, shape: StepShape, features: Tensor, rows: ForwardBatch) -> None:
-        """Writes keys and values of all layers, at positions whose tokens are known. See `FeatureReader`."""
+        """Writes K and V of all MTP layers at those positions whose tokens are known. See `FeatureReader`."""
         x, tokens = self.model.condense(features, rows.tiling).contiguous(), state.tokens
         for layer in range(self._layers):
             at = rows.positions + (1 + layer)
@@ -105,9 +107,16 @@ class MtpLayersDrafts(LearnedDrafts[Mtp]):
                     overwrite_draft(state, shape, lookup[0][:, j], j < lookup[1], j)
 
     def _inputs(self, state: DecodeState, shape: StepShape, j: int, count: int, known: Tensor) -> ForwardBatch:
-        """Returns the positions at which draft j is computed, and the tokens that its layer reads there.
+        """Returns the input of the pass that makes draft j: the newest positions, and the tokens read at each of them.
 
-        The last one is the newest position, or a later one for drafts after the last layer's own one.
+        The last position is lengths - 2 for the first draft of each layer. It is one position later for each further
+        draft of the last layer.
+
+        Args:
+            state, shape: see `propose`.
+            j: number of the draft, from 0.
+            count: number of positions per row.
+            known: bool [B, 1], True for running rows that draft.
         """
         ids, _, _ = self.ops.feed_rows(
             state.tokens,

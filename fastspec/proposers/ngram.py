@@ -22,8 +22,8 @@ _LONGEST = 32
 class NGram(DeterministicProposer):
     """Drafts the tokens that followed the last occurrence of a row's last tokens in the row itself.
 
-    Uses the longest match of max_n down to min_n tokens; of equally long ones the most recent. If fewer than k tokens
-    follow the match, the copy continues with the tokens that it has just copied. So repetitive text is drafted
+    The longest match of min_n to max_n tokens is used; of equally long matches, the most recent one. If fewer than k
+    tokens follow the match, the copy continues with the tokens that it has just copied. So repetitive text is drafted
     correctly. A row without a match has no drafts in that step.
 
     Args:
@@ -43,7 +43,7 @@ class NGram(DeterministicProposer):
         self.ops = Ops()
 
     def __repr__(self) -> str:
-        """The arguments, which ranks compare."""
+        """Formats the arguments. Ranks compare this text."""
         return f"{type(self).__name__}(min_n={self.min_n}, max_n={self.max_n})"
 
     def __str__(self) -> str:
@@ -61,5 +61,5 @@ class NGram(DeterministicProposer):
         return self.ops.look_up(LookUp(tokens, lengths, self.min_n, self.max_n), k)
 
     def look_up(self, state: DecodeState, k: int) -> tuple[Tensor, Tensor]:
-        """`guess` for the rows of a state."""
+        """Returns the result of `guess` for the rows of a state."""
         return self.guess(state.tokens, state.lengths, k)

@@ -1,4 +1,7 @@
-"""Chooses which hidden states a head reads if its config is ambiguous: tries each reading on a short text."""
+"""Chooses which hidden states of the target a head reads, if its config is ambiguous.
+
+Each possible set of hidden states, a reading, is tried on a short text.
+"""
 
 from __future__ import annotations
 
@@ -15,15 +18,15 @@ from fastspec.shapes import ForwardBatch, StepShape, Tiling
 
 
 def choose_reading(target: CausalModel, proposer: object, shape: StepShape, tiling: Tiling, pages: Tensor) -> None:
-    """Chooses the reading with the best first drafts and prints it. Does nothing if there is only one.
+    """Chooses the reading whose first drafts are right most often, and warns with the choice.
 
-    Waits for the device.
+    Does nothing if the proposer has no head, or the head has only one reading. Waits for the device.
 
     Args:
         target: the target model.
         proposer: the head, or lookup combined with it.
         shape: shape of a prefill pass of `shape.tiling.queries` tokens.
-        tiling: tiling of a step's products.
+        tiling: tile shapes of the matrix products of a step.
         pages: int64 [1, P], pages that no row owns.
     """
     head = drafter_of(proposer)
@@ -45,9 +48,9 @@ def choose_reading(target: CausalModel, proposer: object, shape: StepShape, tili
 
 
 def _accepted(target: CausalModel, head: ChainDrafts, shape: StepShape, tiling: Tiling, pages: Tensor) -> list[float]:
-    """Measures each reading.
+    """Returns for each reading the share of positions of the text at which the first draft is the target's argmax.
 
-    Returns the share of positions of the text at which the first draft is the target's argmax.
+    For arguments see `choose_reading`.
     """
     chunk = shape.tiling.queries
     assert chunk is not None, "passes over prompts have a size"

@@ -1,4 +1,4 @@
-"""Suffix: drafts from texts that a row is likely to repeat, found on the device inside the step."""
+"""Suffix: looks up drafts in texts that a row is likely to repeat, on the device, inside the step."""
 
 from __future__ import annotations
 
@@ -19,34 +19,35 @@ from fastspec.shapes import StepShape
 from fastspec.state import DecodeState
 
 SHARED = 0  # owner of corpora, and of answers that may draft for every request
-NOBODY = -1
-_PER_MATCHED = 2  # drafts at most for each token that matches; of SuffixDecoding (Oliaro et al., arXiv:2411.04975)
+NOBODY = -1  # owner of no text
+# largest number of drafts per matching token, as in SuffixDecoding (Oliaro et al., arXiv:2411.04975)
+_PER_MATCHED = 2
 _CAPACITY = 2**24
 
 Remember = Literal["prompt", "session", "all"]
 
 
 class Suffix(NGram):
-    """Drafts what followed a row's last tokens in the row, in its prediction, in corpora, and in earlier answers.
+    """Drafts the tokens that followed a row's last tokens in the row, its prediction, corpora, or earlier answers.
 
-    Each source is searched for the longest match of max_n down to min_n tokens. The prediction drafts unless another
-    match is longer than twice its match and k more tokens. Of the other sources the one with the longest match drafts,
-    at most 2 tokens for each that matches. Of equally long matches in corpora and earlier answers the majority decides,
-    see `look_up_text`.
+    Each source is searched for the longest match of min_n to max_n tokens. The prediction is used unless another match
+    is longer than twice the prediction's match plus k. Of the other sources the one with the longest match is used. It
+    gives at most 2 drafts per matching token. If corpora and earlier answers have several equally long matches, the
+    continuation that most of them share is used, see `look_up_text`.
 
-    A prediction is followed from its beginning. Behind a difference it is followed again where the last tokens match,
-    or else where the text would be if each token had replaced one.
+    A prediction is followed from its beginning. After a difference it is followed again where the last tokens match.
+    Without such a match, it is followed as if each token of the row had replaced one token of the prediction.
 
     Args:
         min_n, max_n: see `NGram`.
-        prediction_tokens: tokens of a prediction at most; 0: calls have no `predictions`.
-        corpus_tokens: tokens of all corpora together at most; 0: there are none.
-        remember: requests that an earlier answer drafts for: those with the same prompt, those with the same
-            `session`, or all. None: answers are forgotten.
-        remembered_tokens: tokens of earlier answers that are kept; the oldest are forgotten first.
+        prediction_tokens: largest number of tokens of a row's prediction. 0: calls have no `predictions`.
+        corpus_tokens: largest number of tokens of all corpora together. 0: there are none.
+        remember: requests that may get drafts from an earlier answer: requests with the same prompt, requests with the
+            same `session`, or all. None: answers are not stored.
+        remembered_tokens: number of tokens of earlier answers that are stored. The oldest are dropped first.
 
     Raises:
-        ValueError: a number out of range, or another `remember`.
+        ValueError: a number is out of range, or `remember` is another value.
     """
 
     def __init__(
@@ -75,20 +76,20 @@ class Suffix(NGram):
         self._next, self._texts = 0, 0
 
     def __repr__(self) -> str:
-        """The arguments, which ranks compare."""
+        """Formats the arguments. Ranks compare this text."""
         sizes = f"prediction_tokens={self.prediction_tokens}, corpus_tokens={self.corpus_tokens}"
         kept = f"remember={self.remember!r}, remembered_tokens={self.remembered_tokens}"
         return f"Suffix(min_n={self.min_n}, max_n={self.max_n}, {sizes}, {kept})"
 
     def __str__(self) -> str:
-        """A short description, for messages and `explain()`."""
+        """Describes the proposer in a few words, for messages and `explain()`."""
         more = ["its prediction"] * bool(self.prediction_tokens) + ["corpora"] * bool(self.corpus_tokens)
         more += [f"earlier answers ({self.remember})"] if self.remember else []
         return f"lookup of the last {self.min_n} to {self.max_n} tokens in {', '.join(['the row itself', *more])}"
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the texts and their tables on the device."""
+        """Number of bytes of the stored texts and their search tables on the device."""
         rungs = rungs_between(self.min_n, self.max_n)
         return sum(TextIndex.nbytes(size, rungs) for size in (self.corpus_tokens, self.remembered_tokens))
 
@@ -101,10 +102,10 @@ class Suffix(NGram):
         return made
 
     def add_corpus(self, name: str, tokens: Sequence[int]) -> None:
-        """Adds a text, or replaces the one of that name.
+        """Adds a corpus, or replaces the corpus of that name.
 
         Raises:
-            ValueError: there is no room for it; the corpora stay as they are.
+            ValueError: there is no room for it. Then the corpora are unchanged.
         """
         corpora = {**self._corpora, name: list(tokens)}
         if (total := sum(map(len, corpora.values()))) > self.corpus_tokens:
@@ -115,10 +116,10 @@ class Suffix(NGram):
         self._rewrite(corpora)
 
     def remove_corpus(self, name: str) -> None:
-        """Forgets the corpus of that name.
+        """Removes a corpus.
 
         Raises:
-            ValueError: there is none.
+            ValueError: there is no corpus of that name.
         """
         if name not in self._corpora:
             raise ValueError(f"there is no corpus {name!r}; there are {sorted(self._corpora)}")
@@ -135,7 +136,10 @@ class Suffix(NGram):
         self._corpora = corpora
 
     def owner_of(self, prompt: Sequence[int], session: str | None) -> int:
-        """Returns the owner whose answers may draft for a request, and of its own answer; NOBODY for none."""
+        """Returns a number that identifies the requests which share their answers with a request.
+
+        Drafts come only from answers with the same number. SHARED: all requests. NOBODY: no answers are shared.
+        """
         if self.remember is None or (self.remember == "session" and session is None):
             return NOBODY
         if self.remember == "all":
@@ -144,7 +148,7 @@ class Suffix(NGram):
         return int.from_bytes(blake2b(data, digest_size=8).digest(), "little") >> 1 | 1
 
     def remember_answer(self, prompt: Sequence[int], answer: Sequence[int], session: str | None) -> None:
-        """Keeps an answer, with the prompt's last tokens before it; forgets the oldest tokens where it needs room."""
+        """Stores an answer, with the prompt's last tokens before it. Drops the oldest tokens if there is no room."""
         owner = self.owner_of(prompt, session)
         if self._answers is None or owner == NOBODY or not answer:
             return
@@ -163,7 +167,7 @@ class Suffix(NGram):
         state.draft_counts.copy_(counts)
 
     def look_up(self, state: DecodeState, k: int) -> tuple[Tensor, Tensor]:
-        """k drafts for each row with a match, from its best source; see `DeterministicProposer.guess`."""
+        """Returns k drafts for each row with a match, from its best source; see `DeterministicProposer.guess`."""
         prediction = None
         if state.prediction.shape[1]:
             prediction = Predictions(state.prediction, state.prediction_lengths, state.prompt_lengths)

@@ -1,4 +1,4 @@
-"""TextIndex: texts on the device, and where their token sequences occur; static arrays that a step searches."""
+"""TextIndex: texts on the device, with a table of their token sequences, in static arrays that a step searches."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ _UNUSED = torch.iinfo(torch.int64).max
 
 
 def rungs_between(shortest: int, longest: int) -> tuple[int, ...]:
-    """Returns the lengths of the sequences that an index knows: both bounds, and the powers of two between them."""
+    """Returns the lengths of the token sequences in an index: both bounds, and the powers of two between them."""
     powers = (2**power for power in range(longest.bit_length()))
     return tuple(sorted({shortest, longest, *(one for one in powers if shortest < one < longest)}))
 
 
 class TextIndex:
-    """Tokens of several texts, and a sorted table of the hashes of their sequences of `rungs` tokens.
+    """Tokens of several texts, and a sorted table of the hashes of their token sequences.
 
-    `Ops.look_up` finds a sequence by search in the table, and compares its tokens before it trusts the hash. The host
-    writes texts between steps, in the stream of the steps, and then calls `sort`. Addresses never change.
+    `Ops.look_up` finds a sequence by binary search in the table, and compares its tokens before it trusts the hash. The
+    host writes texts between steps, in the stream of the steps, and then calls `sort`. Addresses never change.
 
     Args:
-        capacity: tokens.
-        rungs: ascending lengths of the sequences in the table, each at least 1.
+        capacity: largest number of tokens of all texts.
+        rungs: lengths of the sequences in the table, ascending, each at least 1.
         device: device of the arrays.
 
     Attributes:
-        capacity: tokens.
+        capacity: see Args.
         table: the arrays.
     """
 
@@ -55,11 +55,18 @@ class TextIndex:
 
     @staticmethod
     def nbytes(capacity: int, rungs: tuple[int, ...]) -> int:
-        """Bytes of the arrays of an index."""
+        """Returns the number of bytes of the arrays of an index."""
         return 8 * capacity * (3 + 2 * len(rungs))
 
     def write(self, start: int, tokens: Sequence[int], text: int, owner: int) -> None:
-        """Queues the copy of a text to places `start` and on. `sort` is due afterwards."""
+        """Queues the copy of a text to the index. `sort` must be called afterwards.
+
+        Args:
+            start: index in the array of tokens at which the text begins.
+            tokens: token ids of the text.
+            text: number of the text, different for each text.
+            owner: number of the requests that may search it, see `Suffix.owner_of`.
+        """
         if not tokens:
             return
         stop = start + len(tokens)
@@ -70,12 +77,12 @@ class TextIndex:
         self.table.owners[start:stop].fill_(owner)
 
     def erase(self, start: int, stop: int) -> None:
-        """Forgets the tokens of places start..stop-1. `sort` is due afterwards."""
+        """Removes the tokens at indices start..stop-1. `sort` must be called afterwards."""
         self.table.texts[start:stop].fill_(-1)
         self.table.tokens[start:stop].zero_()
 
     def sort(self) -> None:
-        """Makes the table anew. Among equal hashes places ascend."""
+        """Computes the table again from the texts. Equal hashes are in the order of their places in the texts."""
         table, rungs = self.table, self.table.rungs
         place = torch.arange(self.capacity, device=table.tokens.device)
         hashed, columns, known = torch.zeros_like(table.tokens), [], table.texts >= 0
@@ -91,7 +98,7 @@ class TextIndex:
 
 
 def _numbers(count: int, device: torch.device) -> Tensor:
-    """Odd numbers of 64 bits, the same in every process: SplitMix64 of 1, 2, and so on."""
+    """Returns `count` odd 64-bit numbers, the same in every process: SplitMix64 of 1, 2, and so on."""
     made = []
     for index in range(1, count + 1):
         state = index * 0x9E3779B97F4A7C15 % 2**64
