@@ -1,4 +1,4 @@
-"""Distribution of the sampler, and its random numbers.
+"""Distribution from which the sampler draws tokens, and its random numbers.
 
 Random numbers come from Philox4x32-10 (Salmon et al., SC 2011), a counter-based generator. Each number is a function of
 (row seed, absolute position, purpose, token). It does not depend on the batch, the step or the row's slot. So a row's
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-DRAFT, ACCEPT, TARGET = 0, 1, 2  # purposes: three independent streams per position
+DRAFT, ACCEPT, TARGET = 0, 1, 2  # purposes of random numbers: three independent streams at each position
 
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
@@ -24,7 +24,10 @@ _BELOW_ONE = 1.0 - 2.0**-24
 
 
 def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
-    """Computes Philox4x32-10 on int64 tensors that hold unsigned 32-bit words. All broadcast to one shape."""
+    """Computes Philox4x32-10, which turns four words of a counter and two words of a key into four random words.
+
+    All words are unsigned 32-bit numbers in int64 tensors, which broadcast to one shape.
+    """
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(_ROUNDS):
@@ -41,13 +44,21 @@ def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Te
 
 
 def _unit(high: Tensor, low: Tensor) -> Tensor:
-    """Converts 64 random bits to fp32 in (0, 1). Small values keep full relative precision."""
+    """Converts two random 32-bit words to fp32 in (0, 1). Small values keep full relative precision."""
     value = high.float() * 2.0**-32 + (low.float() + 0.5) * 2.0**-64
     return value.clamp(max=_BELOW_ONE)
 
 
 def exponentials(seeds: Tensor, positions: Tensor, purpose: int, num_tokens: int) -> Tensor:
-    """Returns Exponential(1) times fp32 [B, num_tokens], keyed by (seeds [B], positions [B], purpose, token)."""
+    """Returns random numbers with the distribution Exponential(1), fp32 [B, num_tokens].
+
+    Each is a function of seeds[b], positions[b], the purpose and the token.
+
+    Args:
+        seeds, positions: int64 [B].
+        purpose: DRAFT, ACCEPT or TARGET.
+        num_tokens: size of the vocabulary.
+    """
     pairs = torch.arange((num_tokens + 1) // 2, device=seeds.device)
     words = philox(
         (pairs, positions[:, None] & _MASK, torch.full_like(pairs, purpose), positions[:, None] >> 32),
@@ -58,7 +69,15 @@ def exponentials(seeds: Tensor, positions: Tensor, purpose: int, num_tokens: int
 
 
 def uniforms(seeds: Tensor, positions: Tensor, purpose: int) -> Tensor:
-    """Returns fp32 numbers in (0, 1), shaped like positions [B, k], keyed by (seeds [B], positions, purpose)."""
+    """Returns uniform random numbers in (0, 1), fp32 [B, k].
+
+    Each is a function of seeds[b], positions[b, j] and the purpose.
+
+    Args:
+        seeds: int64 [B].
+        positions: int64 [B, k].
+        purpose: DRAFT, ACCEPT or TARGET.
+    """
     zero = torch.zeros_like(positions)
     words = philox(
         (zero, positions & _MASK, zero + purpose, positions >> 32),
@@ -69,9 +88,10 @@ def uniforms(seeds: Tensor, positions: Tensor, purpose: int) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class PhiloxDraws:
-    """Random numbers of B rows, keyed by their seeds int64 [B] and by position.
+    """Source of the random numbers by which drafts are accepted and tokens are sampled.
 
-    They accept drafts and sample tokens.
+    Attributes:
+        seeds: int64 [B], seed of each row.
     """
 
     seeds: Tensor
@@ -81,10 +101,11 @@ class PhiloxDraws:
         return uniforms(self.seeds, positions, ACCEPT) < probability
 
     def sample(self, probs: Tensor, positions: Tensor, purpose: int) -> Tensor:
-        """Draws ids [B] from probs [B, V]: the token with the smallest time / probability is taken (Gumbel-max).
+        """Draws ids [B] from probs [B, V], which need not sum to 1.
 
-        P(token) = probs / sum(probs) exactly, without a cumulative sum. Ties go to the lowest id. With probs [B, R, V]
-        and positions [B, R] it returns ids [B, R].
+        It takes the token with the smallest exponential random number / probability (Gumbel-max). So P(token) = probs /
+        sum(probs) exactly, without a cumulative sum. Of equal ones the lowest id is taken. With probs [B, R, V] and
+        positions [B, R] it returns ids [B, R].
         """
         seeds = self.seeds.view(-1, *[1] * (positions.dim() - 1)).expand_as(positions).flatten()
         times = exponentials(seeds, positions.flatten(), purpose, probs.shape[-1])
@@ -109,11 +130,11 @@ class SamplerRows:
 
 
 def compute_probs(logits: Tensor, options: SamplerRows) -> Tensor:
-    """Computes probabilities [B, R, V] from logits [B, R, V], in the order and with the meaning of transformers.
+    """Computes probabilities [B, R, V] from logits [B, R, V]. Options have the order and meaning of transformers.
 
-    Temperature comes first. Top-k also keeps ids whose logit equals the k-th largest. Top-p keeps the most probable
-    ids, as few as have a sum of top_p. Min-p keeps ids with at least min_p times the largest probability. A greedy row
-    has probability 1 on the lowest id among the largest logits.
+    Temperature comes first. Top-k also keeps ids whose logit equals the k-th largest. Top-p keeps the smallest set of
+    most probable ids whose probabilities sum to at least top_p. Min-p keeps ids with at least min_p times the largest
+    probability. A greedy row has probability 1 on the id with the largest logit, the lowest of equal ones.
     """
     probs = sampled_logits(logits, options).softmax(-1)
     one_hot = torch.zeros_like(probs).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
@@ -121,7 +142,7 @@ def compute_probs(logits: Tensor, options: SamplerRows) -> Tensor:
 
 
 def sampled_logits(logits: Tensor, options: SamplerRows) -> Tensor:
-    """Returns logits [B, R, V] over the temperature, with -inf for ids that top-k, top-p or min-p removes.
+    """Returns logits [B, R, V] divided by the temperature, with -inf for ids that top-k, top-p or min-p removes.
 
     Their softmax is the distribution from which a row samples. A greedy row keeps its logits.
     """
@@ -141,13 +162,14 @@ def _filter(scaled: Tensor, options: SamplerRows) -> Tensor:
 
 
 def _kept_by_rank(descending: Tensor, options: SamplerRows) -> Tensor:
-    """Returns bool [B, R, V]: True for the sorted logits that top-k and then top-p keep."""
+    """Returns bool [B, R, V], True for the logits, sorted in descending order, that top-k and then top-p keep."""
     vocab = descending.shape[-1]
     top_k = torch.where(options.top_k > 0, options.top_k, vocab).clamp(1, vocab)[:, None, None]
     kth = descending.gather(-1, (top_k - 1).expand(*descending.shape[:-1], 1))
     kept = descending >= kth
     probs = descending.masked_fill(~kept, -torch.inf).softmax(-1)
-    # mass from each rank to the end, summed from the smallest up as in transformers; ids with a small tail are removed
+    # sum of the probabilities from each rank to the last one, added from the smallest up as in transformers. Ids whose
+    # sum is at most 1 - top_p are removed
     tail = probs.flip(-1).cumsum(-1).flip(-1)
     heavy = (tail > 1.0 - options.top_p[:, None, None]) | (options.top_p >= 1.0)[:, None, None]
     first = torch.arange(vocab, device=descending.device) == 0

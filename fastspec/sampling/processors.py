@@ -21,14 +21,14 @@ class ProcessorRows:
     """Processor options and token counts of B rows. With neutral values no bit of the logits changes.
 
     Attributes:
-        bias: fp32 [B, V], added; -inf bans an id. Neutral: 0.
+        bias: fp32 [B, V], added to the logits; -inf bans an id. Neutral: 0.
         in_prompt: bool [B, V], True for ids of the prompt.
         output_counts: int32 [B, V], number of times that an id was emitted.
         repetition: fp32 [B], divides positive logits and multiplies others, for ids in prompt or output. Neutral: 1.
         presence: fp32 [B], subtracted from logits of ids in the output. Neutral: 0.
         frequency: fp32 [B], subtracted once for each time the id was emitted. Neutral: 0.
-        stop_ids: int64 [B, S], padded with -1.
-        min_lengths: int64 [B], tokens of prompt and output before which no stop id is allowed. Neutral: 0.
+        stop_ids: int64 [B, S], ids that end the row, padded with -1.
+        min_lengths: int64 [B], number of tokens of prompt and output before which no stop id is allowed. Neutral: 0.
     """
 
     bias: Tensor
@@ -42,14 +42,14 @@ class ProcessorRows:
 
 
 def process(logits: Tensor, rows: ProcessorRows, lengths: Tensor, drafts: Tensor) -> Tensor:
-    """Applies the options of `rows` to logits [B, R, V]. At each place the drafts before it count as emitted.
+    """Applies the options of rows to their logits. At each place the drafts before it count as emitted.
 
     Args:
-        logits: logits of the ids 0..V-1; V may be less than the vocabulary of `rows`.
+        logits: [B, R, V], logits at R places of the ids 0..V-1. V may be less than the vocabulary of `rows`.
         rows: options and counts of committed tokens.
         lengths: int64 [B], number of committed tokens.
-        drafts: int64 [B, D] with D >= R - 1. Place r comes after the first D - R + 1 + r drafts. Places after a row's
-            last valid draft are not used.
+        drafts: int64 [B, D] with D >= R - 1. Place r comes after the first D - R + 1 + r drafts. Places after the last
+            valid draft of a row are not used.
     """
     places, vocab = logits.shape[1:]
     counts = counts_at(rows.output_counts[:, :vocab], drafts, places)
@@ -64,9 +64,12 @@ def process(logits: Tensor, rows: ProcessorRows, lengths: Tensor, drafts: Tensor
 
 
 def counts_at(counts: Tensor, drafts: Tensor, places: int) -> Tensor:
-    """Counts the ids that were emitted before each place: int32 [B, R, V].
+    """Counts how often each id was emitted before each of R places: int32 [B, R, V].
 
-    At place r these are `counts` [B, V] plus the first D - R + 1 + r of drafts [B, D]. Ids outside 0..V-1 are ignored.
+    Args:
+        counts: int32 [B, V], number of times that each id was emitted before the step.
+        drafts: int64 [B, D]. The first D - R + 1 + r drafts come before place r. Ids outside 0..V-1 are ignored.
+        places: R.
     """
     vocab = counts.shape[1]
     before = drafts.shape[1] - places + 1
@@ -79,48 +82,57 @@ def counts_at(counts: Tensor, drafts: Tensor, places: int) -> Tensor:
 
 
 def _among(ids: Tensor, vocab: int) -> Tensor:
-    """Marks the ids below V that are in `ids` int64 [B, S]: bool [B, V]."""
+    """Returns bool [B, V], True for ids that are in `ids` int64 [B, S]."""
     at = torch.where((ids >= 0) & (ids < vocab), ids, vocab)
     found = torch.zeros(len(ids), vocab + 1, dtype=torch.bool, device=ids.device)
     return found.scatter_(1, at, True)[:, :vocab]
 
 
 def count(counts: Tensor, block: Tensor, emitted: Tensor) -> None:
-    """Adds the first `emitted` int64 [B] tokens of block int64 [B, K+1] to counts int32 [B, V], in place."""
+    """Counts the tokens that a step has emitted, in place.
+
+    Args:
+        counts: int32 [B, V], number of times that each id was emitted.
+        block: int64 [B, K+1], tokens of the step.
+        emitted: int64 [B], number of first tokens of `block` that were emitted.
+    """
     places = torch.arange(block.shape[1], device=block.device)
     new = (places < emitted[:, None]).to(counts.dtype)
     counts.scatter_add_(1, block.clamp(0, counts.shape[1] - 1), new)
 
 
 def invalid(logits: Tensor) -> Tensor:
-    """Returns bool [B, R]: True for places without a distribution.
+    """Returns bool [B, R], True for places at which no token can be chosen.
 
-    Their logits have NaN or infinity, or are all -inf.
+    Their logits [B, R, V] contain NaN or +inf, or are all -inf.
     """
     return ~logits.amax(dim=-1).isfinite()
 
 
 def flag_invalid(accepted: Tensor, places: Tensor) -> Tensor:
-    """Lowers `accepted` int64 [B], so that no token of an invalid place is emitted. -1 if nothing can be emitted.
+    """Lowers the numbers of accepted drafts, so that no token of an invalid place is emitted.
 
-    Drafts before the invalid place are still emitted. A row that does not end there begins its next step at that place.
+    Drafts before the invalid place are still emitted. A row that continues begins its next step at that place.
 
     Args:
-        accepted: int64 [B]; a row's tokens are chosen at places 0..accepted.
+        accepted: int64 [B], number of accepted drafts. A row's tokens are chosen at places 0..accepted.
         places: bool [B, k+1], True for invalid places.
+
+    Returns:
+        int64 [B], the lowered numbers. -1 if place 0 is invalid, so that nothing can be emitted.
     """
     first = first_invalid(places)
     return torch.where(first <= accepted, first - 1, accepted)
 
 
 def first_invalid(places: Tensor) -> Tensor:
-    """Returns the first True place of bool [B, k+1]: int64 [B]. k + 1 if there is none."""
+    """Returns int64 [B], the first True place of each row of `places` bool [B, k+1]. k + 1 if there is none."""
     index = torch.arange(places.shape[1], device=places.device)
     return torch.where(places, index, places.shape[1]).amin(dim=1)
 
 
 def drawable(probs: Tensor) -> Tensor:
-    """Replaces rows of probs [B, V] that contain NaN by probability 1 on id 0, so that a draft can be drawn.
+    """Returns probs [B, V] in which rows with NaN have probability 1 on id 0, so that a draft can be drawn.
 
     The text stays exact, because verification gives the target's distribution for any draft.
     """
@@ -130,11 +142,11 @@ def drawable(probs: Tensor) -> Tensor:
 
 
 def allowed(logits: Tensor, masks: Tensor) -> Tensor:
-    """Applies grammar masks: logits fp32 [B, R, V] become -inf for ids whose bit is not set. Others keep their bits.
+    """Returns logits with -inf for ids that grammar masks do not allow. Other logits are unchanged.
 
     Args:
-        logits: logits at R places.
-        masks: int32 [B, R or more, W] with 32 W >= V: id i is bit i % 32 of word i // 32.
+        logits: fp32 [B, R, V], logits at R places.
+        masks: int32 [B, R or more, W] with 32 W >= V. Id i is allowed if bit i % 32 of word i // 32 is set.
     """
     batch, places, vocab = logits.shape
     parts = masks[:, :places].contiguous().view(torch.uint8)  # little-endian: byte 0 has bits 0..7

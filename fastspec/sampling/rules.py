@@ -15,8 +15,8 @@ class SyntheticAcceptance:
     """Accepts drafts at a given rate. For benchmarks only: the text does not follow the model's distribution.
 
     Args:
-        rate: probability that a draft is accepted if all drafts before it were, whatever its token is.
-        pattern: instead of a rate: number of drafts to accept in each step, repeated (1 to 64 numbers).
+        rate: probability that a draft is accepted if all drafts before it are accepted. Its token does not matter.
+        pattern: instead of a rate: numbers of drafts to accept in consecutive steps, repeated (1 to 64 numbers).
 
     Raises:
         ValueError: both or neither are given, or a value is out of range.
@@ -48,7 +48,7 @@ Verification: TypeAlias = "str | SyntheticAcceptance"
 
 
 def checked(verification: object) -> Verification:
-    """Returns `verification` if it is one of MODES or a SyntheticAcceptance.
+    """Returns the argument `verification` of a generator, if it is one of MODES or a SyntheticAcceptance.
 
     Raises:
         ValueError: it is neither.

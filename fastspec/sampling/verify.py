@@ -1,4 +1,4 @@
-"""Verification of drafts: the definition, which also runs in steps without a kernel for it.
+"""Verification of drafts in torch: the definition of the rules, which also runs in steps without a kernel for it.
 
 p is the target's distribution, q the draft's. Drafts x_1..x_k were drawn from q. With each of three rules the emitted
 tokens follow p exactly:
@@ -31,32 +31,39 @@ class Draws(Protocol):
     """Source of random numbers: `PhiloxDraws`; in tests an enumeration of all outcomes."""
 
     def accept(self, probability: Tensor, positions: Tensor) -> Tensor:
-        """Returns bool [B, k], True with `probability` [B, k]; positions int64 [B, k] key the numbers."""
+        """Returns bool [B, k]. Each is True with `probability` [B, k], by a random number of positions int64 [B, k]."""
 
     def sample(self, probs: Tensor, positions: Tensor, purpose: int) -> Tensor:
-        """Draws ids int64 [B] from probs [B, V], which need not sum to 1. positions int64 [B] key the numbers.
+        """Draws ids int64 [B] from probs [B, V], which need not sum to 1.
 
-        With probs [B, R, V] and positions [B, R] it returns ids [B, R].
+        The random numbers are a function of positions int64 [B] and of the purpose. With probs [B, R, V] and positions
+        [B, R] it returns ids [B, R].
         """
 
 
 def accept_probability(p: Tensor, q: Tensor) -> Tensor:
-    """Returns min(1, p/q) elementwise: 0 if p is 0, 1 if only q is 0 (such a token cannot have been drawn)."""
+    """Returns the probability min(1, p/q) of accepting a draft, elementwise.
+
+    It is 0 if p is 0. If only q is 0, it is 1: such a token cannot have been drawn.
+    """
     ratio = torch.where(q > 0, p / q.clamp_min(torch.finfo(q.dtype).tiny), 1.0)
     return torch.where(p > 0, ratio.clamp(max=1.0), 0.0)
 
 
 def residual(p: Tensor, q: Tensor) -> Tensor:
-    """Returns max(p - q, 0) over the last axis, not normalised. p if that is all zero (p = q up to rounding)."""
+    """Returns the residual distribution max(p - q, 0) along the last axis, not normalised.
+
+    If it is all zero (p = q up to rounding), returns p.
+    """
     excess = (p - q).clamp_min(0.0)
     return torch.where(excess.sum(-1, keepdim=True) > 0, excess, p)
 
 
 def greedy(logits: Tensor, drafts: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
-    """Accepts drafts that equal the target's argmax, the lowest id if several are equal.
+    """Accepts drafts that equal the target's argmax. Of equal logits the lowest id counts.
 
     Args:
-        logits: [B, k+1, V] of the target at the drafted places and after them.
+        logits: [B, k+1, V], logits of the target at each place.
         drafts: int64 [B, k].
         counts: int64 [B], number of valid drafts in a row; the others are never accepted.
 
@@ -68,9 +75,14 @@ def greedy(logits: Tensor, drafts: Tensor, counts: Tensor) -> tuple[Tensor, Tens
 
 
 def agreeing(picks: Tensor, drafts: Tensor, counts: Tensor) -> Tensor:
-    """Counts, for each row, the leading drafts that equal `picks` int64 [B, k+1], the target's tokens.
+    """Counts for each row the first drafts that all equal the target's tokens.
 
-    Returns int64 [B].
+    Args:
+        picks: int64 [B, k+1], the target's token at each place.
+        drafts, counts: see `greedy`.
+
+    Returns:
+        int64 [B].
     """
     return _leading(picks[:, :-1] == drafts, counts)
 
@@ -87,7 +99,7 @@ def rejection(
         counts: int64 [B], number of valid drafts in a row; the token after them comes from the target's distribution.
         positions: int64 [B, k+1], absolute positions of the places.
         draws: source of random numbers.
-        purpose: key of the random numbers for the last token; differs from that of the draft's own numbers.
+        purpose: purpose of the random numbers for the last token, other than that of the numbers that drew the drafts.
 
     Returns:
         (accepted int64 [B], block int64 [B, k+1]), see `greedy`.
@@ -128,9 +140,12 @@ def block(
 
 
 def block_probability(excess: Tensor, carried: Tensor, last: Tensor) -> Tensor:
-    """Computes the thresholds [B, k] of `block` for uniform numbers.
+    """Computes the thresholds of the uniform numbers in `block`, [B, k].
 
-    `excess` is s_i, `carried` is c_i, and `last` is True at the last valid draft.
+    Args:
+        excess: [B, k], s_i for draft i = 1..k.
+        carried: [B, k], c_i.
+        last: bool [B, k], True at the last valid draft.
     """
     missing = 1.0 - carried
     inner = excess / (excess + missing).clamp_min(torch.finfo(excess.dtype).tiny)
@@ -138,7 +153,7 @@ def block_probability(excess: Tensor, carried: Tensor, last: Tensor) -> Tensor:
 
 
 def _carried(p: Tensor, q: Tensor, drafts: Tensor) -> Tensor:
-    """Computes c_0 .. c_k of `block`: [B, k+1]."""
+    """Computes c_0 .. c_k of the rule `block`, [B, k+1]."""
     at = drafts[:, :, None]
     over, under = p[:, : drafts.shape[1]].gather(2, at)[:, :, 0], q.gather(2, at)[:, :, 0]
     # a token with q = 0 cannot have been drawn, so its ratio does not matter
@@ -165,9 +180,14 @@ def _ended(
     draws: Draws,
     purpose: int,
 ) -> Tensor:
-    """Returns blocks [B, k+1]: the accepted drafts, then a last token.
+    """Returns the tokens to emit, int64 [B, k+1]: the accepted drafts, then a last token.
 
-    The last token comes from the residual max(scaled - q, 0) after a rejection, else from p.
+    After a rejection the last token is drawn from the residual max(scaled - q, 0), else from p.
+
+    Args:
+        p, q, drafts, counts, positions, draws, purpose: see `rejection`.
+        scaled: [B, k+1, V], c_i p of the rule `block`, or p for `rejection`.
+        accepted: int64 [B], number of accepted drafts.
     """
     k = drafts.shape[1]
     row = torch.arange(len(p), device=p.device)
@@ -179,7 +199,7 @@ def _ended(
 
 
 def closed(drafts: Tensor, accepted: Tensor, last: Tensor) -> Tensor:
-    """Makes the block of a step, int64 [B, k+1]: drafts [B, k], with `last` [B] at place `accepted` [B]."""
+    """Returns the tokens of a step, int64 [B, k+1]: the drafts [B, k], with token last[b] at place accepted[b]."""
     places = torch.arange(drafts.shape[1] + 1, device=drafts.device)
     padded = torch.cat((drafts, drafts.new_zeros(len(drafts), 1)), dim=1)
     return torch.where(places == accepted[:, None], last[:, None], padded)
@@ -190,8 +210,8 @@ def coupled(
 ) -> tuple[Tensor, Tensor]:
     """Accepts drafts that equal the target's own sample, and always emits that sample (arXiv 2408.07978).
 
-    Draft j must have been drawn with the numbers of positions[:, j] and `purpose`. The emitted token depends only on
-    the text before it and on these numbers, never on drafts.
+    Draft j must have been drawn with the random numbers of positions[:, j] and `purpose`. The emitted token depends
+    only on the text before it and on these numbers, never on drafts.
 
     Args:
         p: [B, k+1, V], the target's distribution at each place; the rows need not sum to 1.
@@ -199,7 +219,7 @@ def coupled(
         counts: int64 [B], number of valid drafts in a row.
         positions: int64 [B, k+1], absolute positions of the places.
         draws: random numbers that are a function of position, purpose and token.
-        purpose: key with which the drafts were drawn.
+        purpose: purpose of the random numbers with which the drafts were drawn.
 
     Returns:
         (accepted int64 [B], block int64 [B, k+1]), see `greedy`.
@@ -217,7 +237,7 @@ def synthetic(
     draws: Draws,
     number: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Accepts as many drafts [B, k] as `rule` says, at most `counts` [B], then emits a token of the target.
+    """Accepts as many drafts as `rule` says, at most `counts`, then emits a token of the target.
 
     Args:
         rule: a rate or a pattern.
@@ -242,7 +262,10 @@ def synthetic(
 
 
 def _leading(flags: Tensor, counts: Tensor) -> Tensor:
-    """Counts the leading True values among the first `counts` [B] of each row of bool [B, k]: int64 [B]."""
+    """Returns int64 [B], the number of True values before the first False in each row of `flags` bool [B, k].
+
+    Only the first counts[b] values of row b are considered.
+    """
     counted = torch.arange(flags.shape[1], device=flags.device) < counts[:, None]
     return (flags & counted).long().cumprod(dim=1).sum(dim=1)
 
@@ -308,10 +331,10 @@ class CommitRows(Protocol):
 
 
 def commit(rows: CommitRows, accepted: Tensor, block: Tensor) -> None:
-    """Appends block[:, :accepted+1] to each running row, cut at the first stop id or the row's limit.
+    """Appends block[:, :accepted+1] to each running row. A row is cut after its first stop id, or at its limit.
 
     Args:
-        rows: changed in place; rows that do not run keep their tokens and lengths.
+        rows: changed in place. Rows that do not run keep their tokens and lengths.
         accepted: int64 [B], number of accepted drafts; if negative, nothing is emitted and the row is unchanged.
         block: int64 [B, k+1], the accepted drafts and one more token.
     """
