@@ -1,7 +1,7 @@
 """Learns the fastest k while decoding, for num_speculative_tokens="auto". k is the number of draft tokens of a step.
 
-The controller observes the time of every step and the number of accepted drafts of each row. It then chooses the k of
-the next step with the most expected tokens per second of a row:
+The controller observes the time of every step and the number of accepted drafts of each row. For the next step it
+chooses the k with the most expected tokens per second of a row:
 
     tokens(k) / seconds(k),  tokens(k) = 1 + S_1 + .. + S_k,
 
@@ -9,8 +9,8 @@ S_j is the measured probability that the first j drafts are accepted. If every d
 tokens(k) is (1 - a^(k+1)) / (1 - a) (Leviathan et al., arXiv 2211.17192, section 3.3). k = 0 is plain decoding.
 
 A probe is a few steps with another k. It measures a k that was not used lately. Probes may use a small share of the
-decoding time. After a probe that changes nothing, the controller waits longer before the next one. So a pair for which
-drafting does not pay costs little more than plain decoding.
+decoding time. After a probe that changes nothing, the controller waits longer before the next one. So if drafts of a
+model save no time, "auto" costs little more than plain decoding.
 
 No torch, no clock, no randomness: the same observations give the same choices.
 """
@@ -26,10 +26,10 @@ from fastspec.adaptive.estimates import Acceptance, StepTimes, tokens_per_step
 
 AUTO = "auto"
 LADDER = (0, 1, 2, 4, 6, 8, 12, 16)
-MAX_USEFUL = 8  # upper limit of k if the user gave only "auto" and a draft model proposes
+MAX_USEFUL = 8  # upper limit of k for num_speculative_tokens="auto" with a draft model
 REPEATABLE = 4  # upper limit of k if repeated runs must give the same text
 
-_BETTER = 1.03  # required ratio of expected speeds to start drafting
+_BETTER = 1.03  # required ratio of the expected speeds with and without drafts, to start drafting
 _FASTER = 1.01  # required ratio for any other change of k, which costs almost nothing
 _HORIZON = 256  # upper limit of the tokens over which the cost of resuming drafts is spread
 _SHARE = 0.015  # share of the decoding time that probes may use
@@ -56,12 +56,13 @@ def ladder(max_drafts: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class StepContext:
-    """Facts known before a step is launched.
+    """Facts that are known before a step is launched.
 
     Attributes:
-        bucket: rows that the launch covers.
-        remaining: the largest number of tokens that one of the rows may still generate.
-        draft_lag: for each row, the draft passes needed until the draft's cache has all tokens of the row; ascending.
+        bucket: number of rows that the launch covers.
+        remaining: largest number of tokens that one of the rows may still generate.
+        draft_lag: for each row, the number of draft passes needed until the draft's cache has all tokens of the row;
+            ascending.
     """
 
     bucket: int
@@ -74,13 +75,13 @@ class Observation:
     """Result of one step.
 
     Attributes:
-        k: drafts of the step.
-        bucket: rows that the launch covered.
+        k: number of drafts of the step.
+        bucket: number of rows that the launch covered.
         accepted: number of accepted drafts, for each row that stepped and could draft.
         seconds: time since the previous step. None if other work or a pause lay in between.
-        caught_up: catch-up passes of the draft since the previous step, if nothing else ran in between; `seconds`
-            includes them. None: there were none.
-        rows: number of rows that stepped. 0: `len(accepted)`.
+        caught_up: number of catch-up passes of the draft since the previous step, if nothing else ran in between.
+            `seconds` includes them. None: there were none.
+        rows: number of rows that stepped. 0: it is `len(accepted)`.
     """
 
     k: int
@@ -100,7 +101,8 @@ class DraftLengthPolicy(Protocol):
     """Chooses k for a scheduler, and receives the result of every step.
 
     Attributes:
-        few: number of rows that draft in the next step, if it drafts: those with the fewest catch-up passes. None: all.
+        few: number of rows that draft in the next step, if it has drafts. These are the rows with the fewest catch-up
+            passes. None: all rows.
     """
 
     @property
@@ -120,7 +122,7 @@ class _Probe:
 
     Attributes:
         k: drafts of these steps.
-        rows, steps: row results and steps that the probe still needs.
+        rows, steps: numbers of row results and of steps that the probe still needs.
         few: number of rows that draft in these steps. None: all.
         spent: seconds lost on the probe so far, including the expected catch-up after it.
     """
@@ -165,11 +167,11 @@ class Controller:
         self.acceptance = Acceptance.unknown(self.ks[-1])
 
     def know(self, seconds: Mapping[tuple[int, int], float]) -> None:
-        """Sets times of steps by (bucket, k), measured before any call."""
+        """Sets the seconds of steps by (bucket, k) that were measured separately, with no running rows."""
         self.times.know(seconds)
 
     def learn(self, steps: Sequence[Observation], bucket: int) -> None:
-        """Adds observations of steps with `bucket` rows whose ks another trial chose."""
+        """Adds observations of steps whose ks this controller has not chosen. Times of `bucket` rows are used."""
         taken: dict[int, list[float]] = {}
         for step in steps:
             if step.seconds is not None and step.caught_up is None and step.bucket == bucket:
@@ -310,7 +312,7 @@ class Controller:
     def _of_a_time(self, context: StepContext) -> tuple[_Probe, float] | None:
         """Returns a probe that times another k, and the seconds that it is expected to lose.
 
-        It takes the fastest k for which `_worth_timing` is true. None if there is none or too few tokens remain.
+        It is the fastest k for which `_worth_timing` is true. None if there is none, or if too few tokens remain.
         """
         assert self.k is not None, "a decision was made"
         bucket, ours = context.bucket, self._rate(context.bucket, self.k)
@@ -324,7 +326,13 @@ class Controller:
         return _Probe(k, 0, _TIMED_STEPS, spent=coming_back), max(lost, 0.0) + coming_back
 
     def _worth_timing(self, bucket: int, k: int, share: float) -> bool:
-        """True if k was not timed lately, and its expected speed is at least `share` of that of the present k."""
+        """True if k was not timed lately, and its expected speed is near that of the present k or above it.
+
+        Args:
+            bucket: number of rows.
+            k: number of drafts.
+            share: expected speed with k, divided by that with the present k.
+        """
         age = self._seen - self._timed.get((bucket, k), -_STALE)
         near = share > (_NEAR if k else _PLAIN_NEAR) or (k == 0 and age > _STALE)
         return near and age >= (_TIE_STALE if share > _TIE else _STALE)

@@ -15,9 +15,11 @@ _FIRST_GUESS, _GUESS_WEIGHT = 0.7, 2.0
 _DEEPER_WEIGHT = 4.0  # weight, in row results, of the initial guess that draft j+1 is accepted as often as draft j
 _MEMORY_ROWS, _MEMORY_STEPS = 128, 16  # older evidence fades to the weight of 128 row results, but at least of 16 steps
 _SETTLED = 6  # number of first samples of a time; their median is the estimate, so that one late step does not decide
-_SLOW = 0.1  # exponent with which the ratio of a later sample to the estimate changes it,
-_OUTLIER = 2.0  # after that ratio is limited to 1/2..2
-_COST_OF_A_DRAFT = 0.2  # assumed time of a draft, in plain steps, where no time was measured
+# a later sample multiplies the estimate by (sample / estimate) ** _SLOW. This ratio is first limited to
+# 1 / _OUTLIER .. _OUTLIER
+_SLOW = 0.1
+_OUTLIER = 2.0
+_COST_OF_A_DRAFT = 0.2  # assumed time of a draft, in steps without drafts, if no time was measured
 
 
 @dataclass(slots=True)
@@ -29,7 +31,8 @@ class Acceptance:
     compared.
 
     Attributes:
-        trials, hits: evidence by draft position. Old evidence fades; the initial guess is included.
+        trials, hits: for each draft, the number of steps in which all drafts before it were accepted, and the number of
+            these in which it was accepted, too. Counts of old steps fade. The initial guess is included.
         seen: True after the first observation.
     """
 
@@ -46,11 +49,16 @@ class Acceptance:
 
     @property
     def weight(self) -> float:
-        """Weight of all evidence. The result of one row in one step adds 1."""
+        """Total weight of the counts. The result of one row in one step adds 1."""
         return self.trials[0]
 
     def observe(self, k: int, accepted: Sequence[int]) -> None:
-        """Adds a step of k > 0 drafts. `accepted` has the number of accepted drafts of each row."""
+        """Adds a step of k > 0 drafts.
+
+        Args:
+            k: number of drafts.
+            accepted: number of accepted drafts of each row.
+        """
         self.seen, self._survival = True, None
         kept = (1 - 1 / max(_MEMORY_ROWS, _MEMORY_STEPS * len(accepted))) ** len(accepted)
         for j in range(len(self.trials)):
@@ -85,7 +93,14 @@ class Acceptance:
 
 
 def tokens_per_step(survival: Sequence[float], k: int) -> float:
-    """Returns the expected tokens of a row in a step of k drafts: the accepted drafts and one token of the target."""
+    """Returns the expected number of tokens that a row emits in a step of k drafts.
+
+    These are the accepted drafts and one token of the target.
+
+    Args:
+        survival: result of `Acceptance.survival`.
+        k: number of drafts.
+    """
     return 1.0 + sum(survival[:k])
 
 
@@ -94,15 +109,16 @@ class StepTimes:
     """Seconds of a step by (bucket, k).
 
     seconds(bucket, k) = measured[bucket, k] * scale[bucket] * own[bucket, k]. `measured` is the time before any call.
-    `scale` is the change of all steps of a bucket since then, for example by longer contexts or other clocks. `own` is
-    how much one k differs from that change. So the steps of one k keep the estimates of all other ks up to date.
+    `scale` is the factor by which all steps of a bucket have changed since then, for example by longer contexts or
+    other clocks. `own` is the factor by which one k differs from that. So steps with one k keep the estimates of all ks
+    up to date.
 
     Attributes:
-        measured: seconds by (bucket, k), measured with rows that do not run; may be empty.
+        measured: seconds by (bucket, k), measured with no running rows; may be empty.
         scale: factor by bucket.
         own: factor by (bucket, k).
         first: by (bucket, k), the first samples of the factor that is being estimated.
-        coming_back: seconds of a catch-up pass divided by those of a draft pass.
+        coming_back: ratio of the seconds of a catch-up pass to those of a draft pass.
     """
 
     measured: dict[tuple[int, int], float] = field(default_factory=dict)
@@ -128,10 +144,10 @@ class StepTimes:
         """Adds the time of one step.
 
         Args:
-            bucket, k: rows and drafts of the step.
-            seconds: its time, with no other work in between.
+            bucket, k: numbers of rows and drafts of the step.
+            seconds: time of the step, with no other work in between.
             usual: the k of most steps now. A time of this k changes `scale`, and so the estimates of all ks. A time of
-                another k changes only its `own`. The first samples of the usual k change only its `own`, too.
+                another k changes only `own` of that k. So do the first samples of the usual k.
         """
         first = self.first.setdefault((bucket, k), [])
         new, alone = len(first) < _SETTLED, all(key == (bucket, k) for key in self.first if key[0] == bucket)
@@ -149,15 +165,15 @@ class StepTimes:
             self.own[bucket, k] = after
 
     def samples(self, bucket: int, k: int) -> int:
-        """Returns the number of samples in `first`."""
+        """Returns the number of first samples of (bucket, k) that were taken, at most _SETTLED."""
         return len(self.first.get((bucket, k), ()))
 
     def draft_pass(self, bucket: int, deepest: int) -> float:
-        """Returns the seconds of one draft pass, from the difference between steps with and without drafts."""
+        """Returns the seconds of one draft pass, from the times of steps with `deepest` drafts and without drafts."""
         return max(self.seconds(bucket, deepest) - self.seconds(bucket, 0), 0.0) / deepest
 
     def resume(self, bucket: int, deepest: int, passes: float) -> float:
-        """Returns the seconds until the draft has caught up by `passes` passes. Waiting adds about one pass."""
+        """Returns the expected seconds of a catch-up of the draft of `passes` passes. Waiting adds about one pass."""
         return (1 + passes) * self.draft_pass(bucket, deepest) * self.coming_back
 
     def observe_resume(self, bucket: int, deepest: int, passes: float, seconds: float) -> None:
@@ -171,7 +187,7 @@ class StepTimes:
         return self.scale.get(bucket, self._latest_scale)
 
     def _own(self, bucket: int, k: int) -> float:
-        """Returns the factor of (bucket, k). Without one, that of k in another bucket, which is about the same."""
+        """Returns `own` of (bucket, k). If there is none, returns that of k in another bucket, which is similar."""
         found = self.own.get((bucket, k))
         if found is not None:
             return found
