@@ -28,10 +28,10 @@ _VALUES: Final = frozenset(["const", "enum", "default", "examples"])  # keywords
 
 
 class Grammars:
-    """Grammars over one vocabulary, each compiled once. Safe to use from any thread.
+    """Compiled grammars over one vocabulary, in a cache. Any thread may use it.
 
     Args:
-        vocab_size: width of the target's logits.
+        vocab_size: number of logits of the target.
     """
 
     def __init__(self, vocab_size: int) -> None:
@@ -71,7 +71,7 @@ class Grammars:
         return row
 
     def _matcher(self, spec: GrammarSpec, vocabulary: LLTokenizer) -> LLMatcher:
-        """Returns a matcher of the compiled grammar in its start state."""
+        """Returns the cached matcher of the compiled grammar, in its start state. It must be copied before use."""
         if spec not in self._compiled:
             self._compiled[spec] = _compiled(spec, vocabulary)
         self._compiled.move_to_end(spec)
@@ -106,8 +106,8 @@ def _vocabulary(spec: GrammarSpec, tokenizer: Any, vocab_size: int) -> LLTokeniz
 def _described(tokenizer: Any) -> str:
     """Returns a fast tokenizer as JSON, with its `Metaspace` decoder replaced by `Replace`.
 
-    llguidance computes the bytes of tokens from the decoder. It supports `Replace`, which writes blanks. It does not
-    support `Metaspace`: it treats the mark for a blank as a character of the text.
+    llguidance computes the bytes of tokens from the decoder. It supports `Replace`, which turns the mark for a blank
+    into a blank. It does not support `Metaspace`, and would treat that mark as a character of the text.
     """
     backend = copy.copy(tokenizer.backend_tokenizer)
     backend.no_padding()
@@ -128,7 +128,10 @@ def _blanks(metaspace: dict[str, Any]) -> dict[str, Any]:
 
 
 def _dropped_blanks(tokenizer: Any, vocabulary: LLTokenizer) -> list[int]:
-    """Returns the ids of tokens whose leading blank `decode` drops at the start of a text. Empty if it drops none."""
+    """Returns the ids of tokens whose leading blank the tokenizer's `decode` drops at the start of a text.
+
+    Empty if it drops none.
+    """
     blank = [token for token in range(vocabulary.vocab_size) if vocabulary.decode_bytes([token])[:1] == b" "]
     probe = next((token for token in blank if len(vocabulary.decode_bytes([token])) > 1), None)
     if probe is None or probe >= len(tokenizer):
@@ -159,7 +162,7 @@ def _compiled(spec: GrammarSpec, vocabulary: LLTokenizer) -> LLMatcher:
 
 
 def constraints(schema: Any) -> Any:
-    """Returns a JSON schema without the keywords that llguidance refuses although they constrain nothing."""
+    """Returns a JSON schema without those keywords that llguidance refuses although they have no effect."""
     if isinstance(schema, list):
         return [constraints(each) for each in schema]
     if not isinstance(schema, dict):
@@ -174,7 +177,7 @@ def constraints(schema: Any) -> Any:
 
 
 def _is_annotation(name: str, value: Any) -> bool:
-    """True if a keyword constrains nothing.
+    """True if a keyword with this value has no effect on the text.
 
     An unknown `format` is an annotation (JSON Schema 2020-12, Validation, 7.2.1). zod writes `propertyNames` for every
     record, but property names are always strings.

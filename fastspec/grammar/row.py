@@ -1,9 +1,8 @@
 """State of one row in its grammar: allowed tokens, forced tokens, and the end of the text.
 
 A mask depends on the draft tokens before it, and only the host knows the grammar. So the host makes the draft tokens of
-such a row. They are tokens that the grammar forces. Else they are tokens that followed the row's last tokens earlier
-(lookup), if the grammar allows them. They depend only on the row's text. So the row's text follows the target's masked
-distribution.
+such a row: tokens that the grammar forces, else tokens that followed the row's last tokens earlier (lookup), if the
+grammar allows them. They depend only on the row's text. So the row's text follows the target's masked distribution.
 """
 
 from __future__ import annotations
@@ -34,19 +33,19 @@ class Matcher(Protocol):
         """True if the matcher has failed."""
 
     def deep_copy(self) -> Matcher:
-        """Returns a matcher in the same state. To look ahead is to advance a copy."""
+        """Returns a matcher in the same state, which can be advanced separately to look ahead."""
 
     def compute_ff_tokens(self) -> list[int]:
         """Returns the next tokens that the grammar forces (fast-forward tokens)."""
 
     def validate_tokens(self, tokens: list[int]) -> int:
-        """Returns how many of the first tokens of the list are allowed next."""
+        """Returns how many tokens at the beginning of the list are allowed next."""
 
     def consume_tokens(self, sampled_tokens: list[int]) -> bool:
         """Advances the matcher by these tokens."""
 
     def compute_bitmask(self) -> bytes:
-        """Returns a mask with one bit for each token id; 1: allowed next."""
+        """Returns a mask with one bit for each token id, which is 1 if the id is allowed next."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,19 +66,23 @@ class GrammarStep:
 
 
 class Guide(Protocol):
-    """The source of draft tokens and masks of one row, on the host: `RowGrammar`, or `GivenTokens`."""
+    """Source of the draft tokens and masks of one row, on the host: `RowGrammar`, or `GivenTokens`."""
 
     def advance(self, tokens: Sequence[int]) -> int | None:
-        """Takes the emitted tokens of a step; returns how many of them the row keeps if it ends there, else None."""
+        """Advances the row by the emitted tokens of a step.
+
+        Returns:
+            The number of these tokens that the row keeps, if it ends within them. None: it keeps all of them.
+        """
 
     def next_step(self, max_drafts: int) -> GrammarStep:
-        """Makes at most `max_drafts` draft tokens and their masks for the next step. The row does not change."""
+        """Returns at most `max_drafts` draft tokens for the next step, and their masks. Does not change the row."""
 
 
 class GivenTokens:
-    """The state of one row whose tokens are given: each step drafts the next ones, and allows no others.
+    """State of one row whose tokens are given, to record their log-probabilities.
 
-    So a step feeds them as it feeds accepted drafts, and records their log-probabilities.
+    Each step drafts the next given tokens, and the masks allow no others. So all these drafts are accepted.
 
     Args:
         tokens: the tokens that the row must have, in order; at least one.
@@ -90,12 +93,12 @@ class GivenTokens:
         self._tokens, self._words, self._next = tokens, words_of(vocab_size), 0
 
     def advance(self, tokens: Sequence[int]) -> int | None:
-        """Takes the emitted tokens of a step. The row ends by its limit."""
+        """Advances the row by the emitted tokens of a step. Returns None, because the row ends at its limit."""
         self._next += len(tokens)
         return None
 
     def next_step(self, max_drafts: int) -> GrammarStep:
-        """Drafts the next given tokens but one, and allows at each place the given token."""
+        """Returns the next given tokens: all except the last one as drafts, and masks that allow each of them alone."""
         tokens = self._tokens[self._next : self._next + max_drafts + 1]
         return GrammarStep(list(tokens[:-1]), np.stack([_bits([token], self._words) for token in tokens]))
 
@@ -105,12 +108,12 @@ class RowGrammar:
 
     Args:
         matcher: matcher of the compiled grammar, in its start state.
-        vocab_size: width of the target's logits. A mask has W = ceil(vocab_size / 32) words.
-        stop_ids: token ids that end the row. They are allowed where the text is complete.
-        ends: end-of-text ids of the matcher that are not in `stop_ids`; never allowed.
+        vocab_size: number of logits of the target. A mask has W = ceil(vocab_size / 32) words.
+        stop_ids: token ids that end the row. They are allowed only where the text is complete.
+        ends: ids that the matcher treats as the end of the text. Except for stop ids they are never allowed.
         prompt: token ids of the row's prompt, for lookup.
-        dropped: ids whose leading blank `decode` drops at the start of a text. They are not allowed as the first token
-            while other ids are. So the decoded text equals the text that the grammar has checked.
+        dropped: ids whose leading blank the tokenizer's `decode` drops at the start of a text. They are not allowed as
+            the first token if other ids are. So the decoded text equals the text that the grammar has checked.
     """
 
     def __init__(
@@ -187,7 +190,7 @@ class RowGrammar:
             self._matcher = own
 
     def _run(self, drafts: list[int], room: int) -> list[int]:
-        """Returns the next draft tokens: forced tokens, else those of lookup."""
+        """Returns at most `room` next draft tokens after `drafts`: forced tokens, else tokens of the lookup."""
         if room <= 0 or self._matcher.is_error():
             return []
         if self._must_end:
@@ -200,9 +203,12 @@ class RowGrammar:
         return run[: self._matcher.validate_tokens(run)] if run else []
 
     def _mask(self, *, first: bool) -> NDArray[np.int32]:
-        """Returns the ids allowed next, int32 [W].
+        """Returns the mask of the ids that are allowed next, int32 [W].
 
-        If the text has ended: all ids, because the host then cuts the row.
+        If the text must end and there are no stop ids, all ids are allowed, because the host then cuts the row.
+
+        Args:
+            first: True for the first token of the row's text.
         """
         if self._must_end and not self._stop_ids:
             return ~self._not_known
@@ -239,7 +245,7 @@ def _bits(ids: Iterable[int], words: int) -> NDArray[np.int32]:
 
 
 class _Lookup:
-    """Finds the tokens that followed an earlier occurrence of the row's last tokens.
+    """Table that finds the tokens which followed an earlier occurrence of a row's last tokens.
 
     Args:
         prompt: the first tokens of the row.
@@ -259,7 +265,12 @@ class _Lookup:
             self._places[tuple(self._tokens[end - size : end])] = end
 
     def after(self, more: list[int], room: int) -> list[int]:
-        """Returns at most `room` tokens that followed an earlier occurrence of the last tokens of the row + `more`."""
+        """Returns at most `room` tokens that followed an earlier occurrence of the last tokens.
+
+        Args:
+            more: tokens that are assumed to follow the row.
+            room: largest number of returned tokens.
+        """
         last = (self._tokens[-_LONGEST:] + more)[-_LONGEST:]
         for size in range(len(last), _SHORTEST - 1, -1):
             if (at := self._places.get(tuple(last[-size:]))) is not None:

@@ -1,4 +1,4 @@
-"""Grammar that a user asks for: a JSON schema, a regular expression, or a Lark grammar."""
+"""GrammarSpec: a grammar as the user gives it: a JSON schema, a regular expression, or a Lark grammar."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class GrammarSpec:
     """Grammar of a row as the user gave it.
 
     Attributes:
-        kind: one of KINDS.
+        kind: type of the grammar, one of KINDS.
         text: a JSON schema as JSON, a regular expression, or a grammar in Lark's notation.
     """
 
@@ -35,7 +35,10 @@ class GrammarSpec:
 
     @classmethod
     def read(cls, given: Mapping[str, Any]) -> GrammarSpec | None:
-        """Returns the grammar of one row from its options. None if there is none.
+        """Returns the grammar of one row. None if there is none.
+
+        Args:
+            given: options of the row by keyword.
 
         Raises:
             ValueError: more than one of `KINDS` is given, or a value has a wrong type.
