@@ -13,7 +13,7 @@ from fastspec.inputs.options import Options, resolve
 from fastspec.inputs.prompts import RawPrompts, read
 from fastspec.inputs.values import is_list, listed
 
-# stack levels from `RawPrompts.prompts` to the user's line, through two levels of the generator and a closure
+# number of stack levels from `RawPrompts.prompts` to the user's line, for the place of a warning
 _CALLER = 6
 
 
@@ -40,7 +40,7 @@ class CallArguments:
 
     @property
     def unlimited(self) -> bool:
-        """True if neither keywords nor config limit the number of tokens."""
+        """True if neither the keywords nor the generation config limit the number of tokens."""
         names = ("max_new_tokens", "max_length")
         return all(self.keywords.get(name, getattr(self.generation_config, name, None)) is None for name in names)
 
@@ -68,10 +68,10 @@ class ModelLimits:
 
     Attributes:
         vocab_size: upper limit of token ids (exclusive).
-        context: number of tokens that the model supports.
-        max_length: number of tokens of prompt and output that the generator has memory for.
-        generation_config: defaults of the checkpoint. None: it has none.
-        tokenizer: loads the checkpoint's tokenizer. Returns None if there is none.
+        context: largest number of tokens that the model supports.
+        max_length: largest number of tokens of prompt and output for which the generator has memory.
+        generation_config: default options of the checkpoint. None: it has none.
+        tokenizer: loads and returns the checkpoint's tokenizer, or None if there is none.
     """
 
     vocab_size: int
@@ -87,8 +87,8 @@ def read_call(arguments: CallArguments, model: ModelLimits, default_new_tokens: 
     Args:
         arguments: arguments of the call. Entries are removed from its keywords.
         model: limits of the target.
-        default_new_tokens: max_new_tokens for a call that sets no limit. It is reduced if the prompts leave less room.
-            None: the default of transformers.
+        default_new_tokens: max_new_tokens for a call that sets no limit. It is reduced if the prompts leave less room
+            within `max_length`. None: the default of transformers.
 
     Raises:
         ValueError, UnsupportedOption: errors of `generate`.
@@ -121,7 +121,7 @@ def _has_text(predictions: Any) -> bool:
 
 
 def _as_ids(predictions: Any, tokenizer: PreTrainedTokenizerBase | None) -> Any:
-    """Encodes the texts among the predictions, without special tokens."""
+    """Returns the predictions as token ids. Texts are encoded without special tokens."""
     if tokenizer is None:
         raise ValueError(
             "predictions need a tokenizer where they are texts, and the target's checkpoint brings none; pass "
@@ -133,7 +133,7 @@ def _as_ids(predictions: Any, tokenizer: PreTrainedTokenizerBase | None) -> Any:
 
 
 def _checked_tokenizer(tokenizer: Any) -> PreTrainedTokenizerBase | None:
-    """Returns the tokenizer that a call passes.
+    """Returns the option `tokenizer` of a call, checked.
 
     Raises:
         ValueError: the object is not a tokenizer.
@@ -145,7 +145,7 @@ def _checked_tokenizer(tokenizer: Any) -> PreTrainedTokenizerBase | None:
 
 
 def check_streamer(streamer: object, rows: int) -> None:
-    """Raises UnsupportedOption for an object without `put` and `end`, or for a streamer with several rows."""
+    """Raises UnsupportedOption for a streamer without `put` and `end`, or for a streamer in a call of several rows."""
     if streamer is not None and not (hasattr(streamer, "put") and hasattr(streamer, "end")):
         raise UnsupportedOption(f"streamer needs put() and end(), as in transformers; got {type(streamer).__name__}")
     if streamer is not None and rows != 1:

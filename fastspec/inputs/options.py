@@ -1,7 +1,7 @@
-"""Generation options with the meaning that they have in transformers. An option outside OPTIONS raises an error.
+"""Reads generation options, with the meaning that they have in transformers. Other options than OPTIONS are refused.
 
-Order of precedence: keyword arguments, the user's `generation_config`, the checkpoint's, the defaults of transformers.
-They are merged by `GenerationConfig.update` of transformers.
+Order of precedence: keyword arguments, the user's `generation_config`, the checkpoint's `generation_config`, the
+defaults of transformers. transformers' `GenerationConfig.update` merges them.
 """
 
 from __future__ import annotations
@@ -55,18 +55,19 @@ class Options:
         stop_ids: token ids that end a row. May be empty.
         stop_strings: texts that end a row. May be empty.
         across_prompt: True if a stop string may begin in the prompt, as in transformers.
-        pad_token_id: fills rows that ended early.
+        pad_token_id: id with which the output of rows that ended early is filled.
         padding: pad_token_id as the user or the checkpoint set it, with which prompts may be padded. None: not set.
         rows: options of each row: `copies` rows of the first prompt, then of the second, and so on.
         copies: num_return_sequences.
         return_dict: True if `generate` returns a GenerateOutput, not a tensor.
-        num_speculative_tokens: the largest draft limit of any row. None: the generator's.
+        num_speculative_tokens: largest draft limit of the rows. None: a row has no limit of its own.
         auto: True if a row asks for "auto".
         seeded: True if the user gave a seed.
-        top_logprobs: number of most probable ids to record with the new tokens' log-probabilities. None: record
-            neither.
-        prompt_top_logprobs: the same, of the prompts' tokens.
-        processed_logprobs: True if log-probabilities of new tokens are recorded after the options of their rows.
+        top_logprobs: number of most probable ids to record with the log-probability of each new token. None: nothing is
+            recorded.
+        prompt_top_logprobs: the same for the tokens of the prompts.
+        processed_logprobs: True if a row's recorded log-probabilities are those of the distribution from which it
+            samples.
     """
 
     max_new_tokens: int
@@ -87,7 +88,7 @@ class Options:
 
     @property
     def plain(self) -> bool:
-        """True if every row is greedy, and no option of it changes logits."""
+        """True if every row is greedy, and no row has an option that changes logits."""
         return all(row.plain for row in self.rows)
 
 
@@ -108,9 +109,9 @@ def resolve(
         given: generation config that the user passed, or None.
         keywords: keyword arguments of the call.
         num_rows: number of prompts.
-        prompt_length: padded prompt length. `max_length` includes it, as in transformers.
-        vocab_size: upper limit of stop and pad ids (exclusive).
-        context: max_position_embeddings of the target. Limits only the default length.
+        prompt_length: padded length of the prompts, in tokens. `max_length` includes it, as in transformers.
+        vocab_size: upper limit of token ids (exclusive).
+        context: largest number of tokens of a row. It limits only the default of max_length.
 
     Raises:
         UnsupportedOption: an unsupported option has a value that would change the output.
@@ -171,10 +172,10 @@ def resolve(
 
 
 def checked_mode(mode: Any) -> str:
-    """Reads the option logprobs_mode. None is "raw".
+    """Checks the option logprobs_mode, and returns it. None gives "raw".
 
     Raises:
-        ValueError: another value than LOGPROBS_MODES.
+        ValueError: the value is not one of LOGPROBS_MODES.
     """
     if mode is not None and (not isinstance(mode, str) or mode not in LOGPROBS_MODES):
         raise ValueError(f"logprobs_mode must be one of {', '.join(LOGPROBS_MODES)}, got {mode!r}")
@@ -182,7 +183,13 @@ def checked_mode(mode: Any) -> str:
 
 
 def _with_mode(rows: tuple[RowOptions, ...], mode: Any, *, recorded: bool) -> tuple[RowOptions, ...]:
-    """Returns the rows with the mode of their log-probabilities, one of LOGPROBS_MODES; None is "raw"."""
+    """Returns the options of rows with `processed_logprobs` set as the option logprobs_mode says.
+
+    Args:
+        rows: options of the rows.
+        mode: the option logprobs_mode.
+        recorded: True if log-probabilities of new tokens are recorded.
+    """
     if checked_mode(mode) == RAW:
         return rows
     if not recorded:
@@ -202,10 +209,16 @@ def _asks_for_auto(drafts: Any) -> bool:
 
 
 def top_logprobs(name: str, value: Any, vocab_size: int) -> int | None:
-    """Reads the option `name`, `logprobs` or one like it.
+    """Reads an option that records log-probabilities, such as `logprobs`.
 
-    Returns None for False (nothing is recorded), 0 for True (only the tokens), and n for n (also the n most probable
-    ids).
+    Args:
+        name: name of the option, for the error.
+        value: value of the option.
+        vocab_size: number of token ids.
+
+    Returns:
+        Number of most probable ids to record with each token. None for False: nothing is recorded. 0 for True: only
+        the log-probability of the token itself.
     """
     value = scalar(value)
     if value is None or value is False:

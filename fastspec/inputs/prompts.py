@@ -23,7 +23,7 @@ class RawPrompts:
     Attributes:
         rows: token ids of each row, including padding.
         masks: attention mask of each row: 1 for text, 0 for padding. None: the user passed no mask.
-        arrays: True if the rows came as one array and so have one length.
+        arrays: True if the user passed one array, so that all rows have the same length.
         device: device of the user's prompts.
     """
 
@@ -80,13 +80,16 @@ class RawPrompts:
 
 
 def read(input_ids: Any, attention_mask: Any = None) -> RawPrompts:
-    """Reads prompts: LongTensor [B, T] (left-padded, with a mask) or [T], an array, or lists of ids.
+    """Reads prompts in any form that `generate` accepts.
 
-    A mapping with "input_ids", which tokenizers return, may contain the mask.
+    Args:
+        input_ids: LongTensor [B, T] (left-padded, with a mask) or [T], an array, or lists of ids. Or a mapping with
+            "input_ids", which tokenizers return, and perhaps "attention_mask".
+        attention_mask: mask in the shape of the ids. None: there is none, or it is in the mapping.
 
     Raises:
-        ValueError: no prompt, a wrong type, dtype or nesting, or a mask that has other values than 0 and 1 or another
-            shape than the prompts.
+        ValueError: there is no prompt, or its type, dtype or nesting is wrong. Or the mask has values other than 0 and
+            1, or another shape than the prompts.
     """
     if isinstance(input_ids, Mapping):
         input_ids, attention_mask = _of_tokenizer(input_ids, attention_mask)
@@ -171,7 +174,14 @@ def _leading(row: list[int], token: int) -> int:
 
 
 def _warn_of_padding(rows: list[list[int]], padding: int | None, stop_ids: tuple[int, ...], stacklevel: int) -> None:
-    """Warns if rows look padded and nothing distinguishes padding from text."""
+    """Warns if rows look padded, and neither a mask nor the pad id tells padding from text.
+
+    Args:
+        rows: token ids of each row.
+        padding: the pad id. None: it is not known.
+        stop_ids: token ids that end a row.
+        stacklevel: stack level of the warning.
+    """
     named = padding if padding is not None else stop_ids[0] if stop_ids else None
     if named is None:  # without a pad id, padding is recognised as a run of one id
         named = next((row[0] for row in rows if _leading(row, row[0]) > 1), None) if len(rows) > 1 and rows[0] else None

@@ -1,4 +1,4 @@
-"""Reads the options of each row. An option that is a list has one value per prompt."""
+"""Reads and checks the options of each row. If an option is a list, it has one value per prompt."""
 
 from __future__ import annotations
 
@@ -31,10 +31,11 @@ class RowOptions:
         min_new_tokens: a stop id is not allowed before this many new tokens.
         draft_limit: upper limit of drafts per step. 0: no speculation. None: the generator's limit.
         grammar: grammar that the text must follow. None: any text.
-        given: token ids that the row is to have. None: the target chooses them.
-        processed_logprobs: recorded log-probabilities are those of the distribution that the row samples from.
-        prediction: text that the row is likely to repeat; empty: none.
-        session: name of the requests whose answers may draft for one another. None: none.
+        given: token ids that the row must emit, to record their log-probabilities. None: the target chooses them.
+        processed_logprobs: True if recorded log-probabilities are those of the distribution from which the row samples.
+        prediction: token ids that the row is likely to repeat. Empty: there are none.
+        session: name that the row's request shares with others. Their earlier answers may be used as its drafts. None:
+            there is none.
     """
 
     temperature: float
@@ -57,12 +58,12 @@ class RowOptions:
 
     @property
     def guided(self) -> bool:
-        """True if the host sends masks for each step of the row."""
+        """True if the host sends draft tokens and masks for each step of the row."""
         return self.grammar is not None or self.given is not None
 
     @property
     def processed(self) -> bool:
-        """True if an option other than temperature and filters changes the logits."""
+        """True if the row has an option that changes logits, other than temperature, top_k, top_p and min_p."""
         changed = any(getattr(self, name) != each.neutral for name, each in NUMBERS.items() if each.changes_greedy)
         return changed or bool(self.bias) or self.allowed is not None or self.min_new_tokens > 0
 
@@ -73,10 +74,10 @@ class RowOptions:
 
 
 def read_number(name: str, value: Any) -> float:
-    """Checks the value of an option that is one number per row. None gives the option's neutral value.
+    """Checks the value of an option of `NUMBERS`. None gives the option's neutral value.
 
     Raises:
-        ValueError: not a number, or out of range.
+        ValueError: the value is not a number, or out of range.
     """
     number = NUMBERS[name]
     if isinstance(number.neutral, int):
@@ -100,7 +101,7 @@ def rows_of(
     Args:
         given: option values by keyword: one value, or one per prompt. None: not given.
         num_rows: number of prompts.
-        copies: rows per prompt. They differ only in their seeds.
+        copies: number of rows per prompt. They differ only in their seeds.
         vocab_size: upper limit of ids (exclusive).
         stop_ids: token ids that end a row. As in transformers, bad_words_ids does not ban them.
         do_sample: False is greedy, for any temperature.
@@ -129,7 +130,7 @@ COLUMNS = (*NUMBERS, "min_new_tokens", "num_speculative_tokens")
 
 
 def _numbers(row: Mapping[str, Any], do_sample: bool, max_new_tokens: int) -> dict[str, Any]:
-    """Checks the options of one row that are numbers. Returns them by name."""
+    """Checks those options of one row that are numbers. Returns {field of `RowOptions`: value}."""
     least = values.whole("min_new_tokens", row["min_new_tokens"] or 0, low=0)
     if least > max_new_tokens:
         raise ValueError(
@@ -141,7 +142,7 @@ def _numbers(row: Mapping[str, Any], do_sample: bool, max_new_tokens: int) -> di
 
 
 def _draft_limit(value: Any) -> int | None:
-    """Reads a row's draft limit. None for "auto" and for the generator's default."""
+    """Reads num_speculative_tokens of a row. None for "auto" and for the generator's default."""
     if value is None or (isinstance(value, str) and value == AUTO):
         return None
     if isinstance(value, str):
@@ -151,7 +152,7 @@ def _draft_limit(value: Any) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class _Ids:
-    """Biased, banned and allowed ids of each prompt."""
+    """Biases, banned ids and allowed ids of each prompt."""
 
     bias: list[dict[int, float]]
     banned: list[set[int]]
@@ -203,7 +204,15 @@ def _temperature(value: Any) -> float:
 
 
 def _seeds(seed: Any, num_rows: int, copies: int, drawn: bool) -> list[int]:
-    """Returns the user's seeds, one per row, or seeds derived from (seed, prompt index, return index)."""
+    """Returns the seed of each row.
+
+    Args:
+        seed: the option `seed`. A list has a seed per row. From a single number, row seeds are derived. None: a random
+            number is used instead.
+        num_rows: number of prompts.
+        copies: number of rows per prompt.
+        drawn: True if rows sample.
+    """
     if values.is_list(seed):
         of = "prompts" if copies == 1 else f"rows ({num_rows} prompts times num_return_sequences)"
         rows = values.per_row("seed", values.listed(seed), num_rows * copies, of)
@@ -217,7 +226,13 @@ def _seeds(seed: Any, num_rows: int, copies: int, drawn: bool) -> list[int]:
 
 
 def derive_seed(seed: int, prompt_index: int, return_index: int) -> int:
-    """Derives a signed 64-bit row seed from (seed, prompt index, return index), by SplitMix64 finalisers."""
+    """Derives the signed 64-bit seed of a row from the call's seed, by SplitMix64 finalisers.
+
+    Args:
+        seed: seed of the call.
+        prompt_index: index of the row's prompt.
+        return_index: index of the row among those of its prompt.
+    """
     state = seed % 2**64
     for word in (prompt_index, return_index):
         state = (state + 0x9E3779B97F4A7C15 * (word + 1)) % 2**64

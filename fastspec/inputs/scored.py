@@ -1,4 +1,4 @@
-"""Rows of a call of `score`, checked: each becomes a prompt and the given tokens of its answer."""
+"""Reads and checks the rows of a call of `score`. Each becomes a prompt, and the given tokens of its answer."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _CALLER = 4  # stack levels from `RawPrompts.prompts` to the user's line
 
 
 class ScoreOptions(TypedDict, total=False):
-    """Types of the sampling options of `score`; each has its meaning of `generate`."""
+    """Types of the sampling options of `score`. Each has the same meaning as for `generate`."""
 
     do_sample: bool | None
     temperature: Numbers
@@ -51,8 +51,8 @@ class ScoredRow:
 
     Attributes:
         tokens: token ids, without padding.
-        length: tokens of its prompt.
-        fed: tokens that passes over prompts feed. The last token is never one of them: a step scores it.
+        length: number of tokens of the prompt.
+        fed: number of first tokens that prefill passes feed. They never feed the last token: a step scores it.
     """
 
     tokens: list[int]
@@ -65,10 +65,10 @@ class ScoredRow:
         return tuple(self.tokens[self.fed :])
 
     def parts(self, of_prompt: list[T], of_steps: list[T]) -> tuple[list[T], list[T]]:
-        """Divides results into those of the prompt from the second token on, and those of the answer.
+        """Splits results into those of the prompt, from the second token on, and those of the answer.
 
         Args:
-            of_prompt: a result for each token of `fed` from the second on.
+            of_prompt: a result for each of the first `fed` tokens, from the second on.
             of_steps: a result for each token of `given`.
         """
         last = self.length - self.fed
@@ -81,9 +81,9 @@ class ScoreInputs:
 
     Attributes:
         rows: the rows of the call.
-        raw: rows with the caller's padding.
-        options: options of the requests, one for each row that has something to score. Rows without an answer have
-            neutral ones.
+        raw: rows with the user's padding.
+        options: options of the call. Its `rows` has an entry for each row with tokens to score, which is neutral for a
+            row without an answer.
     """
 
     rows: list[ScoredRow]
@@ -92,7 +92,7 @@ class ScoreInputs:
 
     @property
     def scored(self) -> list[ScoredRow]:
-        """The rows that have something to score: a row of one token has nothing."""
+        """The rows with tokens to score. A row of one token has none."""
         return [row for row in self.rows if row.given]
 
 
@@ -101,10 +101,10 @@ class ScoreMode:
     """Distribution of the log-probabilities of answers.
 
     Attributes:
-        mode: logprobs_mode of `score`.
+        mode: argument logprobs_mode of `score`.
         checkpoint: generation config of the target's checkpoint.
-        config: generation_config of `score`.
-        keywords: its sampling options.
+        config: argument generation_config of `score`.
+        keywords: sampling options of `score`.
     """
 
     mode: Any = None
@@ -113,17 +113,17 @@ class ScoreMode:
     keywords: Mapping[str, Any] | None = None
 
     def options(self, rows: int, width: int, vocab_size: int, context: int) -> Options | None:
-        """Reads the options that rows are scored under. None: those of the raw target.
+        """Reads the options under which answers are scored. None: by the target's unprocessed logits.
 
         Args:
             rows: number of rows.
-            width: tokens of the longest row.
-            vocab_size: token ids lie below it.
-            context: tokens that a row may have.
+            width: number of tokens of the longest row.
+            vocab_size: upper limit of token ids (exclusive).
+            context: largest number of tokens of a row.
 
         Raises:
-            ValueError: options without logprobs_mode="processed", or a bad value.
-            UnsupportedOption: an option that `score` does not have.
+            ValueError: options were given without logprobs_mode="processed", or a value is invalid.
+            UnsupportedOption: `score` does not have an option.
         """
         given = {name: value for name, value in (self.keywords or {}).items() if value is not None}
         if others := sorted(given.keys() - ScoreOptions.__annotations__.keys()):
@@ -157,19 +157,19 @@ def read_scored(
     max_length: int,
     mode: ScoreMode = RAW_SCORES,
 ) -> ScoreInputs:
-    """Reads and checks the arguments of `score`. Touches no device memory.
+    """Reads and checks the arguments of `score`. Uses no device memory.
 
     Args:
         input_ids, attention_mask, lengths: see `score`.
-        top: its top_logprobs.
-        prompts: its prompt_logprobs.
-        vocab_size: token ids lie below it.
-        max_length: tokens that a row may have.
+        top: argument top_logprobs of `score`.
+        prompts: argument prompt_logprobs of `score`.
+        vocab_size: upper limit of token ids (exclusive).
+        max_length: largest number of tokens of a row.
         mode: distribution of the log-probabilities of answers.
 
     Raises:
-        ValueError: a bad row or value, named with its place.
-        UnsupportedOption: an option that `score` does not have.
+        ValueError: a row or value is invalid. The message names its place.
+        UnsupportedOption: `score` does not have an option.
     """
     raw = read(input_ids, attention_mask)
     texts = raw.prompts(vocab_size, stacklevel=_CALLER)
@@ -202,10 +202,16 @@ def read_scored(
 
 
 def _scored(index: int, row: ScoredRow, options: RowOptions, stop_ids: tuple[int, ...]) -> RowOptions:
-    """Returns the options of a row with its given tokens.
+    """Returns the options of a row, with the tokens that its steps score.
+
+    Args:
+        index: index of the row, for errors.
+        row: the row.
+        options: options under which its answer is scored.
+        stop_ids: ids that end an answer. () if there is no min_new_tokens.
 
     Raises:
-        ValueError: a token that the options ban, or a stop id before the end where stop ids wait for min_new_tokens.
+        ValueError: the options ban a token, or a stop id is not the last token.
     """
     if row.length == len(row.tokens):  # its last token belongs to the prompt, which is scored raw
         return replace(_NEUTRAL, given=row.given)
@@ -227,7 +233,15 @@ def _scored(index: int, row: ScoredRow, options: RowOptions, stop_ids: tuple[int
 
 
 def _row(index: int, tokens: list[int], length: Any, max_length: int, *, prompts: bool) -> ScoredRow:
-    """Checks one row."""
+    """Checks one row of `score`, and returns it.
+
+    Args:
+        index: index of the row, for errors.
+        tokens: token ids of the row.
+        length: number of tokens of the prompt. None: all.
+        max_length: largest number of tokens of a row.
+        prompts: True if prompts are scored, too.
+    """
     if len(tokens) > max_length:
         raise ValueError(
             f"row {index} has {len(tokens)} tokens, more than max_length={max_length}. Shorten it, or make the "

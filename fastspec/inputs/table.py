@@ -1,7 +1,7 @@
-"""OPTIONS: one row for every keyword of `generate`, `stream` and `submit`.
+"""OPTIONS: a table with one entry for every keyword of `generate`, `stream` and `submit`.
 
 The parser, the command line, the server, the ranks and docs/options.md read this table. `GenerateOptions` has the
-keywords' types for type checkers; a test keeps both equal. Does not import torch, so that `--help` is fast.
+keywords' types for type checkers; a test keeps both equal. This file does not import torch, so that `--help` is fast.
 """
 
 from __future__ import annotations
@@ -34,7 +34,10 @@ Biases: TypeAlias = "Mapping[int, float] | Sequence[Mapping[int, float] | None] 
 
 
 class GenerateOptions(TypedDict, total=False):
-    """Types of the keywords, for `Unpack`. Without `return_dict_in_generate`, which decides the type of the result."""
+    """Types of the keywords of `generate`, for `Unpack`.
+
+    `return_dict_in_generate` is left out, because it determines the type of the result.
+    """
 
     inputs: Any
     max_new_tokens: int | None
@@ -80,7 +83,8 @@ class Number:
         fills: buffer of `DecodeState` that admission sets to the value.
         neutral: value that changes nothing, also used for None. If it is an int, the option takes whole numbers only.
         low, high: smallest and largest value.
-        changes_greedy: True if it changes logits, and so the tokens of a greedy row. False if it changes only sampling.
+        changes_greedy: True if the option changes logits, and so the tokens of a greedy row. False if it changes only
+            sampling.
     """
 
     fills: str
@@ -91,7 +95,7 @@ class Number:
 
 
 class Form(Enum):
-    """How the value of a flag is written on the command line."""
+    """Notation of a flag's value on the command line."""
 
     VALUE = "one value, of the option's own type"
     IDS = "token ids with commas"
@@ -108,9 +112,9 @@ class Flag:
         help: help text, one line.
         kind: type of the value on the command line.
         form: notation of the value.
-        default: value if the flag is missing. None: the checkpoint's.
-        name: "--name", if it is not the keyword with dashes.
-        metavar: name of the value in the help. Empty: typer's default.
+        default: value if the flag is not given. None: the checkpoint's.
+        name: name of the flag with its dashes. Empty: the keyword with dashes.
+        metavar: name of the value in the help text. Empty: typer's default.
     """
 
     help: str
@@ -126,18 +130,19 @@ class Option:
     """One keyword of `generate`.
 
     Attributes:
-        keyword: its name.
+        keyword: name of the keyword.
         group: heading in docs/options.md.
-        meaning: one or two sentences for the docs.
+        meaning: description for the docs, one or two sentences.
         takes: accepted values, for the docs. Empty: the range of `number`.
-        default: default, for the docs. Empty: the neutral value of `number`.
-        type: type, for the docs.
+        default: default value, for the docs. Empty: the neutral value of `number`.
+        type: type of the value, for the docs.
         per_row: True if a list gives one value per prompt.
         in_transformers: True for a field of transformers' GenerationConfig, False for an option of fastspec alone.
         number: properties of an option that is one number per row. None for others.
-        sets: fields of `Options` and `RowOptions` that hold the value.
-        flag: the flag on the command line. A str is the reason why there is none.
-        field: the field of a request to the server. A str that begins with "-" is the reason why there is none.
+        sets: fields of `Options` and `RowOptions` that the keyword sets.
+        flag: flag of the command line. A str is the reason why there is none, or the flag to use instead.
+        field: field of a request to the server. If it begins with "-", it is the reason why there is none, or the field
+            to use instead.
     """
 
     keyword: str
@@ -640,6 +645,9 @@ ARGUMENTS: Final[Mapping[str, str]] = {
 
 
 def keywords_of(field: str) -> str:
-    """Returns the keywords that set a field of `Options` or `RowOptions`, for messages. `field` itself if none does."""
+    """Returns a text with the keywords that set a field of `Options` or `RowOptions`, for messages.
+
+    If no keyword sets it, the text is the name of the field.
+    """
     found = [option.keyword for option in OPTIONS if field in option.sets] or [field]
     return " or ".join([", ".join(found[:-1]), found[-1]]) if len(found) > 1 else found[0]

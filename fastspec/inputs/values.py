@@ -1,4 +1,4 @@
-"""Checks single values, columns with one value per prompt, and token ids. Every error names the option."""
+"""Checks values of options: single values, lists with one value per prompt, and token ids. Errors name the option."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from fastspec.errors import UnsupportedOption
 
 
 def is_array(value: Any) -> bool:
-    """True for a tensor, a NumPy array, or a column of a data frame (it has `__array__`). False for a NumPy scalar."""
+    """True for a tensor, a NumPy array, or another object with `__array__`, such as a column of a data frame.
+
+    False for a NumPy scalar.
+    """
     return isinstance(value, torch.Tensor) or (hasattr(value, "__array__") and not isinstance(value, np.generic))
 
 
@@ -25,7 +28,7 @@ def is_list(value: Any) -> bool:
 
 
 def listed(value: Any) -> list[Any]:
-    """Returns a list of the values of an object for which `is_list` is true. Array elements become Python numbers."""
+    """Converts an object for which `is_list` is true to a list. Array elements become Python numbers."""
     if not is_array(value):
         return list(value)
     values: list[Any] = value.tolist() if isinstance(value, torch.Tensor) else np.asarray(value).tolist()
@@ -45,12 +48,24 @@ def scalar(value: Any) -> Any:
 
 
 def column(name: str, value: Any, num_rows: int) -> list[Any]:
-    """Returns one value per prompt: repeats a single value, and checks the length of a list."""
+    """Returns a list with one value per prompt: repeats a single value, and checks the length of a list.
+
+    Args:
+        name: name of the option, for the error.
+        value: a single value, or a list.
+        num_rows: number of prompts.
+    """
     return per_row(name, listed(value), num_rows) if is_list(value) else [value] * num_rows
 
 
 def per_row(name: str, values: list[Any], num_rows: int, of: str = "prompts") -> list[Any]:
     """Returns `values` if there are `num_rows` of them.
+
+    Args:
+        name: name of the option, for the error.
+        values: the values.
+        num_rows: number of values that is wanted.
+        of: noun for the error: values are for `num_rows` of these.
 
     Raises:
         ValueError: another number of values.
@@ -61,10 +76,10 @@ def per_row(name: str, values: list[Any], num_rows: int, of: str = "prompts") ->
 
 
 def whole(name: str, value: Any, *, low: int, high: int | None = None) -> int:
-    """Returns a whole number in low..high.
+    """Checks that a value is a whole number in low..high, and returns it as an int. `high` None: no upper limit.
 
     Raises:
-        ValueError: any other value.
+        ValueError: any other value. The message has `name`.
     """
     value = scalar(value)
     if isinstance(value, bool) or not isinstance(value, int) or value < low or (high is not None and value > high):
@@ -74,10 +89,10 @@ def whole(name: str, value: Any, *, low: int, high: int | None = None) -> int:
 
 
 def flag(name: str, value: Any) -> bool:
-    """Returns a bool. None gives False.
+    """Checks that a value is a bool or None, and returns it as a bool. None gives False.
 
     Raises:
-        ValueError: any other value.
+        ValueError: any other value. The message has `name`.
     """
     value = scalar(value)
     if value is not None and not isinstance(value, bool):
@@ -86,10 +101,10 @@ def flag(name: str, value: Any) -> bool:
 
 
 def real(name: str, value: Any, default: float, *, low: float, high: float = math.inf) -> float:
-    """Returns a finite number in low..high. None gives the default.
+    """Checks that a value is a finite number in low..high, and returns it as a float. None gives the default.
 
     Raises:
-        ValueError: any other value.
+        ValueError: any other value. The message has `name`.
     """
     value = scalar(value)
     if value is None:
@@ -101,7 +116,7 @@ def real(name: str, value: Any, default: float, *, low: float, high: float = mat
 
 
 def token_ids(name: str, value: Any, vocab_size: int) -> tuple[int, ...]:
-    """Returns ids below vocab_size, each once, ascending. None gives ()."""
+    """Checks a list or set of token ids below vocab_size. Returns each id once, ascending. None gives ()."""
     if value is None:
         return ()
     if not is_list(value) and not isinstance(value, set | frozenset):
@@ -110,7 +125,10 @@ def token_ids(name: str, value: Any, vocab_size: int) -> tuple[int, ...]:
 
 
 def id_columns(name: str, value: Any, num_rows: int, vocab_size: int) -> list[tuple[int, ...] | None]:
-    """Returns the token ids of each prompt. `value` is one list for all, or a list of one list (or None) per prompt."""
+    """Returns the set of token ids of each prompt, see `token_ids`. None: not given for this prompt.
+
+    `value` is one list for all prompts, or a list with one list (or None) per prompt.
+    """
     if value is None:
         return [None] * num_rows
     if is_list(value) and any(is_list(one) or one is None for one in listed(value)):
@@ -120,7 +138,10 @@ def id_columns(name: str, value: Any, num_rows: int, vocab_size: int) -> list[tu
 
 
 def id_sequences(name: str, value: Any, num_rows: int, vocab_size: int) -> list[tuple[int, ...]]:
-    """Token ids in order for each prompt, of one list for all or a list of lists (or None) with one per prompt."""
+    """Returns the sequence of token ids of each prompt, in the given order. () if none is given.
+
+    `value` is one list for all prompts, or a list with one list (or None) per prompt.
+    """
     if value is None:
         return [()] * num_rows
     if not is_list(value):
@@ -140,7 +161,7 @@ def _sequence(name: str, row: Any, vocab_size: int) -> tuple[int, ...]:
 
 
 def texts(name: str, value: Any, num_rows: int) -> list[str | None]:
-    """One text for all prompts, or one (or None) per prompt."""
+    """Returns the text, or None, of each prompt. `value` is one text for all prompts, or a list with one per prompt."""
     rows = column(name, value, num_rows)
     for one in rows:
         if one is not None and not (isinstance(one, str) and one):
@@ -149,10 +170,13 @@ def texts(name: str, value: Any, num_rows: int) -> list[str | None]:
 
 
 def single_words(name: str, value: Any, num_rows: int, vocab_size: int) -> list[tuple[int, ...]]:
-    """Reads transformers' list of one-id lists, or one such list per prompt. Returns the ids of each prompt.
+    """Reads transformers' `bad_words_ids`: [[id], [id], ...], or a list with one such list (or None) per prompt.
+
+    Returns:
+        The ids of each prompt.
 
     Raises:
-        UnsupportedOption: a word of several ids.
+        UnsupportedOption: an inner list has several ids.
     """
     if value is None:
         return [()] * num_rows
@@ -179,7 +203,11 @@ def _only(name: str, word: Any) -> Any:
 
 
 def biases(name: str, value: Any, num_rows: int, vocab_size: int) -> list[dict[int, float]]:
-    """Reads one dict of biases, or one dict (or None) per prompt. Returns a dict for each prompt."""
+    """Reads one dict from ids to biases for all prompts, or a list with one dict (or None) per prompt.
+
+    Returns:
+        A dict for each prompt.
+    """
     rows = [value] * num_rows if value is None or isinstance(value, Mapping) else column(name, value, num_rows)
     return [_bias(name, row, vocab_size) for row in rows]
 
