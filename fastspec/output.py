@@ -91,7 +91,7 @@ class Stats:
         draft_format: str | None = None,
         weight_version: int | str = 0,
     ) -> Stats:
-        """Sums the counts of all rows."""
+        """Sums the counts of all rows. Other arguments become the attributes of the same names."""
 
         def total(name: str) -> int:
             return sum(getattr(row, name) for row in rows)

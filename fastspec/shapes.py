@@ -116,7 +116,7 @@ class DeltaRule(NamedTuple):
         return self.value_heads, self.value_dim, self.key_dim
 
     def cut(self, ranks: int) -> DeltaRule:
-        """Returns the sizes of one rank's part."""
+        """Returns the sizes of the part that one of `ranks` ranks owns."""
         return self._replace(key_heads=self.key_heads // ranks, value_heads=self.value_heads // ranks)
 
 
@@ -152,7 +152,7 @@ class ConvRule(NamedTuple):
         return (0,)
 
     def cut(self, ranks: int) -> ConvRule:
-        """Returns the sizes of one rank's part."""
+        """Returns the sizes of the part that one of `ranks` ranks owns."""
         return self._replace(channels=self.channels // ranks)
 
 
@@ -209,7 +209,7 @@ class MambaRule(NamedTuple):
         return self.heads, self.head_dim, self.state_dim
 
     def cut(self, ranks: int) -> MambaRule:
-        """Returns the sizes of one rank's part."""
+        """Returns the sizes of the part that one of `ranks` ranks owns."""
         return self._replace(heads=self.heads // ranks, groups=self.groups // ranks)
 
 

@@ -72,16 +72,16 @@ class Buffer:
     prefill: bool = False
 
     def sizes(self, letters: Mapping[str, int]) -> tuple[int, ...]:
-        """Returns the shape as numbers."""
+        """Returns the shape as numbers. `letters` are the sizes by letter, see `StateSizes.letters`."""
         axes = (axis.partition("+") for axis in self.shape.split())
         return tuple(letters[letter] + int(more or 0) for letter, _, more in axes)
 
     def fill_value(self, letters: Mapping[str, int]) -> float:
-        """Returns the fill as a number."""
+        """Returns the fill as a number. For `letters` see `sizes`."""
         return letters.get(self.fill, 0) if isinstance(self.fill, str) else self.fill
 
     def nbytes(self, letters: Mapping[str, int]) -> int:
-        """Returns the bytes of the tensor."""
+        """Returns the bytes of the tensor. For `letters` see `sizes`."""
         return math.prod(self.sizes(letters)) * self.dtype.itemsize
 
 

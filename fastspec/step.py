@@ -63,7 +63,15 @@ class PromptEnd:
         device: torch.device,
         threshold: int = LONG_PROMPT,
     ) -> PromptEnd:
-        """Allocates zeros for `rows` rows, with hidden states of `width` elements."""
+        """Allocates zeros.
+
+        Args:
+            rows: number of rows.
+            width: number of elements of a hidden state.
+            layers: number of layers whose hidden states the proposer reads.
+            dtype, device: dtype and device of the hidden states.
+            threshold: see the attribute.
+        """
         hidden = torch.zeros(rows, width, dtype=dtype, device=device)
         return cls(hidden, hidden.new_zeros(rows, layers, width) if layers else None, threshold)
 

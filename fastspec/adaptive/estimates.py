@@ -169,15 +169,23 @@ class StepTimes:
         return len(self.first.get((bucket, k), ()))
 
     def draft_pass(self, bucket: int, deepest: int) -> float:
-        """Returns the seconds of one draft pass, from the times of steps with `deepest` drafts and without drafts."""
+        """Returns the seconds of one draft pass over `bucket` rows.
+
+        It is computed from the times of steps with `deepest` drafts and without drafts.
+        """
         return max(self.seconds(bucket, deepest) - self.seconds(bucket, 0), 0.0) / deepest
 
     def resume(self, bucket: int, deepest: int, passes: float) -> float:
-        """Returns the expected seconds of a catch-up of the draft of `passes` passes. Waiting adds about one pass."""
+        """Returns the expected seconds in which the draft catches up. Waiting adds about one pass.
+
+        Args:
+            bucket, deepest: see `draft_pass`.
+            passes: number of catch-up passes.
+        """
         return (1 + passes) * self.draft_pass(bucket, deepest) * self.coming_back
 
     def observe_resume(self, bucket: int, deepest: int, passes: float, seconds: float) -> None:
-        """Adds the time of one catch-up of `passes` passes."""
+        """Adds the measured seconds of one catch-up. For other arguments see `resume`."""
         expected = self.resume(bucket, deepest, passes)
         if expected > 0:
             self.coming_back *= min(max(seconds / expected, 0.25), 4.0) ** 0.5

@@ -117,6 +117,11 @@ def _all_gather(out: Tensor, part: Tensor, group: Any) -> None:
 def _room_of(world: World, device: torch.device, elements: int) -> tuple[Room | None, str]:
     """Allocates GPU memory to which all ranks can write. Waits for all ranks, which get the same result.
 
+    Args:
+        world: all ranks, with one GPU each.
+        device: the GPU of this rank.
+        elements: number of 4-byte elements of the largest tensor to exchange.
+
     Returns:
         (memory, "") or (None, reason why it is not possible).
     """

@@ -182,7 +182,7 @@ def memory_rate(device: torch.device) -> float:
 
 
 def _own(checkpoint: Checkpoint, ranks: Ranks, *, on_cpu: bool) -> Checkpoint:
-    """Returns the part of a checkpoint that this rank loads.
+    """Returns the part of a checkpoint that this rank loads. For `on_cpu` see `Ranks.share`.
 
     Raises:
         UnsupportedOption: the model cannot be split over the ranks, or it is hosted and has no known split plan.
@@ -199,7 +199,7 @@ def _own(checkpoint: Checkpoint, ranks: Ranks, *, on_cpu: bool) -> Checkpoint:
 def _own_hosted(checkpoint: Checkpoint, info: HostedInfo, ranks: Ranks, *, on_cpu: bool) -> Checkpoint:
     """Returns the part of a hosted model that this rank loads, by transformers' tensor-parallel plan.
 
-    A single rank loads the whole model.
+    A single rank loads the whole model. For `on_cpu` see `Ranks.share`.
     """
     draft = checkpoint.role == "draft"
     if not ranks.asked or (draft and not ranks.split_draft):

@@ -192,7 +192,11 @@ class Ranks:
         return made
 
     def guarded(self, what: str) -> AbstractContextManager[None]:
-        """Returns a context in which an error that only this rank raises ends the work of all ranks."""
+        """Returns a context in which an error that only this rank raises ends the work of all ranks.
+
+        Args:
+            what: description of the work, for errors of other ranks.
+        """
         return self.world.guarded(what, SYMMETRIC)
 
     @contextmanager

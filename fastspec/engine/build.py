@@ -163,7 +163,13 @@ def _step_shapes(settings: Settings, state: DecodeState, proposer: Proposer | No
 
 
 def _pass_sizes(settings: Settings, made: _Models, modules: StepModules) -> PassSizes:
-    """Returns the sizes of prefill passes. The last tokens of prompts share a pass if that changes no bit."""
+    """Returns the sizes of prefill passes. The last tokens of prompts share a pass if that changes no bit.
+
+    Args:
+        settings: settings of the generator.
+        made: the models.
+        modules: modules of a step.
+    """
     chunks = settings.layout.chunks_for(settings.max_length)
     if modules.ops.name == "cpu":  # several sizes are for blocked weights; a shared pass takes as long as its parts
         same_bits, draft_chunks, shared = chunks if len(chunks) > 1 else None, None, False
@@ -395,6 +401,14 @@ def _prefix_cache(
 
     The cache is None if the user turned it off, or if the proposer stores data of a row outside of its pages. The store
     of states is None if no model has recurrent states.
+
+    Args:
+        settings: settings of the generator.
+        pages: the page table.
+        grid_unit: number of positions between the positions at which prefill passes may begin.
+        models: the target, and the draft model if there is one.
+        proposer: the proposer of the generator.
+        salt: see `PrefixCache`.
     """
     if not settings.config.prefix_cache or (takes_features(proposer) and not kept_in_pages(proposer)):
         return None, None
@@ -415,7 +429,13 @@ def _hosted(checkpoint: Checkpoint | HeadCheckpoint | None) -> bool:
 def _same_bits_of_both(
     chunks: tuple[int, ...], made: _Models, device: torch.device
 ) -> tuple[tuple[int, ...] | None, tuple[int, ...] | None]:
-    """Returns `PassSizes.same_bits` and `PassSizes.draft_chunks` for these models."""
+    """Returns `PassSizes.same_bits` and `PassSizes.draft_chunks` for target and draft model.
+
+    Args:
+        chunks: numbers of tokens that a prefill pass may feed.
+        made: the models.
+        device: device of the models.
+    """
     of_target = _same_bits(chunks, made.models, made.matrices, device)
     of_draft = _same_bits(chunks, made.models, made.of_draft_model, device)
     if of_target is None or of_draft is None:
@@ -431,6 +451,12 @@ def _same_bits(
 
     The kernel for packed weights sums in the same order for any number of tokens. In cuBLAS and other libraries the
     order may depend on the number of tokens. So may the order of sums over several GPUs.
+
+    Args:
+        chunks: numbers of tokens that a prefill pass may feed.
+        models: target and draft model.
+        matrices: weight matrices that the passes read.
+        device: device of the models.
     """
     formats = {matrix.format for matrix in matrices}
     if not all(type(model) is Decoder for model in models) or "rows" in formats:

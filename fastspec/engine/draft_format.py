@@ -84,7 +84,12 @@ def with_format(
 
 
 def _left(draft: Checkpoint | HeadCheckpoint, *, ours: bool) -> str:
-    """Returns the reason why a draft keeps its stored format. An empty text: it may be rounded."""
+    """Returns the reason why a draft keeps its stored format. An empty text: it may be rounded.
+
+    Args:
+        draft: checkpoint of the draft.
+        ours: True if fastspec's own kernels run the models, in this process alone.
+    """
     if not ours:
         return "compiled by torch, or beside a target that ranks share"
     if isinstance(draft, HeadCheckpoint):

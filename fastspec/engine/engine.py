@@ -198,6 +198,10 @@ class Engine:
     def seconds(self, rows: int, shape: StepShape, repeats: int = 3) -> float:
         """Measures a step of this shape while no row runs, and waits for the device.
 
+        Args:
+            rows, shape: rows of the launch, and shape of the step.
+            repeats: number of steps that are timed.
+
         Returns:
             The smallest of several mean times, in seconds.
         """

@@ -273,7 +273,10 @@ class PromptPasses:
         slot.leave(self.state, row)
 
     def _run_pass(self, upto: int, chunk: int, draft: bool, rows: int = 1) -> None:
-        """Replays a pass if it is captured. Else launches it, then captures it if it is small enough."""
+        """Replays a pass if it is captured. Else launches it, then captures it if it is small enough.
+
+        For arguments see `body`.
+        """
         key, body = PromptKey(chunk, draft, rows), self.body(upto, chunk, draft=draft, rows=rows)
         if self.runner.static and not self._captured(chunk, rows):
             body()
@@ -303,7 +306,11 @@ class PromptPasses:
         return lambda: proposer.catch_up(slot.state, shape, chunk)
 
     def _feed(self, slot: PrefillSlot, upto: int, chunk: int) -> Tensor:
-        """Launches a pass of the target over the next `chunk` tokens of a slot; returns its hidden states."""
+        """Launches a pass of the target over the next `chunk` tokens of a slot, all below position `upto`.
+
+        Returns:
+            The last hidden states [rows, chunk, hidden].
+        """
         shape = self.shapes.chunk(upto, chunk, GREEDY)
         hidden = prefill(self.modules, slot.state, shape, slot.start, chunk, slot.features, slot.prompt_ends)
         slot.start.add_(chunk)

@@ -336,7 +336,14 @@ def _max_length(asked: int | None, layout: Layout, device: torch.device, free: i
 
 
 def _what_fits(layout: Layout, length: int, context: int, allowed: int) -> str:
-    """Describes the largest length with this batch size, and the largest batch size with this length."""
+    """Returns a text with the largest length for the layout's batch size, and the largest batch size for `length`.
+
+    Args:
+        layout: sizes from which the memory plan is computed.
+        length: the length that does not fit.
+        context: upper limit of the length.
+        allowed: bytes that the plan may need.
+    """
     longest = layout.largest_length(context, allowed)
     if longest >= 2:
         text = f"With max_batch_size={layout.batch} the largest max_length that fits is {longest}"

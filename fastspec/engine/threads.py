@@ -86,7 +86,7 @@ class Threads:
             self.now, self._rest, self._slow, self._before, self._alone = 1, _REST, 0, seconds, []
 
     def _take_alone(self, kind: Hashable, seconds: float) -> None:
-        """Records the time of a step with one thread, after slow steps with several threads."""
+        """Records the time of a step with one thread, after slow steps with several threads. See `took`."""
         self._rest -= 1
         if len(self._alone) < _IN_A_ROW:
             self._alone.append(seconds)

@@ -54,7 +54,10 @@ class PagedKVCache:
         states: StateCache | None = None,
         scales: tuple[KVScales, ...] = (),
     ) -> PagedKVCache:
-        """Allocates zeroed pages. `states` and `scales` become the attributes of these names."""
+        """Allocates zeroed pages for layers whose heads have one shape.
+
+        `states` and `scales` become the attributes of these names.
+        """
         shape = (num_layers, num_pages, page_size, num_kv_heads, head_dim)
         keys, values = (_zeros(shape, dtype, device) for _ in range(2))
         return cls(keys, values, states, scales)

@@ -120,7 +120,13 @@ class StatePool:
 
 
 def row_bytes(rule: StateRule, max_drafts: int, dtype: torch.dtype) -> int:
-    """Returns the bytes of the states and inputs of one row in one layer, with inputs of `dtype`."""
+    """Returns the bytes of the states and convolution inputs of one row in one layer.
+
+    Args:
+        rule: rule of the layer.
+        max_drafts: largest number of drafts of a step.
+        dtype: dtype of the inputs.
+    """
     states, inputs = _shapes(rule, max_drafts)
     return 4 * math.prod(states) + dtype.itemsize * math.prod(inputs)
 

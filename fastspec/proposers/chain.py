@@ -158,6 +158,12 @@ class ChainDrafts(LearnedDrafts[ChainHead]):
         """Returns the input of the pass that makes draft j: position lengths - 2 + j and the token after it.
 
         That token is draft j - 1. For j = 0 no token is needed.
+
+        Args:
+            state, shape: see `propose`.
+            j: number of the draft, from 0.
+            positions: int64 [B, 1], these positions.
+            known: bool [B, 1], True for running rows that draft.
         """
         ids = state.draft_tokens[:, max(j - 1, 0)][:, None].contiguous()
         return shape.forward_batch(ids, positions, known, state.block_table)

@@ -97,7 +97,10 @@ class PhiloxDraws:
     seeds: Tensor
 
     def accept(self, probability: Tensor, positions: Tensor) -> Tensor:
-        """Returns True where a uniform number is below `probability` [B, k]; a probability of 1 always accepts."""
+        """Returns bool [B, k], True if a uniform random number at `positions` [B, k] is below `probability` [B, k].
+
+        A probability of 1 always gives True.
+        """
         return uniforms(self.seeds, positions, ACCEPT) < probability
 
     def sample(self, probs: Tensor, positions: Tensor, purpose: int) -> Tensor:

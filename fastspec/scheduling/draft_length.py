@@ -85,6 +85,9 @@ class DraftPlan:
     def for_call(self, chosen: Options) -> DraftChoice:
         """Chooses the numbers of drafts of a call.
 
+        Args:
+            chosen: options of the call.
+
         Raises:
             ValueError: the call asks for more than `max_drafts`.
         """
@@ -152,6 +155,9 @@ class DraftPlan:
 
     def for_calibration(self, chosen: Options) -> DraftChoice:
         """Returns a choice of every k. Its controller, that of such calls, gets the measurements.
+
+        Args:
+            chosen: options of the call.
 
         Raises:
             ValueError: the generator has no proposer, or the call sets its own number of drafts.

@@ -179,7 +179,7 @@ class FormatTrial:
     def _drafting(
         self, engine: Engine, drafter: Decoder, form: CodeFormat | None, weights: DecoderWeights
     ) -> Iterator[None]:
-        """Context in which steps draft with these weights. Waits for all steps at its end."""
+        """Context in which steps draft with these weights, see `_use`. At its end it waits for all steps."""
         self._use(engine, drafter, form, weights)
         try:
             yield
@@ -187,7 +187,14 @@ class FormatTrial:
             engine.finish()
 
     def _use(self, engine: Engine, drafter: Decoder, form: CodeFormat | None, weights: DecoderWeights) -> None:
-        """Makes later steps draft with these weights. Each format has its own CUDA graphs and prefix cache."""
+        """Makes later steps draft with these weights. Each format has its own CUDA graphs and prefix cache.
+
+        Args:
+            engine: the engine.
+            drafter: the draft model.
+            form: format of the weights. None: the stored format.
+            weights: the weights.
+        """
         variant = None if form == self._form else AS_STORED  # graphs captured before the trial have no variant
         drafter.weights = weights
         engine.runner.use_variant(variant)
@@ -230,6 +237,11 @@ def trial_of(draft: object, dtype: torch.dtype, *, released: bool, ranks: int = 
     """Returns the trial of a draft for which "auto" chose a format. None if there is nothing to compare.
 
     With several ranks there is no trial, because ranks would measure different times but must decide equally.
+
+    Args:
+        draft: checkpoint of the draft. None: there is no draft.
+        dtype, released: see `FormatTrial`.
+        ranks: number of ranks.
     """
     if not isinstance(draft, Checkpoint) or not draft.chosen or ranks > 1:
         return None

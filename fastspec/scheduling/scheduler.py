@@ -471,7 +471,13 @@ class Scheduler:
         return emitted
 
     def _report(self, step: InFlightStep, results: list[RowResult], seconds: float | None) -> None:
-        """Reports a step to the policy of its call. Steps that several calls share are not reported."""
+        """Reports a step to the policy of its call. Steps that several calls share are not reported.
+
+        Args:
+            step: the step.
+            results: result of each row.
+            seconds: result of `StepTimer.arrived`.
+        """
         going = {row for row, request in step.requests.items() if request.finish_reason is None}
         calls = {self._calls[step.requests[row]] for row in going}
         policy = calls.pop().policy if len(calls) == 1 else None
