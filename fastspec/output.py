@@ -188,7 +188,7 @@ class GenerateOutput:
         texts: if stop_strings were given: the text of each row's new tokens, with special tokens. If a stop string
             ended the row, the text ends with that string, while new_tokens end with the whole token that completed it.
         prompt_logprobs: log-probabilities of each prompt's tokens from the second on. None unless requested. With
-            num_return_sequences there is one list a prompt, not a row.
+            num_return_sequences there is one list per prompt, not one per row.
         prompt_top_logprobs: for each of these tokens the most probable (id, log-probability) pairs.
     """
 

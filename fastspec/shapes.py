@@ -220,18 +220,18 @@ class RoutingRule(NamedTuple):
     """Rule by which a token's experts are chosen from its router logits [E], and weighted.
 
         s = softmax(logits), sigmoid(logits), or the logits themselves
-        chosen experts: the `chosen` largest of s [+ correction], the lowest id first if equal; with groups only
-            from the `kept_groups` groups of neighbouring experts whose two largest scores have the largest sums
-            (DeepSeek-V3, arXiv 2412.19437, section 2.1.2)
+        chosen experts: the `chosen` largest of s [+ the checkpoint's correction bias], the lowest id first if equal;
+            with groups only from the `kept_groups` groups of neighbouring experts whose two largest scores have the
+            largest sums (DeepSeek-V3, arXiv 2412.19437, section 2.1.2)
         factor = s of a chosen expert; for "logits" softmax over the chosen experts; divided by the sum of the factors
             plus `eps` with `normed`; times `scale`
         with `shared` also expert E, after the chosen ones, whose factor is 1 ("whole"), or sigmoid(logits[E]) ("gated")
 
     Attributes:
-        chosen: number of experts of a token.
+        chosen: number of experts that are chosen for a token.
         scores: formula of s; "logits" takes the softmax over the chosen experts alone.
         normed: True if factors are divided by their sum.
-        scale: factor on all of them.
+        scale: number by which all factors are multiplied.
         groups: number of groups of experts, all of one size. 1: no groups.
         kept_groups: number of groups from which experts are chosen.
         shared: type of the shared expert, which every token has after the chosen ones. None: there is none.

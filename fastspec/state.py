@@ -289,7 +289,7 @@ class DecodeState:
 
     @contextmanager
     def all_idle(self) -> Iterator[None]:
-        """Context in which all rows are idle, so that a step changes no row."""
+        """Context in which all rows are idle, so that a step changes no row. At its end the rows' states come back."""
         finish, emitted = self.finish.clone(), self.emitted.clone()
         self.finish.fill_(IDLE)
         try:

@@ -98,7 +98,7 @@ class Observation:
 
 
 class DraftLengthPolicy(Protocol):
-    """Chooses k for a scheduler, and receives the result of every step.
+    """Chooses k, the number of drafts of each step, for a scheduler, and receives the result of every step.
 
     Attributes:
         few: number of rows that draft in the next step, if it has drafts. These are the rows with the fewest catch-up
@@ -136,7 +136,7 @@ class _Probe:
 
 @dataclass(slots=True)
 class Controller:
-    """Chooses k. One controller serves all calls of a generator, so a call uses measurements of earlier calls.
+    """Chooses k of each step. It serves all calls with the same kind of steps, so a call uses earlier measurements.
 
     Args:
         ks: values that k may have, ascending from 0.

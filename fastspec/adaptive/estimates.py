@@ -24,7 +24,7 @@ _COST_OF_A_DRAFT = 0.2  # assumed time of a draft, in steps without drafts, if n
 
 @dataclass(slots=True)
 class Acceptance:
-    """Probabilities that draft 1, 2, .. is accepted if all drafts before it are.
+    """Probabilities that draft 1, 2, .. is accepted if all drafts before it are accepted.
 
     A draft does not depend on the number of drafts after it. So a step with any k gives evidence for all its k
     positions. In a row that drafted fewer than k the missing drafts count as refused, because tokens per step are

@@ -50,13 +50,13 @@ class OverDevices:
         return f"pushed into the peers' memory by a kernel of the step, added as one tree in fp32{prompts}"
 
     def sum(self, partial: Tensor) -> Tensor:
-        """Sums fp32 tensors over ranks."""
+        """Returns the sum of all ranks' `partial`; see `Exchange.sum`."""
         if (room := self._room_for(partial)) is not None:
             return self._kernels.exchange_added(partial, None, None, room)
         return tree_sum(self._gathered(partial))
 
     def added(self, partial: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
-        """Adds the sum over ranks [and bias] to residual, rounded once."""
+        """Returns residual + the sum of all ranks' `partial` [+ bias]; see `Exchange.added`."""
         if (room := self._room_for(residual)) is not None and partial.is_contiguous():
             return self._kernels.exchange_added(partial, bias, residual, room)
         partial = sum_parts(partial, residual)
@@ -72,13 +72,13 @@ class OverDevices:
         return out.view(residual.shape)
 
     def gather(self, part: Tensor) -> Tensor:
-        """Joins the parts of all ranks along the last axis."""
+        """Returns all ranks' `part`, joined along the last axis; see `Exchange.gather`."""
         if (room := self._room_for(part)) is not None:
             return self._kernels.exchange_gather(part, room)
         return torch.cat(self._gathered(part), dim=-1)
 
     def largest(self, keys: Tensor, width: int, out: Tensor) -> None:
-        """Writes the id of each row's largest logit to out."""
+        """Writes the id of each row's largest logit over all ranks to `out`; see `Exchange.largest`."""
         halves = keys.view(torch.float32)
         if (room := self._room_for(halves)) is not None:
             self._kernels.exchange_largest(keys, width, room, out)

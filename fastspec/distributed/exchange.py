@@ -101,19 +101,19 @@ class Alone:
         return "none: one rank"
 
     def sum(self, partial: Tensor) -> Tensor:
-        """Sums fp32 tensors over ranks."""
+        """Returns the sum of all ranks' `partial`; see `Exchange.sum`."""
         return partial
 
     def added(self, partial: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
-        """Adds the sum over ranks [and bias] to residual, rounded once."""
+        """Returns residual + the sum of all ranks' `partial` [+ bias]; see `Exchange.added`."""
         return add_rounded(sum_parts(partial, residual), bias, residual)
 
     def gather(self, part: Tensor) -> Tensor:
-        """Joins the parts of all ranks along the last axis."""
+        """Returns all ranks' `part`, joined along the last axis; see `Exchange.gather`."""
         return part
 
     def largest(self, keys: Tensor, width: int, out: Tensor) -> None:
-        """Writes the id of each row's largest logit to out."""
+        """Writes the id of each row's largest logit over all ranks to `out`; see `Exchange.largest`."""
         out.copy_(largest_of([keys.view(torch.int64)], width))
 
 
@@ -128,17 +128,17 @@ class OverHosts:
         return "gloo: partial sums gathered in fp32, added as one tree"
 
     def sum(self, partial: Tensor) -> Tensor:
-        """Sums fp32 tensors over ranks."""
+        """Returns the sum of all ranks' `partial`; see `Exchange.sum`."""
         return tree_sum(self._world.gather(partial.contiguous()))
 
     def added(self, partial: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
-        """Adds the sum over ranks [and bias] to residual, rounded once."""
+        """Returns residual + the sum of all ranks' `partial` [+ bias]; see `Exchange.added`."""
         return add_rounded(self.sum(sum_parts(partial, residual)), bias, residual)
 
     def gather(self, part: Tensor) -> Tensor:
-        """Joins the parts of all ranks along the last axis."""
+        """Returns all ranks' `part`, joined along the last axis; see `Exchange.gather`."""
         return torch.cat(self._world.gather(part.contiguous()), dim=-1)
 
     def largest(self, keys: Tensor, width: int, out: Tensor) -> None:
-        """Writes the id of each row's largest logit to out."""
+        """Writes the id of each row's largest logit over all ranks to `out`; see `Exchange.largest`."""
         out.copy_(largest_of(self._world.gather(keys.view(torch.int64)), width))

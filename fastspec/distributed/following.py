@@ -115,8 +115,8 @@ def check_tokenizer_is_stored(tokenizer: object, stored: object) -> None:
     """Raises UnsupportedOption if a call passes its own tokenizer. The other ranks have only the stored one."""
     if tokenizer not in (None, stored):
         raise UnsupportedOption(
-            "a tokenizer of its own does not go with submit() and tensor_parallel, for the other ranks have the "
-            "checkpoint's alone: leave tokenizer out, or make the call with generate() on all ranks alike"
+            "the option tokenizer is not supported in submit() with tensor_parallel, because the other ranks have only "
+            "the checkpoint's tokenizer; leave it out, or call generate() on all ranks"
         )
 
 

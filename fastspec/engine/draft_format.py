@@ -55,7 +55,7 @@ def with_format(
     """
     if draft is None or draft.stored:  # a quantised checkpoint keeps its format
         return draft
-    if kind := _left(draft, ours=alone and not config.compile):
+    if kind := _never_rounded(draft, ours=alone and not config.compile):
         return replace(draft, stored=f'{AS_STORED}: "auto" leaves a draft that is {kind}')
     on = device_of(config.device, target)
     run_in, ops = dtype_of(config.dtype, draft.spec, on), ops_for(on)
@@ -83,8 +83,8 @@ def with_format(
     return replace(rounded, chosen=True) if isinstance(rounded, Checkpoint) else rounded
 
 
-def _left(draft: Checkpoint | HeadCheckpoint, *, ours: bool) -> str:
-    """Returns the reason why a draft keeps its stored format. An empty text: it may be rounded.
+def _never_rounded(draft: Checkpoint | HeadCheckpoint, *, ours: bool) -> str:
+    """Returns the reason why a draft must keep its stored format. An empty text: it may be rounded.
 
     Args:
         draft: checkpoint of the draft.

@@ -39,7 +39,9 @@ _ONE_CHUNK = (64,)
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Completed arguments of a generator, before anything is loaded or allocated.
+    """Settings of a generator: its arguments, with defaults that depend on the models filled in.
+
+    They are computed before anything is loaded or allocated.
 
     Attributes:
         config: arguments as the user gave them.

@@ -42,7 +42,7 @@ class StepShapes:
 
     @property
     def middle_length(self) -> int:
-        """Length of a row whose captured step is the second smallest. All its positions are below EARLY_BLOCKS."""
+        """Length of a row whose captured step is the second smallest. Its positions are in the first EARLY_BLOCKS."""
         return _LEAST_ROOM * _ROOM_GROWTH - self.max_drafts
 
     def bucket(self, rows: int) -> int:

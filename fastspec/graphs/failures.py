@@ -9,7 +9,7 @@ def device_failed(error: RuntimeError) -> RuntimeError:
     CUDA may report it in a later call than the one that caused it.
     """
     return RuntimeError(
-        f"the CUDA device failed: {str(error).splitlines()[0]}. Nothing on it can go on in this process, be it this "
-        "generator's or not: start a new one. What failed may have been queued long before; CUDA_LAUNCH_BLOCKING=1 "
-        "with graphs=False shows where"
+        f"the CUDA device failed: {str(error).splitlines()[0]}. Nothing on it can go on in this process: start a new "
+        "one. The work that failed may have been queued long before this call; CUDA_LAUNCH_BLOCKING=1 with "
+        "graphs=False shows which"
     )

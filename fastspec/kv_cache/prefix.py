@@ -84,7 +84,7 @@ class PrefixCache:
 
         Args:
             tokens: token ids of a prompt.
-            limit: largest number of positions to share.
+            limit: largest number of positions that the path may have.
         """
         found: list[Node] = []
         parent = self._root

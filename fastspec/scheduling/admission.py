@@ -108,7 +108,13 @@ def _numbers(new: NewRow, max_drafts: int) -> dict[str, float]:
 
 
 def fill_texts(state: DecodeState, row: int, prediction: tuple[int, ...], owner: int) -> None:
-    """Writes a row's prediction, and the owner of the earlier answers that may draft for the row."""
+    """Writes the texts from which a row's drafts may be looked up.
+
+    Args:
+        state, row: the row to write to.
+        prediction: token ids of the row's prediction. (): it has none.
+        owner: number of the requests whose earlier answers the row may use, see `Suffix.owner_of`.
+    """
     if prediction:
         state.prediction[row, : len(prediction)] = send(list(prediction), torch.int64, state.lengths.device)
     _fill(state, row, {"prediction_lengths": len(prediction), "owners": owner})

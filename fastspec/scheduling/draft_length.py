@@ -154,13 +154,13 @@ class DraftPlan:
         return DraftChoice(k, tuple(sorted({0, k})), sampler, None)
 
     def for_calibration(self, chosen: Options) -> DraftChoice:
-        """Returns a choice of every k. Its controller, that of such calls, gets the measurements.
+        """Chooses every k, to be measured. The controller of such calls gets the measurements.
 
         Args:
             chosen: options of the call.
 
         Raises:
-            ValueError: the generator has no proposer, or the call sets its own number of drafts.
+            ValueError: the generator has no proposer, or the call sets an option that does not fit a measurement.
         """
         if not self.max_drafts:
             raise ValueError("there is nothing to calibrate: the generator was made without a draft or proposer")

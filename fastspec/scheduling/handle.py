@@ -50,7 +50,7 @@ class Delivery:
 
     Attributes:
         counts: number of tokens of each request that may be read, with their log-probabilities.
-        begun: number of tokens of each request that were emitted before the loop's thread took over.
+        begun: number of tokens of each request that were emitted before the generator's own thread took over its steps.
         error: error of the device or of a step that ended the requests. None: no error.
         started, ended: times of `time.perf_counter`. `ended` is None until all requests have ended.
     """

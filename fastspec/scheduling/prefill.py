@@ -79,7 +79,7 @@ class LastPart:
 
 @dataclass(slots=True)
 class PrefillQueue:
-    """Waiting requests, and their prefill into a row.
+    """Queue of waiting requests, which gives them rows and prefills their prompts.
 
     Attributes:
         engine: engine with the KV caches.
@@ -236,7 +236,7 @@ class PrefillQueue:
             limit: see `feed`.
 
         Returns:
-            The passes that are not deferred, a beginning of `taken`.
+            Sizes of the passes that are not deferred: the first ones of `taken`.
         """
         if self._target.remaining or request.scores is not None:
             return taken
@@ -282,7 +282,12 @@ class PrefillQueue:
             self._finish(part.request, row)
 
     def _feed_parts(self, parts: Mapping[int, LastPart], *, draft: bool) -> None:
-        """Queues one pass over the last tokens of several prompts, or the passes over those of a single one."""
+        """Queues one shared pass over the last tokens of several prompts. For a single prompt, queues its own passes.
+
+        Args:
+            parts: row -> last tokens of its prompt.
+            draft: True for passes of the draft, False for passes of the target.
+        """
         if len(parts) > 1:
             passed = [PromptPart(row, part.start, part.tokens) for row, part in parts.items()]
             self.engine.prompts.feed_rows(passed, draft=draft, running=False)

@@ -65,7 +65,7 @@ class CallPlan:
 
     @property
     def full(self) -> bool:
-        """True if its rows need the full sampler."""
+        """True if the steps of the call need the full sampler (FULL)."""
         return self.sampler == FULL
 
 
