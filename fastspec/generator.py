@@ -89,7 +89,7 @@ class FastSpecGenerator(OfOneProcess):
             depends on the seed, not on the drafts), see docs/numerics.md. `SyntheticAcceptance` is for benchmarks only.
         num_speculative_tokens: k, drafts per step (0..16); 0 decodes plainly. "auto" chooses while it decodes, by
             measured tokens per second, up to 8, or 16 without a draft model (docs/guides).
-        max_batch_size: prompts decoded at once; further ones wait for a free place.
+        max_batch_size: number of prompts that are decoded at once; further prompts wait for a free row.
         max_length: tokens of prompt and output per row, up to the target's context. Default: the smaller of the
             models' contexts, and the length that fits in 90% of the free memory. Rows longer than the draft's context
             continue without drafts.

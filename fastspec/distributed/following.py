@@ -31,7 +31,7 @@ from fastspec.scheduling.requests import PreparedCall, Request, requests_of
 class RequestNumbers:
     """Numbers of the requests that have not ended.
 
-    All ranks give the same numbers, in the order in which requests join.
+    All ranks assign the same number to a request, because requests join in the same order on each.
     """
 
     def __init__(self) -> None:

@@ -54,7 +54,7 @@ class Turns:
             self._forget()
 
     def next(self) -> str:
-        """Waits for the next text.
+        """Waits for the next text of the log, and returns it.
 
         Raises:
             RankFailed: a rank has failed meanwhile.

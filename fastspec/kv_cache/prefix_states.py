@@ -87,7 +87,10 @@ class PrefixStates:
         self._pools[draft].load(self._kept[key].row, self._caches[draft], row, length)
 
     def capture_after(self, length: int, *, draft: bool) -> None:
-        """Makes the model's next passes copy their state after `length` positions, for a later `save`. 0: no copy."""
+        """Makes the model's next passes copy their state after `length` positions, for a later `save`.
+
+        With a length of 0 they copy none.
+        """
         if self.recurrent(draft=draft):
             self._pools[draft].at.fill_(length)
 

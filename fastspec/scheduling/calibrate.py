@@ -131,7 +131,7 @@ class Calibration:
     def _losses(self) -> dict[str, float]:
         """Returns {cause: lost speed} of the fastest k above 0. A loss is the logarithm of a factor.
 
-        Without any loss a step would emit k + 1 tokens in the time of a plain step.
+        Without any loss a step would emit k + 1 tokens in the time of a step without drafts.
         """
         plain, shown = self.trials[0], self._shown()
         costs = {
