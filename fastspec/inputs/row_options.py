@@ -188,8 +188,8 @@ def _check_choice(index: int, options: Mapping[str, Any], vocab_size: int, stop_
     if not left:
         named = "all ids" if allowed is None else f"allowed_token_ids={list(allowed[:_IN_WORDS])!r}"
         raise ValueError(
-            f"prompt {index}: no token could come, of {named}, after these bans (bad_words_ids, suppress_tokens, "
-            "biases of -inf, stop ids before min_new_tokens or min_length); leave it at least one"
+            f"prompt {index}: its options ban every token of {named} (bad_words_ids, suppress_tokens, biases of -inf, "
+            "stop ids before min_new_tokens or min_length); leave at least one token allowed"
         )
 
 

@@ -169,8 +169,8 @@ class Calibration:
         return (
             f"the work around the models. Verification, commit and the host take {shown.rest_seconds * 1e3:.2f} "
             "ms of a "
-            f"step, and {plain.rest_seconds * 1e3:.2f} ms of a plain one; graphs=True, where it can be had, leaves the "
-            "host one launch a step"
+            f"step, and {plain.rest_seconds * 1e3:.2f} ms of a plain one; with graphs=True, where "
+            "that is supported, the host launches once per step"
         )
 
 
